@@ -1,0 +1,131 @@
+"""What a worker needs of an engine: an ASGI app, an event source, a load source, a way to end.
+
+The worker shell calls the app once per leg, with the body that ``core.leg_body`` made for the leg's kind. What does not
+fit through HTTP (KV transfer parameters, true cached-token counts, timings, token ids) goes through ``CURRENT_LEG``: the
+shell sets a fresh ``LegRecord`` in the context before it calls the app, the engine reads and fills it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from shared.contracts.inference import LegKind
+from shared.contracts.kv_events import KvEvent
+from shared.contracts.workers import Fingerprint, HashScheme
+
+Scope = MutableMapping[str, Any]
+AsgiMessage = MutableMapping[str, Any]
+AsgiApp = Callable[
+    [Scope, Callable[[], Awaitable[AsgiMessage]], Callable[[AsgiMessage], Awaitable[None]]], Awaitable[None]
+]
+
+
+class EngineDead(Exception):
+    """The engine is gone for good; the worker process must end."""
+
+
+@dataclass(slots=True)
+class LegRecord:
+    """One leg, as the shell and the engine share it while it runs. Seconds are on the monotonic clock."""
+
+    kind: LegKind
+    request_id: str
+    trace_headers: dict[str, str]
+    prefill_cached_tokens: int = 0
+    """DECODE: what the prefill leg had cached; the engine reports this as the request's cached tokens."""
+    # The engine fills in:
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens found in this engine's own prefix cache."""
+    received_tokens: int = 0
+    """Prompt tokens whose KV came from another engine."""
+    received_bytes: int = 0
+    completion_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    """Generated and not yet put into a frame: the shell takes them when it sends data."""
+    kv_transfer: bytes = b""
+    """PREFILL: JSON of the ``kv_transfer_params`` that a decode engine needs."""
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    first_token_at: float = 0.0
+    finish_reason: str = ""
+
+
+CURRENT_LEG: ContextVar[LegRecord | None] = ContextVar("CURRENT_LEG", default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What does not change while the engine lives."""
+
+    engine: str
+    models: list[str]
+    max_model_len: int
+    fingerprint: Fingerprint
+    hashing: HashScheme
+    kv_blocks: int
+    legs_max: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """The engine's state now and its totals since it started; see ``LoadReport`` for units."""
+
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    kv_blocks_used: int = 0
+    prompt_tokens_total: int = 0
+    computed_tokens_total: int = 0
+    cached_tokens_total: int = 0
+    received_tokens_total: int = 0
+    received_bytes_total: int = 0
+    received_seconds_total: float = 0.0
+    generation_tokens_total: int = 0
+    preemptions_total: int = 0
+    prefill_tokens_per_s: float = 0.0
+    decode_s_per_token: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerFiles:
+    """The engine's tokenizer, for routers (see ``TokenizerAsset``)."""
+
+    tokenizer_json: bytes
+    chat_template: str
+    special_tokens: dict[str, str]
+    adds_special_tokens: bool
+    note: str = ""
+
+
+class Engine(Protocol):
+    """One running engine. Usable when its factory returns."""
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What does not change."""
+
+    @property
+    def app(self) -> AsgiApp:
+        """The OpenAI-compatible server. Cancelling a call aborts the request in the engine."""
+
+    def load(self) -> EngineLoad:
+        """Now. Cheap: called at most ``LOAD_HZ_MAX`` times a second."""
+
+    def on_load_changed(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` (on the event loop) when the load may have changed."""
+
+    def kv_events(self) -> AsyncIterator[list[KvEvent]]:
+        """Changes of the prefix cache, in order, from the first on. One consumer. Raises EngineDead."""
+
+    def tokenizer_files(self) -> TokenizerFiles:
+        """How text becomes tokens here. May read files: call it off the event loop."""
+
+    async def dead(self) -> str:
+        """Return, with the reason in words, when the engine has died; wait for ever otherwise."""
+
+    async def close(self, deadline_s: float) -> None:
+        """End the engine and everything it started."""

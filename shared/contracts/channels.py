@@ -1,0 +1,136 @@
+"""The channel table: every subject on the bus, with its message, its delivery, who sends and who receives.
+
+A placeholder in a subject is a field of the message, so address and body cannot disagree. The catalogue, the AsyncAPI
+file and the NATS permissions are generated from these rows (see ``catalogue``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from operator import attrgetter
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from shared.contracts.control import AskTokenizer, Leadership, ServiceStatus, TokenizerAsset
+from shared.contracts.inference import CancelLeg, FrameBatch, RequestsFinished, StartLeg
+from shared.contracts.kv_events import AskKvSnapshot, KvEventBatch, KvSnapshot
+from shared.contracts.load import LoadReport
+from shared.contracts.workers import DescribeFleet, FleetState, WorkerLost, WorkerRecord
+
+M = TypeVar("M", bound=msgspec.Struct)
+A = TypeVar("A", bound=msgspec.Struct)
+
+PLACEHOLDER = re.compile(r"\{(\w+)\}")
+
+
+class Party(StrEnum):
+    """Who may stand at an end of a channel."""
+
+    ROUTER = "router"
+    ORCHESTRATOR = "orchestrator"
+    COLLECTOR = "collector"
+    WORKER = "worker"
+    LAUNCHER = "launcher"
+    """The ``baton`` command: up, workers, health."""
+
+
+class Delivery(StrEnum):
+    """What the sender may rely on."""
+
+    EVENT = "event"
+    """Core NATS, at most once, to whoever listens."""
+    COMMAND = "command"
+    """Core NATS, at most once, to one receiver; the sender is told at once when nobody listens."""
+    ASK = "ask"
+    """Core NATS request and reply; no responders is told at once."""
+    KEPT = "kept"
+    """JetStream key-value: the newest value per key is durable, watched, and expires if not renewed."""
+
+
+@dataclass(frozen=True)
+class Channel(Generic[M]):
+    """One row: where ``message`` travels. For KEPT channels the subject is ``bucket.{key}``."""
+
+    subject: str
+    message: type[M]
+    delivery: Delivery
+    senders: tuple[Party, ...]
+    receivers: tuple[Party, ...]
+    parts: tuple[str, ...] = field(init=False, repr=False)
+    address: Callable[[M], str] = field(init=False, repr=False, compare=False)
+    """The subject that a message of this channel travels on."""
+
+    def __post_init__(self) -> None:
+        names = tuple(PLACEHOLDER.findall(self.subject))
+        fields = {f.name for f in msgspec.structs.fields(self.message)}
+        if missing := [name for name in names if name not in fields]:
+            raise ValueError(f"{self.subject}: {self.message.__name__} has no field {', '.join(missing)}")
+        object.__setattr__(self, "parts", names)
+        object.__setattr__(self, "address", _addresser(self.subject, names))
+
+    def filter(self, **ids: str) -> str:
+        """The subject to subscribe to: placeholders that are not given become wildcards."""
+        if unknown := set(ids) - set(self.parts):
+            raise ValueError(f"{self.subject} has no placeholder {', '.join(sorted(unknown))}")
+        return PLACEHOLDER.sub(lambda found: ids.get(found[1], "*"), self.subject)
+
+
+@dataclass(frozen=True)
+class AskChannel(Channel[M], Generic[M, A]):
+    """A row whose receiver answers."""
+
+    answer: type[A] = field(kw_only=True)
+
+
+def _addresser(subject: str, names: tuple[str, ...]) -> Callable[[M], str]:
+    if not names:
+        return lambda _message: subject
+    template = PLACEHOLDER.sub("%s", subject.replace("%", "%%"))
+    values = attrgetter(*names)
+    return lambda message: template % values(message)
+
+
+ROUTERS = (Party.ROUTER,)
+WORKERS = (Party.WORKER,)
+EVERYONE = (Party.ROUTER, Party.ORCHESTRATOR, Party.COLLECTOR, Party.LAUNCHER)
+
+START_LEG = Channel("leg.{worker_id}.start", StartLeg, Delivery.COMMAND, ROUTERS, WORKERS)
+CANCEL_LEG = Channel("leg.{worker_id}.cancel", CancelLeg, Delivery.COMMAND, ROUTERS, WORKERS)
+FRAMES = Channel("frames.{router_id}", FrameBatch, Delivery.COMMAND, WORKERS, ROUTERS)
+
+KV_EVENTS = Channel("kv.{worker_id}.events", KvEventBatch, Delivery.EVENT, WORKERS, ROUTERS)
+KV_SNAPSHOT = AskChannel("kv.{worker_id}.snapshot", AskKvSnapshot, Delivery.ASK, ROUTERS, WORKERS, answer=KvSnapshot)
+TOKENIZER = AskChannel(
+    "worker.{worker_id}.tokenizer", AskTokenizer, Delivery.ASK, ROUTERS, WORKERS, answer=TokenizerAsset
+)
+
+LOAD = Channel("worker.{worker_id}.load", LoadReport, Delivery.EVENT, WORKERS, EVERYONE)
+WORKER_RECORDS = Channel("workers.{worker_id}", WorkerRecord, Delivery.KEPT, WORKERS, EVERYONE)
+WORKER_LOST = Channel("fleet.lost", WorkerLost, Delivery.EVENT, (Party.ORCHESTRATOR,), EVERYONE)
+FLEET_STATE = Channel("fleet.state", FleetState, Delivery.EVENT, (Party.ORCHESTRATOR,), EVERYONE)
+DESCRIBE_FLEET = AskChannel(
+    "fleet.describe", DescribeFleet, Delivery.ASK, EVERYONE, (Party.ORCHESTRATOR,), answer=FleetState
+)
+
+REQUESTS_FINISHED = Channel(
+    "request.{router_id}.finished", RequestsFinished, Delivery.EVENT, ROUTERS, (Party.COLLECTOR,)
+)
+SERVICE_STATUS = Channel(
+    "service.{service}.{instance}",
+    ServiceStatus,
+    Delivery.EVENT,
+    (Party.ROUTER, Party.ORCHESTRATOR, Party.COLLECTOR, Party.WORKER),
+    (Party.LAUNCHER, Party.COLLECTOR),
+)
+
+
+LEADERSHIP = Channel(
+    "leaders.{role}", Leadership, Delivery.KEPT, (Party.ORCHESTRATOR,), (Party.ORCHESTRATOR, Party.LAUNCHER)
+)
+
+CHANNELS: dict[str, Channel[Any]] = {name: row for name, row in list(globals().items()) if isinstance(row, Channel)}
+"""Every row by its name."""

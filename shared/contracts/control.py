@@ -1,0 +1,65 @@
+"""Small asks and announcements that keep the processes in step."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.message import Message
+
+
+class ServicePhase(StrEnum):
+    """The same five words for every process."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+class ServiceStatus(Message, frozen=True, kw_only=True):
+    """Any service -> launcher and health checks: where this process is, on each change and every two seconds."""
+
+    service: str
+    """router, orchestrator, collector or worker."""
+    instance: str
+    """One subject token: the worker id, or a name unique among the service's processes."""
+    phase: ServicePhase
+    detail: str = ""
+    """What it does just now, for a person: "loading weights"."""
+    pid: int = 0
+    url: str = ""
+    """Where it listens for HTTP, if it does."""
+
+
+class AskTokenizer(Message, frozen=True, kw_only=True):
+    """Router -> worker: how does your engine turn text into tokens?"""
+
+    worker_id: WorkerId
+
+
+class TokenizerAsset(Message, frozen=True, kw_only=True):
+    """Worker -> router: the engine's own tokenizer, so that a router needs neither disk nor hub."""
+
+    worker_id: WorkerId
+    epoch: Epoch
+    tokenizer_json: bytes = b""
+    """A Hugging Face ``tokenizer.json``; empty when the model has none."""
+    chat_template: str = ""
+    """Jinja source; empty when the model has none."""
+    special_tokens: dict[str, str] = msgspec.field(default_factory=dict)
+    """Template variables such as ``bos_token``."""
+    adds_special_tokens: bool = True
+    """Whether /v1/completions prompts get the tokenizer's special tokens."""
+    note: str = ""
+
+
+class Leadership(Message, frozen=True, kw_only=True):
+    """Orchestrators -> each other: who leads, and for the how-many-th time leadership changed hands."""
+
+    role: str
+    leader: str
+    term: int

@@ -1,0 +1,24 @@
+"""The names of things on the wire. Each id is one subject token: no dots, spaces or wildcards."""
+
+from __future__ import annotations
+
+import re
+from typing import NewType
+
+WorkerId = NewType("WorkerId", str)
+"""A worker process beside one engine; kept across restarts of the process."""
+RouterId = NewType("RouterId", str)
+"""One life of one router process."""
+RequestId = NewType("RequestId", str)
+"""A client's request, as the client sees it; shared by all its legs."""
+LegId = NewType("LegId", str)
+"""One leg (prefill, decode or aggregated) of a request, unique for ever."""
+Epoch = NewType("Epoch", int)
+"""One life of a worker process: milliseconds since 1970 at its start, so a later life has a larger epoch."""
+
+SUBJECT_TOKEN = re.compile(r"^[A-Za-z0-9_-]{1,128}$")
+
+
+def is_subject_token(text: str) -> bool:
+    """Whether an id may stand in a subject."""
+    return SUBJECT_TOKEN.match(text) is not None

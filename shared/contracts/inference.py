@@ -1,0 +1,151 @@
+"""The legs of a request: what a router asks of a worker, and the frames that come back.
+
+A leg begins with ``StartLeg`` on the worker's subject. The worker answers on the router's frame subject with one HEAD
+frame, DATA frames and then exactly one END or FAILURE frame, numbered from 0. Frames of many legs travel in one
+``FrameBatch``, so that the cost per message does not grow with the number of streams.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, StrEnum
+
+import msgspec
+
+from shared.contracts.failures import Failure
+from shared.contracts.ids import Epoch, LegId, RequestId, RouterId, WorkerId
+from shared.contracts.message import Message, PackedMessage
+
+
+class LegKind(StrEnum):
+    """Which part of a generation a leg is."""
+
+    AGGREGATED = "aggregated"
+    """Prompt and completion on this worker."""
+    PREFILL = "prefill"
+    """The prompt's KV only: one token, thrown away; the report carries the KV transfer."""
+    DECODE = "decode"
+    """The completion, from the KV that ``StartLeg.kv_transfer`` describes."""
+
+
+class StartLeg(Message, frozen=True, kw_only=True):
+    """Router -> worker: serve this leg. ``body`` is the client's own bytes, never rewritten by the router."""
+
+    worker_id: WorkerId
+    router_id: RouterId
+    request_id: RequestId
+    leg_id: LegId
+    kind: LegKind
+    path: str
+    """HTTP path, such as ``/v1/chat/completions``."""
+    body: bytes
+    content_type: str = "application/json"
+    epoch: Epoch | None = None
+    """The life of the worker that placement chose; a worker of another epoch refuses the leg."""
+    deadline_s: float
+    """Seconds that the worker may spend on this leg before it fails it with DEADLINE."""
+    kv_transfer: bytes = b""
+    """For DECODE: what the prefill leg's report gave, unread by the router (JSON of ``kv_transfer_params``)."""
+    prefill_cached_tokens: int = 0
+    """For DECODE: prompt tokens that the prefill leg had cached, so that the usage numbers are true."""
+
+
+class CancelLeg(Message, frozen=True, kw_only=True):
+    """Router -> worker: nobody waits for this leg any more; abort it and send no more frames of it."""
+
+    worker_id: WorkerId
+    leg_id: LegId
+
+
+class LegReport(Message, frozen=True, kw_only=True):
+    """Worker -> router, in the END frame: what the leg cost. Times are seconds on the worker's monotonic clock."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens found in this worker's own prefix cache."""
+    received_tokens: int = 0
+    """Prompt tokens whose KV came from another worker."""
+    completion_tokens: int = 0
+    received_bytes: int = 0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    """From the first scheduling to the first token."""
+    first_token_s: float = 0.0
+    """From the leg's arrival at the worker to its first token."""
+    total_s: float = 0.0
+    kv_transfer: bytes = b""
+    """For PREFILL: what a decode worker needs to read the KV (JSON of ``kv_transfer_params``)."""
+    finish_reason: str = ""
+
+
+class FrameKind(IntEnum):
+    """What a frame is."""
+
+    HEAD = 0
+    DATA = 1
+    END = 2
+    FAILURE = 3
+
+
+class Frame(PackedMessage, frozen=True, kw_only=True):
+    """One piece of a leg's answer."""
+
+    leg_id: LegId
+    seq: int
+    """0 for the HEAD, then one more for each frame: a gap means that frames were lost."""
+    kind: FrameKind
+    data: bytes = b""
+    """DATA: bytes for the client, as they are (for streams: whole SSE events)."""
+    token_ids: list[int] = msgspec.field(default_factory=list)
+    """DATA: the token ids that ``data`` stands for."""
+    status: int = 0
+    """HEAD: the HTTP status."""
+    content_type: str = ""
+    """HEAD: the answer's content type."""
+    report: LegReport | None = None
+    """END: what the leg cost."""
+    failure: Failure | None = None
+    """FAILURE: why there is no more."""
+
+
+class FrameBatch(PackedMessage, frozen=True, kw_only=True):
+    """Worker -> router: the frames of one turn of the worker's loop, of any number of this router's legs."""
+
+    router_id: RouterId
+    worker_id: WorkerId
+    epoch: Epoch
+    frames: list[Frame]
+
+
+class RequestFinished(Message, frozen=True, kw_only=True):
+    """One request's story as its router saw it, for metrics. Seconds; tokens; -1 where not known."""
+
+    request_id: RequestId
+    model: str
+    path: str
+    mode: str
+    """aggregated or disaggregated."""
+    status: int
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    reason: str = ""
+    """Empty, or the ``Reason`` that ended it."""
+    attempts: int = 1
+    prompt_tokens: int = -1
+    completion_tokens: int = -1
+    cached_tokens: int = -1
+    received_tokens: int = -1
+    received_bytes: int = 0
+    predicted_cached_tokens: int = -1
+    ttft_s: float = -1.0
+    e2e_s: float = -1.0
+    itl_s: float = -1.0
+    """Mean time between tokens after the first."""
+    placement_s: float = -1.0
+    prefill_s: float = -1.0
+
+
+class RequestsFinished(Message, frozen=True, kw_only=True):
+    """Router -> metrics collector: the requests that ended since the last such message."""
+
+    router_id: RouterId
+    requests: list[RequestFinished]

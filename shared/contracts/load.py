@@ -1,0 +1,47 @@
+"""How busy a worker is: sent when it changes, at most ``LOAD_HZ_MAX`` times a second, at least once a second."""
+
+from __future__ import annotations
+
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.kv_events import KvDigest
+from shared.contracts.message import Message
+from shared.contracts.workers import Role, WorkerPhase
+
+LOAD_HZ_MAX = 10.0
+LOAD_PERIOD_S_MAX = 1.0
+
+
+class LoadReport(Message, frozen=True, kw_only=True):
+    """Worker -> everyone: how busy it is, and that it lives. Totals count from the epoch's start."""
+
+    worker_id: WorkerId
+    epoch: Epoch
+    role: Role
+    phase: WorkerPhase
+    running: int = 0
+    """Requests in the engine's batch."""
+    waiting: int = 0
+    """Requests in the engine's queue."""
+    waiting_tokens: int = 0
+    """Prompt tokens accepted and not yet computed."""
+    legs: int = 0
+    """Legs being served."""
+    kv_blocks_used: int = 0
+    kv_blocks_total: int = 0
+    digest: KvDigest | None = None
+    prompt_tokens_total: int = 0
+    """Prompt tokens of finished prompts, cached or not."""
+    computed_tokens_total: int = 0
+    """Prompt tokens that this engine computed itself."""
+    cached_tokens_total: int = 0
+    """Prompt tokens found in the local prefix cache."""
+    received_tokens_total: int = 0
+    """Prompt tokens whose KV came from another worker."""
+    received_bytes_total: int = 0
+    received_seconds_total: float = 0.0
+    generation_tokens_total: int = 0
+    preemptions_total: int = 0
+    prefill_tokens_per_s: float = 0.0
+    """Measured lately; 0 before the first sample."""
+    decode_s_per_token: float = 0.0
+    """Measured lately: time between tokens of one stream; 0 before the first sample."""
