@@ -6,7 +6,9 @@ import msgspec
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Base of everything that crosses a process. Subclasses repeat ``frozen=True, kw_only=True``: msgspec inherits only the first, type checkers want it said.
+    """Base of everything that crosses a process.
+
+    Subclasses repeat ``frozen=True, kw_only=True``: msgspec does not inherit the second, type checkers not the first.
 
     Fields may be added with a default; anything else is a new message (see ``version``).
     """
