@@ -1,0 +1,58 @@
+"""A worker's settings, from WORKER_* variables."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from shared.contracts.workers import Role
+
+TINY_MODEL = "baton-tiny"
+"""The model that the project makes itself (see ``services.worker.tiny_model``)."""
+
+
+class SimulatedTiming(msgspec.Struct, frozen=True, kw_only=True):
+    """How fast the simulated engine pretends to be."""
+
+    sim_prefill_tokens_per_s: float = 8000.0
+    sim_prefill_base_s: float = 0.002
+    sim_decode_base_s: float = 0.004
+    """Seconds of one decode step, with one sequence."""
+    sim_decode_per_sequence_s: float = 0.0001
+    """Seconds that each further sequence adds to a decode step."""
+    sim_transfer_bytes_per_s: float = 2e9
+    sim_transfer_base_s: float = 0.001
+
+
+class Settings(SimulatedTiming, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Worker, from WORKER_* variables."""
+
+    worker_id: str = ""
+    """One subject token, kept across restarts of the process; empty: made of the role and the process id."""
+    role: Role = Role.BOTH
+    engine: Literal["vllm", "simulated"] = "vllm"
+    model: str = TINY_MODEL
+    """``baton-tiny``, a local path, or a Hugging Face id."""
+    revision: str = ""
+    """Hugging Face branch, tag or commit; empty: the newest that is cached or the hub's main."""
+    served_model_name: str = ""
+    """The name that requests ask for; empty: the model's own."""
+    cpu_cores: str = ""
+    """Cores that the engine computes on, such as ``0`` or ``0,1``; empty: all that the process may use."""
+    kv_cache_bytes: int = 0
+    """Memory for KV blocks; 0: 256 MiB on CPU, vLLM's own choice on a GPU."""
+    max_model_len: int = 0
+    """Longest prompt and completion in tokens; 0: what the model says."""
+    block_size: int = 32
+    """Tokens in a KV block; equal on all workers of a model."""
+    legs_max: int = 256
+    """Legs taken at a time; one more is refused with WORKER_BUSY."""
+    drain_s_max: float = 30.0
+    """Seconds that running legs get to finish after SIGTERM."""
+    ttl_s: float = 6.0
+    """Seconds after which the registry forgets a worker that no longer renews its record."""
+    kv_host: str = "127.0.0.1"
+    """Address at which other workers reach this one's KV side channel."""
+    engine_args: str = ""
+    """Further vLLM arguments, as one would type them: ``--max-num-seqs 64 --enable-lora``."""
