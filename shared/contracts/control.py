@@ -9,6 +9,9 @@ import msgspec
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.message import Message
 
+LEADERSHIP_TTL_S = 6.0
+"""How long one claim to lead holds without renewal. Longer than a clustered JetStream needs to elect a new leader (5 s)."""
+
 
 class ServicePhase(StrEnum):
     """The same five words for every process."""

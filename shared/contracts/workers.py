@@ -9,6 +9,9 @@ import msgspec
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.message import Message
 
+WORKER_RECORD_TTL_S = 10.0
+"""A record that is not renewed for so long expires. Everybody opens the channel with this; workers renew thrice as often."""
+
 
 class Role(StrEnum):
     """Which legs a worker is placed for. Every engine can do both."""
