@@ -1,0 +1,59 @@
+# Everything a person runs. Each target does its own set-up: a fresh clone needs no other command first.
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+PYTHON := .venv/bin/python
+MAKEFLAGS += --no-print-directory
+
+# Which engine to install: cpu, cuda, or none (simulated engines only). Empty: cuda where nvidia-smi lists a GPU, else cpu.
+BATON_ENGINE ?=
+export BATON_ENGINE BATON_PYTHON
+# Passed on to `baton up`, and to pytest.
+ARGS ?=
+K ?=
+
+.PHONY: help setup setup-dev up down test check fix test-vllm compose-test bench-router catalogue lock clean
+
+help: ## This list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-14s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## Make .venv from the locked requirements (the other targets do it when needed)
+	@scripts/setup.sh
+
+setup-dev:
+	@scripts/setup.sh --dev
+
+up: setup ## Start the whole system here; ARGS="--decode 2 --model ID_OR_PATH ..." (see .venv/bin/baton up --help)
+	@exec .venv/bin/baton up $(ARGS)
+
+down: setup ## Stop a system that `make up` started on another terminal
+	@.venv/bin/baton down $(ARGS)
+
+test: setup-dev ## Everything that needs no GPU; K="a word in the test's name" for a part of it
+	@$(PYTHON) -m pytest -m "not gpu" -rs $(if $(K),-k "$(K)") $(ARGS)
+
+check: setup-dev ## The gate: format, lint, types, layers, generated files, fast tests; about a minute
+	@scripts/check.sh
+
+fix: setup-dev ## Formatter and safe automatic fixes
+	@$(PYTHON) -m ruff format .
+	@$(PYTHON) -m ruff check --fix .
+
+test-vllm: setup-dev ## Only the tests with real vLLM engines and NIXL
+	@$(PYTHON) -m pytest -m "vllm and not gpu" -rs $(ARGS)
+
+compose-test: setup-dev ## Containers with simulated engines: up, requests, lose one, down (skips where no docker daemon runs)
+	@$(PYTHON) -m pytest -m compose -rs tests/compose $(ARGS)
+
+bench-router: setup-dev ## What the router costs: against direct access, for short and long prompts
+	@$(PYTHON) -m tests.bench.router $(ARGS)
+
+catalogue: setup-dev ## Write the generated files anew: message catalogue, AsyncAPI, NATS permissions
+	@$(PYTHON) -m shared.contracts.catalogue
+
+lock: ## Resolve requirements/*.in into the locked requirements (needs uv)
+	@scripts/lock.sh
+
+clean: ## Remove .venv and everything the tools left here
+	@rm -rf .venv .baton build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,195 @@
+"""Makes .venv from the locked requirements: once, and again only when a lock has changed.
+
+Run by setup.sh (`make setup`) with the Python that the environment shall have; needs nothing but that Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import venv
+from collections import deque
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+LOG = ROOT / ".baton" / "setup.log"
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+"""Where PyTorch publishes its CPU builds, for machines whose package index has none."""
+LINES_SHOWN_MAX = 15
+LARGE_MB = 40
+
+
+class SetupFailed(Exception):
+    """Said to the user as it is."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dev", action="store_true", help="also install what checks and tests need")
+    options = parser.parse_args()
+    try:
+        set_up(wanted_engine(), dev=options.dev)
+    except SetupFailed as failure:
+        sys.exit(f"setup: {failure}")
+
+
+def set_up(engine: str, *, dev: bool) -> None:
+    """Install what is missing; silent when nothing is."""
+    locks = {"runtime": "services" if engine == "none" else f"engine-{engine}"}
+    if dev:
+        locks["dev"] = "dev"
+    # An environment with an engine serves those who want none.
+    if engine == "none" and installed("runtime") in {wanted("engine-cpu"), wanted("engine-cuda")}:
+        del locks["runtime"]
+    missing = {part: lock for part, lock in locks.items() if installed(part) != wanted(lock)}
+    if not missing:
+        return
+    started = time.monotonic()
+    LOG.parent.mkdir(exist_ok=True)
+    LOG.write_text("")
+    if "runtime" in missing:
+        say(f"engine: {engine} ({why(engine)})")
+        make_venv(engine)
+    for part, lock in missing.items():
+        install(lock)
+        (VENV / f".{part}").write_text(wanted(lock))
+    pip(["install", "--no-deps", "--no-build-isolation", "--editable", "."], Progress("baton", 1))
+    say(f"ready after {time.monotonic() - started:.0f} s")
+
+
+def wanted_engine() -> str:
+    """What BATON_ENGINE says, or what the machine has."""
+    chosen = os.environ.get("BATON_ENGINE", "")
+    if chosen not in {"", "cpu", "cuda", "none"}:
+        raise SetupFailed(f"BATON_ENGINE is {chosen!r}; it may be cpu, cuda or none (simulated engines only)")
+    return chosen or ("cuda" if has_nvidia_gpu() else "cpu")
+
+
+def has_nvidia_gpu() -> bool:
+    """Whether nvidia-smi lists a GPU."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return listed.returncode == 0 and "GPU" in listed.stdout
+
+
+def why(engine: str) -> str:
+    if os.environ.get("BATON_ENGINE"):
+        return "BATON_ENGINE says so"
+    return "nvidia-smi lists a GPU" if engine == "cuda" else "no NVIDIA GPU found"
+
+
+def wanted(lock: str) -> str:
+    """The digest of everything that decides what is installed for this lock."""
+    digest = hashlib.sha256(f"{lock} {sys.version_info[:2]}".encode())
+    for path in (ROOT / "requirements" / f"{lock}.txt", ROOT / "pyproject.toml"):
+        digest.update(path.read_bytes())
+    return f"{lock} {digest.hexdigest()}\n"
+
+
+def installed(part: str) -> str:
+    stamp = VENV / f".{part}"
+    return stamp.read_text() if stamp.exists() and PYTHON.exists() else ""
+
+
+def make_venv(engine: str) -> None:
+    """A fresh environment, unless the one there can be brought up to date."""
+    before = installed("runtime").split(" ")[0]
+    if before not in {"", "services", f"engine-{engine}"}:
+        # The engines share import names, so one cannot be installed over the other.
+        say(f"making .venv anew: it holds {before}")
+        shutil.rmtree(VENV)
+    if not PYTHON.exists():
+        say(f"making .venv with Python {sys.version.split()[0]} ({sys.executable})")
+        venv.EnvBuilder(with_pip=True, clear=VENV.exists(), symlinks=True).create(VENV)
+    for stamp in VENV.glob(".runtime"):
+        stamp.unlink()
+
+
+def install(lock: str) -> None:
+    """Exactly what the lock says. pip is asked as it is configured first, then with PyTorch's own index beside."""
+    path = ROOT / "requirements" / f"{lock}.txt"
+    count = len(re.findall(r"^[a-z0-9].*==", path.read_text(), flags=re.MULTILINE | re.IGNORECASE))
+    arguments = ["install", "--no-deps", "--require-hashes", "--requirement", str(path)]
+    say(f"installing {count} locked packages ({path.name})")
+    try:
+        pip(arguments, Progress(lock, count))
+    except SetupFailed as failure:
+        if "torch==" not in str(failure) or "+cpu" not in path.read_text():
+            raise
+        say("the package index has no CPU build of torch: asking PyTorch's own")
+        pip([*arguments, "--extra-index-url", TORCH_CPU_INDEX], Progress(lock, count))
+
+
+def pip(arguments: list[str], progress: Progress) -> None:
+    """Run pip, telling its progress in a few words; its full output goes to the log."""
+    command = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
+    last: deque[str] = deque(maxlen=LINES_SHOWN_MAX)
+    environment = {**os.environ, "PIP_PROGRESS_BAR": "off", "PIP_ROOT_USER_ACTION": "ignore"}
+    with (
+        LOG.open("a") as log,
+        subprocess.Popen(
+            command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ) as running,
+    ):
+        assert running.stdout is not None
+        for line in running.stdout:
+            log.write(line)
+            progress.read(line)
+            if not line.startswith("WARNING: Location"):
+                last.append(line.rstrip())
+    progress.end()
+    if running.returncode != 0:
+        raise SetupFailed("pip could not install it:\n  " + "\n  ".join(last) + f"\nAll of it: {LOG}")
+
+
+class Progress:
+    """pip's lines, told to a person: a counter that moves on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, what: str, count: int) -> None:
+        self.what = what
+        self.count = count
+        self.seen = 0
+        self.shown = ""
+
+    def read(self, line: str) -> None:
+        if found := re.match(r"(?:Collecting|Requirement already satisfied:) (\S+)", line):
+            self.seen += 1
+            self.show(f"[{self.seen}/{self.count}] {found[1]}", passing=self.seen % 25 != 0)
+        elif found := re.match(r"\s+(?:Downloading|Using cached) (\S+) \(([\d.]+) ([MG]B)\)", line):
+            size_mb = float(found[2]) * (1000 if found[3] == "GB" else 1)
+            name = found[1].rsplit("/", 1)[-1].split("-cp3")[0]
+            self.show(f"[{self.seen}/{self.count}] {name}, {size_mb:.0f} MB", passing=size_mb < LARGE_MB)
+        elif line.startswith("Installing collected packages"):
+            self.show(f"unpacking {line.count(',') + 1} packages", passing=False)
+
+    def show(self, text: str, *, passing: bool) -> None:
+        """``passing`` lines are for terminals only."""
+        if sys.stdout.isatty():
+            sys.stdout.write(f"\r\x1b[2K  {text}")
+            sys.stdout.flush()
+            self.shown = text
+        elif not passing:
+            say(f"  {text}")
+
+    def end(self) -> None:
+        if self.shown:
+            sys.stdout.write("\r\x1b[2K")
+            sys.stdout.flush()
+
+
+def say(text: str) -> None:
+    print(f"setup: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
