@@ -1,4 +1,4 @@
-"""The model that the project makes itself, "baton-tiny": a small random Llama and a tokenizer trained on text beside it.
+"""The model that the project makes itself, "baton-tiny": a small random Llama and its own tokenizer.
 
 It says nothing sensible, but its greedy continuations depend on every token of the prompt, which is what a test of KV
 transfer needs. The recipe is deterministic: two machines that make it hold the same bytes.
@@ -36,13 +36,15 @@ BOS, EOS, SYSTEM, USER, ASSISTANT, TOOL = SPECIAL_TOKENS = (
     "<|assistant|>",
     "<|tool|>",
 )
+BOS_ID, EOS_ID = 0, 1
+"""The trainer numbers the special tokens first, in their order."""
 CORPUS = Path(__file__).with_name("tiny_corpus.txt")
 CHAT_TEMPLATE = Path(__file__).with_name("tiny_chat_template.jinja")
 
 # Attention must be selective enough that its output does not vanish as the mean of thousands of values, and wide
 # enough that every block counts; its output must outweigh the last token, or greedy decoding falls into short loops.
-QUERY_KEY_GAIN = 1.6
-ATTENTION_GAIN = 6.0
+QUERY_KEY_GAIN = 2.2
+ATTENTION_GAIN = 2.0
 # One answer in some hundreds of tokens ends by itself: the end token's logit is this much wider than the others'.
 EOS_LOGIT_GAIN = 1.3
 
@@ -102,11 +104,9 @@ def _write_model(directory: Path) -> None:
     _write_tokenizer(directory)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     vocabulary = tokenizer.get_vocab_size()
-    bos, eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
-    _write_json(directory / "config.json", _config(vocabulary, bos, eos))
-    _write_json(directory / "generation_config.json", {"bos_token_id": bos, "eos_token_id": eos})
-    special = [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS]
-    save_file(_weights(vocabulary, eos, special), directory / "model.safetensors", metadata={"format": "pt"})
+    _write_json(directory / "config.json", _config(vocabulary))
+    _write_json(directory / "generation_config.json", {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID})
+    save_file(_weights(vocabulary), directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def _write_tokenizer(directory: Path) -> None:
@@ -140,12 +140,12 @@ def _train_tokenizer() -> Tokenizer:
     )
     tokenizer.train_from_iterator([CORPUS.read_text(encoding="utf-8")], trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, BOS_ID)]
     )
     return tokenizer
 
 
-def _config(vocabulary: int, bos: int, eos: int) -> dict[str, Any]:
+def _config(vocabulary: int) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -165,12 +165,12 @@ def _config(vocabulary: int, bos: int, eos: int) -> dict[str, Any]:
         "mlp_bias": False,
         "tie_word_embeddings": False,
         "use_cache": True,
-        "bos_token_id": bos,
-        "eos_token_id": eos,
+        "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
     }
 
 
-def _weights(vocabulary: int, eos: int, special: list[int]) -> dict[str, NDArray[np.float32]]:
+def _weights(vocabulary: int) -> dict[str, NDArray[np.float32]]:
     """Gaussian matrices whose inputs have unit variance after the norms; the gains are explained above."""
     random = np.random.Generator(np.random.PCG64(SEED))
 
@@ -195,9 +195,9 @@ def _weights(vocabulary: int, eos: int, special: list[int]) -> dict[str, NDArray
             f"{name}mlp.down_proj.weight": matrix(HIDDEN, INTERMEDIATE),
         }
     head = matrix(vocabulary, HIDDEN)
-    end = head[eos] * np.float32(EOS_LOGIT_GAIN)
-    head[special] = 0.0  # a logit of 0 is never the largest: no answer contains a role marker
-    head[eos] = end
+    end = head[EOS_ID] * np.float32(EOS_LOGIT_GAIN)
+    head[: len(SPECIAL_TOKENS)] = 0.0  # a logit of 0 is never the largest: no answer contains a role marker
+    head[EOS_ID] = end
     return weights | {"model.norm.weight": ones, "lm_head.weight": head}
 
 
