@@ -11,6 +11,8 @@ Promises:
 * A handler runs on the event loop, one message at a time per subscription, in order. A handler that raises ends the
   bus (see ``failed``): a bug is not hidden. Messages that cannot be unpacked are counted and logged, never raised.
 * When the connection is lost, subscriptions come back by themselves; kept values are watched anew.
+* Nothing is buffered for a connection that is down: ``publish`` and ``ask`` raise ``BusDown`` at once, and what had
+  not left the process when the connection broke is thrown away. No command arrives minutes after its sender gave up.
 * Every subscription's queue is bounded; what is dropped is counted (``dropped``) and told to ``on_dropped``.
 """
 
@@ -79,6 +81,19 @@ class KeptValue(Generic[M]):
     revision: int
 
 
+@dataclass(slots=True)
+class BusCounts:
+    """What went wrong on a bus since it was opened; for metrics."""
+
+    dropped: int = 0
+    """Messages lost because a subscriber of this process was too slow."""
+    bad_messages: int = 0
+    """Messages that could not be unpacked."""
+    parts_lost: int = 0
+    """Messages in parts of which a part never came."""
+    reconnects: int = 0
+
+
 Handler = Callable[[M, Envelope], Awaitable[None] | None]
 Answerer = Callable[[M, Envelope], Awaitable[A]]
 """May raise ``AskRefused`` to answer with a failure."""
@@ -138,6 +153,10 @@ class Bus(Protocol):
         """Whether the server is reached just now."""
 
     @property
+    def counts(self) -> BusCounts:
+        """Live counters."""
+
+    @property
     def failed(self) -> asyncio.Future[None]:
         """Never done, until a handler raises or the connection is closed for good: then it carries the exception."""
 
@@ -150,7 +169,10 @@ class Bus(Protocol):
         """
 
     def on_unreachable(self, handler: Callable[[str], None]) -> None:
-        """Call ``handler(key)`` for each message published with a key that nobody listened to."""
+        """Call ``handler(key)`` for each message published with a key (a subject token) that nobody listened to."""
+
+    def on_disconnect(self, handler: Callable[[], None]) -> None:
+        """Call ``handler`` when the connection is lost."""
 
     def on_reconnect(self, handler: Callable[[], None]) -> None:
         """Call ``handler`` after the connection came back: events may have been missed meanwhile."""

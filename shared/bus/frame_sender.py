@@ -1,0 +1,213 @@
+"""The worker's side of legs: frames are queued at once and sent once per turn of the loop, one batch per router."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from shared.bus.port import Bus, BusDown, MessageTooLarge
+from shared.contracts.channels import FRAMES
+from shared.contracts.failures import Failure, Reason
+from shared.contracts.ids import Epoch, LegId, RouterId, WorkerId
+from shared.contracts.inference import Frame, FrameBatch, FrameKind, LegReport, StartLeg
+
+log = logging.getLogger("baton.bus")
+
+BATCH_BYTES_MAX = 256 * 1024
+"""A batch is cut here, so that one long answer does not hold up the other legs of its router."""
+BUFFER_BYTES_MAX = 16 * 1024 * 1024
+"""Above this, ``LegFrames.drain`` waits."""
+FRAME_OVERHEAD_BYTES = 64
+"""What a frame takes on the wire besides its data."""
+TOKEN_ID_BYTES = 5
+
+
+class LegGone(Exception):
+    """Nobody can receive this leg's frames any more; ``failure`` says why."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(f"{failure.reason}: {failure.message}")
+        self.failure = failure
+
+
+class LegFrames:
+    """The frames of one leg. HEAD first, then DATA, then exactly one ``end`` or ``fail``; all return at once."""
+
+    __slots__ = ("_on_gone", "_sender", "_seq", "ended", "gone", "leg_id", "router_id")
+
+    def __init__(
+        self, sender: FrameSender, leg_id: LegId, router_id: RouterId, on_gone: Callable[[Failure], None] | None
+    ) -> None:
+        self.leg_id = leg_id
+        self.router_id = router_id
+        self.ended = False
+        self.gone: Failure | None = None
+        """Set when the router or the bus is gone: the engine's work for this leg is in vain."""
+        self._sender = sender
+        self._seq = 0
+        self._on_gone = on_gone
+
+    def head(self, status: int, content_type: str) -> None:
+        """The answer's HTTP status and content type."""
+        if not self.ended:
+            frame = Frame(
+                leg_id=self.leg_id, seq=self._next(), kind=FrameKind.HEAD, status=status, content_type=content_type
+            )
+            self._sender.queue(self.router_id, frame, FRAME_OVERHEAD_BYTES)
+
+    def data(self, data: bytes, token_ids: Sequence[int] = ()) -> None:
+        """Bytes for the client, and the tokens that they stand for."""
+        if not self.ended:
+            frame = Frame(
+                leg_id=self.leg_id, seq=self._next(), kind=FrameKind.DATA, data=data, token_ids=list(token_ids)
+            )
+            size = FRAME_OVERHEAD_BYTES + len(data) + TOKEN_ID_BYTES * len(token_ids)
+            self._sender.queue(self.router_id, frame, size)
+
+    def end(self, report: LegReport) -> None:
+        """The leg is complete."""
+        if not self.ended:
+            frame = Frame(leg_id=self.leg_id, seq=self._next(), kind=FrameKind.END, report=report)
+            self._finish(frame, 2 * FRAME_OVERHEAD_BYTES + len(report.kv_transfer))
+
+    def fail(self, failure: Failure) -> None:
+        """The leg is broken off."""
+        if not self.ended:
+            frame = Frame(leg_id=self.leg_id, seq=self._next(), kind=FrameKind.FAILURE, failure=failure)
+            self._finish(frame, FRAME_OVERHEAD_BYTES + len(failure.message))
+
+    def abandon(self) -> None:
+        """Send no more of this leg: its router cancelled it."""
+        self.ended = True
+        self._sender.forget(self)
+
+    async def drain(self) -> None:
+        """Wait until the sender's buffer is within its bound. Raises LegGone."""
+        if self.gone is None:
+            await self._sender.drain()
+        if self.gone is not None:
+            raise LegGone(self.gone)
+
+    def lose(self, failure: Failure) -> None:
+        """The sender found that nobody receives these frames."""
+        self.abandon()
+        self.gone = failure
+        if self._on_gone is not None:
+            self._on_gone(failure)
+
+    def _finish(self, frame: Frame, size: int) -> None:
+        self._sender.queue(self.router_id, frame, size)
+        self.abandon()
+
+    def _next(self) -> int:
+        seq = self._seq
+        self._seq = seq + 1
+        return seq
+
+
+class FrameSender:
+    """All legs that one worker serves."""
+
+    def __init__(
+        self, bus: Bus, worker_id: WorkerId, epoch: Epoch, *, buffer_bytes_max: int = BUFFER_BYTES_MAX
+    ) -> None:
+        self._bus = bus
+        self._worker_id = worker_id
+        self._epoch = epoch
+        self._buffer_bytes_max = buffer_bytes_max
+        self._buffered_bytes = 0
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+        self._waiting: dict[RouterId, list[tuple[Frame, int]]] = {}
+        self._legs: dict[LegId, LegFrames] = {}
+        self._flusher: asyncio.Task[None] | None = None
+        bus.on_unreachable(self._on_unreachable)
+        bus.on_disconnect(lambda: self._lose_all(_BUS_DOWN))
+
+    def leg(self, start: StartLeg, on_gone: Callable[[Failure], None] | None = None) -> LegFrames:
+        """Begin to answer a leg. ``on_gone`` is called once if nobody can receive its frames any more."""
+        frames = LegFrames(self, start.leg_id, start.router_id, on_gone)
+        self._legs[start.leg_id] = frames
+        return frames
+
+    def queue(self, router_id: RouterId, frame: Frame, size: int) -> None:
+        """Send ``frame`` with all others of this turn of the loop."""
+        waiting = self._waiting.get(router_id)
+        if waiting is None:
+            waiting = self._waiting[router_id] = []
+        waiting.append((frame, size))
+        self._buffered_bytes += size
+        if self._buffered_bytes > self._buffer_bytes_max:
+            self._has_room.clear()
+        if self._flusher is None:
+            # The new task runs after everything that is ready in this turn: that is the batching.
+            self._flusher = asyncio.get_running_loop().create_task(self._flush(), name="send-frames")
+
+    def forget(self, leg: LegFrames) -> None:
+        """Take no more care of a leg that ended or is gone."""
+        self._legs.pop(leg.leg_id, None)
+
+    async def drain(self) -> None:
+        """Wait until the buffer is within its bound."""
+        await self._has_room.wait()
+
+    async def close(self) -> None:
+        """Wait until everything queued has been handed to the bus."""
+        while self._flusher is not None:
+            await asyncio.shield(self._flusher)
+
+    async def _flush(self) -> None:
+        try:
+            while self._waiting:
+                router_id, frames = next(iter(self._waiting.items()))
+                del self._waiting[router_id]
+                await self._send(router_id, frames)
+        finally:
+            self._flusher = None
+
+    async def _send(self, router_id: RouterId, frames: list[tuple[Frame, int]]) -> None:
+        batch: list[Frame] = []
+        batch_bytes = 0
+        for frame, size in frames:
+            if batch and batch_bytes + size > BATCH_BYTES_MAX:
+                await self._publish(router_id, batch, batch_bytes)
+                batch, batch_bytes = [], 0
+            batch.append(frame)
+            batch_bytes += size
+        await self._publish(router_id, batch, batch_bytes)
+
+    async def _publish(self, router_id: RouterId, frames: list[Frame], size: int) -> None:
+        batch = FrameBatch(router_id=router_id, worker_id=self._worker_id, epoch=self._epoch, frames=frames)
+        try:
+            await self._bus.publish(FRAMES, batch, key=router_id)
+        except BusDown:
+            self._lose_all(_BUS_DOWN)
+        except MessageTooLarge as error:
+            for frame in frames:
+                await self._refuse(router_id, frame, str(error))
+        finally:
+            self._buffered_bytes -= size
+            if self._buffered_bytes <= self._buffer_bytes_max:
+                self._has_room.set()
+
+    async def _refuse(self, router_id: RouterId, frame: Frame, why: str) -> None:
+        """The frame cannot travel: its router is told in its place, with its sequence number."""
+        failure = Failure(reason=Reason.TOO_LARGE, message=why)
+        leg = self._legs.get(frame.leg_id)
+        told = Frame(leg_id=frame.leg_id, seq=frame.seq, kind=FrameKind.FAILURE, failure=failure)
+        if leg is not None:
+            leg.lose(failure)
+        await self._publish(router_id, [told], 0)
+
+    def _on_unreachable(self, key: str) -> None:
+        gone = Failure(reason=Reason.CANCELLED, message=f"router {key} is gone")
+        for leg in [leg for leg in self._legs.values() if leg.router_id == key]:
+            leg.lose(gone)
+
+    def _lose_all(self, failure: Failure) -> None:
+        for leg in list(self._legs.values()):
+            leg.lose(failure)
+
+
+_BUS_DOWN = Failure(reason=Reason.BUS_DOWN, message="the connection to NATS was lost")

@@ -1,0 +1,252 @@
+"""The bus inside one process, for tests: several buses on one hub stand for several processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from shared.bus.memory_kept import MemoryBucket, MemoryKept
+from shared.bus.port import (
+    ASKS_AT_ONCE_MAX,
+    Answerer,
+    AskTimedOut,
+    BusCounts,
+    BusDown,
+    Envelope,
+    Handler,
+    Kept,
+    MessageTooLarge,
+    NoResponders,
+    Subscription,
+)
+from shared.bus.receiver import Receiver, Reply, count_bad, make_reply, read_reply, unreadable
+from shared.bus.wire import BadMessage, pack
+from shared.contracts.channels import AskChannel, Channel
+
+M = TypeVar("M", bound=msgspec.Struct)
+A = TypeVar("A", bound=msgspec.Struct)
+
+MAX_PAYLOAD_BYTES = 1024 * 1024
+FRAME_BUDGET_BYTES = 64 * 1024 * 1024
+
+Take = Callable[[bytes, Mapping[str, str], "asyncio.Future[Reply] | None"], Awaitable[None]]
+
+
+class MemoryHub:
+    """What the buses have in common: who listens to what, and the kept values."""
+
+    def __init__(self) -> None:
+        self._listeners: dict[str, list[_MemorySubscription]] = {}
+        self._matches: dict[str, list[_MemorySubscription]] = {}
+        self.buckets: dict[str, MemoryBucket] = defaultdict(MemoryBucket)
+
+    def join(self, subscription: _MemorySubscription) -> None:
+        self._listeners.setdefault(subscription.filter, []).append(subscription)
+        self._matches.clear()
+
+    def leave(self, subscription: _MemorySubscription) -> None:
+        here = self._listeners.get(subscription.filter, [])
+        if subscription in here:
+            here.remove(subscription)
+        self._matches.clear()
+
+    def deliver(
+        self, subject: str, payload: bytes, headers: Mapping[str, str], answer: asyncio.Future[Reply] | None = None
+    ) -> int:
+        """Give raw bytes to everyone who listens; answers how many there are."""
+        found = self._matches.get(subject)
+        if found is None:
+            found = [one for listed, here in self._listeners.items() if _matches(listed, subject) for one in here]
+            self._matches[subject] = found
+        reached = [one for one in found if one.bus.connected]
+        for one in reached:
+            one.offer(payload, headers, answer)
+        return len(reached)
+
+
+def _matches(listed: str, subject: str) -> bool:
+    want, have = listed.split("."), subject.split(".")
+    return len(want) == len(have) and all(w in ("*", h) for w, h in zip(want, have, strict=True))
+
+
+class _MemorySubscription:
+    def __init__(
+        self, bus: MemoryBus, subject: str, take: Take, queue_max: int, on_dropped: Callable[[], None] | None
+    ) -> None:
+        self.bus = bus
+        self.filter = subject
+        self.dropped = 0
+        self._take = take
+        self._on_dropped = on_dropped
+        self._queue: asyncio.Queue[tuple[bytes, Mapping[str, str], asyncio.Future[Reply] | None]] = asyncio.Queue(
+            queue_max
+        )
+        self._pump = bus.spawn(self._run(), f"memory-bus {subject}")
+        bus.hub.join(self)
+
+    def offer(self, payload: bytes, headers: Mapping[str, str], answer: asyncio.Future[Reply] | None) -> None:
+        try:
+            self._queue.put_nowait((payload, headers, answer))
+        except asyncio.QueueFull:
+            self.dropped += 1
+            self.bus.counts.dropped += 1
+            if self._on_dropped is not None:
+                self._on_dropped()
+
+    async def _run(self) -> None:
+        while True:
+            await self._take(*await self._queue.get())
+
+    async def close(self) -> None:
+        self.bus.hub.leave(self)
+        self._pump.cancel()
+
+
+class MemoryBus:
+    """One process's end of a hub. ``lose`` and ``restore`` play a lost connection."""
+
+    def __init__(
+        self,
+        hub: MemoryHub,
+        *,
+        max_payload: int = MAX_PAYLOAD_BYTES,
+        frame_budget_bytes: int = FRAME_BUDGET_BYTES,
+    ) -> None:
+        self.hub = hub
+        self.max_payload = max_payload
+        self.frame_budget_bytes = frame_budget_bytes
+        self.connected = True
+        self.counts = BusCounts()
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._unreachable: list[Callable[[str], None]] = []
+        self._reconnected: list[Callable[[], None]] = []
+        self._disconnected: list[Callable[[], None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """A task that ends with this bus."""
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def lose(self) -> None:
+        """The connection breaks."""
+        self.connected = False
+        for handler in self._disconnected:
+            handler()
+
+    def restore(self) -> None:
+        """The connection is back."""
+        self.connected = True
+        self.counts.reconnects += 1
+        for bucket in self.hub.buckets.values():
+            bucket.tell_again(self)
+        for handler in self._reconnected:
+            handler()
+
+    async def publish(
+        self, channel: Channel[M], message: M, *, headers: Mapping[str, str] | None = None, key: str = ""
+    ) -> None:
+        reached = self.hub.deliver(channel.address(message), self._pack(message), headers or {})
+        if key and not reached:
+            for handler in self._unreachable:
+                asyncio.get_running_loop().call_soon(handler, key)
+
+    def on_unreachable(self, handler: Callable[[str], None]) -> None:
+        self._unreachable.append(handler)
+
+    def on_disconnect(self, handler: Callable[[], None]) -> None:
+        self._disconnected.append(handler)
+
+    def on_reconnect(self, handler: Callable[[], None]) -> None:
+        self._reconnected.append(handler)
+
+    async def subscribe(
+        self,
+        channel: Channel[M],
+        handler: Handler[M],
+        *,
+        queue_max: int = 65536,
+        on_dropped: Callable[[], None] | None = None,
+        **ids: str,
+    ) -> Subscription:
+        receiver = Receiver(channel.subject, channel.message, handler, self.counts, self._fail)
+
+        async def take(payload: bytes, headers: Mapping[str, str], _answer: object) -> None:
+            await receiver.take(payload, headers)
+
+        return _MemorySubscription(self, channel.filter(**ids), take, queue_max, on_dropped)
+
+    async def ask(
+        self,
+        channel: AskChannel[M, A],
+        message: M,
+        *,
+        timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> A:
+        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        if not self.hub.deliver(channel.address(message), self._pack(message), headers or {}, answer):
+            raise NoResponders(channel.address(message))
+        try:
+            return read_reply(await asyncio.wait_for(answer, timeout_s), channel.answer)
+        except TimeoutError as late:
+            raise AskTimedOut(f"{channel.address(message)}: no answer within {timeout_s} s") from late
+
+    async def answer(self, channel: AskChannel[M, A], answerer: Answerer[M, A], **ids: str) -> Subscription:
+        side_by_side = asyncio.Semaphore(ASKS_AT_ONCE_MAX)
+
+        async def reply(payload: bytes, headers: Mapping[str, str], answer: asyncio.Future[Reply]) -> None:
+            try:
+                envelope = Envelope(headers, len(payload))
+                made = await make_reply(channel, answerer, payload, envelope, self.frame_budget_bytes)
+            except BadMessage as bad:
+                count_bad(self.counts, channel.subject, bad)
+                made = unreadable(bad)
+            except Exception as bug:
+                self._fail(bug)
+                return
+            finally:
+                side_by_side.release()
+            if not answer.done():
+                answer.set_result(made)
+
+        async def take(payload: bytes, headers: Mapping[str, str], answer: asyncio.Future[Reply] | None) -> None:
+            if answer is not None:
+                await side_by_side.acquire()
+                self.spawn(reply(payload, headers, answer), f"answer {channel.subject}")
+
+        return _MemorySubscription(self, channel.filter(**ids), take, 65536, None)
+
+    async def kept(self, channel: Channel[M], *, ttl_s: float | None) -> Kept[M]:
+        bucket = self.hub.buckets[channel.subject.partition(".")[0]]
+        bucket.ttl_s = ttl_s
+        return MemoryKept(self, bucket, channel)
+
+    async def flush(self, timeout_s: float) -> None:
+        del timeout_s
+        if not self.connected:
+            raise BusDown("the memory bus is down")
+
+    async def close(self) -> None:
+        self.connected = False
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _pack(self, message: msgspec.Struct) -> bytes:
+        if not self.connected:
+            raise BusDown("the memory bus is down")
+        payload = pack(message)
+        if len(payload) > self.frame_budget_bytes:
+            raise MessageTooLarge(f"{len(payload)} bytes; at most {self.frame_budget_bytes}")
+        return payload
+
+    def _fail(self, bug: BaseException) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(bug)

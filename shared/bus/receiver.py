@@ -1,0 +1,94 @@
+"""The way from bytes to a handler, an answerer or an asker: the same for both buses."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Generic, TypeVar
+
+import msgspec
+
+from shared.bus.port import Answerer, AskRefused, BusCounts, Envelope, Handler
+from shared.bus.wire import UNPACK_ERRORS, BadMessage, pack, unpack, unpacker
+from shared.contracts.channels import AskChannel
+from shared.contracts.failures import Failure, Reason
+
+log = logging.getLogger("baton.bus")
+
+M = TypeVar("M", bound=msgspec.Struct)
+A = TypeVar("A", bound=msgspec.Struct)
+
+Reply = tuple[bytes, bool]
+"""An answer's bytes, and whether they are a ``Failure`` instead of what was asked for."""
+
+
+class Receiver(Generic[M]):
+    """Unpacks and hands over one message at a time. A handler that raises ends the bus."""
+
+    __slots__ = ("_counts", "_fail", "_handler", "_subject", "_unpack")
+
+    def __init__(
+        self,
+        subject: str,
+        message_type: type[M],
+        handler: Handler[M],
+        counts: BusCounts,
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        self._subject = subject
+        self._unpack = unpacker(message_type)
+        self._handler = handler
+        self._counts = counts
+        self._fail = fail
+
+    async def take(self, payload: bytes, headers: Mapping[str, str]) -> None:
+        """Handle one payload."""
+        try:
+            message = self._unpack(payload)
+        except UNPACK_ERRORS as error:
+            count_bad(self._counts, self._subject, error)
+            return
+        try:
+            handled = self._handler(message, Envelope(headers, len(payload)))
+            if handled is not None:
+                await handled
+        except Exception as bug:
+            log.exception("the handler of %s raised: the bus ends", self._subject)
+            self._fail(bug)
+
+
+def count_bad(counts: BusCounts, subject: str, error: Exception) -> None:
+    """A message that cannot be read is counted and logged, never raised."""
+    counts.bad_messages += 1
+    log.warning("unreadable message on %s: %s", subject, error)
+
+
+async def make_reply(
+    channel: AskChannel[M, A], answerer: Answerer[M, A], payload: bytes, envelope: Envelope, reply_bytes_max: int
+) -> Reply:
+    """Let ``answerer`` answer one ask. Raises BadMessage after which the asker must be told ``unreadable()``."""
+    ask = unpack(payload, channel.message)
+    try:
+        answer = pack(await answerer(ask, envelope))
+    except AskRefused as no:
+        return pack(no.failure), True
+    if len(answer) > reply_bytes_max:
+        text = f"the answer is {len(answer)} bytes; at most {reply_bytes_max} fit on the bus"
+        return pack(Failure(reason=Reason.TOO_LARGE, message=text)), True
+    return answer, False
+
+
+def unreadable(bad: BadMessage) -> Reply:
+    """The reply to an ask that could not be read."""
+    return pack(Failure(reason=Reason.BAD_MESSAGE, message=str(bad))), True
+
+
+def read_reply(reply: Reply, answer_type: type[A]) -> A:
+    """The answer. Raises AskRefused."""
+    payload, refused = reply
+    try:
+        if refused:
+            raise AskRefused(unpack(payload, Failure))
+        return unpack(payload, answer_type)
+    except BadMessage as bad:
+        raise AskRefused(Failure(reason=Reason.BAD_MESSAGE, message=f"unreadable answer: {bad}")) from bad

@@ -1,0 +1,83 @@
+"""Settings are read once, whole, at boot: a wrong or misspelled variable stops the process there.
+
+``load(Settings, "ROUTER_")`` fills the field ``port`` from ``ROUTER_PORT``. An empty variable counts as not set:
+that is how compose files pass on what nobody gave.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import msgspec
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+COMMON_PREFIX = "BATON_"
+
+
+class SettingsError(Exception):
+    """A variable is wrong; the message names it and says what to do."""
+
+
+def _xdg(variable: str, fallback: str) -> str:
+    return str(Path(os.environ.get(variable) or Path.home() / fallback) / "baton")
+
+
+class CommonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every process needs, from BATON_* variables."""
+
+    nats_url: str = "nats://127.0.0.1:4222"
+    otlp_endpoint: str = ""
+    """Base URL of an OTLP/HTTP receiver, such as ``http://127.0.0.1:4318``; empty: no tracing, at no cost."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["json", "text"] = "text"
+    state_dir: str = msgspec.field(default_factory=lambda: _xdg("XDG_STATE_HOME", ".local/state"))
+    """What must survive a restart: NATS storage, logs."""
+    cache_dir: str = msgspec.field(default_factory=lambda: _xdg("XDG_CACHE_HOME", ".cache"))
+    """What can be made anew: models, tokenizers."""
+    trace_sample_ratio: float = 1.0
+    """0.0 to 1.0: the part of the requests that are traced, unless the client's trace context decides."""
+
+
+def load(settings_type: type[S], prefix: str, environ: Mapping[str, str] | None = None) -> S:
+    """The settings from variables that begin with ``prefix``. Raises SettingsError."""
+    variables = os.environ if environ is None else environ
+    given = {
+        name[len(prefix) :].lower(): value for name, value in variables.items() if name.startswith(prefix) and value
+    }
+    known = [field.name for field in msgspec.structs.fields(settings_type)]
+    for name in given:
+        if name not in known:
+            raise SettingsError(_unknown(name, known, prefix))
+    try:
+        return msgspec.convert(given, settings_type, strict=False)
+    except msgspec.ValidationError as error:
+        raise SettingsError(_explain(str(error), given, prefix)) from error
+
+
+def load_common(environ: Mapping[str, str] | None = None) -> CommonSettings:
+    """The settings that all processes share. Raises SettingsError."""
+    return load(CommonSettings, COMMON_PREFIX, environ)
+
+
+def _unknown(name: str, known: list[str], prefix: str) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    advice = f"did you mean {prefix}{close[0].upper()}?" if close else f"known: {_variables(known, prefix)}"
+    return f"{prefix}{name.upper()} is not a setting; {advice}"
+
+
+def _explain(error: str, given: Mapping[str, str], prefix: str) -> str:
+    if missing := re.search(r"missing required field `(\w+)`", error):
+        return f"{prefix}{missing[1].upper()} is not set and has no default; set it"
+    if wrong := re.search(r"(.*) - at `\$\.(\w+)", error):
+        return f"{prefix}{wrong[2].upper()}={given.get(wrong[2], '')!r}: {wrong[1]}; correct it or unset it"
+    return f"{prefix}*: {error}"
+
+
+def _variables(known: list[str], prefix: str) -> str:
+    return ", ".join(f"{prefix}{name.upper()}" for name in known)
