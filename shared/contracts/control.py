@@ -10,7 +10,7 @@ from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.message import Message
 
 LEADERSHIP_TTL_S = 6.0
-"""How long one claim to lead holds without renewal. Longer than a clustered JetStream needs to elect a new leader (5 s)."""
+"""How long a claim to lead holds without renewal: longer than a JetStream cluster needs to elect its leader (5 s)."""
 
 
 class ServicePhase(StrEnum):

@@ -10,7 +10,7 @@ from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.message import Message
 
 WORKER_RECORD_TTL_S = 10.0
-"""A record that is not renewed for so long expires. Everybody opens the channel with this; workers renew thrice as often."""
+"""A record that is not renewed for so long expires. All sides open the channel with it; workers renew more often."""
 
 
 class Role(StrEnum):

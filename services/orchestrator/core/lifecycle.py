@@ -1,0 +1,141 @@
+"""One worker's life as a table: (phase, event) -> what it becomes and what is announced.
+
+starting -> ready -> draining -> gone, as the worker itself says in its record; silent, unregistered or replaced: lost.
+A worker that was declared lost and speaks again comes back: it was paused or cut off, and its caches are as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from shared.contracts.load import LoadReport
+from shared.contracts.workers import FleetWorker, WorkerLost, WorkerPhase, WorkerRecord
+
+
+class Event(StrEnum):
+    """What can happen to a worker, as ``core.fleet`` reads it from records, load reports and the clock."""
+
+    SAYS_STARTING = "says starting"
+    SAYS_READY = "says ready"
+    SAYS_DRAINING = "says draining"
+    SAYS_GONE = "says gone"
+    UNREGISTERED = "record removed"
+    STAYS_UNREGISTERED = "no record for too long"
+    SILENT = "silent for too long"
+    REPLACED = "newer epoch seen"
+    FORGETTABLE = "over for long"
+
+
+SAYS: Mapping[WorkerPhase, Event] = {
+    WorkerPhase.STARTING: Event.SAYS_STARTING,
+    WorkerPhase.READY: Event.SAYS_READY,
+    WorkerPhase.DRAINING: Event.SAYS_DRAINING,
+    WorkerPhase.GONE: Event.SAYS_GONE,
+}
+"""A worker cannot call itself lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    """What the orchestrator knows of one life of a worker. Times are seconds on the orchestrator's monotonic clock."""
+
+    record: WorkerRecord
+    phase: WorkerPhase
+    since: float
+    heard: float
+    unregistered_since: float | None = None
+    """When its record vanished; None while it has one."""
+    load: LoadReport | None = None
+
+    def described(self, now: float) -> FleetWorker:
+        """The worker as everyone hears of it."""
+        load = self.load
+        return FleetWorker(
+            record=self.record,
+            phase=self.phase,
+            since_s=max(0.0, now - self.since),
+            silent_s=max(0.0, now - self.heard),
+            running=load.running if load else 0,
+            waiting=load.waiting if load else 0,
+            kv_used=load.kv_blocks_used / load.kv_blocks_total if load and load.kv_blocks_total else 0.0,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a worker becomes (None: it is forgotten) and what everyone is told."""
+
+    worker: Worker | None
+    announce: tuple[WorkerLost, ...] = ()
+
+
+Handler = Callable[[Worker, float], Decision]
+
+
+def _enter(phase: WorkerPhase) -> Handler:
+    return lambda worker, now: Decision(replace(worker, phase=phase, since=now))
+
+
+def lose(worker: Worker, now: float) -> Decision:
+    """Declare this life over to all who wait for it."""
+    lost = WorkerLost(
+        worker_id=worker.record.worker_id, epoch=worker.record.epoch, silent_s=max(0.0, now - worker.heard)
+    )
+    return Decision(replace(worker, phase=WorkerPhase.LOST, since=now), (lost,))
+
+
+def forget(_worker: Worker, _now: float) -> Decision:
+    """Nobody needs to see it any more."""
+    return Decision(None)
+
+
+start, be_ready, drain, leave = (
+    _enter(phase) for phase in (WorkerPhase.STARTING, WorkerPhase.READY, WorkerPhase.DRAINING, WorkerPhase.GONE)
+)
+
+TRANSITIONS: Mapping[tuple[WorkerPhase, Event], Handler] = {
+    (WorkerPhase.STARTING, Event.SAYS_READY): be_ready,
+    (WorkerPhase.STARTING, Event.SAYS_DRAINING): drain,
+    (WorkerPhase.STARTING, Event.SAYS_GONE): leave,
+    (WorkerPhase.STARTING, Event.STAYS_UNREGISTERED): lose,
+    (WorkerPhase.STARTING, Event.REPLACED): lose,
+    # A starting worker may be silent: loading weights keeps it busy. Its record's expiry is its deadline.
+    (WorkerPhase.READY, Event.SAYS_STARTING): start,
+    (WorkerPhase.READY, Event.SAYS_DRAINING): drain,
+    (WorkerPhase.READY, Event.SAYS_GONE): leave,
+    (WorkerPhase.READY, Event.SILENT): lose,
+    (WorkerPhase.READY, Event.STAYS_UNREGISTERED): lose,
+    (WorkerPhase.READY, Event.REPLACED): lose,
+    (WorkerPhase.DRAINING, Event.SAYS_READY): be_ready,
+    (WorkerPhase.DRAINING, Event.SAYS_GONE): leave,
+    (WorkerPhase.DRAINING, Event.UNREGISTERED): leave,
+    (WorkerPhase.DRAINING, Event.SILENT): lose,
+    (WorkerPhase.DRAINING, Event.REPLACED): lose,
+    (WorkerPhase.LOST, Event.SAYS_STARTING): start,
+    (WorkerPhase.LOST, Event.SAYS_READY): be_ready,
+    (WorkerPhase.LOST, Event.SAYS_DRAINING): drain,
+    (WorkerPhase.LOST, Event.SAYS_GONE): leave,
+    (WorkerPhase.LOST, Event.FORGETTABLE): forget,
+    (WorkerPhase.GONE, Event.SAYS_STARTING): start,
+    (WorkerPhase.GONE, Event.SAYS_READY): be_ready,
+    (WorkerPhase.GONE, Event.SAYS_DRAINING): drain,
+    (WorkerPhase.GONE, Event.FORGETTABLE): forget,
+}
+
+
+def decide(worker: Worker, event: Event, now: float) -> Decision:
+    """What ``event`` makes of ``worker``; what the table does not name changes nothing."""
+    handler = TRANSITIONS.get((worker.phase, event))
+    return handler(worker, now) if handler else Decision(worker)
+
+
+def diagram(sample: WorkerRecord) -> str:
+    """The table as a mermaid state diagram, drawn by doing each transition once with ``sample``."""
+    arrows: dict[tuple[str, str], list[str]] = {("[*]", WorkerPhase.STARTING.value): ["record seen"]}
+    for phase, event in TRANSITIONS:
+        after = decide(Worker(record=sample, phase=phase, since=0.0, heard=0.0), event, 0.0).worker
+        arrows.setdefault((phase.value, after.phase.value if after else "[*]"), []).append(event.value)
+    lines = [f"    {source} --> {target}: {', '.join(events)}" for (source, target), events in arrows.items()]
+    return "\n".join(["stateDiagram-v2", *lines, ""])

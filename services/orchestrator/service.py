@@ -1,0 +1,121 @@
+"""The orchestrator's shell: hears records and load reports, lets the core judge, and speaks while it leads."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from services.orchestrator.core.fleet import Fleet, Limits
+from services.orchestrator.core.leadership import Candidate
+from services.orchestrator.leader import stand_for_leadership
+from shared.bus.port import Bus, BusError, Envelope, KeptValue, Subscription
+from shared.contracts.channels import DESCRIBE_FLEET, FLEET_STATE, LEADERSHIP, LOAD, WORKER_LOST, WORKER_RECORDS
+from shared.contracts.control import LEADERSHIP_TTL_S
+from shared.contracts.ids import WorkerId
+from shared.contracts.load import LoadReport
+from shared.contracts.workers import WORKER_RECORD_TTL_S, DescribeFleet, FleetState, WorkerLost, WorkerRecord
+from shared.runtime.clock import Clock
+
+ROLE = "orchestrator"
+STATE_PERIOD_S = 1.0
+TICK_S = 0.1
+"""How late a silence may be noticed."""
+FLEET_KNOWN_S_MAX = 30.0
+"""For reading all records once."""
+
+log = logging.getLogger(__name__)
+
+
+class Orchestrator:
+    """One orchestrator, leading or standing by. All of them listen, so that a standby knows what it takes over."""
+
+    def __init__(self, bus: Bus, clock: Clock, name: str, limits: Limits) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._fleet = Fleet(limits)
+        self._candidate = Candidate(ROLE, name, LEADERSHIP_TTL_S)
+        self._unsaid: list[WorkerLost] = []
+        """Losses that nobody was told of. A standby drops them: when it takes over, its fleet still knows."""
+        self._fleet_known = asyncio.Event()
+        self._told = (-1, 0.0)
+        """Revision and time of the last fleet state that was published."""
+        self._answering: Subscription | None = None
+        """Held while leading."""
+
+    @property
+    def leading(self) -> bool:
+        """Whether this one speaks for the fleet now."""
+        return self._candidate.may_lead(self._clock.now())
+
+    def describe(self) -> FleetState:
+        """The fleet now."""
+        workers = self._fleet.described(self._clock.now())
+        return FleetState(leader=self._candidate.name, term=self._candidate.term, workers=workers)
+
+    async def run(self, stopping: asyncio.Event, on_ready: Callable[[], Awaitable[None]]) -> None:
+        """Serve until ``stopping``; ``on_ready`` is called when the fleet is known."""
+        records = await self._bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        seat = await self._bus.kept(LEADERSHIP, ttl_s=LEADERSHIP_TTL_S)
+        async with asyncio.TaskGroup() as tasks:
+            await self._bus.subscribe(LOAD, self._load_reported)
+            await self._bus.subscribe(FLEET_STATE, self._state_came_back)
+            following = tasks.create_task(self._follow(records.watch()), name="follow-records")
+            async with asyncio.timeout(FLEET_KNOWN_S_MAX):
+                await self._fleet_known.wait()
+            speaking = tasks.create_task(self._speak(), name="speak")
+            await on_ready()
+            await stand_for_leadership(self._candidate, seat, self._clock, stopping)
+            following.cancel()
+            speaking.cancel()
+
+    async def _follow(self, changes: AsyncIterator[KeptValue[WorkerRecord] | None]) -> None:
+        async for change in changes:
+            now = self._clock.now()
+            if change is None:
+                self._fleet_known.set()
+            elif change.value is None:
+                self._unsaid += self._fleet.unregistered(WorkerId(change.key), now)
+            else:
+                self._unsaid += self._fleet.registered(change.value, now)
+
+    def _load_reported(self, load: LoadReport, _envelope: Envelope) -> None:
+        self._unsaid += self._fleet.heard(load, self._clock.now())
+
+    def _state_came_back(self, _state: FleetState, _envelope: Envelope) -> None:
+        self._fleet.bus_heard(self._clock.now())
+
+    async def _speak(self) -> None:
+        while True:
+            self._unsaid += self._fleet.tick(self._clock.now())
+            try:
+                await (self._lead() if self.leading else self._stand_by())
+            except BusError as error:
+                log.warning("not heard, will say it again: %s", error)
+            await asyncio.sleep(TICK_S)
+
+    async def _lead(self) -> None:
+        now = self._clock.now()
+        if self._answering is None:
+            # What the last leader may have kept to itself is said again; hearing of a loss twice does no harm.
+            self._unsaid = self._fleet.losses(now)
+            self._answering = await self._bus.answer(DESCRIBE_FLEET, self._answer)
+            self._told = (-1, 0.0)
+        while self._unsaid:
+            await self._bus.publish(WORKER_LOST, self._unsaid[0])
+            lost = self._unsaid.pop(0)
+            log.warning("worker %s (epoch %d) lost, silent %.1f s", lost.worker_id, lost.epoch, lost.silent_s)
+        revision, at = self._told
+        if revision != self._fleet.revision or now - at >= STATE_PERIOD_S:
+            self._told = (self._fleet.revision, now)
+            await self._bus.publish(FLEET_STATE, self.describe())
+
+    async def _stand_by(self) -> None:
+        self._unsaid.clear()
+        if self._answering is not None:
+            answering, self._answering = self._answering, None
+            await answering.close()
+            log.warning("no longer leading")
+
+    async def _answer(self, _ask: DescribeFleet, _envelope: Envelope) -> FleetState:
+        return self.describe()

@@ -1,0 +1,27 @@
+"""What an orchestrator can be told, from ORCHESTRATOR_* variables."""
+
+from __future__ import annotations
+
+import msgspec
+
+from services.orchestrator.core.fleet import Limits
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds, all of them, but for the name."""
+
+    name: str = ""
+    """One subject token; empty: host, process and a few random letters. No two lives may share one."""
+    worker_silence_s_max: float = 3.0
+    """A ready or draining worker that says nothing for so long is lost. Workers speak at least once a second."""
+    unregistered_s_max: float = 10.0
+    remember_s: float = 60.0
+    """How long lost and gone workers are shown."""
+
+    def limits(self) -> Limits:
+        """As the core wants them."""
+        return Limits(
+            silence_s_max=self.worker_silence_s_max,
+            unregistered_s_max=self.unregistered_s_max,
+            remember_s=self.remember_s,
+        )

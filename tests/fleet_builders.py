@@ -1,0 +1,42 @@
+"""Workers for tests: everything that a test does not care about has a value here."""
+
+from __future__ import annotations
+
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.load import LoadReport
+from shared.contracts.workers import Fingerprint, HashScheme, Role, WorkerPhase, WorkerRecord
+
+FINGERPRINT = Fingerprint(
+    model="m", revision="r", dtype="float32", block_size=32, kv_layout="NHD", connector="none", engine_version="0"
+)
+
+
+def record(
+    worker_id: str = "w1",
+    phase: WorkerPhase = WorkerPhase.READY,
+    epoch: int = 1,
+    role: Role = Role.BOTH,
+    models: tuple[str, ...] = ("m",),
+) -> WorkerRecord:
+    return WorkerRecord(
+        worker_id=WorkerId(worker_id),
+        epoch=Epoch(epoch),
+        role=role,
+        phase=phase,
+        engine="simulated",
+        models=list(models),
+        max_model_len=4096,
+        fingerprint=FINGERPRINT,
+        hashing=HashScheme(block_size=32),
+        kv_blocks=100,
+        legs_max=16,
+        host="h",
+        pid=1,
+        wire_version=1,
+    )
+
+
+def load(
+    worker_id: str = "w1", epoch: int = 1, phase: WorkerPhase = WorkerPhase.READY, role: Role = Role.BOTH, **numbers
+) -> LoadReport:
+    return LoadReport(worker_id=WorkerId(worker_id), epoch=Epoch(epoch), role=role, phase=phase, **numbers)
