@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from shared.bus.handlers import ConnectionHandlers
 from shared.bus.memory_kept import MemoryBucket, MemoryKept
 from shared.bus.port import (
     ASKS_AT_ONCE_MAX,
@@ -106,7 +107,7 @@ class _MemorySubscription:
         self._pump.cancel()
 
 
-class MemoryBus:
+class MemoryBus(ConnectionHandlers):
     """One process's end of a hub. ``lose`` and ``restore`` play a lost connection."""
 
     def __init__(
@@ -116,15 +117,13 @@ class MemoryBus:
         max_payload: int = MAX_PAYLOAD_BYTES,
         frame_budget_bytes: int = FRAME_BUDGET_BYTES,
     ) -> None:
+        super().__init__()
         self.hub = hub
         self.max_payload = max_payload
         self.frame_budget_bytes = frame_budget_bytes
         self.connected = True
         self.counts = BusCounts()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._unreachable: list[Callable[[str], None]] = []
-        self._reconnected: list[Callable[[], None]] = []
-        self._disconnected: list[Callable[[], None]] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -137,7 +136,7 @@ class MemoryBus:
     def lose(self) -> None:
         """The connection breaks."""
         self.connected = False
-        for handler in self._disconnected:
+        for handler in self.disconnected:
             handler()
 
     def restore(self) -> None:
@@ -146,7 +145,7 @@ class MemoryBus:
         self.counts.reconnects += 1
         for bucket in self.hub.buckets.values():
             bucket.tell_again(self)
-        for handler in self._reconnected:
+        for handler in self.reconnected:
             handler()
 
     async def publish(
@@ -154,17 +153,8 @@ class MemoryBus:
     ) -> None:
         reached = self.hub.deliver(channel.address(message), self._pack(message), headers or {})
         if key and not reached:
-            for handler in self._unreachable:
+            for handler in self.unreachable:
                 asyncio.get_running_loop().call_soon(handler, key)
-
-    def on_unreachable(self, handler: Callable[[str], None]) -> None:
-        self._unreachable.append(handler)
-
-    def on_disconnect(self, handler: Callable[[], None]) -> None:
-        self._disconnected.append(handler)
-
-    def on_reconnect(self, handler: Callable[[], None]) -> None:
-        self._reconnected.append(handler)
 
     async def subscribe(
         self,
@@ -250,3 +240,4 @@ class MemoryBus:
     def _fail(self, bug: BaseException) -> None:
         if not self.failed.done():
             self.failed.set_exception(bug)
+            self.failed.exception()  # Read once here: the test need not be watching.

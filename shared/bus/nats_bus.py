@@ -1,0 +1,285 @@
+"""The real bus. With ``nats_kept`` it is the only door to nats-py; its errors and states become ours here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+from weakref import WeakSet
+
+import msgspec
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from shared.bus.handlers import ConnectionHandlers
+from shared.bus.nats_inbox import REFUSED_HEADER, Inbox
+from shared.bus.nats_kept import NatsKept
+from shared.bus.nats_listening import Listening, Take
+from shared.bus.nats_sender import Sender
+from shared.bus.port import (
+    ASKS_AT_ONCE_MAX,
+    Answerer,
+    AskTimedOut,
+    BusCounts,
+    BusDown,
+    Envelope,
+    Handler,
+    Kept,
+    Subscription,
+)
+from shared.bus.receiver import Receiver, Reply, count_bad, make_reply, read_reply, unreadable
+from shared.bus.wire import BadMessage, pack
+from shared.contracts.channels import AskChannel, Channel
+from shared.contracts.ids import is_subject_token
+
+log = logging.getLogger("baton.bus")
+
+M = TypeVar("M", bound=msgspec.Struct)
+A = TypeVar("A", bound=msgspec.Struct)
+
+FRAME_BUDGET_BYTES = 64 * 1024 * 1024
+QUEUE_MAX = 65536
+"""Messages that wait for one handler."""
+CONNECT_ATTEMPT_S_MAX = 2
+RECONNECT_WAIT_S = 0.2
+PING_INTERVAL_S = 1
+UNANSWERED_PINGS_MAX = 2
+"""A server that went silent is noticed after about three seconds."""
+UNSENT_BYTES_MAX = 16 * 1024 * 1024
+"""Above this a sender waits until the socket takes more."""
+SEND_S_MAX = 10.0
+"""A sender waits no longer than this for the socket."""
+GOODBYE_S_MAX = 2.0
+
+
+async def connect_nats(
+    url: str, *, name: str, connect_s_max: float = 30.0, frame_budget_bytes: int = FRAME_BUDGET_BYTES
+) -> NatsBus:
+    """Connect, trying again until ``connect_s_max`` has passed. Raises BusDown with the last error."""
+    bus = NatsBus(frame_budget_bytes)
+    await bus.open(url, name, connect_s_max)
+    return bus
+
+
+class NatsBus(ConnectionHandlers):
+    """One connection. See ``port.Bus``."""
+
+    def __init__(self, frame_budget_bytes: int) -> None:
+        super().__init__()
+        self.frame_budget_bytes = frame_budget_bytes
+        self.counts = BusCounts()
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._nc = Client()
+        self._inbox = Inbox(self._nc.new_inbox(), lambda key: self._tell(self.unreachable, key))
+        self._sender = Sender(self._nc, frame_budget_bytes, self._inbox.token)
+        self._listenings: WeakSet[Listening] = WeakSet()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
+
+    async def open(self, url: str, name: str, connect_s_max: float) -> None:
+        """Connect and listen for answers. Raises BusDown."""
+        connecting = self._nc.connect(
+            url,
+            name=name,
+            connect_timeout=CONNECT_ATTEMPT_S_MAX,
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=RECONNECT_WAIT_S,  # type: ignore[arg-type]  # nats-py says int and sleeps any number
+            ping_interval=PING_INTERVAL_S,
+            max_outstanding_pings=UNANSWERED_PINGS_MAX,
+            pending_size=UNSENT_BYTES_MAX,
+            flush_timeout=SEND_S_MAX,
+            skip_subject_validation=True,
+            error_cb=self._on_error,
+            disconnected_cb=self._on_disconnected,
+            reconnected_cb=self._on_reconnected,
+            closed_cb=self._on_closed,
+        )
+        try:
+            async with asyncio.timeout(connect_s_max):
+                await connecting
+        except (TimeoutError, OSError, nats.errors.Error) as error:
+            why = self._nc.last_error or error
+            await self.close()
+            raise BusDown(f"no NATS at {_without_password(url)} within {connect_s_max:g} s: {why}") from error
+        await self._listen(self._inbox.subject, self._inbox.on_message, QUEUE_MAX, None)
+
+    @property
+    def max_payload(self) -> int:
+        return self._nc.max_payload
+
+    @property
+    def connected(self) -> bool:
+        return self._nc.is_connected and not self._closing
+
+    async def publish(
+        self, channel: Channel[M], message: M, *, headers: Mapping[str, str] | None = None, key: str = ""
+    ) -> None:
+        payload = pack(message)
+        reply = self._inbox.for_key(key) if key else ""
+        await self._sender.send(channel.address(message), payload, headers, reply)
+
+    async def subscribe(
+        self,
+        channel: Channel[M],
+        handler: Handler[M],
+        *,
+        queue_max: int = QUEUE_MAX,
+        on_dropped: Callable[[], None] | None = None,
+        **ids: str,
+    ) -> Subscription:
+        receiver = Receiver(channel.subject, channel.message, handler, self.counts, self._fail)
+
+        async def take(payload: bytes, headers: dict[str, str], _msg: Msg) -> None:
+            await receiver.take(payload, headers)
+
+        return await self._listen(_filter(channel, ids), take, queue_max, on_dropped)
+
+    async def ask(
+        self,
+        channel: AskChannel[M, A],
+        message: M,
+        *,
+        timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> A:
+        subject = channel.address(message)
+        with self._inbox.expect(subject) as (reply_subject, reply):
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._sender.send(subject, pack(message), headers, reply_subject)
+                    return read_reply(await reply, channel.answer)
+            except TimeoutError as late:
+                raise AskTimedOut(f"{subject}: no answer within {timeout_s:g} s") from late
+
+    async def answer(self, channel: AskChannel[M, A], answerer: Answerer[M, A], **ids: str) -> Subscription:
+        side_by_side = asyncio.Semaphore(ASKS_AT_ONCE_MAX)
+
+        async def work(payload: bytes, headers: dict[str, str], msg: Msg) -> None:
+            try:
+                envelope = Envelope(headers, len(payload))
+                made = await make_reply(channel, answerer, payload, envelope, self.frame_budget_bytes)
+            except BadMessage as bad:
+                count_bad(self.counts, channel.subject, bad)
+                made = unreadable(bad)
+            except Exception as bug:
+                log.exception("the answerer of %s raised: the bus ends", channel.subject)
+                self._fail(bug)
+                return
+            finally:
+                side_by_side.release()
+            await self._reply(msg.reply, made)
+
+        async def take(payload: bytes, headers: dict[str, str], msg: Msg) -> None:
+            await side_by_side.acquire()
+            self._spawn(work(payload, headers, msg), f"answer {channel.subject}")
+
+        return await self._listen(_filter(channel, ids), take, QUEUE_MAX, None)
+
+    async def kept(self, channel: Channel[M], *, ttl_s: float | None) -> Kept[M]:
+        return await NatsKept.open(self, self._nc, channel, ttl_s)
+
+    async def flush(self, timeout_s: float) -> None:
+        if not self.connected:
+            raise BusDown("NATS cannot be reached")
+        try:
+            await self._nc.flush(timeout_s)  # type: ignore[arg-type]  # nats-py says int and waits any number
+        except nats.errors.Error as error:
+            raise BusDown(f"flush: {error}") from error
+
+    async def close(self) -> None:
+        if self._closing:
+            return
+        if self.connected:
+            try:
+                await self.flush(GOODBYE_S_MAX)
+            except BusDown:
+                log.info("NATS went away before everything was sent")
+        self._closing = True
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._nc.close()
+
+    async def _reply(self, subject: str, reply: Reply) -> None:
+        payload, refused = reply
+        try:
+            await self._sender.send(subject, payload, {REFUSED_HEADER: "1"} if refused else None, "")
+        except BusDown:
+            log.info("an answer was not sent: NATS is down")
+
+    async def _listen(
+        self, subject: str, take: Take, queue_max: int, on_dropped: Callable[[], None] | None
+    ) -> Listening:
+        listening = Listening(take, self.counts, self.frame_budget_bytes, on_dropped)
+        try:
+            listening.nats = await self._nc.subscribe(
+                subject,
+                cb=listening.on_message,
+                pending_msgs_limit=queue_max,
+                pending_bytes_limit=2 * self.frame_budget_bytes,
+            )
+        except nats.errors.Error as error:
+            raise BusDown(f"subscribe to {subject}: {error!r}") from error
+        self._listenings.add(listening)
+        await self.flush(SEND_S_MAX)  # The server has read the SUB when it answers the PING.
+        return listening
+
+    def _tell(self, handlers: list[Callable[..., None]], *told: str) -> None:
+        try:
+            for handler in handlers:
+                handler(*told)
+        except Exception as bug:  # nats-py would take it for a failed reconnection.
+            log.exception("a handler of the connection raised: the bus ends")
+            self._fail(bug)
+
+    async def _on_error(self, error: Exception) -> None:
+        if isinstance(error, nats.errors.SlowConsumerError):
+            for listening in self._listenings:
+                if listening.nats is error.sub:
+                    listening.on_slow()
+            return
+        level = logging.ERROR if "permissions violation" in str(error).lower() else logging.DEBUG
+        log.log(level, "NATS: %s", error)
+
+    async def _on_disconnected(self) -> None:
+        if self._closing:
+            return
+        log.warning("the connection to NATS was lost")
+        # nats-py would send what is left after a reconnection, minutes later perhaps: a stale StartLeg does harm.
+        self._nc._pending.clear()
+        self._nc._pending_data_size = 0
+        self._inbox.fail_all(lambda: BusDown("the connection to NATS was lost"))
+        self._tell(self.disconnected)
+
+    async def _on_reconnected(self) -> None:
+        self.counts.reconnects += 1
+        log.warning("reconnected to NATS")
+        self._tell(self.reconnected)
+
+    async def _on_closed(self) -> None:
+        if not self._closing:
+            self._fail(BusDown(f"NATS closed the connection for good: {self._nc.last_error}"))
+
+    def _fail(self, why: BaseException) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(why)
+            self.failed.exception()  # Read once here: the service need not be watching.
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _filter(channel: Channel[M], ids: Mapping[str, str]) -> str:
+    if wrong := [text for text in ids.values() if not is_subject_token(text)]:
+        raise ValueError(f"{channel.subject}: {wrong[0]!r} cannot be part of a subject")
+    return channel.filter(**ids)
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

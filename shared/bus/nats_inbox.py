@@ -1,0 +1,69 @@
+"""What comes back to this connection: answers to its asks, and word that nobody listens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+
+from nats.aio.msg import Msg
+
+from shared.bus.port import NoResponders
+from shared.bus.receiver import Reply
+
+REFUSED_HEADER = "Baton-Refused"
+"""Marks an answer that is a ``Failure`` instead of what was asked for."""
+_STATUS_HEADER = "Status"
+_NO_RESPONDERS = "503"
+
+
+class Inbox:
+    """Reply subjects below one prefix: ``a.{number}`` for asks, ``u.{key}`` for messages published with a key."""
+
+    def __init__(self, prefix: str, unreachable: Callable[[str], None]) -> None:
+        self.subject = f"{prefix}.>"
+        self.token = prefix.rpartition(".")[2]
+        """Unique to this connection."""
+        self._prefix = prefix
+        self._unreachable = unreachable
+        self._numbers = count()
+        self._asks: dict[str, tuple[str, asyncio.Future[Reply]]] = {}
+
+    def for_key(self, key: str) -> str:
+        """Where the server says that nobody listens to the message with this key."""
+        return f"{self._prefix}.u.{key}"
+
+    @contextmanager
+    def expect(self, subject: str) -> Iterator[tuple[str, asyncio.Future[Reply]]]:
+        """For an ask on ``subject``: a reply subject, and the future of what arrives there, or of NoResponders."""
+        number = str(next(self._numbers))
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._asks[number] = (subject, future)
+        try:
+            yield f"{self._prefix}.a.{number}", future
+        finally:
+            del self._asks[number]
+            future.cancel()
+
+    def fail_all(self, error: Callable[[], Exception]) -> None:
+        """No answer can come any more."""
+        for _, asked in self._asks.values():
+            if not asked.done():
+                asked.set_exception(error())
+
+    async def on_message(self, payload: bytes, headers: dict[str, str], msg: Msg) -> None:
+        """Whatever arrives below the prefix."""
+        kind, _, name = msg.subject[len(self._prefix) + 1 :].partition(".")
+        nobody = not payload and headers.get(_STATUS_HEADER) == _NO_RESPONDERS
+        if kind == "u" and nobody:
+            self._unreachable(name)
+        if kind != "a" or name not in self._asks:
+            return
+        subject, asked = self._asks[name]
+        if asked.done():
+            return
+        if nobody:
+            asked.set_exception(NoResponders(f"nobody answers {subject}"))
+        else:
+            asked.set_result((payload, REFUSED_HEADER in headers))

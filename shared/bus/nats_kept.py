@@ -1,0 +1,241 @@
+"""Kept values in a JetStream key-value bucket, with nats-py's traps taken care of.
+
+* Expiry tells watchers nothing unless the bucket has a ``limit_marker_ttl``; an expiry marker reads as an empty value.
+* A watch stalls for many seconds after a server restart: it is made anew when the connection is back.
+* A server that lost its storage has no bucket any more: it is made anew at the next use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+import nats.errors
+import nats.js.errors as js_errors
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+from nats.js.api import KeyValueConfig, StorageType
+from nats.js.kv import KeyValue
+
+from shared.bus.port import BusCounts, BusDown, BusError, KeptValue, WrongRevision
+from shared.bus.receiver import count_bad
+from shared.bus.wire import BadMessage, pack, unpack
+from shared.contracts.channels import Channel
+
+log = logging.getLogger("baton.bus")
+
+M = TypeVar("M", bound=msgspec.Struct)
+T = TypeVar("T")
+
+ANSWER_S_MAX = 5.0
+"""JetStream answers within this or counts as down."""
+MARKER_S = 10.0
+"""How long the note that a value expired stays in the bucket."""
+WATCH_RETRY_S = 0.2
+WATCHER_IDLE_S_MAX = 60.0
+"""The server forgets a watch whose process vanished."""
+DUPLICATE_WINDOW_S = 120.0
+DIFFERENT_CONFIG = 10058
+
+
+class Owner(Protocol):
+    """The bus that the values belong to."""
+
+    counts: BusCounts
+
+    @property
+    def connected(self) -> bool: ...
+
+    def on_reconnect(self, handler: Callable[[], None]) -> None: ...
+
+
+class NatsKept(Generic[M]):
+    """The values of one KEPT channel."""
+
+    def __init__(self, owner: Owner, js: JetStreamContext, channel: Channel[M], ttl_s: float | None) -> None:
+        self._owner = owner
+        self._js = js
+        self._channel = channel
+        self._bucket = channel.subject.partition(".")[0]
+        self._ttl_s = ttl_s
+        self._kv: KeyValue | None = None
+        self._watchers: set[KeyValue.KeyWatcher] = set()
+        self._stops: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    async def open(cls, owner: Owner, nc: Client, channel: Channel[M], ttl_s: float | None) -> NatsKept[M]:
+        """Make the bucket if there is none. Raises BusDown."""
+        kept = cls(owner, nc.jetstream(timeout=ANSWER_S_MAX), channel, ttl_s)
+        with _our_errors():
+            await kept._make_bucket()
+        owner.on_reconnect(kept._watch_anew)
+        return kept
+
+    async def put(self, value: M) -> int:
+        key, payload = self._pack(value)
+        return await self._use(lambda kv: kv.put(key, payload))
+
+    async def create(self, value: M) -> int:
+        key, payload = self._pack(value)
+        try:
+            return await self._use(lambda kv: kv.update(key, payload, last=0))
+        except WrongRevision:
+            entry = await self._use(lambda kv: _newest(kv, key))
+            if entry is None or not entry.value:  # Deleted or expired: only the marker is in the way.
+                revision = entry.revision if entry is not None else 0
+                return await self._use(lambda kv: kv.update(key, payload, last=revision))
+            raise
+
+    async def update(self, value: M, revision: int) -> int:
+        key, payload = self._pack(value)
+        return await self._use(lambda kv: kv.update(key, payload, last=revision))
+
+    async def get(self, key: str) -> KeptValue[M] | None:
+        entry = await self._use(lambda kv: _newest(kv, key))
+        return None if entry is None else self._read(entry)
+
+    async def delete(self, key: str) -> None:
+        await self._use(lambda kv: kv.delete(key))
+
+    async def all(self) -> list[KeptValue[M]]:
+        watcher = await self._use(lambda kv: kv.watchall(ignore_deletes=True, inactive_threshold=WATCHER_IDLE_S_MAX))
+        live: list[KeptValue[M]] = []
+        try:
+            async with asyncio.timeout(ANSWER_S_MAX):
+                async for entry in watcher:
+                    if entry is None:
+                        return live
+                    value = self._read(entry)
+                    if value is not None:
+                        live.append(value)
+        except TimeoutError as late:
+            raise BusDown(f"{self._bucket}: JetStream did not answer within {ANSWER_S_MAX} s") from late
+        finally:
+            await _stop(watcher)
+        return live
+
+    async def watch(self) -> AsyncIterator[KeptValue[M] | None]:
+        told: dict[str, int] = {}
+        while True:
+            watcher = await self._new_watcher()
+            seen: set[str] = set()
+            complete = False
+            try:
+                async for entry in watcher:  # Ends when the connection came back: then everything is told again.
+                    if entry is None:
+                        for gone in told.keys() - seen:
+                            yield KeptValue(gone, None, told.pop(gone))
+                        complete = True
+                        yield None
+                        continue
+                    value = self._read(entry)
+                    if value is not None:
+                        seen.add(entry.key)
+                        told[entry.key] = value.revision
+                        yield value
+                    elif complete and told.pop(entry.key, None) is not None:
+                        yield KeptValue(entry.key, None, entry.revision or 0)
+            finally:
+                self._watchers.discard(watcher)
+                await _stop(watcher)
+
+    async def _new_watcher(self) -> KeyValue.KeyWatcher:
+        while True:
+            life = self._owner.counts.reconnects
+            try:
+                watcher = await self._use(lambda kv: kv.watchall(inactive_threshold=WATCHER_IDLE_S_MAX))
+            except BusError as error:
+                log.info("cannot watch %s yet: %s", self._bucket, error)
+                await asyncio.sleep(WATCH_RETRY_S)
+                continue
+            if life == self._owner.counts.reconnects:
+                self._watchers.add(watcher)
+                return watcher
+            await _stop(watcher)
+
+    def _watch_anew(self) -> None:
+        for watcher in self._watchers:
+            stop = asyncio.get_running_loop().create_task(_stop(watcher), name=f"rewatch {self._bucket}")
+            self._stops.add(stop)
+            stop.add_done_callback(self._stops.discard)
+
+    async def _use(self, operation: Callable[[KeyValue], Awaitable[T]]) -> T:
+        """Do something with the bucket, making it anew if the server lost it. Raises BusDown, WrongRevision."""
+        if not self._owner.connected:
+            raise BusDown("NATS cannot be reached")
+        with _our_errors():
+            kv = self._kv or await self._make_bucket()
+            try:
+                return await operation(kv)
+            except js_errors.KeyValueError:
+                raise
+            except (js_errors.NoStreamResponseError, js_errors.NotFoundError):
+                log.warning("the server has no bucket %s: making it", self._bucket)
+                return await operation(await self._make_bucket())
+
+    async def _make_bucket(self) -> KeyValue:
+        config = KeyValueConfig(
+            bucket=self._bucket, history=1, ttl=self._ttl_s, storage=StorageType.FILE, limit_marker_ttl=MARKER_S
+        )
+        try:
+            self._kv = await self._js.create_key_value(config)
+        except js_errors.BadRequestError as error:
+            if error.err_code != DIFFERENT_CONFIG:
+                raise
+            self._kv = await self._change_bucket()
+        return self._kv
+
+    async def _change_bucket(self) -> KeyValue:
+        """The bucket exists with another expiry: an older configuration, so ours is right."""
+        info = await self._js.stream_info(f"KV_{self._bucket}")
+        await self._js.update_stream(
+            info.config.evolve(
+                max_age=self._ttl_s or 0,
+                duplicate_window=min(self._ttl_s or DUPLICATE_WINDOW_S, DUPLICATE_WINDOW_S),
+                subject_delete_marker_ttl=MARKER_S,
+            )
+        )
+        return await self._js.key_value(self._bucket)
+
+    def _pack(self, value: M) -> tuple[str, bytes]:
+        return self._channel.address(value).partition(".")[2], pack(value)
+
+    def _read(self, entry: KeyValue.Entry) -> KeptValue[M] | None:
+        """The value, or None for markers and for what cannot be read."""
+        if not entry.value:
+            return None
+        try:
+            return KeptValue(entry.key, unpack(entry.value, self._channel.message), entry.revision or 0)
+        except BadMessage as bad:
+            count_bad(self._owner.counts, self._channel.subject, bad)
+            return None
+
+
+async def _newest(kv: KeyValue, key: str) -> KeyValue.Entry | None:
+    """The newest entry of the key, deletion and expiry markers included (their value is empty)."""
+    try:
+        return await kv.get(key)
+    except js_errors.KeyNotFoundError as error:
+        entry: KeyValue.Entry | None = error.entry
+        return entry
+
+
+async def _stop(watcher: KeyValue.KeyWatcher) -> None:
+    try:
+        await watcher.stop()  # type: ignore[no-untyped-call]
+    except nats.errors.Error as error:  # Already stopped, or the connection is closed.
+        log.debug("watch: %r", error)
+
+
+@contextmanager
+def _our_errors() -> Iterator[None]:
+    try:
+        yield
+    except js_errors.KeyWrongLastSequenceError as error:
+        raise WrongRevision(str(error)) from error
+    except (nats.errors.Error, TimeoutError) as error:
+        raise BusDown(f"JetStream: {error!r}") from error
