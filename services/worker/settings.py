@@ -43,7 +43,7 @@ class Settings(SimulatedTiming, frozen=True, kw_only=True, forbid_unknown_fields
     kv_cache_bytes: int = 0
     """Memory for KV blocks; 0: 256 MiB on CPU, vLLM's own choice on a GPU."""
     max_model_len: int = 0
-    """Longest prompt and completion in tokens; 0: what the model says."""
+    """Longest prompt and completion in tokens; 0: the model's own, or less if the KV memory holds less."""
     block_size: int = 32
     """Tokens in a KV block; equal on all workers of a model."""
     legs_max: int = 256

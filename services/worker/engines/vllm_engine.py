@@ -1,0 +1,195 @@
+"""A vLLM engine in this process: its OpenAI server, its events, its load, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from services.worker.engines import vllm_environment as environment
+from services.worker.engines.port import AsgiApp, Engine, EngineDead, EngineFacts, EngineLoad, TokenizerFiles
+from services.worker.engines.vllm_arguments import arguments
+from services.worker.settings import TINY_MODEL, Settings
+from services.worker.tiny_model import ensure_tiny_model
+from shared.contracts.kv_events import KvEvent
+from shared.contracts.workers import HashScheme
+from shared.runtime.settings import CommonSettings
+
+if TYPE_CHECKING:
+    from services.worker.engines.vllm_client import LegEngine
+    from services.worker.engines.vllm_kv_events import KvEventSource
+    from services.worker.engines.vllm_stats import EngineMeter
+
+DEATH_CHECK_S = 0.25
+"""How often a silent engine is asked whether it still lives."""
+CHILD_EXIT_S_MAX = 5.0
+
+
+async def start_engine(settings: Settings, common: CommonSettings, say: Callable[[str], None]) -> Engine:
+    """Start vLLM; half a minute on a CPU. ``say`` is told where it is. Raises whatever vLLM does not like."""
+    say("preparing the model")
+    is_tiny = settings.model == TINY_MODEL
+    model = str(await asyncio.to_thread(ensure_tiny_model, Path(common.cache_dir))) if is_tiny else settings.model
+    environment.prepare_import(kv_host=settings.kv_host, model_is_local=model.startswith(("/", "./", "../")))
+    run_dir = Path(tempfile.mkdtemp(prefix="baton-engine-"))
+    try:
+        say("importing vLLM")
+        await asyncio.to_thread(_import_vllm)
+        return await _start(settings, model, run_dir, common.otlp_endpoint, say)
+    except BaseException:
+        shutil.rmtree(run_dir, ignore_errors=True)
+        raise
+
+
+def _import_vllm() -> None:
+    """Ten seconds, so not on the event loop."""
+    import vllm.entrypoints.launchers.api_server.app_state
+    import vllm.entrypoints.launchers.app
+    import vllm.v1.engine.async_llm  # noqa: F401
+
+    import services.worker.engines.vllm_client  # noqa: F401
+
+
+async def _start(
+    settings: Settings, model: str, run_dir: Path, otlp_endpoint: str, say: Callable[[str], None]
+) -> VllmEngine:
+    from vllm.platforms import current_platform
+
+    from services.worker.engines.vllm_kv_events import KvEventSource
+    from services.worker.engines.vllm_stats import EngineMeter
+
+    source, meter = KvEventSource(run_dir), EngineMeter()
+    line = arguments(
+        settings,
+        model,
+        on_cpu=current_platform.is_cpu(),
+        events=(source.endpoint, source.replay_endpoint),
+        otlp_endpoint=otlp_endpoint,
+    )
+    try:
+        say("loading the model")
+        args, llm = await asyncio.to_thread(_construct, settings, line, meter)
+        try:
+            say("starting the OpenAI server")
+            app = await _openai_app(llm, args, meter)
+        except BaseException:
+            llm.shutdown()
+            raise
+    except BaseException:
+        source.close()
+        raise
+    return VllmEngine(settings, llm, app, source, run_dir)
+
+
+def _construct(settings: Settings, line: list[str], meter: EngineMeter) -> tuple[Any, LegEngine]:
+    """Blocks until the engine is ready."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.platforms import current_platform
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from services.worker.engines.vllm_client import LegEngine
+
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(line)
+    validate_parsed_serve_args(args)
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    cores = environment.parse_cores(settings.cpu_cores)
+    threads = environment.engine_threads(cores) if current_platform.is_cpu() else contextlib.nullcontext()
+    with threads:
+        config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+        llm = LegEngine.from_vllm_config(
+            config, usage_context=UsageContext.OPENAI_API_SERVER, stat_loggers=[lambda *_args, **_options: meter]
+        )
+    return args, llm
+
+
+async def _openai_app(llm: LegEngine, args: Any, meter: EngineMeter) -> AsgiApp:
+    """The server is vLLM's own, around our client, and so is the order of things."""
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app
+
+    from services.worker.engines.vllm_identity import block_bytes
+
+    llm.attach(meter, block_bytes(llm.vllm_config))
+    meter.kv_blocks = llm.vllm_config.cache_config.num_gpu_blocks or 0
+    await llm.reset_mm_cache()
+    tasks = await llm.get_supported_tasks()
+    app = build_app(args, tasks, llm.model_config)
+    await init_app_state(llm, app.state, args, tasks)
+    served: AsgiApp = app
+    return served
+
+
+class VllmEngine:
+    """See ``engines.port.Engine``."""
+
+    def __init__(self, settings: Settings, llm: LegEngine, app: AsgiApp, source: KvEventSource, run_dir: Path) -> None:
+        self._llm = llm
+        self._app = app
+        self._source = source
+        self._run_dir = run_dir
+        self._facts = _facts(settings, llm.vllm_config)
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What does not change."""
+        return self._facts
+
+    @property
+    def app(self) -> AsgiApp:
+        """The OpenAI server, vLLM's own."""
+        return self._app
+
+    def load(self) -> EngineLoad:
+        """Now."""
+        return self._llm.meter.load()
+
+    def on_load_changed(self, listener: Callable[[], None]) -> None:
+        """After each step of the engine."""
+        self._llm.meter.on_changed(listener)
+
+    async def kv_events(self) -> AsyncIterator[list[KvEvent]]:
+        """Changes of the prefix cache, in order."""
+        async for events in self._source.batches():
+            yield events
+        raise EngineDead("the event stream ended")
+
+    def tokenizer_files(self) -> TokenizerFiles:
+        """The engine's own tokenizer."""
+        from services.worker.engines.vllm_tokenizer import tokenizer_files
+
+        return tokenizer_files(self._llm.get_tokenizer(), "")
+
+    async def dead(self) -> str:
+        """When EngineCore has ended, or said that it cannot go on."""
+        while not self._llm.errored:
+            await asyncio.wait([self._llm.died], timeout=DEATH_CHECK_S)
+            if self._llm.died.done():
+                return self._llm.died.result()
+        return str(self._llm.dead_error)
+
+    async def close(self, deadline_s: float) -> None:
+        """End EngineCore and everything it started."""
+        await asyncio.to_thread(self._llm.shutdown, timeout=deadline_s)
+        self._source.close()
+        shutil.rmtree(self._run_dir, ignore_errors=True)
+
+
+def _facts(settings: Settings, config: Any) -> EngineFacts:
+    from services.worker.engines.vllm_identity import fingerprint
+
+    names = config.model_config.served_model_name
+    return EngineFacts(
+        engine="vllm",
+        models=[names] if isinstance(names, str) else list(names),
+        max_model_len=config.model_config.max_model_len,
+        fingerprint=fingerprint(config),
+        hashing=HashScheme(block_size=config.cache_config.block_size),
+        kv_blocks=config.cache_config.num_gpu_blocks or 0,
+        legs_max=settings.legs_max,
+    )
