@@ -170,7 +170,7 @@ class Progress:
             name = found[1].rsplit("/", 1)[-1].split("-cp3")[0]
             self.show(f"[{self.seen}/{self.count}] {name}, {size_mb:.0f} MB", passing=size_mb < LARGE_MB)
         elif line.startswith("Installing collected packages"):
-            self.show(f"unpacking {line.count(',') + 1} packages", passing=False)
+            self.show(f"unpacking {line.count(chr(44)) + 1} packages", passing="," not in line)
 
     def show(self, text: str, *, passing: bool) -> None:
         """``passing`` lines are for terminals only."""

@@ -1,0 +1,1 @@
+"""The ``baton`` command: the whole system on one machine, no docker."""

@@ -1,0 +1,5 @@
+"""`python -m services.launcher` is `baton`."""
+
+from services.launcher.cli import main
+
+main()

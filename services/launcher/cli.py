@@ -1,0 +1,202 @@
+"""The ``baton`` command."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from services.launcher import state_file
+from services.launcher.core.plan import UpOptions
+from services.launcher.core.sizes import parse_bytes
+from services.launcher.machine import inherited_environment
+from shared.bus.port import BusError
+from shared.contracts.control import ServicePhase
+from shared.runtime.settings import CommonSettings, SettingsError, load_common
+
+DOWN_S_MAX = 120.0
+HEALTH_S = 5.0
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Serve large language models with prefill and decode on separate vLLM engines.",
+)
+
+
+class EngineKind(StrEnum):
+    """What computes."""
+
+    VLLM = "vllm"
+    SIMULATED = "simulated"
+
+
+StateDir = Annotated[
+    Path | None, typer.Option(help="Where logs and NATS storage lie.", show_default="~/.local/state/baton")
+]
+NatsUrl = Annotated[str, typer.Option(help="A NATS that runs already; otherwise one is started.", show_default=False)]
+
+
+@app.command(
+    epilog="""[bold]Examples[/]
+
+[cyan]baton up[/]   one prefill and one decode worker with the built-in tiny model
+
+[cyan]baton up --prefill 2 --decode 2 --model Qwen/Qwen3-0.6B[/]   from Hugging Face
+
+[cyan]baton up --both 1 --engine simulated[/]   no vLLM needed: to try out clients
+
+[cyan]baton up --join --decode 1[/]   on a second terminal: one more worker
+
+[cyan]baton up --engine-args "--max-num-seqs 64"[/]   anything else vLLM understands
+
+Services take further settings from the environment: ROUTER_*, WORKER_*, COLLECTOR_*,
+ORCHESTRATOR_*; BATON_OTLP_ENDPOINT turns tracing on."""
+)
+def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command line is declared
+    prefill: Annotated[int | None, typer.Option(min=0, help="Prefill workers.", show_default="1")] = None,
+    decode: Annotated[int | None, typer.Option(min=0, help="Decode workers.", show_default="1")] = None,
+    both: Annotated[int | None, typer.Option(min=0, help="Workers that do both.", show_default="0")] = None,
+    model: Annotated[str, typer.Option(help="Hugging Face id or local path.", show_default="baton-tiny")] = "",
+    engine: Annotated[EngineKind | None, typer.Option(help="What computes.", show_default="vllm")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of the OpenAI API.")] = 8000,
+    collector_port: Annotated[int, typer.Option(help="Port of the fleet's metrics.")] = 8001,
+    nats_port: Annotated[int, typer.Option(help="Port for the NATS that is started.")] = 4222,
+    nats_url: NatsUrl = "",
+    state_dir: StateDir = None,
+    kv_cache: Annotated[str, typer.Option(help="KV cache per worker, like 512M or 8G.", show_default="vLLM's")] = "",
+    engine_args: Annotated[str, typer.Option(help="Further vLLM arguments, in quotes.", show_default=False)] = "",
+    join: Annotated[bool, typer.Option("--join", help="Only add workers to the system that runs already.")] = False,
+) -> None:
+    """Start the whole system on this machine and stay until Ctrl-C."""
+    common = common_settings()
+    running = state_file.find(state_dir or Path(common.state_dir)) if join else None
+    counts = {"prefill": prefill, "decode": decode, "both": both}
+    if all(count is None for count in counts.values()):
+        counts = {"both": 1} if join else {"prefill": 1, "decode": 1}
+    options = UpOptions(
+        **{name: count or 0 for name, count in counts.items()},
+        model=model,
+        engine=engine.value if engine else ("simulated" if running and running.engine == "simulated" else "vllm"),
+        host=host,
+        port=port,
+        collector_port=collector_port,
+        nats_port=nats_port,
+        nats_url=nats_url or os.environ.get("BATON_NATS_URL", ""),
+        state_dir=str((state_dir or Path(common.state_dir)).expanduser().absolute()),
+        kv_cache_bytes=size(kv_cache),
+        engine_args=engine_args,
+        join=join,
+    )
+    from services.launcher.up import run_up  # here, so that `baton --help` is quick
+
+    sys.exit(asyncio.run(run_up(options)))
+
+
+@app.command()
+def down(state_dir: StateDir = None) -> None:
+    """End the system that `baton up` runs on another terminal: what runs may finish first."""
+    folder = state_dir or Path(common_settings().state_dir)
+    running = state_file.find(folder)
+    if running is None:
+        fail(f"No system runs with the state directory {folder}.")
+    os.kill(running.pid, signal.SIGTERM)
+    deadline = time.monotonic() + DOWN_S_MAX
+    while state_file.is_held(folder):
+        if time.monotonic() > deadline:
+            fail(f"The launcher (pid {running.pid}) is still there after {DOWN_S_MAX:.0f} s.")
+        time.sleep(0.1)
+    print(f"The system at {running.endpoint} has stopped.")
+
+
+@app.command()
+def workers(
+    nats_url: NatsUrl = "",
+    state_dir: StateDir = None,
+    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """List the fleet: every worker with its role, its phase and its load."""
+    from services.launcher.fleet import fleet_table, read_fleet
+
+    url = find_nats(nats_url, state_dir)
+    try:
+        fleet = asyncio.run(read_fleet(url))
+    except BusError as error:
+        fail(f"NATS at {url} does not answer ({error}). Is the system running?")
+    if json:
+        print(msgspec.json.format(msgspec.json.encode(fleet.state)).decode())
+    else:
+        Console().print(fleet_table(fleet))
+
+
+@app.command()
+def health(
+    service: Annotated[str, typer.Argument(help="router, orchestrator, collector or worker.")],
+    instance: Annotated[str, typer.Argument(help="Which one, such as a worker id; none: any of them.")] = "",
+    nats_url: NatsUrl = "",
+    within_s: Annotated[float, typer.Option(help="How long to wait for a sign of life, seconds.")] = HEALTH_S,
+) -> None:
+    """Exit with 0 if a service says that it is ready, with 1 otherwise. For container health checks."""
+    from services.launcher.health import hear_of
+
+    url = find_nats(nats_url, None)
+    try:
+        status = asyncio.run(hear_of(url, service, instance, within_s))
+    except BusError as error:
+        fail(f"NATS at {url} does not answer: {error}")
+    if status is None:
+        fail(f"{service} {instance}".rstrip() + f" said nothing within {within_s:g} s")
+    print(f"{status.service} {status.instance}: {status.phase.value} {status.detail}".rstrip())
+    sys.exit(0 if status.phase is ServicePhase.READY else 1)
+
+
+def common_settings() -> CommonSettings:
+    """BATON_* settings, less those that are only `make`'s and ours."""
+    try:
+        return load_common(inherited_environment())
+    except SettingsError as error:
+        fail(str(error))
+
+
+def find_nats(nats_url: str, state_dir: Path | None) -> str:
+    """Where the running system's NATS is."""
+    common = common_settings()
+    running = state_file.find(state_dir or Path(common.state_dir))
+    return nats_url or (running.nats_url if running else common.nats_url)
+
+
+def size(text: str) -> int:
+    """Bytes of an option; 0 when it is not given."""
+    try:
+        return parse_bytes(text) if text else 0
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--kv-cache") from error
+
+
+def fail(message: str) -> NoReturn:
+    """Say why and exit with 1."""
+    Console(stderr=True, highlight=False).print(f"[bold red]✗[/] {escape(message)}", soft_wrap=True)
+    sys.exit(1)
+
+
+def main() -> None:
+    """Console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

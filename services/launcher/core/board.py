@@ -1,0 +1,78 @@
+"""What is known of each process just now; the display draws it, the supervisor waits on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shared.contracts.control import ServicePhase, ServiceStatus
+
+
+@dataclass
+class Row:
+    """One process. ``now`` values are on the supervisor's clock, seconds."""
+
+    name: str
+    note: str = ""
+    phase: ServicePhase | None = None
+    """None: not started yet."""
+    detail: str = ""
+    pid: int = 0
+    started_at: float = 0.0
+    settled_at: float = 0.0
+    """When it became ready or ended; 0 while it works towards that."""
+    url: str = ""
+
+    def seconds(self, now: float) -> float:
+        """How long it took, or has taken so far."""
+        return (self.settled_at or now) - self.started_at if self.started_at else 0.0
+
+
+class Board:
+    """All processes of the system, in the order in which they were planned."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, Row] = {}
+        self._listeners: list[Callable[[Row], None]] = []
+
+    def on_change(self, listener: Callable[[Row], None]) -> None:
+        """Call ``listener`` with each row whose phase or detail changed."""
+        self._listeners.append(listener)
+
+    def plan(self, name: str, note: str = "") -> None:
+        """The process will be started."""
+        self.rows[name] = Row(name, note)
+
+    def started(self, name: str, pid: int, now: float) -> None:
+        """A new life of the process has begun."""
+        row = self.rows[name]
+        row.pid, row.started_at, row.settled_at, row.url = pid, now, 0.0, ""
+        self.mark(name, ServicePhase.STARTING, "", now)
+
+    def heard(self, status: ServiceStatus, now: float) -> Row | None:
+        """A process said where it is. Answers its row, or None if it is not one of ours."""
+        row = next((row for row in self.rows.values() if row.pid and row.pid == status.pid), None)
+        if row is None:
+            return None
+        row.url = status.url or row.url
+        self.mark(row.name, status.phase, status.detail, now)
+        return row
+
+    def mark(self, name: str, phase: ServicePhase, detail: str, now: float) -> None:
+        """The process is in this phase."""
+        row = self.rows[name]
+        if (row.phase, row.detail) == (phase, detail):
+            return
+        if phase in {ServicePhase.STARTING, ServicePhase.DRAINING}:
+            row.settled_at = 0.0
+        elif not row.settled_at:
+            row.settled_at = now
+        row.phase, row.detail = phase, detail
+        for listener in self._listeners:
+            listener(row)
+
+    def draining(self, name: str, now: float) -> None:
+        """The process was told to stop: its seconds count from here."""
+        row = self.rows[name]
+        row.started_at = now
+        self.mark(name, ServicePhase.DRAINING, "", now)

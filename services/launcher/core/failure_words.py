@@ -1,0 +1,71 @@
+"""Why a process died, in words for a person: taken from its last log lines and its exit status."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+EXCEPTION = re.compile(
+    r"(?:^|[\s\]])((?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Dead|Down|Refused|Failed|Lost|TooLarge|Killed)): (.+)"
+)
+"""``ValueError: words``, wherever logging put it on the line."""
+EMPTY_WORDS = re.compile(r"See root cause above|unhandled errors in a TaskGroup|Engine core proc died|Failed core proc")
+"""Exceptions that only say that there is another one."""
+OUT_OF_MEMORY = re.compile(
+    r"out of memory|Cannot allocate memory|std::bad_alloc|MemoryError|No available memory for the cache blocks",
+    re.IGNORECASE,
+)
+SIGKILL = 9
+LAST_LINES_MAX = 8
+WORDS_MAX = 600
+
+
+def why_it_died(lines: Sequence[str], exit_code: int, detail: str = "") -> str:
+    """One or two sentences. ``detail`` is what the process itself said last, if it said FAILED."""
+    plain = [plain_line(line) for line in lines]
+    root = root_exception(plain)
+    memory = next((line.strip() for line in reversed(plain) if OUT_OF_MEMORY.search(line)), "")
+    if memory:
+        return cut(f"Out of memory: {root or memory}")
+    if detail and not EMPTY_WORDS.search(detail):
+        return cut(detail)
+    if root:
+        return cut(root)
+    if exit_code == -SIGKILL:
+        return "It was killed (SIGKILL), most likely by the kernel because memory ran out."
+    if exit_code < 0:
+        return f"It was ended by signal {-exit_code}."
+    return f"It ended with exit code {exit_code} and left no reason in its log."
+
+
+def plain_line(line: str) -> str:
+    """A log line without colours; of a JSON line, its message and exception."""
+    line = ANSI.sub("", line.rstrip("\n"))
+    if line.startswith("{"):
+        try:
+            fields: dict[str, Any] = json.loads(line)
+        except ValueError:
+            return line
+        return " ".join(str(fields[key]) for key in ("message", "msg", "event", "error", "exception") if key in fields)
+    return line
+
+
+def root_exception(lines: Sequence[str]) -> str:
+    """The last exception that says something; wrappers that only point to another one are passed over."""
+    for line in reversed([part for whole in lines for part in whole.splitlines()]):
+        found = EXCEPTION.search(line)
+        if found and not EMPTY_WORDS.search(line):
+            return f"{found[1].rsplit('.', 1)[-1]}: {found[2].strip()}"
+    return ""
+
+
+def last_lines(lines: Sequence[str]) -> list[str]:
+    """What to show of a log beside the reason."""
+    return [cut(line) for line in map(plain_line, lines) if line.strip()][-LAST_LINES_MAX:]
+
+
+def cut(text: str) -> str:
+    return text if len(text) <= WORDS_MAX else text[:WORDS_MAX] + "…"

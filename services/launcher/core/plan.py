@@ -1,0 +1,185 @@
+"""Which processes make up a system on this machine, and which settings each of them gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Literal
+
+import msgspec
+
+from services.launcher.core.placement import Device, share_cores, share_gpus
+from shared.contracts.workers import Role
+
+
+class PlanRefused(Exception):
+    """What was asked for cannot be started; the message says what to do instead."""
+
+
+class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What `baton up` was asked for."""
+
+    prefill: int = 0
+    decode: int = 0
+    both: int = 0
+    model: str = ""
+    """Empty: the worker's default."""
+    engine: Literal["vllm", "simulated"] = "vllm"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    collector_port: int = 8001
+    nats_port: int = 4222
+    nats_url: str = ""
+    """A NATS that runs already; empty: one is started."""
+    state_dir: str
+    kv_cache_bytes: int = 0
+    engine_args: str = ""
+    join: bool = False
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """What this machine has to offer."""
+
+    python: str
+    nats_server: str
+    """Path of the binary; empty when there is none."""
+    cores: tuple[int, ...]
+    """One logical CPU per physical core that this process may use."""
+    gpus: tuple[str, ...] = ()
+    """GPU indexes; empty when the installed engine is the CPU one."""
+
+
+class Stage(IntEnum):
+    """Processes start in this order and stop in the reverse one."""
+
+    NATS = 0
+    SERVICES = 1
+    WORKERS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessPlan:
+    """One process to start."""
+
+    name: str
+    """Unique in this system; for a worker, its worker id."""
+    stage: Stage
+    command: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    note: str = ""
+    """Where it runs, for a person: "core 0"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PortNeed:
+    """A port that must be free before anything starts."""
+
+    host: str
+    port: int
+    option: str
+    purpose: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SystemPlan:
+    """Everything `baton up` starts."""
+
+    processes: tuple[ProcessPlan, ...]
+    ports: tuple[PortNeed, ...]
+    nats_url: str
+    notes: tuple[str, ...] = ()
+    """What the user should know before it starts."""
+
+    def stage(self, stage: Stage) -> list[ProcessPlan]:
+        """The processes of one stage, in order."""
+        return [process for process in self.processes if process.stage is stage]
+
+
+def plan_system(options: UpOptions, machine: Machine, names_taken: Sequence[str] = ()) -> SystemPlan:
+    """A whole system, or with ``join`` only its further workers. Raises PlanRefused."""
+    nats_url = options.nats_url or f"nats://127.0.0.1:{options.nats_port}"
+    base = {"BATON_NATS_URL": nats_url, "BATON_STATE_DIR": options.state_dir}
+    workers, notes = plan_workers(options, machine, base, names_taken)
+    if options.join:
+        return SystemPlan(processes=tuple(workers), ports=(), nats_url=nats_url, notes=tuple(notes))
+    ports = [
+        PortNeed(host=options.host, port=options.port, option="--port", purpose="the OpenAI API"),
+        PortNeed(host=options.host, port=options.collector_port, option="--collector-port", purpose="metrics"),
+    ]
+    services = [
+        service(machine, "orchestrator", base),
+        service(machine, "collector", base, host=options.host, port=options.collector_port),
+        service(machine, "router", base, host=options.host, port=options.port),
+    ]
+    if options.nats_url:
+        return SystemPlan(processes=(*services, *workers), ports=tuple(ports), nats_url=nats_url, notes=tuple(notes))
+    ports.append(PortNeed(host="127.0.0.1", port=options.nats_port, option="--nats-port", purpose="NATS"))
+    nats = plan_nats(options, machine)
+    return SystemPlan(processes=(nats, *services, *workers), ports=tuple(ports), nats_url=nats_url, notes=tuple(notes))
+
+
+def plan_nats(options: UpOptions, machine: Machine) -> ProcessPlan:
+    """nats-server with JetStream on, for this machine only."""
+    if not machine.nats_server:
+        raise PlanRefused(
+            "No nats-server was found. It comes with `make setup`; or name a binary in BATON_NATS_SERVER, "
+            "or a running NATS with --nats-url."
+        )
+    store = f"{options.state_dir}/nats"
+    flags = ("--addr", "127.0.0.1", "--port", str(options.nats_port), "--jetstream", "--store_dir", store)
+    return ProcessPlan(name="nats", stage=Stage.NATS, command=(machine.nats_server, *flags))
+
+
+def service(machine: Machine, name: str, base: Mapping[str, str], *, host: str = "", port: int = 0) -> ProcessPlan:
+    """One of our light services; ``host`` and ``port`` for those that listen for HTTP."""
+    prefix = name.upper()
+    listens = {f"{prefix}_HOST": host, f"{prefix}_PORT": str(port)} if port else {}
+    command = (machine.python, "-m", f"services.{name}")
+    return ProcessPlan(name=name, stage=Stage.SERVICES, command=command, env={**base, **listens})
+
+
+def plan_workers(
+    options: UpOptions, machine: Machine, base: Mapping[str, str], names_taken: Sequence[str]
+) -> tuple[list[ProcessPlan], list[str]]:
+    """The workers, each with a part of the machine of its own where there is enough of it."""
+    roles = [Role.PREFILL] * options.prefill + [Role.DECODE] * options.decode + [Role.BOTH] * options.both
+    if not roles:
+        raise PlanRefused("No workers: ask for at least one with --prefill, --decode or --both.")
+    if not options.join and not options.both and not (options.prefill and options.decode):
+        missing, given = ("decode", "--prefill") if options.prefill else ("prefill", "--decode")
+        raise PlanRefused(f"Only {given} workers: nobody would {missing}. Add --{missing} 1 or --both 1.")
+    names = fresh_names(roles, names_taken)
+    devices, notes = devices_for(options, machine, len(roles), len(names_taken))
+    workers = []
+    for role, name, device in zip(roles, names, devices, strict=True):
+        env = {**base, "WORKER_WORKER_ID": name, "WORKER_ROLE": role.value, "WORKER_ENGINE": options.engine}
+        engine_args = " ".join(part for part in (device.engine_args, options.engine_args) if part)
+        optional = {
+            "WORKER_MODEL": options.model,
+            "WORKER_KV_CACHE_BYTES": str(options.kv_cache_bytes) if options.kv_cache_bytes else "",
+            "WORKER_ENGINE_ARGS": engine_args,
+            **device.env,
+        }
+        env.update({key: value for key, value in optional.items() if value})
+        command = (machine.python, "-m", "services.worker")
+        workers.append(ProcessPlan(name=name, stage=Stage.WORKERS, command=command, env=env, note=device.words))
+    return workers, notes
+
+
+def devices_for(options: UpOptions, machine: Machine, count: int, running: int) -> tuple[list[Device], list[str]]:
+    """What each worker computes on."""
+    if options.engine == "simulated":
+        return [Device(words="simulated")] * count, []
+    if machine.gpus:
+        return share_gpus(machine.gpus, count, running)
+    return share_cores(machine.cores, count, running)
+
+
+def fresh_names(roles: Sequence[Role], names_taken: Sequence[str]) -> Iterator[str]:
+    """``prefill-1``, ``decode-1``...: the lowest numbers that nobody has."""
+    taken = set(names_taken)
+    for role in roles:
+        number = next(n for n in range(1, len(taken) + 2) if f"{role.value}-{n}" not in taken)
+        taken.add(f"{role.value}-{number}")
+        yield f"{role.value}-{number}"

@@ -1,0 +1,124 @@
+"""What this machine has: cores, GPUs, the nats-server binary, and who holds which port."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+
+from services.launcher.core.plan import Machine, PlanRefused, PortNeed
+
+NVIDIA_SMI_S_MAX = 30.0
+NATS_SERVER_VARIABLE = "BATON_NATS_SERVER"
+"""Names another nats-server binary than the one that comes with the packages."""
+FOR_THE_LAUNCHER = {NATS_SERVER_VARIABLE, "BATON_ENGINE", "BATON_PYTHON"}
+"""BATON_* variables of `make` and `baton` themselves; services refuse variables that they do not know."""
+
+
+def look() -> Machine:
+    """What the plan needs to know of this machine."""
+    return Machine(
+        python=sys.executable,
+        nats_server=find_nats_server(),
+        cores=physical_cores(),
+        gpus=gpus() if has_distribution("vllm") else (),
+    )
+
+
+def inherited_environment() -> dict[str, str]:
+    """What every child gets of our own environment."""
+    return {name: value for name, value in os.environ.items() if name not in FOR_THE_LAUNCHER}
+
+
+def find_nats_server() -> str:
+    """The binary that the user named, the one beside our Python, or one on the PATH; empty if there is none."""
+    if named := os.environ.get(NATS_SERVER_VARIABLE):
+        if found := shutil.which(named):
+            return found
+        raise PlanRefused(f"{NATS_SERVER_VARIABLE} is {named!r}, which is not an executable file.")
+    beside = Path(sys.executable).with_name("nats-server")
+    return str(beside) if os.access(beside, os.X_OK) else shutil.which("nats-server") or ""
+
+
+def physical_cores() -> tuple[int, ...]:
+    """The first logical CPU of each physical core that this process may use."""
+    allowed = sorted(os.sched_getaffinity(0))
+    seen: set[str] = set()
+    first = []
+    for cpu in allowed:
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        name = siblings.read_text() if siblings.exists() else str(cpu)
+        if name not in seen:
+            seen.add(name)
+            first.append(cpu)
+    return tuple(first)
+
+
+def gpus() -> tuple[str, ...]:
+    """GPU indexes as nvidia-smi lists them, within CUDA_VISIBLE_DEVICES if that is set."""
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return tuple(visible.split(","))
+    command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_S_MAX, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return tuple(listed.stdout.split()) if listed.returncode == 0 else ()
+
+
+def has_distribution(name: str) -> bool:
+    try:
+        return bool(version(name))
+    except PackageNotFoundError:
+        return False
+
+
+def require_vllm() -> None:
+    """Raises PlanRefused when real engines are asked for and cannot run here."""
+    if importlib.util.find_spec("vllm") is None:
+        raise PlanRefused(
+            "vLLM is not installed here. `make setup BATON_ENGINE=cpu` (or cuda) installs it; "
+            "`--engine simulated` runs without it."
+        )
+
+
+def taken_ports(needs: tuple[PortNeed, ...]) -> list[str]:
+    """One sentence for each port that is not free."""
+    return [
+        f"Port {need.port} for {need.purpose} is taken{holder(need.port)}: choose another with {need.option}."
+        for need in needs
+        if not is_free(need.host, need.port)
+    ]
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether a server may listen there now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except PermissionError as error:
+            raise PlanRefused(f"Port {port} may not be used by this user: {error.strerror}.") from error
+        except OSError:
+            return False
+    return True
+
+
+def holder(port: int) -> str:
+    """`` by NAME (pid N)`` when the system tells; it tells of other users' processes only to root."""
+    try:
+        listening = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+        for connection in listening:
+            if connection.pid and connection.laddr and connection.laddr.port == port:
+                return f" by {psutil.Process(connection.pid).name()} (pid {connection.pid})"
+    except psutil.Error:
+        pass
+    return ""

@@ -1,0 +1,73 @@
+"""The running system of a state directory: a lock that its launcher holds, and a small file that says where it is."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+
+class AlreadyRunning(Exception):
+    """Another launcher holds this state directory."""
+
+
+class RunningSystem(msgspec.Struct, frozen=True, kw_only=True):
+    """What `baton up --join`, `baton workers` and `baton down` need to find a system."""
+
+    pid: int
+    nats_url: str
+    endpoint: str
+    engine: str
+    model: str = ""
+
+
+def running_file(state_dir: Path) -> Path:
+    return state_dir / "running.json"
+
+
+@contextlib.contextmanager
+def hold(state_dir: Path) -> Iterator[None]:
+    """Be the only launcher of this state directory; what an earlier one left is removed. Raises AlreadyRunning."""
+    state_dir.mkdir(parents=True, exist_ok=True)
+    with (state_dir / "lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise AlreadyRunning(str(state_dir)) from error
+        try:
+            yield
+        finally:
+            running_file(state_dir).unlink(missing_ok=True)
+
+
+def write(state_dir: Path, system: RunningSystem) -> None:
+    """Make the system known, whole or not at all."""
+    draft = running_file(state_dir).with_suffix(f".{os.getpid()}")
+    draft.write_bytes(msgspec.json.format(msgspec.json.encode(system)))
+    draft.replace(running_file(state_dir))
+
+
+def find(state_dir: Path) -> RunningSystem | None:
+    """The system that runs with this state directory, if one does and is ready."""
+    if not is_held(state_dir):
+        return None
+    try:
+        return msgspec.json.decode(running_file(state_dir).read_bytes(), type=RunningSystem)
+    except FileNotFoundError:
+        return None
+
+
+def is_held(state_dir: Path) -> bool:
+    """Whether a launcher runs with this state directory."""
+    try:
+        with (state_dir / "lock").open("r") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False

@@ -1,0 +1,199 @@
+"""The running system: starts every process, keeps it running, and ends it in reverse order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable
+from types import TracebackType
+from typing import Self, TypeVar, cast
+
+from services.launcher.children import Child, Nursery
+from services.launcher.core.failure_words import last_lines, why_it_died
+from services.launcher.core.plan import ProcessPlan, Stage, SystemPlan
+from services.launcher.core.restart import GiveUp, RestartLedger
+from services.launcher.screen import Screen
+from services.launcher.waiting import first_of
+from shared.bus.nats_bus import connect_nats
+from shared.bus.port import Bus, BusError, Envelope
+from shared.contracts.channels import SERVICE_STATUS
+from shared.contracts.control import ServicePhase, ServiceStatus
+
+T = TypeVar("T")
+
+NATS_START_S_MAX = 30.0
+SERVICE_START_S_MAX = 60.0
+ENGINE_START_S_MAX = 3600.0
+"""An engine may have to download its model first."""
+STARTS_AT_ONCE_MIN = 2
+GRACE_S = {Stage.WORKERS: 40.0, Stage.SERVICES: 35.0, Stage.NATS: 10.0}
+"""From SIGTERM to SIGKILL: a little more than the processes' own ``drain_s_max``."""
+
+
+class StartFailed(Exception):
+    """The system could not be started; the message says why."""
+
+
+class System:
+    """One process tree. Use as ``async with``: leaving it takes everything down."""
+
+    def __init__(self, plan: SystemPlan, nursery: Nursery, screen: Screen, hurry: asyncio.Event) -> None:
+        """``hurry``, once set, ends every wait for a graceful stop."""
+        self.plan = plan
+        self._screen = screen
+        self._board = screen.board
+        self._clock = screen.clock
+        self._nursery = nursery
+        self._hurry = hurry
+        self._tasks = asyncio.TaskGroup()
+        self._children: dict[str, Child] = {}
+        self._ready = {process.name: asyncio.Event() for process in plan.processes}
+        self._stopping = asyncio.Event()
+        self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._bus: Bus | None = None
+        for process in plan.processes:
+            self._board.plan(process.name, process.note)
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.take_down()
+        if self._bus:
+            await self._bus.close()
+        await self._tasks.__aexit__(None, None, None)
+
+    async def bring_up(self) -> None:
+        """Start everything; returns when all are ready. Raises StartFailed."""
+        for process in self.plan.stage(Stage.NATS):
+            self._keep(process)
+        self._bus = await self._connect()
+        await self._bus.subscribe(SERVICE_STATUS, self._hear)
+        turns = asyncio.Semaphore(max(STARTS_AT_ONCE_MIN, len(os.sched_getaffinity(0))))
+        others = self.plan.stage(Stage.SERVICES) + self.plan.stage(Stage.WORKERS)
+        starts = [asyncio.ensure_future(self._start(process, turns)) for process in others]
+        try:
+            await self._unless_broken(asyncio.gather(*starts))
+        finally:
+            for start in starts:
+                start.cancel()
+
+    async def _start(self, process: ProcessPlan, turns: asyncio.Semaphore) -> None:
+        """Loading is work for a core, so only so many load at a time."""
+        deadline_s = ENGINE_START_S_MAX if process.stage is Stage.WORKERS else SERVICE_START_S_MAX
+        async with turns:
+            self._keep(process)
+            try:
+                await asyncio.wait_for(self._ready[process.name].wait(), deadline_s)
+            except TimeoutError as error:
+                log = self._nursery.logs / f"{process.name}.log"
+                raise StartFailed(f"{process.name} was not ready after {deadline_s:.0f} s. Its log: {log}") from error
+
+    async def until_broken(self) -> str:
+        """The reason, when the system cannot go on."""
+        return await asyncio.shield(self._broken)
+
+    async def _unless_broken(self, work: Awaitable[T]) -> T:
+        done = await first_of(work, asyncio.shield(self._broken))
+        if self._broken.done():
+            raise StartFailed(self._broken.result())
+        return cast("T", done)
+
+    async def _connect(self) -> Bus:
+        """A bus, once NATS answers."""
+        connecting = connect_nats(self.plan.nats_url, name="launcher", connect_s_max=NATS_START_S_MAX)
+        try:
+            bus = await self._unless_broken(connecting)
+        except BusError as error:
+            raise StartFailed(f"NATS at {self.plan.nats_url} does not answer: {error}") from error
+        for process in self.plan.stage(Stage.NATS):
+            self._board.mark(process.name, ServicePhase.READY, self.plan.nats_url, self._clock.now())
+            self._ready[process.name].set()
+        return bus
+
+    def _hear(self, status: ServiceStatus, _envelope: Envelope) -> None:
+        row = self._board.heard(status, self._clock.now())
+        if row and row.phase is ServicePhase.READY:
+            self._ready[row.name].set()
+
+    def _keep(self, process: ProcessPlan) -> None:
+        self._tasks.create_task(self._keep_running(process), name=f"keep-{process.name}")
+
+    async def _keep_running(self, process: ProcessPlan) -> None:
+        """Start the process, and again when it dies, until the system stops or that is in vain."""
+        ledger = RestartLedger()
+        while not self._stopping.is_set():
+            child = await self._nursery.start(process, self._clock.now())
+            self._children[process.name] = child
+            self._board.started(process.name, child.pid, self._clock.now())
+            exit_code = await child.process.wait()
+            del self._children[process.name]
+            self._nursery.forget(child)
+            if self._stopping.is_set():
+                self._board.mark(process.name, ServicePhase.STOPPED, "", self._clock.now())
+                return
+            pause_s = self._after_death(process, child, exit_code, ledger)
+            if pause_s is None:
+                return
+            await first_of(asyncio.sleep(pause_s), self._stopping.wait())
+            if process.stage is Stage.NATS and not self._stopping.is_set():
+                self._tasks.create_task(self._watch_nats_return(process), name="nats-returns")
+
+    async def _watch_nats_return(self, process: ProcessPlan) -> None:
+        """NATS says nothing about itself: it is ready when our connection is back."""
+        assert self._bus is not None
+        deadline = self._clock.now() + NATS_START_S_MAX
+        while self._clock.now() < deadline and not self._stopping.is_set():
+            await first_of(asyncio.sleep(0.2), self._stopping.wait())
+            if self._bus.connected and process.name in self._children:
+                self._board.mark(process.name, ServicePhase.READY, self.plan.nats_url, self._clock.now())
+                return
+
+    def _after_death(self, process: ProcessPlan, child: Child, exit_code: int, ledger: RestartLedger) -> float | None:
+        """Say what happened. Answers the pause before it is started again, or None when it is not."""
+        now = self._clock.now()
+        row = self._board.rows[process.name]
+        said = row.detail if row.phase is ServicePhase.FAILED else ""
+        lines = child.tail()
+        why = why_it_died(lines, exit_code, said)
+        self._board.mark(process.name, ServicePhase.FAILED, why, now)
+        story = f"{process.name}: {why}\n" + "".join(f"    {line}\n" for line in last_lines(lines))
+        if not self._ready[process.name].is_set():
+            self._break(f"{process.name} did not start. {why}\nIts log: {child.log}")
+            return None
+        verdict = ledger.died(now)
+        if not isinstance(verdict, GiveUp):
+            self._screen.complain(f"{story}Starting it again in {verdict.pause_s:.1f} s (attempt {verdict.attempt}).")
+            return verdict.pause_s
+        story += f"It died {verdict.deaths} times within {verdict.window_s:.0f} s: not started again. Log: {child.log}"
+        if process.stage is Stage.WORKERS and any(p.name in self._children for p in self.plan.stage(Stage.WORKERS)):
+            self._screen.complain(story)
+        else:
+            self._break(story)
+        return None
+
+    def _break(self, reason: str) -> None:
+        if not self._broken.done():
+            self._broken.set_result(reason)
+
+    async def take_down(self) -> None:
+        """Workers first, so that what runs may finish; then the services; NATS last."""
+        self._stopping.set()
+        for stage in sorted(Stage, reverse=True):
+            stopping = [c for c in self._children.values() if c.plan.stage is stage]
+            await asyncio.gather(*(self._stop(child) for child in stopping))
+
+    async def _stop(self, child: Child) -> None:
+        name = child.plan.name
+        self._board.draining(name, self._clock.now())
+        grace_s = GRACE_S[child.plan.stage]
+        by_itself = await child.stop(grace_s=grace_s, hurry=self._hurry)
+        words = (
+            ""
+            if by_itself
+            else ("killed" if self._hurry.is_set() else f"killed: it was still there after {grace_s:.0f} s")
+        )
+        self._board.mark(name, ServicePhase.STOPPED, words, self._clock.now())
