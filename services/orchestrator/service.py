@@ -6,12 +6,12 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from services.orchestrator.core.fleet import Fleet, Limits
+from services.orchestrator.core.fleet import Fleet
 from services.orchestrator.core.leadership import Candidate
 from services.orchestrator.leader import stand_for_leadership
+from services.orchestrator.settings import Settings
 from shared.bus.port import Bus, BusError, Envelope, KeptValue, Subscription
 from shared.contracts.channels import DESCRIBE_FLEET, FLEET_STATE, LEADERSHIP, LOAD, WORKER_LOST, WORKER_RECORDS
-from shared.contracts.control import LEADERSHIP_TTL_S
 from shared.contracts.ids import WorkerId
 from shared.contracts.load import LoadReport
 from shared.contracts.workers import WORKER_RECORD_TTL_S, DescribeFleet, FleetState, WorkerLost, WorkerRecord
@@ -30,11 +30,11 @@ log = logging.getLogger(__name__)
 class Orchestrator:
     """One orchestrator, leading or standing by. All of them listen, so that a standby knows what it takes over."""
 
-    def __init__(self, bus: Bus, clock: Clock, name: str, limits: Limits) -> None:
+    def __init__(self, bus: Bus, clock: Clock, name: str, settings: Settings) -> None:
         self._bus = bus
         self._clock = clock
-        self._fleet = Fleet(limits)
-        self._candidate = Candidate(ROLE, name, LEADERSHIP_TTL_S)
+        self._fleet = Fleet(settings.limits())
+        self._candidate = Candidate(ROLE, name, settings.lease_s)
         self._unsaid: list[WorkerLost] = []
         """Losses that nobody was told of. A standby drops them: when it takes over, its fleet still knows."""
         self._fleet_known = asyncio.Event()
@@ -56,7 +56,7 @@ class Orchestrator:
     async def run(self, stopping: asyncio.Event, on_ready: Callable[[], Awaitable[None]]) -> None:
         """Serve until ``stopping``; ``on_ready`` is called when the fleet is known."""
         records = await self._bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
-        seat = await self._bus.kept(LEADERSHIP, ttl_s=LEADERSHIP_TTL_S)
+        seat = await self._bus.kept(LEADERSHIP, ttl_s=self._candidate.lease_s)
         async with asyncio.TaskGroup() as tasks:
             await self._bus.subscribe(LOAD, self._load_reported)
             await self._bus.subscribe(FLEET_STATE, self._state_came_back)

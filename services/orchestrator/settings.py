@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from services.orchestrator.core.fleet import Limits
+from shared.contracts.control import LEADERSHIP_TTL_S
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -17,6 +18,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     unregistered_s_max: float = 10.0
     remember_s: float = 60.0
     """How long lost and gone workers are shown."""
+    lease_s: float = LEADERSHIP_TTL_S
+    """How soon a standby takes over from a leader that died. The same for all orchestrators."""
 
     def limits(self) -> Limits:
         """As the core wants them."""

@@ -1,0 +1,114 @@
+"""Numbers over time: totals that survive restarts of their source, rates over a sliding window, histograms, label sets.
+
+Times are seconds on the collector's monotonic clock.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from shared.contracts.ids import Epoch
+
+WINDOW_S = 10
+"""Rates are means over so many seconds."""
+SECONDS_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+"""Upper bounds of the histograms of latencies, from a token to a long answer."""
+OTHER = "other"
+"""Stands for every label value beyond a set's maximum."""
+
+
+class Rate:
+    """Amount per second over the last ``WINDOW_S`` seconds, in at most ``WINDOW_S + 1`` slots of a second."""
+
+    __slots__ = ("_begun", "_slots", "_sum")
+
+    def __init__(self, now: float) -> None:
+        self._begun = now
+        self._slots: deque[tuple[int, float]] = deque()
+        self._sum = 0.0
+
+    def add(self, amount: float, now: float) -> None:
+        """``amount`` more, at ``now``."""
+        second = int(now)
+        if self._slots and self._slots[-1][0] == second:
+            amount_before = self._slots.pop()[1]
+            self._sum -= amount_before
+            amount += amount_before
+        self._slots.append((second, amount))
+        self._sum += amount
+        self._forget(now)
+
+    def per_second(self, now: float) -> float:
+        """The mean rate; a source younger than the window counts from its beginning, but at least one second."""
+        self._forget(now)
+        if not self._slots:
+            # No slots, no drift: what rounding has left in the sum goes too.
+            self._sum = 0.0
+        return max(0.0, self._sum) / min(float(WINDOW_S), max(1.0, now - self._begun))
+
+    def _forget(self, now: float) -> None:
+        while self._slots and self._slots[0][0] <= int(now) - WINDOW_S:
+            self._sum -= self._slots.popleft()[1]
+
+
+class Totals:
+    """Counters of one source that start anew with each epoch; ``values`` never falls."""
+
+    __slots__ = ("_epoch", "_last", "values")
+
+    def __init__(self) -> None:
+        self._epoch: Epoch | None = None
+        self._last: Mapping[str, float] = {}
+        self.values: dict[str, float] = {}
+        """Sums over all epochs."""
+
+    def grow(self, epoch: Epoch, totals: Mapping[str, float]) -> dict[str, float]:
+        """What was added since the last look, all of it at the first look. An older epoch adds nothing."""
+        if self._epoch is not None and epoch < self._epoch:
+            return dict.fromkeys(totals, 0.0)
+        before: Mapping[str, float] = self._last if epoch == self._epoch else {}
+        growth = {name: max(0.0, total - before.get(name, 0.0)) for name, total in totals.items()}
+        self._epoch = epoch
+        # A total that falls within an epoch is a late message: the highest one seen is what counts.
+        self._last = {name: max(total, before.get(name, 0.0)) for name, total in totals.items()}
+        for name, amount in growth.items():
+            self.values[name] = self.values.get(name, 0.0) + amount
+        return growth
+
+
+class Histogram:
+    """How often a value fell into each bucket. ``counts`` has one bucket more than there are bounds."""
+
+    __slots__ = ("bounds", "count", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float] = SECONDS_BOUNDS) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.count = 0
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """One more value; a value on a bound belongs below it."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.count += 1
+        self.sum += value
+
+
+class LabelSet:
+    """The first ``values_max`` values that were seen keep their name, all others are ``other``."""
+
+    __slots__ = ("_known", "values_max")
+
+    def __init__(self, values_max: int) -> None:
+        self.values_max = values_max
+        self._known: set[str] = set()
+
+    def bounded(self, value: str) -> str:
+        """``value`` itself, or ``other``."""
+        if value not in self._known:
+            if len(self._known) >= self.values_max:
+                return OTHER
+            self._known.add(value)
+        return value
