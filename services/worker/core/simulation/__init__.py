@@ -1,0 +1,1 @@
+"""The simulated engine without its shell: pure, driven by ``now``."""

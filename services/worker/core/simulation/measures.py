@@ -1,0 +1,46 @@
+"""What a simulated engine tells about itself: totals, and speeds measured lately."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.worker.core.simulation.sequence import Sequence
+
+SPEED_MEMORY = 0.9
+"""How much of a speed's old value stays when a step brings a new sample."""
+
+
+@dataclass(slots=True)
+class Measures:
+    """Totals since the engine's start, and two speeds."""
+
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
+    cached_tokens: int = 0
+    received_tokens: int = 0
+    received_bytes: int = 0
+    received_s: float = 0.0
+    generated_tokens: int = 0
+    prefill_tokens_per_s: float = 0.0
+    decode_s_per_token: float = 0.0
+
+    def prompt_finished(self, sequence: Sequence) -> None:
+        """The first token of ``sequence`` is out."""
+        account = sequence.account
+        self.prompt_tokens += sequence.prompt_tokens
+        self.cached_tokens += account.cached_tokens
+        self.received_tokens += account.received_tokens
+        self.received_bytes += account.received_bytes
+        self.received_s += account.received_s
+        self.computed_tokens += sequence.prompt_tokens - account.cached_tokens - account.received_tokens
+
+    def step_finished(self, prefill_tokens: int, decoding: int, step_s: float) -> None:
+        """A step took ``step_s``."""
+        if prefill_tokens and step_s:
+            self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, prefill_tokens / step_s)
+        if decoding:
+            self.decode_s_per_token = _blend(self.decode_s_per_token, step_s)
+
+
+def _blend(old: float, sample: float) -> float:
+    return SPEED_MEMORY * old + (1 - SPEED_MEMORY) * sample if old else sample

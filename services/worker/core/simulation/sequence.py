@@ -1,0 +1,75 @@
+"""One completion as the simulated engine works on it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.worker.core.simulation.handoff import Handoff
+
+LENGTH, STOP, ABORT = "length", "stop", "abort"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What the client asked for."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: Collection[int] = ()
+    cache_salt: str = ""
+    """Only prompts with the same salt share blocks."""
+    transfer: Handoff | None = None
+    """A prefill leg's order to offer its KV, or a decode leg's description of what was offered."""
+
+
+@dataclass(slots=True)
+class Account:
+    """Where the prompt's KV came from, and when things happened (seconds, on the caller's clock)."""
+
+    arrived_at: float
+    scheduled_at: float | None = None
+    first_token_at: float | None = None
+    cached_tokens: int = 0
+    received_tokens: int = 0
+    received_bytes: int = 0
+    received_s: float = 0.0
+    offer: Handoff | None = None
+    """The KV that another engine may have, when the sequence has finished."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """``tokens`` are the prompt's and then the generated ones; KV exists for the first ``computed`` of them."""
+
+    owner: Any
+    """The caller's: handed back with every token, never read here."""
+    prompt_tokens: int
+    tokens: list[int]
+    wish: Wish
+    account: Account
+    hashes: list[bytes] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+    arrives_at: float | None = None
+    """When the KV that is under way has arrived."""
+    finish_reason: str = ""
+
+    @property
+    def generated(self) -> int:
+        """Tokens of the completion so far."""
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def prompt_tokens_left(self) -> int:
+        """Prompt tokens without KV."""
+        return max(0, self.prompt_tokens - self.computed)
+
+    def finish_with(self, token: int, eos: int | None) -> str:
+        """The finish reason if the completion, whose newest token is ``token``, ends here; else empty."""
+        wish, generated = self.wish, self.generated
+        if generated >= wish.min_tokens and ((token == eos and not wish.ignore_eos) or token in wish.stop_token_ids):
+            return STOP
+        return LENGTH if generated >= wish.max_tokens else ""
