@@ -1,0 +1,227 @@
+"""The life of every process: connect, say where it is, serve, drain on a signal, leave with a true exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+import uvloop
+from opentelemetry.trace import Tracer
+
+from shared.bus.nats_bus import connect_nats
+from shared.bus.port import Bus, BusError
+from shared.contracts.channels import SERVICE_STATUS
+from shared.contracts.control import ServicePhase, ServiceStatus
+from shared.runtime.clock import Clock, SystemClock
+from shared.runtime.settings import CommonSettings
+from shared.telemetry.log import setup_logging
+from shared.telemetry.setup import setup as setup_telemetry
+
+log = logging.getLogger("baton.service")
+
+CONNECT_S_MAX = 30.0
+STATUS_PERIOD_S = 2.0
+FLUSH_S_MAX = 2.0
+TELEMETRY_S_MAX = 2.0
+CANCEL_S_MAX = 5.0
+"""Tasks that do not end this long after they were cancelled are left behind."""
+
+EXIT_FAILED = 1
+
+
+class DrainTooSlow(Exception):
+    """The service did not finish its work within its drain deadline."""
+
+
+class _Finished(Exception):
+    """The main function returned: its background tasks end too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceFacts:
+    """What does not change while the process lives."""
+
+    name: str
+    """router, orchestrator, collector or worker."""
+    instance: str
+    url: str = ""
+    drain_s_max: float = 30.0
+
+
+class Service:
+    """What a main function works with. ``tasks`` end when it returns; ``stopping`` is set on SIGTERM and SIGINT."""
+
+    def __init__(self, facts: ServiceFacts, bus: Bus, clock: Clock, tracer: Tracer) -> None:
+        self.name = facts.name
+        self.instance = facts.instance
+        self.url = facts.url
+        self.bus = bus
+        self.clock = clock
+        self.tracer = tracer
+        self.tasks = asyncio.TaskGroup()
+        self.stopping = asyncio.Event()
+        self.phase = ServicePhase.STARTING
+        self._detail = ""
+        self._changed = asyncio.Event()
+
+    def set_phase(self, phase: ServicePhase, detail: str = "") -> None:
+        """Tell everyone where this process is; repeated every ``STATUS_PERIOD_S``."""
+        if (phase, detail) != (self.phase, self._detail):
+            log.info("%s%s", phase.value, f": {detail}" if detail else "")
+        self.phase = phase
+        self._detail = detail
+        self._changed.set()
+
+    async def announce(self) -> None:
+        """Publish the status on each change and every ``STATUS_PERIOD_S``, until cancelled."""
+        while True:
+            self._changed.clear()
+            await self.publish_status()
+            try:
+                async with asyncio.timeout(STATUS_PERIOD_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+
+    async def publish_status(self) -> None:
+        """Publish the status once; nobody is told while NATS is down."""
+        status = ServiceStatus(
+            service=self.name,
+            instance=self.instance,
+            phase=self.phase,
+            detail=self._detail,
+            pid=os.getpid(),
+            url=self.url,
+        )
+        try:
+            await self.bus.publish(SERVICE_STATUS, status)
+        except BusError as error:
+            log.debug("status not published: %s", error)
+
+
+Main = Callable[[Service], Awaitable[None]]
+
+
+def run_service(
+    name: str,
+    instance: str,
+    common: CommonSettings,
+    main: Main,
+    *,
+    url: str = "",
+    drain_s_max: float = 30.0,
+) -> NoReturn:
+    """Run ``main`` in a service process and exit: 0 after a clean drain, 1 otherwise. A second signal exits at once."""
+    setup_logging(name, instance, level=common.log_level, log_format=common.log_format)
+    facts = ServiceFacts(name=name, instance=instance, url=url, drain_s_max=drain_s_max)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        code = runner.run(_run(facts, common, main))
+    _leave_after(CANCEL_S_MAX, code)
+    sys.exit(code)
+
+
+async def _run(facts: ServiceFacts, common: CommonSettings, main: Main) -> int:
+    telemetry = setup_telemetry(
+        facts.name,
+        facts.instance,
+        otlp_endpoint=common.otlp_endpoint,
+        trace_sample_ratio=common.trace_sample_ratio,
+    )
+    stopping = asyncio.Event()
+    _on_signals(stopping)
+    try:
+        connecting = connect_nats(common.nats_url, name=f"{facts.name}-{facts.instance}", connect_s_max=CONNECT_S_MAX)
+        bus = await _unless_stopped(connecting, stopping)
+        if bus is None:
+            return 0
+        service = Service(facts, bus, SystemClock(), telemetry.tracer)
+        service.stopping = stopping
+        return await live(service, main, drain_s_max=facts.drain_s_max)
+    except BusError as error:
+        log.error("%s", error)  # noqa: TRY400  # The operator needs the sentence, not our stack.
+        return EXIT_FAILED
+    finally:
+        telemetry.shutdown(TELEMETRY_S_MAX)
+
+
+async def live(service: Service, main: Main, *, drain_s_max: float) -> int:
+    """Run ``main`` to its end, then say goodbye; answers the exit code."""
+    code = 0
+    try:
+        await _serve(service, main, drain_s_max)
+        service.set_phase(ServicePhase.STOPPED)
+    except* Exception as errors:
+        for error in errors.exceptions:
+            log.exception("the process ends: %s", error, exc_info=error)
+        service.set_phase(ServicePhase.FAILED, _first_line(errors.exceptions[0]))
+        code = EXIT_FAILED
+    await service.publish_status()
+    await service.bus.close()
+    return code
+
+
+async def _serve(service: Service, main: Main, drain_s_max: float) -> None:
+    try:
+        async with service.tasks as tasks:
+            tasks.create_task(service.announce(), name="announce-status")
+            tasks.create_task(_watch_bus(service.bus), name="watch-bus")
+            tasks.create_task(_watch_drain(service.stopping, drain_s_max), name="watch-drain")
+            await main(service)
+            raise _Finished
+    except* _Finished:
+        pass
+
+
+async def _watch_bus(bus: Bus) -> None:
+    await asyncio.shield(bus.failed)
+
+
+async def _watch_drain(stopping: asyncio.Event, drain_s_max: float) -> None:
+    await stopping.wait()
+    _leave_after(drain_s_max + CANCEL_S_MAX, EXIT_FAILED)
+    await asyncio.sleep(drain_s_max)
+    raise DrainTooSlow(f"not drained within {drain_s_max:g} s")
+
+
+async def _unless_stopped(connecting: Awaitable[Bus], stopping: asyncio.Event) -> Bus | None:
+    """The bus, or None when a signal came first. Raises BusDown."""
+    connect = asyncio.ensure_future(connecting)
+    stop = asyncio.ensure_future(stopping.wait())
+    await asyncio.wait({connect, stop}, return_when=asyncio.FIRST_COMPLETED)
+    stop.cancel()
+    if connect.done():
+        return connect.result()
+    connect.cancel()
+    await asyncio.wait({connect}, timeout=CANCEL_S_MAX)
+    return None
+
+
+def _leave_after(seconds: float, code: int) -> None:
+    """If a task ignores its cancellation, or a thread of a third party never ends, the process ends all the same."""
+    last_resort = threading.Timer(seconds, os._exit, (code,))
+    last_resort.daemon = True
+    last_resort.start()
+
+
+def _on_signals(stopping: asyncio.Event) -> None:
+    def on_signal(number: int) -> None:
+        if stopping.is_set():
+            log.warning("%s again: leaving at once", signal.Signals(number).name)
+            os._exit(EXIT_FAILED)
+        log.info("%s: stopping", signal.Signals(number).name)
+        stopping.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:200]

@@ -1,0 +1,165 @@
+"""Every metric, span and attribute name, in one flat file; dashboards, alerts and code are checked against it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """Prometheus' kinds."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """One metric as Prometheus sees it. Counters end in ``_total``; seconds and bytes are in the name."""
+
+    name: str
+    kind: Kind
+    unit: str
+    meaning: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+METRICS: dict[str, Metric] = {}
+"""Every metric by its name."""
+
+LATENCY_BUCKETS_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
+)  # fmt: skip
+OVERHEAD_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1)
+ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0)
+
+
+def _listed(metric: Metric) -> Metric:
+    if metric.name in METRICS:
+        raise ValueError(f"{metric.name} is listed twice")
+    METRICS[metric.name] = metric
+    return metric
+
+
+def _counter(name: str, unit: str, meaning: str, *labels: str) -> Metric:
+    return _listed(Metric(name=name, kind=Kind.COUNTER, unit=unit, meaning=meaning, labels=labels))
+
+
+def _gauge(name: str, unit: str, meaning: str, *labels: str) -> Metric:
+    return _listed(Metric(name=name, kind=Kind.GAUGE, unit=unit, meaning=meaning, labels=labels))
+
+
+def _seconds(name: str, meaning: str, *labels: str, buckets: tuple[float, ...] = LATENCY_BUCKETS_S) -> Metric:
+    return _listed(
+        Metric(name=name, kind=Kind.HISTOGRAM, unit="seconds", meaning=meaning, labels=labels, buckets=buckets)
+    )
+
+
+# Router (/metrics of each router process).
+ROUTER_REQUESTS = _counter(
+    "baton_router_requests_total", "requests", "Requests that ended, by HTTP status.", "mode", "status"
+)
+ROUTER_IN_FLIGHT = _gauge("baton_router_requests_in_flight", "requests", "Requests being served now.")
+ROUTER_REFUSALS = _counter("baton_router_refusals_total", "requests", "Requests that failed, by reason.", "reason")
+ROUTER_RETRIES = _counter("baton_router_retries_total", "legs", "Legs that were placed again, by reason.", "reason")
+ROUTER_TTFT = _seconds("baton_router_time_to_first_token_seconds", "From request to first token.", "mode")
+ROUTER_ITL = _seconds(
+    "baton_router_inter_token_latency_seconds",
+    "Mean time between tokens after the first, per request.",
+    "mode",
+    buckets=ITL_BUCKETS_S,
+)
+ROUTER_E2E = _seconds("baton_router_request_seconds", "From request to its last byte.", "mode")
+ROUTER_ADDED = _seconds(
+    "baton_router_added_latency_seconds",
+    "Time to first token that is neither a worker's nor a client's: the router and the bus.",
+    "mode",
+    buckets=OVERHEAD_BUCKETS_S,
+)
+ROUTER_PLACEMENT = _seconds(
+    "baton_router_placement_seconds", "Time spent to choose workers.", buckets=OVERHEAD_BUCKETS_S
+)
+ROUTER_PROMPT_TOKENS = _counter("baton_router_prompt_tokens_total", "tokens", "Prompt tokens of ended requests.")
+ROUTER_COMPLETION_TOKENS = _counter("baton_router_completion_tokens_total", "tokens", "Tokens relayed to clients.")
+ROUTER_CACHED_PREDICTED = _counter(
+    "baton_router_cached_tokens_predicted_total", "tokens", "Prompt tokens that placement expected to be cached."
+)
+ROUTER_CACHED_ACTUAL = _counter(
+    "baton_router_cached_tokens_actual_total", "tokens", "Prompt tokens that the engine found cached."
+)
+ROUTER_INDEX_STATE = _gauge(
+    "baton_router_index_state", "1", "1 for the state that a worker's prefix index is in.", "worker_id", "state"
+)
+
+# Worker (exposed by the metrics collector, from load reports).
+WORKER_RUNNING = _gauge("baton_worker_requests_running", "requests", "Requests in the engine's batch.", "worker_id")
+WORKER_WAITING = _gauge("baton_worker_requests_waiting", "requests", "Requests in the engine's queue.", "worker_id")
+WORKER_WAITING_TOKENS = _gauge(
+    "baton_worker_waiting_tokens", "tokens", "Prompt tokens accepted and not yet computed.", "worker_id"
+)
+WORKER_KV_USED = _gauge("baton_worker_kv_used_ratio", "ratio", "Part of the KV blocks in use, 0 to 1.", "worker_id")
+WORKER_PROMPT_TOKENS = _counter(
+    "baton_worker_prompt_tokens_total",
+    "tokens",
+    "Prompt tokens by where their KV came from: computed, cached or received.",
+    "worker_id",
+    "source",
+)
+WORKER_GENERATION_TOKENS = _counter("baton_worker_generation_tokens_total", "tokens", "Tokens generated.", "worker_id")
+WORKER_RECEIVED_BYTES = _counter(
+    "baton_worker_kv_received_bytes_total", "bytes", "KV bytes read from other workers.", "worker_id"
+)
+WORKER_RECEIVED_SECONDS = _counter(
+    "baton_worker_kv_received_seconds_total", "seconds", "Time spent reading KV from other workers.", "worker_id"
+)
+WORKER_PREEMPTIONS = _counter(
+    "baton_worker_preemptions_total", "requests", "Requests thrown out of the batch for lack of KV.", "worker_id"
+)
+
+# Bus (/metrics of each process that has one).
+BUS_DROPPED = _counter("baton_bus_dropped_messages_total", "messages", "Messages lost because a subscriber was slow.")
+BUS_BAD = _counter("baton_bus_bad_messages_total", "messages", "Messages that could not be unpacked.")
+BUS_PARTS_LOST = _counter("baton_bus_incomplete_messages_total", "messages", "Messages of which a part never came.")
+BUS_RECONNECTS = _counter("baton_bus_reconnects_total", "reconnections", "Times the connection to NATS came back.")
+
+
+class SpanName(StrEnum):
+    """The parts of one request's trace."""
+
+    REQUEST = "request"
+    """Router: from the HTTP request to its last byte."""
+    PLACE = "place"
+    """Router: choosing the workers."""
+    PREFILL_LEG = "prefill leg"
+    """Router: from StartLeg to the prefill leg's END."""
+    DECODE_LEG = "decode leg"
+    """Router: from StartLeg to the decode (or aggregated) leg's END."""
+    SERVE_LEG = "serve leg"
+    """Worker: one leg, from its arrival to its last frame."""
+
+
+class Attribute(StrEnum):
+    """Attributes of spans; OpenTelemetry's names where there are any."""
+
+    REQUEST_ID = "baton.request.id"
+    LEG_ID = "baton.leg.id"
+    LEG_KIND = "baton.leg.kind"
+    MODE = "baton.mode"
+    PREFILL_WORKER = "baton.prefill.worker"
+    DECODE_WORKER = "baton.decode.worker"
+    WORKER_ID = "baton.worker.id"
+    REASON = "baton.reason"
+    PREDICTED_CACHED_TOKENS = "baton.cached_tokens.predicted"
+    CACHED_TOKENS = "baton.cached_tokens.actual"
+    RECEIVED_TOKENS = "baton.received_tokens"
+    RECEIVED_BYTES = "baton.received_bytes"
+    QUEUE_S = "baton.queue_s"
+    PREFILL_S = "baton.prefill_s"
+    FIRST_TOKEN_S = "baton.first_token_s"  # noqa: S105  # A time, not a secret.
+    MODEL = "gen_ai.request.model"
+    INPUT_TOKENS = "gen_ai.usage.input_tokens"
+    OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+    HTTP_ROUTE = "http.route"
+    HTTP_STATUS = "http.response.status_code"

@@ -1,0 +1,26 @@
+"""Trace context in message headers, as W3C says. Without tracing both functions cost next to nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+_W3C = TraceContextTextMapPropagator()
+
+
+def inject(span: trace.Span | None = None) -> dict[str, str] | None:
+    """Headers that carry this span (or the current one) on; None when there is nothing to carry."""
+    carried = trace.get_current_span() if span is None else span
+    if not carried.get_span_context().is_valid:
+        return None
+    headers: dict[str, str] = {}
+    _W3C.inject(headers, trace.set_span_in_context(carried))
+    return headers
+
+
+def extract(headers: Mapping[str, str]) -> Context:
+    """The context to start a span in. Header names are lower case."""
+    return _W3C.extract(headers, Context())
