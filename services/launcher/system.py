@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Self, TypeVar, cast
 
 from services.launcher.children import Child, Nursery
+from services.launcher.core.board import Row
 from services.launcher.core.failure_words import last_lines, why_it_died
 from services.launcher.core.plan import ProcessPlan, Stage, SystemPlan
 from services.launcher.core.restart import GiveUp, RestartLedger
@@ -65,6 +66,16 @@ class System:
         if self._bus:
             await self._bus.close()
         await self._tasks.__aexit__(None, None, None)
+
+    @property
+    def rows(self) -> dict[str, Row]:
+        """Every process and where it is."""
+        return self._board.rows
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the system cannot go on."""
+        return self._broken.done()
 
     async def bring_up(self) -> None:
         """Start everything; returns when all are ready. Raises StartFailed."""

@@ -1,0 +1,37 @@
+"""A service as the launcher sees one: says that it is ready every now and then, and ends on SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+from shared.bus.nats_bus import connect_nats
+from shared.contracts.channels import SERVICE_STATUS
+from shared.contracts.control import ServicePhase, ServiceStatus
+
+
+async def main(name: str, *habits: str) -> None:
+    if "fails" in habits:
+        raise ValueError("the model /nowhere does not exist")
+    if "has-a-child" in habits:
+        subprocess.Popen(["sleep", "600"])
+    stop = asyncio.Event()
+    if "ignores-sigterm" in habits:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    else:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    bus = await connect_nats(os.environ["BATON_NATS_URL"], name=name)
+    ready = ServiceStatus(service="worker", instance=name, phase=ServicePhase.READY, pid=os.getpid())
+    while not stop.is_set():
+        await bus.publish(SERVICE_STATUS, ready)
+        try:
+            await asyncio.wait_for(stop.wait(), 0.1)
+        except TimeoutError:
+            continue
+    await bus.close()
+
+
+asyncio.run(main(*sys.argv[1:]))

@@ -1,0 +1,43 @@
+"""What is known of each process."""
+
+from __future__ import annotations
+
+from services.launcher.core.board import Board
+from shared.contracts.control import ServicePhase, ServiceStatus
+
+
+def board_with_a_router() -> Board:
+    board = Board()
+    board.plan("router")
+    board.started("router", pid=7, now=10.0)
+    return board
+
+
+def status(phase: ServicePhase, pid: int = 7, detail: str = "") -> ServiceStatus:
+    return ServiceStatus(service="router", instance="r", phase=phase, pid=pid, detail=detail, url="http://x")
+
+
+def test_a_status_belongs_to_the_process_that_sent_it():
+    board = board_with_a_router()
+
+    assert board.heard(status(ServicePhase.READY, pid=8), now=11.0) is None
+    assert board.heard(status(ServicePhase.READY), now=11.0) is board.rows["router"]
+
+
+def test_the_clock_of_a_process_stops_when_it_is_ready():
+    board = board_with_a_router()
+    board.heard(status(ServicePhase.STARTING, detail="loading weights"), now=12.0)
+    board.heard(status(ServicePhase.READY), now=13.5)
+
+    assert board.rows["router"].seconds(now=99.0) == 3.5
+
+
+def test_listeners_hear_of_changes_only():
+    board = board_with_a_router()
+    heard: list[tuple[ServicePhase | None, str]] = []
+    board.on_change(lambda row: heard.append((row.phase, row.detail)))
+
+    for _ in range(3):
+        board.heard(status(ServicePhase.STARTING, detail="loading weights"), now=12.0)
+
+    assert heard == [(ServicePhase.STARTING, "loading weights")]

@@ -1,0 +1,42 @@
+"""Why a process died, in words for a person."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.launcher.core.failure_words import last_lines, why_it_died
+
+VLLM_LOG = """\
+INFO 11-21 07:00:00 [core.py:101] Initializing a V1 LLM engine
+(EngineCore pid=12) ERROR 11-21 07:00:01 [core.py:999] ValueError: Bad heads: 3 is not divisible by 2
+(EngineCore pid=12) Traceback (most recent call last):
+(EngineCore pid=12)   File "x.py", line 1, in <module>
+Traceback (most recent call last):
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+""".splitlines()
+
+
+def test_the_root_cause_is_told_and_not_the_wrapper_around_it():
+    assert why_it_died(VLLM_LOG, 1) == "ValueError: Bad heads: 3 is not divisible by 2"
+
+
+def test_what_the_process_said_itself_comes_first():
+    assert why_it_died(VLLM_LOG, 1, detail="no such model: /nowhere") == "no such model: /nowhere"
+
+
+def test_out_of_memory_is_named():
+    lines = ["torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"]
+
+    assert why_it_died(lines, 1).startswith("Out of memory: OutOfMemoryError: CUDA out of memory.")
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "words"),
+    [(-9, "memory ran out"), (-11, "signal 11"), (3, "exit code 3")],
+)
+def test_a_silent_death_is_told_by_its_exit_status(exit_code: int, words: str):
+    assert words in why_it_died(["all is well"], exit_code)
+
+
+def test_json_log_lines_are_shown_as_their_message():
+    assert last_lines(['{"level": "error", "message": "no route", "ts": 1}', "", "plain"]) == ["no route", "plain"]

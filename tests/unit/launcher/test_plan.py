@@ -1,0 +1,107 @@
+"""Which processes `baton up` starts, and with which settings."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from services.launcher.core.plan import Machine, PlanRefused, Stage, SystemPlan, UpOptions, plan_system
+
+OPTIONS = UpOptions(prefill=1, decode=1, state_dir="/state")
+MACHINE = Machine(python="python", nats_server="/bin/nats-server", cores=(0, 1))
+
+
+def plan(**changes: object) -> SystemPlan:
+    return plan_system(msgspec.structs.replace(OPTIONS, **changes), MACHINE)
+
+
+def worker_env(system: SystemPlan, name: str, variable: str) -> str:
+    return next(p for p in system.processes if p.name == name).env.get(variable, "")
+
+
+def test_a_plain_system_is_nats_three_services_and_a_prefill_and_a_decode_worker():
+    names = [process.name for process in plan().processes]
+
+    assert names == ["nats", "orchestrator", "collector", "router", "prefill-1", "decode-1"]
+
+
+def test_every_process_but_nats_is_told_where_nats_is():
+    system = plan(nats_port=4333)
+
+    assert {p.env["BATON_NATS_URL"] for p in system.processes if p.stage is not Stage.NATS} == {"nats://127.0.0.1:4333"}
+
+
+def test_two_workers_on_two_cores_get_one_core_each():
+    system = plan()
+
+    assert [worker_env(system, name, "WORKER_CPU_CORES") for name in ("prefill-1", "decode-1")] == ["0", "1"]
+    assert system.notes == ()
+
+
+def test_more_workers_than_cores_share_them_and_the_user_is_told():
+    system = plan(decode=3)
+
+    assert [worker_env(system, f"decode-{n}", "WORKER_CPU_CORES") for n in (1, 2, 3)] == ["1", "0", "1"]
+    assert system.notes == ("4 engines share 2 CPU cores: expect each to be slower.",)
+
+
+def test_a_large_machine_keeps_a_core_for_the_services():
+    system = plan_system(OPTIONS, msgspec.structs.replace(MACHINE, cores=tuple(range(8))))
+
+    assert worker_env(system, "prefill-1", "WORKER_CPU_CORES") == "1,2,3,4"
+    assert worker_env(system, "decode-1", "WORKER_CPU_CORES") == "5,6,7"
+
+
+def test_every_worker_gets_a_gpu_of_its_own_while_there_are_enough():
+    system = plan_system(OPTIONS, msgspec.structs.replace(MACHINE, gpus=("0", "1")))
+
+    assert [worker_env(system, n, "CUDA_VISIBLE_DEVICES") for n in ("prefill-1", "decode-1")] == ["0", "1"]
+    assert worker_env(system, "decode-1", "WORKER_ENGINE_ARGS") == ""
+
+
+def test_workers_that_share_a_gpu_share_its_memory_too():
+    options = msgspec.structs.replace(OPTIONS, engine_args="--max-num-seqs 8")
+
+    system = plan_system(options, msgspec.structs.replace(MACHINE, gpus=("0",)))
+
+    assert worker_env(system, "decode-1", "CUDA_VISIBLE_DEVICES") == "0"
+    assert worker_env(system, "decode-1", "WORKER_ENGINE_ARGS") == "--gpu-memory-utilization 0.45 --max-num-seqs 8"
+    assert len(system.notes) == 1
+
+
+def test_simulated_engines_take_no_cores():
+    assert worker_env(plan(engine="simulated"), "decode-1", "WORKER_CPU_CORES") == ""
+
+
+def test_a_joining_worker_takes_a_name_that_nobody_has():
+    options = msgspec.structs.replace(OPTIONS, prefill=0, decode=2, join=True)
+
+    system = plan_system(options, MACHINE, names_taken=["prefill-1", "decode-1", "decode-3"])
+
+    assert [process.name for process in system.processes] == ["decode-2", "decode-4"]
+    assert system.ports == ()
+
+
+def test_a_nats_that_runs_already_is_not_started_again():
+    system = plan(nats_url="nats://elsewhere:4222")
+
+    assert not system.stage(Stage.NATS)
+    assert [need.option for need in system.ports] == ["--port", "--collector-port"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"prefill": 0, "decode": 0}, "at least one"),
+        ({"decode": 0}, "Add --decode 1 or --both 1"),
+        ({"prefill": 0}, "Add --prefill 1 or --both 1"),
+    ],
+)
+def test_a_fleet_that_could_serve_nobody_is_refused_with_advice(changes: dict[str, int], words: str):
+    with pytest.raises(PlanRefused, match=words):
+        plan(**changes)
+
+
+def test_without_a_nats_server_the_user_hears_how_to_get_one():
+    with pytest.raises(PlanRefused, match="BATON_NATS_SERVER"):
+        plan_system(OPTIONS, msgspec.structs.replace(MACHINE, nats_server=""))
