@@ -1,7 +1,4 @@
-"""Every name that an operator sees: metrics, spans and attributes. Dashboards and alerts are checked against this file.
-
-Metrics are named as OpenTelemetry does, with dots and units apart; ``Metric.prometheus`` is what Prometheus calls them.
-"""
+"""Every metric, span and attribute name, in one flat file; dashboards, alerts and code are checked against it."""
 
 from __future__ import annotations
 
@@ -10,156 +7,261 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """What may be done with a metric's values."""
+    """Prometheus' kinds."""
 
     COUNTER = "counter"
-    """Only grows while its process lives: look at its rate."""
     GAUGE = "gauge"
     HISTOGRAM = "histogram"
 
 
-UNIT_SUFFIXES = {
-    "s": "_seconds",
-    "By": "_bytes",
-    "1": "_ratio",
-    "{token}/s": "_per_second",
-    "{request}/s": "_per_second",
-}
-"""Of Prometheus names, by UCUM unit; a unit in braces alone leaves no trace there."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Metric:
-    """One metric: what it counts or measures, and by which labels it is split."""
+    """One metric as Prometheus sees it. Counters end in ``_total``; seconds and bytes are in the name."""
 
     name: str
     kind: Kind
     unit: str
     meaning: str
     labels: tuple[str, ...] = ()
-
-    @property
-    def prometheus(self) -> str:
-        """Its name in Prometheus; histograms add ``_bucket``, ``_sum`` and ``_count``."""
-        name = self.name.replace(".", "_") + UNIT_SUFFIXES.get(self.unit, "")
-        return name + "_total" if self.kind is Kind.COUNTER else name
+    buckets: tuple[float, ...] = ()
 
 
-WORKER = ("worker_id", "role")
-
-# The fleet, as the metrics collector adds it up from load reports.
-
-WORKER_RUNNING = Metric("baton.worker.running", Kind.GAUGE, "{request}", "Requests in the engine's batch", WORKER)
-WORKER_WAITING = Metric("baton.worker.waiting", Kind.GAUGE, "{request}", "Requests in the engine's queue", WORKER)
-WORKER_WAITING_TOKENS = Metric(
-    "baton.worker.waiting_tokens", Kind.GAUGE, "{token}", "Prompt tokens accepted and not yet computed", WORKER
-)
-WORKER_LEGS = Metric("baton.worker.legs", Kind.GAUGE, "{leg}", "Legs being served", WORKER)
-WORKER_KV_USED = Metric("baton.worker.kv_used", Kind.GAUGE, "1", "Part of the KV blocks in use, 0 to 1", WORKER)
-WORKER_PROMPT_TOKENS = Metric(
-    "baton.worker.prompt_tokens",
-    Kind.COUNTER,
-    "{token}",
-    "Prompt tokens by where their KV came from: computed here, cached here, or received from another worker",
-    (*WORKER, "source"),
-)
-WORKER_GENERATED_TOKENS = Metric("baton.worker.generated_tokens", Kind.COUNTER, "{token}", "Tokens generated", WORKER)
-WORKER_RECEIVED_BYTES = Metric("baton.worker.received", Kind.COUNTER, "By", "KV received from other workers", WORKER)
-WORKER_RECEIVING_SECONDS = Metric(
-    "baton.worker.receiving", Kind.COUNTER, "s", "Time that KV transfers to this worker took", WORKER
-)
-WORKER_PREEMPTIONS = Metric(
-    "baton.worker.preemptions", Kind.COUNTER, "{request}", "Requests put back into the queue for want of blocks", WORKER
-)
-WORKER_PREFILL_SPEED = Metric(
-    "baton.worker.prefill_speed", Kind.GAUGE, "{token}/s", "Prompt tokens computed a second while computing", WORKER
-)
-WORKER_TOKEN_INTERVAL = Metric(
-    "baton.worker.token_interval", Kind.GAUGE, "s", "Time between two tokens of a stream, measured lately", WORKER
-)
-WORKER_TOKENS_IN = Metric(
-    "baton.worker.tokens_in", Kind.GAUGE, "{token}/s", "Prompt tokens finished, mean of 10 s", WORKER
-)
-WORKER_TOKENS_OUT = Metric("baton.worker.tokens_out", Kind.GAUGE, "{token}/s", "Tokens generated, mean of 10 s", WORKER)
-WORKER_REQUESTS = Metric(
-    "baton.worker.requests",
-    Kind.COUNTER,
-    "{request}",
-    "Finished requests whose completion this worker generated",
-    (*WORKER, "mode"),
-)
-WORKER_TTFT = Metric(
-    "baton.worker.time_to_first_token", Kind.HISTOGRAM, "s", "TTFT of the requests that it generated", WORKER
-)
-WORKER_ITL = Metric(
-    "baton.worker.inter_token_latency", Kind.HISTOGRAM, "s", "ITL of the requests that it generated", WORKER
-)
-WORKER_E2E = Metric(
-    "baton.worker.request_duration", Kind.HISTOGRAM, "s", "Duration of the requests that it generated", WORKER
-)
-WORKER_PHASE = Metric(
-    "baton.worker.phase", Kind.GAUGE, "{worker}", "1 for the phase that the worker is in", (*WORKER, "phase")
-)
-WORKER_SILENCE = Metric("baton.worker.silence", Kind.GAUGE, "s", "Since the worker was last heard", WORKER)
-
-FLEET_WORKERS = Metric("baton.fleet.workers", Kind.GAUGE, "{worker}", "Workers by role and phase", ("role", "phase"))
-FLEET_WORKERS_LOST = Metric("baton.fleet.workers_lost", Kind.COUNTER, "{worker}", "Workers that were declared lost")
-FLEET_TERM = Metric("baton.fleet.term", Kind.GAUGE, "{term}", "How often the orchestrators' lead changed hands")
-FLEET_REQUEST_RATE = Metric("baton.fleet.request_rate", Kind.GAUGE, "{request}/s", "Requests finished, mean of 10 s")
-FLEET_TOKENS_IN = Metric(
-    "baton.fleet.tokens_in", Kind.GAUGE, "{token}/s", "Prompt tokens of finished requests, mean of 10 s"
-)
-FLEET_TOKENS_OUT = Metric(
-    "baton.fleet.tokens_out", Kind.GAUGE, "{token}/s", "Completion tokens of finished requests, mean of 10 s"
-)
-FLEET_PROMPT_TOKENS = Metric(
-    "baton.fleet.prompt_tokens", Kind.COUNTER, "{token}", "Like baton.worker.prompt_tokens, of all workers", ("source",)
-)
-FLEET_GENERATED_TOKENS = Metric(
-    "baton.fleet.generated_tokens", Kind.COUNTER, "{token}", "Tokens generated by all workers"
-)
-FLEET_RECEIVED_BYTES = Metric("baton.fleet.received", Kind.COUNTER, "By", "KV received by all workers")
-
-# Requests, as routers tell the metrics collector.
-
-REQUESTS = Metric(
-    "baton.requests", Kind.COUNTER, "{request}", "Requests that ended, by HTTP status", ("model", "mode", "status")
-)
-REQUEST_FAILURES = Metric(
-    "baton.request.failures", Kind.COUNTER, "{request}", "Requests that did not end well, by reason", ("reason",)
-)
-REQUEST_PROMPT_TOKENS = Metric("baton.request.prompt_tokens", Kind.COUNTER, "{token}", "Prompt tokens of requests")
-REQUEST_COMPLETION_TOKENS = Metric(
-    "baton.request.completion_tokens", Kind.COUNTER, "{token}", "Completion tokens of requests"
-)
-TTFT = Metric("gen_ai.server.time_to_first_token", Kind.HISTOGRAM, "s", "TTFT at the router", ("model", "mode"))
-ITL = Metric(
-    "gen_ai.server.time_per_output_token",
-    Kind.HISTOGRAM,
-    "s",
-    "ITL at the router: a mean per request",
-    ("model", "mode"),
-)
-E2E = Metric("gen_ai.server.request.duration", Kind.HISTOGRAM, "s", "E2E at the router", ("model", "mode"))
-PREDICTION_REQUESTS = Metric(
-    "baton.prediction.requests", Kind.COUNTER, "{request}", "Requests whose cached tokens were predicted and reported"
-)
-PREDICTION_EXPECTED = Metric(
-    "baton.prediction.expected_cached_tokens", Kind.COUNTER, "{token}", "Cached tokens that routers expected"
-)
-PREDICTION_FOUND = Metric(
-    "baton.prediction.found_cached_tokens", Kind.COUNTER, "{token}", "Cached tokens that engines then found"
-)
-PREDICTION_MISSED = Metric(
-    "baton.prediction.missed_cached_tokens", Kind.COUNTER, "{token}", "Sum of the distances between the two"
-)
-SERVICE_PHASE = Metric(
-    "baton.service.phase",
-    Kind.GAUGE,
-    "{process}",
-    "1 for the phase that the process is in",
-    ("service", "instance", "phase"),
-)
-
-METRICS: dict[str, Metric] = {each.name: each for each in list(globals().values()) if isinstance(each, Metric)}
+METRICS: dict[str, Metric] = {}
 """Every metric by its name."""
+
+LATENCY_BUCKETS_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
+)  # fmt: skip
+OVERHEAD_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1)
+ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0)
+
+
+def _listed(metric: Metric) -> Metric:
+    if metric.name in METRICS:
+        raise ValueError(f"{metric.name} is listed twice")
+    METRICS[metric.name] = metric
+    return metric
+
+
+def _counter(name: str, unit: str, meaning: str, *labels: str) -> Metric:
+    return _listed(Metric(name=name, kind=Kind.COUNTER, unit=unit, meaning=meaning, labels=labels))
+
+
+def _gauge(name: str, unit: str, meaning: str, *labels: str) -> Metric:
+    return _listed(Metric(name=name, kind=Kind.GAUGE, unit=unit, meaning=meaning, labels=labels))
+
+
+def _seconds(name: str, meaning: str, *labels: str, buckets: tuple[float, ...] = LATENCY_BUCKETS_S) -> Metric:
+    return _listed(
+        Metric(name=name, kind=Kind.HISTOGRAM, unit="seconds", meaning=meaning, labels=labels, buckets=buckets)
+    )
+
+
+# Router (/metrics of each router process).
+ROUTER_REQUESTS = _counter(
+    "baton_router_requests_total", "requests", "Requests that ended, by HTTP status.", "mode", "status"
+)
+ROUTER_IN_FLIGHT = _gauge("baton_router_requests_in_flight", "requests", "Requests being served now.")
+ROUTER_REFUSALS = _counter("baton_router_refusals_total", "requests", "Requests that failed, by reason.", "reason")
+ROUTER_RETRIES = _counter("baton_router_retries_total", "legs", "Legs that were placed again, by reason.", "reason")
+ROUTER_TTFT = _seconds("baton_router_time_to_first_token_seconds", "From request to first token.", "mode")
+ROUTER_ITL = _seconds(
+    "baton_router_inter_token_latency_seconds",
+    "Mean time between tokens after the first, per request.",
+    "mode",
+    buckets=ITL_BUCKETS_S,
+)
+ROUTER_E2E = _seconds("baton_router_request_seconds", "From request to its last byte.", "mode")
+ROUTER_ADDED = _seconds(
+    "baton_router_added_latency_seconds",
+    "Time to first token that is neither a worker's nor a client's: the router and the bus.",
+    "mode",
+    buckets=OVERHEAD_BUCKETS_S,
+)
+ROUTER_PLACEMENT = _seconds(
+    "baton_router_placement_seconds", "Time spent to choose workers.", buckets=OVERHEAD_BUCKETS_S
+)
+ROUTER_PROMPT_TOKENS = _counter("baton_router_prompt_tokens_total", "tokens", "Prompt tokens of ended requests.")
+ROUTER_COMPLETION_TOKENS = _counter("baton_router_completion_tokens_total", "tokens", "Tokens relayed to clients.")
+ROUTER_CACHED_PREDICTED = _counter(
+    "baton_router_cached_tokens_predicted_total", "tokens", "Prompt tokens that placement expected to be cached."
+)
+ROUTER_CACHED_ACTUAL = _counter(
+    "baton_router_cached_tokens_actual_total", "tokens", "Prompt tokens that the engine found cached."
+)
+ROUTER_INDEX_STATE = _gauge(
+    "baton_router_index_state", "1", "1 for the state that a worker's prefix index is in.", "worker_id", "state"
+)
+
+# Workers (exposed by the metrics collector, from load reports).
+WORKER_RUNNING = _gauge(
+    "baton_worker_requests_running", "requests", "Requests in the engine's batch.", "worker_id", "role"
+)
+WORKER_WAITING = _gauge(
+    "baton_worker_requests_waiting", "requests", "Requests in the engine's queue.", "worker_id", "role"
+)
+WORKER_WAITING_TOKENS = _gauge(
+    "baton_worker_waiting_tokens", "tokens", "Prompt tokens accepted and not yet computed.", "worker_id", "role"
+)
+WORKER_LEGS = _gauge("baton_worker_legs", "legs", "Legs being served.", "worker_id", "role")
+WORKER_KV_USED = _gauge(
+    "baton_worker_kv_used_ratio", "ratio", "Part of the KV blocks in use, 0 to 1.", "worker_id", "role"
+)
+WORKER_PROMPT_TOKENS = _counter(
+    "baton_worker_prompt_tokens_total",
+    "tokens",
+    "Prompt tokens by where their KV came from: computed, cached or received.",
+    "worker_id",
+    "role",
+    "source",
+)
+WORKER_GENERATION_TOKENS = _counter(
+    "baton_worker_generation_tokens_total", "tokens", "Tokens generated.", "worker_id", "role"
+)
+WORKER_RECEIVED_BYTES = _counter(
+    "baton_worker_kv_received_bytes_total", "bytes", "KV bytes read from other workers.", "worker_id", "role"
+)
+WORKER_RECEIVED_SECONDS = _counter(
+    "baton_worker_kv_received_seconds_total",
+    "seconds",
+    "Time spent reading KV from other workers.",
+    "worker_id",
+    "role",
+)
+WORKER_PREEMPTIONS = _counter(
+    "baton_worker_preemptions_total",
+    "requests",
+    "Requests thrown out of the batch for lack of KV.",
+    "worker_id",
+    "role",
+)
+WORKER_PREFILL_SPEED = _gauge(
+    "baton_worker_prefill_tokens_per_second", "tokens/s", "Prefill speed measured lately.", "worker_id", "role"
+)
+WORKER_TOKEN_INTERVAL = _gauge(
+    "baton_worker_token_interval_seconds", "seconds", "Time between a stream's tokens lately.", "worker_id", "role"
+)
+WORKER_TOKENS_IN = _gauge(
+    "baton_worker_tokens_in_per_second", "tokens/s", "Prompt tokens finished, mean of 10 s.", "worker_id", "role"
+)
+WORKER_TOKENS_OUT = _gauge(
+    "baton_worker_tokens_out_per_second", "tokens/s", "Tokens generated, mean of 10 s.", "worker_id", "role"
+)
+WORKER_REQUESTS = _counter(
+    "baton_worker_requests_total",
+    "requests",
+    "Ended requests whose completion this worker generated.",
+    "worker_id",
+    "role",
+    "mode",
+)
+WORKER_TTFT = _seconds(
+    "baton_worker_time_to_first_token_seconds", "TTFT of the requests that it generated.", "worker_id", "role"
+)
+WORKER_ITL = _seconds(
+    "baton_worker_inter_token_latency_seconds",
+    "ITL of the requests that it generated.",
+    "worker_id",
+    "role",
+    buckets=ITL_BUCKETS_S,
+)
+WORKER_E2E = _seconds(
+    "baton_worker_request_seconds", "Duration of the requests that it generated.", "worker_id", "role"
+)
+WORKER_PHASE = _gauge("baton_worker_phase", "1", "1 for the phase that the worker is in.", "worker_id", "role", "phase")
+WORKER_SILENCE = _gauge("baton_worker_silence_seconds", "seconds", "Since it was last heard.", "worker_id", "role")
+
+# The fleet (exposed by the metrics collector; totals outlive the workers that they came from).
+FLEET_WORKERS = _gauge("baton_fleet_workers", "workers", "Workers by role and phase.", "role", "phase")
+FLEET_WORKERS_LOST = _counter("baton_fleet_workers_lost_total", "workers", "Workers that were declared lost.")
+FLEET_TERM = _gauge("baton_fleet_term", "terms", "How often the lead over the fleet changed hands.")
+FLEET_REQUESTS = _counter(
+    "baton_fleet_requests_total", "requests", "Requests that ended, by HTTP status.", "model", "mode", "status"
+)
+FLEET_FAILURES = _counter(
+    "baton_fleet_failures_total", "requests", "Requests that did not end well, by reason.", "reason"
+)
+FLEET_REQUEST_RATE = _gauge("baton_fleet_requests_per_second", "requests/s", "Requests ended, mean of 10 s.")
+FLEET_TOKENS_IN = _gauge(
+    "baton_fleet_tokens_in_per_second", "tokens/s", "Prompt tokens of ended requests, mean of 10 s."
+)
+FLEET_TOKENS_OUT = _gauge(
+    "baton_fleet_tokens_out_per_second", "tokens/s", "Completion tokens of ended requests, mean of 10 s."
+)
+FLEET_REQUEST_TOKENS = _counter(
+    "baton_fleet_request_tokens_total", "tokens", "Prompt and completion tokens of ended requests.", "kind"
+)
+FLEET_PROMPT_TOKENS = _counter(
+    "baton_fleet_prompt_tokens_total", "tokens", "Like baton_worker_prompt_tokens_total, of all workers.", "source"
+)
+FLEET_GENERATION_TOKENS = _counter("baton_fleet_generation_tokens_total", "tokens", "Tokens generated by all workers.")
+FLEET_RECEIVED_BYTES = _counter("baton_fleet_kv_received_bytes_total", "bytes", "KV bytes read by all workers.")
+FLEET_TTFT = _seconds("baton_fleet_time_to_first_token_seconds", "From request to first token.", "model", "mode")
+FLEET_ITL = _seconds(
+    "baton_fleet_inter_token_latency_seconds",
+    "Mean time between tokens after the first, per request.",
+    "model",
+    "mode",
+    buckets=ITL_BUCKETS_S,
+)
+FLEET_E2E = _seconds("baton_fleet_request_seconds", "From request to its last byte.", "model", "mode")
+FLEET_CACHED_PREDICTED = _counter(
+    "baton_fleet_cached_tokens_predicted_total", "tokens", "Cached tokens expected, where the true number is known."
+)
+FLEET_CACHED_ACTUAL = _counter(
+    "baton_fleet_cached_tokens_actual_total", "tokens", "Cached tokens found, where a prediction is known."
+)
+FLEET_CACHED_MISSED = _counter(
+    "baton_fleet_cached_tokens_missed_total", "tokens", "Sum over requests of the distance between the two."
+)
+
+# Processes (exposed by the metrics collector, from what each says of itself).
+SERVICE_PHASE = _gauge(
+    "baton_service_phase", "1", "1 for the phase that a process is in.", "service", "instance", "phase"
+)
+
+# Bus (/metrics of each process that has one).
+BUS_DROPPED = _counter("baton_bus_dropped_messages_total", "messages", "Messages lost because a subscriber was slow.")
+BUS_BAD = _counter("baton_bus_bad_messages_total", "messages", "Messages that could not be unpacked.")
+BUS_PARTS_LOST = _counter("baton_bus_incomplete_messages_total", "messages", "Messages of which a part never came.")
+BUS_RECONNECTS = _counter("baton_bus_reconnects_total", "reconnections", "Times the connection to NATS came back.")
+
+
+class SpanName(StrEnum):
+    """The parts of one request's trace."""
+
+    REQUEST = "request"
+    """Router: from the HTTP request to its last byte."""
+    PLACE = "place"
+    """Router: choosing the workers."""
+    PREFILL_LEG = "prefill leg"
+    """Router: from StartLeg to the prefill leg's END."""
+    DECODE_LEG = "decode leg"
+    """Router: from StartLeg to the decode (or aggregated) leg's END."""
+    SERVE_LEG = "serve leg"
+    """Worker: one leg, from its arrival to its last frame."""
+
+
+class Attribute(StrEnum):
+    """Attributes of spans; OpenTelemetry's names where there are any."""
+
+    REQUEST_ID = "baton.request.id"
+    LEG_ID = "baton.leg.id"
+    LEG_KIND = "baton.leg.kind"
+    MODE = "baton.mode"
+    PREFILL_WORKER = "baton.prefill.worker"
+    DECODE_WORKER = "baton.decode.worker"
+    WORKER_ID = "baton.worker.id"
+    REASON = "baton.reason"
+    PREDICTED_CACHED_TOKENS = "baton.cached_tokens.predicted"
+    CACHED_TOKENS = "baton.cached_tokens.actual"
+    RECEIVED_TOKENS = "baton.received_tokens"
+    RECEIVED_BYTES = "baton.received_bytes"
+    QUEUE_S = "baton.queue_s"
+    PREFILL_S = "baton.prefill_s"
+    FIRST_TOKEN_S = "baton.first_token_s"  # noqa: S105  # A time, not a secret.
+    MODEL = "gen_ai.request.model"
+    INPUT_TOKENS = "gen_ai.usage.input_tokens"
+    OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+    HTTP_ROUTE = "http.route"
+    HTTP_STATUS = "http.response.status_code"
