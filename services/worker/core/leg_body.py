@@ -1,9 +1,9 @@
 """The body that an engine gets for a leg.
 
 It is the client's own, byte for byte where possible. A prefill and a decode leg of one request must render the very
-same prompt, or one engine would read the other's KV for other tokens; whatever field a model's template looks at (tools,
-``response_format``, ``reasoning_effort``, ...) is therefore left alone. The legs differ in ``kv_transfer_params`` only;
-that a prefill leg makes one token is the engine's business (see ``engines.port``).
+same prompt, or one engine would read the other's KV for other tokens; whatever field a model's template looks at
+(``tools``, ``response_format``, ``reasoning_effort``, ...) is therefore left alone. The legs differ in
+``kv_transfer_params`` only; that a prefill leg makes one token is the engine's business (see ``engines.port``).
 """
 
 from __future__ import annotations

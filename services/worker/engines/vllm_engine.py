@@ -6,9 +6,13 @@ import asyncio
 import contextlib
 import shutil
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import psutil
 
 from services.worker.engines import vllm_environment as environment
 from services.worker.engines.port import AsgiApp, Engine, EngineDead, EngineFacts, EngineLoad, TokenizerFiles
@@ -24,9 +28,10 @@ if TYPE_CHECKING:
     from services.worker.engines.vllm_kv_events import KvEventSource
     from services.worker.engines.vllm_stats import EngineMeter
 
+T = TypeVar("T")
+
 DEATH_CHECK_S = 0.25
 """How often a silent engine is asked whether it still lives."""
-CHILD_EXIT_S_MAX = 5.0
 
 
 async def start_engine(settings: Settings, common: CommonSettings, say: Callable[[str], None]) -> Engine:
@@ -38,11 +43,44 @@ async def start_engine(settings: Settings, common: CommonSettings, say: Callable
     run_dir = Path(tempfile.mkdtemp(prefix="baton-engine-"))
     try:
         say("importing vLLM")
-        await asyncio.to_thread(_import_vllm)
+        await _in_thread(_import_vllm)
         return await _start(settings, model, run_dir, common.otlp_endpoint, say)
     except BaseException:
         shutil.rmtree(run_dir, ignore_errors=True)
         raise
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """Do what blocks for long elsewhere. The thread is a daemon: a worker that is stopped meanwhile does not wait."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is None:
+            done.set_result(cast("T", result))
+        else:
+            done.set_exception(error)
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to know any more
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name="start-engine", daemon=True).start()
+    return await done
+
+
+def _kill_children() -> None:
+    """Of an engine that was still starting nobody holds the processes yet."""
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
 
 
 def _import_vllm() -> None:
@@ -72,7 +110,7 @@ async def _start(
     )
     try:
         say("loading the model")
-        args, llm = await asyncio.to_thread(_construct, settings, line, meter)
+        args, llm = await _in_thread(lambda: _construct(settings, line, meter))
         try:
             say("starting the OpenAI server")
             app = await _openai_app(llm, args, meter)
@@ -81,6 +119,7 @@ async def _start(
             raise
     except BaseException:
         source.close()
+        _kill_children()
         raise
     return VllmEngine(settings, llm, app, source, run_dir)
 
@@ -121,6 +160,7 @@ async def _openai_app(llm: LegEngine, args: Any, meter: EngineMeter) -> AsgiApp:
     tasks = await llm.get_supported_tasks()
     app = build_app(args, tasks, llm.model_config)
     await init_app_state(llm, app.state, args, tasks)
+    app.state.server = SimpleNamespace(should_exit=False)  # vLLM asks its HTTP server to stop when the engine died
     served: AsgiApp = app
     return served
 

@@ -30,7 +30,7 @@ class KvEventSource:
         self.endpoint = f"ipc://{run_dir}/kv"
         self.replay_endpoint = f"ipc://{run_dir}/kv-replay"
         self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.SocketType.SUB)
+        self._socket = self._context.socket(zmq.SUB)  # type: ignore[attr-defined]
         self._socket.set_hwm(EVENTS_QUEUED_MAX)
         self._socket.subscribe(b"")
         self._socket.connect(self.endpoint)
@@ -68,7 +68,7 @@ class KvEventSource:
     async def _replay(self, start: int) -> list[tuple[int, bytes]]:
         """What vLLM still has from number ``start`` on; nothing if it does not answer in time."""
         batches: list[tuple[int, bytes]] = []
-        socket = self._context.socket(zmq.SocketType.DEALER)
+        socket = self._context.socket(zmq.DEALER)  # type: ignore[attr-defined]
         try:
             socket.connect(self.replay_endpoint)
             await socket.send_multipart((b"", start.to_bytes(8, "big")))

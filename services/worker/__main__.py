@@ -1,0 +1,39 @@
+"""``python -m services.worker``: one worker beside one engine."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import msgspec
+
+from services.worker.service import LEAVING_S_MAX, engine_starter, run_worker
+from services.worker.settings import Settings
+from shared.contracts.ids import is_subject_token
+from shared.runtime.service import Service, run_service
+from shared.runtime.settings import SettingsError, load, load_common
+
+
+def main() -> None:
+    """Read the settings, then live."""
+    try:
+        common, settings = load_common(), with_id(load(Settings, "WORKER_"))
+    except SettingsError as error:
+        sys.exit(f"worker: {error}")
+
+    async def live(service: Service) -> None:
+        await run_worker(service, settings, common, engine_starter(settings.engine))
+
+    run_service("worker", settings.worker_id, common, live, drain_s_max=settings.drain_s_max + LEAVING_S_MAX)
+
+
+def with_id(settings: Settings) -> Settings:
+    """Settings whose worker id is set and may stand in a subject. Raises SettingsError."""
+    worker_id = settings.worker_id or f"{settings.role.value}-{os.getpid()}"
+    if not is_subject_token(worker_id):
+        raise SettingsError(f"WORKER_WORKER_ID={worker_id!r}: use letters, digits, '-' and '_' only")
+    return msgspec.structs.replace(settings, worker_id=worker_id)
+
+
+if __name__ == "__main__":  # vLLM's child process imports this module, too
+    main()

@@ -1,0 +1,113 @@
+"""One call of the engine's ASGI app: a scope, a body to receive, and an answer that becomes frames."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+from services.worker.engines.port import AsgiMessage, LegRecord, Scope
+from shared.contracts.inference import LegKind, StartLeg
+
+SERVER_ERROR = 500
+
+
+class Answer(Protocol):
+    """Where an answer goes (see ``shared.bus.streams.LegFrames``)."""
+
+    def head(self, status: int, content_type: str) -> None:
+        """First."""
+
+    def data(self, data: bytes, token_ids: Sequence[int] = ()) -> None:
+        """Then any number."""
+
+    async def drain(self) -> None:
+        """Wait while the receiver is behind."""
+
+
+class AsgiCall:
+    """Feeds the app ``body`` and passes on what it answers.
+
+    ``on_server_error`` runs before a 5xx answer is passed on: it may raise, so that an engine's death is told as such.
+    A prefill leg's answer is kept back until ``finish``: with its KV ready, nobody needs the one token.
+    """
+
+    def __init__(
+        self,
+        start: StartLeg,
+        body: bytes,
+        record: LegRecord,
+        answer: Answer,
+        on_server_error: Callable[[], Awaitable[None]],
+    ) -> None:
+        self.scope = http_scope(start, body)
+        self.status = 0
+        self._request: AsgiMessage | None = {"type": "http.request", "body": body, "more_body": False}
+        self._record = record
+        self._answer = answer
+        self._on_server_error = on_server_error
+        self._held_back: list[bytes] | None = [] if start.kind is LegKind.PREFILL else None
+        self._content_type = ""
+
+    async def receive(self) -> AsgiMessage:
+        """The body, once; then nothing until the call is cancelled: that is how a router's leaving shows."""
+        if self._request is not None:
+            request, self._request = self._request, None
+            return request
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    async def send(self, message: AsgiMessage) -> None:
+        """Status and headers, then pieces of the body."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = {name.lower(): value for name, value in message.get("headers", ())}
+            self._content_type = headers.get(b"content-type", b"application/json").decode("latin-1")
+            if self.status >= SERVER_ERROR:
+                await self._on_server_error()
+            if self._held_back is None:
+                self._answer.head(self.status, self._content_type)
+        elif message["type"] == "http.response.body":
+            await self._pass_on(bytes(message.get("body", b"")))
+
+    def finish(self) -> None:
+        """The app has returned: pass on what was kept back, if the router needs it."""
+        if self._held_back is None:
+            return
+        succeeded = bool(self._record.kv_transfer) or self.status == 200
+        self._answer.head(200 if succeeded else self.status, self._content_type)
+        if not succeeded:
+            self._answer.data(b"".join(self._held_back))
+
+    async def _pass_on(self, data: bytes) -> None:
+        if self._held_back is not None:
+            self._held_back.append(data)
+            return
+        token_ids, self._record.token_ids = self._record.token_ids, []
+        if data or token_ids:
+            self._answer.data(data, token_ids)
+            await self._answer.drain()
+
+
+def http_scope(start: StartLeg, body: bytes) -> Scope:
+    """The request as an HTTP server would describe it."""
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": start.path,
+        "raw_path": start.path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [
+            (b"host", b"worker"),
+            (b"content-type", start.content_type.encode("latin-1")),
+            (b"content-length", str(len(body)).encode()),
+            (b"x-request-id", start.request_id.encode()),
+        ],
+        "client": ("127.0.0.1", 0),
+        "server": ("worker", 80),
+        "state": {},
+    }

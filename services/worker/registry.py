@@ -1,0 +1,69 @@
+"""The worker's entry in the registry: kept alive while the worker lives, gone soon after."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import msgspec
+
+from shared.bus.port import Bus, BusError, Kept
+from shared.contracts.channels import WORKER_RECORDS
+from shared.contracts.workers import WorkerPhase, WorkerRecord
+
+log = logging.getLogger("baton.worker")
+
+RENEWALS_PER_TTL = 3
+
+
+class Registration:
+    """Writes the record on each change and often enough that it never expires.
+
+    Every renewal writes the whole record, so that a registry that lost its memory has it back within ``ttl_s / 3``.
+    """
+
+    def __init__(self, bus: Bus, record: WorkerRecord, ttl_s: float) -> None:
+        self.record = record
+        self._bus = bus
+        self._ttl_s = ttl_s
+        self._kept: Kept[WorkerRecord] | None = None
+        self._writing = asyncio.Lock()
+        self._is_changed = asyncio.Event()
+        bus.on_reconnect(self._is_changed.set)
+
+    async def say(self, record: WorkerRecord) -> None:
+        """Write this record now; if NATS is away, as soon as it is back."""
+        self.record = record
+        await self._write()
+
+    async def follow(self) -> None:
+        """Renew for ever."""
+        while True:
+            await self._write()
+            self._is_changed.clear()
+            try:
+                async with asyncio.timeout(self._ttl_s / RENEWALS_PER_TTL):
+                    await self._is_changed.wait()
+            except TimeoutError:
+                pass
+
+    async def remove(self) -> None:
+        """The worker is gone. Nothing may write the record afterwards."""
+        async with self._writing:
+            self.record = msgspec.structs.replace(self.record, phase=WorkerPhase.GONE)
+            try:
+                if self._kept is not None:
+                    await self._kept.delete(self.record.worker_id)
+            except BusError as error:
+                log.info("the registry was not told of the end, it will notice by itself: %s", error)
+
+    async def _write(self) -> None:
+        async with self._writing:
+            if self.record.phase is WorkerPhase.GONE:
+                return
+            try:
+                if self._kept is None:
+                    self._kept = await self._bus.kept(WORKER_RECORDS, ttl_s=self._ttl_s)
+                await self._kept.put(self.record)
+            except BusError as error:
+                log.warning("the registry could not be written, trying again: %s", error)

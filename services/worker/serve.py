@@ -1,0 +1,210 @@
+"""Legs: taken from the bus, served by the engine's ASGI app, answered in frames."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from opentelemetry.trace import Span
+from opentelemetry.util.types import AttributeValue
+
+from services.worker.asgi_call import AsgiCall
+from services.worker.core.capacity import Capacity
+from services.worker.core.leg_body import prepare
+from services.worker.engines.port import CURRENT_LEG, Engine, LegRecord
+from shared.bus.port import Envelope
+from shared.bus.streams import FrameSender, LegFrames, LegGone
+from shared.contracts.failures import Failure, Reason
+from shared.contracts.ids import LegId
+from shared.contracts.inference import CancelLeg, LegKind, LegReport, StartLeg
+from shared.contracts.workers import WorkerPhase
+from shared.runtime.service import Service
+from shared.telemetry.names import Attribute, SpanName
+from shared.telemetry.propagation import extract, inject
+
+log = logging.getLogger("baton.worker")
+
+DEATH_NOTICE_S_MAX = 1.0
+"""How long a leg that ended strangely waits to hear that the engine has died."""
+
+
+class EngineDied(Exception):
+    """The leg ended because its engine did."""
+
+
+@dataclass(slots=True)
+class RunningLeg:
+    """A leg being served."""
+
+    task: asyncio.Task[None]
+    frames: LegFrames
+
+
+class LegServer:
+    """Every leg that this worker serves. Its tasks are children of the service's."""
+
+    def __init__(
+        self,
+        service: Service,
+        engine: Engine,
+        sender: FrameSender,
+        capacity: Capacity,
+        death: asyncio.Future[str],
+        on_changed: Callable[[], None],
+    ) -> None:
+        self.phase = WorkerPhase.STARTING
+        self._service = service
+        self._engine = engine
+        self._sender = sender
+        self._capacity = capacity
+        self._death = death
+        self._on_changed = on_changed
+        self._legs: dict[LegId, RunningLeg] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def legs(self) -> int:
+        """Legs being served."""
+        return len(self._legs)
+
+    def start(self, start: StartLeg, envelope: Envelope) -> None:
+        """Handler of START_LEG: refuse at once, or serve beside the others."""
+        if start.leg_id in self._legs:
+            log.warning("leg %s was started twice; the second start is ignored", start.leg_id)
+            return
+        frames = self._sender.leg(start, on_gone=lambda _why: self._abort(start.leg_id))
+        if refusal := self._capacity.refusal(start, self.phase, self.legs):
+            frames.fail(refusal)
+            return
+        task = self._service.tasks.create_task(self._run(start, frames, envelope), name=f"leg-{start.leg_id}")
+        self._legs[start.leg_id] = RunningLeg(task, frames)
+        self._idle.clear()
+        task.add_done_callback(lambda _task: self._forget(start.leg_id))
+        self._on_changed()
+
+    def cancel(self, order: CancelLeg, _envelope: Envelope) -> None:
+        """Handler of CANCEL_LEG: nobody waits any more."""
+        if leg := self._legs.get(order.leg_id):
+            leg.frames.abandon()
+            leg.task.cancel()
+
+    def fail_all(self, failure: Failure) -> None:
+        """End every leg with ``failure``."""
+        for leg in self._legs.values():
+            leg.frames.fail(failure)
+            leg.task.cancel()
+
+    async def idle(self, s_max: float) -> bool:
+        """Wait until no leg is served, at most ``s_max`` seconds; answers whether that is so."""
+        try:
+            async with asyncio.timeout(s_max):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _abort(self, leg_id: LegId) -> None:
+        if leg := self._legs.get(leg_id):
+            leg.task.cancel()
+
+    def _forget(self, leg_id: LegId) -> None:
+        self._legs.pop(leg_id, None)
+        if not self._legs:
+            self._idle.set()
+        self._on_changed()
+
+    async def _run(self, start: StartLeg, frames: LegFrames, envelope: Envelope) -> None:
+        """Serve one leg to its END or FAILURE, whatever happens."""
+        timer = asyncio.timeout(start.deadline_s)
+        try:
+            async with timer:
+                with self._span(start, envelope) as span:
+                    await self._serve(start, frames, span)
+        except LegGone:
+            return
+        except EngineDied as died:
+            frames.fail(Failure(reason=Reason.ENGINE_DEAD, message=str(died)))
+        except asyncio.CancelledError:
+            frames.fail(Failure(reason=Reason.CANCELLED, message="the worker broke the leg off"))
+            raise
+        except Exception as error:  # the engine's server failed on this leg: the others need not suffer
+            if isinstance(error, TimeoutError) and timer.expired():
+                message = f"the leg was not done after its {start.deadline_s:g} s"
+                frames.fail(Failure(reason=Reason.DEADLINE, message=message))
+                return
+            log.exception("leg %s (%s %s) failed", start.leg_id, start.kind.value, start.path)
+            frames.fail(Failure(reason=Reason.INTERNAL, message=f"{type(error).__name__}: {error}"))
+
+    async def _serve(self, start: StartLeg, frames: LegFrames, span: Span) -> None:
+        arrived = self._service.clock.now()
+        body = prepare(start.kind, start.path, start.body, start.kv_transfer)
+        if body is None:
+            frames.head(200, "application/json")
+            frames.end(LegReport())
+            return
+        record = LegRecord(
+            kind=start.kind,
+            request_id=start.request_id,
+            trace_headers=inject(span) or {},
+            prefill_cached_tokens=start.prefill_cached_tokens,
+        )
+        CURRENT_LEG.set(record)
+        call = AsgiCall(start, body, record, frames, self._raise_if_died)
+        await self._engine.app(call.scope, call.receive, call.send)
+        if call.status == 200 and start.kind is not LegKind.AGGREGATED and not record.finish_reason:
+            await self._raise_if_died()
+        call.finish()
+        cost = report(record, arrived, self._service.clock.now())
+        span.set_attributes(span_attributes(cost))
+        frames.end(cost)
+
+    def _span(self, start: StartLeg, envelope: Envelope) -> AbstractContextManager[Span]:
+        about: dict[str, AttributeValue] = {
+            Attribute.REQUEST_ID: start.request_id,
+            Attribute.LEG_ID: start.leg_id,
+            Attribute.LEG_KIND: start.kind.value,
+        }
+        return self._service.tracer.start_as_current_span(
+            SpanName.SERVE_LEG, context=extract(envelope.headers), attributes=about
+        )
+
+    async def _raise_if_died(self) -> None:
+        """Give the news of the engine's death a moment to arrive; it may be slower than the failure that it caused."""
+        await asyncio.wait([self._death], timeout=DEATH_NOTICE_S_MAX)
+        if self._death.done():
+            raise EngineDied(self._death.result())
+
+
+def report(record: LegRecord, arrived: float, now: float) -> LegReport:
+    """What the leg cost."""
+    return LegReport(
+        prompt_tokens=record.prompt_tokens,
+        cached_tokens=record.cached_tokens,
+        received_tokens=record.received_tokens,
+        completion_tokens=record.completion_tokens,
+        received_bytes=record.received_bytes,
+        queue_s=record.queue_s,
+        prefill_s=record.prefill_s,
+        first_token_s=max(0.0, record.first_token_at - arrived) if record.first_token_at else 0.0,
+        total_s=now - arrived,
+        kv_transfer=record.kv_transfer,
+        finish_reason=record.finish_reason,
+    )
+
+
+def span_attributes(cost: LegReport) -> dict[str, AttributeValue]:
+    """The report, where a trace shows it."""
+    return {
+        Attribute.INPUT_TOKENS: cost.prompt_tokens,
+        Attribute.OUTPUT_TOKENS: cost.completion_tokens,
+        Attribute.CACHED_TOKENS: cost.cached_tokens,
+        Attribute.RECEIVED_TOKENS: cost.received_tokens,
+        Attribute.RECEIVED_BYTES: cost.received_bytes,
+        Attribute.QUEUE_S: cost.queue_s,
+        Attribute.PREFILL_S: cost.prefill_s,
+        Attribute.FIRST_TOKEN_S: cost.first_token_s,
+    }
