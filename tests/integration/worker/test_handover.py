@@ -1,0 +1,65 @@
+"""Prefill here, decode there, with real engines: the same tokens as on one engine, the truth in the reports."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from shared.contracts.inference import LegKind
+
+pytestmark = pytest.mark.vllm
+
+WORDS = "relay race baton runner track lap finish start hand over speed gun whistle crowd lane turn".split()
+
+
+def prompt_of(words: int, seed: int) -> str:
+    chosen = random.Random(seed)
+    return " ".join(chosen.choice(WORDS) for _ in range(words))
+
+
+def completion(prompt: str, **more) -> dict:
+    return {"model": "baton-tiny", "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True, **more}
+
+
+@pytest.mark.parametrize("words", [30, 100, 400, 1000])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_a_handed_over_prompt_gives_the_tokens_that_one_engine_gives(pair, router, words, stream):
+    prefill, decode = pair
+    body = completion(prompt_of(words, seed=words + stream), stream=stream)
+
+    first, second = await router.handed_over(prefill, decode, body)
+    alone = await router.leg(prefill, LegKind.AGGREGATED, body)
+
+    assert second.status == 200
+    assert len(second.token_ids) == 24
+    assert second.token_ids == alone.token_ids
+    assert second.text() == alone.text()
+    assert first.report.received_tokens == 0
+    assert second.report.received_tokens >= second.report.prompt_tokens - 32
+    assert second.report.received_bytes > 0
+    assert not first.body
+
+
+async def test_usage_tells_what_the_prefill_engine_had_cached(pair, router):
+    prefill, decode = pair
+    body = completion(prompt_of(300, seed=7))
+    await router.leg(prefill, LegKind.AGGREGATED, body)
+
+    first, second = await router.handed_over(prefill, decode, body)
+
+    details = second.json()["usage"]["prompt_tokens_details"]
+    assert first.report.cached_tokens > 0
+    assert details["cached_tokens"] == first.report.cached_tokens
+    assert second.report.received_tokens > 0
+
+
+async def test_streamed_usage_is_true_as_well(pair, router):
+    prefill, decode = pair
+    body = completion(prompt_of(200, seed=8), stream=True, stream_options={"include_usage": True})
+
+    first, second = await router.handed_over(prefill, decode, body)
+
+    usage = second.events()[-1]["usage"]
+    assert usage["prompt_tokens"] == first.report.prompt_tokens == second.report.prompt_tokens
+    assert usage["prompt_tokens_details"]["cached_tokens"] == first.report.cached_tokens
