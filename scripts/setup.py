@@ -23,6 +23,7 @@ PYTHON = VENV / "bin" / "python"
 LOG = ROOT / ".baton" / "setup.log"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 """Where PyTorch publishes its CPU builds, for machines whose package index has none."""
+LOCKED = ["install", "--no-deps", "--require-hashes", "--requirement"]
 LINES_SHOWN_MAX = 15
 LARGE_MB = 40
 
@@ -61,7 +62,7 @@ def set_up(engine: str, *, dev: bool) -> None:
     for part, lock in missing.items():
         install(lock)
         (VENV / f".{part}").write_text(wanted(lock))
-    pip(["install", "--no-deps", "--no-build-isolation", "--editable", "."], Progress("baton", 1))
+    pip(["install", "--no-deps", "--no-build-isolation", "--editable", "."], Progress(1))
     say(f"ready after {time.monotonic() - started:.0f} s")
 
 
@@ -116,18 +117,26 @@ def make_venv(engine: str) -> None:
 
 
 def install(lock: str) -> None:
-    """Exactly what the lock says. pip is asked as it is configured first, then with PyTorch's own index beside."""
-    path = ROOT / "requirements" / f"{lock}.txt"
-    count = len(re.findall(r"^[a-z0-9].*==", path.read_text(), flags=re.MULTILINE | re.IGNORECASE))
-    arguments = ["install", "--no-deps", "--require-hashes", "--requirement", str(path)]
-    say(f"installing {count} locked packages ({path.name})")
+    """Exactly what the lock says."""
+    text = (ROOT / "requirements" / f"{lock}.txt").read_text()
+    count = len(re.findall(r"^\w.*==", text, flags=re.MULTILINE))
+    say(f"installing {count} locked packages (requirements/{lock}.txt)")
+    if torch := re.search(r"^torch==\S+\+cpu(?:.*\\\n)*.*\n", text, flags=re.MULTILINE):
+        install_cpu_torch(torch[0])
+    pip([*LOCKED, f"requirements/{lock}.txt"], Progress(count))
+
+
+def install_cpu_torch(locked: str) -> None:
+    """First, and alone: only some package indexes have it. Where pip's own has not, PyTorch's is asked."""
+    wanted_torch = LOG.with_name("torch.txt")
+    wanted_torch.write_text(locked)
     try:
-        pip(arguments, Progress(lock, count))
+        pip([*LOCKED, str(wanted_torch)], Progress(1))
     except SetupFailed as failure:
-        if "torch==" not in str(failure) or "+cpu" not in path.read_text():
+        if "No matching distribution" not in str(failure):
             raise
-        say("the package index has no CPU build of torch: asking PyTorch's own")
-        pip([*arguments, "--extra-index-url", TORCH_CPU_INDEX], Progress(lock, count))
+        say("pip's package index has no CPU build of torch: asking PyTorch's own")
+        pip([*LOCKED, str(wanted_torch), "--extra-index-url", TORCH_CPU_INDEX], Progress(1))
 
 
 def pip(arguments: list[str], progress: Progress) -> None:
@@ -155,8 +164,7 @@ def pip(arguments: list[str], progress: Progress) -> None:
 class Progress:
     """pip's lines, told to a person: a counter that moves on a terminal, a line now and then elsewhere."""
 
-    def __init__(self, what: str, count: int) -> None:
-        self.what = what
+    def __init__(self, count: int) -> None:
         self.count = count
         self.seen = 0
         self.shown = ""

@@ -1,0 +1,37 @@
+# Workers with vLLM inside. Targets: `cpu` (a third party's build of vLLM's CPU backend) and `cuda` (upstream's wheel).
+ARG BASE_IMAGE=python:3.11-slim-bookworm
+
+FROM ${BASE_IMAGE} AS base
+RUN python -m venv /opt/baton \
+    && useradd --uid 10001 --create-home --shell /usr/sbin/nologin baton \
+    && mkdir -p /home/baton/.cache /home/baton/.local/state \
+    && chown -R baton /home/baton
+ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+WORKDIR /opt/baton/source
+
+FROM base AS cpu
+ARG TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+COPY requirements/engine-cpu.txt requirements/
+# torch first: package indexes mostly lack its CPU build, PyTorch's own has it.
+RUN sed -n '/^torch==/,/[^\\]$/p' requirements/engine-cpu.txt > requirements/torch.txt \
+    && { pip install --no-deps --require-hashes -r requirements/torch.txt \
+         || pip install --no-deps --require-hashes -r requirements/torch.txt --extra-index-url "$TORCH_CPU_INDEX"; } \
+    && pip install --no-deps --require-hashes -r requirements/engine-cpu.txt
+COPY pyproject.toml README.md LICENSE ./
+COPY shared shared
+COPY services services
+COPY connector connector
+RUN pip install --no-deps --no-build-isolation .
+USER baton
+WORKDIR /home/baton
+
+FROM base AS cuda
+COPY requirements/engine-cuda.txt requirements/
+RUN pip install --no-deps --require-hashes -r requirements/engine-cuda.txt
+COPY pyproject.toml README.md LICENSE ./
+COPY shared shared
+COPY services services
+COPY connector connector
+RUN pip install --no-deps --no-build-isolation .
+USER baton
+WORKDIR /home/baton
