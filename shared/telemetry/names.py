@@ -92,6 +92,12 @@ ROUTER_CACHED_ACTUAL = _counter(
 ROUTER_INDEX_STATE = _gauge(
     "baton_router_index_state", "1", "1 for the state that a worker's prefix index is in.", "worker_id", "state"
 )
+ROUTER_INDEX_BLOCKS = _gauge(
+    "baton_router_index_blocks", "blocks", "Blocks that the prefix index knows of a worker.", "worker_id"
+)
+ROUTER_SNAPSHOTS = _counter(
+    "baton_router_snapshots_total", "asks", "KV snapshots asked for: a worker came, or events were missed."
+)
 
 # Workers (exposed by the metrics collector, from load reports).
 WORKER_RUNNING = _gauge(

@@ -1,0 +1,34 @@
+"""``python -m services.router``: one router process."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+
+from services.router.http_server import PortTaken, listen
+from services.router.service import serve
+from services.router.settings import Settings
+from shared.runtime.service import run_service
+from shared.runtime.settings import SettingsError, load, load_common
+
+
+def main() -> None:
+    """Read the settings, take the port, serve."""
+    try:
+        common, settings = load_common(), load(Settings, "ROUTER_")
+        listener = listen(settings.host, settings.port)
+    except (SettingsError, PortTaken) as error:
+        sys.exit(f"router: {error}")
+    host, port = listener.getsockname()[:2]
+    run_service(
+        "router",
+        settings.instance or f"router-{secrets.token_hex(3)}",
+        common,
+        lambda service: serve(service, settings, listener),
+        url=f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}",
+        drain_s_max=settings.drain_s_max,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""What the router must know of a request to place it, and nothing more: one lenient pass over the body."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+
+
+class Mode(StrEnum):
+    """How a request is served, or wants to be."""
+
+    AUTO = "auto"
+    AGGREGATED = "aggregated"
+    DISAGGREGATED = "disaggregated"
+
+
+class Body(msgspec.Struct, kw_only=True):
+    """The fields of an OpenAI body that placement depends on; all others are skipped, none is judged.
+
+    Whether values are valid is for the engine to say, in its own words; so every field takes any type.
+    """
+
+    model: Any = None
+    stream: Any = None
+    prompt: msgspec.Raw = msgspec.Raw(b"")
+    messages: msgspec.Raw = msgspec.Raw(b"")
+    tools: msgspec.Raw = msgspec.Raw(b"")
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    n: Any = None
+    best_of: Any = None
+    echo: Any = None
+    prompt_logprobs: Any = None
+    use_beam_search: Any = None
+    prompt_embeds: msgspec.Raw = msgspec.Raw(b"")
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"")
+    cache_salt: Any = None
+    add_special_tokens: Any = None
+    add_generation_prompt: Any = None
+    continue_final_message: Any = None
+    chat_template: Any = None
+    chat_template_kwargs: Any = None
+    documents: msgspec.Raw = msgspec.Raw(b"")
+    reasoning_effort: Any = None
+    truncate_prompt_tokens: Any = None
+
+
+class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """A request as placement sees it."""
+
+    path: str
+    model: str
+    """Empty: whatever is served."""
+    stream: bool = False
+    whole: str = ""
+    """Why the request cannot be split into legs; empty when it can."""
+    tokens_out: int = 0
+    """The limit that the client set on the completion; 0 when none."""
+    body: Body | None = None
+    """None when the body could not be read."""
+
+
+BODY_DECODER = msgspec.json.Decoder(Body)
+
+
+def read_request(path: str, body: bytes) -> RequestFacts:
+    """Read ``body`` as far as placement needs. Never raises.
+
+    What cannot be read goes whole to an engine, which refuses it in its own words.
+    """
+    try:
+        parsed = BODY_DECODER.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return RequestFacts(path=path, model="", whole="the body cannot be read")
+    model = parsed.model
+    return RequestFacts(
+        path=path,
+        model=model if isinstance(model, str) else "",
+        stream=parsed.stream is True,
+        whole=why_whole(path, parsed),
+        tokens_out=_limit(parsed),
+        body=parsed,
+    )
+
+
+def why_whole(path: str, body: Body) -> str:
+    """Why one engine must serve this request alone; empty when prefill and decode may be on two."""
+    if path not in (COMPLETIONS, CHAT):
+        return "only completions can be split"
+    if body.n not in (None, 1) or body.best_of not in (None, 1) or body.use_beam_search not in (None, False):
+        return "several completions share one prompt"
+    if body.prompt_logprobs is not None:
+        return "prompt logprobs need the whole prompt on one engine"
+    if body.echo not in (None, False):
+        return "echo needs the prompt on the engine that answers"
+    if _given(body.prompt_embeds):
+        return "the prompt is embeddings"
+    if _given(body.kv_transfer_params):
+        return "the client brings its own KV transfer"
+    if path == COMPLETIONS:
+        return "" if _is_one_prompt(body.prompt) else "the body holds several prompts"
+    return "" if _given(body.messages) else "there are no messages"
+
+
+def _given(raw: msgspec.Raw) -> bool:
+    return bytes(memoryview(raw)[:5]) not in (b"", b"null")
+
+
+def _is_one_prompt(raw: msgspec.Raw) -> bool:
+    start = bytes(memoryview(raw)[:64]).lstrip()
+    if start[:1] == b'"':
+        return True
+    inside = start[1:].lstrip()[:1]
+    return start[:1] == b"[" and inside.isdigit()
+
+
+def _limit(body: Body) -> int:
+    for value in (body.max_completion_tokens, body.max_tokens):
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return 0

@@ -1,0 +1,145 @@
+"""One request on its way: its exchange, the leg that runs just now, its deadline, and its story for the record."""
+
+from __future__ import annotations
+
+import asyncio
+
+from opentelemetry.trace import Span
+
+from services.router.core.placement import Placed
+from services.router.core.request import Mode, RequestFacts
+from services.router.exchange import Exchange
+from services.router.tokenizer import Prompt
+from shared.bus.streams import Leg, LegInbox
+from shared.contracts.failures import Failure, Reason
+from shared.contracts.inference import LegReport, RequestFinished
+
+NEVER = float("inf")
+
+
+class Story:
+    """What happened, in the terms of ``RequestFinished``. Times are on the monotonic clock; 0 where not reached."""
+
+    __slots__ = (
+        "attempts",
+        "first_at",
+        "last_at",
+        "placed",
+        "placement_s",
+        "prefill_report",
+        "prefill_s",
+        "prompt",
+        "reason",
+        "report",
+        "started_at",
+        "status",
+    )
+
+    def __init__(self, started_at: float) -> None:
+        self.started_at = started_at
+        self.status = 0
+        self.reason = ""
+        self.attempts = 0
+        self.prompt: Prompt | None = None
+        self.placed: Placed | None = None
+        self.placement_s = -1.0
+        self.prefill_s = -1.0
+        self.prefill_report: LegReport | None = None
+        self.report: LegReport | None = None
+        self.first_at = 0.0
+        self.last_at = 0.0
+
+
+class Flight:
+    """A request that is being served."""
+
+    __slots__ = (
+        "deadline_at",
+        "ends_at",
+        "exchange",
+        "facts",
+        "inbox",
+        "late_at",
+        "left",
+        "leg",
+        "span",
+        "story",
+        "task",
+        "watcher",
+    )
+
+    def __init__(self, exchange: Exchange, facts: RequestFacts, inbox: LegInbox, now: float, ends_at: float) -> None:
+        self.exchange = exchange
+        self.facts = facts
+        self.inbox = inbox
+        self.ends_at = ends_at
+        """When the request's whole budget is spent."""
+        self.deadline_at = ends_at
+        """When the present hop is late."""
+        self.leg: Leg | None = None
+        self.left = False
+        """The client is gone."""
+        self.late_at = NEVER
+        """When the present hop was found late."""
+        self.span: Span | None = None
+        """The request's span, when it is traced."""
+        self.task: asyncio.Task[None] | None = None
+        self.watcher: asyncio.Task[None] | None = None
+        self.story = Story(now)
+
+    def allow(self, now: float, hop_s: float) -> None:
+        """The present hop may take ``hop_s`` seconds, but no longer than what is left of the request's budget."""
+        self.deadline_at = min(now + hop_s, self.ends_at)
+        self.late_at = NEVER
+
+    def abort(self, reason: Reason, message: str) -> None:
+        """Stop the present leg, here and at its worker; whoever waits for its frames is told why."""
+        leg = self.leg
+        if leg is not None and not leg.ended:
+            self.inbox.cancel(leg, Failure(reason=reason, message=message))
+
+    def client_left(self) -> None:
+        """Nobody waits for the answer any more."""
+        if not self.exchange.ended:
+            self.left = True
+            self.abort(Reason.CANCELLED, "the client left")
+
+    def close(self) -> None:
+        """Nothing of this request goes on after it."""
+        self.deadline_at = NEVER
+        if self.leg is not None:
+            self.leg.cancel()
+        if self.watcher is not None:
+            self.watcher.cancel()
+
+
+def finished(flight: Flight, now: float) -> RequestFinished:
+    """The flight's story as the rest of the system hears it."""
+    story, placed, report = flight.story, flight.story.placed, flight.story.report
+    answering = report or LegReport(prompt_tokens=-1, completion_tokens=-1, cached_tokens=-1, received_tokens=-1)
+    generated = answering.completion_tokens
+    spread_s = story.last_at - story.first_at
+    mode = placed.mode if placed is not None else Mode.AGGREGATED
+    computing = story.prefill_report or answering
+    return RequestFinished(
+        request_id=flight.exchange.request_id,
+        model=flight.facts.model,
+        path=flight.facts.path,
+        mode=mode.value,
+        status=story.status,
+        reason=story.reason,
+        attempts=story.attempts,
+        prefill_worker=placed.prefill.record.worker_id if placed is not None and placed.prefill is not None else "",
+        decode_worker=placed.decode.record.worker_id if placed is not None else "",
+        prompt_tokens=answering.prompt_tokens,
+        completion_tokens=generated,
+        cached_tokens=computing.cached_tokens,
+        received_tokens=answering.received_tokens,
+        received_bytes=answering.received_bytes,
+        predicted_cached_tokens=placed.cached_tokens if placed and story.prompt and story.prompt.exact else -1,
+        ttft_s=story.first_at - story.started_at if story.first_at else -1.0,
+        e2e_s=now - story.started_at,
+        itl_s=spread_s / (generated - 1) if generated > 1 and spread_s > 0 else -1.0,
+        placement_s=story.placement_s,
+        prefill_s=story.prefill_s,
+    )

@@ -1,0 +1,184 @@
+"""The books: Prometheus metrics, a log line for each request, and the batch of finished requests for the collector."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from services.router.core.prefix_index import IndexState
+from services.router.fleet import Fleet
+from services.router.flight import Flight, finished
+from services.router.kv_feed import KvFeed
+from shared.bus.port import Bus, BusError
+from shared.contracts.channels import REQUESTS_FINISHED
+from shared.contracts.failures import Reason
+from shared.contracts.ids import RouterId
+from shared.contracts.inference import RequestFinished, RequestsFinished
+from shared.telemetry import names
+from shared.telemetry.prometheus import counter, histogram
+
+log = logging.getLogger("baton.request")
+
+REPORT_S = 0.1
+"""How often finished requests are reported to the metrics collector."""
+UNREPORTED_MAX = 10_000
+"""Finished requests kept while NATS is away; the oldest are forgotten beyond that."""
+
+
+class ModeMetrics:
+    """The label children of one mode, looked up once."""
+
+    def __init__(self, books: Ledger, mode: str) -> None:
+        self.ttft = books.ttft.labels(mode)
+        self.itl = books.itl.labels(mode)
+        self.e2e = books.e2e.labels(mode)
+
+
+class Ledger:
+    """What the router remembers of its requests, for operators and for the collector."""
+
+    def __init__(self, router_id: RouterId, *, log_requests: bool) -> None:
+        self._router_id = router_id
+        self._log_requests = log_requests and log.isEnabledFor(logging.INFO)
+        self._unreported: list[RequestFinished] = []
+        self.registry = registry = CollectorRegistry()
+        self.requests = counter(names.ROUTER_REQUESTS, registry)
+        self.refusals = counter(names.ROUTER_REFUSALS, registry)
+        self.retries = counter(names.ROUTER_RETRIES, registry)
+        self.ttft = histogram(names.ROUTER_TTFT, registry)
+        self.itl = histogram(names.ROUTER_ITL, registry)
+        self.e2e = histogram(names.ROUTER_E2E, registry)
+        self.placement = histogram(names.ROUTER_PLACEMENT, registry)
+        self.tokens = Tokens(registry)
+        self._modes = {mode: ModeMetrics(self, mode) for mode in ("aggregated", "disaggregated")}
+        self._counted: dict[tuple[str, int], Any] = {}
+
+    def refused(self, status: int, reason: str) -> None:
+        """A request that was not even looked at."""
+        self._count("aggregated", status)
+        self.refusals.labels(reason).inc()
+
+    def retried(self, reason: Reason) -> None:
+        """A request is placed again."""
+        self.retries.labels(str(reason)).inc()
+
+    def finished(self, flight: Flight, now: float) -> None:
+        """A request is over."""
+        told = finished(flight, now)
+        self._count(told.mode, told.status)
+        if told.reason:
+            self.refusals.labels(told.reason).inc()
+        else:
+            mode = self._modes[told.mode]
+            mode.e2e.observe(told.e2e_s)
+            if told.ttft_s >= 0:
+                mode.ttft.observe(told.ttft_s)
+            if told.itl_s >= 0:
+                mode.itl.observe(told.itl_s)
+            self.tokens.add(told)
+        if told.placement_s >= 0:
+            self.placement.observe(told.placement_s)
+        if len(self._unreported) < UNREPORTED_MAX:
+            self._unreported.append(told)
+        if self._log_requests:
+            log.info("request", extra={"facts": line(told)})
+
+    async def report(self, bus: Bus) -> None:
+        """Tell the collector, for ever."""
+        while True:
+            await asyncio.sleep(REPORT_S)
+            await self.report_now(bus)
+
+    async def report_now(self, bus: Bus) -> None:
+        """Tell the collector what is not told yet."""
+        if not self._unreported:
+            return
+        requests, self._unreported = self._unreported, []
+        try:
+            await bus.publish(REQUESTS_FINISHED, RequestsFinished(router_id=self._router_id, requests=requests))
+        except BusError as error:
+            self._unreported = requests + self._unreported
+            log.debug("not reported: %s", error)
+
+    def _count(self, mode: str, status: int) -> None:
+        child = self._counted.get((mode, status))
+        if child is None:
+            child = self._counted[mode, status] = self.requests.labels(mode, str(status))
+        child.inc()
+
+
+class Tokens:
+    """Token counters."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.prompt = counter(names.ROUTER_PROMPT_TOKENS, registry)
+        self.completion = counter(names.ROUTER_COMPLETION_TOKENS, registry)
+        self.predicted = counter(names.ROUTER_CACHED_PREDICTED, registry)
+        self.actual = counter(names.ROUTER_CACHED_ACTUAL, registry)
+
+    def add(self, told: RequestFinished) -> None:
+        """One request that ended well."""
+        if told.prompt_tokens > 0:
+            self.prompt.inc(told.prompt_tokens)
+        if told.completion_tokens > 0:
+            self.completion.inc(told.completion_tokens)
+        if told.predicted_cached_tokens >= 0 and told.cached_tokens >= 0:
+            self.predicted.inc(told.predicted_cached_tokens)
+            self.actual.inc(told.cached_tokens)
+
+
+def line(told: RequestFinished) -> dict[str, object]:
+    """What the log says of a request: no text of it, and nothing that is not known."""
+    values = {name: getattr(told, name) for name in told.__struct_fields__}
+    return {
+        name: round(value, 6) if isinstance(value, float) else value
+        for name, value in values.items()
+        if value not in (-1, -1.0, "")
+    }
+
+
+class LiveMetrics(Collector):  # type: ignore[misc]  # prometheus_client is not typed for us
+    """What is read when somebody asks: requests in flight, the index, the bus."""
+
+    def __init__(self, flights: set[Flight], fleet: Fleet, kv: KvFeed, bus: Bus) -> None:
+        self._flights = flights
+        self._fleet = fleet
+        self._kv = kv
+        self._bus = bus
+
+    def collect(self) -> list[GaugeMetricFamily | CounterMetricFamily]:
+        """prometheus_client asks for this on each scrape."""
+        states = gauge_family(names.ROUTER_INDEX_STATE)
+        blocks = gauge_family(names.ROUTER_INDEX_BLOCKS)
+        for worker_id, entry in self._fleet.index.entries.items():
+            blocks.add_metric([worker_id], len(entry.held))
+            for state in IndexState:
+                states.add_metric([worker_id, state.value], float(entry.state is state))
+        in_flight = gauge_family(names.ROUTER_IN_FLIGHT)
+        in_flight.add_metric([], len(self._flights))
+        counts = self._bus.counts
+        return [
+            in_flight,
+            states,
+            blocks,
+            counter_family(names.ROUTER_SNAPSHOTS, self._kv.snapshots),
+            counter_family(names.BUS_DROPPED, counts.dropped),
+            counter_family(names.BUS_BAD, counts.bad_messages),
+            counter_family(names.BUS_PARTS_LOST, counts.parts_lost),
+            counter_family(names.BUS_RECONNECTS, counts.reconnects),
+        ]
+
+
+def gauge_family(metric: names.Metric) -> GaugeMetricFamily:
+    """An empty family, to be filled."""
+    return GaugeMetricFamily(metric.name, metric.meaning, labels=metric.labels)
+
+
+def counter_family(metric: names.Metric, value: float) -> CounterMetricFamily:
+    """A family of one value."""
+    return CounterMetricFamily(metric.name, metric.meaning, value=value)

@@ -1,0 +1,191 @@
+"""Run the legs of one placed request: the prefill leg to its report, the answering leg to the client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from services.router.core.cluster_view import WorkerView
+from services.router.core.placement import Placed
+from services.router.exchange import Header
+from services.router.flight import Flight
+from services.router.http_answers import EVENT_STREAM
+from services.router.parts import Parts
+from shared.bus.streams import Leg, LegFailed
+from shared.contracts.failures import Failure, Reason
+from shared.contracts.ids import LegId
+from shared.contracts.inference import Frame, FrameKind, LegKind, LegReport, StartLeg
+
+HEAD, END = FrameKind.HEAD, FrameKind.END
+OK = 200
+
+
+class EngineRefused(Exception):
+    """The engine answered a leg with an error of its own; the client gets it as it is."""
+
+    def __init__(self, status: int, content_type: str, body: bytes) -> None:
+        super().__init__(f"status {status}")
+        self.status = status
+        self.content_type = content_type
+        self.body = body
+
+
+class LegRunner:
+    """Starts legs and reads them to their end. Every wait is under the flight's deadline."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._settings = parts.settings
+        self._now: Callable[[], float] = parts.clock.now
+        self._router_id = parts.router_id
+        self._cluster = parts.fleet.cluster
+        self._inbox = parts.inbox
+        self._tracing = parts.tracing
+        self._legs_started = 0
+        self._fixed_headers: dict[tuple[str, str, str], list[Header]] = {}
+
+    async def run(self, flight: Flight, placed: Placed) -> None:
+        """All legs of this placement. Raises LegFailed, EngineRefused, BusDown, MessageTooLarge."""
+        if placed.prefill is None:
+            start = self._make(flight, placed.decode, LegKind.AGGREGATED, None)
+            await self._answer(flight, placed, start, placed.uncached_tokens)
+            return
+        report = await self._prefill(flight, placed.prefill, placed.uncached_tokens)
+        if flight.left:
+            raise LegFailed(Failure(reason=Reason.CANCELLED, message="the client left"))
+        await self._answer(flight, placed, self._make(flight, placed.decode, LegKind.DECODE, report), 0)
+
+    def headers(self, flight: Flight, placed: Placed, content_type: str) -> list[Header]:
+        """What the client is told beside the answer: who served it."""
+        prefill = placed.prefill.record.worker_id if placed.prefill is not None else ""
+        key = (content_type, placed.decode.record.worker_id, prefill)
+        fixed = self._fixed_headers.get(key)
+        if fixed is None:
+            if len(self._fixed_headers) >= FIXED_HEADERS_MAX:
+                self._fixed_headers.clear()
+            fixed = self._fixed_headers[key] = _fixed_headers(placed, *key)
+        return [*fixed, (b"x-request-id", flight.exchange.request_id.encode())]
+
+    def _make(self, flight: Flight, view: WorkerView, kind: LegKind, prefill: LegReport | None) -> StartLeg:
+        self._legs_started += 1
+        exchange = flight.exchange
+        return StartLeg(
+            worker_id=view.record.worker_id,
+            router_id=self._router_id,
+            request_id=exchange.request_id,
+            leg_id=LegId(f"{self._router_id}-{self._legs_started}"),
+            kind=kind,
+            path=exchange.path,
+            body=exchange.body,
+            content_type=exchange.content_type,
+            epoch=view.record.epoch,
+            deadline_s=max(0.0, flight.ends_at - self._now()),
+            kv_transfer=prefill.kv_transfer if prefill is not None else b"",
+            prefill_cached_tokens=prefill.cached_tokens if prefill is not None else 0,
+        )
+
+    async def _prefill(self, flight: Flight, view: WorkerView, tokens: int) -> LegReport:
+        start = self._make(flight, view, LegKind.PREFILL, None)
+        begun = self._now()
+        flight.allow(begun, self._settings.prefill_s_max)
+        self._cluster.leg_started(start.worker_id, tokens)
+        try:
+            with self._tracing.leg(flight, start) as headers:
+                flight.leg = leg = await self._inbox.start(start, headers)
+                frames = await leg.frames()
+                while frames[-1].kind is not END:
+                    frames += await leg.frames()
+        finally:
+            self._cluster.prompt_computed(start.worker_id, tokens)
+            self._cluster.leg_ended(start.worker_id)
+        if status_of(frames[0]) != OK:
+            raise refusal(frames)
+        report = frames[-1].report
+        if report is None:
+            raise LegFailed(Failure(reason=Reason.BAD_MESSAGE, message="The prefill leg ended without a report."))
+        flight.story.prefill_s = self._now() - begun
+        flight.story.prefill_report = report
+        return report
+
+    async def _answer(self, flight: Flight, placed: Placed, start: StartLeg, tokens: int) -> None:
+        settings = self._settings
+        # A whole answer's head comes with its body, when all tokens are there: only a stream has an early first frame.
+        flight.allow(self._now(), settings.first_frame_s_max if flight.facts.stream else settings.request_s_max)
+        self._cluster.leg_started(start.worker_id, tokens)
+        try:
+            with self._tracing.leg(flight, start) as headers:
+                flight.leg = leg = await self._inbox.start(start, headers)
+                frames = await leg.frames()
+                if status_of(frames[0]) == OK and frames[0].content_type.startswith(EVENT_STREAM):
+                    await self._stream(flight, placed, leg, frames)
+                else:
+                    await self._whole(flight, placed, leg, frames)
+        finally:
+            self._cluster.prompt_computed(start.worker_id, tokens)
+            self._cluster.leg_ended(start.worker_id)
+
+    async def _stream(self, flight: Flight, placed: Placed, leg: Leg, frames: list[Frame]) -> None:
+        """Relay events as they come, all that have arrived in one write. The head waits for the first data, so that
+        a leg that fails before it can still be placed again.
+        """
+        exchange, story, now, gap_s = flight.exchange, flight.story, self._now, self._settings.frame_gap_s_max
+        while True:
+            data = b"".join([frame.data for frame in frames]) if len(frames) > 1 else frames[0].data
+            last = frames[-1]
+            if data:
+                story.last_at = at = now()
+                flight.deadline_at = min(at + gap_s, flight.ends_at)
+            if not exchange.begun and (data or last.kind is END):
+                story.status = OK
+                story.first_at = story.last_at
+                await exchange.begin(OK, self.headers(flight, placed, EVENT_STREAM))
+            if last.kind is END:
+                break
+            if data:
+                await exchange.send(data)
+            frames = await leg.frames()
+        story.report = last.report
+        await exchange.end(data)
+
+    async def _whole(self, flight: Flight, placed: Placed, leg: Leg, frames: list[Frame]) -> None:
+        """Collect the answer until its end: until then the request can still be placed again."""
+        size = sum([len(frame.data) for frame in frames])
+        while frames[-1].kind is not END:
+            more = await leg.frames()
+            size += sum([len(frame.data) for frame in more])
+            if size > self._settings.answer_bytes_max:
+                raise LegFailed(Failure(reason=Reason.INTERNAL, message="The answer is larger than the router holds."))
+            frames += more
+        if frames[0].status != OK:
+            raise refusal(frames)
+        story = flight.story
+        story.report = frames[-1].report
+        story.status = OK
+        story.first_at = story.last_at = self._now()
+        body = b"".join([frame.data for frame in frames])
+        await flight.exchange.answer(OK, self.headers(flight, placed, frames[0].content_type), body)
+
+
+FIXED_HEADERS_MAX = 4096
+"""Combinations of workers whose headers are kept ready."""
+
+
+def _fixed_headers(placed: Placed, content_type: str, decode: str, prefill: str) -> list[Header]:
+    headers = [
+        (b"content-type", content_type.encode("latin-1")),
+        (b"x-baton-mode", placed.mode.value.encode()),
+        (b"x-baton-decode-worker", decode.encode()),
+    ]
+    if prefill:
+        headers.append((b"x-baton-prefill-worker", prefill.encode()))
+    return headers
+
+
+def status_of(head: Frame) -> int:
+    """The HTTP status in a leg's first frame. Raises LegFailed when that is no head."""
+    if head.kind is not HEAD or not 200 <= head.status <= 599:
+        raise LegFailed(Failure(reason=Reason.BAD_MESSAGE, message="The leg's answer does not begin with a head."))
+    return head.status
+
+
+def refusal(frames: list[Frame]) -> EngineRefused:
+    """The engine's error as an exception."""
+    return EngineRefused(frames[0].status, frames[0].content_type, b"".join([frame.data for frame in frames]))

@@ -1,0 +1,219 @@
+"""The HTTP surface as FastAPI knows it: the document, and everything that is asked seldom.
+
+The inference routes are real routes, so that the OpenAPI document is true; the edge in front serves them.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+
+from services.router.core.request import CHAT, COMPLETIONS
+from services.router.edge import PASSED_THROUGH, Edge
+from services.router.exchange import Receive, Scope, Send
+from services.router.fleet import Fleet
+from services.router.http_answers import error_body
+from services.router.parts import Parts
+from shared.bus.port import Bus
+from shared.runtime.clock import Clock
+
+JSON = "application/json"
+
+ERROR_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "integer", "null"]},
+            },
+        }
+    },
+}
+ERRORS = {
+    400: "The engine refused the body; its own words.",
+    404: "No worker has ever offered this model, or none serves this endpoint.",
+    405: "The method is not allowed.",
+    408: "The body did not come in time.",
+    413: "The body is larger than the limit; nothing was sent.",
+    415: "The engine does not read this content type.",
+    422: "The engine could not make sense of the body.",
+    499: "The client left.",
+    500: "A bug, or an error inside the engine.",
+    501: "The engine does not serve this.",
+    502: "The worker was lost and no other could take over.",
+    503: "No worker is fit just now; Retry-After says when to try again.",
+    504: "The request's time is over.",
+}
+
+
+def _body_schema(required: list[str], properties: dict[str, Any]) -> dict[str, Any]:
+    schema = {"type": "object", "required": required, "properties": properties, "additionalProperties": True}
+    return {"required": True, "content": {JSON: {"schema": schema}}}
+
+
+COMMON_PROPERTIES: dict[str, Any] = {
+    "model": {"type": "string"},
+    "stream": {"type": "boolean", "default": False},
+    "max_tokens": {"type": "integer", "minimum": 1},
+    "temperature": {"type": "number", "minimum": 0},
+}
+COMPLETIONS_BODY = _body_schema(
+    ["model", "prompt"],
+    {
+        **COMMON_PROPERTIES,
+        "prompt": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer", "minimum": 0}}]},
+    },
+)
+MESSAGE_SCHEMA = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {"role": {"enum": ["system", "user", "assistant"]}, "content": {"type": "string"}},
+}
+CHAT_BODY = _body_schema(
+    ["model", "messages"],
+    {**COMMON_PROPERTIES, "messages": {"type": "array", "minItems": 1, "items": MESSAGE_SCHEMA}},
+)
+ANY_BODY = _body_schema([], {})
+HEADERS = [
+    {
+        "name": "x-baton-mode",
+        "in": "header",
+        "required": False,
+        "description": "How to serve the request; auto lets the router choose.",
+        "schema": {"enum": ["auto", "aggregated", "disaggregated"]},
+    },
+    {
+        "name": "x-request-id",
+        "in": "header",
+        "required": False,
+        "description": "A name for the request, repeated in the answer.",
+        "schema": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,128}$"},
+    },
+]
+
+
+def _responses(answer: str) -> dict[int | str, dict[str, Any]]:
+    content = {JSON: {"schema": {}}, "text/event-stream": {"schema": {"type": "string"}}}
+    responses: dict[int | str, dict[str, Any]] = {200: {"description": answer, "content": content}}
+    for status, text in ERRORS.items():
+        responses[status] = {"description": text, "content": {JSON: {"schema": ERROR_SCHEMA}}}
+    return responses
+
+
+class Relayed(Response):
+    """An answer that the edge gives."""
+
+    def __init__(self, edge: Edge) -> None:
+        super().__init__()
+        self._edge = edge
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        await self._edge.relay(scope, receive, send)
+
+
+def make_app(edge: Edge, parts: Parts) -> FastAPI:
+    """Everything but the hot path."""
+    app = FastAPI(title="Baton", description="OpenAI-compatible inference over prefill and decode workers.")
+    _add_inference(app, edge)
+    _add_state(app, parts.fleet, parts.bus, parts.clock)
+    _add_errors(app)
+
+    @app.get("/metrics", response_class=Response, tags=["state"])
+    async def metrics() -> Response:
+        """Prometheus metrics of this router."""
+        return Response(generate_latest(parts.ledger.registry), media_type=CONTENT_TYPE_LATEST)
+
+    return app
+
+
+def _add_inference(app: FastAPI, edge: Edge) -> None:
+    async def relayed() -> Response:
+        return Relayed(edge)
+
+    for path, body, summary in (
+        (COMPLETIONS, COMPLETIONS_BODY, "Complete a prompt"),
+        (CHAT, CHAT_BODY, "Continue a conversation"),
+        *((path, ANY_BODY, f"Served by one worker as it is: {path}") for path in PASSED_THROUGH),
+    ):
+        app.add_api_route(
+            path,
+            relayed,
+            methods=["POST"],
+            summary=summary,
+            tags=["inference"],
+            operation_id=path.strip("/").replace("/", "_"),
+            response_class=Response,
+            responses=_responses("The answer, whole or as a stream of events."),
+            openapi_extra={"requestBody": body, "parameters": HEADERS},
+        )
+
+
+def _add_state(app: FastAPI, fleet: Fleet, bus: Bus, clock: Clock) -> None:
+    created = int(time.time())
+
+    @app.get("/v1/models", tags=["inference"])
+    async def models() -> Response:
+        """The models that ready workers offer."""
+        return Response(
+            msgspec.json.encode({"object": "list", "data": list_models(fleet, clock, created)}), media_type=JSON
+        )
+
+    @app.get("/health", tags=["state"])
+    async def health() -> dict[str, str]:
+        """The process lives."""
+        return {"status": "ok"}
+
+    @app.get("/ready", tags=["state"], responses={503: {"description": "Not ready; says why."}})
+    async def ready() -> Response:
+        """The bus is connected and at least one worker is fit."""
+        why = "" if fleet.ready(clock.now()) else "no worker is ready"
+        if not bus.connected:
+            why = "NATS is not connected"
+        body = {"status": "ready"} if not why else {"status": "not ready", "reason": why}
+        return Response(msgspec.json.encode(body), 503 if why else 200, media_type=JSON)
+
+
+def list_models(fleet: Fleet, clock: Clock, created: int) -> list[dict[str, Any]]:
+    """OpenAI's model objects of everything that can be asked for just now."""
+    listed: dict[str, dict[str, Any]] = {}
+    now = clock.now()
+    for view in fleet.cluster.workers.values():
+        if view.fit(now, fleet.policy.silent_s_max):
+            for model in view.record.models:
+                listed[model] = {
+                    "id": model,
+                    "object": "model",
+                    "created": created,
+                    "owned_by": "baton",
+                    "root": view.record.fingerprint.model,
+                    "parent": None,
+                    "max_model_len": view.record.max_model_len,
+                    "permission": [],
+                }
+    return list(listed.values())
+
+
+def _add_errors(app: FastAPI) -> None:
+    """Whatever FastAPI refuses by itself has OpenAI's shape, too."""
+
+    @app.exception_handler(HTTPException)
+    async def refused(_request: Request, error: HTTPException) -> Response:
+        body = error_body(error.status_code, str(error.detail))
+        return Response(body, error.status_code, headers=dict(error.headers or {}), media_type=JSON)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_request: Request, error: RequestValidationError) -> Response:
+        return Response(error_body(400, str(error)), 400, media_type=JSON)

@@ -1,0 +1,118 @@
+"""The tokenizers of all models, fetched from workers once per fingerprint, and the decision when to use them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+from services.router.core.request import CHAT, COMPLETIONS, RequestFacts
+from services.router.exchange import Exchange
+from services.router.fleet import Fleet
+from services.router.settings import Settings
+from services.router.tokenizer import Prompt, PromptTokenizer, guessed
+from shared.bus.port import Bus, BusError
+from shared.contracts.channels import TOKENIZER
+from shared.contracts.control import AskTokenizer
+from shared.contracts.workers import WorkerRecord
+from shared.runtime.clock import Clock
+
+log = logging.getLogger("baton.router")
+
+THREADS = 1
+"""Long prompts are tokenized one behind the other: more threads would take the processor from the event loop."""
+TOKENIZER_S_MAX = 30.0
+"""For a worker to read and send its tokenizer."""
+TRY_AGAIN_S = 5.0
+"""After a tokenizer could not be had."""
+TOKENIZERS_MAX = 64
+"""Fingerprints whose tokenizers are kept; beyond that, prompts are placed by load alone."""
+
+
+class Prompts:
+    """Prompts as placement needs them. ``follow`` keeps the tokenizers; ``of`` never fails a request."""
+
+    def __init__(self, settings: Settings, bus: Bus, clock: Clock, fleet: Fleet) -> None:
+        self._settings = settings
+        self._bus = bus
+        self._clock = clock
+        self._fleet = fleet
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
+        self._tokenizers: dict[str, PromptTokenizer | None] = {}
+        """By fingerprint. None: this model cannot be followed."""
+        self._try_at: dict[str, float] = {}
+        self._wake = asyncio.Event()
+
+    async def of(self, exchange: Exchange, facts: RequestFacts) -> Prompt:
+        """Exact when it matters and can be known, else a guess from the length."""
+        body = facts.body
+        if body is not None and facts.path in (CHAT, COMPLETIONS) and self._matters(facts):
+            for view in self._fleet.cluster.offering(facts.model):
+                tokenizer = self._tokenizers.get(view.pairs_with)
+                if tokenizer is not None:
+                    loop_bytes_max = self._settings.tokenize_loop_bytes_max
+                    prompt = await tokenizer.prompt(facts, threads=self._threads, loop_bytes_max=loop_bytes_max)
+                    if prompt is not None:
+                        return prompt
+                break
+        return guessed(facts, len(exchange.body))
+
+    def worker_seen(self, record: WorkerRecord) -> None:
+        """A worker is there: make sure that its model's tokenizer is, too."""
+        if record.fingerprint.key() not in self._tokenizers:
+            self._wake.set()
+
+    def followed(self, fingerprint: str) -> bool:
+        """Whether prompts of this fingerprint can be tokenized as the engine does."""
+        return self._tokenizers.get(fingerprint) is not None
+
+    async def follow(self) -> None:
+        """Fetch what is missing, for ever."""
+        if self._settings.tokenize == "never":
+            return
+        while True:
+            waiting = await self._fetch_missing()
+            self._wake.clear()
+            try:
+                async with asyncio.timeout(TRY_AGAIN_S if waiting else None):
+                    await self._wake.wait()
+            except TimeoutError:
+                continue
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _matters(self, facts: RequestFacts) -> bool:
+        if self._settings.tokenize == "auto":
+            return self._fleet.prompt_matters(facts.model, facts.whole)
+        return self._settings.tokenize == "always"
+
+    async def _fetch_missing(self) -> bool:
+        """Answers whether some tokenizer is still missing."""
+        waiting = False
+        for view in list(self._fleet.cluster.workers.values()):
+            if view.pairs_with in self._tokenizers or len(self._tokenizers) >= TOKENIZERS_MAX:
+                continue
+            if self._clock.now() < self._try_at.get(view.pairs_with, 0.0) or not await self._fetch(view.record):
+                waiting = True
+        return waiting
+
+    async def _fetch(self, record: WorkerRecord) -> bool:
+        key = record.fingerprint.key()
+        try:
+            ask = AskTokenizer(worker_id=record.worker_id)
+            asset = await self._bus.ask(TOKENIZER, ask, timeout_s=TOKENIZER_S_MAX)
+        except BusError as error:
+            log.info("the tokenizer of %s cannot be had from %s yet: %s", record.models[:1], record.worker_id, error)
+            self._try_at[key] = self._clock.now() + TRY_AGAIN_S
+            return False
+        cache_bytes_max = self._settings.tokenize_cache_bytes_max
+        try:
+            self._tokenizers[key] = await asyncio.get_running_loop().run_in_executor(
+                self._threads, lambda: PromptTokenizer(asset, record.hashing, cache_bytes_max=cache_bytes_max)
+            )
+        except ValueError as error:
+            log.warning("%s is placed by load alone: %s", record.models[:1], error)
+            self._tokenizers[key] = None
+        return True

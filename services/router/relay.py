@@ -1,0 +1,157 @@
+"""Serve a request: place it, run its legs, place it again when a leg fails early, tell the client when all fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from services.router.core.placement import Need, Placed, Refused
+from services.router.core.request import Mode, read_request
+from services.router.exchange import Exchange
+from services.router.flight import Flight
+from services.router.http_answers import HttpError, bad_request, error_event, failed
+from services.router.legs import EngineRefused, LegRunner
+from services.router.parts import Parts
+from shared.bus.port import BusDown, MessageTooLarge
+from shared.bus.streams import LegFailed
+from shared.contracts.failures import HTTP_STATUS, Failure, Reason
+
+GIVEN_UP = frozenset(
+    {Reason.WORKER_DRAINING, Reason.WORKER_BUSY, Reason.WORKER_LOST, Reason.ENGINE_DEAD, Reason.DEADLINE}
+)
+"""The worker cannot serve this request any more; another one may."""
+RETRIED = GIVEN_UP | {Reason.FRAMES_LOST}
+"""Failures after which a request is placed again, if the client has not seen any of its answer."""
+SERVICE_UNAVAILABLE = 503
+
+
+class Relay:
+    """Serves requests side by side; each call of ``serve`` is one."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._settings = parts.settings
+        self._now: Callable[[], float] = parts.clock.now
+        self._fleet = parts.fleet
+        self._inbox = parts.inbox
+        self._prompts = parts.prompts
+        self._ledger = parts.ledger
+        self._tracing = parts.tracing
+        self._runner = LegRunner(parts)
+        self.flights: set[Flight] = set()
+
+    async def serve(self, exchange: Exchange) -> None:
+        """One request from its body to the end of its answer."""
+        now = self._now()
+        facts = read_request(exchange.path, exchange.body)
+        flight = Flight(exchange, facts, self._inbox, now, now + self._settings.request_s_max)
+        flight.task = asyncio.current_task()
+        self.flights.add(flight)
+        try:
+            with self._tracing.request(flight):
+                await self._serve(flight)
+        finally:
+            self.flights.discard(flight)
+            flight.close()
+            self._ledger.finished(flight, self._now())
+
+    async def _serve(self, flight: Flight) -> None:
+        facts = flight.facts
+        prompt = await self._prompts.of(flight.exchange, facts)
+        flight.story.prompt = prompt
+        need = Need(
+            model=facts.model,
+            mode=flight.exchange.mode or Mode.AUTO,
+            whole=facts.whole,
+            prompt_tokens=prompt.tokens,
+            hashes=prompt.hashes,
+            tokens_out=facts.tokens_out,
+        )
+        failure: Failure | None = None
+        while True:
+            placement = self._place(flight, need)
+            if isinstance(placement, Refused):
+                await self._refuse(flight, placement, failure)
+                return
+            failure = await self._attempt(flight, placement)
+            if failure is None:
+                return
+            if not self._may_retry(flight, failure):
+                await self._fail(flight, failure)
+                return
+            need = self._without_failed(flight, need, failure)
+
+    def _place(self, flight: Flight, need: Need) -> Placed | Refused:
+        begun = self._now()
+        with self._tracing.placement(flight):
+            placement = self._fleet.place(need, begun)
+        flight.story.placement_s = self._now() - begun
+        return placement
+
+    async def _attempt(self, flight: Flight, placed: Placed) -> Failure | None:
+        """Run the legs; answers why they did not end well, or None when the client has its answer."""
+        flight.story.attempts += 1
+        flight.story.placed = placed
+        try:
+            await self._runner.run(flight, placed)
+        except LegFailed as lost:
+            return lost.failure
+        except BusDown as error:
+            return Failure(reason=Reason.BUS_DOWN, message=str(error))
+        except MessageTooLarge as error:
+            return Failure(reason=Reason.TOO_LARGE, message=str(error))
+        except EngineRefused as no:
+            if no.status == SERVICE_UNAVAILABLE and flight.story.attempts < self._settings.attempts_max:
+                return Failure(reason=Reason.WORKER_BUSY, message="the engine takes no requests")
+            await self._pass_on(flight, placed, no)
+        return None
+
+    def _may_retry(self, flight: Flight, failure: Failure) -> bool:
+        return (
+            failure.reason in RETRIED
+            and not flight.exchange.begun
+            and not flight.left
+            and flight.story.attempts < self._settings.attempts_max
+            and self._now() < flight.ends_at
+        )
+
+    def _without_failed(self, flight: Flight, need: Need, failure: Failure) -> Need:
+        """The same need, less the worker whose leg failed."""
+        self._ledger.retried(failure.reason)
+        if flight.leg is None or failure.reason not in GIVEN_UP:
+            return need
+        return msgspec.structs.replace(need, excluded=need.excluded | {flight.leg.worker_id})
+
+    async def _pass_on(self, flight: Flight, placed: Placed, refusal: EngineRefused) -> None:
+        """The engine's own error, word for word."""
+        flight.story.status = refusal.status
+        flight.story.reason = "engine_refused"
+        headers = self._runner.headers(flight, placed, refusal.content_type)
+        await flight.exchange.answer(refusal.status, headers, refusal.body)
+
+    async def _refuse(self, flight: Flight, refused: Refused, failure: Failure | None) -> None:
+        """Nobody can serve it. A client whose attempts ran out of time is told so; an unreadable body is its own."""
+        if failure is not None and failure.reason is Reason.DEADLINE:
+            await self._fail(flight, failure)
+        elif flight.facts.body is None:
+            await self._tell(flight, bad_request("The body is not a JSON object."))
+        else:
+            await self._tell(flight, failed(refused.reason, refused.message, refused.retry_after_s))
+
+    async def _fail(self, flight: Flight, failure: Failure) -> None:
+        """The last word on a request that did not end well."""
+        exchange, story = flight.exchange, flight.story
+        reason = Reason.CANCELLED if flight.left else failure.reason
+        if not exchange.begun and not flight.left:
+            await self._tell(flight, failed(reason, failure.message, failure.retry_after_s))
+            return
+        story.status = HTTP_STATUS[reason]
+        story.reason = str(reason)
+        if not flight.left and not exchange.ended:
+            await exchange.end(error_event(reason, failure.message))
+
+    async def _tell(self, flight: Flight, error: HttpError) -> None:
+        flight.story.status = error.status
+        flight.story.reason = error.reason
+        await flight.exchange.refuse(error)

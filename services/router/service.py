@@ -1,0 +1,98 @@
+"""A router process, put together: feeds, relay, HTTP; and taken apart again in reverse when it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+
+from services.router.core.placement import Policy
+from services.router.edge import Edge
+from services.router.fleet import Fleet
+from services.router.fleet_feed import FleetFeed
+from services.router.http_server import make_server
+from services.router.kv_feed import KvFeed
+from services.router.ledger import Ledger, LiveMetrics
+from services.router.openai_api import make_app
+from services.router.parts import Parts
+from services.router.prompts import Prompts
+from services.router.relay import Relay
+from services.router.settings import Settings
+from services.router.tracing import Tracing
+from services.router.watchman import Watchman
+from shared.bus.port import Bus
+from shared.bus.streams import LegInbox
+from shared.contracts.control import ServicePhase
+from shared.contracts.ids import RouterId
+from shared.runtime.clock import Clock
+from shared.runtime.service import Service
+
+log = logging.getLogger("baton.router")
+
+
+class Router:
+    """All parts of one router, wired but not running."""
+
+    def __init__(self, settings: Settings, bus: Bus, clock: Clock, tracing: Tracing) -> None:
+        router_id = RouterId(f"{settings.instance or 'router'}-{secrets.token_hex(4)}")
+        fleet = Fleet(Policy(silent_s_max=settings.silent_s_max))
+        self.parts = parts = Parts(
+            router_id=router_id,
+            settings=settings,
+            clock=clock,
+            bus=bus,
+            fleet=fleet,
+            inbox=LegInbox(bus, router_id, leg_buffer_bytes_max=settings.leg_buffer_bytes_max),
+            prompts=Prompts(settings, bus, clock, fleet),
+            ledger=Ledger(router_id, log_requests=settings.log_requests),
+            tracing=tracing,
+        )
+        self.kv = KvFeed(bus, fleet.index)
+        self.feed = FleetFeed(parts, self.kv)
+        self.relay = Relay(parts)
+        self.watchman = Watchman(self.relay.flights, clock)
+        self.edge = Edge(settings, self.relay, parts.ledger)
+        self.edge.app = make_app(self.edge, parts)
+        parts.ledger.registry.register(LiveMetrics(self.relay.flights, fleet, self.kv, bus))
+
+    async def open(self) -> None:
+        """Subscribe to everything; live when it returns."""
+        await self.parts.inbox.open()
+        await self.kv.open()
+        await self.feed.open()
+
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Begin everything that goes on beside requests."""
+        for work, name in (
+            (self.feed.follow_registry(), "follow-registry"),
+            (self.feed.sweep(), "sweep-workers"),
+            (self.kv.follow(), "follow-kv"),
+            (self.parts.prompts.follow(), "follow-tokenizers"),
+            (self.parts.ledger.report(self.parts.bus), "report-finished"),
+            (self.watchman.walk(), "watch-requests"),
+        ):
+            tasks.create_task(work, name=name)
+
+    async def close(self) -> None:
+        """Cancel what still runs, tell the last, stop listening."""
+        await self.parts.inbox.close()
+        await self.parts.ledger.report_now(self.parts.bus)
+        self.parts.prompts.close()
+
+
+async def serve(service: Service, settings: Settings, listener: socket.socket) -> None:
+    """The router's life: open, serve until told to stop, finish what runs, leave."""
+    router = Router(settings, service.bus, service.clock, Tracing(service.tracer))
+    await router.open()
+    router.start(service.tasks)
+    server = make_server(router.edge, settings)
+    serving = service.tasks.create_task(server.serve(sockets=[listener]), name="serve-http")
+    await server.listening.wait()
+    service.set_phase(ServicePhase.READY)
+    await service.stopping.wait()
+    service.set_phase(ServicePhase.DRAINING, f"{len(router.relay.flights)} requests")
+    # uvicorn closes the listener and idle connections, and lets requests that run end.
+    server.should_exit = True
+    await serving
+    await router.close()
