@@ -71,7 +71,8 @@ class Leg:
             try:
                 await waiter
             finally:
-                self._waiter = None
+                if self._waiter is waiter:
+                    self._waiter = None
             if not self._frames:
                 raise LegFailed(self._failure or _ENDED)
         frames = self._frames
@@ -111,8 +112,7 @@ class Leg:
         elif kind is _END:
             self._inbox.forget(self)
             self.ended = True
-        waiter = self._waiter
-        if waiter is not None:
+        if self._waiter is not None:
             self._wake()
 
     def _wake(self) -> None:

