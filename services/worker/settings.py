@@ -4,25 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-import msgspec
-
+from services.worker.core.simulation.settings import SimulatedTiming
 from shared.contracts.workers import Role
 
 TINY_MODEL = "baton-tiny"
 """The model that the project makes itself (see ``services.worker.tiny_model``)."""
-
-
-class SimulatedTiming(msgspec.Struct, frozen=True, kw_only=True):
-    """How fast the simulated engine pretends to be."""
-
-    sim_prefill_tokens_per_s: float = 8000.0
-    sim_prefill_base_s: float = 0.002
-    sim_decode_base_s: float = 0.004
-    """Seconds of one decode step, with one sequence."""
-    sim_decode_per_sequence_s: float = 0.0001
-    """Seconds that each further sequence adds to a decode step."""
-    sim_transfer_bytes_per_s: float = 2e9
-    sim_transfer_base_s: float = 0.001
 
 
 class Settings(SimulatedTiming, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -5,19 +5,9 @@ from __future__ import annotations
 import msgspec
 
 
-class SimulationSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """One simulated engine. A speed of 0 means that the thing takes no time. Raises ValueError when it cannot work."""
+class SimulatedTiming(msgspec.Struct, frozen=True, kw_only=True):
+    """How fast a simulated engine pretends to be. A speed of 0 means that the thing takes no time."""
 
-    engine_id: str = "simulated"
-    """Names this engine in the KV transfers that it offers."""
-    block_size: int = 32
-    """Tokens in a KV block."""
-    kv_blocks: int = 8192
-    max_model_len: int = 131_072
-    max_num_batched_tokens: int = 2048
-    """Tokens computed in one step, at most."""
-    max_num_seqs: int = 256
-    """Sequences in one step, at most."""
     sim_prefill_tokens_per_s: float = 8000.0
     sim_prefill_base_s: float = 0.002
     """Seconds that any prefill adds to a step."""
@@ -32,6 +22,21 @@ class SimulationSettings(msgspec.Struct, frozen=True, kw_only=True):
     sim_transfer_base_s: float = 0.001
     """Seconds until the first byte of a transfer arrives."""
     sim_kv_bytes_per_token: int = 4096
+
+
+class SimulationSettings(SimulatedTiming, frozen=True, kw_only=True):
+    """One simulated engine. Raises ValueError when it cannot work."""
+
+    engine_id: str = "simulated"
+    """Names this engine in the KV transfers that it offers."""
+    block_size: int = 32
+    """Tokens in a KV block."""
+    kv_blocks: int = 8192
+    max_model_len: int = 131_072
+    max_num_batched_tokens: int = 2048
+    """Tokens computed in one step, at most."""
+    max_num_seqs: int = 256
+    """Sequences in one step, at most."""
 
     def __post_init__(self) -> None:
         for name in ("block_size", "kv_blocks", "max_model_len", "max_num_batched_tokens", "max_num_seqs"):

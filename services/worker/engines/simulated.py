@@ -1,0 +1,272 @@
+"""The simulated engine: the pure core, driven by the event loop's clock, behind the engine port."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import msgspec
+
+from services.worker.core.simulation.engine_core import EngineCore
+from services.worker.core.simulation.sequence import Sequence, Wish
+from services.worker.core.simulation.settings import SimulatedTiming, SimulationSettings
+from services.worker.engines.port import AsgiApp, Engine, EngineDead, EngineFacts, EngineLoad, TokenizerFiles
+from services.worker.engines.simulated_app import SimulatedApp
+from services.worker.engines.simulated_choices import Choice
+from services.worker.engines.simulated_jobs import JobMaker
+from services.worker.engines.simulated_tokenizer import SimulatedTokenizer
+from services.worker.settings import Settings
+from services.worker.tiny_model import TINY_MODEL, ensure_tiny_tokenizer, tiny_revision
+from shared.contracts.kv_events import KvEvent
+from shared.contracts.workers import Fingerprint, HashScheme
+from shared.runtime.settings import CommonSettings
+
+KV_EVENTS_MAX = 10_000
+"""Events kept for the consumer; one that is further behind gets the whole cache told anew."""
+TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+
+
+class SimulatedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine pretends to serve."""
+
+    directory: Path
+    """With ``tokenizer.json``."""
+    names: list[str] = msgspec.field(default_factory=lambda: [TINY_MODEL])
+    revision: str = ""
+
+
+async def start_engine(settings: Settings, common: CommonSettings, say: Callable[[str], None]) -> Engine:
+    """The engine of a worker with these settings. Raises ValueError for settings that cannot work."""
+    say("loading the tokenizer")
+    directory, revision = await asyncio.to_thread(_find_model, settings, Path(common.cache_dir))
+    names = [settings.served_model_name or settings.model]
+    model = SimulatedModel(directory=directory, names=names, revision=settings.revision or revision)
+    return await open_simulated_engine(simulation_settings(settings), model, legs_max=settings.legs_max)
+
+
+async def open_simulated_engine(
+    settings: SimulationSettings, model: SimulatedModel, *, legs_max: int = 256
+) -> SimulatedEngine:
+    """A running engine; ``close`` ends it."""
+    tokenizer = await asyncio.to_thread(SimulatedTokenizer, model.directory)
+    return SimulatedEngine(settings, model, tokenizer, legs_max)
+
+
+def simulation_settings(settings: Settings) -> SimulationSettings:
+    """What a worker's settings mean for the simulation: 0 is its default, as long as it fits."""
+    timing = {name: getattr(settings, name) for name in SimulatedTiming.__struct_fields__}
+    defaults = SimulationSettings()
+    block_bytes = settings.block_size * settings.sim_kv_bytes_per_token
+    kv_blocks = (
+        settings.kv_cache_bytes // block_bytes if settings.kv_cache_bytes and block_bytes else defaults.kv_blocks
+    )
+    return SimulationSettings(
+        engine_id=settings.worker_id,
+        block_size=settings.block_size,
+        kv_blocks=kv_blocks,
+        max_model_len=settings.max_model_len or min(defaults.max_model_len, kv_blocks * settings.block_size),
+        max_num_seqs=settings.legs_max,
+        **timing,
+    )
+
+
+class SimulatedEngine:
+    """An ``Engine``. Must be made on a running event loop."""
+
+    def __init__(
+        self, settings: SimulationSettings, model: SimulatedModel, tokenizer: SimulatedTokenizer, legs_max: int
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self._core = EngineCore(settings, tokenizer.model)
+        self._tokenizer = tokenizer
+        self._facts = _facts(settings, model, legs_max)
+        jobs = JobMaker(tokenizer, model.names, settings.max_model_len)
+        self._app = SimulatedApp(self, tokenizer, jobs, _models_answer(model.names, settings.max_model_len))
+        self._load_listeners: list[Callable[[], None]] = []
+        self._events: list[KvEvent] = []
+        self._new_events = asyncio.Event()
+        self._wake: asyncio.Future[None] = loop.create_future()
+        self._died: asyncio.Future[str] = loop.create_future()
+        self._running = loop.create_task(self._run(), name="simulated-engine")
+        self._running.add_done_callback(self._ended)
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What does not change."""
+        return self._facts
+
+    @property
+    def app(self) -> AsgiApp:
+        """The OpenAI-compatible server."""
+        return self._app
+
+    def load(self) -> EngineLoad:
+        """Now."""
+        batch, cache, measures = self._core.batch, self._core.cache, self._core.measures
+        return EngineLoad(
+            running=len(batch.running),
+            waiting=len(batch.waiting) + len(batch.receiving),
+            waiting_tokens=sum(sequence.prompt_tokens_left for sequence in batch.everyone()),
+            kv_blocks_used=cache.blocks - cache.free,
+            prompt_tokens_total=measures.prompt_tokens,
+            computed_tokens_total=measures.computed_tokens,
+            cached_tokens_total=measures.cached_tokens,
+            received_tokens_total=measures.received_tokens,
+            received_bytes_total=measures.received_bytes,
+            received_seconds_total=measures.received_s,
+            generation_tokens_total=measures.generated_tokens,
+            preemptions_total=batch.preemptions,
+            prefill_tokens_per_s=measures.prefill_tokens_per_s,
+            decode_s_per_token=measures.decode_s_per_token,
+        )
+
+    def on_load_changed(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` after each step."""
+        self._load_listeners.append(listener)
+
+    async def kv_events(self) -> AsyncIterator[list[KvEvent]]:
+        """Changes of the prefix cache from the first on. Raises EngineDead."""
+        while True:
+            await self._new_events.wait()
+            self._new_events.clear()
+            if self._died.done():
+                raise EngineDead(self._died.result())
+            events, self._events = self._events, []
+            yield events
+
+    def tokenizer_files(self) -> TokenizerFiles:
+        """The model's."""
+        return self._tokenizer.files()
+
+    async def dead(self) -> str:
+        """Return, with the reason, when the engine has died."""
+        return await asyncio.shield(self._died)
+
+    async def close(self, deadline_s: float) -> None:
+        """End the engine; its requests fail with EngineDead."""
+        self._running.cancel()
+        await asyncio.wait([self._running], timeout=deadline_s)
+
+    def submit(self, choice: Choice, wish: Wish) -> Sequence:
+        """Begin a completion; its tokens arrive in the choice's inbox. Raises EngineDead."""
+        if self._died.done():
+            raise EngineDead(self._died.result())
+        sequence = self._core.add(choice, list(choice.prompt), wish, time.monotonic())
+        if not self._core.stepping():
+            self._wake_up()
+        self._tell_load()
+        return sequence
+
+    def abort(self, sequence: Sequence) -> None:
+        """Nobody wants the rest. Harmless when there is none."""
+        if sequence.finish_reason:
+            return
+        self._core.abort(sequence)
+        if not self._core.stepping():
+            self._wake_up()
+        self._tell_load()
+
+    async def _run(self) -> None:
+        core = self._core
+        while True:
+            now = time.monotonic()
+            for sequence, token in core.advance(now):
+                choice: Choice = sequence.owner
+                choice.inbox.put(choice, token, sequence.finish_reason)
+            self._tell_events()
+            self._tell_load()
+            wakes_at = core.wakes_at()
+            if wakes_at is not None and wakes_at <= now:
+                await asyncio.sleep(0)  # everybody takes the tokens before the next ones come
+            else:
+                await self._sleep(None if wakes_at is None else wakes_at - now)
+
+    async def _sleep(self, seconds: float | None) -> None:
+        loop = asyncio.get_running_loop()
+        self._wake = loop.create_future()
+        timer = None if seconds is None else loop.call_later(seconds, self._wake_up)
+        try:
+            await self._wake
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    def _wake_up(self) -> None:
+        if not self._wake.done():
+            self._wake.set_result(None)
+
+    def _tell_events(self) -> None:
+        events = self._core.cache.take_events()
+        if not events:
+            return
+        self._events += events
+        if len(self._events) > KV_EVENTS_MAX:
+            self._events = self._core.cache.whole_as_events()
+        self._new_events.set()
+
+    def _tell_load(self) -> None:
+        for listener in self._load_listeners:
+            listener()
+
+    def _ended(self, running: asyncio.Task[None]) -> None:
+        error = None if running.cancelled() else running.exception()
+        reason = "the engine was closed" if error is None else f"the simulation failed: {error!r}"
+        self._died.set_result(reason)
+        self._new_events.set()
+        for sequence in self._core.batch.everyone():
+            sequence.owner.inbox.fail(reason)
+
+
+def _facts(settings: SimulationSettings, model: SimulatedModel, legs_max: int) -> EngineFacts:
+    fingerprint = Fingerprint(
+        model=model.names[0],
+        revision=model.revision,
+        dtype="simulated",
+        block_size=settings.block_size,
+        kv_layout=f"simulated-{settings.sim_kv_bytes_per_token}",
+        connector="simulated-1",
+        # The contents of blocks are made with Python's own hash, which may differ between versions.
+        engine_version=f"simulated-1-python{sys.version_info.major}.{sys.version_info.minor}",
+    )
+    return EngineFacts(
+        engine="simulated",
+        models=model.names,
+        max_model_len=settings.max_model_len,
+        fingerprint=fingerprint,
+        hashing=HashScheme(block_size=settings.block_size),
+        kv_blocks=settings.kv_blocks,
+        legs_max=legs_max,
+    )
+
+
+def _models_answer(names: list[str], max_model_len: int) -> bytes:
+    created = int(time.time())
+    cards = [
+        {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "baton",
+            "root": names[0],
+            "parent": None,
+            "max_model_len": max_model_len,
+        }
+        for name in names
+    ]
+    return msgspec.json.encode({"object": "list", "data": cards})
+
+
+def _find_model(settings: Settings, cache_dir: Path) -> tuple[Path, str]:
+    """The directory of the model's tokenizer, and the model's revision."""
+    if settings.model == TINY_MODEL:
+        return ensure_tiny_tokenizer(cache_dir), tiny_revision()
+    path = Path(settings.model)
+    if path.is_dir():
+        return path, str(path.resolve())
+    from huggingface_hub import snapshot_download  # only a model from the hub needs the hub
+
+    found = Path(snapshot_download(settings.model, revision=settings.revision or None, allow_patterns=TOKENIZER_FILES))
+    return found, found.name

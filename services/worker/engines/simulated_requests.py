@@ -1,0 +1,142 @@
+"""The OpenAI bodies that a simulated engine reads, and the errors that it answers, in vLLM's shape."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+NonNegative = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+
+
+class ApiError(Exception):
+    """An answer that is not 200."""
+
+    def __init__(
+        self, message: str, *, status: int = 400, kind: str = "BadRequestError", param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": status}})
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """``stream_options``."""
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What completions and chats have in common. Sampling values are checked and change nothing."""
+
+    model: str | None = None
+    max_tokens: Positive | None = None
+    min_tokens: NonNegative | None = 0
+    n: Positive | None = 1
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    seed: int | None = None
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=-1)] | None = None
+    cache_salt: str | None = None
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class CompletionBody(SamplingBody, frozen=True, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]] | None = None
+    max_tokens: Positive | None = 16
+    echo: bool | None = False
+    logprobs: NonNegative | None = None
+    add_special_tokens: bool = True
+
+
+class ChatBody(SamplingBody, frozen=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: Positive | None = None
+    logprobs: bool | None = False
+    top_logprobs: NonNegative | None = 0
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    add_special_tokens: bool = False
+
+
+B = TypeVar("B", CompletionBody, ChatBody)
+
+_READ_COMPLETION = msgspec.json.Decoder(CompletionBody)
+_READ_CHAT = msgspec.json.Decoder(ChatBody)
+
+
+def read_completion(raw: bytes) -> CompletionBody:
+    """Raises ApiError."""
+    body = _read(_READ_COMPLETION, raw)
+    if body.prompt is None or body.prompt == []:
+        raise ApiError("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
+    return body
+
+
+def read_chat(raw: bytes) -> ChatBody:
+    """Raises ApiError."""
+    body = _read(_READ_CHAT, raw)
+    if not body.messages:
+        raise ApiError("messages must contain at least one message", param="messages")
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError("when using `top_logprobs`, `logprobs` must be set to true.", param="top_logprobs")
+    return body
+
+
+def prompts_of(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """The one prompt, or the several, in ``prompt``. Raises ApiError for a mixture."""
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = set(map(type, prompt))
+    if kinds == {int}:
+        return [prompt]  # type: ignore[list-item]  # all of them are integers
+    if len(kinds) > 1:
+        raise ApiError("prompt must be a string, a list of strings, a list of tokens or a list of them", param="prompt")
+    return prompt  # type: ignore[return-value]  # all strings, or all lists of integers
+
+
+def stop_strings(body: SamplingBody) -> list[str]:
+    """Raises ApiError for an empty one."""
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if not all(stops):
+        raise ApiError("stop cannot contain an empty string.", param="stop")
+    return stops
+
+
+def _read(decoder: msgspec.json.Decoder[B], raw: bytes) -> B:
+    try:
+        body = decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        raise ApiError(f"1 validation error:\n  {error}", kind="Bad Request", param=_field(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(f"1 validation error:\n  JSON decode error: {error}", kind="Bad Request") from error
+    except RecursionError as error:
+        raise ApiError("1 validation error:\n  the JSON is nested too deeply", kind="Bad Request") from error
+    if body.stream_options is not None and not body.stream:
+        raise ApiError("Stream options can only be defined when `stream=True`.", param="stream_options")
+    if body.max_tokens is not None and (body.min_tokens or 0) > body.max_tokens:
+        raise ApiError("min_tokens must be less than or equal to max_tokens", param="min_tokens")
+    return body
+
+
+def _field(error: msgspec.ValidationError) -> str | None:
+    """The top-level field that msgspec names: "... - at `$.n`"."""
+    _, found, path = str(error).partition("`$.")
+    return path.rstrip("`").split("[")[0].split(".")[0] if found else None
