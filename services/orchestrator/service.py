@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 
 from services.orchestrator.core.fleet import Fleet
 from services.orchestrator.core.leadership import Candidate
@@ -53,18 +53,18 @@ class Orchestrator:
         workers = self._fleet.described(self._clock.now())
         return FleetState(leader=self._candidate.name, term=self._candidate.term, workers=workers)
 
-    async def run(self, stopping: asyncio.Event, on_ready: Callable[[], Awaitable[None]]) -> None:
+    async def run(self, stopping: asyncio.Event, on_ready: Callable[[], None]) -> None:
         """Serve until ``stopping``; ``on_ready`` is called when the fleet is known."""
         records = await self._bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
         seat = await self._bus.kept(LEADERSHIP, ttl_s=self._candidate.lease_s)
         async with asyncio.TaskGroup() as tasks:
             await self._bus.subscribe(LOAD, self._load_reported)
-            await self._bus.subscribe(FLEET_STATE, self._state_came_back)
+            await self._bus.subscribe(FLEET_STATE, self._state_heard)
             following = tasks.create_task(self._follow(records.watch()), name="follow-records")
             async with asyncio.timeout(FLEET_KNOWN_S_MAX):
                 await self._fleet_known.wait()
             speaking = tasks.create_task(self._speak(), name="speak")
-            await on_ready()
+            on_ready()
             await stand_for_leadership(self._candidate, seat, self._clock, stopping)
             following.cancel()
             speaking.cancel()
@@ -82,8 +82,9 @@ class Orchestrator:
     def _load_reported(self, load: LoadReport, _envelope: Envelope) -> None:
         self._unsaid += self._fleet.heard(load, self._clock.now())
 
-    def _state_came_back(self, _state: FleetState, _envelope: Envelope) -> None:
+    def _state_heard(self, state: FleetState, _envelope: Envelope) -> None:
         self._fleet.bus_heard(self._clock.now())
+        self._candidate.heard(state.term)
 
     async def _speak(self) -> None:
         while True:

@@ -9,10 +9,10 @@ from shared.contracts.control import LEADERSHIP_TTL_S
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds, all of them, but for the name."""
+    """How patient one orchestrator is. Seconds."""
 
-    name: str = ""
-    """One subject token; empty: host, process and a few random letters. No two lives may share one."""
+    instance: str = ""
+    """One subject token that no other orchestrator has or had; made up when empty."""
     worker_silence_s_max: float = 3.0
     """A ready or draining worker that says nothing for so long is lost. Workers speak at least once a second."""
     unregistered_s_max: float = 10.0

@@ -66,10 +66,7 @@ class PlayedOrchestrator:
         self.bus = MemoryBus(world.hub)
         self.stopping = asyncio.Event()
         one = Orchestrator(self.bus, LoopClock(), name, Settings())
-        self.life = asyncio.get_running_loop().create_task(one.run(self.stopping, self._on_ready))
-
-    async def _on_ready(self) -> None:
-        return
+        self.life = asyncio.get_running_loop().create_task(one.run(self.stopping, lambda: None))
 
 
 class World:

@@ -37,15 +37,24 @@ TOTALS = (
 """What load reports count since their epoch's start, in fields named ``<total>_total``."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Upper bounds of the histograms' buckets, seconds."""
+
+    ttft: tuple[float, ...]
+    itl: tuple[float, ...]
+    e2e: tuple[float, ...]
+
+
 class Latencies:
     """TTFT, ITL and E2E of requests, seconds."""
 
     __slots__ = ("e2e", "itl", "ttft")
 
-    def __init__(self) -> None:
-        self.ttft = Histogram()
-        self.itl = Histogram()
-        self.e2e = Histogram()
+    def __init__(self, bounds: Bounds) -> None:
+        self.ttft = Histogram(bounds.ttft)
+        self.itl = Histogram(bounds.itl)
+        self.e2e = Histogram(bounds.e2e)
 
     def observe(self, request: RequestFinished) -> None:
         """Add what the request's router knows of it; -1 is not known."""
@@ -57,13 +66,13 @@ class Latencies:
 class WorkerView:
     """One worker's numbers."""
 
-    def __init__(self, load: LoadReport, now: float) -> None:
+    def __init__(self, load: LoadReport, bounds: Bounds, now: float) -> None:
         self.load = load
         self.heard = now
         self.totals = Totals()
         self.tokens_in = Rate(now)
         self.tokens_out = Rate(now)
-        self.latencies = Latencies()
+        self.latencies = Latencies(bounds)
         """Of the requests whose tokens it generated."""
         self.requests: Counter[str] = Counter()
         """Requests that it generated tokens for, by mode."""
@@ -73,7 +82,6 @@ class WorkerView:
 class CachePredictions:
     """Cached tokens as the router expected them and as the engines found them, where both are known."""
 
-    requests: int = 0
     predicted: int = 0
     actual: int = 0
     missed: int = 0
@@ -82,7 +90,6 @@ class CachePredictions:
     def compare(self, predicted: int, actual: int) -> None:
         """One more request; -1 is not known."""
         if predicted >= 0 and actual >= 0:
-            self.requests += 1
             self.predicted += predicted
             self.actual += actual
             self.missed += abs(predicted - actual)
@@ -106,7 +113,8 @@ class RequestTotals:
 class Ledger:
     """Everything that is shown. Bounded: workers, services and models each have a maximum."""
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, bounds: Bounds, now: float) -> None:
+        self.bounds = bounds
         self.workers: dict[WorkerId, WorkerView] = {}
         self.services: dict[tuple[str, str], tuple[ServiceStatus, float]] = {}
         self.requests = RequestTotals()
@@ -132,7 +140,7 @@ class Ledger:
         if view is None:
             if not self._room_for_worker(now):
                 return
-            view = self.workers[load.worker_id] = WorkerView(load, now)
+            view = self.workers[load.worker_id] = WorkerView(load, self.bounds, now)
         growth = view.totals.grow(load.epoch, {name: float(getattr(load, f"{name}_total")) for name in TOTALS})
         view.load, view.heard = load, now
         for name, amount in growth.items():
@@ -152,7 +160,7 @@ class Ledger:
             totals.failed[request.reason if request.reason in REASONS else OTHER] += 1
         totals.prompt_tokens += max(0, request.prompt_tokens)
         totals.completion_tokens += max(0, request.completion_tokens)
-        totals.latencies.setdefault((model, mode), Latencies()).observe(request)
+        totals.latencies.setdefault((model, mode), Latencies(self.bounds)).observe(request)
         totals.predictions.compare(request.predicted_cached_tokens, request.cached_tokens)
         self.request_rate.add(1, now)
         self.tokens_in.add(max(0, request.prompt_tokens), now)

@@ -13,8 +13,6 @@ from shared.contracts.ids import Epoch
 
 WINDOW_S = 10
 """Rates are means over so many seconds."""
-SECONDS_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
-"""Upper bounds of the histograms of latencies, from a token to a long answer."""
 OTHER = "other"
 """Stands for every label value beyond a set's maximum."""
 
@@ -83,7 +81,7 @@ class Histogram:
 
     __slots__ = ("bounds", "count", "counts", "sum")
 
-    def __init__(self, bounds: Sequence[float] = SECONDS_BOUNDS) -> None:
+    def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.count = 0

@@ -69,6 +69,12 @@ class Candidate:
             return None
         return Renew(self._words(self._lease.term), self._lease.revision)
 
+    def heard(self, term: int) -> None:
+        """Somebody spoke as the leader of ``term``: the seat forgets, those who listen do not."""
+        if self._lease is None and term > self.term:
+            self.term = term
+            self._next = None
+
     def saw(self, value: Leadership | None, revision: int) -> None:
         """The seat as it was read: None is empty."""
         self.term = max(self.term, value.term if value else 0)

@@ -67,6 +67,15 @@ def test_a_claim_whose_answer_was_lost_is_proved_by_writing_over_it():
     assert one.due(0.0) == Renew(seat_of("a", term=2), 5)
 
 
+def test_terms_go_on_counting_for_one_who_only_heard_the_last_leader_speak():
+    one = candidate()
+    one.saw(None, 0)
+    one.heard(7)
+    one.saw(None, 0)
+
+    assert one.due(0.0) == Claim(seat_of("a", term=8))
+
+
 class Seat:
     """The kept value as the server has it: expires ``LEASE_S`` after it was written."""
 
@@ -122,3 +131,5 @@ def test_there_are_never_two_leaders_and_terms_only_grow(steps):
             assert each.term >= highest
             assert led_by.setdefault(each.term, each.name) == each.name
             highest = each.term
+            for other in everyone:
+                other.heard(each.term)

@@ -1,0 +1,28 @@
+"""``python -m services.collector``: the metrics collector."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from services.collector.service import run_collector
+from services.collector.settings import Settings
+from shared.runtime.service import Service, run_service
+from shared.runtime.settings import SettingsError, load, load_common
+
+
+def main() -> None:
+    """Read the settings, then live."""
+    try:
+        common, settings = load_common(), load(Settings, "COLLECTOR_")
+    except SettingsError as error:
+        sys.exit(f"collector: {error}")
+
+    async def live(service: Service) -> None:
+        await run_collector(service, settings, common.otlp_endpoint)
+
+    instance = settings.instance or f"collector-{os.getpid()}"
+    run_service("collector", instance, common, live, url=f"http://{settings.host}:{settings.port}")
+
+
+main()

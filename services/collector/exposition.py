@@ -1,0 +1,142 @@
+"""The ledger as metrics: which number goes under which name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from services.collector.core.ledger import Bounds, Latencies, Ledger, WorkerView
+from services.collector.core.windows import Histogram
+from shared.bus.port import BusCounts
+from shared.contracts.workers import FleetWorker
+from shared.telemetry import names
+from shared.telemetry.families import Distribution, Family, Sample
+from shared.telemetry.names import Metric
+
+BOUNDS = Bounds(ttft=names.FLEET_TTFT.buckets, itl=names.FLEET_ITL.buckets, e2e=names.FLEET_E2E.buckets)
+PROMPT_SOURCES = {"computed": "computed_tokens", "cached": "cached_tokens", "received": "received_tokens"}
+
+
+def _kv_used(view: WorkerView) -> float:
+    return view.load.kv_blocks_used / view.load.kv_blocks_total if view.load.kv_blocks_total else 0.0
+
+
+WORKER_NUMBERS: Mapping[Metric, Callable[[WorkerView, float], float]] = {
+    names.WORKER_RUNNING: lambda view, _now: view.load.running,
+    names.WORKER_WAITING: lambda view, _now: view.load.waiting,
+    names.WORKER_WAITING_TOKENS: lambda view, _now: view.load.waiting_tokens,
+    names.WORKER_LEGS: lambda view, _now: view.load.legs,
+    names.WORKER_KV_USED: lambda view, _now: _kv_used(view),
+    names.WORKER_PREFILL_SPEED: lambda view, _now: view.load.prefill_tokens_per_s,
+    names.WORKER_TOKEN_INTERVAL: lambda view, _now: view.load.decode_s_per_token,
+    names.WORKER_GENERATION_TOKENS: lambda view, _now: view.totals.values["generation_tokens"],
+    names.WORKER_RECEIVED_BYTES: lambda view, _now: view.totals.values["received_bytes"],
+    names.WORKER_RECEIVED_SECONDS: lambda view, _now: view.totals.values["received_seconds"],
+    names.WORKER_PREEMPTIONS: lambda view, _now: view.totals.values["preemptions"],
+    names.WORKER_TOKENS_IN: lambda view, now: view.tokens_in.per_second(now),
+    names.WORKER_TOKENS_OUT: lambda view, now: view.tokens_out.per_second(now),
+}
+"""What a worker's view has one number of."""
+WORKER_LATENCIES: Mapping[Metric, Callable[[Latencies], Histogram]] = {
+    names.WORKER_TTFT: lambda latencies: latencies.ttft,
+    names.WORKER_ITL: lambda latencies: latencies.itl,
+    names.WORKER_E2E: lambda latencies: latencies.e2e,
+}
+FLEET_LATENCIES: Mapping[Metric, Callable[[Latencies], Histogram]] = {
+    names.FLEET_TTFT: lambda latencies: latencies.ttft,
+    names.FLEET_ITL: lambda latencies: latencies.itl,
+    names.FLEET_E2E: lambda latencies: latencies.e2e,
+}
+
+
+def families(ledger: Ledger, bus: BusCounts, now: float) -> list[Family]:
+    """Everything to show at ``now``."""
+    return [*_workers(ledger, now), *_fleet(ledger, now), *_requests(ledger), *_services(ledger), *_bus(bus)]
+
+
+def _workers(ledger: Ledger, now: float) -> Iterator[Family]:
+    views = [((worker_id, view.load.role.value), view) for worker_id, view in ledger.live_workers(now).items()]
+    for metric, read in WORKER_NUMBERS.items():
+        yield Family(metric, [Sample(labels, float(read(view, now))) for labels, view in views])
+    yield Family(
+        names.WORKER_PROMPT_TOKENS,
+        [
+            Sample((*labels, source), view.totals.values[total])
+            for labels, view in views
+            for source, total in PROMPT_SOURCES.items()
+        ],
+    )
+    yield Family(
+        names.WORKER_REQUESTS,
+        [Sample((*labels, mode), count) for labels, view in views for mode, count in view.requests.items()],
+    )
+    for metric, pick in WORKER_LATENCIES.items():
+        yield Family(metric, [Sample(labels, _distribution(pick(view.latencies))) for labels, view in views])
+
+
+def _fleet(ledger: Ledger, now: float) -> Iterator[Family]:
+    workers: list[FleetWorker] = ledger.fleet.workers if ledger.fleet else []
+    named = [((each.record.worker_id, each.record.role.value), each) for each in workers]
+    yield Family(names.WORKER_PHASE, [Sample((*labels, each.phase.value), 1.0) for labels, each in named])
+    yield Family(names.WORKER_SILENCE, [Sample(labels, each.silent_s) for labels, each in named])
+    by_phase = Counter((each.record.role.value, each.phase.value) for each in workers)
+    yield Family(names.FLEET_WORKERS, [Sample(labels, count) for labels, count in sorted(by_phase.items())])
+    yield Family(names.FLEET_TERM, [Sample((), ledger.fleet.term)] if ledger.fleet else [])
+    totals = ledger.worker_totals
+    yield Family(
+        names.FLEET_PROMPT_TOKENS, [Sample((source,), totals[total]) for source, total in PROMPT_SOURCES.items()]
+    )
+    yield from _alone(
+        {
+            names.FLEET_WORKERS_LOST: ledger.workers_lost,
+            names.FLEET_GENERATION_TOKENS: totals["generation_tokens"],
+            names.FLEET_RECEIVED_BYTES: totals["received_bytes"],
+            names.FLEET_REQUEST_RATE: ledger.request_rate.per_second(now),
+            names.FLEET_TOKENS_IN: ledger.tokens_in.per_second(now),
+            names.FLEET_TOKENS_OUT: ledger.tokens_out.per_second(now),
+        }
+    )
+
+
+def _requests(ledger: Ledger) -> Iterator[Family]:
+    requests = ledger.requests
+    yield Family(names.FLEET_REQUESTS, [Sample(labels, count) for labels, count in requests.finished.items()])
+    yield Family(names.FLEET_FAILURES, [Sample((reason,), count) for reason, count in requests.failed.items()])
+    yield Family(
+        names.FLEET_REQUEST_TOKENS,
+        [Sample(("prompt",), requests.prompt_tokens), Sample(("completion",), requests.completion_tokens)],
+    )
+    for metric, pick in FLEET_LATENCIES.items():
+        yield Family(metric, [Sample(labels, _distribution(pick(each))) for labels, each in requests.latencies.items()])
+    yield from _alone(
+        {
+            names.FLEET_CACHED_PREDICTED: requests.predictions.predicted,
+            names.FLEET_CACHED_ACTUAL: requests.predictions.actual,
+            names.FLEET_CACHED_MISSED: requests.predictions.missed,
+        }
+    )
+
+
+def _services(ledger: Ledger) -> Iterable[Family]:
+    statuses = [status for status, _heard in ledger.services.values()]
+    samples = [Sample((status.service, status.instance, status.phase.value), 1.0) for status in statuses]
+    return [Family(names.SERVICE_PHASE, samples)]
+
+
+def _bus(counts: BusCounts) -> Iterable[Family]:
+    return _alone(
+        {
+            names.BUS_DROPPED: counts.dropped,
+            names.BUS_BAD: counts.bad_messages,
+            names.BUS_PARTS_LOST: counts.parts_lost,
+            names.BUS_RECONNECTS: counts.reconnects,
+        }
+    )
+
+
+def _alone(numbers: Mapping[Metric, float]) -> Iterable[Family]:
+    return [Family(metric, [Sample((), float(number))]) for metric, number in numbers.items()]
+
+
+def _distribution(histogram: Histogram) -> Distribution:
+    return Distribution(tuple(histogram.counts), histogram.sum)

@@ -1,0 +1,32 @@
+"""``python -m services.orchestrator``: one orchestrator; start several and one of them leads."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+
+from services.orchestrator.service import Orchestrator
+from services.orchestrator.settings import Settings
+from shared.contracts.control import ServicePhase
+from shared.runtime.service import Service, run_service
+from shared.runtime.settings import SettingsError, load, load_common
+
+
+def main() -> None:
+    """Read the settings, then live."""
+    try:
+        common, settings = load_common(), load(Settings, "ORCHESTRATOR_")
+    except SettingsError as error:
+        sys.exit(f"orchestrator: {error}")
+
+    async def live(service: Service) -> None:
+        def on_ready() -> None:
+            service.set_phase(ServicePhase.READY)
+
+        await Orchestrator(service.bus, service.clock, service.instance, settings).run(service.stopping, on_ready)
+
+    # Random, not the process id: two containers have the same ids, and two names that are one would both lead.
+    run_service("orchestrator", settings.instance or f"orchestrator-{secrets.token_hex(3)}", common, live)
+
+
+main()
