@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Self
 
 READY_S_MAX = 10.0
 
@@ -43,7 +44,7 @@ class NatsServer:
             f'jetstream {{ store_dir: "{self._store}" }}\nlog_file: "{self._log}"\n{extra_config}\n'
         )
 
-    def __enter__(self) -> NatsServer:
+    def __enter__(self) -> Self:
         self.start()
         return self
 

@@ -1,0 +1,99 @@
+"""A whole service process: signals, exit codes, a NATS that is not there."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.nats_server import free_port
+
+PROGRAM = """
+import asyncio, sys
+from shared.contracts.control import ServicePhase
+from shared.runtime.service import run_service
+from shared.runtime.settings import load_common
+
+async def main(service):
+    service.set_phase(ServicePhase.READY)
+    await service.stopping.wait()
+    if "slow" in sys.argv:
+        await asyncio.sleep(60)
+
+run_service("router", "r1", load_common(), main, drain_s_max=30.0 if "patient" in sys.argv else 0.2)
+"""
+
+
+class Process:
+    def __init__(self, *arguments: str, **variables: str) -> None:
+        environ = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent", **variables}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, *arguments], env=environ, stderr=subprocess.PIPE, text=True
+        )
+        self.lines: list[str] = []
+
+    def wait_for(self, words: str) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self.lines.append(line)
+            if words in line:
+                return
+        raise AssertionError(f"never said {words!r}: {self.lines}")
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def exit_code(self) -> int:
+        try:
+            _, rest = self._process.communicate(timeout=15)
+            self.lines += rest.splitlines()
+        finally:
+            self._process.kill()
+        return self._process.returncode
+
+
+@pytest.mark.nats
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_a_service_with_exit_code_0(nats_server, number):
+    process = Process(BATON_NATS_URL=nats_server.url)
+    process.wait_for("ready")
+
+    process.signal(number)
+
+    assert process.exit_code() == 0
+
+
+@pytest.mark.nats
+def test_a_second_signal_ends_it_at_once(nats_server):
+    process = Process("slow", "patient", BATON_NATS_URL=nats_server.url)
+    process.wait_for("ready")
+
+    process.signal(signal.SIGTERM)
+    process.wait_for("stopping")
+    process.signal(signal.SIGTERM)
+
+    assert process.exit_code() == 1
+
+
+@pytest.mark.nats
+def test_a_drain_that_takes_too_long_is_exit_code_1_even_with_a_dead_otlp_receiver(nats_server):
+    process = Process("slow", BATON_NATS_URL=nats_server.url, BATON_OTLP_ENDPOINT=f"http://127.0.0.1:{free_port()}")
+    process.wait_for("ready")
+
+    began = time.monotonic()
+    process.signal(signal.SIGTERM)
+
+    assert process.exit_code() == 1
+    assert time.monotonic() - began < 8
+
+
+def test_a_service_that_finds_no_nats_can_still_be_stopped():
+    process = Process(BATON_NATS_URL=f"nats://127.0.0.1:{free_port()}", BATON_LOG_LEVEL="debug")
+    process.wait_for("NATS")
+
+    process.signal(signal.SIGTERM)
+
+    assert process.exit_code() == 0

@@ -1,0 +1,129 @@
+"""The life of a process, on the memory bus."""
+
+from __future__ import annotations
+
+import asyncio
+
+from opentelemetry.trace import NoOpTracer
+
+from shared.bus.memory_bus import MemoryBus, MemoryHub
+from shared.contracts.channels import SERVICE_STATUS
+from shared.contracts.control import ServicePhase
+from shared.runtime.clock import FakeClock
+from shared.runtime.service import Service, ServiceFacts, live
+
+SOON_S = 5.0
+
+
+class Stage:
+    """A service on a hub, and somebody who listens to what it says about itself."""
+
+    def __init__(self) -> None:
+        self.hub = MemoryHub()
+        self.bus = MemoryBus(self.hub)
+        self.heard: list[tuple[ServicePhase, str]] = []
+        self.service = Service(ServiceFacts(name="router", instance="r1"), self.bus, FakeClock(), NoOpTracer())
+
+    async def run(self, main, drain_s_max: float = SOON_S) -> int:
+        listener = MemoryBus(self.hub)
+        await listener.subscribe(SERVICE_STATUS, self._hear)
+        try:
+            async with asyncio.timeout(SOON_S):
+                code = await live(self.service, main, drain_s_max=drain_s_max)
+            await asyncio.sleep(0)
+            return code
+        finally:
+            await listener.close()
+
+    def _hear(self, status, _envelope) -> None:
+        if (status.phase, status.detail) not in self.heard:
+            self.heard.append((status.phase, status.detail))
+
+
+async def test_a_service_that_stops_cleanly_says_each_phase_and_exits_0():
+    stage = Stage()
+
+    async def main(service):
+        service.set_phase(ServicePhase.READY)
+        await asyncio.sleep(0)
+        service.stopping.set()
+        await service.stopping.wait()
+
+    assert await stage.run(main) == 0
+    assert [phase for phase, _ in stage.heard] == [ServicePhase.READY, ServicePhase.STOPPED]
+    assert not stage.bus.connected
+
+
+async def test_background_tasks_end_when_main_returns():
+    stage = Stage()
+    ended = []
+
+    async def forever():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    async def main(service):
+        service.tasks.create_task(forever())
+        await asyncio.sleep(0)
+
+    assert await stage.run(main) == 0
+    assert ended == [True]
+
+
+async def test_an_unexpected_exception_is_told_and_exits_1():
+    stage = Stage()
+
+    async def main(_service):
+        raise ZeroDivisionError("a bug")
+
+    assert await stage.run(main) == 1
+    assert stage.heard[-1] == (ServicePhase.FAILED, "a bug")
+
+
+async def test_a_background_task_that_raises_ends_the_process():
+    stage = Stage()
+
+    async def broken():
+        raise ZeroDivisionError("a bug behind")
+
+    async def main(service):
+        service.tasks.create_task(broken())
+        await service.stopping.wait()
+
+    assert await stage.run(main) == 1
+    assert stage.heard[-1] == (ServicePhase.FAILED, "a bug behind")
+
+
+async def test_a_bus_that_fails_ends_the_process():
+    stage = Stage()
+
+    async def main(service):
+        stage.bus.failed.set_exception(RuntimeError("closed for good"))
+        await service.stopping.wait()
+
+    assert await stage.run(main) == 1
+
+
+async def test_a_drain_beyond_its_deadline_exits_1():
+    stage = Stage()
+
+    async def main(service):
+        service.stopping.set()
+        await asyncio.Event().wait()
+
+    assert await stage.run(main, drain_s_max=0.05) == 1
+    assert "not drained" in stage.heard[-1][1]
+
+
+async def test_a_service_lives_through_an_outage_of_the_bus():
+    stage = Stage()
+
+    async def main(service):
+        stage.bus.lose()
+        service.set_phase(ServicePhase.READY)
+        await asyncio.sleep(0)
+        stage.bus.restore()
+
+    assert await stage.run(main) == 0
