@@ -1,0 +1,216 @@
+"""What reports add up to, and how it is shown."""
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from services.collector.core.ledger import STALE_S_MAX, WORKERS_MAX, Ledger
+from services.collector.exposition import BOUNDS, families
+from services.orchestrator.core.lifecycle import Worker
+from shared.bus.port import BusCounts
+from shared.contracts.control import ServicePhase, ServiceStatus
+from shared.contracts.inference import RequestFinished
+from shared.contracts.workers import FleetState, Role, WorkerLost, WorkerPhase
+from shared.telemetry import names
+from shared.telemetry.families import to_prometheus
+from tests.fleet_builders import load, record
+
+
+def ledger():
+    return Ledger(BOUNDS, 0.0)
+
+
+def request(**facts):
+    defaults = {
+        "request_id": "r1",
+        "model": "m",
+        "path": "/v1/completions",
+        "mode": "disaggregated",
+        "status": 200,
+        "prefill_worker": "p1",
+        "decode_worker": "d1",
+        "prompt_tokens": 100,
+        "completion_tokens": 10,
+        "ttft_s": 0.03,
+        "itl_s": 0.008,
+        "e2e_s": 0.2,
+    }
+    return RequestFinished(**{**defaults, **facts})
+
+
+def fleet(*phases, term=1):
+    workers = [Worker(record=record(name, phase), phase=phase, since=0.0, heard=0.0) for name, phase in phases]
+    return FleetState(leader="o1", term=term, workers=[each.described(1.0) for each in workers])
+
+
+class Shown:
+    """The numbers as Prometheus reads them."""
+
+    def __init__(self, one: Ledger, now: float) -> None:
+        text = to_prometheus(families(one, BusCounts(), now)).decode()
+        self.samples = {
+            (sample.name, *sorted(sample.labels.items())): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+    def __call__(self, metric: names.Metric, suffix: str = "", **labels: str) -> float | None:
+        return self.samples.get((metric.name + suffix, *sorted(labels.items())))
+
+
+def test_a_load_report_is_shown_per_worker_and_role():
+    one = ledger()
+    one.load_reported(
+        load(
+            "p1", role=Role.PREFILL, running=2, waiting=3, kv_blocks_used=30, kv_blocks_total=40, cached_tokens_total=7
+        ),
+        1.0,
+    )
+    shown = Shown(one, 1.0)
+
+    who = {"worker_id": "p1", "role": "prefill"}
+    assert shown(names.WORKER_RUNNING, **who) == 2
+    assert shown(names.WORKER_WAITING, **who) == 3
+    assert shown(names.WORKER_KV_USED, **who) == 0.75
+    assert shown(names.WORKER_PROMPT_TOKENS, source="cached", **who) == 7
+    assert shown(names.FLEET_PROMPT_TOKENS, source="cached") == 7
+
+
+def test_a_worker_that_is_silent_is_shown_no_more_but_the_fleet_keeps_its_totals():
+    one = ledger()
+    one.load_reported(load("w1", generation_tokens_total=50), 1.0)
+    later = 1.0 + STALE_S_MAX
+    shown = Shown(one, later)
+
+    assert shown(names.WORKER_GENERATION_TOKENS, worker_id="w1", role="both") is None
+    assert shown(names.FLEET_GENERATION_TOKENS) == 50
+
+    one.load_reported(load("w1", generation_tokens_total=60), later)
+    assert Shown(one, later)(names.FLEET_GENERATION_TOKENS) == 60
+
+
+def test_a_restarted_worker_counts_from_zero_and_its_totals_go_on():
+    one = ledger()
+    one.load_reported(load("w1", epoch=1, computed_tokens_total=1000), 1.0)
+    one.load_reported(load("w1", epoch=2, computed_tokens_total=10), 2.0)
+    one.load_reported(load("w1", epoch=1, computed_tokens_total=2000), 2.1)
+    shown = Shown(one, 3.0)
+
+    assert shown(names.WORKER_PROMPT_TOKENS, worker_id="w1", role="both", source="computed") == 1010
+
+
+def test_what_was_counted_before_the_first_look_is_no_rate():
+    one = ledger()
+    one.load_reported(load("w1", generation_tokens_total=1_000_000), 1.0)
+    one.load_reported(load("w1", generation_tokens_total=1_000_050), 2.0)
+
+    assert Shown(one, 11.0)(names.WORKER_TOKENS_OUT, worker_id="w1", role="both") == 5.0
+
+
+def test_a_finished_request_is_counted_by_model_mode_and_status_and_measured():
+    one = ledger()
+    one.load_reported(load("d1", role=Role.DECODE), 1.0)
+    one.request_finished(request(), 1.0)
+    shown = Shown(one, 1.0)
+
+    assert shown(names.FLEET_REQUESTS, model="m", mode="disaggregated", status="200") == 1
+    assert shown(names.FLEET_TTFT, "_count", model="m", mode="disaggregated") == 1
+    assert shown(names.FLEET_TTFT, "_bucket", model="m", mode="disaggregated", le="0.05") == 1
+    assert shown(names.FLEET_TTFT, "_bucket", model="m", mode="disaggregated", le="0.025") == 0
+    assert shown(names.WORKER_E2E, "_count", worker_id="d1", role="decode") == 1
+    assert shown(names.WORKER_REQUESTS, worker_id="d1", role="decode", mode="disaggregated") == 1
+    assert shown(names.FLEET_REQUEST_TOKENS, kind="prompt") == 100
+    assert shown(names.FLEET_REQUEST_RATE) == 1.0
+
+
+def test_what_is_not_known_is_not_measured():
+    one = ledger()
+    one.request_finished(request(status=503, reason="no_worker", ttft_s=-1.0, itl_s=-1.0, prompt_tokens=-1), 1.0)
+    shown = Shown(one, 1.0)
+
+    assert shown(names.FLEET_TTFT, "_count", model="m", mode="disaggregated") == 0
+    assert shown(names.FLEET_E2E, "_count", model="m", mode="disaggregated") == 1
+    assert shown(names.FLEET_FAILURES, reason="no_worker") == 1
+    assert shown(names.FLEET_REQUEST_TOKENS, kind="prompt") == 0
+
+
+def test_predictions_are_compared_where_both_numbers_are_known():
+    one = ledger()
+    one.request_finished(request(predicted_cached_tokens=64, cached_tokens=96), 1.0)
+    one.request_finished(request(predicted_cached_tokens=32, cached_tokens=0), 1.0)
+    one.request_finished(request(predicted_cached_tokens=32, cached_tokens=-1), 1.0)
+    shown = Shown(one, 1.0)
+
+    assert shown(names.FLEET_CACHED_PREDICTED) == 96
+    assert shown(names.FLEET_CACHED_ACTUAL) == 96
+    assert shown(names.FLEET_CACHED_MISSED) == 64
+
+
+def test_the_fleet_is_shown_by_phase_until_nobody_tells_of_it():
+    one = ledger()
+    one.fleet_told(fleet(("w1", WorkerPhase.READY), ("w2", WorkerPhase.LOST), term=3), 1.0)
+    shown = Shown(one, 1.0)
+
+    assert shown(names.FLEET_WORKERS, role="both", phase="ready") == 1
+    assert shown(names.WORKER_PHASE, worker_id="w2", role="both", phase="lost") == 1
+    assert shown(names.FLEET_TERM) == 3
+
+    one.expire(1.0 + STALE_S_MAX)
+    assert Shown(one, 1.0 + STALE_S_MAX)(names.FLEET_WORKERS, role="both", phase="ready") is None
+
+
+def test_a_leader_of_an_earlier_term_is_not_believed_while_the_later_one_speaks():
+    one = ledger()
+    one.fleet_told(fleet(("w1", WorkerPhase.READY), term=5), 1.0)
+    one.fleet_told(fleet(term=4), 1.1)
+    assert one.fleet.term == 5
+
+    one.fleet_told(fleet(term=1), 1.1 + STALE_S_MAX)
+    assert one.fleet.term == 1
+
+
+def test_a_loss_that_two_leaders_tell_of_counts_once():
+    one = ledger()
+    for silent_s in (3.0, 8.0):
+        one.worker_lost(WorkerLost(worker_id="w1", epoch=1, silent_s=silent_s))
+    one.worker_lost(WorkerLost(worker_id="w1", epoch=2, silent_s=3.0))
+
+    assert Shown(one, 1.0)(names.FLEET_WORKERS_LOST) == 2
+
+
+def test_processes_are_shown_in_the_phase_they_said():
+    one = ledger()
+    one.service_told(ServiceStatus(service="router", instance="r1", phase=ServicePhase.STARTING), 1.0)
+    one.service_told(ServiceStatus(service="router", instance="r1", phase=ServicePhase.READY), 2.0)
+    shown = Shown(one, 2.0)
+
+    assert shown(names.SERVICE_PHASE, service="router", instance="r1", phase="ready") == 1
+    assert shown(names.SERVICE_PHASE, service="router", instance="r1", phase="starting") is None
+
+
+def test_labels_are_bounded_whatever_comes():
+    one = ledger()
+    for number in range(WORKERS_MAX + 10):
+        one.load_reported(load(f"w{number}"), 1.0)
+        one.request_finished(request(model=f"m{number}", mode=f"mode{number}", reason=f"reason{number}"), 1.0)
+
+    assert len(one.workers) == WORKERS_MAX
+    assert len(one.requests.latencies) <= 65
+    assert set(one.requests.failed) == {"other"}
+
+
+def test_a_new_worker_takes_the_place_of_the_longest_silent_one():
+    one = ledger()
+    for number in range(WORKERS_MAX):
+        one.load_reported(load(f"w{number}"), 1.0 + number / WORKERS_MAX)
+    one.load_reported(load("new"), 20.0)
+
+    assert "new" in one.workers
+    assert "w0" not in one.workers
+
+
+def test_every_fleet_worker_and_process_metric_is_shown_under_its_name():
+    one = ledger()
+    told = {family.metric.name for family in families(one, BusCounts(), 0.0)}
+
+    ours = {name for name in names.METRICS if name.startswith(("baton_worker_", "baton_fleet_", "baton_service_"))}
+    assert ours <= told
+    assert told <= set(names.METRICS)
