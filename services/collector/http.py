@@ -48,6 +48,7 @@ class HttpServer(uvicorn.Server):
                 port=port,
                 lifespan="off",
                 log_config=None,
+                log_level="warning",
                 access_log=False,
                 timeout_graceful_shutdown=CLOSE_S_MAX,
             )

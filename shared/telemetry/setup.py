@@ -84,6 +84,8 @@ class MetricsPush:
     def __init__(self, service: str, instance: str, *, otlp_endpoint: str, started_ns: int) -> None:
         self._resource = _resource(service, instance)
         self._started_ns = started_ns
+        # It would say three lines a second that the receiver is away; the caller of push says it once.
+        logging.getLogger(OTLPMetricExporter.__module__).setLevel(logging.CRITICAL)
         self._exporter = OTLPMetricExporter(endpoint=f"{otlp_endpoint.rstrip('/')}/v1/metrics", timeout=EXPORT_S_MAX)
 
     def push(self, families: Iterable[Family], now_ns: int) -> bool:
