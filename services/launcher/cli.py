@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -26,6 +27,8 @@ from shared.runtime.settings import CommonSettings, SettingsError, load_common
 
 DOWN_S_MAX = 120.0
 HEALTH_S = 5.0
+WIDTH_OF_FILES = 200
+"""Columns of a table that goes into a file or a pipe."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -140,7 +143,8 @@ def workers(
     if json:
         print(msgspec.json.format(msgspec.json.encode(fleet.state)).decode())
     else:
-        Console().print(fleet_table(fleet))
+        console = Console()
+        console.print(fleet_table(fleet), width=console.width if console.is_terminal else WIDTH_OF_FILES)
 
 
 @app.command()
@@ -195,6 +199,7 @@ def fail(message: str) -> NoReturn:
 
 def main() -> None:
     """Console script."""
+    logging.disable(logging.WARNING)  # What the user should know is on the screen; libraries need not repeat it.
     app()
 
 

@@ -66,15 +66,13 @@ async def open_bus(nats_url: str) -> AsyncIterator[Bus]:
 
 def fleet_table(fleet: Fleet) -> Table:
     """One line per worker."""
-    by = (
-        "read from the registry: no orchestrator answers" if fleet.from_registry else f"as {fleet.state.leader} sees it"
-    )
+    by = "read from the registry: no orchestrator answers" if fleet.from_registry else f"{fleet.state.leader} leads"
     table = Table(
-        box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", caption=by, caption_justify="left"
+        box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold", caption=by, caption_justify="left"
     )
-    for heading in ("worker", "role", "phase", "model", "engine", "runs on"):
+    for heading in ("worker", "role", "phase", "model", "engine", "host:pid"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("running", "waiting", "KV used", "for"):
+    for heading in ("run", "wait", "KV", "for"):
         table.add_column(heading, no_wrap=True, justify="right")
     for worker in sorted(fleet.state.workers, key=lambda w: w.record.worker_id):
         record = worker.record
@@ -85,7 +83,7 @@ def fleet_table(fleet: Fleet) -> Table:
             Text(worker.phase.value, PHASE_STYLES[worker.phase]),
             record.models[0] if record.models else "",
             record.engine,
-            f"{record.host} pid {record.pid}",
+            f"{record.host}:{record.pid}",
             str(worker.running) if live else "?",
             str(worker.waiting) if live else "?",
             f"{worker.kv_used:.0%}" if live else "?",

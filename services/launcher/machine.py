@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import textwrap
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import psutil
 from services.launcher.core.plan import Machine, PlanRefused, PortNeed
 
 NVIDIA_SMI_S_MAX = 30.0
+COMMAND_CHARS_MAX = 80
 NATS_SERVER_VARIABLE = "BATON_NATS_SERVER"
 """Names another nats-server binary than the one that comes with the packages."""
 FOR_THE_LAUNCHER = {NATS_SERVER_VARIABLE, "BATON_ENGINE", "BATON_PYTHON"}
@@ -113,12 +115,13 @@ def is_free(host: str, port: int) -> bool:
 
 
 def holder(port: int) -> str:
-    """`` by NAME (pid N)`` when the system tells; it tells of other users' processes only to root."""
+    """`` by pid N (COMMAND)`` when the system tells; it tells of other users' processes only to root."""
     try:
         listening = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
         for connection in listening:
             if connection.pid and connection.laddr and connection.laddr.port == port:
-                return f" by {psutil.Process(connection.pid).name()} (pid {connection.pid})"
+                command = " ".join(psutil.Process(connection.pid).cmdline())
+                return f" by pid {connection.pid} ({textwrap.shorten(command, COMMAND_CHARS_MAX)})"
     except psutil.Error:
         pass
     return ""

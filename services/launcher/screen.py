@@ -80,7 +80,7 @@ class Screen:
                 row.name,
                 Text(row.phase.value if row.phase else "waiting", style),
                 f"{row.seconds(now):.1f} s" if row.started_at else "",
-                Text(row.detail or row.url or row.note),
+                Text(row.detail or ("" if row.phase is ServicePhase.STOPPED else row.url or row.note)),
             )
         return table
 

@@ -49,6 +49,7 @@ class System:
         self._tasks = asyncio.TaskGroup()
         self._children: dict[str, Child] = {}
         self._ready = {process.name: asyncio.Event() for process in plan.processes}
+        self._restarting: set[str] = set()
         self._stopping = asyncio.Event()
         self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._bus: Bus | None = None
@@ -63,8 +64,6 @@ class System:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.take_down()
-        if self._bus:
-            await self._bus.close()
         await self._tasks.__aexit__(None, None, None)
 
     @property
@@ -128,7 +127,15 @@ class System:
     def _hear(self, status: ServiceStatus, _envelope: Envelope) -> None:
         row = self._board.heard(status, self._clock.now())
         if row and row.phase is ServicePhase.READY:
-            self._ready[row.name].set()
+            self._is_ready(row)
+
+    def _is_ready(self, row: Row) -> None:
+        self._ready[row.name].set()
+        if row.name in self._restarting:
+            self._restarting.discard(row.name)
+            self._screen.say(
+                f"[green]●[/] {row.name} is ready again, {row.seconds(self._clock.now()):.1f} s after its start."
+            )
 
     def _keep(self, process: ProcessPlan) -> None:
         self._tasks.create_task(self._keep_running(process), name=f"keep-{process.name}")
@@ -161,6 +168,7 @@ class System:
             await first_of(asyncio.sleep(0.2), self._stopping.wait())
             if self._bus.connected and process.name in self._children:
                 self._board.mark(process.name, ServicePhase.READY, self.plan.nats_url, self._clock.now())
+                self._is_ready(self.rows[process.name])
                 return
 
     def _after_death(self, process: ProcessPlan, child: Child, exit_code: int, ledger: RestartLedger) -> float | None:
@@ -177,6 +185,7 @@ class System:
             return None
         verdict = ledger.died(now)
         if not isinstance(verdict, GiveUp):
+            self._restarting.add(process.name)
             self._screen.complain(f"{story}Starting it again in {verdict.pause_s:.1f} s (attempt {verdict.attempt}).")
             return verdict.pause_s
         story += f"It died {verdict.deaths} times within {verdict.window_s:.0f} s: not started again. Log: {child.log}"
@@ -194,6 +203,8 @@ class System:
         """Workers first, so that what runs may finish; then the services; NATS last."""
         self._stopping.set()
         for stage in sorted(Stage, reverse=True):
+            if stage is Stage.NATS and self._bus:
+                await self._bus.close()
             stopping = [c for c in self._children.values() if c.plan.stage is stage]
             await asyncio.gather(*(self._stop(child) for child in stopping))
 

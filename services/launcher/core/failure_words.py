@@ -35,7 +35,7 @@ def why_it_died(lines: Sequence[str], exit_code: int, detail: str = "") -> str:
     if root:
         return cut(root)
     if exit_code == -SIGKILL:
-        return "It was killed (SIGKILL), most likely by the kernel because memory ran out."
+        return "It was killed (SIGKILL): by somebody, or by the kernel because memory ran out."
     if exit_code < 0:
         return f"It was ended by signal {-exit_code}."
     return f"It ended with exit code {exit_code} and left no reason in its log."
