@@ -91,6 +91,17 @@ def require_vllm() -> None:
         )
 
 
+def find_model(model: str) -> str:
+    """A local path made absolute, anything else as it is: the worker asks the hub. Raises PlanRefused."""
+    if not model.startswith(("/", "./", "../", "~")):
+        return model
+    path = Path(model).expanduser().absolute()
+    if not (path / "config.json").is_file():
+        wrong = "has no config.json, so it is not a Hugging Face model" if path.exists() else "does not exist"
+        raise PlanRefused(f"The model folder {path} {wrong}.")
+    return str(path)
+
+
 def taken_ports(needs: tuple[PortNeed, ...]) -> list[str]:
     """One sentence for each port that is not free."""
     return [

@@ -82,25 +82,24 @@ class System:
             self._keep(process)
         self._bus = await self._connect()
         await self._bus.subscribe(SERVICE_STATUS, self._hear)
+        await self._unless_broken(self._start_all(self.plan.stage(Stage.SERVICES) + self.plan.stage(Stage.WORKERS)))
+
+    async def _start_all(self, processes: list[ProcessPlan]) -> None:
+        """Loading is work for a core, so only so many load at a time."""
         turns = asyncio.Semaphore(max(STARTS_AT_ONCE_MIN, len(os.sched_getaffinity(0))))
-        others = self.plan.stage(Stage.SERVICES) + self.plan.stage(Stage.WORKERS)
-        starts = [asyncio.ensure_future(self._start(process, turns)) for process in others]
-        try:
-            await self._unless_broken(asyncio.gather(*starts))
-        finally:
-            for start in starts:
-                start.cancel()
+        async with asyncio.TaskGroup() as starts:
+            for process in processes:
+                starts.create_task(self._start(process, turns), name=f"start-{process.name}")
 
     async def _start(self, process: ProcessPlan, turns: asyncio.Semaphore) -> None:
-        """Loading is work for a core, so only so many load at a time."""
         deadline_s = ENGINE_START_S_MAX if process.stage is Stage.WORKERS else SERVICE_START_S_MAX
         async with turns:
             self._keep(process)
             try:
                 await asyncio.wait_for(self._ready[process.name].wait(), deadline_s)
-            except TimeoutError as error:
+            except TimeoutError:
                 log = self._nursery.logs / f"{process.name}.log"
-                raise StartFailed(f"{process.name} was not ready after {deadline_s:.0f} s. Its log: {log}") from error
+                self._break(f"{process.name} was not ready after {deadline_s:.0f} s. Its log: {log}")
 
     async def until_broken(self) -> str:
         """The reason, when the system cannot go on."""

@@ -60,6 +60,7 @@ async def run_up(options: UpOptions) -> int:
 
 def plan_up(options: UpOptions, here: Machine) -> SystemPlan:
     """The plan, if this machine can carry it out. Raises PlanRefused."""
+    options = msgspec.structs.replace(options, model=machine.find_model(options.model))
     if options.engine == "vllm":
         machine.require_vllm()
     plan = plan_system(options, here)
@@ -78,7 +79,7 @@ async def join(options: UpOptions, screen: Screen, state_dir: Path) -> int:
         )
     nats_url = options.nats_url or (running.nats_url if running else "")
     fleet = await read_fleet(nats_url)
-    model = options.model or (running.model if running else "")
+    model = machine.find_model(options.model or (running.model if running else ""))
     options = msgspec.structs.replace(options, nats_url=nats_url, model=model)
     if options.engine == "vllm":
         machine.require_vllm()

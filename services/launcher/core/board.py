@@ -55,6 +55,8 @@ class Board:
         if row is None:
             return None
         row.url = status.url or row.url
+        if row.phase is ServicePhase.DRAINING and status.phase in {ServicePhase.STARTING, ServicePhase.READY}:
+            return row  # said before it heard that it shall stop
         self.mark(row.name, status.phase, status.detail, now)
         return row
 

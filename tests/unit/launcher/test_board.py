@@ -41,3 +41,12 @@ def test_listeners_hear_of_changes_only():
         board.heard(status(ServicePhase.STARTING, detail="loading weights"), now=12.0)
 
     assert heard == [(ServicePhase.STARTING, "loading weights")]
+
+
+def test_a_process_that_is_told_to_stop_no_longer_counts_as_ready():
+    board = board_with_a_router()
+    board.draining("router", now=12.0)
+
+    board.heard(status(ServicePhase.READY), now=12.1)
+
+    assert board.rows["router"].phase is ServicePhase.DRAINING
