@@ -9,7 +9,7 @@ import msgspec
 
 from shared.bus.port import Bus, BusError, Kept
 from shared.contracts.channels import WORKER_RECORDS
-from shared.contracts.workers import WorkerPhase, WorkerRecord
+from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerPhase, WorkerRecord
 
 log = logging.getLogger("baton.worker")
 
@@ -19,13 +19,12 @@ RENEWALS_PER_TTL = 3
 class Registration:
     """Writes the record on each change and often enough that it never expires.
 
-    Every renewal writes the whole record, so that a registry that lost its memory has it back within ``ttl_s / 3``.
+    Every renewal writes the whole record, so that a registry that lost its memory has it back within a third of its time to live.
     """
 
-    def __init__(self, bus: Bus, record: WorkerRecord, ttl_s: float) -> None:
+    def __init__(self, bus: Bus, record: WorkerRecord) -> None:
         self.record = record
         self._bus = bus
-        self._ttl_s = ttl_s
         self._kept: Kept[WorkerRecord] | None = None
         self._writing = asyncio.Lock()
         self._is_changed = asyncio.Event()
@@ -42,7 +41,7 @@ class Registration:
             await self._write()
             self._is_changed.clear()
             try:
-                async with asyncio.timeout(self._ttl_s / RENEWALS_PER_TTL):
+                async with asyncio.timeout(WORKER_RECORD_TTL_S / RENEWALS_PER_TTL):
                     await self._is_changed.wait()
             except TimeoutError:
                 pass
@@ -63,7 +62,7 @@ class Registration:
                 return
             try:
                 if self._kept is None:
-                    self._kept = await self._bus.kept(WORKER_RECORDS, ttl_s=self._ttl_s)
+                    self._kept = await self._bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
                 await self._kept.put(self.record)
             except BusError as error:
                 log.warning("the registry could not be written, trying again: %s", error)

@@ -13,13 +13,13 @@ from opentelemetry.util.types import AttributeValue
 
 from services.worker.asgi_call import AsgiCall
 from services.worker.core.capacity import Capacity
-from services.worker.core.leg_body import prepare
+from services.worker.core.leg_body import HANDOVER_PATHS, prepare
 from services.worker.engines.port import CURRENT_LEG, Engine, LegRecord
 from shared.bus.port import Envelope
 from shared.bus.streams import FrameSender, LegFrames, LegGone
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import LegId
-from shared.contracts.inference import CancelLeg, LegKind, LegReport, StartLeg
+from shared.contracts.inference import CancelLeg, LegReport, StartLeg
 from shared.contracts.workers import WorkerPhase
 from shared.runtime.service import Service
 from shared.telemetry.names import Attribute, SpanName
@@ -155,7 +155,8 @@ class LegServer:
         CURRENT_LEG.set(record)
         call = AsgiCall(start, body, record, frames, self._raise_if_died)
         await self._engine.app(call.scope, call.receive, call.send)
-        if call.status == 200 and start.kind is not LegKind.AGGREGATED and not record.finish_reason:
+        is_generation = start.path in HANDOVER_PATHS or record.prompt_tokens > 0
+        if call.status == 200 and is_generation and not record.finish_reason:
             await self._raise_if_died()
         call.finish()
         cost = report(record, arrived, self._service.clock.now())

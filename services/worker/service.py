@@ -55,7 +55,7 @@ def engine_starter(name: str) -> StartEngine:
 async def run_worker(service: Service, settings: Settings, common: CommonSettings, start_engine: StartEngine) -> None:
     """The whole life. Raises EngineDead when the engine dies, which ends the process."""
     epoch = Epoch(service.clock.wall_ms())
-    registration = Registration(service.bus, first_record(settings, epoch), settings.ttl_s)
+    registration = Registration(service.bus, first_record(settings, epoch))
     service.tasks.create_task(registration.follow(), name="renew-registration")
 
     def say(detail: str) -> None:

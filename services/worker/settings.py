@@ -36,8 +36,6 @@ class Settings(SimulatedTiming, frozen=True, kw_only=True, forbid_unknown_fields
     """Legs taken at a time; one more is refused with WORKER_BUSY."""
     drain_s_max: float = 30.0
     """Seconds that running legs get to finish after SIGTERM."""
-    ttl_s: float = 6.0
-    """Seconds after which the registry forgets a worker that no longer renews its record."""
     kv_host: str = "127.0.0.1"
     """Address at which other workers reach this one's KV side channel."""
     engine_args: str = ""

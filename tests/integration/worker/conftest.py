@@ -24,9 +24,10 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def pair(nats_url: str, run_dir: Path) -> Iterator[tuple[WorkerProcess, WorkerProcess]]:
     """A prefill and a decode worker with real engines, shared by all tests: each takes half a minute to start."""
+    both = {"max_model_len": "8192", "engine_args": "--enable-auto-tool-choice --tool-call-parser pythonic"}
     workers = [
-        start_worker(nats_url, "p1", run_dir, role="prefill", cpu_cores="0", max_model_len="8192"),
-        start_worker(nats_url, "d1", run_dir, role="decode", cpu_cores="1", max_model_len="8192"),
+        start_worker(nats_url, "p1", run_dir, role="prefill", cpu_cores="0", **both),
+        start_worker(nats_url, "d1", run_dir, role="decode", cpu_cores="1", **both),
     ]
     try:
         asyncio.run(wait_ready(nats_url, workers))

@@ -27,7 +27,7 @@ from shared.contracts.ids import LegId, RequestId, RouterId, WorkerId
 from shared.contracts.inference import FrameKind, LegKind, LegReport, StartLeg
 from shared.contracts.kv_events import AskKvSnapshot, KvEventBatch, KvSnapshot
 from shared.contracts.load import LoadReport
-from shared.contracts.workers import WorkerPhase, WorkerRecord
+from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerPhase, WorkerRecord
 
 READY_S_MAX = 180.0
 STOP_S_MAX = 30.0
@@ -108,7 +108,7 @@ async def wait_ready(nats_url: str, workers: list[WorkerProcess]) -> None:
     """Until every worker's record says READY; fails at once with its log when one has ended."""
     bus = await connect_nats(nats_url, name="wait-ready", connect_s_max=10.0)
     try:
-        kept = await bus.kept(WORKER_RECORDS, ttl_s=None)
+        kept = await bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
         async with asyncio.timeout(READY_S_MAX):
             while waiting := [worker for worker in workers if not worker.ready_s]:
                 for worker in waiting:

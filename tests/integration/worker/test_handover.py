@@ -10,7 +10,24 @@ from shared.contracts.inference import LegKind
 
 pytestmark = pytest.mark.vllm
 
-WORDS = "relay race baton runner track lap finish start hand over speed gun whistle crowd lane turn".split()
+WORDS = [
+    "relay",
+    "race",
+    "baton",
+    "runner",
+    "track",
+    "lap",
+    "finish",
+    "start",
+    "hand",
+    "over",
+    "speed",
+    "gun",
+    "whistle",
+    "crowd",
+    "lane",
+    "turn",
+]
 
 
 def prompt_of(words: int, seed: int) -> str:

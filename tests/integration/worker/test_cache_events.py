@@ -1,0 +1,109 @@
+"""What a worker says of its cache is what the engine has, block for block."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import reduce
+from operator import xor
+
+import cbor2
+import pytest
+
+from shared.contracts.channels import TOKENIZER
+from shared.contracts.control import AskTokenizer
+from shared.contracts.inference import LegKind
+from shared.contracts.kv_events import KvEventKind, unpack_hashes
+from tests.integration.worker.test_handover import completion, prompt_of
+
+pytestmark = pytest.mark.vllm
+
+BLOCK = 32
+
+
+def short(value: object) -> bytes:
+    return hashlib.sha256(cbor2.dumps(value, canonical=True)).digest()
+
+
+def chain(tokens: list[int]) -> list[int]:
+    """As vLLM's ``sha256_cbor`` does it, written down once more."""
+    parent, hashes = short("vllm-none-hash"), []
+    for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
+        parent = short((parent, tuple(tokens[start : start + BLOCK]), None))
+        hashes.append(int.from_bytes(parent[:8], "big"))
+    return hashes
+
+
+async def tokens_of(router, worker, prompt: str) -> list[int]:
+    answer = await router.leg(worker, LegKind.AGGREGATED, {"model": "baton-tiny", "prompt": prompt}, path="/tokenize")
+    return answer.json()["tokens"]
+
+
+async def test_stored_blocks_carry_the_hashes_that_anyone_can_compute(pair, router):
+    prefill, _decode = pair
+    prompt = prompt_of(250, seed=21)
+    expected = chain(await tokens_of(router, prefill, prompt))
+
+    await router.leg(prefill, LegKind.AGGREGATED, completion(prompt, max_tokens=1))
+    load = await router.load_where(prefill, lambda load: load.running == 0 and load.digest is not None)
+    snapshot = await router.snapshot(prefill)
+
+    assert len(expected) > 5
+    assert set(expected) <= set(unpack_hashes(snapshot.hashes))
+    told = [event for batch in router.kv["p1"] for event in batch.events if event.kind is KvEventKind.STORED]
+    assert expected == [block for event in told for block in unpack_hashes(event.hashes)]
+    assert told[0].parent is None
+    assert load.digest.seq <= snapshot.seq
+
+
+async def test_a_received_prompt_is_held_by_the_decode_worker_too(pair, router):
+    prefill, decode = pair
+    prompt = prompt_of(250, seed=22)
+    expected = chain(await tokens_of(router, prefill, prompt))
+
+    await router.handed_over(prefill, decode, completion(prompt))
+    snapshot = await router.snapshot(decode)
+
+    assert set(expected) <= set(unpack_hashes(snapshot.hashes))
+
+
+async def test_digest_and_snapshot_agree_and_batches_have_no_gaps(pair, router):
+    prefill, _decode = pair
+    await router.leg(prefill, LegKind.AGGREGATED, completion(prompt_of(120, seed=23)))
+
+    snapshot = await router.snapshot(prefill)
+    load = await router.load_where(prefill, lambda load: load.digest is not None and load.digest.seq == snapshot.seq)
+
+    held = unpack_hashes(snapshot.hashes)
+    assert load.digest.count == len(held)
+    assert load.digest.xor == reduce(xor, held, 0)
+    numbers = [batch.seq for batch in router.kv["p1"]]
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+
+
+async def test_load_reports_say_where_prompt_tokens_came_from(pair, router):
+    prefill, decode = pair
+
+    first, second = await router.handed_over(prefill, decode, completion(prompt_of(500, seed=24)))
+
+    load = await router.load_where(decode, lambda load: load.running == 0)
+    assert load.received_tokens_total >= second.report.received_tokens
+    assert load.received_bytes_total >= second.report.received_bytes
+    assert load.received_seconds_total > 0
+    assert load.decode_s_per_token > 0
+    load = await router.load_where(prefill, lambda load: load.kv_blocks_used == 0)
+    assert load.prefill_tokens_per_s > 0
+    assert load.computed_tokens_total >= first.report.prompt_tokens - first.report.cached_tokens
+
+
+async def test_the_tokenizer_that_a_router_gets_makes_the_engines_tokens(pair, router):
+    from tokenizers import Tokenizer
+
+    prefill, _decode = pair
+    prompt = prompt_of(40, seed=25)
+
+    asset = await router.bus.ask(TOKENIZER, AskTokenizer(worker_id=prefill.worker_id), timeout_s=10.0)
+
+    tokenizer = Tokenizer.from_str(asset.tokenizer_json.decode())
+    assert tokenizer.encode(prompt).ids == await tokens_of(router, prefill, prompt)
+    assert "messages" in asset.chat_template
+    assert asset.special_tokens["eos_token"]

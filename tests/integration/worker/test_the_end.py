@@ -1,0 +1,162 @@
+"""How legs, engines and workers end. Runs last: it uses the shared workers up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import psutil
+import pytest
+
+from shared.contracts.channels import WORKER_RECORDS
+from shared.contracts.failures import Reason
+from shared.contracts.inference import FrameKind, LegKind
+from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerPhase
+from tests.integration.worker.pair import start_worker, wait_ready
+from tests.integration.worker.test_handover import completion, prompt_of
+
+pytestmark = pytest.mark.vllm
+
+LONG = {"max_tokens": 4000, "stream": True}
+IDLE_LOOK_S = 3.0
+GONE_S_MAX = 5.0
+
+
+async def first_data(leg) -> None:
+    """Until the leg has sent something for its client."""
+    while not any(frame.kind is FrameKind.DATA for frame in await leg.frames()):
+        pass
+
+
+async def gone(processes: list[psutil.Process]) -> bool:
+    _ended, alive = await asyncio.to_thread(psutil.wait_procs, processes, GONE_S_MAX)
+    return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+async def test_idle_engines_cost_almost_no_cpu(pair, router):
+    for worker in pair:
+        await router.load_where(worker, lambda load: load.running == 0 and load.kv_blocks_used == 0, s_max=40.0)
+    processes = [psutil.Process(worker.process.pid) for worker in pair]
+    processes += [child for worker in pair for child in worker.children()]
+
+    before = [sum(process.cpu_times()[:2]) for process in processes]
+    await asyncio.sleep(IDLE_LOOK_S)  # the measurement itself
+    used = [sum(process.cpu_times()[:2]) - start for process, start in zip(processes, before, strict=True)]
+
+    assert sum(used) / IDLE_LOOK_S < 0.15, used
+
+
+async def test_a_cancelled_leg_frees_its_blocks(pair, router):
+    _prefill, decode = pair
+    leg = await router.start(decode, LegKind.AGGREGATED, completion(prompt_of(300, seed=31), **LONG))
+    await first_data(leg)
+
+    leg.cancel()
+
+    load = await router.load_where(decode, lambda load: load.legs == 0 and load.kv_blocks_used == 0)
+    assert load.running == 0
+
+
+async def test_a_leg_past_its_deadline_fails_and_is_aborted(pair, router):
+    _prefill, decode = pair
+
+    answer = await router.leg(decode, LegKind.AGGREGATED, completion(prompt_of(300, seed=32), **LONG), deadline_s=0.5)
+
+    assert answer.failure.reason is Reason.DEADLINE
+    await router.load_where(decode, lambda load: load.kv_blocks_used == 0)
+
+
+async def test_a_prefill_that_nobody_fetches_keeps_its_engine_useful(pair, router):
+    prefill, _decode = pair
+    await router.leg(prefill, LegKind.PREFILL, completion(prompt_of(300, seed=33)))
+
+    answer = await router.leg(prefill, LegKind.AGGREGATED, completion(prompt_of(30, seed=34)))
+
+    assert len(answer.token_ids) == 24
+
+
+async def test_kv_that_is_gone_is_computed_anew_by_the_decode_engine(pair, router):
+    prefill, decode = pair
+    body = completion(prompt_of(300, seed=35))
+    first = await router.leg(prefill, LegKind.PREFILL, body)
+    lost = first.report.kv_transfer.replace(b'"remote_engine_id":"', b'"remote_engine_id":"0')
+
+    second = await router.leg(decode, LegKind.DECODE, body, kv_transfer=lost)
+    alone = await router.leg(decode, LegKind.AGGREGATED, body)
+
+    assert second.status == 200
+    assert second.token_ids == alone.token_ids
+
+
+async def test_sigterm_lets_running_legs_finish_and_leaves_nothing_behind(pair, router):
+    prefill, _decode = pair
+    children = prefill.children()
+    leg = await router.start(prefill, LegKind.AGGREGATED, completion(prompt_of(30, seed=36), stream=True))
+    await first_data(leg)
+
+    prefill.process.send_signal(signal.SIGTERM)
+
+    kinds: list[FrameKind] = []
+    while FrameKind.END not in kinds:
+        kinds += [frame.kind for frame in await leg.frames()]
+    assert await asyncio.to_thread(prefill.process.wait, 20) == 0, prefill.log.read_text()
+    assert await gone(children)
+    records = await router.bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+    found = await records.get(prefill.worker_id)
+    assert found is None or found.value is None
+
+
+async def test_an_engine_that_dies_takes_its_worker_with_it_after_telling_every_leg(pair, router):
+    _prefill, decode = pair
+    children = decode.children()
+    streamed, whole = (
+        asyncio.create_task(
+            router.leg(decode, LegKind.AGGREGATED, completion(prompt_of(60, seed=37), max_tokens=4000, stream=stream))
+        )
+        for stream in (True, False)
+    )
+    await router.load_where(decode, lambda load: load.running == 2)
+
+    decode.engine_core().kill()
+
+    assert (await streamed).failure.reason is Reason.ENGINE_DEAD
+    assert (await whole).failure.reason is Reason.ENGINE_DEAD
+    assert await asyncio.to_thread(decode.process.wait, 20) != 0
+    assert await gone(children)
+
+
+async def test_a_killed_worker_takes_its_engine_with_it(pair, nats_url, run_dir):
+    for worker in pair:
+        worker.kill()
+    worker = start_worker(nats_url, "w3", run_dir, cpu_cores="0")
+    try:
+        await wait_ready(nats_url, [worker])
+        children = worker.children()
+
+        os.kill(worker.process.pid, signal.SIGKILL)
+
+        assert await gone(children)
+    finally:
+        worker.kill()
+
+
+async def test_sigterm_while_starting_ends_the_worker_and_its_children(pair, router, nats_url, run_dir):
+    for worker in pair:
+        worker.kill()
+    worker = start_worker(nats_url, "w4", run_dir, cpu_cores="0")
+    records = await router.bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+    try:
+        async with asyncio.timeout(60):
+            async for change in records.watch():
+                if change and change.key == "w4" and change.value:
+                    assert change.value.phase is WorkerPhase.STARTING
+                    break
+            while len(worker.children()) < 2:
+                await asyncio.sleep(0.1)  # processes appear without telling anyone
+        children = worker.children()
+
+        assert await asyncio.to_thread(worker.stop) == 0
+        assert await gone(children)
+    finally:
+        worker.kill()

@@ -1,0 +1,182 @@
+"""A small engine that implements the port, and a worker around it on a memory bus."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from opentelemetry.trace import NoOpTracer
+
+from services.worker.engines.port import CURRENT_LEG, EngineFacts, EngineLoad, TokenizerFiles
+from services.worker.service import run_worker
+from services.worker.settings import Settings
+from shared.bus.memory_bus import MemoryBus, MemoryHub
+from shared.bus.streams import Leg, LegFailed, LegInbox
+from shared.contracts.failures import Failure
+from shared.contracts.ids import LegId, RequestId, RouterId, WorkerId
+from shared.contracts.inference import Frame, FrameKind, LegKind, StartLeg
+from shared.contracts.kv_events import KvEvent
+from shared.contracts.workers import HashScheme
+from shared.runtime.clock import SystemClock
+from shared.runtime.service import Service, ServiceFacts, live
+from shared.runtime.settings import CommonSettings
+from tests.fleet_builders import FINGERPRINT
+
+WORKER = WorkerId("w1")
+KV_TRANSFER = b'{"do_remote_prefill":true}'
+WAIT_S_MAX = 5.0
+
+
+class FakeEngine:
+    """Answers every body with what the test told it to. ``gate`` holds generation back until it is set."""
+
+    def __init__(self) -> None:
+        self.facts = EngineFacts(
+            engine="fake",
+            models=["m"],
+            max_model_len=100,
+            fingerprint=FINGERPRINT,
+            hashing=HashScheme(block_size=32),
+            kv_blocks=10,
+            legs_max=2,
+        )
+        self.bodies: list[dict | bytes] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.started = asyncio.Event()
+        self.aborted = asyncio.Event()
+        self.events: asyncio.Queue[list[KvEvent]] = asyncio.Queue()
+        self.reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.now = EngineLoad()
+        self.closed = False
+        self.listeners: list[Callable[[], None]] = []
+
+    async def app(self, scope, receive, send) -> None:
+        body = (await receive())["body"]
+        self.bodies.append(body)
+        record = CURRENT_LEG.get()
+        asked = json.loads(body)
+        self.started.set()
+        if status := asked.get("status"):
+            if status >= 500 and asked.get("dies"):
+                self.reason.set_result("out of memory")
+            await _answer(send, status, b'{"error":{}}')
+            return
+        if asked.get("crash"):
+            raise ZeroDivisionError("a bug in the server")
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        record.prompt_tokens, record.cached_tokens = 7, 3
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.aborted.set()
+            raise
+        for token in range(asked.get("tokens", 2)):
+            record.token_ids.append(token)
+            record.completion_tokens += 1
+            await send({"type": "http.response.body", "body": b"data: %d\n\n" % token, "more_body": True})
+        record.finish_reason = "length"
+        if record.kind is LegKind.PREFILL:
+            record.kv_transfer = KV_TRANSFER
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def load(self) -> EngineLoad:
+        return self.now
+
+    def on_load_changed(self, listener) -> None:
+        self.listeners.append(listener)
+
+    async def kv_events(self) -> AsyncIterator[list[KvEvent]]:
+        while True:
+            yield await self.events.get()
+
+    def tokenizer_files(self) -> TokenizerFiles:
+        return TokenizerFiles(
+            tokenizer_json=b"{}", chat_template="{{ x }}", special_tokens={"bos_token": "<s>"}, adds_special_tokens=True
+        )
+
+    async def dead(self) -> str:
+        return await asyncio.shield(self.reason)
+
+    async def close(self, deadline_s: float) -> None:
+        self.closed = True
+
+
+async def _answer(send, status: int, body: bytes) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+class RunningWorker:
+    """A worker in this process, and the router's end of it."""
+
+    def __init__(self, hub: MemoryHub, engine: FakeEngine, **settings) -> None:
+        self.hub = hub
+        self.engine = engine
+        self.settings = Settings(worker_id=WORKER, model="m", **settings)
+        facts = ServiceFacts(name="worker", instance=WORKER)
+        self.service = Service(facts, MemoryBus(hub), SystemClock(), NoOpTracer())
+        self.bus = MemoryBus(hub)
+        self.inbox = LegInbox(self.bus, RouterId("r1"), leg_buffer_bytes_max=1 << 20)
+        self.exit: asyncio.Task[int] | None = None
+        self.ready = asyncio.Event()
+        self._count = 0
+
+    async def start_engine(self, _settings, _common, say) -> FakeEngine:
+        say("warming up")
+        return self.engine
+
+    async def main(self, service: Service) -> None:
+        await run_worker(service, self.settings, CommonSettings(), self.start_engine)
+
+    async def leg(self, kind: LegKind = LegKind.AGGREGATED, **options) -> Leg:
+        self._count += 1
+        body = options.pop("body", {})
+        fields = {"path": "/v1/completions", "deadline_s": 5.0, "router_id": RouterId("r1"), **options}
+        return await self.inbox.start(
+            StartLeg(
+                worker_id=WORKER,
+                request_id=RequestId(f"q{self._count}"),
+                leg_id=LegId(f"l{self._count}"),
+                kind=kind,
+                body=body if isinstance(body, bytes) else json.dumps(body).encode(),
+                **fields,
+            )
+        )
+
+    async def read(self, leg: Leg) -> tuple[list[Frame], Failure | None]:
+        """Every frame of a leg, and how it failed if it did."""
+        frames: list[Frame] = []
+        async with asyncio.timeout(WAIT_S_MAX):
+            while not frames or frames[-1].kind is not FrameKind.END:
+                try:
+                    frames += await leg.frames()
+                except LegFailed as failed:
+                    return frames, failed.failure
+        return frames, None
+
+
+@asynccontextmanager
+async def running_worker(**settings) -> AsyncIterator[RunningWorker]:
+    """A worker that is ready; it is stopped at the end if the test has not done so."""
+    from shared.contracts.channels import WORKER_RECORDS
+    from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerPhase
+
+    worker = RunningWorker(MemoryHub(), FakeEngine(), **settings)
+    await worker.inbox.open()
+    worker.exit = asyncio.create_task(live(worker.service, worker.main, drain_s_max=WAIT_S_MAX))
+    records = await worker.bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+    async with asyncio.timeout(WAIT_S_MAX):
+        async for change in records.watch():
+            if change and change.value and change.value.phase is WorkerPhase.READY:
+                break
+    try:
+        yield worker
+    finally:
+        worker.service.stopping.set()
+        worker.engine.gate.set()
+        await asyncio.wait([worker.exit], timeout=WAIT_S_MAX)
+        await worker.inbox.close()
+        await worker.bus.close()

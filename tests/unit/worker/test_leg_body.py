@@ -1,0 +1,153 @@
+"""The engine's body for a leg: the client's own, but for the orders to the KV connector."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.worker.core.leg_body import HANDOVER_PATHS, PRIVATE, prepare
+from shared.contracts.inference import LegKind
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+TRANSFER = b'{"do_remote_prefill":true,"remote_port":1}'
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+fields = st.dictionaries(
+    st.sampled_from(["model", "prompt", "messages", "tools", "stop", "seed", "x"]) | st.text(), values
+)
+private = st.dictionaries(st.sampled_from(sorted(PRIVATE)), values)
+kinds = st.sampled_from(list(LegKind))
+paths = st.sampled_from([*sorted(HANDOVER_PATHS), "/v1/responses", "/tokenize"])
+encodings = st.sampled_from(["utf-8", "utf-16", "utf-32"])
+
+
+def escaped(text: str) -> str:
+    """The same JSON with its private names written as escapes."""
+    return text.replace("kv_transfer_params", "kv\\u005ftransfer\\u005fparams").replace(
+        "ec_transfer", "\\u0065c_transfer"
+    )
+
+
+@given(fields, private, kinds, paths, encodings, st.booleans())
+def test_no_order_of_a_clients_reaches_the_engine(given_fields, orders, kind, path, encoding, escape):
+    text = json.dumps(given_fields | orders)
+    body = (escaped(text) if escape else text).encode(encoding)
+
+    made = prepare(kind, path, body, TRANSFER)
+
+    if made is None:
+        return
+    seen = json.loads(made)
+    assert "ec_transfer_params" not in seen
+    ours = {"do_remote_decode": True} if kind is LegKind.PREFILL else json.loads(TRANSFER)
+    assert seen.get("kv_transfer_params", ours) == ours
+    if kind is LegKind.AGGREGATED:
+        assert "kv_transfer_params" not in seen
+
+
+@given(fields, private, kinds, paths)
+def test_every_other_field_arrives_as_it_was_sent(given_fields, orders, kind, path):
+    made = prepare(kind, path, json.dumps(given_fields | orders).encode(), TRANSFER)
+
+    if made is not None:
+        seen = json.loads(made)
+        assert {name: value for name, value in seen.items() if name not in PRIVATE} == {
+            name: value for name, value in given_fields.items() if name not in PRIVATE
+        }
+
+
+@given(st.binary())
+def test_what_is_no_json_object_goes_to_the_engine_as_it_is(body):
+    try:
+        is_object = isinstance(json.loads(body), dict)
+    except ValueError:
+        is_object = False
+
+    if not is_object:
+        assert prepare(LegKind.AGGREGATED, CHAT, body) == body
+        assert prepare(LegKind.PREFILL, CHAT, body) == body
+
+
+def test_an_aggregated_body_stays_the_same_bytes():
+    body = b'{ "model" : "m",  "temperature": 1.0e0 }'
+
+    assert prepare(LegKind.AGGREGATED, CHAT, body) is body
+
+
+def test_numbers_and_spaces_inside_fields_stay_as_they_are_in_a_prefill_body():
+    body = b'{"temperature": 1.0e0, "seed": 123456789012345678901234567890, "messages": [ {"a" : 1} ]}'
+
+    made = prepare(LegKind.PREFILL, CHAT, body)
+
+    assert b'"temperature":1.0e0' in made
+    assert b'"seed":123456789012345678901234567890' in made
+    assert b'"messages":[ {"a" : 1} ]' in made
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"n": 2},
+        {"best_of": 3},
+        {"use_beam_search": True},
+        {"prompt": ["a", "b"]},
+        {"prompt": [[1], [2]]},
+        {"prompt_embeds": "AAAA"},
+        {"prompt_logprobs": 0},
+        {"echo": True, "logprobs": 1},
+    ],
+    ids=str,
+)
+def test_what_is_not_one_plain_sequence_is_left_to_the_decode_leg(more):
+    body = json.dumps({"model": "m", "prompt": "x", **more}).encode()
+
+    assert prepare(LegKind.PREFILL, COMPLETIONS, body) is None
+    assert prepare(LegKind.DECODE, COMPLETIONS, body, TRANSFER) == body
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"n": 1},
+        {"n": None},
+        {"prompt": ["a"]},
+        {"prompt": [1, 2, 3]},
+        {"prompt": [[1, 2]]},
+        {"echo": True},
+        {"logprobs": 5},
+        {"stop": ["a"], "stream": True, "max_tokens": 9},
+    ],
+    ids=str,
+)
+def test_one_plain_sequence_is_handed_over(more):
+    body = json.dumps({"model": "m", "prompt": "x", **more}).encode()
+
+    assert "kv_transfer_params" in json.loads(prepare(LegKind.PREFILL, COMPLETIONS, body))
+    assert json.loads(prepare(LegKind.DECODE, COMPLETIONS, body, TRANSFER))["kv_transfer_params"] == json.loads(
+        TRANSFER
+    )
+
+
+def test_a_decode_leg_without_kv_computes_the_prompt_itself():
+    body = b'{"model": "m", "prompt": "x"}'
+
+    assert prepare(LegKind.DECODE, COMPLETIONS, body) == body
+
+
+def test_other_paths_have_nothing_to_prefill():
+    assert prepare(LegKind.PREFILL, "/v1/embeddings", b'{"input": "x"}') is None
+
+
+def test_numbers_that_only_some_parsers_accept_are_kept():
+    made = prepare(LegKind.PREFILL, COMPLETIONS, b'{"prompt": "x", "temperature": NaN}')
+
+    assert b"NaN" in made
+    assert b"do_remote_decode" in made

@@ -1,0 +1,202 @@
+"""Legs on a worker around a fake engine: frames, refusals, ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from shared.bus.memory_bus import MemoryHub
+from shared.contracts.failures import Reason
+from shared.contracts.ids import Epoch, RouterId
+from shared.contracts.inference import FrameKind, LegKind
+from shared.runtime.service import live
+from tests.unit.worker.fakes import KV_TRANSFER, WAIT_S_MAX, FakeEngine, RunningWorker, running_worker
+
+
+def kinds(frames) -> list[FrameKind]:
+    return [frame.kind for frame in frames]
+
+
+async def test_a_leg_is_answered_with_head_data_and_end():
+    async with running_worker() as worker:
+        frames, failure = await worker.read(await worker.leg(body={"tokens": 2}))
+
+        assert failure is None
+        assert kinds(frames) == [FrameKind.HEAD, FrameKind.DATA, FrameKind.DATA, FrameKind.END]
+        assert frames[0].status == 200
+        assert frames[0].content_type == "text/event-stream"
+        assert [(frame.data, frame.token_ids) for frame in frames[1:3]] == [
+            (b"data: 0\n\n", [0]),
+            (b"data: 1\n\n", [1]),
+        ]
+        report = frames[-1].report
+        assert (report.prompt_tokens, report.cached_tokens, report.completion_tokens) == (7, 3, 2)
+        assert report.finish_reason == "length"
+
+
+async def test_a_prefill_leg_answers_with_its_kv_and_no_data():
+    async with running_worker() as worker:
+        frames, _failure = await worker.read(await worker.leg(LegKind.PREFILL))
+
+        assert kinds(frames) == [FrameKind.HEAD, FrameKind.END]
+        assert frames[-1].report.kv_transfer == KV_TRANSFER
+        assert json.loads(worker.engine.bodies[0])["kv_transfer_params"] == {"do_remote_decode": True}
+
+
+async def test_a_refused_prefill_relays_the_engines_words():
+    async with running_worker() as worker:
+        frames, _failure = await worker.read(await worker.leg(LegKind.PREFILL, body={"status": 400}))
+
+        assert frames[0].status == 400
+        assert frames[1].data == b'{"error":{}}'
+
+
+async def test_a_prefill_that_cannot_be_handed_over_never_reaches_the_engine():
+    async with running_worker() as worker:
+        frames, _failure = await worker.read(await worker.leg(LegKind.PREFILL, body={"n": 2}))
+
+        assert frames[0].status == 200
+        assert frames[-1].report.kv_transfer == b""
+        assert worker.engine.bodies == []
+
+
+async def test_a_decode_leg_carries_the_prefills_kv_to_the_engine():
+    async with running_worker() as worker:
+        await worker.read(await worker.leg(LegKind.DECODE, kv_transfer=KV_TRANSFER))
+
+        assert json.loads(worker.engine.bodies[0])["kv_transfer_params"] == json.loads(KV_TRANSFER)
+
+
+async def test_one_leg_too_many_is_refused_as_busy():
+    async with running_worker() as worker:
+        worker.engine.gate.clear()
+        for _ in range(worker.engine.facts.legs_max):
+            await worker.leg()
+
+        _frames, failure = await worker.read(await worker.leg())
+
+        assert failure.reason is Reason.WORKER_BUSY
+        assert failure.retry_after_s
+
+
+async def test_a_leg_for_an_earlier_life_is_refused_as_lost():
+    async with running_worker() as worker:
+        _frames, failure = await worker.read(await worker.leg(epoch=Epoch(1)))
+
+        assert failure.reason is Reason.WORKER_LOST
+
+
+async def test_a_cancelled_leg_is_aborted_in_the_engine():
+    async with running_worker() as worker:
+        worker.engine.gate.clear()
+        leg = await worker.leg()
+        await worker.engine.started.wait()
+
+        leg.cancel()
+
+        async with asyncio.timeout(5):
+            await worker.engine.aborted.wait()
+
+
+async def test_a_leg_whose_router_is_gone_is_aborted():
+    async with running_worker() as worker:
+        worker.engine.gate.clear()
+
+        await worker.leg(router_id=RouterId("gone"))
+
+        async with asyncio.timeout(5):
+            await worker.engine.aborted.wait()
+
+
+async def test_a_leg_past_its_deadline_fails_and_is_aborted():
+    async with running_worker() as worker:
+        worker.engine.gate.clear()
+
+        _frames, failure = await worker.read(await worker.leg(deadline_s=0.05))
+
+        assert failure.reason is Reason.DEADLINE
+        assert worker.engine.aborted.is_set()
+
+
+async def test_a_crash_of_the_engines_server_fails_one_leg_only():
+    async with running_worker() as worker:
+        _frames, failure = await worker.read(await worker.leg(body={"crash": True}))
+        frames, _none = await worker.read(await worker.leg())
+
+        assert failure.reason is Reason.INTERNAL
+        assert "ZeroDivisionError" in failure.message
+        assert frames[-1].kind is FrameKind.END
+
+
+async def test_draining_lets_running_legs_finish_and_takes_no_new_ones():
+    async with running_worker() as worker:
+        worker.engine.gate.clear()
+        running = await worker.leg()
+        await worker.engine.started.wait()
+        worker.service.stopping.set()
+        while worker.service.phase != "draining":
+            await asyncio.sleep(0)
+
+        _frames, refused = await worker.read(await worker.leg())
+        worker.engine.gate.set()
+        frames, failure = await worker.read(running)
+
+        assert refused.reason is Reason.WORKER_DRAINING
+        assert failure is None
+        assert frames[-1].kind is FrameKind.END
+        assert await worker.exit == 0
+        assert worker.engine.closed
+
+
+async def test_legs_that_outlast_the_drain_are_failed():
+    async with running_worker(drain_s_max=0.05) as worker:
+        worker.engine.gate.clear()
+        running = await worker.leg()
+        await worker.engine.started.wait()
+
+        worker.service.stopping.set()
+
+        _frames, failure = await worker.read(running)
+        assert failure.reason is Reason.WORKER_DRAINING
+        assert await worker.exit == 0
+
+
+async def test_a_dead_engine_fails_every_leg_and_ends_the_process():
+    async with running_worker() as worker:
+        worker.engine.gate.clear()
+        legs = [await worker.leg(), await worker.leg()]
+        await worker.engine.started.wait()
+
+        worker.engine.reason.set_result("out of memory")
+
+        failures = [(await worker.read(leg))[1] for leg in legs]
+        assert [failure.reason for failure in failures] == [Reason.ENGINE_DEAD] * 2
+        assert "out of memory" in failures[0].message
+        assert await worker.exit == 1
+
+
+async def test_a_server_error_that_comes_from_a_dying_engine_is_told_as_such():
+    async with running_worker() as worker:
+        _frames, failure = await worker.read(await worker.leg(body={"status": 500, "dies": True}))
+
+        assert failure.reason is Reason.ENGINE_DEAD
+
+
+async def test_a_worker_that_is_stopped_while_its_engine_starts_leaves_at_once():
+    worker = RunningWorker(MemoryHub(), FakeEngine())
+    never = asyncio.Event()
+    cancelled = asyncio.Event()
+
+    async def start_engine(_settings, _common, _say) -> FakeEngine:
+        try:
+            await never.wait()
+        finally:
+            cancelled.set()
+        return worker.engine
+
+    worker.start_engine = start_engine
+    exit_code = asyncio.create_task(live(worker.service, worker.main, drain_s_max=WAIT_S_MAX))
+    worker.service.stopping.set()
+
+    assert await exit_code == 0
+    assert cancelled.is_set()

@@ -1,0 +1,114 @@
+"""What a worker tells: its cache, its load, its record, its tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.worker.engines.port import EngineLoad
+from shared.contracts.channels import KV_EVENTS, KV_SNAPSHOT, LOAD, TOKENIZER, WORKER_RECORDS
+from shared.contracts.control import AskTokenizer
+from shared.contracts.kv_events import AskKvSnapshot, KvEvent, KvEventKind, pack_hashes, unpack_hashes
+from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerPhase
+from tests.unit.worker.fakes import WAIT_S_MAX, WORKER, running_worker
+
+
+def stored(*hashes: int) -> KvEvent:
+    return KvEvent(kind=KvEventKind.STORED, hashes=pack_hashes(hashes))
+
+
+def removed(*hashes: int) -> KvEvent:
+    return KvEvent(kind=KvEventKind.REMOVED, hashes=pack_hashes(hashes))
+
+
+async def collected(worker, channel, enough) -> list:
+    """The messages of a channel until ``enough(messages)``."""
+    messages: list = []
+    done = asyncio.Event()
+
+    def take(message, _envelope) -> None:
+        messages.append(message)
+        if enough(messages):
+            done.set()
+
+    subscription = await worker.bus.subscribe(channel, take)
+    async with asyncio.timeout(WAIT_S_MAX):
+        await done.wait()
+    await subscription.close()
+    return messages
+
+
+async def test_kv_events_are_numbered_from_one_and_the_snapshot_follows():
+    async with running_worker() as worker:
+        watching = asyncio.create_task(
+            collected(worker, KV_EVENTS, lambda batches: sum(len(batch.events) for batch in batches) == 3)
+        )
+        await asyncio.sleep(0)
+        for event in (stored(1, 2, 3), removed(2), stored(4)):
+            worker.engine.events.put_nowait([event])
+
+        batches = await watching
+        snapshot = await worker.bus.ask(KV_SNAPSHOT, AskKvSnapshot(worker_id=WORKER), timeout_s=WAIT_S_MAX)
+
+        assert [batch.seq for batch in batches] == list(range(1, len(batches) + 1))
+        assert snapshot.seq == batches[-1].seq
+        assert sorted(unpack_hashes(snapshot.hashes)) == [1, 3, 4]
+
+
+async def test_the_load_report_carries_the_engines_numbers_and_the_digest():
+    async with running_worker() as worker:
+        worker.engine.events.put_nowait([stored(5, 9)])
+        worker.engine.now = EngineLoad(running=3, kv_blocks_used=4, received_bytes_total=12)
+
+        reports = await collected(worker, LOAD, lambda reports: reports[-1].running == 3)
+
+        report = reports[-1]
+        assert (report.kv_blocks_used, report.kv_blocks_total, report.received_bytes_total) == (4, 10, 12)
+        assert (report.digest.count, report.digest.xor) == (2, 5 ^ 9)
+        assert report.phase is WorkerPhase.READY
+
+
+async def test_a_change_is_reported_sooner_than_the_period():
+    async with running_worker() as worker:
+        worker.engine.gate.clear()
+        await worker.leg()
+
+        reports = await collected(worker, LOAD, lambda reports: reports[-1].legs == 1)
+
+        assert reports[-1].legs == 1
+
+
+async def test_the_record_says_what_the_engine_is_and_goes_with_the_worker():
+    async with running_worker() as worker:
+        records = await worker.bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        found = (await records.get(WORKER)).value
+
+        worker.service.stopping.set()
+        await worker.exit
+
+        assert (found.phase, found.engine, found.models, found.kv_blocks) == (WorkerPhase.READY, "fake", ["m"], 10)
+        gone = await records.get(WORKER)
+        assert gone is None or gone.value is None
+
+
+async def test_a_registry_that_lost_its_memory_has_the_record_back_after_the_reconnection():
+    async with running_worker() as worker:
+        records = await worker.bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        await records.delete(WORKER)
+
+        worker.service.bus.lose()
+        worker.service.bus.restore()
+
+        async with asyncio.timeout(WAIT_S_MAX):
+            async for change in records.watch():
+                if change and change.value:
+                    break
+        assert change.value.phase is WorkerPhase.READY
+
+
+async def test_a_router_gets_the_engines_tokenizer():
+    async with running_worker() as worker:
+        asset = await worker.bus.ask(TOKENIZER, AskTokenizer(worker_id=WORKER), timeout_s=WAIT_S_MAX)
+
+        assert asset.tokenizer_json == b"{}"
+        assert asset.chat_template == "{{ x }}"
+        assert asset.special_tokens == {"bos_token": "<s>"}
