@@ -14,6 +14,9 @@ EXCEPTION = re.compile(
 """``ValueError: words``, wherever logging put it on the line."""
 EMPTY_WORDS = re.compile(r"See root cause above|unhandled errors in a TaskGroup|Engine core proc died|Failed core proc")
 """Exceptions that only say that there is another one."""
+VALIDATION = re.compile(r"\d+ validation errors? for \w+")
+VALIDATION_WORDS = re.compile(r"^\s+Value error, (.+?)(?: \[type=|$)")
+"""pydantic puts what is wrong on the line after the exception."""
 OUT_OF_MEMORY = re.compile(
     r"out of memory|Cannot allocate memory|std::bad_alloc|MemoryError|No available memory for the cache blocks",
     re.IGNORECASE,
@@ -30,6 +33,9 @@ def why_it_died(lines: Sequence[str], exit_code: int, detail: str = "") -> str:
     memory = next((line.strip() for line in reversed(plain) if OUT_OF_MEMORY.search(line)), "")
     if memory:
         return cut(f"Out of memory: {root or memory}")
+    if VALIDATION.search(detail or root):
+        wrong = next((found[1] for line in plain if (found := VALIDATION_WORDS.search(line))), "")
+        return cut(wrong or detail or root)
     if detail and not EMPTY_WORDS.search(detail):
         return cut(detail)
     if root:

@@ -40,3 +40,12 @@ def test_a_silent_death_is_told_by_its_exit_status(exit_code: int, words: str):
 
 def test_json_log_lines_are_shown_as_their_message():
     assert last_lines(['{"level": "error", "message": "no route", "ts": 1}', "", "plain"]) == ["no route", "plain"]
+
+
+def test_a_validation_error_is_told_by_what_is_wrong():
+    lines = [
+        "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig",
+        "  Value error, max_model_len (9) is too large [type=value_error, input_value=ArgsKwargs((), {})]",
+    ]
+
+    assert why_it_died(lines, 1, detail="1 validation error for ModelConfig") == "max_model_len (9) is too large"
