@@ -28,6 +28,8 @@ from shared.contracts.inference import LegKind
 
 THREAD_CHARS_MIN = 16_384
 """Text from this length on is tokenised off the event loop: it would hold up everybody's tokens."""
+CHOICES_MAX = 1024
+"""Completions of one request."""
 
 Logprobs = Callable[[list[int], list[str]], dict[str, Any]]
 
@@ -116,6 +118,8 @@ class JobMaker:
         stops, inbox = stop_strings(body), Inbox()
         wish = self._wish(body, room, record)
         count = body.n or 1
+        if count * len(prompts) > CHOICES_MAX:
+            raise ApiError(f"n times the number of prompts must be at most {CHOICES_MAX}.", param="n")
         if record.kind is LegKind.PREFILL:
             # The body is the client's, so that its prompt is read exactly as the decode leg will read it; the one token
             # is thrown away, and nothing may end the leg early or say more than that.

@@ -104,7 +104,7 @@ class EngineCore:
         prefill_tokens = decoding = context_tokens = 0
         content_of = self.cache.contents.__getitem__
         for sequence, count in plan:
-            if sequence.computed >= sequence.prompt_tokens:
+            if count == 1 and sequence.computed >= sequence.prompt_tokens:
                 decoding += 1
                 context_tokens += len(sequence.tokens)
             else:

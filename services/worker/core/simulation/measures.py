@@ -8,6 +8,8 @@ from services.worker.core.simulation.sequence import Sequence
 
 SPEED_MEMORY = 0.9
 """How much of a speed's old value stays when a step brings a new sample."""
+PREFILL_SAMPLE_TOKENS_MIN = 32
+"""Shorter prefills say more about the step's fixed cost than about speed."""
 
 
 @dataclass(slots=True)
@@ -36,7 +38,7 @@ class Measures:
 
     def step_finished(self, prefill_tokens: int, decoding: int, step_s: float) -> None:
         """A step took ``step_s``."""
-        if prefill_tokens and step_s:
+        if prefill_tokens >= PREFILL_SAMPLE_TOKENS_MIN and step_s:
             self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, prefill_tokens / step_s)
         if decoding:
             self.decode_s_per_token = _blend(self.decode_s_per_token, step_s)

@@ -1,0 +1,64 @@
+"""Small simulated engines, and virtual time to run them in."""
+
+from services.worker.core.simulation.engine_core import EngineCore, ModelTokens
+from services.worker.core.simulation.handoff import Handoff
+from services.worker.core.simulation.sequence import Wish
+from services.worker.core.simulation.settings import SimulationSettings
+
+VOCABULARY = 1000
+MODEL = ModelTokens(size=VOCABULARY, sayable=list(range(10, VOCABULARY)), eos=1)
+BLOCK = 4
+INSTANT = {
+    "sim_prefill_tokens_per_s": 0.0,
+    "sim_prefill_base_s": 0.0,
+    "sim_decode_base_s": 0.0,
+    "sim_decode_per_sequence_s": 0.0,
+    "sim_transfer_bytes_per_s": 0.0,
+    "sim_transfer_base_s": 0.0,
+}
+
+
+def settings(**changes) -> SimulationSettings:
+    values = {"block_size": BLOCK, "kv_blocks": 64, "max_num_batched_tokens": 32, "max_num_seqs": 4, **changes}
+    values.setdefault("max_model_len", values["kv_blocks"] * values["block_size"])
+    return SimulationSettings(**values)
+
+
+def engine(**changes) -> EngineCore:
+    return EngineCore(settings(**changes), MODEL)
+
+
+def wish(max_tokens=6, *, transfer=None, **values) -> Wish:
+    return Wish(max_tokens=max_tokens, transfer=transfer, **{"ignore_eos": True, **values})
+
+
+OFFER = Handoff(do_remote_decode=True)
+
+
+def finish_all(core: EngineCore, *, now=0.0, check=lambda _core: None, steps_max=10_000) -> float:
+    """Run until nothing is left to do; returns the virtual time."""
+    core.advance(now)
+    for _ in range(steps_max):
+        check(core)
+        wakes_at = core.wakes_at()
+        if wakes_at is None:
+            assert not list(core.batch.everyone())
+            return now
+        now = max(now, wakes_at)
+        core.advance(now)
+    raise AssertionError("the engine never finishes")
+
+
+def answer(core: EngineCore, prompt, asked: Wish | None = None, *, now=0.0):
+    """The finished sequence of one prompt, alone."""
+    sequence = core.add(None, list(prompt), asked or wish(), now)
+    finish_all(core, now=now)
+    return sequence
+
+
+def completion(sequence):
+    return sequence.tokens[sequence.prompt_tokens :]
+
+
+def prompt(length, seed=0):
+    return [(seed * 131 + index * 17 + index * index) % VOCABULARY for index in range(length)]

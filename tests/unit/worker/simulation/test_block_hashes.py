@@ -1,0 +1,69 @@
+"""Block hashes are vLLM's."""
+
+import hashlib
+
+import cbor2
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.worker.core.simulation.block_hashes import ROOT_HASH, BlockHasher
+
+VOCABULARY = 70_000
+
+
+def plainly(tokens, size, salt=""):
+    """The rule, as slowly and clearly as it can be written."""
+    chain, parent = [], hashlib.sha256(cbor2.dumps("vllm-none-hash", canonical=True)).digest()
+    for start in range(0, len(tokens) - size + 1, size):
+        extra = (("cache_salt", salt),) if salt and not start else None
+        block = (parent, tuple(tokens[start : start + size]), extra)
+        parent = hashlib.sha256(cbor2.dumps(block, canonical=True)).digest()
+        chain.append(parent)
+    return chain
+
+
+def chain(tokens, size, salt=""):
+    hashes = []
+    BlockHasher(size, VOCABULARY).extend(hashes, tokens, salt)
+    return hashes
+
+
+@given(
+    tokens=st.lists(st.integers(0, VOCABULARY - 1), max_size=200),
+    size=st.sampled_from([1, 16, 23, 24, 32]),
+    salt=st.sampled_from(["", "tenant"]),
+)
+def test_ready_made_pieces_hash_as_a_general_encoder_does(tokens, size, salt):
+    assert chain(tokens, size, salt) == plainly(tokens, size, salt)
+
+
+@pytest.mark.parametrize("size", [128, 256, 300])
+def test_large_blocks_too(size):
+    tokens = list(range(2 * size))
+
+    assert chain(tokens, size) == plainly(tokens, size)
+
+
+@given(tokens=st.lists(st.integers(0, 99), min_size=40, max_size=80), cut=st.integers(0, 40))
+def test_a_chain_grows_as_tokens_come(tokens, cut):
+    hasher, hashes = BlockHasher(8, 100), []
+    hasher.extend(hashes, tokens[:cut])
+    hasher.extend(hashes, tokens)
+
+    assert hashes == chain(tokens, 8)
+
+
+@pytest.mark.vllm
+def test_vllm_itself_computes_the_same_chain():
+    utils = pytest.importorskip("vllm.v1.core.kv_cache_utils")
+    hashing = pytest.importorskip("vllm.utils.hashing")
+    function = hashing.sha256_cbor
+    utils.init_none_hash(function)
+    tokens, parent, theirs = list(range(500, 600)), utils.NONE_HASH, []
+    for start in range(0, 96, 32):
+        parent = utils.hash_block_tokens(function, parent, tokens[start : start + 32], None)
+        theirs.append(bytes(parent))
+
+    assert bytes(utils.NONE_HASH) == ROOT_HASH
+    assert chain(tokens, 32) == theirs
