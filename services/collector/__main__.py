@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import secrets
 import sys
 
 from services.collector.service import run_collector
@@ -21,7 +21,7 @@ def main() -> None:
     async def live(service: Service) -> None:
         await run_collector(service, settings, common.otlp_endpoint)
 
-    instance = settings.instance or f"collector-{os.getpid()}"
+    instance = settings.instance or f"collector-{secrets.token_hex(3)}"
     run_service("collector", instance, common, live, url=f"http://{settings.host}:{settings.port}")
 
 

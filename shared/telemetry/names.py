@@ -223,7 +223,7 @@ FLEET_CACHED_MISSED = _counter(
 
 # Processes (exposed by the metrics collector, from what each says of itself).
 SERVICE_PHASE = _gauge(
-    "baton_service_phase", "1", "1 for the phase that a process is in.", "service", "instance", "phase"
+    "baton_service_phase", "1", "1 for the phase that a process is in.", "service", "process", "phase"
 )
 
 # Bus (/metrics of each process that has one).

@@ -182,8 +182,8 @@ def test_processes_are_shown_in_the_phase_they_said():
     one.service_told(ServiceStatus(service="router", instance="r1", phase=ServicePhase.READY), 2.0)
     shown = Shown(one, 2.0)
 
-    assert shown(names.SERVICE_PHASE, service="router", instance="r1", phase="ready") == 1
-    assert shown(names.SERVICE_PHASE, service="router", instance="r1", phase="starting") is None
+    assert shown(names.SERVICE_PHASE, service="router", process="r1", phase="ready") == 1
+    assert shown(names.SERVICE_PHASE, service="router", process="r1", phase="starting") is None
 
 
 def test_labels_are_bounded_whatever_comes():
