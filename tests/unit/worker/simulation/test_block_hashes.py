@@ -1,15 +1,18 @@
 """Block hashes are vLLM's."""
 
 import hashlib
+from functools import cache
 
 import cbor2
 import pytest
 from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from services.worker.core.simulation.block_hashes import ROOT_HASH, BlockHasher
 
 VOCABULARY = 70_000
+"""More than 16 bits of token id."""
 
 
 def plainly(tokens, size, salt=""):
@@ -23,12 +26,18 @@ def plainly(tokens, size, salt=""):
     return chain
 
 
+@cache
+def hasher(size):
+    return BlockHasher(size, VOCABULARY)
+
+
 def chain(tokens, size, salt=""):
     hashes = []
-    BlockHasher(size, VOCABULARY).extend(hashes, tokens, salt)
+    hasher(size).extend(hashes, tokens, salt)
     return hashes
 
 
+@hypothesis_settings(deadline=None)
 @given(
     tokens=st.lists(st.integers(0, VOCABULARY - 1), max_size=200),
     size=st.sampled_from([1, 16, 23, 24, 32]),
@@ -45,11 +54,12 @@ def test_large_blocks_too(size):
     assert chain(tokens, size) == plainly(tokens, size)
 
 
+@hypothesis_settings(deadline=None)
 @given(tokens=st.lists(st.integers(0, 99), min_size=40, max_size=80), cut=st.integers(0, 40))
 def test_a_chain_grows_as_tokens_come(tokens, cut):
-    hasher, hashes = BlockHasher(8, 100), []
-    hasher.extend(hashes, tokens[:cut])
-    hasher.extend(hashes, tokens)
+    hashes = []
+    hasher(8).extend(hashes, tokens[:cut])
+    hasher(8).extend(hashes, tokens)
 
     assert hashes == chain(tokens, 8)
 
