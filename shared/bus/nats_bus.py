@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
+from uuid import uuid4
 from weakref import WeakSet
 
 import msgspec
@@ -34,6 +35,7 @@ from shared.bus.receiver import Receiver, Reply, count_bad, make_reply, read_rep
 from shared.bus.wire import BadMessage, pack
 from shared.contracts.channels import AskChannel, Channel
 from shared.contracts.ids import is_subject_token
+from shared.contracts.permissions import inbox_prefix
 
 log = logging.getLogger("baton.bus")
 
@@ -59,7 +61,8 @@ async def connect_nats(
     url: str, *, name: str, connect_s_max: float = 30.0, frame_budget_bytes: int = FRAME_BUDGET_BYTES
 ) -> NatsBus:
     """Connect, trying again until ``connect_s_max`` has passed. Raises BusDown with the last error."""
-    bus = NatsBus(frame_budget_bytes)
+    user = urlsplit(url).username or ""
+    bus = NatsBus(frame_budget_bytes, inbox_prefix(user) if is_subject_token(user) else "_INBOX")
     await bus.open(url, name, connect_s_max)
     return bus
 
@@ -67,13 +70,14 @@ async def connect_nats(
 class NatsBus(ConnectionHandlers):
     """One connection. See ``port.Bus``."""
 
-    def __init__(self, frame_budget_bytes: int) -> None:
+    def __init__(self, frame_budget_bytes: int, inboxes: str) -> None:
         super().__init__()
         self.frame_budget_bytes = frame_budget_bytes
         self.counts = BusCounts()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._nc = Client()
-        self._inbox = Inbox(self._nc.new_inbox(), lambda key: self._tell(self.unreachable, key))
+        self._inboxes = inboxes
+        self._inbox = Inbox(f"{inboxes}.{uuid4().hex}", lambda key: self._tell(self.unreachable, key))
         self._sender = Sender(self._nc, frame_budget_bytes, self._inbox.token)
         self._listenings: WeakSet[Listening] = WeakSet()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -84,6 +88,7 @@ class NatsBus(ConnectionHandlers):
         connecting = self._nc.connect(
             url,
             name=name,
+            inbox_prefix=self._inboxes,
             connect_timeout=CONNECT_ATTEMPT_S_MAX,
             max_reconnect_attempts=-1,
             reconnect_time_wait=RECONNECT_WAIT_S,  # type: ignore[arg-type]  # nats-py says int and sleeps any number
