@@ -1,0 +1,29 @@
+"""One door per third party."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+
+import pytest
+
+from tests.architecture.sources import sources
+
+DOORS = {
+    "nats": ("shared/bus/nats_*.py",),
+    "vllm": ("services/worker/engines/vllm_*.py", "connector/*"),
+    "nixl": ("connector/nixl_agent.py", "services/worker/engines/vllm_*.py"),
+    "opentelemetry.sdk": ("shared/telemetry/setup.py",),
+    "opentelemetry.exporter": ("shared/telemetry/setup.py",),
+}
+
+
+@pytest.mark.parametrize("party", DOORS)
+def test_a_third_party_is_imported_at_its_door_only(party):
+    elsewhere = [
+        f"{source.path}:{line}"
+        for source in sources()
+        for module, line in source.imports()
+        if (module + ".").startswith(party + ".") and not any(fnmatch(source.path, door) for door in DOORS[party])
+    ]
+
+    assert sorted(set(elsewhere)) == []

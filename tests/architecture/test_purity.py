@@ -1,0 +1,49 @@
+"""Cores decide and do nothing else."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.architecture.sources import Source, sources
+
+CORES = [source for source in sources() if "/core/" in source.path]
+ALLOWED = {
+    "__future__", "msgspec", "dataclasses", "enum", "typing", "collections", "math", "heapq", "bisect", "hashlib",
+    "itertools", "functools", "operator", "struct", "re", "json", "cbor2",
+}  # fmt: skip
+FOR_SPEED = {"numpy"}
+"""Array arithmetic where a core would be too slow without it."""
+REFUSED_CALLS = {"open", "print", "input", "exec", "eval", "__import__"}
+
+
+def allowed(source: Source, module: str) -> bool:
+    own_core = source.path.partition("/core/")[0].replace("/", ".") + ".core"
+    top = module.partition(".")[0]
+    return top in ALLOWED | FOR_SPEED or (module + ".").startswith((own_core + ".", "shared.contracts."))
+
+
+@pytest.mark.parametrize("source", CORES, ids=lambda source: source.path)
+def test_a_core_imports_only_what_it_needs_to_decide(source):
+    bases = [
+        (node.module or "", node.lineno) if isinstance(node, ast.ImportFrom) else (name.name, node.lineno)
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in node.names
+    ]
+
+    assert [f"{source.path}:{line} {module}" for module, line in bases if not allowed(source, module)] == []
+
+
+@pytest.mark.parametrize("source", CORES, ids=lambda source: source.path)
+def test_a_core_neither_waits_nor_keeps_globals_nor_does_io(source):
+    asynchronous = (ast.AsyncFunctionDef, ast.AsyncFor, ast.AsyncWith, ast.Await)
+    wrong = [
+        f"{source.path}:{node.lineno} {type(node).__name__}"
+        for node in ast.walk(source.tree)
+        if isinstance(node, (*asynchronous, ast.Global))
+        or (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in REFUSED_CALLS)
+    ]
+
+    assert wrong == []
