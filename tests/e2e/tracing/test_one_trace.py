@@ -1,0 +1,146 @@
+"""One request is one trace: from the HTTP edge, through NATS headers, to both workers."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.telemetry.names import Attribute, SpanName
+from tests.nats_server import NatsServer
+from tests.otlp_receiver import OtlpReceiver, Span
+from tests.simulated_system import simulated_system
+
+pytestmark = pytest.mark.nats
+
+CLIENT_TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+CLIENT_SPAN = "00f067aa0ba902b7"
+TRACEPARENT = {"traceparent": f"00-{CLIENT_TRACE}-{CLIENT_SPAN}-01"}
+NOT_SAMPLED = {"traceparent": f"00-{'7' * 32}-{CLIENT_SPAN}-00"}
+DISAGGREGATED_SPANS = sorted(
+    [
+        SpanName.REQUEST,
+        SpanName.PLACE,
+        SpanName.PREFILL_LEG,
+        SpanName.DECODE_LEG,
+        SpanName.SERVE_LEG,
+        SpanName.SERVE_LEG,
+    ]
+)
+CLOCKS_APART_S = 0.005
+"""One machine's processes read one wall clock; spans are rounded."""
+
+
+@pytest.fixture(scope="module")
+def receiver():
+    with OtlpReceiver() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory, receiver):
+    directory = tmp_path_factory.mktemp("tracing")
+    with (
+        NatsServer(directory) as nats,
+        simulated_system(directory, nats, BATON_OTLP_ENDPOINT=receiver.endpoint) as one,
+    ):
+        yield one
+
+
+def trace_of(receiver: OtlpReceiver, request_id: str, spans: int) -> list[Span]:
+    """All spans of the trace that a request belongs to, as soon as there are so many."""
+
+    def collected() -> list[Span]:
+        mine = {each.trace_id for each in receiver.spans if each.attributes.get(Attribute.REQUEST_ID) == request_id}
+        return [each for each in receiver.spans if each.trace_id in mine]
+
+    assert receiver.wait_for(lambda: len(collected()) >= spans), [each.name for each in collected()]
+    return collected()
+
+
+def only(spans: list[Span], name: SpanName, instance: str = "") -> Span:
+    (found,) = [each for each in spans if each.name == name and (not instance or each.instance == instance)]
+    return found
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_disaggregated_request_is_one_trace_through_both_workers(system, receiver, stream):
+    answer = system.complete(f"Once upon a time ({stream}) " * 20, stream=stream)
+    spans = trace_of(receiver, answer.headers["x-request-id"], len(DISAGGREGATED_SPANS))
+
+    assert len({each.trace_id for each in spans}) == 1
+    assert sorted(each.name for each in spans) == DISAGGREGATED_SPANS
+    request = only(spans, SpanName.REQUEST)
+    prefill, decode = only(spans, SpanName.PREFILL_LEG), only(spans, SpanName.DECODE_LEG)
+    at_p1, at_d1 = only(spans, SpanName.SERVE_LEG, "p1"), only(spans, SpanName.SERVE_LEG, "d1")
+    assert request.parent_id == ""
+    assert {only(spans, SpanName.PLACE).parent_id, prefill.parent_id, decode.parent_id} == {request.span_id}
+    assert at_p1.parent_id == prefill.span_id
+    assert at_d1.parent_id == decode.span_id
+    assert {each.service for each in spans} == {"baton-router", "baton-worker"}
+
+
+def test_the_parts_of_a_trace_lie_within_the_whole_and_prefill_comes_before_decode(system, receiver):
+    answer = system.complete("A quick brown fox. " * 40)
+    spans = trace_of(receiver, answer.headers["x-request-id"], len(DISAGGREGATED_SPANS))
+    request = only(spans, SpanName.REQUEST)
+
+    for each in spans:
+        assert request.start - CLOCKS_APART_S <= each.start <= each.end <= request.end + CLOCKS_APART_S
+    assert only(spans, SpanName.SERVE_LEG, "p1").end <= only(spans, SpanName.SERVE_LEG, "d1").start + CLOCKS_APART_S
+
+
+def test_spans_say_what_the_answer_says(system, receiver):
+    answer = system.complete("The moon is far away. " * 30)
+    spans = trace_of(receiver, answer.headers["x-request-id"], len(DISAGGREGATED_SPANS))
+    request, at_d1 = only(spans, SpanName.REQUEST), only(spans, SpanName.SERVE_LEG, "d1")
+    usage = answer.json()["usage"]
+
+    assert request.attributes[Attribute.MODE] == answer.headers["x-baton-mode"]
+    assert request.attributes[Attribute.PREFILL_WORKER] == "p1"
+    assert request.attributes[Attribute.DECODE_WORKER] == "d1"
+    assert request.attributes[Attribute.INPUT_TOKENS] == usage["prompt_tokens"]
+    assert request.attributes[Attribute.OUTPUT_TOKENS] == usage["completion_tokens"]
+    assert at_d1.attributes[Attribute.RECEIVED_TOKENS] > 0
+    assert at_d1.attributes[Attribute.RECEIVED_BYTES] > 0
+
+
+def test_a_clients_own_trace_goes_on_in_ours(system, receiver):
+    answer = system.complete("Who traces the tracers? " * 20, headers=TRACEPARENT)
+    spans = trace_of(receiver, answer.headers["x-request-id"], len(DISAGGREGATED_SPANS))
+
+    assert {each.trace_id for each in spans} == {CLIENT_TRACE}
+    assert only(spans, SpanName.REQUEST).parent_id == CLIENT_SPAN
+
+
+def test_a_client_that_does_not_want_to_be_traced_is_not(system, receiver):
+    unseen = system.complete("Nobody saw this. " * 20, headers=NOT_SAMPLED)
+    seen = system.complete("Everybody saw this. " * 20)
+    trace_of(receiver, seen.headers["x-request-id"], len(DISAGGREGATED_SPANS))
+
+    assert unseen.status_code == 200
+    assert not [each for each in receiver.spans if each.trace_id == "7" * 32]
+
+
+def test_an_aggregated_request_is_one_trace_with_one_leg(system, receiver):
+    answer = system.complete("All by myself. " * 20, headers={"x-baton-mode": "aggregated"})
+    spans = trace_of(receiver, answer.headers["x-request-id"], 4)
+
+    assert sorted(each.name for each in spans) == sorted(
+        [SpanName.REQUEST, SpanName.PLACE, SpanName.DECODE_LEG, SpanName.SERVE_LEG]
+    )
+
+
+def test_a_refused_request_is_a_trace_with_its_status(system, receiver):
+    answer = system.complete("Is anybody there?", model="nobody")
+    spans = trace_of(receiver, answer.headers["x-request-id"], 1)
+
+    assert answer.status_code == 404
+    assert only(spans, SpanName.REQUEST).attributes[Attribute.HTTP_STATUS] == 404
+
+
+def test_every_span_and_attribute_has_a_name_from_the_one_file(system, receiver):
+    answer = system.complete("What is in a name? " * 20)
+    trace_of(receiver, answer.headers["x-request-id"], len(DISAGGREGATED_SPANS))
+
+    # Over all that the other tests brought about, too.
+    assert {each.name for each in receiver.spans} <= {name.value for name in SpanName}
+    assert {key for each in receiver.spans for key in each.attributes} <= {name.value for name in Attribute}
