@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import venv
 from collections import deque
@@ -26,6 +27,7 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 LOCKED = ["install", "--no-deps", "--require-hashes", "--requirement"]
 LINES_SHOWN_MAX = 15
 LARGE_MB = 40
+REDRAW_S = 0.25
 
 
 class SetupFailed(Exception):
@@ -162,12 +164,16 @@ def pip(arguments: list[str], progress: Progress) -> None:
 
 
 class Progress:
-    """pip's lines, told to a person: a counter that moves on a terminal, a line now and then elsewhere."""
+    """pip's lines, told to a person: a counter and a clock on a terminal, a line now and then elsewhere."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.seen = 0
-        self.shown = ""
+        self.since = time.monotonic()
+        self.text = "asking the package index"
+        self.ended = threading.Event()
+        if sys.stdout.isatty():
+            threading.Thread(target=self.redraw, daemon=True).start()
 
     def read(self, line: str) -> None:
         if found := re.match(r"(?:Collecting|Requirement already satisfied:) (\S+)", line):
@@ -178,19 +184,24 @@ class Progress:
             name = found[1].rsplit("/", 1)[-1].split("-cp3")[0]
             self.show(f"[{self.seen}/{self.count}] {name}, {size_mb:.0f} MB", passing=size_mb < LARGE_MB)
         elif line.startswith("Installing collected packages"):
-            self.show(f"unpacking {line.count(chr(44)) + 1} packages", passing="," not in line)
+            packages = line.count(",") + 1
+            self.show(f"unpacking {packages} packages (a minute or two)", passing=packages == 1)
 
     def show(self, text: str, *, passing: bool) -> None:
         """``passing`` lines are for terminals only."""
-        if sys.stdout.isatty():
-            sys.stdout.write(f"\r\x1b[2K  {text}")
-            sys.stdout.flush()
-            self.shown = text
-        elif not passing:
+        self.text = text
+        if not (passing or sys.stdout.isatty()):
             say(f"  {text}")
 
+    def redraw(self) -> None:
+        """Until the end: the newest text, and a clock that shows that something happens."""
+        while not self.ended.wait(REDRAW_S):
+            sys.stdout.write(f"\r\x1b[2K  {time.monotonic() - self.since:4.0f} s  {self.text}")
+            sys.stdout.flush()
+
     def end(self) -> None:
-        if self.shown:
+        self.ended.set()
+        if sys.stdout.isatty():
             sys.stdout.write("\r\x1b[2K")
             sys.stdout.flush()
 

@@ -42,7 +42,6 @@ class System:
         """``hurry``, once set, ends every wait for a graceful stop."""
         self.plan = plan
         self._screen = screen
-        self._board = screen.board
         self._clock = screen.clock
         self._nursery = nursery
         self._hurry = hurry
@@ -54,7 +53,7 @@ class System:
         self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._bus: Bus | None = None
         for process in plan.processes:
-            self._board.plan(process.name, process.note)
+            self._screen.board.plan(process.name, process.note)
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
@@ -69,7 +68,7 @@ class System:
     @property
     def rows(self) -> dict[str, Row]:
         """Every process and where it is."""
-        return self._board.rows
+        return self._screen.board.rows
 
     @property
     def is_broken(self) -> bool:
@@ -119,12 +118,12 @@ class System:
         except BusError as error:
             raise StartFailed(f"NATS at {self.plan.nats_url} does not answer: {error}") from error
         for process in self.plan.stage(Stage.NATS):
-            self._board.mark(process.name, ServicePhase.READY, self.plan.nats_url, self._clock.now())
+            self._screen.board.mark(process.name, ServicePhase.READY, self.plan.nats_url, self._clock.now())
             self._ready[process.name].set()
         return bus
 
     def _hear(self, status: ServiceStatus, _envelope: Envelope) -> None:
-        row = self._board.heard(status, self._clock.now())
+        row = self._screen.board.heard(status, self._clock.now())
         if row and row.phase is ServicePhase.READY:
             self._is_ready(row)
 
@@ -145,12 +144,14 @@ class System:
         while not self._stopping.is_set():
             child = await self._nursery.start(process, self._clock.now())
             self._children[process.name] = child
-            self._board.started(process.name, child.pid, self._clock.now())
+            self._screen.board.started(process.name, child.pid, self._clock.now())
+            if self._stopping.is_set():  # it came up while the others were being stopped
+                await self._stop(child)
             exit_code = await child.process.wait()
             del self._children[process.name]
             self._nursery.forget(child)
             if self._stopping.is_set():
-                self._board.mark(process.name, ServicePhase.STOPPED, "", self._clock.now())
+                self._screen.board.mark(process.name, ServicePhase.STOPPED, "", self._clock.now())
                 return
             pause_s = self._after_death(process, child, exit_code, ledger)
             if pause_s is None:
@@ -166,18 +167,18 @@ class System:
         while self._clock.now() < deadline and not self._stopping.is_set():
             await first_of(asyncio.sleep(0.2), self._stopping.wait())
             if self._bus.connected and process.name in self._children:
-                self._board.mark(process.name, ServicePhase.READY, self.plan.nats_url, self._clock.now())
+                self._screen.board.mark(process.name, ServicePhase.READY, self.plan.nats_url, self._clock.now())
                 self._is_ready(self.rows[process.name])
                 return
 
     def _after_death(self, process: ProcessPlan, child: Child, exit_code: int, ledger: RestartLedger) -> float | None:
         """Say what happened. Answers the pause before it is started again, or None when it is not."""
         now = self._clock.now()
-        row = self._board.rows[process.name]
+        row = self._screen.board.rows[process.name]
         said = row.detail if row.phase is ServicePhase.FAILED else ""
         lines = child.tail()
         why = why_it_died(lines, exit_code, said)
-        self._board.mark(process.name, ServicePhase.FAILED, why, now)
+        self._screen.board.mark(process.name, ServicePhase.FAILED, why, now)
         story = f"{process.name}: {why}\n" + "".join(f"    {line}\n" for line in last_lines(lines))
         if not self._ready[process.name].is_set():
             self._break(f"{process.name} did not start. {why}\nIts log: {child.log}")
@@ -209,7 +210,7 @@ class System:
 
     async def _stop(self, child: Child) -> None:
         name = child.plan.name
-        self._board.draining(name, self._clock.now())
+        self._screen.board.draining(name, self._clock.now())
         grace_s = GRACE_S[child.plan.stage]
         by_itself = await child.stop(grace_s=grace_s, hurry=self._hurry)
         words = (
@@ -217,4 +218,4 @@ class System:
             if by_itself
             else ("killed" if self._hurry.is_set() else f"killed: it was still there after {grace_s:.0f} s")
         )
-        self._board.mark(name, ServicePhase.STOPPED, words, self._clock.now())
+        self._screen.board.mark(name, ServicePhase.STOPPED, words, self._clock.now())
