@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -23,6 +24,8 @@ from services.worker.tiny_model import TINY_MODEL, ensure_tiny_tokenizer, tiny_r
 from shared.contracts.kv_events import KvEvent
 from shared.contracts.workers import Fingerprint, HashScheme
 from shared.runtime.settings import CommonSettings
+
+log = logging.getLogger("baton.worker")
 
 KV_EVENTS_MAX = 10_000
 """Events kept for the consumer; one that is further behind gets the whole cache told anew."""
@@ -146,7 +149,7 @@ class SimulatedEngine:
         return await asyncio.shield(self._died)
 
     async def close(self, deadline_s: float) -> None:
-        """End the engine; its requests fail with EngineDead."""
+        """End the engine; requests that are running fail."""
         self._running.cancel()
         await asyncio.wait([self._running], timeout=deadline_s)
 
@@ -214,6 +217,8 @@ class SimulatedEngine:
     def _ended(self, running: asyncio.Task[None]) -> None:
         error = None if running.cancelled() else running.exception()
         reason = "the engine was closed" if error is None else f"the simulation failed: {error!r}"
+        if error is not None:
+            log.error(reason, exc_info=error)
         self._died.set_result(reason)
         self._new_events.set()
         for sequence in self._core.batch.everyone():

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from services.worker.core.simulation.sequence import Account, Sequence, Wish
-from services.worker.engines.port import CURRENT_LEG, AsgiMessage, LegRecord, Scope
+from services.worker.engines.port import CURRENT_LEG, AsgiMessage, EngineDead, LegRecord, Scope
 from services.worker.engines.simulated_answers import (
     DONE,
     EVENT_STREAM,
@@ -82,10 +82,15 @@ class SimulatedApp:
         except ApiError as error:
             await _answer(send, error.status, error.body)
             return
+        streaming = False
         try:
             for choice in job.choices:
                 choice.sequence = self._engine.submit(choice, job.wish)
-            await (self._stream(job, send) if job.view.streamed else self._collect(job, send))
+            streaming = job.view.streamed
+            await (self._stream(job, send) if streaming else self._collect(job, send))
+        except EngineDead as dead:
+            failure = ApiError(str(dead), status=500, kind="InternalServerError")
+            await (send(_body(b"", more=False)) if streaming else _answer(send, failure.status, failure.body))
         finally:
             for choice in job.choices:
                 if choice.sequence is not None:
@@ -129,7 +134,10 @@ class SimulatedApp:
         text = choice.add(token, self._texts.get(token, ""), finish_reason)
         if not text and not choice.finish_reason and choice.stops is not None:
             return b""  # held back
-        logprobs = job.view.logprobs([token], [self._texts.get(token, "")]) if job.view.logprobs else None
+        logprobs = None
+        if job.view.logprobs is not None:
+            offset = sum(map(len, choice.shown)) - len(text)
+            logprobs = job.view.logprobs([token], [self._texts.get(token, "")], offset)
         ending = Ending(
             finish_reason=choice.finish_reason or None,
             stop_reason=choice.stop_reason,
@@ -167,7 +175,7 @@ class SimulatedApp:
                 pieces = [self._tokenizer.decode([token]) for token in choice.prompt] + pieces
                 shown = self._tokenizer.decode(choice.prompt) + shown
             texts.append(shown)
-            logprobs.append(job.view.logprobs(tokens, pieces) if job.view.logprobs else None)
+            logprobs.append(job.view.logprobs(tokens, pieces, 0) if job.view.logprobs else None)
         answer = job.answers.whole(job.choices, texts, logprobs, _usage(job))
         if job.view.prompt_logprobs:
             for choice, made in zip(job.choices, answer["choices"], strict=True):

@@ -69,12 +69,14 @@ class Choice:
         """One more token, which reads ``text``; returns what may be shown now."""
         self.token_ids.append(token)
         self.finish_reason = finish_reason
+        if finish_reason == STOP:
+            text = ""  # the token that ends an answer is no part of it
+            if self.sequence is not None and token in self.sequence.wish.stop_token_ids:
+                self.stop_reason = token
         if self.stops is not None:
             text = self.stops.feed(text, last=bool(finish_reason))
             if self.stops.matched:
                 self.finish_reason, self.stop_reason = STOP, self.stops.matched
-        if finish_reason == STOP and self.sequence is not None and token in self.sequence.wish.stop_token_ids:
-            self.stop_reason = token
         self.shown.append(text)
         return text
 
@@ -84,7 +86,7 @@ def made_up_logprob(token: int) -> float:
     return -(1 + token % 97) / 97
 
 
-def completion_logprobs(tokens: list[int], texts: list[str], top: int, offset: int = 0) -> dict[str, Any]:
+def completion_logprobs(tokens: list[int], texts: list[str], offset: int, *, top: int) -> dict[str, Any]:
     """``logprobs`` of /v1/completions for these tokens, the first of which stands at ``offset`` of the text."""
     offsets = []
     for text in texts:
@@ -100,7 +102,7 @@ def completion_logprobs(tokens: list[int], texts: list[str], top: int, offset: i
     }
 
 
-def chat_logprobs(tokens: list[int], texts: list[str], top: int) -> dict[str, Any]:
+def chat_logprobs(tokens: list[int], texts: list[str], _offset: int, *, top: int) -> dict[str, Any]:
     """``logprobs`` of /v1/chat/completions for these tokens."""
     entries = [
         {"token": text, "logprob": made_up_logprob(token), "bytes": list(text.encode())}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from services.worker.core.simulation.handoff import unpack_handoff
@@ -31,7 +32,8 @@ THREAD_CHARS_MIN = 16_384
 CHOICES_MAX = 1024
 """Completions of one request."""
 
-Logprobs = Callable[[list[int], list[str]], dict[str, Any]]
+Logprobs = Callable[[list[int], list[str], int], dict[str, Any]]
+"""From tokens, their texts, and where the first of them stands in the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +76,7 @@ class JobMaker:
             await self._encode(prompt, special=body.add_special_tokens) if isinstance(prompt, str) else list(prompt)
             for prompt in prompts_of(body.prompt or "")
         ]
-        top = body.logprobs
-        logprobs = None if top is None else lambda tokens, texts: completion_logprobs(tokens, texts, top)
+        logprobs = None if body.logprobs is None else partial(completion_logprobs, top=body.logprobs)
         view = View(
             echo=bool(body.echo),
             logprobs=logprobs,
@@ -94,8 +95,7 @@ class JobMaker:
         except ChatTemplateFailed as error:
             raise ApiError(str(error), param="messages") from error
         prompt = await self._encode(text, special=body.add_special_tokens)
-        top = body.top_logprobs or 0
-        logprobs = (lambda tokens, texts: chat_logprobs(tokens, texts, top)) if body.logprobs else None
+        logprobs = partial(chat_logprobs, top=body.top_logprobs or 0) if body.logprobs else None
         view = View(logprobs=logprobs, prompt_logprobs=body.prompt_logprobs is not None, **_streaming(body))
         return self._job(body, [prompt], ChatAnswers(model), view, record)
 

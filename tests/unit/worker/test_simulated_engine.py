@@ -159,6 +159,18 @@ async def test_stop_strings_end_the_answer_before_them(engine, streamed):
     assert engine.load().kv_blocks_used == 0
 
 
+async def test_a_stop_token_is_counted_and_not_shown(engine):
+    ids = engine._tokenizer
+    words = (await complete(engine, max_tokens=9)).json()["choices"][0]["text"].split(" ")
+    token = ids.encode(" " + words[4], special=False)[0]
+
+    answer = (await complete(engine, max_tokens=9, stop_token_ids=[token])).json()
+
+    assert answer["choices"][0]["text"] == " ".join(words[:4])
+    assert answer["choices"][0]["stop_reason"] == token
+    assert answer["usage"]["completion_tokens"] == 4
+
+
 async def test_several_prompts_and_choices_are_numbered_prompt_by_prompt(engine):
     answer = (await complete(engine, prompt=["One", "Two"], n=2, max_tokens=3)).json()
     events = (await complete(engine, prompt=["One", "Two"], n=2, max_tokens=3, stream=True)).events()
@@ -338,9 +350,11 @@ async def test_closing_the_engine_fails_what_runs_and_what_comes(directory):
         await engine.close(1.0)
 
         assert await engine.dead() == "the engine was closed"
-        for task in (request, follower, complete(engine)):
-            with pytest.raises(EngineDead):
-                await task
+        with pytest.raises(EngineDead):
+            await follower
+        assert b"[DONE]" not in (await request).body
+        late = await complete(engine)
+        assert (late.status, late.json()["error"]["type"]) == (500, "InternalServerError")
 
 
 async def follow(engine, held):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import cache
 
 import cbor2
 
@@ -14,6 +15,8 @@ SEED = "vllm-none-hash"
 ROOT_HASH: bytes = hashlib.sha256(cbor2.dumps(SEED, canonical=True)).digest()
 """The parent of a first block."""
 
+_THREE_AND_PARENT = b"\x83\x58\x20"
+"""An array of three begins, its first a byte string of 32."""
 _NO_EXTRA_KEYS = b"\xf6"
 
 
@@ -22,11 +25,8 @@ class BlockHasher:
 
     def __init__(self, block_size: int, vocabulary: int) -> None:
         self.block_size = block_size
-        self._packed_token = [cbor2.dumps(token) for token in range(vocabulary)].__getitem__
-        # An array of three: the parent as a byte string of 32, the array of tokens, no extra keys.
-        array_of_tokens = cbor2.dumps([0] * block_size)[:-block_size]
-        self._before = b"\x83\x58\x20"
-        self._between = array_of_tokens
+        self._packed_token = _packed_tokens(vocabulary).__getitem__
+        self._array_head = cbor2.dumps([0] * block_size)[:-block_size]
 
     def extend(self, hashes: list[bytes], tokens: Sequence[int], salt: str = "") -> None:
         """Append to ``hashes``, the chain of the first blocks of ``tokens``, those of its further full blocks.
@@ -42,7 +42,13 @@ class BlockHasher:
 
     def _block(self, parent: bytes, tokens: Sequence[int], extra_keys: bytes) -> bytes:
         packed = b"".join(map(self._packed_token, tokens))
-        return hashlib.sha256(self._before + parent + self._between + packed + extra_keys).digest()
+        return hashlib.sha256(_THREE_AND_PARENT + parent + self._array_head + packed + extra_keys).digest()
+
+
+@cache
+def _packed_tokens(vocabulary: int) -> list[bytes]:
+    """One table for all engines of a model: a replay runs a thousand of them."""
+    return [cbor2.dumps(token) for token in range(vocabulary)]
 
 
 def _salted(salt: str) -> bytes:

@@ -31,8 +31,8 @@ class TokenSampler:
     def __init__(self, vocabulary: Sequence[int], eos: int | None) -> None:
         if not vocabulary:
             raise ValueError("a model needs at least one token that it can say")
-        self._vocabulary = list(vocabulary)
-        self._size = len(self._vocabulary)
+        self._vocabulary = vocabulary
+        self._size = len(vocabulary)
         self._eos = eos
 
     def next_token(self, contents: Iterable[int], *, may_end: bool) -> int:
