@@ -14,7 +14,7 @@ from services.router.tokenizer import Prompt, PromptTokenizer, guessed
 from shared.bus.port import Bus, BusError
 from shared.contracts.channels import TOKENIZER
 from shared.contracts.control import AskTokenizer
-from shared.contracts.workers import WorkerRecord
+from shared.contracts.workers import WorkerPhase, WorkerRecord
 from shared.runtime.clock import Clock
 
 log = logging.getLogger("baton.router")
@@ -93,6 +93,8 @@ class Prompts:
         waiting = False
         for view in list(self._fleet.cluster.workers.values()):
             if view.pairs_with in self._tokenizers or len(self._tokenizers) >= TOKENIZERS_MAX:
+                continue
+            if view.record.phase is WorkerPhase.STARTING:
                 continue
             if self._clock.now() < self._try_at.get(view.pairs_with, 0.0) or not await self._fetch(view.record):
                 waiting = True

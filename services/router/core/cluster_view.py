@@ -11,6 +11,22 @@ from shared.contracts.workers import Role, WorkerPhase, WorkerRecord
 
 
 @dataclass(slots=True)
+class Speeds:
+    """What the workers of one fingerprint measured last: assumed of a like worker that has measured nothing yet.
+
+    Were some constant assumed instead, a worker that joins would look slow and never get what it could measure.
+    """
+
+    prefill_tokens_per_s: float = 0.0
+    decode_s_per_token: float = 0.0
+
+    def learn(self, load: LoadReport) -> None:
+        """One of them reports."""
+        self.prefill_tokens_per_s = load.prefill_tokens_per_s or self.prefill_tokens_per_s
+        self.decode_s_per_token = load.decode_s_per_token or self.decode_s_per_token
+
+
+@dataclass(slots=True)
 class WorkerView:
     """One worker. Loads are stale by up to a report's period, so our own legs since the last report are added."""
 
@@ -18,6 +34,8 @@ class WorkerView:
     pairs_with: str
     """The fingerprint in one string: KV moves only between equal ones."""
     heard_at: float
+    like: Speeds
+    """Shared with the workers that it pairs with."""
     load: LoadReport | None = None
     lost: bool = False
     registered: bool = True
@@ -65,6 +83,8 @@ class ClusterView:
     def __init__(self) -> None:
         self.workers: dict[WorkerId, WorkerView] = {}
         self.models_known: dict[str, None] = {}
+        self.speeds: dict[str, Speeds] = {}
+        """By fingerprint."""
         self.turn = 0
         """Counts placements, to take turns between equals."""
 
@@ -72,11 +92,14 @@ class ClusterView:
         """The registry tells of a worker. A new epoch begins with an empty view."""
         self.models_known.update(dict.fromkeys(record.models))
         view = self.workers.get(record.worker_id)
+        pairs_with = record.fingerprint.key()
+        like = self.speeds.setdefault(pairs_with, Speeds())
         if view is None or record.epoch > view.record.epoch:
-            view = WorkerView(record, record.fingerprint.key(), now)
+            view = WorkerView(record, pairs_with, now, like)
             self.workers[record.worker_id] = view
         elif record.epoch == view.record.epoch:
             view.record = record
+            view.pairs_with, view.like = pairs_with, like  # a worker that starts does not know its own yet
             view.registered = True
             view.heard_at = max(view.heard_at, now)
 
@@ -92,6 +115,7 @@ class ClusterView:
         if view is None or load.epoch != view.record.epoch:
             return
         view.load = load
+        view.like.learn(load)
         view.heard_at = now
         view.lost = False
         view.fresh_legs = view.fresh_tokens = 0
@@ -113,6 +137,8 @@ class ClusterView:
         ]
         for worker_id in gone:
             del self.workers[worker_id]
+        if gone:
+            self.speeds = {view.pairs_with: view.like for view in self.workers.values()}
         return gone
 
     def offering(self, model: str) -> Iterable[WorkerView]:

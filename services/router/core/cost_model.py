@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.router.core.cluster_view import WorkerView
 
 PREFILL_TOKENS_PER_S_UNKNOWN = 4000.0
-"""Assumed until a worker has measured itself."""
+"""Assumed until some worker of the fingerprint has measured itself."""
 DECODE_S_PER_TOKEN_UNKNOWN = 0.02
 TRANSFER_S_PER_TOKEN_UNKNOWN = 5e-6
 """Reading a token's KV from another worker."""
@@ -30,7 +30,7 @@ def prefill_s(view: WorkerView, tokens: int) -> float:
 def prefill_speed(view: WorkerView) -> float:
     """Prompt tokens per second."""
     measured = view.load.prefill_tokens_per_s if view.load is not None else 0.0
-    return measured or PREFILL_TOKENS_PER_S_UNKNOWN
+    return measured or view.like.prefill_tokens_per_s or PREFILL_TOKENS_PER_S_UNKNOWN
 
 
 def transfer_s(view: WorkerView, tokens: int) -> float:
@@ -44,7 +44,8 @@ def transfer_s(view: WorkerView, tokens: int) -> float:
 def decode_s(view: WorkerView, tokens_in: int, tokens_out: int) -> float:
     """To generate the completion in the batch it would join; a full KV cache costs the wait for another to end."""
     measured = view.load.decode_s_per_token if view.load is not None else 0.0
-    step = (measured or DECODE_S_PER_TOKEN_UNKNOWN) * (1.0 + BATCH_SLOWDOWN * (view.running + 1))
+    unhindered = measured or view.like.decode_s_per_token or DECODE_S_PER_TOKEN_UNKNOWN
+    step = unhindered * (1.0 + BATCH_SLOWDOWN * (view.running + 1))
     counted = min(tokens_out or TOKENS_OUT_UNKNOWN, TOKENS_OUT_COUNTED_MAX)
     alone = counted * step
     return alone if _has_room(view, tokens_in + counted) else 2.0 * alone
