@@ -1,0 +1,34 @@
+"""One simulated system for all tests that do it no harm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from openai import OpenAI
+
+from tests.e2e.system import System
+
+START_S_MAX = 120.0
+FAST = {
+    "WORKER_SIM_PREFILL_TOKENS_PER_S": "100000",
+    "WORKER_SIM_PREFILL_BASE_S": "0",
+    "WORKER_SIM_DECODE_BASE_S": "0.002",
+}
+
+
+@pytest.fixture(scope="session")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    """Two prefill and two decode workers with simulated engines."""
+    folder = tmp_path_factory.mktemp("simulated")
+    arguments = ("--engine", "simulated", "--prefill", "2", "--decode", "2")
+    with System(folder, *arguments, env=FAST) as system:
+        system.wait_ready(START_S_MAX).until_exact(4)
+        yield system
+
+
+@pytest.fixture(scope="session")
+def client(simulated: System) -> Iterator[OpenAI]:
+    """The official SDK, with nothing changed but the address."""
+    with OpenAI(base_url=f"{simulated.endpoint}/v1", api_key="unused", max_retries=0, timeout=60) as client:
+        yield client

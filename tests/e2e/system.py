@@ -1,0 +1,240 @@
+"""The whole system as a user has it: ``baton up`` on free ports, with a state directory of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.nats_server import free_port
+
+STOP_S_MAX = 60.0
+"""From the signal to the launcher's end: drains included."""
+GUARD_S_MAX = 15.0
+"""From the launcher's SIGKILL until its guard has ended everything."""
+SOON_S_MAX = 20.0
+"""What the system does by itself is done by then."""
+POLL_S = 0.05
+MARK = "E2E_SYSTEM"
+"""A variable that every process of a system inherits, so that none can be overlooked."""
+
+
+def until(promise: Callable[[], Any], what: str, s_max: float = SOON_S_MAX) -> Any:
+    """Look again and again until it holds, and answer what it gave."""
+    deadline = time.monotonic() + s_max
+    while True:
+        if held := promise():
+            return held
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {s_max:g} s: {what}")
+        time.sleep(POLL_S)
+
+
+class Metrics:
+    """One scrape."""
+
+    def __init__(self, text: str) -> None:
+        self._samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+    def sum(self, name: str, **labels: str) -> float:
+        """The sum over all samples of that name that carry these labels."""
+        return sum(value for _, value in self.each(name, **labels))
+
+    def each(self, name: str, **labels: str) -> Iterator[tuple[dict[str, str], float]]:
+        for sample in self._samples:
+            if sample.name == name and labels.items() <= sample.labels.items():
+                yield sample.labels, sample.value
+
+
+def baton(*arguments: str, env: Mapping[str, str] | None = None, s_max: float = STOP_S_MAX) -> tuple[int, str, str]:
+    """Run a ``baton`` command to its end: exit code, stdout, stderr."""
+    done = subprocess.run(
+        command(*arguments),
+        env={**environment(), **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=s_max,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "services.launcher.cli", *arguments]
+
+
+def environment() -> dict[str, str]:
+    """Ours, less what would change the system; wide enough that no word of a table is cut."""
+    prefixes = ("BATON_", "ROUTER_", "WORKER_", "COLLECTOR_", "ORCHESTRATOR_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+    return {**kept, "COLUMNS": "200", "NO_COLOR": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+class Launched:
+    """One ``baton up``, with everything that it starts. Leaving the ``with`` asserts that nothing is left behind."""
+
+    def __init__(self, folder: Path, *arguments: str, env: Mapping[str, str] | None = None) -> None:
+        self.folder = folder
+        self._arguments = arguments
+        self._mark = uuid.uuid4().hex
+        self._env = {**environment(), **(env or {}), MARK: self._mark}
+        self._log = folder / f"launcher-{self._mark[:6]}.log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the launcher; it is not ready yet."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self._log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command("up", "--state-dir", str(self.folder), *self._arguments),
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def said(self) -> str:
+        """What the launcher printed."""
+        return self._log.read_text(errors="replace")
+
+    def wait_said(self, words: str, s_max: float) -> None:
+        """Wait for words of the launcher. Raises AssertionError with all that is known if it ends before."""
+
+        def has_said() -> bool:
+            assert self.process is not None
+            if self.process.poll() is not None:
+                raise AssertionError(f"the launcher ended with {self.process.returncode}:\n{self.story()}")
+            return words in self.said()
+
+        try:
+            until(has_said, f"the launcher says {words!r}", s_max)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.story()}") from error
+
+    def story(self) -> str:
+        """What the launcher printed and the ends of all logs."""
+        logs = [f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in sorted(self.logs.glob("*.log"))]
+        return "\n".join([self.said()[-5000:], *logs])
+
+    @property
+    def logs(self) -> Path:
+        return self.folder / "logs"
+
+    def processes(self) -> list[psutil.Process]:
+        """Every living process of this system, the launcher and its guard included."""
+        return [process for process in psutil.process_iter() if self._is_ours(process)]
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        try:
+            return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self._mark
+        except (psutil.Error, OSError):
+            return False
+
+    def pids(self, module: str, worker_id: str = "") -> list[int]:
+        """Processes that run ``python -m MODULE``, of one worker if it is named."""
+        return [
+            process.pid
+            for process in self.processes()
+            if f"-m {module}" in " ".join(process.cmdline())
+            and (not worker_id or process.environ().get("WORKER_WORKER_ID") == worker_id)
+        ]
+
+    def worker_pid(self, worker_id: str) -> int:
+        """The worker's process, as it is now; waits for one that is being started again."""
+        return int(until(lambda: self.pids("services.worker", worker_id), f"{worker_id} runs")[0])
+
+    def end(self, number: int = signal.SIGINT, *, code: int = 0, s_max: float = STOP_S_MAX) -> None:
+        """Signal the launcher; asserts its exit code and that no process is left."""
+        assert self.process is not None
+        self.process.send_signal(number)
+        try:
+            ended_with = self.process.wait(s_max)
+        except subprocess.TimeoutExpired as error:
+            raise AssertionError(f"the launcher did not end within {s_max:g} s:\n{self.story()}") from error
+        assert ended_with == code, self.story()
+        until(lambda: not self.processes(), f"no process is left of {self.processes()}", GUARD_S_MAX)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_failure: object) -> None:
+        assert self.process is not None
+        try:
+            if self.process.poll() is None:
+                self.end()
+        finally:
+            for process in self.processes():
+                process.kill()
+            self.process.wait(STOP_S_MAX)
+
+
+class System(Launched):
+    """A whole system: with its endpoint, its metrics and its fleet."""
+
+    def __init__(self, folder: Path, *arguments: str, nats_url: str = "", env: Mapping[str, str] | None = None) -> None:
+        """With ``nats_url`` the test brings its own NATS, to break it."""
+        self.port, self.collector_port, self.nats_port = free_port(), free_port(), free_port()
+        self.endpoint = f"http://127.0.0.1:{self.port}"
+        self.nats_url = nats_url or f"nats://127.0.0.1:{self.nats_port}"
+        nats = ("--nats-url", nats_url) if nats_url else ("--nats-port", str(self.nats_port))
+        ports = ("--port", str(self.port), "--collector-port", str(self.collector_port))
+        super().__init__(folder, *ports, *nats, *arguments, env=env)
+        self.http = httpx.Client(base_url=self.endpoint, timeout=httpx.Timeout(60.0), trust_env=False)
+
+    def wait_ready(self, s_max: float) -> Self:
+        """Until the launcher says that the system answers."""
+        self.wait_said("Baton is ready", s_max)
+        return self
+
+    def metrics(self) -> Metrics:
+        """The router's."""
+        return Metrics(self.http.get("/metrics").raise_for_status().text)
+
+    def fleet_metrics(self) -> Metrics:
+        """The metrics collector's: what the workers say of themselves."""
+        url = f"http://127.0.0.1:{self.collector_port}/metrics"
+        return Metrics(httpx.get(url, trust_env=False).raise_for_status().text)
+
+    def fleet(self) -> dict[str, dict[str, Any]]:
+        """``baton workers --json``, by worker id."""
+        code, out, err = baton("workers", "--json", "--state-dir", str(self.folder))
+        assert code == 0, err
+        return {worker["record"]["worker_id"]: worker for worker in json.loads(out).get("workers", [])}
+
+    def until_idle(self) -> None:
+        """Until no worker says that it has anything to do."""
+
+        def idle() -> bool:
+            metrics = self.fleet_metrics()
+            return not any(
+                metrics.sum(f"baton_worker_{work}") for work in ("requests_running", "legs", "waiting_tokens")
+            )
+
+        until(idle, "no worker has anything to do")
+
+    def until_exact(self, workers: int) -> None:
+        """Until the router's prefix index is exact for so many workers."""
+        until(lambda: self.exact_indexes() == workers, f"the indexes of {workers} workers are exact")
+
+    def exact_indexes(self) -> int:
+        return int(self.metrics().sum("baton_router_index_state", state=EXACT))
+
+    def __exit__(self, *failure: object) -> None:
+        super().__exit__(*failure)
+        self.http.close()
+
+
+EXACT = "exact"
