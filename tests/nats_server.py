@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import socket
@@ -81,6 +82,10 @@ class NatsServer:
     def resume(self) -> None:
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
+
+    def set_max_payload(self, max_payload: int) -> None:
+        """Takes effect at the next start."""
+        self._config.write_text(re.sub(r"max_payload: \d+", f"max_payload: {max_payload}", self._config.read_text()))
 
     def lose_storage(self) -> None:
         """What a server without a volume forgets when it is killed."""

@@ -143,6 +143,7 @@ class FrameSender:
         if self._flusher is None:
             # The new task runs after everything that is ready in this turn: that is the batching.
             self._flusher = asyncio.get_running_loop().create_task(self._flush(), name="send-frames")
+            self._flusher.add_done_callback(self._bus.end_with)
 
     def forget(self, leg: LegFrames) -> None:
         """Take no more care of a leg that ended or is gone."""

@@ -16,6 +16,8 @@ log = logging.getLogger("baton.bus")
 
 FRAME_OVERHEAD_BYTES = 128
 """What an unread frame costs besides its data."""
+CANCELLED_KEPT_MAX = 4096
+"""Cancelled legs that are remembered: frames of theirs which were under way need no second cancel."""
 
 _DATA = FrameKind.DATA
 _FAILURE = FrameKind.FAILURE
@@ -131,6 +133,7 @@ class LegInbox:
         self._router_id = router_id
         self._leg_buffer_bytes_max = leg_buffer_bytes_max
         self._legs: dict[LegId, Leg] = {}
+        self._cancelled: dict[LegId, None] = {}
         self._cancels: list[CancelLeg] = []
         self._canceller: asyncio.Task[None] | None = None
         self._subscription: Subscription | None = None
@@ -164,9 +167,7 @@ class LegInbox:
     def cancel(self, leg: Leg, why: Failure) -> None:
         """End the leg here and tell its worker to stop."""
         self._lose(leg, why)
-        self._cancels.append(CancelLeg(worker_id=leg.worker_id, leg_id=leg.leg_id))
-        if self._canceller is None:
-            self._canceller = asyncio.get_running_loop().create_task(self._send_cancels(), name="cancel-legs")
+        self._tell_to_stop(leg.worker_id, leg.leg_id)
 
     def forget(self, leg: Leg) -> None:
         """Frames of this leg are ignored from now on."""
@@ -188,6 +189,20 @@ class LegInbox:
             leg = legs.get(frame.leg_id)
             if leg is not None:
                 leg.take(frame, buffer_bytes_max)
+            elif frame.kind < _END:
+                self._tell_to_stop(batch.worker_id, frame.leg_id)
+
+    def _tell_to_stop(self, worker_id: WorkerId, leg_id: LegId) -> None:
+        """Once per leg: cancel it, also when it was given up in an outage and its worker still serves it."""
+        if leg_id in self._cancelled:
+            return
+        self._cancelled[leg_id] = None
+        if len(self._cancelled) > CANCELLED_KEPT_MAX:
+            del self._cancelled[next(iter(self._cancelled))]
+        self._cancels.append(CancelLeg(worker_id=worker_id, leg_id=leg_id))
+        if self._canceller is None:
+            self._canceller = asyncio.get_running_loop().create_task(self._send_cancels(), name="cancel-legs")
+            self._canceller.add_done_callback(self._bus.end_with)
 
     def _on_unreachable(self, key: str) -> None:
         leg = self._legs.get(LegId(key))

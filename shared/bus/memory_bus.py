@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from shared.bus.handlers import ConnectionHandlers
+from shared.bus.connection import Connection
 from shared.bus.memory_kept import MemoryBucket, MemoryKept
 from shared.bus.port import (
     ASKS_AT_ONCE_MAX,
@@ -107,7 +107,7 @@ class _MemorySubscription:
         self._pump.cancel()
 
 
-class MemoryBus(ConnectionHandlers):
+class MemoryBus(Connection):
     """One process's end of a hub. ``lose`` and ``restore`` play a lost connection."""
 
     def __init__(
@@ -123,7 +123,6 @@ class MemoryBus(ConnectionHandlers):
         self.frame_budget_bytes = frame_budget_bytes
         self.connected = True
         self.counts = BusCounts()
-        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[None]] = set()
         self._asks: set[asyncio.Future[Reply]] = set()
 
@@ -169,7 +168,7 @@ class MemoryBus(ConnectionHandlers):
         on_dropped: Callable[[], None] | None = None,
         **ids: str,
     ) -> Subscription:
-        receiver = Receiver(channel.subject, channel.message, handler, self.counts, self._fail)
+        receiver = Receiver(channel.subject, channel.message, handler, self.counts, self.fail)
 
         async def take(payload: bytes, headers: Mapping[str, str], _answer: object) -> None:
             await receiver.take(payload, headers)
@@ -206,7 +205,7 @@ class MemoryBus(ConnectionHandlers):
                 count_bad(self.counts, channel.subject, bad)
                 made = unreadable(bad)
             except Exception as bug:
-                self._fail(bug)
+                self.fail(bug)
                 return
             finally:
                 side_by_side.release()
@@ -243,8 +242,3 @@ class MemoryBus(ConnectionHandlers):
         if len(payload) > self.frame_budget_bytes:
             raise MessageTooLarge(f"{len(payload)} bytes; at most {self.frame_budget_bytes}")
         return payload
-
-    def _fail(self, bug: BaseException) -> None:
-        if not self.failed.done():
-            self.failed.set_exception(bug)
-            self.failed.exception()  # Read once here: the test need not be watching.

@@ -15,7 +15,7 @@ import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from shared.bus.handlers import ConnectionHandlers
+from shared.bus.connection import Connection
 from shared.bus.nats_inbox import REFUSED_HEADER, Inbox
 from shared.bus.nats_kept import NatsKept
 from shared.bus.nats_listening import Listening, Take
@@ -67,14 +67,13 @@ async def connect_nats(
     return bus
 
 
-class NatsBus(ConnectionHandlers):
+class NatsBus(Connection):
     """One connection. See ``port.Bus``."""
 
     def __init__(self, frame_budget_bytes: int, inboxes: str) -> None:
         super().__init__()
         self.frame_budget_bytes = frame_budget_bytes
         self.counts = BusCounts()
-        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._nc = Client()
         self._inboxes = inboxes
         self._inbox = Inbox(f"{inboxes}.{uuid4().hex}", lambda key: self._tell(self.unreachable, key))
@@ -135,7 +134,7 @@ class NatsBus(ConnectionHandlers):
         on_dropped: Callable[[], None] | None = None,
         **ids: str,
     ) -> Subscription:
-        receiver = Receiver(channel.subject, channel.message, handler, self.counts, self._fail)
+        receiver = Receiver(channel.subject, channel.message, handler, self.counts, self.fail)
 
         async def take(payload: bytes, headers: dict[str, str], _msg: Msg) -> None:
             await receiver.take(payload, headers)
@@ -171,7 +170,7 @@ class NatsBus(ConnectionHandlers):
                 made = unreadable(bad)
             except Exception as bug:
                 log.exception("the answerer of %s raised: the bus ends", channel.subject)
-                self._fail(bug)
+                self.fail(bug)
                 return
             finally:
                 side_by_side.release()
@@ -240,7 +239,7 @@ class NatsBus(ConnectionHandlers):
                 handler(*told)
         except Exception as bug:  # nats-py would take it for a failed reconnection.
             log.exception("a handler of the connection raised: the bus ends")
-            self._fail(bug)
+            self.fail(bug)
 
     async def _on_error(self, error: Exception) -> None:
         if isinstance(error, nats.errors.SlowConsumerError):
@@ -268,12 +267,7 @@ class NatsBus(ConnectionHandlers):
 
     async def _on_closed(self) -> None:
         if not self._closing:
-            self._fail(BusDown(f"NATS closed the connection for good: {self._nc.last_error}"))
-
-    def _fail(self, why: BaseException) -> None:
-        if not self.failed.done():
-            self.failed.set_exception(why)
-            self.failed.exception()  # Read once here: the service need not be watching.
+            self.fail(BusDown(f"NATS closed the connection for good: {self._nc.last_error}"))
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.get_running_loop().create_task(work, name=name)

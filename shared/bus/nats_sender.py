@@ -38,9 +38,9 @@ class Sender:
                 await self._send_parts(subject, payload, headers, reply)
             elif subject in self._gates:
                 async with self._gates.hold(subject):
-                    await nc.publish(subject, payload, reply, headers)  # type: ignore[arg-type]
+                    await nc.publish(subject, payload, reply, headers or None)  # type: ignore[arg-type]
             else:
-                await nc.publish(subject, payload, reply, headers)  # type: ignore[arg-type]  # nats-py only reads them
+                await nc.publish(subject, payload, reply, headers or None)  # type: ignore[arg-type]  # nats-py only reads them
         except nats.errors.Error as error:
             raise BusDown(f"{subject}: {error!r}") from error
 

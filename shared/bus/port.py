@@ -160,6 +160,9 @@ class Bus(Protocol):
     def failed(self) -> asyncio.Future[None]:
         """Never done, until a handler raises or the connection is closed for good: then it carries the exception."""
 
+    def end_with(self, task: asyncio.Task[None]) -> None:
+        """Done-callback of a task that works for this bus: an exception in it ends the bus, like one in a handler."""
+
     async def publish(
         self, channel: Channel[M], message: M, *, headers: Mapping[str, str] | None = None, key: str = ""
     ) -> None:

@@ -135,7 +135,7 @@ async def _run(facts: ServiceFacts, common: CommonSettings, main: Main) -> int:
         trace_sample_ratio=common.trace_sample_ratio,
     )
     stopping = asyncio.Event()
-    _on_signals(stopping)
+    _on_signals(stopping, facts.drain_s_max)
     try:
         connecting = connect_nats(common.nats_url, name=f"{facts.name}-{facts.instance}", connect_s_max=CONNECT_S_MAX)
         bus = await _unless_stopped(connecting, stopping)
@@ -185,7 +185,6 @@ async def _watch_bus(bus: Bus) -> None:
 
 async def _watch_drain(stopping: asyncio.Event, drain_s_max: float) -> None:
     await stopping.wait()
-    _leave_after(drain_s_max + CANCEL_S_MAX, EXIT_FAILED)
     await asyncio.sleep(drain_s_max)
     raise DrainTooSlow(f"not drained within {drain_s_max:g} s")
 
@@ -210,13 +209,14 @@ def _leave_after(seconds: float, code: int) -> None:
     last_resort.start()
 
 
-def _on_signals(stopping: asyncio.Event) -> None:
+def _on_signals(stopping: asyncio.Event, drain_s_max: float) -> None:
     def on_signal(number: int) -> None:
         if stopping.is_set():
             log.warning("%s again: leaving at once", signal.Signals(number).name)
             os._exit(EXIT_FAILED)
         log.info("%s: stopping", signal.Signals(number).name)
         stopping.set()
+        _leave_after(drain_s_max + CANCEL_S_MAX, EXIT_FAILED)
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

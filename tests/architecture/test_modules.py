@@ -10,7 +10,6 @@ import pytest
 
 from tests.architecture.sources import ROOT, sources
 
-
 FOR_TESTS = {"shared/bus/memory_bus.py": "the bus's second implementation, which keeps the port honest"}
 """Modules that no process uses, with the reason why they stand among those that do."""
 

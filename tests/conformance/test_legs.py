@@ -291,3 +291,32 @@ async def test_an_outage_fails_legs_on_both_sides_at_once_and_new_legs_work_afte
     answer = await worker.next_leg()
     answer.end(LegReport())
     assert len(await read_all(again)) == 1
+
+
+async def test_a_worker_that_still_serves_a_leg_nobody_waits_for_is_told_once_to_stop(world):
+    router, inbox = await open_inbox(world)
+    worker = await open_worker(world)
+    forgotten = worker.sender.leg(start_leg("given-up-in-an-outage"))
+
+    for _ in range(3):
+        forgotten.data(b"x")
+        await worker.bus.flush(5.0)
+    forgotten.end(LegReport())
+
+    await until(lambda: worker.cancelled)
+    marker = await inbox.start(start_leg("marker"))
+    await worker.next_leg()
+    marker.cancel()
+    await until(lambda: "marker" in worker.cancelled)
+    assert worker.cancelled == ["given-up-in-an-outage", "marker"]
+    assert not router.failed.done()
+
+
+async def test_a_frame_that_cannot_be_packed_is_a_bug_and_ends_the_bus(world):
+    worker = await open_worker(world)
+    answer = worker.sender.leg(start_leg())
+
+    answer.data(b"x", [object()])
+
+    await until(worker.bus.failed.done)
+    assert isinstance(worker.bus.failed.exception(), TypeError)

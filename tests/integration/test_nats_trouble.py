@@ -1,0 +1,76 @@
+"""What only a real server can do to a connection."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from shared.bus.nats_bus import connect_nats
+from shared.bus.port import BusDown
+from shared.contracts.channels import KV_EVENTS
+from tests.builders import kv_batch
+from tests.conformance.worlds import until
+from tests.nats_server import NatsServer, free_port
+
+pytestmark = pytest.mark.nats
+
+NOTICED_S_MAX = 6.0
+
+
+async def test_a_server_that_went_silent_is_noticed_within_seconds_and_found_again(nats_server):
+    bus = await connect_nats(nats_server.url, name="test")
+    got = []
+    await bus.subscribe(KV_EVENTS, lambda batch, _: got.append(batch.seq))
+
+    nats_server.pause()
+    await until(lambda: not bus.connected, NOTICED_S_MAX)
+    with pytest.raises(BusDown):
+        await bus.publish(KV_EVENTS, kv_batch(1))
+    nats_server.resume()
+    await until(lambda: bus.connected and bus.counts.reconnects, NOTICED_S_MAX)
+
+    await bus.publish(KV_EVENTS, kv_batch(2))
+    await until(lambda: got)
+    assert got == [2]
+    await bus.close()
+
+
+async def test_no_server_is_an_error_within_the_deadline_that_hides_the_password():
+    began = time.monotonic()
+
+    with pytest.raises(BusDown, match=r"no NATS at nats://127.0.0.1:\d+ within 0.5 s"):
+        await connect_nats(f"nats://user:secret@127.0.0.1:{free_port()}", name="test", connect_s_max=0.5)
+    assert time.monotonic() - began < 3.0
+
+
+async def test_a_server_that_starts_later_is_waited_for(tmp_path):
+    server = NatsServer(tmp_path)
+    connecting = asyncio.ensure_future(connect_nats(server.url, name="test"))
+    await asyncio.sleep(0)
+    try:
+        await asyncio.to_thread(server.start)
+        async with asyncio.timeout(NOTICED_S_MAX):
+            bus = await connecting
+        assert bus.connected
+        await bus.close()
+    finally:
+        server.kill()
+
+
+async def test_a_restart_with_a_smaller_limit_changes_how_messages_are_cut(tmp_path):
+    with NatsServer(tmp_path) as server:
+        bus = await connect_nats(server.url, name="test")
+        got = []
+        await bus.subscribe(KV_EVENTS, lambda batch, _: got.append(len(batch.events[0].hashes)))
+        server.kill()
+        server.set_max_payload(65536)
+        server.start()
+        await until(lambda: bus.counts.reconnects, NOTICED_S_MAX)
+
+        await bus.publish(KV_EVENTS, kv_batch(1, *range(50_000)))
+
+        await until(lambda: got)
+        assert (bus.max_payload, got) == (65536, [400_000])
+        await bus.close()
