@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from services.collector.core.ledger import Bounds, Latencies, Ledger, WorkerView
+from services.collector.core.ledger import Ledger, WorkerView
+from services.collector.core.requests import Bounds, Latencies, Requests
 from services.collector.core.windows import Histogram
 from shared.bus.port import BusCounts
 from shared.contracts.workers import FleetWorker
@@ -51,7 +52,13 @@ FLEET_LATENCIES: Mapping[Metric, Callable[[Latencies], Histogram]] = {
 
 def families(ledger: Ledger, bus: BusCounts, now: float) -> list[Family]:
     """Everything to show at ``now``."""
-    return [*_workers(ledger, now), *_fleet(ledger, now), *_requests(ledger), *_services(ledger), *_bus(bus)]
+    return [
+        *_workers(ledger, now),
+        *_fleet(ledger),
+        *_requests(ledger.requests, now),
+        *_services(ledger),
+        *_bus(bus),
+    ]
 
 
 def _workers(ledger: Ledger, now: float) -> Iterator[Family]:
@@ -74,42 +81,42 @@ def _workers(ledger: Ledger, now: float) -> Iterator[Family]:
         yield Family(metric, [Sample(labels, _distribution(pick(view.latencies))) for labels, view in views])
 
 
-def _fleet(ledger: Ledger, now: float) -> Iterator[Family]:
-    workers: list[FleetWorker] = ledger.fleet.workers if ledger.fleet else []
+def _fleet(ledger: Ledger) -> Iterator[Family]:
+    state = ledger.fleet.state
+    workers: list[FleetWorker] = state.workers if state else []
     named = [((each.record.worker_id, each.record.role.value), each) for each in workers]
     yield Family(names.WORKER_PHASE, [Sample((*labels, each.phase.value), 1.0) for labels, each in named])
     yield Family(names.WORKER_SILENCE, [Sample(labels, each.silent_s) for labels, each in named])
     by_phase = Counter((each.record.role.value, each.phase.value) for each in workers)
     yield Family(names.FLEET_WORKERS, [Sample(labels, count) for labels, count in sorted(by_phase.items())])
-    yield Family(names.FLEET_TERM, [Sample((), ledger.fleet.term)] if ledger.fleet else [])
+    yield Family(names.FLEET_TERM, [Sample((), state.term)] if state else [])
     totals = ledger.worker_totals
     yield Family(
         names.FLEET_PROMPT_TOKENS, [Sample((source,), totals[total]) for source, total in PROMPT_SOURCES.items()]
     )
     yield from _alone(
         {
-            names.FLEET_WORKERS_LOST: ledger.workers_lost,
+            names.FLEET_WORKERS_LOST: ledger.fleet.workers_lost,
             names.FLEET_GENERATION_TOKENS: totals["generation_tokens"],
             names.FLEET_RECEIVED_BYTES: totals["received_bytes"],
-            names.FLEET_REQUEST_RATE: ledger.request_rate.per_second(now),
-            names.FLEET_TOKENS_IN: ledger.tokens_in.per_second(now),
-            names.FLEET_TOKENS_OUT: ledger.tokens_out.per_second(now),
         }
     )
 
 
-def _requests(ledger: Ledger) -> Iterator[Family]:
-    requests = ledger.requests
+def _requests(requests: Requests, now: float) -> Iterator[Family]:
     yield Family(names.FLEET_REQUESTS, [Sample(labels, count) for labels, count in requests.finished.items()])
     yield Family(names.FLEET_FAILURES, [Sample((reason,), count) for reason, count in requests.failed.items()])
     yield Family(
         names.FLEET_REQUEST_TOKENS,
-        [Sample(("prompt",), requests.prompt_tokens), Sample(("completion",), requests.completion_tokens)],
+        [Sample(("prompt",), requests.prompt_tokens.total), Sample(("completion",), requests.completion_tokens.total)],
     )
     for metric, pick in FLEET_LATENCIES.items():
         yield Family(metric, [Sample(labels, _distribution(pick(each))) for labels, each in requests.latencies.items()])
     yield from _alone(
         {
+            names.FLEET_REQUEST_RATE: requests.rate.per_second(now),
+            names.FLEET_TOKENS_IN: requests.prompt_tokens.rate.per_second(now),
+            names.FLEET_TOKENS_OUT: requests.completion_tokens.rate.per_second(now),
             names.FLEET_CACHED_PREDICTED: requests.predictions.predicted,
             names.FLEET_CACHED_ACTUAL: requests.predictions.actual,
             names.FLEET_CACHED_MISSED: requests.predictions.missed,

@@ -55,10 +55,10 @@ class Collector:
             self._ledger.request_finished(request, now)
 
     def _fleet_told(self, fleet: FleetState, _envelope: Envelope) -> None:
-        self._ledger.fleet_told(fleet, self._clock.now())
+        self._ledger.fleet.told(fleet, self._clock.now())
 
     def _worker_lost(self, lost: WorkerLost, _envelope: Envelope) -> None:
-        self._ledger.worker_lost(lost)
+        self._ledger.fleet.lost(lost)
 
     def _service_told(self, status: ServiceStatus, _envelope: Envelope) -> None:
         self._ledger.service_told(status, self._clock.now())

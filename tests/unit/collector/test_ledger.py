@@ -146,7 +146,7 @@ def test_predictions_are_compared_where_both_numbers_are_known():
 
 def test_the_fleet_is_shown_by_phase_until_nobody_tells_of_it():
     one = ledger()
-    one.fleet_told(fleet(("w1", WorkerPhase.READY), ("w2", WorkerPhase.LOST), term=3), 1.0)
+    one.fleet.told(fleet(("w1", WorkerPhase.READY), ("w2", WorkerPhase.LOST), term=3), 1.0)
     shown = Shown(one, 1.0)
 
     assert shown(names.FLEET_WORKERS, role="both", phase="ready") == 1
@@ -159,19 +159,19 @@ def test_the_fleet_is_shown_by_phase_until_nobody_tells_of_it():
 
 def test_a_leader_of_an_earlier_term_is_not_believed_while_the_later_one_speaks():
     one = ledger()
-    one.fleet_told(fleet(("w1", WorkerPhase.READY), term=5), 1.0)
-    one.fleet_told(fleet(term=4), 1.1)
-    assert one.fleet.term == 5
+    one.fleet.told(fleet(("w1", WorkerPhase.READY), term=5), 1.0)
+    one.fleet.told(fleet(term=4), 1.1)
+    assert one.fleet.state.term == 5
 
-    one.fleet_told(fleet(term=1), 1.1 + STALE_S_MAX)
-    assert one.fleet.term == 1
+    one.fleet.told(fleet(term=1), 1.1 + STALE_S_MAX)
+    assert one.fleet.state.term == 1
 
 
 def test_a_loss_that_two_leaders_tell_of_counts_once():
     one = ledger()
     for silent_s in (3.0, 8.0):
-        one.worker_lost(WorkerLost(worker_id="w1", epoch=1, silent_s=silent_s))
-    one.worker_lost(WorkerLost(worker_id="w1", epoch=2, silent_s=3.0))
+        one.fleet.lost(WorkerLost(worker_id="w1", epoch=1, silent_s=silent_s))
+    one.fleet.lost(WorkerLost(worker_id="w1", epoch=2, silent_s=3.0))
 
     assert Shown(one, 1.0)(names.FLEET_WORKERS_LOST) == 2
 
@@ -195,6 +195,17 @@ def test_labels_are_bounded_whatever_comes():
     assert len(one.workers) == WORKERS_MAX
     assert len(one.requests.latencies) <= 65
     assert set(one.requests.failed) == {"other"}
+
+
+def test_models_that_clients_invent_do_not_push_true_ones_out():
+    one = ledger()
+    for number in range(100):
+        one.request_finished(request(model=f"invented-{number}", status=404, reason="model_unknown"), 1.0)
+    one.request_finished(request(model="true"), 1.0)
+    shown = Shown(one, 1.0)
+
+    assert shown(names.FLEET_REQUESTS, model="true", mode="disaggregated", status="200") == 1
+    assert shown(names.FLEET_REQUESTS, model="other", mode="disaggregated", status="404") == 100
 
 
 def test_a_new_worker_takes_the_place_of_the_longest_silent_one():
