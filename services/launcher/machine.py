@@ -76,6 +76,7 @@ def gpus() -> tuple[str, ...]:
 
 
 def has_distribution(name: str) -> bool:
+    """Whether a package of that name is installed."""
     try:
         return bool(version(name))
     except PackageNotFoundError:

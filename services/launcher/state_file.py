@@ -26,6 +26,7 @@ class RunningSystem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def running_file(state_dir: Path) -> Path:
+    """Where the running system is described."""
     return state_dir / "running.json"
 
 

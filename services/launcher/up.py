@@ -7,7 +7,9 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -148,9 +150,17 @@ async def announce(plan: SystemPlan, options: UpOptions, screen: Screen) -> None
 
   Metrics:  http://{host}:{options.collector_port}/metrics   (the router's own: {endpoint}/metrics)
   Logs:     {logs}
-  Fleet:    baton workers          One more worker: baton up --join
+  Fleet:    {program()} workers      One more worker: {program()} up --join
 
 Ctrl-C stops it all.""")
+
+
+def program() -> str:
+    """What to type to get this program again."""
+    typed = Path(sys.argv[0])
+    if typed.name != "baton":
+        return "python -m services.launcher"
+    return "baton" if shutil.which("baton") else str(typed)
 
 
 async def served_model(endpoint: str) -> str:

@@ -74,4 +74,5 @@ def last_lines(lines: Sequence[str]) -> list[str]:
 
 
 def cut(text: str) -> str:
+    """At most ``WORDS_MAX`` characters of it."""
     return text if len(text) <= WORDS_MAX else text[:WORDS_MAX] + "…"
