@@ -1,18 +1,23 @@
-"""The HTTP edge of the hot path: raw ASGI in front of FastAPI, no middleware, no models, bounds first."""
+"""The HTTP edge of the relayed paths: bounds first, then the relay; a bug costs its request, not the process."""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
 
 from services.router.core.request import CHAT, COMPLETIONS
-from services.router.exchange import BodyTooLarge, BodyTooSlow, ClientGone, Exchange, Receive, Scope, Send
-from services.router.http_answers import HttpError, error_body, failed
+from services.router.exchange import Exchange, Header
+from services.router.http_answers import HttpError, error_body, error_event, failed
 from services.router.ledger import Ledger
 from services.router.relay import Relay
 from services.router.settings import Settings
 from shared.contracts.failures import Reason
+from shared.runtime.clock import Clock
+
+log = logging.getLogger("baton.router")
 
 PASSED_THROUGH = (
     "/v1/responses",
@@ -28,60 +33,85 @@ PASSED_THROUGH = (
     "/detokenize",
 )
 """Other endpoints of vLLM's server, served by one worker as they are."""
-RELAYED = frozenset((COMPLETIONS, CHAT, *PASSED_THROUGH))
+RELAYED = (COMPLETIONS, CHAT, *PASSED_THROUGH)
 
 UPLOAD_DISCARDED_FACTOR = 4
 """A body announced as up to so many times the limit is read and thrown away, so that the client reads its 413 instead
 of a broken connection.
 """
-
 BAD_MODE = "x-baton-mode must be auto, aggregated or disaggregated."
 
-AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+AsgiMessage = MutableMapping[str, Any]
+AsgiApp = Callable[
+    [MutableMapping[str, Any], Callable[[], Awaitable[AsgiMessage]], Callable[[AsgiMessage], Awaitable[None]]],
+    Awaitable[None],
+]
 
 
 class Edge:
-    """Serves the relayed paths itself; everything else is ``app``'s."""
+    """Serves exchanges; as an ASGI app, passes everything else on to ``app``."""
 
-    def __init__(self, settings: Settings, relay: Relay, ledger: Ledger) -> None:
+    def __init__(self, settings: Settings, clock: Clock, relay: Relay, ledger: Ledger) -> None:
         self._settings = settings
+        self._now = clock.now
         self._relay = relay
         self._ledger = ledger
         self.app: AsgiApp | None = None
+        self.uploads: set[Exchange] = set()
+        """Requests whose body does not come in one piece."""
         prefix, numbers = secrets.token_hex(6), itertools.count(1)
         self._new_id = lambda: f"{prefix}-{next(numbers)}"
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """ASGI."""
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in RELAYED:
-            await self.relay(scope, receive, send)
-        elif self.app is not None:
-            await self.app(scope, receive, send)
+        assert self.app is not None
+        await self.app(scope, receive, send)
 
-    async def relay(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One inference request."""
-        exchange = Exchange(scope, receive, send, self._new_id)
-        settings = self._settings
+    def admit(self, exchange: Exchange, headers: list[Header]) -> None:
+        """The head is there. May refuse before any of the body is read."""
+        exchange.arrived_at = self._now()
+        exchange.read_headers(headers, self._new_id)
         if exchange.mode is None:
-            await self._refuse(exchange, HttpError(400, error_body(400, BAD_MODE), None, "bad_request"))
-            return
-        if len(self._relay.flights) >= settings.requests_at_once_max:
-            await self._refuse(exchange, failed(Reason.WORKER_BUSY, "The router is full. Try again shortly."))
-            return
-        try:
-            await exchange.read(settings.body_bytes_max, settings.body_s_max)
-        except BodyTooLarge:
-            message = f"The body is larger than {settings.body_bytes_max} bytes."
-            discarded = 0 <= exchange.length <= UPLOAD_DISCARDED_FACTOR * settings.body_bytes_max
-            await self._refuse(exchange, failed(Reason.TOO_LARGE, message), close=not discarded)
-        except BodyTooSlow:
-            message = f"The body did not come within {settings.body_s_max} s."
-            await self._refuse(exchange, HttpError(408, error_body(408, message), None, "body_slow"), close=True)
-        except ClientGone:
-            pass
+            self._refuse(exchange, HttpError(400, error_body(400, BAD_MODE), reason="bad_request"))
+        elif len(self._relay.flights) >= self._settings.requests_at_once_max:
+            self._refuse(exchange, failed(Reason.WORKER_BUSY, "The router is full. Try again shortly."))
         else:
-            await self._relay.serve(exchange)
+            self.bound(exchange, exchange.length)
 
-    async def _refuse(self, exchange: Exchange, error: HttpError, *, close: bool = False) -> None:
+    def bound(self, exchange: Exchange, body_bytes: int) -> None:
+        """Refuse a body that is, or says it will be, too large."""
+        bytes_max = self._settings.body_bytes_max
+        if body_bytes > bytes_max:
+            discarded = 0 <= exchange.length <= UPLOAD_DISCARDED_FACTOR * bytes_max
+            message = f"The body is larger than {bytes_max} bytes."
+            self._refuse(exchange, failed(Reason.TOO_LARGE, message, closes=not discarded))
+
+    def end_slow_uploads(self) -> None:
+        """Refuse bodies that do not come in time."""
+        late = self._now() - self._settings.body_s_max
+        for exchange in [exchange for exchange in self.uploads if exchange.arrived_at < late]:
+            self.uploads.discard(exchange)
+            if exchange.ended:
+                exchange.abort()
+                continue
+            message = f"The body did not come within {self._settings.body_s_max:g} s."
+            self._refuse(exchange, HttpError(408, error_body(408, message), reason="body_slow", closes=True))
+            if exchange.my_turn and exchange.refusal is not None:
+                exchange.refuse(exchange.refusal)
+
+    async def serve(self, exchange: Exchange) -> None:
+        """One complete request."""
+        try:
+            await self._relay.serve(exchange)
+        except Exception as bug:
+            log.exception("a request ended in a bug")
+            if exchange.left or exchange.ended:
+                return
+            if exchange.begun:
+                exchange.end(error_event(Reason.INTERNAL, repr(bug)))
+            else:
+                exchange.refuse(failed(Reason.INTERNAL, "The router has a bug; its log says more."))
+
+    def _refuse(self, exchange: Exchange, error: HttpError) -> None:
+        exchange.refusal = error
         self._ledger.refused(error.status, error.reason)
-        await exchange.refuse(error, close=close)

@@ -1,61 +1,90 @@
-"""The client's side of one request, over raw ASGI: read the body within its bounds, answer whole or as a stream."""
+"""The client's side of one request: its body, its answer whole or as a stream, and whether it still waits.
+
+An exchange writes to its connection itself, head and first data in one write: for short requests the HTTP machinery
+costs more than everything else that a router does.
+"""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import Callable
+from typing import Protocol
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from services.router.core.request import Mode
 from services.router.http_answers import HttpError
 from shared.contracts.ids import RequestId, is_subject_token
-
-Scope = MutableMapping[str, Any]
-AsgiMessage = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[AsgiMessage]]
-Send = Callable[[AsgiMessage], Awaitable[None]]
 
 Header = tuple[bytes, bytes]
 
 MODES = {mode.value.encode(): mode for mode in Mode}
 
 
-class ClientGone(Exception):
-    """The client left before its body was read."""
+class Connection(Protocol):
+    """What an exchange needs of its connection."""
 
+    def write(self, data: bytes) -> None:
+        """Hand bytes to the socket, or to its buffer."""
 
-class BodyTooLarge(Exception):
-    """The body is beyond the limit."""
+    def write_paused(self) -> bool:
+        """Whether the client reads too slowly just now."""
 
+    async def drain(self) -> None:
+        """Wait until it has caught up, or is gone."""
 
-class BodyTooSlow(Exception):
-    """The body did not come in time."""
+    def answered(self, *, close: bool) -> None:
+        """The answer is complete: the connection may close, or take the next request."""
+
+    def abort(self) -> None:
+        """Drop the connection with all that it has not sent."""
 
 
 class Exchange:
     """One request and its answer. ``begun``: some of the answer was handed to the client."""
 
     __slots__ = (
-        "_receive",
-        "_send",
+        "_body",
+        "_body_bytes",
+        "_chunked",
+        "_connection",
+        "_head",
+        "_keep_alive",
+        "arrived_at",
         "begun",
-        "body",
+        "complete",
         "content_type",
         "ended",
+        "left",
         "length",
         "mode",
+        "my_turn",
+        "on_left",
         "path",
+        "refusal",
         "request_id",
         "trace",
     )
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, new_id: Callable[[], str]) -> None:
-        self._receive = receive
-        self._send = send
-        self.path: str = scope["path"]
-        self.body = b""
+    def __init__(self, connection: Connection, path: str, *, http11: bool, keep_alive: bool) -> None:
+        self._connection = connection
+        self._chunked = http11
+        self._keep_alive = keep_alive
+        self._head = b""
+        self._body: list[bytes] = []
+        self._body_bytes = 0
+        self.path = path
+        self.arrived_at = 0.0
+        self.complete = False
+        """The whole body is there."""
+        self.my_turn = False
+        """Earlier requests of the same connection have been answered."""
+        self.refusal: HttpError | None = None
+        """Decided before the body was complete."""
         self.begun = False
         self.ended = False
+        self.left = False
+        """The client is gone."""
+        self.on_left: Callable[[], None] | None = None
         self.mode: Mode | None = Mode.AUTO
         """None when the header asks for something that does not exist."""
         self.content_type = "application/json"
@@ -63,8 +92,12 @@ class Exchange:
         """The body's length as announced; -1 when it was not."""
         self.trace: dict[str, str] | None = None
         """The client's W3C trace context."""
+        self.request_id = RequestId("")
+
+    def read_headers(self, headers: list[Header], new_id: Callable[[], str]) -> None:
+        """Take what concerns us. Names are lower case."""
         request_id = ""
-        for name, value in scope["headers"]:
+        for name, value in headers:
             if name == b"content-length":
                 self.length = int(value)
             elif name == b"content-type":
@@ -77,66 +110,79 @@ class Exchange:
                 self.mode = MODES.get(value.strip().lower())
         self.request_id = RequestId(request_id if request_id and is_subject_token(request_id) else new_id())
 
-    async def read(self, bytes_max: int, s_max: float) -> None:
-        """Fill ``body``. Raises BodyTooLarge, BodyTooSlow, ClientGone."""
-        if self.length > bytes_max:
-            raise BodyTooLarge
-        message = await self._receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        self.body = message.get("body", b"")
-        if message.get("more_body", False):
-            try:
-                async with asyncio.timeout(s_max):
-                    await self._read_on(bytes_max)
-            except TimeoutError:
-                raise BodyTooSlow from None
-        elif len(self.body) > bytes_max:
-            raise BodyTooLarge
+    @property
+    def body(self) -> bytes:
+        """All of it that has come."""
+        parts = self._body
+        if len(parts) > 1:
+            self._body = parts = [b"".join(parts)]
+        return parts[0] if parts else b""
 
-    async def _read_on(self, bytes_max: int) -> None:
-        parts, size, more = [self.body], len(self.body), True
-        while more:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            part = message.get("body", b"")
-            parts.append(part)
-            size += len(part)
-            if size > bytes_max:
-                raise BodyTooLarge
-            more = message.get("more_body", False)
-        self.body = b"".join(parts)
+    def take(self, data: bytes) -> int:
+        """A piece of the body; answers how many bytes there are."""
+        self._body.append(data)
+        self._body_bytes += len(data)
+        return self._body_bytes
 
-    async def wait_left(self) -> None:
-        """Return when the client has left, or the answer is complete."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+    def client_left(self) -> None:
+        """The connection is gone."""
+        self.left = True
+        if self.on_left is not None and not self.ended:
+            self.on_left()
 
-    async def answer(self, status: int, headers: list[Header], body: bytes) -> None:
+    def answer(self, status: int, headers: list[Header], body: bytes) -> None:
         """A whole answer at once."""
-        self.begun = self.ended = True
-        headers.append((b"content-length", b"%d" % len(body)))
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-        await self._send({"type": "http.response.body", "body": body})
+        length = (b"content-length", b"%d" % len(body))
+        self._begin(status, [*headers, length])
+        self._connection.write(self._head + body)
+        self._end()
 
-    async def refuse(self, error: HttpError, *, close: bool = False) -> None:
-        """An error of the router's own. ``close`` ends the connection too: there may be more body to come."""
-        headers = [*error.headers(), (b"x-request-id", self.request_id.encode())]
-        if close:
-            headers.append((b"connection", b"close"))
-        await self.answer(error.status, headers, error.body)
+    def refuse(self, error: HttpError) -> None:
+        """An error of the router's own."""
+        if error.closes:
+            self._keep_alive = False
+        self.answer(error.status, [*error.headers(), (b"x-request-id", self.request_id.encode())], error.body)
 
-    async def begin(self, status: int, headers: list[Header]) -> None:
-        """The head of a stream."""
-        self.begun = True
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+    def begin(self, status: int, headers: list[Header]) -> None:
+        """The head of a stream; it leaves with the first data."""
+        if not self._chunked:
+            self._keep_alive = False
+        self._begin(status, [*headers, (b"transfer-encoding", b"chunked")] if self._chunked else headers)
 
     async def send(self, data: bytes) -> None:
-        """A piece of a stream; waits while the client's buffer is full."""
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        """A piece of a stream; waits while the client reads too slowly."""
+        connection = self._connection
+        if connection.write_paused():
+            await connection.drain()
+        if not self.left:
+            connection.write(self._framed(data))
+            self._head = b""
 
-    async def end(self, data: bytes = b"") -> None:
+    def end(self, data: bytes = b"") -> None:
         """The last piece of a stream."""
+        framed = self._framed(data) if data else self._head
+        self._connection.write(framed + b"0\r\n\r\n" if self._chunked else framed)
+        self._end()
+
+    def last(self) -> None:
+        """The connection closes after this answer."""
+        self._keep_alive = False
+
+    def abort(self) -> None:
+        """Drop the client."""
+        self._connection.abort()
+
+    def _framed(self, data: bytes) -> bytes:
+        return b"%b%x\r\n%b\r\n" % (self._head, len(data), data) if self._chunked else self._head + data
+
+    def _begin(self, status: int, headers: list[Header]) -> None:
+        self.begun = True
+        lines = [STATUS_LINE[status], *[b"%b: %b\r\n" % header for header in headers]]
+        if not self._keep_alive:
+            lines.append(b"connection: close\r\n")
+        lines.append(b"\r\n")
+        self._head = b"".join(lines)
+
+    def _end(self) -> None:
         self.ended = True
-        await self._send({"type": "http.response.body", "body": data})
+        self._connection.answered(close=not self._keep_alive)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from opentelemetry.trace import Span
 
 from services.router.core.placement import Placed
@@ -60,12 +58,9 @@ class Flight:
         "facts",
         "inbox",
         "late_at",
-        "left",
         "leg",
         "span",
         "story",
-        "task",
-        "watcher",
     )
 
     def __init__(self, exchange: Exchange, facts: RequestFacts, inbox: LegInbox, now: float, ends_at: float) -> None:
@@ -77,14 +72,10 @@ class Flight:
         self.deadline_at = ends_at
         """When the present hop is late."""
         self.leg: Leg | None = None
-        self.left = False
-        """The client is gone."""
         self.late_at = NEVER
         """When the present hop was found late."""
         self.span: Span | None = None
         """The request's span, when it is traced."""
-        self.task: asyncio.Task[None] | None = None
-        self.watcher: asyncio.Task[None] | None = None
         self.story = Story(now)
 
     def allow(self, now: float, hop_s: float) -> None:
@@ -100,17 +91,14 @@ class Flight:
 
     def client_left(self) -> None:
         """Nobody waits for the answer any more."""
-        if not self.exchange.ended:
-            self.left = True
-            self.abort(Reason.CANCELLED, "the client left")
+        self.abort(Reason.CANCELLED, "the client left")
 
     def close(self) -> None:
         """Nothing of this request goes on after it."""
         self.deadline_at = NEVER
+        self.exchange.on_left = None
         if self.leg is not None:
             self.leg.cancel()
-        if self.watcher is not None:
-            self.watcher.cancel()
 
 
 def finished(flight: Flight, now: float) -> RequestFinished:

@@ -37,6 +37,8 @@ class HttpError(msgspec.Struct, frozen=True):
     body: bytes
     retry_after_s: float | None = None
     reason: str = ""
+    closes: bool = False
+    """End the connection too: there may be more body to come than anybody wants to read."""
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Headers that belong to it, without the length."""
@@ -52,14 +54,14 @@ def error_body(status: int, message: str, *, code: str | int | None = None, para
     return msgspec.json.encode(ErrorAnswer(ErrorBody(message, kind, param, code if code is not None else status)))
 
 
-def failed(reason: Reason, message: str, retry_after_s: float | None = None) -> HttpError:
+def failed(reason: Reason, message: str, retry_after_s: float | None = None, *, closes: bool = False) -> HttpError:
     """The answer for a failure of the contract."""
     status = HTTP_STATUS[reason]
     param = "model" if reason is Reason.MODEL_UNKNOWN else None
     body = error_body(status, message, code=CODES.get(reason, str(reason)), param=param)
     if status == 503 and retry_after_s is None:
         retry_after_s = 1.0
-    return HttpError(status, body, retry_after_s, str(reason))
+    return HttpError(status, body, retry_after_s, str(reason), closes)
 
 
 def bad_request(message: str) -> HttpError:

@@ -49,7 +49,7 @@ class LegRunner:
             await self._answer(flight, placed, start, placed.uncached_tokens)
             return
         report = await self._prefill(flight, placed.prefill, placed.uncached_tokens)
-        if flight.left:
+        if flight.exchange.left:
             raise LegFailed(Failure(reason=Reason.CANCELLED, message="the client left"))
         await self._answer(flight, placed, self._make(flight, placed.decode, LegKind.DECODE, report), 0)
 
@@ -136,14 +136,14 @@ class LegRunner:
             if not exchange.begun and (data or last.kind is END):
                 story.status = OK
                 story.first_at = story.last_at
-                await exchange.begin(OK, self.headers(flight, placed, EVENT_STREAM))
+                exchange.begin(OK, self.headers(flight, placed, EVENT_STREAM))
             if last.kind is END:
                 break
             if data:
                 await exchange.send(data)
             frames = await leg.frames()
         story.report = last.report
-        await exchange.end(data)
+        exchange.end(data)
 
     async def _whole(self, flight: Flight, placed: Placed, leg: Leg, frames: list[Frame]) -> None:
         """Collect the answer until its end: until then the request can still be placed again."""
@@ -161,7 +161,7 @@ class LegRunner:
         story.status = OK
         story.first_at = story.last_at = self._now()
         body = b"".join([frame.data for frame in frames])
-        await flight.exchange.answer(OK, self.headers(flight, placed, frames[0].content_type), body)
+        flight.exchange.answer(OK, self.headers(flight, placed, frames[0].content_type), body)
 
 
 FIXED_HEADERS_MAX = 4096

@@ -1,6 +1,7 @@
 """The HTTP surface as FastAPI knows it: the document, and everything that is asked seldom.
 
-The inference routes are real routes, so that the OpenAPI document is true; the edge in front serves them.
+The inference routes stand here for the OpenAPI document; ``http_server`` serves them before FastAPI is asked, unless
+somebody writes their path in another way (percent signs, an absolute URL).
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from services.router.core.request import CHAT, COMPLETIONS
-from services.router.edge import PASSED_THROUGH, Edge
-from services.router.exchange import Receive, Scope, Send
+from services.router.edge import PASSED_THROUGH
 from services.router.fleet import Fleet
 from services.router.http_answers import error_body
 from services.router.parts import Parts
@@ -86,6 +86,7 @@ CHAT_BODY = _body_schema(
     {**COMMON_PROPERTIES, "messages": {"type": "array", "minItems": 1, "items": MESSAGE_SCHEMA}},
 )
 ANY_BODY = _body_schema([], {})
+ANSWER = "The answer, whole or as a stream of events."
 HEADERS = [
     {
         "name": "x-baton-mode",
@@ -104,30 +105,20 @@ HEADERS = [
 ]
 
 
-def _responses(answer: str) -> dict[int | str, dict[str, Any]]:
-    content = {JSON: {"schema": {}}, "text/event-stream": {"schema": {"type": "string"}}}
-    responses: dict[int | str, dict[str, Any]] = {200: {"description": answer, "content": content}}
+def _responses(path: str) -> dict[int | str, dict[str, Any]]:
+    # What an engine says of an endpoint that it does not serve has the shape of its web framework.
+    error: dict[str, Any] = {} if path in PASSED_THROUGH else ERROR_SCHEMA
+    content: dict[str, Any] = {JSON: {"schema": {}}, "text/event-stream": {}}
+    responses: dict[int | str, dict[str, Any]] = {200: {"description": ANSWER, "content": content}}
     for status, text in ERRORS.items():
-        responses[status] = {"description": text, "content": {JSON: {"schema": ERROR_SCHEMA}}}
+        responses[status] = {"description": text, "content": {JSON: {"schema": error}}}
     return responses
 
 
-class Relayed(Response):
-    """An answer that the edge gives."""
-
-    def __init__(self, edge: Edge) -> None:
-        super().__init__()
-        self._edge = edge
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
-        await self._edge.relay(scope, receive, send)
-
-
-def make_app(edge: Edge, parts: Parts) -> FastAPI:
+def make_app(parts: Parts) -> FastAPI:
     """Everything but the hot path."""
     app = FastAPI(title="Baton", description="OpenAI-compatible inference over prefill and decode workers.")
-    _add_inference(app, edge)
+    _add_inference(app)
     _add_state(app, parts.fleet, parts.bus, parts.clock)
     _add_errors(app)
 
@@ -139,9 +130,10 @@ def make_app(edge: Edge, parts: Parts) -> FastAPI:
     return app
 
 
-def _add_inference(app: FastAPI, edge: Edge) -> None:
+def _add_inference(app: FastAPI) -> None:
     async def relayed() -> Response:
-        return Relayed(edge)
+        message = "The path must be asked for as it stands in the document."
+        return Response(error_body(400, message), 400, media_type=JSON)
 
     for path, body, summary in (
         (COMPLETIONS, COMPLETIONS_BODY, "Complete a prompt"),
@@ -156,7 +148,7 @@ def _add_inference(app: FastAPI, edge: Edge) -> None:
             tags=["inference"],
             operation_id=path.strip("/").replace("/", "_"),
             response_class=Response,
-            responses=_responses("The answer, whole or as a stream of events."),
+            responses=_responses(path),
             openapi_extra={"requestBody": body, "parameters": HEADERS},
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
 import msgspec
@@ -46,7 +45,7 @@ class Relay:
         now = self._now()
         facts = read_request(exchange.path, exchange.body)
         flight = Flight(exchange, facts, self._inbox, now, now + self._settings.request_s_max)
-        flight.task = asyncio.current_task()
+        exchange.on_left = flight.client_left
         self.flights.add(flight)
         try:
             with self._tracing.request(flight):
@@ -72,13 +71,13 @@ class Relay:
         while True:
             placement = self._place(flight, need)
             if isinstance(placement, Refused):
-                await self._refuse(flight, placement, failure)
+                self._refuse(flight, placement, failure)
                 return
             failure = await self._attempt(flight, placement)
             if failure is None:
                 return
             if not self._may_retry(flight, failure):
-                await self._fail(flight, failure)
+                self._fail(flight, failure)
                 return
             need = self._without_failed(flight, need, failure)
 
@@ -104,14 +103,14 @@ class Relay:
         except EngineRefused as no:
             if no.status == SERVICE_UNAVAILABLE and flight.story.attempts < self._settings.attempts_max:
                 return Failure(reason=Reason.WORKER_BUSY, message="the engine takes no requests")
-            await self._pass_on(flight, placed, no)
+            self._pass_on(flight, placed, no)
         return None
 
     def _may_retry(self, flight: Flight, failure: Failure) -> bool:
         return (
             failure.reason in RETRIED
             and not flight.exchange.begun
-            and not flight.left
+            and not flight.exchange.left
             and flight.story.attempts < self._settings.attempts_max
             and self._now() < flight.ends_at
         )
@@ -123,35 +122,35 @@ class Relay:
             return need
         return msgspec.structs.replace(need, excluded=need.excluded | {flight.leg.worker_id})
 
-    async def _pass_on(self, flight: Flight, placed: Placed, refusal: EngineRefused) -> None:
+    def _pass_on(self, flight: Flight, placed: Placed, refusal: EngineRefused) -> None:
         """The engine's own error, word for word."""
         flight.story.status = refusal.status
         flight.story.reason = "engine_refused"
         headers = self._runner.headers(flight, placed, refusal.content_type)
-        await flight.exchange.answer(refusal.status, headers, refusal.body)
+        flight.exchange.answer(refusal.status, headers, refusal.body)
 
-    async def _refuse(self, flight: Flight, refused: Refused, failure: Failure | None) -> None:
+    def _refuse(self, flight: Flight, refused: Refused, failure: Failure | None) -> None:
         """Nobody can serve it. A client whose attempts ran out of time is told so; an unreadable body is its own."""
         if failure is not None and failure.reason is Reason.DEADLINE:
-            await self._fail(flight, failure)
+            self._fail(flight, failure)
         elif flight.facts.body is None:
-            await self._tell(flight, bad_request("The body is not a JSON object."))
+            self._tell(flight, bad_request("The body is not a JSON object."))
         else:
-            await self._tell(flight, failed(refused.reason, refused.message, refused.retry_after_s))
+            self._tell(flight, failed(refused.reason, refused.message, refused.retry_after_s))
 
-    async def _fail(self, flight: Flight, failure: Failure) -> None:
+    def _fail(self, flight: Flight, failure: Failure) -> None:
         """The last word on a request that did not end well."""
         exchange, story = flight.exchange, flight.story
-        reason = Reason.CANCELLED if flight.left else failure.reason
-        if not exchange.begun and not flight.left:
-            await self._tell(flight, failed(reason, failure.message, failure.retry_after_s))
+        reason = Reason.CANCELLED if flight.exchange.left else failure.reason
+        if not exchange.begun and not flight.exchange.left:
+            self._tell(flight, failed(reason, failure.message, failure.retry_after_s))
             return
         story.status = HTTP_STATUS[reason]
         story.reason = str(reason)
-        if not flight.left and not exchange.ended:
-            await exchange.end(error_event(reason, failure.message))
+        if not flight.exchange.left and not exchange.ended:
+            exchange.end(error_event(reason, failure.message))
 
-    async def _tell(self, flight: Flight, error: HttpError) -> None:
+    def _tell(self, flight: Flight, error: HttpError) -> None:
         flight.story.status = error.status
         flight.story.reason = error.reason
-        await flight.exchange.refuse(error)
+        flight.exchange.refuse(error)

@@ -1,0 +1,121 @@
+"""A worker that does what its test says, over any bus: real legs, scripted answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from shared.bus.port import Bus, Envelope
+from shared.bus.streams import FrameSender, LegFrames
+from shared.contracts.channels import CANCEL_LEG, KV_SNAPSHOT, LOAD, START_LEG, TOKENIZER, WORKER_RECORDS
+from shared.contracts.control import AskTokenizer, TokenizerAsset
+from shared.contracts.ids import Epoch, LegId, WorkerId
+from shared.contracts.inference import CancelLeg, LegKind, LegReport, StartLeg
+from shared.contracts.kv_events import AskKvSnapshot, KvSnapshot
+from shared.contracts.workers import Role, WorkerPhase, WorkerRecord
+from tests.fleet_builders import load, record
+
+Script = Callable[["FakeWorker", StartLeg, LegFrames], Awaitable[None] | None]
+
+JSON = "application/json"
+SSE = "text/event-stream"
+WHOLE_ANSWER = b'{"id":"cmpl-1","choices":[{"text":"five tokens of an answer"}]}'
+EVENTS = tuple(b'data: {"choices":[{"text":"%d"}]}\n\n' % number for number in range(3))
+DONE = b"data: [DONE]\n\n"
+
+
+class WantsStream(msgspec.Struct):
+    stream: bool = False
+
+
+def wants_stream(start: StartLeg) -> bool:
+    return msgspec.json.decode(start.body, type=WantsStream).stream
+
+
+def answer_well(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
+    """What an engine does on a good day."""
+    if start.kind is LegKind.PREFILL:
+        frames.head(200, JSON)
+        frames.end(
+            LegReport(prompt_tokens=9, cached_tokens=4, kv_transfer=b'{"from":"%b"}' % worker.worker_id.encode())
+        )
+        return
+    report = LegReport(prompt_tokens=9, cached_tokens=start.prefill_cached_tokens, completion_tokens=3)
+    if wants_stream(start):
+        frames.head(200, SSE)
+        for event in EVENTS:
+            frames.data(event, [1])
+        frames.data(DONE)
+    else:
+        frames.head(200, JSON)
+        frames.data(WHOLE_ANSWER)
+    frames.end(report)
+
+
+class FakeWorker:
+    """``script`` is called for each leg; it may be replaced at any time."""
+
+    def __init__(
+        self, bus: Bus, worker_id: str, role: Role = Role.BOTH, *, epoch: int = 1, script: Script = answer_well
+    ) -> None:
+        self.bus = bus
+        self.worker_id = WorkerId(worker_id)
+        self.role = role
+        self.epoch = Epoch(epoch)
+        self.script = script
+        self.started: list[StartLeg] = []
+        self.headers: list[dict[str, str]] = []
+        self.cancelled: list[LegId] = []
+        self.asset = TokenizerAsset(worker_id=self.worker_id, epoch=self.epoch, note="none in this test")
+        self.held: bytes = b""
+        self.seq = 0
+        self.frames: dict[LegId, LegFrames] = {}
+        self._sender = FrameSender(bus, self.worker_id, self.epoch)
+        self._tasks: set[asyncio.Future[None]] = set()
+        self._subscriptions: list[Any] = []
+
+    def record(self, phase: WorkerPhase = WorkerPhase.READY) -> WorkerRecord:
+        return record(self.worker_id, phase, self.epoch, self.role)
+
+    async def join(self) -> None:
+        """Listen, then be known to the registry."""
+        ids = {"worker_id": self.worker_id}
+        self._subscriptions = [
+            await self.bus.subscribe(START_LEG, self._on_start, **ids),
+            await self.bus.subscribe(CANCEL_LEG, self._on_cancel, **ids),
+            await self.bus.answer(TOKENIZER, self._on_tokenizer, **ids),
+            await self.bus.answer(KV_SNAPSHOT, self._on_snapshot, **ids),
+        ]
+        await (await self.bus.kept(WORKER_RECORDS, ttl_s=None)).put(self.record())
+
+    async def report(self, **numbers: Any) -> None:
+        await self.bus.publish(LOAD, load(self.worker_id, self.epoch, role=self.role, **numbers))
+
+    async def vanish(self) -> None:
+        """Stop listening, without a word."""
+        for subscription in self._subscriptions:
+            await subscription.close()
+
+    def _on_start(self, start: StartLeg, envelope: Envelope) -> None:
+        self.started.append(start)
+        self.headers.append(dict(envelope.headers))
+        frames = self.frames[start.leg_id] = self._sender.leg(start)
+        working = self.script(self, start, frames)
+        if working is not None:
+            task = asyncio.ensure_future(working)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _on_cancel(self, cancel: CancelLeg, _envelope: Envelope) -> None:
+        self.cancelled.append(cancel.leg_id)
+        if cancel.leg_id in self.frames:
+            self.frames[cancel.leg_id].abandon()
+
+    async def _on_tokenizer(self, _ask: AskTokenizer, _envelope: Envelope) -> TokenizerAsset:
+        return self.asset
+
+    async def _on_snapshot(self, _ask: AskKvSnapshot, _envelope: Envelope) -> KvSnapshot:
+        return KvSnapshot(worker_id=self.worker_id, epoch=self.epoch, seq=self.seq, hashes=self.held)
