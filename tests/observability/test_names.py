@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from observability.grafana.make_dashboards import DASHBOARDS, pages
+from observability.make_metrics_page import PAGE, page
 from shared.telemetry.names import METRICS, Kind, Metric
 from tests.observability.expressions import (
     ROOT,
@@ -71,6 +72,10 @@ def test_the_dashboards_are_what_the_script_writes():
     written = {path.name: path.read_text() for path in DASHBOARDS.glob("*.json")}
 
     assert written == pages(), "python -m observability.grafana.make_dashboards"
+
+
+def test_the_page_of_metrics_is_what_the_script_writes():
+    assert PAGE.read_text() == page(), "python -m observability.make_metrics_page"
 
 
 def test_panels_do_not_overlap_and_have_numbers_of_their_own():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -23,6 +24,8 @@ LEASE_S = 3.0
 WAIT_S_MAX = 20.0
 AWAY_S = 4.0
 """Longer than a worker may be silent."""
+SEVERAL_STATES = 5
+"""Fleet states are told once a second: after so many, what would have gone wrong has gone wrong."""
 
 
 class Ear:
@@ -145,8 +148,38 @@ async def test_after_nats_came_back_empty_the_fleet_is_right_again_and_nobody_wa
             ear.states.clear()
             nats_server.start()
             await ear.until(lambda: ear.phases() == both)
-            told = len(ear.states)
-            await ear.until(lambda: len(ear.states) >= told + 5)
+            ear.states.clear()
+            await ear.until(lambda: len(ear.states) >= SEVERAL_STATES)
 
             assert ear.phases() == both
+            assert ear.losses == []
+
+
+async def test_a_suspended_leader_wakes_to_find_itself_replaced_and_blames_nobody(nats_server, tmp_path, ear):
+    with orchestrator(nats_server, tmp_path, "o1") as first:
+        await ear.until(lambda: bool(ear.states))
+        with orchestrator(nats_server, tmp_path, "o2"):
+            async with talking_worker(nats_server.url, "w1"):
+                await ear.until(lambda: ear.phases() == {"w1": WorkerPhase.READY} and "o2" in ear.ready)
+                first.process.send_signal(signal.SIGSTOP)
+                await ear.until(lambda: ear.states[-1].leader == "o2")
+                ear.states.clear()
+                first.process.send_signal(signal.SIGCONT)
+                await ear.until(lambda: len(ear.states) >= SEVERAL_STATES)
+
+                assert {state.leader for state in ear.states} == {"o2"}
+                assert ear.losses == []
+
+
+async def test_nobody_is_lost_because_nats_was_stuck(nats_server, tmp_path, ear):
+    with orchestrator(nats_server, tmp_path, "o1"):
+        async with talking_worker(nats_server.url, "w1"):
+            await ear.until(lambda: ear.phases() == {"w1": WorkerPhase.READY})
+            nats_server.pause()
+            await asyncio.sleep(AWAY_S)
+            ear.states.clear()
+            nats_server.resume()
+            await ear.until(lambda: len(ear.states) >= SEVERAL_STATES)
+
+            assert ear.phases() == {"w1": WorkerPhase.READY}
             assert ear.losses == []

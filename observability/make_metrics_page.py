@@ -1,0 +1,31 @@
+"""Writes docs/METRICS.md from ``shared.telemetry.names``: ``python -m observability.make_metrics_page``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shared.telemetry.names import METRICS
+
+PAGE = Path(__file__).parents[1] / "docs" / "METRICS.md"
+HEAD = """# Metrics
+
+Routers serve their own at `/metrics`; the metrics collector serves what workers and the fleet do, and pushes the same
+numbers as OTLP when `BATON_OTLP_ENDPOINT` is set. This page is written from `shared/telemetry/names.py`
+(`python -m observability.make_metrics_page`).
+
+| metric | kind | labels | meaning |
+|---|---|---|---|
+"""
+
+
+def page() -> str:
+    """The page's text."""
+    rows = [
+        f"| `{metric.name}` | {metric.kind.value} | {', '.join(metric.labels)} | {metric.meaning} |\n"
+        for metric in METRICS.values()
+    ]
+    return HEAD + "".join(rows)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
