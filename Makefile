@@ -48,8 +48,11 @@ compose-test: setup-dev ## Containers with simulated engines: up, requests, lose
 bench-router: setup-dev ## What the router costs: against direct access, for short and long prompts
 	@$(PYTHON) -m tests.bench.router $(ARGS)
 
-catalogue: setup-dev ## Write the generated files anew: message catalogue, AsyncAPI, NATS permissions
+catalogue: setup-dev ## Write the generated files anew: catalogue, AsyncAPI, NATS permissions, metrics, dashboards, diagram
 	@$(PYTHON) -m shared.contracts.catalogue
+	@$(PYTHON) -m observability.make_metrics_page
+	@$(PYTHON) -m observability.grafana.make_dashboards
+	@REWRITE=1 $(PYTHON) -m pytest -q tests/unit/orchestrator/test_lifecycle_diagram.py
 
 lock: ## Resolve requirements/*.in into the locked requirements (needs uv)
 	@scripts/lock.sh
