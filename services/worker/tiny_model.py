@@ -43,10 +43,13 @@ CHAT_TEMPLATE = Path(__file__).with_name("tiny_chat_template.jinja")
 
 # Attention must be selective enough that its output does not vanish as the mean of thousands of values, and wide
 # enough that every block counts; its output must outweigh the last token, or greedy decoding falls into short loops.
-QUERY_KEY_GAIN = 2.2
+# More selective than this, and the rounding that depends on how a prompt is cut into steps may change tokens.
+QUERY_KEY_GAIN = 1.5
 ATTENTION_GAIN = 2.0
 # One answer in some hundreds of tokens ends by itself: the end token's logit is this much wider than the others'.
 EOS_LOGIT_GAIN = 1.3
+ANSWER_TOKENS = 1024
+"""The longest answer to a request that names no length."""
 
 
 def ensure_tiny_tokenizer(cache_dir: Path) -> Path:
@@ -105,7 +108,10 @@ def _write_model(directory: Path) -> None:
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     vocabulary = tokenizer.get_vocab_size()
     _write_json(directory / "config.json", _config(vocabulary))
-    _write_json(directory / "generation_config.json", {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID})
+    _write_json(
+        directory / "generation_config.json",
+        {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "max_new_tokens": ANSWER_TOKENS},
+    )
     save_file(_weights(vocabulary), directory / "model.safetensors", metadata={"format": "pt"})
 
 
