@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from services.router.core.request import CHAT, COMPLETIONS
-from services.router.exchange import Exchange, Header
+from services.router.exchange import Connection, Exchange, Head, Header, Upload
 from services.router.http_answers import HttpError, error_body, error_event, failed
 from services.router.ledger import Ledger
 from services.router.relay import Relay
@@ -67,29 +67,32 @@ class Edge:
         assert self.app is not None
         await self.app(scope, receive, send)
 
-    def admit(self, exchange: Exchange, headers: list[Header]) -> None:
+    def admit(self, connection: Connection, path: str, headers: list[Header], *, http11: bool, keep: bool) -> Exchange:
         """The head is there. May refuse before any of the body is read."""
-        exchange.arrived_at = self._now()
-        exchange.read_headers(headers, self._new_id)
-        if exchange.mode is None:
+        head = Head(path, headers, self._new_id)
+        exchange = Exchange(connection, head, Upload(self._now()), http11=http11, keep_alive=keep)
+        if head.mode is None:
             self._refuse(exchange, HttpError(400, error_body(400, BAD_MODE), reason="bad_request"))
         elif len(self._relay.flights) >= self._settings.requests_at_once_max:
             self._refuse(exchange, failed(Reason.WORKER_BUSY, "The router is full. Try again shortly."))
         else:
-            self.bound(exchange, exchange.length)
+            self.bound(exchange, head.length)
+        return exchange
 
-    def bound(self, exchange: Exchange, body_bytes: int) -> None:
-        """Refuse a body that is, or says it will be, too large."""
+    def bound(self, exchange: Exchange, body_bytes: int) -> bool:
+        """Refuse a body that is, or says it will be, too large; answers whether it was refused."""
         bytes_max = self._settings.body_bytes_max
-        if body_bytes > bytes_max:
-            discarded = 0 <= exchange.length <= UPLOAD_DISCARDED_FACTOR * bytes_max
-            message = f"The body is larger than {bytes_max} bytes."
-            self._refuse(exchange, failed(Reason.TOO_LARGE, message, closes=not discarded))
+        if body_bytes <= bytes_max:
+            return False
+        discarded = 0 <= exchange.head.length <= UPLOAD_DISCARDED_FACTOR * bytes_max
+        message = f"The body is larger than {bytes_max} bytes."
+        self._refuse(exchange, failed(Reason.TOO_LARGE, message, closes=not discarded))
+        return True
 
     def end_slow_uploads(self) -> None:
         """Refuse bodies that do not come in time."""
         late = self._now() - self._settings.body_s_max
-        for exchange in [exchange for exchange in self.uploads if exchange.arrived_at < late]:
+        for exchange in [exchange for exchange in self.uploads if exchange.upload.begun_at < late]:
             self.uploads.discard(exchange)
             if exchange.ended:
                 exchange.abort()

@@ -39,52 +39,13 @@ class Connection(Protocol):
         """Drop the connection with all that it has not sent."""
 
 
-class Exchange:
-    """One request and its answer. ``begun``: some of the answer was handed to the client."""
+class Head:
+    """What the head of a request says that concerns a router. Header names are lower case."""
 
-    __slots__ = (
-        "_body",
-        "_body_bytes",
-        "_chunked",
-        "_connection",
-        "_head",
-        "_keep_alive",
-        "arrived_at",
-        "begun",
-        "complete",
-        "content_type",
-        "ended",
-        "left",
-        "length",
-        "mode",
-        "my_turn",
-        "on_left",
-        "path",
-        "refusal",
-        "request_id",
-        "trace",
-    )
+    __slots__ = ("content_type", "length", "mode", "path", "request_id", "trace")
 
-    def __init__(self, connection: Connection, path: str, *, http11: bool, keep_alive: bool) -> None:
-        self._connection = connection
-        self._chunked = http11
-        self._keep_alive = keep_alive
-        self._head = b""
-        self._body: list[bytes] = []
-        self._body_bytes = 0
+    def __init__(self, path: str, headers: list[Header], new_id: Callable[[], str]) -> None:
         self.path = path
-        self.arrived_at = 0.0
-        self.complete = False
-        """The whole body is there."""
-        self.my_turn = False
-        """Earlier requests of the same connection have been answered."""
-        self.refusal: HttpError | None = None
-        """Decided before the body was complete."""
-        self.begun = False
-        self.ended = False
-        self.left = False
-        """The client is gone."""
-        self.on_left: Callable[[], None] | None = None
         self.mode: Mode | None = Mode.AUTO
         """None when the header asks for something that does not exist."""
         self.content_type = "application/json"
@@ -92,10 +53,6 @@ class Exchange:
         """The body's length as announced; -1 when it was not."""
         self.trace: dict[str, str] | None = None
         """The client's W3C trace context."""
-        self.request_id = RequestId("")
-
-    def read_headers(self, headers: list[Header], new_id: Callable[[], str]) -> None:
-        """Take what concerns us. Names are lower case."""
         request_id = ""
         for name, value in headers:
             if name == b"content-length":
@@ -110,19 +67,64 @@ class Exchange:
                 self.mode = MODES.get(value.strip().lower())
         self.request_id = RequestId(request_id if request_id and is_subject_token(request_id) else new_id())
 
-    @property
+
+class Upload:
+    """A request's body, as it comes."""
+
+    __slots__ = ("_parts", "begun_at", "complete", "size")
+
+    def __init__(self, begun_at: float) -> None:
+        self._parts: list[bytes] = []
+        self.size = 0
+        self.begun_at = begun_at
+        self.complete = False
+
+    def add(self, data: bytes) -> None:
+        """A piece of it."""
+        self._parts.append(data)
+        self.size += len(data)
+
     def body(self) -> bytes:
         """All of it that has come."""
-        parts = self._body
-        if len(parts) > 1:
-            self._body = parts = [b"".join(parts)]
-        return parts[0] if parts else b""
+        if len(self._parts) > 1:
+            self._parts = [b"".join(self._parts)]
+        return self._parts[0] if self._parts else b""
 
-    def take(self, data: bytes) -> int:
-        """A piece of the body; answers how many bytes there are."""
-        self._body.append(data)
-        self._body_bytes += len(data)
-        return self._body_bytes
+
+class Exchange:
+    """One request and its answer. ``begun``: some of the answer was handed to the client."""
+
+    __slots__ = (
+        "_chunked",
+        "_connection",
+        "_keep_alive",
+        "_unsent_head",
+        "begun",
+        "ended",
+        "head",
+        "left",
+        "my_turn",
+        "on_left",
+        "refusal",
+        "upload",
+    )
+
+    def __init__(self, connection: Connection, head: Head, upload: Upload, *, http11: bool, keep_alive: bool) -> None:
+        self._connection = connection
+        self._chunked = http11
+        self._keep_alive = keep_alive
+        self._unsent_head = b""
+        self.head = head
+        self.upload = upload
+        self.my_turn = False
+        """Earlier requests of the same connection have been answered."""
+        self.refusal: HttpError | None = None
+        """Decided before the body was complete."""
+        self.begun = False
+        self.ended = False
+        self.left = False
+        """The client is gone."""
+        self.on_left: Callable[[], None] | None = None
 
     def client_left(self) -> None:
         """The connection is gone."""
@@ -134,14 +136,14 @@ class Exchange:
         """A whole answer at once."""
         length = (b"content-length", b"%d" % len(body))
         self._begin(status, [*headers, length])
-        self._connection.write(self._head + body)
+        self._connection.write(self._unsent_head + body)
         self._end()
 
     def refuse(self, error: HttpError) -> None:
         """An error of the router's own."""
         if error.closes:
             self._keep_alive = False
-        self.answer(error.status, [*error.headers(), (b"x-request-id", self.request_id.encode())], error.body)
+        self.answer(error.status, [*error.headers(), (b"x-request-id", self.head.request_id.encode())], error.body)
 
     def begin(self, status: int, headers: list[Header]) -> None:
         """The head of a stream; it leaves with the first data."""
@@ -156,11 +158,11 @@ class Exchange:
             await connection.drain()
         if not self.left:
             connection.write(self._framed(data))
-            self._head = b""
+            self._unsent_head = b""
 
     def end(self, data: bytes = b"") -> None:
         """The last piece of a stream."""
-        framed = self._framed(data) if data else self._head
+        framed = self._framed(data) if data else self._unsent_head
         self._connection.write(framed + b"0\r\n\r\n" if self._chunked else framed)
         self._end()
 
@@ -173,7 +175,7 @@ class Exchange:
         self._connection.abort()
 
     def _framed(self, data: bytes) -> bytes:
-        return b"%b%x\r\n%b\r\n" % (self._head, len(data), data) if self._chunked else self._head + data
+        return b"%b%x\r\n%b\r\n" % (self._unsent_head, len(data), data) if self._chunked else self._unsent_head + data
 
     def _begin(self, status: int, headers: list[Header]) -> None:
         self.begun = True
@@ -181,7 +183,7 @@ class Exchange:
         if not self._keep_alive:
             lines.append(b"connection: close\r\n")
         lines.append(b"\r\n")
-        self._head = b"".join(lines)
+        self._unsent_head = b"".join(lines)
 
     def _end(self) -> None:
         self.ended = True

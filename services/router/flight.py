@@ -110,7 +110,7 @@ def finished(flight: Flight, now: float) -> RequestFinished:
     mode = placed.mode if placed is not None else Mode.AGGREGATED
     computing = story.prefill_report or answering
     return RequestFinished(
-        request_id=flight.exchange.request_id,
+        request_id=flight.exchange.head.request_id,
         model=flight.facts.model,
         path=flight.facts.path,
         mode=mode.value,

@@ -35,7 +35,10 @@ class PortTaken(Exception):
 class RouterProtocol(HttpToolsProtocol):
     """One client connection."""
 
-    cycle: Any  # uvicorn's cycle, or an Exchange's place in the connection's order of requests
+    app: Any
+    """What ``make_server`` gave to uvicorn: the edge."""
+    cycle: Any
+    """uvicorn's cycle, or an exchange's place in the connection's order of requests."""
     exchange: Exchange | None = None
     """The relayed request whose body comes, or whose answer goes, just now."""
     in_head = False
@@ -49,12 +52,12 @@ class RouterProtocol(HttpToolsProtocol):
             if self.head_bytes > HEAD_BYTES_MAX:
                 self.transport.write(HEAD_TOO_LARGE)
                 self.transport.close()
-        elif self.exchange is not None and not self.exchange.complete:
+        elif self.exchange is not None and not self.exchange.upload.complete:
             self.edge.uploads.add(self.exchange)
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client is there."""
-        self.edge: Edge = self.app  # type: ignore[assignment]  # uvicorn hands on what make_server gave it
+        self.edge: Edge = self.app
         super().connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -82,8 +85,7 @@ class RouterProtocol(HttpToolsProtocol):
             return
         http11 = self.parser.get_http_version() == "1.1"
         keep_alive = http11 and self.parser.should_keep_alive()
-        exchange = self.exchange = Exchange(self, path, http11=http11, keep_alive=keep_alive)
-        self.edge.admit(exchange, self.headers)
+        exchange = self.exchange = self.edge.admit(self, path, self.headers, http11=http11, keep=keep_alive)
         before, self.cycle = self.cycle, Turn(exchange)
         if before is None or before.response_complete:
             self._start_asgi_task(self.cycle, self.app)
@@ -96,7 +98,7 @@ class RouterProtocol(HttpToolsProtocol):
             super()._start_asgi_task(cycle, app)
             return
         cycle.exchange.my_turn = True
-        if self.expect_100_continue and cycle.exchange.refusal is None and not cycle.exchange.complete:
+        if self.expect_100_continue and cycle.exchange.refusal is None and not cycle.exchange.upload.complete:
             self.transport.write(CONTINUE)
         self._advance(cycle.exchange)
 
@@ -106,8 +108,8 @@ class RouterProtocol(HttpToolsProtocol):
         if exchange is None:
             super().on_body(body)
         elif exchange.refusal is None:
-            self.edge.bound(exchange, exchange.take(body))
-            if exchange.refusal is not None:
+            exchange.upload.add(body)
+            if self.edge.bound(exchange, exchange.upload.size):
                 self._advance(exchange)
 
     def on_message_complete(self) -> None:
@@ -116,7 +118,7 @@ class RouterProtocol(HttpToolsProtocol):
         if exchange is None:
             super().on_message_complete()
             return
-        exchange.complete = True
+        exchange.upload.complete = True
         self.edge.uploads.discard(exchange)
         self._advance(exchange)
 
@@ -125,7 +127,7 @@ class RouterProtocol(HttpToolsProtocol):
             return
         if exchange.refusal is not None:
             exchange.refuse(exchange.refusal)
-        elif exchange.complete:
+        elif exchange.upload.complete:
             task = self.loop.create_task(self.edge.serve(exchange))
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)

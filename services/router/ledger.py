@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from services.router.core.prefix_index import IndexState
+from services.router.core.request import Mode
 from services.router.fleet import Fleet
 from services.router.flight import Flight, finished
 from services.router.kv_feed import KvFeed
@@ -24,19 +25,50 @@ from shared.telemetry.prometheus import counter, histogram
 
 log = logging.getLogger("baton.request")
 
+MODES = (Mode.AGGREGATED.value, Mode.DISAGGREGATED.value)
+
 REPORT_S = 0.1
 """How often finished requests are reported to the metrics collector."""
 UNREPORTED_MAX = 10_000
 """Finished requests kept while NATS is away; the oldest are forgotten beyond that."""
 
 
-class ModeMetrics:
-    """The label children of one mode, looked up once."""
+class Timings:
+    """Latencies, by mode."""
 
-    def __init__(self, books: Ledger, mode: str) -> None:
-        self.ttft = books.ttft.labels(mode)
-        self.itl = books.itl.labels(mode)
-        self.e2e = books.e2e.labels(mode)
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.placement = histogram(names.ROUTER_PLACEMENT, registry)
+        ttft, itl, e2e = (
+            histogram(metric, registry) for metric in (names.ROUTER_TTFT, names.ROUTER_ITL, names.ROUTER_E2E)
+        )
+        # Looking a label child up costs more than observing: the few there are, are looked up once.
+        self._by_mode = {mode: (ttft.labels(mode), itl.labels(mode), e2e.labels(mode)) for mode in MODES}
+
+    def add(self, told: RequestFinished) -> None:
+        """One request that ended well."""
+        ttft, itl, e2e = self._by_mode[told.mode]
+        e2e.observe(told.e2e_s)
+        if told.ttft_s >= 0:
+            ttft.observe(told.ttft_s)
+        if told.itl_s >= 0:
+            itl.observe(told.itl_s)
+
+
+class Counts:
+    """Requests, by how they ended."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.refusals = counter(names.ROUTER_REFUSALS, registry)
+        self.retries = counter(names.ROUTER_RETRIES, registry)
+        self._requests = counter(names.ROUTER_REQUESTS, registry)
+        self._children: dict[tuple[str, int], Any] = {}
+
+    def add(self, mode: str, status: int) -> None:
+        """One request ended."""
+        child = self._children.get((mode, status))
+        if child is None:
+            child = self._children[mode, status] = self._requests.labels(mode, str(status))
+        child.inc()
 
 
 class Ledger:
@@ -46,43 +78,31 @@ class Ledger:
         self._router_id = router_id
         self._log_requests = log_requests and log.isEnabledFor(logging.INFO)
         self._unreported: list[RequestFinished] = []
-        self.registry = registry = CollectorRegistry()
-        self.requests = counter(names.ROUTER_REQUESTS, registry)
-        self.refusals = counter(names.ROUTER_REFUSALS, registry)
-        self.retries = counter(names.ROUTER_RETRIES, registry)
-        self.ttft = histogram(names.ROUTER_TTFT, registry)
-        self.itl = histogram(names.ROUTER_ITL, registry)
-        self.e2e = histogram(names.ROUTER_E2E, registry)
-        self.placement = histogram(names.ROUTER_PLACEMENT, registry)
-        self.tokens = Tokens(registry)
-        self._modes = {mode: ModeMetrics(self, mode) for mode in ("aggregated", "disaggregated")}
-        self._counted: dict[tuple[str, int], Any] = {}
+        self.registry = CollectorRegistry()
+        self.counts = Counts(self.registry)
+        self.timings = Timings(self.registry)
+        self.tokens = Tokens(self.registry)
 
     def refused(self, status: int, reason: str) -> None:
         """A request that was not even looked at."""
-        self._count("aggregated", status)
-        self.refusals.labels(reason).inc()
+        self.counts.add(Mode.AGGREGATED.value, status)
+        self.counts.refusals.labels(reason).inc()
 
     def retried(self, reason: Reason) -> None:
         """A request is placed again."""
-        self.retries.labels(str(reason)).inc()
+        self.counts.retries.labels(str(reason)).inc()
 
     def finished(self, flight: Flight, now: float) -> None:
         """A request is over."""
         told = finished(flight, now)
-        self._count(told.mode, told.status)
+        self.counts.add(told.mode, told.status)
         if told.reason:
-            self.refusals.labels(told.reason).inc()
+            self.counts.refusals.labels(told.reason).inc()
         else:
-            mode = self._modes[told.mode]
-            mode.e2e.observe(told.e2e_s)
-            if told.ttft_s >= 0:
-                mode.ttft.observe(told.ttft_s)
-            if told.itl_s >= 0:
-                mode.itl.observe(told.itl_s)
+            self.timings.add(told)
             self.tokens.add(told)
         if told.placement_s >= 0:
-            self.placement.observe(told.placement_s)
+            self.timings.placement.observe(told.placement_s)
         if len(self._unreported) < UNREPORTED_MAX:
             self._unreported.append(told)
         if self._log_requests:
@@ -104,12 +124,6 @@ class Ledger:
         except BusError as error:
             self._unreported = requests + self._unreported
             log.debug("not reported: %s", error)
-
-    def _count(self, mode: str, status: int) -> None:
-        child = self._counted.get((mode, status))
-        if child is None:
-            child = self._counted[mode, status] = self.requests.labels(mode, str(status))
-        child.inc()
 
 
 class Tokens:

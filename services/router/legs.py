@@ -62,7 +62,7 @@ class LegRunner:
             if len(self._fixed_headers) >= FIXED_HEADERS_MAX:
                 self._fixed_headers.clear()
             fixed = self._fixed_headers[key] = _fixed_headers(placed, *key)
-        return [*fixed, (b"x-request-id", flight.exchange.request_id.encode())]
+        return [*fixed, (b"x-request-id", flight.exchange.head.request_id.encode())]
 
     def _make(self, flight: Flight, view: WorkerView, kind: LegKind, prefill: LegReport | None) -> StartLeg:
         self._legs_started += 1
@@ -70,12 +70,12 @@ class LegRunner:
         return StartLeg(
             worker_id=view.record.worker_id,
             router_id=self._router_id,
-            request_id=exchange.request_id,
+            request_id=exchange.head.request_id,
             leg_id=LegId(f"{self._router_id}-{self._legs_started}"),
             kind=kind,
-            path=exchange.path,
-            body=exchange.body,
-            content_type=exchange.content_type,
+            path=exchange.head.path,
+            body=exchange.upload.body(),
+            content_type=exchange.head.content_type,
             epoch=view.record.epoch,
             deadline_s=max(0.0, flight.ends_at - self._now()),
             kv_transfer=prefill.kv_transfer if prefill is not None else b"",

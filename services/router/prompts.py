@@ -55,7 +55,7 @@ class Prompts:
                     if prompt is not None:
                         return prompt
                 break
-        return guessed(facts, len(exchange.body))
+        return guessed(facts, exchange.upload.size)
 
     def worker_seen(self, record: WorkerRecord) -> None:
         """A worker is there: make sure that its model's tokenizer is, too."""

@@ -43,7 +43,7 @@ class Relay:
     async def serve(self, exchange: Exchange) -> None:
         """One request from its body to the end of its answer."""
         now = self._now()
-        facts = read_request(exchange.path, exchange.body)
+        facts = read_request(exchange.head.path, exchange.upload.body())
         flight = Flight(exchange, facts, self._inbox, now, now + self._settings.request_s_max)
         exchange.on_left = flight.client_left
         self.flights.add(flight)
@@ -61,7 +61,7 @@ class Relay:
         flight.story.prompt = prompt
         need = Need(
             model=facts.model,
-            mode=flight.exchange.mode or Mode.AUTO,
+            mode=flight.exchange.head.mode or Mode.AUTO,
             whole=facts.whole,
             prompt_tokens=prompt.tokens,
             hashes=prompt.hashes,

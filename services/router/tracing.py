@@ -37,13 +37,16 @@ class Tracing:
 
     def leg(self, flight: Flight, start: StartLeg) -> AbstractContextManager[Headers]:
         """Around one leg; gives the headers that its message carries."""
-        return self._leg(flight, start) if self.on else nullcontext(flight.exchange.trace)
+        return self._leg(flight, start) if self.on else nullcontext(flight.exchange.head.trace)
 
     @contextmanager
     def _request(self, flight: Flight) -> Iterator[None]:
         exchange, story = flight.exchange, flight.story
-        attributes: dict[str, str] = {Attribute.REQUEST_ID: exchange.request_id, Attribute.HTTP_ROUTE: exchange.path}
-        context = extract(exchange.trace or {})
+        attributes: dict[str, str] = {
+            Attribute.REQUEST_ID: exchange.head.request_id,
+            Attribute.HTTP_ROUTE: exchange.head.path,
+        }
+        context = extract(exchange.head.trace or {})
         span = self._tracer.start_span(SpanName.REQUEST, context, kind=SpanKind.SERVER, attributes=attributes)
         flight.span = span
         try:

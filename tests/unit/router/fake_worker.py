@@ -71,6 +71,7 @@ class FakeWorker:
         self.cancelled: list[LegId] = []
         self.asset = TokenizerAsset(worker_id=self.worker_id, epoch=self.epoch, note="none in this test")
         self.held: bytes = b""
+        self.alive = True
         self.seq = 0
         self.frames: dict[LegId, LegFrames] = {}
         self._sender = FrameSender(bus, self.worker_id, self.epoch)
@@ -96,6 +97,7 @@ class FakeWorker:
 
     async def vanish(self) -> None:
         """Stop listening, without a word."""
+        self.alive = False
         for subscription in self._subscriptions:
             await subscription.close()
 

@@ -1,0 +1,173 @@
+"""A router on a memory bus, with fake workers and clients that are a list of bytes. Time is virtual: see ``in_world``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from opentelemetry.trace import NoOpTracer
+
+from services.router.exchange import Exchange
+from services.router.service import Router
+from services.router.settings import Settings
+from services.router.tracing import Tracing
+from shared.bus.memory_bus import MemoryBus, MemoryHub
+from shared.contracts.workers import Role
+from tests.unit.router.fake_worker import FakeWorker, Script, answer_well
+from tests.virtual_time import LoopClock, run_in_virtual_time
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+
+
+class FakeConnection:
+    """A client that reads everything at once, unless ``reads`` is cleared."""
+
+    def __init__(self) -> None:
+        self.written = b""
+        self.reads = asyncio.Event()
+        self.reads.set()
+        self.closed = False
+        self.aborted = False
+        self.exchange: Exchange | None = None
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    def write_paused(self) -> bool:
+        return not self.reads.is_set()
+
+    async def drain(self) -> None:
+        await self.reads.wait()
+
+    def answered(self, *, close: bool) -> None:
+        self.closed = close
+
+    def abort(self) -> None:
+        self.aborted = True
+        self.leave()
+
+    def leave(self) -> None:
+        assert self.exchange is not None
+        self.exchange.client_left()
+        self.reads.set()
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def error(self) -> dict[str, Any]:
+        return msgspec.json.decode(self.body)["error"]
+
+
+def parse(written: bytes) -> Answer:
+    """What a client makes of the bytes."""
+    head, _, rest = written.partition(b"\r\n\r\n")
+    line, *lines = head.decode().split("\r\n")
+    headers = dict(one.split(": ", 1) for one in lines)
+    if headers.get("transfer-encoding") == "chunked":
+        rest = unchunk(rest)
+    return Answer(int(line.split()[1]), headers, rest)
+
+
+def unchunk(rest: bytes) -> bytes:
+    data = b""
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        length = int(size, 16)
+        data += rest[:length]
+        rest = rest[length + 2 :]
+    return data
+
+
+class World:
+    def __init__(self, settings: Settings) -> None:
+        self.hub = MemoryHub()
+        self.bus = MemoryBus(self.hub)
+        self.router = Router(settings, self.bus, LoopClock(), Tracing(NoOpTracer()))
+        self.workers: dict[str, FakeWorker] = {}
+        self.tasks = asyncio.TaskGroup()
+
+    async def worker(
+        self, worker_id: str, role: Role = Role.BOTH, script: Script = answer_well, **kw: Any
+    ) -> FakeWorker:
+        """One more worker, seen by the router when this returns."""
+        worker = FakeWorker(MemoryBus(self.hub), worker_id, role, script=script, **kw)
+        self.workers[worker_id] = worker
+        await worker.join()
+        await worker.report()
+        self.tasks.create_task(self._keep_reporting(worker))
+        while worker_id not in self.router.parts.fleet.cluster.workers:
+            await asyncio.sleep(0)
+        await settle()
+        return worker
+
+    async def pair(self, prefill: Script = answer_well, decode: Script = answer_well) -> tuple[FakeWorker, FakeWorker]:
+        """A prefill worker ``p1`` and a decode worker ``d1``."""
+        return await self.worker("p1", Role.PREFILL, prefill), await self.worker("d1", Role.DECODE, decode)
+
+    async def _keep_reporting(self, worker: FakeWorker) -> None:
+        while worker.alive:
+            await asyncio.sleep(0.5)
+            await worker.report()
+
+    def begin(
+        self, body: bytes, *, path: str = COMPLETIONS, **headers: str
+    ) -> tuple[FakeConnection, asyncio.Task[None]]:
+        """Send a request; the task ends with its answer."""
+        connection = FakeConnection()
+        raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        exchange = self.router.edge.admit(connection, path, raw, http11=True, keep=True)
+        connection.exchange = exchange
+        exchange.upload.add(body)
+        exchange.upload.complete = True
+        return connection, asyncio.ensure_future(self.router.edge.serve(exchange))
+
+    async def ask(self, body: dict[str, Any] | bytes, *, path: str = COMPLETIONS, **headers: str) -> Answer:
+        """A request and its answer."""
+        raw = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        connection, answering = self.begin(raw, path=path, **headers)
+        await answering
+        return parse(connection.written)
+
+
+async def settle() -> None:
+    """Let everything that is ready happen."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def open_world(settings: Settings):
+    world = World(settings)
+    await world.router.open()
+    async with world.tasks as tasks:
+        world.router.start(tasks)
+        try:
+            yield world
+        finally:
+            await world.router.close()
+            for task in list(tasks._tasks):
+                task.cancel()
+
+
+def in_world(story: Callable[[World], Awaitable[None]], **settings: Any) -> None:
+    """Run a story in virtual time."""
+
+    async def main() -> None:
+        async with open_world(Settings(log_requests=False, **settings)) as world:
+            await story(world)
+
+    run_in_virtual_time(main())
+
+
+def prompt(**fields: Any) -> dict[str, Any]:
+    return {"model": "m", "prompt": "hello", **fields}
