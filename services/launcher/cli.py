@@ -200,7 +200,10 @@ def fail(message: str) -> NoReturn:
 def main() -> None:
     """Console script."""
     logging.disable(logging.WARNING)  # What the user should know is on the screen; libraries need not repeat it.
-    app()
+    try:
+        app()
+    except KeyboardInterrupt:  # before the command listens for it
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def write(state_dir: Path, system: RunningSystem) -> None:
 
 
 def find(state_dir: Path) -> RunningSystem | None:
-    """The system that runs with this state directory, if one does and is ready."""
+    """The system that runs with this state directory, if one does."""
     if not is_held(state_dir):
         return None
     try:
