@@ -72,12 +72,6 @@ ROUTER_ITL = _seconds(
     buckets=ITL_BUCKETS_S,
 )
 ROUTER_E2E = _seconds("baton_router_request_seconds", "From request to its last byte.", "mode")
-ROUTER_ADDED = _seconds(
-    "baton_router_added_latency_seconds",
-    "Time to first token that is neither a worker's nor a client's: the router and the bus.",
-    "mode",
-    buckets=OVERHEAD_BUCKETS_S,
-)
 ROUTER_PLACEMENT = _seconds(
     "baton_router_placement_seconds", "Time spent to choose workers.", buckets=OVERHEAD_BUCKETS_S
 )

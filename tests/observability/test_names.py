@@ -10,6 +10,7 @@ import yaml
 
 from observability.grafana.make_dashboards import DASHBOARDS, pages
 from observability.make_metrics_page import PAGE, page
+from shared.telemetry import names
 from shared.telemetry.names import METRICS, Kind, Metric
 from tests.observability.expressions import (
     ROOT,
@@ -52,6 +53,13 @@ def test_an_expression_names_metrics_and_labels_that_exist(expression):
     assert series_labels, "no series at all"
     for label in grouped_labels(expression.promql):
         assert any(label in labels for labels in series_labels), f"nothing here has a label {label}"
+
+
+def test_every_metric_is_shown_by_some_service():
+    code = "".join(path.read_text() for path in (ROOT.parent / "services").rglob("*.py"))
+    constants = {constant: metric for constant, metric in vars(names).items() if isinstance(metric, Metric)}
+
+    assert [metric.name for constant, metric in constants.items() if f"names.{constant}" not in code] == []
 
 
 def test_no_metric_has_a_label_that_prometheus_itself_sets():
