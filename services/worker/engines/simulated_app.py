@@ -49,7 +49,6 @@ class SimulatedApp:
         self._tokenizer = tokenizer
         self._texts = tokenizer.texts
         self._text_json = {token: encode(text) for token, text in tokenizer.texts.items()}
-        self._jobs = jobs
         self._models = models
         self._posts: dict[str, Callable[[bytes, LegRecord], Awaitable[Job]]] = {
             "/v1/completions": jobs.completion,
