@@ -1,0 +1,75 @@
+"""Block hashes put together by hand equal those of a general CBOR encoder, and vLLM's own where it is installed."""
+
+from __future__ import annotations
+
+import hashlib
+from types import SimpleNamespace
+
+import cbor2
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.router.core.block_hash import block_hashes
+from shared.contracts.workers import HashScheme
+
+TOKENS = st.lists(st.integers(min_value=0, max_value=2**32 - 1), max_size=200)
+SALTS = st.text(max_size=40)
+ADAPTERS = st.none() | st.tuples(st.text(max_size=30), st.text(max_size=300))
+
+
+def digest(value: object) -> bytes:
+    return hashlib.sha256(cbor2.dumps(value, canonical=True)).digest()
+
+
+def chain(tokens: list[int], size: int, salt: str, lora: tuple[str, str] | None) -> list[int]:
+    parent, hashes = digest("vllm-none-hash"), []
+    for begin in range(0, len(tokens) - size + 1, size):
+        keys = [("lora", *lora)] if lora else []
+        if salt and begin == 0:
+            keys.append(("cache_salt", salt))
+        parent = digest((parent, tuple(tokens[begin : begin + size]), tuple(keys) or None))
+        hashes.append(int.from_bytes(parent[:8], "big"))
+    return hashes
+
+
+@given(TOKENS, st.integers(min_value=1, max_value=40), SALTS, ADAPTERS)
+def test_the_chain_is_what_a_general_encoder_makes_of_it(tokens, size, salt, lora):
+    assert block_hashes(tokens, HashScheme(block_size=size), salt=salt, lora=lora) == chain(tokens, size, salt, lora)
+
+
+@given(TOKENS, st.integers(min_value=1, max_value=20))
+def test_a_longer_prompt_only_adds_blocks(tokens, size):
+    scheme = HashScheme(block_size=size)
+    shorter = block_hashes(tokens[: len(tokens) // 2], scheme)
+    assert block_hashes(tokens, scheme)[: len(shorter)] == shorter
+
+
+@given(TOKENS)
+def test_different_salts_share_no_block(tokens):
+    scheme = HashScheme(block_size=4)
+    one, other = (set(block_hashes(tokens, scheme, salt=salt)) for salt in ("a", "b"))
+    assert not one & other
+
+
+@pytest.mark.parametrize(("salt", "lora"), [("", None), ("tenant-1", None), ("", ("ad", "/p")), ("s", ("ad", "/p"))])
+def test_the_chain_is_vllms(salt, lora):
+    utils = pytest.importorskip("vllm.v1.core.kv_cache_utils")
+    hashing = pytest.importorskip("vllm.utils.hashing")
+    tokens = [(7 * number) % 70_000 for number in range(100)]
+    utils.init_none_hash(hashing.sha256_cbor)
+    hasher = utils.get_request_block_hasher(32, hashing.sha256_cbor)
+    adapter = SimpleNamespace(lora_name=lora[0], lora_path=lora[1]) if lora else None
+    request = SimpleNamespace(
+        num_tokens=len(tokens),
+        all_token_ids=tokens,
+        block_hashes=[],
+        mm_features=[],
+        lora_request=adapter,
+        cache_salt=salt or None,
+        prompt_embeds=None,
+    )
+
+    theirs = [int.from_bytes(full[:8], "big") for full in hasher(request)]
+
+    assert block_hashes(tokens, HashScheme(block_size=32), salt=salt, lora=lora) == theirs

@@ -1,0 +1,102 @@
+"""Whatever the fleet looks like, a placement obeys the rules that keep answers right."""
+
+from __future__ import annotations
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.router.core.cluster_view import ClusterView
+from services.router.core.placement import Need, Placed, Policy, Refused, place
+from services.router.core.prefix_index import PrefixIndex
+from services.router.core.request import Mode
+from shared.contracts.failures import Reason
+from shared.contracts.kv_events import KvSnapshot, pack_hashes
+from shared.contracts.workers import Role, WorkerPhase
+from tests.fleet_builders import load, record
+
+NOW = 100.0
+POLICY = Policy(silent_s_max=3.0)
+
+
+@st.composite
+def fleets(draw):
+    cluster, index = ClusterView(), PrefixIndex()
+    for number in range(draw(st.integers(min_value=0, max_value=6))):
+        worker_id = f"w{number}"
+        made = record(
+            worker_id,
+            role=draw(st.sampled_from(list(Role))),
+            models=draw(st.sampled_from([("m",), ("m", "x"), ("y",)])),
+        )
+        layout = draw(st.sampled_from(["NHD", "HND"]))
+        made = msgspec.structs.replace(
+            made, fingerprint=msgspec.structs.replace(made.fingerprint, kv_layout=layout), legs_max=4
+        )
+        cluster.record(made, NOW - draw(st.sampled_from([0.0, 1.0, 10.0])))
+        if draw(st.booleans()):
+            phase = draw(st.sampled_from([WorkerPhase.READY, WorkerPhase.READY, WorkerPhase.DRAINING]))
+            numbers = {"legs": draw(st.integers(0, 5)), "waiting_tokens": draw(st.integers(0, 100_000))}
+            cluster.report(
+                load(worker_id, phase=phase, role=made.role, **numbers), NOW - draw(st.sampled_from([0.0, 5.0]))
+            )
+        index.join(worker_id, 1)
+        held = draw(st.integers(0, 4))
+        index.restore(KvSnapshot(worker_id=worker_id, epoch=1, seq=1, hashes=pack_hashes(range(1, held + 1))))
+    return cluster, index
+
+
+@st.composite
+def needs(draw):
+    return Need(
+        model=draw(st.sampled_from(["m", "m", "x", "unknown", ""])),
+        mode=draw(st.sampled_from(list(Mode))),
+        whole=draw(st.sampled_from(["", "", "because"])),
+        prompt_tokens=draw(st.integers(1, 200)),
+        hashes=(1, 2, 3, 4)[: draw(st.integers(0, 4))],
+        excluded=frozenset(draw(st.sets(st.sampled_from(["w0", "w1"])))),
+    )
+
+
+@given(fleets(), needs())
+def test_every_placement_keeps_the_rules(fleet, need):
+    cluster, index = fleet
+    placed = place(need, cluster, index, POLICY, NOW)
+    if isinstance(placed, Refused):
+        known = not need.model or need.model in cluster.models_known
+        assert (placed.reason is Reason.MODEL_UNKNOWN) == (not known)
+        assert not known or placed.retry_after_s
+        return
+    chosen = [placed.decode] + ([placed.prefill] if placed.prefill else [])
+    for view in chosen:
+        assert view.fit(NOW, POLICY.silent_s_max)
+        assert view.legs < view.record.legs_max
+        assert not need.model or need.model in view.record.models
+        assert view.record.worker_id not in need.excluded
+    assert (placed.prefill is not None) == (placed.mode is Mode.DISAGGREGATED)
+    if placed.prefill is not None:
+        assert not need.whole
+        assert need.mode is not Mode.AGGREGATED
+        assert placed.prefill is not placed.decode
+        assert placed.prefill.pairs_with == placed.decode.pairs_with
+        assert placed.prefill.record.role is not Role.DECODE
+        assert placed.decode.record.role is not Role.PREFILL
+    else:
+        assert need.whole or need.mode is not Mode.DISAGGREGATED
+    assert 0 <= placed.cached_tokens < max(1, need.prompt_tokens)
+    assert placed.cached_tokens + placed.uncached_tokens == need.prompt_tokens
+
+
+@given(fleets(), needs())
+def test_who_can_serve_it_does(fleet, need):
+    cluster, index = fleet
+    able = [
+        view
+        for view in cluster.offering(need.model)
+        if view.fit(NOW, POLICY.silent_s_max)
+        and view.legs < view.record.legs_max
+        and view.record.worker_id not in need.excluded
+    ]
+    placed = place(need, cluster, index, POLICY, NOW)
+    if need.mode is not Mode.DISAGGREGATED or need.whole:
+        assert isinstance(placed, Placed) == bool(able)
