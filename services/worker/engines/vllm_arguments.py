@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from pathlib import Path
 
 from services.worker.settings import Settings
 
@@ -58,8 +57,3 @@ def _kv_transfer(*, on_cpu: bool) -> dict[str, object]:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": extra,
     }
-
-
-def served_from(settings: Settings, tiny_model: Path | None) -> str:
-    """The path or hub id that vLLM loads."""
-    return str(tiny_model) if tiny_model else settings.model

@@ -96,6 +96,7 @@ async def _start(
     settings: Settings, model: str, run_dir: Path, otlp_endpoint: str, say: Callable[[str], None]
 ) -> VllmEngine:
     from vllm.platforms import current_platform
+    from vllm.renderers.chat_utils import load_chat_template
 
     from services.worker.engines.vllm_kv_events import KvEventSource
     from services.worker.engines.vllm_stats import EngineMeter
@@ -121,7 +122,8 @@ async def _start(
         source.close()
         _kill_children()
         raise
-    return VllmEngine(settings, llm, app, source, run_dir)
+    template = load_chat_template(args.chat_template) or ""
+    return VllmEngine(llm, app, source, run_dir=run_dir, chat_template=template, legs_max=settings.legs_max)
 
 
 def _construct(settings: Settings, line: list[str], meter: EngineMeter) -> tuple[Any, LegEngine]:
@@ -151,6 +153,7 @@ async def _openai_app(llm: LegEngine, args: Any, meter: EngineMeter) -> AsgiApp:
     """The server is vLLM's own, around our client, and so is the order of things."""
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
+    from vllm.utils.gc_utils import freeze_gc_heap
 
     from services.worker.engines.vllm_identity import block_bytes
 
@@ -161,6 +164,7 @@ async def _openai_app(llm: LegEngine, args: Any, meter: EngineMeter) -> AsgiApp:
     app = build_app(args, tasks, llm.model_config)
     await init_app_state(llm, app.state, args, tasks)
     app.state.server = SimpleNamespace(should_exit=False)  # vLLM asks its HTTP server to stop when the engine died
+    freeze_gc_heap()
     served: AsgiApp = app
     return served
 
@@ -168,12 +172,22 @@ async def _openai_app(llm: LegEngine, args: Any, meter: EngineMeter) -> AsgiApp:
 class VllmEngine:
     """See ``engines.port.Engine``."""
 
-    def __init__(self, settings: Settings, llm: LegEngine, app: AsgiApp, source: KvEventSource, run_dir: Path) -> None:
+    def __init__(
+        self,
+        llm: LegEngine,
+        app: AsgiApp,
+        source: KvEventSource,
+        *,
+        run_dir: Path,
+        chat_template: str,
+        legs_max: int,
+    ) -> None:
+        self._chat_template = chat_template
         self._llm = llm
         self._app = app
         self._source = source
         self._run_dir = run_dir
-        self._facts = _facts(settings, llm.vllm_config)
+        self._facts = _facts(llm.vllm_config, legs_max)
 
     @property
     def facts(self) -> EngineFacts:
@@ -203,7 +217,7 @@ class VllmEngine:
         """The engine's own tokenizer."""
         from services.worker.engines.vllm_tokenizer import tokenizer_files
 
-        return tokenizer_files(self._llm.get_tokenizer(), "")
+        return tokenizer_files(self._llm.get_tokenizer(), self._chat_template)
 
     async def dead(self) -> str:
         """When EngineCore has ended, or said that it cannot go on."""
@@ -220,7 +234,7 @@ class VllmEngine:
         shutil.rmtree(self._run_dir, ignore_errors=True)
 
 
-def _facts(settings: Settings, config: Any) -> EngineFacts:
+def _facts(config: Any, legs_max: int) -> EngineFacts:
     from services.worker.engines.vllm_identity import fingerprint
 
     names = config.model_config.served_model_name
@@ -231,5 +245,5 @@ def _facts(settings: Settings, config: Any) -> EngineFacts:
         fingerprint=fingerprint(config),
         hashing=HashScheme(block_size=config.cache_config.block_size),
         kv_blocks=config.cache_config.num_gpu_blocks or 0,
-        legs_max=settings.legs_max,
+        legs_max=legs_max,
     )

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 PARENT_PID = "_BATON_ENGINE_PARENT_PID"
 """Tells the child whose it is; no setting, so no setting's prefix."""
+
+
+SIDE_CHANNEL_PORTS = range(20_000, 32_000)
+PORT_ATTEMPTS_MAX = 32
 
 
 def prepare_import(*, kv_host: str, model_is_local: bool) -> None:
@@ -24,6 +29,8 @@ def prepare_import(*, kv_host: str, model_is_local: bool) -> None:
         # Must stand before nixl is imported, or UCX leaks memory now and then.
         "UCX_RCACHE_MAX_UNRELEASED": "1024",
         "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+        "OTEL_SERVICE_NAME": "baton-engine",
+        "OTEL_BSP_SCHEDULE_DELAY": "1000",
         # The front end multiplies no matrices; its OpenMP must not take cores from the engine.
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -35,11 +42,19 @@ def prepare_import(*, kv_host: str, model_is_local: bool) -> None:
 
 
 def free_port(host: str) -> int:
-    """A TCP port that is free just now."""
-    with socket.socket() as sock:
-        sock.bind((host, 0))
-        port: int = sock.getsockname()[1]
-        return port
+    """A TCP port that is free now and probably still when vLLM binds it, many seconds later: the system gives ports
+    of this range to nobody who does not ask for them. Raises OSError when ``host`` is no address of this machine.
+    """
+    refused: OSError | None = None
+    for port in random.sample(SIDE_CHANNEL_PORTS, PORT_ATTEMPTS_MAX):
+        with socket.socket() as sock:
+            try:
+                sock.bind((host, port))
+            except OSError as error:
+                refused = error
+            else:
+                return port
+    raise OSError(f"no port can be bound on {host}: set WORKER_KV_HOST to an address of this machine") from refused
 
 
 def parse_cores(text: str) -> list[int]:
@@ -65,6 +80,8 @@ def engine_threads(cores: list[int]) -> Iterator[None]:
         "OMP_PROC_BIND": "close",
         "OMP_WAIT_POLICY": "passive",
         "KMP_BLOCKTIME": "0",
+        # vLLM compiles a helper when logprobs are first asked for: five seconds in which every request stands still.
+        "TORCHDYNAMO_DISABLE": "1",
     }
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
