@@ -57,6 +57,7 @@ class Orchestrator:
         """Serve until ``stopping``; ``on_ready`` is called when the fleet is known."""
         records = await self._bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
         seat = await self._bus.kept(LEADERSHIP, ttl_s=self._candidate.lease_s)
+        self._bus.on_reconnect(self._candidate.doubt)
         async with asyncio.TaskGroup() as tasks:
             await self._bus.subscribe(LOAD, self._load_reported)
             await self._bus.subscribe(FLEET_STATE, self._state_heard)

@@ -54,18 +54,23 @@ class Candidate:
         self.term = 0
         """The one led in, or the last one seen."""
         self._lease: Lease | None = None
+        self._doubted = False
         self._next: Claim | Renew | None = None
         """What the last look asks for."""
 
     def may_lead(self, now: float) -> bool:
         """Whether this one leads at ``now`` for certain."""
-        return self._lease is not None and now < self._lease.asked_at + self.lease_s * (1.0 - LEASE_MARGIN)
+        return (
+            self._lease is not None
+            and not self._doubted
+            and now < self._lease.asked_at + self.lease_s * (1.0 - LEASE_MARGIN)
+        )
 
     def due(self, now: float) -> Look | Claim | Renew | None:
         """What to do now; None is to wait."""
         if self._lease is None:
             return self._next or Look()
-        if now < self._lease.asked_at + self.lease_s / RENEWALS_PER_LEASE:
+        if not self._doubted and now < self._lease.asked_at + self.lease_s / RENEWALS_PER_LEASE:
             return None
         return Renew(self._words(self._lease.term), self._lease.revision)
 
@@ -74,6 +79,10 @@ class Candidate:
         if self._lease is None and term > self.term:
             self.term = term
             self._next = None
+
+    def doubt(self) -> None:
+        """The server was away and may have forgotten the lease: lead again only when a renewal has proved it."""
+        self._doubted = True
 
     def saw(self, value: Leadership | None, revision: int) -> None:
         """The seat as it was read: None is empty."""
@@ -90,6 +99,7 @@ class Candidate:
         """``order`` was carried out; it was asked for at ``asked_at``."""
         self.term = order.value.term
         self._lease = Lease(order.value.term, revision, asked_at)
+        self._doubted = False
         self._next = None
 
     def refused(self) -> None:

@@ -51,6 +51,16 @@ def test_a_leader_that_cannot_renew_falls_silent_before_its_lease_ends():
     assert not one.may_lead(5.4)
 
 
+def test_a_leader_whose_server_was_away_leads_again_only_after_a_renewal():
+    one = leading()
+    one.doubt()
+
+    assert not one.may_lead(0.1)
+    assert one.due(0.1) == Renew(seat_of("a"), 1)
+    one.written(one.due(0.1), 2, 0.1)
+    assert one.may_lead(0.2)
+
+
 def test_a_leader_whose_renewal_is_refused_looks_again():
     one = leading()
     one.refused()
