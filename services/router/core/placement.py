@@ -98,7 +98,7 @@ def place(need: Need, cluster: ClusterView, index: PrefixIndex, policy: Policy, 
     if not why:
         pair = best_pair(offers, policy, apart=need.mode is Mode.DISAGGREGATED)
         if pair is not None and pair[0] is not pair[1]:
-            return place_apart(*pair, need, cluster)
+            return place_apart(pair, need, cluster)
         if need.mode is Mode.DISAGGREGATED:
             message = "No prefill and decode workers of the same fingerprint are ready for this model."
             return Refused(reason=Reason.NO_WORKER, message=message, retry_after_s=RETRY_AFTER_S)
@@ -142,16 +142,31 @@ def best_pair(offers: list[Offer], policy: Policy, *, apart: bool) -> tuple[Offe
         decodes = [offer for offer in group if offer.view.record.role is not Role.PREFILL]
         if not prefills or not decodes:
             continue
-        prefill = pick(prefills, [offer.prefill_s for offer in prefills], policy)
-        if apart:
-            decodes = [offer for offer in decodes if offer is not prefill]
-            if not decodes:
-                continue
-        decode = pick(decodes, [offer.decode_s for offer in decodes], policy)
-        total_s = prefill.prefill_s + decode.decode_s
-        if total_s < best_s:
-            best, best_s = (prefill, decode), total_s
+        prefill, decode = pick_prefill(prefills, policy), pick_decode(decodes, policy)
+        pairs = [(prefill, decode)]
+        if apart and prefill is decode:
+            pairs = [(prefill, pick_decode(others, policy)) for others in (without(decodes, prefill),) if others]
+            pairs += [(pick_prefill(others, policy), decode) for others in (without(prefills, decode),) if others]
+        for pair in pairs:
+            total_s = pair[0].prefill_s + pair[1].decode_s
+            if total_s < best_s:
+                best, best_s = pair, total_s
     return best
+
+
+def pick_prefill(offers: list[Offer], policy: Policy) -> Offer:
+    """Where the prompt is computed soonest."""
+    return pick(offers, [offer.prefill_s for offer in offers], policy)
+
+
+def pick_decode(offers: list[Offer], policy: Policy) -> Offer:
+    """Where the completion ends soonest."""
+    return pick(offers, [offer.decode_s for offer in offers], policy)
+
+
+def without(offers: list[Offer], taken: Offer) -> list[Offer]:
+    """All but one."""
+    return [offer for offer in offers if offer is not taken]
 
 
 def pick(offers: list[Offer], costs: list[float], policy: Policy) -> Offer:
@@ -163,8 +178,9 @@ def pick(offers: list[Offer], costs: list[float], policy: Policy) -> Offer:
     return min(near, key=lambda offer: (offer.view.own_legs, offer.view.picked_at_turn))
 
 
-def place_apart(prefill: Offer, decode: Offer, need: Need, cluster: ClusterView) -> Placed:
+def place_apart(pair: tuple[Offer, Offer], need: Need, cluster: ClusterView) -> Placed:
     """Two workers, one leg each."""
+    prefill, decode = pair
     cluster.picked(prefill.view, decode.view)
     return Placed(
         mode=Mode.DISAGGREGATED,

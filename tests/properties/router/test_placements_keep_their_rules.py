@@ -100,3 +100,23 @@ def test_who_can_serve_it_does(fleet, need):
     placed = place(need, cluster, index, POLICY, NOW)
     if need.mode is not Mode.DISAGGREGATED or need.whole:
         assert isinstance(placed, Placed) == bool(able)
+
+
+@given(fleets())
+def test_two_workers_that_may_pair_do_so_when_asked_to(fleet):
+    cluster, index = fleet
+    able = [
+        view
+        for view in cluster.offering("m")
+        if view.fit(NOW, POLICY.silent_s_max) and view.legs < view.record.legs_max
+    ]
+    possible = any(
+        prefill is not decode
+        and prefill.pairs_with == decode.pairs_with
+        and prefill.record.role is not Role.DECODE
+        and decode.record.role is not Role.PREFILL
+        for prefill in able
+        for decode in able
+    )
+    need = Need(model="m", mode=Mode.DISAGGREGATED, prompt_tokens=10)
+    assert isinstance(place(need, cluster, index, POLICY, NOW), Placed) == possible
