@@ -38,6 +38,8 @@ StartEngine = Callable[[Settings, CommonSettings, Callable[[str], None]], Awaita
 
 ENGINES = {"vllm": "services.worker.engines.vllm_engine", "simulated": "services.worker.engines.simulated"}
 """Imported only when chosen: a machine for simulated workers has neither torch nor vLLM."""
+SEEK_ROUTERS_S = 2.0
+"""How long an engine works for a router that died."""
 FAREWELL_S_MAX = 2.0
 """For the last frames to reach NATS."""
 HANDOVER_S_MAX = 3.0
@@ -104,6 +106,7 @@ class Worker:
             tasks.create_task(self._watch_engine(), name="watch-engine"),
             tasks.create_task(self._follow_cache(), name="follow-cache"),
             tasks.create_task(self._load.follow(lambda: (self._server.phase, self._server.legs)), name="report-load"),
+            tasks.create_task(self._seek_routers(), name="seek-routers"),
         ]
         try:
             await self._open()
@@ -179,6 +182,11 @@ class Worker:
 
     async def _watch_engine(self) -> None:
         self._note_death(await self._engine.dead())
+
+    async def _seek_routers(self) -> None:
+        while True:
+            await asyncio.sleep(SEEK_ROUTERS_S)
+            await self._sender.seek_routers()
 
     async def _follow_cache(self) -> None:
         try:

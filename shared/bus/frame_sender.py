@@ -153,6 +153,13 @@ class FrameSender:
         """Wait until the buffer is within its bound."""
         await self._has_room.wait()
 
+    async def seek_routers(self) -> None:
+        """Say something to every router that has a leg here: one that is gone is noticed though there is nothing to say
+        yet, as before the end of an answer that is no stream.
+        """
+        for router_id in {leg.router_id for leg in self._legs.values()}:
+            await self._publish(router_id, [], 0)
+
     async def close(self) -> None:
         """Wait until everything queued has been handed to the bus."""
         while self._flusher is not None:

@@ -12,7 +12,7 @@ from shared.contracts.channels import CANCEL_LEG, FRAMES, START_LEG
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import Frame, FrameBatch, FrameKind, LegReport
 from tests.builders import start_leg
-from tests.conformance.worlds import FRAME_BUDGET_BYTES, soon, until
+from tests.conformance.worlds import FRAME_BUDGET_BYTES, SOON_S, soon, until
 
 LEG_BUFFER_BYTES_MAX = 1024 * 1024
 
@@ -271,6 +271,24 @@ async def test_a_worker_whose_router_is_gone_is_told(world):
     with pytest.raises(LegGone):
         await soon(answer.drain())
     answer.data(b"ignored")
+
+
+async def test_a_worker_that_has_nothing_to_say_yet_can_ask_whether_its_router_is_gone(world):
+    router, inbox = await open_inbox(world)
+    worker = await open_worker(world)
+    leg = await inbox.start(start_leg())
+    await worker.next_leg()
+    await worker.sender.seek_routers()
+    assert worker.gone == []
+    assert not leg.ended
+
+    await router.close()
+
+    async with asyncio.timeout(SOON_S):
+        while not worker.gone:  # The server may need a moment to see that the router's connection is closed.
+            await worker.sender.seek_routers()
+            await asyncio.sleep(0)
+    assert worker.gone == [Reason.CANCELLED]
 
 
 async def test_an_outage_fails_legs_on_both_sides_at_once_and_new_legs_work_after_it(world):
