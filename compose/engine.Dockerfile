@@ -10,6 +10,7 @@ ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_
 WORKDIR /opt/baton/source
 
 FROM base AS cpu
+RUN apt-get update && apt-get install --yes --no-install-recommends libnuma1 && rm -rf /var/lib/apt/lists/*
 ARG TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 COPY requirements/engine-cpu.txt requirements/
 # torch first: package indexes mostly lack its CPU build, PyTorch's own has it.
@@ -26,6 +27,8 @@ USER baton
 WORKDIR /home/baton
 
 FROM base AS cuda
+# Triton compiles the launchers of its kernels where they run.
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 COPY requirements/engine-cuda.txt requirements/
 RUN pip install --no-deps --require-hashes -r requirements/engine-cuda.txt
 COPY pyproject.toml README.md LICENSE ./

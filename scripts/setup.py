@@ -6,6 +6,7 @@ Run by setup.sh (`make setup`) with the Python that the environment shall have; 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import hashlib
 import os
 import re
@@ -59,6 +60,7 @@ def set_up(engine: str, *, dev: bool) -> None:
     LOG.parent.mkdir(exist_ok=True)
     LOG.write_text("")
     if "runtime" in missing:
+        check_system(engine)
         say(f"engine: {engine} ({why(engine)})")
         make_venv(engine)
     for part, lock in missing.items():
@@ -89,6 +91,21 @@ def why(engine: str) -> str:
     if os.environ.get("BATON_ENGINE"):
         return "BATON_ENGINE says so"
     return "nvidia-smi lists a GPU" if engine == "cuda" else "no NVIDIA GPU found"
+
+
+def check_system(engine: str) -> None:
+    """What pip cannot install, before anything is downloaded."""
+    if engine == "cpu":
+        try:
+            ctypes.CDLL("libnuma.so.1")
+        except OSError as error:
+            raise SetupFailed(
+                "vLLM's CPU backend needs the system library libnuma.so.1, which is not here. Install it: "
+                "apt-get install libnuma1 (Debian, Ubuntu) or dnf install numactl-libs (Fedora). "
+                "Or do without real engines: BATON_ENGINE=none"
+            ) from error
+    if engine == "cuda" and not (shutil.which("cc") or shutil.which("gcc")):
+        say("no C compiler found: vLLM compiles kernels on the GPU machine and will ask for one (apt-get install gcc)")
 
 
 def wanted(lock: str) -> str:

@@ -22,6 +22,7 @@ from services.launcher.machine import inherited_environment
 from services.launcher.screen import Screen
 from services.launcher.system import StartFailed, System
 from services.launcher.waiting import first_of
+from shared.runtime.settings import load_common
 
 ROUTER_READY_S_MAX = 60.0
 """After the workers are ready: the router has heard of them and has checked their tokens."""
@@ -82,6 +83,8 @@ class Session:
             return
         endpoint, metrics = endpoints(self.options)
         model = await served_model(endpoint)
+        usual = self.options.state_dir == load_common(inherited_environment()).state_dir
+        where = "" if usual else f" --state-dir {self.options.state_dir}"
         body = json.dumps({"model": model, "prompt": "Once upon a time", "max_tokens": 32, "stream": True})
         self.screen.say(f"""
 [bold green]Baton is ready:[/] {endpoint}/v1   model [bold]{escape(model)}[/]   {workers}
@@ -91,7 +94,7 @@ class Session:
 
   Metrics:  {metrics}   (the router's own: {endpoint}/metrics)
   Logs:     {self.logs}
-  Fleet:    {program()} workers      One more worker: {program()} up --join
+  Fleet:    {program()} workers{where}      One more worker: {program()} up --join{where}
 
 Ctrl-C stops it all.""")
 
