@@ -171,7 +171,10 @@ class MemoryBus(Connection):
         receiver = Receiver(channel.subject, channel.message, handler, self.counts, self.fail)
 
         async def take(payload: bytes, headers: Mapping[str, str], _answer: object) -> None:
-            await receiver.take(payload, headers)
+            if receiver.waits:
+                await receiver.take(payload, headers)
+            else:
+                receiver.take_now(payload, headers)
 
         return _MemorySubscription(self, channel.filter(**ids), take, queue_max, on_dropped)
 

@@ -12,10 +12,9 @@ from weakref import WeakSet
 
 import msgspec
 import nats.errors
-from nats.aio.client import Client
-from nats.aio.msg import Msg
 
 from shared.bus.connection import Connection
+from shared.bus.nats_client import DirectClient
 from shared.bus.nats_inbox import REFUSED_HEADER, Inbox
 from shared.bus.nats_kept import NatsKept
 from shared.bus.nats_listening import Listening, Take
@@ -74,7 +73,7 @@ class NatsBus(Connection):
         super().__init__()
         self.frame_budget_bytes = frame_budget_bytes
         self.counts = BusCounts()
-        self._nc = Client()
+        self._nc = DirectClient()
         self._inboxes = inboxes
         self._inbox = Inbox(f"{inboxes}.{uuid4().hex}", lambda key: self._tell(self.unreachable, key))
         self._sender = Sender(self._nc, frame_budget_bytes, self._inbox.token)
@@ -136,10 +135,13 @@ class NatsBus(Connection):
     ) -> Subscription:
         receiver = Receiver(channel.subject, channel.message, handler, self.counts, self.fail)
 
-        async def take(payload: bytes, headers: dict[str, str], _msg: Msg) -> None:
+        async def take(payload: bytes, headers: dict[str, str], _subject: str, _reply: str) -> None:
             await receiver.take(payload, headers)
 
-        return await self._listen(_filter(channel, ids), take, queue_max, on_dropped)
+        def take_now(payload: bytes, headers: dict[str, str], _subject: str, _reply: str) -> None:
+            receiver.take_now(payload, headers)
+
+        return await self._listen(_filter(channel, ids), take if receiver.waits else take_now, queue_max, on_dropped)
 
     async def ask(
         self,
@@ -161,7 +163,7 @@ class NatsBus(Connection):
     async def answer(self, channel: AskChannel[M, A], answerer: Answerer[M, A], **ids: str) -> Subscription:
         side_by_side = asyncio.Semaphore(ASKS_AT_ONCE_MAX)
 
-        async def work(payload: bytes, headers: dict[str, str], msg: Msg) -> None:
+        async def work(payload: bytes, headers: dict[str, str], reply: str) -> None:
             try:
                 envelope = Envelope(headers, len(payload))
                 made = await make_reply(channel, answerer, payload, envelope, self.frame_budget_bytes)
@@ -174,11 +176,11 @@ class NatsBus(Connection):
                 return
             finally:
                 side_by_side.release()
-            await self._reply(msg.reply, made)
+            await self._reply(reply, made)
 
-        async def take(payload: bytes, headers: dict[str, str], msg: Msg) -> None:
+        async def take(payload: bytes, headers: dict[str, str], _subject: str, reply: str) -> None:
             await side_by_side.acquire()
-            self._spawn(work(payload, headers, msg), f"answer {channel.subject}")
+            self._spawn(work(payload, headers, reply), f"answer {channel.subject}")
 
         return await self._listen(_filter(channel, ids), take, QUEUE_MAX, None)
 
@@ -219,14 +221,11 @@ class NatsBus(Connection):
     async def _listen(
         self, subject: str, take: Take, queue_max: int, on_dropped: Callable[[], None] | None
     ) -> Listening:
-        listening = Listening(take, self.counts, self.frame_budget_bytes, on_dropped)
+        listening = Listening(
+            self._nc, take, self.counts, frame_budget_bytes=self.frame_budget_bytes, on_dropped=on_dropped
+        )
         try:
-            listening.nats = await self._nc.subscribe(
-                subject,
-                cb=listening.on_message,
-                pending_msgs_limit=queue_max,
-                pending_bytes_limit=2 * self.frame_budget_bytes,
-            )
+            await listening.open(subject, queue_max=queue_max, queue_bytes_max=2 * self.frame_budget_bytes)
         except nats.errors.Error as error:
             raise BusDown(f"subscribe to {subject}: {error!r}") from error
         self._listenings.add(listening)

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 
-from nats.aio.msg import Msg
-
 from shared.bus.port import NoResponders
 from shared.bus.receiver import Reply
 
@@ -52,18 +50,18 @@ class Inbox:
             if not asked.done():
                 asked.set_exception(error())
 
-    async def on_message(self, payload: bytes, headers: dict[str, str], msg: Msg) -> None:
+    def on_message(self, payload: bytes, headers: dict[str, str], subject: str, _reply: str) -> None:
         """Whatever arrives below the prefix."""
-        kind, _, name = msg.subject[len(self._prefix) + 1 :].partition(".")
+        kind, _, name = subject[len(self._prefix) + 1 :].partition(".")
         nobody = not payload and headers.get(_STATUS_HEADER) == _NO_RESPONDERS
         if kind == "u" and nobody:
             self._unreachable(name)
         if kind != "a" or name not in self._asks:
             return
-        subject, asked = self._asks[name]
+        asked_on, asked = self._asks[name]
         if asked.done():
             return
         if nobody:
-            asked.set_exception(NoResponders(f"nobody answers {subject}"))
+            asked.set_exception(NoResponders(f"nobody answers {asked_on}"))
         else:
             asked.set_result((payload, REFUSED_HEADER in headers))

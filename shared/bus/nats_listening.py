@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import nats.errors
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
+from shared.bus.nats_client import Direct, DirectClient
 from shared.bus.port import BusCounts
 from shared.bus.receiver import count_bad
 from shared.bus.wire import PART_HEADER, Assembler, BadMessage
 
 log = logging.getLogger("baton.bus")
 
-Take = Callable[[bytes, dict[str, str], Msg], Awaitable[None]]
-"""Whole payload, headers, and the (last) message that brought it."""
+Take = Direct | Callable[[bytes, dict[str, str], str, str], Awaitable[None]]
+"""Whole payload, headers, subject and reply subject of the (last) message that brought it. A plain function is called
+as the message is read; a coroutine function gets a queue and a task."""
 
 HELD_BUDGETS_MAX = 4
 """Half-built messages of one subscription hold at most this many times the frame budget."""
@@ -29,30 +33,46 @@ class Listening:
     """One live subscription."""
 
     def __init__(
-        self, take: Take, counts: BusCounts, frame_budget_bytes: int, on_dropped: Callable[[], None] | None
+        self,
+        nc: DirectClient,
+        take: Take,
+        counts: BusCounts,
+        *,
+        frame_budget_bytes: int,
+        on_dropped: Callable[[], None] | None,
     ) -> None:
         self.dropped = 0
         self.nats: NatsSubscription | None = None
-        self._take = take
+        self._nc = nc
+        self._take: Callable[[bytes, dict[str, str], str, str], Any] = take
+        self._is_direct = not inspect.iscoroutinefunction(take)
         self._counts = counts
         self._on_dropped = on_dropped
         self._assembler = Assembler(
             message_bytes_max=frame_budget_bytes, held_bytes_max=HELD_BUDGETS_MAX * frame_budget_bytes
         )
 
-    async def on_message(self, msg: Msg) -> None:
-        """nats-py awaits this for one message after the other."""
-        headers = msg.headers
-        if headers is None:
-            await self._take(msg.data, _NO_HEADERS, msg)
+    async def open(self, subject: str, *, queue_max: int, queue_bytes_max: int) -> None:
+        """Subscribe. Raises nats-py's errors."""
+        self.nats = await self._nc.subscribe(
+            subject, cb=self._on_message, pending_msgs_limit=queue_max, pending_bytes_limit=queue_bytes_max
+        )
+        if self._is_direct:
+            self._nc.direct[self.nats._id] = self._on_direct
+
+    def _on_direct(self, payload: bytes, headers: dict[str, str], subject: str, reply: str) -> None:
+        whole = self._whole(payload, headers, subject)
+        if whole is not None:
+            self._take(whole, headers, subject, reply)
+
+    async def _on_message(self, msg: Msg) -> None:
+        headers = msg.headers or {}
+        whole = self._whole(msg.data, headers, msg.subject)
+        if whole is None:
             return
-        part = headers.pop(PART_HEADER, None)
-        if part is None:
-            await self._take(msg.data, headers, msg)
-            return
-        payload = self._put_together(part, msg)
-        if payload is not None:
-            await self._take(payload, headers, msg)
+        taking = self._take(whole, headers, msg.subject, msg.reply)
+        if not self._is_direct:
+            await taking
 
     def on_slow(self) -> None:
         """nats-py threw a message away because the queue was full."""
@@ -66,17 +86,22 @@ class Listening:
         subscription, self.nats = self.nats, None
         if subscription is None:
             return
+        self._nc.direct.pop(subscription._id, None)
         try:
             await subscription.unsubscribe()
         except nats.errors.Error as error:  # The connection is closed or was never whole: nothing to stop.
             log.debug("unsubscribe: %r", error)
 
-    def _put_together(self, part: str, msg: Msg) -> bytes | None:
+    def _whole(self, payload: bytes, headers: dict[str, str], subject: str) -> bytes | None:
+        """The payload, or None while parts of it are missing."""
+        part = headers.pop(PART_HEADER, None) if headers else None
+        if part is None:
+            return payload
         lost = self._assembler.lost
         try:
-            return self._assembler.add(part, msg.data, asyncio.get_running_loop().time())
+            return self._assembler.add(part, payload, asyncio.get_running_loop().time())
         except BadMessage as bad:
-            count_bad(self._counts, msg.subject, bad)
+            count_bad(self._counts, subject, bad)
             return None
         finally:
             self._counts.parts_lost += self._assembler.lost - lost

@@ -95,6 +95,7 @@ class BusCounts:
 
 
 Handler = Callable[[M, Envelope], Awaitable[None] | None]
+"""A plain function that returns None, called as the message is read and never too slow; or a coroutine function."""
 Answerer = Callable[[M, Envelope], Awaitable[A]]
 """May raise ``AskRefused`` to answer with a failure."""
 

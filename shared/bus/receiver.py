@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -25,7 +26,7 @@ Reply = tuple[bytes, bool]
 class Receiver(Generic[M]):
     """Unpacks and hands over one message at a time. A handler that raises ends the bus."""
 
-    __slots__ = ("_counts", "_fail", "_handler", "_subject", "_unpack")
+    __slots__ = ("_counts", "_fail", "_handler", "_subject", "_unpack", "waits")
 
     def __init__(
         self,
@@ -37,24 +38,43 @@ class Receiver(Generic[M]):
     ) -> None:
         self._subject = subject
         self._unpack = unpacker(message_type)
-        self._handler = handler
+        self._handler: Callable[[M, Envelope], Any] = handler
+        self.waits = inspect.iscoroutinefunction(handler)
+        """Whether the handler is a coroutine function: then ``take`` is for it, else ``take_now``."""
         self._counts = counts
         self._fail = fail
 
     async def take(self, payload: bytes, headers: Mapping[str, str]) -> None:
-        """Handle one payload."""
-        try:
-            message = self._unpack(payload)
-        except UNPACK_ERRORS as error:
-            count_bad(self._counts, self._subject, error)
+        """Let a coroutine function handle one payload."""
+        message = self._read(payload)
+        if message is None:
             return
         try:
-            handled = self._handler(message, Envelope(headers, len(payload)))
-            if handled is not None:
-                await handled
+            await self._handler(message, Envelope(headers, len(payload)))
         except Exception as bug:
-            log.exception("the handler of %s raised: the bus ends", self._subject)
-            self._fail(bug)
+            self._end(bug)
+
+    def take_now(self, payload: bytes, headers: Mapping[str, str]) -> None:
+        """Let a plain function handle one payload."""
+        message = self._read(payload)
+        if message is None:
+            return
+        try:
+            if self._handler(message, Envelope(headers, len(payload))) is not None:
+                raise TypeError(f"the handler of {self._subject} is a plain function and must return None")
+        except Exception as bug:
+            self._end(bug)
+
+    def _read(self, payload: bytes) -> M | None:
+        try:
+            return self._unpack(payload)
+        except UNPACK_ERRORS as error:
+            count_bad(self._counts, self._subject, error)
+            return None
+
+    def _end(self, bug: Exception) -> None:
+        log.error("the handler of %s raised: the bus ends", self._subject, exc_info=bug)
+        self._fail(bug)
 
 
 def count_bad(counts: BusCounts, subject: str, error: Exception) -> None:

@@ -171,3 +171,31 @@ async def test_a_closed_bus_refuses_and_may_be_closed_twice(world):
     with pytest.raises(BusDown):
         await bus.publish(KV_EVENTS, kv_batch(1))
     assert not bus.failed.done()
+
+
+async def test_a_plain_function_that_returns_something_to_wait_for_is_a_bug_that_ends_the_bus(world):
+    sender, receiver = await world.bus(), await world.bus()
+    never = asyncio.Event()
+
+    await receiver.subscribe(KV_EVENTS, lambda _batch, _envelope: never)
+    await sender.publish(KV_EVENTS, kv_batch(1))
+
+    with pytest.raises(TypeError):
+        await soon(asyncio.shield(receiver.failed))
+
+
+async def test_a_coroutine_function_handles_one_message_at_a_time_in_order(world):
+    sender, receiver = await world.bus(), await world.bus()
+    log = []
+
+    async def handle(batch, _envelope):
+        log.append(("begin", batch.seq))
+        await asyncio.sleep(0)
+        log.append(("end", batch.seq))
+
+    await receiver.subscribe(KV_EVENTS, handle)
+    for seq in range(3):
+        await sender.publish(KV_EVENTS, kv_batch(seq))
+
+    await until(lambda: len(log) == 6)
+    assert log == [(step, seq) for seq in range(3) for step in ("begin", "end")]
