@@ -46,7 +46,7 @@ compose-test: setup-dev ## Containers with simulated engines: up, requests, lose
 	@$(PYTHON) -m pytest -m compose -rs tests/compose $(ARGS)
 
 bench-router: setup-dev ## What the router costs: against direct access, for short and long prompts
-	@$(PYTHON) -m tests.bench.router $(ARGS)
+	@$(PYTHON) -m tests.bench.bench_router $(ARGS)
 
 catalogue: setup-dev ## Write the generated files anew: catalogue, AsyncAPI, NATS permissions, metrics, dashboards, diagram
 	@$(PYTHON) -m shared.contracts.catalogue
