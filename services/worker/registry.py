@@ -19,7 +19,7 @@ RENEWALS_PER_TTL = 3
 class Registration:
     """Writes the record on each change and often enough that it never expires.
 
-    Every renewal writes the whole record, so that a registry that lost its memory has it back within a third of its time to live.
+    Every renewal writes the whole record, so that a registry that lost its memory soon has it back.
     """
 
     def __init__(self, bus: Bus, record: WorkerRecord) -> None:

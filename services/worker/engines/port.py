@@ -1,8 +1,9 @@
 """What a worker needs of an engine: an ASGI app, an event source, a load source, a way to end.
 
 The worker shell calls the app once per leg, with the body that ``core.leg_body`` made for the leg's kind. What does not
-fit through HTTP (KV transfer parameters, true cached-token counts, timings, token ids) goes through ``CURRENT_LEG``: the
-shell sets a fresh ``LegRecord`` in the context before it calls the app, the engine reads and fills it.
+fit through HTTP (KV transfer parameters, true cached-token counts, timings, token ids) goes through ``CURRENT_LEG``:
+the shell sets a fresh ``LegRecord`` in the context before it calls the app, the engine reads and fills it. Of a PREFILL
+leg the engine makes one token, whatever the body asks for.
 """
 
 from __future__ import annotations

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import shlex
 import shutil
 import tempfile
-import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from services.worker.engines import vllm_environment as environment
+from services.worker.engines.daemon_thread import in_daemon_thread
 from services.worker.engines.port import AsgiApp, Engine, EngineDead, EngineFacts, EngineLoad, TokenizerFiles
 from services.worker.engines.vllm_arguments import arguments
 from services.worker.settings import TINY_MODEL, Settings
@@ -27,8 +29,6 @@ if TYPE_CHECKING:
     from services.worker.engines.vllm_client import LegEngine
     from services.worker.engines.vllm_kv_events import KvEventSource
     from services.worker.engines.vllm_stats import EngineMeter
-
-T = TypeVar("T")
 
 DEATH_CHECK_S = 0.25
 """How often a silent engine is asked whether it still lives."""
@@ -43,37 +43,11 @@ async def start_engine(settings: Settings, common: CommonSettings, say: Callable
     run_dir = Path(tempfile.mkdtemp(prefix="baton-engine-"))
     try:
         say("importing vLLM")
-        await _in_thread(_import_vllm)
+        await in_daemon_thread(_import_vllm)
         return await _start(settings, model, run_dir, common.otlp_endpoint, say)
     except BaseException:
         shutil.rmtree(run_dir, ignore_errors=True)
         raise
-
-
-async def _in_thread(work: Callable[[], T]) -> T:
-    """Do what blocks for long elsewhere. The thread is a daemon: a worker that is stopped meanwhile does not wait."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if done.cancelled():
-            return
-        if error is None:
-            done.set_result(cast("T", result))
-        else:
-            done.set_exception(error)
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = work()
-        except BaseException as raised:
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to know any more
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=run, name="start-engine", daemon=True).start()
-    return await done
 
 
 def _kill_children() -> None:
@@ -111,7 +85,7 @@ async def _start(
     )
     try:
         say("loading the model")
-        args, llm = await _in_thread(lambda: _construct(settings, line, meter))
+        args, llm = await in_daemon_thread(lambda: _construct(settings, line, meter))
         try:
             say("starting the OpenAI server")
             app = await _openai_app(llm, args, meter)
@@ -136,8 +110,12 @@ def _construct(settings: Settings, line: list[str], meter: EngineMeter) -> tuple
 
     from services.worker.engines.vllm_client import LegEngine
 
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(line)
+    try:
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args(line)
+    except SystemExit:
+        raise ValueError(f"vLLM refuses its arguments (see above; WORKER_ENGINE_ARGS?): {shlex.join(line)}") from None
     validate_parsed_serve_args(args)
+    logging.disable(logging.NOTSET)  # vLLM silences all loggers while it makes its parser, and may forget to stop
     engine_args = AsyncEngineArgs.from_cli_args(args)
     cores = environment.parse_cores(settings.cpu_cores)
     threads = environment.engine_threads(cores) if current_platform.is_cpu() else contextlib.nullcontext()
