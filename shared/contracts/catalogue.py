@@ -49,6 +49,9 @@ def catalogue() -> str:
     lines += ["## Messages", ""]
     for message in messages():
         lines += _section(message)
+    lines += ["## Values", ""]
+    for values in _enums():
+        lines += _values(values)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -88,6 +91,24 @@ def _section(message: type[msgspec.Struct]) -> Iterator[str]:
     docs = docs_of(message)
     for field in msgspec.structs.fields(message):
         yield f"| {field.name} | {_type_name(field.type)} | {_default(field)} | {docs.get(field.name, '')} |"
+    yield ""
+
+
+def _enums() -> list[type[Enum]]:
+    found: dict[type[Enum], None] = {}
+    for message in messages():
+        for field in msgspec.structs.fields(message):
+            for annotation in (field.type, *get_args(field.type)):
+                if isinstance(annotation, type) and issubclass(annotation, Enum):
+                    found[annotation] = None
+    return list(found)
+
+
+def _values(values: type[Enum]) -> Iterator[str]:
+    yield from (f"### {values.__name__}", "", _one_line(values.__doc__), "", "| value | |", "|---|---|")
+    docs = docs_of(values)
+    for member in values:
+        yield f"| `{member.value!r}` | {docs.get(member.name) or member.name} |"
     yield ""
 
 
