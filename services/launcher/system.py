@@ -23,6 +23,8 @@ from shared.contracts.control import ServicePhase, ServiceStatus
 T = TypeVar("T")
 
 NATS_START_S_MAX = 30.0
+NATS_ANSWER_S_MAX = 5.0
+"""For a NATS that runs already."""
 SERVICE_START_S_MAX = 60.0
 ENGINE_START_S_MAX = 3600.0
 """An engine may have to download its model first."""
@@ -112,7 +114,8 @@ class System:
 
     async def _connect(self) -> Bus:
         """A bus, once NATS answers."""
-        connecting = connect_nats(self.plan.nats_url, name="launcher", connect_s_max=NATS_START_S_MAX)
+        patience_s = NATS_START_S_MAX if self.plan.stage(Stage.NATS) else NATS_ANSWER_S_MAX
+        connecting = connect_nats(self.plan.nats_url, name="launcher", connect_s_max=patience_s)
         try:
             bus = await self._unless_broken(connecting)
         except BusError as error:

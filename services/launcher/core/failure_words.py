@@ -17,6 +17,8 @@ EMPTY_WORDS = re.compile(r"See root cause above|unhandled errors in a TaskGroup|
 VALIDATION = re.compile(r"\d+ validation errors? for \w+")
 VALIDATION_WORDS = re.compile(r"^\s+Value error, (.+?)(?: \[type=|$)")
 """pydantic puts what is wrong on the line after the exception."""
+REFUSAL = re.compile(r"^(?:router|orchestrator|collector|worker): (.+)")
+"""What a service that refuses to start says as its last words: a wrong setting, a port that is taken."""
 OUT_OF_MEMORY = re.compile(
     r"out of memory|Cannot allocate memory|std::bad_alloc|MemoryError|No available memory for the cache blocks",
     re.IGNORECASE,
@@ -40,6 +42,8 @@ def why_it_died(lines: Sequence[str], exit_code: int, detail: str = "") -> str:
         return cut(detail)
     if root:
         return cut(root)
+    if plain and (refusal := REFUSAL.search(plain[-1])):
+        return cut(refusal[1])
     if exit_code == -SIGKILL:
         return "It was killed (SIGKILL): by somebody, or by the kernel because memory ran out."
     if exit_code < 0:

@@ -49,3 +49,9 @@ def test_a_validation_error_is_told_by_what_is_wrong():
     ]
 
     assert why_it_died(lines, 1, detail="1 validation error for ModelConfig") == "max_model_len (9) is too large"
+
+
+def test_a_service_that_refuses_to_start_is_told_by_its_last_words():
+    assert why_it_died(["router: ROUTER_PROT is not a setting; did you mean ROUTER_PORT?"], 1) == (
+        "ROUTER_PROT is not a setting; did you mean ROUTER_PORT?"
+    )
