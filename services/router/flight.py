@@ -7,7 +7,7 @@ from opentelemetry.trace import Span
 from services.router.core.placement import Placed
 from services.router.core.request import Mode, RequestFacts
 from services.router.exchange import Exchange
-from services.router.tokenizer import Prompt
+from services.router.segments import Prompt
 from shared.bus.streams import Leg, LegInbox
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import LegReport, RequestFinished

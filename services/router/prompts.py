@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from services.router.core.request import CHAT, COMPLETIONS, RequestFacts
 from services.router.exchange import Exchange
 from services.router.fleet import Fleet
+from services.router.segments import Prompt
 from services.router.settings import Settings
-from services.router.tokenizer import Prompt, PromptTokenizer, guessed
+from services.router.tokenizer import PromptTokenizer, guessed
 from shared.bus.port import Bus, BusError
 from shared.contracts.channels import TOKENIZER
 from shared.contracts.control import AskTokenizer
@@ -50,8 +51,9 @@ class Prompts:
             for view in self._fleet.cluster.offering(facts.model):
                 tokenizer = self._tokenizers.get(view.pairs_with)
                 if tokenizer is not None:
-                    loop_bytes_max = self._settings.tokenize_loop_bytes_max
-                    prompt = await tokenizer.prompt(facts, threads=self._threads, loop_bytes_max=loop_bytes_max)
+                    held = self._fleet.index.holders.__contains__
+                    chars_max = self._settings.tokenize_loop_chars_max
+                    prompt = await tokenizer.prompt(facts, held, threads=self._threads, loop_chars_max=chars_max)
                     if prompt is not None:
                         return prompt
                 break

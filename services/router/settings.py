@@ -43,10 +43,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     tokenize: Literal["auto", "always", "never"] = "auto"
     """Whether prompts are tokenized for exact prefix match; ``auto``: if more than one worker could compute them."""
-    tokenize_loop_bytes_max: int = 8192
-    """Longer texts are tokenized in a thread, so that the event loop goes on."""
+    tokenize_loop_chars_max: int = 4096
+    """Characters of a prompt that are tokenized at once; the rest, in a thread, so that the event loop goes on."""
     tokenize_cache_bytes_max: int = 64 * 1024 * 1024
-    """Prompts whose block hashes are remembered."""
+    """Pieces of prompts whose tokens and block hashes are remembered."""
 
     log_requests: bool = True
     """One line for each finished request."""

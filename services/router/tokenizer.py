@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections import OrderedDict
-from collections.abc import Sequence
+import struct
+import sys
+from collections.abc import Callable
 from concurrent.futures import Executor
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from tokenizers import Tokenizer
@@ -19,15 +20,11 @@ from tokenizers import Tokenizer
 from services.router.chat_template import ChatTemplate, TemplateFailed
 from services.router.core.block_hash import ALGORITHMS, block_hashes
 from services.router.core.request import CHAT, COMPLETIONS, Body, RequestFacts
+from services.router.segments import Prompt, Segments
 from shared.contracts.control import TokenizerAsset
 from shared.contracts.workers import HashScheme
 
 BYTES_PER_TOKEN_GUESSED = 4
-HASH_BYTES_COUNTED = 40
-"""What a remembered block hash takes in memory, for the cache's bound."""
-KEY_BYTES_COUNTED = 512
-"""What a remembered prompt takes beside its own bytes and its hashes."""
-
 TEXT = msgspec.json.Decoder(str)
 TOKEN_IDS = msgspec.json.Decoder(list[int])
 MESSAGES = msgspec.json.Decoder(list[dict[str, Any]])
@@ -36,13 +33,16 @@ TEXT_ITERATED = re.compile(r"for\s+\w+\s+in\s+\w+(\.content|\[\s*['\"]content['\
 """A template that walks over a message's content wants it as a list of parts."""
 
 
-class Prompt(msgspec.Struct, frozen=True):
-    """A prompt as placement needs it."""
+Held = Callable[[int], bool]
+"""Whether any worker holds a block."""
 
-    tokens: int
-    hashes: Sequence[int]
-    exact: bool
-    """Whether ``tokens`` was counted, not guessed, and ``hashes`` are what the engine will compute."""
+
+class Text(NamedTuple):
+    """What is tokenized."""
+
+    text: str
+    special: bool
+    """With the tokenizer's special tokens."""
 
 
 def guessed(facts: RequestFacts, body_bytes: int) -> Prompt:
@@ -61,64 +61,48 @@ class PromptTokenizer:
         if scheme.algorithm not in ALGORITHMS:
             raise ValueError(f"block hashes of {scheme.algorithm} cannot be followed")
         try:
-            self._tokenizer = Tokenizer.from_str(asset.tokenizer_json.decode())
+            tokenizer = Tokenizer.from_str(asset.tokenizer_json.decode())
         except Exception as error:  # tokenizers raises plain Exception for all that it cannot read
             raise ValueError(f"tokenizer.json cannot be read: {error}") from error
         self._scheme = scheme
         self._adds_special_tokens = asset.adds_special_tokens
         self._template = _compiled(asset)
         self._as_parts = TEXT_ITERATED.search(asset.chat_template) is not None
-        self._remembered = RememberedPrompts(cache_bytes_max)
+        self._segments = Segments(tokenizer, scheme, cache_bytes_max=cache_bytes_max)
 
-    async def prompt(self, facts: RequestFacts, *, threads: Executor, loop_bytes_max: int) -> Prompt | None:
-        """The prompt's length and block hashes, or None when they cannot be known exactly."""
+    async def prompt(self, facts: RequestFacts, held: Held, *, threads: Executor, loop_chars_max: int) -> Prompt | None:
+        """Its length, and its block hashes as far as ``held`` knows them; None when they cannot be known exactly."""
         body = facts.body
-        if body is None or body.truncate_prompt_tokens is not None:
+        if body is None or body.truncate_prompt_tokens is not None or not isinstance(body.cache_salt, str | None):
             return None
-        key = _cache_key(facts.path, body)
-        if key is not None and (known := self._remembered.get(key)) is not None:
-            return known
-        if len(memoryview(body.prompt)) + len(memoryview(body.messages)) <= loop_bytes_max:
-            made = self._make(facts.path, body)
-        else:
-            made = await asyncio.get_running_loop().run_in_executor(threads, self._make, facts.path, body)
-        if made is not None and key is not None:
-            self._remembered.put(key, made)
-        return made
-
-    def _make(self, path: str, body: Body) -> Prompt | None:
+        salt = body.cache_salt or ""
         try:
-            tokens = self._completion_tokens(body) if path == COMPLETIONS else self._chat_tokens(path, body)
-        except (msgspec.DecodeError, UnicodeError, TemplateFailed):
+            given = self._given(facts.path, body)
+            if given is None:
+                return None
+            if not isinstance(given, Text):
+                return Prompt(len(given), block_hashes(given, self._scheme, salt=salt), exact=True)
+        except (msgspec.DecodeError, UnicodeError, TemplateFailed, ValueError, OverflowError, struct.error):
             return None
-        if tokens is None or any(not 0 <= token < 1 << 32 for token in tokens[:1]):
-            return None
-        salt = body.cache_salt if isinstance(body.cache_salt, str) else ""
-        try:
-            hashes = block_hashes(tokens, self._scheme, salt=salt)
-        except (ValueError, OverflowError):
-            return None  # Token ids that no vocabulary has: the engine will say so.
-        return Prompt(len(tokens), hashes, exact=True)
+        walk = self._segments.begin(given.text, special=given.special, salt=salt)
+        if not self._segments.go_on(walk, held, loop_chars_max):
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(threads, self._segments.go_on, walk, held, sys.maxsize)
+        return self._segments.prompt(walk, special=given.special)
 
-    def _completion_tokens(self, body: Body) -> list[int] | None:
-        raw = bytes(body.prompt).lstrip()
-        if raw.startswith(b'"'):
+    def _given(self, path: str, body: Body) -> Text | list[int] | None:
+        if path == COMPLETIONS:
+            raw = bytes(body.prompt).lstrip()
+            if not raw.startswith(b'"'):
+                return TOKEN_IDS.decode(raw)
             special = self._adds_special_tokens if body.add_special_tokens is None else body.add_special_tokens is True
-            return self._encode(TEXT.decode(raw), special)
-        return TOKEN_IDS.decode(raw)
-
-    def _chat_tokens(self, path: str, body: Body) -> list[int] | None:
+            return Text(TEXT.decode(raw), special)
         if path != CHAT or self._template is None or not _renderable(body):
             return None
         messages = conversation(MESSAGES.decode(body.messages), as_parts=self._as_parts)
         if messages is None:
             return None
-        text = self._template.render(messages, _template_variables(body))
-        return self._encode(text, body.add_special_tokens is True)
-
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        return Text(self._template.render(messages, _template_variables(body)), body.add_special_tokens is True)
 
 
 def _compiled(asset: TokenizerAsset) -> ChatTemplate | None:
@@ -180,48 +164,3 @@ def _template_variables(body: Body) -> dict[str, Any]:
 
 def _given(raw: msgspec.Raw) -> bool:
     return bytes(memoryview(raw)[:5]) not in (b"", b"null")
-
-
-def _cache_key(path: str, body: Body) -> tuple[object, ...] | None:
-    """What the hashes depend on; None when that is more than can be compared cheaply."""
-    if body.chat_template_kwargs is not None or not isinstance(body.cache_salt, str | None):
-        return None
-    if not isinstance(body.reasoning_effort, str | None):
-        return None
-    options = (
-        body.cache_salt,
-        body.reasoning_effort,
-        body.add_special_tokens is True,
-        body.add_generation_prompt is False,
-    )
-    return (path, bytes(body.prompt), bytes(body.messages), *options)
-
-
-class RememberedPrompts:
-    """The newest prompts and their block hashes, bounded in bytes."""
-
-    def __init__(self, bytes_max: int) -> None:
-        self._bytes_max = bytes_max
-        self._bytes = 0
-        self._prompts: OrderedDict[tuple[object, ...], Prompt] = OrderedDict()
-
-    def get(self, key: tuple[object, ...]) -> Prompt | None:
-        """The prompt, if it is remembered; it is the newest then."""
-        prompt = self._prompts.get(key)
-        if prompt is not None:
-            self._prompts.move_to_end(key)
-        return prompt
-
-    def put(self, key: tuple[object, ...], prompt: Prompt) -> None:
-        """Remember, and forget the oldest beyond the bound."""
-        if key in self._prompts:
-            return
-        self._prompts[key] = prompt
-        self._bytes += self._size(key, prompt)
-        while self._bytes > self._bytes_max:
-            self._bytes -= self._size(*self._prompts.popitem(last=False))
-
-    @staticmethod
-    def _size(key: tuple[object, ...], prompt: Prompt) -> int:
-        raw = sum(len(part) for part in key if isinstance(part, bytes))
-        return KEY_BYTES_COUNTED + raw + HASH_BYTES_COUNTED * len(prompt.hashes)

@@ -81,20 +81,34 @@ def block_hashes(
     tokens: Sequence[int], scheme: HashScheme, *, salt: str = "", lora: tuple[str, str] | None = None
 ) -> list[int]:
     """The 64-bit hash of every full block of ``tokens``, first block first."""
+    return extend_chain(None, tokens, scheme, salt=salt, lora=lora)[0]
+
+
+def extend_chain(
+    parent: bytes | None,
+    tokens: Sequence[int],
+    scheme: HashScheme,
+    *,
+    salt: str = "",
+    lora: tuple[str, str] | None = None,
+) -> tuple[list[int], bytes | None]:
+    """The hashes of the full blocks of ``tokens`` behind the block whose full hash is ``parent`` (None: the first
+    block), and the full hash of the last one.
+    """
     size = scheme.block_size
     full = len(tokens) - len(tokens) % size
     if full == 0:
-        return []
+        return [], parent
     sha256, from_bytes = hashlib.sha256, int.from_bytes
     pieces = list(map(PIECES.__getitem__, tokens[:full]))
     start, tokens_head = ARRAY_OF_THREE + HASH_PREFIX, cbor_head(4, size)
-    tail = extra_keys(salt=salt, lora=lora, first=True)
     later = extra_keys(lora=lora, first=False)
-    parent = seed_hash(scheme.seed)
+    tail = extra_keys(salt=salt, lora=lora, first=True) if parent is None else later
+    digest = seed_hash(scheme.seed) if parent is None else parent
     hashes: list[int] = []
     for begin in range(0, full, size):
-        packed = b"".join((start, parent, tokens_head, *pieces[begin : begin + size], tail))
-        parent = sha256(packed).digest()
-        hashes.append(from_bytes(parent[:BLOCK_HASH_BYTES], "big"))
+        packed = b"".join((start, digest, tokens_head, *pieces[begin : begin + size], tail))
+        digest = sha256(packed).digest()
+        hashes.append(from_bytes(digest[:BLOCK_HASH_BYTES], "big"))
         tail = later
-    return hashes
+    return hashes, digest

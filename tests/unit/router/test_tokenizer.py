@@ -1,0 +1,186 @@
+"""The router's tokens are the engine's tokens, or it says that it does not know."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from services.router.chat_template import ChatTemplate, TemplateFailed
+from services.router.core.block_hash import block_hashes
+from services.router.core.request import CHAT, COMPLETIONS, read_request
+from services.router.segments import Segments, may_cut
+from services.router.tokenizer import PromptTokenizer
+from services.worker.tiny_model import ensure_tiny_tokenizer
+from shared.contracts.control import TokenizerAsset
+from shared.contracts.workers import HashScheme
+
+SCHEME = HashScheme(block_size=16)
+CACHE_BYTES_MAX = 1 << 20
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_json(tmp_path_factory) -> str:
+    directory = ensure_tiny_tokenizer(tmp_path_factory.mktemp("cache"))
+    return (Path(directory) / "tokenizer.json").read_text()
+
+
+@pytest.fixture(scope="module")
+def whole(tokenizer_json) -> Tokenizer:
+    return Tokenizer.from_str(tokenizer_json)
+
+
+@pytest.fixture
+def prompts(tokenizer_json) -> PromptTokenizer:
+    asset = TokenizerAsset(
+        worker_id="w1",
+        epoch=1,
+        tokenizer_json=tokenizer_json.encode(),
+        chat_template=TEMPLATE,
+        special_tokens={"bos_token": "<s>"},
+    )
+    return PromptTokenizer(asset, SCHEME, cache_bytes_max=CACHE_BYTES_MAX)
+
+
+def prompt_of(prompts: PromptTokenizer, path: str, held=lambda _block: True, **fields):
+    facts = read_request(path, json.dumps({"model": "m", **fields}).encode())
+    with ThreadPoolExecutor(1) as threads:
+        return asyncio.run(prompts.prompt(facts, held, threads=threads, loop_chars_max=500))
+
+
+WORDS = st.text(alphabet="abc dé\n12.,{}_漢🙂\tXY", max_size=30)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(WORDS, max_size=12), st.booleans())
+def test_pieces_give_the_tokens_of_the_whole(tokenizer_json, whole, parts, special):
+    text = " and ".join(parts)
+    cut = Segments(Tokenizer.from_str(tokenizer_json), SCHEME, cache_bytes_max=CACHE_BYTES_MAX, segment_chars=10)
+    walk = cut.begin(text, special=special, salt="")
+    tokens = whole.encode(text, add_special_tokens=special).ids
+
+    assert cut.go_on(walk, lambda _block: True, 1 << 30)
+
+    found = cut.prompt(walk, special=special)
+
+    assert list(found.hashes) == block_hashes(tokens, SCHEME)
+    assert found.tokens == len(tokens)
+
+
+def test_a_prompt_that_nobody_holds_is_not_tokenized_to_its_end(prompts):
+    text = "every word of this is new to all of them " * 2000
+
+    found = prompt_of(prompts, COMPLETIONS, held=lambda _block: False, prompt=text)
+
+    assert 0 < len(found.hashes) < 100
+    assert found.tokens == pytest.approx(prompt_of(prompts, COMPLETIONS, prompt=text).tokens, rel=0.1)
+
+
+def test_the_walk_goes_on_as_far_as_blocks_are_held(prompts, whole):
+    text = "some words that all of them know by heart " * 300
+    expected = block_hashes(whole.encode(text).ids, SCHEME)
+    known = set(expected[: len(expected) // 2])
+
+    found = prompt_of(prompts, COMPLETIONS, held=known.__contains__, prompt=text)
+
+    assert list(found.hashes[: len(known)]) == expected[: len(known)]
+    assert len(found.hashes) < len(expected)
+
+
+def test_long_and_short_prompts_and_second_looks_give_the_same(prompts, whole):
+    for text in ("short one", "long enough to go to a thread " * 100):
+        expected = block_hashes(whole.encode(text).ids, SCHEME)
+        for _ in range(2):
+            assert list(prompt_of(prompts, COMPLETIONS, prompt=text).hashes) == expected
+
+
+def test_token_ids_are_taken_as_they_are(prompts):
+    ids = list(range(100))
+    assert prompt_of(prompts, COMPLETIONS, prompt=ids).hashes == block_hashes(ids, SCHEME)
+
+
+def test_a_salt_sets_prompts_apart(prompts):
+    text = "the same words for two tenants " * 30
+    plain, salted = (prompt_of(prompts, COMPLETIONS, prompt=text, cache_salt=salt) for salt in (None, "tenant"))
+    assert plain.tokens == salted.tokens
+    assert not set(plain.hashes) & set(salted.hashes)
+
+
+def test_a_chat_is_what_its_template_makes_of_it(prompts, whole):
+    messages = [{"role": "user", "content": "hello there " * 20}]
+    text = "<s><user>" + "hello there " * 20 + "\n<assistant>"
+
+    found = prompt_of(prompts, CHAT, messages=messages)
+
+    assert list(found.hashes) == block_hashes(whole.encode(text, add_special_tokens=False).ids, SCHEME)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
+        {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]},
+        {"messages": [{"role": "tool", "content": "x"}]},
+        {"messages": [{"role": "user"}]},
+        {"messages": "no list"},
+        {"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ 1 }}"},
+    ],
+)
+def test_what_only_the_engine_understands_is_not_guessed_at(prompts, fields):
+    assert prompt_of(prompts, CHAT, **fields) is None
+
+
+@pytest.mark.parametrize("prompt", [[-1], [1 << 70], {"a": 1}, [1.5]])
+def test_prompts_that_no_engine_takes_are_left_to_it(prompts, prompt):
+    assert prompt_of(prompts, COMPLETIONS, prompt=prompt * 20 if isinstance(prompt, list) else prompt) is None
+
+
+def test_a_tokenizer_that_joins_across_spaces_is_not_cut(whole):
+    joins = Tokenizer.from_str(whole.to_str())
+    joins.add_tokens(["many words in one"])
+    assert may_cut(whole)
+    assert not may_cut(joins)
+
+
+@pytest.mark.parametrize("asset", [{}, {"tokenizer_json": b"{"}, {"tokenizer_json": b"\xff"}])
+def test_an_asset_of_no_use_is_refused_with_a_reason(asset):
+    with pytest.raises(ValueError, match=r"\w"):
+        PromptTokenizer(TokenizerAsset(worker_id="w", epoch=1, **asset), SCHEME, cache_bytes_max=1)
+
+
+@pytest.mark.parametrize("source", ["{{ ''.__class__.__mro__ }}{{ raise_exception('no') }}", "{% if %}", "{{ 1 / 0 }}"])
+def test_a_template_that_breaks_or_reaches_out_fails_alone(source):
+    with pytest.raises(TemplateFailed):
+        ChatTemplate(source, {}).render([], {})
+
+
+def test_templates_render_as_hugging_face_renders_them():
+    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    source = """
+    {%- for message in messages %}
+        {%- if loop.index0 == 3 %}{% break %}{% endif %}
+        {{- '<' + message['role'] + '>' }}
+        {%- generation %}{{ message['content'] | trim }}{% endgeneration %}
+        {{ message | tojson }}
+    {%- endfor %}
+    {%- if add_generation_prompt %}{{ '<assistant>' }}{% endif %}{{ bos_token }}
+    """
+    messages = [{"role": "user", "content": " <b>hi</b> é "}, {"role": "assistant", "content": "yes"}] * 2
+
+    theirs, _ = utils.render_jinja_template(
+        [messages], chat_template=source, add_generation_prompt=True, bos_token="<s>"
+    )
+    ours = ChatTemplate(source, {"bos_token": "<s>"}).render(messages, {"add_generation_prompt": True})
+
+    assert ours == theirs[0]
