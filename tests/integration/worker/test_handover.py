@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
@@ -39,7 +40,7 @@ def completion(prompt: str, **more) -> dict:
     return {"model": "baton-tiny", "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True, **more}
 
 
-@pytest.mark.parametrize("words", [30, 100, 400, 1000])
+@pytest.mark.parametrize("words", [70, 400, 1000, 2100])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_a_handed_over_prompt_gives_the_tokens_that_one_engine_gives(pair, router, words, stream):
     prefill, decode = pair
@@ -56,6 +57,28 @@ async def test_a_handed_over_prompt_gives_the_tokens_that_one_engine_gives(pair,
     assert second.report.received_tokens >= second.report.prompt_tokens - 32
     assert second.report.received_bytes > 0
     assert not first.body
+
+
+async def test_many_prompts_handed_over_at_once_do_not_mix(pair, router):
+    prefill, decode = pair
+    bodies = [completion(prompt_of(40 + 60 * number, seed=100 + number), stream=True) for number in range(8)]
+
+    handed_over = await asyncio.gather(*(router.handed_over(prefill, decode, body) for body in bodies))
+    alone = [await router.leg(prefill, LegKind.AGGREGATED, body) for body in bodies]
+
+    assert [second.token_ids for _first, second in handed_over] == [answer.token_ids for answer in alone]
+    assert all(second.report.received_tokens > 0 for _first, second in handed_over)
+
+
+async def test_a_prefix_that_the_decode_engine_holds_is_not_sent_again(pair, router):
+    prefill, decode = pair
+    shared = prompt_of(400, seed=6)
+    await router.handed_over(prefill, decode, completion(shared))
+
+    first, second = await router.handed_over(prefill, decode, completion(f"{shared} {prompt_of(60, seed=5)}"))
+
+    assert second.report.cached_tokens > second.report.received_tokens > 0
+    assert first.report.cached_tokens > 0
 
 
 async def test_usage_tells_what_the_prefill_engine_had_cached(pair, router):

@@ -1,0 +1,100 @@
+"""The reader of vLLM's KV events against vLLM's own publisher: nothing is missed, or the loss is owned up to."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from shared.contracts.kv_events import KvEvent, KvEventKind, unpack_hashes
+
+pytestmark = pytest.mark.vllm
+
+WAIT_S_MAX = 10.0
+
+
+def full(block: int) -> bytes:
+    return block.to_bytes(8, "big") + bytes(24)
+
+
+class Publisher:
+    """vLLM's publisher, with block numbers for events."""
+
+    def __init__(self, source, buffer_steps: int) -> None:
+        from vllm.config.kv_events import KVEventsConfig
+        from vllm.distributed.kv_events import EventPublisherFactory
+
+        self.inner = EventPublisherFactory.create(
+            KVEventsConfig(
+                enable_kv_cache_events=True,
+                publisher="zmq",
+                endpoint=source.endpoint,
+                replay_endpoint=source.replay_endpoint,
+                buffer_steps=buffer_steps,
+            )
+        )
+
+    def stored(self, block: int) -> None:
+        from vllm.distributed.kv_events import BlockStored, KVEventBatch
+
+        event = BlockStored(
+            block_hashes=[full(block)],
+            parent_block_hash=None,
+            token_ids=[],
+            block_size=32,
+            lora_id=None,
+            medium="GPU",
+            lora_name=None,
+        )
+        self.inner.publish(KVEventBatch(ts=time.time(), events=[event]))
+
+
+@contextmanager
+def source_and_publisher(run_dir: Path, missed: int, buffer_steps: int) -> Iterator:
+    """A source that begins to listen when ``missed`` batches have been published."""
+    from services.worker.engines.vllm_kv_events import KvEventSource
+
+    source = KvEventSource(run_dir)
+    source._socket.disconnect(source.endpoint)
+    publisher = Publisher(source, buffer_steps)
+    for block in range(missed):
+        publisher.stored(block)
+    while publisher.inner._event_queue.unfinished_tasks:
+        time.sleep(0.01)  # vLLM's thread says nothing when it is done
+    source._socket.connect(source.endpoint)
+    try:
+        yield source, publisher
+    finally:
+        source.close()
+        publisher.inner.shutdown()
+
+
+async def events_after(source, publisher) -> list[KvEvent]:
+    """What the source tells when more is published; the first may come before the connection stands."""
+    batches = source.batches()
+    first = asyncio.ensure_future(anext(batches))
+    async with asyncio.timeout(WAIT_S_MAX):
+        while not first.done():
+            publisher.stored(1000)
+            await asyncio.wait([first], timeout=0.1)
+    await batches.aclose()
+    return first.result()
+
+
+async def test_what_was_told_before_anyone_listened_is_replayed(tmp_path):
+    with source_and_publisher(tmp_path, missed=3, buffer_steps=100) as (source, publisher):
+        events = await events_after(source, publisher)
+
+    assert [unpack_hashes(event.hashes)[0] for event in events][:4] == [0, 1, 2, 1000]
+
+
+async def test_what_can_no_longer_be_replayed_clears_everything(tmp_path):
+    with source_and_publisher(tmp_path, missed=5, buffer_steps=2) as (source, publisher):
+        events = await events_after(source, publisher)
+
+    assert events[0].kind is KvEventKind.CLEARED
+    assert unpack_hashes(events[-1].hashes) == (1000,)
