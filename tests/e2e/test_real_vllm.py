@@ -1,0 +1,292 @@
+"""Real vLLM engines with NIXL, everything in place: what one engine computed, the other continues, token for token."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import openai
+import psutil
+import pytest
+from openai import OpenAI
+
+from tests.e2e.system import Metrics, System, until
+from tests.nats_server import NatsServer
+
+pytestmark = [pytest.mark.vllm, pytest.mark.nats]
+
+MODEL = "baton-tiny"
+BLOCK = 32
+KV_BYTES_PER_TOKEN = 4096
+"""4 layers, keys and values, 2 heads of 64 floats."""
+ENGINES_START_S_MAX = 300.0
+NATS_PAYLOAD_BYTES_MAX = 64 * 1024
+ANSWER_S_MAX = 120.0
+ERROR_S_MAX = 15.0
+"""From the death of an engine to the error that its stream ends with."""
+IDLE_S = 5.0
+IDLE_CPU_MAX = 0.05
+"""Of one core, for all processes of one engine."""
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    """One prefill and one decode engine, on a NATS whose messages are small."""
+    folder = tmp_path_factory.mktemp("vllm")
+    with (
+        NatsServer(folder, max_payload=NATS_PAYLOAD_BYTES_MAX) as nats,
+        System(folder / "state", "--prefill", "1", "--decode", "1", nats_url=nats.url) as system,
+    ):
+        system.wait_ready(ENGINES_START_S_MAX).until_exact(2)
+        yield system
+
+
+@pytest.fixture(scope="module")
+def client(system: System) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{system.endpoint}/v1", api_key="unused", max_retries=0, timeout=ANSWER_S_MAX) as client:
+        yield client
+
+
+def send(client: OpenAI, prompt: Any, mode: str = "auto", **fields: Any) -> Any:
+    extra = {"ignore_eos": True, "return_token_ids": True, **fields.pop("extra_body", {})}
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 32, "temperature": 0, **fields}
+    return client.completions.create(**body, extra_body=extra, extra_headers={"x-baton-mode": mode})
+
+
+def twenty_prompts() -> list[list[int]]:
+    """100 to 3,000 tokens; every other one begins as an earlier one does."""
+    draw = random.Random(20)
+    prompts: list[list[int]] = []
+    for number in range(20):
+        length = 100 + 2900 * number // 19
+        shared = draw.choice(prompts)[: draw.randint(1, length)] if number % 2 else []
+        prompts.append(shared + draw.choices(range(10, 3000), k=length - len(shared)))
+    return prompts
+
+
+def tokens_of(metrics: Metrics, worker_id: str, source: str) -> float:
+    return metrics.sum("baton_worker_prompt_tokens_total", worker_id=worker_id, source=source)
+
+
+def grown(system: System, before: Metrics, worker_id: str, **sums: float) -> dict[str, float]:
+    """What was added to a worker's prompt tokens, once the numbers of all requests have arrived."""
+
+    def growth() -> dict[str, float]:
+        after = system.fleet_metrics()
+        sources = ("computed", "cached", "received")
+        return {
+            source: tokens_of(after, worker_id, source) - tokens_of(before, worker_id, source) for source in sources
+        }
+
+    until(lambda: sum(growth().values()) >= sums["all"], f"{worker_id} has told of {sums['all']} tokens")
+    return growth()
+
+
+def test_twenty_prompts_give_the_same_tokens_on_two_engines_as_on_one(system: System, client: OpenAI):
+    prompts, before = twenty_prompts(), system.fleet_metrics()
+    total = sum(map(len, prompts))
+
+    apart = [send(client, prompt, "disaggregated") for prompt in prompts]
+    decode, prefill = (grown(system, before, worker, all=total) for worker in ("decode-1", "prefill-1"))
+    received_bytes = system.fleet_metrics().sum("baton_worker_kv_received_bytes_total", worker_id="decode-1")
+    # A salt of its own hides what is cached: this engine computes the prompt itself.
+    alone = [
+        send(client, prompt, "aggregated", extra_body={"cache_salt": f"alone-{number}"})
+        for number, prompt in enumerate(prompts)
+    ]
+    streams = [list(send(client, prompt, "disaggregated", stream=True)) for prompt in prompts]
+
+    for one, two, events in zip(alone, apart, streams, strict=True):
+        assert two.choices[0].token_ids == one.choices[0].token_ids
+        assert two.choices[0].text == one.choices[0].text
+        assert "".join(event.choices[0].text for event in events) == one.choices[0].text
+        assert [token for event in events for token in event.choices[0].token_ids or []] == one.choices[0].token_ids
+        assert len(one.choices[0].token_ids) == 32
+    assert len({two.choices[0].text for two in apart}) == len(prompts)
+    print(f"\nof {total} prompt tokens: decode-1 {decode}, prefill-1 {prefill}, {received_bytes:.0f} bytes received")
+    assert decode["computed"] <= len(prompts) * BLOCK
+    assert decode["received"] > total / 2
+    assert decode["received"] * KV_BYTES_PER_TOKEN <= received_bytes + len(prompts) * BLOCK * KV_BYTES_PER_TOKEN
+    assert prefill["received"] == 0
+    assert sum(prefill.values()) == sum(decode.values()) == total
+
+
+def test_usage_is_true_and_tells_what_was_cached(client: OpenAI):
+    prompt = random.Random(5).choices(range(10, 3000), k=10 * BLOCK + 9)
+
+    first, second = (send(client, prompt).usage for _ in range(2))
+    *_, last = send(client, prompt, stream=True, stream_options={"include_usage": True})
+
+    assert (first.prompt_tokens, first.completion_tokens) == (len(prompt), 32)
+    assert not first.prompt_tokens_details or first.prompt_tokens_details.cached_tokens == 0
+    assert second.prompt_tokens_details.cached_tokens == 10 * BLOCK
+    assert last.usage.prompt_tokens_details.cached_tokens == 10 * BLOCK
+    assert last.usage.total_tokens == len(prompt) + 32
+
+
+def test_a_body_of_many_nats_messages_works(client: OpenAI):
+    prompt = random.Random(6).choices(range(1000, 3000), k=12_000)
+    padding = {"metadata": {"note": "x" * 1_200_000}}
+
+    apart = send(client, prompt, "disaggregated", max_tokens=4, extra_body=padding)
+
+    assert apart.usage.prompt_tokens == 12_000
+    assert len(apart.choices[0].token_ids) == 4
+
+
+def chat(client: OpenAI, **fields: Any) -> Any:
+    messages = [{"role": "system", "content": "You run."}, {"role": "user", "content": "Who takes the baton? " * 20}]
+    return client.chat.completions.create(
+        **{"model": MODEL, "messages": messages, "max_tokens": 16, "temperature": 0, **fields}
+    )
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "start_race",
+        "parameters": {"type": "object", "properties": {"lane": {"enum": [1, 2]}}, "required": ["lane"]},
+    },
+}
+
+
+def test_a_named_tool_is_called_with_arguments_of_its_schema(client: OpenAI):
+    choice = {"type": "function", "function": {"name": "start_race"}}
+
+    (call,) = chat(client, tools=[TOOL], tool_choice=choice, max_tokens=64).choices[0].message.tool_calls
+
+    assert call.function.name == "start_race"
+    assert json.loads(call.function.arguments)["lane"] in {1, 2}
+
+
+def test_a_json_schema_is_kept_streamed_and_not(client: OpenAI):
+    schema = {
+        "type": "object",
+        "properties": {"winner": {"enum": ["red", "blue"]}},
+        "required": ["winner"],
+        "additionalProperties": False,
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "race", "schema": schema}}
+
+    whole = chat(client, response_format=wanted, max_tokens=100).choices[0]
+    events = chat(client, response_format=wanted, max_tokens=100, stream=True)
+
+    assert json.loads(whole.message.content)["winner"] in {"red", "blue"}
+    assert whole.finish_reason == "stop"
+    assert "".join(event.choices[0].delta.content or "" for event in events) == whole.message.content
+
+
+def test_logprobs_stop_and_several_choices_work(client: OpenAI):
+    plain = chat(client, logprobs=True, top_logprobs=2)
+    text = plain.choices[0].message.content
+    stop = text[len(text) // 2 : len(text) // 2 + 2]
+    several = chat(client, n=2, temperature=0.9)
+
+    assert len(plain.choices[0].logprobs.content) == plain.usage.completion_tokens
+    assert all(len(token.top_logprobs) == 2 for token in plain.choices[0].logprobs.content)
+    assert chat(client, stop=[stop]).choices[0].message.content == text[: text.index(stop)]
+    assert [choice.index for choice in several.choices] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 7}, "top_p"),
+        ({"n": 0}, "n must"),
+        ({"logit_bias": {"x": 1}}, ""),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [10] * 140_000}, "context length"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_vllm_refuses_is_400_in_its_words(client: OpenAI, wrong: dict[str, Any], words: str, stream: bool):
+    with pytest.raises(openai.BadRequestError) as refused:
+        send(client, **{"prompt": "Run!", **wrong}, stream=stream)
+
+    assert words in refused.value.message
+
+
+def test_malformed_json_is_400_in_vllms_words(system: System):
+    answer = system.http.post(
+        "/v1/completions", content=b'{"model": "baton-tiny",', headers={"content-type": "application/json"}
+    )
+
+    assert answer.status_code == 400
+    assert "JSON" in answer.json()["error"]["message"]
+
+
+def test_an_unknown_model_is_404(client: OpenAI):
+    with pytest.raises(openai.NotFoundError):
+        send(client, "x", extra_body={"model": "nobody"})
+
+
+def test_a_client_that_leaves_ends_the_work_on_the_engine(system: System, client: OpenAI):
+    stream = send(client, "Run!", stream=True, max_tokens=20_000)
+    next(iter(stream))
+
+    stream.close()
+
+    system.until_idle()
+
+
+def test_decoding_runs_at_the_speed_of_the_model(client: OpenAI):
+    arrived = [time.perf_counter() for _event in send(client, "Run!", stream=True, max_tokens=200)]
+
+    gaps = [later - earlier for earlier, later in pairwise(arrived)]
+    print(f"\ntime between tokens: median {median(gaps) * 1000:.1f} ms, largest {max(gaps) * 1000:.1f} ms")
+    assert median(gaps) < 0.05
+
+
+def test_idle_engines_use_next_to_no_processor(system: System):
+    system.until_idle()
+    trees = {worker: tree(system.worker_pid(worker)) for worker in ("prefill-1", "decode-1")}
+    before = {worker: cpu_s(processes) for worker, processes in trees.items()}
+    time.sleep(IDLE_S)  # what is measured is this time
+
+    used = {worker: (cpu_s(processes) - before[worker]) / IDLE_S for worker, processes in trees.items()}
+    memory = {worker: sum(p.memory_info().rss for p in processes) // 2**20 for worker, processes in trees.items()}
+    print(f"\nidle CPU {used}, RSS in MiB {memory}")
+    assert max(used.values()) < IDLE_CPU_MAX
+
+
+def tree(pid: int) -> list[psutil.Process]:
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
+
+
+def cpu_s(processes: list[psutil.Process]) -> float:
+    return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
+
+
+def test_an_engine_killed_mid_stream_ends_the_stream_and_its_worker_comes_back(system: System, client: OpenAI):
+    worker = system.worker_pid("decode-1")
+    engine = max(tree(worker)[1:], key=lambda process: process.memory_info().rss)
+    stream = send(client, "Run!", stream=True, max_tokens=20_000)
+    next(iter(stream))
+
+    os.kill(engine.pid, signal.SIGKILL)
+    killed_at = time.monotonic()
+    with pytest.raises(openai.APIError) as broken:
+        list(stream)
+
+    assert time.monotonic() - killed_at < ERROR_S_MAX
+    print(f"\nthe stream ended with {broken.value.code} after {time.monotonic() - killed_at:.1f} s")
+    until(lambda: system.pids("services.worker", "decode-1") not in ([], [worker]), "the launcher starts a new one")
+    until(
+        lambda: "decode-1 ready" in system.logs.joinpath("decode-1.log").read_text().split("decode-1 ready", 1)[-1],
+        "ready",
+        ENGINES_START_S_MAX,
+    )
+    system.until_exact(2)
+    again = send(client, "Run!", "disaggregated")
+    assert len(again.choices[0].token_ids) == 32
