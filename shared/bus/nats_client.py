@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from nats.aio.client import Client
 
 Direct = Callable[[bytes, dict[str, str], str, str], None]
 """Payload, headers, subject, reply subject."""
+
+UNSENT_BYTES_MAX = 256 * 1024
+"""Above this the flusher task takes over, which waits for the socket."""
 
 _NO_HEADERS: dict[str, str] = {}
 
@@ -28,3 +32,18 @@ class DirectClient(Client):
             take(data, await self._process_headers(headers) or _NO_HEADERS, subject.decode(), reply.decode())
         else:
             take(data, _NO_HEADERS, subject.decode(), reply.decode())
+
+    async def _flush_pending(self, force_flush: bool = False) -> Any:
+        """Hand what is pending to the transport at once: its own buffer gathers the writes of one turn of the loop,
+        and a trip through the flusher task would cost each of them a turn.
+        """
+        writer = getattr(self._transport, "_io_writer", None)
+        if force_flush or not self.is_connected or writer is None or self._unsent(writer) > UNSENT_BYTES_MAX:
+            return await super()._flush_pending(force_flush)
+        pending, self._pending, self._pending_data_size = self._pending, [], 0
+        writer.writelines(pending)
+        return None
+
+    @staticmethod
+    def _unsent(writer: Any) -> int:
+        return int(writer.transport.get_write_buffer_size())
