@@ -141,8 +141,9 @@ class RouterProtocol(HttpToolsProtocol):
             super().shutdown()
 
     def write(self, data: bytes) -> None:
-        """For exchanges: to the socket."""
-        self.transport.write(data)
+        """For exchanges: to the socket, if it is still there."""
+        if not self.transport.is_closing():
+            self.transport.write(data)
 
     def write_paused(self) -> bool:
         """For exchanges: whether the client reads too slowly."""

@@ -55,8 +55,6 @@ class LegRunner:
             await self._answer(flight, placed, start, placed.uncached_tokens)
             return
         report = await self._prefill(flight, placed.prefill, placed.uncached_tokens)
-        if flight.exchange.left:
-            raise LegFailed(Failure(reason=Reason.CANCELLED, message="the client left"))
         await self._answer(flight, placed, self._make(flight, placed.decode, LegKind.DECODE, report), 0)
 
     def headers(self, flight: Flight, placed: Placed, content_type: str) -> list[Header]:
@@ -88,6 +86,14 @@ class LegRunner:
             prefill_cached_tokens=prefill.cached_tokens if prefill is not None else 0,
         )
 
+    async def _open(self, flight: Flight, start: StartLeg, headers: dict[str, str] | None) -> Leg:
+        if flight.exchange.left:
+            raise LegFailed(Failure(reason=Reason.CANCELLED, message="the client left"))
+        flight.leg = leg = await self._inbox.start(start, headers)
+        if flight.exchange.left:  # Meanwhile: nobody could abort a leg that was not there yet.
+            flight.client_left()
+        return leg
+
     async def _prefill(self, flight: Flight, view: WorkerView, tokens: int) -> LegReport:
         start = self._make(flight, view, LegKind.PREFILL, None)
         begun = self._now()
@@ -95,7 +101,7 @@ class LegRunner:
         self._cluster.leg_started(start.worker_id, tokens)
         try:
             with self._tracing.leg(flight, start) as headers:
-                flight.leg = leg = await self._inbox.start(start, headers)
+                leg = await self._open(flight, start, headers)
                 frames = await leg.frames()
                 while frames[-1].kind is not END:
                     frames += await leg.frames()
@@ -118,7 +124,7 @@ class LegRunner:
         self._cluster.leg_started(start.worker_id, tokens)
         try:
             with self._tracing.leg(flight, start) as headers:
-                flight.leg = leg = await self._inbox.start(start, headers)
+                leg = await self._open(flight, start, headers)
                 frames = await leg.frames()
                 if status_of(frames[0]) == OK and frames[0].content_type.startswith(EVENT_STREAM):
                     self._streams += 1

@@ -58,8 +58,17 @@ def answer_well(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
 class FakeWorker:
     """``script`` is called for each leg; it may be replaced at any time."""
 
+    channel = WORKER_RECORDS
+
     def __init__(
-        self, bus: Bus, worker_id: str, role: Role = Role.BOTH, *, epoch: int = 1, script: Script = answer_well
+        self,
+        bus: Bus,
+        worker_id: str,
+        role: Role = Role.BOTH,
+        *,
+        epoch: int = 1,
+        script: Script = answer_well,
+        asset: TokenizerAsset | None = None,
     ) -> None:
         self.bus = bus
         self.worker_id = WorkerId(worker_id)
@@ -69,7 +78,7 @@ class FakeWorker:
         self.started: list[StartLeg] = []
         self.headers: list[dict[str, str]] = []
         self.cancelled: list[LegId] = []
-        self.asset = TokenizerAsset(worker_id=self.worker_id, epoch=self.epoch, note="none in this test")
+        self.asset = asset or TokenizerAsset(worker_id=self.worker_id, epoch=self.epoch, note="none in this test")
         self.held: bytes = b""
         self.alive = True
         self.seq = 0

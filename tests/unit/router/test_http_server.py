@@ -19,7 +19,7 @@ from shared.bus.memory_bus import MemoryBus, MemoryHub
 from shared.bus.streams import LegFrames
 from shared.contracts.inference import StartLeg
 from shared.runtime.clock import SystemClock
-from tests.unit.router.fake_worker import DONE, EVENTS, SSE, WHOLE_ANSWER, FakeWorker
+from tests.unit.router.fake_worker import DONE, EVENTS, SSE, WHOLE_ANSWER, FakeWorker, answer_well
 from tests.unit.router.world import COMPLETIONS, prompt
 
 PATIENCE_S = 10.0
@@ -259,3 +259,22 @@ async def test_metrics_count_what_happened():
 def test_a_port_that_is_taken_is_named():
     with listen("127.0.0.1", 0) as taken, pytest.raises(PortTaken, match="ROUTER_PORT"):
         listen("127.0.0.1", taken.getsockname()[1])
+
+
+async def test_a_client_that_stops_listening_before_its_answer_breaks_nothing():
+    async def slowly(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
+        await until(lambda: worker.alive is None)
+        answer_well(worker, start, frames)
+
+    async with running() as up, httpx.AsyncClient() as client:
+        up.worker.script = slowly
+        _reader, writer = await asyncio.open_connection("127.0.0.1", up.port)
+        writer.write(request(BODY) + request(BODY) + request(BODY))
+        await until(lambda: up.worker.started)
+        writer.transport.abort()
+        up.worker.alive = None
+        await until(lambda: not up.router.relay.flights)
+        up.worker.script = answer_well
+
+        assert (await client.post(up.url + COMPLETIONS, json=prompt())).status_code == 200
+        assert not up.router.relay.flights

@@ -472,3 +472,16 @@ def test_a_worker_that_breaks_the_protocol_costs_its_request_not_the_router():
         assert (await world.ask(prompt())).status == 200
 
     in_world(story)
+
+
+def test_a_client_that_left_before_its_turn_costs_no_leg():
+    async def story(world: World) -> None:
+        p1, d1 = await world.pair()
+        connection, answering = world.begin(b'{"model":"m","prompt":"x"}')
+        connection.leave()
+
+        await answering
+
+        assert (p1.started, d1.started, connection.written) == ([], [], b"")
+
+    in_world(story)

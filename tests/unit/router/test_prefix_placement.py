@@ -1,0 +1,132 @@
+"""From KV events to placements: a router sends a prompt where its blocks are, and notices when it does not know."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from services.router.core.block_hash import block_hashes
+from services.router.core.prefix_index import IndexState
+from services.worker.tiny_model import ensure_tiny_tokenizer
+from shared.contracts.channels import KV_EVENTS
+from shared.contracts.control import TokenizerAsset
+from shared.contracts.kv_events import KvDigest, pack_hashes
+from shared.contracts.workers import HashScheme, Role
+from tests.builders import kv_batch
+from tests.unit.router.world import World, in_world, prompt, settle
+
+TEXT = "a beginning that many prompts have in common " * 20
+
+
+@pytest.fixture(scope="module")
+def tokenizer_json(tmp_path_factory) -> bytes:
+    return (Path(ensure_tiny_tokenizer(tmp_path_factory.mktemp("cache"))) / "tokenizer.json").read_bytes()
+
+
+def blocks_of(tokenizer_json: bytes, text: str) -> list[int]:
+    return block_hashes(Tokenizer.from_str(tokenizer_json.decode()).encode(text).ids, HashScheme(block_size=32))
+
+
+async def two_prefills(world: World, tokenizer_json: bytes) -> None:
+    for worker_id, role in (("p1", Role.PREFILL), ("p2", Role.PREFILL), ("d1", Role.DECODE)):
+        asset = TokenizerAsset(worker_id=worker_id, epoch=1, tokenizer_json=tokenizer_json)
+        await world.worker(worker_id, role, asset=asset)
+    fingerprint = world.workers["p1"].record().fingerprint.key()
+    while not world.router.parts.prompts.followed(fingerprint):
+        await asyncio.to_thread(lambda: None)
+
+
+def state_of(world: World, worker_id: str) -> IndexState:
+    return world.router.parts.fleet.index.state(worker_id)
+
+
+def test_a_prompt_goes_to_the_worker_that_holds_its_blocks(tokenizer_json):
+    async def story(world: World) -> None:
+        await two_prefills(world, tokenizer_json)
+        await world.bus.publish(KV_EVENTS, kv_batch(1, *blocks_of(tokenizer_json, TEXT), worker_id="p2"))
+        await settle()
+
+        answers = [await world.ask(prompt(prompt=TEXT)) for _ in range(4)]
+
+        assert {answer.headers["x-baton-prefill-worker"] for answer in answers} == {"p2"}
+
+    in_world(story)
+
+
+def test_a_missed_batch_is_noticed_and_a_snapshot_repairs_it(tokenizer_json):
+    async def story(world: World) -> None:
+        await world.pair()
+        worker = world.workers["p1"]
+        asked = world.router.kv.snapshots
+        worker.seq, worker.held = 3, pack_hashes([1, 2, 3])
+
+        await world.bus.publish(KV_EVENTS, kv_batch(3, 3, worker_id="p1"))
+        await asyncio.sleep(1)
+
+        assert world.router.kv.snapshots == asked + 1
+        assert state_of(world, "p1") is IndexState.EXACT
+        assert world.router.parts.fleet.index.entries["p1"].held == {1, 2, 3}
+
+    in_world(story)
+
+
+def test_a_digest_that_disagrees_brings_a_snapshot():
+    async def story(world: World) -> None:
+        await world.pair()
+        asked = world.router.kv.snapshots
+
+        await world.workers["p1"].report(digest=KvDigest(seq=0, count=5, xor=7))
+        await asyncio.sleep(1)
+
+        assert world.router.kv.snapshots == asked + 1
+        assert state_of(world, "p1") is IndexState.EXACT
+
+    in_world(story)
+
+
+def test_a_worker_that_gives_no_snapshot_is_placed_by_load_alone():
+    async def story(world: World) -> None:
+        p1, _d1 = await world.pair()
+        await p1._subscriptions[-1].close()
+
+        world.router.kv.doubt_all()
+        await asyncio.sleep(2)
+
+        assert state_of(world, "p1") is IndexState.FALLBACK
+        assert (await world.ask(prompt())).status == 200
+
+    in_world(story)
+
+
+def test_after_an_outage_of_the_bus_everything_is_exact_again():
+    async def story(world: World) -> None:
+        await world.pair()
+
+        world.bus.lose()
+        await asyncio.sleep(1)
+        world.bus.restore()
+        await asyncio.sleep(2)
+
+        assert {state_of(world, "p1"), state_of(world, "d1")} == {IndexState.EXACT}
+        assert (await world.ask(prompt())).status == 200
+
+    in_world(story)
+
+
+def test_a_worker_that_is_gone_leaves_nothing_in_the_index():
+    async def story(world: World) -> None:
+        p1, _d1 = await world.pair()
+        await world.bus.publish(KV_EVENTS, kv_batch(1, 11, 12, worker_id="p1"))
+        await settle()
+        p1.alive = False
+
+        await (await world.bus.kept(p1.channel, ttl_s=None)).delete("p1")
+        await asyncio.sleep(6)
+
+        fleet = world.router.parts.fleet
+        assert (list(fleet.cluster.workers), fleet.index.holders) == (["d1"], {})
+
+    in_world(story)
