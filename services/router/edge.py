@@ -11,6 +11,7 @@ from typing import Any
 from services.router.core.request import CHAT, COMPLETIONS
 from services.router.exchange import Connection, Exchange, Head, Header, Upload
 from services.router.http_answers import HttpError, error_body, error_event, failed
+from services.router.idle_clients import IdleClients
 from services.router.ledger import Ledger
 from services.router.relay import Relay
 from services.router.settings import Settings
@@ -59,6 +60,7 @@ class Edge:
         self.app: AsgiApp | None = None
         self.uploads: set[Exchange] = set()
         """Requests whose body does not come in one piece."""
+        self.idle = IdleClients(clock.now, head_s_max=settings.head_s_max, read_s_max=settings.read_s_max)
         prefix, numbers = secrets.token_hex(6), itertools.count(1)
         self._new_id = lambda: f"{prefix}-{next(numbers)}"
 

@@ -89,6 +89,10 @@ class Flight:
         if leg is not None and not leg.ended:
             self.inbox.cancel(leg, Failure(reason=reason, message=message))
 
+    def client_gone(self) -> bool:
+        """Whether the client has left."""
+        return self.exchange.left
+
     def client_left(self) -> None:
         """Nobody waits for the answer any more."""
         self.abort(Reason.CANCELLED, "the client left")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
 from services.router.core.cluster_view import WorkerView
@@ -11,13 +10,11 @@ from services.router.exchange import Header
 from services.router.flight import Flight
 from services.router.http_answers import EVENT_STREAM
 from services.router.parts import Parts
+from services.router.pulse import Pulse
 from shared.bus.streams import Leg, LegFailed
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import LegId
 from shared.contracts.inference import Frame, FrameKind, LegKind, LegReport, StartLeg
-
-GATHERING_S_PER_STREAM = 50e-6
-GATHERING_S_MAX = 0.01
 
 HEAD, END = FrameKind.HEAD, FrameKind.END
 OK = 200
@@ -44,8 +41,7 @@ class LegRunner:
         self._inbox = parts.inbox
         self._tracing = parts.tracing
         self._legs_started = 0
-        self._streams = 0
-        """That are being relayed just now."""
+        self._pulse = Pulse()
         self._fixed_headers: dict[tuple[str, str, str], list[Header]] = {}
 
     async def run(self, flight: Flight, placed: Placed) -> None:
@@ -87,10 +83,10 @@ class LegRunner:
         )
 
     async def _open(self, flight: Flight, start: StartLeg, headers: dict[str, str] | None) -> Leg:
-        if flight.exchange.left:
+        if flight.client_gone():
             raise LegFailed(Failure(reason=Reason.CANCELLED, message="the client left"))
         flight.leg = leg = await self._inbox.start(start, headers)
-        if flight.exchange.left:  # Meanwhile: nobody could abort a leg that was not there yet.
+        if flight.client_gone():  # Meanwhile: nobody could abort a leg that was not there yet.
             flight.client_left()
         return leg
 
@@ -127,11 +123,8 @@ class LegRunner:
                 leg = await self._open(flight, start, headers)
                 frames = await leg.frames()
                 if status_of(frames[0]) == OK and frames[0].content_type.startswith(EVENT_STREAM):
-                    self._streams += 1
-                    try:
+                    with self._pulse:
                         await self._stream(flight, placed, leg, frames)
-                    finally:
-                        self._streams -= 1
                 else:
                     await self._whole(flight, placed, leg, frames)
         finally:
@@ -158,20 +151,12 @@ class LegRunner:
                 break
             if data:
                 await exchange.send(data)
-                if at - written_at < self._gathering_s():
-                    await asyncio.sleep(self._gathering_s())
+                if at - written_at < self._pulse.period_s:
+                    await self._pulse.beat()
                 written_at = at
             frames = await leg.frames()
         story.report = last.report
         exchange.end(data)
-
-    def _gathering_s(self) -> float:
-        """How long a stream that gets data faster than this lets it gather before the next write.
-
-        A write costs more than all else that is done for an event. With few streams nobody has to wait; with hundreds
-        at full speed the processor belongs to all of them. A token every 10 ms or slower never waits.
-        """
-        return min(GATHERING_S_MAX, self._streams * GATHERING_S_PER_STREAM)
 
     async def _whole(self, flight: Flight, placed: Placed, leg: Leg, frames: list[Frame]) -> None:
         """Collect the answer until its end: until then the request can still be placed again."""

@@ -17,8 +17,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     body_bytes_max: int = 32 * 1024 * 1024
     """A larger request body is refused with 413."""
+    head_s_max: float = 20.0
+    """A client that takes longer to ask, from the opening of its connection or from a request's first byte to the end
+    of its head, is disconnected.
+    """
     body_s_max: float = 60.0
     """A client that takes longer to send its body is refused."""
+    read_s_max: float = 60.0
+    """A client that takes longer to read the rest of an answer that is complete is disconnected."""
     answer_bytes_max: int = 256 * 1024 * 1024
     """A buffered answer that grows larger fails its request."""
     leg_buffer_bytes_max: int = 8 * 1024 * 1024

@@ -1,4 +1,4 @@
-"""Looks after running requests from outside: hops that are late, clients that do not read, bodies that do not come.
+"""Looks after requests from outside: hops that are late, clients that do not read, heads and bodies that do not come.
 
 One walk over all of them a few times a second replaces a timer for each; most requests are over before it comes by.
 """
@@ -40,6 +40,7 @@ class Watchman:
                 self._late(flight, now)
         if self._edge.uploads:
             self._edge.end_slow_uploads()
+        self._edge.idle.end_late()
 
     def _late(self, flight: Flight, now: float) -> None:
         if flight.late_at == NEVER:
