@@ -6,6 +6,7 @@ costs more than everything else that a router does.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Protocol
 
@@ -16,6 +17,12 @@ from services.router.http_answers import HttpError
 from shared.contracts.ids import RequestId, is_subject_token
 
 Header = tuple[bytes, bytes]
+
+TRACE_CONTEXT = {
+    b"traceparent": re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"),
+    b"tracestate": re.compile(rb"[ -~]{1,512}"),
+}
+"""What travels on to the workers, if it looks as W3C says."""
 
 MODES = {mode.value.encode(): mode for mode in Mode}
 
@@ -59,8 +66,8 @@ class Head:
                 self.length = int(value)
             elif name == b"content-type":
                 self.content_type = value.decode("latin-1")
-            elif name in (b"traceparent", b"tracestate"):
-                self.trace = {**(self.trace or {}), name.decode(): value.decode("latin-1")}
+            elif name in TRACE_CONTEXT and TRACE_CONTEXT[name].fullmatch(value):
+                self.trace = {**(self.trace or {}), name.decode(): value.decode()}
             elif name == b"x-request-id":
                 request_id = value.decode("latin-1")
             elif name == b"x-baton-mode":

@@ -38,10 +38,12 @@ class RouterProtocol(HttpToolsProtocol):
     """The relayed request whose turn it is; later ones of the same connection wait in ``pipeline``."""
     in_head = False
     head_bytes = 0
+    """Of the present head, at most."""
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the client."""
         self._unset_keepalive_if_required()
+        self.head_bytes += len(data)
         try:
             self._parse(data)
         except httptools.HttpParserError:
@@ -49,7 +51,6 @@ class RouterProtocol(HttpToolsProtocol):
             return
         exchange = self.exchange
         if self.in_head:
-            self.head_bytes += len(data)
             if self.head_bytes > HEAD_BYTES_MAX:
                 self.transport.write(HEAD_TOO_LARGE)
                 self.transport.close()
@@ -103,7 +104,6 @@ class RouterProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A new request."""
         self.in_head = True
-        self.head_bytes = 0
         self.exchange = None
         super().on_message_begin()
 
@@ -149,6 +149,7 @@ class RouterProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The whole request is there."""
+        self.head_bytes = 0
         if self.parser.should_upgrade():
             return
         exchange = self.exchange

@@ -16,9 +16,9 @@ LegId = NewType("LegId", str)
 Epoch = NewType("Epoch", int)
 """One life of a worker process: milliseconds since 1970 at its start, so a later life has a larger epoch."""
 
-SUBJECT_TOKEN = re.compile(r"^[A-Za-z0-9_-]{1,128}$")
+SUBJECT_TOKEN = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
 def is_subject_token(text: str) -> bool:
     """Whether an id may stand in a subject."""
-    return SUBJECT_TOKEN.match(text) is not None
+    return SUBJECT_TOKEN.fullmatch(text) is not None

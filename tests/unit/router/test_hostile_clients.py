@@ -1,0 +1,229 @@
+"""What a client may not do to a router over a socket: hold it up, fill its memory, or leave work behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from contextlib import suppress
+
+import pytest
+
+from shared.bus.streams import LegFrames
+from shared.contracts.inference import LegReport, StartLeg
+from tests.unit.router.fake_worker import EVENTS, JSON, SSE, FakeWorker, answer_well
+from tests.unit.router.test_http_server import BODY, PATIENCE_S, Running, request, running, until
+from tests.unit.router.world import COMPLETIONS, prompt
+
+STREAMED = json.dumps(prompt(stream=True)).encode()
+HEAD = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\n".encode()
+
+
+def stall(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
+    frames.head(200, SSE)
+    frames.data(EVENTS[0])
+
+
+async def connected(up: Running) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", up.port)
+
+
+async def read_to_end(reader: asyncio.StreamReader) -> bytes:
+    async with asyncio.timeout(PATIENCE_S):
+        return await reader.read()
+
+
+async def test_a_client_that_never_asks_is_disconnected():
+    async with running(head_s_max=0.1) as up:
+        assert await up.raw(b"") == b""
+
+
+@pytest.mark.parametrize("sent", [HEAD, b"P", b"POST / HTTP/1.1\r\nx: y"])
+async def test_a_head_that_does_not_come_to_its_end_is_408(sent):
+    async with running(head_s_max=0.1) as up:
+        assert (await up.raw(sent)).startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize("then", [b"\r\n", b"POST / HTT"])
+async def test_an_idle_connection_that_sends_a_bit_does_not_stay_open_for_ever(then):
+    async with running(head_s_max=0.1) as up:
+        reader, writer = await connected(up)
+        writer.write(request(BODY))
+        await reader.readuntil(b"answer")
+        writer.write(then)
+
+        await read_to_end(reader)
+
+        writer.close()
+
+
+async def test_the_rest_of_a_body_that_nobody_wants_does_not_keep_the_connection_open():
+    async with running(head_s_max=0.1) as up:
+        reader, writer = await connected(up)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\nabc")
+        await reader.readuntil(b"ok")
+        writer.write(b"def")
+
+        await read_to_end(reader)
+
+        writer.close()
+
+
+async def test_a_head_that_begins_while_an_answer_streams_does_not_cut_the_answer_short():
+    async def slowly(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
+        frames.head(200, SSE)
+        for event in EVENTS:
+            frames.data(event)
+            await asyncio.sleep(0.15)
+        frames.end(LegReport())
+
+    async with running(head_s_max=0.1) as up:
+        up.worker.script = slowly
+
+        answer = await up.raw(request(STREAMED) + HEAD)
+
+        assert answer.count(b"data: ") == len(EVENTS)
+
+
+async def test_a_client_that_leaves_with_a_second_request_in_line_has_its_first_leg_cancelled():
+    async with running() as up:
+        up.worker.script = stall
+        reader, writer = await connected(up)
+        writer.write(request(STREAMED) + request(BODY))
+        await reader.readuntil(EVENTS[0])
+        writer.transport.abort()
+        (frames,) = up.worker.frames.values()
+
+        def found_out() -> bool:
+            frames.data(EVENTS[0])  # Nothing is read from it just now: the router finds out when it writes.
+            return bool(up.worker.cancelled)
+
+        await until(found_out)
+        await until(lambda: not up.router.relay.flights)
+
+
+async def test_requests_in_line_are_not_read_without_end():
+    waiting = asyncio.Event()
+
+    async def one_by_one(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
+        if len(worker.started) > 50:
+            await waiting.wait()
+        answer_well(worker, start, frames)
+
+    async with running() as up:
+        up.worker.script = one_by_one
+        admit = up.router.edge.admit
+        admitted = 0
+
+        def counting(*args, **options):
+            nonlocal admitted
+            admitted += 1
+            return admit(*args, **options)
+
+        up.router.edge.admit = counting
+        reader, writer = await connected(up)
+        flood = asyncio.ensure_future(read_to_end(reader))
+        one = request(BODY)
+        writer.write(one * (8 * 1024 * 1024 // len(one)))
+        await until(lambda: len(up.worker.started) > 50)
+
+        assert admitted * len(one) < 2 * 1024 * 1024
+
+        writer.transport.abort()
+        with suppress(ConnectionResetError):
+            await flood
+        waiting.set()
+        await until(lambda: not up.router.relay.flights)
+
+
+@pytest.mark.parametrize("then", ["keep-alive", "close"])
+async def test_a_client_that_does_not_read_the_rest_of_its_answer_is_disconnected(then):
+    def huge(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
+        frames.head(200, JSON)
+        for _ in range(32):
+            frames.data(b"x" * 1024 * 1024)
+        frames.end(LegReport())
+
+    async with running(read_s_max=0.2, leg_buffer_bytes_max=1 << 30) as up:
+        up.worker.script = huge
+        with socket.create_connection(("127.0.0.1", up.port)) as client:
+            client.sendall(request(BODY, f"connection: {then}"))
+            await until(lambda: up.worker.started)
+            await until(lambda: not up.router.relay.flights)
+
+            await until(lambda: _is_reset(client))
+
+
+def _is_reset(client: socket.socket) -> bool:
+    try:
+        client.sendall(b"\r\n")
+    except OSError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+async def test_an_offer_to_speak_another_protocol_is_ignored_and_the_body_is_read(version):
+    offer = ("connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAA")
+    async with running() as up:
+        reader, writer = await connected(up)
+        writer.write(request(BODY, *offer, "x-request-id: mine", version=version))
+        async with asyncio.timeout(PATIENCE_S):
+            answer = await reader.readuntil(b"answer")
+        writer.close()
+
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert b"x-request-id: mine" in answer
+        assert up.worker.started[0].body == BODY
+
+
+async def test_an_offer_with_a_body_in_chunks_and_in_pieces_is_ignored_too():
+    async with running() as up:
+        reader, writer = await connected(up)
+        head = HEAD + b"connection: upgrade, close\r\nupgrade: websocket\r\ntransfer-encoding: chunked\r\n\r\n"
+        for at in range(len(head)):
+            writer.write(head[at : at + 1])
+            await writer.drain()
+        for part in (BODY[:9], BODY[9:], b""):
+            writer.write(b"%x\r\n%b\r\n" % (len(part), part))
+        answer = await read_to_end(reader)
+        writer.close()
+
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert up.worker.started[0].body == BODY
+
+
+async def test_a_tunnel_is_refused():
+    async with running() as up:
+        assert (await up.raw(b"CONNECT db:5432 HTTP/1.1\r\nhost: db\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
+
+
+async def test_many_offers_at_once_are_no_way_to_overflow_the_stack():
+    async with running() as up:
+        reader, writer = await connected(up)
+        writer.write(request(BODY, "connection: upgrade", "upgrade: h2c") * 3000)
+        with suppress(ConnectionResetError):  # It closes while there is more to read.
+            await read_to_end(reader)
+        writer.close()
+
+        assert (await up.raw(request(BODY, "connection: close"))).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("header", ["traceparent", "tracestate", "content-type", "x-request-id"])
+async def test_strange_bytes_in_headers_harm_nobody(header):
+    async with running() as up:
+        strange = request(BODY, "connection: close", f"{header}: STRANGE").replace(b"STRANGE", b"\xff\x80 \xc3\xa9")
+
+        assert (await up.raw(strange)).startswith(b"HTTP/1.1 200 ")
+        assert (await up.raw(request(BODY, "connection: close"))).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_what_looks_like_no_trace_context_is_not_passed_on():
+    good = f"traceparent: 00-{'a' * 32}-{'b' * 16}-01"
+    async with running() as up:
+        await up.raw(request(BODY, "connection: close", good, "tracestate: vendor=1"))
+        await up.raw(request(BODY, "connection: close", "traceparent: " + "x" * 30_000))
+        await up.raw(request(BODY, "connection: close", good, "tracestate: " + "y" * 30_000))
+
+        carried = [sorted(headers) for headers in up.worker.headers]
+        assert carried == [["traceparent", "tracestate"], [], ["traceparent"]]
