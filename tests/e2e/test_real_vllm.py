@@ -17,6 +17,7 @@ import psutil
 import pytest
 from openai import OpenAI
 
+from tests.e2e.prompts import VOCABULARY, prompts_with_shared_prefixes
 from tests.e2e.system import Metrics, System, until
 from tests.nats_server import NatsServer
 
@@ -26,7 +27,10 @@ MODEL = "baton-tiny"
 BLOCK = 32
 KV_BYTES_PER_TOKEN = 4096
 """4 layers, keys and values, 2 heads of 64 floats."""
-FLEET = ("--prefill", "1", "--decode", "1", "--engine-args=--enable-auto-tool-choice --tool-call-parser hermes")
+TOOLS = "--enable-auto-tool-choice --tool-call-parser pythonic"
+COMPACT_JSON = """--structured-outputs-config '{"backend": "xgrammar", "disable_any_whitespace": true}'"""
+"""A model that says nothing sensible may say spaces for ever where it is free to."""
+FLEET = ("--prefill", "1", "--decode", "1", f"--engine-args={TOOLS} {COMPACT_JSON}")
 ENGINES_START_S_MAX = 300.0
 NATS_PAYLOAD_BYTES_MAX = 64 * 1024
 ANSWER_S_MAX = 120.0
@@ -61,17 +65,6 @@ def send(client: OpenAI, prompt: Any, mode: str = "auto", **fields: Any) -> Any:
     return client.completions.create(**body, extra_body=extra, extra_headers={"x-baton-mode": mode})
 
 
-def twenty_prompts() -> list[list[int]]:
-    """100 to 3,000 tokens; every other one begins as an earlier one does."""
-    draw = random.Random(20)
-    prompts: list[list[int]] = []
-    for number in range(20):
-        length = 100 + 2900 * number // 19
-        shared = draw.choice(prompts)[: draw.randint(1, length)] if number % 2 else []
-        prompts.append(shared + draw.choices(range(10, 3000), k=length - len(shared)))
-    return prompts
-
-
 def tokens_of(metrics: Metrics, worker_id: str, source: str) -> float:
     return metrics.sum("baton_worker_prompt_tokens_total", worker_id=worker_id, source=source)
 
@@ -91,7 +84,7 @@ def grown(system: System, before: Metrics, worker_id: str, **sums: float) -> dic
 
 
 def test_twenty_prompts_give_the_same_tokens_on_two_engines_as_on_one(system: System, client: OpenAI):
-    prompts, before = twenty_prompts(), system.fleet_metrics()
+    prompts, before = prompts_with_shared_prefixes(20, shortest=100), system.fleet_metrics()
     total = sum(map(len, prompts))
 
     apart = [send(client, prompt, "disaggregated") for prompt in prompts]
@@ -120,7 +113,7 @@ def test_twenty_prompts_give_the_same_tokens_on_two_engines_as_on_one(system: Sy
 
 
 def test_usage_is_true_and_tells_what_was_cached(client: OpenAI):
-    prompt = random.Random(5).choices(range(10, 3000), k=10 * BLOCK + 9)
+    prompt = random.Random(5).choices(VOCABULARY, k=10 * BLOCK + 9)
 
     first, second = (send(client, prompt).usage for _ in range(2))
     *_, last = send(client, prompt, stream=True, stream_options={"include_usage": True})
@@ -153,7 +146,13 @@ TOOL = {
     "type": "function",
     "function": {
         "name": "start_race",
-        "parameters": {"type": "object", "properties": {"lane": {"enum": [1, 2]}}, "required": ["lane"]},
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"lane": {"enum": [1, 2]}},
+            "required": ["lane"],
+            "additionalProperties": False,
+        },
     },
 }
 

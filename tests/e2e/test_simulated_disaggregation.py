@@ -10,13 +10,13 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.e2e.prompts import VOCABULARY, prompts_with_shared_prefixes
 from tests.e2e.system import System, until
 
 pytestmark = pytest.mark.nats
 
 MODEL = "baton-tiny"
 BLOCK = 32
-VOCABULARY = range(10, 3000)
 
 
 def send(system: System, prompt: list[int], mode: str, **fields: Any) -> httpx.Response:
@@ -35,20 +35,9 @@ def streamed_text(answer: httpx.Response) -> str:
     return "".join(json.loads(event)["choices"][0]["text"] for event in events)
 
 
-def prompts_with_shared_prefixes(seed: int, count: int = 20) -> list[list[int]]:
-    """Random prompts of 1 to 3,000 tokens; every other one begins as an earlier one does."""
-    draw = random.Random(seed)
-    prompts: list[list[int]] = []
-    for number in range(count):
-        fresh = draw.choices(VOCABULARY, k=draw.randint(1, 3000))
-        shared = draw.choice(prompts)[: draw.randint(1, 3000)] if prompts and number % 2 else []
-        prompts.append((shared + fresh)[:3000])
-    return prompts
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_disaggregated_tokens_equal_aggregated_ones(simulated: System, seed: int):
-    for prompt in prompts_with_shared_prefixes(seed):
+    for prompt in prompts_with_shared_prefixes(seed, shortest=1):
         apart = send(simulated, prompt, "disaggregated")
         whole = send(simulated, prompt, "aggregated")
         streamed = send(simulated, prompt, "disaggregated", stream=True)
