@@ -9,6 +9,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+THREADS_S_MAX = 5.0
+"""With no timer set, only a thread can wake the loop: so long it may take, in real time."""
+
 
 class _JumpingSelector(selectors.DefaultSelector):
     now = 0.0
@@ -17,8 +20,11 @@ class _JumpingSelector(selectors.DefaultSelector):
         ready = super().select(0)
         if not ready:
             if timeout is None:
-                raise RuntimeError("everybody waits for something that cannot come")
-            self.now += timeout
+                ready = super().select(THREADS_S_MAX)
+                if not ready:
+                    raise RuntimeError("everybody waits for something that cannot come")
+            else:
+                self.now += timeout
         return ready
 
 
