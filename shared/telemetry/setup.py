@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk import _shared_internal
 from opentelemetry.sdk.metrics import export as otlp
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
@@ -26,6 +28,8 @@ EXPORT_S_MAX = 2.0
 """One attempt to send spans; a dead receiver costs no more."""
 SPANS_WAITING_MAX = 8192
 EXPORT_PERIOD_S = 1.0
+COMPLAINT_PERIOD_S = 60.0
+"""How often it is said that a receiver does not take what it is sent."""
 UCUM = {"seconds": "s", "bytes": "By", "ratio": "1", "1": "1"}
 """Units as OpenTelemetry writes them; what is counted stands in braces there."""
 
@@ -60,11 +64,39 @@ def setup(
         sampler=ParentBased(TraceIdRatioBased(trace_sample_ratio)),
         shutdown_on_exit=False,
     )
-    exporter = OTLPSpanExporter(endpoint=f"{otlp_endpoint.rstrip('/')}/v1/traces", timeout=EXPORT_S_MAX)
     provider.add_span_processor(
-        BatchSpanProcessor(exporter, max_queue_size=SPANS_WAITING_MAX, schedule_delay_millis=EXPORT_PERIOD_S * 1000)
+        BatchSpanProcessor(
+            SpanExporter(otlp_endpoint, export_s_max=EXPORT_S_MAX, now=time.monotonic),
+            max_queue_size=SPANS_WAITING_MAX,
+            schedule_delay_millis=EXPORT_PERIOD_S * 1000,
+        )
     )
     return Telemetry(provider.get_tracer("baton"), provider)
+
+
+class SpanExporter(OTLPSpanExporter):
+    """The SDK's, which would write two lines a second about a receiver that is away; this one, one now and then."""
+
+    def __init__(self, otlp_endpoint: str, *, export_s_max: float, now: Callable[[], float]) -> None:
+        for talkative in (OTLPSpanExporter.__module__, _shared_internal.__name__):
+            logging.getLogger(talkative).setLevel(logging.CRITICAL)
+        super().__init__(endpoint=f"{otlp_endpoint.rstrip('/')}/v1/traces", timeout=export_s_max)
+        self._receiver = otlp_endpoint
+        self._now = now
+        self._complained_at: float | None = None
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Send them, or lose them."""
+        result = super().export(spans)
+        now, before = self._now(), self._complained_at
+        if result is SpanExportResult.SUCCESS:
+            if before is not None:
+                log.info("the OTLP receiver %s takes spans again", self._receiver)
+            self._complained_at = None
+        elif before is None or now - before >= COMPLAINT_PERIOD_S:
+            log.warning("the OTLP receiver %s takes no spans: they are lost", self._receiver)
+            self._complained_at = now
+        return result
 
 
 def _resource(service: str, instance: str, version: str = "") -> Resource:

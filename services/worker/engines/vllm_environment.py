@@ -31,6 +31,8 @@ def prepare_import(*, kv_host: str, model_is_local: bool) -> None:
         "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
         "OTEL_SERVICE_NAME": "baton-engine",
         "OTEL_BSP_SCHEDULE_DELAY": "1000",
+        # Or a receiver that is away would hold the process up for ten seconds when it ends.
+        "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT": "2",
         # The front end multiplies no matrices; its OpenMP must not take cores from the engine.
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",

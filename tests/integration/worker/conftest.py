@@ -8,6 +8,7 @@ import pytest
 
 from shared.bus.nats_bus import connect_nats
 from tests.integration.worker.pair import Router, WorkerProcess, nats_server, start_worker, wait_ready
+from tests.otlp_receiver import OtlpReceiver
 
 
 @pytest.fixture(scope="session")
@@ -22,9 +23,22 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def pair(nats_url: str, run_dir: Path) -> Iterator[tuple[WorkerProcess, WorkerProcess]]:
-    """A prefill and a decode worker with real engines, shared by all tests: each takes half a minute to start."""
-    both = {"max_model_len": "8192", "engine_args": "--enable-auto-tool-choice --tool-call-parser pythonic"}
+def receiver() -> Iterator[OtlpReceiver]:
+    with OtlpReceiver() as one:
+        yield one
+
+
+@pytest.fixture(scope="session")
+def pair(nats_url: str, run_dir: Path, receiver: OtlpReceiver) -> Iterator[tuple[WorkerProcess, WorkerProcess]]:
+    """A prefill and a decode worker with real engines, shared by all tests: each takes half a minute to start. They trace
+    only what asks for it.
+    """
+    tracing = {"BATON_OTLP_ENDPOINT": receiver.endpoint, "BATON_TRACE_SAMPLE_RATIO": "0"}
+    both = {
+        "environ": tracing,
+        "max_model_len": "8192",
+        "engine_args": "--enable-auto-tool-choice --tool-call-parser pythonic",
+    }
     workers = [
         start_worker(nats_url, "p1", run_dir, role="prefill", cpu_cores="0", **both),
         start_worker(nats_url, "d1", run_dir, role="decode", cpu_cores="1", **both),

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,13 +91,21 @@ class WorkerProcess:
             self.process.wait()
 
 
-def start_worker(nats_url: str, worker_id: str, run_dir: Path, **settings: str) -> WorkerProcess:
+def start_worker(
+    nats_url: str, worker_id: str, run_dir: Path, *, environ: Mapping[str, str] | None = None, **settings: str
+) -> WorkerProcess:
     log = run_dir / f"{worker_id}.log"
     variables = {f"WORKER_{name.upper()}": value for name, value in settings.items()}
     with log.open("wb") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", "services.worker"],
-            env={**os.environ, "BATON_NATS_URL": nats_url, "WORKER_WORKER_ID": worker_id, **variables},
+            env={
+                **os.environ,
+                "BATON_NATS_URL": nats_url,
+                "WORKER_WORKER_ID": worker_id,
+                **(environ or {}),
+                **variables,
+            },
             stdout=out,
             stderr=subprocess.STDOUT,
         )
@@ -182,7 +190,7 @@ class Router:
     async def snapshot(self, worker: WorkerProcess) -> KvSnapshot:
         return await self.bus.ask(KV_SNAPSHOT, AskKvSnapshot(worker_id=worker.worker_id), timeout_s=5.0)
 
-    async def start(self, worker: WorkerProcess, kind: LegKind, body: dict | bytes, **options):
+    async def start(self, worker: WorkerProcess, kind: LegKind, body: dict | bytes, headers=None, **options):
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         fields = {"path": "/v1/completions", "deadline_s": 60.0, **options}
         return await self.inbox.start(
@@ -194,7 +202,8 @@ class Router:
                 kind=kind,
                 body=raw,
                 **fields,
-            )
+            ),
+            headers,
         )
 
     async def leg(self, worker: WorkerProcess, kind: LegKind, body: dict | bytes, **options) -> Answer:
