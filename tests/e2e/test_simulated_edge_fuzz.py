@@ -19,7 +19,7 @@ from tests.e2e.system import System
 
 pytestmark = pytest.mark.nats
 
-EXAMPLES = 40
+EXAMPLES = 25
 """For each path."""
 ANSWER_S_MAX = 30.0
 BREAKAGES = {500, 502, 504}
