@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -26,6 +27,7 @@ GUARD_S_MAX = 15.0
 SOON_S_MAX = 20.0
 """What the system does by itself is done by then."""
 POLL_S = 0.05
+PR_SET_PDEATHSIG = 1
 MARK = "E2E_SYSTEM"
 """A variable that every process of a system inherits, so that none can be overlooked."""
 
@@ -81,6 +83,11 @@ def environment() -> dict[str, str]:
     return {**kept, "COLUMNS": "200", "NO_COLOR": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
+def end_with_the_tests() -> None:
+    """In the launcher, before it runs: SIGTERM comes when pytest is killed, so that not even then anything is left."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 class Launched:
     """One ``baton up``, with everything that it starts. Leaving the ``with`` asserts that nothing is left behind."""
 
@@ -103,6 +110,7 @@ class Launched:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=end_with_the_tests,  # noqa: PLW1509  # one system call between fork and exec
             )
 
     def said(self) -> str:
