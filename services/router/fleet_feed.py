@@ -46,9 +46,10 @@ class FleetFeed:
         """Forget who is gone, for ever."""
         while True:
             await asyncio.sleep(SWEEP_S)
-            for worker_id in self._fleet.cluster.sweep(self._clock.now(), self._fleet.policy.silent_s_max):
-                self._fleet.index.drop(worker_id)
-                log.info("worker %s is gone", worker_id)
+            for record in self._fleet.cluster.sweep(self._clock.now(), self._fleet.policy.silent_s_max):
+                self._fleet.index.drop(record.worker_id)
+                self._inbox.worker_lost(record.worker_id, record.epoch)
+                log.info("worker %s is gone", record.worker_id)
 
     def _on_record(self, entry: KeptValue[WorkerRecord]) -> None:
         record = entry.value

@@ -47,6 +47,13 @@ class Story:
         self.first_at = 0.0
         self.last_at = 0.0
 
+    def attempted(self, placed: Placed) -> None:
+        """A placement is tried; what an earlier one cost is no part of what this one will."""
+        self.attempts += 1
+        self.placed = placed
+        self.prefill_s = -1.0
+        self.prefill_report = None
+
 
 class Flight:
     """A request that is being served."""

@@ -27,7 +27,11 @@ TOKENIZER_S_MAX = 30.0
 TRY_AGAIN_S = 5.0
 """After a tokenizer could not be had."""
 TOKENIZERS_MAX = 64
-"""Fingerprints whose tokenizers are kept; beyond that, prompts are placed by load alone."""
+"""Fingerprints whose tokenizers are kept; beyond that, those without a worker go, or else prompts are placed by load
+alone.
+"""
+BYTES_PER_TOKEN_MAX = 16
+"""A body with more bytes for each token that the model takes is not worth reading: the engine will refuse it."""
 
 
 class Prompts:
@@ -50,7 +54,7 @@ class Prompts:
         if body is not None and facts.path in (CHAT, COMPLETIONS) and self._matters(facts):
             for view in self._fleet.cluster.offering(facts.model):
                 tokenizer = self._tokenizers.get(view.pairs_with)
-                if tokenizer is not None:
+                if tokenizer is not None and exchange.upload.size <= BYTES_PER_TOKEN_MAX * view.record.max_model_len:
                     held = self._fleet.index.holders.__contains__
                     chars_max = self._settings.tokenize_loop_chars_max
                     prompt = await tokenizer.prompt(facts, held, threads=self._threads, loop_chars_max=chars_max)
@@ -93,14 +97,22 @@ class Prompts:
     async def _fetch_missing(self) -> bool:
         """Answers whether some tokenizer is still missing."""
         waiting = False
-        for view in list(self._fleet.cluster.workers.values()):
-            if view.pairs_with in self._tokenizers or len(self._tokenizers) >= TOKENIZERS_MAX:
+        views = list(self._fleet.cluster.workers.values())
+        for view in views:
+            if view.pairs_with in self._tokenizers or not self._has_room({view.pairs_with for view in views}):
                 continue
             if view.record.phase is WorkerPhase.STARTING:
                 continue
             if self._clock.now() < self._try_at.get(view.pairs_with, 0.0) or not await self._fetch(view.record):
                 waiting = True
         return waiting
+
+    def _has_room(self, needed: set[str]) -> bool:
+        if len(self._tokenizers) >= TOKENIZERS_MAX:
+            for fingerprint in self._tokenizers.keys() - needed:
+                del self._tokenizers[fingerprint]
+            self._try_at = {fingerprint: at for fingerprint, at in self._try_at.items() if fingerprint in needed}
+        return len(self._tokenizers) < TOKENIZERS_MAX
 
     async def _fetch(self, record: WorkerRecord) -> bool:
         key = record.fingerprint.key()

@@ -90,8 +90,7 @@ class Relay:
 
     async def _attempt(self, flight: Flight, placed: Placed) -> Failure | None:
         """Run the legs; answers why they did not end well, or None when the client has its answer."""
-        flight.story.attempts += 1
-        flight.story.placed = placed
+        flight.story.attempted(placed)
         try:
             await self._runner.run(flight, placed)
         except LegFailed as lost:

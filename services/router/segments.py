@@ -21,6 +21,8 @@ from shared.contracts.workers import HashScheme
 
 SEGMENT_CHARS = 1024
 """A piece is cut at the first safe place after so many characters."""
+PIECE_CHARS_MAX = 256 * 1024
+"""A longer piece is not tokenized: of text that a tokenizer cannot divide, it would take minutes and gigabytes."""
 CUT = re.compile(r"[A-Za-z] (?=[A-Za-z])")
 SAMPLE = (
     "Cutting is safe if it changes nothing: 1234567 words, l'été, naïve  double  spaces, tabs\tand\nnew lines\n\n"
@@ -29,6 +31,10 @@ SAMPLE = (
 NODE_BYTES_COUNTED = 400
 """What a remembered piece takes beside its text, its hashes and its left-over tokens."""
 NUMBER_BYTES_COUNTED = 40
+
+
+class PieceTooLong(Exception):
+    """The text has too long a piece that cannot be cut."""
 
 
 class Node:
@@ -105,7 +111,7 @@ class Segments:
 
     def go_on(self, walk: Walk, held: Callable[[int], bool], chars_max: int) -> bool:
         """Walk until the text ends, a block is held by nobody, or more than ``chars_max`` characters had to be
-        tokenized. Answers whether the walk is over.
+        tokenized. Answers whether the walk is over. Raises PieceTooLong.
         """
         while walk.at < len(walk.text):
             if walk.hashes and not held(walk.hashes[-1]):
@@ -114,6 +120,8 @@ class Segments:
             piece = walk.text[walk.at : end]
             node = self._nodes.get(walk.node.number, piece)
             if node is None:
+                if len(piece) > PIECE_CHARS_MAX:
+                    raise PieceTooLong
                 if len(piece) > chars_max:
                     return False
                 chars_max -= len(piece)

@@ -18,13 +18,17 @@ import msgspec
 from tokenizers import Tokenizer
 
 from services.router.chat_template import ChatTemplate, TemplateFailed
-from services.router.core.block_hash import ALGORITHMS, block_hashes
+from services.router.core.block_hash import ALGORITHMS, extend_chain
 from services.router.core.request import CHAT, COMPLETIONS, Body, RequestFacts
-from services.router.segments import Prompt, Segments
+from services.router.segments import PieceTooLong, Prompt, Segments, Walk
 from shared.contracts.control import TokenizerAsset
 from shared.contracts.workers import HashScheme
 
 BYTES_PER_TOKEN_GUESSED = 4
+TOKENIZE_S_MAX = 1.0
+"""A prompt whose turn in the thread does not come and end in this time is placed by load alone."""
+HASHED_AT_ONCE = 4096
+"""Token ids that are hashed before the next look at whether anybody holds their blocks."""
 TEXT = msgspec.json.Decoder(str)
 TOKEN_IDS = msgspec.json.Decoder(list[int])
 MESSAGES = msgspec.json.Decoder(list[dict[str, Any]])
@@ -81,14 +85,41 @@ class PromptTokenizer:
             if given is None:
                 return None
             if not isinstance(given, Text):
-                return Prompt(len(given), block_hashes(given, self._scheme, salt=salt), exact=True)
+                return Prompt(len(given), self._hashes(given, salt, held), exact=True)
         except (msgspec.DecodeError, UnicodeError, TemplateFailed, ValueError, OverflowError, struct.error):
             return None
         walk = self._segments.begin(given.text, special=given.special, salt=salt)
-        if not self._segments.go_on(walk, held, loop_chars_max):
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(threads, self._segments.go_on, walk, held, sys.maxsize)
+        try:
+            if not self._segments.go_on(walk, held, loop_chars_max):
+                await self._go_on_in_thread(walk, held, threads)
+        except (PieceTooLong, TimeoutError):
+            return None
         return self._segments.prompt(walk, special=given.special)
+
+    async def _go_on_in_thread(self, walk: Walk, held: Held, threads: Executor) -> None:
+        """Raises TimeoutError, after which the thread soon stops, too."""
+        given_up = False
+
+        def still_held(block: int) -> bool:
+            return not given_up and held(block)
+
+        try:
+            async with asyncio.timeout(TOKENIZE_S_MAX):
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(threads, self._segments.go_on, walk, still_held, sys.maxsize)
+        finally:
+            given_up = True
+
+    def _hashes(self, tokens: list[int], salt: str, held: Held) -> list[int]:
+        at_once = HASHED_AT_ONCE - HASHED_AT_ONCE % self._scheme.block_size or self._scheme.block_size
+        hashes: list[int] = []
+        digest: bytes | None = None
+        for begin in range(0, len(tokens), at_once):
+            if hashes and not held(hashes[-1]):
+                break
+            more, digest = extend_chain(digest, tokens[begin : begin + at_once], self._scheme, salt=salt)
+            hashes += more
+        return hashes
 
     def _given(self, path: str, body: Body) -> Text | list[int] | None:
         if path == COMPLETIONS:

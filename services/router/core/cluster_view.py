@@ -128,15 +128,15 @@ class ClusterView:
         if view is not None and view.record.epoch <= epoch:
             view.lost = True
 
-    def sweep(self, now: float, silent_s_max: float) -> list[WorkerId]:
+    def sweep(self, now: float, silent_s_max: float) -> list[WorkerRecord]:
         """Forget those that are neither registered nor heard; answers who they were."""
         gone = [
-            worker_id
-            for worker_id, view in self.workers.items()
+            view.record
+            for view in self.workers.values()
             if not view.registered and (view.lost or now - view.heard_at > silent_s_max)
         ]
-        for worker_id in gone:
-            del self.workers[worker_id]
+        for record in gone:
+            del self.workers[record.worker_id]
         if gone:
             self.speeds = {view.pairs_with: view.like for view in self.workers.values()}
         return gone

@@ -1,0 +1,117 @@
+"""No prompt costs the router more than it can be worth."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+
+import pytest
+
+from services.router import prompts as desk
+from services.router.core.block_hash import block_hashes
+from services.router.core.request import COMPLETIONS, read_request
+from services.router.segments import PIECE_CHARS_MAX, Prompt
+from services.router.tokenizer import HASHED_AT_ONCE, PromptTokenizer
+from services.worker.tiny_model import ensure_tiny_tokenizer
+from shared.contracts.control import TokenizerAsset
+from shared.contracts.workers import HashScheme
+from tests.unit.router.world import World, in_world
+from tests.virtual_time import run_in_virtual_time
+
+SCHEME = HashScheme(block_size=16)
+QUICKLY_S = 1.0
+
+
+async def fetch_tokenizer(world: World, asset: TokenizerAsset) -> None:
+    """Instead of the one that fake workers have."""
+    prompts = world.router.parts.prompts
+    for worker in world.workers.values():
+        worker.asset = asset
+        prompts._tokenizers.pop(worker.record().fingerprint.key(), None)
+        prompts.worker_seen(worker.record())
+    while not any(prompts._tokenizers.values()):
+        await asyncio.sleep(1)
+
+
+class Stuck(Executor):
+    """A thread that is busy with somebody else's prompt."""
+
+    def submit(self, *_work, **_options) -> Future:
+        return Future()
+
+
+@pytest.fixture(scope="module")
+def asset(tmp_path_factory) -> TokenizerAsset:
+    directory = ensure_tiny_tokenizer(tmp_path_factory.mktemp("cache"))
+    return TokenizerAsset(worker_id="w1", epoch=1, tokenizer_json=(directory / "tokenizer.json").read_bytes())
+
+
+@pytest.fixture
+def prompts(asset) -> PromptTokenizer:
+    return PromptTokenizer(asset, SCHEME, cache_bytes_max=1 << 20)
+
+
+async def found(prompts: PromptTokenizer, prompt: object, threads: Executor, *, held: bool = True) -> Prompt | None:
+    facts = read_request(COMPLETIONS, json.dumps({"model": "m", "prompt": prompt}).encode())
+    return await prompts.prompt(facts, lambda _block: held, threads=threads, loop_chars_max=500)
+
+
+async def test_text_that_cannot_be_divided_is_not_tokenized_beyond_a_bound(prompts):
+    with ThreadPoolExecutor(1) as threads:
+        begun = time.monotonic()
+        too_long = await found(prompts, "a" * (64 * PIECE_CHARS_MAX), threads)
+        took_s = time.monotonic() - begun
+
+        assert too_long is None
+        assert took_s < QUICKLY_S
+        assert await found(prompts, "word " * PIECE_CHARS_MAX, threads) is not None
+
+
+def test_a_prompt_waits_only_so_long_for_its_turn_in_the_thread(prompts):
+    assert run_in_virtual_time(found(prompts, "a few words " * 1000, Stuck())) is None
+
+
+async def test_token_ids_are_hashed_as_far_as_anybody_holds_their_blocks(prompts):
+    ids = [number % 1000 for number in range(3 * HASHED_AT_ONCE + 100)]
+    all_hashes = block_hashes(ids, SCHEME)
+
+    everything = await found(prompts, ids, Stuck())
+    beginning = await found(prompts, ids, Stuck(), held=False)
+
+    assert everything == Prompt(len(ids), all_hashes, exact=True)
+    assert beginning == Prompt(len(ids), all_hashes[: HASHED_AT_ONCE // SCHEME.block_size], exact=True)
+
+
+def test_a_body_that_no_model_could_take_is_not_even_read(asset):
+    async def story(world: World) -> None:
+        await world.worker("w1")
+        await world.worker("w2")
+        await fetch_tokenizer(world, asset)
+        longest = desk.BYTES_PER_TOKEN_MAX * world.workers["w1"].record().max_model_len
+
+        exact = []
+        for size in (longest // 2, longest + 1):
+            body = json.dumps({"model": "m", "prompt": [7] * (size // 3)}).encode()
+            connection, answering = world.begin(body)
+            prompt = await world.router.parts.prompts.of(connection.exchange, read_request(COMPLETIONS, body))
+            exact.append(prompt.exact)
+            await answering
+
+        assert exact == [True, False]
+
+    in_world(story, tokenize="always")
+
+
+def test_a_tokenizer_that_nobody_needs_makes_room_for_one_that_somebody_does(asset):
+    async def story(world: World) -> None:
+        await world.worker("w1")
+        known = world.router.parts.prompts._tokenizers
+        for number in range(desk.TOKENIZERS_MAX):
+            known[f"gone-{number}"] = None
+        await fetch_tokenizer(world, asset)
+
+        assert len(known) == 1
+
+    in_world(story)
