@@ -67,6 +67,12 @@ class NatsServer:
                 raise RuntimeError(f"nats-server did not start: {self._log.read_text()[-500:]}")
             time.sleep(0.01)
 
+    @property
+    def pid(self) -> int:
+        """Of the running server."""
+        assert self._process is not None
+        return self._process.pid
+
     def kill(self) -> None:
         if self._process is not None:
             self._process.send_signal(signal.SIGCONT)

@@ -47,6 +47,7 @@ class System:
 
     def __init__(self, directory: Path, nats_url: str) -> None:
         self._directory = directory
+        self.nats_url = nats_url
         self._environ = {**os.environ, **INSTANT, "BATON_NATS_URL": nats_url, "BATON_LOG_LEVEL": "warning"}
         self._processes: list[subprocess.Popen[bytes]] = []
         self.port = free_port()
@@ -127,9 +128,23 @@ def cost(system: System, **options: Any) -> dict[str, Any]:
     return result
 
 
+def pin(pid: int, core: str) -> None:
+    """Keep all threads of a process on one core."""
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setaffinity(int(thread.name), {int(core)})
+
+
+def floor(url: str, rate: int) -> dict[str, float]:
+    """A bare NATS round trip between the two cores, at this rate."""
+    pinger = ["taskset", "-c", ROUTER_CORE, sys.executable, "-m", "tests.bench.nats_floor"]
+    command = [*pinger, f"--url={url}", f"--rate={rate}", f"--echo-core={OTHER_CORE}"]
+    return json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+
+
 @contextlib.contextmanager
 def running(pairs: int) -> Iterator[System]:
     with tempfile.TemporaryDirectory() as scratch, NatsServer(Path(scratch)) as nats:
+        pin(nats.pid, OTHER_CORE)
         system = System(Path(scratch), nats.url)
         try:
             system.start_fleet(pairs)
@@ -177,7 +192,8 @@ def measure_latency(seconds: float) -> list[str]:
             alone = load(direct, **options)["latency_ms"]
             routed = load(system.port, **options)["latency_ms"]
             added = " / ".join(f"{routed[part] - alone[part]:.2f}" for part in ("p50", "p99"))
-            row = f"| {rate} | {name} | {alone['p50']:.2f} / {alone['p99']:.2f} | {routed['p50']:.2f} / {routed['p99']:.2f} | {added} |"
+            bare = floor(system.nats_url, rate)
+            row = f"| {rate} | {name} | {alone['p50']:.2f} / {alone['p99']:.2f} | {routed['p50']:.2f} / {routed['p99']:.2f} | {added} | {2 * bare['p50']:.2f} |"
             rows.append(show(row))
     return rows
 
@@ -223,9 +239,10 @@ def page(requests: list[str], streams: list[str], latency: list[str]) -> str:
             "## Latency, Poisson arrivals, one token, 1P+1D against one engine behind uvicorn",
             "",
             "Added latency holds everything disaggregation needs: the router, four trips over NATS and the second engine.",
+            "The last column is the least it can be: two bare round trips over this nats-server, raw sockets on both ends.",
             "",
-            "| requests/s | prompt | direct p50 / p99 ms | through Baton p50 / p99 ms | added p50 / p99 ms |",
-            "|---|---|---|---|---|",
+            "| requests/s | prompt | direct p50 / p99 ms | through Baton p50 / p99 ms | added p50 / p99 ms | two bare round trips p50 ms |",
+            "|---|---|---|---|---|---|",
             *latency,
             "",
         ]
