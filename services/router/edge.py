@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from services.router.core.request import CHAT, COMPLETIONS
-from services.router.exchange import Connection, Exchange, Head, Header, Upload
+from services.router.exchange import Bodies, Connection, Exchange, Head, Header, Upload
 from services.router.http_answers import HttpError, error_body, error_event, failed
 from services.router.idle_clients import IdleClients
 from services.router.ledger import Ledger
@@ -60,6 +60,7 @@ class Edge:
         self.app: AsgiApp | None = None
         self.uploads: set[Exchange] = set()
         """Requests whose body does not come in one piece."""
+        self.bodies = Bodies()
         self.idle = IdleClients(clock.now, head_s_max=settings.head_s_max, read_s_max=settings.read_s_max)
         prefix, numbers = secrets.token_hex(6), itertools.count(1)
         self._new_id = lambda: f"{prefix}-{next(numbers)}"
@@ -72,7 +73,7 @@ class Edge:
     def admit(self, connection: Connection, path: str, headers: list[Header], *, http11: bool, keep: bool) -> Exchange:
         """The head is there. May refuse before any of the body is read."""
         head = Head(path, headers, self._new_id)
-        exchange = Exchange(connection, head, Upload(self._now()), http11=http11, keep_alive=keep)
+        exchange = Exchange(connection, head, Upload(self._now(), self.bodies), http11=http11, keep_alive=keep)
         if head.mode is None:
             self._refuse(exchange, HttpError(400, error_body(400, BAD_MODE), reason="bad_request"))
         elif len(self._relay.flights) >= self._settings.requests_at_once_max:
@@ -82,13 +83,18 @@ class Edge:
         return exchange
 
     def bound(self, exchange: Exchange, body_bytes: int) -> bool:
-        """Refuse a body that is, or says it will be, too large; answers whether it was refused."""
+        """Refuse a body that is, or says it will be, too large, or one too many; answers whether it was refused."""
         bytes_max = self._settings.body_bytes_max
         if body_bytes <= bytes_max:
-            return False
+            if self.bodies.bytes_held <= self._settings.bodies_bytes_max:
+                return False
+            self._refuse(exchange, failed(Reason.WORKER_BUSY, "The router is full. Try again shortly."))
+            exchange.upload.over()
+            return True
         discarded = 0 <= exchange.head.length <= UPLOAD_DISCARDED_FACTOR * bytes_max
         message = f"The body is larger than {bytes_max} bytes."
         self._refuse(exchange, failed(Reason.TOO_LARGE, message, closes=not discarded))
+        exchange.upload.over()
         return True
 
     def end_slow_uploads(self) -> None:
@@ -116,6 +122,8 @@ class Edge:
                 exchange.end(error_event(Reason.INTERNAL, repr(bug)))
             else:
                 exchange.refuse(failed(Reason.INTERNAL, "The router has a bug; its log says more."))
+        finally:
+            exchange.upload.over()
 
     def _refuse(self, exchange: Exchange, error: HttpError) -> None:
         exchange.refusal = error

@@ -75,12 +75,23 @@ class Head:
         self.request_id = RequestId(request_id if request_id and is_subject_token(request_id) else new_id())
 
 
+class Bodies:
+    """The bodies of all requests that have come and are not answered."""
+
+    __slots__ = ("bytes_held",)
+
+    def __init__(self) -> None:
+        self.bytes_held = 0
+
+
 class Upload:
     """A request's body, as it comes."""
 
-    __slots__ = ("_parts", "begun_at", "complete", "size")
+    __slots__ = ("_all", "_held", "_parts", "begun_at", "complete", "size")
 
-    def __init__(self, begun_at: float) -> None:
+    def __init__(self, begun_at: float, bodies: Bodies) -> None:
+        self._all = bodies
+        self._held = 0
         self._parts: list[bytes] = []
         self.size = 0
         self.begun_at = begun_at
@@ -88,8 +99,17 @@ class Upload:
 
     def add(self, data: bytes) -> None:
         """A piece of it."""
+        size = len(data)
         self._parts.append(data)
-        self.size += len(data)
+        self.size += size
+        self._held += size
+        self._all.bytes_held += size
+
+    def over(self) -> None:
+        """Nobody needs it any more."""
+        self._all.bytes_held -= self._held
+        self._held = 0
+        self._parts = []
 
     def body(self) -> bytes:
         """All of it that has come."""
@@ -136,6 +156,8 @@ class Exchange:
     def client_left(self) -> None:
         """The connection is gone."""
         self.left = True
+        if not (self.upload.complete and self.my_turn):  # Else it is being served, and still needed.
+            self.upload.over()
         if self.on_left is not None and not self.ended:
             self.on_left()
 
@@ -194,4 +216,5 @@ class Exchange:
 
     def _end(self) -> None:
         self.ended = True
+        self.upload.over()
         self._connection.answered(close=not self._keep_alive)

@@ -17,6 +17,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     body_bytes_max: int = 32 * 1024 * 1024
     """A larger request body is refused with 413."""
+    bodies_bytes_max: int = 512 * 1024 * 1024
+    """Bodies of all requests that are on their way in or being served; more are refused with 503."""
     head_s_max: float = 20.0
     """A client that takes longer to ask, from the opening of its connection or from a request's first byte to the end
     of its head, is disconnected.

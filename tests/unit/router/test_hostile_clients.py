@@ -100,6 +100,7 @@ async def test_a_client_that_leaves_with_a_second_request_in_line_has_its_first_
 
         await until(found_out)
         await until(lambda: not up.router.relay.flights)
+        assert not up.router.edge.bodies.bytes_held
 
 
 async def test_requests_in_line_are_not_read_without_end():
@@ -160,6 +161,24 @@ def _is_reset(client: socket.socket) -> bool:
     except OSError:
         return True
     return False
+
+
+async def test_bodies_of_many_clients_together_are_bounded_and_forgotten_when_they_leave():
+    async with running(bodies_bytes_max=200_000) as up:
+        bodies = up.router.edge.bodies
+        slow = [await connected(up) for _ in range(2)]
+        for _reader, writer in slow:
+            writer.write(request(b"x" * 110_000)[:-10])
+        await until(lambda: bodies.bytes_held > 200_000 or slow[-1][0]._buffer)
+        refused = await up.raw(request(BODY, "connection: close"))
+
+        for _reader, writer in slow:
+            writer.transport.abort()
+        await until(lambda: not bodies.bytes_held)
+
+        assert b"503 Service Unavailable" in refused + bytes(slow[0][0]._buffer) + bytes(slow[1][0]._buffer)
+        assert (await up.raw(request(BODY, "connection: close"))).startswith(b"HTTP/1.1 200 ")
+        assert not bodies.bytes_held
 
 
 @pytest.mark.parametrize("version", ["1.1", "1.0"])
