@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -26,12 +27,14 @@ class LegEngine(AsyncLLM):
     meter: EngineMeter
     died: asyncio.Future[str]
     block_bytes: int = 0
+    numbers: count[int]
     traced: bool = False
 
     def attach(self, meter: EngineMeter, block_bytes: int) -> None:
         """Bind to the running event loop. Call once, before the first request."""
         self.meter = meter
         self.block_bytes = block_bytes
+        self.numbers = count()
         self.traced = self.vllm_config.observability_config.otlp_traces_endpoint is not None
         self.died = asyncio.get_running_loop().create_future()
         self.output_processor.process_outputs = meter.sources.watching(self.output_processor)
@@ -44,6 +47,8 @@ class LegEngine(AsyncLLM):
         guard(sampling_params, record.kind)
         if record.trace_headers and self.traced:
             options["trace_headers"] = record.trace_headers
+        # Clients name their requests as they like, several alike perhaps; what is noted about one is not another's.
+        request_id = f"{request_id}-{next(self.numbers)}"
         waiting = self.meter.expect(prompt)
         outputs = super().generate(prompt, sampling_params, request_id, **options)
         first = True
@@ -92,7 +97,8 @@ def guard(params: SamplingParams, kind: LegKind) -> None:
     if params.extra_args:
         for name in PRIVATE_ARGUMENTS:
             params.extra_args.pop(name, None)
-        if kind is LegKind.AGGREGATED:
+        order = params.extra_args.get("kv_transfer_params")
+        if kind is LegKind.AGGREGATED or not isinstance(order, dict):  # Ours are; what came by ``vllm_xargs`` never is.
             params.extra_args.pop("kv_transfer_params", None)
     if kind is LegKind.PREFILL:
         params.max_tokens = 1

@@ -192,12 +192,16 @@ class Router:
 
     async def start(self, worker: WorkerProcess, kind: LegKind, body: dict | bytes, headers=None, **options):
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        fields = {"path": "/v1/completions", "deadline_s": 60.0, **options}
+        fields = {
+            "path": "/v1/completions",
+            "deadline_s": 60.0,
+            "request_id": RequestId(uuid.uuid4().hex),
+            **options,
+        }
         return await self.inbox.start(
             StartLeg(
                 worker_id=worker.worker_id,
                 router_id=self.router_id,
-                request_id=RequestId(uuid.uuid4().hex),
                 leg_id=LegId(uuid.uuid4().hex),
                 kind=kind,
                 body=raw,
