@@ -15,7 +15,7 @@ from services.router.core.request import Mode
 from services.router.fleet import Fleet
 from services.router.flight import Flight, finished
 from services.router.kv_feed import KvFeed
-from shared.bus.port import Bus, BusError
+from shared.bus.port import Bus, BusDown
 from shared.contracts.channels import REQUESTS_FINISHED
 from shared.contracts.failures import Reason
 from shared.contracts.ids import RouterId
@@ -121,7 +121,7 @@ class Ledger:
         requests, self._unreported = self._unreported, []
         try:
             await bus.publish(REQUESTS_FINISHED, RequestsFinished(router_id=self._router_id, requests=requests))
-        except BusError as error:
+        except BusDown as error:
             self._unreported = requests + self._unreported
             log.debug("not reported: %s", error)
 

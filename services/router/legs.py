@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Self
 
-from services.router.core.cluster_view import WorkerView
+from services.router.core.cluster_view import ClusterView, WorkerView
 from services.router.core.placement import Placed
 from services.router.exchange import Header
 from services.router.flight import Flight
@@ -13,7 +14,7 @@ from services.router.parts import Parts
 from services.router.pulse import Pulse
 from shared.bus.streams import Leg, LegFailed
 from shared.contracts.failures import Failure, Reason
-from shared.contracts.ids import LegId
+from shared.contracts.ids import LegId, WorkerId
 from shared.contracts.inference import Frame, FrameKind, LegKind, LegReport, StartLeg
 
 HEAD, END = FrameKind.HEAD, FrameKind.END
@@ -28,6 +29,30 @@ class EngineRefused(Exception):
         self.status = status
         self.content_type = content_type
         self.body = body
+
+
+class Account:
+    """What a leg of ours adds to its worker's load, as long as it runs; its prompt, until that is computed."""
+
+    __slots__ = ("_cluster", "_tokens", "_worker_id")
+
+    def __init__(self, cluster: ClusterView, worker_id: WorkerId, tokens: int) -> None:
+        self._cluster = cluster
+        self._worker_id = worker_id
+        self._tokens = tokens
+
+    def __enter__(self) -> Self:
+        self._cluster.leg_started(self._worker_id, self._tokens)
+        return self
+
+    def prompt_computed(self) -> None:
+        """The first token is there."""
+        self._cluster.prompt_computed(self._worker_id, self._tokens)
+        self._tokens = 0
+
+    def __exit__(self, *_failure: object) -> None:
+        self.prompt_computed()
+        self._cluster.leg_ended(self._worker_id)
 
 
 class LegRunner:
@@ -94,16 +119,11 @@ class LegRunner:
         start = self._make(flight, view, LegKind.PREFILL, None)
         begun = self._now()
         flight.allow(begun, self._settings.prefill_s_max)
-        self._cluster.leg_started(start.worker_id, tokens)
-        try:
-            with self._tracing.leg(flight, start) as headers:
-                leg = await self._open(flight, start, headers)
-                frames = await leg.frames()
-                while frames[-1].kind is not END:
-                    frames += await leg.frames()
-        finally:
-            self._cluster.prompt_computed(start.worker_id, tokens)
-            self._cluster.leg_ended(start.worker_id)
+        with Account(self._cluster, start.worker_id, tokens), self._tracing.leg(flight, start) as headers:
+            leg = await self._open(flight, start, headers)
+            frames = await leg.frames()
+            while frames[-1].kind is not END:
+                frames += await leg.frames()
         if status_of(frames[0]) != OK:
             raise refusal(frames)
         report = frames[-1].report
@@ -117,21 +137,19 @@ class LegRunner:
         settings = self._settings
         # A whole answer's head comes with its body, when all tokens are there: only a stream has an early first frame.
         flight.allow(self._now(), settings.first_frame_s_max if flight.facts.stream else settings.request_s_max)
-        self._cluster.leg_started(start.worker_id, tokens)
-        try:
-            with self._tracing.leg(flight, start) as headers:
-                leg = await self._open(flight, start, headers)
-                frames = await leg.frames()
-                if status_of(frames[0]) == OK and frames[0].content_type.startswith(EVENT_STREAM):
-                    with self._pulse:
-                        await self._stream(flight, placed, leg, frames)
-                else:
-                    await self._whole(flight, placed, leg, frames)
-        finally:
-            self._cluster.prompt_computed(start.worker_id, tokens)
-            self._cluster.leg_ended(start.worker_id)
+        with (
+            Account(self._cluster, start.worker_id, tokens) as account,
+            self._tracing.leg(flight, start) as headers,
+        ):
+            leg = await self._open(flight, start, headers)
+            frames = await leg.frames()
+            if status_of(frames[0]) == OK and frames[0].content_type.startswith(EVENT_STREAM):
+                with self._pulse:
+                    await self._stream(flight, placed, leg, frames, account)
+            else:
+                await self._whole(flight, placed, leg, frames)
 
-    async def _stream(self, flight: Flight, placed: Placed, leg: Leg, frames: list[Frame]) -> None:
+    async def _stream(self, flight: Flight, placed: Placed, leg: Leg, frames: list[Frame], account: Account) -> None:
         """Relay events as they come, all that have arrived in one write. The head waits for the first data, so that
         a leg that fails before it can still be placed again.
         """
@@ -146,6 +164,7 @@ class LegRunner:
             if not exchange.begun and (data or last.kind is END):
                 story.status = OK
                 story.first_at = story.last_at
+                account.prompt_computed()
                 exchange.begin(OK, self.headers(flight, placed, EVENT_STREAM))
             if last.kind is END:
                 break

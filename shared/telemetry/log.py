@@ -35,6 +35,11 @@ def _utc(record: logging.LogRecord) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
 
 
+def _on_one_line(text: str) -> str:
+    """What a client made up may not look like a line of ours."""
+    return text if text.isprintable() else ascii(text)
+
+
 class JsonLines(logging.Formatter):
     """One JSON object per record, with the trace it belongs to."""
 
@@ -71,6 +76,6 @@ class Text(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         level = "" if record.levelno == logging.INFO else f"{record.levelname} "
-        facts = "".join(f" {name}={value}" for name, value in _facts(record).items())
+        facts = "".join(f" {name}={_on_one_line(str(value))}" for name, value in _facts(record).items())
         line = f"{_utc(record)[11:-1]} {self._who} {level}{record.getMessage()}{facts}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line

@@ -9,6 +9,8 @@ import msgspec
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+MODEL_CHARS_MAX = 512
+"""A longer name is no model's; of what a client makes up, no more is logged, told and counted."""
 
 
 class Mode(StrEnum):
@@ -80,7 +82,7 @@ def read_request(path: str, body: bytes) -> RequestFacts:
     model = parsed.model
     return RequestFacts(
         path=path,
-        model=model if isinstance(model, str) else "",
+        model=model[:MODEL_CHARS_MAX] if isinstance(model, str) else "",
         stream=parsed.stream is True,
         whole=why_whole(path, parsed),
         tokens_out=_limit(parsed),

@@ -69,7 +69,14 @@ def _is_one_plain_sequence(fields: dict[str, msgspec.Raw]) -> bool:
     Blocks are handed over once: of several sequences, the first to arrive would release what the others still read. And
     logits exist only where the prompt was computed. ``truncate_prompt_tokens`` of -1 means "as fits".
     """
-    refused = (
+    try:
+        return not _asks_for_more(fields)
+    except (ValueError, RecursionError):  # The engine will say what is wrong with it.
+        return False
+
+
+def _asks_for_more(fields: dict[str, msgspec.Raw]) -> bool:
+    return (
         _value(fields, "n") not in (None, 1)
         or _value(fields, "best_of") not in (None, 1)
         or bool(_value(fields, "use_beam_search"))
@@ -78,7 +85,6 @@ def _is_one_plain_sequence(fields: dict[str, msgspec.Raw]) -> bool:
         or (bool(_value(fields, "echo")) and _value(fields, "logprobs") not in (None, False))
         or not _is_one_prompt(_value(fields, "prompt"))
     )
-    return not refused
 
 
 def _is_one_prompt(prompt: Any) -> bool:

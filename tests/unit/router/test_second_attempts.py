@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from services.router.core.request import MODEL_CHARS_MAX
 from shared.bus.streams import LegFrames
 from shared.contracts.channels import REQUESTS_FINISHED, WORKER_RECORDS
 from shared.contracts.failures import Failure, Reason
@@ -89,5 +90,49 @@ def test_without_an_orchestrator_a_worker_that_fell_silent_and_expired_gives_its
             await answering
 
         assert len(world.workers["w2"].started) == 1
+
+    in_world(story)
+
+
+def test_a_prompt_counts_as_waiting_only_until_its_first_token():
+    def slow_stream(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
+        frames.head(200, SSE)
+
+    async def story(world: World) -> None:
+        w1 = await world.worker("w1", Role.BOTH, slow_stream)
+        view = world.router.parts.fleet.cluster.workers[w1.worker_id]
+        _connection, answering = world.begin(b'{"model":"m","prompt":"%b","stream":true}' % (b"word " * 400))
+        await settle()
+        before = view.own_tokens
+
+        (frames,) = w1.frames.values()
+        frames.data(EVENTS[0])
+        await settle()
+        during, legs = view.own_tokens, view.own_legs
+        frames.end(LegReport())
+        await answering
+
+        assert (before > 100, during, legs) == (True, 0, 1)
+        assert (view.own_tokens, view.own_legs) == (0, 0)
+
+    in_world(story)
+
+
+def test_a_name_without_end_is_cut_wherever_it_goes():
+    async def story(world: World) -> None:
+        told: list[RequestFinished] = []
+
+        def note(finished: RequestsFinished, _envelope: object) -> None:
+            told.extend(finished.requests)
+
+        await world.bus.subscribe(REQUESTS_FINISHED, note)
+        await world.worker("w1")
+
+        answers = [await world.ask(prompt(model="x" * (20 << 20))) for _ in range(4)]
+        await asyncio.sleep(1)
+
+        assert {answer.status for answer in answers} == {404}
+        assert max(len(answer.body) for answer in answers) < 2000
+        assert [len(one.model) for one in told] == [MODEL_CHARS_MAX] * 4
 
     in_world(story)

@@ -76,3 +76,11 @@ def test_every_metric_in_the_file_is_in_the_table():
     constants = {value.name for value in vars(names).values() if isinstance(value, names.Metric)}
 
     assert constants == set(METRICS)
+
+
+def test_what_a_client_made_up_does_not_look_like_a_line_of_ours():
+    line = Text("router", "router-1").format(
+        record("request", facts={"model": "m\n07:00:00.000 router-1 ERROR hacked"})
+    )
+
+    assert "\n" not in line

@@ -151,3 +151,19 @@ def test_numbers_that_only_some_parsers_accept_are_kept():
 
     assert b"NaN" in made
     assert b"do_remote_decode" in made
+
+
+@pytest.mark.parametrize("prompt", [b'"\xff"', b"[1," + b"9" * 5000 + b"]"], ids=["bytes", "digits"])
+def test_a_prompt_that_cannot_be_read_is_left_to_the_engine_that_would_answer(prompt):
+    body = b'{"model":"m","prompt":' + prompt + b"}"
+
+    assert prepare(LegKind.PREFILL, COMPLETIONS, body) is None
+    assert prepare(LegKind.DECODE, COMPLETIONS, body, TRANSFER) == body
+    assert prepare(LegKind.AGGREGATED, COMPLETIONS, body) == body
+
+
+@pytest.mark.parametrize("kind", list(LegKind))
+def test_no_depth_of_a_prompt_is_too_much(kind):
+    for deep in range(800, 1100):  # Somewhere between, one of the readers gives up and another does not.
+        body = b'{"model":"m","prompt":[1,' + b"[" * deep + b"]" * deep + b"]}"
+        prepare(kind, COMPLETIONS, body, TRANSFER)
