@@ -25,10 +25,16 @@ def connect(url: str, subject: str) -> socket.socket:
     host, _, port = url.removeprefix("nats://").partition(":")
     connection = socket.create_connection((host, int(port)), timeout=ANSWER_S_MAX)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.recv(READ_BYTES)
     connection.sendall(b'CONNECT {"verbose":false}\r\nSUB ' + subject.encode() + b" 1\r\nPING\r\n")
-    connection.recv(READ_BYTES)
+    read_to(connection, b"PONG\r\n")
     return connection
+
+
+def read_to(connection: socket.socket, end: bytes) -> None:
+    """Read until what came ends like this."""
+    tail = b""
+    while not tail.endswith(end):
+        tail = (tail + connection.recv(READ_BYTES))[-len(end) :]
 
 
 def echo(url: str, core: int, ready: object) -> None:
@@ -58,7 +64,7 @@ def main() -> None:
     for _ in range(ROUND_TRIPS):
         begun = time.perf_counter()
         connection.sendall(b"PUB floor.there 5\r\nhello\r\n")
-        connection.recv(READ_BYTES)
+        read_to(connection, b"hello\r\n")
         times.append(time.perf_counter() - begun)
         time.sleep(1.0 / arguments.rate)
     answering.terminate()
