@@ -37,3 +37,14 @@ async def test_requests_that_clients_gave_the_same_name_keep_their_own_numbers(p
     assert first.report.cached_tokens == (prompt_tokens - 1) // BLOCK * BLOCK
     assert second.report.cached_tokens == 0
     assert len(first.token_ids) == len(second.token_ids) == 24
+
+
+@pytest.mark.parametrize("prompt", [b'"\xff"', b"[1," + b"9" * 5000 + b"]", b"[" * 990 + b"]" * 990])
+async def test_a_prompt_that_cannot_be_read_is_refused_by_the_engine_in_its_own_words(pair, router, prompt):
+    body = b'{"model":"baton-tiny","prompt":' + prompt + b"}"
+
+    prefill = await router.leg(pair[0], LegKind.PREFILL, body)
+    decode = await router.leg(pair[1], LegKind.DECODE, body)
+
+    assert (prefill.status, prefill.report.kv_transfer) in ((200, b""), (400, b""))
+    assert (decode.status, decode.failure) == (400, None)
