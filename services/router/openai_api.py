@@ -1,6 +1,6 @@
 """The HTTP surface as FastAPI knows it: the document, and everything that is asked seldom.
 
-The inference routes stand here for the OpenAPI document; ``http_server`` serves them before FastAPI is asked, unless
+The inference routes stand here for the OpenAPI document; ``http_protocol`` serves them before FastAPI is asked, unless
 somebody writes their path in another way (percent signs, an absolute URL).
 """
 
