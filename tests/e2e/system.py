@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -41,6 +42,14 @@ def until(promise: Callable[[], Any], what: str, s_max: float = SOON_S_MAX) -> A
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {s_max:g} s: {what}")
         time.sleep(POLL_S)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it runs: neither gone nor waiting to be buried."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 class Metrics:
@@ -98,6 +107,7 @@ class Launched:
         self._env = {**environment(), **(env or {}), MARK: self._mark}
         self._log = folder / f"launcher-{self._mark[:6]}.log"
         self.process: subprocess.Popen[bytes] | None = None
+        self._children: set[psutil.Process] = set()
 
     def start(self) -> None:
         """Start the launcher; it is not ready yet."""
@@ -141,8 +151,16 @@ class Launched:
         return self.folder / "logs"
 
     def processes(self) -> list[psutil.Process]:
-        """Every living process of this system, the launcher and its guard included."""
-        return [process for process in psutil.process_iter() if self._is_ours(process)]
+        """Every living process of this system, the launcher and its guard included.
+
+        Those that hide their environment behind a title (vLLM's EngineCore) are found as children, once and for all.
+        """
+        ours = {process for process in psutil.process_iter() if self._is_ours(process)}
+        for process in ours:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._children.update(process.children(recursive=True))
+        self._children = {process for process in self._children if is_alive(process)}
+        return list(ours | self._children)
 
     def _is_ours(self, process: psutil.Process) -> bool:
         try:
@@ -154,8 +172,9 @@ class Launched:
         """Processes that run ``python -m MODULE``, of one worker if it is named."""
         return [
             process.pid
-            for process in self.processes()
-            if f"-m {module}" in " ".join(process.cmdline())
+            for process in psutil.process_iter()
+            if self._is_ours(process)
+            and f"-m {module}" in " ".join(process.cmdline())
             and (not worker_id or process.environ().get("WORKER_WORKER_ID") == worker_id)
         ]
 
@@ -166,6 +185,7 @@ class Launched:
     def end(self, number: int = signal.SIGINT, *, code: int = 0, s_max: float = STOP_S_MAX) -> None:
         """Signal the launcher; asserts its exit code and that no process is left."""
         assert self.process is not None
+        self.processes()  # Now that they have parents, all are found.
         self.process.send_signal(number)
         try:
             ended_with = self.process.wait(s_max)
