@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
@@ -102,11 +102,11 @@ class NatsKept(Generic[M]):
         await self._use(lambda kv: kv.delete(key))
 
     async def all(self) -> list[KeptValue[M]]:
-        watcher = await self._use(lambda kv: kv.watchall(ignore_deletes=True, inactive_threshold=WATCHER_IDLE_S_MAX))
+        watcher = await self._use(lambda kv: kv.watchall(inactive_threshold=WATCHER_IDLE_S_MAX))
         live: list[KeptValue[M]] = []
         try:
             async with asyncio.timeout(ANSWER_S_MAX):
-                async for entry in watcher:
+                async for entry in entries_of(watcher, self._has_entries):
                     if entry is None:
                         return live
                     value = self._read(entry)
@@ -125,7 +125,8 @@ class NatsKept(Generic[M]):
             seen: set[str] = set()
             complete = False
             try:
-                async for entry in watcher:  # Ends when the connection came back: then everything is told again.
+                # Ends when the connection came back: then everything is told again.
+                async for entry in entries_of(watcher, self._has_entries):
                     if entry is None:
                         for gone in told.keys() - seen:
                             yield KeptValue(gone, None, told.pop(gone))
@@ -142,6 +143,12 @@ class NatsKept(Generic[M]):
             finally:
                 self._watchers.discard(watcher)
                 await _stop(watcher)
+
+    async def _has_entries(self) -> bool:
+        try:
+            return bool((await self._use(lambda kv: kv.status())).values)
+        except BusError:  # The connection is gone: everything will be told again.
+            return False
 
     async def _new_watcher(self) -> KeyValue.KeyWatcher:
         while True:
@@ -213,6 +220,27 @@ class NatsKept(Generic[M]):
         except BadMessage as bad:
             count_bad(self._owner.counts, self._channel.subject, bad)
             return None
+
+
+async def entries_of(
+    watcher: AsyncIterable[KeyValue.Entry | None], has_entries: Callable[[], Awaitable[bool]]
+) -> AsyncIterator[KeyValue.Entry | None]:
+    """What the watcher tells, and None behind the last entry that was there at the beginning.
+
+    nats-py says None at once when the server has nothing pending: also when the first entries have left the server and
+    not arrived yet. An early None is held back until the entry behind which nothing is pending.
+    """
+    arrived = early = False
+    async for entry in watcher:
+        if entry is None and not arrived and await has_entries():
+            early = True
+            continue
+        yield entry
+        if entry is not None:
+            arrived = True
+            if early and not entry.delta:
+                early = False
+                yield None
 
 
 async def _newest(kv: KeyValue, key: str) -> KeyValue.Entry | None:
