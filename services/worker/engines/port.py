@@ -36,7 +36,7 @@ class LegRecord:
     request_id: str
     trace_headers: dict[str, str]
     prefill_cached_tokens: int = 0
-    """DECODE: what the prefill leg had cached; the engine reports this as the request's cached tokens."""
+    """DECODE: what the prefill leg had cached: the request's cached tokens, unless ``kv_transfer_params`` tell them."""
     # The engine fills in:
     prompt_tokens: int = 0
     cached_tokens: int = 0
