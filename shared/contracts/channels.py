@@ -18,6 +18,7 @@ import msgspec
 from shared.contracts.control import AskTokenizer, Leadership, ServiceStatus, TokenizerAsset
 from shared.contracts.inference import CancelLeg, FrameBatch, RequestsFinished, StartLeg
 from shared.contracts.kv_events import AskKvSnapshot, KvEventBatch, KvSnapshot
+from shared.contracts.kv_exchange import AskKvHandshake, FetchedKv, FetchKv, KvGrant, KvHandshake, LeaseKv, ReleaseKv
 from shared.contracts.load import LoadReport
 from shared.contracts.workers import DescribeFleet, FleetState, WorkerLost, WorkerRecord
 
@@ -104,13 +105,28 @@ FRAMES = Channel("frames.{router_id}", FrameBatch, Delivery.COMMAND, WORKERS, RO
 
 KV_EVENTS = Channel("kv.{worker_id}.events", KvEventBatch, Delivery.EVENT, WORKERS, ROUTERS)
 KV_SNAPSHOT = AskChannel("kv.{worker_id}.snapshot", AskKvSnapshot, Delivery.ASK, ROUTERS, WORKERS, answer=KvSnapshot)
+KV_HANDSHAKE = AskChannel(
+    "kv.{worker_id}.handshake", AskKvHandshake, Delivery.ASK, WORKERS, WORKERS, answer=KvHandshake
+)
+KV_LEASE = Channel("kv.{worker_id}.lease", LeaseKv, Delivery.COMMAND, WORKERS, WORKERS)
+KV_GRANT = Channel("kv.{reader_id}.grant", KvGrant, Delivery.COMMAND, WORKERS, WORKERS)
+KV_RELEASE = Channel("kv.{worker_id}.release", ReleaseKv, Delivery.COMMAND, WORKERS, WORKERS)
+KV_FETCH = AskChannel(
+    "kv.{worker_id}.fetch",
+    FetchKv,
+    Delivery.ASK,
+    (Party.ORCHESTRATOR, Party.ROUTER, Party.LAUNCHER, Party.WORKER),
+    WORKERS,
+    answer=FetchedKv,
+)
 TOKENIZER = AskChannel(
     "worker.{worker_id}.tokenizer", AskTokenizer, Delivery.ASK, ROUTERS, WORKERS, answer=TokenizerAsset
 )
 
 LOAD = Channel("worker.{worker_id}.load", LoadReport, Delivery.EVENT, WORKERS, EVERYONE)
-WORKER_RECORDS = Channel("workers.{worker_id}", WorkerRecord, Delivery.KEPT, WORKERS, EVERYONE)
-WORKER_LOST = Channel("fleet.lost", WorkerLost, Delivery.EVENT, (Party.ORCHESTRATOR,), EVERYONE)
+# Workers follow the registry too, to know whom they may exchange KV with.
+WORKER_RECORDS = Channel("workers.{worker_id}", WorkerRecord, Delivery.KEPT, WORKERS, (*EVERYONE, *WORKERS))
+WORKER_LOST = Channel("fleet.lost", WorkerLost, Delivery.EVENT, (Party.ORCHESTRATOR,), (*EVERYONE, *WORKERS))
 FLEET_STATE = Channel("fleet.state", FleetState, Delivery.EVENT, (Party.ORCHESTRATOR,), EVERYONE)
 DESCRIBE_FLEET = AskChannel(
     "fleet.describe", DescribeFleet, Delivery.ASK, EVERYONE, (Party.ORCHESTRATOR,), answer=FleetState

@@ -13,6 +13,7 @@ import msgspec
 
 from shared.contracts.failures import Failure
 from shared.contracts.ids import Epoch, LegId, RequestId, RouterId, WorkerId
+from shared.contracts.kv_exchange import KvProof, KvSource
 from shared.contracts.message import Message, PackedMessage
 
 
@@ -47,6 +48,14 @@ class StartLeg(Message, frozen=True, kw_only=True):
     """For DECODE: what the prefill leg's report gave, unread by the router (JSON of ``kv_transfer_params``)."""
     prefill_cached_tokens: int = 0
     """For DECODE: prompt tokens that the prefill leg had cached, so that the usage numbers are true."""
+    kv_offer: bool = True
+    """For PREFILL: whether to lease the blocks at the end; not when the decode leg follows the prefill as it goes."""
+    kv_sources: list[KvSource] = msgspec.field(default_factory=list)
+    """Who is believed to hold more of the prompt than this worker does."""
+    cache_hit_threshold: float | None = None
+    """The client's; None: the worker's own. Prefill legs are exempt."""
+    kv_fetch_min_tokens: int | None = None
+    """The client's; None: the worker's own."""
 
 
 class CancelLeg(Message, frozen=True, kw_only=True):
@@ -75,6 +84,8 @@ class LegReport(Message, frozen=True, kw_only=True):
     kv_transfer: bytes = b""
     """For PREFILL: what a decode worker needs to read the KV (JSON of ``kv_transfer_params``)."""
     finish_reason: str = ""
+    kv: KvProof | None = None
+    """Where the prompt's KV came from; None where the engine's connector does not tell."""
 
 
 class FrameKind(IntEnum):
@@ -142,6 +153,17 @@ class RequestFinished(Message, frozen=True, kw_only=True):
     """Mean time between tokens after the first."""
     placement_s: float = -1.0
     prefill_s: float = -1.0
+    streamed_handoff: bool = False
+    """The decode leg read the KV while the prompt was being computed."""
+    recomputed_tokens: int = -1
+    """Prompt tokens that the decode worker of a disaggregated request computed."""
+    reprefilled_tokens: int = -1
+    """Computed again after preemptions."""
+    readback_tokens: int = -1
+    """Prompt tokens that the prefill worker fetched from others."""
+    kv_wait_s: float = -1.0
+    """From the first ask for KV to the first grant of it."""
+    kv_read_s: float = -1.0
 
 
 class RequestsFinished(Message, frozen=True, kw_only=True):

@@ -1,0 +1,94 @@
+"""What a worker says to its engine's exchange, and what that says back: the two ends of one engine, not the wire.
+
+Into the engine: an ``EngineCall``, msgpack, as a utility call, so that an idle engine answers without a step. Out of
+it: ``EngineNews``, as the call's result, and pushed after a step in which there was some.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.kv_exchange import (
+    FetchedKv,
+    FetchKv,
+    KvGrant,
+    KvHandshake,
+    KvLedgerState,
+    LeaseKv,
+    ReleaseKv,
+)
+from shared.contracts.message import Message
+
+
+class Peer(Message, frozen=True, kw_only=True):
+    """Another worker whose blocks may be read."""
+
+    handshake: KvHandshake
+    clock_ahead_s: float
+    """The most that its clock may be ahead of ours."""
+
+
+class PeerGone(Message, frozen=True, kw_only=True):
+    """This life of the worker is over: forget its memory, fail what is being read from it."""
+
+    worker_id: WorkerId
+    epoch: Epoch
+
+
+class StartFetch(Message, frozen=True, kw_only=True):
+    """Have these blocks; the answer's news names the same ``fetch_id``."""
+
+    fetch_id: str
+    fetch: FetchKv
+
+
+class EngineCall(Message, frozen=True, kw_only=True):
+    """Everything that a worker may ask of its engine's exchange; done in the order of the fields."""
+
+    describe: bool = False
+    """Answer with ``EngineNews.handshake``."""
+    peers: list[Peer] = msgspec.field(default_factory=list)
+    """New, or known with a fresher clock."""
+    gone: list[PeerGone] = msgspec.field(default_factory=list)
+    releases: list[ReleaseKv] = msgspec.field(default_factory=list)
+    leases: list[LeaseKv] = msgspec.field(default_factory=list)
+    """Asked by other workers."""
+    grants: list[KvGrant] = msgspec.field(default_factory=list)
+    """Given to this engine."""
+    fetches: list[StartFetch] = msgspec.field(default_factory=list)
+    release_all: bool = False
+    """Before the engine ends: unpin everything, grant nothing more."""
+
+
+class PeerConnected(Message, frozen=True, kw_only=True):
+    """The engine can read from that worker, or ``failure`` says why not."""
+
+    worker_id: WorkerId
+    epoch: Epoch
+    seconds: float = 0.0
+    failure: str = ""
+
+
+class FetchEnded(Message, frozen=True, kw_only=True):
+    """A StartFetch is over."""
+
+    fetch_id: str
+    result: FetchedKv
+
+
+class EngineNews(Message, frozen=True, kw_only=True):
+    """Everything that an engine's exchange has to say. Empty lists are the rule."""
+
+    handshake: KvHandshake | None = None
+    wanted: list[WorkerId] = msgspec.field(default_factory=list)
+    """Workers that requests name as sources and that are not connected: their handshake, please."""
+    leases: list[LeaseKv] = msgspec.field(default_factory=list)
+    """To be asked of other workers."""
+    grants: list[KvGrant] = msgspec.field(default_factory=list)
+    """To be told to readers."""
+    releases: list[ReleaseKv] = msgspec.field(default_factory=list)
+    connected: list[PeerConnected] = msgspec.field(default_factory=list)
+    fetched: list[FetchEnded] = msgspec.field(default_factory=list)
+    state: KvLedgerState | None = None
+    """With all news: the ledger after it."""
