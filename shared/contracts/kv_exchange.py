@@ -2,8 +2,7 @@
 
 reader                                             holder
   LeaseKv(hashes, hold_s, follow_s)   ──────►        the longest prefix that it holds is pinned
-                          ◄──────   KvGrant          block ids, until when, on the holder's clock; more follow while it
-                                                     computes further blocks, if asked to; the last one is ``final``
+                          ◄──────   KvGrant          block ids, until when on its clock; more follow if asked to
   NIXL READ of those blocks           ◄══════        the holder's engine does nothing
   ReleaseKv                           ──────►        unpinned; or the holder's own clock ends it
 
@@ -46,9 +45,7 @@ def pack_block_ids(ids: Iterable[int]) -> bytes:
 
 def unpack_block_ids(packed: bytes) -> list[int]:
     """The block numbers in ``packed``. Raises ValueError when its length is no multiple of 4."""
-    ids = array("I")
-    ids.frombytes(packed)
-    return ids.tolist()
+    return array("I", packed).tolist()
 
 
 class NoGrant(StrEnum):
@@ -71,7 +68,6 @@ class LeaseKv(Message, frozen=True, kw_only=True):
     """Reader -> holder: pin these blocks for me. Answered with one KvGrant or, when following, several."""
 
     worker_id: WorkerId
-    """The holder."""
     epoch: Epoch
     reader_id: WorkerId
     ask_id: str
@@ -274,7 +270,6 @@ class FetchedKv(Message, frozen=True, kw_only=True):
     """How that went. ``held + fetched`` is the prefix that the worker now has."""
 
     held: int = 0
-    """Blocks that it had already."""
     fetched: int = 0
     bytes: int = 0
     seconds: float = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_events import KvDigest
+from shared.contracts.kv_exchange import KvLedgerState
 from shared.contracts.message import Message
 from shared.contracts.workers import Role, WorkerPhase
 
@@ -45,3 +46,5 @@ class LoadReport(Message, frozen=True, kw_only=True):
     """Measured lately; 0 before the first sample."""
     decode_s_per_token: float = 0.0
     """Measured lately: time between tokens of one stream; 0 before the first sample."""
+    exchange: KvLedgerState | None = None
+    """What its engine leases and reads; None where the engine's connector does not tell."""

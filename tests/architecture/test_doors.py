@@ -27,3 +27,21 @@ def test_a_third_party_is_imported_at_its_door_only(party):
     ]
 
     assert sorted(set(elsewhere)) == []
+
+
+CONNECTOR_PORTS = ("connector.core", "connector.transfer_port", "connector.memory_agent", "connector.nixl_agent")
+"""What a worker, or a simulated engine in one, may know of the connector: everything else needs vLLM around it."""
+
+
+def test_the_connector_is_known_to_workers_only_and_by_its_core_and_its_agents():
+    beyond = [
+        f"{source.path}:{line} {module}"
+        for source in sources()
+        if not source.path.startswith("connector/")
+        for module, line in source.imports()
+        if (module + ".").startswith("connector.") and module != "connector"
+        if not source.path.startswith("services/worker/")
+        or not any((module + ".").startswith(port + ".") for port in CONNECTOR_PORTS)
+    ]
+
+    assert beyond == []
