@@ -12,20 +12,9 @@ Whatever is to be done about it (asks, releases, reads, cancels) is appended to 
 from __future__ import annotations
 
 from connector.core.asks import Ask, BlockState, Segment, Source
-from connector.core.fetch_plan import Plan
+from connector.core.fetch_plan import Plan, lease_of, release_of
 from connector.core.orders import PeerKey, Read, ReadPart
-from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import (
-    LEASE_BLOCKS_MAX,
-    KvGrant,
-    KvOffer,
-    KvRead,
-    LeaseKv,
-    NoGrant,
-    ReleaseKv,
-    pack_full_hashes,
-    unpack_block_ids,
-)
+from shared.contracts.kv_exchange import LEASE_BLOCKS_MAX, KvGrant, KvOffer, KvRead, NoGrant, unpack_block_ids
 
 MISSING, GRANTED, ARRIVED = BlockState.MISSING, BlockState.GRANTED, BlockState.ARRIVED
 
@@ -68,6 +57,14 @@ class Fetch:
     def arrived(self) -> int:
         """Blocks of the longest prefix that arrived."""
         return next((at for at, state in enumerate(self._states) if state is not ARRIVED), len(self._states))
+
+    def asked(self, ask_id: str) -> bool:
+        """Whether that ask is one of ours."""
+        return any(ask.ask_id == ask_id for ask in self.asks)
+
+    def reads_as(self, read_id: int) -> bool:
+        """Whether that read is one of ours, and under way."""
+        return read_id in self._reads
 
     def missing(self) -> list[int]:
         """Local blocks that were made room for and hold nothing."""
@@ -224,17 +221,7 @@ class Fetch:
         )
         self.asks.append(ask)
         self._spent.update((source.peer, at) for at in range(index, end))
-        plan.effects.asks.append(
-            LeaseKv(
-                worker_id=WorkerId(source.peer[0]),
-                epoch=Epoch(source.peer[1]),
-                reader_id=WorkerId(plan.reader[0]),
-                ask_id=ask.ask_id,
-                hashes=pack_full_hashes(plan.hashes[index:end]),
-                hold_s=limits.hold_s,
-                follow_s=plan.follow_s if source.follow else 0.0,
-            )
-        )
+        plan.effects.asks.append(lease_of(plan, ask))
         return end
 
     def _fits(self, ask: Ask, grant: KvGrant, first: int, count: int) -> bool:
@@ -295,8 +282,4 @@ class Fetch:
         if ask.released:
             return
         ask.released = True
-        ids = {"lease_ids": [ask.ask_id]} if ask.is_offer else {"ask_ids": [ask.ask_id]}
-        release = ReleaseKv(
-            worker_id=WorkerId(ask.peer[0]), epoch=Epoch(ask.peer[1]), reader_id=WorkerId(self.plan.reader[0]), **ids
-        )
-        self.plan.effects.releases.append(release)
+        self.plan.effects.releases.append(release_of(self.plan, ask))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from connector.core.asks import Source
+from connector.core.asks import Ask, Source
 from connector.core.orders import PeerKey, Read
-from shared.contracts.kv_exchange import KvOffer, LeaseKv, ReleaseKv
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.kv_exchange import KvOffer, LeaseKv, ReleaseKv, pack_full_hashes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,3 +56,24 @@ class Plan:
     """How far a peer's clock may be ahead of ours, seconds; None: it is not connected."""
     next_number: Callable[[], int]
     """Unique among all fetches of this reader."""
+
+
+def lease_of(plan: Plan, ask: Ask) -> LeaseKv:
+    """The ask, in the words of the exchange."""
+    return LeaseKv(
+        worker_id=WorkerId(ask.peer[0]),
+        epoch=Epoch(ask.peer[1]),
+        reader_id=WorkerId(plan.reader[0]),
+        ask_id=ask.ask_id,
+        hashes=pack_full_hashes(plan.hashes[ask.first : ask.end]),
+        hold_s=plan.limits.hold_s,
+        follow_s=plan.follow_s if ask.followed else 0.0,
+    )
+
+
+def release_of(plan: Plan, ask: Ask) -> ReleaseKv:
+    """The end of the ask, in the words of the exchange."""
+    ids = {"lease_ids": [ask.ask_id]} if ask.is_offer else {"ask_ids": [ask.ask_id]}
+    return ReleaseKv(
+        worker_id=WorkerId(ask.peer[0]), epoch=Epoch(ask.peer[1]), reader_id=WorkerId(plan.reader[0]), **ids
+    )
