@@ -136,6 +136,27 @@ KV_EXCHANGE = (
     ),
     Panel("Cached tokens: distance between the two", "short", {"missed": rate(names.FLEET_CACHED_MISSED)}),
     Panel("State of the prefix index", "short", {"{{state}}": gauge(names.ROUTER_INDEX_STATE, "state")}),
+    Panel("Leases held", "short", {WORKER: gauge(names.WORKER_LEASES_HELD, BY_WORKER)}),
+    Panel("Blocks pinned by leases", "short", {WORKER: gauge(names.WORKER_PINNED, BY_WORKER)}),
+    Panel("Leases/s by outcome", "short", {"{{outcome}}": rate(names.WORKER_LEASES, "outcome")}),
+    Panel("Reads under way", "short", {WORKER: gauge(names.WORKER_READS_RUNNING, BY_WORKER)}),
+    Panel(
+        "Reads/s by outcome", "short", {WORKER + " {{outcome}}": rate(names.WORKER_READS, "worker_id, role, outcome")}
+    ),
+    Panel("Handoffs/s", "reqps", {"{{handoff}}": rate(names.FLEET_HANDOFFS, "handoff")}),
+    Panel("Waiting for KV", "s", quantiles(names.FLEET_KV_WAIT, "handoff")),
+    Panel("Reading KV", "s", quantiles(names.FLEET_KV_READ, "handoff")),
+    Panel(
+        "Prompt tokens/s computed twice",
+        "short",
+        {
+            WORKER + " silent re-prefill": rate(names.WORKER_RECOMPUTED, BY_WORKER),
+            "decode workers, tails and all": rate(names.FLEET_RECOMPUTED),
+            "after preemptions": rate(names.FLEET_REPREFILLED),
+        },
+    ),
+    Panel("Read back by prefill workers (tokens/s)", "short", {"read back": rate(names.FLEET_READBACK)}),
+    Panel("Refused for lack of cache", "reqps", {WORKER: rate(names.WORKER_REFUSED, BY_WORKER)}),
 )
 
 PAGES: Mapping[str, Sequence[Panel]] = {"Fleet": FLEET, "Requests": REQUESTS, "KV exchange": KV_EXCHANGE}

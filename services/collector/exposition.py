@@ -6,15 +6,21 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from services.collector.core.ledger import Ledger, WorkerView
-from services.collector.core.requests import Bounds, Latencies, Requests
+from services.collector.core.requests import Bounds, Handoffs, Latencies, Requests
 from services.collector.core.windows import Histogram
 from shared.bus.port import BusCounts
+from shared.contracts.kv_exchange import KvLedgerState
 from shared.contracts.workers import FleetWorker
 from shared.telemetry import names
 from shared.telemetry.families import Distribution, Family, Sample
 from shared.telemetry.names import Metric
 
-BOUNDS = Bounds(ttft=names.FLEET_TTFT.buckets, itl=names.FLEET_ITL.buckets, e2e=names.FLEET_E2E.buckets)
+BOUNDS = Bounds(
+    ttft=names.FLEET_TTFT.buckets,
+    itl=names.FLEET_ITL.buckets,
+    e2e=names.FLEET_E2E.buckets,
+    kv=names.FLEET_KV_READ.buckets,
+)
 PROMPT_SOURCES = {"computed": "computed_tokens", "cached": "cached_tokens", "received": "received_tokens"}
 
 
@@ -38,6 +44,12 @@ WORKER_NUMBERS: Mapping[Metric, Callable[[WorkerView, float], float]] = {
     names.WORKER_TOKENS_OUT: lambda view, now: view.tokens_out.per_second(now),
 }
 """What a worker's view has one number of."""
+EXCHANGE_NUMBERS: Mapping[Metric, Callable[[KvLedgerState], float]] = {
+    names.WORKER_LEASES_HELD: lambda exchange: exchange.leases,
+    names.WORKER_PINNED: lambda exchange: exchange.pinned_blocks,
+    names.WORKER_READS_RUNNING: lambda exchange: exchange.reads,
+}
+LEASE_OUTCOMES = ("granted", "refused", "released", "expired")
 WORKER_LATENCIES: Mapping[Metric, Callable[[Latencies], Histogram]] = {
     names.WORKER_TTFT: lambda latencies: latencies.ttft,
     names.WORKER_ITL: lambda latencies: latencies.itl,
@@ -54,6 +66,7 @@ def families(ledger: Ledger, bus: BusCounts, now: float) -> list[Family]:
     """Everything to show at ``now``."""
     return [
         *_workers(ledger, now),
+        *_exchange(ledger, now),
         *_fleet(ledger),
         *_requests(ledger.requests, now),
         *_services(ledger),
@@ -79,6 +92,27 @@ def _workers(ledger: Ledger, now: float) -> Iterator[Family]:
     )
     for metric, pick in WORKER_LATENCIES.items():
         yield Family(metric, [Sample(labels, _distribution(pick(view.latencies))) for labels, view in views])
+
+
+def _exchange(ledger: Ledger, now: float) -> Iterator[Family]:
+    told = [
+        ((worker_id, view.load.role.value), view.load.exchange, view.totals.values)
+        for worker_id, view in ledger.live_workers(now).items()
+        if view.load.exchange is not None
+    ]
+    for metric, read in EXCHANGE_NUMBERS.items():
+        yield Family(metric, [Sample(labels, float(read(exchange))) for labels, exchange, _totals in told])
+    leases, reads = [], []
+    for labels, _exchange_now, totals in told:
+        leases += [Sample((*labels, outcome), totals[f"leases_{outcome}"]) for outcome in LEASE_OUTCOMES]
+        reads += [
+            Sample((*labels, "done"), totals["reads"] - totals["reads_failed"]),
+            Sample((*labels, "failed"), totals["reads_failed"]),
+        ]
+    yield Family(names.WORKER_LEASES, leases)
+    yield Family(names.WORKER_READS, reads)
+    for metric, total in ((names.WORKER_REFUSED, "refused_requests"), (names.WORKER_RECOMPUTED, "recomputed_tokens")):
+        yield Family(metric, [Sample(labels, totals[total]) for labels, _exchange_now, totals in told])
 
 
 def _fleet(ledger: Ledger) -> Iterator[Family]:
@@ -112,6 +146,7 @@ def _requests(requests: Requests, now: float) -> Iterator[Family]:
     )
     for metric, pick in FLEET_LATENCIES.items():
         yield Family(metric, [Sample(labels, _distribution(pick(each))) for labels, each in requests.latencies.items()])
+    yield from _handoffs(requests.handoffs)
     yield from _alone(
         {
             names.FLEET_REQUEST_RATE: requests.rate.per_second(now),
@@ -120,6 +155,19 @@ def _requests(requests: Requests, now: float) -> Iterator[Family]:
             names.FLEET_CACHED_PREDICTED: requests.predictions.predicted,
             names.FLEET_CACHED_ACTUAL: requests.predictions.actual,
             names.FLEET_CACHED_MISSED: requests.predictions.missed,
+        }
+    )
+
+
+def _handoffs(handoffs: Handoffs) -> Iterator[Family]:
+    yield Family(names.FLEET_HANDOFFS, [Sample((how,), count) for how, count in handoffs.count.items()])
+    for metric, histograms in ((names.FLEET_KV_WAIT, handoffs.waits), (names.FLEET_KV_READ, handoffs.reads)):
+        yield Family(metric, [Sample((how,), _distribution(each)) for how, each in histograms.items()])
+    yield from _alone(
+        {
+            names.FLEET_RECOMPUTED: handoffs.recomputed,
+            names.FLEET_REPREFILLED: handoffs.reprefilled,
+            names.FLEET_READBACK: handoffs.read_back,
         }
     )
 

@@ -93,83 +93,79 @@ ROUTER_SNAPSHOTS = _counter(
     "baton_router_snapshots_total", "asks", "KV snapshots asked for: a worker came, or events were missed."
 )
 
+OF_WORKER = ("worker_id", "role")
+
 # Workers (exposed by the metrics collector, from load reports).
-WORKER_RUNNING = _gauge(
-    "baton_worker_requests_running", "requests", "Requests in the engine's batch.", "worker_id", "role"
-)
-WORKER_WAITING = _gauge(
-    "baton_worker_requests_waiting", "requests", "Requests in the engine's queue.", "worker_id", "role"
-)
+WORKER_RUNNING = _gauge("baton_worker_requests_running", "requests", "Requests in the engine's batch.", *OF_WORKER)
+WORKER_WAITING = _gauge("baton_worker_requests_waiting", "requests", "Requests in the engine's queue.", *OF_WORKER)
 WORKER_WAITING_TOKENS = _gauge(
-    "baton_worker_waiting_tokens", "tokens", "Prompt tokens accepted and not yet computed.", "worker_id", "role"
+    "baton_worker_waiting_tokens", "tokens", "Prompt tokens accepted and not yet computed.", *OF_WORKER
 )
-WORKER_LEGS = _gauge("baton_worker_legs", "legs", "Legs being served.", "worker_id", "role")
-WORKER_KV_USED = _gauge(
-    "baton_worker_kv_used_ratio", "ratio", "Part of the KV blocks in use, 0 to 1.", "worker_id", "role"
-)
+WORKER_LEGS = _gauge("baton_worker_legs", "legs", "Legs being served.", *OF_WORKER)
+WORKER_KV_USED = _gauge("baton_worker_kv_used_ratio", "ratio", "Part of the KV blocks in use, 0 to 1.", *OF_WORKER)
 WORKER_PROMPT_TOKENS = _counter(
     "baton_worker_prompt_tokens_total",
     "tokens",
     "Prompt tokens by where their KV came from: computed, cached or received.",
-    "worker_id",
-    "role",
+    *OF_WORKER,
     "source",
 )
-WORKER_GENERATION_TOKENS = _counter(
-    "baton_worker_generation_tokens_total", "tokens", "Tokens generated.", "worker_id", "role"
-)
+WORKER_GENERATION_TOKENS = _counter("baton_worker_generation_tokens_total", "tokens", "Tokens generated.", *OF_WORKER)
 WORKER_RECEIVED_BYTES = _counter(
-    "baton_worker_kv_received_bytes_total", "bytes", "KV bytes read from other workers.", "worker_id", "role"
+    "baton_worker_kv_received_bytes_total", "bytes", "KV bytes read from other workers.", *OF_WORKER
 )
 WORKER_RECEIVED_SECONDS = _counter(
-    "baton_worker_kv_received_seconds_total",
-    "seconds",
-    "Time spent reading KV from other workers.",
-    "worker_id",
-    "role",
+    "baton_worker_kv_received_seconds_total", "seconds", "Time spent reading KV from other workers.", *OF_WORKER
 )
 WORKER_PREEMPTIONS = _counter(
-    "baton_worker_preemptions_total",
-    "requests",
-    "Requests thrown out of the batch for lack of KV.",
-    "worker_id",
-    "role",
+    "baton_worker_preemptions_total", "requests", "Requests thrown out of the batch for lack of KV.", *OF_WORKER
 )
 WORKER_PREFILL_SPEED = _gauge(
-    "baton_worker_prefill_tokens_per_second", "tokens/s", "Prefill speed measured lately.", "worker_id", "role"
+    "baton_worker_prefill_tokens_per_second", "tokens/s", "Prefill speed measured lately.", *OF_WORKER
 )
 WORKER_TOKEN_INTERVAL = _gauge(
-    "baton_worker_token_interval_seconds", "seconds", "Time between a stream's tokens lately.", "worker_id", "role"
+    "baton_worker_token_interval_seconds", "seconds", "Time between a stream's tokens lately.", *OF_WORKER
 )
 WORKER_TOKENS_IN = _gauge(
-    "baton_worker_tokens_in_per_second", "tokens/s", "Prompt tokens finished, mean of 10 s.", "worker_id", "role"
+    "baton_worker_tokens_in_per_second", "tokens/s", "Prompt tokens finished, mean of 10 s.", *OF_WORKER
 )
 WORKER_TOKENS_OUT = _gauge(
-    "baton_worker_tokens_out_per_second", "tokens/s", "Tokens generated, mean of 10 s.", "worker_id", "role"
+    "baton_worker_tokens_out_per_second", "tokens/s", "Tokens generated, mean of 10 s.", *OF_WORKER
 )
 WORKER_REQUESTS = _counter(
     "baton_worker_requests_total",
     "requests",
     "Ended requests whose completion this worker generated.",
-    "worker_id",
-    "role",
+    *OF_WORKER,
     "mode",
 )
 WORKER_TTFT = _seconds(
-    "baton_worker_time_to_first_token_seconds", "TTFT of the requests that it generated.", "worker_id", "role"
+    "baton_worker_time_to_first_token_seconds", "TTFT of the requests that it generated.", *OF_WORKER
 )
 WORKER_ITL = _seconds(
     "baton_worker_inter_token_latency_seconds",
     "ITL of the requests that it generated.",
-    "worker_id",
-    "role",
+    *OF_WORKER,
     buckets=ITL_BUCKETS_S,
 )
-WORKER_E2E = _seconds(
-    "baton_worker_request_seconds", "Duration of the requests that it generated.", "worker_id", "role"
+WORKER_E2E = _seconds("baton_worker_request_seconds", "Duration of the requests that it generated.", *OF_WORKER)
+WORKER_PHASE = _gauge("baton_worker_phase", "1", "1 for the phase that the worker is in.", *OF_WORKER, "phase")
+WORKER_SILENCE = _gauge("baton_worker_silence_seconds", "seconds", "Since it was last heard.", *OF_WORKER)
+
+# The KV exchange (exposed by the metrics collector, from load reports of workers whose connector tells).
+WORKER_LEASES_HELD = _gauge("baton_worker_kv_leases_held", "leases", "Leases on its blocks now.", *OF_WORKER)
+WORKER_PINNED = _gauge("baton_worker_kv_pinned_blocks", "blocks", "Blocks that leases pin now.", *OF_WORKER)
+WORKER_READS_RUNNING = _gauge("baton_worker_kv_reads_running", "reads", "Reads from others under way.", *OF_WORKER)
+WORKER_LEASES = _counter(
+    "baton_worker_kv_leases_total", "leases", "Granted, refused, released, expired.", *OF_WORKER, "outcome"
 )
-WORKER_PHASE = _gauge("baton_worker_phase", "1", "1 for the phase that the worker is in.", "worker_id", "role", "phase")
-WORKER_SILENCE = _gauge("baton_worker_silence_seconds", "seconds", "Since it was last heard.", "worker_id", "role")
+WORKER_READS = _counter("baton_worker_kv_reads_total", "reads", "Ended: done or failed.", *OF_WORKER, "outcome")
+WORKER_REFUSED = _counter(
+    "baton_worker_cache_refusals_total", "requests", "Requests below their cache hit threshold.", *OF_WORKER
+)
+WORKER_RECOMPUTED = _counter(
+    "baton_worker_recomputed_tokens_total", "tokens", "Of decode legs, beyond the tail: silent re-prefill.", *OF_WORKER
+)
 
 # The fleet (exposed by the metrics collector; totals outlive the workers that they came from).
 FLEET_WORKERS = _gauge("baton_fleet_workers", "workers", "Workers by role and phase.", "role", "phase")
@@ -214,6 +210,18 @@ FLEET_CACHED_ACTUAL = _counter(
 FLEET_CACHED_MISSED = _counter(
     "baton_fleet_cached_tokens_missed_total", "tokens", "Sum over requests of the distance between the two."
 )
+FLEET_HANDOFFS = _counter("baton_fleet_handoffs_total", "requests", "KV handed over, streamed or whole.", "handoff")
+FLEET_KV_WAIT = _seconds("baton_fleet_kv_wait_seconds", "From the first ask for KV to its first grant.", "handoff")
+FLEET_KV_READ = _seconds("baton_fleet_kv_read_seconds", "Time a request's KV was being read.", "handoff")
+FLEET_RECOMPUTED = _counter(
+    "baton_fleet_recomputed_tokens_total", "tokens", "Prompt tokens that decode workers computed after a handoff."
+)
+FLEET_REPREFILLED = _counter(
+    "baton_fleet_reprefilled_tokens_total", "tokens", "Tokens computed again after preemptions."
+)
+FLEET_READBACK = _counter(
+    "baton_fleet_readback_tokens_total", "tokens", "Prompt tokens that prefill workers fetched from others."
+)
 
 # Processes (exposed by the metrics collector, from what each says of itself).
 SERVICE_PHASE = _gauge(
@@ -240,6 +248,12 @@ class SpanName(StrEnum):
     """Router: from StartLeg to the decode (or aggregated) leg's END."""
     SERVE_LEG = "serve leg"
     """Worker: one leg, from its arrival to its last frame."""
+    LEASE = "lease"
+    """Worker, for each source of KV: from the ask to the first grant."""
+    WAIT = "wait"
+    """From the first grant to the first read."""
+    READ = "read"
+    """From the first read to the end of the last; of a followed source with the pauses between."""
 
 
 class Attribute(StrEnum):
@@ -257,6 +271,14 @@ class Attribute(StrEnum):
     CACHED_TOKENS = "baton.cached_tokens.actual"
     RECEIVED_TOKENS = "baton.received_tokens"
     RECEIVED_BYTES = "baton.received_bytes"
+    RECOMPUTED_TOKENS = "baton.recomputed_tokens"
+    REPREFILLED_TOKENS = "baton.reprefilled_tokens"
+    KV_SOURCE = "baton.kv.source"
+    KV_TOKENS = "baton.kv.tokens"
+    KV_BYTES = "baton.kv.bytes"
+    KV_GB_PER_S = "baton.kv.gb_per_s"
+    KV_FOLLOWED = "baton.kv.followed"
+    KV_FAILURE = "baton.kv.failure"
     QUEUE_S = "baton.queue_s"
     PREFILL_S = "baton.prefill_s"
     FIRST_TOKEN_S = "baton.first_token_s"  # noqa: S105  # A time, not a secret.

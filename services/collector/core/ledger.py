@@ -9,6 +9,7 @@ from services.collector.core.windows import Rate, Totals
 from shared.contracts.control import ServiceStatus
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import RequestFinished
+from shared.contracts.kv_exchange import KvLedgerState
 from shared.contracts.load import LoadReport
 from shared.contracts.workers import FleetState, WorkerLost
 
@@ -31,6 +32,17 @@ TOTALS = (
     "preemptions",
 )
 """What load reports count since their epoch's start, in fields named ``<total>_total``."""
+EXCHANGE_TOTALS = (
+    "leases_granted",
+    "leases_released",
+    "leases_expired",
+    "leases_refused",
+    "reads",
+    "reads_failed",
+    "refused_requests",
+    "recomputed_tokens",
+)
+"""The same of their ``exchange``."""
 
 
 class WorkerView:
@@ -50,7 +62,10 @@ class WorkerView:
     def grow(self, load: LoadReport, now: float) -> dict[str, float]:
         """Take a newer report; answers what was added to each total."""
         self.load, self.heard = load, now
-        return self.totals.grow(load.epoch, {name: float(getattr(load, f"{name}_total")) for name in TOTALS})
+        exchange = load.exchange or KvLedgerState()
+        totals = {name: float(getattr(load, f"{name}_total")) for name in TOTALS}
+        totals |= {name: float(getattr(exchange, f"{name}_total")) for name in EXCHANGE_TOTALS}
+        return self.totals.grow(load.epoch, totals)
 
 
 class FleetView:
@@ -110,8 +125,8 @@ class Ledger:
             growth = view.grow(load, now)
             view.tokens_in.add(growth["prompt_tokens"], now)
             view.tokens_out.add(growth["generation_tokens"], now)
-        for name, amount in growth.items():
-            self.worker_totals[name] += amount
+        for name in TOTALS:
+            self.worker_totals[name] += growth[name]
 
     def request_finished(self, request: RequestFinished, now: float) -> None:
         """A router told a request's story."""

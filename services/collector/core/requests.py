@@ -10,6 +10,7 @@ from shared.contracts.failures import Reason
 from shared.contracts.inference import RequestFinished
 
 MODELS_MAX = 64
+STREAMED, WHOLE = HANDOFFS = ("streamed", "whole")
 MODES = ("aggregated", "disaggregated")
 REASONS = frozenset(reason.value for reason in Reason)
 
@@ -21,6 +22,8 @@ class Bounds:
     ttft: tuple[float, ...]
     itl: tuple[float, ...]
     e2e: tuple[float, ...]
+    kv: tuple[float, ...]
+    """Of waiting for KV, and of reading it."""
 
 
 class Latencies:
@@ -57,6 +60,32 @@ class CachePredictions:
             self.missed += abs(predicted - actual)
 
 
+class Handoffs:
+    """How the KV of disaggregated requests came: streamed while the prompt was computed, or whole afterwards."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.count = dict.fromkeys(HANDOFFS, 0)
+        self.waits = {each: Histogram(bounds.kv) for each in HANDOFFS}
+        self.reads = {each: Histogram(bounds.kv) for each in HANDOFFS}
+        self.recomputed = 0
+        """Tokens; whatever went wrong shows here first."""
+        self.reprefilled = 0
+        self.read_back = 0
+
+    def add(self, request: RequestFinished) -> None:
+        """One more request; -1 is not known."""
+        self.recomputed += max(0, request.recomputed_tokens)
+        self.reprefilled += max(0, request.reprefilled_tokens)
+        self.read_back += max(0, request.readback_tokens)
+        if request.mode != "disaggregated" or request.received_tokens <= 0:
+            return
+        handoff = STREAMED if request.streamed_handoff else WHOLE
+        self.count[handoff] += 1
+        for histogram, value in ((self.waits[handoff], request.kv_wait_s), (self.reads[handoff], request.kv_read_s)):
+            if value >= 0.0:
+                histogram.observe(value)
+
+
 class TokenFlow:
     """Tokens of one kind: how many in all, and how many a second lately."""
 
@@ -84,6 +113,7 @@ class Requests:
         self.latencies: dict[tuple[str, str], Latencies] = {}
         """By model and mode."""
         self.predictions = CachePredictions()
+        self.handoffs = Handoffs(bounds)
         self.rate = Rate(now)
         self.prompt_tokens = TokenFlow(now)
         self.completion_tokens = TokenFlow(now)
@@ -102,6 +132,7 @@ class Requests:
             self.latencies[model, mode] = Latencies(self._bounds)
         self.latencies[model, mode].observe(request)
         self.predictions.compare(request.predicted_cached_tokens, request.cached_tokens)
+        self.handoffs.add(request)
         self.rate.add(1, now)
         self.prompt_tokens.add(request.prompt_tokens, now)
         self.completion_tokens.add(request.completion_tokens, now)

@@ -1,0 +1,95 @@
+"""What is shown of the KV exchange: leases and reads of each worker, handoffs of each request."""
+
+from shared.contracts.kv_exchange import KvLedgerState
+from shared.contracts.workers import Role
+from shared.telemetry import names
+from tests.fleet_builders import load
+from tests.unit.collector.test_ledger import Shown, ledger, request
+
+D1 = {"worker_id": "d1", "role": "decode"}
+
+
+def told(epoch: int = 1, **numbers):
+    return load("d1", epoch=epoch, role=Role.DECODE, exchange=KvLedgerState(**numbers))
+
+
+def test_a_workers_leases_and_reads_are_shown_as_they_are_now():
+    one = ledger()
+    one.load_reported(told(leases=2, pinned_blocks=90, reads=1), 1.0)
+    one.load_reported(told(leases=1, pinned_blocks=30), 2.0)
+    shown = Shown(one, 2.0)
+
+    assert shown(names.WORKER_LEASES_HELD, **D1) == 1
+    assert shown(names.WORKER_PINNED, **D1) == 30
+    assert shown(names.WORKER_READS_RUNNING, **D1) == 0
+
+
+def test_leases_are_counted_by_how_they_went():
+    one = ledger()
+    one.load_reported(
+        told(
+            leases_granted_total=10, leases_released_total=7, leases_expired_total=2, leases_refused_total=3,
+            refused_requests_total=4, recomputed_tokens_total=64,
+        ),
+        1.0,
+    )  # fmt: skip
+    shown = Shown(one, 1.0)
+
+    outcomes = {"granted": 10, "released": 7, "expired": 2, "refused": 3}
+    assert {each: shown(names.WORKER_LEASES, outcome=each, **D1) for each in outcomes} == outcomes
+    assert shown(names.WORKER_REFUSED, **D1) == 4
+    assert shown(names.WORKER_RECOMPUTED, **D1) == 64
+
+
+def test_a_failed_read_is_not_counted_as_done():
+    one = ledger()
+    one.load_reported(told(reads_total=10, reads_failed_total=1), 1.0)
+    shown = Shown(one, 1.0)
+
+    assert shown(names.WORKER_READS, outcome="done", **D1) == 9
+    assert shown(names.WORKER_READS, outcome="failed", **D1) == 1
+
+
+def test_an_engine_that_starts_anew_goes_on_counting_where_the_last_one_ended():
+    one = ledger()
+    one.load_reported(told(epoch=1, leases_granted_total=10), 1.0)
+    one.load_reported(told(epoch=2, leases_granted_total=5), 2.0)
+
+    assert Shown(one, 2.0)(names.WORKER_LEASES, outcome="granted", **D1) == 15
+
+
+def test_of_a_worker_whose_connector_does_not_tell_no_leases_are_shown():
+    one = ledger()
+    one.load_reported(load("d1", role=Role.DECODE), 1.0)
+    shown = Shown(one, 1.0)
+
+    assert shown(names.WORKER_PINNED, **D1) is None
+    assert shown(names.WORKER_LEASES, outcome="granted", **D1) is None
+    assert shown(names.WORKER_RUNNING, **D1) == 0
+
+
+def test_streamed_and_whole_handoffs_are_told_apart():
+    one = ledger()
+    one.request_finished(request(received_tokens=96, streamed_handoff=True, kv_wait_s=0.2, kv_read_s=0.04), 1.0)
+    one.request_finished(request(received_tokens=96, kv_wait_s=0.0, kv_read_s=0.02), 1.0)
+    one.request_finished(request(received_tokens=96, kv_wait_s=-1.0, kv_read_s=-1.0), 1.0)
+    shown = Shown(one, 1.0)
+
+    assert shown(names.FLEET_HANDOFFS, handoff="streamed") == 1
+    assert shown(names.FLEET_HANDOFFS, handoff="whole") == 2
+    assert shown(names.FLEET_KV_WAIT, "_sum", handoff="streamed") == 0.2
+    assert shown(names.FLEET_KV_WAIT, "_count", handoff="whole") == 1
+    assert shown(names.FLEET_KV_READ, "_sum", handoff="whole") == 0.02
+
+
+def test_a_request_that_received_nothing_is_no_handoff_but_what_it_recomputed_counts():
+    one = ledger()
+    one.request_finished(request(received_tokens=0, recomputed_tokens=100), 1.0)
+    one.request_finished(request(received_tokens=64, recomputed_tokens=5, reprefilled_tokens=32), 1.0)
+    one.request_finished(request(received_tokens=64, recomputed_tokens=-1, readback_tokens=320), 1.0)
+    shown = Shown(one, 1.0)
+
+    assert shown(names.FLEET_HANDOFFS, handoff="whole") == 2
+    assert shown(names.FLEET_RECOMPUTED) == 105
+    assert shown(names.FLEET_REPREFILLED) == 32
+    assert shown(names.FLEET_READBACK) == 320
