@@ -1,0 +1,121 @@
+"""What a trace tells of the KV exchange."""
+
+from __future__ import annotations
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import NoOpTracer, StatusCode
+
+from services.worker.exchange_spans import SOURCES_SHOWN_MAX, show_exchange
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.kv_exchange import KvProof, KvRead
+from shared.runtime.clock import FakeClock
+from shared.telemetry.names import Attribute, SpanName
+
+NOW = 1000.0
+WALL_MS = 1_700_000_000_000
+READ = KvRead(
+    worker_id=WorkerId("p1"),
+    epoch=Epoch(1),
+    tokens=96,
+    bytes=3_000_000,
+    asked_at=NOW - 0.5,
+    granted_at=NOW - 0.4,
+    read_at=NOW - 0.3,
+    ended_at=NOW - 0.1,
+    read_s=0.002,
+)
+
+
+def shown(*reads: KvRead, **proof) -> list[ReadableSpan]:
+    """The leg's span, and then those of the exchange."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracer = provider.get_tracer("test")
+    with tracer.start_as_current_span("serve leg") as leg:
+        show_exchange(tracer, leg, KvProof(reads=list(reads), **proof), FakeClock(NOW, WALL_MS))
+    *children, leg = exporter.get_finished_spans()
+    return [leg, *children]
+
+
+def of(**changes) -> KvRead:
+    fields = {name: getattr(READ, name) for name in READ.__struct_fields__}
+    return KvRead(**{**fields, **changes})
+
+
+def offsets(span: ReadableSpan) -> tuple[float, float]:
+    """Start and end, in seconds before NOW."""
+    start, end = ((WALL_MS * 1_000_000 - at) / 1e9 for at in (span.start_time, span.end_time))
+    return pytest.approx(start, abs=1e-6), pytest.approx(end, abs=1e-6)
+
+
+def test_a_read_is_a_lease_a_wait_and_a_read_below_the_leg_at_their_true_times():
+    leg, *children = shown(READ)
+
+    assert [each.name for each in children] == [SpanName.LEASE, SpanName.WAIT, SpanName.READ]
+    assert [offsets(each) for each in children] == [(0.5, 0.4), (0.4, 0.3), (0.3, 0.1)]
+    assert {each.parent.span_id for each in children} == {leg.context.span_id}
+    assert {each.context.trace_id for each in children} == {leg.context.trace_id}
+
+
+def test_the_read_says_from_whom_how_much_and_how_fast():
+    *_others, read = shown(READ)
+
+    assert read.attributes == {
+        Attribute.KV_SOURCE: "p1",
+        Attribute.KV_FOLLOWED: False,
+        Attribute.KV_TOKENS: 96,
+        Attribute.KV_BYTES: 3_000_000,
+        Attribute.KV_GB_PER_S: 1.5,
+    }
+    assert read.status.status_code is StatusCode.UNSET
+
+
+def test_an_offer_needs_no_lease_and_its_trace_shows_none():
+    _leg, *children = shown(of(asked_at=0.0))
+
+    assert [each.name for each in children] == [SpanName.WAIT, SpanName.READ]
+
+
+def test_a_lease_that_nobody_granted_is_one_span_that_says_why():
+    _leg, only = shown(of(granted_at=0.0, read_at=0.0, read_s=0.0, tokens=0, bytes=0, failure="p1 does not answer"))
+
+    assert (only.name, offsets(only)) == (SpanName.LEASE, (0.5, 0.1))
+    assert only.attributes[Attribute.KV_FAILURE] == "p1 does not answer"
+    assert only.status.status_code is StatusCode.ERROR
+
+
+def test_a_grant_whose_read_never_began_ends_in_the_wait():
+    _leg, *children = shown(of(read_at=0.0, failure="the lease was about to end"))
+
+    assert [each.name for each in children] == [SpanName.LEASE, SpanName.WAIT]
+    assert [Attribute.KV_FAILURE in each.attributes for each in children] == [False, True]
+
+
+def test_a_source_that_was_never_asked_is_still_seen():
+    _leg, only = shown(KvRead(worker_id=WorkerId("p2"), epoch=Epoch(1), failure="not connected"))
+
+    assert (only.name, offsets(only)) == (SpanName.LEASE, (0.0, 0.0))
+    assert only.attributes[Attribute.KV_SOURCE] == "p2"
+
+
+def test_the_leg_says_what_was_computed_although_it_could_have_been_read():
+    leg, *_children = shown(READ, recomputed_tokens=40, reprefilled_tokens=32)
+
+    assert leg.attributes[Attribute.RECOMPUTED_TOKENS] == 40
+    assert leg.attributes[Attribute.REPREFILLED_TOKENS] == 32
+
+
+def test_a_leg_with_very_many_sources_does_not_flood_the_trace():
+    _leg, *children = shown(*[READ] * (SOURCES_SHOWN_MAX + 5))
+
+    assert len(children) == 3 * SOURCES_SHOWN_MAX
+
+
+def test_without_tracing_nothing_is_drawn():
+    tracer = NoOpTracer()
+    with tracer.start_as_current_span("serve leg") as leg:
+        show_exchange(tracer, leg, KvProof(reads=[READ]), FakeClock(NOW, WALL_MS))
