@@ -1,0 +1,97 @@
+"""Which blocks are still being written: steps are scheduled ahead of their computation, and blocks are named early.
+
+vLLM names a block in its prefix cache when the step that fills it is *scheduled*. Until that step is computed its KV is
+not there, so a lease on it would hand out whatever lay in the block before. Blocks that a step only begins to fill need
+no watching: they are named in a later step at the earliest, and steps are computed in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Protocol
+
+
+class NewRequest(Protocol):
+    """A request scheduled for the first time, or anew with all its blocks."""
+
+    req_id: str
+    block_ids: Sequence[Sequence[int]]
+    num_computed_tokens: int
+
+
+class KnownRequests(Protocol):
+    """Requests scheduled before, side by side in lists."""
+
+    req_ids: Sequence[str]
+    resumed_req_ids: Collection[str]
+    """Of these, the new blocks are all blocks."""
+    new_block_ids: Sequence[Sequence[Sequence[int]] | None]
+    num_computed_tokens: Sequence[int]
+    """Before this step."""
+
+
+class Step(Protocol):
+    """The part of vLLM's SchedulerOutput that says what a step writes."""
+
+    scheduled_new_reqs: Iterable[NewRequest]
+    scheduled_cached_reqs: KnownRequests
+    num_scheduled_tokens: Mapping[str, int]
+    finished_req_ids: Collection[str]
+
+
+class InFlight:
+    """Follows every step from its scheduling to its computation."""
+
+    def __init__(self, blocks: int, block_size: int) -> None:
+        self._block_size = block_size
+        self._tables: dict[str, list[int]] = {}
+        self._written = [0] * blocks
+        """Per block: number of the last step that fills it."""
+        self._scheduled = 0
+        self._computed = 0
+        """All steps up to this number are."""
+        self._open: dict[int, int] = {}
+        """Identity of each step that is scheduled and not computed, and its number; oldest first."""
+
+    def writes(self, block_id: int) -> bool:
+        """Whether a step that is not computed yet fills this block."""
+        return self._written[block_id] > self._computed
+
+    def scheduled(self, step: Step) -> None:
+        """A step is about to be computed."""
+        self._scheduled += 1
+        self._open[id(step)] = self._scheduled
+        for request_id in step.finished_req_ids:
+            self._tables.pop(request_id, None)
+        for new in step.scheduled_new_reqs:
+            self._tables[new.req_id] = list(new.block_ids[0])
+            self._fill(new.req_id, new.num_computed_tokens, step.num_scheduled_tokens)
+        known = step.scheduled_cached_reqs
+        if known.req_ids:
+            self._known_scheduled(known, step.num_scheduled_tokens)
+
+    def computed(self, step: Step) -> None:
+        """A step's KV is in its blocks. A step that was never scheduled here is ignored."""
+        self._open.pop(id(step), None)
+        self._computed = next(iter(self._open.values())) - 1 if self._open else self._scheduled
+
+    def _known_scheduled(self, known: KnownRequests, tokens: Mapping[str, int]) -> None:
+        resumed = known.resumed_req_ids
+        for request_id, blocks, computed in zip(
+            known.req_ids, known.new_block_ids, known.num_computed_tokens, strict=True
+        ):
+            if blocks is not None:
+                if request_id in resumed:
+                    self._tables[request_id] = list(blocks[0])
+                else:
+                    self._tables[request_id].extend(blocks[0])
+            self._fill(request_id, computed, tokens)
+
+    def _fill(self, request_id: str, computed: int, tokens: Mapping[str, int]) -> None:
+        first, end = computed // self._block_size, (computed + tokens[request_id]) // self._block_size
+        if first == end:
+            return
+        table = self._tables[request_id]
+        assert end <= len(table), f"{request_id} fills block {end} of {len(table)}"
+        for block_id in table[first:end]:
+            self._written[block_id] = self._scheduled
