@@ -1,0 +1,116 @@
+"""Which bytes of which rank's memory are copied where, for blocks of a peer that are wanted here.
+
+A rank reads the heads that it owns, of every layer, from whichever of the peer's ranks hold them. Where pieces are
+neighbours on both sides they are copied as one: bigger pieces move faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from connector.core.layout import heads_of
+from shared.contracts.kv_exchange import KvHandshake, KvLayer, KvRank
+
+Addresses = NDArray[np.uint64]
+
+PART_BYTES = 16 << 20
+"""A read is cut into parts of about this size, which arrive or fail each for itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """The rank that reads."""
+
+    memory: KvRank
+    ranks: int
+    """Of its engine."""
+    kv_heads: int
+
+    @property
+    def heads(self) -> range:
+        return heads_of(self.memory.rank, self.ranks, self.kv_heads)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What one rank of a peer has for a reader: for each piece of a block, where it is in block 0 on either side."""
+
+    rank: int
+    """Of the peer."""
+    remote: Addresses
+    remote_stride: Addresses
+    local: Addresses
+    local_stride: Addresses
+    lengths: Addresses
+
+    @property
+    def block_bytes(self) -> int:
+        return int(self.lengths.sum())
+
+
+def routes_to(reader: Reader, peer: KvHandshake) -> list[Route]:
+    """One route for each of the peer's ranks that the reader needs. Expects compatible layouts."""
+    return [_route(reader, peer, rank) for rank in _ranks_wanted(reader, peer)]
+
+
+def _ranks_wanted(reader: Reader, peer: KvHandshake) -> list[int]:
+    holders: dict[range, list[int]] = {}
+    for rank in range(len(peer.ranks)):
+        holders.setdefault(heads_of(rank, len(peer.ranks), peer.kv_heads), []).append(rank)
+    wanted = reader.heads
+    return [
+        ranks[reader.memory.rank % len(ranks)]  # those who hold the same share the load
+        for heads, ranks in holders.items()
+        if heads.start < wanted.stop and wanted.start < heads.stop
+    ]
+
+
+def _route(reader: Reader, peer: KvHandshake, rank: int) -> Route:
+    theirs = heads_of(rank, len(peer.ranks), peer.kv_heads)
+    ours = reader.heads
+    common = range(max(ours.start, theirs.start), min(ours.stop, theirs.stop))
+    layers = list(zip(peer.ranks[rank].layers, reader.memory.layers, strict=True))
+    rows = [row for remote, local in layers for row in _pieces(remote, local, common, (theirs, ours))]
+    columns = np.array(rows, dtype=np.uint64).T
+    return Route(rank, *columns)
+
+
+def _pieces(remote: KvLayer, local: KvLayer, common: range, heads: tuple[range, range]) -> Iterator[tuple[int, ...]]:
+    for there, here in zip(remote.planes, local.planes, strict=True):
+        yield (
+            remote.base + there.offset + (common.start - heads[0].start) * there.head_bytes,
+            remote.block_stride,
+            local.base + here.offset + (common.start - heads[1].start) * here.head_bytes,
+            local.block_stride,
+            len(common) * here.head_bytes,
+        )
+
+
+def spans_of(route: Route, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> tuple[Addresses, Addresses]:
+    """The (address, length) pairs to copy from and to, place by place; neighbours on both sides are one."""
+    there = (route.remote + np.outer(np.array(remote_blocks, dtype=np.uint64), route.remote_stride)).ravel()
+    here = (route.local + np.outer(np.array(local_blocks, dtype=np.uint64), route.local_stride)).ravel()
+    lengths = np.tile(route.lengths, len(remote_blocks))
+    order = np.argsort(there, kind="stable")
+    there, here, lengths = there[order], here[order], lengths[order]
+    begins = np.ones(len(there), dtype=np.bool_)
+    begins[1:] = (there[1:] != there[:-1] + lengths[:-1]) | (here[1:] != here[:-1] + lengths[:-1])
+    firsts = np.flatnonzero(begins)
+    joined = np.add.reduceat(lengths, firsts)
+    return np.column_stack((there[firsts], joined)), np.column_stack((here[firsts], joined))
+
+
+def parts_of(blocks: int, block_bytes: int, part_bytes: int = PART_BYTES) -> Iterator[tuple[int, int]]:
+    """(first, count) of each part. Depends on nothing that differs between an engine's ranks: all cut alike."""
+    count = max(1, part_bytes // block_bytes)
+    for first in range(0, blocks, count):
+        yield first, min(count, blocks - first)
+
+
+def block_bytes_of(memory: KvRank) -> int:
+    """Bytes of one block in one rank, all layers."""
+    return sum(plane.head_bytes * plane.heads for layer in memory.layers for plane in layer.planes)

@@ -1,0 +1,106 @@
+"""The thread beside the model: owns the agent, so that neither connecting nor reading takes the model's time.
+
+A read over shared memory is copied by whoever begins it, for milliseconds; the model thread must not be that one. With
+nothing to do the thread sleeps on a condition.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from connector.copier import Copier
+from connector.core.orders import Orders, Results
+
+POLL_S = 0.000_1
+"""Between looks at what is under way."""
+CLOSE_S_MAX = 5.0
+ORDERS_WAITING_MAX = 4096
+"""Steps' worth of orders that the thread may be behind; the model thread waits rather than lose one."""
+
+
+class Transfers:
+    """Hands orders to a Copier on its own thread, and results back."""
+
+    def __init__(self, make_copier: Callable[[], Copier], name: str = "kv-transfers") -> None:
+        self._make_copier = make_copier
+        self._wake = threading.Condition()
+        self._orders: deque[Orders] = deque()
+        self._results = Results()
+        self._closing = False
+        self._broken: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def obey(self, orders: Orders) -> None:
+        """Take orders on; answers at once."""
+        if not orders:
+            return
+        with self._wake:
+            self._wake.wait_for(lambda: len(self._orders) < ORDERS_WAITING_MAX or self._broken is not None)
+            self._raise_if_broken()
+            self._orders.append(orders)
+            self._wake.notify_all()
+
+    def take_results(self) -> Results:
+        """What became final since the last call."""
+        with self._wake:
+            self._raise_if_broken()
+            results, self._results = self._results, Results()
+            return results
+
+    def close(self) -> None:
+        """Cut what is under way and end the thread."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify_all()
+        self._thread.join(CLOSE_S_MAX)
+
+    def _raise_if_broken(self) -> None:
+        if self._broken is not None:
+            raise RuntimeError("the transfer thread broke") from self._broken
+
+    def _run(self) -> None:
+        try:
+            copier = self._make_copier()
+            while not self._closing:
+                self._turn(copier)
+            copier.close()
+        except BaseException as bug:
+            with self._wake:
+                self._broken = bug
+                self._wake.notify_all()
+
+    def _turn(self, copier: Copier) -> None:
+        with self._wake:
+            if not copier.busy:
+                self._wake.wait_for(lambda: self._orders or self._closing)
+            orders = list(self._orders)
+            self._orders.clear()
+            self._wake.notify_all()
+        for one in orders:
+            obey(copier, one)
+        copier.advance()
+        self._publish(copier.take_results())
+        if copier.busy:
+            time.sleep(POLL_S)
+
+    def _publish(self, results: Results) -> None:
+        if results:
+            with self._wake:
+                self._results.connected.extend(results.connected)
+                self._results.parts.extend(results.parts)
+
+
+def obey(copier: Copier, orders: Orders) -> None:
+    """Connections first: the reads of the same step may need them."""
+    for peer in orders.connect:
+        copier.connect(peer)
+    for read in orders.reads:
+        copier.read(read)
+    for read_id in orders.cancel:
+        copier.cancel(read_id)
+    for key in orders.forget:
+        copier.forget(key)
