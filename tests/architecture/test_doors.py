@@ -7,6 +7,7 @@ from fnmatch import fnmatch
 import pytest
 
 from tests.architecture.sources import sources
+from tests.architecture.test_purity import DECIDERS
 
 DOORS = {
     "nats": ("shared/bus/nats_*.py",),
@@ -29,11 +30,19 @@ def test_a_third_party_is_imported_at_its_door_only(party):
     assert sorted(set(elsewhere)) == []
 
 
-CONNECTOR_PORTS = ("connector.core", "connector.transfer_port", "connector.memory_agent", "connector.nixl_agent")
-"""What a worker, or a simulated engine in one, may know of the connector: everything else needs vLLM around it."""
+KNOWN_TO_WORKERS = (
+    "connector.core",
+    *DECIDERS,
+    "connector.copier",
+    "connector.transfers",
+    "connector.transfer_port",
+    "connector.memory_agent",
+    "connector.nixl_agent",
+)
+"""What also a simulated engine uses: it runs where there is no vLLM."""
 
 
-def test_the_connector_is_known_to_workers_only_and_by_its_core_and_its_agents():
+def test_workers_alone_know_the_connector_and_only_what_runs_without_vllm():
     beyond = [
         f"{source.path}:{line} {module}"
         for source in sources()
@@ -41,7 +50,7 @@ def test_the_connector_is_known_to_workers_only_and_by_its_core_and_its_agents()
         for module, line in source.imports()
         if (module + ".").startswith("connector.") and module != "connector"
         if not source.path.startswith("services/worker/")
-        or not any((module + ".").startswith(port + ".") for port in CONNECTOR_PORTS)
+        or not any((module + ".").startswith(port + ".") for port in KNOWN_TO_WORKERS)
     ]
 
     assert beyond == []
