@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from services.router.core.cluster_view import ClusterView
+from services.router.core.kv_sources import exchanges_kv
 from services.router.core.placement import Need, Placed, Policy, Refused, place
 from services.router.core.prefix_index import PrefixIndex
 from shared.contracts.workers import Role
@@ -21,10 +22,12 @@ class Fleet:
         return place(need, self.cluster, self.index, self.policy, now)
 
     def prompt_matters(self, model: str, whole: str) -> bool:
-        """Whether more than one worker could compute a prompt of this model: else its prefix decides nothing."""
+        """Whether more than one worker could compute a prompt of this model, or give what it holds of it to the one
+        that does: else its prefix decides nothing.
+        """
         choices = 0
         for view in self.cluster.offering(model):
-            if whole or view.record.role is not Role.DECODE:
+            if whole or view.record.role is not Role.DECODE or exchanges_kv(view.record):
                 choices += 1
                 if choices > 1:
                     return True

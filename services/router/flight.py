@@ -1,9 +1,10 @@
-"""One request on its way: its exchange, the leg that runs just now, its deadline, and its story for the record."""
+"""One request on its way: its exchange, the legs that run just now, its deadline, and its story for the record."""
 
 from __future__ import annotations
 
 from opentelemetry.trace import Span
 
+from services.router.core.kv_story import cached_tokens, kv_numbers
 from services.router.core.placement import Placed
 from services.router.core.request import Mode, RequestFacts
 from services.router.exchange import Exchange
@@ -13,6 +14,7 @@ from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import LegReport, RequestFinished
 
 NEVER = float("inf")
+LEFT = Failure(reason=Reason.CANCELLED, message="the client left")
 
 
 class Story:
@@ -59,14 +61,16 @@ class Flight:
     """A request that is being served."""
 
     __slots__ = (
+        "answered_at",
         "deadline_at",
         "ends_at",
         "exchange",
         "facts",
         "inbox",
         "late_at",
-        "leg",
+        "legs",
         "span",
+        "stopped",
         "story",
     )
 
@@ -78,9 +82,14 @@ class Flight:
         """When the request's whole budget is spent."""
         self.deadline_at = ends_at
         """When the present hop is late."""
-        self.leg: Leg | None = None
+        self.legs: list[Leg] = []
+        """Of the present attempt."""
+        self.stopped: Failure | None = None
+        """Why the present attempt goes no further."""
         self.late_at = NEVER
         """When the present hop was found late."""
+        self.answered_at = 0.0
+        """When the client had its answer, if something was waited for after that."""
         self.span: Span | None = None
         """The request's span, when it is traced."""
         self.story = Story(now)
@@ -90,26 +99,36 @@ class Flight:
         self.deadline_at = min(now + hop_s, self.ends_at)
         self.late_at = NEVER
 
-    def abort(self, reason: Reason, message: str) -> None:
-        """Stop the present leg, here and at its worker; whoever waits for its frames is told why."""
-        leg = self.leg
-        if leg is not None and not leg.ended:
-            self.inbox.cancel(leg, Failure(reason=reason, message=message))
+    def attempt(self, placed: Placed) -> None:
+        """A placement is tried."""
+        self.legs.clear()
+        self.stopped = LEFT if self.exchange.left else None
+        self.story.attempted(placed)
 
-    def client_gone(self) -> bool:
-        """Whether the client has left."""
-        return self.exchange.left
+    def started(self, leg: Leg) -> None:
+        """One more leg; nobody could stop it before it was there."""
+        self.legs.append(leg)
+        if self.stopped is not None:
+            self.inbox.cancel(leg, self.stopped)
+
+    def stop(self, failure: Failure) -> None:
+        """Stop this attempt's legs, here and at their workers; whoever waits for their frames is told why."""
+        if self.stopped is None:
+            self.stopped = failure
+        for leg in self.legs:
+            if not leg.ended:
+                self.inbox.cancel(leg, failure)
 
     def client_left(self) -> None:
         """Nobody waits for the answer any more."""
-        self.abort(Reason.CANCELLED, "the client left")
+        self.stop(LEFT)
 
     def close(self) -> None:
         """Nothing of this request goes on after it."""
         self.deadline_at = NEVER
         self.exchange.on_left = None
-        if self.leg is not None:
-            self.leg.cancel()
+        for leg in self.legs:
+            leg.cancel()
 
 
 def finished(flight: Flight, now: float) -> RequestFinished:
@@ -119,7 +138,7 @@ def finished(flight: Flight, now: float) -> RequestFinished:
     generated = answering.completion_tokens
     spread_s = story.last_at - story.first_at
     mode = placed.mode if placed is not None else Mode.AGGREGATED
-    computing = story.prefill_report or answering
+    kv = kv_numbers(story.prefill_report, answering, mode)
     return RequestFinished(
         request_id=flight.exchange.head.request_id,
         model=flight.facts.model,
@@ -132,13 +151,19 @@ def finished(flight: Flight, now: float) -> RequestFinished:
         decode_worker=placed.decode.record.worker_id if placed is not None else "",
         prompt_tokens=answering.prompt_tokens,
         completion_tokens=generated,
-        cached_tokens=computing.cached_tokens,
+        cached_tokens=cached_tokens(story.prefill_report, answering, mode),
         received_tokens=answering.received_tokens,
         received_bytes=answering.received_bytes,
         predicted_cached_tokens=placed.cached_tokens if placed and story.prompt and story.prompt.exact else -1,
         ttft_s=story.first_at - story.started_at if story.first_at else -1.0,
-        e2e_s=now - story.started_at,
+        e2e_s=(flight.answered_at or now) - story.started_at,
         itl_s=spread_s / (generated - 1) if generated > 1 and spread_s > 0 else -1.0,
         placement_s=story.placement_s,
         prefill_s=story.prefill_s,
+        streamed_handoff=placed is not None and placed.streamed,
+        recomputed_tokens=kv.recomputed_tokens,
+        reprefilled_tokens=kv.reprefilled_tokens,
+        readback_tokens=kv.readback_tokens,
+        kv_wait_s=kv.wait_s,
+        kv_read_s=kv.read_s,
     )

@@ -64,9 +64,9 @@ def failed(reason: Reason, message: str, retry_after_s: float | None = None, *, 
     return HttpError(status, body, retry_after_s, str(reason), closes)
 
 
-def bad_request(message: str) -> HttpError:
+def bad_request(message: str, param: str | None = None) -> HttpError:
     """400 in the router's own words: for what no worker is there to refuse."""
-    return HttpError(400, error_body(400, message), None, "bad_request")
+    return HttpError(400, error_body(400, message, param=param), None, "bad_request")
 
 
 def error_event(reason: Reason, message: str) -> bytes:

@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Self
 
-from services.router.core.cluster_view import ClusterView, WorkerView
+from services.router.core.cluster_view import ClusterView
 from services.router.core.placement import Placed
 from services.router.exchange import Header
 from services.router.flight import Flight
 from services.router.http_answers import EVENT_STREAM
 from services.router.parts import Parts
 from services.router.pulse import Pulse
+from services.router.starts import Starts
+from shared.bus.port import BusDown, MessageTooLarge
 from shared.bus.streams import Leg, LegFailed
 from shared.contracts.failures import Failure, Reason
-from shared.contracts.ids import LegId, WorkerId
+from shared.contracts.ids import WorkerId
 from shared.contracts.inference import Frame, FrameKind, LegKind, LegReport, StartLeg
 
 HEAD, END = FrameKind.HEAD, FrameKind.END
 OK = 200
+REPORT_S_MAX = 1.0
+"""For a prefill leg to end when the answer that it ran beside is complete; then only its numbers are missing."""
+OTHER_LEG_OVER = Failure(reason=Reason.CANCELLED, message="the leg beside it is over")
 
 
 class EngineRefused(Exception):
     """The engine answered a leg with an error of its own; the client gets it as it is."""
 
-    def __init__(self, status: int, content_type: str, body: bytes) -> None:
-        super().__init__(f"status {status}")
-        self.status = status
-        self.content_type = content_type
-        self.body = body
+    def __init__(self, worker_id: WorkerId, frames: list[Frame]) -> None:
+        head = frames[0]
+        super().__init__(f"status {head.status}")
+        self.worker_id = worker_id
+        self.status = head.status
+        self.content_type = head.content_type
+        self.body = b"".join([frame.data for frame in frames])
+
+
+NOT_ANSWERED = (LegFailed, EngineRefused, BusDown, MessageTooLarge)
 
 
 class Account:
@@ -61,27 +72,31 @@ class LegRunner:
     def __init__(self, parts: Parts) -> None:
         self._settings = parts.settings
         self._now: Callable[[], float] = parts.clock.now
-        self._router_id = parts.router_id
         self._cluster = parts.fleet.cluster
         self._inbox = parts.inbox
         self._tracing = parts.tracing
-        self._legs_started = 0
+        self._starts = Starts(parts.router_id, parts.clock.now)
         self._pulse = Pulse()
-        self._fixed_headers: dict[tuple[str, str, str], list[Header]] = {}
+        self._fixed_headers: dict[tuple[str, str, str, bool], list[Header]] = {}
 
     async def run(self, flight: Flight, placed: Placed) -> None:
-        """All legs of this placement. Raises LegFailed, EngineRefused, BusDown, MessageTooLarge."""
+        """All legs of this placement. Raises NOT_ANSWERED."""
         if placed.prefill is None:
-            start = self._make(flight, placed.decode, LegKind.AGGREGATED, None)
+            self._allow_answer(flight)
+            start = self._starts.make(flight, placed, LegKind.AGGREGATED)
             await self._answer(flight, placed, start, placed.uncached_tokens)
-            return
-        report = await self._prefill(flight, placed.prefill, placed.uncached_tokens)
-        await self._answer(flight, placed, self._make(flight, placed.decode, LegKind.DECODE, report), 0)
+        elif placed.streamed:
+            await self._side_by_side(flight, placed)
+        else:
+            flight.allow(self._now(), self._settings.prefill_s_max)
+            report = await self._prefill(flight, placed)
+            self._allow_answer(flight)
+            await self._answer(flight, placed, self._starts.make(flight, placed, LegKind.DECODE, report), 0)
 
     def headers(self, flight: Flight, placed: Placed, content_type: str) -> list[Header]:
         """What the client is told beside the answer: who served it."""
         prefill = placed.prefill.record.worker_id if placed.prefill is not None else ""
-        key = (content_type, placed.decode.record.worker_id, prefill)
+        key = (content_type, placed.decode.record.worker_id, prefill, placed.streamed)
         fixed = self._fixed_headers.get(key)
         if fixed is None:
             if len(self._fixed_headers) >= FIXED_HEADERS_MAX:
@@ -89,43 +104,66 @@ class LegRunner:
             fixed = self._fixed_headers[key] = _fixed_headers(placed, *key)
         return [*fixed, (b"x-request-id", flight.exchange.head.request_id.encode())]
 
-    def _make(self, flight: Flight, view: WorkerView, kind: LegKind, prefill: LegReport | None) -> StartLeg:
-        self._legs_started += 1
-        exchange = flight.exchange
-        return StartLeg(
-            worker_id=view.record.worker_id,
-            router_id=self._router_id,
-            request_id=exchange.head.request_id,
-            leg_id=LegId(f"{self._router_id}-{self._legs_started}"),
-            kind=kind,
-            path=exchange.head.path,
-            body=exchange.upload.body(),
-            content_type=exchange.head.content_type,
-            epoch=view.record.epoch,
-            deadline_s=max(0.0, flight.ends_at - self._now()),
-            kv_transfer=prefill.kv_transfer if prefill is not None else b"",
-            prefill_cached_tokens=prefill.cached_tokens if prefill is not None else 0,
-        )
+    async def _side_by_side(self, flight: Flight, placed: Placed) -> None:
+        """Both legs at once: decode reads the KV as it is computed. A prefill leg that fails takes the decode leg with
+        it, unless the client has seen some of the answer: then it matters to nobody.
+        """
+        flight.allow(self._now(), self._settings.prefill_s_max)
+        prefilling = asyncio.create_task(self._prefill_beside(flight, placed), name="prefill-leg")
+        try:
+            await self._answer(flight, placed, self._starts.make(flight, placed, LegKind.DECODE), 0)
+            flight.answered_at = self._now()
+            if not prefilling.done():
+                await asyncio.wait([prefilling], timeout=REPORT_S_MAX)
+        except NOT_ANSWERED:
+            flight.stop(OTHER_LEG_OVER)
+            cause = await prefilling
+            if cause is not None:
+                raise cause from None
+            raise
+        finally:
+            flight.stop(OTHER_LEG_OVER)
+            await prefilling
+
+    async def _prefill_beside(self, flight: Flight, placed: Placed) -> Exception | None:
+        """Answers why there can be no answer because of it."""
+        try:
+            await self._prefill(flight, placed)
+        except NOT_ANSWERED as failure:
+            if flight.exchange.begun or flight.stopped is OTHER_LEG_OVER:
+                return None
+            flight.stop(OTHER_LEG_OVER)
+            return failure
+        if not flight.exchange.begun:
+            self._allow_answer(flight)
+        return None
+
+    def _allow_answer(self, flight: Flight) -> None:
+        """The answer's first frame is the next to come."""
+        settings = self._settings
+        # A whole answer's head comes with its body, when all tokens are there: only a stream has an early first frame.
+        flight.allow(self._now(), settings.first_frame_s_max if flight.facts.stream else settings.request_s_max)
 
     async def _open(self, flight: Flight, start: StartLeg, headers: dict[str, str] | None) -> Leg:
-        if flight.client_gone():
-            raise LegFailed(Failure(reason=Reason.CANCELLED, message="the client left"))
-        flight.leg = leg = await self._inbox.start(start, headers)
-        if flight.client_gone():  # Meanwhile: nobody could abort a leg that was not there yet.
-            flight.client_left()
+        if flight.stopped is not None:
+            raise LegFailed(flight.stopped)
+        leg = await self._inbox.start(start, headers)
+        flight.started(leg)
         return leg
 
-    async def _prefill(self, flight: Flight, view: WorkerView, tokens: int) -> LegReport:
-        start = self._make(flight, view, LegKind.PREFILL, None)
+    async def _prefill(self, flight: Flight, placed: Placed) -> LegReport:
+        start = self._starts.make(flight, placed, LegKind.PREFILL)
         begun = self._now()
-        flight.allow(begun, self._settings.prefill_s_max)
-        with Account(self._cluster, start.worker_id, tokens), self._tracing.leg(flight, start) as headers:
+        with (
+            Account(self._cluster, start.worker_id, placed.uncached_tokens),
+            self._tracing.leg(flight, start) as headers,
+        ):
             leg = await self._open(flight, start, headers)
             frames = await leg.frames()
             while frames[-1].kind is not END:
                 frames += await leg.frames()
         if status_of(frames[0]) != OK:
-            raise refusal(frames)
+            raise EngineRefused(start.worker_id, frames)
         report = frames[-1].report
         if report is None:
             raise LegFailed(Failure(reason=Reason.BAD_MESSAGE, message="The prefill leg ended without a report."))
@@ -134,9 +172,6 @@ class LegRunner:
         return report
 
     async def _answer(self, flight: Flight, placed: Placed, start: StartLeg, tokens: int) -> None:
-        settings = self._settings
-        # A whole answer's head comes with its body, when all tokens are there: only a stream has an early first frame.
-        flight.allow(self._now(), settings.first_frame_s_max if flight.facts.stream else settings.request_s_max)
         with (
             Account(self._cluster, start.worker_id, tokens) as account,
             self._tracing.leg(flight, start) as headers,
@@ -187,7 +222,7 @@ class LegRunner:
                 raise LegFailed(Failure(reason=Reason.INTERNAL, message="The answer is larger than the router holds."))
             frames += more
         if frames[0].status != OK:
-            raise refusal(frames)
+            raise EngineRefused(leg.worker_id, frames)
         story = flight.story
         story.report = frames[-1].report
         story.status = OK
@@ -200,7 +235,7 @@ FIXED_HEADERS_MAX = 4096
 """Combinations of workers whose headers are kept ready."""
 
 
-def _fixed_headers(placed: Placed, content_type: str, decode: str, prefill: str) -> list[Header]:
+def _fixed_headers(placed: Placed, content_type: str, decode: str, prefill: str, streamed: bool) -> list[Header]:
     headers = [
         (b"content-type", content_type.encode("latin-1")),
         (b"x-baton-mode", placed.mode.value.encode()),
@@ -208,6 +243,7 @@ def _fixed_headers(placed: Placed, content_type: str, decode: str, prefill: str)
     ]
     if prefill:
         headers.append((b"x-baton-prefill-worker", prefill.encode()))
+        headers.append((b"x-baton-handoff", b"streamed" if streamed else b"offered"))
     return headers
 
 
@@ -216,8 +252,3 @@ def status_of(head: Frame) -> int:
     if head.kind is not HEAD or not 200 <= head.status <= 599:
         raise LegFailed(Failure(reason=Reason.BAD_MESSAGE, message="The leg's answer does not begin with a head."))
     return head.status
-
-
-def refusal(frames: list[Frame]) -> EngineRefused:
-    """The engine's error as an exception."""
-    return EngineRefused(frames[0].status, frames[0].content_type, b"".join([frame.data for frame in frames]))

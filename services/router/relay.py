@@ -24,6 +24,7 @@ GIVEN_UP = frozenset(
 RETRIED = GIVEN_UP | {Reason.FRAMES_LOST}
 """Failures after which a request is placed again, if the client has not seen any of its answer."""
 SERVICE_UNAVAILABLE = 503
+ENGINE_FULL = Failure(reason=Reason.WORKER_BUSY, message="the engine takes no requests")
 
 
 class Relay:
@@ -57,6 +58,9 @@ class Relay:
 
     async def _serve(self, flight: Flight) -> None:
         facts = flight.facts
+        if facts.fault is not None:
+            self._tell(flight, bad_request(facts.fault.message, facts.fault.param))
+            return
         prompt = await self._prompts.of(flight.exchange, facts)
         flight.story.prompt = prompt
         need = Need(
@@ -66,20 +70,21 @@ class Relay:
             prompt_tokens=prompt.tokens,
             hashes=prompt.hashes,
             tokens_out=facts.tokens_out,
+            fetch_tokens_min=facts.kv_fetch_min_tokens,
         )
-        failure: Failure | None = None
+        lost: LegFailed | None = None
         while True:
             placement = self._place(flight, need)
             if isinstance(placement, Refused):
-                self._refuse(flight, placement, failure)
+                self._refuse(flight, placement, lost)
                 return
-            failure = await self._attempt(flight, placement)
-            if failure is None:
+            lost = await self._attempt(flight, placement)
+            if lost is None:
                 return
-            if not self._may_retry(flight, failure):
-                self._fail(flight, failure)
+            if not self._may_retry(flight, lost.failure):
+                self._fail(flight, lost.failure)
                 return
-            need = self._without_failed(flight, need, failure)
+            need = self._without_failed(need, lost)
 
     def _place(self, flight: Flight, need: Need) -> Placed | Refused:
         begun = self._now()
@@ -88,20 +93,20 @@ class Relay:
         flight.story.placement_s = self._now() - begun
         return placement
 
-    async def _attempt(self, flight: Flight, placed: Placed) -> Failure | None:
+    async def _attempt(self, flight: Flight, placed: Placed) -> LegFailed | None:
         """Run the legs; answers why they did not end well, or None when the client has its answer."""
-        flight.story.attempted(placed)
+        flight.attempt(placed)
         try:
             await self._runner.run(flight, placed)
         except LegFailed as lost:
-            return lost.failure
+            return lost
         except BusDown as error:
-            return Failure(reason=Reason.BUS_DOWN, message=str(error))
+            return LegFailed(Failure(reason=Reason.BUS_DOWN, message=str(error)))
         except MessageTooLarge as error:
-            return Failure(reason=Reason.TOO_LARGE, message=str(error))
+            return LegFailed(Failure(reason=Reason.TOO_LARGE, message=str(error)))
         except EngineRefused as no:
             if no.status == SERVICE_UNAVAILABLE and flight.story.attempts < self._settings.attempts_max:
-                return Failure(reason=Reason.WORKER_BUSY, message="the engine takes no requests")
+                return LegFailed(ENGINE_FULL, no.worker_id)
             self._pass_on(flight, placed, no)
         return None
 
@@ -114,12 +119,12 @@ class Relay:
             and self._now() < flight.ends_at
         )
 
-    def _without_failed(self, flight: Flight, need: Need, failure: Failure) -> Need:
+    def _without_failed(self, need: Need, lost: LegFailed) -> Need:
         """The same need, less the worker whose leg failed."""
-        self._ledger.retried(failure.reason)
-        if flight.leg is None or failure.reason not in GIVEN_UP:
+        self._ledger.retried(lost.failure.reason)
+        if lost.worker_id is None or lost.failure.reason not in GIVEN_UP:
             return need
-        return msgspec.structs.replace(need, excluded=need.excluded | {flight.leg.worker_id})
+        return msgspec.structs.replace(need, excluded=need.excluded | {lost.worker_id})
 
     def _pass_on(self, flight: Flight, placed: Placed, refusal: EngineRefused) -> None:
         """The engine's own error, word for word."""
@@ -128,10 +133,10 @@ class Relay:
         headers = self._runner.headers(flight, placed, refusal.content_type)
         flight.exchange.answer(refusal.status, headers, refusal.body)
 
-    def _refuse(self, flight: Flight, refused: Refused, failure: Failure | None) -> None:
+    def _refuse(self, flight: Flight, refused: Refused, lost: LegFailed | None) -> None:
         """Nobody can serve it. A client whose attempts ran out of time is told so; an unreadable body is its own."""
-        if failure is not None and failure.reason is Reason.DEADLINE:
-            self._fail(flight, failure)
+        if lost is not None and lost.failure.reason is Reason.DEADLINE:
+            self._fail(flight, lost.failure)
         elif flight.facts.body is None:
             self._tell(flight, bad_request("The body is not a JSON object."))
         else:

@@ -40,7 +40,12 @@ class Router:
 
     def __init__(self, settings: Settings, bus: Bus, clock: Clock, tracing: Tracing) -> None:
         router_id = RouterId(f"{settings.instance or 'router'}-{secrets.token_hex(4)}")
-        fleet = Fleet(Policy(silent_s_max=settings.silent_s_max))
+        policy = Policy(
+            silent_s_max=settings.silent_s_max,
+            stream_tokens_min=settings.stream_tokens_min,
+            fetch_tokens_min=settings.fetch_tokens_min,
+        )
+        fleet = Fleet(policy)
         self.parts = parts = Parts(
             router_id=router_id,
             settings=settings,

@@ -49,6 +49,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     silent_s_max: float = 3.0
     """A worker that was not heard for so long gets nothing new."""
 
+    stream_tokens_min: int = 1024
+    """Prompt tokens to compute from which on both legs are dispatched together, and decode reads the KV as prefill
+    computes it; 0: always, negative: never, decode then comes when prefill has ended.
+    """
+    fetch_tokens_min: int = 256
+    """Fewer prompt tokens are computed, although another worker holds their KV; a body's ``kv_fetch_min_tokens`` says
+    otherwise for its request.
+    """
+
     tokenize: Literal["auto", "always", "never"] = "auto"
     """Whether prompts are tokenized for exact prefix match; ``auto``: if more than one worker could compute them."""
     tokenize_loop_chars_max: int = 4096

@@ -9,7 +9,7 @@ import asyncio
 
 from services.router.edge import Edge
 from services.router.flight import NEVER, Flight
-from shared.contracts.failures import Reason
+from shared.contracts.failures import Failure, Reason
 from shared.runtime.clock import Clock
 
 WALK_S = 0.05
@@ -17,6 +17,8 @@ LATE_S_MAX = 5.0
 """For a request to come to its end after its leg was stopped. One that takes longer is stuck on a client that does not
 read: its connection is dropped.
 """
+
+TOO_LONG = Failure(reason=Reason.DEADLINE, message="The request took too long.")
 
 
 class Watchman:
@@ -45,7 +47,7 @@ class Watchman:
     def _late(self, flight: Flight, now: float) -> None:
         if flight.late_at == NEVER:
             flight.late_at = now
-            flight.abort(Reason.DEADLINE, "The request took too long.")
+            flight.stop(TOO_LONG)
         elif now - flight.late_at > LATE_S_MAX:
             flight.story.reason = str(Reason.CLIENT_SLOW)
             flight.exchange.abort()

@@ -25,11 +25,12 @@ _END = FrameKind.END
 
 
 class LegFailed(Exception):
-    """The leg did not end well; ``failure`` says why."""
+    """The leg did not end well; ``failure`` says why, ``worker_id`` whose leg it was, if anybody's."""
 
-    def __init__(self, failure: Failure) -> None:
+    def __init__(self, failure: Failure, worker_id: WorkerId | None = None) -> None:
         super().__init__(f"{failure.reason}: {failure.message}")
         self.failure = failure
+        self.worker_id = worker_id
 
 
 class Leg:
@@ -68,7 +69,7 @@ class Leg:
         """
         if not self._frames:
             if self.ended:
-                raise LegFailed(self._failure or _ENDED)
+                raise LegFailed(self._failure or _ENDED, self.worker_id)
             self._waiter = waiter = asyncio.get_running_loop().create_future()
             try:
                 await waiter
@@ -76,7 +77,7 @@ class Leg:
                 if self._waiter is waiter:
                     self._waiter = None
             if not self._frames:
-                raise LegFailed(self._failure or _ENDED)
+                raise LegFailed(self._failure or _ENDED, self.worker_id)
         frames = self._frames
         self._frames = []
         self._buffered_bytes = 0

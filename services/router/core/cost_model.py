@@ -9,6 +9,8 @@ PREFILL_TOKENS_PER_S_UNKNOWN = 4000.0
 DECODE_S_PER_TOKEN_UNKNOWN = 0.02
 TRANSFER_S_PER_TOKEN_UNKNOWN = 5e-6
 """Reading a token's KV from another worker."""
+LEASE_S = 0.002
+"""Asking another worker for its blocks, to its answer."""
 TOKENS_OUT_UNKNOWN = 256
 """Completion length assumed when the client sets no limit."""
 TOKENS_OUT_COUNTED_MAX = 1024
@@ -39,6 +41,11 @@ def transfer_s(view: WorkerView, tokens: int) -> float:
     if load is not None and load.received_tokens_total and load.received_seconds_total > 0:
         return tokens * load.received_seconds_total / load.received_tokens_total
     return tokens * TRANSFER_S_PER_TOKEN_UNKNOWN
+
+
+def fetch_s(view: WorkerView, tokens: int) -> float:
+    """To ask for the KV of ``tokens`` tokens before computing the rest, and to read it."""
+    return LEASE_S + transfer_s(view, tokens)
 
 
 def decode_s(view: WorkerView, tokens_in: int, tokens_out: int) -> float:

@@ -9,10 +9,12 @@ import msgspec
 
 from services.router.core import cost_model as cost
 from services.router.core.cluster_view import ClusterView, WorkerView
+from services.router.core.kv_sources import Holder, exchanges_kv, rank_holders, source_of, sources_beyond
 from services.router.core.prefix_index import PrefixIndex
 from services.router.core.request import Mode
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
+from shared.contracts.kv_exchange import KvSource
 from shared.contracts.workers import Role
 
 RETRY_AFTER_S = 1.0
@@ -27,6 +29,10 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     tie_ratio: float = 0.05
     tie_s: float = 0.002
     """Costs that differ by less count as equal; equals take turns, so that requests do not herd onto one of them."""
+    stream_tokens_min: int = 1024
+    """Decode is dispatched with prefill when that has so many tokens to compute; 0: always, negative: never."""
+    fetch_tokens_min: int = 256
+    """Fewer tokens than this are computed, not fetched from another worker; a request may say otherwise."""
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +48,8 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     tokens_out: int = 0
     excluded: frozenset[WorkerId] = frozenset()
     """Workers that have already failed this request."""
+    fetch_tokens_min: int | None = None
+    """The client's; None: the operator's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +62,16 @@ class Placed:
     prefill: WorkerView | None = None
     cached_tokens: int = 0
     """Expected to be found by the worker that computes the prompt."""
+    fetched_tokens: int = 0
+    """Expected to be had from ``sources``."""
     uncached_tokens: int = 0
+    """Expected to be computed: the rest of the prompt."""
+    sources: tuple[KvSource, ...] = ()
+    """Whom the worker that computes the prompt should ask first."""
+    handoff: tuple[KvSource, ...] = ()
+    """Whom the decode worker may ask for the prompt's KV: the prefill worker, if their connector can."""
+    streamed: bool = False
+    """Both legs are dispatched together: decode takes the KV as prefill computes it."""
     predicted_s: float = 0.0
     """Until the completion ends."""
     why: str = ""
@@ -75,8 +92,10 @@ class Offer:
 
     view: WorkerView
     cached: int
+    fetched: int
+    sources: tuple[KvSource, ...]
     prefill_s: float
-    """Queue and computation of what is not cached."""
+    """Queue, fetch and computation of what is not cached."""
     decode_s: float
     """Transfer and completion."""
     whole_s: float
@@ -93,12 +112,15 @@ def place(need: Need, cluster: ClusterView, index: PrefixIndex, policy: Policy, 
     if not free:
         return refuse(need, cluster, busy=bool(fit))
     matches = index.match(need.hashes) if need.hashes else {}
-    offers = [make_offer(view, need, matches.get(view.record.worker_id, 0)) for view in free]
+    tokens_min = policy.fetch_tokens_min if need.fetch_tokens_min is None else need.fetch_tokens_min
+    # What cannot be split may need its prompt computed, such as for the prompt's log probabilities.
+    holders = rank_holders(fit, matches, tokens_min) if matches and not need.whole else []
+    offers = [make_offer(view, need, matches.get(view.record.worker_id, 0), holders, tokens_min) for view in free]
     why = need.whole or ("asked for" if need.mode is Mode.AGGREGATED else "")
     if not why:
         pair = best_pair(offers, policy, apart=need.mode is Mode.DISAGGREGATED)
         if pair is not None and pair[0] is not pair[1]:
-            return place_apart(pair, need, cluster)
+            return place_apart(pair, need, cluster, policy)
         if need.mode is Mode.DISAGGREGATED:
             message = "No prefill and decode workers of the same fingerprint are ready for this model."
             return Refused(reason=Reason.NO_WORKER, message=message, retry_after_s=RETRY_AFTER_S)
@@ -121,15 +143,26 @@ def refuse(need: Need, cluster: ClusterView, *, busy: bool) -> Refused:
     return Refused(reason=Reason.NO_WORKER, message=message, retry_after_s=RETRY_AFTER_S)
 
 
-def make_offer(view: WorkerView, need: Need, blocks_held: int) -> Offer:
+def make_offer(view: WorkerView, need: Need, blocks_held: int, holders: list[Holder], fetch_tokens_min: int) -> Offer:
     """The predicted cost of this request there. The last prompt token is always computed, however much is cached."""
     block_size = view.record.hashing.block_size
-    cached = min(blocks_held, max(0, need.prompt_tokens - 1) // block_size) * block_size
+    blocks_max = max(0, need.prompt_tokens - 1) // block_size
+    blocks = min(blocks_held, blocks_max)
+    cached = blocks * block_size
     uncached = need.prompt_tokens - cached
-    prefill_s = cost.queue_s(view) + cost.prefill_s(view, uncached)
     decode_s = cost.decode_s(view, need.prompt_tokens, need.tokens_out)
     transfer_s = cost.transfer_s(view, uncached)
-    return Offer(view, cached, prefill_s, transfer_s + decode_s, prefill_s + decode_s)
+    computing_s, fetched = cost.prefill_s(view, uncached), 0
+    sources = sources_beyond(view, blocks, blocks_max, holders, fetch_tokens_min) if holders else ()
+    if sources:
+        tokens = (sources[0].end - blocks) * block_size
+        fetching_s = cost.fetch_s(view, tokens) + cost.prefill_s(view, uncached - tokens)
+        if fetching_s < computing_s:
+            computing_s, fetched = fetching_s, tokens
+        else:
+            sources = ()
+    prefill_s = cost.queue_s(view) + computing_s
+    return Offer(view, cached, fetched, sources, prefill_s, transfer_s + decode_s, prefill_s + decode_s)
 
 
 def best_pair(offers: list[Offer], policy: Policy, *, apart: bool) -> tuple[Offer, Offer] | None:
@@ -178,16 +211,23 @@ def pick(offers: list[Offer], costs: list[float], policy: Policy) -> Offer:
     return min(near, key=lambda offer: (offer.view.own_legs, offer.view.picked_at_turn))
 
 
-def place_apart(pair: tuple[Offer, Offer], need: Need, cluster: ClusterView) -> Placed:
+def place_apart(pair: tuple[Offer, Offer], need: Need, cluster: ClusterView, policy: Policy) -> Placed:
     """Two workers, one leg each."""
     prefill, decode = pair
     cluster.picked(prefill.view, decode.view)
+    uncached = need.prompt_tokens - prefill.cached - prefill.fetched
+    exchange = exchanges_kv(prefill.view.record)
+    streamed = exchange and 0 <= policy.stream_tokens_min <= uncached
     return Placed(
         mode=Mode.DISAGGREGATED,
         prefill=prefill.view,
         decode=decode.view,
         cached_tokens=prefill.cached,
-        uncached_tokens=need.prompt_tokens - prefill.cached,
+        fetched_tokens=prefill.fetched,
+        uncached_tokens=uncached,
+        sources=prefill.sources,
+        handoff=(source_of(prefill.view, follow=streamed),) if exchange else (),
+        streamed=streamed,
         predicted_s=prefill.prefill_s + decode.decode_s,
     )
 
@@ -199,7 +239,9 @@ def place_whole(offer: Offer, need: Need, cluster: ClusterView, why: str) -> Pla
         mode=Mode.AGGREGATED,
         decode=offer.view,
         cached_tokens=offer.cached,
-        uncached_tokens=need.prompt_tokens - offer.cached,
+        fetched_tokens=offer.fetched,
+        uncached_tokens=need.prompt_tokens - offer.cached - offer.fetched,
+        sources=offer.sources,
         predicted_s=offer.whole_s,
         why=why,
     )

@@ -9,6 +9,7 @@ import msgspec
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+FETCH_MIN_TOKENS_MAX = 1 << 31
 MODEL_CHARS_MAX = 512
 """A longer name is no model's; of what a client makes up, no more is logged, told and counted."""
 
@@ -50,6 +51,15 @@ class Body(msgspec.Struct, kw_only=True):
     documents: msgspec.Raw = msgspec.Raw(b"")
     reasoning_effort: Any = None
     truncate_prompt_tokens: Any = None
+    cache_hit_threshold: Any = None
+    kv_fetch_min_tokens: Any = None
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """A field of Baton's own that has no meaning as it was given; no engine would say so."""
+
+    param: str
+    message: str
 
 
 class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +75,9 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The limit that the client set on the completion; 0 when none."""
     body: Body | None = None
     """None when the body could not be read."""
+    cache_hit_threshold: float | None = None
+    kv_fetch_min_tokens: int | None = None
+    fault: Fault | None = None
 
 
 BODY_DECODER = msgspec.json.Decoder(Body)
@@ -80,6 +93,9 @@ def read_request(path: str, body: bytes) -> RequestFacts:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return RequestFacts(path=path, model="", whole="the body cannot be read")
     model = parsed.model
+    ours = path in (COMPLETIONS, CHAT)
+    fault = find_fault(parsed) if ours else None
+    ours = ours and fault is None
     return RequestFacts(
         path=path,
         model=model[:MODEL_CHARS_MAX] if isinstance(model, str) else "",
@@ -87,7 +103,26 @@ def read_request(path: str, body: bytes) -> RequestFacts:
         whole=why_whole(path, parsed),
         tokens_out=_limit(parsed),
         body=parsed,
+        cache_hit_threshold=float(parsed.cache_hit_threshold)
+        if ours and parsed.cache_hit_threshold is not None
+        else None,
+        kv_fetch_min_tokens=parsed.kv_fetch_min_tokens if ours else None,
+        fault=fault,
     )
+
+
+def find_fault(body: Body) -> Fault | None:
+    """What is wrong with the fields that are Baton's own; None when nothing is."""
+    share, tokens = body.cache_hit_threshold, body.kv_fetch_min_tokens
+    if share is not None and not (type(share) in (int, float) and 0.0 <= share <= 1.0):
+        message = "`cache_hit_threshold` must be a number from 0.0 (never refuse) to 1.0; leave it out for the default."
+        return Fault(param="cache_hit_threshold", message=message)
+    if tokens is not None and not (type(tokens) is int and 0 <= tokens <= FETCH_MIN_TOKENS_MAX):
+        message = (
+            f"`kv_fetch_min_tokens` must be an integer from 0 to {FETCH_MIN_TOKENS_MAX}; leave it out for the default."
+        )
+        return Fault(param="kv_fetch_min_tokens", message=message)
+    return None
 
 
 def why_whole(path: str, body: Body) -> str:

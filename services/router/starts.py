@@ -1,0 +1,54 @@
+"""What is asked of a worker: the StartLeg of each leg, with what it is told about KV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from services.router.core.placement import Placed
+from services.router.flight import Flight
+from shared.contracts.ids import LegId, RouterId
+from shared.contracts.inference import LegKind, LegReport, StartLeg
+
+pack = msgspec.msgpack.Encoder().encode
+
+
+class Starts:
+    """Makes the legs of one router, each with a name of its own."""
+
+    def __init__(self, router_id: RouterId, now: Callable[[], float]) -> None:
+        self._router_id = router_id
+        self._now = now
+        self._made = 0
+
+    def make(self, flight: Flight, placed: Placed, kind: LegKind, prefill: LegReport | None = None) -> StartLeg:
+        """A leg of this placement; a decode leg with what its prefill leg reported, if that has ended."""
+        self._made += 1
+        exchange, facts = flight.exchange, flight.facts
+        view = placed.prefill if kind is LegKind.PREFILL and placed.prefill is not None else placed.decode
+        return StartLeg(
+            worker_id=view.record.worker_id,
+            router_id=self._router_id,
+            request_id=exchange.head.request_id,
+            leg_id=LegId(f"{self._router_id}-{self._made}"),
+            kind=kind,
+            path=exchange.head.path,
+            body=exchange.upload.body(),
+            content_type=exchange.head.content_type,
+            epoch=view.record.epoch,
+            deadline_s=max(0.0, flight.ends_at - self._now()),
+            kv_transfer=handed_over(prefill) if prefill is not None else b"",
+            prefill_cached_tokens=prefill.cached_tokens if prefill is not None else 0,
+            kv_offer=not placed.streamed,
+            kv_sources=list(placed.handoff if kind is LegKind.DECODE else placed.sources),
+            cache_hit_threshold=facts.cache_hit_threshold if kind is not LegKind.PREFILL else None,
+            kv_fetch_min_tokens=facts.kv_fetch_min_tokens,
+        )
+
+
+def handed_over(prefill: LegReport) -> bytes:
+    """The KV that a prefill leg left, as its decode leg is told of it: a KvOffer, or what upstream's connector said."""
+    if prefill.kv is not None and prefill.kv.offer is not None:
+        return pack(prefill.kv.offer)
+    return prefill.kv_transfer
