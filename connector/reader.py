@@ -125,6 +125,11 @@ class Reader:
             del self._readings[request_id]
         return proof
 
+    def cached_tokens(self, request_id: str) -> int:
+        """Tokens that the request did not have to compute when it was first admitted."""
+        reading = self._readings.get(request_id)
+        return reading.account.first_local + reading.account.first_fetched if reading is not None else 0
+
     def settle(self) -> tuple[set[str], set[int]]:
         """Requests for which everything that will come has come, and their blocks that hold nothing."""
         ended: set[str] = set()
@@ -181,6 +186,11 @@ class Reader:
     def idle(self) -> bool:
         """Nothing is asked for, and no byte moves."""
         return not self._unfinished and not any(reading.fetch is not None for reading in self._readings.values())
+
+    @property
+    def nothing_lingers(self) -> bool:
+        """No byte moves for a request that is gone."""
+        return not self._unfinished
 
     def plan(self, hashes: Sequence[bytes], start: int, sources: list[Source], order: LegOrder) -> Plan:
         """A plan for the blocks from ``start`` to the end of ``hashes``."""

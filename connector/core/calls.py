@@ -30,7 +30,7 @@ class Peer(Message, frozen=True, kw_only=True):
 
 
 class PeerGone(Message, frozen=True, kw_only=True):
-    """This life of the worker is over: forget its memory, fail what is being read from it."""
+    """That life of the worker is over: forget its memory, fail what is being read from it."""
 
     worker_id: WorkerId
     epoch: Epoch

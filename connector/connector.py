@@ -1,0 +1,201 @@
+"""The connector as vLLM loads it: ``kv_connector_module_path`` names this module, ``kv_connector`` the class.
+
+KV is addressed by content: a block is named by its full chained hash, leased from whoever holds it, read over NIXL, and
+released. See ARCHITECTURE.md. Source of the interface: vLLM's ``KVConnectorBase_V1`` (0.32).
+"""
+
+from __future__ import annotations
+
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+)
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import RequestStatus
+
+from connector.layout_of import kv_heads_of, refuse_unsupported, required_layout
+from connector.metadata import StepOrders, StepReport
+from connector.scheduler_side import SchedulerSide
+from connector.settings import read
+from connector.worker_side import RankHandshake, WorkerSide
+from shared.contracts.kv_exchange import KvProof, LegOrder
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+PARAMS = "baton"
+"""Our key in ``kv_transfer_params``: a packed LegOrder on the way in, a packed KvProof on the way out."""
+COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+_order = msgspec.msgpack.Decoder(LegOrder)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def kv_exchange(core: Any, call: bytes) -> bytes:
+    """A utility method that ``EngineCore`` gets from us: runs between two steps, or at once when there are none."""
+    answer: bytes = core.scheduler.connector.scheduler_side.exchange(call)
+    return answer
+
+
+class BatonConnector(KVConnectorBase_V1):
+    """Both roles; each process has one of them, or (a single CPU process) one object of each."""
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        refuse_unsupported(vllm_config, kv_cache_config)
+        settings = read(self._kv_transfer_config.kv_connector_extra_config)
+        self.scheduler_side: SchedulerSide
+        self._worker: WorkerSide
+        self._refusals: dict[str, dict[str, Any]] = {}
+        if role is KVConnectorRole.SCHEDULER:
+            self._block_tokens: int = vllm_config.cache_config.block_size
+            self.scheduler_side = SchedulerSide(
+                settings,
+                self._block_tokens,
+                kv_heads=kv_heads_of(vllm_config),
+                ranks=vllm_config.parallel_config.tensor_parallel_size,
+            )
+            EngineCore.kv_exchange = kv_exchange
+        else:
+            self._worker = WorkerSide(vllm_config, kv_cache_config, resolve_name(settings.agent))
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """An offer that cannot be made is a prompt computed by the decode worker, not a failure."""
+        return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Heads before tokens, so that a rank's share of a block is one piece."""
+        return required_layout(vllm_config)
+
+    # Scheduler role
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """The engine's blocks."""
+        self.scheduler_side.bind(gpu_block_pool)
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """Every rank has registered its memory."""
+        ranks = [metadata[rank] for rank in sorted(metadata)]
+        self.scheduler_side.describe([one.rank() for one in ranks if isinstance(one, RankHandshake)])
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens that come from other workers; None: their answer is awaited, or the request is refused."""
+        order = _order_of(request)
+        if order is None:
+            return 0, False
+        tokens = self.scheduler_side.reader.matched(request, order, num_computed_tokens)
+        return tokens, bool(tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """There is room for the request."""
+        order = _order_of(request)
+        if order is None:
+            return
+        side = self.scheduler_side
+        side.reader.allocated(request, blocks.get_block_ids()[0] if num_external_tokens else (), num_external_tokens)
+        if not num_external_tokens and (full := request.num_prompt_tokens // self._block_tokens):
+            side.holder.note_prompt(request.block_hashes[full - 1], side.reader.cached_tokens(request.request_id))
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """The worker role's orders for this step."""
+        self.scheduler_side.holder.scheduled(scheduler_output)
+        return StepOrders(self.scheduler_side.orders())
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Offer what a prefill leg computed; tell where a request's tokens came from. Never delays the free."""
+        order = _order_of(request)
+        if order is None:
+            return False, None
+        offer = None
+        if order.offer and request.status in COMPLETE:
+            full = request.num_prompt_tokens // self._block_tokens
+            offer = self.scheduler_side.holder.offer(request.block_hashes[:full], block_ids[:full])
+        handed_over = order.take is not None or any(source.follow for source in order.sources)
+        proof = self.scheduler_side.finished(request.request_id, offer, handed_over=handed_over)
+        params = {PARAMS: _encode(proof or KvProof())}
+        if proof is not None and proof.refused:
+            self._refusals[request.request_id] = params
+        return False, params
+
+    def refusal_of(self, request_id: str) -> dict[str, Any] | None:
+        """What to tell of a request that was just refused."""
+        return self._refusals.pop(request_id, None)
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine must step though it has no request."""
+        return self.scheduler_side.pressing
+
+    def reset_cache(self) -> bool | None:
+        """The prefix cache can be emptied when nobody has leased a part of it."""
+        return not self.scheduler_side.holder.counts.leases
+
+    # Worker role
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """The memory that others read, and that reads write into."""
+        self._worker.register_kv_caches(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """The memory and the agent of one rank."""
+        return self._worker.handshake_rank()
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Before the forward: on a CPU it blocks until it is done, and reads should go on beside it."""
+        super().bind_connector_metadata(connector_metadata)
+        if isinstance(connector_metadata, StepOrders) and connector_metadata.orders:
+            self._worker.obey(connector_metadata.orders)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begun in ``bind_connector_metadata``."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Requests wait in the scheduler, never in a layer."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing is pushed."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is pushed."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
+        """The scheduler side says when a request's blocks have come: see ``connector.scheduler``."""
+        return KVConnectorTransferResults()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """What became final in this step."""
+        results = self._worker.results()
+        return StepReport([results]) if results else None
+
+    def shutdown(self) -> None:
+        """The engine ends."""
+        if self._role is KVConnectorRole.SCHEDULER:
+            self.scheduler_side.close()
+        else:
+            self._worker.close()
+
+
+def _order_of(request: Request) -> LegOrder | None:
+    """The worker's order with this request; decoded once."""
+    params = request.kv_transfer_params
+    packed = params.get(PARAMS) if params else None
+    if isinstance(packed, bytes):
+        packed = params[PARAMS] = _order.decode(packed)
+    return packed

@@ -1,0 +1,229 @@
+"""The scheduler role: answers other workers' asks, has this engine's requests fetch, orders the worker role about.
+
+All on the engine's scheduler thread. Two ways in: the scheduler's own hooks, once a step, and ``exchange``, a utility
+call by the worker service that also an idle engine answers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from connector.core.calls import EngineCall, EngineNews, Peer, PeerConnected
+from connector.core.compatibility import PROTOCOL_VERSION, why_not
+from connector.core.fetch_plan import Limits
+from connector.core.orders import Orders, PeerKey, ReadPart, Results
+from connector.core.peers import Peers, key_of
+from connector.core.votes import Votes
+from connector.holder import Holder, HolderSettings
+from connector.metadata import StepReport
+from connector.news import NewsPort
+from connector.prefetch import Prefetcher
+from connector.reader import Reader
+from connector.settings import Settings
+from connector.tally import Tally
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.kv_exchange import KvGrant, KvHandshake, KvOffer, KvProof, KvRank
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+
+_call = msgspec.msgpack.Decoder(EngineCall)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class SchedulerSide:
+    """See the module."""
+
+    def __init__(self, settings: Settings, block_tokens: int, kv_heads: int, ranks: int) -> None:
+        me = (settings.worker_id, settings.epoch)
+        self._settings = settings
+        self._block_tokens = block_tokens
+        self._kv_heads = kv_heads
+        self._handshake: KvHandshake | None = None
+        self._peers = Peers()
+        self._votes = Votes(ranks)
+        self._orders = Orders()
+        self._connecting: set[PeerKey] = set()
+        self.tally = Tally()
+        self.holder = Holder(
+            HolderSettings(
+                worker_id=WorkerId(settings.worker_id),
+                epoch=Epoch(settings.epoch),
+                lease_s=settings.lease_s,
+                lease_s_max=settings.lease_s_max,
+                lease_share_max=settings.lease_share_max,
+            ),
+            time.monotonic,
+        )
+        limits = Limits(answer_s_max=settings.answer_s_max)
+        self.reader = Reader(me, block_tokens, self._peers, limits, time.monotonic)
+        self._prefetcher = Prefetcher(self.reader, block_tokens, time.monotonic)
+        self._port = NewsPort(settings.news)
+        self._grants: list[KvGrant] = []
+        self._connected: list[PeerConnected] = []
+
+    def bind(self, pool: BlockPool) -> None:
+        """The engine's blocks."""
+        self._blocks = pool.num_gpu_blocks
+        self.holder.bind(pool, self._block_tokens)
+        self._prefetcher.bind(pool)
+
+    def describe(self, ranks: list[KvRank]) -> None:
+        """Every rank has registered its memory."""
+        self._handshake = KvHandshake(
+            worker_id=WorkerId(self._settings.worker_id),
+            epoch=Epoch(self._settings.epoch),
+            version=PROTOCOL_VERSION,
+            fingerprint=self._settings.fingerprint,
+            clock_s=time.monotonic(),
+            block_size=self._block_tokens,
+            blocks=self._blocks,
+            kv_heads=self._kv_heads,
+            ranks=ranks,
+        )
+
+    def exchange(self, packed: bytes) -> bytes:
+        """An ``EngineCall`` from the worker; answers ``EngineNews``. An idle engine does it without a step."""
+        call = _call.decode(packed)
+        for peer in call.peers:
+            self._know(peer)
+        for gone in call.gone:
+            self._forget((gone.worker_id, gone.epoch))
+        for release in call.releases:
+            self.holder.release(release)
+        self._grants += [self.holder.ask(ask) for ask in call.leases]
+        for grant in call.grants:
+            self._granted(grant)
+        for fetch in call.fetches:
+            self._prefetcher.start(fetch)
+        if call.release_all:
+            self.holder.release_all()
+        self._grants += self.holder.advance()
+        handshake = self._handshake if call.describe else None
+        if handshake is not None:
+            handshake = msgspec.structs.replace(handshake, clock_s=time.monotonic())
+        return _encode(self._news(handshake))
+
+    def offer(self, hashes: Sequence[bytes], block_ids: Sequence[int]) -> KvOffer | None:
+        """A prefill leg has ended."""
+        return self.holder.offer(hashes, block_ids) if hashes else None
+
+    def finished(self, request_id: str, offer: KvOffer | None, *, handed_over: bool) -> KvProof | None:
+        """A request has ended; ``handed_over``: another worker had computed its prompt."""
+        proof = self.reader.finished(request_id, offer)
+        if proof is not None:
+            self.tally.request(proof, self._block_tokens, handed_over=handed_over)
+        return proof
+
+    def orders(self) -> Orders:
+        """For the step that begins; and the asks of this pass leave before it computes."""
+        self._take_effects()
+        self._push()
+        orders, self._orders = self._orders, Orders()
+        return orders
+
+    def digest(self, report: StepReport | None) -> tuple[set[str], set[int]]:
+        """After a step, before the scheduler sees its output: requests whose blocks came, and blocks that did not."""
+        if report is not None:
+            for one in report.results:
+                results = self._votes.count(one)
+                self._note_connected(results)
+                for part in results.parts:
+                    self._read(part)
+        if not self.reader.idle:
+            self.reader.on_time()
+        if not self._prefetcher.idle:
+            self._prefetcher.go_on()
+        return self.reader.settle()
+
+    def stepped(self) -> None:
+        """After the scheduler has taken in a step's output."""
+        self._grants += self.holder.advance()
+        self._take_effects()
+        self._push()
+
+    @property
+    def pressing(self) -> bool:
+        """The engine must step though it has no request: something is to be ordered, or a byte moves for nobody's."""
+        return bool(self._orders or self._connecting) or not (self._prefetcher.idle and self.reader.nothing_lingers)
+
+    def close(self) -> None:
+        """The engine ends."""
+        self.holder.release_all()
+        self._port.close()
+
+    def _know(self, peer: Peer) -> None:
+        key = key_of(peer)
+        if self._handshake is not None and (why := why_not(self._handshake, peer.handshake)):
+            self._connected.append(_said(key, failure=why))
+            return
+        ended = self._peers.know(peer)
+        if ended is None:
+            return
+        for other in ended:
+            self._forget(other)
+        self._connecting.add(key)
+        self._orders.connect.append(peer)
+        self.reader.on_peer()
+        self._prefetcher.on_peer()
+
+    def _forget(self, key: PeerKey) -> None:
+        if not self._peers.forget(key):
+            return
+        self._connecting.discard(key)
+        self._orders.forget.append(key)
+        self.reader.on_peer_gone(key)
+        self._prefetcher.on_peer_gone(key)
+
+    def _granted(self, grant: KvGrant) -> None:
+        self.reader.on_grant(grant)
+        self._prefetcher.on_grant(grant)
+
+    def _read(self, part: ReadPart) -> None:
+        self.tally.part(part)
+        if not self.reader.on_part(part):
+            self._prefetcher.on_part(part)
+
+    def _note_connected(self, results: Results) -> None:
+        for connected in results.connected:
+            self._connecting.discard(connected.peer)
+            if connected.failure:
+                self._forget(connected.peer)
+            self._connected.append(_said(connected.peer, connected.seconds, connected.failure))
+
+    def _take_effects(self) -> None:
+        effects = self.reader.effects
+        self._orders.reads += effects.reads
+        self._orders.cancel += effects.cancel
+        effects.reads, effects.cancel = [], []
+
+    def _news(self, handshake: KvHandshake | None = None) -> EngineNews:
+        self._take_effects()
+        effects, reader = self.reader.effects, self.reader
+        news = EngineNews(
+            handshake=handshake,
+            wanted=self._peers.unknown(list(reader.wanted)),
+            leases=effects.asks,
+            grants=self._grants,
+            releases=effects.releases,
+            connected=self._connected,
+            fetched=self._prefetcher.ended,
+            state=self.tally.state(self.holder, reads=len(self._orders.reads)),
+        )
+        effects.asks, effects.releases, self._grants, self._connected, self._prefetcher.ended = [], [], [], [], []
+        reader.wanted.clear()
+        return news
+
+    def _push(self) -> None:
+        effects = self.reader.effects
+        pending = (effects.asks, effects.releases, self._grants, self._connected, self._prefetcher.ended)
+        if any(pending) or self.reader.wanted or self.tally.changed(self.holder):
+            self._port.push(self._news())
+
+
+def _said(key: PeerKey, seconds: float = 0.0, failure: str = "") -> PeerConnected:
+    return PeerConnected(worker_id=WorkerId(key[0]), epoch=Epoch(key[1]), seconds=seconds, failure=failure)
