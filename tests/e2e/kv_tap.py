@@ -1,0 +1,127 @@
+"""What everybody says about KV on one NATS: the legs that routers start, the reports that workers end them with, leases,
+grants, releases, and how many blocks are pinned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from shared.bus.nats_bus import connect_nats
+from shared.bus.port import Bus, Envelope
+from shared.contracts.channels import FRAMES, KV_GRANT, KV_LEASE, KV_RELEASE, LOAD, START_LEG
+from shared.contracts.inference import FrameBatch, FrameKind, LegKind, LegReport, StartLeg
+from shared.contracts.kv_exchange import KvGrant, KvLedgerState, KvProof, LeaseKv, ReleaseKv
+from shared.contracts.load import LoadReport
+
+SOON_S_MAX = 20.0
+
+
+@dataclass
+class SeenLeg:
+    """One leg, as it was on the wire."""
+
+    start: StartLeg
+    ended: bool = False
+    report: LegReport | None = None
+
+    @property
+    def proof(self) -> KvProof:
+        assert self.report is not None, self
+        assert self.report.kv is not None, f"a {self.start.kind} leg without a proof"
+        return self.report.kv
+
+
+@dataclass
+class Tap:
+    """Listens, and remembers everything. ``async with Tap(url) as tap``."""
+
+    url: str
+    legs: dict[str, SeenLeg] = field(default_factory=dict)
+    loads: dict[str, LoadReport] = field(default_factory=dict)
+    leases: list[LeaseKv] = field(default_factory=list)
+    grants: list[KvGrant] = field(default_factory=list)
+    releases: list[ReleaseKv] = field(default_factory=list)
+
+    async def __aenter__(self) -> Self:
+        self._changed = asyncio.Event()
+        self.bus: Bus = await connect_nats(self.url, name="tap", connect_s_max=10.0)
+        await self.bus.subscribe(START_LEG, self._on_start)
+        await self.bus.subscribe(FRAMES, self._on_frames)
+        await self.bus.subscribe(LOAD, self._on_load)
+        for channel, said in ((KV_LEASE, self.leases), (KV_GRANT, self.grants), (KV_RELEASE, self.releases)):
+            await self.bus.subscribe(channel, self._keep_in(said))
+        return self
+
+    async def __aexit__(self, *_failure: object) -> None:
+        await self.bus.close()
+
+    def _on_start(self, start: StartLeg, _envelope: Envelope) -> None:
+        self.legs[start.leg_id] = SeenLeg(start)
+        self._changed.set()
+
+    def _on_frames(self, batch: FrameBatch, _envelope: Envelope) -> None:
+        for frame in batch.frames:
+            leg = self.legs.get(frame.leg_id)
+            if leg is not None and frame.kind in (FrameKind.END, FrameKind.FAILURE):
+                leg.ended, leg.report = True, frame.report
+        self._changed.set()
+
+    def _on_load(self, report: LoadReport, _envelope: Envelope) -> None:
+        self.loads[report.worker_id] = report
+        self._changed.set()
+
+    def _keep_in(self, said: list[Any]) -> Callable[[Any, Envelope], None]:
+        def keep(message: Any, _envelope: Envelope) -> None:
+            said.append(message)
+            self._changed.set()
+
+        return keep
+
+    async def until(self, promise: Callable[[], Any], what: str, s_max: float = SOON_S_MAX) -> Any:
+        """Wait for messages until it holds, and answer what it gave."""
+        try:
+            async with asyncio.timeout(s_max):
+                while not (held := promise()):
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            raise AssertionError(f"not within {s_max:g} s: {what}") from None
+        return held
+
+    async def story(self, request_id: str) -> dict[LegKind, SeenLeg]:
+        """The legs of a request that is over, by kind."""
+
+        def whole() -> dict[LegKind, SeenLeg]:
+            found = [leg for leg in self.legs.values() if leg.start.request_id == request_id]
+            return {leg.start.kind: leg for leg in found} if found and all(leg.ended for leg in found) else {}
+
+        return await self.until(whole, f"the legs of {request_id} have ended")
+
+    def ledger(self, worker_id: str) -> KvLedgerState:
+        """What the worker last said of its leases and reads."""
+        state = self.loads[worker_id].exchange
+        assert state is not None, f"{worker_id} tells nothing of its KV exchange"
+        return state
+
+    async def until_settled(self, *worker_ids: str, s_max: float = SOON_S_MAX) -> None:
+        """Until these workers pin nothing, read nothing and serve nobody, as they say from now on."""
+        for worker_id in worker_ids:
+            self.loads.pop(worker_id, None)
+
+        def settled() -> bool:
+            return all(self._settled(worker_id) for worker_id in worker_ids)
+
+        await self.until(settled, f"{worker_ids} pin and read nothing; said: {self._ledgers(worker_ids)}", s_max)
+
+    def _settled(self, worker_id: str) -> bool:
+        load = self.loads.get(worker_id)
+        if load is None:
+            return False
+        ledger = self.ledger(worker_id)
+        return not (load.legs or load.running or ledger.leases or ledger.pinned_blocks or ledger.reads)
+
+    def _ledgers(self, worker_ids: tuple[str, ...]) -> dict[str, KvLedgerState | None]:
+        return {name: self.loads[name].exchange for name in worker_ids if name in self.loads}
