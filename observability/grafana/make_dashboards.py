@@ -155,7 +155,7 @@ KV_EXCHANGE = (
             "after preemptions": rate(names.FLEET_REPREFILLED),
         },
     ),
-    Panel("Read back by prefill workers (tokens/s)", "short", {"read back": rate(names.FLEET_READBACK)}),
+    Panel("Read back instead of computed (tokens/s)", "short", {"read back": rate(names.FLEET_READBACK)}),
     Panel("Refused for lack of cache", "reqps", {WORKER: rate(names.WORKER_REFUSED, BY_WORKER)}),
 )
 

@@ -220,7 +220,7 @@ FLEET_REPREFILLED = _counter(
     "baton_fleet_reprefilled_tokens_total", "tokens", "Tokens computed again after preemptions."
 )
 FLEET_READBACK = _counter(
-    "baton_fleet_readback_tokens_total", "tokens", "Prompt tokens that prefill workers fetched from others."
+    "baton_fleet_readback_tokens_total", "tokens", "Prompt tokens fetched by the worker that computed the rest."
 )
 
 # Processes (exposed by the metrics collector, from what each says of itself).
