@@ -13,13 +13,16 @@ from opentelemetry.util.types import AttributeValue
 
 from services.worker.asgi_call import AsgiCall
 from services.worker.core.capacity import Capacity
-from services.worker.core.leg_body import HANDOVER_PATHS, prepare
+from services.worker.core.leg_body import HANDOVER_PATHS, own_body, prepare
+from services.worker.core.leg_order import KvPolicy, moves_kv
 from services.worker.engines.port import CURRENT_LEG, Engine, LegRecord
+from services.worker.exchange_spans import show_exchange
 from shared.bus.port import Envelope
 from shared.bus.streams import FrameSender, LegFrames, LegGone
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import LegId
 from shared.contracts.inference import CancelLeg, LegReport, StartLeg
+from shared.contracts.kv_exchange import LegOrder
 from shared.contracts.workers import WorkerPhase
 from shared.runtime.service import Service
 from shared.telemetry.names import Attribute, SpanName
@@ -54,6 +57,7 @@ class LegServer:
         capacity: Capacity,
         death: asyncio.Future[str],
         on_changed: Callable[[], None],
+        policy: KvPolicy = KvPolicy(),  # noqa: B008  # frozen
     ) -> None:
         self.phase = WorkerPhase.STARTING
         self._service = service
@@ -62,6 +66,7 @@ class LegServer:
         self._capacity = capacity
         self._death = death
         self._on_changed = on_changed
+        self._policy = policy
         self._legs: dict[LegId, RunningLeg] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -141,7 +146,7 @@ class LegServer:
 
     async def _serve(self, start: StartLeg, frames: LegFrames, span: Span) -> None:
         arrived = self._service.clock.now()
-        body = prepare(start.kind, start.path, start.body, start.kv_transfer)
+        body, order = self._orders(start)
         if body is None:
             frames.head(200, "application/json")
             frames.end(LegReport())
@@ -151,6 +156,7 @@ class LegServer:
             request_id=start.request_id,
             trace_headers=inject(span) or {},
             prefill_cached_tokens=start.prefill_cached_tokens,
+            order=order,
         )
         CURRENT_LEG.set(record)
         call = AsgiCall(start, body, record, frames, self._raise_if_died)
@@ -161,7 +167,16 @@ class LegServer:
         call.finish()
         cost = report(record, arrived, self._service.clock.now())
         span.set_attributes(span_attributes(cost))
+        if record.proof is not None:
+            show_exchange(self._service.tracer, span, record.proof, self._service.clock)
         frames.end(cost)
+
+    def _orders(self, start: StartLeg) -> tuple[bytes | None, LegOrder | None]:
+        """The engine's body, and its order beside it if it takes any."""
+        if self._engine.exchange is None:
+            return prepare(start.kind, start.path, start.body, start.kv_transfer), None
+        own = own_body(start.path, start.body, start.kind, moves_kv=moves_kv(start))
+        return own.body, self._policy.order(start, is_plain=own.is_plain, answers=start.path in HANDOVER_PATHS)
 
     def _span(self, start: StartLeg, envelope: Envelope) -> AbstractContextManager[Span]:
         about: dict[str, AttributeValue] = {
@@ -194,6 +209,7 @@ def report(record: LegRecord, arrived: float, now: float) -> LegReport:
         total_s=now - arrived,
         kv_transfer=record.kv_transfer,
         finish_reason=record.finish_reason,
+        kv=record.proof,
     )
 
 

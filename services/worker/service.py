@@ -7,14 +7,16 @@ import importlib
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import Any, TypeVar, cast
 
 import msgspec
 
 from services.worker.core.capacity import Capacity
 from services.worker.core.draining import Draining
-from services.worker.engines.port import Engine, EngineDead
+from services.worker.core.leg_order import KvPolicy
+from services.worker.engines.port import Engine, EngineDead, Identity, StartEngine
+from services.worker.exchange.worker_exchange import WorkerExchange
 from services.worker.publish import CachePublisher, LoadPublisher
 from services.worker.registry import Registration
 from services.worker.serve import LegServer
@@ -34,8 +36,6 @@ from shared.runtime.settings import CommonSettings
 log = logging.getLogger("baton.worker")
 
 T = TypeVar("T")
-StartEngine = Callable[[Settings, CommonSettings, Callable[[str], None]], Awaitable[Engine]]
-
 ENGINES = {"vllm": "services.worker.engines.vllm_engine", "simulated": "services.worker.engines.simulated"}
 """Imported only when chosen: a machine for simulated workers has neither torch nor vLLM."""
 SEEK_ROUTERS_S = 2.0
@@ -64,7 +64,8 @@ async def run_worker(service: Service, settings: Settings, common: CommonSetting
         service.set_phase(ServicePhase.STARTING, detail)
 
     try:
-        engine = await _unless_stopped(start_engine(settings, common, say), service.stopping)
+        starting = start_engine(settings, common, say, identity=Identity(registration.record.worker_id, epoch))
+        engine = await _unless_stopped(starting, service.stopping)
         if engine is None:
             return
         try:
@@ -90,6 +91,9 @@ class Worker:
         self._load = LoadPublisher(service.bus, worker_id, epoch, record.role, held=self._cache.held, engine=engine)
         self._tokenizer = TokenizerDesk(engine, worker_id, epoch)
         self._sender = FrameSender(service.bus, worker_id, epoch)
+        self._exchange = open_exchange(service, engine, Identity(worker_id, epoch))
+        if self._exchange is not None:
+            self._load.tell_of(self._exchange)
         self._server = LegServer(
             service,
             engine,
@@ -97,6 +101,7 @@ class Worker:
             Capacity(epoch, engine.facts.legs_max),
             self._death,
             self._load.changed,
+            KvPolicy(settings.cache_hit_threshold, settings.kv_fetch_min_tokens),
         )
 
     async def live(self) -> None:
@@ -109,7 +114,9 @@ class Worker:
             tasks.create_task(self._seek_routers(), name="seek-routers"),
         ]
         try:
-            await self._open()
+            await self._until(self._open())
+            if self._exchange is not None:
+                background.append(tasks.create_task(self._exchange.follow(), name="follow-exchange"))
             await self._enter(WorkerPhase.READY, ServicePhase.READY)
             await self._until(self._service.stopping.wait())
             await self._drain()
@@ -124,6 +131,8 @@ class Worker:
     async def _open(self) -> None:
         """Every subscription is live before the worker says that it is ready."""
         bus, worker_id = self._service.bus, self._registration.record.worker_id
+        if self._exchange is not None:
+            await self._exchange.open()
         await bus.answer(KV_SNAPSHOT, self._cache.answer, worker_id=worker_id)
         await bus.answer(TOKENIZER, self._tokenizer.answer, worker_id=worker_id)
         await bus.subscribe(CANCEL_LEG, self._server.cancel, worker_id=worker_id)
@@ -142,18 +151,26 @@ class Worker:
             self._server.fail_all(draining.verdict())
         await self._farewell()
         await self._until(self._hand_over())
+        if self._exchange is not None:
+            await self._until(self._exchange.release_all())
 
     async def _hand_over(self) -> None:
-        """Blocks in use without a leg are KV that a decode engine is about to fetch."""
-        changed = asyncio.Event()
-        self._engine.on_load_changed(changed.set)
+        """KV that decode engines are about to fetch is leased or, without an exchange, in use without a leg."""
         try:
             async with asyncio.timeout(HANDOVER_S_MAX):
-                while self._engine.load().kv_blocks_used:
-                    changed.clear()
-                    await changed.wait()
+                if self._exchange is not None:
+                    await self._exchange.handed_over()
+                else:
+                    await self._blocks_free()
         except TimeoutError:
             log.info("some prefilled KV was not fetched; its decode engines will compute it themselves")
+
+    async def _blocks_free(self) -> None:
+        changed = asyncio.Event()
+        self._engine.on_load_changed(changed.set)
+        while self._engine.load().kv_blocks_used:
+            changed.clear()
+            await changed.wait()
 
     async def _die(self, why: str) -> None:
         log.error("the engine died: %s", why)
@@ -197,6 +214,13 @@ class Worker:
     def _note_death(self, why: str) -> None:
         if not self._death.done():
             self._death.set_result(why)
+
+
+def open_exchange(service: Service, engine: Engine, identity: Identity) -> WorkerExchange | None:
+    """For an engine that has an end of it."""
+    if engine.exchange is None:
+        return None
+    return WorkerExchange(service.bus, service.clock, identity, engine.exchange, engine.facts.fingerprint.key())
 
 
 async def _unless_stopped(starting: Awaitable[Engine], stopping: asyncio.Event) -> Engine | None:

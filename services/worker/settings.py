@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+import msgspec
 
 from services.worker.core.simulation.settings import SimulatedTiming
 from shared.contracts.workers import Role
 
 TINY_MODEL = "baton-tiny"
 """The model that the project makes itself (see ``services.worker.tiny_model``)."""
+
+
+Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 
 
 class Settings(SimulatedTiming, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,7 +41,18 @@ class Settings(SimulatedTiming, frozen=True, kw_only=True, forbid_unknown_fields
     """Legs taken at a time; one more is refused with WORKER_BUSY."""
     drain_s_max: float = 30.0
     """Seconds that running legs get to finish after SIGTERM."""
+    connector: Literal["baton", "upstream"] = "baton"
+    """What moves KV between vLLM engines: the exchange, or vLLM's own NixlConnector, to compare with."""
+    cache_hit_threshold: Share = 0.0
+    """Requests are refused of which less than this share of the prompt is cached or can be fetched, unless they say
+    otherwise; 0: none."""
+    kv_fetch_min_tokens: int = 64
+    """Fetching fewer tokens than this from another worker is not worth it, unless a request says otherwise."""
+    kv_lease_s: float = 30.0
+    """Seconds that a prompt's blocks are kept for a decode worker that does not come."""
+    kv_lease_share_max: Share = 0.5
+    """Of the KV blocks, how many leases may pin, 0.0 to 1.0; more are refused."""
     kv_host: str = "127.0.0.1"
-    """Address at which other workers reach this one's KV side channel."""
+    """With ``connector`` upstream: address at which other workers reach this one's KV side channel."""
     engine_args: str = ""
     """Further vLLM arguments, as one would type them: ``--max-num-seqs 64 --enable-lora``."""

@@ -2,13 +2,15 @@
 
 It is the client's own, byte for byte where possible. A prefill and a decode leg of one request must render the very
 same prompt, or one engine would read the other's KV for other tokens; whatever field a model's template looks at
-(``tools``, ``response_format``, ``reasoning_effort``, ...) is therefore left alone. The legs differ in
-``kv_transfer_params`` only; that a prefill leg makes one token is the engine's business (see ``engines.port``).
+(``tools``, ``response_format``, ``reasoning_effort``, ...) is therefore left alone. That a prefill leg makes one token
+is the engine's business, and so are orders about KV (see ``engines.port``); only for vLLM's own NIXL connector they
+travel in the body, as ``kv_transfer_params``.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -27,26 +29,42 @@ OFFER_KV = msgspec.json.encode({"do_remote_decode": True})
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def prepare(kind: LegKind, path: str, body: bytes, kv_transfer: bytes = b"") -> bytes | None:
-    """The engine's body for this leg; None when a prefill leg has nothing to prepare, because its request cannot be
-    handed over and the decode leg will do it all.
-    """
-    if kind is LegKind.AGGREGATED and not any(hint in body for hint in PRIVATE_HINTS):
-        return body
+@dataclass(frozen=True, slots=True)
+class LegBody:
+    """What the engine gets, and whether KV may be moved for it."""
+
+    body: bytes | None
+    """None when a prefill leg has nothing to prepare, because its request cannot be handed over and the decode leg will
+    do it all."""
+    is_plain: bool = False
+    """One prompt and one completion; only looked at when asked to."""
+
+
+def own_body(path: str, body: bytes, kind: LegKind, *, moves_kv: bool) -> LegBody:
+    """For an engine that gets its orders beside the body: the client's own, without private fields."""
+    looks_clean = not any(hint in body for hint in PRIVATE_HINTS)
+    if looks_clean and not moves_kv:
+        return LegBody(body)
     fields = read_fields(body)
     if fields is None:
-        return None if kind is LegKind.PREFILL and path not in HANDOVER_PATHS else body
+        return LegBody(None if kind is LegKind.PREFILL and path not in HANDOVER_PATHS else body)
     private = fields.keys() & PRIVATE
     for name in private:
         del fields[name]
-    can_hand_over = path in HANDOVER_PATHS and kind is not LegKind.AGGREGATED and _is_one_plain_sequence(fields)
-    if kind is LegKind.PREFILL and not can_hand_over:
-        return None
+    is_plain = path in HANDOVER_PATHS and _is_one_plain_sequence(fields)
+    if kind is LegKind.PREFILL and not is_plain:
+        return LegBody(None)
+    return LegBody(msgspec.json.encode(fields) if private else body, is_plain)
+
+
+def prepare(kind: LegKind, path: str, body: bytes, kv_transfer: bytes = b"") -> bytes | None:
+    """For an engine whose orders are in the body (vLLM's NIXL connector): the same, with ``kv_transfer_params``."""
     order = OFFER_KV if kind is LegKind.PREFILL else kv_transfer
-    if can_hand_over and order:
-        fields[TRANSFER] = msgspec.Raw(order)
-    elif not private:
-        return body
+    own = own_body(path, body, kind, moves_kv=kind is not LegKind.AGGREGATED)
+    if own.body is None or not own.is_plain or not order or kind is LegKind.AGGREGATED:
+        return own.body
+    fields = read_fields(own.body) or {}
+    fields[TRANSFER] = msgspec.Raw(order)
     return msgspec.json.encode(fields)
 
 

@@ -1,7 +1,7 @@
 """What a worker needs of an engine: an ASGI app, an event source, a load source, a way to end.
 
 The worker shell calls the app once per leg, with the body that ``core.leg_body`` made for the leg's kind. What does not
-fit through HTTP (KV transfer parameters, true cached-token counts, timings, token ids) goes through ``CURRENT_LEG``:
+fit through HTTP (what to do about KV, true cached-token counts, timings, token ids) goes through ``CURRENT_LEG``:
 the shell sets a fresh ``LegRecord`` in the context before it calls the app, the engine reads and fills it. Of a PREFILL
 leg the engine makes one token, whatever the body asks for.
 """
@@ -13,9 +13,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from connector.core.calls import EngineCall, EngineNews
+from services.worker.settings import Settings
+from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_events import KvEvent
+from shared.contracts.kv_exchange import KvProof, LegOrder
 from shared.contracts.workers import Fingerprint, HashScheme
+from shared.runtime.settings import CommonSettings
 
 Scope = MutableMapping[str, Any]
 AsgiMessage = MutableMapping[str, Any]
@@ -37,6 +42,8 @@ class LegRecord:
     trace_headers: dict[str, str]
     prefill_cached_tokens: int = 0
     """DECODE: what the prefill leg had cached: the request's cached tokens, unless ``kv_transfer_params`` tell them."""
+    order: LegOrder | None = None
+    """What to do about KV, for engines with an exchange."""
     # The engine fills in:
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -48,7 +55,9 @@ class LegRecord:
     token_ids: list[int] = field(default_factory=list)
     """Generated and not yet put into a frame: the shell takes them when it sends data."""
     kv_transfer: bytes = b""
-    """PREFILL: JSON of the ``kv_transfer_params`` that a decode engine needs."""
+    """PREFILL: JSON of the ``kv_transfer_params`` that a decode engine needs; for engines without an exchange."""
+    proof: KvProof | None = None
+    """Where the prompt's KV came from, of engines with an exchange."""
     queue_s: float = 0.0
     prefill_s: float = 0.0
     first_token_at: float = 0.0
@@ -56,6 +65,14 @@ class LegRecord:
 
 
 CURRENT_LEG: ContextVar[LegRecord | None] = ContextVar("CURRENT_LEG", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Whose engine it is: one life of one worker."""
+
+    worker_id: WorkerId
+    epoch: Epoch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +119,16 @@ class TokenizerFiles:
     note: str = ""
 
 
+class EngineExchange(Protocol):
+    """The engine's end of the KV exchange."""
+
+    async def call(self, call: EngineCall) -> EngineNews:
+        """Have it done, between two steps of a busy engine; what comes of it later is news. Raises EngineDead."""
+
+    def on_news(self, listener: Callable[[EngineNews], None]) -> None:
+        """Call ``listener`` (on the event loop) with what the engine says without being asked."""
+
+
 class Engine(Protocol):
     """One running engine. Usable when its factory returns."""
 
@@ -112,6 +139,10 @@ class Engine(Protocol):
     @property
     def app(self) -> AsgiApp:
         """The OpenAI-compatible server. Cancelling a call aborts the request in the engine."""
+
+    @property
+    def exchange(self) -> EngineExchange | None:
+        """Its end of the KV exchange; None: its connector moves KV in its own way, or not at all."""
 
     def load(self) -> EngineLoad:
         """Now. Cheap: called at most ``LOAD_HZ_MAX`` times a second."""
@@ -130,3 +161,12 @@ class Engine(Protocol):
 
     async def close(self, deadline_s: float) -> None:
         """End the engine and everything it started."""
+
+
+class StartEngine(Protocol):
+    """A kind of engine."""
+
+    def __call__(
+        self, settings: Settings, common: CommonSettings, say: Callable[[str], None], *, identity: Identity
+    ) -> Awaitable[Engine]:
+        """Start one; ``say`` is told where it is. Raises whatever the engine does not like."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import shlex
+from typing import Any
 
+from services.worker.engines.port import Identity
 from services.worker.settings import Settings
 
 CPU_KV_BYTES = 256 * 1024 * 1024
-LEASE_S = 30
-"""Seconds that a prefill engine keeps a prompt's blocks for a decode engine that does not come."""
+OWN_CONNECTOR = "BatonConnector"
+OWN_SCHEDULERS = {False: "connector.scheduler.BatonScheduler", True: "connector.scheduler.BatonAsyncScheduler"}
+"""By whether the engine schedules ahead, which vLLM decides; a scheduler of the wrong kind computes nonsense."""
 
 
 def arguments(
@@ -21,7 +24,7 @@ def arguments(
         "--model": model,
         "--block-size": str(settings.block_size),
         "--prefix-caching-hash-algo": "sha256_cbor",
-        "--kv-transfer-config": json.dumps(_kv_transfer(on_cpu=on_cpu)),
+        "--kv-transfer-config": json.dumps(_kv_transfer(settings, on_cpu=on_cpu)),
         "--kv-events-config": json.dumps(
             {
                 "enable_kv_cache_events": True,
@@ -45,15 +48,37 @@ def arguments(
     return [*typed, *flags, *shlex.split(settings.engine_args)]
 
 
-def _kv_transfer(*, on_cpu: bool) -> dict[str, object]:
-    extra: dict[str, object] = {"kv_lease_duration": LEASE_S}
-    if on_cpu:
-        extra["num_threads"] = 0  # more threads of NIXL's would take cores from the model
-    return {
-        "kv_connector": "NixlConnector",
-        "kv_connector_module_path": "services.worker.engines.vllm_connector",
+def _kv_transfer(settings: Settings, *, on_cpu: bool) -> dict[str, object]:
+    common = {
         "kv_role": "kv_both",
         # A decode engine whose read fails computes the prompt itself instead of failing the request.
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": extra,
     }
+    if settings.connector == "baton":
+        module = "services.worker.engines.vllm_baton_connector"
+        return {"kv_connector": OWN_CONNECTOR, "kv_connector_module_path": module, **common}
+    extra: dict[str, object] = {"kv_lease_duration": round(settings.kv_lease_s)}
+    if on_cpu:
+        extra["num_threads"] = 0  # more threads of NIXL's would take cores from the model
+    module = "services.worker.engines.vllm_connector"
+    return {
+        "kv_connector": "NixlConnector",
+        "kv_connector_module_path": module,
+        "kv_connector_extra_config": extra,
+        **common,
+    }
+
+
+def introduce(config: Any, settings: Settings, identity: Identity, *, news: str, fingerprint: str) -> None:
+    """Tell our connector what only vLLM's resolved configuration shows. Does nothing to another one."""
+    if config.kv_transfer_config.kv_connector != OWN_CONNECTOR:
+        return
+    config.scheduler_config.scheduler_cls = OWN_SCHEDULERS[bool(config.scheduler_config.async_scheduling)]
+    config.kv_transfer_config.kv_connector_extra_config.update(
+        worker_id=identity.worker_id,
+        epoch=identity.epoch,
+        fingerprint=fingerprint,
+        news=news,
+        lease_s=settings.kv_lease_s,
+        lease_share_max=settings.kv_lease_share_max,
+    )

@@ -14,8 +14,11 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from services.worker.engines.port import CURRENT_LEG, LegRecord
+from services.worker.engines.vllm_arguments import OWN_CONNECTOR
+from services.worker.engines.vllm_orders import give_order, take_proof, tell_truth
 from services.worker.engines.vllm_stats import EngineMeter, PromptSources
 from shared.contracts.inference import LegKind
+from shared.contracts.kv_exchange import LegOrder
 
 PRIVATE_ARGUMENTS = ("ec_transfer_params", "kv_cache_report_mode")
 """Arguments to the engine's insides that no client may give."""
@@ -29,6 +32,8 @@ class LegEngine(AsyncLLM):
     block_bytes: int = 0
     numbers: count[int]
     traced: bool = False
+    has_exchange: bool = False
+    """Its connector is ours."""
 
     def attach(self, meter: EngineMeter, block_bytes: int) -> None:
         """Bind to the running event loop. Call once, before the first request."""
@@ -36,6 +41,7 @@ class LegEngine(AsyncLLM):
         self.block_bytes = block_bytes
         self.numbers = count()
         self.traced = self.vllm_config.observability_config.otlp_traces_endpoint is not None
+        self.has_exchange = self.vllm_config.kv_transfer_config.kv_connector == OWN_CONNECTOR
         self.died = asyncio.get_running_loop().create_future()
         self.output_processor.process_outputs = meter.sources.watching(self.output_processor)
 
@@ -45,6 +51,8 @@ class LegEngine(AsyncLLM):
         """One sequence of the current leg."""
         record = CURRENT_LEG.get() or LegRecord(kind=LegKind.AGGREGATED, request_id=request_id, trace_headers={})
         guard(sampling_params, record.kind)
+        if self.has_exchange:
+            give_order(sampling_params, record.order or LegOrder())
         if record.trace_headers and self.traced:
             options["trace_headers"] = record.trace_headers
         # Clients name their requests as they like, several alike perhaps; what is noted about one is not another's.
@@ -58,10 +66,13 @@ class LegEngine(AsyncLLM):
                     waiting.over()
                     self._note_prompt(record, output, self.meter.sources.take(request_id))
                     first = False
+                if self.has_exchange:
+                    take_proof(record, output)
+                    tell_truth(record, output)
                 _note_output(record, output)
                 yield output
         except EngineDeadError as error:
-            self._note_death(str(error))
+            self.note_death(str(error))
             raise
         finally:
             waiting.over()
@@ -82,7 +93,8 @@ class LegEngine(AsyncLLM):
         record.prefill_s = max(record.prefill_s, times.first_token_ts - times.scheduled_ts)
         self.meter.prefilled(sources.computed, times.first_token_ts - times.scheduled_ts)
 
-    def _note_death(self, why: str) -> None:
+    def note_death(self, why: str) -> None:
+        """It cannot go on; the first reason counts."""
         if not self.died.done():
             self.died.set_result(why)
 

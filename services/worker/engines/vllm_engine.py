@@ -9,6 +9,7 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,16 +18,25 @@ import psutil
 
 from services.worker.engines import vllm_environment as environment
 from services.worker.engines.daemon_thread import in_daemon_thread
-from services.worker.engines.port import AsgiApp, Engine, EngineDead, EngineFacts, EngineLoad, TokenizerFiles
-from services.worker.engines.vllm_arguments import arguments
+from services.worker.engines.port import (
+    AsgiApp,
+    Engine,
+    EngineDead,
+    EngineFacts,
+    EngineLoad,
+    Identity,
+    TokenizerFiles,
+)
+from services.worker.engines.vllm_arguments import arguments, introduce
 from services.worker.settings import TINY_MODEL, Settings
 from services.worker.tiny_model import ensure_tiny_model
 from shared.contracts.kv_events import KvEvent
-from shared.contracts.workers import HashScheme
+from shared.contracts.workers import Fingerprint, HashScheme
 from shared.runtime.settings import CommonSettings
 
 if TYPE_CHECKING:
     from services.worker.engines.vllm_client import LegEngine
+    from services.worker.engines.vllm_exchange import VllmExchange
     from services.worker.engines.vllm_kv_events import KvEventSource
     from services.worker.engines.vllm_stats import EngineMeter
 
@@ -34,17 +44,33 @@ DEATH_CHECK_S = 0.25
 """How often a silent engine is asked whether it still lives."""
 
 
-async def start_engine(settings: Settings, common: CommonSettings, say: Callable[[str], None]) -> Engine:
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Which engine to start, for whom."""
+
+    settings: Settings
+    identity: Identity
+    model: str
+    run_dir: Path
+    otlp_endpoint: str
+
+
+async def start_engine(
+    settings: Settings, common: CommonSettings, say: Callable[[str], None], *, identity: Identity
+) -> Engine:
     """Start vLLM; half a minute on a CPU. ``say`` is told where it is. Raises whatever vLLM does not like."""
     say("preparing the model")
     is_tiny = settings.model == TINY_MODEL
     model = str(await asyncio.to_thread(ensure_tiny_model, Path(common.cache_dir))) if is_tiny else settings.model
     environment.prepare_import(kv_host=settings.kv_host, model_is_local=model.startswith(("/", "./", "../")))
     run_dir = Path(tempfile.mkdtemp(prefix="baton-engine-"))
+    launch = Launch(
+        settings=settings, identity=identity, model=model, run_dir=run_dir, otlp_endpoint=common.otlp_endpoint
+    )
     try:
         say("importing vLLM")
         await in_daemon_thread(_import_vllm)
-        return await _start(settings, model, run_dir, common.otlp_endpoint, say)
+        return await _start(launch, say)
     except BaseException:
         shutil.rmtree(run_dir, ignore_errors=True)
         raise
@@ -66,41 +92,54 @@ def _import_vllm() -> None:
     import services.worker.engines.vllm_client  # noqa: F401
 
 
-async def _start(
-    settings: Settings, model: str, run_dir: Path, otlp_endpoint: str, say: Callable[[str], None]
-) -> VllmEngine:
+async def _start(launch: Launch, say: Callable[[str], None]) -> VllmEngine:
     from vllm.platforms import current_platform
     from vllm.renderers.chat_utils import load_chat_template
 
+    from services.worker.engines.vllm_exchange import VllmExchange
     from services.worker.engines.vllm_kv_events import KvEventSource
     from services.worker.engines.vllm_stats import EngineMeter
 
-    source, meter = KvEventSource(run_dir), EngineMeter()
+    source, meter = KvEventSource(launch.run_dir), EngineMeter()
+    exchange = VllmExchange(launch.run_dir) if launch.settings.connector == "baton" else None
     line = arguments(
-        settings,
-        model,
+        launch.settings,
+        launch.model,
         on_cpu=current_platform.is_cpu(),
         events=(source.endpoint, source.replay_endpoint),
-        otlp_endpoint=otlp_endpoint,
+        otlp_endpoint=launch.otlp_endpoint,
     )
     try:
         say("loading the model")
-        args, llm = await in_daemon_thread(lambda: _construct(settings, line, meter))
+        args, llm, fingerprinted = await in_daemon_thread(
+            lambda: _construct(launch, line, meter, news=exchange.endpoint if exchange else "")
+        )
         try:
             say("starting the OpenAI server")
             app = await _openai_app(llm, args, meter)
+            if exchange is not None:
+                exchange.attach(llm.engine_core, llm.note_death)
         except BaseException:
             llm.shutdown()
             raise
     except BaseException:
         source.close()
+        if exchange is not None:
+            exchange.close()
         _kill_children()
         raise
-    template = load_chat_template(args.chat_template) or ""
-    return VllmEngine(llm, app, source, run_dir=run_dir, chat_template=template, legs_max=settings.legs_max)
+    return VllmEngine(
+        llm,
+        app,
+        source,
+        exchange,
+        run_dir=launch.run_dir,
+        chat_template=load_chat_template(args.chat_template) or "",
+        facts=_facts(llm.vllm_config, fingerprinted, launch.settings.legs_max),
+    )
 
 
-def _construct(settings: Settings, line: list[str], meter: EngineMeter) -> tuple[Any, LegEngine]:
+def _construct(launch: Launch, line: list[str], meter: EngineMeter, *, news: str) -> tuple[Any, LegEngine, Fingerprint]:
     """Blocks until the engine is ready."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
@@ -109,6 +148,7 @@ def _construct(settings: Settings, line: list[str], meter: EngineMeter) -> tuple
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from services.worker.engines.vllm_client import LegEngine
+    from services.worker.engines.vllm_identity import fingerprint
 
     try:
         args = make_arg_parser(FlexibleArgumentParser()).parse_args(line)
@@ -117,14 +157,16 @@ def _construct(settings: Settings, line: list[str], meter: EngineMeter) -> tuple
     validate_parsed_serve_args(args)
     logging.disable(logging.NOTSET)  # vLLM silences all loggers while it makes its parser, and may forget to stop
     engine_args = AsyncEngineArgs.from_cli_args(args)
-    cores = environment.parse_cores(settings.cpu_cores)
+    cores = environment.parse_cores(launch.settings.cpu_cores)
     threads = environment.engine_threads(cores) if current_platform.is_cpu() else contextlib.nullcontext()
     with threads:
         config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+        fingerprinted = fingerprint(config)
+        introduce(config, launch.settings, launch.identity, news=news, fingerprint=fingerprinted.key())
         llm = LegEngine.from_vllm_config(
             config, usage_context=UsageContext.OPENAI_API_SERVER, stat_loggers=[lambda *_args, **_options: meter]
         )
-    return args, llm
+    return args, llm, fingerprinted
 
 
 async def _openai_app(llm: LegEngine, args: Any, meter: EngineMeter) -> AsgiApp:
@@ -155,17 +197,19 @@ class VllmEngine:
         llm: LegEngine,
         app: AsgiApp,
         source: KvEventSource,
+        exchange: VllmExchange | None,
         *,
         run_dir: Path,
         chat_template: str,
-        legs_max: int,
+        facts: EngineFacts,
     ) -> None:
         self._chat_template = chat_template
         self._llm = llm
         self._app = app
         self._source = source
+        self._exchange = exchange
         self._run_dir = run_dir
-        self._facts = _facts(llm.vllm_config, legs_max)
+        self._facts = facts
 
     @property
     def facts(self) -> EngineFacts:
@@ -177,9 +221,20 @@ class VllmEngine:
         """The OpenAI server, vLLM's own."""
         return self._app
 
+    @property
+    def exchange(self) -> VllmExchange | None:
+        """None with vLLM's own connector."""
+        return self._exchange
+
     def load(self) -> EngineLoad:
         """Now."""
-        return self._llm.meter.load()
+        load = self._llm.meter.load()
+        if self._exchange is None:
+            return load
+        state = self._exchange.state
+        return replace(
+            load, received_bytes_total=state.read_bytes_total, received_seconds_total=state.read_seconds_total
+        )
 
     def on_load_changed(self, listener: Callable[[], None]) -> None:
         """After each step of the engine."""
@@ -209,18 +264,18 @@ class VllmEngine:
         """End EngineCore and everything it started."""
         await asyncio.to_thread(self._llm.shutdown, timeout=deadline_s)
         self._source.close()
+        if self._exchange is not None:
+            self._exchange.close()
         shutil.rmtree(self._run_dir, ignore_errors=True)
 
 
-def _facts(config: Any, legs_max: int) -> EngineFacts:
-    from services.worker.engines.vllm_identity import fingerprint
-
+def _facts(config: Any, fingerprint: Fingerprint, legs_max: int) -> EngineFacts:
     names = config.model_config.served_model_name
     return EngineFacts(
         engine="vllm",
         models=[names] if isinstance(names, str) else list(names),
         max_model_len=config.model_config.max_model_len,
-        fingerprint=fingerprint(config),
+        fingerprint=fingerprint,
         hashing=HashScheme(block_size=config.cache_config.block_size),
         kv_blocks=config.cache_config.num_gpu_blocks or 0,
         legs_max=legs_max,

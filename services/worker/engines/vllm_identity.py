@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import vllm
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NIXL_CONNECTOR_VERSION
 from vllm.platforms import current_platform
 
+from connector.core.compatibility import PROTOCOL_VERSION
+from services.worker.engines.vllm_arguments import OWN_CONNECTOR
 from shared.contracts.workers import Fingerprint
 
 SAMPLE_BYTES = 64 * 1024
@@ -26,9 +27,18 @@ def fingerprint(config: Any) -> Fingerprint:
         dtype=str(model.dtype).removeprefix("torch."),
         block_size=cache.block_size,
         kv_layout=kv_layout(config),
-        connector=f"nixl-{NIXL_CONNECTOR_VERSION}/{version('nixl')}",
+        connector=connector(config),
         engine_version=f"vllm-{vllm.__version__}",
     )
+
+
+def connector(config: Any) -> str:
+    """Which connector, and the version of what it says to its like."""
+    if config.kv_transfer_config.kv_connector == OWN_CONNECTOR:
+        return f"baton-{PROTOCOL_VERSION}/nixl-{version('nixl')}"
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NIXL_CONNECTOR_VERSION
+
+    return f"nixl-{NIXL_CONNECTOR_VERSION}/{version('nixl')}"
 
 
 def kv_layout(config: Any) -> str:

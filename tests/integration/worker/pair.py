@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from shared.bus.nats_bus import connect_nats
@@ -154,6 +155,12 @@ class Answer:
         return self.json()["choices"][0]["text"]
 
 
+def handoff(prefilled: LegReport) -> bytes:
+    """What the decode leg is given: the prefill leg's offer, or what vLLM's own connector wants told."""
+    offer = prefilled.kv.offer if prefilled.kv else None
+    return msgspec.msgpack.encode(offer) if offer else prefilled.kv_transfer
+
+
 class Router:
     """A router's end of the bus."""
 
@@ -238,7 +245,7 @@ class Router:
             decode,
             LegKind.DECODE,
             body,
-            kv_transfer=first.report.kv_transfer,
+            kv_transfer=handoff(first.report),
             prefill_cached_tokens=first.report.cached_tokens,
             **options,
         )

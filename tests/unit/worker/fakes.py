@@ -49,6 +49,7 @@ class FakeEngine:
         self.aborted = asyncio.Event()
         self.events: asyncio.Queue[list[KvEvent]] = asyncio.Queue()
         self.reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.exchange = None
         self.now = EngineLoad()
         self.closed = False
         self.listeners: list[Callable[[], None]] = []
@@ -124,7 +125,7 @@ class RunningWorker:
         self.ready = asyncio.Event()
         self._count = 0
 
-    async def start_engine(self, _settings, _common, say) -> FakeEngine:
+    async def start_engine(self, _settings, _common, say, *, identity) -> FakeEngine:
         say("warming up")
         return self.engine
 

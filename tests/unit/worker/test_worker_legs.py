@@ -187,7 +187,7 @@ async def test_a_worker_that_is_stopped_while_its_engine_starts_leaves_at_once()
     never = asyncio.Event()
     cancelled = asyncio.Event()
 
-    async def start_engine(_settings, _common, _say) -> FakeEngine:
+    async def start_engine(_settings, _common, _say, *, identity) -> FakeEngine:
         try:
             await never.wait()
         finally:

@@ -1,0 +1,81 @@
+"""Orders about KV beside the request's body, and what comes back beside its answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
+
+from services.worker.engines.port import LegRecord
+from shared.contracts.inference import LegKind
+from shared.contracts.kv_exchange import KvProof, LegOrder
+
+TRANSFER = "kv_transfer_params"
+PARAMS = "baton"
+"""Our connector's key in ``kv_transfer_params``: a packed LegOrder on the way in, a packed KvProof on the way out."""
+CACHE_THRESHOLD = "cache_threshold"
+"""Our scheduler's ``stop_reason`` for a request that it refused, and the ``finish_reason`` that its client sees."""
+SUMMED = (
+    "prompt_tokens",
+    "local_tokens",
+    "fetched_tokens",
+    "recomputed_tokens",
+    "refetched_tokens",
+    "reprefilled_tokens",
+    "preemptions",
+)
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(KvProof).decode
+
+
+class NoTokens(list[int]):
+    """No tokens, which are something all the same: vLLM's server drops a stream's chunk with neither text nor tokens,
+    and with it the reason why there are none.
+    """
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def give_order(params: SamplingParams, order: LegOrder) -> None:
+    """With the request to our connector; whatever a client put there is gone."""
+    params.extra_args = {**(params.extra_args or {}), TRANSFER: {PARAMS: _encode(order)}}
+
+
+def take_proof(record: LegRecord, output: RequestOutput) -> None:
+    """From the output that carries it, so that no client sees it."""
+    packed = (output.kv_transfer_params or {}).get(PARAMS)
+    output.kv_transfer_params = None
+    if not isinstance(packed, bytes):
+        return
+    record.proof = added(record.proof, _decode(packed))
+    record.cached_tokens = record.proof.local_tokens
+    record.received_tokens = record.proof.fetched_tokens
+    record.received_bytes = sum(read.bytes for read in record.proof.reads)
+
+
+def added(before: KvProof | None, proof: KvProof) -> KvProof:
+    """Of a leg with several prompts or completions, all together."""
+    if before is None:
+        return proof
+    sums: dict[str, Any] = {name: getattr(before, name) + getattr(proof, name) for name in SUMMED}
+    return msgspec.structs.replace(
+        before, **sums, refused=before.refused or proof.refused, reads=before.reads + proof.reads
+    )
+
+
+def tell_truth(record: LegRecord, output: RequestOutput) -> None:
+    """What the client sees of it: why a request was refused, and whose cache its prompt was found in."""
+    for completion in output.outputs:
+        if completion.stop_reason == CACHE_THRESHOLD:
+            completion.finish_reason, completion.stop_reason = CACHE_THRESHOLD, None
+            completion.token_ids = completion.token_ids or NoTokens()
+    if record.kind is not LegKind.DECODE or record.order is None:
+        return
+    if record.proof is not None and record.proof.prefill_cached_tokens >= 0:
+        output.num_cached_tokens = record.proof.prefill_cached_tokens
+    elif record.order.take is not None:
+        output.num_cached_tokens = record.prefill_cached_tokens

@@ -1,0 +1,119 @@
+"""What this worker's engine has asked of holders and is not done with: who may answer, and who will not."""
+
+from __future__ import annotations
+
+import math
+
+from shared.contracts.ids import WorkerId, is_subject_token
+from shared.contracts.kv_exchange import (
+    FULL_HASH_BYTES,
+    LEASE_BLOCKS_MAX,
+    KvGrant,
+    LeaseKv,
+    NoGrant,
+    ReleaseKv,
+)
+
+ASKS_MAX = 8192
+"""Open at a time; the oldest beyond that counts as unanswered."""
+BLOCK_ID_BYTES = 4
+
+
+class AskBook:
+    """Every LeaseKv that went out, until its last grant, its release, or the news that nobody got it."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, LeaseKv] = {}
+
+    @property
+    def open(self) -> int:
+        """Asks that may still be answered."""
+        return len(self._open)
+
+    def asked(self, lease: LeaseKv) -> list[KvGrant]:
+        """It goes out. Answers what the engine must be told for it to fit."""
+        self._open[lease.ask_id] = lease
+        if len(self._open) <= ASKS_MAX:
+            return []
+        return [no_grant(self._open.pop(next(iter(self._open))), NoGrant.UNREACHABLE)]
+
+    def released(self, release: ReleaseKv) -> None:
+        """The engine does not want it any more."""
+        for ask_id in release.ask_ids:
+            self._open.pop(ask_id, None)
+
+    def answered(self, grant: KvGrant) -> KvGrant | ReleaseKv | None:
+        """A grant arrived: what the engine is told, or what the holder is told when nobody here asked for it, or
+        nothing when it is not to be believed. A holder of another life grants nothing, whatever it says.
+        """
+        ask = self._open.get(grant.ask_id)
+        if ask is None or ask.worker_id != grant.worker_id:
+            return unclaimed(grant) if grant.lease_id and is_subject_token(grant.worker_id) else None
+        if grant.epoch != ask.epoch or grant.reason is NoGrant.EPOCH:
+            del self._open[grant.ask_id]
+            return no_grant(ask, NoGrant.EPOCH)
+        if not is_sound_grant(grant):
+            return None
+        if grant.final:
+            del self._open[grant.ask_id]
+        return grant
+
+    def unreachable(self, ask_id: str) -> KvGrant | None:
+        """Nobody listens to that ask."""
+        ask = self._open.pop(ask_id, None)
+        return None if ask is None else no_grant(ask, NoGrant.UNREACHABLE)
+
+    def all_unreachable(self) -> list[KvGrant]:
+        """Answers may have been lost: none is expected any more."""
+        grants = [no_grant(ask, NoGrant.UNREACHABLE) for ask in self._open.values()]
+        self._open.clear()
+        return grants
+
+    def gone(self, worker_id: WorkerId) -> None:
+        """That holder is over; the engine knows."""
+        self._open = {ask_id: ask for ask_id, ask in self._open.items() if ask.worker_id != worker_id}
+
+
+def no_grant(ask: LeaseKv, reason: NoGrant) -> KvGrant:
+    """The end of an ask that was answered with nothing, or nothing more."""
+    return KvGrant(reader_id=ask.reader_id, worker_id=ask.worker_id, epoch=ask.epoch, ask_id=ask.ask_id, reason=reason)
+
+
+def unclaimed(grant: KvGrant) -> ReleaseKv:
+    """Its reader does not wait for it (any more), or will never hear of it: the holder need not keep it."""
+    return ReleaseKv(worker_id=grant.worker_id, epoch=grant.epoch, reader_id=grant.reader_id, ask_ids=[grant.ask_id])
+
+
+def is_sound_grant(grant: KvGrant) -> bool:
+    """Whether its parts can be read and fit each other."""
+    blocks, rest = divmod(len(grant.block_ids), BLOCK_ID_BYTES)
+    return (
+        rest == 0
+        and 0 <= grant.first <= LEASE_BLOCKS_MAX
+        and blocks <= LEASE_BLOCKS_MAX
+        and (blocks == 0 or (bool(grant.lease_id) and len(grant.last_hash) == FULL_HASH_BYTES))
+        and math.isfinite(grant.until_s)
+        and math.isfinite(grant.clock_s)
+    )
+
+
+def is_sound_lease(lease: LeaseKv) -> bool:
+    """Whether it can be read, and its answer can be addressed."""
+    hashes, rest = divmod(len(lease.hashes), FULL_HASH_BYTES)
+    return (
+        rest == 0
+        and 0 < hashes <= LEASE_BLOCKS_MAX
+        and is_subject_token(lease.reader_id)
+        and is_subject_token(lease.ask_id)
+        and _is_duration(lease.hold_s)
+        and _is_duration(lease.follow_s)
+    )
+
+
+def _is_duration(seconds: float) -> bool:
+    return math.isfinite(seconds) and seconds >= 0.0
+
+
+def without_released(leases: list[LeaseKv], release: ReleaseKv) -> list[LeaseKv]:
+    """A release may come before the lease that it ends: it travels on another subject."""
+    return [lease for lease in leases if lease.ask_id not in release.ask_ids or lease.reader_id != release.reader_id]

@@ -1,0 +1,124 @@
+"""The worker's exchange as a whole: everybody's handshakes, leases and grants, and the engine that they are about."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from connector.core.calls import EngineCall, EngineNews, PeerConnected
+from services.worker.engines.port import EngineDead, EngineExchange, Identity
+from services.worker.exchange.core.peer_book import PeerBook
+from services.worker.exchange.desk import Desk
+from services.worker.exchange.engine_line import EngineLine
+from services.worker.exchange.fetches import FetchDesk
+from services.worker.exchange.peers import PeerWatch
+from shared.bus.port import Bus, Envelope
+from shared.contracts.channels import KV_FETCH, KV_HANDSHAKE
+from shared.contracts.kv_exchange import AskKvHandshake, KvHandshake, KvLedgerState
+from shared.runtime.clock import Clock
+
+log = logging.getLogger("baton.worker")
+
+EXPIRY_MARGIN_S = 0.01
+"""A look at leases just after they end finds them ended."""
+
+
+class WorkerExchange:
+    """Between the bus and one engine's exchange. Must be made on a running event loop."""
+
+    def __init__(self, bus: Bus, clock: Clock, identity: Identity, engine: EngineExchange, fingerprint: str) -> None:
+        self.state = KvLedgerState()
+        """The engine's ledger, as it last told."""
+        self._bus = bus
+        self._clock = clock
+        self._me = identity
+        self._handshake: KvHandshake | None = None
+        self._listeners: list[Callable[[], None]] = []
+        self._line = EngineLine(engine, self._on_news)
+        self._desk = Desk(bus, identity, self._line)
+        self._fetches = FetchDesk(self._line)
+        book = PeerBook(identity.worker_id, fingerprint)
+        self._peers = PeerWatch(bus, clock, identity.worker_id, book, self._line.add)
+        engine.on_news(self._on_news)
+
+    async def open(self) -> None:
+        """Every subscription is live when it returns. Raises EngineDead."""
+        news = await self._line.ask(EngineCall(describe=True))
+        if news.handshake is None:
+            raise EngineDead("the engine does not describe its KV memory")
+        self._handshake = news.handshake
+        await self._desk.open()
+        await self._peers.open()
+        await self._bus.answer(KV_HANDSHAKE, self._describe, worker_id=self._me.worker_id)
+        await self._bus.answer(KV_FETCH, self._fetches.answer, worker_id=self._me.worker_id)
+
+    async def follow(self) -> None:
+        """Work, for ever."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._line.follow(), name="call-engine")
+            tasks.create_task(self._desk.follow(), name="send-exchange")
+            tasks.create_task(self._peers.follow(), name="follow-peers")
+            tasks.create_task(self._watch_expiry(), name="watch-expiry")
+
+    def on_changed(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` when the state is new."""
+        self._listeners.append(listener)
+
+    async def handed_over(self) -> None:
+        """Wait until nothing is leased any more."""
+        changed = asyncio.Event()
+        self.on_changed(changed.set)
+        while self.state.pinned_blocks:
+            changed.clear()
+            await changed.wait()
+
+    async def release_all(self) -> None:
+        """Grant nothing more and unpin everything: the engine is about to end."""
+        self._desk.is_closed = True
+        try:
+            await self._line.ask(EngineCall(release_all=True))
+        except (TimeoutError, EngineDead) as error:
+            log.info("the engine's leases end with it: %s", error or "it does not answer")
+
+    async def _describe(self, _ask: AskKvHandshake, _envelope: Envelope) -> KvHandshake:
+        """Answerer of KV_HANDSHAKE. The engine's clock is this machine's, so a busy engine need not be asked."""
+        assert self._handshake is not None
+        return msgspec.structs.replace(self._handshake, clock_s=self._clock.now())
+
+    def _on_news(self, news: EngineNews) -> None:
+        self._desk.send(news)
+        self._fetches.ended(news.fetched)
+        if news.wanted:
+            self._peers.want(news.wanted)
+        for connected in news.connected:
+            log_connection(connected)
+        if news.state is not None:
+            self.state = news.state
+            for listener in self._listeners:
+                listener()
+
+    async def _watch_expiry(self) -> None:
+        """An idle engine does not look at its leases by itself: wake it when the next one ends."""
+        changed = asyncio.Event()
+        self.on_changed(changed.set)
+        while True:
+            changed.clear()
+            ends_at = self.state.next_expiry_s
+            wait_s = max(0.0, ends_at - self._clock.now()) + EXPIRY_MARGIN_S if ends_at else None
+            try:
+                async with asyncio.timeout(wait_s):
+                    await changed.wait()
+            except TimeoutError:
+                self._line.add(EngineCall())
+                await changed.wait()
+
+
+def log_connection(connected: PeerConnected) -> None:
+    """A peer that cannot be read from costs every prompt that it holds."""
+    if connected.failure:
+        log.warning("KV of %s cannot be read: %s", connected.worker_id, connected.failure)
+    else:
+        log.info("connected to %s in %.0f ms", connected.worker_id, connected.seconds * 1000)
