@@ -175,11 +175,15 @@ class Ledger:
         return freed
 
     def next_expiry(self) -> float:
-        """When the next part ends; infinity: there is none."""
+        """When the next part or following ends; infinity: there is none."""
         ends = self._ends
         while ends and not self._lasts(ends[0]):
             heapq.heappop(ends)
-        return ends[0][0] if ends else math.inf
+        first = ends[0][0] if ends else math.inf
+        for lease in self.followings.values():
+            if lease.following is not None:
+                first = min(first, lease.following.until_s)
+        return first
 
     def expire(self, now: float) -> list[int]:
         """End the parts whose time has come."""

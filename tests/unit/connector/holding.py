@@ -1,0 +1,100 @@
+"""A holder over vLLM's own block pool, with a clock that stands still until it is moved."""
+
+from __future__ import annotations
+
+import hashlib
+from types import SimpleNamespace
+
+import pytest
+
+from connector.holder import Holder, HolderSettings
+from shared.contracts.kv_exchange import (
+    KvGrant,
+    KvOffer,
+    LeaseKv,
+    ReleaseKv,
+    pack_full_hashes,
+    unpack_block_ids,
+)
+
+BLOCK_TOKENS = 16
+ME = {"worker_id": "prefill-1", "epoch": 7}
+
+
+def chain(blocks: int, prompt: str = "a prompt") -> list[bytes]:
+    """Full hashes of a prompt's blocks."""
+    return [hashlib.sha256(f"{prompt} {index}".encode()).digest() for index in range(blocks)]
+
+
+def ask(hashes: list[bytes], ask_id: str = "ask-1", **fields) -> LeaseKv:
+    known = {**ME, "reader_id": "decode-1", "hold_s": 5.0} | fields
+    return LeaseKv(ask_id=ask_id, hashes=pack_full_hashes(hashes), **known)
+
+
+def release(ask_id: str = "", lease_id: str = "", **fields) -> ReleaseKv:
+    known = {**ME, "reader_id": "decode-1"} | fields
+    return ReleaseKv(ask_ids=[ask_id] if ask_id else [], lease_ids=[lease_id] if lease_id else [], **known)
+
+
+def blocks_of(word: KvGrant | KvOffer) -> list[int]:
+    return unpack_block_ids(word.block_ids)
+
+
+class Holding:
+    """The holder, its pool, and the moves of a scheduler that the holder sees."""
+
+    def __init__(self, blocks: int = 64, **settings) -> None:
+        pool_module = pytest.importorskip("vllm.v1.core.block_pool")
+        self.now = 100.0
+        self.pool = pool_module.BlockPool(blocks, True, BLOCK_TOKENS)
+        self.free_at_first = self.pool.get_num_free_blocks()
+        self.holder = Holder(HolderSettings(**ME, **settings), lambda: self.now)
+        self.holder.bind(self.pool, BLOCK_TOKENS)
+
+    @property
+    def free(self) -> int:
+        return self.pool.get_num_free_blocks()
+
+    def run(self, hashes: list[bytes]) -> list:
+        """A request computes blocks of these names and goes on running."""
+        blocks = self.pool.get_new_blocks(len(hashes))
+        self.name(hashes, blocks, 0, len(hashes))
+        return blocks
+
+    def name(self, hashes: list[bytes], blocks: list, first: int, end: int) -> None:
+        request = SimpleNamespace(block_hashes=hashes)
+        self.pool.cache_full_blocks(request, blocks, first, end, BLOCK_TOKENS, 0)
+
+    def end(self, blocks: list) -> None:
+        """That request ends."""
+        self.pool.free_blocks(reversed(blocks))
+
+    def hold(self, hashes: list[bytes]) -> list[int]:
+        """Blocks of these names lie in the prefix cache; nobody uses them."""
+        blocks = self.run(hashes)
+        self.end(blocks)
+        return [block.block_id for block in blocks]
+
+    def squeeze(self) -> list:
+        """A request takes all that is free, and so evicts whatever may be evicted."""
+        return self.pool.get_new_blocks(self.free)
+
+
+def step(new=(), known=(), finished=(), resumed=()):
+    """What vLLM's scheduler says of a step.
+
+    ``new``: (request id, block ids, computed tokens, tokens); ``known``: the same, with the new blocks only.
+    """
+    return SimpleNamespace(
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=one[0], block_ids=(one[1],), num_computed_tokens=one[2]) for one in new
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[one[0] for one in known],
+            resumed_req_ids=set(resumed),
+            new_block_ids=[(one[1],) if one[1] else None for one in known],
+            num_computed_tokens=[one[2] for one in known],
+        ),
+        num_scheduled_tokens={one[0]: one[3] for one in (*new, *known)},
+        finished_req_ids=set(finished),
+    )

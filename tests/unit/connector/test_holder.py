@@ -1,0 +1,304 @@
+"""A holder over vLLM's own block pool: what it grants stays, and every block comes back."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.contracts.kv_exchange import LEASE_BLOCKS_MAX, NoGrant
+from tests.unit.connector.holding import BLOCK_TOKENS, Holding, ask, blocks_of, chain, release, step
+
+
+@pytest.fixture
+def holding():
+    return Holding()
+
+
+def test_the_longest_prefix_that_is_held_is_pinned_until_the_instant_that_is_said(holding):
+    hashes = chain(6)
+    held = holding.hold(hashes[:4])
+
+    grant = holding.holder.ask(ask(hashes))
+
+    assert blocks_of(grant) == held
+    assert (grant.first, grant.last_hash, grant.reason, grant.final) == (0, hashes[3], NoGrant.NOT_HELD, True)
+    assert (grant.clock_s, grant.until_s) == (100.0, 105.0)
+    assert holding.free == holding.free_at_first - 4
+
+
+def test_all_that_was_asked_for_needs_no_reason(holding):
+    holding.hold(chain(3))
+
+    grant = holding.holder.ask(ask(chain(3)))
+
+    assert (len(blocks_of(grant)), grant.reason) == (3, None)
+
+
+def test_a_gap_ends_the_prefix(holding):
+    hashes = chain(3)
+    holding.hold([hashes[0], hashes[2]])
+
+    assert len(blocks_of(holding.holder.ask(ask(hashes)))) == 1
+
+
+def test_another_history_of_the_same_length_matches_nothing(holding):
+    holding.hold(chain(3, "what was said"))
+
+    grant = holding.holder.ask(ask(chain(3, "what was said, edited")))
+
+    assert (grant.lease_id, grant.block_ids, grant.reason) == ("", b"", NoGrant.NOT_HELD)
+
+
+def test_leased_blocks_cannot_be_evicted(holding):
+    hashes = chain(4)
+    grant = holding.holder.ask(ask(hashes[: len(holding.hold(hashes))]))
+
+    taken = holding.squeeze()
+
+    assert not {block.block_id for block in taken} & set(blocks_of(grant))
+    assert [holding.pool.get_cached_block(name, [0])[0].block_id for name in hashes] == blocks_of(grant)
+
+
+def test_a_released_lease_frees_its_blocks_and_they_stay_in_the_cache(holding):
+    held = holding.hold(chain(4))
+    holding.holder.ask(ask(chain(4)))
+
+    holding.holder.release(release("ask-1"))
+
+    assert holding.free == holding.free_at_first
+    assert blocks_of(holding.holder.ask(ask(chain(4), "ask-2"))) == held
+
+
+def test_the_end_of_a_prompt_is_evicted_before_its_beginning(holding):
+    hashes = chain(4)
+    holding.hold(hashes)
+    holding.holder.ask(ask(hashes))
+    holding.holder.release(release("ask-1"))
+
+    holding.pool.get_new_blocks(holding.free - 2)
+
+    assert len(blocks_of(holding.holder.ask(ask(hashes, "ask-2")))) == 2
+
+
+def test_a_lease_ends_by_the_holders_clock_and_not_before(holding):
+    holding.hold(chain(2))
+    holding.holder.ask(ask(chain(2), hold_s=5.0))
+
+    holding.now = 104.999
+    holding.holder.advance()
+    assert holding.holder.counts.pinned_blocks == 2
+
+    holding.now = 105.0
+    holding.holder.advance()
+    assert (holding.holder.counts.pinned_blocks, holding.holder.counts.expired_total) == (0, 1)
+    assert holding.free == holding.free_at_first
+
+
+def test_a_lease_lasts_no_longer_than_the_holder_allows():
+    holding = Holding(lease_s_max=2.0)
+    holding.hold(chain(1))
+
+    assert holding.holder.ask(ask(chain(1), hold_s=1e9)).until_s == 102.0
+
+
+@pytest.mark.parametrize("hold_s", [0.0, -1.0, float("nan")])
+def test_a_lease_of_no_time_is_none(holding, hold_s):
+    holding.hold(chain(1))
+
+    assert holding.holder.ask(ask(chain(1), hold_s=hold_s)).block_ids == b""
+
+
+def test_blocks_in_several_leases_stay_until_the_last_has_ended(holding):
+    holding.hold(chain(3))
+    holding.holder.ask(ask(chain(3), "ask-1", hold_s=5.0))
+    holding.holder.ask(ask(chain(2), "ask-2", hold_s=9.0))
+    assert (holding.holder.counts.leases, holding.holder.counts.pinned_blocks) == (2, 3)
+
+    holding.now = 105.0
+    holding.holder.advance()
+    assert holding.holder.counts.pinned_blocks == 2
+
+    holding.holder.release(release("ask-2"))
+    assert holding.free == holding.free_at_first
+
+
+def test_a_running_requests_blocks_can_be_leased_and_outlive_it(holding):
+    running = holding.run(chain(3))
+    holding.holder.ask(ask(chain(3)))
+    holding.end(running)
+
+    assert holding.free == holding.free_at_first - 3
+    holding.holder.release(release("ask-1"))
+    assert holding.free == holding.free_at_first
+
+
+@pytest.mark.parametrize(
+    "unwanted",
+    [
+        release("ask-1", reader_id="decode-2"),
+        release("ask-1", epoch=6),
+        release("ask-1", worker_id="prefill-2"),
+        release("ask-2"),
+        release(lease_id="prefill-1-7-1"),
+    ],
+)
+def test_a_release_that_is_not_the_readers_own_is_ignored(holding, unwanted):
+    holding.hold(chain(2))
+    holding.holder.ask(ask(chain(2)))
+
+    holding.holder.release(unwanted)
+
+    assert holding.holder.counts.pinned_blocks == 2
+
+
+def test_releasing_twice_frees_once(holding):
+    holding.hold(chain(2))
+    holding.holder.ask(ask(chain(2), "ask-1"))
+    holding.holder.ask(ask(chain(2), "ask-2"))
+
+    holding.holder.release(release("ask-1"))
+    holding.holder.release(release("ask-1"))
+
+    assert holding.holder.counts.pinned_blocks == 2
+
+
+def test_a_release_that_overtakes_its_ask_leaves_no_lease_for_ever(holding):
+    holding.hold(chain(2))
+    holding.holder.release(release("ask-1"))
+    holding.holder.ask(ask(chain(2), "ask-1"))
+
+    holding.now += 5.0
+    holding.holder.advance()
+
+    assert holding.free == holding.free_at_first
+
+
+def test_another_life_of_the_worker_is_told_apart(holding):
+    holding.hold(chain(2))
+
+    assert holding.holder.ask(ask(chain(2), epoch=6)).reason is NoGrant.EPOCH
+    assert holding.holder.ask(ask(chain(2), worker_id="prefill-2")).reason is NoGrant.EPOCH
+    assert holding.free == holding.free_at_first
+
+
+def test_leases_pin_no_more_than_their_share_of_the_memory():
+    holding = Holding(blocks=20, lease_share_max=0.5)
+    holding.hold(chain(15))
+
+    first = holding.holder.ask(ask(chain(15), "ask-1"))
+    again = holding.holder.ask(ask(chain(15), "ask-2"))
+    holding.hold(chain(2, "another prompt"))
+    other = holding.holder.ask(ask(chain(2, "another prompt"), "ask-3"))
+
+    assert (len(blocks_of(first)), first.reason) == (10, NoGrant.FULL)
+    assert (len(blocks_of(again)), again.reason) == (10, NoGrant.FULL)
+    assert (blocks_of(other), other.reason) == ([], NoGrant.FULL)
+    assert holding.holder.counts.refused_total == 1
+
+
+@pytest.mark.parametrize("hashes", [b"", b"x" * 33, bytes(32 * (LEASE_BLOCKS_MAX + 1))])
+def test_an_ask_that_no_reader_of_ours_sends_is_refused_and_harms_nobody(holding, hashes):
+    holding.hold(chain(2))
+    odd = ask(chain(1))
+    odd = type(odd)(**{name: getattr(odd, name) for name in odd.__struct_fields__} | {"hashes": hashes})
+
+    assert holding.holder.ask(odd).reason is NoGrant.NOT_HELD
+    assert holding.free == holding.free_at_first
+
+
+def test_an_ask_that_comes_twice_is_granted_once(holding):
+    holding.hold(chain(2))
+    holding.holder.ask(ask(chain(2)))
+
+    assert holding.holder.ask(ask(chain(2))).block_ids == b""
+    holding.holder.release(release("ask-1"))
+    assert holding.free == holding.free_at_first
+
+
+def test_an_offer_pins_a_finished_prompt_before_the_request_lets_go_of_it(holding):
+    hashes = chain(3)
+    running = holding.run(hashes)
+    offer = holding.holder.offer(hashes, [block.block_id for block in running])
+    holding.end(running)
+    holding.squeeze()
+
+    assert blocks_of(offer) == [block.block_id for block in running]
+    assert (offer.worker_id, offer.epoch, offer.last_hash, offer.until_s) == ("prefill-1", 7, hashes[2], 110.0)
+
+
+def test_an_offer_may_be_released_by_whoever_names_it(holding):
+    running = holding.run(chain(3))
+    offer = holding.holder.offer(chain(3), [block.block_id for block in running])
+    holding.end(running)
+
+    holding.holder.release(release(lease_id=offer.lease_id, reader_id="decode-9"))
+
+    assert holding.free == holding.free_at_first
+
+
+def test_two_offers_of_one_prompt_are_two_leases(holding):
+    running = holding.run(chain(2))
+    ids = [block.block_id for block in running]
+    one, other = holding.holder.offer(chain(2), ids), holding.holder.offer(chain(2), ids)
+    holding.end(running)
+
+    holding.holder.release(release(lease_id=one.lease_id))
+
+    assert holding.holder.counts.pinned_blocks == 2
+    holding.holder.release(release(lease_id=other.lease_id))
+    assert holding.free == holding.free_at_first
+
+
+def test_an_offer_for_which_there_is_little_room_is_shorter_and_for_which_there_is_none_is_not_made():
+    holding = Holding(blocks=20, lease_share_max=0.5)
+    first, second = holding.run(chain(8, "one")), holding.run(chain(8, "two"))
+
+    whole = holding.holder.offer(chain(8, "one"), [block.block_id for block in first])
+    part = holding.holder.offer(chain(8, "two"), [block.block_id for block in second])
+    none = holding.holder.offer(chain(8, "two")[2:], [block.block_id for block in second][2:])
+
+    assert (len(blocks_of(whole)), len(blocks_of(part)), none) == (8, 2, None)
+    assert part.last_hash == chain(8, "two")[1]
+
+
+def test_a_prompt_shorter_than_a_block_is_not_offered(holding):
+    assert holding.holder.offer([], []) is None
+    assert holding.holder.counts.refused_total == 0
+
+
+def test_before_the_engine_ends_everything_is_free_and_nothing_more_is_granted(holding):
+    hashes = chain(4)
+    running = holding.run(hashes)
+    holding.holder.ask(ask(hashes))
+    holding.holder.offer(hashes, [block.block_id for block in running])
+    holding.end(running)
+
+    holding.holder.release_all()
+
+    assert holding.free == holding.free_at_first
+    assert holding.holder.ask(ask(hashes, "ask-2")).reason is NoGrant.DRAINING
+    assert holding.holder.offer(hashes, [block.block_id for block in running]) is None
+
+
+def test_a_prefix_cache_cannot_be_reset_under_a_lease_and_can_after_it(holding):
+    holding.hold(chain(2))
+    holding.holder.ask(ask(chain(2)))
+    assert not holding.pool.reset_prefix_cache()
+
+    holding.now = holding.holder.counts.next_expiry_s
+    holding.holder.advance()
+
+    assert holding.pool.reset_prefix_cache()
+
+
+def test_blocks_that_are_named_but_not_computed_are_not_granted(holding):
+    hashes = chain(4)
+    computed = holding.run(hashes[:2])
+    ahead = holding.pool.get_new_blocks(2)
+    holding.name(hashes, [*computed, *ahead], 2, 4)
+    blocks = [block.block_id for block in (*computed, *ahead)]
+    running = step(new=[("r1", blocks, 2 * BLOCK_TOKENS, 2 * BLOCK_TOKENS)])
+    holding.holder.scheduled(running)
+    assert blocks_of(holding.holder.ask(ask(hashes, "ask-1"))) == blocks[:2]
+
+    holding.holder.computed(running)
+    assert blocks_of(holding.holder.ask(ask(hashes, "ask-2"))) == blocks

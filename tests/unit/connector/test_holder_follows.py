@@ -1,0 +1,228 @@
+"""A prompt that is still computed is granted as its blocks become ready."""
+
+from __future__ import annotations
+
+import pytest
+
+from connector.core.leases import FOLLOWINGS_MAX
+from shared.contracts.kv_exchange import NoGrant
+from tests.unit.connector.holding import BLOCK_TOKENS, Holding, ask, blocks_of, chain, release, step
+
+
+class Prefill:
+    """A request whose prompt is computed chunk by chunk; each chunk is scheduled, and computed later."""
+
+    def __init__(self, holding: Holding, hashes: list[bytes], request_id: str = "r1") -> None:
+        self.holding, self.hashes, self.request_id = holding, hashes, request_id
+        self.blocks: list = []
+
+    def schedule(self, count: int):
+        first = len(self.blocks)
+        new = self.holding.pool.get_new_blocks(count)
+        self.blocks += new
+        self.holding.name(self.hashes, self.blocks, first, first + count)
+        one = (self.request_id, [block.block_id for block in new], first * BLOCK_TOKENS, count * BLOCK_TOKENS)
+        scheduled = step(new=[one]) if first == 0 else step(known=[one])
+        self.holding.holder.scheduled(scheduled)
+        return scheduled
+
+    def compute(self, count: int) -> None:
+        self.holding.holder.computed(self.schedule(count))
+
+    @property
+    def ids(self) -> list[int]:
+        return [block.block_id for block in self.blocks]
+
+
+@pytest.fixture
+def holding():
+    return Holding()
+
+
+def test_a_prompt_is_granted_chunk_by_chunk_while_it_is_computed(holding):
+    hashes = chain(6)
+    prefill = Prefill(holding, hashes)
+    first = holding.holder.ask(ask(hashes, follow_s=30.0))
+    assert (first.final, first.block_ids, first.reason, first.lease_id) == (False, b"", None, "ask-1")
+
+    prefill.compute(2)
+    (second,) = holding.holder.advance()
+    prefill.compute(3)
+    (third,) = holding.holder.advance()
+    prefill.compute(1)
+    (last,) = holding.holder.advance()
+
+    assert [(one.first, blocks_of(one), one.final) for one in (second, third, last)] == [
+        (0, prefill.ids[:2], False),
+        (2, prefill.ids[2:5], False),
+        (5, prefill.ids[5:], True),
+    ]
+    assert {one.lease_id for one in (second, third, last)} == {"ask-1"}
+    assert [one.last_hash for one in (second, third, last)] == [hashes[1], hashes[4], hashes[5]]
+    assert (last.reason, holding.holder.has_followings, holding.holder.advance()) == (None, False, [])
+
+
+def test_a_chunk_is_granted_when_it_is_computed_not_when_the_next_is_scheduled(holding):
+    hashes = chain(4)
+    prefill = Prefill(holding, hashes)
+    holding.holder.ask(ask(hashes, follow_s=30.0))
+    first, second = prefill.schedule(2), prefill.schedule(2)
+    assert holding.holder.advance() == []
+
+    holding.holder.computed(first)
+    (grant,) = holding.holder.advance()
+    assert blocks_of(grant) == prefill.ids[:2]
+
+    holding.holder.computed(second)
+    (grant,) = holding.holder.advance()
+    assert blocks_of(grant) == prefill.ids[2:]
+
+
+def test_what_is_held_already_is_granted_at_once_and_the_rest_followed(holding):
+    hashes = chain(3)
+    held = holding.hold(hashes[:2])
+
+    grant = holding.holder.ask(ask(hashes, follow_s=30.0))
+
+    assert (blocks_of(grant), grant.final, holding.holder.has_followings) == (held, False, True)
+
+
+def test_one_release_frees_all_that_was_granted_and_ends_the_following(holding):
+    hashes = chain(4)
+    prefill = Prefill(holding, hashes)
+    holding.holder.ask(ask(hashes, follow_s=30.0))
+    for _ in range(3):
+        prefill.compute(1)
+        holding.holder.advance()
+    holding.end(prefill.blocks)
+
+    holding.holder.release(release("ask-1"))
+    prefill = Prefill(holding, hashes, "r2")
+    prefill.compute(4)
+
+    assert holding.holder.advance() == []
+    holding.end(prefill.blocks)
+    assert holding.free == holding.free_at_first
+
+
+def test_a_following_that_gets_nothing_ends_at_its_time_and_says_so(holding):
+    holding.holder.ask(ask(chain(2), follow_s=3.0))
+    assert holding.holder.counts.next_expiry_s == 103.0
+
+    holding.now = 102.9
+    assert holding.holder.advance() == []
+    holding.now = 103.0
+    (last,) = holding.holder.advance()
+
+    assert (last.final, last.reason, last.first, last.block_ids) == (True, NoGrant.FOLLOW_OVER, 0, b"")
+    assert (holding.holder.counts.leases, holding.holder.counts.refused_total) == (0, 1)
+
+
+def test_early_grants_end_at_their_own_time_while_later_ones_stay(holding):
+    hashes = chain(4)
+    prefill = Prefill(holding, hashes)
+    holding.holder.ask(ask(hashes, hold_s=5.0, follow_s=30.0))
+    prefill.compute(2)
+    holding.holder.advance()
+    holding.now = 104.0
+    prefill.compute(2)
+    holding.holder.advance()
+    holding.end(prefill.blocks)
+
+    holding.now = 105.0
+    holding.holder.advance()
+    assert holding.holder.counts.pinned_blocks == 2
+
+    holding.now = 109.0
+    holding.holder.advance()
+    assert holding.free == holding.free_at_first
+    assert (holding.holder.counts.granted_total, holding.holder.counts.expired_total) == (1, 1)
+
+
+def test_a_prompt_queued_for_longer_than_a_lease_lasts_is_still_followed(holding):
+    hashes = chain(4)
+    holding.hold(hashes[:1])
+    holding.holder.ask(ask(hashes, hold_s=5.0, follow_s=30.0))
+    holding.now = 120.0
+    holding.holder.advance()
+    prefill = Prefill(holding, hashes)
+
+    prefill.compute(4)
+    (last,) = holding.holder.advance()
+
+    assert (last.first, blocks_of(last), last.final) == (1, prefill.ids[1:], True)
+
+
+def test_memory_that_is_full_delays_a_following_until_there_is_room():
+    holding = Holding(blocks=20, lease_share_max=0.3)
+    hashes = chain(4)
+    holding.hold(chain(6, "another prompt"))
+    holding.holder.ask(ask(chain(6, "another prompt"), "ask-0"))
+    prefill = Prefill(holding, hashes)
+    prefill.compute(4)
+
+    first = holding.holder.ask(ask(hashes, follow_s=30.0))
+    assert (first.final, first.block_ids) == (False, b"")
+    assert holding.holder.advance() == []
+
+    holding.holder.release(release("ask-0"))
+    (last,) = holding.holder.advance()
+    assert (blocks_of(last), last.final) == (prefill.ids, True)
+
+
+def test_a_following_for_which_there_was_never_room_says_so_at_its_end():
+    holding = Holding(blocks=20, lease_share_max=0.1)
+    holding.hold(chain(4))
+    holding.holder.ask(ask(chain(4), hold_s=30.0, follow_s=3.0))
+
+    holding.now = 103.0
+    (last,) = holding.holder.advance()
+
+    assert (last.reason, last.first) == (NoGrant.FULL, 2)
+
+
+def test_the_last_grant_tells_how_much_of_the_prompt_the_holder_had_cached(holding):
+    hashes = chain(3)
+    prefill = Prefill(holding, hashes)
+    holding.holder.ask(ask(hashes, follow_s=30.0))
+    holding.holder.note_prompt(hashes[-1], 2 * BLOCK_TOKENS)
+    prefill.compute(2)
+    (early,) = holding.holder.advance()
+    prefill.compute(1)
+    (last,) = holding.holder.advance()
+
+    assert (early.prefill_cached_tokens, last.prefill_cached_tokens) == (0, 2 * BLOCK_TOKENS)
+
+
+def test_a_follower_that_comes_when_all_is_computed_learns_it_too(holding):
+    holding.holder.note_prompt(chain(3)[-1], BLOCK_TOKENS)
+    holding.hold(chain(3))
+
+    grant = holding.holder.ask(ask(chain(3), follow_s=30.0))
+
+    assert (grant.final, grant.prefill_cached_tokens) == (True, BLOCK_TOKENS)
+
+
+def test_followers_are_told_when_the_engine_ends(holding):
+    hashes = chain(4)
+    prefill = Prefill(holding, hashes)
+    holding.holder.ask(ask(hashes, follow_s=30.0))
+    prefill.compute(2)
+    holding.holder.advance()
+
+    holding.holder.release_all()
+    prefill.compute(2)
+    (last,) = holding.holder.advance()
+
+    assert (last.final, last.reason, last.block_ids) == (True, NoGrant.DRAINING, b"")
+    holding.end(prefill.blocks)
+    assert (holding.free, holding.holder.counts.leases) == (holding.free_at_first, 0)
+
+
+def test_more_followers_than_are_kept_get_what_there_is(holding):
+    hashes = chain(3)
+    holding.hold(hashes[:1])
+    asks = [holding.holder.ask(ask(hashes, f"ask-{number}", follow_s=30.0)) for number in range(FOLLOWINGS_MAX + 1)]
+
+    assert [one.final for one in asks] == [False] * FOLLOWINGS_MAX + [True]
+    assert (len(blocks_of(asks[-1])), asks[-1].reason) == (1, NoGrant.NOT_HELD)
