@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from services.worker.core.held_blocks import HeldBlocks
 from services.worker.engines.port import Engine, EngineDead
+from services.worker.exchange.worker_exchange import WorkerExchange
 from shared.bus.port import Bus, BusDown, Envelope
 from shared.contracts.channels import KV_EVENTS, LOAD
 from shared.contracts.ids import Epoch, WorkerId
@@ -70,8 +71,14 @@ class LoadPublisher:
         self._role = role
         self._held = held
         self._engine = engine
+        self._exchange: WorkerExchange | None = None
         self._is_changed = asyncio.Event()
         engine.on_load_changed(self._is_changed.set)
+
+    def tell_of(self, exchange: WorkerExchange) -> None:
+        """Report its ledger, too, and whenever it is new."""
+        self._exchange = exchange
+        exchange.on_changed(self.changed)
 
     def changed(self) -> None:
         """Something in the report may be different now."""
@@ -93,6 +100,11 @@ class LoadPublisher:
     async def report(self, phase: WorkerPhase, legs: int) -> None:
         """Once, now."""
         load = self._engine.load()
+        numbers = {name: getattr(load, name) for name in load.__slots__}
+        exchange = None if self._exchange is None else self._exchange.state
+        if exchange is not None:
+            numbers["received_bytes_total"] = exchange.read_bytes_total
+            numbers["received_seconds_total"] = exchange.read_seconds_total
         report = LoadReport(
             worker_id=self._worker_id,
             epoch=self._epoch,
@@ -101,7 +113,8 @@ class LoadPublisher:
             legs=legs,
             kv_blocks_total=self._engine.facts.kv_blocks,
             digest=self._held.digest(),
-            **{name: getattr(load, name) for name in load.__slots__},
+            exchange=exchange,
+            **numbers,
         )
         try:
             await self._bus.publish(LOAD, report)

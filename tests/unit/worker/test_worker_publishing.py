@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 
+from services.worker.core.held_blocks import HeldBlocks
 from services.worker.engines.port import EngineLoad
+from services.worker.publish import LoadPublisher
+from shared.bus.memory_bus import MemoryBus, MemoryHub
 from shared.contracts.channels import KV_EVENTS, KV_SNAPSHOT, LOAD, TOKENIZER, WORKER_RECORDS
 from shared.contracts.control import AskTokenizer
+from shared.contracts.ids import Epoch
 from shared.contracts.kv_events import AskKvSnapshot, KvEvent, KvEventKind, pack_hashes, unpack_hashes
-from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerPhase
-from tests.unit.worker.fakes import WAIT_S_MAX, WORKER, running_worker
+from shared.contracts.kv_exchange import KvLedgerState
+from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerPhase
+from tests.unit.worker.fakes import WAIT_S_MAX, WORKER, FakeEngine, running_worker
 
 
 def stored(*hashes: int) -> KvEvent:
@@ -75,6 +80,37 @@ async def test_a_change_is_reported_sooner_than_the_period():
         reports = await collected(worker, LOAD, lambda reports: reports[-1].legs == 1)
 
         assert reports[-1].legs == 1
+
+
+class Exchange:
+    """Of a worker; it says what the test tells it."""
+
+    def __init__(self) -> None:
+        self.state = KvLedgerState()
+        self.told: list = []
+
+    def on_changed(self, listener) -> None:
+        self.told.append(listener)
+
+
+async def test_the_load_report_tells_what_is_leased_and_read_and_whose_bytes_they_are():
+    bus, engine, exchange = MemoryBus(MemoryHub()), FakeEngine(), Exchange()
+    load = LoadPublisher(bus, WORKER, Epoch(1), Role.PREFILL, held=HeldBlocks(), engine=engine)
+    reports: asyncio.Queue = asyncio.Queue()
+    await bus.subscribe(LOAD, lambda report, _envelope: reports.put_nowait(report))
+
+    await load.report(WorkerPhase.READY, 0)
+    load.tell_of(exchange)
+    exchange.state = KvLedgerState(leases=2, pinned_blocks=9, read_bytes_total=4096, read_seconds_total=0.5)
+    await load.report(WorkerPhase.READY, 0)
+
+    async with asyncio.timeout(WAIT_S_MAX):
+        before, after = await reports.get(), await reports.get()
+    assert before.exchange is None
+    assert after.exchange == exchange.state
+    assert (after.received_bytes_total, after.received_seconds_total) == (4096, 0.5)
+    assert exchange.told == [load.changed]
+    await bus.close()
 
 
 async def test_the_record_says_what_the_engine_is_and_goes_with_the_worker():
