@@ -260,18 +260,19 @@ class Holder:
     def _further(self, lease: Lease, now: float) -> KvGrant | None:
         following = lease.following
         assert following is not None
-        over = self._draining or now >= following.until_s
-        ready = [] if self._draining else self._ready(following)
-        if not ready and not over:
+        if self._draining or now >= following.until_s:
+            self._ledger.stop_following(lease.lease_id)
+            reason = NoGrant.DRAINING if self._draining else NoGrant.FOLLOW_OVER
+            last = self._word(lease.lease_id, lease.reader_id, following.granted, reason)
+            return replace(last, lease_id=lease.lease_id, prefill_cached_tokens=self._noted(following))
+        ready = self._ready(following)
+        if not ready:
             return None
         grant = self._grant(lease.lease_id, lease.reader_id, following, ready)
-        if grant.reason is not None and not over:
-            return replace(grant, final=False, reason=None) if grant.block_ids else None
-        self._ledger.stop_following(lease.lease_id)
-        reason = grant.reason
-        if reason is NoGrant.NOT_HELD:
-            reason = NoGrant.DRAINING if self._draining else NoGrant.FOLLOW_OVER
-        return replace(grant, lease_id=lease.lease_id, reason=reason, prefill_cached_tokens=self._noted(following))
+        if grant.reason is None:
+            self._ledger.stop_following(lease.lease_id)
+            return replace(grant, prefill_cached_tokens=self._noted(following))
+        return replace(grant, final=False, reason=None) if grant.block_ids else None
 
     def _pin(self, lease_id: str, reader_id: WorkerId, blocks: list[Any], until_s: float) -> list[int]:
         block_ids = [block.block_id for block in blocks]

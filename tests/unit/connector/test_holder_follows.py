@@ -118,6 +118,16 @@ def test_a_following_that_gets_nothing_ends_at_its_time_and_says_so(holding):
     assert (holding.holder.counts.leases, holding.holder.counts.refused_total) == (0, 1)
 
 
+def test_nothing_is_granted_after_the_time_to_follow(holding):
+    holding.holder.ask(ask(chain(2), follow_s=3.0))
+    holding.hold(chain(2))
+
+    holding.now = 200.0
+    (last,) = holding.holder.advance()
+
+    assert (last.reason, holding.free) == (NoGrant.FOLLOW_OVER, holding.free_at_first)
+
+
 def test_early_grants_end_at_their_own_time_while_later_ones_stay(holding):
     hashes = chain(4)
     prefill = Prefill(holding, hashes)
@@ -170,7 +180,7 @@ def test_memory_that_is_full_delays_a_following_until_there_is_room():
     assert (blocks_of(last), last.final) == (prefill.ids, True)
 
 
-def test_a_following_for_which_there_was_never_room_says_so_at_its_end():
+def test_a_following_for_which_there_was_never_room_ends_at_its_time():
     holding = Holding(blocks=20, lease_share_max=0.1)
     holding.hold(chain(4))
     holding.holder.ask(ask(chain(4), hold_s=30.0, follow_s=3.0))
@@ -178,7 +188,7 @@ def test_a_following_for_which_there_was_never_room_says_so_at_its_end():
     holding.now = 103.0
     (last,) = holding.holder.advance()
 
-    assert (last.reason, last.first) == (NoGrant.FULL, 2)
+    assert (last.reason, last.first) == (NoGrant.FOLLOW_OVER, 2)
 
 
 def test_the_last_grant_tells_how_much_of_the_prompt_the_holder_had_cached(holding):

@@ -1,0 +1,111 @@
+"""Under vLLM's own scheduler, whatever is granted is computed, stays, and comes back."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from shared.contracts.kv_exchange import KvGrant, ReleaseKv
+from tests.unit.connector.holding import ask, blocks_of
+from tests.unit.connector.real_scheduler import BLOCK_TOKENS, TOKENS_A_STEP, Engine, prefixes
+
+HOLDER = {"worker_id": "p", "epoch": 1}
+
+
+class Reader:
+    """Asks for prompts, and looks into the memory of what is granted, for as long as it may."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.prompts: dict[str, list[int]] = {}
+        self.granted: list[KvGrant] = []
+        self.blocks = 0
+
+    def ask(self, prompt: list[int], hashes: list[bytes], hold_s: float, follow_s: float) -> None:
+        ask_id = f"ask-{len(self.prompts)}"
+        self.prompts[ask_id] = prefixes(prompt)
+        self.take([self.engine.holder.ask(ask(hashes, ask_id, hold_s=hold_s, follow_s=follow_s, **HOLDER))])
+
+    def take(self, grants: list[KvGrant]) -> None:
+        self.granted += [grant for grant in grants if grant.block_ids]
+        self.blocks += sum(len(blocks_of(grant)) for grant in grants)
+
+    def release(self, ask_id: str) -> None:
+        self.granted = [grant for grant in self.granted if grant.ask_id != ask_id]
+        self.engine.holder.release(ReleaseKv(reader_id="decode-1", ask_ids=[ask_id], **HOLDER))
+
+    def look(self) -> None:
+        self.granted = [grant for grant in self.granted if grant.until_s > self.engine.now]
+        for grant in self.granted:
+            for index, block_id in enumerate(blocks_of(grant), grant.first):
+                assert self.engine.holds(block_id, self.prompts[grant.ask_id], index), (grant.ask_id, index)
+
+
+def prompts_with_common_beginnings(chance: random.Random) -> list[int]:
+    shared = [chance.randrange(3)] * (BLOCK_TOKENS * chance.randrange(1, 5))
+    return shared + [chance.randrange(90) for _ in range(chance.randrange(1, 150))]
+
+
+def live(engine: Engine, reader: Reader, chance: random.Random, events: int) -> None:
+    known: list[tuple[str, list[int], list[bytes]]] = []
+    for number in range(events):
+        event = chance.random()
+        if event < 0.12 and len(engine.scheduler.requests) < 10:
+            prompt = prompts_with_common_beginnings(chance)
+            known.append((f"r{number}", prompt, engine.add(f"r{number}", prompt, chance.randrange(1, 40))))
+        elif event < 0.30 and known:
+            _, prompt, hashes = chance.choice(known[-6:])
+            if hashes:
+                reader.ask(prompt, hashes, chance.uniform(0.5, 12), chance.choice([0.0, 0.0, 20.0]))
+        elif event < 0.40 and reader.prompts:
+            reader.release(chance.choice(list(reader.prompts)))
+        elif event < 0.43 and known and known[-1][0] in engine.scheduler.requests:
+            engine.abort(known[-1][0])
+        elif event < 0.50:
+            engine.now += chance.uniform(0, 2)
+        elif len(engine.queue) < engine.depth and engine.scheduler.has_requests():
+            engine.schedule()
+        elif engine.queue:
+            engine.compute()
+            reader.take(engine.holder.advance())
+        reader.look()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_whatever_is_granted_is_computed_and_every_block_comes_back(tmp_path, depth):
+    engine = Engine(tmp_path, depth=depth)
+    reader = Reader(engine)
+    live(engine, reader, random.Random(depth), events=3000)
+    for request_id in list(engine.scheduler.requests):
+        engine.abort(request_id)
+    while engine.queue:
+        engine.compute()
+
+    engine.now += 400.0
+    engine.holder.advance()
+
+    assert engine.pool.get_num_free_blocks() == engine.free_at_first
+    assert (engine.holder.counts.leases, engine.holder.counts.pinned_blocks) == (0, 0)
+    assert engine.preemptions > 5
+    assert reader.blocks > 500
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_followed_prompt_is_granted_a_chunk_behind_its_computation(tmp_path, depth):
+    engine = Engine(tmp_path, depth=depth)
+    reader = Reader(engine)
+    prompt = [number % 90 for number in range(3 * TOKENS_A_STEP - 2)]
+    reader.ask(prompt, engine.add("r1", prompt, 1), hold_s=30.0, follow_s=30.0)
+    granted = []
+    while engine.busy:
+        while len(engine.queue) < engine.depth and engine.scheduler.has_requests():
+            engine.schedule()
+        engine.compute()
+        grants = engine.holder.advance()
+        reader.take(grants)
+        reader.look()
+        granted.append(sum(len(blocks_of(grant)) for grant in grants))
+
+    blocks = TOKENS_A_STEP // BLOCK_TOKENS
+    assert [count for count in granted if count] == [blocks, blocks, blocks - 1]
