@@ -1,0 +1,257 @@
+"""What the KV exchange costs and saves, on real engines: ``python -m tests.bench.bench_kv [--quick] [--only handoff,...]``.
+
+Each part starts engines of its own: handoffs (and batches with lost blocks) and the same with vLLM's own connector,
+conversations and leases, decoding beside long prompts. Writes docs/benchmarks/kv.md when all parts ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+
+from tests.bench import bench_kv_busy as busy
+from tests.bench import bench_kv_handoff as handoffs
+from tests.bench import bench_kv_turns as turns
+from tests.bench.bench_kv_handoff import OFFERED, STREAMED, UPSTREAM, Handoff
+from tests.bench.bench_nixl_read import plain_read_bytes_per_s
+from tests.bench.kv_bench_fleet import bench_fleet
+from tests.bench.wide_model import KV_BYTES_PER_TOKEN, make_wide_model
+from tests.e2e.kv_driver import BLOCK
+
+COMMAND = "make bench-kv"
+CACHE = Path.home() / ".cache" / "baton"
+WIDE = {"served_model_name": "baton-tiny", "kv_cache_bytes": str(2**30), "max_model_len": "16384"}
+CHUNKS = "--max-num-batched-tokens 512"
+"""Of the prefill engines: what is streamed, is streamed in these."""
+MB = 1e6
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a run."""
+
+    times: int
+    lengths: tuple[int, ...]
+    histories: tuple[int, ...]
+    turns: int
+    seconds: float
+    leases: int
+
+
+WHOLE = Size(
+    times=7, lengths=(512, 2048, 4096, 8192), histories=(500, 1000, 2000, 4000), turns=6, seconds=40.0, leases=500
+)
+QUICK = Size(times=2, lengths=(512, 2048), histories=(500, 2000), turns=3, seconds=8.0, leases=40)
+
+
+def table(head: str, rows: list[list[object]]) -> list[str]:
+    """Markdown; also shown while the rest runs."""
+    names = [name.strip() for name in head.split("|")]
+    lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
+    lines += [f"| {' | '.join(map(str, row))} |" for row in rows]
+    print("\n".join(lines), file=sys.stderr)
+    return [*lines, ""]
+
+
+def ms(seconds: float) -> str:
+    return "" if math.isnan(seconds) else f"{seconds * 1e3:.1f}"
+
+
+async def measure_handoffs(size: Size) -> list[str]:
+    """(a) and (e)."""
+    found: dict[tuple[int, str], list[Handoff]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        wide = {**WIDE, "model": str(make_wide_model(Path(folder), CACHE)), "engine_args": CHUNKS}
+        for connector, hows in (("baton", (STREAMED, OFFERED)), ("upstream", (UPSTREAM,))):
+            shared = {**wide, "connector": connector}
+            workers = {handoffs.P: {**shared, "role": "prefill"}, handoffs.D: {**shared, "role": "decode"}}
+            async with bench_fleet(workers) as fleet:
+                found |= await handoffs.measure(fleet, size.lengths, hows, size.times)
+                if connector == "baton":
+                    batches = await handoffs.measure_batches(fleet, size.times)
+    rows, speeds = [], []
+    for length in size.lengths:
+        ways = [found[length, how] for how in (STREAMED, OFFERED, UPSTREAM)]
+        ttft, exposed = ([handoffs.median_of(way, part) for way in ways] for part in (ttft_of, exposed_of))
+        rows.append([length, f"{length * KV_BYTES_PER_TOKEN / MB:.0f}", *map(ms, ttft), *map(ms, exposed)])
+        speeds.append(speed_row(length, found))
+    return [
+        "## Handoff: time to first token, and how much of it is the handoff",
+        "",
+        "One request at a time, prompts nobody has seen, 32 KB of KV per token, prefill in chunks of 512 tokens. Exposed: from",
+        "the end of the prefill leg to the first token of the decode leg, which computes the prompt's tail.",
+        "",
+        *table(
+            "prompt tokens | KV MB | TTFT ms streamed | offered | upstream | exposed ms streamed | offered | upstream",
+            rows,
+        ),
+        "## Handoff: bytes per second",
+        "",
+        "Of the offered handoff and upstream's: bytes over the time in which reads were under way. The limit: a bare NIXL read",
+        "of as many bytes in as many pieces between two processes.",
+        "",
+        *table("KV MB | exchange GB/s | upstream GB/s | limit GB/s | exchange / limit", speeds),
+        f"## Lost blocks: {handoffs.BATCH} requests of {handoffs.BATCH_TOKENS} tokens at once",
+        "",
+        "Of so many of them the second half of the blocks does not come: only that half is computed.",
+        "",
+        *table(
+            "requests that lost half | TTFT ms of the others | TTFT ms of those | tokens computed on decode",
+            [[b.lost, ms(b.intact_ms / 1e3), ms(b.lost_ms / 1e3), b.recomputed] for b in batches],
+        ),
+    ]
+
+
+def ttft_of(handoff: Handoff) -> float:
+    return handoff.ttft_s
+
+
+def exposed_of(handoff: Handoff) -> float:
+    return handoff.exposed_s
+
+
+def speed_of(handoff: Handoff) -> float:
+    return handoff.bytes / handoff.read_s / 1e9
+
+
+def speed_row(length: int, found: dict[tuple[int, str], list[Handoff]]) -> list[object]:
+    ours, theirs = (handoffs.median_of(found[length, how], speed_of) for how in (OFFERED, UPSTREAM))
+    block_bytes = BLOCK * KV_BYTES_PER_TOKEN
+    limit = plain_read_bytes_per_s(total_bytes=length * KV_BYTES_PER_TOKEN, piece_bytes=block_bytes // 4) / 1e9
+    return [
+        f"{length * KV_BYTES_PER_TOKEN / MB:.0f}",
+        f"{ours:.2f}",
+        f"{theirs:.2f}",
+        f"{limit:.2f}",
+        f"{ours / limit:.2f}",
+    ]
+
+
+async def measure_turns(size: Size) -> list[str]:
+    """(b) and (d)."""
+    workers = {"p1": {"role": "prefill"}, "d1": {"role": "decode"}}
+    async with bench_fleet(workers, router={"fetch_tokens_min": str(BLOCK)}) as fleet:
+        cached = await turns.measure_conversations(fleet, turns=size.turns, answer_tokens=512, times=size.times)
+        leases = await busy.leases_in_three_weathers(fleet, "d1", size.leases)
+        idle = await busy.idle_cpu(fleet, "d1")
+        await fleet.replace("p1", "p2", role="prefill", cpu_cores="0", engine_args="--no-enable-prefix-caching")
+        uncached = await turns.measure_next_turns(fleet, size.histories, size.times)
+    fetched, computed = (turns.p50_ms(cached[how]) for how in (turns.FETCH, turns.COMPUTE))
+    rows = [["on", "grows by 576 a turn", *turn_cells(fetched, computed, cached[turns.FETCH], cached[turns.COMPUTE])]]
+    for history in size.histories:
+        ways = [uncached[history, how] for how in (turns.FETCH, turns.COMPUTE)]
+        rows.append(["off", history, *turn_cells(*map(turns.p50_ms, ways), *ways)])
+    return [
+        "## The next turn of a conversation: read-back against recompute",
+        "",
+        "Over HTTP and the router, disaggregated. Prefix caching on: the prefill engine has what it computed in earlier turns and",
+        f"lacks the answers (512 tokens each, {size.turns} turns). Off: the prefill engine caches nothing, as when the history was",
+        "evicted or another one had computed it. The decode engine caches in both. Recompute: the same fleet, and",
+        "`kv_fetch_min_tokens` in the body so large that nothing is fetched.",
+        "",
+        *table(
+            "prefix caching | history tokens | TTFT p50 ms read-back | recompute | change | times faster | tokens fetched | computed instead",
+            rows,
+        ),
+        "## Leases: from the ask, over NATS, to the grant of 100 blocks",
+        "",
+        *table(
+            "engine | p50 ms | p99 ms | asks",
+            [
+                [name, ms(busy.quantile(took, 0.5)), ms(busy.quantile(took, 0.99)), len(took)]
+                for name, took in leases.items()
+            ],
+        ),
+        "## CPU of an engine that serves nobody, worker included",
+        "",
+        *table("leases | % of a core", [[name, f"{used:.1%}"] for name, used in idle.items()]),
+    ]
+
+
+def turn_cells(fetched_ms: float, computed_ms: float, *ways: list[turns.Turn]) -> list[str]:
+    fetched = median(turn.fetched for turn in ways[0])
+    more = median(turn.computed for turn in ways[1]) - median(turn.computed for turn in ways[0])
+    change = fetched_ms / computed_ms
+    cells = [f"{fetched_ms:.1f}", f"{computed_ms:.1f}", f"{change - 1:+.1%}", f"{1 / change:.2f}"]
+    return [*cells, f"{fetched:.0f}", f"{more:.0f}"]
+
+
+async def measure_decoding(size: Size) -> list[str]:
+    """(c)."""
+    rows = []
+    for mode, roles in (("disaggregated", ("prefill", "decode")), ("aggregated", ("both", "both"))):
+        workers = {f"{role[0]}{number}": {"role": role} for number, role in enumerate(roles)}
+        async with bench_fleet(workers, router={}) as fleet:
+            gaps = await busy.measure_interference(fleet, mode, size.seconds)
+        between = gaps.between_tokens
+        cells = [ms(busy.quantile(between, part)) for part in (0.5, 0.99)]
+        rows.append([mode, *cells, ms(max(between)), ms(median(gaps.long_ttft)), len(gaps.long_ttft), len(between)])
+    return [
+        "## Decoding while long prompts are computed",
+        "",
+        f"{busy.STREAMS} streams, and every {busy.LONG_EVERY_S} s a prompt of {busy.LONG_PROMPT} tokens. Two engines on the same two cores each time: one",
+        "for prefill and one for decode, or two that do both.",
+        "",
+        *table(
+            "engines | between tokens p50 ms | p99 ms | largest ms | TTFT p50 ms of the long prompts | long prompts | gaps",
+            rows,
+        ),
+    ]
+
+
+PARTS: dict[str, Callable[[Size], Awaitable[list[str]]]] = {
+    "handoff": measure_handoffs,
+    "turns": measure_turns,
+    "decoding": measure_decoding,
+}
+
+
+def machine() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.partition(":")[2].strip() for line in lines if "model name" in line), "?")
+    return f"{len(os.sched_getaffinity(0))} x {model}, Python {platform.python_version()}"
+
+
+def page(parts: list[list[str]], size: Size) -> str:
+    when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    head = [
+        "# What the KV exchange costs and saves",
+        "",
+        f"`{COMMAND}`, {when}, on {machine()}.",
+        f"Real vLLM engines on CPU, one core each, float32, blocks of {BLOCK} tokens, NIXL over shared memory. Medians of {size.times}",
+        "where nothing else is said. Models are random: sizes and times are what counts.",
+        "",
+    ]
+    return "\n".join(line for part in [head, *parts] for line in part)
+
+
+async def run(names: list[str], size: Size) -> list[list[str]]:
+    return [await PARTS[name](size) for name in names]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a look; numbers mean little")
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas between")
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/kv.md"))
+    arguments = parser.parse_args()
+    size, names = QUICK if arguments.quick else WHOLE, arguments.only.split(",")
+    text = page(asyncio.run(run(names, size)), size)
+    print(text)
+    if names == list(PARTS):
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
