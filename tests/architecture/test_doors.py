@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from fnmatch import fnmatch
 
 import pytest
 
-from tests.architecture.sources import sources
+from tests.architecture.sources import ROOT, sources
 from tests.architecture.test_purity import DECIDERS
 
 DOORS = {
@@ -54,3 +56,14 @@ def test_workers_alone_know_the_connector_and_only_what_runs_without_vllm():
     ]
 
     assert beyond == []
+
+
+def test_a_simulated_worker_needs_neither_vllm_nor_torch_nor_nixl():
+    without = "import sys; sys.modules.update(dict.fromkeys(('vllm', 'torch', 'nixl')))"
+
+    done = subprocess.run(
+        [sys.executable, "-c", f"{without}; import services.worker.service, services.worker.engines.simulated"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
