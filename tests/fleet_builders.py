@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.load import LoadReport
 from shared.contracts.workers import Fingerprint, HashScheme, Role, WorkerPhase, WorkerRecord
@@ -17,6 +19,7 @@ def record(
     epoch: int = 1,
     role: Role = Role.BOTH,
     models: tuple[str, ...] = ("m",),
+    connector: str = FINGERPRINT.connector,
 ) -> WorkerRecord:
     return WorkerRecord(
         worker_id=WorkerId(worker_id),
@@ -26,7 +29,7 @@ def record(
         engine="simulated",
         models=list(models),
         max_model_len=4096,
-        fingerprint=FINGERPRINT,
+        fingerprint=msgspec.structs.replace(FINGERPRINT, connector=connector),
         hashing=HashScheme(block_size=32),
         kv_blocks=100,
         legs_max=16,

@@ -15,7 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
-from services.router.core.request import CHAT, COMPLETIONS
+from services.router.core.request import CHAT, COMPLETIONS, FETCH_MIN_TOKENS_MAX
 from services.router.edge import PASSED_THROUGH
 from services.router.fleet import Fleet
 from services.router.http_answers import error_body
@@ -68,6 +68,19 @@ COMMON_PROPERTIES: dict[str, Any] = {
     "stream": {"type": "boolean", "default": False},
     "max_tokens": {"type": "integer", "minimum": 1},
     "temperature": {"type": "number", "minimum": 0},
+    "cache_hit_threshold": {
+        "type": "number",
+        "minimum": 0,
+        "maximum": 1,
+        "description": "Refuse, with finish_reason cache_threshold and no token, when a smaller share of the prompt is "
+        "cached or can be fetched; 0: never. Left out: the worker's own.",
+    },
+    "kv_fetch_min_tokens": {
+        "type": "integer",
+        "minimum": 0,
+        "maximum": FETCH_MIN_TOKENS_MAX,
+        "description": "Compute fewer prompt tokens than this rather than fetch their KV from another worker.",
+    },
 }
 COMPLETIONS_BODY = _body_schema(
     ["model", "prompt"],

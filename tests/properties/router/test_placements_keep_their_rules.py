@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.core.cluster_view import ClusterView
+from services.router.core.kv_sources import SOURCES_MAX, exchanges_kv
 from services.router.core.placement import Need, Placed, Policy, Refused, place
 from services.router.core.prefix_index import PrefixIndex
 from services.router.core.request import Mode
@@ -16,7 +17,7 @@ from shared.contracts.workers import Role, WorkerPhase
 from tests.fleet_builders import load, record
 
 NOW = 100.0
-POLICY = Policy(silent_s_max=3.0)
+POLICY = Policy(silent_s_max=3.0, fetch_tokens_min=40, stream_tokens_min=64)
 
 
 @st.composite
@@ -31,7 +32,11 @@ def fleets(draw):
         )
         layout = draw(st.sampled_from(["NHD", "HND"]))
         made = msgspec.structs.replace(
-            made, fingerprint=msgspec.structs.replace(made.fingerprint, kv_layout=layout), legs_max=4
+            made,
+            fingerprint=msgspec.structs.replace(
+                made.fingerprint, kv_layout=layout, connector=draw(st.sampled_from(["baton-1", "baton-1", "none"]))
+            ),
+            legs_max=4,
         )
         cluster.record(made, NOW - draw(st.sampled_from([0.0, 1.0, 10.0])))
         if draw(st.booleans()):
@@ -54,6 +59,7 @@ def needs(draw):
         whole=draw(st.sampled_from(["", "", "because"])),
         prompt_tokens=draw(st.integers(1, 200)),
         hashes=(1, 2, 3, 4)[: draw(st.integers(0, 4))],
+        fetch_tokens_min=draw(st.sampled_from([None, None, 0, 1000])),
         excluded=frozenset(draw(st.sets(st.sampled_from(["w0", "w1"])))),
     )
 
@@ -84,7 +90,31 @@ def test_every_placement_keeps_the_rules(fleet, need):
     else:
         assert need.whole or need.mode is not Mode.DISAGGREGATED
     assert 0 <= placed.cached_tokens < max(1, need.prompt_tokens)
-    assert placed.cached_tokens + placed.uncached_tokens == need.prompt_tokens
+    assert placed.cached_tokens + placed.fetched_tokens + placed.uncached_tokens == need.prompt_tokens
+    assert placed.uncached_tokens > 0
+    keep_the_rules_of_sources(placed, need, cluster, index)
+
+
+def keep_the_rules_of_sources(placed, need, cluster, index):
+    computing = placed.prefill or placed.decode
+    own = placed.cached_tokens // computing.record.hashing.block_size
+    matches = index.match(need.hashes)
+    assert len(placed.sources) <= SOURCES_MAX
+    assert bool(placed.sources) == bool(placed.fetched_tokens)
+    assert not (placed.sources and need.whole)
+    for source in placed.sources:
+        holder = cluster.workers[source.worker_id]
+        assert holder is not computing
+        assert holder.pairs_with == computing.pairs_with
+        assert holder.fit(NOW, POLICY.silent_s_max)
+        assert exchanges_kv(holder.record)
+        assert (source.epoch, source.follow, source.first) == (holder.record.epoch, False, own)
+        assert own < source.end <= matches[source.worker_id]
+        assert source.end * computing.record.hashing.block_size < need.prompt_tokens
+    if placed.sources:
+        assert placed.sources[0].end == max(source.end for source in placed.sources)
+    assert placed.streamed == any(source.follow for source in placed.handoff)
+    assert bool(placed.handoff) == (placed.prefill is not None and exchanges_kv(placed.prefill.record))
 
 
 @given(fleets(), needs())

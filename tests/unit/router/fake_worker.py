@@ -69,12 +69,14 @@ class FakeWorker:
         epoch: int = 1,
         script: Script = answer_well,
         asset: TokenizerAsset | None = None,
+        connector: str = "none",
     ) -> None:
         self.bus = bus
         self.worker_id = WorkerId(worker_id)
         self.role = role
         self.epoch = Epoch(epoch)
         self.script = script
+        self.connector = connector
         self.started: list[StartLeg] = []
         self.headers: list[dict[str, str]] = []
         self.cancelled: list[LegId] = []
@@ -88,7 +90,7 @@ class FakeWorker:
         self._subscriptions: list[Any] = []
 
     def record(self, phase: WorkerPhase = WorkerPhase.READY) -> WorkerRecord:
-        return record(self.worker_id, phase, self.epoch, self.role)
+        return record(self.worker_id, phase, self.epoch, self.role, connector=self.connector)
 
     async def join(self) -> None:
         """Listen, then be known to the registry."""

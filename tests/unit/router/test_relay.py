@@ -485,3 +485,31 @@ def test_a_client_that_left_before_its_turn_costs_no_leg():
         assert (p1.started, d1.started, connection.written) == ([], [], b"")
 
     in_world(story)
+
+
+@pytest.mark.parametrize("field", ["cache_hit_threshold", "kv_fetch_min_tokens"])
+def test_a_field_of_batons_own_without_meaning_is_400_and_nobody_is_asked(field):
+    async def story(world: World) -> None:
+        p1, d1 = await world.pair()
+
+        answer = await world.ask(prompt(**{field: True}))
+
+        assert (answer.status, answer.error["param"]) == (400, field)
+        assert answer.error["type"] == "invalid_request_error"
+        assert "must be" in answer.error["message"]
+        assert p1.started == d1.started == []
+
+    in_world(story)
+
+
+def test_what_a_request_says_about_the_cache_reaches_its_workers():
+    async def story(world: World) -> None:
+        p1, d1 = await world.pair()
+
+        await world.ask(prompt(cache_hit_threshold=0.5, kv_fetch_min_tokens=100))
+        await world.ask(prompt())
+
+        told = [(leg.cache_hit_threshold, leg.kv_fetch_min_tokens) for leg in (*p1.started, *d1.started)]
+        assert told == [(None, 100), (None, None), (0.5, 100), (None, None)]
+
+    in_world(story)

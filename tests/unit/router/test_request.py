@@ -50,3 +50,44 @@ def test_what_cannot_be_read_goes_whole(body):
     facts = read_request(CHAT, body)
     assert facts.body is None
     assert facts.whole
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"cache_hit_threshold": value} for value in (-0.1, 1.01, True, "0.5", [], 10**400)),
+        *({"kv_fetch_min_tokens": value} for value in (-1, 1.5, False, "7", {}, 1 << 40, 10**400)),
+    ],
+    ids=str,
+)
+def test_a_field_of_batons_own_without_meaning_is_named(fields):
+    facts = read_request(CHAT, json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode())
+
+    assert facts.fault is not None
+    assert [facts.fault.param] == list(fields)
+    assert (facts.cache_hit_threshold, facts.kv_fetch_min_tokens) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ({}, (None, None)),
+        ({"cache_hit_threshold": None, "kv_fetch_min_tokens": None}, (None, None)),
+        ({"cache_hit_threshold": 0, "kv_fetch_min_tokens": 0}, (0.0, 0)),
+        ({"cache_hit_threshold": 1, "kv_fetch_min_tokens": 500}, (1.0, 500)),
+        ({"cache_hit_threshold": 0.33}, (0.33, None)),
+    ],
+    ids=str,
+)
+def test_fields_of_batons_own_are_taken_as_they_are(given, taken):
+    facts = read_request(COMPLETIONS, json.dumps({"prompt": "x", **given}).encode())
+
+    assert facts.fault is None
+    assert (facts.cache_hit_threshold, facts.kv_fetch_min_tokens) == taken
+    assert isinstance(facts.cache_hit_threshold, float | None)
+
+
+def test_other_endpoints_have_no_such_fields():
+    facts = read_request("/v1/embeddings", b'{"input":"x","cache_hit_threshold":"mine"}')
+
+    assert (facts.fault, facts.cache_hit_threshold) == (None, None)

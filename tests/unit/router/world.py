@@ -110,9 +110,11 @@ class World:
         await settle()
         return worker
 
-    async def pair(self, prefill: Script = answer_well, decode: Script = answer_well) -> tuple[FakeWorker, FakeWorker]:
+    async def pair(
+        self, prefill: Script = answer_well, decode: Script = answer_well, **kw: Any
+    ) -> tuple[FakeWorker, FakeWorker]:
         """A prefill worker ``p1`` and a decode worker ``d1``."""
-        return await self.worker("p1", Role.PREFILL, prefill), await self.worker("d1", Role.DECODE, decode)
+        return await self.worker("p1", Role.PREFILL, prefill, **kw), await self.worker("d1", Role.DECODE, decode, **kw)
 
     async def _keep_reporting(self, worker: FakeWorker) -> None:
         while worker.alive:
