@@ -130,7 +130,7 @@ class BatonConnector(KVConnectorBase_V1):
             offer = self.scheduler_side.holder.offer(request.block_hashes[:full], block_ids[:full])
         handed_over = order.take is not None or any(source.follow for source in order.sources)
         proof = self.scheduler_side.finished(request.request_id, offer, handed_over=handed_over)
-        params = {PARAMS: _encode(proof or KvProof())}
+        params = params_of(proof or KvProof())
         if proof is not None and proof.refused:
             self._refusals[request.request_id] = params
         return False, params
@@ -190,6 +190,11 @@ class BatonConnector(KVConnectorBase_V1):
             self.scheduler_side.close()
         else:
             self._worker.close()
+
+
+def params_of(proof: KvProof) -> dict[str, Any]:
+    """A proof as vLLM's ``kv_transfer_params``."""
+    return {PARAMS: _encode(proof)}
 
 
 def _order_of(request: Request) -> LegOrder | None:

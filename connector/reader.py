@@ -59,6 +59,8 @@ class Reader:
         self.effects = Effects()
         self.refused: list[str] = []
         """Requests that may not be computed, because too little is cached."""
+        self.admitted: set[str] = set()
+        """Requests whose proof is new and not told yet."""
         self.wanted: set[PeerKey] = set()
         """Sources that are not connected."""
         self.numbers = count(1)
@@ -104,7 +106,10 @@ class Reader:
         if reading is None:
             return
         if not fetched_tokens:
-            reading.account.admit(request.num_tokens)
+            self._drop(reading)
+            if not reading.account.admitted:
+                reading.account.admit(request.num_tokens)
+                self.admitted.add(request.request_id)
         elif reading.fetch is not None:
             start = reading.fetch.plan.start
             room = list(block_ids[start : start + fetched_tokens // self._block_tokens])
@@ -117,6 +122,7 @@ class Reader:
         if reading is None:
             return KvProof(offer=offer) if offer is not None else None
         proof = reading.account.proof(offer)
+        self.admitted.discard(request_id)
         if reading.loading and reading.fetch is not None:
             reading.aborted = True  # Its blocks are free when no read writes into them any more: see ``settle``.
             reading.fetch.stop()
@@ -124,6 +130,11 @@ class Reader:
             self._drop(reading)
             del self._readings[request_id]
         return proof
+
+    def proof(self, request_id: str) -> KvProof:
+        """As far as is known by now."""
+        reading = self._readings.get(request_id)
+        return reading.account.proof(None) if reading is not None else KvProof()
 
     def cached_tokens(self, request_id: str) -> int:
         """Tokens that the request did not have to compute when it was first admitted."""

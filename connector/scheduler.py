@@ -11,13 +11,15 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from connector.connector import BatonConnector
+from connector.connector import BatonConnector, params_of
 from connector.metadata import StepReport
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
+
+    from connector.reader import Reader
 
 CACHE_THRESHOLD = "cache_threshold"
 """``stop_reason`` of a request that was refused because too little of it was cached."""
@@ -45,9 +47,20 @@ class BatonScheduling:
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
         )
+        if side.reader.admitted:
+            self._tell_proofs(outputs, side.reader)
         self._refuse(outputs)
         side.stepped()
         return outputs
+
+    def _tell_proofs(self, outputs: dict[int, EngineCoreOutputs], reader: Reader) -> None:
+        """With a request's first token: one that ends by a stop string, outside the engine, has no other chance."""
+        for told in outputs.values():
+            for output in told.outputs:
+                if output.request_id in reader.admitted and output.new_token_ids:
+                    reader.admitted.discard(output.request_id)
+                    if output.kv_transfer_params is None:
+                        output.kv_transfer_params = params_of(reader.proof(output.request_id))
 
     def _refuse(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         """End the requests of which too little is cached: no token, no compute."""

@@ -1,0 +1,87 @@
+"""A bench for fetches: their plan, the time, and what they want done."""
+
+from __future__ import annotations
+
+from itertools import count
+
+from connector.core.asks import Source
+from connector.core.fetch import Fetch
+from connector.core.fetch_plan import Effects, Limits, Plan
+from connector.core.orders import ReadPart
+from shared.contracts.kv_exchange import KvGrant, pack_block_ids
+
+A, B, ME = ("a", 1), ("b", 1), ("me", 1)
+HASHES = [bytes([index]) * 32 for index in range(8)]
+BLOCKS = len(HASHES)
+BLOCK_TOKENS = 32
+
+
+def source(peer, first=0, end=BLOCKS):
+    return Source(peer=peer, first=first, end=end)
+
+
+def follow(peer):
+    return Source(peer=peer, first=0, end=len(HASHES), follow=True)
+
+
+class Bench:
+    def __init__(self):
+        self.now = 10.0
+        self.effects = Effects()
+        self.ahead = {A: 0.0, B: 0.0}
+        self._numbers = count(1)
+
+    def fetch(self, *, start=0, goal=BLOCKS, sources=(), take=None):
+        plan = Plan(
+            reader=ME,
+            hashes=HASHES,
+            start=start,
+            goal=goal,
+            sources=list(sources),
+            take=take,
+            block_tokens=BLOCK_TOKENS,
+            limits=Limits(),
+            effects=self.effects,
+            clock_ahead=self.ahead.get,
+            next_number=lambda: next(self._numbers),
+        )
+        return Fetch(plan, self.now)
+
+    def later(self, seconds):
+        self.now += seconds
+
+    def asks(self):
+        return self.effects.asks
+
+    def reads(self):
+        return self.effects.reads
+
+    def released(self):
+        return [name for release in self.effects.releases for name in (*release.ask_ids, *release.lease_ids)]
+
+    def grant(self, fetch, *, ask, blocks, first=0, final=True, reason=None, until_s=None, **wrong):
+        asked = self.effects.asks[ask]
+        names = [asked.hashes[at : at + 32] for at in range(0, len(asked.hashes), 32)]
+        last = names[min(first + len(blocks), len(names)) - 1]
+        fields = {
+            "reader_id": "me",
+            "worker_id": asked.worker_id,
+            "epoch": asked.epoch,
+            "ask_id": asked.ask_id,
+            "lease_id": asked.ask_id,
+            "first": first,
+            "last_hash": last,
+        }
+        fetch.on_grant(
+            KvGrant(
+                **(fields | wrong),
+                block_ids=pack_block_ids(blocks),
+                until_s=self.now + 10.0 if until_s is None else until_s,
+                final=final,
+                reason=reason,
+            ),
+            self.now,
+        )
+
+    def part(self, fetch, read, *, first, count, failure="", started=1.0, ended=2.0, size=0):
+        fetch.on_part(ReadPart(read.read_id, first, count, size, started, ended, failure), self.now)

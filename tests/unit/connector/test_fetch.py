@@ -1,0 +1,232 @@
+"""A fetch asks, reads what is granted, asks elsewhere for what is missing, and lets go of everything."""
+
+from __future__ import annotations
+
+import pytest
+
+from connector.core.orders import ReadPart
+from shared.contracts.kv_exchange import KvOffer, NoGrant, pack_block_ids
+from tests.unit.connector.fetching import HASHES, A, B, Bench, follow, source
+
+
+@pytest.fixture
+def bench():
+    return Bench()
+
+
+def test_blocks_are_asked_for_by_hash_from_where_the_own_cache_ends(bench):
+    bench.fetch(start=2, sources=[source(A)])
+
+    assert [(ask.worker_id, ask.hashes) for ask in bench.asks()] == [("a", b"".join(HASHES[2:]))]
+
+
+def test_until_the_holder_answers_the_count_is_not_known(bench):
+    fetch = bench.fetch(sources=[source(A)])
+
+    assert fetch.count() is None
+    bench.grant(fetch, ask=0, blocks=[7, 8, 9])
+    assert fetch.count() == 3
+
+
+def test_granted_blocks_are_read_into_the_blocks_made_room_for(bench):
+    fetch = bench.fetch(start=1, sources=[source(A)])
+    bench.grant(fetch, ask=0, blocks=[7, 8])
+
+    fetch.begin([101, 102], bench.now)
+
+    (read,) = bench.reads()
+    assert (read.peer, read.remote_blocks, read.local_blocks) == (A, [7, 8], [101, 102])
+
+
+def test_a_part_that_failed_is_missing_and_only_it(bench):
+    fetch = bench.fetch(sources=[source(A)], goal=4)
+    bench.grant(fetch, ask=0, blocks=[7, 8, 9, 10])
+    fetch.begin([101, 102, 103, 104], bench.now)
+    (read,) = bench.reads()
+
+    bench.part(fetch, read, first=0, count=2)
+    bench.part(fetch, read, first=2, count=1, failure="gone")
+    bench.part(fetch, read, first=3, count=1)
+
+    assert fetch.over
+    assert (fetch.missing(), fetch.arrived) == ([103], 2)
+
+
+def test_what_one_source_does_not_have_is_asked_of_the_next(bench):
+    fetch = bench.fetch(goal=4, sources=[source(A), source(B)])
+    bench.grant(fetch, ask=0, blocks=[7], reason=NoGrant.NOT_HELD)
+
+    second = bench.asks()[-1]
+    assert (second.worker_id, second.hashes) == ("b", b"".join(HASHES[1:4]))
+    assert fetch.count() is None
+
+
+def test_a_read_that_failed_is_asked_of_another_source(bench):
+    fetch = bench.fetch(goal=2, sources=[source(A), source(B)])
+    bench.grant(fetch, ask=0, blocks=[7, 8])
+    fetch.begin([101, 102], bench.now)
+    (read,) = bench.reads()
+    bench.part(fetch, read, first=0, count=2, failure="gone")
+
+    bench.grant(fetch, ask=1, blocks=[3, 4])
+    again = bench.reads()[-1]
+    bench.part(fetch, again, first=0, count=2)
+
+    assert again.peer == B
+    assert fetch.over
+    assert fetch.missing() == []
+
+
+def test_two_sources_give_a_part_each(bench):
+    fetch = bench.fetch(goal=4, sources=[source(A, end=2), source(B, first=2)])
+
+    assert [(ask.worker_id, ask.hashes) for ask in bench.asks()] == [
+        ("a", b"".join(HASHES[:2])),
+        ("b", b"".join(HASHES[2:4])),
+    ]
+    bench.grant(fetch, ask=1, blocks=[5, 6])
+    assert fetch.count() is None
+    bench.grant(fetch, ask=0, blocks=[1, 2])
+    assert fetch.count() == 4
+
+
+def test_a_followed_source_gets_room_for_all_at_once_and_its_blocks_are_read_as_they_come(bench):
+    fetch = bench.fetch(goal=4, sources=[follow(A)])
+    assert fetch.count() == 4
+    fetch.begin([101, 102, 103, 104], bench.now)
+
+    bench.grant(fetch, ask=0, blocks=[7, 8], final=False)
+    bench.grant(fetch, ask=0, blocks=[9, 10], first=2)
+
+    assert [(read.remote_blocks, read.local_blocks) for read in bench.reads()] == [
+        ([7, 8], [101, 102]),
+        ([9, 10], [103, 104]),
+    ]
+
+
+def test_a_follow_that_ends_early_leaves_the_rest_missing(bench):
+    fetch = bench.fetch(goal=3, sources=[follow(A)])
+    fetch.begin([101, 102, 103], bench.now)
+    bench.grant(fetch, ask=0, blocks=[7], final=False)
+    bench.part(fetch, bench.reads()[0], first=0, count=1)
+
+    bench.later(31.0)
+    fetch.on_time(bench.now)
+
+    assert fetch.over
+    assert fetch.missing() == [102, 103]
+
+
+def test_a_holder_that_does_not_answer_is_given_up(bench):
+    fetch = bench.fetch(sources=[source(A)])
+
+    bench.later(0.6)
+    fetch.on_time(bench.now)
+
+    assert (fetch.count(), fetch.over) == (0, True)
+    assert bench.released() == [bench.asks()[0].ask_id]
+
+
+def test_an_offer_of_the_same_prompt_is_read_without_asking(bench):
+    offer = KvOffer(
+        worker_id="a", epoch=1, lease_id="L", block_ids=pack_block_ids([4, 5]), last_hash=HASHES[1], until_s=50.0
+    )
+    fetch = bench.fetch(goal=2, take=offer)
+    fetch.begin([101, 102], bench.now)
+
+    assert bench.asks() == []
+    assert bench.reads()[0].remote_blocks == [4, 5]
+
+
+def test_an_offer_of_another_prompt_is_not_believed(bench):
+    offer = KvOffer(
+        worker_id="a", epoch=1, lease_id="L", block_ids=pack_block_ids([4, 5]), last_hash=HASHES[2], until_s=50.0
+    )
+    fetch = bench.fetch(goal=2, take=offer)
+
+    assert fetch.count() == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"last_hash": b"x" * 32},
+        {"first": 1},
+        {"epoch": 2},
+        {"worker_id": "b"},
+        {"blocks": [1, 2, 3, 4, 5, 6, 7, 8, 9]},
+        {"ask_id": "somebody-elses"},
+    ],
+)
+def test_a_grant_that_does_not_match_what_was_asked_is_not_believed(bench, wrong):
+    fetch = bench.fetch(goal=3, sources=[source(A)])
+
+    bench.grant(fetch, ask=0, **({"blocks": [7, 8]} | wrong))
+
+    assert not fetch.count()
+
+
+def test_no_read_begins_that_might_end_after_the_lease(bench):
+    fetch = bench.fetch(goal=1, sources=[source(A)])
+    bench.grant(fetch, ask=0, blocks=[7], until_s=bench.now + 0.2)
+    fetch.begin([101], bench.now)
+
+    assert bench.reads() == []
+    assert (fetch.over, fetch.missing()) == (True, [101])
+
+
+def test_the_lease_is_reckoned_on_the_holders_clock(bench):
+    bench.ahead[A] = 5.0
+    fetch = bench.fetch(goal=1, sources=[source(A)])
+    bench.grant(fetch, ask=0, blocks=[7], until_s=bench.now + 9.0)
+    fetch.begin([101], bench.now)
+
+    assert bench.reads()[0].until_s == pytest.approx(bench.now + 9.0 - 5.0 - 0.25)
+
+
+def test_a_source_that_is_not_connected_in_time_is_given_up(bench):
+    del bench.ahead[A]
+    fetch = bench.fetch(goal=1, sources=[source(A)])
+    bench.grant(fetch, ask=0, blocks=[7])
+    fetch.begin([101], bench.now)
+    assert not fetch.over
+
+    bench.later(3.1)
+    fetch.on_time(bench.now)
+
+    assert (fetch.over, bench.reads(), fetch.missing()) == (True, [], [101])
+
+
+def test_a_stopped_fetch_releases_at_once_and_is_over_when_no_byte_moves(bench):
+    fetch = bench.fetch(goal=2, sources=[source(A)])
+    bench.grant(fetch, ask=0, blocks=[7, 8])
+    fetch.begin([101, 102], bench.now)
+
+    fetch.stop()
+
+    assert bench.released() == [bench.asks()[0].ask_id]
+    assert not fetch.over
+    fetch.on_part(ReadPart(bench.reads()[0].read_id, 0, 2, 0, 0.0, 0.0, "cancelled"), bench.now)
+    assert fetch.over
+
+
+def test_a_lost_holder_is_not_asked_to_release(bench):
+    fetch = bench.fetch(goal=2, sources=[source(A)])
+    bench.grant(fetch, ask=0, blocks=[7, 8])
+
+    fetch.on_peer_gone(A, bench.now)
+
+    assert (fetch.count(), fetch.over, bench.released()) == (0, True, [])
+
+
+def test_every_source_tells_what_came_of_it(bench):
+    fetch = bench.fetch(goal=2, sources=[source(A)])
+    bench.later(0.1)
+    bench.grant(fetch, ask=0, blocks=[7, 8])
+    fetch.begin([101, 102], bench.now)
+    bench.part(fetch, bench.reads()[0], first=0, count=2, started=5.0, ended=7.0, size=640)
+
+    (told,) = fetch.reads()
+
+    assert (told.worker_id, told.tokens, told.bytes, told.read_s) == ("a", 64, 640, 2.0)
+    assert told.granted_at - told.asked_at == pytest.approx(0.1)
