@@ -53,6 +53,10 @@ class InFlight:
         self._open: dict[int, int] = {}
         """Identity of each step that is scheduled and not computed, and its number; oldest first."""
 
+    def __len__(self) -> int:
+        """Requests that may write again."""
+        return len(self._tables)
+
     def writes(self, block_id: int) -> bool:
         """Whether a step that is not computed yet fills this block."""
         return self._written[block_id] > self._computed

@@ -60,8 +60,8 @@ def test_a_resumed_request_writes_its_new_blocks_and_not_those_it_lost(in_flight
 
 def test_a_request_that_ends_while_its_step_runs_still_writes(in_flight):
     in_flight.scheduled(running := step(new=[("r1", [5], 0, BLOCK_TOKENS)]))
-    in_flight.scheduled(after := step(finished=["r1"]))
-    assert written(in_flight) == [5]
+    in_flight.scheduled(after := step(finished=["r1", "never scheduled"]))
+    assert (written(in_flight), len(in_flight)) == ([5], 0)
 
     in_flight.computed(running)
     in_flight.computed(after)

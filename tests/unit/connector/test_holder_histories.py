@@ -1,0 +1,131 @@
+"""A thousand short lives of a holder: afterwards every block is free, and nothing is remembered."""
+
+from __future__ import annotations
+
+import random
+
+from connector.holder import FOLLOW_S_MAX
+from tests.unit.connector.holding import BLOCK_TOKENS, Holding, ask, blocks_of, chain, release, step
+
+HISTORIES = 1000
+PROMPTS = [chain(count, f"prompt {number}") for number, count in enumerate((1, 3, 5, 8))]
+
+
+class Life:
+    """Requests that compute in steps, readers that ask, vanish, or say the wrong thing."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.holding = Holding(blocks=40, lease_share_max=self.chance.choice([0.1, 0.5, 1.0]), lease_s_max=20.0)
+        self.holder = self.holding.holder
+        self.requests: dict[str, tuple[list[bytes], list]] = {}
+        self.steps: list = []
+        self.said: list = []
+        self.number = 0
+
+    def any_event(self) -> None:
+        events = (self.start, self.end, self.compute, self.ask, self.ask, self.release, self.offer, self.wait)
+        self.chance.choice(events)()
+        self.number += 1
+        pinned = self.holder.counts.pinned_blocks
+        in_use = {block.block_id for _, blocks in self.requests.values() for block in blocks}
+        assert self.holding.free >= self.holding.free_at_first - pinned - len(in_use)
+        assert pinned <= 40
+
+    def start(self) -> None:
+        hashes = self.chance.choice(PROMPTS)
+        if self.holding.free < len(hashes):
+            return
+        blocks = self.holding.run(hashes)
+        request_id = f"r{self.number}"
+        self.requests[request_id] = (hashes, blocks)
+        ids = [block.block_id for block in blocks]
+        scheduled = step(new=[(request_id, ids, 0, len(ids) * BLOCK_TOKENS)])
+        self.holder.scheduled(scheduled)
+        self.steps.append(scheduled)
+
+    def compute(self) -> None:
+        if self.steps:
+            self.holder.computed(self.steps.pop(0))
+        self.said += self.holder.advance()
+
+    def end(self) -> None:
+        if self.requests:
+            _, blocks = self.requests.pop(self.chance.choice(list(self.requests)))
+            self.holding.end(blocks)
+
+    def ask(self) -> None:
+        hold_s, follow_s = self.chance.uniform(0, 30), self.chance.choice([0.0, 10.0, 1e9])
+        asked = ask(
+            self.chance.choice(PROMPTS),
+            f"ask-{self.chance.randrange(12)}",
+            reader_id=self.chance.choice(["decode-1", "decode-2"]),
+            epoch=self.chance.choice([7, 7, 7, 6]),
+            hold_s=hold_s,
+            follow_s=follow_s,
+        )
+        self.said.append(self.holder.ask(asked))
+
+    def offer(self) -> None:
+        if self.requests:
+            hashes, blocks = self.chance.choice(list(self.requests.values()))
+            offer = self.holder.offer(hashes, [block.block_id for block in blocks])
+            if offer is not None:
+                assert blocks_of(offer) == [block.block_id for block in blocks][: len(blocks_of(offer))]
+
+    def release(self) -> None:
+        offered = f"prefill-1-7-{self.chance.randrange(1, 8)}"
+        reader = self.chance.choice(["decode-1", "decode-2"])
+        for _ in range(self.chance.choice([1, 1, 2])):
+            if self.chance.random() < 0.5:
+                self.holder.release(release(lease_id=offered, reader_id=reader))
+            else:
+                self.holder.release(release(f"ask-{self.chance.randrange(12)}", reader_id=reader))
+
+    def wait(self) -> None:
+        self.holding.now += self.chance.uniform(0, 8)
+        self.said += self.holder.advance()
+
+    def finish(self) -> None:
+        for _, blocks in self.requests.values():
+            self.holding.end(blocks)
+        if self.chance.random() < 0.3:
+            self.holder.release_all()
+        else:
+            self.holding.now += FOLLOW_S_MAX + 1.0
+        self.said += self.holder.advance()
+
+
+def test_after_any_history_every_block_is_free():
+    granted = 0
+    for seed in range(HISTORIES):
+        life = Life(seed)
+        for _ in range(30):
+            life.any_event()
+        life.finish()
+        counts = life.holder.counts
+        granted += counts.granted_total
+
+        assert life.holding.free == life.holding.free_at_first, seed
+        assert (counts.leases, counts.pinned_blocks, counts.next_expiry_s) == (0, 0, 0.0), seed
+        assert counts.granted_total == counts.released_total + counts.expired_total, seed
+        assert life.holding.pool.reset_prefix_cache(), seed
+    assert granted > 3 * HISTORIES
+
+
+def test_each_ask_that_is_followed_gets_exactly_one_last_word_unless_it_was_released():
+    for seed in range(100):
+        life = Life(seed)
+        life.release = lambda: None
+        for _ in range(60):
+            life.any_event()
+        life.finish()
+
+        open_asks: dict[str, int] = {}
+        for grant in life.said:
+            if grant.lease_id or not grant.final:
+                assert grant.first == open_asks.get(grant.ask_id, 0), seed
+                open_asks[grant.ask_id] = grant.first + len(blocks_of(grant))
+            if grant.final and grant.lease_id:
+                open_asks.pop(grant.ask_id, None)
+        assert open_asks == {}, seed
