@@ -1,7 +1,7 @@
 """Reads, part by part: begins them, follows them and says how each ended. One thread owns it and all of the agent.
 
-A part that fails, stalls or comes too late is given up, and reported only when its handles are back: from then on no
-byte of it moves. What cannot be stopped otherwise ends with the connection.
+A part that is cancelled, stalls or comes too late is given up, but reported only when it is over: from then on no byte
+of it moves. What does not end by itself ends with the connection.
 """
 
 from __future__ import annotations
@@ -9,53 +9,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
-import numpy as np
+from connector.connections import Connection, Connections, Own, on_device
+from connector.core.orders import Orders, PeerKey, Read, ReadPart, Results
+from connector.core.read_plan import block_bytes_of, parts_of, spans_of
+from connector.transfer_port import TransferAgent, TransferFailed, TransferState
 
-from connector.core.calls import Peer
-from connector.core.compatibility import why_not
-from connector.core.orders import Connected, PeerKey, Read, ReadPart, Results
-from connector.core.read_plan import Addresses, Reader, Route, block_bytes_of, parts_of, routes_to, spans_of
-from connector.transfer_port import Spans, TransferAgent, TransferFailed, TransferState
-from shared.contracts.kv_exchange import KvHandshake, KvRank
-
-CONNECT_S_MAX = 5.0
 READ_S_MAX = 10.0
 """A part takes milliseconds; what takes longer is stuck."""
-LET_GO_S_MAX = 1.0
-"""For a part that is given up to let go of its handles, before the connection is cut."""
+LET_GO_S_MAX = 2.0
+"""For a part that is given up to end by itself, before the connection is cut."""
 AT_ONCE_MAX = 4
-"""Parts under way at the same time: the next is begun while one is in flight, where reads are not copied at once."""
+"""Parts of one peer under way: the next is begun while one is in flight, where reads are not copied at once."""
 PARTS_WAITING_MAX = 65_536
-PROBE_BYTES = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Own:
-    """Who reads: this rank, and the handshake of its engine with this rank alone."""
-
-    reader: Reader
-    handshake: KvHandshake
-    scratch: int
-    """Address of PROBE_BYTES of registered cpu memory."""
-
-    @property
-    def memory(self) -> KvRank:
-        """Where to."""
-        return self.reader.memory
-
-
-@dataclass(slots=True)
-class _Connection:
-    """To one life of a peer: the agent's name of each rank that is needed, and what to read of it."""
-
-    handshake: KvHandshake
-    since_s: float
-    names: list[str] = field(default_factory=list)
-    routes: list[Route] = field(default_factory=list)
-    probes: list[Any] = field(default_factory=list)
-    """Small reads that show that the wire works; none are left when it does."""
 
 
 @dataclass(slots=True)
@@ -67,9 +35,8 @@ class _Part:
     handles: list[Any] = field(default_factory=list)
     started_s: float = 0.0
     ended_s: float = 0.0
+    """When it was given up, or seen to be over."""
     failure: str = ""
-    cut: bool = False
-    """The connection was ended to make it let go."""
 
 
 class Copier:
@@ -79,190 +46,135 @@ class Copier:
         self._agent = agent
         self._own = own
         self._clock = clock
-        self._connections: dict[PeerKey, _Connection] = {}
-        self._waiting: deque[_Part] = deque()
+        self._connections = Connections(agent, own, clock)
+        self._waiting: dict[PeerKey, deque[_Part]] = {}
         self._running: list[_Part] = []
-        self._results = Results()
+        self._over: list[ReadPart] = []
 
     @property
     def busy(self) -> bool:
         """Whether anything is waiting or under way."""
-        return bool(self._waiting or self._running or any(one.probes for one in self._connections.values()))
+        return bool(self._waiting or self._running or self._connections.probing)
+
+    def obey(self, orders: Orders) -> None:
+        """Take orders on. Connections first: the reads of the same step may need them."""
+        for peer in orders.connect:
+            self._connections.connect(peer)
+        for read in orders.reads:
+            self._take_on(read)
+        for read_id in orders.cancel:
+            self._give_up(lambda part, read_id=read_id: part.read.read_id == read_id, "cancelled")  # type: ignore[misc]
+        for key in orders.forget:
+            self._give_up(lambda part, key=key: part.read.peer == key, "the peer is gone")  # type: ignore[misc]
+            self._connections.forget(key)
+
+    def advance(self) -> bool:
+        """Look at all that is under way, and begin what there is room for. Whether anything came of it."""
+        before = len(self._over)
+        self._connections.look()
+        self._running = [part for part in self._running if not self._ended(part)]
+        begun = [self._begin_one(key) for key in list(self._waiting)]
+        return any(begun) or len(self._over) > before
 
     def take_results(self) -> Results:
         """What became final since the last call."""
-        results, self._results = self._results, Results()
+        results = Results(self._connections.connected, self._over)
+        self._connections.connected, self._over = [], []
         return results
-
-    def connect(self, peer: Peer) -> None:
-        """Begin to connect; a peer that is connected already stays so. Ends with one Connected."""
-        key = (peer.handshake.worker_id, peer.handshake.epoch)
-        known = self._connections.get(key)
-        if known is not None:
-            if not known.probes:
-                self._results.connected.append(Connected(key, 0.0))
-            return
-        connection = _Connection(peer.handshake, self._clock())
-        self._connections[key] = connection
-        failure = why_not(self._own.handshake, peer.handshake)
-        try:
-            if not failure:
-                self._wire_up(connection)
-        except TransferFailed as refused:
-            failure = str(refused)
-        if failure:
-            self._give_connection_up(key, failure)
-
-    def forget(self, key: PeerKey) -> None:
-        """Disconnect; what is being read from it fails."""
-        for part in [*self._waiting, *self._running]:
-            if part.read.peer == key:
-                part.failure = part.failure or "the peer is gone"
-                part.cut = True
-        connection = self._connections.pop(key, None)
-        if connection is not None:
-            self._cut(connection)
-
-    def read(self, read: Read) -> None:
-        """Take a read on. Ends with one ReadPart for each part."""
-        block_bytes = block_bytes_of(self._own.memory)
-        for first, count in parts_of(len(read.remote_blocks), block_bytes):
-            part = _Part(read, first, count, count * block_bytes)
-            if len(self._waiting) >= PARTS_WAITING_MAX:
-                self._end(part, "too many reads wait")
-            else:
-                self._waiting.append(part)
-
-    def cancel(self, read_id: int) -> None:
-        """Nobody wants it any more. Its parts are still reported."""
-        for part in [*self._waiting, *self._running]:
-            if part.read.read_id == read_id:
-                part.failure = part.failure or "cancelled"
-
-    def advance(self) -> None:
-        """Look at all that is under way, and begin what there is room for."""
-        for key in [key for key, one in self._connections.items() if one.probes]:
-            self._look_at_probes(key)
-        self._running = [part for part in self._running if not self._ended(part)]
-        while self._waiting and len(self._running) < AT_ONCE_MAX:
-            part = self._waiting.popleft()
-            self._begin(part)
-            if not self._ended(part):
-                self._running.append(part)
 
     def close(self) -> None:
         """Cut everything."""
-        for key in list(self._connections):
-            self.forget(key)
-        self.advance()
+        self._connections.close()
         self._agent.close()
 
-    # Connections
+    def _take_on(self, read: Read) -> None:
+        block_bytes = block_bytes_of(self._own.memory)
+        for first, count in parts_of(len(read.remote_blocks), block_bytes):
+            part = _Part(read, first, count, count * block_bytes)
+            if sum(map(len, self._waiting.values())) >= PARTS_WAITING_MAX:
+                part.failure = "too many reads wait"
+                self._report(part)
+            else:
+                self._waiting.setdefault(read.peer, deque()).append(part)
 
-    def _wire_up(self, connection: _Connection) -> None:
-        peer = connection.handshake
-        connection.routes = routes_to(self._own.reader, peer)
-        for route in connection.routes:
-            connection.names.append(self._agent.connect(peer.ranks[route.rank].agent))
-        for name, route in zip(connection.names, connection.routes, strict=True):
-            there = np.array([[route.remote[0], PROBE_BYTES]], dtype=np.uint64)
-            here = np.array([[self._own.scratch, PROBE_BYTES]], dtype=np.uint64)
-            rank = peer.ranks[route.rank]
-            probe = self._agent.read(
-                name, on_device(there, rank.device_id), on_device(here, 0), device="cpu", remote_device=rank.device
-            )
-            connection.probes.append(probe)
+    def _give_up(self, meant: Callable[[_Part], bool], why: str) -> None:
+        for part in chain(self._running, *self._waiting.values()):
+            if meant(part):
+                part.failure = part.failure or why
 
-    def _look_at_probes(self, key: PeerKey) -> None:
-        connection = self._connections[key]
-        states = [self._agent.state(probe) for probe in connection.probes]
-        took_s = self._clock() - connection.since_s
-        if TransferState.FAILED in states:
-            self._give_connection_up(key, "the first read from it failed")
-        elif TransferState.RUNNING not in states:
-            for probe in connection.probes:
-                self._agent.release(probe)
-            connection.probes.clear()
-            self._results.connected.append(Connected(key, took_s))
-        elif took_s > CONNECT_S_MAX:
-            self._give_connection_up(key, f"nothing could be read from it within {CONNECT_S_MAX} s")
-
-    def _give_connection_up(self, key: PeerKey, failure: str) -> None:
-        took_s = self._clock() - self._connections[key].since_s
-        self.forget(key)
-        self._results.connected.append(Connected(key, took_s, failure))
-
-    def _cut(self, connection: _Connection) -> None:
-        for probe in connection.probes:
-            self._agent.release(probe)
-        connection.probes.clear()
-        for name in connection.names:
-            self._agent.forget(name)
-
-    # Parts
-
-    def _begin(self, part: _Part) -> None:
+    def _begin_one(self, key: PeerKey) -> bool:
+        if sum(part.read.peer == key for part in self._running) >= AT_ONCE_MAX:
+            return False
+        part = self._waiting[key].popleft()
+        if not self._waiting[key]:
+            del self._waiting[key]
         part.started_s = self._clock()
-        connection = self._connections.get(part.read.peer)
-        if part.failure:
-            return
+        connection = self._connections.of(key)
         if connection is None:
-            part.failure = "not connected"
-        elif part.started_s >= part.read.until_s:
-            part.failure = "the lease was over before the read began"
-        elif not self._within(part, connection.handshake.blocks):
-            part.failure = "the grant names blocks that the peer does not have"
-        else:
-            self._post(part, connection)
+            part.failure = part.failure or "not connected"
+        elif not part.failure:
+            self._begin(part, connection)
+        if not self._ended(part):
+            self._running.append(part)
+        return True
 
-    def _within(self, part: _Part, blocks: int) -> bool:
-        remote = part.read.remote_blocks[part.first : part.first + part.count]
-        return min(remote) >= 0 and max(remote) < blocks
-
-    def _post(self, part: _Part, connection: _Connection) -> None:
+    def _begin(self, part: _Part, connection: Connection) -> None:
         chosen = slice(part.first, part.first + part.count)
-        own = self._own.memory
-        for name, route in zip(connection.names, connection.routes, strict=True):
-            there, here = spans_of(route, part.read.remote_blocks[chosen], part.read.local_blocks[chosen])
-            rank = connection.handshake.ranks[route.rank]
-            remote, local = on_device(there, rank.device_id), on_device(here, own.device_id)
+        remote, local = part.read.remote_blocks[chosen], part.read.local_blocks[chosen]
+        if part.started_s >= part.read.until_s:
+            part.failure = "the lease was over before the read began"
+        elif min(remote) < 0 or max(remote) >= connection.handshake.blocks:
+            part.failure = "the peer has no such blocks"
+        else:
             try:
-                handle = self._agent.read(name, remote, local, device=own.device, remote_device=rank.device)
+                self._post(part, connection, remote, local)
             except TransferFailed as refused:
                 part.failure = str(refused)
-                return
+                self._connections.lose(part.read.peer, part.failure)
+
+    def _post(self, part: _Part, connection: Connection, remote: list[int], local: list[int]) -> None:
+        own = self._own.memory
+        for name, route in zip(connection.names, connection.routes, strict=True):
+            rank = connection.handshake.ranks[route.rank]
+            there, here = spans_of(route, remote, local)
+            handle = self._agent.read(
+                name,
+                on_device(there, rank.device_id),
+                on_device(here, own.device_id),
+                device=own.device,
+                remote_device=rank.device,
+            )
             part.handles.append(handle)
 
     def _ended(self, part: _Part) -> bool:
         """Whether the part is over; if so it has been reported."""
         now = self._clock()
-        if not part.failure:
-            states = [self._agent.state(handle) for handle in part.handles]
-            if TransferState.FAILED in states:
-                part.failure = "the read failed"
-            elif now > part.read.until_s:
-                part.failure = "the lease was over before the read was"
-            elif now > part.started_s + READ_S_MAX:
-                part.failure = f"not read within {READ_S_MAX} s"
-            elif TransferState.RUNNING in states:
-                return False
+        if not part.failure and self._runs_on(part, now):
+            return False
         part.ended_s = part.ended_s or now
         part.handles = [handle for handle in part.handles if not self._agent.release(handle)]
-        if part.handles and not part.cut and now > part.ended_s + LET_GO_S_MAX:
-            self.forget(part.read.peer)
+        if part.handles and now > part.ended_s + LET_GO_S_MAX:
+            self._connections.lose(part.read.peer, f"cut, to end a read that was given up: {part.failure}")
+            part.handles = [handle for handle in part.handles if not self._agent.release(handle)]
         if part.handles:
             return False
-        self._end(part, part.failure)
+        self._report(part)
         return True
 
-    def _end(self, part: _Part, failure: str) -> None:
-        moved = 0 if failure else part.bytes
-        ended_s = self._clock()
-        self._results.parts.append(
-            ReadPart(part.read.read_id, part.first, part.count, moved, part.started_s or ended_s, ended_s, failure)
+    def _runs_on(self, part: _Part, now: float) -> bool:
+        states = {self._agent.state(handle) for handle in part.handles}
+        if TransferState.FAILED in states:
+            part.failure = "the read failed"
+            self._connections.lose(part.read.peer, part.failure)
+        elif now > part.read.until_s:
+            part.failure = "the lease was over before the read was"
+        elif now > part.started_s + READ_S_MAX:
+            part.failure = f"not read within {READ_S_MAX} s"
+        return not part.failure and TransferState.RUNNING in states
+
+    def _report(self, part: _Part) -> None:
+        ended_s = part.ended_s or self._clock()
+        moved = 0 if part.failure else part.bytes
+        self._over.append(
+            ReadPart(part.read.read_id, part.first, part.count, moved, part.started_s or ended_s, ended_s, part.failure)
         )
-
-
-def on_device(pairs: Addresses, device_id: int) -> Spans:
-    """Address and length, with the device they are on."""
-    return np.column_stack((pairs, np.full(len(pairs), device_id, dtype=np.uint64)))

@@ -1,6 +1,10 @@
 """NIXL behind the port: the one file that imports it. UCX moves the bytes, over whatever both machines have.
 
 Over shared memory a read is copied inside ``read``, by the calling thread and without Python's lock.
+
+Seen over TCP: a transfer that was released, or whose peer was removed, still writes when a peer that was frozen goes
+on. Only the end of the agent stops it. So each peer is read with an agent of its own, which ends with the connection;
+it has no progress thread, because whoever reads asks for the state until it is over.
 """
 
 from __future__ import annotations
@@ -8,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from nixl import _api as nixl_api
@@ -17,27 +22,45 @@ from connector.transfer_port import Region, Spans, TransferFailed, TransferState
 
 STATES = {"PROC": TransferState.RUNNING, "DONE": TransferState.DONE, "ERR": TransferState.FAILED}
 MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
+BACKENDS = ["UCX"]
 ERRORS = tuple(one for name, one in vars(nixl_bindings).items() if name.startswith("nixl") and name.endswith("Error"))
 PROGRESS_DELAY_US = 10_000
 """Longest sleep of the progress thread, which with none spins and keeps a core busy for ever. It wakes at once when
 something arrives."""
 
 
+@dataclass(slots=True, eq=False)
+class _Transfer:
+    """A read's handle; nixl's own keeps its agent alive, so it is dropped with the connection."""
+
+    connection: _Connection
+    handle: Any
+
+
+@dataclass(slots=True, eq=False)
+class _Connection:
+    """To one peer, with the agent that reads from it."""
+
+    agent: Any
+    registered: list[Any]
+    transfers: set[_Transfer] = field(default_factory=set)
+
+
 class NixlAgent:
     """A TransferAgent on nixl. Its name must be unique for ever: peers keep connections by it."""
 
     def __init__(self, name: str) -> None:
-        with _sleeping_progress_threads(), _cores_kept():
-            config = nixl_api.nixl_agent_config(enable_prog_thread=True, num_threads=0, backends=["UCX"])
-            self._agent = nixl_api.nixl_agent(name, config)
+        self._name = name
+        self._agent = _make_agent(name, progress=True)
+        self._regions: list[Region] = []
         self._registered: list[Any] = []
+        self._connections: dict[str, _Connection] = {}
+        self._connected = 0
 
     def register(self, regions: Sequence[Region]) -> None:
         """Make memory readable by others and writable by reads. Call before ``metadata``."""
-        for device in sorted({region.device for region in regions}):
-            rows = [(one.base, one.length, one.device_id, "") for one in regions if one.device == device]
-            with _failing(f"registering {len(rows)} pieces of {device} memory"):
-                self._registered.append(self._agent.register_memory(rows, mem_type=MEMORY[device], backends=["UCX"]))
+        self._regions.extend(regions)
+        self._registered.extend(_register(self._agent, regions))
 
     def metadata(self) -> bytes:
         """What another agent needs to connect."""
@@ -45,54 +68,103 @@ class NixlAgent:
 
     def connect(self, metadata: bytes) -> str:
         """Know that agent, wire up, answer its name. Raises TransferFailed."""
+        self._connected += 1
+        agent = _make_agent(f"{self._name}-{self._connected}", progress=False)
+        registered = _register(agent, self._regions)
         with _failing("connecting"):
-            added = self._agent.add_remote_agent(metadata)
+            added = agent.add_remote_agent(metadata)
             name = added.decode() if isinstance(added, bytes) else str(added)
-            self._agent.make_connection(name)
+            agent.make_connection(name, backends=BACKENDS)
+        self.forget(name)
+        self._connections[name] = _Connection(agent, registered)
         return name
 
     def forget(self, name: str) -> None:
-        """Disconnect; harmless when unknown."""
-        try:
-            self._agent.remove_remote_agent(name)
-        except ERRORS:
-            return  # it was not known, or its process is gone: either way there is no connection any more
+        """Disconnect; harmless when unknown. No byte of a read from there moves any more."""
+        connection = self._connections.pop(name, None)
+        if connection is None:
+            return
+        for transfer in connection.transfers:
+            _release(connection.agent, transfer.handle)
+            transfer.handle = None
+        connection.transfers.clear()
+        _end(connection.agent, connection.registered)
+        connection.agent = None
 
     def read(self, name: str, remote: Spans, local: Spans, *, device: str, remote_device: str) -> Any:
         """Begin to copy each remote span over the local one of the same place and length; answers a handle.
 
         Raises TransferFailed.
         """
+        connection = self._connections.get(name)
+        if connection is None:
+            raise TransferFailed(f"reading: {name} is not connected")
+        agent = connection.agent
         with _failing(f"reading {len(remote)} pieces"):
-            here = self._agent.get_xfer_descs(local, MEMORY[device])
-            there = self._agent.get_xfer_descs(remote, MEMORY[remote_device])
-            handle = self._agent.initialize_xfer("READ", here, there, name, backends=["UCX"])
-            if STATES[self._agent.transfer(handle)] is TransferState.FAILED:
-                raise TransferFailed("reading: the transfer ended in an error as it began")
-        return handle
+            here = agent.get_xfer_descs(local, MEMORY[device])
+            there = agent.get_xfer_descs(remote, MEMORY[remote_device])
+            transfer = _Transfer(connection, agent.initialize_xfer("READ", here, there, name, backends=BACKENDS))
+            connection.transfers.add(transfer)
+            agent.transfer(transfer.handle)
+        return transfer
 
     def state(self, handle: Any) -> TransferState:
         """How far it is."""
+        if handle.handle is None:
+            return TransferState.FAILED
         try:
-            return STATES[self._agent.check_xfer_state(handle)]
+            return STATES[handle.connection.agent.check_xfer_state(handle.handle)]
         except ERRORS:
             return TransferState.FAILED
 
     def release(self, handle: Any) -> bool:
-        """Give the handle back, cancelling what still runs. False: it cannot be stopped yet, ask again."""
-        try:
-            self._agent.release_xfer_handle(handle)
-        except ERRORS:
+        """Give the handle back. False: it still runs; nixl cannot stop it, only ``forget`` can."""
+        if handle.handle is None:
+            return True
+        if self.state(handle) is TransferState.RUNNING or not _release(handle.connection.agent, handle.handle):
             return False
+        handle.handle = None
+        handle.connection.transfers.discard(handle)
         return True
 
     def close(self) -> None:
         """Everything is over."""
-        for rows in self._registered:
-            with _failing("giving memory back"):
-                self._agent.deregister_memory(rows)
-        self._registered.clear()
-        del self._agent
+        for name in list(self._connections):
+            self.forget(name)
+        _end(self._agent, self._registered)
+        self._agent = None
+
+
+def _make_agent(name: str, *, progress: bool) -> Any:
+    with _sleeping_progress_threads(), _cores_kept(), _failing("starting an agent"):
+        config = nixl_api.nixl_agent_config(enable_prog_thread=progress, num_threads=0, backends=BACKENDS)
+        return nixl_api.nixl_agent(name, config)
+
+
+def _register(agent: Any, regions: Sequence[Region]) -> list[Any]:
+    registered = []
+    for device in sorted({region.device for region in regions}):
+        rows = [(one.base, one.length, one.device_id, "") for one in regions if one.device == device]
+        with _failing(f"registering {len(rows)} pieces of {device} memory"):
+            registered.append(agent.register_memory(rows, mem_type=MEMORY[device], backends=BACKENDS))
+    return registered
+
+
+def _release(agent: Any, handle: Any) -> bool:
+    try:
+        agent.release_xfer_handle(handle)
+    except ERRORS:
+        return False
+    return True
+
+
+def _end(agent: Any, registered: list[Any]) -> None:
+    for rows in registered:
+        try:
+            agent.deregister_memory(rows)
+        except ERRORS:
+            continue  # what cannot be given back in order goes with the agent
+    registered.clear()
 
 
 @contextmanager

@@ -81,10 +81,10 @@ class Transfers:
             self._orders.clear()
             self._wake.notify_all()
         for one in orders:
-            obey(copier, one)
-        copier.advance()
+            copier.obey(one)
+        moved = copier.advance()
         self._publish(copier.take_results())
-        if copier.busy:
+        if copier.busy and not moved:
             time.sleep(POLL_S)
 
     def _publish(self, results: Results) -> None:
@@ -92,15 +92,3 @@ class Transfers:
             with self._wake:
                 self._results.connected.extend(results.connected)
                 self._results.parts.extend(results.parts)
-
-
-def obey(copier: Copier, orders: Orders) -> None:
-    """Connections first: the reads of the same step may need them."""
-    for peer in orders.connect:
-        copier.connect(peer)
-    for read in orders.reads:
-        copier.read(read)
-    for read_id in orders.cancel:
-        copier.cancel(read_id)
-    for key in orders.forget:
-        copier.forget(key)

@@ -16,7 +16,8 @@ import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
 from connector import settings
-from connector.copier import PROBE_BYTES, Copier, Own
+from connector.connections import PROBE_BYTES, Own
+from connector.copier import Copier
 from connector.core.compatibility import PROTOCOL_VERSION
 from connector.core.orders import Orders, Results
 from connector.core.read_plan import Reader
@@ -31,7 +32,7 @@ MakeAgent = Callable[[str], TransferAgent]
 
 
 @dataclass
-class RankHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM is not typed
+class RankHandshake(KVConnectorHandshakeMetadata):
     """One rank's part of its engine's handshake, on its way to the scheduler role."""
 
     packed: bytes

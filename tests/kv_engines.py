@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from connector.copier import PROBE_BYTES, Own
+from connector.connections import PROBE_BYTES, Own
 from connector.core.layout import CacheTensor, heads_of, layer_of
 from connector.core.read_plan import Reader
 from connector.transfer_port import Region, TransferAgent
