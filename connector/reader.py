@@ -171,7 +171,7 @@ class Reader:
         for reading in self._readings.values():
             if reading.fetch is not None and reading.fetch.asked(grant.ask_id):
                 reading.fetch.on_grant(grant, self._now())
-                if grant.final and grant.prefill_cached_tokens:
+                if grant.final and any(source.follow for source in reading.order.sources):
                     reading.account.prefill_cached_tokens = grant.prefill_cached_tokens
                 return
 
