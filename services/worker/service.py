@@ -91,7 +91,9 @@ class Worker:
         self._load = LoadPublisher(service.bus, worker_id, epoch, record.role, held=self._cache.held, engine=engine)
         self._tokenizer = TokenizerDesk(engine, worker_id, epoch)
         self._sender = FrameSender(service.bus, worker_id, epoch)
-        self._exchange = open_exchange(service, engine, Identity(worker_id, epoch))
+        self._exchange = make_exchange(service, engine, Identity(worker_id, epoch))
+        if self._exchange is not None:
+            self._load.tell_of(self._exchange)
         if self._exchange is not None:
             self._load.tell_of(self._exchange)
         self._server = LegServer(
@@ -216,7 +218,7 @@ class Worker:
             self._death.set_result(why)
 
 
-def open_exchange(service: Service, engine: Engine, identity: Identity) -> WorkerExchange | None:
+def make_exchange(service: Service, engine: Engine, identity: Identity) -> WorkerExchange | None:
     """For an engine that has an end of it."""
     if engine.exchange is None:
         return None

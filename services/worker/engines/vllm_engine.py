@@ -9,7 +9,7 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -228,13 +228,7 @@ class VllmEngine:
 
     def load(self) -> EngineLoad:
         """Now."""
-        load = self._llm.meter.load()
-        if self._exchange is None:
-            return load
-        state = self._exchange.state
-        return replace(
-            load, received_bytes_total=state.read_bytes_total, received_seconds_total=state.read_seconds_total
-        )
+        return self._llm.meter.load()
 
     def on_load_changed(self, listener: Callable[[], None]) -> None:
         """After each step of the engine."""

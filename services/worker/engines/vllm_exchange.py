@@ -14,7 +14,6 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from connector.core.calls import EngineCall, EngineNews
 from services.worker.engines.port import EngineDead
-from shared.contracts.kv_exchange import KvLedgerState
 
 NEWS_QUEUED_MAX = 4096
 """Messages that ZMQ keeps for us; the engine drops what is beyond."""
@@ -28,8 +27,6 @@ class VllmExchange:
 
     def __init__(self, run_dir: Path) -> None:
         self.endpoint = f"ipc://{run_dir}/news"
-        self.state = KvLedgerState()
-        """As the engine last told."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PULL)  # type: ignore[attr-defined]
         self._socket.set_hwm(NEWS_QUEUED_MAX)
@@ -52,11 +49,9 @@ class VllmExchange:
     async def call(self, call: EngineCall) -> EngineNews:
         """In EngineCore's main thread, between two steps. Raises EngineDead."""
         try:
-            news = _decode(await self._core.call_utility_async("kv_exchange", _encode(call)))
+            return _decode(await self._core.call_utility_async("kv_exchange", _encode(call)))
         except EngineDeadError as error:
             raise EngineDead(str(error)) from error
-        self._note(news)
-        return news
 
     def on_news(self, listener: Callable[[EngineNews], None]) -> None:
         """What EngineCore pushes after a step."""
@@ -71,10 +66,5 @@ class VllmExchange:
     async def _follow(self) -> None:
         while True:
             news = _decode(await self._socket.recv())
-            self._note(news)
             for listener in self._listeners:
                 listener(news)
-
-    def _note(self, news: EngineNews) -> None:
-        if news.state is not None:
-            self.state = news.state

@@ -23,7 +23,8 @@ def carried(trace_id: str, *, sampled: bool = True) -> dict[str, str]:
 
 def spans_of(receiver: OtlpReceiver, trace_id: str, count: int) -> list[Span]:
     def mine() -> list[Span]:
-        return [span for span in receiver.spans if span.trace_id == trace_id]
+        known = (SpanName.SERVE_LEG, ENGINE_SPAN)
+        return [span for span in receiver.spans if span.trace_id == trace_id and span.name in known]
 
     assert receiver.wait_for(lambda: len(mine()) >= count), [(each.service, each.name) for each in mine()]
     return mine()
