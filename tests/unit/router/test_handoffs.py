@@ -166,6 +166,7 @@ def test_an_engine_that_refuses_the_prompt_ends_the_decode_leg_too(stream):
         await settle()
 
         assert (answer.status, answer.error["message"]) == (400, "from the engine")
+        assert asyncio.get_running_loop().time() < 1
         assert d1.cancelled == [leg.leg_id for leg in d1.started]
         assert is_quiet(world)
 
@@ -321,6 +322,44 @@ def test_when_the_prompt_is_computed_and_no_answer_comes_the_decode_worker_is_he
         assert d1.cancelled == [d1.started[0].leg_id]
 
     in_world(story, stream_tokens_min=0, first_frame_s_max=2.0)
+
+
+def test_the_answer_has_its_own_time_from_the_end_of_the_prompt_on():
+    async def story(world: World) -> None:
+        p1, d1 = await world.pair(silent, silent, **OURS)
+        connection, answering = ask(world)
+        await asyncio.sleep(1.5)
+        prefilled(frames_of(p1))
+
+        await asyncio.sleep(1.5)
+        frames_of(d1).head(200, SSE)
+        frames_of(d1).data(DONE)
+        frames_of(d1).end(LegReport())
+        await answering
+
+        assert parse(connection.written).body == DONE
+        assert len(d1.started) == 1
+
+    in_world(story, stream_tokens_min=0, prefill_s_max=2.0, first_frame_s_max=2.0)
+
+
+def test_a_leg_that_was_being_started_when_all_was_stopped_is_cancelled():
+    async def story(world: World) -> None:
+        _p1, d1 = await world.pair(silent, silent, **OURS)
+        connection, answering = ask(world)
+        await settle()
+        (flight,) = world.router.relay.flights
+        connection.leave()
+        await answering
+
+        late = await flight.inbox.start(msgspec.structs.replace(d1.started[0], leg_id="late"))
+        flight.started(late)
+        await settle()
+
+        assert late.ended
+        assert d1.cancelled == [leg.leg_id for leg in d1.started]
+
+    in_world(story, stream_tokens_min=0)
 
 
 def test_when_nats_goes_away_both_legs_are_over_at_once():
