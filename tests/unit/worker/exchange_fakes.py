@@ -1,0 +1,118 @@
+"""An engine's end of the exchange that a test plays, and workers' exchanges around it on a memory bus."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import msgspec
+
+from connector.core.calls import EngineCall, EngineNews
+from services.worker.engines.port import Identity
+from services.worker.exchange.worker_exchange import WorkerExchange
+from shared.bus.memory_bus import MemoryBus, MemoryHub
+from shared.contracts.channels import WORKER_RECORDS
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.kv_exchange import KvGrant, KvHandshake, KvLedgerState, LeaseKv
+from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerPhase
+from shared.runtime.clock import SystemClock
+from tests.fleet_builders import FINGERPRINT, record
+
+WAIT_S_MAX = 5.0
+HASH = bytes(range(32))
+
+
+def handshake(worker_id: str = "w1", epoch: int = 1, **more) -> KvHandshake:
+    fields = {"fingerprint": FINGERPRINT.key(), "clock_s": 0.0, "version": 1, "block_size": 32, "blocks": 100}
+    fields |= {"kv_heads": 2, "ranks": [], **more}
+    return KvHandshake(worker_id=WorkerId(worker_id), epoch=Epoch(epoch), **fields)
+
+
+def lease(holder: str = "h1", reader: str = "r1", ask_id: str = "a1", epoch: int = 1, **more) -> LeaseKv:
+    fields = {"hashes": HASH, "hold_s": 5.0, **more}
+    return LeaseKv(worker_id=WorkerId(holder), epoch=Epoch(epoch), reader_id=WorkerId(reader), ask_id=ask_id, **fields)
+
+
+def grant(ask: LeaseKv, **more) -> KvGrant:
+    fields = {"lease_id": "l1", "block_ids": b"\1\0\0\0", "last_hash": HASH, "until_s": 99.0, **more}
+    fields = {"reader_id": ask.reader_id, "worker_id": ask.worker_id, "epoch": ask.epoch, **fields}
+    return KvGrant(ask_id=ask.ask_id, **fields)
+
+
+class FakeExchange:
+    """Remembers every call. ``answer`` makes the news that a call is answered with."""
+
+    def __init__(self, worker_id: str, epoch: int = 1) -> None:
+        self.handshake = handshake(worker_id, epoch)
+        self.calls: list[EngineCall] = []
+        self.answer: Callable[[EngineCall], EngineNews] = lambda _call: EngineNews()
+        self.called = asyncio.Event()
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self._listeners: list[Callable[[EngineNews], None]] = []
+
+    async def call(self, call: EngineCall) -> EngineNews:
+        self.calls.append(call)
+        self.called.set()
+        await self.gate.wait()
+        news = self.answer(call)
+        return msgspec.structs.replace(news, handshake=self.handshake) if call.describe else news
+
+    def on_news(self, listener: Callable[[EngineNews], None]) -> None:
+        self._listeners.append(listener)
+
+    def tell(self, **news) -> None:
+        """The engine says something by itself."""
+        for listener in self._listeners:
+            listener(EngineNews(**news))
+
+    def every(self, field: str) -> list:
+        """All that was ever told to the engine in that field."""
+        return [item for call in self.calls for item in getattr(call, field)]
+
+    async def told(self, field: str, count: int = 1) -> list:
+        """Until that much was told in that field."""
+        async with asyncio.timeout(WAIT_S_MAX):
+            while len(found := self.every(field)) < count:
+                self.called.clear()
+                await self.called.wait()
+        return found
+
+
+class OneWorker:
+    """A worker's exchange on a hub."""
+
+    def __init__(self, hub: MemoryHub, worker_id: str, epoch: int = 1, clock: SystemClock | None = None) -> None:
+        self.worker_id = WorkerId(worker_id)
+        self.epoch = Epoch(epoch)
+        self.bus = MemoryBus(hub)
+        self.engine = FakeExchange(worker_id, epoch)
+        identity = Identity(self.worker_id, self.epoch)
+        self.exchange = WorkerExchange(self.bus, clock or SystemClock(), identity, self.engine, FINGERPRINT.key())
+
+    async def say(self, phase: WorkerPhase = WorkerPhase.READY) -> None:
+        kept = await self.bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        await kept.put(record(self.worker_id, phase, self.epoch))
+
+    async def leave(self) -> None:
+        kept = await self.bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        await kept.delete(self.worker_id)
+
+
+@asynccontextmanager
+async def exchanging(worker: OneWorker) -> AsyncIterator[OneWorker]:
+    """A worker whose exchange is open and works."""
+    await worker.exchange.open()
+    following = asyncio.create_task(worker.exchange.follow())
+    await worker.say()
+    try:
+        yield worker
+    finally:
+        following.cancel()
+        await asyncio.wait([following])
+        await worker.bus.close()
+
+
+def ledger(**numbers) -> KvLedgerState:
+    return KvLedgerState(**numbers)
