@@ -45,20 +45,22 @@ def give_order(params: SamplingParams, order: LegOrder) -> None:
     params.extra_args = {**(params.extra_args or {}), TRANSFER: {PARAMS: _encode(order)}}
 
 
-def take_proof(record: LegRecord, output: RequestOutput) -> None:
-    """From the output that carries it, so that no client sees it."""
+def take_proof(record: LegRecord, output: RequestOutput, before: KvProof | None) -> None:
+    """From the output that carries it, so that no client sees it. One comes with the first token and one at the end,
+    which knows more; ``before`` is of the leg's earlier prompts.
+    """
     packed = (output.kv_transfer_params or {}).get(PARAMS)
     output.kv_transfer_params = None
     if not isinstance(packed, bytes):
         return
-    record.proof = added(record.proof, _decode(packed))
+    record.proof = added(before, _decode(packed))
     record.cached_tokens = record.proof.local_tokens
     record.received_tokens = record.proof.fetched_tokens
     record.received_bytes = sum(read.bytes for read in record.proof.reads)
 
 
 def added(before: KvProof | None, proof: KvProof) -> KvProof:
-    """Of a leg with several prompts or completions, all together."""
+    """Of a leg with several prompts, all together."""
     if before is None:
         return proof
     sums: dict[str, Any] = {name: getattr(before, name) + getattr(proof, name) for name in SUMMED}
