@@ -35,6 +35,7 @@ def test_a_third_party_is_imported_at_its_door_only(party):
 KNOWN_TO_WORKERS = (
     "connector.core",
     *DECIDERS,
+    "connector.connections",
     "connector.copier",
     "connector.transfers",
     "connector.transfer_port",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -14,40 +14,44 @@ import msgspec
 from services.worker.core.simulation.engine_core import EngineCore
 from services.worker.core.simulation.sequence import Sequence, Wish
 from services.worker.core.simulation.settings import SimulatedTiming, SimulationSettings
-from services.worker.engines.port import AsgiApp, Engine, EngineDead, EngineFacts, EngineLoad, TokenizerFiles
+from services.worker.engines.port import (
+    AsgiApp,
+    Engine,
+    EngineDead,
+    EngineExchange,
+    EngineFacts,
+    EngineLoad,
+    Identity,
+    TokenizerFiles,
+)
 from services.worker.engines.simulated_app import SimulatedApp
 from services.worker.engines.simulated_choices import Choice
+from services.worker.engines.simulated_exchange import POLL_S, SimulatedExchange, open_mover
 from services.worker.engines.simulated_jobs import JobMaker
+from services.worker.engines.simulated_model import SimulatedModel, facts_of, find_model, models_answer
 from services.worker.engines.simulated_tokenizer import SimulatedTokenizer
 from services.worker.settings import Settings
-from services.worker.tiny_model import TINY_MODEL, ensure_tiny_tokenizer, tiny_revision
 from shared.contracts.kv_events import KvEvent
-from shared.contracts.workers import Fingerprint, HashScheme
 from shared.runtime.settings import CommonSettings
 
 log = logging.getLogger("baton.worker")
 
 KV_EVENTS_MAX = 10_000
 """Events kept for the consumer; one that is further behind gets the whole cache told anew."""
-TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 
 
-class SimulatedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine pretends to serve."""
-
-    directory: Path
-    """With ``tokenizer.json``."""
-    names: list[str] = msgspec.field(default_factory=lambda: [TINY_MODEL])
-    revision: str = ""
-
-
-async def start_engine(settings: Settings, common: CommonSettings, say: Callable[[str], None]) -> Engine:
+async def start_engine(
+    settings: Settings, common: CommonSettings, say: Callable[[str], None], *, identity: Identity
+) -> Engine:
     """The engine of a worker with these settings. Raises ValueError for settings that cannot work."""
     say("loading the tokenizer")
-    directory, revision = await asyncio.to_thread(_find_model, settings, Path(common.cache_dir))
+    directory, revision = await asyncio.to_thread(find_model, settings, Path(common.cache_dir))
     names = [settings.served_model_name or settings.model]
     model = SimulatedModel(directory=directory, names=names, revision=settings.revision or revision)
-    return await open_simulated_engine(simulation_settings(settings), model, legs_max=settings.legs_max)
+    simulation = msgspec.structs.replace(simulation_settings(settings), epoch=identity.epoch)
+    if simulation.sim_transfer == "auto" and find_spec("nixl") is not None:
+        simulation = msgspec.structs.replace(simulation, sim_transfer="nixl")
+    return await open_simulated_engine(simulation, model, legs_max=settings.legs_max)
 
 
 async def open_simulated_engine(
@@ -67,7 +71,9 @@ def simulation_settings(settings: Settings) -> SimulationSettings:
         settings.kv_cache_bytes // block_bytes if settings.kv_cache_bytes and block_bytes else defaults.kv_blocks
     )
     return SimulationSettings(
-        engine_id=settings.worker_id,
+        worker_id=settings.worker_id,
+        kv_lease_s=settings.kv_lease_s,
+        kv_lease_share_max=settings.kv_lease_share_max,
         block_size=settings.block_size,
         kv_blocks=kv_blocks,
         max_model_len=settings.max_model_len or min(defaults.max_model_len, kv_blocks * settings.block_size),
@@ -85,9 +91,11 @@ class SimulatedEngine:
         loop = asyncio.get_running_loop()
         self._core = EngineCore(settings, tokenizer.model)
         self._tokenizer = tokenizer
-        self._facts = _facts(settings, model, legs_max)
+        self._facts = facts_of(settings, model, legs_max)
+        mover = open_mover(self._core, self._facts.fingerprint.key(), time.monotonic)
+        self._exchange = SimulatedExchange(self._core, mover, time.monotonic, self._wake_up)
         jobs = JobMaker(tokenizer, model.names, settings.max_model_len)
-        self._app = SimulatedApp(self, tokenizer, jobs, _models_answer(model.names, settings.max_model_len))
+        self._app = SimulatedApp(self, tokenizer, jobs, models_answer(model.names, settings.max_model_len))
         self._load_listeners: list[Callable[[], None]] = []
         self._events: list[KvEvent] = []
         self._new_events = asyncio.Event()
@@ -106,12 +114,17 @@ class SimulatedEngine:
         """The OpenAI-compatible server."""
         return self._app
 
+    @property
+    def exchange(self) -> EngineExchange:
+        """Its end of the KV exchange."""
+        return self._exchange
+
     def load(self) -> EngineLoad:
         """Now."""
         batch, cache, measures = self._core.batch, self._core.cache, self._core.measures
         return EngineLoad(
             running=len(batch.running),
-            waiting=len(batch.waiting) + len(batch.receiving),
+            waiting=batch.queued,
             waiting_tokens=sum(sequence.prompt_tokens_left for sequence in batch.everyone()),
             kv_blocks_used=cache.blocks - cache.free,
             prompt_tokens_total=measures.prompt_tokens,
@@ -152,6 +165,7 @@ class SimulatedEngine:
         """End the engine; requests that are running fail."""
         self._running.cancel()
         await asyncio.wait([self._running], timeout=deadline_s)
+        await asyncio.to_thread(self._exchange.close)
 
     def submit(self, choice: Choice, wish: Wish) -> Sequence:
         """Begin a completion; its tokens arrive in the choice's inbox. Raises EngineDead."""
@@ -179,9 +193,12 @@ class SimulatedEngine:
             for sequence, token in core.advance(now):
                 choice: Choice = sequence.owner
                 choice.inbox.put(choice, token, sequence.finish_reason)
+            has_moved = self._exchange.turn()
             self._tell_events()
             self._tell_load()
-            wakes_at = core.wakes_at()
+            wakes_at = now if has_moved else core.wakes_at()
+            if self._exchange.moving:
+                wakes_at = min(now + POLL_S, now + POLL_S if wakes_at is None else wakes_at)
             if wakes_at is not None and wakes_at <= now:
                 await asyncio.sleep(0)  # everybody takes the tokens before the next ones come
             else:
@@ -223,55 +240,3 @@ class SimulatedEngine:
         self._new_events.set()
         for sequence in self._core.batch.everyone():
             sequence.owner.inbox.fail(reason)
-
-
-def _facts(settings: SimulationSettings, model: SimulatedModel, legs_max: int) -> EngineFacts:
-    fingerprint = Fingerprint(
-        model=model.names[0],
-        revision=model.revision,
-        dtype="simulated",
-        block_size=settings.block_size,
-        kv_layout=f"simulated-{settings.sim_kv_bytes_per_token}",
-        connector="simulated-1",
-        # The contents of blocks are made with Python's own hash, which may differ between versions.
-        engine_version=f"simulated-1-python{sys.version_info.major}.{sys.version_info.minor}",
-    )
-    return EngineFacts(
-        engine="simulated",
-        models=model.names,
-        max_model_len=settings.max_model_len,
-        fingerprint=fingerprint,
-        hashing=HashScheme(block_size=settings.block_size),
-        kv_blocks=settings.kv_blocks,
-        legs_max=legs_max,
-    )
-
-
-def _models_answer(names: list[str], max_model_len: int) -> bytes:
-    created = int(time.time())
-    cards = [
-        {
-            "id": name,
-            "object": "model",
-            "created": created,
-            "owned_by": "baton",
-            "root": names[0],
-            "parent": None,
-            "max_model_len": max_model_len,
-        }
-        for name in names
-    ]
-    return msgspec.json.encode({"object": "list", "data": cards})
-
-
-def _find_model(settings: Settings, cache_dir: Path) -> tuple[Path, str]:
-    """The directory of the model's tokenizer, and the model's revision."""
-    if settings.model == TINY_MODEL:
-        return ensure_tiny_tokenizer(cache_dir), tiny_revision()
-    path = Path(settings.model)
-    if path.is_dir():
-        return path, str(path.resolve())
-    from huggingface_hub import snapshot_download  # only a model from the hub needs the hub
-
-    found = Path(snapshot_download(settings.model, revision=settings.revision or None, allow_patterns=TOKENIZER_FILES))
-    return found, found.name

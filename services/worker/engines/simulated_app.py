@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable
+from functools import reduce
 from typing import Any, Protocol
 
 import msgspec
@@ -25,6 +25,7 @@ from services.worker.engines.simulated_jobs import Job, JobMaker
 from services.worker.engines.simulated_requests import ApiError
 from services.worker.engines.simulated_tokenizer import SimulatedTokenizer
 from shared.contracts.inference import LegKind
+from shared.contracts.kv_exchange import KvProof
 
 Receive = Callable[[], Awaitable[AsgiMessage]]
 Send = Callable[[AsgiMessage], Awaitable[None]]
@@ -112,9 +113,9 @@ class SimulatedApp:
                     continue  # a stop string has ended it
                 if not choice.token_ids:
                     _note_first_token(record, choice)
-                record.token_ids.append(token)
-                record.completion_tokens += 1
-                if plain and not finish_reason and choice.stops is None:
+                    record.proof = _proof(job)
+                _note_token(record, token)
+                if plain and token is not None and not finish_reason and choice.stops is None:
                     choice.token_ids.append(token)
                     before, after = pieces[choice.index]
                     events.append(before + text_json[token] + after)
@@ -122,21 +123,22 @@ class SimulatedApp:
                 events.append(self._event(job, choice, token, finish_reason))
                 if choice.has_ended():
                     open_choices -= 1
-                    self._note_end(record, choice)
+                    self._note_end(job, choice)
             if events:
                 await send(_body(b"".join(events) if len(events) > 1 else events[0]))
         end = job.answers.usage(_usage(job)) + DONE if job.view.usage else DONE
         await send(_body(end, more=False))
 
-    def _event(self, job: Job, choice: Choice, token: int, finish_reason: str) -> bytes:
+    def _event(self, job: Job, choice: Choice, token: int | None, finish_reason: str) -> bytes:
         """An event that is more than a piece of text."""
-        text = choice.add(token, self._texts.get(token, ""), finish_reason)
+        text = self._add(choice, token, finish_reason)
         if not text and not choice.finish_reason and choice.stops is not None:
             return b""  # held back
         logprobs = None
         if job.view.logprobs is not None:
             offset = sum(map(len, choice.shown)) - len(text)
-            logprobs = job.view.logprobs([token], [self._texts.get(token, "")], offset)
+            tokens = [] if token is None else [token]
+            logprobs = job.view.logprobs(tokens, [self._texts.get(said, "") for said in tokens], offset)
         ending = Ending(
             finish_reason=choice.finish_reason or None,
             stop_reason=choice.stop_reason,
@@ -144,6 +146,14 @@ class SimulatedApp:
             usage=_usage(job) if job.view.usage_each else None,
         )
         return job.answers.chunk(choice.index, text, ending)
+
+    def _add(self, choice: Choice, token: int | None, finish_reason: str) -> str:
+        """One more token, or the end without one; returns what may be shown now."""
+        return (
+            choice.refuse(finish_reason)
+            if token is None
+            else choice.add(token, self._texts.get(token, ""), finish_reason)
+        )
 
     def _echo_event(self, job: Job, choice: Choice) -> bytes:
         return job.answers.chunk(choice.index, self._tokenizer.decode(choice.prompt), UNFINISHED)
@@ -156,12 +166,12 @@ class SimulatedApp:
                     continue
                 if not choice.token_ids:
                     _note_first_token(record, choice)
-                record.token_ids.append(token)
-                record.completion_tokens += 1
-                choice.add(token, self._texts.get(token, ""), finish_reason)
+                    record.proof = _proof(job)
+                _note_token(record, token)
+                self._add(choice, token, finish_reason)
                 if choice.has_ended():
                     open_choices -= 1
-                    self._note_end(record, choice)
+                    self._note_end(job, choice)
         await _answer(send, 200, encode(self._whole(job)))
 
     def _whole(self, job: Job) -> dict[str, Any]:
@@ -179,8 +189,6 @@ class SimulatedApp:
         if job.view.prompt_logprobs:
             for choice, made in zip(job.choices, answer["choices"], strict=True):
                 made["prompt_logprobs"] = self._prompt_logprobs(choice.prompt)
-        if job.record.kv_transfer:
-            answer["kv_transfer_params"] = msgspec.Raw(job.record.kv_transfer)
         return answer
 
     def _prompt_logprobs(self, prompt: list[int]) -> list[dict[str, Any] | None]:
@@ -190,13 +198,33 @@ class SimulatedApp:
             for t in prompt[1:]
         ]
 
-    def _note_end(self, record: LegRecord, choice: Choice) -> None:
-        record.finish_reason = choice.finish_reason
+    def _note_end(self, job: Job, choice: Choice) -> None:
+        job.record.finish_reason = choice.finish_reason
         sequence = choice.sequence
         if sequence is not None:
             self._engine.abort(sequence)  # one that a stop string has ended would go on
-            if sequence.account.offer is not None:
-                record.kv_transfer = encode(sequence.account.offer)
+            job.record.proof = _proof(job)
+
+
+def _note_token(record: LegRecord, token: int | None) -> None:
+    if token is not None:
+        record.token_ids.append(token)
+        record.completion_tokens += 1
+
+
+def _proof(job: Job) -> KvProof | None:
+    """As far as is known by now; of several choices, what they found together."""
+    sequences = [choice.sequence for choice in job.choices if choice.sequence is not None]
+    proofs = [sequence.account.proof for sequence in sequences if sequence.account.proof is not None]
+    return reduce(_together, proofs) if proofs else None
+
+
+def _together(one: KvProof, other: KvProof) -> KvProof:
+    sums = {
+        name: getattr(one, name) + getattr(other, name)
+        for name in ("prompt_tokens", "local_tokens", "fetched_tokens", "recomputed_tokens", "preemptions", "reads")
+    }
+    return msgspec.structs.replace(one, refused=one.refused or other.refused, **sums)
 
 
 def _note_first_token(record: LegRecord, choice: Choice) -> None:
@@ -207,7 +235,9 @@ def _note_first_token(record: LegRecord, choice: Choice) -> None:
     record.cached_tokens += account.cached_tokens
     record.received_tokens += account.received_tokens
     record.received_bytes += account.received_bytes
-    first_token_at = account.first_token_at or time.monotonic()
+    if account.first_token_at is None:
+        return  # refused
+    first_token_at = account.first_token_at
     scheduled_at = account.arrived_at if account.scheduled_at is None else account.scheduled_at
     record.first_token_at = record.first_token_at or first_token_at
     record.queue_s = max(record.queue_s, scheduled_at - account.arrived_at)
@@ -218,8 +248,14 @@ def _usage(job: Job) -> dict[str, Any]:
     record = job.record
     prompts = {id(choice.prompt): len(choice.prompt) for choice in job.choices}
     # For a decode leg it is the prefill leg that knows what was cached: here everything comes from elsewhere.
-    cached = record.prefill_cached_tokens if record.kind is LegKind.DECODE else record.cached_tokens
+    cached = _cached_before(record) if record.kind is LegKind.DECODE else record.cached_tokens
     return usage_of(sum(prompts.values()), record.completion_tokens, cached)
+
+
+def _cached_before(record: LegRecord) -> int:
+    """In the prefill worker's cache: told by the router, or by that worker when it was followed."""
+    told = record.proof.prefill_cached_tokens if record.proof is not None else -1
+    return told if told >= 0 else record.prefill_cached_tokens
 
 
 def _start(status: int, content_type: str) -> AsgiMessage:

@@ -17,12 +17,12 @@ class Inbox:
     __slots__ = ("_dead", "_tokens", "_waiter")
 
     def __init__(self) -> None:
-        self._tokens: list[tuple[Choice, int, str]] = []
+        self._tokens: list[tuple[Choice, int | None, str]] = []
         self._waiter: asyncio.Future[None] | None = None
         self._dead = ""
 
-    def put(self, choice: Choice, token: int, finish_reason: str) -> None:
-        """From the engine: one more token; ``finish_reason`` says whether it is the choice's last."""
+    def put(self, choice: Choice, token: int | None, finish_reason: str) -> None:
+        """From the engine: one more token, or None when it refuses to go on; ``finish_reason`` tells a choice's end."""
         self._tokens.append((choice, token, finish_reason))
         self._wake()
 
@@ -31,7 +31,7 @@ class Inbox:
         self._dead = reason
         self._wake()
 
-    async def take(self) -> list[tuple[Choice, int, str]]:
+    async def take(self) -> list[tuple[Choice, int | None, str]]:
         """All tokens that have arrived, in order; waits for at least one. Raises EngineDead."""
         while not self._tokens:
             if self._dead:
@@ -64,6 +64,13 @@ class Choice:
     def has_ended(self) -> bool:
         """Whether it is complete, by the engine or by a stop string."""
         return bool(self.finish_reason)
+
+    def refuse(self, finish_reason: str) -> str:
+        """The engine makes no further token; returns what may be shown now."""
+        self.finish_reason = finish_reason
+        text = "" if self.stops is None else self.stops.feed("", last=True)
+        self.shown.append(text)
+        return text
 
     def add(self, token: int, text: str, finish_reason: str) -> str:
         """One more token, which reads ``text``; returns what may be shown now."""

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from services.worker.core.simulation.handoff import unpack_handoff
-from services.worker.core.simulation.sequence import Wish
+from services.worker.core.simulation.sequence import NO_ORDER, Wish
 from services.worker.core.simulation.stop_strings import StopStrings
 from services.worker.engines.port import LegRecord
 from services.worker.engines.simulated_answers import Answers, ChatAnswers, CompletionAnswers
@@ -146,10 +145,10 @@ class JobMaker:
         return room
 
     def _wish(self, body: SamplingBody, room: int, record: LegRecord) -> Wish:
-        transfer = unpack_handoff(bytes(body.kv_transfer_params))
+        order = record.order or NO_ORDER
         salt = body.cache_salt or ""
         if record.kind is LegKind.PREFILL:
-            return Wish(max_tokens=1, ignore_eos=True, transfer=transfer, cache_salt=salt)
+            return Wish(max_tokens=1, ignore_eos=True, order=order, cache_salt=salt)
         asked = body.max_tokens
         if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
             asked = body.max_completion_tokens
@@ -158,7 +157,7 @@ class JobMaker:
             min_tokens=body.min_tokens or 0,
             ignore_eos=body.ignore_eos,
             stop_token_ids=frozenset(body.stop_token_ids or ()),
-            transfer=transfer,
+            order=order,
             cache_salt=salt,
         )
 

@@ -50,7 +50,6 @@ class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=-1)] | None = None
     cache_salt: str | None = None
-    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class CompletionBody(SamplingBody, frozen=True, kw_only=True):

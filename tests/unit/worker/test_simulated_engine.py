@@ -4,17 +4,18 @@ import asyncio
 import contextlib
 import json
 
-import msgspec
 import pytest
 
+from connector.core.calls import EngineCall, Peer, StartFetch
 from services.worker.core.held_blocks import HeldBlocks
-from services.worker.core.leg_body import prepare
 from services.worker.core.simulation.settings import SimulationSettings
-from services.worker.engines.port import CURRENT_LEG, EngineDead, LegRecord
+from services.worker.engines.port import CURRENT_LEG, EngineDead, Identity, LegRecord
 from services.worker.engines.simulated import SimulatedModel, open_simulated_engine, simulation_settings, start_engine
 from services.worker.settings import Settings
 from services.worker.tiny_model import ensure_tiny_tokenizer
+from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegKind
+from shared.contracts.kv_exchange import FetchKv, KvSource, LegOrder, pack_full_hashes, unpack_block_ids
 from shared.runtime.settings import CommonSettings
 from tests.unit.worker.simulation.builders import INSTANT
 
@@ -96,10 +97,40 @@ def record(kind=LegKind.AGGREGATED, **values):
     return LegRecord(kind=kind, request_id="r1", trace_headers={}, **values)
 
 
-async def leg(engine, kind, body, kv_transfer=b"", **values):
-    made, raw = record(kind, **values), json.dumps(body).encode()
-    prepared = prepare(kind, "/v1/completions", raw, kv_transfer)
-    return await call(engine, "/v1/completions", prepared, record=made), made
+async def leg(engine, kind, body, order, **values):
+    made = record(kind, order=order, **values)
+    return await call(engine, "/v1/completions", body, record=made), made
+
+
+def on_one_bus(*engines):
+    """Every message comes to whom it is for, as the engines' workers would see to; answers how to call an engine."""
+    by_id = {engine._core.settings.worker_id: engine for engine in engines}
+    carrying = set()
+
+    def carry(news):
+        for field, whom in (("leases", "worker_id"), ("grants", "reader_id"), ("releases", "worker_id")):
+            for message in getattr(news, field):
+                task = asyncio.create_task(deliver(by_id[getattr(message, whom)], EngineCall(**{field: [message]})))
+                carrying.add(task)
+                task.add_done_callback(carrying.discard)
+
+    async def deliver(engine, order):
+        carry(await engine.exchange.call(order))
+
+    for engine in engines:
+        engine.exchange.on_news(carry)
+    return deliver
+
+
+async def handshake(*engines):
+    deliver = on_one_bus(*engines)
+    told = [(await engine.exchange.call(EngineCall(describe=True))).handshake for engine in engines]
+    for engine in engines:
+        peers = [
+            Peer(handshake=one, clock_ahead_s=0.0) for one in told if one.worker_id != engine._core.settings.worker_id
+        ]
+        await deliver(engine, EngineCall(peers=peers))
+    return deliver
 
 
 async def test_a_completion_streamed_is_the_same_as_whole(engine):
@@ -266,17 +297,14 @@ async def test_models_health_and_unknown_paths(engine):
 async def test_a_request_prefilled_here_and_decoded_there_answers_as_one_engine_would(engine, directory):
     body = {"prompt": PROMPT, "max_tokens": 16, "stream": True, "stop": ["zzz"], "ignore_eos": True}
     body["stream_options"] = {"include_usage": True}
-    async with running(directory) as decoder:
+    async with running(directory, worker_id="decoder") as decoder:
+        await handshake(engine, decoder)
         alone = await complete(engine, max_tokens=16)
         warm = alone.json()["usage"]["prompt_tokens"]
-        _, prefilled = await leg(engine, LegKind.PREFILL, body)
-        answer, decoded = await leg(
-            decoder,
-            LegKind.DECODE,
-            body,
-            prefilled.kv_transfer,
-            prefill_cached_tokens=prefilled.cached_tokens,
-        )
+        _, prefilled = await leg(engine, LegKind.PREFILL, body, LegOrder(offer=True))
+        offer = prefilled.proof.offer
+        cached = prefilled.cached_tokens
+        answer, decoded = await leg(decoder, LegKind.DECODE, body, LegOrder(take=offer), prefill_cached_tokens=cached)
         events = answer.events()
 
         text = "".join(event["choices"][0]["text"] for event in events[:-1])
@@ -288,19 +316,76 @@ async def test_a_request_prefilled_here_and_decoded_there_answers_as_one_engine_
         assert events[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == prefilled.cached_tokens
         assert decoder.load().received_tokens_total == decoded.received_tokens
         assert decoder.load().computed_tokens_total == warm - decoded.received_tokens
+        assert (decoded.proof.fetched_tokens, decoded.proof.prompt_tokens) == (decoded.received_tokens, warm)
 
 
-async def test_kv_that_was_damaged_on_the_way_changes_the_answer(engine, directory):
+async def test_a_prompt_followed_while_it_is_computed_tells_what_was_cached_of_it(directory):
+    slow = {"sim_prefill_tokens_per_s": 2000.0, "max_num_batched_tokens": 64}
+    body = {"prompt": PROMPT, "max_tokens": 5, "ignore_eos": True}
+    async with running(directory, worker_id="p", **slow) as prefiller, running(directory, worker_id="d") as decoder:
+        await handshake(prefiller, decoder)
+        await complete(prefiller, prompt=PROMPT[: len(PROMPT) // 2], max_tokens=1)
+        source = KvSource(worker_id=WorkerId("p"), epoch=Epoch(0), follow=True)
+        legs = (
+            leg(decoder, LegKind.DECODE, body, LegOrder(sources=[source])),
+            leg(prefiller, LegKind.PREFILL, body, None),
+        )
+        (answer, decoded), (_, prefilled) = await asyncio.gather(*legs)
+        alone = await complete(prefiller, max_tokens=5)
+
+    assert prefilled.cached_tokens > 0
+    assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == prefilled.cached_tokens
+    assert answer.json()["choices"][0]["text"] == alone.json()["choices"][0]["text"]
+    assert decoded.proof.recomputed_tokens <= 32
+    assert decoded.proof.reads[0].followed
+
+
+async def test_kv_that_was_damaged_in_the_holders_memory_changes_the_answer(engine, directory):
     body = {"prompt": PROMPT, "max_tokens": 16, "ignore_eos": True}
-    _, prefilled = await leg(engine, LegKind.PREFILL, body)
-    transfer = msgspec.json.decode(prefilled.kv_transfer)
-    letters = transfer["blocks"]
-    transfer["blocks"] = letters[:12] + ("A" if letters[12] != "A" else "B") + letters[13:]
-    async with running(directory) as decoder:
-        answer, decoded = await leg(decoder, LegKind.DECODE, body, msgspec.json.encode(transfer))
+    async with running(directory, worker_id="decoder") as decoder:
+        await handshake(engine, decoder)
+        whole = (await complete(engine, max_tokens=16)).json()["choices"][0]["text"]
+        _, prefilled = await leg(engine, LegKind.PREFILL, body, LegOrder(offer=True))
+        offer = prefilled.proof.offer
+        engine._core.cache.contents[unpack_block_ids(offer.block_ids)[1]] ^= 1
+        answer, decoded = await leg(decoder, LegKind.DECODE, body, LegOrder(take=offer))
 
     assert decoded.received_tokens > 0
-    assert answer.json()["choices"][0]["text"] != (await complete(engine, max_tokens=16)).json()["choices"][0]["text"]
+    assert answer.json()["choices"][0]["text"] != whole
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_request_with_too_little_cached_is_refused_with_200_and_no_tokens(engine, streamed):
+    body = {"prompt": PROMPT, "max_tokens": 5, "stream": streamed}
+
+    answer, made = await leg(engine, LegKind.AGGREGATED, body, LegOrder(cache_hit_threshold=0.5))
+    warmed = await complete(engine, max_tokens=5)
+    warm, _ = await leg(engine, LegKind.AGGREGATED, {**body, "stream": False}, LegOrder(cache_hit_threshold=0.5))
+
+    choice = answer.events()[-1]["choices"][0] if streamed else answer.json()["choices"][0]
+    assert (answer.status, choice["text"], choice["finish_reason"]) == (200, "", "cache_threshold")
+    assert (made.finish_reason, made.completion_tokens, made.proof.refused) == ("cache_threshold", 0, True)
+    assert warm.json()["choices"][0]["text"] == warmed.json()["choices"][0]["text"]
+
+
+async def test_blocks_are_had_by_command_without_a_token_computed(engine, directory):
+    await complete(engine, max_tokens=1)
+    hashes = list(engine._core.cache.hashes())
+    async with running(directory, worker_id="other") as other:
+        deliver = await handshake(engine, other)
+        ended = asyncio.get_running_loop().create_future()
+        other.exchange.on_news(lambda news: news.fetched and ended.set_result(news.fetched[0]))
+        source = KvSource(worker_id=WorkerId("simulated"), epoch=Epoch(0))
+        fetch = FetchKv(worker_id=WorkerId("other"), hashes=pack_full_hashes(hashes), sources=[source], deadline_s=5.0)
+        await deliver(other, EngineCall(fetches=[StartFetch(fetch_id="f1", fetch=fetch)]))
+        result = (await ended).result
+        answer = await complete(other, max_tokens=4)
+
+        assert (result.held, result.fetched, result.failure) == (0, len(hashes), "")
+        assert other.load().computed_tokens_total < answer.json()["usage"]["prompt_tokens"]
+        assert (
+            answer.json()["choices"][0]["text"] == (await complete(engine, max_tokens=4)).json()["choices"][0]["text"]
+        )
 
 
 async def test_the_record_of_a_leg_says_what_it_cost(directory):
@@ -386,9 +471,13 @@ async def test_the_tokenizer_given_to_routers_is_the_engines_own(engine):
 
 
 async def test_a_worker_starts_the_engine_from_its_settings(tmp_path):
-    settings = Settings(worker_id="w1", engine="simulated", kv_cache_bytes=100 * 32 * 4096, legs_max=7)
+    settings = Settings(
+        worker_id="w1", engine="simulated", kv_cache_bytes=100 * 32 * 4096, legs_max=7, sim_transfer="memory"
+    )
     said = []
-    engine = await start_engine(settings, CommonSettings(cache_dir=str(tmp_path)), said.append)
+    engine = await start_engine(
+        settings, CommonSettings(cache_dir=str(tmp_path)), said.append, identity=Identity(WorkerId("w1"), Epoch(1))
+    )
     try:
         facts = engine.facts
         assert (facts.kv_blocks, facts.max_model_len, facts.legs_max) == (100, 3200, 7)

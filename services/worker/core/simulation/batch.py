@@ -9,51 +9,74 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from itertools import takewhile
 
+from connector.reader import Reader
 from services.worker.core.simulation.block_cache import BlockCache
-from services.worker.core.simulation.handoff import matching_contents
-from services.worker.core.simulation.sequence import Sequence
+from services.worker.core.simulation.sequence import CACHE_THRESHOLD, Sequence
 from services.worker.core.simulation.settings import SimulationSettings
-from services.worker.core.simulation.timing import TransferLink
 
 Plan = list[tuple[Sequence, int]]
 """Sequences and the number of tokens each computes."""
 
 
 class Batch:
-    """All unfinished sequences: running, waiting, or waiting for KV from another engine."""
+    """All unfinished sequences: running, waiting, or waiting for KV from other engines."""
 
-    def __init__(self, settings: SimulationSettings, cache: BlockCache) -> None:
+    def __init__(self, settings: SimulationSettings, cache: BlockCache, reader: Reader) -> None:
         self._settings = settings
         self._cache = cache
-        self._link = TransferLink(settings)
+        self._reader = reader
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
-        self.receiving: list[Sequence] = []
-        """These hold blocks for all of their prompt already."""
+        self.receiving: dict[str, Sequence] = {}
+        """By request id; these hold blocks for all of their prompt, and some of those are being read."""
+        self._received: deque[Sequence] = deque()
+        """All that will come has come."""
+        self._still_written: dict[str, list[int]] = {}
+        """Blocks of sequences that are gone, by request id, into which reads may still write."""
+        self.refused: list[Sequence] = []
+        """By the cache hit threshold; the caller empties it."""
         self.preemptions = 0
 
     def everyone(self) -> Iterator[Sequence]:
         """Every unfinished sequence."""
         yield from self.running
-        yield from self.receiving
+        yield from self.receiving.values()
+        yield from self._received
         yield from self.waiting
+
+    @property
+    def queued(self) -> int:
+        """Sequences that compute nothing yet."""
+        return len(self.waiting) + len(self.receiving) + len(self._received)
 
     def add(self, sequence: Sequence) -> None:
         """At the end of the queue."""
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """It has finished or nobody wants it any more."""
-        for group in (self.running, self.waiting, self.receiving):
+        """It has finished or nobody wants it any more. Expects that the reading side knows."""
+        if self.receiving.pop(sequence.request_id, None) is not None:
+            self._still_written[sequence.request_id], sequence.blocks = sequence.blocks, []
+            return
+        for group in (self.running, self._received, self.waiting):
             if sequence in group:
                 group.remove(sequence)
                 break
         self._give_up_blocks(sequence)
 
-    def next_arrival(self) -> float | None:
-        """When KV that is under way arrives next."""
-        return min((s.arrives_at for s in self.receiving if s.arrives_at is not None), default=None)
+    def settle(self, now: float) -> bool:
+        """Take in what was read; answers whether that changes anything for the next step."""
+        ended, empty = self._reader.settle()
+        for request_id in ended:
+            if request_id in self._still_written:
+                self._cache.release(self._still_written.pop(request_id))
+                continue
+            sequence = self.receiving.pop(request_id)
+            self._take_in(sequence, empty, now)
+            self._received.append(sequence)
+        return bool(ended)
 
     def plan(self, now: float) -> Plan:
         """The next step; empty if there is nothing to do now."""
@@ -86,39 +109,48 @@ class Batch:
         victim = self.running.pop()
         self._give_up_blocks(victim)
         victim.computed = 0
+        victim.num_preemptions += 1
         self.waiting.appendleft(victim)
         self.preemptions += 1
         return victim
 
     def _admit_received(self, plan: Plan, budget: int, now: float) -> int:
-        for sequence in list(self.receiving):
-            if not budget or len(self.running) >= self._settings.max_num_seqs:
-                break
-            if sequence.arrives_at is not None and sequence.arrives_at <= now:
-                self.receiving.remove(sequence)
-                sequence.arrives_at = None
-                self._name_blocks(sequence)
-                budget -= self._run(sequence, plan, budget, now)
+        while self._received and budget and len(self.running) < self._settings.max_num_seqs:
+            budget -= self._run(self._received.popleft(), plan, budget, now)
         return budget
 
     def _admit_waiting(self, plan: Plan, budget: int, now: float) -> None:
-        while self.waiting and budget and len(self.running) < self._settings.max_num_seqs:
-            sequence = self.waiting[0]
+        asking = 0
+        while asking < len(self.waiting) and budget and len(self.running) + asking < self._settings.max_num_seqs:
+            sequence = self.waiting[asking]
             if not self._hold_prefix(sequence):
                 break
-            self.waiting.popleft()
-            if self._receive(sequence, now):
-                self.receiving.append(sequence)
+            fetched = self._reader.matched(sequence, sequence.wish.order, sequence.computed)
+            if fetched is None and sequence.request_id not in self._reader.refused:
+                self._give_up_blocks(sequence)
+                asking += 1
+                continue
+            del self.waiting[asking]
+            if fetched is None:
+                self._refuse(sequence)
+            elif fetched:
+                self._receive(sequence, fetched, now)
             else:
                 budget -= self._run(sequence, plan, budget, now)
+
+    def _refuse(self, sequence: Sequence) -> None:
+        self._reader.refused.remove(sequence.request_id)
+        self._give_up_blocks(sequence)
+        sequence.finish_reason = CACHE_THRESHOLD
+        self.refused.append(sequence)
 
     def _run(self, sequence: Sequence, plan: Plan, budget: int, now: float) -> int:
         """Puts an admitted sequence into the step; its blocks are certain to be there."""
         count = min(len(sequence.tokens) - sequence.computed, budget)
         if not self._extend_blocks(sequence, sequence.computed + count):
             raise AssertionError("a sequence was admitted without room for its tokens")
-        if sequence.account.scheduled_at is None:
-            sequence.account.scheduled_at = now
+        self._reader.allocated(sequence, sequence.blocks, 0)
+        self._schedule(sequence, now)
         self.running.append(sequence)
         plan.append((sequence, count))
         return count
@@ -135,32 +167,37 @@ class Batch:
         self._cache.hold(held)
         sequence.blocks = held
         sequence.computed = len(held) * size
-        if sequence.account.scheduled_at is None:
-            sequence.account.cached_tokens = sequence.computed
         return True
 
-    def _receive(self, sequence: Sequence, now: float) -> bool:
-        """Begins to load the offered blocks that are not here, once in a sequence's life."""
-        offered = sequence.wish.transfer
+    def _schedule(self, sequence: Sequence, now: float) -> None:
         account = sequence.account
-        if offered is None or not offered.do_remote_prefill or account.scheduled_at is not None:
-            return False
-        size, here = self._settings.block_size, len(sequence.blocks)
-        reusable = (len(sequence.tokens) - 1) // size
-        contents = matching_contents(offered, sequence.hashes[:reusable], size)[here:]
-        if not contents:
-            return False
+        if account.scheduled_at is None:
+            account.scheduled_at = now
+            account.cached_tokens = min(sequence.computed, sequence.prompt_tokens - 1)
+
+    def _receive(self, sequence: Sequence, tokens: int, now: float) -> None:
+        """Make room for all of the sequence and let the reads begin."""
         if not self._extend_blocks(sequence, len(sequence.tokens)):
             raise AssertionError("a sequence was admitted without room for its tokens")
-        for block, content in zip(sequence.blocks[here:], contents, strict=False):
-            self._cache.contents[block] = content
-        account.scheduled_at = now
-        account.received_tokens = len(contents) * size
-        account.received_bytes = account.received_tokens * self._settings.sim_kv_bytes_per_token
-        sequence.computed += account.received_tokens
-        sequence.arrives_at = self._link.arrival(account.received_bytes, now)
-        account.received_s = sequence.arrives_at - now
-        return True
+        sequence.receiving = tokens // self._settings.block_size
+        self._schedule(sequence, now)
+        self.receiving[sequence.request_id] = sequence
+        self._reader.allocated(sequence, sequence.blocks, tokens)
+
+    def _take_in(self, sequence: Sequence, empty: set[int], now: float) -> None:
+        """What arrived without a gap counts; the rest is computed. The last token always is, for the next one."""
+        size = self._settings.block_size
+        here = sequence.computed // size
+        arrived = takewhile(lambda block: block not in empty, sequence.blocks[here : here + sequence.receiving])
+        tokens = min(len(list(arrived)) * size, len(sequence.tokens) - 1 - sequence.computed)
+        sequence.receiving = 0
+        sequence.computed += tokens
+        self._name_blocks(sequence)
+        if not sequence.num_preemptions:
+            account = sequence.account
+            account.received_tokens = tokens
+            account.received_s = now - (account.scheduled_at or now)
+            account.received_bytes = tokens * self._settings.sim_kv_bytes_per_token
 
     def _name_blocks(self, sequence: Sequence) -> None:
         parent = None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shared.contracts.kv_events import KvEvent, KvEventKind, block_hash64, pack_hashes
+
+CONTENT_BYTES = 8
 
 
 @dataclass(slots=True)
@@ -27,8 +30,8 @@ class BlockCache:
 
     def __init__(self, blocks: int) -> None:
         self.blocks = blocks
-        self.contents: list[int] = [0] * blocks
-        """The KV itself, by block; see ``tokens``."""
+        self.contents = array("q", bytes(CONTENT_BYTES * (blocks + 1)))
+        """The KV itself, by block (see ``tokens``), in memory that never moves; the last place is no block's."""
         self._holders = [0] * blocks
         self._names: list[bytes | None] = [None] * blocks
         self._named: dict[bytes, int] = {}
@@ -43,6 +46,15 @@ class BlockCache:
     def hashes(self) -> Iterable[bytes]:
         """The full hash of every cached block."""
         return self._named.keys()
+
+    @property
+    def address(self) -> int:
+        """Of the first block's content."""
+        return self.contents.buffer_info()[0]
+
+    def block_of(self, name: bytes) -> int | None:
+        """The block that is cached under this hash."""
+        return self._named.get(name)
 
     def find(self, hashes: Sequence[bytes], limit: int) -> list[int]:
         """The blocks of the longest cached prefix of ``hashes``, at most ``limit``. Takes no hold of them."""

@@ -8,12 +8,15 @@ core.wakes_at()                                   # when to call advance again; 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
-from services.worker.core.simulation import handoff
+from connector.core.calls import EngineCall, EngineNews
+from connector.core.orders import Results
 from services.worker.core.simulation.batch import Batch, Plan
 from services.worker.core.simulation.block_cache import BlockCache
 from services.worker.core.simulation.block_hashes import BlockHasher
+from services.worker.core.simulation.exchange import Exchange
 from services.worker.core.simulation.measures import Measures
 from services.worker.core.simulation.sequence import ABORT, Account, Sequence, Wish
 from services.worker.core.simulation.settings import SimulationSettings
@@ -42,6 +45,8 @@ class _Step:
     prefill_tokens: int
     decoding: int
     sampled: list[tuple[Sequence, int]]
+    filled: list[tuple[Sequence, int]]
+    """Sequences and indices of their blocks that are full when the step has ended."""
 
 
 class EngineCore:
@@ -50,12 +55,15 @@ class EngineCore:
     def __init__(self, settings: SimulationSettings, model: ModelTokens) -> None:
         self.settings = settings
         self.cache = BlockCache(settings.kv_blocks)
-        self.batch = Batch(settings, self.cache)
+        self.exchange = Exchange(settings, self.cache, lambda: self._now)
+        self.batch = Batch(settings, self.cache, self.exchange.reader)
         self.measures = Measures()
         self._hasher = BlockHasher(settings.block_size, model.size)
         self._sampler = TokenSampler(model.sayable, model.eos)
         self._eos = model.eos
         self._step: _Step | None = None
+        self._now = 0.0
+        self._numbers = count(1)
 
     def add(self, owner: Any, tokens: list[int], wish: Wish, now: float) -> Sequence:
         """Queue a prompt; the list becomes the sequence's own. Raises ValueError for one that cannot be served."""
@@ -63,72 +71,112 @@ class EngineCore:
         if not tokens or not 1 <= wish.max_tokens <= room:
             raise ValueError(f"{len(tokens)} prompt tokens and {wish.max_tokens} more do not fit this engine")
         sequence = Sequence(
-            owner=owner, prompt_tokens=len(tokens), tokens=tokens, wish=wish, account=Account(arrived_at=now)
+            request_id=str(next(self._numbers)),
+            owner=owner,
+            prompt_tokens=len(tokens),
+            tokens=tokens,
+            wish=wish,
+            account=Account(arrived_at=now),
         )
         self._hasher.extend(sequence.hashes, tokens, wish.cache_salt)
         self.batch.add(sequence)
         return sequence
 
     def abort(self, sequence: Sequence) -> None:
-        """Forget it, whatever it is doing; its memory is free at once. Harmless for one that has finished."""
+        """Forget it, whatever it is doing; its memory is free at once, or when no read writes into it any more.
+
+        Harmless for one that has finished.
+        """
         if not sequence.finish_reason:
             sequence.finish_reason = ABORT
+            self.exchange.finished(sequence, offers=False)
             self.batch.remove(sequence)
+            self.batch.settle(self._now)
 
-    def advance(self, now: float) -> list[tuple[Sequence, int]]:
-        """End the step that is over, begin the next. Returns the ended one's new tokens; see ``finish_reason``."""
-        tokens: list[tuple[Sequence, int]] = []
+    def call(self, call: EngineCall, now: float) -> EngineNews:
+        """What the worker asks of the exchange; nothing else goes on before the next ``advance``."""
+        self._now = now
+        return self.exchange.call(call)
+
+    def results(self, results: Results, now: float) -> None:
+        """What the mover has done of ``exchange.take_orders()``; ``advance`` goes on with it."""
+        self._now = now
+        self.exchange.results(results)
+
+    def advance(self, now: float) -> list[tuple[Sequence, int | None]]:
+        """End the step that is over, begin the next.
+
+        Returns the ended one's new tokens, and sequences that were refused without one; see ``finish_reason``.
+        """
+        self._now = now
+        tokens: list[tuple[Sequence, int | None]] = []
         begins_at = now
-        if self._step is not None:
-            if now < self._step.ends_at:
-                return tokens
+        if self._step is not None and now >= self._step.ends_at:
             if now - self._step.ends_at < CATCH_UP_S_MAX:
                 begins_at = self._step.ends_at
-            tokens = self._end(self._step, now)
+            tokens += self._end(self._step, now)
             self._step = None
-        plan = self.batch.plan(now)
-        if plan:
+        self.exchange.look()
+        self.batch.settle(now)
+        if self._step is None and (plan := self._plan(now)):
             self._step = self._begin(plan, begins_at)
+        self.exchange.look()
+        for sequence in self.batch.refused:
+            self.exchange.finished(sequence, offers=False)
+            tokens.append((sequence, None))
+        self.batch.refused.clear()
         return tokens
 
     def wakes_at(self) -> float | None:
         """When something happens by itself next."""
-        return self._step.ends_at if self._step is not None else self.batch.next_arrival()
+        times = (self.exchange.wakes_at(), None if self._step is None else self._step.ends_at)
+        return min((at for at in times if at is not None), default=None)
 
     def stepping(self) -> bool:
         """Whether a step is under way: then new sequences change nothing before it ends."""
         return self._step is not None
 
+    def _plan(self, now: float) -> Plan:
+        plan = self.batch.plan(now)
+        if not plan and self.batch.settle(now):  # What was to be fetched could not even be begun.
+            plan = self.batch.plan(now)
+        return plan
+
     def _begin(self, plan: Plan, begins_at: float) -> _Step:
         sampled: list[tuple[Sequence, int]] = []
+        filled: list[tuple[Sequence, int]] = []
         prefill_tokens = decoding = context_tokens = 0
         content_of = self.cache.contents.__getitem__
-        for sequence, count in plan:
-            if count == 1 and sequence.computed >= sequence.prompt_tokens:
+        for sequence, tokens in plan:
+            if tokens == 1 and sequence.computed >= sequence.prompt_tokens:
                 decoding += 1
                 context_tokens += len(sequence.tokens)
             else:
-                prefill_tokens += count
-            self._compute(sequence, count)
+                prefill_tokens += tokens
+            if sequence.computed < sequence.prompt_tokens:
+                self.exchange.scheduled(sequence)
+            filled += self._compute(sequence, tokens)
             if sequence.computed == len(sequence.tokens):
                 wish = sequence.wish
                 may_end = not wish.ignore_eos and sequence.generated + 1 >= wish.min_tokens
                 sampled.append((sequence, self._sampler.next_token(map(content_of, sequence.blocks), may_end=may_end)))
         seconds = step_s(self.settings, prefill_tokens, decoding, context_tokens)
-        return _Step(begins_at + seconds, seconds, prefill_tokens, decoding, sampled)
+        return _Step(begins_at + seconds, seconds, prefill_tokens, decoding, sampled, filled)
 
-    def _compute(self, sequence: Sequence, count: int) -> None:
-        """Write the contents of the blocks that hold the next ``count`` tokens; name those that become full."""
-        size, tokens, blocks, contents = self.settings.block_size, sequence.tokens, sequence.blocks, self.cache.contents
-        end = sequence.computed + count
+    def _compute(self, sequence: Sequence, tokens: int) -> list[tuple[Sequence, int]]:
+        """Write the contents of the blocks that hold the next tokens; answers those that become full."""
+        size, blocks, contents = self.settings.block_size, sequence.blocks, self.cache.contents
+        end = sequence.computed + tokens
+        filled = []
         for index in range(sequence.computed // size, (end - 1) // size + 1):
             start = index * size
-            held = tokens[start : min(start + size, end)]
+            held = sequence.tokens[start : min(start + size, end)]
             previous = contents[blocks[index - 1]] if index else ROOT_CONTENT
             contents[blocks[index]] = block_content(previous, held)
             if len(held) == size:
-                self._name(sequence, index)
+                filled.append((sequence, index))
         sequence.computed = end
+        return filled
 
     def _name(self, sequence: Sequence, index: int) -> None:
         hashes = sequence.hashes
@@ -138,28 +186,20 @@ class EngineCore:
 
     def _end(self, step: _Step, now: float) -> list[tuple[Sequence, int]]:
         self.measures.step_finished(step.prefill_tokens, step.decoding, step.took_s)
+        # Not earlier: whoever found the blocks by their names might read them, or lease them to others, half computed.
+        for sequence, index in step.filled:
+            if not sequence.finish_reason:
+                self._name(sequence, index)
         wanted = [pair for pair in step.sampled if not pair[0].finish_reason]
         self.measures.generated_tokens += len(wanted)
         for sequence, token in wanted:
             sequence.tokens.append(token)
             if sequence.account.first_token_at is None:
                 sequence.account.first_token_at = now
+                sequence.account.proof = self.exchange.proof(sequence)
                 self.measures.prompt_finished(sequence)
             sequence.finish_reason = sequence.finish_with(token, self._eos)
             if sequence.finish_reason:
-                self._finish(sequence)
+                self.exchange.finished(sequence, offers=sequence.wish.order.offer)
+                self.batch.remove(sequence)
         return wanted
-
-    def _finish(self, sequence: Sequence) -> None:
-        transfer = sequence.wish.transfer
-        if transfer is not None and transfer.do_remote_decode:
-            sequence.account.offer = self._offer(sequence)
-        self.batch.remove(sequence)
-
-    def _offer(self, sequence: Sequence) -> handoff.Handoff:
-        settings = self.settings
-        # The reader computes at least the last prompt token itself, so a last block that is just full is no use to it.
-        blocks = sequence.blocks[: (sequence.prompt_tokens - 1) // settings.block_size]
-        contents = [self.cache.contents[block] for block in blocks]
-        packed = handoff.pack_blocks(sequence.hashes, contents)
-        return handoff.offer(settings.engine_id, settings.block_size, settings.sim_kv_bytes_per_token, packed)

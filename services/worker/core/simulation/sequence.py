@@ -6,9 +6,12 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.worker.core.simulation.handoff import Handoff
+from shared.contracts.kv_exchange import KvProof, LegOrder
 
 LENGTH, STOP, ABORT = "length", "stop", "abort"
+CACHE_THRESHOLD = "cache_threshold"
+"""Too little of the prompt was cached or could be fetched, and the request would rather not be computed."""
+NO_ORDER = LegOrder()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +24,8 @@ class Wish:
     stop_token_ids: Collection[int] = ()
     cache_salt: str = ""
     """Only prompts with the same salt share blocks."""
-    transfer: Handoff | None = None
-    """A prefill leg's order to offer its KV, or a decode leg's description of what was offered."""
+    order: LegOrder = NO_ORDER
+    """What to do about KV."""
 
 
 @dataclass(slots=True)
@@ -36,14 +39,18 @@ class Account:
     received_tokens: int = 0
     received_bytes: int = 0
     received_s: float = 0.0
-    offer: Handoff | None = None
-    """The KV that another engine may have, when the sequence has finished."""
+    proof: KvProof | None = None
+    """From the first token on, and anew when the sequence has finished."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """``tokens`` are the prompt's and then the generated ones; KV exists for the first ``computed`` of them."""
+    """``tokens`` are the prompt's and then the generated ones; KV exists for the first ``computed`` of them.
 
+    To the reading side it is an ``EngineRequest``.
+    """
+
+    request_id: str
     owner: Any
     """The caller's: handed back with every token, never read here."""
     prompt_tokens: int
@@ -53,9 +60,20 @@ class Sequence:
     hashes: list[bytes] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
-    arrives_at: float | None = None
-    """When the KV that is under way has arrived."""
+    receiving: int = 0
+    """Blocks behind the computed ones that are being read from other engines."""
+    num_preemptions: int = 0
     finish_reason: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens."""
+        return len(self.tokens)
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        """Full hashes of all full blocks."""
+        return self.hashes
 
     @property
     def generated(self) -> int:

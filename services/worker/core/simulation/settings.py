@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 
 class SimulatedTiming(msgspec.Struct, frozen=True, kw_only=True):
-    """How fast a simulated engine pretends to be. A speed of 0 means that the thing takes no time."""
+    """How fast a simulated engine pretends to be, and what moves its KV. A speed of 0: the thing takes no time."""
 
     sim_prefill_tokens_per_s: float = 8000.0
     sim_prefill_base_s: float = 0.002
@@ -22,13 +24,19 @@ class SimulatedTiming(msgspec.Struct, frozen=True, kw_only=True):
     sim_transfer_base_s: float = 0.001
     """Seconds until the first byte of a transfer arrives."""
     sim_kv_bytes_per_token: int = 4096
+    sim_transfer: Literal["auto", "memory", "nixl"] = "auto"
+    """What really moves it: NIXL, or a copy within this process; auto: NIXL in a worker where it is installed."""
 
 
 class SimulationSettings(SimulatedTiming, frozen=True, kw_only=True):
     """One simulated engine. Raises ValueError when it cannot work."""
 
-    engine_id: str = "simulated"
-    """Names this engine in the KV transfers that it offers."""
+    worker_id: str = "simulated"
+    epoch: int = 0
+    """With the worker's id: who this engine is to those that exchange KV with it."""
+    kv_lease_s: float = 30.0
+    kv_lease_share_max: float = 0.5
+    """Of the KV blocks, how many leases may pin."""
     block_size: int = 32
     """Tokens in a KV block."""
     kv_blocks: int = 8192
@@ -42,7 +50,8 @@ class SimulationSettings(SimulatedTiming, frozen=True, kw_only=True):
         for name in ("block_size", "kv_blocks", "max_model_len", "max_num_batched_tokens", "max_num_seqs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if any(getattr(self, name) < 0 for name in self.__struct_fields__ if name.startswith("sim_")):
+        sizes = (name for name in SimulatedTiming.__struct_fields__ if name != "sim_transfer")
+        if any(getattr(self, name) < 0 for name in sizes):
             raise ValueError("a simulated speed, time or size cannot be negative")
         if self.max_model_len > self.kv_blocks * self.block_size:
             raise ValueError(

@@ -26,9 +26,9 @@ class TransferLink:
         self._settings = settings
         self._free_at = 0.0
 
-    def arrival(self, size_bytes: int, now: float) -> float:
-        """When a transfer that is asked for now has arrived; books the link until then."""
+    def book(self, size_bytes: int, now: float) -> tuple[float, float]:
+        """When a transfer that is asked for now begins and when it has arrived; the link is taken in between."""
         rate = self._settings.sim_transfer_bytes_per_s
-        wire_s = size_bytes / rate if rate else 0.0
-        self._free_at = max(now, self._free_at) + wire_s
-        return self._free_at + self._settings.sim_transfer_base_s
+        began = max(now, self._free_at)
+        self._free_at = began + (size_bytes / rate if rate else 0.0)
+        return began, self._free_at + self._settings.sim_transfer_base_s

@@ -1,9 +1,10 @@
 """Small simulated engines, and virtual time to run them in."""
 
 from services.worker.core.simulation.engine_core import EngineCore, ModelTokens
-from services.worker.core.simulation.handoff import Handoff
-from services.worker.core.simulation.sequence import Wish
+from services.worker.core.simulation.sequence import NO_ORDER, Wish
 from services.worker.core.simulation.settings import SimulationSettings
+from shared.contracts.kv_exchange import KvOffer, KvSource, LegOrder
+from tests.unit.worker.simulation.fleet import Fleet, Member
 
 VOCABULARY = 1000
 MODEL = ModelTokens(size=VOCABULARY, sayable=list(range(10, VOCABULARY)), eos=1)
@@ -28,11 +29,36 @@ def engine(**changes) -> EngineCore:
     return EngineCore(settings(**changes), MODEL)
 
 
-def wish(max_tokens=6, *, transfer=None, **values) -> Wish:
-    return Wish(max_tokens=max_tokens, transfer=transfer, **{"ignore_eos": True, **values})
+def wish(max_tokens=6, *, order=NO_ORDER, **values) -> Wish:
+    return Wish(max_tokens=max_tokens, order=order, **{"ignore_eos": True, **values})
 
 
-OFFER = Handoff(do_remote_decode=True)
+OFFER = wish(1, order=LegOrder(offer=True))
+"""Of a prefill leg."""
+
+
+def take(offer: KvOffer | None, max_tokens=6) -> Wish:
+    """Of the decode leg after it."""
+    return wish(max_tokens, order=LegOrder(take=offer))
+
+
+def fetch(*members: Member, max_tokens=6, follow=False, **order) -> Wish:
+    """Of a leg whose prompt these are believed to hold, or to be about to compute."""
+    sources = [KvSource(worker_id=member.key[0], epoch=member.key[1], follow=follow) for member in members]
+    return wish(max_tokens, order=LegOrder(sources=sources, **order))
+
+
+def fleet(*names, carry=None, **changes) -> Fleet:
+    """Engines that are alike, connected."""
+    made = Fleet(MODEL, **({} if carry is None else {"carry": carry}))
+    for name in names:
+        made.add(settings(worker_id=name, epoch=1, **changes))
+    return made
+
+
+def prefill(made: Fleet, member: Member, tokens) -> KvOffer | None:
+    """What a prefill leg offers."""
+    return made.answer(member, tokens, OFFER).account.proof.offer
 
 
 def finish_all(core: EngineCore, *, now=0.0, check=lambda _core: None, steps_max=10_000) -> float:

@@ -2,19 +2,16 @@
 
 from collections import Counter
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from services.worker.core.held_blocks import HeldBlocks
-from services.worker.core.simulation.handoff import unpack_handoff
 from shared.contracts.kv_events import block_hash64, unpack_hashes
 from tests.unit.worker.simulation.builders import (
     BLOCK,
     INSTANT,
-    OFFER,
     answer,
     completion,
     engine,
@@ -28,18 +25,9 @@ REQUESTS = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 3), st.integers
 """Prompt length, seed (equal seeds share prefixes), tokens asked for."""
 
 
-def handed_over(sequence):
-    """The offer as it travels: through JSON."""
-    return unpack_handoff(msgspec.json.encode(sequence.account.offer))
-
-
-def prefill(core, tokens, *, now=0.0):
-    """What a prefill leg offers."""
-    return handed_over(answer(core, tokens, wish(1, transfer=OFFER), now=now))
-
-
 def keeps_its_limits(core):
     uses = Counter(block for sequence in core.batch.everyone() for block in sequence.blocks)
+    uses += core.exchange.holder._ledger._pins
     assert core.cache._holders == [uses[block] for block in range(core.cache.blocks)]
     assert len(core.batch.running) <= core.settings.max_num_seqs
     if core._step is not None:
@@ -78,50 +66,6 @@ def test_an_answer_is_the_same_alone_and_in_a_crowd_that_preempts_and_evicts(req
         assert completion(sequence) == completion(alone)
 
 
-@given(
-    requests=REQUESTS,
-    prefill_blocks=st.integers(20, 40),
-    decode_blocks=st.integers(20, 40),
-    timing=st.sampled_from([INSTANT, {}]),
-)
-@hypothesis_settings(max_examples=60, deadline=None)
-def test_disaggregated_answers_are_the_aggregated_ones_whatever_was_cached_or_evicted(
-    requests, prefill_blocks, decode_blocks, timing
-):
-    prefiller, decoder = engine(kv_blocks=prefill_blocks, **timing), engine(kv_blocks=decode_blocks, **timing)
-    fitting = [(prompt(n, seed), t) for n, seed, t in requests if n + t <= 20 * BLOCK]
-    offers = [prefill(prefiller, tokens) for tokens, _ in fitting]
-    legs = [
-        decoder.add(None, list(tokens), wish(count, transfer=offer), now=0.0)
-        for (tokens, count), offer in zip(fitting, offers, strict=True)
-    ]
-    finish_all(decoder, check=keeps_its_limits)
-
-    for leg, (tokens, count) in zip(legs, fitting, strict=True):
-        assert completion(leg) == completion(answer(engine(), tokens, wish(count)))
-        account = leg.account
-        assert account.cached_tokens + account.received_tokens == (len(tokens) - 1) // BLOCK * BLOCK
-    totals = decoder.measures
-    assert totals.prompt_tokens == totals.computed_tokens + totals.cached_tokens + totals.received_tokens
-
-
-@given(length=st.integers(BLOCK + 1, 120), position=st.integers(0, 10_000), flip=st.integers(1, 2**32))
-@hypothesis_settings(deadline=None)
-def test_one_wrong_block_changes_the_answer(length, position, flip):
-    tokens = prompt(length)
-    offer = prefill(engine(), tokens)
-    blocks = bytearray(offer.blocks)
-    at = position % (len(blocks) // 16) * 16 + 8
-    content = int.from_bytes(blocks[at : at + 8], "big") ^ flip
-    blocks[at : at + 8] = content.to_bytes(8, "big")
-    corrupted = msgspec.structs.replace(offer, blocks=bytes(blocks))
-
-    wrong = answer(engine(), tokens, wish(12, transfer=corrupted))
-
-    assert wrong.account.received_tokens == offer.remote_num_tokens
-    assert completion(wrong) != completion(answer(engine(), tokens, wish(12)))
-
-
 def test_a_block_recycled_under_a_running_sequence_changes_every_later_token():
     clean, spoiled = engine(), engine()
     kept = clean.add(None, prompt(30), wish(20), now=0.0)
@@ -136,61 +80,6 @@ def test_a_block_recycled_under_a_running_sequence_changes_every_later_token():
     before, after = completion(kept), completion(hit)
     assert before[:2] == after[:2]  # the second was being made
     assert all(one != other for one, other in zip(before[2:], after[2:], strict=True))
-
-
-def test_only_what_the_decode_engine_has_not_cached_is_received():
-    decoder = engine()
-    answer(decoder, prompt(8 * BLOCK + 1))
-    longer = prompt(8 * BLOCK + 1) + prompt(6 * BLOCK, seed=5)
-
-    leg = answer(decoder, longer, wish(transfer=prefill(engine(), longer)))
-
-    assert leg.account.cached_tokens == 8 * BLOCK
-    assert leg.account.received_tokens == 6 * BLOCK
-    assert leg.account.received_bytes == 6 * BLOCK * decoder.settings.sim_kv_bytes_per_token
-
-
-def test_blocks_of_another_prompt_are_computed_here_from_the_first_that_differs():
-    tokens = prompt(40)
-    edited = [*tokens[:13], 7, *tokens[14:]]
-
-    leg = answer(engine(), edited, wish(transfer=prefill(engine(), tokens)))
-
-    assert leg.account.received_tokens == 12
-    assert completion(leg) == completion(answer(engine(), edited))
-
-
-@pytest.mark.parametrize(
-    "raw", [b"null", b"{", b"[1]", b'{"blocks": 5}', b'{"do_remote_prefill": true, "blocks": "AAAA"}']
-)
-def test_a_transfer_that_cannot_be_read_costs_a_prefill_and_nothing_else(raw):
-    leg = answer(engine(), prompt(40), wish(transfer=unpack_handoff(raw)))
-
-    assert leg.account.received_tokens == 0
-    assert completion(leg) == completion(answer(engine(), prompt(40)))
-
-
-def test_what_was_received_is_cached_for_the_next_request():
-    decoder = engine()
-    answer(decoder, prompt(41), wish(transfer=prefill(engine(), prompt(41))))
-
-    again = answer(decoder, prompt(41))
-
-    assert again.account.cached_tokens == 40
-
-
-def test_a_transfer_takes_its_bytes_over_the_bandwidth_and_the_next_one_queues_behind_it():
-    timing = {**INSTANT, "sim_kv_bytes_per_token": 100, "sim_transfer_bytes_per_s": 1000.0, "sim_transfer_base_s": 0.5}
-    offers = [prefill(engine(**timing), prompt(4 * BLOCK + 1, seed)) for seed in (1, 2)]
-    decoder = engine(**timing)
-    first, second = (
-        decoder.add(None, prompt(4 * BLOCK + 1, seed), wish(transfer=offer), now=0.0)
-        for seed, offer in zip((1, 2), offers, strict=True)
-    )
-    finish_all(decoder)
-
-    assert first.account.first_token_at == pytest.approx(1.6 + 0.5)
-    assert second.account.first_token_at == pytest.approx(2 * 1.6 + 0.5)
 
 
 def test_the_last_prompt_token_is_always_computed():
