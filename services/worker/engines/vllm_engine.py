@@ -135,7 +135,7 @@ async def _start(launch: Launch, say: Callable[[str], None]) -> VllmEngine:
         exchange,
         run_dir=launch.run_dir,
         chat_template=load_chat_template(args.chat_template) or "",
-        facts=_facts(llm.vllm_config, fingerprinted, launch.settings.legs_max),
+        facts=_facts(llm.vllm_config, args.served_model_name, fingerprinted, launch.settings.legs_max),
     )
 
 
@@ -263,11 +263,10 @@ class VllmEngine:
         shutil.rmtree(self._run_dir, ignore_errors=True)
 
 
-def _facts(config: Any, fingerprint: Fingerprint, legs_max: int) -> EngineFacts:
-    names = config.model_config.served_model_name
+def _facts(config: Any, names: list[str], fingerprint: Fingerprint, legs_max: int) -> EngineFacts:
     return EngineFacts(
         engine="vllm",
-        models=[names] if isinstance(names, str) else list(names),
+        models=list(names),
         max_model_len=config.model_config.max_model_len,
         fingerprint=fingerprint,
         hashing=HashScheme(block_size=config.cache_config.block_size),
