@@ -18,11 +18,13 @@ from shared.contracts.failures import Failure
 from shared.contracts.ids import LegId, RequestId, RouterId, WorkerId
 from shared.contracts.inference import Frame, FrameKind, LegKind, StartLeg
 from shared.contracts.kv_events import KvEvent
+from shared.contracts.kv_exchange import KvProof, LegOrder
 from shared.contracts.workers import HashScheme
 from shared.runtime.clock import SystemClock
 from shared.runtime.service import Service, ServiceFacts, live
 from shared.runtime.settings import CommonSettings
 from tests.fleet_builders import FINGERPRINT
+from tests.unit.worker.exchange_fakes import FakeExchange
 
 WORKER = WorkerId("w1")
 KV_TRANSFER = b'{"do_remote_prefill":true}'
@@ -49,7 +51,9 @@ class FakeEngine:
         self.aborted = asyncio.Event()
         self.events: asyncio.Queue[list[KvEvent]] = asyncio.Queue()
         self.reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.exchange = None
+        self.exchange: FakeExchange | None = None
+        self.orders: list[LegOrder | None] = []
+        self.proof: KvProof | None = None
         self.now = EngineLoad()
         self.closed = False
         self.listeners: list[Callable[[], None]] = []
@@ -58,6 +62,7 @@ class FakeEngine:
         body = (await receive())["body"]
         self.bodies.append(body)
         record = CURRENT_LEG.get()
+        self.orders.append(record.order)
         asked = json.loads(body)
         self.started.set()
         if status := asked.get("status"):
@@ -79,7 +84,8 @@ class FakeEngine:
             record.completion_tokens += 1
             await send({"type": "http.response.body", "body": b"data: %d\n\n" % token, "more_body": True})
         record.finish_reason = "length"
-        if record.kind is LegKind.PREFILL:
+        record.proof = self.proof
+        if record.kind is LegKind.PREFILL and self.exchange is None:
             record.kv_transfer = KV_TRANSFER
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -160,12 +166,13 @@ class RunningWorker:
 
 
 @asynccontextmanager
-async def running_worker(**settings) -> AsyncIterator[RunningWorker]:
-    """A worker that is ready; it is stopped at the end if the test has not done so."""
+async def running_worker(exchange: FakeExchange | None = None, **settings) -> AsyncIterator[RunningWorker]:
+    """A worker that is ready, its engine with or without an exchange; it is stopped at the end if it still runs."""
     from shared.contracts.channels import WORKER_RECORDS
     from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerPhase
 
     worker = RunningWorker(MemoryHub(), FakeEngine(), **settings)
+    worker.engine.exchange = exchange
     await worker.inbox.open()
     worker.exit = asyncio.create_task(live(worker.service, worker.main, drain_s_max=WAIT_S_MAX))
     records = await worker.bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
