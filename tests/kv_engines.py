@@ -73,7 +73,9 @@ class RankMemory:
 
     def described(self, agent: bytes = b"") -> KvRank:
         tensors = [
-            CacheTensor(f"layers.{number}", array.ctypes.data, self.shape.dims, array.shape, array.strides, array.itemsize)
+            CacheTensor(
+                f"layers.{number}", array.ctypes.data, self.shape.dims, array.shape, array.strides, array.itemsize
+            )
             for number, array in enumerate(self.layers)
         ]
         layers = [layer_of(tensor, self.shape.blocks) for tensor in tensors]
@@ -133,6 +135,8 @@ class ReadingRank:
             for local in range(shape.blocks):
                 found = self.memory.block(layer, local)
                 wanted = (
-                    expected(shape, layer, self.memory.rank, [blocks[local]]) if local in blocks else np.zeros_like(found)
+                    expected(shape, layer, self.memory.rank, [blocks[local]])
+                    if local in blocks
+                    else np.zeros_like(found)
                 )
                 assert np.array_equal(found, wanted), f"layer {layer}, block {local}"

@@ -1,0 +1,233 @@
+"""Reads between processes over real NIXL, and how they end when the holder does."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from connector.copier import LET_GO_S_MAX, Copier
+from connector.core import read_plan
+from connector.core.calls import Peer
+from connector.core.orders import Orders, PeerKey, Read, Results
+from connector.transfers import Transfers
+from shared.contracts.kv_exchange import KvHandshake
+from tests.faulty_agent import FaultyAgent
+from tests.kv_engines import RankMemory, ReadingRank, Shape
+from tests.kv_holders import Holder, start_holder
+
+pytest.importorskip("nixl")
+
+REPORT_S_MAX = 20.0
+BIG = Shape(blocks=128, layers=2, block_size=64, content=256)
+"""64 MB: 512 KB a block."""
+PART_BLOCKS = read_plan.PART_BYTES // (512 << 10)
+
+
+@dataclass
+class ReadingEngine:
+    """All ranks of a reading engine, each with its agent and its thread, in this process."""
+
+    shape: Shape
+    before_read: Callable[[int], None] = lambda _: None
+    ranks: list[ReadingRank] = field(default_factory=list)
+    transfers: list[Transfers] = field(default_factory=list)
+    reports: list[Results] = field(default_factory=list)
+    """Of each rank, all so far."""
+
+    def __post_init__(self) -> None:
+        from connector.nixl_agent import NixlAgent
+
+        for rank in range(self.shape.ranks):
+            agent = FaultyAgent(NixlAgent(f"reader-{os.getpid()}-{time.monotonic_ns()}"), self.before_read)
+            reading = ReadingRank(RankMemory(self.shape, rank))
+            copier = Copier(agent, reading.own(agent), time.monotonic)
+            self.ranks.append(reading)
+            self.transfers.append(Transfers(lambda copier=copier: copier))
+            self.reports.append(Results())
+
+    def obey(self, orders: Orders) -> None:
+        for transfers in self.transfers:
+            transfers.obey(orders)
+
+    def connect(self, handshake: KvHandshake) -> PeerKey:
+        key = (handshake.worker_id, handshake.epoch)
+        before = [len(report.connected) for report in self.reports]
+        self.obey(Orders(connect=[Peer(handshake=handshake, clock_ahead_s=0.0)]))
+        self.until(lambda: all(len(one.connected) > n for one, n in zip(self.reports, before, strict=True)))
+        assert [report.connected[-1].failure for report in self.reports] == [""] * len(self.ranks)
+        return key
+
+    def read(
+        self, blocks: dict[int, int], key: PeerKey = ("holder", 1), read_id: int = 1, within_s: float = 30.0
+    ) -> None:
+        until_s = time.monotonic() + within_s
+        self.obey(Orders(reads=[Read(read_id, key, list(blocks.values()), list(blocks), until_s)]))
+
+    def until(self, seen: Callable[[], bool]) -> None:
+        """Take reports until the test has seen what it waits for."""
+        ends = time.monotonic() + REPORT_S_MAX
+        while not seen():
+            assert time.monotonic() < ends, self.reports
+            for report, transfers in zip(self.reports, self.transfers, strict=True):
+                new = transfers.take_results()
+                report.connected.extend(new.connected)
+                report.parts.extend(new.parts)
+            time.sleep(0.001)
+
+    def until_parts(self, count: int) -> None:
+        self.until(lambda: all(len(report.parts) >= count for report in self.reports))
+
+    def close(self) -> None:
+        for transfers in self.transfers:
+            transfers.close()
+
+
+@pytest.fixture
+def engines() -> Iterator[Callable[..., ReadingEngine]]:
+    made: list[ReadingEngine] = []
+
+    def make(*args, **kwargs) -> ReadingEngine:
+        made.append(ReadingEngine(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+@pytest.fixture
+def holders() -> Iterator[Callable[..., Holder]]:
+    made: list[Holder] = []
+
+    def make(*args, **kwargs) -> Holder:
+        made.append(start_holder(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for holder in made:
+        holder.close()
+
+
+def straight(count: int) -> dict[int, int]:
+    return {block: block for block in range(count)}
+
+
+@pytest.mark.parametrize(("held_by", "read_by"), [(1, 1), (1, 2), (2, 1), (2, 2), (4, 2)])
+def test_every_rank_gets_its_heads_of_the_blocks_from_an_engine_of_any_number_of_ranks(
+    engines, holders, held_by, read_by
+):
+    holder = holders(Shape(ranks=held_by))
+    engine = engines(Shape(ranks=read_by, blocks=20))
+    engine.connect(holder.handshake)
+
+    engine.read({17: 3, 18: 4, 2: 9})
+    engine.until_parts(1)
+
+    for report, rank in zip(engine.reports, engine.ranks, strict=True):
+        assert [(part.first, part.count, part.failure) for part in report.parts] == [(0, 3, "")]
+        rank.assert_holds({17: 3, 18: 4, 2: 9})
+
+
+def test_a_connection_is_made_once_and_serves_read_after_read(engines, holders):
+    holder = holders(Shape())
+    engine = engines(Shape())
+    engine.connect(holder.handshake)
+
+    for number in range(10):
+        engine.read({number: number}, read_id=number)
+    engine.until_parts(10)
+
+    assert len(engine.reports[0].connected) == 1
+    engine.ranks[0].assert_holds(straight(10))
+
+
+def test_a_holder_killed_before_the_read_costs_the_read_and_a_new_life_of_it_is_read(engines, holders):
+    holder = holders(Shape())
+    engine = engines(Shape())
+    key = engine.connect(holder.handshake)
+    holder.kill()
+
+    engine.read({1: 1})
+    engine.until_parts(1)
+
+    assert engine.reports[0].parts[0].failure
+    assert engine.reports[0].connected[-1].peer == key
+    assert engine.reports[0].connected[-1].failure
+
+    new_key = engine.connect(holders(Shape(), epoch=2).handshake)
+    engine.read({2: 2}, key=new_key, read_id=2)
+    engine.until_parts(2)
+
+    assert engine.reports[0].parts[1].failure == ""
+    engine.ranks[0].assert_holds({2: 2})
+
+
+def test_a_holder_killed_during_the_read_leaves_the_parts_that_came(engines, holders):
+    holder = holders(BIG)
+    probe_and_two_parts = 3
+    engine = engines(BIG, before_read=lambda number: holder.kill() if number == probe_and_two_parts + 1 else None)
+    engine.connect(holder.handshake)
+
+    engine.read(straight(128))
+    engine.until_parts(4)
+
+    came = [part.first for part in engine.reports[0].parts if not part.failure]
+    assert came == [0, PART_BLOCKS]
+    engine.ranks[0].assert_holds(straight(2 * PART_BLOCKS))
+
+
+def test_a_dead_holder_is_not_connected(engines, holders):
+    holder = holders(Shape())
+    holder.kill()
+    engine = engines(Shape())
+
+    engine.obey(Orders(connect=[Peer(handshake=holder.handshake, clock_ahead_s=0.0)]))
+    engine.until(lambda: bool(engine.reports[0].connected))
+
+    assert engine.reports[0].connected[0].failure
+
+
+def test_a_read_that_is_cancelled_stops_between_parts(engines, holders):
+    holder = holders(BIG)
+    engine: ReadingEngine = engines(BIG, lambda number: engine.obey(Orders(cancel=[1])) if number == 2 else None)
+    engine.connect(holder.handshake)
+
+    engine.read(straight(128))
+    engine.until_parts(4)
+
+    assert [part.failure for part in engine.reports[0].parts[1:]] == ["cancelled"] * 3
+
+
+def test_no_byte_of_a_frozen_holder_lands_after_the_read_was_reported(engines, holders, monkeypatch):
+    """Over TCP, where the holder's own process sends: nixl's cancel does not stop what is on its way."""
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    holder = holders(BIG)
+    engine = engines(BIG)
+    engine.connect(holder.handshake)
+    holder.freeze()
+    began = time.monotonic()
+
+    engine.read(straight(128), within_s=0.5)
+    engine.until_parts(4)
+    took_s = time.monotonic() - began
+    holder.go_on()
+    holder.process.join(1.0)  # sends now, if anybody listens still; it may also die of their absence
+
+    assert {bool(part.failure) for part in engine.reports[0].parts} == {True}
+    assert 0.5 < took_s < 0.5 + LET_GO_S_MAX + 1.0
+    engine.ranks[0].assert_holds({})
+
+
+def test_an_engine_that_reads_nothing_uses_no_cpu(engines, holders):
+    holder = holders(Shape())
+    engine = engines(Shape())
+    engine.connect(holder.handshake)
+    before = time.process_time()
+
+    time.sleep(2.0)  # what is measured
+
+    assert time.process_time() - before < 0.06

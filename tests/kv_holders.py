@@ -1,0 +1,74 @@
+"""A holder of KV as a process of its own, over real NIXL: what an engine is to those who read from it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+import msgspec
+
+from shared.contracts.kv_exchange import KvHandshake
+from tests.kv_engines import RankMemory, Shape, handshake
+
+START_S_MAX = 60.0
+END_S_MAX = 10.0
+
+
+@dataclass
+class Holder:
+    """All ranks of one engine, in one process."""
+
+    process: BaseProcess
+    pipe: Connection
+    handshake: KvHandshake
+
+    def freeze(self) -> None:
+        os.kill(self.process.pid or 0, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        os.kill(self.process.pid or 0, signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(END_S_MAX)
+        assert self.process.exitcode is not None
+
+    def close(self) -> None:
+        self.pipe.close()
+        self.kill()
+
+
+def start_holder(shape: Shape, worker_id: str = "holder", epoch: int = 1) -> Holder:
+    """Its memory is filled and readable."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=hold, args=(theirs, shape, worker_id, epoch), daemon=True)
+    process.start()
+    theirs.close()
+    if not ours.poll(START_S_MAX):
+        process.kill()
+        raise TimeoutError(f"no holder after {START_S_MAX} s")
+    return Holder(process, ours, msgspec.msgpack.decode(ours.recv_bytes(), type=KvHandshake))
+
+
+def hold(pipe: Connection, shape: Shape, worker_id: str, epoch: int) -> None:
+    """In the process: lives until it is killed or its parent is gone."""
+    from connector.nixl_agent import NixlAgent
+
+    ranks, agents = [], []
+    memories = [RankMemory(shape, rank) for rank in range(shape.ranks)]
+    for memory in memories:
+        memory.fill()
+        agent = NixlAgent(f"{worker_id}-{epoch}-{memory.rank}-{os.getpid()}")
+        agent.register(memory.regions())
+        agents.append(agent)
+        ranks.append(memory.described(agent.metadata()))
+    pipe.send_bytes(msgspec.msgpack.encode(handshake(ranks, shape, worker_id, epoch)))
+    try:
+        pipe.recv_bytes()
+    except EOFError:
+        return

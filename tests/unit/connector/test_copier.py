@@ -1,0 +1,276 @@
+"""How reads end: with bytes, or with a reason, and always only once nothing of them moves any more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+
+from connector.connections import CONNECT_S_MAX
+from connector.copier import AT_ONCE_MAX, LET_GO_S_MAX, READ_S_MAX, Copier
+from connector.core import read_plan
+from connector.core.calls import Peer
+from connector.core.orders import Orders, PeerKey, Read, Results
+from connector.memory_agent import MemoryAgent, MemoryNetwork
+from shared.contracts.kv_exchange import KvHandshake
+from tests.kv_engines import RankMemory, ReadingRank, Shape, handshake
+
+BIG = Shape(blocks=64, layers=2, block_size=64, content=256)
+"""2 x 4 x 64 x 256 x 4 bytes: 512 KB a block, 32 blocks a part."""
+PART_BLOCKS = read_plan.PART_BYTES // (512 << 10)
+
+
+@dataclass
+class World:
+    """One reader on agents of one process, and as many holders as a test asks for."""
+
+    shape: Shape = field(default_factory=Shape)
+    now: float = 100.0
+
+    def __post_init__(self) -> None:
+        self.network = MemoryNetwork()
+        self.agent: MemoryAgent = self.network.agent("reader")
+        self.reading = ReadingRank(RankMemory(self.shape, 0))
+        self.copier = Copier(self.agent, self.reading.own(self.agent), lambda: self.now)
+        self.kept: list[RankMemory] = []
+
+    def holder(self, worker_id: str = "holder", epoch: int = 1) -> KvHandshake:
+        memory = RankMemory(self.shape, 0)
+        memory.fill()
+        self.kept.append(memory)
+        agent = self.network.agent(f"{worker_id}-{epoch}")
+        agent.register(memory.regions())
+        return handshake([memory.described(agent.metadata())], self.shape, worker_id, epoch)
+
+    def connected(self, worker_id: str = "holder", epoch: int = 1) -> PeerKey:
+        self.copier.obey(Orders(connect=[Peer(handshake=self.holder(worker_id, epoch), clock_ahead_s=0.0)]))
+        assert [one.failure for one in self.settled().connected] == [""]
+        return worker_id, epoch
+
+    def settled(self) -> Results:
+        """Until nothing more comes of looking."""
+        while self.copier.advance():
+            pass
+        self.copier.advance()
+        return self.copier.take_results()
+
+    def read(
+        self, blocks: dict[int, int], until_s: float = 1000.0, key: PeerKey = ("holder", 1), read_id: int = 1
+    ) -> None:
+        self.copier.obey(Orders(reads=[Read(read_id, key, list(blocks.values()), list(blocks), until_s)]))
+
+
+def straight(count: int) -> dict[int, int]:
+    return {block: block for block in range(count)}
+
+
+def test_blocks_arrive_where_they_were_wanted_and_nowhere_else():
+    world = World()
+    world.connected()
+
+    world.read({7: 3, 8: 4, 0: 9})
+
+    (part,) = world.settled().parts
+    assert (part.read_id, part.first, part.count, part.failure) == (1, 0, 3, "")
+    assert part.bytes == 3 * 3 * 4 * 8 * 16 * 4
+    world.reading.assert_holds({7: 3, 8: 4, 0: 9})
+    assert not world.copier.busy
+
+
+def test_a_big_read_is_reported_part_by_part():
+    world = World(BIG)
+    world.connected()
+
+    world.read(straight(64))
+
+    parts = world.settled().parts
+    assert [(part.first, part.count) for part in parts] == [(0, PART_BLOCKS), (PART_BLOCKS, PART_BLOCKS)]
+
+
+def test_a_holder_that_dies_in_the_middle_leaves_the_parts_that_came():
+    world = World(BIG)
+    world.connected()
+    world.read(straight(64))
+
+    world.copier.advance()  # one part of a peer is begun at a time
+    world.network.agents["holder-1"].close()
+    results = world.settled()
+
+    assert [(part.first, part.failure != "") for part in results.parts] == [(0, False), (PART_BLOCKS, True)]
+    assert results.connected[0].failure, "the connection that broke is reported, so that it is made anew"
+    world.reading.assert_holds(straight(PART_BLOCKS))
+
+
+def test_a_read_from_an_unknown_peer_fails_at_once():
+    world = World()
+
+    world.read({1: 1})
+
+    assert world.settled().parts[0].failure == "not connected"
+
+
+def test_blocks_that_the_holder_does_not_have_are_not_read():
+    world = World()
+    world.connected()
+
+    world.read({1: 1, 2: 99})
+
+    assert world.settled().parts[0].failure == "the peer has no such blocks"
+    world.reading.assert_holds({})
+
+
+def test_nothing_is_read_when_the_lease_is_over():
+    world = World()
+    world.connected()
+
+    world.read({1: 1}, until_s=world.now)
+
+    assert "before the read began" in world.settled().parts[0].failure
+    world.reading.assert_holds({})
+
+
+def test_bytes_that_come_after_the_lease_do_not_count():
+    world = World()
+    world.connected()
+    world.agent.behaviour.stalled = True
+    world.read({1: 1}, until_s=world.now + 1.0)
+    assert world.settled().parts == []
+
+    world.now += 1.5
+    assert world.settled().parts == [], "the transfer still runs"
+    world.agent.behaviour.stalled = False
+
+    assert world.settled().parts[0].failure == "the lease was over before the read was"
+
+
+@pytest.mark.parametrize("given_up_by", ["deadline", "cancelled"])
+def test_what_is_given_up_is_reported_only_when_it_is_over(given_up_by):
+    world = World()
+    key = world.connected()
+    world.agent.behaviour.stalled = True
+    world.read({1: 1})
+    world.settled()
+
+    if given_up_by == "deadline":
+        world.now += READ_S_MAX + 0.1
+    else:
+        world.copier.obey(Orders(cancel=[1]))
+    assert world.settled().parts == []
+    world.now += LET_GO_S_MAX + 0.1
+    results = world.settled()
+
+    assert len(results.parts) == 1
+    assert [one.peer for one in results.connected if one.failure] == [key], "it took the connection's end"
+    world.agent.behaviour.stalled = False
+    world.settled()
+    world.reading.assert_holds({})
+
+
+def test_a_cancelled_read_that_waits_is_never_begun():
+    world = World(BIG)
+    world.connected()
+    world.agent.behaviour.stalled = True
+    world.read(straight(32), read_id=1)
+    for read_id in range(2, AT_ONCE_MAX + 2):
+        world.read(straight(1), read_id=read_id)
+    world.settled()
+    begun = len(world.agent.behaviour.reads)
+
+    world.copier.obey(Orders(cancel=[AT_ONCE_MAX + 1]))
+    world.agent.behaviour.stalled = False
+    parts = {part.read_id: part.failure for part in world.settled().parts}
+
+    assert parts[AT_ONCE_MAX + 1] == "cancelled"
+    assert [failure for read_id, failure in parts.items() if read_id <= AT_ONCE_MAX] == [""] * AT_ONCE_MAX
+    assert len(world.agent.behaviour.reads) == begun
+
+
+def test_a_peer_that_hangs_does_not_hold_up_the_others():
+    world = World()
+    slow, quick = world.connected("slow"), world.connected("quick")
+    world.agent.behaviour.in_steps = True
+    world.agent.behaviour.stalled = True
+    for read_id in range(1, 20):
+        world.read({1: 1}, key=slow, read_id=read_id)
+    world.settled()
+    world.agent.behaviour.stalled = False
+
+    world.read({2: 2}, key=quick, read_id=99)
+    world.copier.advance()
+    world.copier.advance()
+
+    assert 99 in [part.read_id for part in world.copier.take_results().parts]
+
+
+def test_a_forgotten_peer_fails_what_is_read_from_it():
+    world = World()
+    key = world.connected()
+    world.agent.behaviour.stalled = True
+    world.read({1: 1}, read_id=1)
+    world.settled()
+
+    world.read({2: 2}, read_id=2)
+    world.copier.obey(Orders(forget=[key]))
+    results = world.settled()
+
+    assert {part.read_id: part.failure for part in results.parts} == {1: "the peer is gone", 2: "the peer is gone"}
+    assert not world.copier.busy
+
+
+def test_two_lives_of_a_worker_are_two_peers():
+    world = World()
+    first, second = world.connected(epoch=1), world.connected(epoch=2)
+
+    world.copier.obey(Orders(forget=[first]))
+    world.read({1: 1}, key=first, read_id=1)
+    world.read({2: 2}, key=second, read_id=2)
+
+    failures = {part.read_id: part.failure for part in world.settled().parts}
+    assert failures == {1: "not connected", 2: ""}
+
+
+def test_a_known_peer_is_connected_once():
+    world = World()
+    peer = Peer(handshake=world.holder(), clock_ahead_s=0.0)
+
+    world.copier.obey(Orders(connect=[peer]))
+    world.copier.obey(Orders(connect=[peer]))
+    world.settled()
+
+    assert len(world.agent.behaviour.reads) == 1, "one probe"
+
+
+def test_a_peer_with_other_kv_is_not_connected():
+    world = World()
+    peer = msgspec.structs.replace(world.holder(), fingerprint="another model")
+
+    world.copier.obey(Orders(connect=[Peer(handshake=peer, clock_ahead_s=0.0)]))
+
+    assert "fingerprint differs" in world.settled().connected[0].failure
+
+
+def test_a_connection_that_does_not_work_in_time_is_reported():
+    world = World()
+    world.agent.behaviour.stalled = True
+    world.copier.obey(Orders(connect=[Peer(handshake=world.holder(), clock_ahead_s=0.0)]))
+    assert world.settled().connected == []
+
+    world.now += CONNECT_S_MAX + 0.1
+
+    assert "within" in world.settled().connected[0].failure
+    assert not world.copier.busy
+
+
+def test_the_ranks_of_an_engine_report_the_same_parts():
+    shape = Shape(ranks=2, blocks=64, layers=2, block_size=64, content=256)
+    cut = []
+    for rank in range(2):
+        world = World(shape)
+        world.reading = ReadingRank(RankMemory(shape, rank))
+        world.copier = Copier(world.agent, world.reading.own(world.agent), lambda: 0.0)
+        world.read(straight(64))
+        cut.append([(part.first, part.count) for part in world.settled().parts])
+
+    assert cut[0] == cut[1]
+    assert len(cut[0]) == 1, "half the heads, half the bytes"

@@ -1,0 +1,114 @@
+"""What a cache tensor must look like for its heads to be readable, and what two engines must share."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from connector.core.compatibility import why_not
+from connector.core.layout import CacheTensor, UnsupportedLayout, layer_of
+from shared.contracts.kv_exchange import KvPlane
+from tests.kv_engines import RankMemory, Shape, handshake
+
+
+def tensor(array: np.ndarray, dims: str) -> CacheTensor:
+    return CacheTensor("layers.0", array.ctypes.data, dims, array.shape, array.strides, array.itemsize)
+
+
+def test_a_block_of_the_cpu_engine_is_one_plane_of_heads():
+    array = np.zeros((10, 4, 32, 128), dtype=np.float32)  # blocks, heads, tokens, keys and values of a token
+
+    layer = layer_of(tensor(array, "BHNC"), blocks=10)
+
+    assert layer.block_stride == 4 * 32 * 128 * 4
+    assert layer.planes == [KvPlane(offset=0, head_bytes=32 * 128 * 4, heads=4)]
+
+
+def test_keys_and_values_apart_are_two_planes():
+    array = np.zeros((2, 10, 4, 16, 64), dtype=np.float16)
+
+    layer = layer_of(tensor(array, "KBHNC"), blocks=10)
+
+    assert [plane.offset for plane in layer.planes] == [0, array.strides[0]]
+    assert layer.block_stride == array.strides[1]
+
+
+def test_a_block_of_several_kernel_blocks_has_a_plane_for_each():
+    array = np.zeros((40, 4, 16, 128), dtype=np.float16)
+
+    layer = layer_of(tensor(array, "BHNC"), blocks=10)
+
+    assert [plane.offset for plane in layer.planes] == [piece * array.strides[0] for piece in range(4)]
+    assert layer.block_stride == 4 * array.strides[0]
+
+
+def test_a_latent_cache_is_one_head():
+    layer = layer_of(tensor(np.zeros((10, 64, 576), dtype=np.float16), "BNC"), blocks=10)
+
+    assert layer.planes == [KvPlane(offset=0, head_bytes=64 * 576 * 2, heads=1)]
+
+
+def test_layers_that_lie_side_by_side_in_a_block_are_a_layer_each():
+    array = np.zeros((10, 3, 4, 16, 128), dtype=np.float16)  # blocks outermost, then layers
+
+    layer = layer_of(tensor(array[:, 1], "BHNC"), blocks=10)
+
+    assert layer.block_stride == array.strides[0]
+    assert layer.base == array.ctypes.data + array.strides[1]
+
+
+def test_tokens_outside_heads_are_refused_with_what_to_do():
+    array = np.zeros((10, 16, 4, 128), dtype=np.float16).transpose(0, 2, 1, 3)
+
+    with pytest.raises(UnsupportedLayout, match="VLLM_KV_CACHE_LAYOUT"):
+        layer_of(tensor(array, "BHNC"), blocks=10)
+
+
+def test_a_tensor_of_too_few_blocks_is_refused():
+    with pytest.raises(UnsupportedLayout, match="has 9 blocks"):
+        layer_of(tensor(np.zeros((9, 4, 16, 128)), "BHNC"), blocks=10)
+
+
+def described(shape: Shape):
+    return handshake([RankMemory(shape, rank).described() for rank in range(shape.ranks)], shape)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_engines_that_differ_in_ranks_and_blocks_only_may_read_each_other(ranks):
+    assert why_not(described(Shape()), described(Shape(ranks=ranks, blocks=20))) == ""
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("version", 2), ("fingerprint", "another"), ("block_size", 64), ("kv_heads", 8)]
+)
+def test_what_makes_kv_mean_something_else_is_named(field, value):
+    peer = msgspec.structs.replace(described(Shape()), **{field: value})
+
+    assert why_not(described(Shape()), peer).startswith(f"{field} differs")
+
+
+def test_other_layers_are_named():
+    assert why_not(described(Shape(layers=2)), described(Shape(layers=3))) == "layers differ: 2 here, 3 there"
+
+
+def test_other_heads_in_a_layer_are_named():
+    assert "layer 0 differs" in why_not(described(Shape()), described(Shape(content=32)))
+
+
+def test_keys_and_values_apart_here_and_together_there_are_not_exchanged():
+    assert "layer 0 differs" in why_not(described(Shape()), described(Shape(dims="KBHNC")))
+
+
+def test_a_handshake_that_lacks_a_rank_is_refused():
+    peer = described(Shape(ranks=2))
+    half = msgspec.structs.replace(peer, ranks=[peer.ranks[1]])
+
+    assert "ranks are [1]" in why_not(described(Shape()), half)
+
+
+def test_a_handshake_whose_ranks_hold_other_heads_than_they_should_is_refused():
+    peer = described(Shape(ranks=2))
+    alone = msgspec.structs.replace(peer, ranks=[peer.ranks[0]])
+
+    assert "does not hold 4 of 4 KV heads" in why_not(described(Shape()), alone)
