@@ -101,6 +101,7 @@ class Engine:
         self.holder.bind(self.pool, BLOCK_TOKENS)
         self.memory = [[0] * BLOCK_TOKENS for _ in range(BLOCKS)]
         self.running: dict[str, Running] = {}
+        self.requests: dict = {}
         self.queue: deque = deque()
         self.preemptions = 0
 
@@ -119,8 +120,15 @@ class Engine:
             pooling_params=None,
             block_hasher=get_request_block_hasher(BLOCK_TOKENS, sha256_cbor),
         )
+        self.requests[request_id] = request
         self.scheduler.add_request(request)
         return [bytes(block_hash) for block_hash in request.block_hashes]
+
+    def history(self, request_id: str) -> tuple[list[int], list[bytes]]:
+        """The prefixes of a request's prompt and answer so far, and the full hashes of both."""
+        request, running = self.requests[request_id], self.running.get(request_id)
+        names = running.prefixes if running else prefixes(request.prompt_token_ids)
+        return names, [bytes(block_hash) for block_hash in request.block_hashes]
 
     def abort(self, request_id: str) -> None:
         from vllm.v1.request import RequestStatus

@@ -14,7 +14,7 @@ HOLDER = {"worker_id": "p", "epoch": 1}
 
 
 class Reader:
-    """Asks for prompts, and looks into the memory of what is granted, for as long as it may."""
+    """Asks for prompts and answers, and looks into the memory of what is granted, for as long as it may."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -22,9 +22,9 @@ class Reader:
         self.granted: list[KvGrant] = []
         self.blocks = 0
 
-    def ask(self, prompt: list[int], hashes: list[bytes], hold_s: float, follow_s: float) -> None:
+    def ask(self, names: list[int], hashes: list[bytes], hold_s: float, follow_s: float) -> None:
         ask_id = f"ask-{len(self.prompts)}"
-        self.prompts[ask_id] = prefixes(prompt)
+        self.prompts[ask_id] = names
         self.take([self.engine.holder.ask(ask(hashes, ask_id, hold_s=hold_s, follow_s=follow_s, **HOLDER))])
 
     def take(self, grants: list[KvGrant]) -> None:
@@ -48,20 +48,21 @@ def prompts_with_common_beginnings(chance: random.Random) -> list[int]:
 
 
 def live(engine: Engine, reader: Reader, chance: random.Random, events: int) -> None:
-    known: list[tuple[str, list[int], list[bytes]]] = []
+    known: list[str] = []
     for number in range(events):
         event = chance.random()
         if event < 0.12 and len(engine.scheduler.requests) < 10:
             prompt = prompts_with_common_beginnings(chance)
-            known.append((f"r{number}", prompt, engine.add(f"r{number}", prompt, chance.randrange(1, 40))))
+            known.append(f"r{number}")
+            engine.add(known[-1], prompt, chance.randrange(1, 80))
         elif event < 0.30 and known:
-            _, prompt, hashes = chance.choice(known[-6:])
+            names, hashes = engine.history(chance.choice(known[-6:]))
             if hashes:
-                reader.ask(prompt, hashes, chance.uniform(0.5, 12), chance.choice([0.0, 0.0, 20.0]))
+                reader.ask(names, hashes, chance.uniform(0.5, 12), chance.choice([0.0, 0.0, 20.0]))
         elif event < 0.40 and reader.prompts:
             reader.release(chance.choice(list(reader.prompts)))
-        elif event < 0.43 and known and known[-1][0] in engine.scheduler.requests:
-            engine.abort(known[-1][0])
+        elif event < 0.43 and known and known[-1] in engine.scheduler.requests:
+            engine.abort(known[-1])
         elif event < 0.50:
             engine.now += chance.uniform(0, 2)
         elif len(engine.queue) < engine.depth and engine.scheduler.has_requests():
@@ -96,7 +97,7 @@ def test_a_followed_prompt_is_granted_a_chunk_behind_its_computation(tmp_path, d
     engine = Engine(tmp_path, depth=depth)
     reader = Reader(engine)
     prompt = [number % 90 for number in range(3 * TOKENS_A_STEP - 2)]
-    reader.ask(prompt, engine.add("r1", prompt, 1), hold_s=30.0, follow_s=30.0)
+    reader.ask(prefixes(prompt), engine.add("r1", prompt, 1), hold_s=30.0, follow_s=30.0)
     granted = []
     while engine.busy:
         while len(engine.queue) < engine.depth and engine.scheduler.has_requests():
