@@ -6,6 +6,7 @@ from services.router.core.cluster_view import ClusterView
 from services.router.core.kv_sources import exchanges_kv
 from services.router.core.placement import Need, Placed, Policy, Refused, place
 from services.router.core.prefix_index import PrefixIndex
+from services.router.core.request import RequestFacts
 from shared.contracts.workers import Role
 
 
@@ -21,13 +22,16 @@ class Fleet:
         """Which workers serve it."""
         return place(need, self.cluster, self.index, self.policy, now)
 
-    def prompt_matters(self, model: str, whole: str) -> bool:
-        """Whether more than one worker could compute a prompt of this model, or give what it holds of it to the one
-        that does: else its prefix decides nothing.
+    def prompt_matters(self, facts: RequestFacts, body_bytes: int) -> bool:
+        """Whether the prompt's prefix decides anything: more than one worker could compute it, or the one that does
+        could have enough of it from others. No prompt has more tokens than bytes.
         """
+        least = self.policy.fetch_tokens_min if facts.kv_fetch_min_tokens is None else facts.kv_fetch_min_tokens
+        may_fetch = body_bytes >= least and not facts.whole
         choices = 0
-        for view in self.cluster.offering(model):
-            if whole or view.record.role is not Role.DECODE or exchanges_kv(view.record):
+        for view in self.cluster.offering(facts.model):
+            record = view.record
+            if facts.whole or record.role is not Role.DECODE or (may_fetch and exchanges_kv(record)):
                 choices += 1
                 if choices > 1:
                     return True

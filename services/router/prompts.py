@@ -51,7 +51,7 @@ class Prompts:
     async def of(self, exchange: Exchange, facts: RequestFacts) -> Prompt:
         """Exact when it matters and can be known, else a guess from the length."""
         body = facts.body
-        if body is not None and facts.path in (CHAT, COMPLETIONS) and self._matters(facts):
+        if body is not None and facts.path in (CHAT, COMPLETIONS) and self._matters(facts, exchange.upload.size):
             for view in self._fleet.cluster.offering(facts.model):
                 tokenizer = self._tokenizers.get(view.pairs_with)
                 if tokenizer is not None and exchange.upload.size <= BYTES_PER_TOKEN_MAX * view.record.max_model_len:
@@ -89,9 +89,9 @@ class Prompts:
         """End the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _matters(self, facts: RequestFacts) -> bool:
+    def _matters(self, facts: RequestFacts, body_bytes: int) -> bool:
         if self._settings.tokenize == "auto":
-            return self._fleet.prompt_matters(facts.model, facts.whole)
+            return self._fleet.prompt_matters(facts, body_bytes)
         return self._settings.tokenize == "always"
 
     async def _fetch_missing(self) -> bool:

@@ -96,3 +96,6 @@ def _tell_request(span: Span, flight: Flight) -> None:
         span.set_attribute(Attribute.OUTPUT_TOKENS, story.report.completion_tokens)
         span.set_attribute(Attribute.CACHED_TOKENS, story.report.cached_tokens)
         span.set_attribute(Attribute.RECEIVED_TOKENS, story.report.received_tokens)
+        if story.report.kv is not None:
+            span.set_attribute(Attribute.RECOMPUTED_TOKENS, story.report.kv.recomputed_tokens)
+            span.set_attribute(Attribute.REPREFILLED_TOKENS, story.report.kv.reprefilled_tokens)

@@ -31,6 +31,10 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """Costs that differ by less count as equal; equals take turns, so that requests do not herd onto one of them."""
     stream_tokens_min: int = 1024
     """Decode is dispatched with prefill when that has so many tokens to compute; 0: always, negative: never."""
+    stream_s_max: float = 20.0
+    """Decode is not dispatched with a prefill that, with its time in the queue, is predicted to take longer: it would
+    hold room for the prompt all the while.
+    """
     fetch_tokens_min: int = 256
     """Fewer tokens than this are computed, not fetched from another worker; a request may say otherwise."""
 
@@ -217,7 +221,7 @@ def place_apart(pair: tuple[Offer, Offer], need: Need, cluster: ClusterView, pol
     cluster.picked(prefill.view, decode.view)
     uncached = need.prompt_tokens - prefill.cached - prefill.fetched
     exchange = exchanges_kv(prefill.view.record)
-    streamed = exchange and 0 <= policy.stream_tokens_min <= uncached
+    streamed = exchange and 0 <= policy.stream_tokens_min <= uncached and prefill.prefill_s <= policy.stream_s_max
     return Placed(
         mode=Mode.DISAGGREGATED,
         prefill=prefill.view,

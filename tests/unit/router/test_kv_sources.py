@@ -171,3 +171,12 @@ def test_decode_goes_with_prefill_when_that_has_enough_to_compute():
         return fleet.place(policy=Policy(stream_tokens_min=stream_tokens_min)).streamed
 
     assert [streamed(tokens) for tokens in (left, left + 1, 0, -1)] == [True, False, True, False]
+
+
+def test_decode_keeps_no_room_for_a_prompt_whose_turn_is_far_away():
+    fleet = Fleet()
+    fleet.add("p1", Role.PREFILL, prefill_tokens_per_s=1000.0, waiting_tokens=20_000)
+    fleet.add("d1", Role.DECODE)
+    far, near = Policy(stream_tokens_min=0), Policy(stream_tokens_min=0, stream_s_max=21.0)
+
+    assert [fleet.place(policy=policy).streamed for policy in (far, near)] == [False, True]

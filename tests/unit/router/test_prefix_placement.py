@@ -14,6 +14,7 @@ from services.worker.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.channels import KV_EVENTS
 from shared.contracts.control import TokenizerAsset
 from shared.contracts.kv_events import KvDigest, pack_hashes
+from shared.contracts.kv_exchange import KvSource
 from shared.contracts.workers import HashScheme, Role
 from tests.builders import kv_batch
 from tests.unit.router.world import World, in_world, prompt, settle
@@ -54,6 +55,27 @@ def test_a_prompt_goes_to_the_worker_that_holds_its_blocks(tokenizer_json):
         assert {answer.headers["x-baton-prefill-worker"] for answer in answers} == {"p2"}
 
     in_world(story)
+
+
+def test_what_the_decode_worker_holds_of_a_conversation_is_read_back_by_the_prefill_worker(tokenizer_json):
+    async def story(world: World) -> None:
+        for worker_id, role in (("p1", Role.PREFILL), ("d1", Role.DECODE)):
+            asset = TokenizerAsset(worker_id=worker_id, epoch=1, tokenizer_json=tokenizer_json)
+            await world.worker(worker_id, role, asset=asset, connector="baton-1")
+        fingerprint = world.workers["p1"].record().fingerprint.key()
+        while not world.router.parts.prompts.followed(fingerprint):
+            await asyncio.to_thread(lambda: None)
+        blocks = blocks_of(tokenizer_json, TEXT)
+        await world.bus.publish(KV_EVENTS, kv_batch(1, *blocks, worker_id="d1"))
+        await settle()
+
+        for body in (prompt(prompt=TEXT), prompt(prompt=TEXT, kv_fetch_min_tokens=100_000)):
+            assert (await world.ask(body)).status == 200
+
+        sources = [leg.kv_sources for leg in world.workers["p1"].started]
+        assert sources == [[KvSource(worker_id="d1", epoch=1, end=len(blocks))], []]
+
+    in_world(story, fetch_tokens_min=64)
 
 
 def test_a_missed_batch_is_noticed_and_a_snapshot_repairs_it(tokenizer_json):
