@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from connector.core.compatibility import PROTOCOL_VERSION
 from services.worker.core.simulation.settings import SimulationSettings
 from services.worker.engines.port import EngineFacts
 from services.worker.settings import Settings
@@ -34,7 +35,7 @@ def facts_of(settings: SimulationSettings, model: SimulatedModel, legs_max: int)
         dtype="simulated",
         block_size=settings.block_size,
         kv_layout=f"simulated-{settings.sim_kv_bytes_per_token}",
-        connector="simulated-1",
+        connector=f"baton-{PROTOCOL_VERSION}/simulated",
         # The contents of blocks are made with Python's own hash, which may differ between versions.
         engine_version=f"simulated-1-python{sys.version_info.major}.{sys.version_info.minor}",
     )

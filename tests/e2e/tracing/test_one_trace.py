@@ -25,6 +25,10 @@ DISAGGREGATED_SPANS = sorted(
         SpanName.SERVE_LEG,
     ]
 )
+EXCHANGE_SPANS = {SpanName.LEASE, SpanName.WAIT, SpanName.READ}
+"""As many as there were things to wait for."""
+LONG_PROMPT = "It was a very long story, and nobody had heard it before. " * 400
+"""Worth streaming: a router's default is 1,024 tokens."""
 CLOCKS_APART_S = 0.005
 """One machine's processes read one wall clock; spans are rounded."""
 
@@ -46,13 +50,16 @@ def system(tmp_path_factory, receiver):
 
 
 def trace_of(receiver: OtlpReceiver, request_id: str, spans: int) -> list[Span]:
-    """All spans of the trace that a request belongs to, as soon as there are so many."""
+    """All spans of the trace that a request belongs to, as soon as there are so many beside those of the exchange."""
 
     def collected() -> list[Span]:
         mine = {each.trace_id for each in receiver.spans if each.attributes.get(Attribute.REQUEST_ID) == request_id}
         return [each for each in receiver.spans if each.trace_id in mine]
 
-    assert receiver.wait_for(lambda: len(collected()) >= spans), [each.name for each in collected()]
+    def are_there() -> bool:
+        return len([each for each in collected() if each.name not in EXCHANGE_SPANS]) >= spans
+
+    assert receiver.wait_for(are_there), [each.name for each in collected()]
     return collected()
 
 
@@ -67,7 +74,7 @@ def test_a_disaggregated_request_is_one_trace_through_both_workers(system, recei
     spans = trace_of(receiver, answer.headers["x-request-id"], len(DISAGGREGATED_SPANS))
 
     assert len({each.trace_id for each in spans}) == 1
-    assert sorted(each.name for each in spans) == DISAGGREGATED_SPANS
+    assert sorted(each.name for each in spans if each.name not in EXCHANGE_SPANS) == DISAGGREGATED_SPANS
     request = only(spans, SpanName.REQUEST)
     prefill, decode = only(spans, SpanName.PREFILL_LEG), only(spans, SpanName.DECODE_LEG)
     at_p1, at_d1 = only(spans, SpanName.SERVE_LEG, "p1"), only(spans, SpanName.SERVE_LEG, "d1")
@@ -101,6 +108,33 @@ def test_spans_say_what_the_answer_says(system, receiver):
     assert request.attributes[Attribute.OUTPUT_TOKENS] == usage["completion_tokens"]
     assert at_d1.attributes[Attribute.RECEIVED_TOKENS] > 0
     assert at_d1.attributes[Attribute.RECEIVED_BYTES] > 0
+
+
+def test_the_handoff_is_a_read_below_the_decode_workers_leg_and_tokens_add_up(system, receiver):
+    answer = system.complete("Pass it on, pass it on. " * 30)
+    spans = trace_of(receiver, answer.headers["x-request-id"], len(DISAGGREGATED_SPANS))
+    at_d1, read = only(spans, SpanName.SERVE_LEG, "d1"), only(spans, SpanName.READ)
+
+    assert read.parent_id == at_d1.span_id
+    assert at_d1.start - CLOCKS_APART_S <= read.start <= read.end <= at_d1.end + CLOCKS_APART_S
+    assert read.attributes[Attribute.KV_SOURCE] == "p1"
+    assert read.attributes[Attribute.KV_TOKENS] == at_d1.attributes[Attribute.RECEIVED_TOKENS] > 0
+    assert read.attributes[Attribute.KV_BYTES] == at_d1.attributes[Attribute.RECEIVED_BYTES]
+    assert read.attributes[Attribute.KV_GB_PER_S] > 0
+    sources = (Attribute.CACHED_TOKENS, Attribute.RECEIVED_TOKENS, Attribute.RECOMPUTED_TOKENS)
+    assert sum(at_d1.attributes[each] for each in sources) == at_d1.attributes[Attribute.INPUT_TOKENS]
+
+
+def test_a_streamed_handoff_is_read_while_the_prompt_is_computed(system, receiver):
+    answer = system.complete(LONG_PROMPT)
+    spans = trace_of(receiver, answer.headers["x-request-id"], len(DISAGGREGATED_SPANS))
+    at_p1, at_d1 = only(spans, SpanName.SERVE_LEG, "p1"), only(spans, SpanName.SERVE_LEG, "d1")
+    lease, read = only(spans, SpanName.LEASE), only(spans, SpanName.READ)
+
+    assert at_d1.start < at_p1.end
+    assert {lease.parent_id, read.parent_id} == {at_d1.span_id}
+    assert read.attributes[Attribute.KV_FOLLOWED]
+    assert read.start < at_p1.end
 
 
 def test_a_clients_own_trace_goes_on_in_ours(system, receiver):
