@@ -47,6 +47,13 @@ class EngineKind(StrEnum):
     SIMULATED = "simulated"
 
 
+class Connector(StrEnum):
+    """What moves KV between vLLM engines."""
+
+    BATON = "baton"
+    UPSTREAM = "upstream"
+
+
 StateDir = Annotated[
     Path | None, typer.Option(help="Where logs and NATS storage lie.", show_default="~/.local/state/baton")
 ]
@@ -67,7 +74,9 @@ NatsUrl = Annotated[str, typer.Option(help="A NATS that runs already; otherwise 
 [cyan]baton up --engine-args "--max-num-seqs 64"[/]   anything else vLLM understands
 
 Services take further settings from the environment: ROUTER_*, WORKER_*, COLLECTOR_*,
-ORCHESTRATOR_*; BATON_OTLP_ENDPOINT turns tracing on."""
+ORCHESTRATOR_*; BATON_OTLP_ENDPOINT turns tracing on. WORKER_CACHE_HIT_THRESHOLD=0.5
+refuses what is mostly not cached; WORKER_KV_FETCH_MIN_TOKENS and WORKER_KV_LEASE_S
+say what of KV is worth fetching, and how long it is kept for others."""
 )
 def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command line is declared
     prefill: Annotated[int | None, typer.Option(min=0, help="Prefill workers.", show_default="1")] = None,
@@ -75,6 +84,10 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
     both: Annotated[int | None, typer.Option(min=0, help="Workers that do both.", show_default="0")] = None,
     model: Annotated[str, typer.Option(help="Hugging Face id or local path.", show_default="baton-tiny")] = "",
     engine: Annotated[EngineKind | None, typer.Option(help="What computes.", show_default="vllm")] = None,
+    connector: Annotated[
+        Connector | None,
+        typer.Option(help="What moves KV: the KV exchange, or vLLM's own NixlConnector.", show_default="baton"),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of the OpenAI API.")] = 8000,
     collector_port: Annotated[int, typer.Option(help="Port of the fleet's metrics.")] = 8001,
@@ -95,6 +108,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
         **{name: count or 0 for name, count in counts.items()},
         model=model,
         engine=engine.value if engine else ("simulated" if running and running.engine == "simulated" else "vllm"),
+        connector=connector.value if connector else "",
         host=host,
         port=port,
         collector_port=collector_port,

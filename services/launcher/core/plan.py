@@ -26,6 +26,8 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     """Empty: the worker's default."""
     engine: Literal["vllm", "simulated"] = "vllm"
+    connector: Literal["baton", "upstream", ""] = ""
+    """What moves KV between vLLM engines; empty: the worker's default."""
     host: str = "127.0.0.1"
     port: int = 8000
     collector_port: int = 8001
@@ -157,6 +159,7 @@ def plan_workers(
         engine_args = " ".join(part for part in (device.engine_args, options.engine_args) if part)
         optional = {
             "WORKER_MODEL": options.model,
+            "WORKER_CONNECTOR": options.connector,
             "WORKER_KV_CACHE_BYTES": str(options.kv_cache_bytes) if options.kv_cache_bytes else "",
             "WORKER_ENGINE_ARGS": engine_args,
             **device.env,

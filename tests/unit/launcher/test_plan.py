@@ -59,6 +59,17 @@ def test_every_worker_gets_a_gpu_of_its_own_while_there_are_enough():
     assert worker_env(system, "decode-1", "WORKER_ENGINE_ARGS") == ""
 
 
+def test_the_connector_is_the_workers_default_unless_one_is_asked_for():
+    asked = msgspec.structs.replace(OPTIONS, connector="upstream")
+
+    assert {worker.env.get("WORKER_CONNECTOR") for worker in plan_system(OPTIONS, MACHINE).stage(Stage.WORKERS)} == {
+        None
+    }
+    assert {worker.env["WORKER_CONNECTOR"] for worker in plan_system(asked, MACHINE).stage(Stage.WORKERS)} == {
+        "upstream"
+    }
+
+
 def test_workers_that_share_a_gpu_share_its_memory_too():
     options = msgspec.structs.replace(OPTIONS, engine_args="--max-num-seqs 8")
 
