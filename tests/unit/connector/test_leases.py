@@ -1,0 +1,59 @@
+"""The ledger of leases, beyond what any history shows."""
+
+from __future__ import annotations
+
+import math
+
+from connector.core.leases import STALE_ENDS_MAX, Ledger, Limits
+from connector.holder import Holder, HolderSettings
+from shared.contracts.ids import Epoch, WorkerId
+
+READER = WorkerId("decode-1")
+
+
+def test_leases_released_long_before_their_end_are_not_remembered_until_then():
+    ledger = Ledger(Limits(pinned_blocks_max=100))
+    for number in range(10 * STALE_ENDS_MAX):
+        ledger.grant(f"lease-{number}", READER, [1, 2], until_s=1e6)
+        ledger.release(f"lease-{number}", READER)
+
+    assert len(ledger._ends) <= STALE_ENDS_MAX + 2
+
+
+def test_the_next_expiry_is_of_a_lease_that_is_still_held():
+    ledger = Ledger(Limits(pinned_blocks_max=100))
+    ledger.grant("short", READER, [1], until_s=5.0)
+    ledger.grant("long", READER, [1], until_s=9.0)
+
+    ledger.release("short", READER)
+    assert ledger.next_expiry() == 9.0
+
+    assert ledger.expire(9.0) == [1]
+    assert ledger.next_expiry() == math.inf
+
+
+def test_a_lease_whose_name_comes_again_does_not_end_with_the_first():
+    ledger = Ledger(Limits(pinned_blocks_max=100))
+    ledger.grant("lease", READER, [1], until_s=5.0)
+    ledger.release("lease", READER)
+    ledger.grant("lease", READER, [2], until_s=9.0)
+
+    assert ledger.expire(5.0) == []
+    assert ledger.expire(9.0) == [2]
+
+
+def test_room_counts_a_block_that_is_pinned_already_for_nothing():
+    ledger = Ledger(Limits(pinned_blocks_max=3))
+    ledger.grant("lease", READER, [1, 2], until_s=5.0)
+
+    assert ledger.room_for([1, 5, 2, 6]) == 3
+    assert ledger.room_for([5, 1, 2]) == 3
+    assert ledger.room_for([5, 6]) == 1
+
+
+def test_a_holder_that_never_saw_its_pool_ends_without_fuss():
+    holder = Holder(HolderSettings(WorkerId("p"), Epoch(1)), lambda: 0.0)
+
+    holder.release_all()
+
+    assert (holder.advance(), holder.counts.leases) == ([], 0)
