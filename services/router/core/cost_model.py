@@ -9,8 +9,10 @@ PREFILL_TOKENS_PER_S_UNKNOWN = 4000.0
 DECODE_S_PER_TOKEN_UNKNOWN = 0.02
 TRANSFER_S_PER_TOKEN_UNKNOWN = 5e-6
 """Reading a token's KV from another worker."""
-LEASE_S = 0.002
-"""Asking another worker for its blocks, to its answer."""
+LEASE_S = 0.005
+"""Asking another worker for its blocks, to its answer. More than what counts as a tie, or prompts would leave the
+worker that holds them for one that is no better.
+"""
 TOKENS_OUT_UNKNOWN = 256
 """Completion length assumed when the client sets no limit."""
 TOKENS_OUT_COUNTED_MAX = 1024
