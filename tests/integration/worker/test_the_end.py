@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 
+import msgspec
 import psutil
 import pytest
 
@@ -34,9 +35,13 @@ async def gone(processes: list[psutil.Process]) -> bool:
     return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
-async def test_idle_engines_cost_almost_no_cpu(pair, router):
+@pytest.mark.parametrize("leased", [False, True], ids=["nothing leased", "leased"])
+async def test_idle_engines_cost_almost_no_cpu(pair, router, leased):
     for worker in pair:
         await router.load_where(worker, lambda load: load.running == 0 and load.kv_blocks_used == 0, s_max=40.0)
+    if leased:
+        await router.leg(pair[0], LegKind.PREFILL, completion(prompt_of(300, seed=30)))
+        await router.load_where(pair[0], lambda load: load.running == 0 and load.exchange.pinned_blocks > 0)
     processes = [psutil.Process(worker.process.pid) for worker in pair]
     processes += [child for worker in pair for child in worker.children()]
 
@@ -80,9 +85,9 @@ async def test_kv_that_is_gone_is_computed_anew_by_the_decode_engine(pair, route
     prefill, decode = pair
     body = completion(prompt_of(300, seed=35))
     first = await router.leg(prefill, LegKind.PREFILL, body)
-    lost = first.report.kv_transfer.replace(b'"remote_engine_id":"', b'"remote_engine_id":"0')
+    lost = msgspec.structs.replace(first.report.kv.offer, worker_id="gone")
 
-    second = await router.leg(decode, LegKind.DECODE, body, kv_transfer=lost)
+    second = await router.leg(decode, LegKind.DECODE, body, kv_transfer=msgspec.msgpack.encode(lost))
     alone = await router.leg(decode, LegKind.AGGREGATED, body)
 
     assert second.status == 200

@@ -113,6 +113,23 @@ async def test_the_load_report_tells_what_is_leased_and_read_and_whose_bytes_the
     await bus.close()
 
 
+async def test_an_engine_that_takes_no_step_uses_what_is_leased():
+    bus, engine, exchange = MemoryBus(MemoryHub()), FakeEngine(), Exchange()
+    load = LoadPublisher(bus, WORKER, Epoch(1), Role.PREFILL, held=HeldBlocks(), engine=engine)
+    load.tell_of(exchange)
+    reports: asyncio.Queue = asyncio.Queue()
+    await bus.subscribe(LOAD, lambda report, _envelope: reports.put_nowait(report))
+
+    exchange.state = KvLedgerState(pinned_blocks=9)
+    for running in (1, 0):
+        engine.now = EngineLoad(running=running, kv_blocks_used=20)
+        await load.report(WorkerPhase.READY, 0)
+
+    async with asyncio.timeout(WAIT_S_MAX):
+        assert [(await reports.get()).kv_blocks_used for _running in (1, 0)] == [20, 9]
+    await bus.close()
+
+
 async def test_the_record_says_what_the_engine_is_and_goes_with_the_worker():
     async with running_worker() as worker:
         records = await worker.bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
