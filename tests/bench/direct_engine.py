@@ -11,8 +11,10 @@ import contextlib
 import uvicorn
 import uvloop
 
+from services.worker.engines.port import Identity
 from services.worker.engines.simulated import start_engine
 from services.worker.settings import Settings
+from shared.contracts.ids import Epoch, WorkerId
 from shared.runtime.settings import load, load_common
 
 
@@ -23,7 +25,9 @@ class Server(uvicorn.Server):
 
 
 async def serve(port: int) -> None:
-    engine = await start_engine(load(Settings, "WORKER_"), load_common(), lambda _text: None)
+    engine = await start_engine(
+        load(Settings, "WORKER_"), load_common(), lambda _text: None, identity=Identity(WorkerId("w1"), Epoch(1))
+    )
     config = uvicorn.Config(
         engine.app, port=port, http="httptools", loop="none", lifespan="off", log_config=None, access_log=False
     )
