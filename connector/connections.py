@@ -15,8 +15,8 @@ import numpy as np
 from connector.core.calls import Peer
 from connector.core.compatibility import why_not
 from connector.core.orders import Connected, PeerKey
-from connector.core.read_plan import Addresses, Reader, Route, routes_to
-from connector.transfer_port import Spans, TransferAgent, TransferFailed, TransferState
+from connector.core.read_plan import Reader, Route, routes_to
+from connector.transfer_port import TransferAgent, TransferFailed, TransferState
 from shared.contracts.kv_exchange import KvHandshake, KvRank
 
 CONNECT_S_MAX = 5.0
@@ -98,11 +98,9 @@ class Connections:
             connection.names.append(self._agent.connect(peer.ranks[route.rank].agent))
         for name, route in zip(connection.names, connection.routes, strict=True):
             rank = peer.ranks[route.rank]
-            there = np.array([[route.remote[0], PROBE_BYTES]], dtype=np.uint64)
-            here = np.array([[self._own.scratch, PROBE_BYTES]], dtype=np.uint64)
-            probe = self._agent.read(
-                name, on_device(there, rank.device_id), on_device(here, 0), device="cpu", remote_device=rank.device
-            )
+            there = np.array([[route.remote[0], PROBE_BYTES, rank.device_id]], dtype=np.uint64)
+            here = np.array([[self._own.scratch, PROBE_BYTES, 0]], dtype=np.uint64)
+            probe = self._agent.read(name, there, here, device="cpu", remote_device=rank.device)
             connection.probes.append(probe)
 
     def look(self) -> None:
@@ -144,8 +142,3 @@ class Connections:
         for probe in connection.probes:
             self._agent.release(probe)
         connection.probes.clear()
-
-
-def on_device(pairs: Addresses, device_id: int) -> Spans:
-    """Address and length, with the device they are on."""
-    return np.column_stack((pairs, np.full(len(pairs), device_id, dtype=np.uint64)))

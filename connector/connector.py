@@ -24,7 +24,7 @@ from vllm.v1.request import RequestStatus
 
 from connector.layout_of import kv_heads_of, refuse_unsupported, required_layout
 from connector.metadata import StepOrders, StepReport
-from connector.scheduler_side import SchedulerSide
+from connector.scheduler_side import EngineShape, SchedulerSide
 from connector.settings import read
 from connector.worker_side import RankHandshake, WorkerSide
 from shared.contracts.kv_exchange import KvProof, LegOrder
@@ -65,12 +65,9 @@ class BatonConnector(KVConnectorBase_V1):
         self._refusals: dict[str, dict[str, Any]] = {}
         if role is KVConnectorRole.SCHEDULER:
             self._block_tokens: int = vllm_config.cache_config.block_size
-            self.scheduler_side = SchedulerSide(
-                settings,
-                self._block_tokens,
-                kv_heads=kv_heads_of(vllm_config),
-                ranks=vllm_config.parallel_config.tensor_parallel_size,
-            )
+            ranks = vllm_config.parallel_config.tensor_parallel_size
+            shape = EngineShape(self._block_tokens, kv_heads_of(vllm_config), ranks)
+            self.scheduler_side = SchedulerSide(settings, shape)
             EngineCore.kv_exchange = kv_exchange
         else:
             self._worker = WorkerSide(vllm_config, kv_cache_config, resolve_name(settings.agent))
@@ -94,7 +91,8 @@ class BatonConnector(KVConnectorBase_V1):
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """Every rank has registered its memory."""
         ranks = [metadata[rank] for rank in sorted(metadata)]
-        self.scheduler_side.describe([one.rank() for one in ranks if isinstance(one, RankHandshake)])
+        described = [one.rank() for one in ranks if isinstance(one, RankHandshake)]
+        self.scheduler_side.describe(described, self._kv_cache_config.num_blocks)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that come from other workers; None: their answer is awaited, or the request is refused."""
@@ -111,7 +109,11 @@ class BatonConnector(KVConnectorBase_V1):
             return
         side = self.scheduler_side
         side.reader.allocated(request, blocks.get_block_ids()[0] if num_external_tokens else (), num_external_tokens)
-        if not num_external_tokens and (full := request.num_prompt_tokens // self._block_tokens):
+        if (
+            not num_external_tokens
+            and not request.num_preemptions
+            and (full := request.num_prompt_tokens // self._block_tokens)
+        ):
             side.holder.note_prompt(request.block_hashes[full - 1], side.reader.cached_tokens(request.request_id))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:

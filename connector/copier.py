@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from connector.connections import Connection, Connections, Own, on_device
+from connector.connections import Connection, Connections, Own
 from connector.core.orders import Orders, PeerKey, Read, ReadPart, Results
 from connector.core.read_plan import block_bytes_of, parts_of, spans_of
 from connector.transfer_port import TransferAgent, TransferFailed, TransferState
@@ -45,6 +45,7 @@ class Copier:
     def __init__(self, agent: TransferAgent, own: Own, clock: Callable[[], float]) -> None:
         self._agent = agent
         self._own = own
+        self._block_bytes = block_bytes_of(own.memory)
         self._clock = clock
         self._connections = Connections(agent, own, clock)
         self._waiting: dict[PeerKey, deque[_Part]] = {}
@@ -88,9 +89,8 @@ class Copier:
         self._agent.close()
 
     def _take_on(self, read: Read) -> None:
-        block_bytes = block_bytes_of(self._own.memory)
-        for first, count in parts_of(len(read.remote_blocks), block_bytes):
-            part = _Part(read, first, count, count * block_bytes)
+        for first, count in parts_of(len(read.remote_blocks), self._block_bytes):
+            part = _Part(read, first, count, count * self._block_bytes)
             if sum(map(len, self._waiting.values())) >= PARTS_WAITING_MAX:
                 part.failure = "too many reads wait"
                 self._report(part)
@@ -137,14 +137,7 @@ class Copier:
         for name, route in zip(connection.names, connection.routes, strict=True):
             rank = connection.handshake.ranks[route.rank]
             there, here = spans_of(route, remote, local)
-            handle = self._agent.read(
-                name,
-                on_device(there, rank.device_id),
-                on_device(here, own.device_id),
-                device=own.device,
-                remote_device=rank.device,
-            )
-            part.handles.append(handle)
+            part.handles.append(self._agent.read(name, there, here, device=own.device, remote_device=rank.device))
 
     def _ended(self, part: _Part) -> bool:
         """Whether the part is over; if so it has been reported."""

@@ -199,6 +199,11 @@ class Reader:
         return not self._unfinished and not any(reading.fetch is not None for reading in self._readings.values())
 
     @property
+    def reads_under_way(self) -> int:
+        """Reads that are not over."""
+        return sum(fetch.reads_under_way for fetch in self._fetches())
+
+    @property
     def nothing_lingers(self) -> bool:
         """No byte moves for a request that is gone."""
         return not self._unfinished

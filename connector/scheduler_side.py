@@ -7,7 +7,7 @@ call by the worker service that also an idle engine answers.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -35,20 +35,28 @@ _call = msgspec.msgpack.Decoder(EngineCall)
 _encode = msgspec.msgpack.Encoder().encode
 
 
+@dataclass(frozen=True, slots=True)
+class EngineShape:
+    """What of an engine its peers must know, beside its memory."""
+
+    block_tokens: int
+    kv_heads: int
+    ranks: int
+
+
 class SchedulerSide:
     """See the module."""
 
-    def __init__(self, settings: Settings, block_tokens: int, kv_heads: int, ranks: int) -> None:
+    def __init__(self, settings: Settings, shape: EngineShape) -> None:
         me = (settings.worker_id, settings.epoch)
         self._settings = settings
-        self._block_tokens = block_tokens
-        self._kv_heads = kv_heads
+        self._shape = shape
         self._handshake: KvHandshake | None = None
         self._peers = Peers()
-        self._votes = Votes(ranks)
+        self._votes = Votes(shape.ranks)
         self._orders = Orders()
         self._connecting: set[PeerKey] = set()
-        self.tally = Tally()
+        self._out = Outbox(NewsPort(settings.news))
         self.holder = Holder(
             HolderSettings(
                 worker_id=WorkerId(settings.worker_id),
@@ -60,29 +68,25 @@ class SchedulerSide:
             time.monotonic,
         )
         limits = Limits(answer_s_max=settings.answer_s_max)
-        self.reader = Reader(me, block_tokens, self._peers, limits, time.monotonic)
-        self._prefetcher = Prefetcher(self.reader, block_tokens, time.monotonic)
-        self._port = NewsPort(settings.news)
-        self._grants: list[KvGrant] = []
-        self._connected: list[PeerConnected] = []
+        self.reader = Reader(me, shape.block_tokens, self._peers, limits, time.monotonic)
+        self._prefetcher = Prefetcher(self.reader, shape.block_tokens, time.monotonic)
 
     def bind(self, pool: BlockPool) -> None:
         """The engine's blocks."""
-        self._blocks = pool.num_gpu_blocks
-        self.holder.bind(pool, self._block_tokens)
+        self.holder.bind(pool, self._shape.block_tokens)
         self._prefetcher.bind(pool)
 
-    def describe(self, ranks: list[KvRank]) -> None:
-        """Every rank has registered its memory."""
+    def describe(self, ranks: list[KvRank], blocks: int) -> None:
+        """Every rank has registered its memory, all of the same number of blocks."""
         self._handshake = KvHandshake(
             worker_id=WorkerId(self._settings.worker_id),
             epoch=Epoch(self._settings.epoch),
             version=PROTOCOL_VERSION,
             fingerprint=self._settings.fingerprint,
             clock_s=time.monotonic(),
-            block_size=self._block_tokens,
-            blocks=self._blocks,
-            kv_heads=self._kv_heads,
+            block_size=self._shape.block_tokens,
+            blocks=blocks,
+            kv_heads=self._shape.kv_heads,
             ranks=ranks,
         )
 
@@ -95,28 +99,24 @@ class SchedulerSide:
             self._forget((gone.worker_id, gone.epoch))
         for release in call.releases:
             self.holder.release(release)
-        self._grants += [self.holder.ask(ask) for ask in call.leases]
+        self._out.grants += [self.holder.ask(ask) for ask in call.leases]
         for grant in call.grants:
             self._granted(grant)
         for fetch in call.fetches:
             self._prefetcher.start(fetch)
         if call.release_all:
             self.holder.release_all()
-        self._grants += self.holder.advance()
+        self._out.grants += self.holder.advance()
         handshake = self._handshake if call.describe else None
         if handshake is not None:
             handshake = msgspec.structs.replace(handshake, clock_s=time.monotonic())
         return _encode(self._news(handshake))
 
-    def offer(self, hashes: Sequence[bytes], block_ids: Sequence[int]) -> KvOffer | None:
-        """A prefill leg has ended."""
-        return self.holder.offer(hashes, block_ids) if hashes else None
-
     def finished(self, request_id: str, offer: KvOffer | None, *, handed_over: bool) -> KvProof | None:
         """A request has ended; ``handed_over``: another worker had computed its prompt."""
         proof = self.reader.finished(request_id, offer)
         if proof is not None:
-            self.tally.request(proof, self._block_tokens, handed_over=handed_over)
+            self._out.tally.request(proof, self._shape.block_tokens, handed_over=handed_over)
         return proof
 
     def orders(self) -> Orders:
@@ -142,7 +142,7 @@ class SchedulerSide:
 
     def stepped(self) -> None:
         """After the scheduler has taken in a step's output."""
-        self._grants += self.holder.advance()
+        self._out.grants += self.holder.advance()
         self._take_effects()
         self._push()
 
@@ -154,12 +154,12 @@ class SchedulerSide:
     def close(self) -> None:
         """The engine ends."""
         self.holder.release_all()
-        self._port.close()
+        self._out.port.close()
 
     def _know(self, peer: Peer) -> None:
         key = key_of(peer)
         if self._handshake is not None and (why := why_not(self._handshake, peer.handshake)):
-            self._connected.append(_said(key, failure=why))
+            self._out.connected.append(_said(key, failure=why))
             return
         ended = self._peers.know(peer)
         if ended is None:
@@ -184,7 +184,7 @@ class SchedulerSide:
         self._prefetcher.on_grant(grant)
 
     def _read(self, part: ReadPart) -> None:
-        self.tally.part(part)
+        self._out.tally.part(part)
         if not self.reader.on_part(part):
             self._prefetcher.on_part(part)
 
@@ -193,7 +193,7 @@ class SchedulerSide:
             self._connecting.discard(connected.peer)
             if connected.failure:
                 self._forget(connected.peer)
-            self._connected.append(_said(connected.peer, connected.seconds, connected.failure))
+            self._out.connected.append(_said(connected.peer, connected.seconds, connected.failure))
 
     def _take_effects(self) -> None:
         effects = self.reader.effects
@@ -203,26 +203,38 @@ class SchedulerSide:
 
     def _news(self, handshake: KvHandshake | None = None) -> EngineNews:
         self._take_effects()
-        effects, reader = self.reader.effects, self.reader
+        effects, reader, out = self.reader.effects, self.reader, self._out
         news = EngineNews(
             handshake=handshake,
             wanted=self._peers.unknown(list(reader.wanted)),
             leases=effects.asks,
-            grants=self._grants,
+            grants=out.grants,
             releases=effects.releases,
-            connected=self._connected,
+            connected=out.connected,
             fetched=self._prefetcher.ended,
-            state=self.tally.state(self.holder, reads=len(self._orders.reads)),
+            state=out.tally.state(self.holder, reads=reader.reads_under_way),
         )
-        effects.asks, effects.releases, self._grants, self._connected, self._prefetcher.ended = [], [], [], [], []
+        effects.asks, effects.releases, self._prefetcher.ended = [], [], []
+        out.grants, out.connected = [], []
         reader.wanted.clear()
         return news
 
     def _push(self) -> None:
-        effects = self.reader.effects
-        pending = (effects.asks, effects.releases, self._grants, self._connected, self._prefetcher.ended)
-        if any(pending) or self.reader.wanted or self.tally.changed(self.holder):
-            self._port.push(self._news())
+        """Tell the worker, if there is something to tell."""
+        effects, out = self.reader.effects, self._out
+        pending = effects.asks or effects.releases or out.grants or out.connected or self._prefetcher.ended
+        if pending or self.reader.wanted or out.tally.changed(self.holder):
+            out.port.push(self._news())
+
+
+@dataclass(slots=True)
+class Outbox:
+    """What has been said since the worker was last told, and in all."""
+
+    port: NewsPort
+    grants: list[KvGrant] = field(default_factory=list)
+    connected: list[PeerConnected] = field(default_factory=list)
+    tally: Tally = field(default_factory=Tally)
 
 
 def _said(key: PeerKey, seconds: float = 0.0, failure: str = "") -> PeerConnected:

@@ -58,6 +58,11 @@ class Fetch:
         """Blocks of the longest prefix that arrived."""
         return next((at for at, state in enumerate(self._states) if state is not ARRIVED), len(self._states))
 
+    @property
+    def reads_under_way(self) -> int:
+        """Reads that are not over."""
+        return len(self._reads)
+
     def asked(self, ask_id: str) -> bool:
         """Whether that ask is one of ours."""
         return any(ask.ask_id == ask_id for ask in self.asks)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from connector.core.layout import heads_of
 from shared.contracts.kv_exchange import KvHandshake, KvLayer, KvRank
 
-Addresses = NDArray[np.uint64]
+Numbers = NDArray[np.uint64]
 
 PART_BYTES = 16 << 20
 """A read is cut into parts of about this size, which arrive or fail each for itself."""
@@ -41,15 +41,13 @@ class Route:
 
     rank: int
     """Of the peer."""
-    remote: Addresses
-    remote_stride: Addresses
-    local: Addresses
-    local_stride: Addresses
-    lengths: Addresses
-
-    @property
-    def block_bytes(self) -> int:
-        return int(self.lengths.sum())
+    devices: tuple[int, int]
+    """Theirs and ours."""
+    remote: Numbers
+    remote_stride: Numbers
+    local: Numbers
+    local_stride: Numbers
+    lengths: Numbers
 
 
 def routes_to(reader: Reader, peer: KvHandshake) -> list[Route]:
@@ -76,7 +74,7 @@ def _route(reader: Reader, peer: KvHandshake, rank: int) -> Route:
     layers = list(zip(peer.ranks[rank].layers, reader.memory.layers, strict=True))
     rows = [row for remote, local in layers for row in _pieces(remote, local, common, (theirs, ours))]
     columns = np.array(rows, dtype=np.uint64).T
-    return Route(rank, *columns)
+    return Route(rank, (peer.ranks[rank].device_id, reader.memory.device_id), *columns)
 
 
 def _pieces(remote: KvLayer, local: KvLayer, common: range, heads: tuple[range, range]) -> Iterator[tuple[int, ...]]:
@@ -90,18 +88,30 @@ def _pieces(remote: KvLayer, local: KvLayer, common: range, heads: tuple[range, 
         )
 
 
-def spans_of(route: Route, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> tuple[Addresses, Addresses]:
-    """The (address, length) pairs to copy from and to, place by place; neighbours on both sides are one."""
-    there = (route.remote + np.outer(np.array(remote_blocks, dtype=np.uint64), route.remote_stride)).ravel()
-    here = (route.local + np.outer(np.array(local_blocks, dtype=np.uint64), route.local_stride)).ravel()
-    lengths = np.tile(route.lengths, len(remote_blocks))
-    order = np.argsort(there, kind="stable")
-    there, here, lengths = there[order], here[order], lengths[order]
+def spans_of(route: Route, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> tuple[Numbers, Numbers]:
+    """Address, length and device of what to copy from and to, place by place; neighbours on both sides are one."""
+    there = _addresses(route.remote, route.remote_stride, remote_blocks)
+    here = _addresses(route.local, route.local_stride, local_blocks)
+    lengths = np.repeat(route.lengths, len(remote_blocks))
+    if (there[1:] < there[:-1]).any():
+        order = np.argsort(there)
+        there, here, lengths = there[order], here[order], lengths[order]
     begins = np.ones(len(there), dtype=np.bool_)
     begins[1:] = (there[1:] != there[:-1] + lengths[:-1]) | (here[1:] != here[:-1] + lengths[:-1])
     firsts = np.flatnonzero(begins)
     joined = np.add.reduceat(lengths, firsts)
-    return np.column_stack((there[firsts], joined)), np.column_stack((here[firsts], joined))
+    return _spans(there[firsts], joined, route.devices[0]), _spans(here[firsts], joined, route.devices[1])
+
+
+def _addresses(base: Numbers, stride: Numbers, blocks: Sequence[int]) -> Numbers:
+    """Piece by piece, in each the blocks in their order."""
+    return (base[:, None] + stride[:, None] * np.array(blocks, dtype=np.uint64)).ravel()
+
+
+def _spans(addresses: Numbers, lengths: Numbers, device: int) -> Numbers:
+    spans = np.empty((len(addresses), 3), dtype=np.uint64)
+    spans[:, 0], spans[:, 1], spans[:, 2] = addresses, lengths, device
+    return spans
 
 
 def parts_of(blocks: int, block_bytes: int, part_bytes: int = PART_BYTES) -> Iterator[tuple[int, int]]:
