@@ -94,8 +94,6 @@ class Worker:
         self._exchange = make_exchange(service, engine, Identity(worker_id, epoch))
         if self._exchange is not None:
             self._load.tell_of(self._exchange)
-        if self._exchange is not None:
-            self._load.tell_of(self._exchange)
         self._server = LegServer(
             service,
             engine,

@@ -57,7 +57,9 @@ class LegRecord:
     kv_transfer: bytes = b""
     """PREFILL: JSON of the ``kv_transfer_params`` that a decode engine needs; for engines without an exchange."""
     proof: KvProof | None = None
-    """Where the prompt's KV came from, of engines with an exchange."""
+    """Where the prompt's KV came from, of engines with an exchange; of several prompts, of all together."""
+    proofs: dict[str, KvProof] = field(default_factory=dict)
+    """The newest of each prompt, by the engine's own name for it."""
     queue_s: float = 0.0
     prefill_s: float = 0.0
     first_token_at: float = 0.0

@@ -59,7 +59,7 @@ class LegEngine(AsyncLLM):
         request_id = f"{request_id}-{next(self.numbers)}"
         waiting = self.meter.expect(prompt)
         outputs = super().generate(prompt, sampling_params, request_id, **options)
-        first, before = True, record.proof
+        first = True
         try:
             async for output in outputs:
                 if first:
@@ -67,7 +67,7 @@ class LegEngine(AsyncLLM):
                     self._note_prompt(record, output, self.meter.sources.take(request_id))
                     first = False
                 if self.has_exchange:
-                    take_proof(record, output, before)
+                    take_proof(record, request_id, output)
                     tell_truth(record, output)
                 _note_output(record, output)
                 yield output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import msgspec
@@ -45,28 +46,25 @@ def give_order(params: SamplingParams, order: LegOrder) -> None:
     params.extra_args = {**(params.extra_args or {}), TRANSFER: {PARAMS: _encode(order)}}
 
 
-def take_proof(record: LegRecord, output: RequestOutput, before: KvProof | None) -> None:
-    """From the output that carries it, so that no client sees it. One comes with the first token and one at the end,
-    which knows more; ``before`` is of the leg's earlier prompts.
+def take_proof(record: LegRecord, name: str, output: RequestOutput) -> None:
+    """From the output that carries it, so that no client sees it. One comes with the prompt's first token and one at
+    the end, which knows more.
     """
     packed = (output.kv_transfer_params or {}).get(PARAMS)
     output.kv_transfer_params = None
     if not isinstance(packed, bytes):
         return
-    record.proof = added(before, _decode(packed))
+    record.proofs[name] = _decode(packed)
+    record.proof = reduce(added, record.proofs.values())
     record.cached_tokens = record.proof.local_tokens
     record.received_tokens = record.proof.fetched_tokens
     record.received_bytes = sum(read.bytes for read in record.proof.reads)
 
 
-def added(before: KvProof | None, proof: KvProof) -> KvProof:
-    """Of a leg with several prompts, all together."""
-    if before is None:
-        return proof
-    sums: dict[str, Any] = {name: getattr(before, name) + getattr(proof, name) for name in SUMMED}
-    return msgspec.structs.replace(
-        before, **sums, refused=before.refused or proof.refused, reads=before.reads + proof.reads
-    )
+def added(one: KvProof, other: KvProof) -> KvProof:
+    """Of two prompts together."""
+    sums: dict[str, Any] = {name: getattr(one, name) + getattr(other, name) for name in SUMMED}
+    return msgspec.structs.replace(one, **sums, refused=one.refused or other.refused, reads=one.reads + other.reads)
 
 
 def tell_truth(record: LegRecord, output: RequestOutput) -> None:

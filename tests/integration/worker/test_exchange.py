@@ -136,6 +136,16 @@ async def test_no_client_sees_or_gives_the_connectors_parameters(pair, router, k
         assert answer.json()["kv_transfer_params"] is None
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_the_proof_of_several_prompts_is_of_all_of_them(pair, router, stream):
+    prompts = [prompt_of(100 + 50 * number, seed=410 + number) for number in range(3)]
+
+    answer = await router.leg(pair[1], LegKind.AGGREGATED, completion(prompts, stream=stream))
+
+    assert answer.report.kv.prompt_tokens == answer.report.prompt_tokens > 300
+    assert adds_up(answer.report.kv)
+
+
 async def test_workers_describe_themselves_with_the_time(pair, router):
     answers = [
         await router.bus.ask(
