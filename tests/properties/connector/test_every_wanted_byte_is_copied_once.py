@@ -39,7 +39,7 @@ def blocks(chance: random.Random, shape: Shape, count: int) -> list[int]:
 
 
 def copy(there: np.ndarray, here: np.ndarray) -> None:
-    for (source, length), (target, again) in zip(there.tolist(), here.tolist(), strict=True):
+    for (source, length, _), (target, again, _) in zip(there.tolist(), here.tolist(), strict=True):
         assert length == again
         ctypes.memmove(target, source, length)
 
@@ -73,8 +73,8 @@ def test_no_piece_can_be_made_longer(seed):
 
     for route in routes_to(reader, peer):
         there, here = spans_of(route, remote, local)
-        ends = {(int(a + n), int(b + n)) for (a, n), (b, _) in zip(there, here, strict=True)}
-        begins = {(int(a), int(b)) for (a, _), (b, _) in zip(there, here, strict=True)}
+        ends = {(int(a + n), int(b + n)) for (a, n, _), (b, _, _) in zip(there, here, strict=True)}
+        begins = {(int(a), int(b)) for (a, _, _), (b, _, _) in zip(there, here, strict=True)}
 
         assert not ends & begins
 
