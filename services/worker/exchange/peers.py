@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable
 
-from connector.core.calls import EngineCall, PeerGone
+from connector.core.calls import EngineCall, PeerConnected, PeerGone
 from services.worker.exchange.core.peer_book import RETRY_S, PeerBook
 from shared.bus.port import Bus, BusError, Envelope
 from shared.contracts.channels import KV_HANDSHAKE, WORKER_LOST, WORKER_RECORDS
@@ -43,6 +43,16 @@ class PeerWatch:
         """Requests name workers that the engine cannot read from yet."""
         self._book.want(worker_ids, self._clock.now())
         self._changed.set()
+
+    def connected(self, ends: list[PeerConnected]) -> None:
+        """The engine tried. One that cannot be read from costs every prompt that it holds."""
+        for end in ends:
+            if end.failure:
+                log.warning("KV of %s cannot be read: %s", end.worker_id, end.failure)
+                self._book.refused(end.worker_id, end.epoch, self._clock.now())
+                self._changed.set()
+            else:
+                log.info("connected to %s in %.0f ms", end.worker_id, end.seconds * 1000)
 
     async def follow(self) -> None:
         """Watch and ask, for ever."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from connector.core.calls import EngineCall, EngineNews, PeerConnected
+from connector.core.calls import EngineCall, EngineNews
 from services.worker.engines.port import EngineDead, EngineExchange, Identity
 from services.worker.exchange.core.peer_book import PeerBook
 from services.worker.exchange.desk import Desk
@@ -93,8 +93,7 @@ class WorkerExchange:
         self._fetches.ended(news.fetched)
         if news.wanted:
             self._peers.want(news.wanted)
-        for connected in news.connected:
-            log_connection(connected)
+        self._peers.connected(news.connected)
         if news.state is not None:
             self.state = news.state
             for listener in self._listeners:
@@ -114,11 +113,3 @@ class WorkerExchange:
             except TimeoutError:
                 self._line.add(EngineCall())
                 await changed.wait()
-
-
-def log_connection(connected: PeerConnected) -> None:
-    """A peer that cannot be read from costs every prompt that it holds."""
-    if connected.failure:
-        log.warning("KV of %s cannot be read: %s", connected.worker_id, connected.failure)
-    else:
-        log.info("connected to %s in %.0f ms", connected.worker_id, connected.seconds * 1000)

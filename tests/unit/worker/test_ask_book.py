@@ -6,12 +6,12 @@ import math
 
 import pytest
 
-from connector.core.calls import EngineCall
+from connector.core.calls import EngineCall, Peer, PeerGone
 from services.worker.exchange.core.ask_book import ASKS_MAX, AskBook, is_sound_lease, unclaimed
 from services.worker.exchange.core.one_call import one_call
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import LEASE_BLOCKS_MAX, KvGrant, NoGrant, ReleaseKv
-from tests.unit.worker.exchange_fakes import HASH, grant, lease
+from tests.unit.worker.exchange_fakes import HASH, grant, handshake, lease
 
 
 def asked(*asks) -> AskBook:
@@ -153,3 +153,11 @@ def test_a_lease_that_was_released_in_the_same_turn_is_not_asked_of_the_engine()
     assert [ask.ask_id for ask in both.leases] == ["a2"]
     assert len(both.releases) == 1
     assert [ask.ask_id for ask in one_call(calls[::-1]).leases] == ["a1", "a2"]
+
+
+def test_a_peer_that_came_back_in_the_same_turn_is_not_forgotten():
+    back = EngineCall(peers=[Peer(handshake=handshake("w1", epoch=2), clock_ahead_s=0.0)])
+    lost = EngineCall(gone=[PeerGone(worker_id=WorkerId("w1"), epoch=Epoch(epoch)) for epoch in (1, 2)])
+
+    assert [gone.epoch for gone in one_call([lost, back]).gone] == [1]
+    assert [gone.epoch for gone in one_call([back, lost]).gone] == [1, 2]

@@ -13,6 +13,7 @@ from services.worker.exchange.core.peer_book import (
     KEEP_ALIVE_S,
     MISSING_S_MAX,
     PEERS_MAX,
+    RECONNECT_S,
     RETRY_S,
     PeerBook,
 )
@@ -101,6 +102,16 @@ def test_a_wanted_peer_is_asked_at_once():
     assert one.due(1.0) == ["w1"]
 
 
+def test_a_peer_that_the_engine_cannot_connect_to_is_left_alone_for_a_while_even_when_wanted():
+    one = connected(now=0.0)
+    one.refused("w1", 1, 1.0)
+    one.want(["w1"], 1.0)
+
+    assert one.connected == 0
+    assert one.due(1.0) == []
+    assert one.due(1.0 + RECONNECT_S) == ["w1"]
+
+
 def test_a_new_life_ends_the_old_one_and_is_asked():
     one = connected(epoch=1)
 
@@ -127,8 +138,13 @@ def test_an_answer_of_a_later_life_than_the_record_says_ends_the_earlier():
 
 @pytest.mark.parametrize(
     "stale",
-    [handshake("w1", epoch=1), handshake("w2", epoch=2), handshake("w1", epoch=2, fingerprint="another")],
-    ids=["earlier life", "somebody else", "other KV"],
+    [
+        handshake("w1", epoch=1),
+        handshake("w2", epoch=2),
+        handshake("w1", epoch=2, fingerprint="another"),
+        handshake("w1", epoch=2, clock_s=math.nan),
+    ],
+    ids=["earlier life", "somebody else", "other KV", "no time"],
 )
 def test_an_answer_that_is_not_the_peers_own_is_none(stale):
     one = book()

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from connector.core.calls import EngineNews, FetchEnded, PeerGone
+from connector.core.calls import EngineNews, FetchEnded, PeerConnected, PeerGone
 from shared.bus.memory_bus import MemoryHub
 from shared.bus.port import AskRefused
 from shared.contracts.channels import KV_FETCH, KV_GRANT, KV_HANDSHAKE, KV_LEASE, KV_RELEASE, WORKER_LOST
@@ -185,6 +185,18 @@ async def test_a_worker_that_is_wanted_is_asked_again_at_once():
         reader.engine.tell(wanted=["h1"])
 
         assert len(await reader.engine.told("peers", 2)) == 2
+
+
+async def test_a_peer_that_cannot_be_connected_is_not_asked_again_at_once():
+    hub = MemoryHub()
+    async with exchanging(OneWorker(hub, "r1")) as reader, exchanging(OneWorker(hub, "h1")):
+        await reader.engine.told("peers")
+
+        reader.engine.tell(connected=[PeerConnected(worker_id="h1", epoch=1, failure="no route")], wanted=["h1"])
+        for _turn in range(50):
+            await asyncio.sleep(0)
+
+        assert len(reader.engine.every("peers")) == 1
 
 
 async def test_a_peer_that_is_lost_is_gone_and_its_next_life_is_known():

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from connector.core.calls import EngineCall
+from connector.core.calls import EngineCall, PeerGone
 from shared.contracts.kv_exchange import LeaseKv
 
 
 def one_call(calls: Sequence[EngineCall]) -> EngineCall:
-    """The same as all of them one after the other; an engine does releases before leases, so a lease that a later
-    release ends is left out.
+    """The same as all of them one after the other, though an engine does what is of one kind together: a lease that a
+    later release ends is left out, and so is the end of a peer that came back.
     """
     if len(calls) == 1:
         return calls[0]
     leases: dict[tuple[str, str], LeaseKv] = {}
+    ended: dict[tuple[str, int], PeerGone] = {}
     for call in calls:
+        for peer in call.peers:
+            ended.pop((peer.handshake.worker_id, peer.handshake.epoch), None)
+        ended.update({(gone.worker_id, gone.epoch): gone for gone in call.gone})
         for release in call.releases:
             for ask_id in release.ask_ids:
                 leases.pop((release.reader_id, ask_id), None)
@@ -23,7 +27,7 @@ def one_call(calls: Sequence[EngineCall]) -> EngineCall:
     return EngineCall(
         describe=any(call.describe for call in calls),
         peers=[peer for call in calls for peer in call.peers],
-        gone=[gone for call in calls for gone in call.gone],
+        gone=list(ended.values()),
         releases=[release for call in calls for release in call.releases],
         leases=list(leases.values()),
         grants=[grant for call in calls for grant in call.grants],

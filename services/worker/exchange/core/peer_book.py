@@ -21,6 +21,8 @@ ASKS_AT_ONCE_MAX = 8
 KEEP_ALIVE_S = 30.0
 RETRY_S = 1.0
 """After an ask that nobody answered."""
+RECONNECT_S = 5.0
+"""After an engine could not connect to a peer that described itself."""
 MISSING_S_MAX = 5.0
 """A peer whose record vanished is given up after that: when NATS lost its memory, its record is back sooner."""
 EXCHANGING = frozenset({WorkerPhase.READY, WorkerPhase.DRAINING})
@@ -106,7 +108,7 @@ class PeerBook:
         if known is None:
             return [], []
         is_its_own = handshake.worker_id == worker_id and handshake.fingerprint == self._fingerprint
-        if not is_its_own or handshake.epoch < known.epoch:
+        if not is_its_own or handshake.epoch < known.epoch or not math.isfinite(handshake.clock_s):
             self.failed(worker_id, now)
             return [], []
         gone = self._forget(worker_id) if handshake.epoch > known.epoch else []
@@ -121,6 +123,13 @@ class PeerBook:
         if known := self._known.get(worker_id):
             known.is_asked = False
             known.due_at = known.not_before = now + RETRY_S
+
+    def refused(self, worker_id: WorkerId, epoch: Epoch, now: float) -> None:
+        """The engine could not connect to it, and forgot it."""
+        known = self._known.get(worker_id)
+        if known is not None and known.epoch == epoch:
+            known.connected = False
+            known.due_at = known.not_before = now + RECONNECT_S
 
     def expired(self, now: float) -> list[PeerGone]:
         """Peers whose records did not come back."""
