@@ -91,8 +91,10 @@ class Fetch:
         ask = next((ask for ask in self.asks if ask.ask_id == grant.ask_id), None)
         if ask is None or not ask.open or ask.peer != (grant.worker_id, grant.epoch):
             return
-        blocks = unpack_block_ids(grant.block_ids)
-        if blocks:
+        blocks = _blocks(grant.block_ids)
+        if blocks is None:
+            ask.close("the grant cannot be read")
+        elif blocks:
             first = max(ask.granted_end, ask.first)
             if self._fits(ask, grant, first, len(blocks)):
                 ask.granted(Segment(first, blocks, grant.until_s), now)
@@ -163,7 +165,7 @@ class Fetch:
 
     def _take(self, offer: KvOffer, now: float) -> None:
         """Use an offer if it is of the very same prompt: an edited history has other hashes, and is fetched by them."""
-        blocks, hashes = unpack_block_ids(offer.block_ids), self.plan.hashes
+        blocks, hashes = _blocks(offer.block_ids) or [], self.plan.hashes
         if not 0 < len(blocks) <= len(hashes) or hashes[len(blocks) - 1] != offer.last_hash:
             return
         end = min(len(blocks), self.plan.goal)
@@ -288,3 +290,11 @@ class Fetch:
             return
         ask.released = True
         self.plan.effects.releases.append(release_of(self.plan, ask))
+
+
+def _blocks(packed: bytes) -> list[int] | None:
+    """None: no holder of ours packs like this."""
+    try:
+        return unpack_block_ids(packed)
+    except ValueError:
+        return None
