@@ -15,7 +15,7 @@ from services.worker.engines.simulated_mover import DirectMover, agent_name, dir
 from shared.contracts.kv_exchange import KvGrant, LeaseKv, ReleaseKv
 
 LATENCY_S = 0.001
-EVENTS_MAX = 2_000_000
+EVENTS_MAX = 500_000
 
 Message = LeaseKv | KvGrant | ReleaseKv
 Carry = Callable[[Message], list[tuple[float, Message]]]
@@ -33,6 +33,7 @@ class Member:
         self.key = (settings.worker_id, settings.epoch)
         self.ahead_s = ahead_s
         self._fleet_now = clock
+        self._woken_at = ahead_s
         self.core = EngineCore(settings, model)
         self.agent = network.agent(agent_name(*self.key))
         self.mover: DirectMover = direct_mover(self.core, self.agent, "one-model", self.now)
@@ -43,7 +44,12 @@ class Member:
         self.connected = []
 
     def now(self) -> float:
-        return self._fleet_now() + self.ahead_s
+        """Not a rounding error earlier than it wanted to be woken."""
+        return max(self._fleet_now() + self.ahead_s, self._woken_at)
+
+    def woken(self, at: float) -> None:
+        """It is that time on its clock."""
+        self._woken_at = at
 
 
 class Fleet:
@@ -54,7 +60,7 @@ class Fleet:
         self.carry = carry
         self.members: dict[str, Member] = {}
         self.network = MemoryNetwork()
-        self.tokens: dict[object, list[int]] = {}
+        self.on_ended: Callable[[Sequence], None] = lambda _sequence: None
         self.on_turn: Callable[[Member], None] = lambda _member: None
         self._model = model
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -93,9 +99,7 @@ class Fleet:
         if not member.alive:
             return
         core = member.core
-        for sequence, token in core.advance(member.now()):
-            if token is not None:
-                self.tokens.setdefault(sequence.owner, []).append(token)
+        ended = [sequence for sequence, _ in core.advance(member.now()) if sequence.finish_reason]
         orders = core.exchange.take_orders()
         member.mover.obey(orders)
         if core.exchange.moving or orders:
@@ -110,17 +114,19 @@ class Fleet:
         if wakes_at is not None:
             self.wake(member, wakes_at)
         self.on_turn(member)
+        for sequence in ended:
+            self.on_ended(sequence)
 
     def wake(self, member: Member, at: float) -> None:
         """Have a turn then, on its clock; earlier ones stay."""
-        at -= member.ahead_s
         if member.wakes_at is None or at < member.wakes_at:
             member.wakes_at = at
-            self.at(at, lambda: self._woken(member, at))
+            self.at(at - member.ahead_s, lambda: self._woken(member, at))
 
     def _woken(self, member: Member, at: float) -> None:
         if member.wakes_at == at:
             member.wakes_at = None
+            member.woken(at)
             self.turn(member)
 
     def deliver(self, news: EngineNews, sender: Member) -> None:

@@ -1,0 +1,269 @@
+"""Requests of all kinds against a fleet of simulated engines, and everything that may go wrong meanwhile, by a seed."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from services.worker.core.simulation.sequence import ABORT, CACHE_THRESHOLD, Sequence, Wish
+from shared.contracts.kv_exchange import KvGrant, KvOffer, KvSource, LegOrder
+from tests.unit.worker.simulation.builders import BLOCK, MODEL, VOCABULARY, answer, completion, engine, settings
+from tests.unit.worker.simulation.fleet import LATENCY_S, Carry, Fleet, Member, Message
+
+WAIT_S_MAX = 3.0
+ANSWER_TOKENS_MAX = 12
+BLOCKS = 192
+CLOCKS_APART_S = 1000.0
+
+
+@dataclass(eq=False)
+class Request:
+    """What a client asked for, and its legs."""
+
+    prompt: list[int]
+    max_tokens: int
+    kind: str
+    legs: list[tuple[Member, Sequence]] = field(default_factory=list)
+    end: str = ""
+
+
+def lossy(draw: random.Random, *, lost=0.0, late=0.0, twice=0.0, spoilt=0.0) -> Carry:
+    """A bus that loses, delays (and so reorders), repeats and spoils messages, each with its probability."""
+
+    def carry(message: Message) -> list[tuple[float, Message]]:
+        if draw.random() < lost:
+            return []
+        if isinstance(message, KvGrant) and draw.random() < spoilt:
+            message = spoil(draw, message)
+        delay_s = draw.uniform(0.0, 1.0) if draw.random() < late else LATENCY_S
+        copies = [(delay_s, message)]
+        if draw.random() < twice:
+            copies.append((delay_s + draw.uniform(0.0, 0.5), message))
+        return copies
+
+    return carry
+
+
+def spoil(draw: random.Random, grant: KvGrant) -> KvGrant:
+    """A reply as no holder would give it, or one of another life, or of another prompt."""
+    changes: dict[str, object] = draw.choice(
+        [
+            {"block_ids": grant.block_ids[:-4]},
+            {"block_ids": grant.block_ids[:-1]},
+            {"block_ids": grant.block_ids * 3},
+            {"last_hash": bytes(32)},
+            {"epoch": grant.epoch - 1},
+            {"first": grant.first + 1},
+            {"until_s": grant.until_s - 1000.0},
+            {"ask_id": "nobody-asked"},
+            {"final": True},
+        ]
+    )
+    return msgspec.structs.replace(grant, **changes)
+
+
+class Traffic:
+    """A router's part, and a client's, without either."""
+
+    def __init__(self, seed: int, *, workers: int, carry: Callable[[random.Random], Carry] = lossy, **engines) -> None:
+        self.draw = random.Random(seed)
+        self.fleet = Fleet(MODEL, carry=carry(self.draw))
+        self.fleet.on_ended = self._ended
+        self.requests: list[Request] = []
+        self.proofs = Counter()
+        self.kills = 0
+        self._engines = {"kv_blocks": BLOCKS, "max_num_batched_tokens": 64, "kv_lease_s": 5.0, **engines}
+        self._done: list[Request] = []
+        self._epochs = Counter()
+        self._truth = engine(kv_blocks=20_000, max_num_batched_tokens=4096)
+        self._waiting: dict[Sequence, Callable[[], None]] = {}
+        for number in range(workers):
+            self.start(f"w{number}")
+
+    def start(self, worker_id: str) -> Member:
+        """A worker's next life."""
+        self._epochs[worker_id] += 1
+        made = settings(worker_id=worker_id, epoch=self._epochs[worker_id], **self._engines)
+        return self.fleet.add(made, ahead_s=self.draw.uniform(0.0, CLOCKS_APART_S))
+
+    def alive(self) -> list[Member]:
+        return [member for member in self.fleet.members.values() if member.alive]
+
+    # What happens
+
+    def send(self, count: int, *, per_s: float, aborted: float = 0.0) -> None:
+        """So many requests, at random times; a share of them is given up by its clients."""
+        at = self.fleet.now
+        for _ in range(count):
+            at += self.draw.expovariate(per_s)
+            self.fleet.at(at, lambda: self._send(aborted))
+
+    def kill_now_and_then(self, count: int, *, every_s: float) -> None:
+        """Workers die without a word, are missed some time later, and come back as another life."""
+        for number in range(count):
+            self.fleet.later(every_s * (number + self.draw.random()), self._kill)
+
+    def run(self) -> None:
+        """Until nothing is left to do."""
+        self.fleet.run()
+
+    def _kill(self) -> None:
+        member = self.draw.choice(self.alive())
+        self.kills += 1
+        for request in self.requests:
+            for on, sequence in request.legs:
+                if on is member and not sequence.finish_reason and sequence is request.legs[-1][1] and not request.end:
+                    request.end = "worker lost"
+        self.fleet.kill(member, notice_s=self.draw.uniform(0.0, 2.0))
+        self.fleet.later(self.draw.uniform(0.1, 3.0), lambda: self.start(member.key[0]))
+
+    def _send(self, aborted: float) -> None:
+        kinds = (self._aggregated, self._handed_over, self._handed_over, self._streamed, self._read_back, self._picky)
+        request = self.draw.choice(kinds)()
+        self.requests.append(request)
+        if self.draw.random() < aborted:
+            self.fleet.later(self.draw.expovariate(20.0), lambda: self._abort(request))
+
+    def _abort(self, request: Request) -> None:
+        if request.end:
+            return
+        request.end = "client gone"
+        for member, sequence in request.legs:
+            if member.alive and not sequence.finish_reason:
+                self.fleet.abort(member, sequence)
+
+    def _leg(self, request: Request, member: Member, order: LegOrder, max_tokens: int) -> Sequence:
+        wish = Wish(max_tokens=max_tokens, ignore_eos=True, order=order)
+        sequence = member.core.add(request, list(request.prompt), wish, member.now())
+        request.legs.append((member, sequence))
+        return sequence
+
+    # Kinds of requests
+
+    def _request(self, kind: str) -> Request:
+        """Some prompts begin alike."""
+        family, length = self.draw.randrange(8), self.draw.randrange(1, 40) * BLOCK + self.draw.randrange(BLOCK)
+        shared = [(family * 7 + index * 3) % VOCABULARY for index in range(self.draw.randrange(0, 60))]
+        own = [self.draw.randrange(10, VOCABULARY) for _ in range(max(1, length - len(shared)))]
+        return Request(
+            prompt=(shared + own)[: length + 1], max_tokens=self.draw.randint(1, ANSWER_TOKENS_MAX), kind=kind
+        )
+
+    def _pair(self) -> tuple[Member, Member]:
+        one, other = self.draw.sample(self.alive(), 2)
+        return one, other
+
+    def _aggregated(self) -> Request:
+        request = self._request("aggregated")
+        member = self.draw.choice(self.alive())
+        self._leg(request, member, LegOrder(), request.max_tokens)
+        self.fleet.turn(member)
+        return request
+
+    def _handed_over(self) -> Request:
+        request = self._request("handed over")
+        holder, reader = self._pair()
+        prefill = self._leg(request, holder, LegOrder(offer=True), 1)
+        self._waiting[prefill] = lambda: self._decode(request, reader, prefill)
+        self.fleet.turn(holder)
+        return request
+
+    def _decode(self, request: Request, reader: Member, prefill: Sequence) -> None:
+        if request.end:
+            return
+        if not reader.alive:
+            request.end = "worker lost"
+            return
+        offer: KvOffer | None = prefill.account.proof.offer
+        self._leg(request, reader, LegOrder(take=offer), request.max_tokens)
+        self.fleet.turn(reader)
+
+    def _streamed(self) -> Request:
+        request = self._request("streamed")
+        holder, reader = self._pair()
+        self._leg(request, holder, LegOrder(), 1)
+        order = LegOrder(sources=[source_of(holder, follow=True)], wait_s_max=WAIT_S_MAX)
+        self._leg(request, reader, order, request.max_tokens)
+        for member in self.draw.sample([holder, reader], 2):
+            self.fleet.turn(member)
+        return request
+
+    def _read_back(self) -> Request:
+        earlier = [one for one in self._done[-50:] if len(one.prompt) < 300]
+        if not earlier:
+            return self._aggregated()
+        turn = self.draw.choice(earlier)
+        request = self._request("read back")
+        request.prompt = [*turn.legs[-1][1].tokens, *request.prompt[:20]]
+        if self.draw.random() < 0.2:
+            request.prompt[self.draw.randrange(len(request.prompt))] = 5
+        sources = [source_of(member) for member, _ in turn.legs] + [source_of(self._pair()[0])]
+        member = self.draw.choice(self.alive())
+        self._leg(request, member, LegOrder(sources=sources, wait_s_max=WAIT_S_MAX), request.max_tokens)
+        self.fleet.turn(member)
+        return request
+
+    def _picky(self) -> Request:
+        request = self._request("picky")
+        holder, member = self._pair()
+        order = LegOrder(sources=[source_of(holder)], cache_hit_threshold=self.draw.random(), wait_s_max=WAIT_S_MAX)
+        self._leg(request, member, order, request.max_tokens)
+        self.fleet.turn(member)
+        return request
+
+    # What came of it
+
+    def _ended(self, sequence: Sequence) -> None:
+        request: Request = sequence.owner
+        if (go_on := self._waiting.pop(sequence, None)) is not None:
+            go_on()
+            return
+        if sequence is not request.legs[-1][1] or request.end:
+            return
+        request.end = sequence.finish_reason
+        self.count(sequence)
+        if request.end not in (CACHE_THRESHOLD, ABORT):
+            self._done.append(request)
+
+    def count(self, sequence: Sequence) -> None:
+        """Every proof adds up."""
+        proof = sequence.account.proof
+        assert proof is not None
+        if not proof.refused:
+            assert proof.prompt_tokens == sequence.prompt_tokens
+            assert proof.local_tokens + proof.fetched_tokens + proof.recomputed_tokens == proof.prompt_tokens
+        for name in ("local_tokens", "fetched_tokens", "recomputed_tokens", "refetched_tokens", "preemptions"):
+            assert getattr(proof, name) >= 0
+            self.proofs[name] += getattr(proof, name)
+
+    def right_tokens(self, request: Request) -> list[int]:
+        """Of one engine alone."""
+        wish = Wish(max_tokens=request.max_tokens, ignore_eos=True)
+        return completion(answer(self._truth, request.prompt, wish))
+
+    def check_answers(self) -> Counter:
+        """Every request has ended, with the right tokens or with a reason; answers how many with which."""
+        for request in self.requests:
+            assert request.end, f"{request.kind} never ended"
+            if request.end == "length":
+                assert completion(request.legs[-1][1]) == self.right_tokens(request), request.kind
+        return Counter(request.end for request in self.requests)
+
+    def check_at_rest(self) -> None:
+        """Nothing is held for anybody, anywhere."""
+        for member in self.alive():
+            core = member.core
+            assert not list(core.batch.everyone())
+            assert core.cache.free == core.cache.blocks
+            assert core.exchange.holder.counts.pinned_blocks == 0
+            assert core.exchange.holder.counts.leases == 0
+            assert core.exchange.reader.idle
+            assert core.wakes_at() is None
+
+
+def source_of(member: Member, *, follow: bool = False) -> KvSource:
+    return KvSource(worker_id=member.key[0], epoch=member.key[1], follow=follow)
