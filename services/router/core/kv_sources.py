@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from services.router.core.cluster_view import WorkerView
 from shared.contracts.ids import WorkerId
@@ -16,45 +15,48 @@ SOURCES_MAX = 2
 """The second is asked for what the first no longer has."""
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """A worker and how many blocks of the prompt, from its start, it is believed to hold."""
-
-    view: WorkerView
-    blocks: int
-
-
 def exchanges_kv(record: WorkerRecord) -> bool:
     """Whether its engine can be asked for KV by content."""
     return record.fingerprint.connector.startswith(CONNECTOR)
 
 
-def rank_holders(views: Iterable[WorkerView], matches: Mapping[WorkerId, int], tokens_min: int) -> list[Holder]:
-    """Those that anybody might want to ask, the longest match first."""
-    holders = [
-        Holder(view, blocks)
-        for view in views
-        if (blocks := matches.get(view.record.worker_id, 0)) * view.record.hashing.block_size >= tokens_min
-        and blocks
-        and exchanges_kv(view.record)
-    ]
-    holders.sort(key=lambda holder: -holder.blocks)
-    return holders
+class Holders:
+    """Who holds how many blocks of one prompt, from its start, the longest first. Too few tokens count as none."""
+
+    __slots__ = ("_ranked", "_tokens_min")
+
+    def __init__(self, views: Iterable[WorkerView], matches: Mapping[WorkerId, int], tokens_min: int) -> None:
+        self._tokens_min = max(1, tokens_min)
+        self._ranked: list[tuple[int, WorkerView]] = []
+        for view in views:
+            blocks = matches.get(view.record.worker_id, 0)
+            if blocks * view.record.hashing.block_size >= self._tokens_min and exchanges_kv(view.record):
+                self._ranked.append((blocks, view))
+        self._ranked.sort(key=lambda ranked: -ranked[0])
+
+    def blocks_beyond(self, view: WorkerView, first: int, blocks_max: int) -> int:
+        """How many blocks from ``first`` on, up to ``blocks_max``, ``view`` may have from somebody."""
+        for blocks, holder in self._ranked:
+            gain = min(blocks, blocks_max) - first
+            if gain * view.record.hashing.block_size < self._tokens_min:
+                return 0
+            if holder is not view and holder.pairs_with == view.pairs_with:
+                return gain
+        return 0
+
+    def sources(self, view: WorkerView, first: int, blocks_max: int) -> tuple[KvSource, ...]:
+        """Whom ``view`` should ask for them."""
+        sources: list[KvSource] = []
+        for blocks, holder in self._ranked:
+            end = min(blocks, blocks_max)
+            if len(sources) == SOURCES_MAX or (end - first) * view.record.hashing.block_size < self._tokens_min:
+                break
+            if holder is not view and holder.pairs_with == view.pairs_with:
+                sources.append(source_of(holder, first=first, end=end))
+        return tuple(sources)
 
 
-def sources_beyond(
-    view: WorkerView, first: int, blocks_max: int, holders: list[Holder], tokens_min: int
-) -> tuple[KvSource, ...]:
-    """Whom ``view`` should ask for blocks from ``first`` on; nobody, when they have too few more to be worth it."""
-    gain_min = max(1, -(-tokens_min // view.record.hashing.block_size))
-    sources: list[KvSource] = []
-    for holder in holders:
-        end = min(holder.blocks, blocks_max)
-        if len(sources) == SOURCES_MAX or end - first < gain_min:
-            break
-        if holder.view is not view and holder.view.pairs_with == view.pairs_with:
-            sources.append(source_of(holder.view, first=first, end=end))
-    return tuple(sources)
+NOBODY = Holders((), {}, 0)
 
 
 def source_of(view: WorkerView, *, first: int = 0, end: int = 0, follow: bool = False) -> KvSource:

@@ -9,7 +9,7 @@ import msgspec
 
 from services.router.core import cost_model as cost
 from services.router.core.cluster_view import ClusterView, WorkerView
-from services.router.core.kv_sources import Holder, exchanges_kv, rank_holders, source_of, sources_beyond
+from services.router.core.kv_sources import NOBODY, Holders, exchanges_kv, source_of
 from services.router.core.prefix_index import PrefixIndex
 from services.router.core.request import Mode
 from shared.contracts.failures import Reason
@@ -97,7 +97,7 @@ class Offer:
     view: WorkerView
     cached: int
     fetched: int
-    sources: tuple[KvSource, ...]
+    """Tokens that it should have from others."""
     prefill_s: float
     """Queue, fetch and computation of what is not cached."""
     decode_s: float
@@ -118,22 +118,22 @@ def place(need: Need, cluster: ClusterView, index: PrefixIndex, policy: Policy, 
     matches = index.match(need.hashes) if need.hashes else {}
     tokens_min = policy.fetch_tokens_min if need.fetch_tokens_min is None else need.fetch_tokens_min
     # What cannot be split may need its prompt computed, such as for the prompt's log probabilities.
-    holders = rank_holders(fit, matches, tokens_min) if matches and not need.whole else []
-    offers = [make_offer(view, need, matches.get(view.record.worker_id, 0), holders, tokens_min) for view in free]
+    holders = Holders(fit, matches, tokens_min) if matches and not need.whole else NOBODY
+    offers = [make_offer(view, need, matches.get(view.record.worker_id, 0), holders) for view in free]
     why = need.whole or ("asked for" if need.mode is Mode.AGGREGATED else "")
     if not why:
         pair = best_pair(offers, policy, apart=need.mode is Mode.DISAGGREGATED)
         if pair is not None and pair[0] is not pair[1]:
-            return place_apart(pair, need, cluster, policy)
+            return place_apart(pair, need, cluster, policy, holders)
         if need.mode is Mode.DISAGGREGATED:
             message = "No prefill and decode workers of the same fingerprint are ready for this model."
             return Refused(reason=Reason.NO_WORKER, message=message, retry_after_s=RETRY_AFTER_S)
         why = "one role is missing" if pair is None else "one worker is best for both legs"
         if pair is not None:
-            return place_whole(pair[0], need, cluster, why)
+            return place_whole(pair[0], need, cluster, holders, why)
     answering = [offer for offer in offers if offer.view.record.role is not Role.PREFILL] or offers
     best = pick(answering, [offer.whole_s for offer in answering], policy)
-    return place_whole(best, need, cluster, why)
+    return place_whole(best, need, cluster, holders, why)
 
 
 def refuse(need: Need, cluster: ClusterView, *, busy: bool) -> Refused:
@@ -147,26 +147,35 @@ def refuse(need: Need, cluster: ClusterView, *, busy: bool) -> Refused:
     return Refused(reason=Reason.NO_WORKER, message=message, retry_after_s=RETRY_AFTER_S)
 
 
-def make_offer(view: WorkerView, need: Need, blocks_held: int, holders: list[Holder], fetch_tokens_min: int) -> Offer:
-    """The predicted cost of this request there. The last prompt token is always computed, however much is cached."""
+def make_offer(view: WorkerView, need: Need, blocks_held: int, holders: Holders) -> Offer:
+    """The predicted cost of this request there."""
     block_size = view.record.hashing.block_size
-    blocks_max = max(0, need.prompt_tokens - 1) // block_size
+    blocks_max = blocks_cacheable(view, need)
     blocks = min(blocks_held, blocks_max)
     cached = blocks * block_size
     uncached = need.prompt_tokens - cached
     decode_s = cost.decode_s(view, need.prompt_tokens, need.tokens_out)
     transfer_s = cost.transfer_s(view, uncached)
-    computing_s, fetched = cost.prefill_s(view, uncached), 0
-    sources = sources_beyond(view, blocks, blocks_max, holders, fetch_tokens_min) if holders else ()
-    if sources:
-        tokens = (sources[0].end - blocks) * block_size
-        fetching_s = cost.fetch_s(view, tokens) + cost.prefill_s(view, uncached - tokens)
-        if fetching_s < computing_s:
-            computing_s, fetched = fetching_s, tokens
-        else:
-            sources = ()
-    prefill_s = cost.queue_s(view) + computing_s
-    return Offer(view, cached, fetched, sources, prefill_s, transfer_s + decode_s, prefill_s + decode_s)
+    prefill_s, fetched = cost.prefill_s(view, uncached), 0
+    if holders is not NOBODY and (beyond := holders.blocks_beyond(view, blocks, blocks_max)):
+        fetching_s = cost.fetch_s(view, beyond * block_size) + cost.prefill_s(view, uncached - beyond * block_size)
+        if fetching_s < prefill_s:
+            prefill_s, fetched = fetching_s, beyond * block_size
+    prefill_s += cost.queue_s(view)
+    return Offer(view, cached, fetched, prefill_s, transfer_s + decode_s, prefill_s + decode_s)
+
+
+def blocks_cacheable(view: WorkerView, need: Need) -> int:
+    """Blocks of the prompt that need not be computed. The last token always is, however much is cached."""
+    return max(0, need.prompt_tokens - 1) // view.record.hashing.block_size
+
+
+def sources_of(offer: Offer, need: Need, holders: Holders) -> tuple[KvSource, ...]:
+    """Whom that worker should ask before it computes the prompt."""
+    if not offer.fetched:
+        return ()
+    first = offer.cached // offer.view.record.hashing.block_size
+    return holders.sources(offer.view, first, blocks_cacheable(offer.view, need))
 
 
 def best_pair(offers: list[Offer], policy: Policy, *, apart: bool) -> tuple[Offer, Offer] | None:
@@ -215,7 +224,9 @@ def pick(offers: list[Offer], costs: list[float], policy: Policy) -> Offer:
     return min(near, key=lambda offer: (offer.view.own_legs, offer.view.picked_at_turn))
 
 
-def place_apart(pair: tuple[Offer, Offer], need: Need, cluster: ClusterView, policy: Policy) -> Placed:
+def place_apart(
+    pair: tuple[Offer, Offer], need: Need, cluster: ClusterView, policy: Policy, holders: Holders
+) -> Placed:
     """Two workers, one leg each."""
     prefill, decode = pair
     cluster.picked(prefill.view, decode.view)
@@ -229,14 +240,14 @@ def place_apart(pair: tuple[Offer, Offer], need: Need, cluster: ClusterView, pol
         cached_tokens=prefill.cached,
         fetched_tokens=prefill.fetched,
         uncached_tokens=uncached,
-        sources=prefill.sources,
+        sources=sources_of(prefill, need, holders),
         handoff=(source_of(prefill.view, follow=streamed),) if exchange else (),
         streamed=streamed,
         predicted_s=prefill.prefill_s + decode.decode_s,
     )
 
 
-def place_whole(offer: Offer, need: Need, cluster: ClusterView, why: str) -> Placed:
+def place_whole(offer: Offer, need: Need, cluster: ClusterView, holders: Holders, why: str) -> Placed:
     """One worker for all of it."""
     cluster.picked(offer.view)
     return Placed(
@@ -245,7 +256,7 @@ def place_whole(offer: Offer, need: Need, cluster: ClusterView, why: str) -> Pla
         cached_tokens=offer.cached,
         fetched_tokens=offer.fetched,
         uncached_tokens=need.prompt_tokens - offer.cached - offer.fetched,
-        sources=offer.sources,
+        sources=sources_of(offer, need, holders),
         predicted_s=offer.whole_s,
         why=why,
     )
