@@ -24,11 +24,11 @@ from connector.transfers import Transfers
 from tests.kv_engines import RankMemory, ReadingRank, Shape
 from tests.kv_holders import Holder, start_holder
 
-ROUNDS = 15
+ROUNDS = 25
 MB = 1_000_000
 SIZES_MB = (1, 4, 16, 64, 256)
 SHAPE = Shape(layers=16, block_size=32, content=64, kv_heads=4, blocks=1024)
-POLL_S = 0.000_05
+POLL_S = 0.000_2
 
 
 class Bench:

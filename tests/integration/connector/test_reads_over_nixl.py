@@ -22,9 +22,9 @@ from tests.kv_holders import Holder, start_holder
 pytest.importorskip("nixl")
 
 REPORT_S_MAX = 20.0
-BIG = Shape(blocks=128, layers=2, block_size=64, content=256)
-"""64 MB: 512 KB a block."""
-PART_BLOCKS = read_plan.PART_BYTES // (512 << 10)
+BIG = Shape(blocks=128, layers=2, block_size=64, content=512)
+"""128 MB: 1 MB a block."""
+PART_BLOCKS = read_plan.PART_BYTES // (1 << 20)
 
 
 @dataclass

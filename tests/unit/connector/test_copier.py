@@ -16,9 +16,9 @@ from connector.memory_agent import MemoryAgent, MemoryNetwork
 from shared.contracts.kv_exchange import KvHandshake
 from tests.kv_engines import RankMemory, ReadingRank, Shape, handshake
 
-BIG = Shape(blocks=64, layers=2, block_size=64, content=256)
-"""2 x 4 x 64 x 256 x 4 bytes: 512 KB a block, 32 blocks a part."""
-PART_BLOCKS = read_plan.PART_BYTES // (512 << 10)
+BIG = Shape(blocks=64, layers=2, block_size=64, content=512)
+"""2 x 4 x 64 x 512 x 4 bytes: 1 MB a block, 32 blocks a part."""
+PART_BLOCKS = read_plan.PART_BYTES // (1 << 20)
 
 
 @dataclass
@@ -263,7 +263,7 @@ def test_a_connection_that_does_not_work_in_time_is_reported():
 
 
 def test_the_ranks_of_an_engine_report_the_same_parts():
-    shape = Shape(ranks=2, blocks=64, layers=2, block_size=64, content=256)
+    shape = Shape(ranks=2, blocks=64, layers=2, block_size=64, content=512)
     cut = []
     for rank in range(2):
         world = World(shape)

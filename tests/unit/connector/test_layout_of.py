@@ -1,0 +1,166 @@
+"""vLLM's own KV caches in the exchange's words, and which engines are refused with what reason."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from connector.core.layout import UnsupportedLayout
+
+torch = pytest.importorskip("torch")
+interface = pytest.importorskip("vllm.v1.kv_cache_interface")
+
+from vllm.v1.kv_cache_layout import KVCacheLayout  # noqa: E402
+
+from connector.layout_of import (  # noqa: E402
+    dims_of,
+    layers_of,
+    refuse_unsupported,
+    regions_of,
+    required_layout,
+)
+
+BLOCKS, LAYERS, HEADS, TOKENS, SIZE = 6, 3, 4, 32, 8
+
+
+def attention(**changes):
+    values = {"block_size": TOKENS, "num_kv_heads": HEADS, "head_size": SIZE, "dtype": torch.float32} | changes
+    return interface.FullAttentionSpec(**values)
+
+
+def latent():
+    return interface.MLAAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=SIZE, dtype=torch.float32)
+
+
+def cache_of(spec, layout=KVCacheLayout.LBHNC, kernel_block_size=None):
+    """The tensors and the configuration, made as vLLM's worker makes them."""
+    page = spec.page_size_bytes
+    names = [f"model.layers.{number}.attn" for number in (0, 10, 2)[:LAYERS]]
+    compact = layout.is_layer_compact
+    placed = interface.KVCacheTensor(
+        size=page * BLOCKS * LAYERS,
+        layers=names,
+        layer_stride=page * BLOCKS if compact else page,
+        block_stride=page if compact else page * LAYERS,
+    )
+    config = interface.KVCacheConfig(BLOCKS, [placed], [interface.KVCacheGroupSpec(names, spec)])
+    raw = torch.zeros(placed.size * (1 if layout.is_block_compact else 2), dtype=torch.int8)
+    views = interface.create_kv_cache_views(raw, spec, BLOCKS, layout, placed, kernel_block_size)
+    return dict(zip(names, views, strict=True)), config
+
+
+def test_a_layer_of_vllm_is_one_plane_of_heads_and_layers_come_in_the_order_of_their_numbers():
+    caches, config = cache_of(attention())
+
+    layers = layers_of(caches, config)
+
+    assert [layer.base for layer in layers] == [caches[f"model.layers.{n}.attn"].data_ptr() for n in (0, 2, 10)]
+    (plane,) = layers[0].planes
+    assert (plane.offset, plane.heads, plane.head_bytes) == (0, HEADS, TOKENS * 2 * SIZE * 4)
+    assert layers[0].block_stride == HEADS * plane.head_bytes
+
+
+def test_blocks_of_all_layers_together_are_read_layer_by_layer():
+    caches, config = cache_of(attention(), KVCacheLayout.BLHNC)
+
+    layers = layers_of(caches, config)
+
+    assert layers[0].block_stride == LAYERS * HEADS * layers[0].planes[0].head_bytes
+
+
+def test_kernel_blocks_are_planes():
+    caches, config = cache_of(attention(), kernel_block_size=16)
+
+    layers = layers_of(caches, config)
+
+    assert [plane.offset for plane in layers[0].planes] == [0, layers[0].block_stride // 2]
+
+
+def test_a_latent_cache_is_one_head():
+    caches, config = cache_of(latent())
+
+    assert [plane.heads for plane in layers_of(caches, config)[0].planes] == [1]
+
+
+@pytest.mark.parametrize("layout", [KVCacheLayout.LBNHC, KVCacheLayout.LHBNC])
+def test_a_layout_whose_heads_are_not_side_by_side_is_refused(layout):
+    caches, config = cache_of(attention(), layout)
+
+    with pytest.raises(UnsupportedLayout, match="set it to HND"):
+        layers_of(caches, config)
+
+
+def test_memory_that_layers_share_is_registered_once():
+    caches, config = cache_of(attention())
+
+    (region,) = regions_of(caches)
+
+    assert region.length == config.kv_cache_tensors[0].size
+    assert (region.device, region.device_id) == ("cpu", 0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims"),
+    [
+        ((2, BLOCKS, HEADS, TOKENS, SIZE), "KBHNC"),
+        ((2, BLOCKS, TOKENS, HEADS, SIZE), "KBNHC"),
+        ((BLOCKS, 2, HEADS, TOKENS, SIZE), "BKHNC"),
+        ((BLOCKS, TOKENS, SIZE), "BNC"),
+    ],
+)
+def test_older_shapes_are_known(shape, dims):
+    assert dims_of("layer", shape, attention(), BLOCKS) == dims
+
+
+def engine(spec=None, groups=None, *, kv_heads=HEADS, mla=False, **parallel):
+    """What refuse_unsupported looks at."""
+    sizes = {
+        "tensor_parallel_size": 1, "pipeline_parallel_size": 1,
+        "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1,
+    }  # fmt: skip
+    model = SimpleNamespace(use_mla=mla, get_total_num_kv_heads=lambda: kv_heads)
+    groups = groups or [interface.KVCacheGroupSpec(["layers.0"], spec or attention())]
+    return (
+        SimpleNamespace(model_config=model, parallel_config=SimpleNamespace(**(sizes | parallel))),
+        interface.KVCacheConfig(BLOCKS, [], groups),
+    )
+
+
+def test_plain_attention_and_latent_caches_are_served_on_any_number_of_ranks():
+    refuse_unsupported(*engine())
+    refuse_unsupported(*engine(tensor_parallel_size=8))
+    refuse_unsupported(*engine(latent(), mla=True, tensor_parallel_size=2))
+
+
+@pytest.mark.parametrize(
+    ("which", "why"),
+    [
+        (engine(pipeline_parallel_size=2), "pipeline_parallel_size is 2: each stage holds other layers"),
+        (engine(decode_context_parallel_size=2), "a block's tokens are spread over ranks"),
+        (engine(prefill_context_parallel_size=2), "a block's tokens are spread over ranks"),
+        (engine(kv_heads=6, tensor_parallel_size=4), "6 KV heads do not divide over 4"),
+        (engine(attention(sliding_window=128)), "cannot stand for a prefix"),
+        (
+            engine(interface.SlidingWindowSpec(block_size=32, num_kv_heads=4, head_size=8, dtype=torch.float32, sliding_window=64)),
+            "SlidingWindowSpec",
+        ),
+        (
+            engine(interface.MambaSpec(block_size=32, shapes=((4,),), dtypes=(torch.float32,))),
+            "layer layers.0 is of kind MambaSpec",
+        ),
+        (engine(attention(kv_quant_mode=interface.KVQuantMode.FP8_PER_TENSOR)), "quantised"),
+        (
+            engine(groups=[interface.KVCacheGroupSpec([f"layers.{n}"], attention()) for n in range(2)]),
+            "2 KV cache groups .* not one chain of blocks",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_exchanged_is_refused_at_start_with_a_reason(which, why):
+    with pytest.raises(ValueError, match=why):
+        refuse_unsupported(*which)
+
+
+def test_heads_are_asked_to_lie_outside_tokens():
+    assert required_layout(engine()[0]) == "LBHNC"
+    assert required_layout(engine(mla=True)[0]) is None
