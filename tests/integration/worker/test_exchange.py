@@ -47,7 +47,7 @@ async def released(router, worker, before: KvLedgerState) -> None:
 async def test_the_proof_of_a_handoff_adds_up_and_only_the_tail_is_computed(pair, router):
     before = await ledger(router, pair[0])
 
-    first, second = await router.handed_over(*pair, completion(prompt_of(300, seed=401)))
+    first, second = await router.handed_over(*pair, completion(prompt_of(300, seed=701)))
 
     proof = second.report.kv
     assert adds_up(first.report.kv)
@@ -64,7 +64,7 @@ async def test_the_proof_of_a_handoff_adds_up_and_only_the_tail_is_computed(pair
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_a_prompt_is_read_while_it_is_computed(pair, router, stream):
     prefill, decode = pair
-    body = completion(prompt_of(1500, seed=402 + stream), stream=stream)
+    body = completion(prompt_of(1500, seed=702 + stream), stream=stream)
     if stream:
         body["stream_options"] = {"include_usage": True}
     before = await ledger(router, prefill)
@@ -86,7 +86,7 @@ async def test_a_prompt_is_read_while_it_is_computed(pair, router, stream):
 
 async def test_a_prefill_worker_reads_back_what_the_decode_worker_holds(pair, router):
     prefill, decode = pair
-    body = completion(prompt_of(400, seed=404))
+    body = completion(prompt_of(400, seed=704))
     await router.leg(decode, LegKind.AGGREGATED, body)
     before = await ledger(router, decode)
 
@@ -100,7 +100,7 @@ async def test_a_prefill_worker_reads_back_what_the_decode_worker_holds(pair, ro
 
 async def test_an_offer_of_another_life_is_not_read(pair, router):
     prefill, decode = pair
-    body = completion(prompt_of(300, seed=405))
+    body = completion(prompt_of(300, seed=705))
     first = await router.leg(prefill, LegKind.PREFILL, body)
     other = msgspec.structs.replace(first.report.kv.offer, epoch=first.report.kv.offer.epoch + 1)
 
@@ -113,7 +113,7 @@ async def test_an_offer_of_another_life_is_not_read(pair, router):
 
 @pytest.mark.parametrize("garbage", [b"\xc1", b"{}"], ids=str)
 async def test_an_offer_that_cannot_be_read_costs_a_prefill_and_nothing_else(pair, router, garbage):
-    body = completion(prompt_of(100, seed=406))
+    body = completion(prompt_of(100, seed=706))
 
     second = await router.leg(pair[1], LegKind.DECODE, body, kv_transfer=garbage)
 
@@ -124,7 +124,7 @@ async def test_an_offer_that_cannot_be_read_costs_a_prefill_and_nothing_else(pai
 async def test_no_client_sees_or_gives_the_connectors_parameters(pair, router, kind):
     hostile = {"baton": "\xc1", "do_remote_prefill": True}
     body = completion(
-        prompt_of(100, seed=407), kv_transfer_params=hostile, vllm_xargs={"kv_transfer_params": "x", "baton": "x"}
+        prompt_of(100, seed=707), kv_transfer_params=hostile, vllm_xargs={"kv_transfer_params": "x", "baton": "x"}
     )
 
     answer = await router.leg(pair[1], kind, body)
@@ -138,7 +138,7 @@ async def test_no_client_sees_or_gives_the_connectors_parameters(pair, router, k
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_the_proof_of_several_prompts_is_of_all_of_them(pair, router, stream):
-    prompts = [prompt_of(100 + 50 * number, seed=410 + number) for number in range(3)]
+    prompts = [prompt_of(100 + 50 * number, seed=710 + number) for number in range(3)]
 
     answer = await router.leg(pair[1], LegKind.AGGREGATED, completion(prompts, stream=stream))
 
@@ -162,7 +162,7 @@ async def test_workers_describe_themselves_with_the_time(pair, router):
 
 async def test_a_prompt_that_was_offered_and_not_fetched_is_free_when_its_leg_is(pair, router):
     prefill, decode = pair
-    body = completion(prompt_of(300, seed=408))
+    body = completion(prompt_of(300, seed=708))
     before = await ledger(router, prefill)
     first = await router.leg(prefill, LegKind.PREFILL, body)
     await router.load_where(prefill, lambda load: load.exchange.leases > before.leases)
