@@ -106,7 +106,7 @@ class LegRunner:
 
     async def _side_by_side(self, flight: Flight, placed: Placed) -> None:
         """Both legs at once: decode reads the KV as it is computed. A prefill leg that fails takes the decode leg with
-        it, unless the client has seen some of the answer: then it matters to nobody.
+        it, unless that has begun to answer: then it matters to nobody.
         """
         flight.allow(self._now(), self._settings.prefill_s_max)
         prefilling = asyncio.create_task(self._prefill_beside(flight, placed), name="prefill-leg")
@@ -118,7 +118,7 @@ class LegRunner:
         except NOT_ANSWERED:
             flight.stop(OTHER_LEG_OVER)
             cause = await prefilling
-            if cause is not None:
+            if cause is not None and not flight.exchange.begun:
                 raise cause from None
             raise
         finally:
@@ -130,7 +130,7 @@ class LegRunner:
         try:
             await self._prefill(flight, placed)
         except NOT_ANSWERED as failure:
-            if flight.exchange.begun or flight.stopped is OTHER_LEG_OVER:
+            if flight.exchange.begun or flight.stopped is OTHER_LEG_OVER or any(leg.unread for leg in flight.legs):
                 return None
             flight.stop(OTHER_LEG_OVER)
             return failure

@@ -83,6 +83,11 @@ class Leg:
         self._buffered_bytes = 0
         return frames
 
+    @property
+    def unread(self) -> bool:
+        """Whether frames wait for their reader."""
+        return bool(self._frames)
+
     def cancel(self) -> None:
         """Nobody waits for this leg any more: tell the worker, unless it has ended. Idempotent."""
         if not self.ended:

@@ -8,9 +8,18 @@ import msgspec
 import pytest
 
 from shared.bus.streams import LegFrames
-from shared.contracts.channels import REQUESTS_FINISHED
+from shared.contracts.channels import FRAMES, REQUESTS_FINISHED
 from shared.contracts.failures import Failure, Reason
-from shared.contracts.inference import LegKind, LegReport, RequestFinished, RequestsFinished, StartLeg
+from shared.contracts.inference import (
+    Frame,
+    FrameBatch,
+    FrameKind,
+    LegKind,
+    LegReport,
+    RequestFinished,
+    RequestsFinished,
+    StartLeg,
+)
 from shared.contracts.kv_exchange import KvOffer, KvProof, KvRead, KvSource
 from shared.contracts.workers import Role
 from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, WHOLE_ANSWER, FakeWorker, answer_well, wants_stream
@@ -253,6 +262,38 @@ def test_a_prefill_worker_that_is_lost_after_the_first_token_harms_nothing():
         await answering
 
         assert parse(connection.written).body == EVENTS[0] + DONE
+        assert is_quiet(world)
+
+    in_world(story, stream_tokens_min=0)
+
+
+def test_a_prefill_leg_that_fails_at_the_moment_of_the_first_token_harms_nothing():
+    async def story(world: World) -> None:
+        p1, d1 = await world.pair(silent, silent, **OURS)
+        connection, answering = ask(world)
+        await settle()
+        (first,), (second,) = p1.started, d1.started
+        gone = Failure(reason=Reason.WORKER_LOST, message="gone")
+        frames = [
+            Frame(leg_id=first.leg_id, seq=0, kind=FrameKind.FAILURE, failure=gone),
+            Frame(leg_id=second.leg_id, seq=0, kind=FrameKind.HEAD, status=200, content_type=SSE),
+            Frame(leg_id=second.leg_id, seq=1, kind=FrameKind.DATA, data=DONE),
+        ]
+
+        batch = FrameBatch(router_id=first.router_id, worker_id=p1.worker_id, epoch=p1.epoch, frames=frames)
+        await world.bus.publish(FRAMES, batch)
+        await settle()
+        await world.bus.publish(
+            FRAMES,
+            msgspec.structs.replace(
+                batch, frames=[Frame(leg_id=second.leg_id, seq=2, kind=FrameKind.END, report=LegReport())]
+            ),
+        )
+        await answering
+
+        answer = parse(connection.written)
+        assert (answer.status, answer.body) == (200, DONE)
+        assert len(d1.started) == 1
         assert is_quiet(world)
 
     in_world(story, stream_tokens_min=0)
