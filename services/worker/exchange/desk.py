@@ -54,6 +54,12 @@ class Desk:
             self._out += [*news.leases, *news.grants, *news.releases]
             self._has_out.set()
 
+    def tell_engine(self, call: EngineCall) -> None:
+        """About peers: asks of those that are gone are over."""
+        for gone in call.gone:
+            self._asks.gone(gone.worker_id, gone.epoch)
+        self._line.add(call)
+
     async def follow(self) -> None:
         """Send, for ever."""
         while True:

@@ -41,7 +41,7 @@ class WorkerExchange:
         self._desk = Desk(bus, identity, self._line)
         self._fetches = FetchDesk(self._line)
         book = PeerBook(identity.worker_id, fingerprint)
-        self._peers = PeerWatch(bus, clock, identity.worker_id, book, self._line.add)
+        self._peers = PeerWatch(bus, clock, identity.worker_id, book, self._desk.tell_engine)
         engine.on_news(self._on_news)
 
     async def open(self) -> None:

@@ -80,11 +80,14 @@ def test_another_life_of_the_holder_grants_nothing_whatever_it_says(answer):
     ],
     ids=lambda wrong: next(iter(wrong)),
 )
-def test_a_grant_that_makes_no_sense_is_not_believed_and_the_deadline_ends_the_ask(wrong):
+def test_a_grant_that_makes_no_sense_ends_its_ask_with_nothing(wrong):
     book = asked()
 
-    assert book.answered(grant(lease(), **wrong)) is None
-    assert book.open == 1
+    told = book.answered(grant(lease(), final=False, **wrong))
+
+    assert isinstance(told, KvGrant)
+    assert (told.reason, told.block_ids, told.final) == (NoGrant.UNREACHABLE, b"", True)
+    assert book.open == 0
 
 
 @pytest.mark.parametrize(
@@ -132,6 +135,14 @@ def test_an_ask_too_many_ends_the_oldest():
 
     assert ended.ask_id == "a0"
     assert book.open == ASKS_MAX
+
+
+def test_nothing_is_awaited_of_a_life_that_is_over():
+    book = asked(lease(ask_id="a1", epoch=1), lease(ask_id="a2", epoch=2), lease("h2", ask_id="a3"))
+
+    book.gone(WorkerId("h1"), Epoch(1))
+
+    assert [one.ask_id for one in book.all_unreachable()] == ["a2", "a3"]
 
 
 def test_what_the_engine_released_is_not_awaited():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
-from shared.contracts.ids import WorkerId, is_subject_token
+import msgspec
+
+from shared.contracts.ids import Epoch, WorkerId, is_subject_token
 from shared.contracts.kv_exchange import (
     FULL_HASH_BYTES,
     LEASE_BLOCKS_MAX,
@@ -32,7 +34,7 @@ class AskBook:
 
     def asked(self, lease: LeaseKv) -> list[KvGrant]:
         """It goes out. Answers what the engine must be told for it to fit."""
-        self._open[lease.ask_id] = lease
+        self._open[lease.ask_id] = msgspec.structs.replace(lease, hashes=b"")
         if len(self._open) <= ASKS_MAX:
             return []
         return [no_grant(self._open.pop(next(iter(self._open))), NoGrant.UNREACHABLE)]
@@ -44,7 +46,7 @@ class AskBook:
 
     def answered(self, grant: KvGrant) -> KvGrant | ReleaseKv | None:
         """A grant arrived: what the engine is told, or what the holder is told when nobody here asked for it, or
-        nothing when it is not to be believed. A holder of another life grants nothing, whatever it says.
+        nothing. A holder of another life grants nothing, whatever it says, and neither does one that makes no sense.
         """
         ask = self._open.get(grant.ask_id)
         if ask is None or ask.worker_id != grant.worker_id:
@@ -53,7 +55,8 @@ class AskBook:
             del self._open[grant.ask_id]
             return no_grant(ask, NoGrant.EPOCH)
         if not is_sound_grant(grant):
-            return None
+            del self._open[grant.ask_id]
+            return no_grant(ask, NoGrant.UNREACHABLE)
         if grant.final:
             del self._open[grant.ask_id]
         return grant
@@ -69,9 +72,11 @@ class AskBook:
         self._open.clear()
         return grants
 
-    def gone(self, worker_id: WorkerId) -> None:
-        """That holder is over; the engine knows."""
-        self._open = {ask_id: ask for ask_id, ask in self._open.items() if ask.worker_id != worker_id}
+    def gone(self, worker_id: WorkerId, epoch: Epoch) -> None:
+        """That life of a holder is over; the engine is told, too."""
+        self._open = {
+            ask_id: ask for ask_id, ask in self._open.items() if (ask.worker_id, ask.epoch) != (worker_id, epoch)
+        }
 
 
 def no_grant(ask: LeaseKv, reason: NoGrant) -> KvGrant:
