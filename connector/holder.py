@@ -35,6 +35,8 @@ PROMPTS_NOTED_MAX = 1024
 """Prompts whose cached tokens are remembered for those who follow them."""
 FOLLOW_S_MAX = 300.0
 """Longest time that an ask is followed, whatever it says."""
+FULL_S_MAX = 0.5
+"""How long an ask that is followed waits for others' leases to end: they may be waiting for its own."""
 GROUPS = [0]
 """The one KV cache group of the models that the exchange supports."""
 
@@ -269,9 +271,10 @@ class Holder:
         if not ready:
             return None
         grant = self._grant(lease.lease_id, lease.reader_id, following, ready)
-        if grant.reason is None:
+        following.stuck_since_s = math.inf if grant.block_ids else min(following.stuck_since_s, now)
+        if grant.reason is None or now >= following.stuck_since_s + FULL_S_MAX:
             self._ledger.stop_following(lease.lease_id)
-            return replace(grant, prefill_cached_tokens=self._noted(following))
+            return replace(grant, lease_id=lease.lease_id, prefill_cached_tokens=self._noted(following))
         return replace(grant, final=False, reason=None) if grant.block_ids else None
 
     def _pin(self, lease_id: str, reader_id: WorkerId, blocks: list[Any], until_s: float) -> list[int]:

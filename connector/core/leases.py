@@ -45,6 +45,8 @@ class Following:
     until_s: float
     granted: int = 0
     """How many of the hashes, from the first on."""
+    stuck_since_s: float = math.inf
+    """Since when there is no memory for the next ones."""
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from connector.core.leases import FOLLOWINGS_MAX
+from connector.holder import FULL_S_MAX
 from shared.contracts.kv_exchange import NoGrant
 from tests.unit.connector.holding import BLOCK_TOKENS, Holding, ask, blocks_of, chain, release, step
 
@@ -180,15 +181,17 @@ def test_memory_that_is_full_delays_a_following_until_there_is_room():
     assert (blocks_of(last), last.final) == (prefill.ids, True)
 
 
-def test_a_following_for_which_there_was_never_room_ends_at_its_time():
+def test_a_following_for_which_there_is_no_room_ends_soon():
     holding = Holding(blocks=20, lease_share_max=0.1)
     holding.hold(chain(4))
-    holding.holder.ask(ask(chain(4), hold_s=30.0, follow_s=3.0))
+    holding.holder.ask(ask(chain(4), hold_s=30.0, follow_s=30.0))
+    assert holding.holder.advance() == []
 
-    holding.now = 103.0
+    holding.now += FULL_S_MAX
     (last,) = holding.holder.advance()
 
-    assert (last.reason, last.first) == (NoGrant.FOLLOW_OVER, 2)
+    assert (last.reason, last.first, last.final) == (NoGrant.FULL, 2, True)
+    assert not holding.holder.has_followings
 
 
 def test_the_last_grant_tells_how_much_of_the_prompt_the_holder_had_cached(holding):

@@ -206,6 +206,22 @@ def test_a_prompt_is_read_while_it_is_computed_and_only_its_end_is_waited_for():
     at_rest(together)
 
 
+def test_prompts_that_are_followed_never_wait_for_each_others_leases():
+    timing = {"max_num_batched_tokens": 40, "kv_blocks": 128, "kv_lease_share_max": 0.5}
+    made = fleet("p", "d", **timing)
+    p, d = made.members.values()
+    legs = []
+    for seed in (1, 2):
+        legs.append(made.ask(d, prompt(201, seed), fetch(p, follow=True)))
+        made.ask(p, prompt(201, seed), wish(1))
+    made.until(lambda: all(leg.finish_reason for leg in legs))
+
+    assert made.now < 1.5
+    assert [completion(leg) for leg in legs] == [alone(prompt(201, seed)) for seed in (1, 2)]
+    assert sum(leg.account.proof.fetched_tokens for leg in legs) >= 64 * BLOCK
+    at_rest(made)
+
+
 def test_who_follows_a_prompt_learns_what_was_cached_of_it():
     made = fleet("p", "d", max_num_batched_tokens=8)
     p, d = made.members.values()
