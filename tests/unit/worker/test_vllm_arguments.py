@@ -7,13 +7,18 @@ import json
 import os
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 
+from connector.settings import read
 from services.worker.engines.daemon_thread import in_daemon_thread
-from services.worker.engines.vllm_arguments import arguments
+from services.worker.engines.port import Identity
+from services.worker.engines.vllm_arguments import arguments, introduce
 from services.worker.engines.vllm_environment import engine_threads, free_port, parse_cores
 from services.worker.settings import Settings
+from shared.contracts.ids import Epoch, WorkerId
+from shared.runtime.settings import SettingsError, load
 
 
 def line(settings: Settings, *, on_cpu: bool = True, otlp_endpoint: str = "") -> list[str]:
@@ -36,6 +41,60 @@ def test_a_failed_read_is_recomputed_and_hashes_are_everybodys():
     assert json.loads(value(typed, "--kv-transfer-config"))["kv_load_failure_policy"] == "recompute"
     assert value(typed, "--prefix-caching-hash-algo") == "sha256_cbor"
     assert value(typed, "--block-size") == "32"
+
+
+def transfer(settings: Settings) -> dict:
+    return json.loads(value(line(settings), "--kv-transfer-config"))
+
+
+def test_the_exchange_moves_kv_unless_vllms_own_connector_is_asked_for():
+    assert transfer(Settings())["kv_connector"] == "BatonConnector"
+    upstream = transfer(Settings(connector="upstream", kv_lease_s=20.0))
+    assert upstream["kv_connector"] == "NixlConnector"
+    assert upstream["kv_connector_extra_config"]["kv_lease_duration"] == 20
+
+
+def resolved(settings: Settings, *, async_scheduling: bool) -> SimpleNamespace:
+    """What ``introduce`` looks at of vLLM's configuration."""
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            kv_connector=transfer(settings)["kv_connector"], kv_connector_extra_config={}
+        ),
+        scheduler_config=SimpleNamespace(async_scheduling=async_scheduling, scheduler_cls=None),
+    )
+
+
+def introduced(settings: Settings, *, async_scheduling: bool = False) -> SimpleNamespace:
+    config = resolved(settings, async_scheduling=async_scheduling)
+    introduce(config, settings, Identity(WorkerId("w1"), Epoch(7)), news="ipc://n", fingerprint="f")
+    return config
+
+
+def test_an_engine_learns_whose_it_is_in_words_that_its_connector_understands():
+    config = introduced(Settings(kv_lease_s=20.0, kv_lease_share_max=0.25))
+
+    told = read(config.kv_transfer_config.kv_connector_extra_config)
+    assert (told.worker_id, told.epoch, told.fingerprint, told.news) == ("w1", 7, "f", "ipc://n")
+    assert (told.lease_s, told.lease_share_max) == (20.0, 0.25)
+
+
+@pytest.mark.parametrize(("ahead", "name"), [(False, "BatonScheduler"), (True, "BatonAsyncScheduler")])
+def test_the_scheduler_is_of_the_kind_that_vllm_decided_on(ahead, name):
+    assert (
+        introduced(Settings(), async_scheduling=ahead).scheduler_config.scheduler_cls == f"connector.scheduler.{name}"
+    )
+
+
+def test_vllms_own_connector_gets_vllms_own_scheduler():
+    config = introduced(Settings(connector="upstream"))
+
+    assert config.scheduler_config.scheduler_cls is None
+    assert config.kv_transfer_config.kv_connector_extra_config == {}
+
+
+def test_a_share_beyond_the_whole_stops_the_worker_at_its_start():
+    with pytest.raises(SettingsError, match="WORKER_CACHE_HIT_THRESHOLD"):
+        load(Settings, "WORKER_", {"WORKER_CACHE_HIT_THRESHOLD": "1.5"})
 
 
 def test_a_gpu_keeps_vllms_own_choices():
