@@ -210,7 +210,7 @@ FLEET_CACHED_ACTUAL = _counter(
 FLEET_CACHED_MISSED = _counter(
     "baton_fleet_cached_tokens_missed_total", "tokens", "Sum over requests of the distance between the two."
 )
-FLEET_HANDOFFS = _counter("baton_fleet_handoffs_total", "requests", "KV handed over, streamed or whole.", "handoff")
+FLEET_HANDOFFS = _counter("baton_fleet_handoffs_total", "requests", "KV handed over, streamed or offered.", "handoff")
 FLEET_KV_WAIT = _seconds("baton_fleet_kv_wait_seconds", "From the first ask for KV to its first grant.", "handoff")
 FLEET_KV_READ = _seconds("baton_fleet_kv_read_seconds", "Time a request's KV was being read.", "handoff")
 FLEET_RECOMPUTED = _counter(

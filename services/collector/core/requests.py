@@ -10,7 +10,7 @@ from shared.contracts.failures import Reason
 from shared.contracts.inference import RequestFinished
 
 MODELS_MAX = 64
-STREAMED, WHOLE = HANDOFFS = ("streamed", "whole")
+STREAMED, OFFERED = HANDOFFS = ("streamed", "offered")
 MODES = ("aggregated", "disaggregated")
 REASONS = frozenset(reason.value for reason in Reason)
 
@@ -61,7 +61,7 @@ class CachePredictions:
 
 
 class Handoffs:
-    """How the KV of disaggregated requests came: streamed while the prompt was computed, or whole afterwards."""
+    """How the KV of disaggregated requests came: streamed while the prompt was computed, or offered afterwards."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.count = dict.fromkeys(HANDOFFS, 0)
@@ -79,7 +79,7 @@ class Handoffs:
         self.read_back += max(0, request.readback_tokens)
         if request.mode != "disaggregated" or request.received_tokens <= 0:
             return
-        handoff = STREAMED if request.streamed_handoff else WHOLE
+        handoff = STREAMED if request.streamed_handoff else OFFERED
         self.count[handoff] += 1
         for histogram, value in ((self.waits[handoff], request.kv_wait_s), (self.reads[handoff], request.kv_read_s)):
             if value >= 0.0:

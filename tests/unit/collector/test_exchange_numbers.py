@@ -68,7 +68,7 @@ def test_of_a_worker_whose_connector_does_not_tell_no_leases_are_shown():
     assert shown(names.WORKER_RUNNING, **D1) == 0
 
 
-def test_streamed_and_whole_handoffs_are_told_apart():
+def test_streamed_and_offered_handoffs_are_told_apart():
     one = ledger()
     one.request_finished(request(received_tokens=96, streamed_handoff=True, kv_wait_s=0.2, kv_read_s=0.04), 1.0)
     one.request_finished(request(received_tokens=96, kv_wait_s=0.0, kv_read_s=0.02), 1.0)
@@ -76,10 +76,10 @@ def test_streamed_and_whole_handoffs_are_told_apart():
     shown = Shown(one, 1.0)
 
     assert shown(names.FLEET_HANDOFFS, handoff="streamed") == 1
-    assert shown(names.FLEET_HANDOFFS, handoff="whole") == 2
+    assert shown(names.FLEET_HANDOFFS, handoff="offered") == 2
     assert shown(names.FLEET_KV_WAIT, "_sum", handoff="streamed") == 0.2
-    assert shown(names.FLEET_KV_WAIT, "_count", handoff="whole") == 1
-    assert shown(names.FLEET_KV_READ, "_sum", handoff="whole") == 0.02
+    assert shown(names.FLEET_KV_WAIT, "_count", handoff="offered") == 1
+    assert shown(names.FLEET_KV_READ, "_sum", handoff="offered") == 0.02
 
 
 def test_a_request_that_received_nothing_is_no_handoff_but_what_it_recomputed_counts():
@@ -89,7 +89,7 @@ def test_a_request_that_received_nothing_is_no_handoff_but_what_it_recomputed_co
     one.request_finished(request(received_tokens=64, recomputed_tokens=-1, readback_tokens=320), 1.0)
     shown = Shown(one, 1.0)
 
-    assert shown(names.FLEET_HANDOFFS, handoff="whole") == 2
+    assert shown(names.FLEET_HANDOFFS, handoff="offered") == 2
     assert shown(names.FLEET_RECOMPUTED) == 105
     assert shown(names.FLEET_REPREFILLED) == 32
     assert shown(names.FLEET_READBACK) == 320
