@@ -48,7 +48,7 @@ class Settings(SimulatedTiming, frozen=True, kw_only=True, forbid_unknown_fields
     otherwise; 0: none."""
     kv_fetch_min_tokens: int = 64
     """Fetching fewer tokens than this from another worker is not worth it, unless a request says otherwise."""
-    kv_lease_s: float = 30.0
+    kv_lease_s: Annotated[float, msgspec.Meta(gt=0.0, le=60.0)] = 30.0
     """Seconds that a prompt's blocks are kept for a decode worker that does not come."""
     kv_lease_share_max: Share = 0.5
     """Of the KV blocks, how many leases may pin, 0.0 to 1.0; more are refused."""

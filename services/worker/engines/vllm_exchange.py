@@ -17,6 +17,8 @@ from services.worker.engines.port import EngineDead
 
 NEWS_QUEUED_MAX = 4096
 """Messages that ZMQ keeps for us; the engine drops what is beyond."""
+SHUTTING_DOWN = "Server shutting down"
+"""What EngineCore answers when it is about to end."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(EngineNews).decode
@@ -52,6 +54,10 @@ class VllmExchange:
             return _decode(await self._core.call_utility_async("kv_exchange", _encode(call)))
         except EngineDeadError as error:
             raise EngineDead(str(error)) from error
+        except Exception as error:  # vLLM has no other type for what a utility call meets
+            if SHUTTING_DOWN in str(error):
+                raise EngineDead(str(error)) from error
+            raise
 
     def on_news(self, listener: Callable[[EngineNews], None]) -> None:
         """What EngineCore pushes after a step."""

@@ -94,7 +94,7 @@ class WorkerExchange:
         if news.wanted:
             self._peers.want(news.wanted)
         self._peers.connected(news.connected)
-        if news.state is not None:
+        if news.state is not None and events(news.state) >= events(self.state):
             self.state = news.state
             for listener in self._listeners:
                 listener()
@@ -113,3 +113,9 @@ class WorkerExchange:
             except TimeoutError:
                 self._line.add(EngineCall())
                 await changed.wait()
+
+
+def events(state: KvLedgerState) -> int:
+    """Grows with all that happens to a ledger. News comes in two ways, and the older may arrive last."""
+    leases = state.leases_granted_total + state.leases_released_total + state.leases_expired_total
+    return leases + state.leases_refused_total + state.reads_total + state.reads_failed_total

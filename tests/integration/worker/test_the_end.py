@@ -14,7 +14,7 @@ from shared.contracts.channels import WORKER_RECORDS
 from shared.contracts.failures import Reason
 from shared.contracts.inference import FrameKind, LegKind
 from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerPhase
-from tests.integration.worker.pair import start_worker, wait_ready
+from tests.integration.worker.pair import handoff, start_worker, wait_ready
 from tests.integration.worker.test_handover import completion, prompt_of
 
 pytestmark = pytest.mark.vllm
@@ -94,14 +94,18 @@ async def test_kv_that_is_gone_is_computed_anew_by_the_decode_engine(pair, route
     assert second.token_ids == alone.token_ids
 
 
-async def test_sigterm_lets_running_legs_finish_and_leaves_nothing_behind(pair, router):
-    prefill, _decode = pair
+async def test_sigterm_lets_running_legs_finish_and_offers_be_read_and_leaves_nothing_behind(pair, router):
+    prefill, decode = pair
     children = prefill.children()
+    body = completion(prompt_of(300, seed=38))
+    offered = await router.leg(prefill, LegKind.PREFILL, body)
     leg = await router.start(prefill, LegKind.AGGREGATED, completion(prompt_of(30, seed=36), stream=True))
     await first_data(leg)
 
     prefill.process.send_signal(signal.SIGTERM)
 
+    taken = await router.leg(decode, LegKind.DECODE, body, kv_transfer=handoff(offered.report))
+    assert taken.report.received_tokens > 0
     kinds: list[FrameKind] = []
     while FrameKind.END not in kinds:
         kinds += [frame.kind for frame in await leg.frames()]

@@ -259,3 +259,11 @@ async def test_the_ledger_is_kept_for_whoever_asks():
         worker.engine.tell(state=ledger(pinned_blocks=0))
 
     assert changes == [3, 0]
+
+
+async def test_older_news_that_arrives_late_does_not_bring_leases_back():
+    async with exchanging(OneWorker(MemoryHub(), "w1")) as worker:
+        worker.engine.tell(state=ledger(pinned_blocks=0, leases_granted_total=1, leases_released_total=1))
+        worker.engine.tell(state=ledger(pinned_blocks=3, leases_granted_total=1))
+
+        assert worker.exchange.state.pinned_blocks == 0
