@@ -73,7 +73,8 @@ COMMON_PROPERTIES: dict[str, Any] = {
         "minimum": 0,
         "maximum": 1,
         "description": "Refuse, with finish_reason cache_threshold and no token, when a smaller share of the prompt is "
-        "cached or can be fetched; 0: never. Left out: the worker's own.",
+        "cached or can be fetched; 0: never. Left out: the worker's own. One worker serves such a request, unless "
+        "x-baton-mode says otherwise: a prefill worker computes whatever is missing.",
     },
     "kv_fetch_min_tokens": {
         "type": "integer",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from services.router.core.placement import Need, Placed, Refused
-from services.router.core.request import Mode, read_request
+from services.router.core.request import Mode, mode_of, read_request
 from services.router.exchange import Exchange
 from services.router.flight import Flight
 from services.router.http_answers import HttpError, bad_request, error_event, failed
@@ -65,7 +65,7 @@ class Relay:
         flight.story.prompt = prompt
         need = Need(
             model=facts.model,
-            mode=flight.exchange.head.mode or Mode.AUTO,
+            mode=mode_of(facts, flight.exchange.head.mode or Mode.AUTO),
             whole=facts.whole,
             prompt_tokens=prompt.tokens,
             hashes=prompt.hashes,

@@ -111,6 +111,13 @@ def read_request(path: str, body: bytes) -> RequestFacts:
     )
 
 
+def mode_of(facts: RequestFacts, asked: Mode) -> Mode:
+    """How it wants to be served. Who would rather be refused than have the prompt computed gets no prefill leg, which
+    computes it: the worker that answers decides by what it has and can fetch.
+    """
+    return Mode.AGGREGATED if asked is Mode.AUTO and facts.cache_hit_threshold else asked
+
+
 def find_fault(body: Body) -> Fault | None:
     """What is wrong with the fields that are Baton's own; None when nothing is."""
     share, tokens = body.cache_hit_threshold, body.kv_fetch_min_tokens

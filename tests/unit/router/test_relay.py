@@ -506,10 +506,22 @@ def test_what_a_request_says_about_the_cache_reaches_its_workers():
     async def story(world: World) -> None:
         p1, d1 = await world.pair()
 
-        await world.ask(prompt(cache_hit_threshold=0.5, kv_fetch_min_tokens=100))
+        await world.ask(prompt(cache_hit_threshold=0.5, kv_fetch_min_tokens=100), x_baton_mode="disaggregated")
         await world.ask(prompt())
 
         told = [(leg.cache_hit_threshold, leg.kv_fetch_min_tokens) for leg in (*p1.started, *d1.started)]
         assert told == [(None, 100), (None, None), (0.5, 100), (None, None)]
+
+    in_world(story)
+
+
+@pytest.mark.parametrize(("threshold", "mode"), [(0.5, "aggregated"), (0, "disaggregated"), (None, "disaggregated")])
+def test_who_would_rather_be_refused_has_no_prompt_computed_by_a_prefill_worker(threshold, mode):
+    async def story(world: World) -> None:
+        await world.pair()
+
+        answer = await world.ask(prompt(cache_hit_threshold=threshold))
+
+        assert answer.headers["x-baton-mode"] == mode
 
     in_world(story)
