@@ -47,8 +47,9 @@ _encode = msgspec.msgpack.Encoder().encode
 
 def kv_exchange(core: Any, call: bytes) -> bytes:
     """A utility method that ``EngineCore`` gets from us: runs between two steps, or at once when there are none."""
-    answer: bytes = core.scheduler.connector.scheduler_side.exchange(call)
-    return answer
+    side: SchedulerSide = core.scheduler.connector.scheduler_side
+    side.rest.in_front_of(core)
+    return side.exchange(call)
 
 
 class BatonConnector(KVConnectorBase_V1):
@@ -119,7 +120,7 @@ class BatonConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """The worker role's orders for this step."""
         self.scheduler_side.holder.scheduled(scheduler_output)
-        return StepOrders(self.scheduler_side.orders())
+        return self.scheduler_side.orders(scheduler_output.total_num_scheduled_tokens)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Offer what a prefill leg computed; tell where a request's tokens came from. Never delays the free."""
@@ -130,8 +131,7 @@ class BatonConnector(KVConnectorBase_V1):
         if order.offer and request.status in COMPLETE:
             full = request.num_prompt_tokens // self._block_tokens
             offer = self.scheduler_side.holder.offer(request.block_hashes[:full], block_ids[:full])
-        handed_over = order.take is not None or any(source.follow for source in order.sources)
-        proof = self.scheduler_side.finished(request.request_id, offer, handed_over=handed_over)
+        proof = self.scheduler_side.finished(request.request_id, offer, order)
         params = params_of(proof or KvProof())
         if proof is not None and proof.refused:
             self._refusals[request.request_id] = params
@@ -183,7 +183,8 @@ class BatonConnector(KVConnectorBase_V1):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """What became final in this step."""
-        results = self._worker.results()
+        orders = self._connector_metadata
+        results = self._worker.results(orders.wait_s if isinstance(orders, StepOrders) else 0.0)
         return StepReport([results]) if results else None
 
     def shutdown(self) -> None:

@@ -17,7 +17,8 @@ from connector.core.fetch import Fetch
 from connector.core.fetch_plan import Effects, Limits, Plan
 from connector.core.orders import PeerKey, ReadPart
 from connector.core.peers import Peers
-from shared.contracts.kv_exchange import KvGrant, KvOffer, KvProof, LegOrder
+from shared.contracts.ids import WorkerId
+from shared.contracts.kv_exchange import KvGrant, KvOffer, KvProof, LegOrder, ReleaseKv
 
 FETCHES_MAX = 3
 """Fetches for one admission of a request; after that, what is missing is computed."""
@@ -50,6 +51,8 @@ class Reading:
     fetches: int = 0
     """In this admission."""
     aborted: bool = False
+    has_used_offer: bool = False
+    """It is a fetch's to release."""
 
 
 class Reader:
@@ -107,6 +110,7 @@ class Reader:
             return
         if not fetched_tokens:
             self._drop(reading)
+            self._decline(reading)
             if not reading.account.admitted:
                 reading.account.admit(request.num_tokens)
                 self.admitted.add(request.request_id)
@@ -116,9 +120,10 @@ class Reader:
             reading.loading = True
             reading.fetch.begin(room, self._now())
 
-    def finished(self, request_id: str, offer: KvOffer | None) -> KvProof | None:
+    def finished(self, request_id: str, offer: KvOffer | None, order: LegOrder) -> KvProof | None:
         """The request is over, well or not; None when nothing is known of it."""
         reading = self._readings.get(request_id)
+        self._decline(reading or Reading(order))
         if reading is None:
             return KvProof(offer=offer) if offer is not None else None
         proof = reading.account.proof(offer)
@@ -246,7 +251,19 @@ class Reader:
             if self._peers.clock_ahead_s(_holder(order.take)) is None:
                 self.wanted.add(_holder(order.take))
         reading.fetch = Fetch(plan, self._now())
+        reading.has_used_offer = reading.has_used_offer or any(ask.is_offer for ask in reading.fetch.asks)
         return reading.fetch
+
+    def _decline(self, reading: Reading) -> None:
+        """An offer of which no use is made need not be kept until its time is over."""
+        offer = reading.order.take
+        if offer is None or reading.has_used_offer:
+            return
+        reading.has_used_offer = True
+        me, lease_ids = WorkerId(self._me[0]), [offer.lease_id]
+        self.effects.releases.append(
+            ReleaseKv(worker_id=offer.worker_id, epoch=offer.epoch, reader_id=me, lease_ids=lease_ids)
+        )
 
     def _drop(self, reading: Reading) -> None:
         """That fetch is of no more use, or has done all it could."""

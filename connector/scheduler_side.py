@@ -19,17 +19,21 @@ from connector.core.orders import Orders, PeerKey, ReadPart, Results
 from connector.core.peers import Peers, key_of
 from connector.core.votes import Votes
 from connector.holder import Holder, HolderSettings
-from connector.metadata import StepReport
+from connector.metadata import StepOrders, StepReport
 from connector.news import NewsPort
 from connector.prefetch import Prefetcher
 from connector.reader import Reader
+from connector.rest import Rest
 from connector.settings import Settings
 from connector.tally import Tally
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import KvGrant, KvHandshake, KvOffer, KvProof, KvRank
+from shared.contracts.kv_exchange import KvGrant, KvHandshake, KvOffer, KvProof, KvRank, LegOrder
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
+
+READ_WAIT_S = 0.003
+"""How long an engine that computes nothing waits for a read before it looks at its requests again."""
 
 _call = msgspec.msgpack.Decoder(EngineCall)
 _encode = msgspec.msgpack.Encoder().encode
@@ -57,6 +61,7 @@ class SchedulerSide:
         self._orders = Orders()
         self._connecting: set[PeerKey] = set()
         self._out = Outbox(NewsPort(settings.news))
+        self.rest = Rest()
         self.holder = Holder(
             HolderSettings(
                 worker_id=WorkerId(settings.worker_id),
@@ -92,6 +97,7 @@ class SchedulerSide:
 
     def exchange(self, packed: bytes) -> bytes:
         """An ``EngineCall`` from the worker; answers ``EngineNews``. An idle engine does it without a step."""
+        self.rest.stir()
         call = _call.decode(packed)
         for peer in call.peers:
             self._know(peer)
@@ -112,23 +118,28 @@ class SchedulerSide:
             handshake = msgspec.structs.replace(handshake, clock_s=time.monotonic())
         return _encode(self._news(handshake))
 
-    def finished(self, request_id: str, offer: KvOffer | None, *, handed_over: bool) -> KvProof | None:
-        """A request has ended; ``handed_over``: another worker had computed its prompt."""
-        proof = self.reader.finished(request_id, offer)
+    def finished(self, request_id: str, offer: KvOffer | None, order: LegOrder) -> KvProof | None:
+        """A request has ended."""
+        proof = self.reader.finished(request_id, offer, order)
+        handed_over = order.take is not None or any(source.follow for source in order.sources)
         if proof is not None:
             self._out.tally.request(proof, self._shape.block_tokens, handed_over=handed_over)
         return proof
 
-    def orders(self) -> Orders:
-        """For the step that begins; and the asks of this pass leave before it computes."""
+    def orders(self, scheduled_tokens: int) -> StepOrders:
+        """For the step that begins; and the asks of this pass leave before it computes. A step that computes nothing
+        may wait for a read to end: the sooner it is known, the sooner its request goes on.
+        """
         self._take_effects()
         self._push()
+        is_moving = bool(self._connecting or self.reader.reads_under_way or not self._prefetcher.idle)
         orders, self._orders = self._orders, Orders()
-        return orders
+        return StepOrders(orders, wait_s=READ_WAIT_S if is_moving and not scheduled_tokens else 0.0)
 
     def digest(self, report: StepReport | None) -> tuple[set[str], set[int]]:
         """After a step, before the scheduler sees its output: requests whose blocks came, and blocks that did not."""
         if report is not None:
+            self.rest.stir()
             for one in report.results:
                 results = self._votes.count(one)
                 self._note_connected(results)
@@ -145,6 +156,12 @@ class SchedulerSide:
         self._out.grants += self.holder.advance()
         self._take_effects()
         self._push()
+
+    @property
+    def is_awaiting(self) -> bool:
+        """Nothing is to be ordered and no byte moves, but a request waits for an answer."""
+        reader = self.reader
+        return not (reader.idle or self._orders or self._connecting or reader.reads_under_way)
 
     @property
     def pressing(self) -> bool:

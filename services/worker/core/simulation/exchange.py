@@ -103,7 +103,7 @@ class Exchange:
     def finished(self, sequence: Sequence, *, offers: bool) -> None:
         """A sequence has ended, or nobody wants it. Its blocks are still its own."""
         offer = self._offer(sequence) if offers else None
-        proof = self.reader.finished(sequence.request_id, offer)
+        proof = self.reader.finished(sequence.request_id, offer, sequence.wish.order)
         order = sequence.wish.order
         if proof is not None:
             handed_over = order.take is not None or any(source.follow for source in order.sources)

@@ -178,6 +178,28 @@ def test_blocks_are_unpinned_as_soon_as_they_are_read():
     assert p.core.exchange.holder.counts.released_total == 1
 
 
+def pinned_soon(made, member):
+    made.run(until=made.now + 0.1)
+    return member.core.exchange.holder.counts.pinned_blocks
+
+
+def test_an_offer_that_nobody_needs_any_more_is_given_back_at_once():
+    made = fleet("p", "d", max_num_seqs=1)
+    p, d = made.members.values()
+    long, tokens = prompt(20, seed=3), prompt(41)
+    made.answer(d, tokens, wish())
+    cached = made.ask(d, tokens, take(prefill(made, p, tokens), 100))
+    assert pinned_soon(made, p) == 0
+
+    edited = made.ask(d, prompt(41, seed=4), take(prefill(made, p, long)))
+    queued = made.ask(d, prompt(41, seed=5), take(prefill(made, p, prompt(41, seed=5))))
+    made.abort(d, edited)
+    made.abort(d, queued)
+
+    assert not cached.finish_reason
+    assert pinned_soon(made, p) == 0
+
+
 def test_a_prompt_is_read_while_it_is_computed_and_only_its_end_is_waited_for():
     timing = {
         "sim_prefill_tokens_per_s": 1000.0,
