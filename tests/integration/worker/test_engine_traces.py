@@ -15,6 +15,8 @@ ROUTERS_SPAN = "00f067aa0ba902b7"
 ENGINE = "baton-engine"
 ENGINE_SPAN = "llm_request"
 """vLLM's own."""
+CLOCK_S = 0.002
+"""A span's instant is put on the wall clock in milliseconds."""
 
 
 def carried(trace_id: str, *, sampled: bool = True) -> dict[str, str]:
@@ -45,6 +47,22 @@ async def test_one_trace_goes_from_the_routers_headers_into_both_engines(pair, r
     assert {span.parent_id for span in engines} == {leg.span_id for leg in legs.values()}
 
 
+async def test_the_handoffs_read_stands_below_the_decode_leg_within_its_time(pair, router, receiver):
+    trace_id = "5" * 31 + "5"
+    _prefill, decode = await router.handed_over(*pair, completion(prompt_of(60, seed=80)), headers=carried(trace_id))
+
+    spans = spans_of(receiver, trace_id, 4)
+
+    (leg,) = [span for span in spans if span.instance == "d1" and span.name == SpanName.SERVE_LEG]
+    (read,) = [span for span in receiver.spans if span.trace_id == trace_id and span.name == SpanName.READ]
+    assert read.parent_id == leg.span_id
+    assert leg.start <= read.start + CLOCK_S <= read.end + CLOCK_S <= leg.end + 2 * CLOCK_S
+    assert read.attributes[Attribute.KV_SOURCE] == "p1"
+    assert read.attributes[Attribute.KV_TOKENS] == decode.report.kv.fetched_tokens > 0
+    assert read.attributes[Attribute.KV_BYTES] == decode.report.received_bytes > 0
+    assert leg.attributes[Attribute.RECOMPUTED_TOKENS] == decode.report.kv.recomputed_tokens
+
+
 async def test_the_engines_span_says_how_many_tokens_and_lies_within_its_leg(pair, router, receiver):
     trace_id = "5" * 31 + "2"
     answer = await router.leg(
@@ -71,5 +89,5 @@ async def test_what_nobody_wants_traced_is_not_traced_in_the_engine_either(pair,
 
     assert not [span for span in receiver.spans if span.trace_id == unwanted]
     assert {span.trace_id for span in receiver.spans if span.name in (SpanName.SERVE_LEG, ENGINE_SPAN)} <= {
-        "5" * 31 + number for number in "124"
+        "5" * 31 + number for number in "1245"
     }
