@@ -120,7 +120,7 @@ class EngineCore:
         self.batch.settle(now)
         if self._step is None and (plan := self._plan(now)):
             self._step = self._begin(plan, begins_at)
-        self.exchange.look()
+        self.exchange.send()
         for sequence in self.batch.refused:
             self.exchange.finished(sequence, offers=False)
             tokens.append((sequence, None))

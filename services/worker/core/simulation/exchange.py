@@ -90,7 +90,7 @@ class Exchange:
             self.reader.on_time()
         if not self._prefetcher.idle:
             self._prefetcher.go_on()
-        self._send()
+        self.send()
         self._orders.reads += self._link.arrivals(self._now())
 
     def wakes_at(self) -> float | None:
@@ -109,7 +109,7 @@ class Exchange:
             handed_over = order.take is not None or any(source.follow for source in order.sources)
             self._tally.request(proof, self._settings.block_size, handed_over=handed_over)
         sequence.account.proof = proof
-        self._send()
+        self.send()
 
     def proof(self, sequence: Sequence) -> KvProof:
         """Where its KV came from, as far as is known by now."""
@@ -135,7 +135,7 @@ class Exchange:
             landed = self._link.landed(part, self._now())
             if landed is not None:
                 self._landed(landed)
-        self._send()
+        self.send()
 
     @property
     def moving(self) -> bool:
@@ -170,12 +170,13 @@ class Exchange:
         full = sequence.prompt_tokens // self._settings.block_size
         return self.holder.offer(sequence.hashes[:full], sequence.blocks[:full])
 
-    def _send(self) -> None:
+    def send(self) -> None:
         """Put reads on the link, and take off it what nobody wants."""
-        effects, now = self.reader.effects, self._now()
+        effects = self.reader.effects
         while effects.reads or effects.cancel:
             reads, effects.reads = effects.reads, []
             cancel, effects.cancel = effects.cancel, []
+            now = self._now()
             for read in reads:
                 self._link.begin(read, now)
             for read_id in cancel:
