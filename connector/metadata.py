@@ -14,6 +14,8 @@ class StepOrders(KVConnectorMetadata):
     """Scheduler role -> worker role, each step."""
 
     orders: Orders = field(default_factory=Orders)
+    wait_s: float = 0.0
+    """How long to wait, at the end of the step, for something to become final."""
 
 
 @dataclass

@@ -29,7 +29,26 @@ class BatonScheduling:
     """Mixed in before one of vLLM's schedulers."""
 
     connector: Any
-    finish_requests: Any
+
+    def add_request(self, request: Request) -> None:
+        """A new request: no rest before it has been looked at."""
+        self.connector.scheduler_side.rest.stir()
+        super().add_request(request)  # type: ignore[misc]
+
+    def finish_requests(self, *args: Any, **kwargs: Any) -> list[Request]:
+        """What ends makes room."""
+        self.connector.scheduler_side.rest.stir()
+        finished: list[Request] = super().finish_requests(*args, **kwargs)  # type: ignore[misc]
+        return finished
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """After a rest, if all that could be done was to look again whether other workers have answered."""
+        side = self.connector.scheduler_side
+        if side.is_awaiting:
+            side.rest.take()
+        scheduled: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        side.rest.stepped(scheduled.total_num_scheduled_tokens)
+        return scheduled
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

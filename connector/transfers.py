@@ -44,9 +44,11 @@ class Transfers:
             self._orders.append(orders)
             self._wake.notify_all()
 
-    def take_results(self) -> Results:
-        """What became final since the last call."""
+    def take_results(self, wait_s: float = 0.0) -> Results:
+        """What became final since the last call; if nothing did, wait for it so long."""
         with self._wake:
+            if wait_s:
+                self._wake.wait_for(lambda: self._results or self._broken is not None, wait_s)
             self._raise_if_broken()
             results, self._results = self._results, Results()
             return results
@@ -92,3 +94,4 @@ class Transfers:
             with self._wake:
                 self._results.connected.extend(results.connected)
                 self._results.parts.extend(results.parts)
+                self._wake.notify_all()

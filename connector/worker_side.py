@@ -97,9 +97,9 @@ class WorkerSide:
         if self._transfers is not None:
             self._transfers.obey(orders)
 
-    def results(self) -> Results:
-        """What became final since the last call."""
-        return self._transfers.take_results() if self._transfers is not None else Results()
+    def results(self, wait_s: float = 0.0) -> Results:
+        """What became final since the last call; if nothing did, wait for it so long."""
+        return self._transfers.take_results(wait_s) if self._transfers is not None else Results()
 
     def close(self) -> None:
         """Disconnect; reads under way fail."""
