@@ -18,6 +18,8 @@ log = logging.getLogger("baton.worker")
 
 MESSAGES_WAITING_MAX = 65536
 """For the bus; beyond that the oldest is dropped, and its deadline ends what it was about."""
+RELEASES_KEPT_MAX = 1024
+"""For the time when NATS is back: what they are about stays pinned until then or until its lease ends."""
 
 Message = LeaseKv | KvGrant | ReleaseKv
 
@@ -34,12 +36,14 @@ class Desk:
         self._asks = AskBook()
         self._out: deque[Message] = deque(maxlen=MESSAGES_WAITING_MAX)
         self._has_out = asyncio.Event()
+        self._unsent: deque[ReleaseKv] = deque(maxlen=RELEASES_KEPT_MAX)
 
     async def open(self) -> None:
         """Listen; live when it returns."""
         me = self._me.worker_id
         self._bus.on_unreachable(self._on_unreachable)
         self._bus.on_disconnect(self._on_disconnect)
+        self._bus.on_reconnect(self._on_reconnect)
         await self._bus.subscribe(KV_LEASE, self._on_lease, worker_id=me)
         await self._bus.subscribe(KV_RELEASE, self._on_release, worker_id=me)
         await self._bus.subscribe(KV_GRANT, self._on_grant, reader_id=me)
@@ -86,6 +90,8 @@ class Desk:
             self._on_unreachable(message.ask_id)
         elif isinstance(message, KvGrant) and message.lease_id:
             self._line.add(EngineCall(releases=[unclaimed(message)]))
+        elif isinstance(message, ReleaseKv):
+            self._unsent.append(message)
 
     def _on_lease(self, lease: LeaseKv, _envelope: Envelope) -> None:
         if not is_sound_lease(lease):
@@ -125,6 +131,11 @@ class Desk:
     def _on_disconnect(self) -> None:
         """Answers may be lost with the connection: better to compute now than to wait."""
         self._to_engine(self._asks.all_unreachable())
+
+    def _on_reconnect(self) -> None:
+        self._out += self._unsent
+        self._unsent.clear()
+        self._has_out.set()
 
     def _to_engine(self, grants: list[KvGrant]) -> None:
         if grants:

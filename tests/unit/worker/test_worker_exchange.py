@@ -101,6 +101,20 @@ async def test_blocks_whose_grant_cannot_be_sent_do_not_stay_pinned():
     assert (released.worker_id, released.ask_ids) == ("h1", ["a1"])
 
 
+async def test_what_could_not_be_released_is_released_when_the_connection_is_back():
+    hub = MemoryHub()
+    async with exchanging(OneWorker(hub, "h1")) as holder, exchanging(OneWorker(hub, "r1")) as reader:
+        reader.bus.lose()
+        reader.engine.tell(releases=[ReleaseKv(worker_id="h1", epoch=1, reader_id="r1", ask_ids=["a1"])])
+        for _turn in range(10):
+            await asyncio.sleep(0)
+
+        reader.bus.restore()
+
+        (released,) = await holder.engine.told("releases")
+        assert released.ask_ids == ["a1"]
+
+
 async def test_an_earlier_life_is_asked_in_vain_and_its_engine_never_hears_of_it():
     hub = MemoryHub()
     async with exchanging(OneWorker(hub, "h1", epoch=2)) as holder, exchanging(OneWorker(hub, "r1")) as reader:
