@@ -18,8 +18,8 @@ from shared.contracts.kv_exchange import KvHandshake, KvLayer, KvRank
 Numbers = NDArray[np.uint64]
 
 PART_BYTES = 32 << 20
-"""A read is cut into parts of about this size, which arrive or fail each for itself. Each costs a tenth of a millisecond;
-over shared memory this much takes two to three."""
+"""A read is cut into parts of about this size, which arrive or fail each for itself. Each costs a tenth of a
+millisecond; over shared memory this much takes two to three."""
 
 
 @dataclass(frozen=True, slots=True)
