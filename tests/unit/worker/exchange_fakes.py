@@ -12,6 +12,7 @@ from connector.core.calls import EngineCall, EngineNews
 from services.worker.engines.port import Identity
 from services.worker.exchange.worker_exchange import WorkerExchange
 from shared.bus.memory_bus import MemoryBus, MemoryHub
+from shared.bus.port import Bus
 from shared.contracts.channels import WORKER_RECORDS
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvGrant, KvHandshake, KvLedgerState, LeaseKv
@@ -81,15 +82,15 @@ class FakeExchange:
 
 
 class OneWorker:
-    """A worker's exchange on a hub."""
+    """A worker's exchange on a hub, or on a bus of its own."""
 
-    def __init__(self, hub: MemoryHub, worker_id: str, epoch: int = 1, clock: SystemClock | None = None) -> None:
+    def __init__(self, where: MemoryHub | Bus, worker_id: str, epoch: int = 1) -> None:
         self.worker_id = WorkerId(worker_id)
         self.epoch = Epoch(epoch)
-        self.bus = MemoryBus(hub)
+        self.bus = MemoryBus(where) if isinstance(where, MemoryHub) else where
         self.engine = FakeExchange(worker_id, epoch)
         identity = Identity(self.worker_id, self.epoch)
-        self.exchange = WorkerExchange(self.bus, clock or SystemClock(), identity, self.engine, FINGERPRINT.key())
+        self.exchange = WorkerExchange(self.bus, SystemClock(), identity, self.engine, FINGERPRINT.key())
 
     async def say(self, phase: WorkerPhase = WorkerPhase.READY) -> None:
         kept = await self.bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
