@@ -42,6 +42,8 @@ class Behaviour:
     """Each read ends in an error, before it has copied anything."""
     stalled: bool = False
     """Nothing moves, and nothing can be given back."""
+    hung: set[str] = field(default_factory=set)
+    """The same, for reads from these agents."""
     in_steps: bool = False
     """Each look at the state copies a few pieces, instead of all being copied at once."""
     reads: list[Copying] = field(default_factory=list)
@@ -104,7 +106,7 @@ class MemoryAgent:
 
     def release(self, handle: Any) -> bool:
         """Give the handle back, cancelling what still runs. False: it cannot be stopped yet, ask again."""
-        return not self.behaviour.stalled or handle.peer not in self._known
+        return not self._stalls(handle) or handle.peer not in self._known
 
     def close(self) -> None:
         """Everything is over."""
@@ -121,9 +123,12 @@ class MemoryAgent:
         )
 
     def _copy(self, copying: Copying, pieces: int) -> None:
-        if self.behaviour.stalled or self.behaviour.fail_reads:
+        if self._stalls(copying) or self.behaviour.fail_reads:
             return
         end = min(len(copying.remote), copying.copied + pieces)
         for place in range(copying.copied, end):
             ctypes.memmove(int(copying.local[place, 0]), int(copying.remote[place, 0]), int(copying.local[place, 1]))
         copying.copied = end
+
+    def _stalls(self, copying: Copying) -> bool:
+        return self.behaviour.stalled or copying.peer in self.behaviour.hung

@@ -189,18 +189,26 @@ def test_a_cancelled_read_that_waits_is_never_begun():
 def test_a_peer_that_hangs_does_not_hold_up_the_others():
     world = World()
     slow, quick = world.connected("slow"), world.connected("quick")
-    world.agent.behaviour.in_steps = True
-    world.agent.behaviour.stalled = True
+    world.agent.behaviour.hung.add("slow-1")
     for read_id in range(1, 20):
         world.read({1: 1}, key=slow, read_id=read_id)
     world.settled()
-    world.agent.behaviour.stalled = False
 
     world.read({2: 2}, key=quick, read_id=99)
-    world.copier.advance()
-    world.copier.advance()
 
-    assert 99 in [part.read_id for part in world.copier.take_results().parts]
+    assert [(part.read_id, part.failure) for part in world.settled().parts] == [(99, "")]
+
+
+def test_a_read_that_ends_in_an_error_ends_the_connection_so_that_it_is_made_anew():
+    world = World()
+    key = world.connected()
+    world.agent.behaviour.fail_reads = True
+
+    world.read({1: 1})
+
+    results = world.settled()
+    assert results.parts[0].failure == "the read failed"
+    assert [one.peer for one in results.connected if one.failure] == [key]
 
 
 def test_a_forgotten_peer_fails_what_is_read_from_it():
