@@ -49,8 +49,8 @@ async def start_engine(
     names = [settings.served_model_name or settings.model]
     model = SimulatedModel(directory=directory, names=names, revision=settings.revision or revision)
     simulation = msgspec.structs.replace(simulation_settings(settings), epoch=identity.epoch)
-    if simulation.sim_transfer == "auto" and find_spec("nixl") is not None:
-        simulation = msgspec.structs.replace(simulation, sim_transfer="nixl")
+    if simulation.sim_transfer == "auto":
+        simulation = msgspec.structs.replace(simulation, sim_transfer="nixl" if find_spec("nixl") else "tcp")
     return await open_simulated_engine(simulation, model, legs_max=settings.legs_max)
 
 
@@ -72,6 +72,7 @@ def simulation_settings(settings: Settings) -> SimulationSettings:
     )
     return SimulationSettings(
         worker_id=settings.worker_id,
+        host=settings.kv_host,
         kv_lease_s=settings.kv_lease_s,
         kv_lease_share_max=settings.kv_lease_share_max,
         block_size=settings.block_size,

@@ -9,6 +9,7 @@ from connector.memory_agent import MemoryNetwork
 from services.worker.core.simulation.engine_core import EngineCore
 from services.worker.engines.port import EngineDead
 from services.worker.engines.simulated_mover import Mover, agent_name, direct_mover, threaded_mover
+from services.worker.engines.simulated_tcp import TcpAgent
 
 POLL_S = 0.002
 """While something is moved by a thread, how often to ask what has arrived."""
@@ -24,6 +25,8 @@ def open_mover(core: EngineCore, fingerprint: str, clock: Callable[[], float]) -
         from connector.nixl_agent import NixlAgent  # A machine for simulated workers may have no NIXL.
 
         return threaded_mover(core, NixlAgent(name), fingerprint, clock)
+    if settings.sim_transfer == "tcp":
+        return threaded_mover(core, TcpAgent(name, settings.host), fingerprint, clock)
     return direct_mover(core, THIS_PROCESS.agent(name), fingerprint, clock)
 
 

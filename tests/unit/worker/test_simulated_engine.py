@@ -3,14 +3,18 @@
 import asyncio
 import contextlib
 import json
+from array import array
 
+import numpy as np
 import pytest
 
 from connector.core.calls import EngineCall, Peer, StartFetch
+from connector.transfer_port import TransferFailed
 from services.worker.core.held_blocks import HeldBlocks
 from services.worker.core.simulation.settings import SimulationSettings
 from services.worker.engines.port import CURRENT_LEG, EngineDead, Identity, LegRecord
 from services.worker.engines.simulated import SimulatedModel, open_simulated_engine, simulation_settings, start_engine
+from services.worker.engines.simulated_tcp import TcpAgent
 from services.worker.settings import Settings
 from services.worker.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.ids import Epoch, WorkerId
@@ -317,6 +321,40 @@ async def test_a_request_prefilled_here_and_decoded_there_answers_as_one_engine_
         assert decoder.load().received_tokens_total == decoded.received_tokens
         assert decoder.load().computed_tokens_total == warm - decoded.received_tokens
         assert (decoded.proof.fetched_tokens, decoded.proof.prompt_tokens) == (decoded.received_tokens, warm)
+
+
+@pytest.mark.parametrize("transfer", ["memory", "tcp", "nixl"])
+async def test_whatever_moves_the_bytes_moves_the_right_ones(directory, transfer):
+    if transfer == "nixl":
+        pytest.importorskip("nixl")
+    body = {"prompt": PROMPT, "max_tokens": 16, "ignore_eos": True}
+    with_it = {"sim_transfer": transfer}
+    async with (
+        running(directory, worker_id="p", **with_it) as prefiller,
+        running(directory, worker_id="d", **with_it) as decoder,
+    ):
+        await handshake(prefiller, decoder)
+        _, prefilled = await leg(prefiller, LegKind.PREFILL, body, LegOrder(offer=True))
+        answer, decoded = await leg(decoder, LegKind.DECODE, body, LegOrder(take=prefilled.proof.offer))
+        alone = await complete(prefiller, max_tokens=16)
+
+    assert decoded.proof.fetched_tokens == (decoded.prompt_tokens - 1) // 32 * 32
+    assert answer.json()["choices"][0]["text"] == alone.json()["choices"][0]["text"]
+
+
+async def test_a_reader_over_tcp_gets_nothing_but_blocks(directory):
+    async with running(directory, worker_id="p", sim_transfer="tcp") as engine:
+        told = (await engine.exchange.call(EngineCall(describe=True))).handshake
+        reader = TcpAgent("reader", "127.0.0.1")
+        name = reader.connect(told.ranks[0].agent)
+        room, secret = array("q", [7]), array("q", [42])
+        here = np.array([[room.buffer_info()[0], 8, 0]], dtype=np.uint64)
+        there = np.array([[secret.buffer_info()[0], 8, 0]], dtype=np.uint64)
+        with pytest.raises(TransferFailed):
+            reader.read(name, there, here, device="cpu", remote_device="cpu")
+        reader.close()
+
+    assert room[0] == 7
 
 
 async def test_a_prompt_followed_while_it_is_computed_tells_what_was_cached_of_it(directory):

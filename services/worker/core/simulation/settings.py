@@ -24,14 +24,16 @@ class SimulatedTiming(msgspec.Struct, frozen=True, kw_only=True):
     sim_transfer_base_s: float = 0.001
     """Seconds until the first byte of a transfer arrives."""
     sim_kv_bytes_per_token: int = 4096
-    sim_transfer: Literal["auto", "memory", "nixl"] = "auto"
-    """What really moves it: NIXL, or a copy within this process; auto: NIXL in a worker where it is installed."""
+    sim_transfer: Literal["auto", "memory", "tcp", "nixl"] = "auto"
+    """What really moves it; memory: within this process only; auto: for workers, NIXL where it is installed, or TCP."""
 
 
 class SimulationSettings(SimulatedTiming, frozen=True, kw_only=True):
     """One simulated engine. Raises ValueError when it cannot work."""
 
     worker_id: str = "simulated"
+    host: str = "127.0.0.1"
+    """Where TCP is listened for."""
     epoch: int = 0
     """With the worker's id: who this engine is to those that exchange KV with it."""
     kv_lease_s: float = 30.0
