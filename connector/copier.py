@@ -58,16 +58,16 @@ class Copier:
         return bool(self._waiting or self._running or self._connections.probing)
 
     def obey(self, orders: Orders) -> None:
-        """Take orders on. Connections first: the reads of the same step may need them."""
+        """Take orders on: a peer forgotten and connected in one step is connected anew, and may be read from at once."""
+        for key in orders.forget:
+            self._give_up(lambda part, key=key: part.read.peer == key, "the peer is gone")  # type: ignore[misc]
+            self._connections.forget(key)
         for peer in orders.connect:
             self._connections.connect(peer)
         for read in orders.reads:
             self._take_on(read)
         for read_id in orders.cancel:
             self._give_up(lambda part, read_id=read_id: part.read.read_id == read_id, "cancelled")  # type: ignore[misc]
-        for key in orders.forget:
-            self._give_up(lambda part, key=key: part.read.peer == key, "the peer is gone")  # type: ignore[misc]
-            self._connections.forget(key)
 
     def advance(self) -> bool:
         """Look at all that is under way, and begin what there is room for. Whether anything came of it."""

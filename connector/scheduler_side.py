@@ -192,6 +192,7 @@ class SchedulerSide:
         if not self._peers.forget(key):
             return
         self._connecting.discard(key)
+        self._orders.connect = [peer for peer in self._orders.connect if key_of(peer) != key]
         self._orders.forget.append(key)
         self.reader.on_peer_gone(key)
         self._prefetcher.on_peer_gone(key)

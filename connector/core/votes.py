@@ -1,4 +1,6 @@
-"""Several tensor-parallel ranks read their share of each block: a part counts when the last rank has reported it."""
+"""Several tensor-parallel ranks read their share of each block: a part counts when the last rank has reported it, a
+connection when all ranks have it, and no longer when one has lost it.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +29,10 @@ class Votes:
         for connected in results.connected:
             said = self._connected.setdefault(connected.peer, [])
             said.append(connected)
-            if len(said) == self._ranks:
+            if connected.failure or len(said) == self._ranks:
                 del self._connected[connected.peer]
-                final.connected.append(
-                    Connected(
-                        connected.peer,
-                        max(one.seconds for one in said),
-                        next((one.failure for one in said if one.failure), ""),
-                    )
-                )
+                seconds = max(one.seconds for one in said)
+                final.connected.append(Connected(connected.peer, seconds, connected.failure))
         return final
 
 

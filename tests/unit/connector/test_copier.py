@@ -226,6 +226,20 @@ def test_a_forgotten_peer_fails_what_is_read_from_it():
     assert not world.copier.busy
 
 
+def test_a_peer_that_is_forgotten_and_known_again_in_one_step_is_connected_anew():
+    world = World()
+    peer = Peer(handshake=world.holder(), clock_ahead_s=0.0)
+    world.copier.obey(Orders(connect=[peer]))
+    world.settled()
+
+    world.copier.obey(Orders(forget=[("holder", 1)], connect=[peer]))
+    world.read({1: 1})
+
+    results = world.settled()
+    assert [one.failure for one in results.connected] == [""]
+    assert results.parts[0].failure == ""
+
+
 def test_two_lives_of_a_worker_are_two_peers():
     world = World()
     first, second = world.connected(epoch=1), world.connected(epoch=2)
