@@ -7,7 +7,7 @@ of it moves. What does not end by itself ends with the connection.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -58,16 +58,16 @@ class Copier:
         return bool(self._waiting or self._running or self._connections.probing)
 
     def obey(self, orders: Orders) -> None:
-        """Take orders on: a peer forgotten and connected in one step is connected anew, and may be read from at once."""
+        """Take orders on. A peer that is forgotten and connected in one step is connected anew, and may be read from."""
         for key in orders.forget:
-            self._give_up(lambda part, key=key: part.read.peer == key, "the peer is gone")  # type: ignore[misc]
+            self._give_up([part for part in self._parts() if part.read.peer == key], "the peer is gone")
             self._connections.forget(key)
         for peer in orders.connect:
             self._connections.connect(peer)
         for read in orders.reads:
             self._take_on(read)
         for read_id in orders.cancel:
-            self._give_up(lambda part, read_id=read_id: part.read.read_id == read_id, "cancelled")  # type: ignore[misc]
+            self._give_up([part for part in self._parts() if part.read.read_id == read_id], "cancelled")
 
     def advance(self) -> bool:
         """Look at all that is under way, and begin what there is room for. Whether anything came of it."""
@@ -97,10 +97,12 @@ class Copier:
             else:
                 self._waiting.setdefault(read.peer, deque()).append(part)
 
-    def _give_up(self, meant: Callable[[_Part], bool], why: str) -> None:
-        for part in chain(self._running, *self._waiting.values()):
-            if meant(part):
-                part.failure = part.failure or why
+    def _parts(self) -> Iterable[_Part]:
+        return chain(self._running, *self._waiting.values())
+
+    def _give_up(self, parts: list[_Part], why: str) -> None:
+        for part in parts:
+            part.failure = part.failure or why
 
     def _begin_one(self, key: PeerKey) -> bool:
         if sum(part.read.peer == key for part in self._running) >= AT_ONCE_MAX:
