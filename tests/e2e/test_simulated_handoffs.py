@@ -45,8 +45,10 @@ def test_long_prompts_are_handed_over_as_they_are_computed(simulated: System, le
     assert apart.headers["x-baton-handoff"] == handoff
     assert "x-baton-handoff" not in whole.headers
     assert tokens(apart) == tokens(whole)
-    how = {"streamed": "streamed", "offered": "whole"}[handoff]
-    until(lambda: grown(simulated, before, "baton_fleet_handoffs_total", handoff=how) == 1, f"a {how} handoff is told")
+    until(
+        lambda: grown(simulated, before, "baton_fleet_handoffs_total", handoff=handoff) == 1,
+        f"a {handoff} handoff is told",
+    )
     assert grown(simulated, before, "baton_fleet_recomputed_tokens_total") <= BLOCK
 
 
