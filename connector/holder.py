@@ -34,7 +34,7 @@ from shared.contracts.kv_exchange import (
 PROMPTS_NOTED_MAX = 1024
 """Prompts whose cached tokens are remembered for those who follow them."""
 FOLLOW_S_MAX = 300.0
-"""Longest time that an ask is followed, whatever it says."""
+"""Longest time to wait for the next block of an ask, whatever it says."""
 FULL_S_MAX = 0.5
 """How long an ask that is followed waits for others' leases to end: they may be waiting for its own."""
 GROUPS = [0]
@@ -114,6 +114,7 @@ class Holder:
             hashes=hashes,
             hold_s=min(ask.hold_s, self._settings.lease_s_max),
             until_s=now + min(ask.follow_s, FOLLOW_S_MAX),
+            follow_s=min(ask.follow_s, FOLLOW_S_MAX),
         )
         grant = self._grant(ask.ask_id, ask.reader_id, following, self._ready(following))
         if ask.follow_s > 0:
@@ -271,7 +272,7 @@ class Holder:
         if not ready:
             return None
         grant = self._grant(lease.lease_id, lease.reader_id, following, ready)
-        following.stuck_since_s = math.inf if grant.block_ids else min(following.stuck_since_s, now)
+        following.progress(now, granted=bool(grant.block_ids))
         if grant.reason is None or now >= following.stuck_since_s + FULL_S_MAX:
             self._ledger.stop_following(lease.lease_id)
             return replace(grant, lease_id=lease.lease_id, prefill_cached_tokens=self._noted(following))
@@ -286,8 +287,7 @@ class Holder:
     def _free(self, block_ids: list[int]) -> None:
         """Last blocks first, as vLLM does: the ends of prompts are evicted before their beginnings."""
         if block_ids:
-            blocks = self._pool.blocks
-            self._pool.free_blocks([blocks[block_id] for block_id in reversed(block_ids)])
+            self._pool.free_blocks([self._pool.blocks[block_id] for block_id in reversed(block_ids)])
 
     def _noted(self, following: Following) -> int:
         return self._prompts.get(following.hashes[-1], 0)

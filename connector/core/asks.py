@@ -4,20 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from enum import Enum
 
 from connector.core.orders import PeerKey
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvRead
-
-
-class BlockState(Enum):
-    """Of one wanted block."""
-
-    MISSING = 0
-    GRANTED = 1
-    """Leased, perhaps being read."""
-    ARRIVED = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

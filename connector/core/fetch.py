@@ -11,12 +11,11 @@ Whatever is to be done about it (asks, releases, reads, cancels) is appended to 
 
 from __future__ import annotations
 
-from connector.core.asks import Ask, BlockState, Segment, Source
+from connector.core.asks import Ask, Segment, Source
 from connector.core.fetch_plan import Plan, lease_of, release_of
 from connector.core.orders import PeerKey, Read, ReadPart
+from connector.core.wanted import ARRIVED, GRANTED, MISSING, Wanted
 from shared.contracts.kv_exchange import LEASE_BLOCKS_MAX, KvGrant, KvOffer, KvRead, NoGrant, unpack_block_ids
-
-MISSING, GRANTED, ARRIVED = BlockState.MISSING, BlockState.GRANTED, BlockState.ARRIVED
 
 
 class Fetch:
@@ -26,7 +25,7 @@ class Fetch:
         self.plan = plan
         self.asks: list[Ask] = []
         self.stopped = False
-        self._states = [MISSING] * (plan.goal - plan.start)
+        self._wanted = Wanted(plan.start, plan.goal)
         self._spent: set[tuple[PeerKey, int]] = set()
         self._local: list[int] | None = None
         self._reads: dict[int, tuple[Ask, int, int]] = {}  # under way: whose, its first index, blocks not final
@@ -38,10 +37,10 @@ class Fetch:
     def count(self) -> int | None:
         """Blocks behind ``start`` to make room for; None while it is not known."""
         if any(ask.open and ask.followed for ask in self.asks):
-            return len(self._states)
+            return len(self._wanted)
         if any(ask.open for ask in self.asks):
             return None
-        return self._prefix()
+        return self._wanted.promised
 
     @property
     def over(self) -> bool:
@@ -56,7 +55,7 @@ class Fetch:
     @property
     def arrived(self) -> int:
         """Blocks of the longest prefix that arrived."""
-        return next((at for at, state in enumerate(self._states) if state is not ARRIVED), len(self._states))
+        return self._wanted.arrived
 
     @property
     def reads_under_way(self) -> int:
@@ -74,7 +73,7 @@ class Fetch:
     def missing(self) -> list[int]:
         """Local blocks that were made room for and hold nothing."""
         local = self._local or []
-        return [block for block, state in zip(local, self._states, strict=False) if state is not ARRIVED]
+        return [local[place] for place in self._wanted.not_arrived() if place < len(local)]
 
     def reads(self) -> list[KvRead]:
         """What came of each source."""
@@ -83,7 +82,7 @@ class Fetch:
     def begin(self, local_blocks: list[int], now: float) -> None:
         """There is room for the first ``len(local_blocks)`` blocks behind ``start``; the rest is not wanted."""
         self._local = local_blocks
-        self._states = self._states[: len(local_blocks)]
+        self._wanted.cut(len(local_blocks))
         self._read_granted(now)
 
     def on_grant(self, grant: KvGrant, now: float) -> None:
@@ -98,7 +97,9 @@ class Fetch:
             first = max(ask.granted_end, ask.first)
             if self._fits(ask, grant, first, len(blocks)):
                 ask.granted(Segment(first, blocks, grant.until_s), now)
-                self._mark(first, len(blocks), GRANTED)
+                self._wanted.mark(first, len(blocks), GRANTED)
+                if ask.followed:  # The prompt is being computed: what comes next has its own time.
+                    ask.overdue_at = now + self.plan.follow_s
             else:
                 ask.close("the grant does not match what was asked")
         if grant.final:
@@ -113,14 +114,14 @@ class Fetch:
             self._reads[part.read_id] = (ask, first, left - part.count)
         if part.failure:
             ask.story.fail(part.failure)
-            self._mark(first + part.first, part.count, MISSING)
+            self._wanted.mark(first + part.first, part.count, MISSING)
             self._spent.update(
                 (ask.peer, index) for index in range(first + part.first, first + part.first + part.count)
             )
         else:
             ask.story.tokens += part.count * self.plan.block_tokens
             ask.story.moved(part.started_s, part.ended_s, part.bytes)
-            self._mark(first + part.first, part.count, ARRIVED)
+            self._wanted.mark(first + part.first, part.count, ARRIVED)
         self._go_on(now)
 
     def on_peer(self, now: float) -> None:
@@ -182,24 +183,22 @@ class Fetch:
         self.asks.append(ask)
         if end > self.plan.start:
             ask.granted(Segment(self.plan.start, blocks[self.plan.start : end], offer.until_s), now)
-            self._mark(self.plan.start, end - self.plan.start, GRANTED)
+            self._wanted.mark(self.plan.start, end - self.plan.start, GRANTED)
         else:
             self._release(ask)
 
     def _ask(self, now: float) -> None:
         """Ask for what nobody has granted or been asked for, in order; behind a gap nothing is of use."""
         open_until = self._open_ends()
-        index, end = self.plan.start, self.plan.start + len(self._states)
-        while index < end:
-            if self._states[index - self.plan.start] is not MISSING:
-                index += 1
-            elif index in open_until:
-                index = open_until[index]
+        index = self._wanted.next_missing(self.plan.start)
+        while index < self._wanted.end:
+            if index in open_until:
+                behind = open_until[index]
+            elif (source := self._source_of(index)) is not None:
+                behind = self._ask_one(source, index, now)
             else:
-                source = self._source_of(index)
-                if source is None:
-                    return
-                index = self._ask_one(source, index, now)
+                return
+            index = self._wanted.next_missing(behind)
 
     def _open_ends(self) -> dict[int, int]:
         """Where each open ask's ungranted blocks begin, and behind their end."""
@@ -214,9 +213,7 @@ class Fetch:
     def _ask_one(self, source: Source, index: int, now: float) -> int:
         """Send one ask; answers the index behind it."""
         plan, limits = self.plan, self.plan.limits
-        end = min(source.end, plan.start + len(self._states), index + LEASE_BLOCKS_MAX)
-        granted = next((at for at in range(index, end) if self._states[at - plan.start] is not MISSING), end)
-        end = min(end, granted)
+        end = self._wanted.missing_until(index, min(source.end, self._wanted.end, index + LEASE_BLOCKS_MAX))
         ask = Ask(
             ask_id=f"{plan.reader[0]}-{plan.reader[1]}-{plan.next_number()}",
             peer=source.peer,
@@ -236,7 +233,7 @@ class Fetch:
         return (
             grant.first == first - ask.first
             and behind <= ask.end
-            and behind <= self.plan.start + len(self._states)
+            and behind <= self._wanted.end
             and grant.last_hash == self.plan.hashes[behind - 1]
         )
 
@@ -256,7 +253,7 @@ class Fetch:
             return
         if now >= until_s:
             ask.story.fail("the lease is over")
-            self._mark(segment.first, count, MISSING)
+            self._wanted.mark(segment.first, count, MISSING)
             return
         read = Read(
             read_id=self.plan.next_number(),
@@ -272,17 +269,9 @@ class Fetch:
     def _drop(self, ask: Ask, why: str) -> None:
         """Nothing that is not being read already will come from it."""
         for segment in ask.segments:
-            self._mark(segment.first, len(segment.block_ids), MISSING)
+            self._wanted.mark(segment.first, len(segment.block_ids), MISSING)
         ask.segments.clear()
         ask.close(why)
-
-    def _mark(self, first: int, count: int, state: BlockState) -> None:
-        begin = max(0, first - self.plan.start)
-        end = min(len(self._states), first + count - self.plan.start)
-        self._states[begin:end] = [state] * max(0, end - begin)
-
-    def _prefix(self) -> int:
-        return next((at for at, state in enumerate(self._states) if state is MISSING), len(self._states))
 
     def _release(self, ask: Ask) -> None:
         """Tell the holder, once, that its blocks are free of us."""

@@ -43,10 +43,18 @@ class Following:
     hashes: list[bytes]
     hold_s: float
     until_s: float
+    follow_s: float = 0.0
+    """How long to wait for the next block, from each grant on."""
     granted: int = 0
     """How many of the hashes, from the first on."""
     stuck_since_s: float = math.inf
     """Since when there is no memory for the next ones."""
+
+    def progress(self, now: float, *, granted: bool) -> None:
+        """The next ones were there: granted, with time for those after them, or not, for lack of memory."""
+        self.stuck_since_s = math.inf if granted else min(self.stuck_since_s, now)
+        if granted:
+            self.until_s = now + self.follow_s
 
 
 @dataclass(slots=True)

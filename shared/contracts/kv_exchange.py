@@ -77,7 +77,7 @@ class LeaseKv(Message, frozen=True, kw_only=True):
     hold_s: float
     """How long each granted block should stay; the holder may give less."""
     follow_s: float = 0.0
-    """How long to go on granting further blocks as the holder computes them."""
+    """How long to wait for the next block that the holder computes, from each grant on; 0: grant what is there now."""
 
 
 class KvGrant(Message, frozen=True, kw_only=True):
@@ -155,7 +155,7 @@ class LegOrder(Message, frozen=True, kw_only=True):
     fetch_min_tokens: int = 0
     """Fetching fewer tokens than this is not worth it."""
     wait_s_max: float = 30.0
-    """For the blocks of a source that is followed."""
+    """For the next blocks of a source that is followed."""
 
 
 class KvRead(Message, frozen=True, kw_only=True):

@@ -1,0 +1,56 @@
+"""The blocks that a fetch wants, and how far each is. Indices count from the start of the prompt."""
+
+from __future__ import annotations
+
+MISSING, GRANTED, ARRIVED = 0, 1, 2
+"""Nobody's; leased, perhaps being read; here."""
+
+
+class Wanted:
+    """A run of blocks. As bytes, so that a long prompt's are looked through at memory speed."""
+
+    def __init__(self, start: int, goal: int) -> None:
+        self.start = start
+        self._states = bytearray(max(0, goal - start))
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    @property
+    def end(self) -> int:
+        """Index behind the last one."""
+        return self.start + len(self._states)
+
+    @property
+    def arrived(self) -> int:
+        """Blocks of the longest prefix that is here."""
+        return len(self._states) - len(self._states.lstrip(bytes([ARRIVED])))
+
+    @property
+    def promised(self) -> int:
+        """Blocks of the longest prefix that is here or leased."""
+        return self.next_missing(self.start) - self.start
+
+    def cut(self, count: int) -> None:
+        """Only so many are wanted after all."""
+        del self._states[count:]
+
+    def mark(self, first: int, count: int, state: int) -> None:
+        """``count`` blocks from ``first`` on; those outside the run are nobody's business."""
+        begin, end = max(0, first - self.start), min(len(self._states), first - self.start + count)
+        if begin < end:
+            self._states[begin:end] = bytes([state]) * (end - begin)
+
+    def next_missing(self, index: int) -> int:
+        """The first missing one from ``index`` on; ``end`` if there is none."""
+        found = self._states.find(MISSING, index - self.start)
+        return self.end if found < 0 else self.start + found
+
+    def missing_until(self, index: int, end: int) -> int:
+        """Behind the run of missing blocks that begins at ``index``, at most ``end``."""
+        run = self._states[index - self.start : end - self.start]
+        return index + len(run) - len(run.lstrip(bytes([MISSING])))
+
+    def not_arrived(self) -> list[int]:
+        """Places, counted from ``start``, of all that is not here."""
+        return [place for place, state in enumerate(self._states) if state != ARRIVED]
