@@ -19,6 +19,8 @@ POLL_S = 0.000_1
 CLOSE_S_MAX = 5.0
 ORDERS_WAITING_MAX = 4096
 """Steps' worth of orders that the thread may be behind; the model thread waits rather than lose one."""
+BEHIND_S_MAX = 5.0
+"""For the thread to take some on. An engine that cannot move KV any more must not seem to live."""
 
 
 class Transfers:
@@ -39,8 +41,10 @@ class Transfers:
         if not orders:
             return
         with self._wake:
-            self._wake.wait_for(lambda: len(self._orders) < ORDERS_WAITING_MAX or self._broken is not None)
+            is_room = self._wake.wait_for(lambda: len(self._orders) < ORDERS_WAITING_MAX or self._broken, BEHIND_S_MAX)
             self._raise_if_broken()
+            if not is_room:
+                raise RuntimeError(f"the transfer thread takes no orders for {BEHIND_S_MAX} s")
             self._orders.append(orders)
             self._wake.notify_all()
 
@@ -81,7 +85,8 @@ class Transfers:
                 self._wake.wait_for(lambda: self._orders or self._closing)
             orders = list(self._orders)
             self._orders.clear()
-            self._wake.notify_all()
+            if orders:
+                self._wake.notify_all()
         for one in orders:
             copier.obey(one)
         moved = copier.advance()

@@ -1,0 +1,112 @@
+"""The thread beside the model: takes orders at once, says what became of them, and dies loudly."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from connector.copier import Copier
+from connector.core.calls import Peer
+from connector.core.orders import Orders, Read, Results
+from connector.memory_agent import MemoryNetwork
+from connector.transfers import Transfers
+from tests.faulty_agent import FaultyAgent
+from tests.kv_engines import RankMemory, ReadingRank, Shape, handshake
+
+SOON_S = 5.0
+PEER = ("holder", 1)
+
+
+class Side:
+    """A reader whose agent does ``before_read``, and a holder."""
+
+    def __init__(self, before_read: Callable[[int], None] = lambda _: None) -> None:
+        network, shape = MemoryNetwork(), Shape()
+        self.held = RankMemory(shape, 0)
+        self.held.fill()
+        holder = network.agent("holder")
+        holder.register(self.held.regions())
+        self.peer = Peer(handshake=handshake([self.held.described(holder.metadata())], shape), clock_ahead_s=0.0)
+        self.reading = ReadingRank(RankMemory(shape, 0))
+        agent = FaultyAgent(network.agent("reader"), before_read)
+        own = self.reading.own(agent)
+        self.transfers = Transfers(lambda: Copier(agent, own, time.monotonic))
+
+    def read(self, read_id: int = 1) -> None:
+        self.transfers.obey(Orders(reads=[Read(read_id, PEER, [3], [4], time.monotonic() + 60.0)]))
+
+    def until(self, seen: Callable[[Results], bool]) -> Results:
+        results = Results()
+        ends = time.monotonic() + SOON_S
+        while not seen(results):
+            assert time.monotonic() < ends
+            new = self.transfers.take_results(wait_s=SOON_S)
+            results.connected += new.connected
+            results.parts += new.parts
+        return results
+
+
+@pytest.fixture
+def sides() -> Iterator[Callable[..., Side]]:
+    made: list[Side] = []
+
+    def make(*args) -> Side:
+        made.append(Side(*args))
+        return made[-1]
+
+    yield make
+    for side in made:
+        side.transfers.close()
+
+
+def test_one_step_may_connect_and_read(sides):
+    side = sides()
+
+    side.transfers.obey(Orders(connect=[side.peer]))
+    side.read()
+
+    assert side.until(lambda results: bool(results.parts)).parts[0].failure == ""
+    side.reading.assert_holds({4: 3})
+
+
+def test_orders_are_taken_while_a_read_is_copied(sides):
+    copying, go_on = threading.Event(), threading.Event()
+
+    def hold_up(number: int) -> None:
+        if number == 2:
+            copying.set()
+            go_on.wait(SOON_S)
+
+    side = sides(hold_up)
+    side.transfers.obey(Orders(connect=[side.peer]))
+    side.read(1)
+    assert copying.wait(SOON_S)
+
+    began = time.monotonic()
+    side.read(2)
+    assert time.monotonic() - began < 1.0
+    go_on.set()
+
+    assert [part.read_id for part in side.until(lambda results: len(results.parts) == 2).parts] == [1, 2]
+
+
+def test_waiting_for_results_ends_when_there_are_none(sides):
+    side = sides()
+
+    assert not side.transfers.take_results(wait_s=0.01)
+
+
+def test_a_thread_that_breaks_breaks_the_engine_and_not_only_its_reads(sides):
+    def bug(_number: int) -> None:
+        raise KeyError("a bug")
+
+    side = sides(bug)
+    side.transfers.obey(Orders(connect=[side.peer]))
+
+    with pytest.raises(RuntimeError, match="the transfer thread broke"):
+        side.until(lambda _: False)
+    with pytest.raises(RuntimeError, match="the transfer thread broke"):
+        side.read()
