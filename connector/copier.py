@@ -58,7 +58,7 @@ class Copier:
         return bool(self._waiting or self._running or self._connections.probing)
 
     def obey(self, orders: Orders) -> None:
-        """Take orders on. A peer forgotten and connected in one step is connected anew, and may be read from at once."""
+        """Take orders on. A peer forgotten and connected in one step is connected anew, and may be read at once."""
         for key in orders.forget:
             self._give_up([part for part in self._parts() if part.read.peer == key], "the peer is gone")
             self._connections.forget(key)
