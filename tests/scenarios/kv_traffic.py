@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from connector.core.calls import EngineCall, StartFetch
 from services.worker.core.simulation.sequence import ABORT, CACHE_THRESHOLD, Sequence, Wish
-from shared.contracts.kv_exchange import KvGrant, KvOffer, KvSource, LegOrder
+from shared.contracts.kv_exchange import FetchKv, KvGrant, KvOffer, KvSource, LegOrder, pack_full_hashes
 from tests.unit.worker.simulation.builders import BLOCK, MODEL, VOCABULARY, answer, completion, engine, settings
 from tests.unit.worker.simulation.fleet import LATENCY_S, Carry, Fleet, Member, Message
 
@@ -31,11 +32,19 @@ class Request:
     end: str = ""
 
 
-def lossy(draw: random.Random, *, lost=0.0, late=0.0, twice=0.0, spoilt=0.0) -> Carry:
-    """A bus that loses, delays (and so reorders), repeats and spoils messages, each with its probability."""
+def lossy(draw: random.Random, *, lost=0.0, late=0.0, twice=0.0, spoilt=0.0, away=0.0) -> Carry:
+    """A bus that loses, delays (and so reorders), repeats and spoils messages, each with its probability.
+
+    ``away``: of the messages, how many are followed by a time in which all are lost.
+    """
+    lost_in_a_row = 0
 
     def carry(message: Message) -> list[tuple[float, Message]]:
-        if draw.random() < lost:
+        nonlocal lost_in_a_row
+        if draw.random() < away:
+            lost_in_a_row = draw.randrange(100)
+        if lost_in_a_row or draw.random() < lost:
+            lost_in_a_row = max(0, lost_in_a_row - 1)
             return []
         if isinstance(message, KvGrant) and draw.random() < spoilt:
             message = spoil(draw, message)
@@ -76,6 +85,7 @@ class Traffic:
         self.requests: list[Request] = []
         self.proofs = Counter()
         self.kills = 0
+        self.prefetches: dict[str, Member] = {}
         self._engines = {"kv_blocks": BLOCKS, "max_num_batched_tokens": 64, "kv_lease_s": 5.0, **engines}
         self._done: list[Request] = []
         self._epochs = Counter()
@@ -106,6 +116,26 @@ class Traffic:
         """Workers die without a word, are missed some time later, and come back as another life."""
         for number in range(count):
             self.fleet.later(every_s * (number + self.draw.random()), self._kill)
+
+    def prefetch_now_and_then(self, count: int, *, every_s: float) -> None:
+        """Workers are told to have prompts that others have answered."""
+        for number in range(count):
+            self.fleet.later(every_s * (number + self.draw.random()), self._prefetch)
+
+    def _prefetch(self) -> None:
+        if not self._done:
+            return
+        holder, sequence = self.draw.choice(self._done[-20:]).legs[-1]
+        member = self.draw.choice(self.alive())
+        fetch_id = f"f{len(self.prefetches)}"
+        self.prefetches[fetch_id] = member
+        fetch = FetchKv(
+            worker_id=member.key[0],
+            hashes=pack_full_hashes(sequence.hashes),
+            sources=[source_of(holder)],
+            deadline_s=self.draw.uniform(0.01, 3.0),
+        )
+        self.fleet.call(member, EngineCall(fetches=[StartFetch(fetch_id=fetch_id, fetch=fetch)]))
 
     def run(self) -> None:
         """Until nothing is left to do."""
@@ -193,7 +223,7 @@ class Traffic:
         return request
 
     def _read_back(self) -> Request:
-        earlier = [one for one in self._done[-50:] if len(one.prompt) < 300]
+        earlier = [one for one in self._done[-50:] if len(one.prompt) < 200]
         if not earlier:
             return self._aggregated()
         turn = self.draw.choice(earlier)
@@ -251,6 +281,8 @@ class Traffic:
             assert request.end, f"{request.kind} never ended"
             if request.end == "length":
                 assert completion(request.legs[-1][1]) == self.right_tokens(request), request.kind
+        for fetch_id, member in self.prefetches.items():
+            assert fetch_id in member.fetched or not member.alive, "a command was never answered"
         return Counter(request.end for request in self.requests)
 
     def check_at_rest(self) -> None:

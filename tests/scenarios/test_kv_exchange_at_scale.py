@@ -15,7 +15,7 @@ SCARCE = {"kv_blocks": 64, "max_model_len": 256, "sim_transfer_bytes_per_s": 4e6
 
 
 def troubled(draw):
-    return lossy(draw, lost=0.03, late=0.05, twice=0.03, spoilt=0.05)
+    return lossy(draw, lost=0.03, late=0.05, twice=0.03, spoilt=0.05, away=0.001)
 
 
 def test_where_nothing_goes_wrong_hardly_a_token_is_computed_twice():
@@ -37,6 +37,7 @@ def test_whatever_goes_wrong_tokens_are_right_and_nothing_stays_pinned(seed):
     traffic = Traffic(seed, workers=WORKERS, carry=troubled)
     traffic.send(1500, per_s=100.0, aborted=0.2)
     traffic.kill_now_and_then(12, every_s=1.2)
+    traffic.prefetch_now_and_then(100, every_s=0.14)
     traffic.run()
 
     ends = traffic.check_answers()
@@ -44,6 +45,7 @@ def test_whatever_goes_wrong_tokens_are_right_and_nothing_stays_pinned(seed):
     assert traffic.kills == 12
     assert ends["length"] > 1000
     assert traffic.proofs["fetched_tokens"] > 10_000
+    assert sum(fetched.fetched for member in traffic.alive() for fetched in member.fetched.values()) > 100
 
 
 @pytest.mark.parametrize("seed", range(2))

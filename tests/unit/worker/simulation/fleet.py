@@ -78,9 +78,10 @@ class Fleet:
 
     def introduce(self, member: Member, *, to: Member, error_s: float = 0.002) -> None:
         """As a handshake does."""
-        handshake = member.core.call(EngineCall(describe=True), member.now()).handshake
+        news = member.core.call(EngineCall(describe=True), member.now())
+        self.deliver(news, member)
         ahead_s = member.ahead_s - to.ahead_s + error_s
-        self.call(to, EngineCall(peers=[Peer(handshake=handshake, clock_ahead_s=ahead_s)]))
+        self.call(to, EngineCall(peers=[Peer(handshake=news.handshake, clock_ahead_s=ahead_s)]))
 
     def kill(self, member: Member, *, notice_s: float = 0.0) -> None:
         """It is gone at once; the others learn of it later."""
