@@ -90,7 +90,7 @@ async def test_orders_travel_beside_a_body_that_stays_the_clients_own():
         await worker.read(await worker.leg(LegKind.DECODE, body=body, kv_transfer=PACKED, kv_sources=[SOURCE]))
 
         assert worker.engine.bodies == [body, body]
-        assert [msgspec.structs.replace(order, offer_id="") for order in worker.engine.orders] == [
+        assert worker.engine.orders == [
             LegOrder(offer=True, offer_id="l1", fetch_min_tokens=64, wait_s_max=5.0),
             LegOrder(take=OFFER, sources=[SOURCE], fetch_min_tokens=64, wait_s_max=5.0),
         ]
