@@ -130,7 +130,7 @@ class BatonConnector(KVConnectorBase_V1):
         offer = None
         if order.offer and request.status in COMPLETE:
             full = request.num_prompt_tokens // self._block_tokens
-            offer = self.scheduler_side.holder.offer(request.block_hashes[:full], block_ids[:full])
+            offer = self.scheduler_side.holder.offer(request.block_hashes[:full], block_ids[:full], order.offer_id)
         proof = self.scheduler_side.finished(request.request_id, offer, order)
         params = params_of(proof or KvProof())
         if proof is not None and proof.refused:

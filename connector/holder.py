@@ -136,7 +136,7 @@ class Holder:
         for lease_id in (*release.ask_ids, *release.lease_ids):
             self._free(self._ledger.release(lease_id, release.reader_id))
 
-    def offer(self, hashes: Sequence[bytes], block_ids: Sequence[int]) -> KvOffer | None:
+    def offer(self, hashes: Sequence[bytes], block_ids: Sequence[int], offer_id: str = "") -> KvOffer | None:
         """Pin the full blocks of a prompt that is computed, as many as there is room for. None: there is no room."""
         held = list(block_ids[: min(len(hashes), LEASE_BLOCKS_MAX)])
         if not held:
@@ -147,7 +147,7 @@ class Holder:
             return None
         self._offers += 1
         settings = self._settings
-        lease_id = f"{settings.worker_id}-{settings.epoch}-{self._offers}"
+        lease_id = offer_id or f"{settings.worker_id}-{settings.epoch}-{self._offers}"
         until_s = self._now() + min(settings.lease_s, settings.lease_s_max)
         blocks = self._pool.blocks
         self._pin(lease_id, ANYONE, [blocks[block_id] for block_id in held[:room]], until_s)

@@ -112,11 +112,13 @@ class Flight:
             self.inbox.cancel(leg, self.stopped)
 
     def stop(self, failure: Failure) -> None:
-        """Stop this attempt's legs, here and at their workers; whoever waits for their frames is told why."""
+        """Stop this attempt's legs, here and at their workers; who waits for their frames is told why. The worker of
+        a prefill leg that has ended is told too, for it keeps KV that nobody will read.
+        """
         if self.stopped is None:
             self.stopped = failure
         for leg in self.legs:
-            if not leg.ended:
+            if not leg.ended or len(self.legs) == 1:
                 self.inbox.cancel(leg, failure)
 
     def client_left(self) -> None:

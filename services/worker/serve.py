@@ -16,6 +16,7 @@ from services.worker.core.capacity import Capacity
 from services.worker.core.leg_body import HANDOVER_PATHS, own_body, prepare
 from services.worker.core.leg_order import KvPolicy, moves_kv
 from services.worker.engines.port import CURRENT_LEG, Engine, LegRecord
+from services.worker.exchange.unread import Unread
 from services.worker.exchange_spans import show_exchange
 from shared.bus.port import Envelope
 from shared.bus.streams import FrameSender, LegFrames, LegGone
@@ -67,6 +68,8 @@ class LegServer:
         self._death = death
         self._on_changed = on_changed
         self._policy = policy
+        self.unread: Unread | None = None
+        """Told of legs that were broken off, where the engine has an exchange."""
         self._legs: dict[LegId, RunningLeg] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -84,6 +87,7 @@ class LegServer:
         frames = self._sender.leg(start, on_gone=lambda _why: self._abort(start.leg_id))
         if refusal := self._capacity.refusal(start, self.phase, self.legs):
             frames.fail(refusal)
+            self._broken_off(start)
             return
         task = self._service.tasks.create_task(self._run(start, frames, envelope), name=f"leg-{start.leg_id}")
         self._legs[start.leg_id] = RunningLeg(task, frames)
@@ -96,6 +100,8 @@ class LegServer:
         if leg := self._legs.get(order.leg_id):
             leg.frames.abandon()
             leg.task.cancel()
+        elif self.unread is not None:
+            self.unread.unwanted(order.leg_id)
 
     def fail_all(self, failure: Failure) -> None:
         """End every leg with ``failure``."""
@@ -125,10 +131,12 @@ class LegServer:
     async def _run(self, start: StartLeg, frames: LegFrames, envelope: Envelope) -> None:
         """Serve one leg to its END or FAILURE, whatever happens."""
         timer = asyncio.timeout(start.deadline_s)
+        served = False
         try:
             async with timer:
                 with self._span(start, envelope) as span:
                     await self._serve(start, frames, span)
+            served = True
         except LegGone:
             return
         except EngineDied as died:
@@ -143,6 +151,13 @@ class LegServer:
                 return
             log.exception("leg %s (%s %s) failed", start.leg_id, start.kind.value, start.path)
             frames.fail(Failure(reason=Reason.INTERNAL, message=f"{type(error).__name__}: {error}"))
+        finally:
+            if not served:
+                self._broken_off(start)
+
+    def _broken_off(self, start: StartLeg) -> None:
+        if self.unread is not None:
+            self.unread.broken_off(start)
 
     async def _serve(self, start: StartLeg, frames: LegFrames, span: Span) -> None:
         arrived = self._service.clock.now()

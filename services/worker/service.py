@@ -16,6 +16,7 @@ from services.worker.core.capacity import Capacity
 from services.worker.core.draining import Draining
 from services.worker.core.leg_order import KvPolicy
 from services.worker.engines.port import Engine, EngineDead, Identity, StartEngine
+from services.worker.exchange.unread import Unread
 from services.worker.exchange.worker_exchange import WorkerExchange
 from services.worker.publish import CachePublisher, LoadPublisher
 from services.worker.registry import Registration
@@ -103,6 +104,8 @@ class Worker:
             self._load.changed,
             KvPolicy(settings.cache_hit_threshold, settings.kv_fetch_min_tokens),
         )
+        if self._exchange is not None:
+            self._server.unread = Unread(self._exchange, Identity(worker_id, epoch))
 
     async def live(self) -> None:
         """Serve until the service is to stop, then drain. Raises EngineDead."""

@@ -147,6 +147,8 @@ class LegOrder(Message, frozen=True, kw_only=True):
 
     offer: bool = False
     """PREFILL: lease the prompt's blocks at the end, and say so in the proof."""
+    offer_id: str = ""
+    """The offer's lease, named beforehand: unique for ever, so that it can be given back whatever became of the leg."""
     take: KvOffer | None = None
     """DECODE: read these."""
     sources: list[KvSource] = msgspec.field(default_factory=list)

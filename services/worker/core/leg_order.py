@@ -24,8 +24,10 @@ class KvPolicy:
         threshold = self.cache_hit_threshold if start.cache_hit_threshold is None else start.cache_hit_threshold
         least = self.fetch_min_tokens if start.kv_fetch_min_tokens is None else start.kv_fetch_min_tokens
         is_exempt = start.kind is LegKind.PREFILL or not answers
+        offers = is_plain and start.kind is LegKind.PREFILL and start.kv_offer
         moves = LegOrder(
-            offer=is_plain and start.kind is LegKind.PREFILL and start.kv_offer,
+            offer=offers,
+            offer_id=start.leg_id if offers else "",
             take=read_offer(start.kv_transfer) if is_plain and start.kind is LegKind.DECODE else None,
             sources=start.kv_sources if is_plain else [],
             cache_hit_threshold=0.0 if is_exempt else threshold,

@@ -21,6 +21,9 @@ MESSAGES_WAITING_MAX = 65536
 RELEASES_KEPT_MAX = 1024
 """For the time when NATS is back: what they are about stays pinned until then or until its lease ends."""
 
+NO_ENVELOPE = Envelope(headers={}, size=0)
+"""Of what did not come by the bus."""
+
 Message = LeaseKv | KvGrant | ReleaseKv
 
 
@@ -56,6 +59,14 @@ class Desk:
             self._asks.released(release)
         if news.leases or news.grants or news.releases:
             self._out += [*news.leases, *news.grants, *news.releases]
+            self._has_out.set()
+
+    def give_back(self, release: ReleaseKv) -> None:
+        """To this engine or to another worker."""
+        if release.worker_id == self._me.worker_id:
+            self._on_release(release, NO_ENVELOPE)
+        else:
+            self._out.append(release)
             self._has_out.set()
 
     def tell_engine(self, call: EngineCall) -> None:

@@ -17,7 +17,8 @@ from services.worker.exchange.fetches import FetchDesk
 from services.worker.exchange.peers import PeerWatch
 from shared.bus.port import Bus, Envelope
 from shared.contracts.channels import KV_FETCH, KV_HANDSHAKE
-from shared.contracts.kv_exchange import AskKvHandshake, KvHandshake, KvLedgerState
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.kv_exchange import AskKvHandshake, KvHandshake, KvLedgerState, ReleaseKv
 from shared.runtime.clock import Clock
 
 log = logging.getLogger("baton.worker")
@@ -82,6 +83,11 @@ class WorkerExchange:
             await self._line.ask(EngineCall(release_all=True))
         except (TimeoutError, EngineDead) as error:
             log.info("the engine's leases end with it: %s", error or "it does not answer")
+
+    def give_back(self, *, worker_id: WorkerId, epoch: Epoch, lease_id: str) -> None:
+        """Nobody will read what that lease is about; harmless when the holder does not know it."""
+        me = self._me
+        self._desk.give_back(ReleaseKv(worker_id=worker_id, epoch=epoch, reader_id=me.worker_id, lease_ids=[lease_id]))
 
     async def _describe(self, _ask: AskKvHandshake, _envelope: Envelope) -> KvHandshake:
         """Answerer of KV_HANDSHAKE. The engine's clock is this machine's, so a busy engine need not be asked."""

@@ -168,7 +168,7 @@ class Exchange:
 
     def _offer(self, sequence: Sequence) -> KvOffer | None:
         full = sequence.prompt_tokens // self._settings.block_size
-        return self.holder.offer(sequence.hashes[:full], sequence.blocks[:full])
+        return self.holder.offer(sequence.hashes[:full], sequence.blocks[:full], sequence.wish.order.offer_id)
 
     def send(self) -> None:
         """Put reads on the link, and take off it what nobody wants."""
