@@ -37,6 +37,7 @@ DECODE_KV_BYTES = 8 * 2**20
 START_S_MAX = 120.0
 LEG_S_MAX = 40.0
 """The longest that any leg of these tests may take, whatever breaks."""
+READ_BEGUN_S = 0.5
 ENVIRON = {"UCX_TLS": "tcp,self"}
 
 
@@ -87,22 +88,25 @@ def start_prefill(url: str, folder: Path) -> WorkerProcess:
     )
 
 
+def start_decode(url: str, folder: Path) -> WorkerProcess:
+    return start_worker(
+        url,
+        DECODE,
+        folder,
+        environ=ENVIRON,
+        role="decode",
+        cpu_cores="1",
+        kv_lease_s=str(LEASE_S),
+        max_model_len="2000",
+        kv_cache_bytes=str(DECODE_KV_BYTES),
+    )
+
+
 @contextmanager
 def kv_pair(folder: Path) -> Iterator[Pair]:
     """Two engines: start it once."""
     with NatsServer(folder) as nats:
-        decode = start_worker(
-            nats.url,
-            DECODE,
-            folder,
-            environ=ENVIRON,
-            role="decode",
-            cpu_cores="1",
-            kv_lease_s=str(LEASE_S),
-            max_model_len="2000",
-            kv_cache_bytes=str(DECODE_KV_BYTES),
-        )
-        pair = Pair(nats, folder, start_prefill(nats.url, folder), decode)
+        pair = Pair(nats, folder, start_prefill(nats.url, folder), start_decode(nats.url, folder))
         try:
             asyncio.run(wait_ready(nats.url, [pair.prefill, pair.decode]))
             yield pair
@@ -113,9 +117,18 @@ def kv_pair(folder: Path) -> Iterator[Pair]:
 
 @asynccontextmanager
 async def driver_of(pair: Pair) -> AsyncIterator[Driver]:
-    """What one test needs; the workers have said that they live."""
+    """What one test needs. A worker that the test before has lost is started again: each failure is its own."""
+    if pair.prefill.process.poll() is not None:
+        pair.prefill = start_prefill(pair.nats.url, pair.folder)
+    if pair.decode.process.poll() is not None:
+        pair.decode = start_decode(pair.nats.url, pair.folder)
     async with Tap(pair.nats.url) as tap, driving(tap) as driver:
-        await tap.until(lambda: {PREFILL, DECODE} <= tap.loads.keys(), "both workers say how busy they are")
+
+        def ready() -> bool:
+            phases = [tap.loads[name].phase for name in (PREFILL, DECODE) if name in tap.loads]
+            return phases == [WorkerPhase.READY] * 2
+
+        await tap.until(ready, "both workers are ready", START_S_MAX)
         yield driver
 
 
@@ -138,6 +151,12 @@ async def rest(leg: Leg, frames: Sequence[Frame] = ()) -> list[Frame]:
         while not read or read[-1].kind is not FrameKind.END:
             read += await leg.frames()
     return read
+
+
+async def reads(driver: Driver, legs: int) -> None:
+    """Wait until decode serves so many legs, and the last has begun to read, which nobody tells while it goes on."""
+    await driver.tap.until(lambda: driver.tap.loads[DECODE].legs == legs, f"decode serves {legs}")
+    await asyncio.sleep(READ_BEGUN_S)
 
 
 def tokens_of(frames: Sequence[Frame]) -> list[int]:

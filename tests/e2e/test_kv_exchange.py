@@ -26,7 +26,9 @@ KV_BYTES_PER_TOKEN = 4096
 """4 layers, keys and values, 2 heads of 64 floats."""
 CACHED_SOON_S = 2.0
 """Until the router's index knows what an engine has cached, and idle engines have said that they are idle."""
-ABORTS, ABORTING_AT_ONCE, PATIENCE_S_MAX = 200, 16, 0.8
+ABORTS, ABORTING_AT_ONCE, PATIENCE_S_MAX = 200, 8, 2.0
+UNPINNED_S_MAX = 10.0
+"""After the last abort: less than a lease, so what nobody wants is given back and not waited for."""
 IDLE_S, IDLE_CPU_MAX = 3.0, 0.1
 
 
@@ -192,8 +194,7 @@ async def test_the_thresholds_ends_streams_and_empty_prompts(client: Client):
 
     assert [choice["finish_reason"] for choice in events[-1]["choices"]] == ["cache_threshold"]
     assert not any(choice["text"] for event in events for choice in event["choices"])
-    assert empty.status == 200
-    assert none.status == 400
+    assert (empty.status, none.status) == (400, 400), "vLLM's own answer"
     assert [said.status for said in wrong] == [400] * 3
     assert all("cache_hit_threshold" in said.json["error"]["message"] for said in wrong)
 
@@ -228,7 +229,7 @@ async def test_two_hundred_requests_with_random_aborts_leave_nothing_pinned(clie
 
     await asyncio.gather(*(ask_and_maybe_leave(number) for number in range(ABORTS)))
     begun_at = time.monotonic()
-    await client.tap.until_settled(*WORKERS, s_max=40.0)
+    await client.tap.until_settled(*WORKERS, s_max=UNPINNED_S_MAX)
 
     print(f"\n{ended}, nothing pinned {time.monotonic() - begun_at:.1f} s after the last")
     assert min(ended.values()) > 0

@@ -28,6 +28,7 @@ from tests.e2e.kv_pair import (
     kill,
     kv_pair,
     packed,
+    reads,
     report_of,
     rest,
     tokens_of,
@@ -40,6 +41,10 @@ EXPIRED_S_MAX = LEASE_S + 10.0
 PROMPT = 12 * BLOCK + 9
 """Small enough that the decode engine holds four of them."""
 NATS_BACK_S_MAX = 15.0
+LATE_S = 0.5
+"""After the end of a lease. A frozen holder is let go on before the reader hangs up: UCX aborts a process that finds the
+requests of somebody who has hung up.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -94,16 +99,16 @@ async def test_blocks_whose_lease_ends_during_the_read_are_not_used(pair: Pair, 
     offer = await driver.offered(PREFILL, prompt)
 
     with pair.frozen_prefill_engine():
-        begun_at = time.monotonic()
-        answer = await driver.taken(DECODE, prompt, offer, deadline_s=LEG_S_MAX)
-        took_s = time.monotonic() - begun_at
+        reading = asyncio.create_task(driver.taken(DECODE, prompt, offer, deadline_s=LEG_S_MAX))
+        await reads(driver, 1)
+        await asyncio.sleep(offer.until_s - time.monotonic() + LATE_S)  # the lease's own time is what is waited for
+    answer = await reading
 
     proof = proof_of(answer)
-    print(f"\nanswered after {took_s:.1f} s: {[read.failure for read in proof.reads]}")
+    print(f"\n{time.monotonic() - offer.until_s:.1f} s after the lease: {[read.failure for read in proof.reads]}")
     assert answer.token_ids == expected
     assert proof.fetched_tokens == 0
     assert any(read.failure for read in proof.reads)
-    assert took_s < LEASE_S + 5.0
 
 
 async def test_a_corrupted_or_stale_grant_is_not_believed(pair: Pair, driver: Driver):
@@ -141,7 +146,7 @@ async def test_a_client_that_leaves_at_any_phase_leaves_nothing_behind(pair: Pai
         waiting = await driver.start(DECODE, LegKind.DECODE, draw(53, PROMPT), kv_sources=following)
         await tap.until(lambda: len(tap.leases) >= asked + 2, "both ask")
         reading = await driver.start(DECODE, LegKind.DECODE, draw(51, PROMPT), kv_transfer=packed(offer))
-        await tap.until(lambda: tap.ledger(DECODE).reads, "it is reading")
+        await reads(driver, 3)
         for leg in (asking, waiting, reading):
             leg.cancel()
         await tap.until(lambda: not tap.loads[DECODE].legs, "the legs are over")
@@ -247,7 +252,7 @@ async def test_a_prefill_engine_that_dies_harms_none_that_has_read_reads_or_will
 
     with pair.frozen_prefill_engine() as core:
         stuck = await driver.start(DECODE, LegKind.DECODE, reading, kv_transfer=packed(offers[1]), **long)
-        await driver.tap.until(lambda: driver.tap.ledger(DECODE).reads, "the second one is reading")
+        await reads(driver, 2)
         kill(core)
         killed_at = time.monotonic()
         late = await driver.start(DECODE, LegKind.DECODE, unread, kv_transfer=packed(offers[2]), **long)
@@ -260,19 +265,22 @@ async def test_a_prefill_engine_that_dies_harms_none_that_has_read_reads_or_will
 
 async def test_a_decode_engine_that_dies_leaves_nothing_pinned_on_prefill(pair: Pair):
     async with driver_of(pair) as driver:
-        reading, decoding = draw(100, PROMPT), draw(101, PROMPT)
-        offers = [await driver.offered(PREFILL, prompt) for prompt in (reading, decoding)]
-        long = {"stream": True, "max_tokens": 1500}
-        leg = await driver.start(DECODE, LegKind.DECODE, decoding, kv_transfer=packed(offers[1]), fields=long)
-        await begun(leg)
-        with pair.frozen_prefill_engine():
-            stuck = await driver.start(DECODE, LegKind.DECODE, reading, kv_transfer=packed(offers[0]))
-            await driver.tap.until(lambda: driver.tap.ledger(DECODE).reads, "the first one is reading")
-            kill(pair.decode.engine_core())
-            for one in (leg, stuck):
-                with pytest.raises(LegFailed) as failed:
-                    await rest(one)
-                assert failed.value.failure.reason in {Reason.ENGINE_DEAD, Reason.WORKER_LOST}
+        unread, decoding, followed = draw(100, PROMPT), draw(101, PROMPT), draw(102, 1400)
+        await driver.offered(PREFILL, unread)
+        offer = await driver.offered(PREFILL, decoding)
+        long = {"stream": True, "max_tokens": 900}
+        legs = [await driver.start(DECODE, LegKind.DECODE, decoding, kv_transfer=packed(offer), fields=long)]
+        await begun(legs[0])
+        known = len(driver.tap.grants)
+        await driver.start(PREFILL, LegKind.PREFILL, followed, kv_offer=False)
+        follow = [driver.source(PREFILL, follow=True)]
+        legs.append(await driver.start(DECODE, LegKind.DECODE, followed, kv_sources=follow))
+        await driver.tap.until(lambda: driver.tap.grants[known:], "the first chunk is granted")
+        kill(pair.decode.engine_core())
 
+        for leg in legs:
+            with pytest.raises(LegFailed) as failed:
+                await rest(leg)
+            assert failed.value.failure.reason in {Reason.ENGINE_DEAD, Reason.WORKER_LOST}
         await driver.tap.until_settled(PREFILL, s_max=EXPIRED_S_MAX)
-        assert await driver.alone(PREFILL, reading)
+        assert await driver.alone(PREFILL, unread)
