@@ -16,6 +16,8 @@ from connector.core.orders import Orders, Results
 
 POLL_S = 0.000_1
 """Between looks at what is under way."""
+REPORT_S_MAX = 0.005
+"""While one part follows another. Whoever waits for a report wakes for each, on the core that copies."""
 CLOSE_S_MAX = 5.0
 ORDERS_WAITING_MAX = 4096
 """Steps' worth of orders that the thread may be behind; the model thread waits rather than lose one."""
@@ -31,6 +33,7 @@ class Transfers:
         self._wake = threading.Condition()
         self._orders: deque[Orders] = deque()
         self._results = Results()
+        self._reported_at = 0.0
         self._closing = False
         self._broken: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -89,12 +92,14 @@ class Transfers:
                 self._wake.notify_all()
         for one in orders:
             copier.obey(one)
-        moved = copier.advance()
-        self._publish(copier.take_results())
-        if copier.busy and not moved:
+        goes_on = copier.advance() and copier.busy
+        if not goes_on or time.monotonic() > self._reported_at + REPORT_S_MAX:
+            self._report(copier.take_results())
+        if copier.busy and not goes_on:
             time.sleep(POLL_S)
 
-    def _publish(self, results: Results) -> None:
+    def _report(self, results: Results) -> None:
+        self._reported_at = time.monotonic()
         if results:
             with self._wake:
                 self._results.connected.extend(results.connected)
