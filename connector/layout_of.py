@@ -65,8 +65,10 @@ def _cache_refusals(kv_cache_config: Any) -> list[str]:
 
 def _layer_refusal(name: str, spec: Any) -> str:
     kind = type(spec).__name__
-    if kind.startswith(REFUSED_SPECS) or getattr(spec, "sliding_window", None):
+    if kind.startswith(REFUSED_SPECS):
         return f"layer {name} is of kind {kind}: its blocks cannot stand for a prefix; {WITHOUT}"
+    if window := getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None):
+        return f"layer {name} attends to {window} tokens only, and which blocks that leaves is not exchanged; {WITHOUT}"
     if int(getattr(spec, "kv_quant_mode", 0)):
         about = f"layer {name} keeps its KV quantised ({spec.kv_quant_mode.name}) and scales are not exchanged"
         return f"{about}; set --kv-cache-dtype to auto or to the model's own type"

@@ -9,6 +9,7 @@ it has no progress thread, because whoever reads asks for the state until it is 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ ERRORS = tuple(one for name, one in vars(nixl_bindings).items() if name.startswi
 PROGRESS_DELAY_US = 10_000
 """Longest sleep of the progress thread, which with none spins and keeps a core busy for ever. It wakes at once when
 something arrives."""
+if "NIXL_LOG_LEVEL" not in os.environ:
+    logging.getLogger("nixl").setLevel(logging.WARNING)  # or it has two lines to say of each connection
 
 
 @dataclass(slots=True, eq=False)

@@ -140,7 +140,7 @@ def test_plain_attention_and_latent_caches_are_served_on_any_number_of_ranks():
         (engine(decode_context_parallel_size=2), "a block's tokens are spread over ranks"),
         (engine(prefill_context_parallel_size=2), "a block's tokens are spread over ranks"),
         (engine(kv_heads=6, tensor_parallel_size=4), "6 KV heads do not divide over 4"),
-        (engine(attention(sliding_window=128)), "cannot stand for a prefix"),
+        (engine(attention(sliding_window=128)), "attends to 128 tokens only"),
         (
             engine(interface.SlidingWindowSpec(block_size=32, num_kv_heads=4, head_size=8, dtype=torch.float32, sliding_window=64)),
             "SlidingWindowSpec",
