@@ -38,12 +38,13 @@ class DirectClient(Client):
         and a trip through the flusher task would cost each of them a turn.
         """
         writer = getattr(self._transport, "_io_writer", None)
-        if force_flush or not self.is_connected or writer is None or self._unsent(writer) > UNSENT_BYTES_MAX:
+        if force_flush or not self.is_connected or writer is None or not _takes_more(writer):
             return await super()._flush_pending(force_flush)
         pending, self._pending, self._pending_data_size = self._pending, [], 0
         writer.writelines(pending)
         return None
 
-    @staticmethod
-    def _unsent(writer: Any) -> int:
-        return int(writer.transport.get_write_buffer_size())
+
+def _takes_more(writer: Any) -> bool:
+    """Not when the server has just closed it: what is pending goes to the next connection."""
+    return not writer.transport.is_closing() and int(writer.transport.get_write_buffer_size()) <= UNSENT_BYTES_MAX
