@@ -85,7 +85,6 @@ class KvGrant(Message, frozen=True, kw_only=True):
 
     reader_id: WorkerId
     worker_id: WorkerId
-    """The holder."""
     epoch: Epoch
     ask_id: str
     lease_id: str = ""
@@ -172,7 +171,6 @@ class KvRead(Message, frozen=True, kw_only=True):
     granted_at: float = 0.0
     """First grant with blocks; for an offer, when the request was first looked at."""
     read_at: float = 0.0
-    """First read begun."""
     ended_at: float = 0.0
     read_s: float = 0.0
     """Time in which at least one read was under way."""
