@@ -5,6 +5,9 @@ Over shared memory a read is copied inside ``read``, by the calling thread and w
 Seen over TCP: a transfer that was released, or whose peer was removed, still writes when a peer that was frozen goes
 on. Only the end of the agent stops it. So each peer is read with an agent of its own, which ends with the connection;
 it has no progress thread, because whoever reads asks for the state until it is over.
+
+Also seen over TCP, and UCX's own: a reader that ends in the middle of a read can end the holder ("Fatal: unexpected
+error: Endpoint timeout"), about one time in five. Shared memory and RDMA ask nothing of the holder's process.
 """
 
 from __future__ import annotations
