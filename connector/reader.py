@@ -211,7 +211,7 @@ class Reader:
     @property
     def nothing_lingers(self) -> bool:
         """No byte moves for a request that is gone."""
-        return not self._unfinished
+        return not self._unfinished and not any(reading.aborted for reading in self._readings.values())
 
     def plan(self, hashes: Sequence[bytes], start: int, sources: list[Source], order: LegOrder) -> Plan:
         """A plan for the blocks from ``start`` to the end of ``hashes``."""
@@ -238,18 +238,20 @@ class Reader:
             self._drop(reading)
         hashes = request.block_hashes
         order, first = reading.order, reading.fetches == 0 and not reading.account.preemptions
-        sources = _sources(order, len(hashes), may_follow=first)
-        if reading.fetches >= FETCHES_MAX or start >= len(hashes) or not (sources or (first and order.take)):
+        named = _sources(order, len(hashes), may_follow=first)
+        sources = [source for source in named if not self._peers.is_shunned(source.peer)]
+        take = order.take if first and order.take and not self._peers.is_shunned(_holder(order.take)) else None
+        if reading.fetches >= FETCHES_MAX or start >= len(hashes) or not (sources or take):
             return None
-        handed_over = first and (order.take is not None or any(source.follow for source in sources))
+        handed_over = take is not None or (first and any(source.follow for source in sources))
         if not handed_over and (len(hashes) - start) * self._block_tokens < order.fetch_min_tokens:
             return None
         reading.fetches += 1
         plan = self.plan(list(hashes), start, sources, order)
-        if first and order.take is not None:
-            plan.take = order.take
-            if self._peers.clock_ahead_s(_holder(order.take)) is None:
-                self.wanted.add(_holder(order.take))
+        if take is not None:
+            plan.take = take
+            if self._peers.clock_ahead_s(_holder(take)) is None:
+                self.wanted.add(_holder(take))
         reading.fetch = Fetch(plan, self._now())
         reading.has_used_offer = reading.has_used_offer or any(ask.is_offer for ask in reading.fetch.asks)
         return reading.fetch

@@ -36,9 +36,10 @@ class BatonScheduling:
         super().add_request(request)  # type: ignore[misc]
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> list[Request]:
-        """What ends makes room."""
+        """What ends makes room; what it gives back is told at once, for an engine left with nothing does not step."""
         self.connector.scheduler_side.rest.stir()
         finished: list[Request] = super().finish_requests(*args, **kwargs)  # type: ignore[misc]
+        self.connector.scheduler_side.tell()
         return finished
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:

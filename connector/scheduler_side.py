@@ -131,7 +131,7 @@ class SchedulerSide:
         may wait for a read to end: the sooner it is known, the sooner its request goes on.
         """
         self._take_effects()
-        self._push()
+        self.tell()
         is_moving = bool(self._connecting or self.reader.reads_under_way or not self._prefetcher.idle)
         orders, self._orders = self._orders, Orders()
         return StepOrders(orders, wait_s=READ_WAIT_S if is_moving and not scheduled_tokens else 0.0)
@@ -155,7 +155,7 @@ class SchedulerSide:
         """After the scheduler has taken in a step's output."""
         self._out.grants += self.holder.advance()
         self._take_effects()
-        self._push()
+        self.tell()
 
     @property
     def is_awaiting(self) -> bool:
@@ -177,6 +177,7 @@ class SchedulerSide:
         key = key_of(peer)
         if self._handshake is not None and (why := why_not(self._handshake, peer.handshake)):
             self._out.connected.append(_said(key, failure=why))
+            self._peers.shun(key)
             return
         ended = self._peers.know(peer)
         if ended is None:
@@ -211,6 +212,7 @@ class SchedulerSide:
             self._connecting.discard(connected.peer)
             if connected.failure:
                 self._forget(connected.peer)
+                self._peers.shun(connected.peer)
             self._out.connected.append(_said(connected.peer, connected.seconds, connected.failure))
 
     def _take_effects(self) -> None:
@@ -237,7 +239,7 @@ class SchedulerSide:
         reader.wanted.clear()
         return news
 
-    def _push(self) -> None:
+    def tell(self) -> None:
         """Tell the worker, if there is something to tell."""
         effects, out = self.reader.effects, self._out
         pending = effects.asks or effects.releases or out.grants or out.connected or self._prefetcher.ended

@@ -12,17 +12,22 @@ def key_of(peer: Peer) -> PeerKey:
     return peer.handshake.worker_id, peer.handshake.epoch
 
 
+SHUNNED_MAX = 1024
+
+
 class Peers:
     """Known peers, one life of each worker, and how far their clocks may be ahead of ours."""
 
     def __init__(self) -> None:
         self._ahead_s: dict[PeerKey, float] = {}
+        self._shunned: set[PeerKey] = set()
 
     def know(self, peer: Peer) -> list[PeerKey] | None:
         """Take in a handshake; answers the earlier lives that it ends, or None when the peer was known already."""
         key = key_of(peer)
         known = key in self._ahead_s
         self._ahead_s[key] = peer.clock_ahead_s
+        self._shunned = {other for other in self._shunned if other[0] != key[0]}
         if known:
             return None
         return [other for other in self._ahead_s if other[0] == key[0] and other != key]
@@ -35,10 +40,14 @@ class Peers:
         """The most that its clock is ahead of ours; None: unknown."""
         return self._ahead_s.get(key)
 
-    def heard_clock(self, key: PeerKey, ahead_s: float) -> None:
-        """An answer bounds the clock anew; the tighter bound holds."""
-        if key in self._ahead_s:
-            self._ahead_s[key] = min(self._ahead_s[key], ahead_s)
+    def shun(self, key: PeerKey) -> None:
+        """It cannot be connected: nobody is to wait for it, until it is known anew."""
+        if len(self._shunned) < SHUNNED_MAX:
+            self._shunned.add(key)
+
+    def is_shunned(self, key: PeerKey) -> bool:
+        """Whether connecting to it failed."""
+        return key in self._shunned
 
     def unknown(self, keys: list[PeerKey]) -> list[WorkerId]:
         """Workers among ``keys`` that are not known."""
