@@ -114,7 +114,10 @@ class Tap:
         def settled() -> bool:
             return all(self._settled(worker_id) for worker_id in worker_ids)
 
-        await self.until(settled, f"{worker_ids} pin and read nothing; said: {self._ledgers(worker_ids)}", s_max)
+        try:
+            await self.until(settled, f"{worker_ids} pin and read nothing", s_max)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; they say {[self.loads.get(name) for name in worker_ids]}") from None
 
     def _settled(self, worker_id: str) -> bool:
         load = self.loads.get(worker_id)
@@ -122,6 +125,3 @@ class Tap:
             return False
         ledger = self.ledger(worker_id)
         return not (load.legs or load.running or ledger.leases or ledger.pinned_blocks or ledger.reads)
-
-    def _ledgers(self, worker_ids: tuple[str, ...]) -> dict[str, KvLedgerState | None]:
-        return {name: self.loads[name].exchange for name in worker_ids if name in self.loads}
