@@ -120,7 +120,7 @@ class Holder:
         if ask.follow_s > 0:
             if grant.reason is None:
                 return replace(grant, prefill_cached_tokens=self._noted(following))
-            if self._ledger.follow(ask.ask_id, ask.reader_id, following):
+            if self._pool.enable_caching and self._ledger.follow(ask.ask_id, ask.reader_id, following):
                 return replace(grant, lease_id=ask.ask_id, final=False, reason=None)
         if not following.granted:
             self._ledger.totals.refused += 1
