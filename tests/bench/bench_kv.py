@@ -140,7 +140,7 @@ def speed_row(length: int, found: dict[tuple[int, str], list[Handoff]]) -> list[
 async def measure_turns(size: Size) -> list[str]:
     """(b) and (d)."""
     workers = {"p1": {"role": "prefill"}, "d1": {"role": "decode"}}
-    async with bench_fleet(workers, router={"fetch_tokens_min": str(BLOCK)}) as fleet:
+    async with bench_fleet(workers, router={"fetch_tokens_min": str(BLOCK), "stream_tokens_min": "-1"}) as fleet:
         cached = await turns.measure_conversations(fleet, turns=size.turns, answer_tokens=512, times=size.times)
         leases = await busy.leases_in_three_weathers(fleet, "d1", size.leases)
         idle = await busy.idle_cpu(fleet, "d1")
@@ -154,7 +154,7 @@ async def measure_turns(size: Size) -> list[str]:
     return [
         "## The next turn of a conversation: read-back against recompute",
         "",
-        "Over HTTP and the router, disaggregated. Prefix caching on: the prefill engine has what it computed in earlier turns and",
+        "Over HTTP and the router, disaggregated, handoffs offered. Prefix caching on: the prefill engine has what it computed in earlier turns and",
         f"lacks the answers (512 tokens each, {size.turns} turns). Off: the prefill engine caches nothing, as when the history was",
         "evicted or another one had computed it. The decode engine caches in both. Recompute: the same fleet, and",
         "`kv_fetch_min_tokens` in the body so large that nothing is fetched.",
