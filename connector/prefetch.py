@@ -1,14 +1,14 @@
 """Blocks fetched by command, for no request: prefetch, replicate, evacuate. No token is computed.
 
-They are taken from the block pool, read into, named by their hashes and given back: to the engine they look like the
-prefix of a request that has just ended.
+They are taken from the engine's memory, read into, named by their hashes and given back: to the engine they look like
+the prefix of a request that has just ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
 from connector.core.asks import Source
 from connector.core.calls import FetchEnded, StartFetch
@@ -17,13 +17,26 @@ from connector.core.orders import PeerKey, ReadPart
 from connector.reader import Reader
 from shared.contracts.kv_exchange import FetchedKv, KvGrant, LegOrder, unpack_full_hashes
 
-if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
-
 FETCHES_MAX = 16
 """At a time; one more is refused."""
 FREE_SHARE_MIN = 0.1
-"""Of the pool, left to requests whatever is to be fetched."""
+"""Of the engine's blocks, left to requests whatever is to be fetched."""
+
+
+class Shelf(Protocol):
+    """The engine's blocks, by number."""
+
+    def hold(self, hashes: Sequence[bytes]) -> list[int]:
+        """Keep the longest cached prefix of these where it is."""
+
+    def take(self, count: int) -> list[int]:
+        """At most ``count`` blocks for new content, none if too few would be left for requests."""
+
+    def name(self, hashes: Sequence[bytes], first: int, blocks: Sequence[int]) -> None:
+        """``blocks`` hold what ``hashes`` from ``first`` on stand for: part of the prefix cache from now on."""
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Held or taken, they are not needed any more."""
 
 
 @dataclass(slots=True)
@@ -33,27 +46,26 @@ class Prefetch:
     fetch_id: str
     fetch: Fetch
     hashes: list[bytes]
-    held: int
+    held: list[int]
     started_at: float
     ends_at: float
-    blocks: list[Any] = field(default_factory=list)
+    room: list[int] = field(default_factory=list)
     failure: str = ""
 
 
 class Prefetcher:
     """All commands under way, on the scheduler's thread."""
 
-    def __init__(self, reader: Reader, block_tokens: int, now: Callable[[], float]) -> None:
+    def __init__(self, reader: Reader, now: Callable[[], float]) -> None:
         self.ended: list[FetchEnded] = []
         self._reader = reader
-        self._block_tokens = block_tokens
         self._now = now
-        self._pool: BlockPool | None = None
+        self._shelf: Shelf
         self._under_way: list[Prefetch] = []
 
-    def bind(self, pool: BlockPool) -> None:
-        """The engine's blocks."""
-        self._pool = pool
+    def bind(self, shelf: Shelf) -> None:
+        """The engine's blocks, once, before anything else."""
+        self._shelf = shelf
 
     @property
     def idle(self) -> bool:
@@ -63,30 +75,31 @@ class Prefetcher:
     def start(self, order: StartFetch) -> None:
         """Begin; ends in ``ended``, at once when there is nothing to do."""
         hashes = unpack_full_hashes(order.fetch.hashes)
-        held = self._held(hashes)
-        if len(self._under_way) >= FETCHES_MAX:
-            self._end(order.fetch_id, FetchedKv(held=held, failure="too many fetches at a time: try again later"))
-        elif held == len(hashes):
-            self._end(order.fetch_id, FetchedKv(held=held))
-        else:
-            now, seconds = self._now(), order.fetch.deadline_s
-            sources = [
-                Source(
-                    peer=(source.worker_id, source.epoch),
-                    first=source.first,
-                    end=min(source.end or len(hashes), len(hashes)),
-                )
-                for source in order.fetch.sources
-            ]
-            fetch = Fetch(self._reader.plan(hashes, held, sources, LegOrder(wait_s_max=seconds)), now)
-            self._under_way.append(Prefetch(order.fetch_id, fetch, hashes, held, now, now + seconds))
-            self.go_on()
+        held = self._shelf.hold(hashes)
+        refusal = "too many fetches at a time: try again later" if len(self._under_way) >= FETCHES_MAX else ""
+        if len(held) == len(hashes) or refusal:
+            self._shelf.give_back(held)
+            failure = "" if len(held) == len(hashes) else refusal
+            self.ended.append(FetchEnded(fetch_id=order.fetch_id, result=FetchedKv(held=len(held), failure=failure)))
+            return
+        now, seconds = self._now(), order.fetch.deadline_s
+        sources = [
+            Source(
+                peer=(source.worker_id, source.epoch),
+                first=source.first,
+                end=min(source.end or len(hashes), len(hashes)),
+            )
+            for source in order.fetch.sources
+        ]
+        fetch = Fetch(self._reader.plan(hashes, len(held), sources, LegOrder(wait_s_max=seconds)), now)
+        self._under_way.append(Prefetch(order.fetch_id, fetch, hashes, held, now, now + seconds))
+        self.go_on()
 
     def go_on(self) -> None:
         """Once a step, and after each event."""
         for prefetch in list(self._under_way):
             self._go_on(prefetch, self._now())
-            if prefetch.fetch.over and (prefetch.blocks or prefetch.failure):
+            if prefetch.fetch.over and (prefetch.fetch.begun or prefetch.fetch.stopped):
                 self._under_way.remove(prefetch)
                 self._finish(prefetch)
 
@@ -121,74 +134,25 @@ class Prefetcher:
             prefetch.failure = "the deadline passed"
             fetch.stop()
         elif not fetch.begun and (count := fetch.count()) is not None:
-            prefetch.blocks = self._room(count)
-            if prefetch.blocks:
-                fetch.begin([block.block_id for block in prefetch.blocks], now)
+            prefetch.room = self._shelf.take(count) if count else []
+            if prefetch.room:
+                fetch.begin(prefetch.room, now)
             else:
                 prefetch.failure = "no memory is free" if count else "nobody holds it"
                 fetch.stop()
 
-    def _room(self, count: int) -> list[Any]:
-        pool = self._pool
-        if not count or pool is None:
-            return []
-        spare = pool.get_num_free_blocks() - int(pool.num_gpu_blocks * FREE_SHARE_MIN)
-        count = min(count, spare)
-        return pool.get_new_blocks(count) if count > 0 else []
-
     def _finish(self, prefetch: Prefetch) -> None:
-        arrived = prefetch.fetch.arrived if prefetch.blocks else 0
-        self._name(prefetch, arrived)
-        if self._pool is not None and prefetch.blocks:
-            self._pool.free_blocks(reversed(prefetch.blocks))
+        held, hashes, arrived = prefetch.held, prefetch.hashes, min(prefetch.fetch.arrived, len(prefetch.room))
+        self._shelf.name(hashes, len(held), prefetch.room[:arrived])
+        self._shelf.give_back([*held, *prefetch.room])
         reads = prefetch.fetch.reads()
         failure = prefetch.failure or next((read.failure for read in reads if read.failure), "")
-        whole = prefetch.held + arrived == len(prefetch.hashes)
-        self._end(
-            prefetch.fetch_id,
-            FetchedKv(
-                held=prefetch.held,
-                fetched=arrived,
-                bytes=sum(read.bytes for read in reads),
-                seconds=self._now() - prefetch.started_at,
-                failure="" if whole else failure or "memory or sources had no more",
-            ),
+        whole = len(held) + arrived == len(hashes)
+        result = FetchedKv(
+            held=len(held),
+            fetched=arrived,
+            bytes=sum(read.bytes for read in reads),
+            seconds=self._now() - prefetch.started_at,
+            failure="" if whole else failure or "memory or sources had no more",
         )
-
-    def _name(self, prefetch: Prefetch, count: int) -> None:
-        """What arrived is part of the prefix cache from now on, and routers are told."""
-        from vllm.distributed.kv_events import BlockStored
-        from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id, maybe_convert_block_hash
-
-        pool, first = self._pool, prefetch.held
-        if pool is None or not count or not pool.enable_caching:
-            return
-        named = [BlockHash(name) for name in prefetch.hashes[first : first + count]]
-        for at, (name, block) in enumerate(zip(named, prefetch.blocks, strict=False), start=first + 1):
-            pool._insert_block_hash(make_block_hash_with_group_id(name, 0), block, num_tokens=at * self._block_tokens)
-        if pool.enable_kv_cache_events:
-            parent = maybe_convert_block_hash(BlockHash(prefetch.hashes[first - 1])) if first else None
-            pool.kv_event_queue.append(
-                BlockStored(
-                    block_hashes=[maybe_convert_block_hash(name) for name in named],
-                    parent_block_hash=parent,
-                    token_ids=[],
-                    block_size=self._block_tokens,
-                    lora_id=None,
-                    medium=pool.medium,
-                    lora_name=None,
-                    group_idx=0,
-                )
-            )
-
-    def _held(self, hashes: list[bytes]) -> int:
-        from vllm.v1.core.kv_cache_utils import BlockHash
-
-        pool = self._pool
-        if pool is None:
-            return 0
-        absent = (at for at, name in enumerate(hashes) if pool.get_cached_block(BlockHash(name), [0]) is None)
-        return next(absent, len(hashes))
-
-    def _end(self, fetch_id: str, result: FetchedKv) -> None:
-        self.ended.append(FetchEnded(fetch_id=fetch_id, result=result))
+        self.ended.append(FetchEnded(fetch_id=prefetch.fetch_id, result=result))

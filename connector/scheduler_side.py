@@ -21,6 +21,7 @@ from connector.core.votes import Votes
 from connector.holder import Holder, HolderSettings
 from connector.metadata import StepOrders, StepReport
 from connector.news import NewsPort
+from connector.pool_shelf import PoolShelf
 from connector.prefetch import Prefetcher
 from connector.reader import Reader
 from connector.rest import Rest
@@ -74,12 +75,12 @@ class SchedulerSide:
         )
         limits = Limits(answer_s_max=settings.answer_s_max)
         self.reader = Reader(me, shape.block_tokens, self._peers, limits, time.monotonic)
-        self._prefetcher = Prefetcher(self.reader, shape.block_tokens, time.monotonic)
+        self._prefetcher = Prefetcher(self.reader, time.monotonic)
 
     def bind(self, pool: BlockPool) -> None:
         """The engine's blocks."""
         self.holder.bind(pool, self._shape.block_tokens)
-        self._prefetcher.bind(pool)
+        self._prefetcher.bind(PoolShelf(pool, self._shape.block_tokens))
 
     def describe(self, ranks: list[KvRank], blocks: int) -> None:
         """Every rank has registered its memory, all of the same number of blocks."""

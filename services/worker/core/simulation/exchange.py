@@ -16,12 +16,13 @@ from connector.core.fetch_plan import Limits
 from connector.core.orders import Connected, Orders, PeerKey, ReadPart, Results
 from connector.core.peers import Peers, key_of
 from connector.holder import Holder, HolderSettings
+from connector.prefetch import Prefetcher
 from connector.reader import Reader
 from connector.tally import Tally
 from services.worker.core.simulation.block_cache import BlockCache
+from services.worker.core.simulation.cache_shelf import CacheShelf
 from services.worker.core.simulation.leasable import LeasablePool
 from services.worker.core.simulation.link import SimulatedLink
-from services.worker.core.simulation.prefetch import Prefetcher
 from services.worker.core.simulation.sequence import Sequence
 from services.worker.core.simulation.settings import SimulationSettings
 from shared.contracts.ids import Epoch, WorkerId
@@ -59,7 +60,8 @@ class Exchange:
         )
         self.holder.bind(LeasablePool(cache), settings.block_size)
         self.reader = Reader(me, settings.block_size, self._peers, Limits(), now)
-        self._prefetcher = Prefetcher(self.reader, cache, settings.block_size, now)
+        self._prefetcher = Prefetcher(self.reader, now)
+        self._prefetcher.bind(CacheShelf(cache))
 
     def call(self, call: EngineCall) -> EngineNews:
         """Do what the worker asks."""
