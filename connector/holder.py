@@ -44,8 +44,8 @@ GROUPS = [0]
 class Pool(Protocol):
     """vLLM's BlockPool."""
 
-    blocks: Sequence[Any]
-    """KVCacheBlock by its ``block_id``."""
+    blocks: Sequence[Any]  # KVCacheBlock by its ``block_id``.
+    enable_caching: bool
 
     def get_cached_block(self, block_hash: Any, kv_cache_group_ids: list[int]) -> list[Any] | None: ...
     def touch(self, blocks: Sequence[Any]) -> None: ...

@@ -18,6 +18,8 @@ class NumberedBlock:
 class LeasablePool:
     """A ``connector.holder.Pool``. Blocks have no name before the step that fills them has ended."""
 
+    enable_caching = True
+
     def __init__(self, cache: BlockCache) -> None:
         self.blocks: Sequence[NumberedBlock] = [NumberedBlock(number) for number in range(cache.blocks)]
         self._cache = cache
