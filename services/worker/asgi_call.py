@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from services.worker.engines.port import AsgiMessage, LegRecord, Scope
+from services.worker.engines.port import AsgiApp, AsgiMessage, LegRecord, Scope
 from shared.contracts.inference import LegKind, StartLeg
 
 SERVER_ERROR = 500
+LEAVE_S_MAX = 0.25
+"""For the app to end what it began, once it knows that nobody waits."""
 
 
 class Answer(Protocol):
@@ -48,17 +50,35 @@ class AsgiCall:
         self._on_server_error = on_server_error
         self._held_back: list[bytes] | None = [] if start.kind is LegKind.PREFILL else None
         self._content_type = ""
+        self._left = asyncio.Event()
+
+    async def run(self, app: AsgiApp) -> None:
+        """Until the app has answered. Cancelled, the app learns that its client has gone, and ends what it began: were
+        it cancelled itself, vLLM's server would go on with an answer that is not streamed, to its last token.
+        """
+        running = asyncio.ensure_future(app(self.scope, self.receive, self.send))
+        try:
+            await asyncio.shield(running)
+        finally:
+            if not running.done():
+                self._left.set()
+                await asyncio.wait([running], timeout=LEAVE_S_MAX)
+                running.cancel()
+            if running.done() and not running.cancelled():
+                running.exception()  # of a client that has gone; any other was raised above
 
     async def receive(self) -> AsgiMessage:
-        """The body, once; then nothing until the call is cancelled: that is how a router's leaving shows."""
+        """The body, once; then nothing until the router has left."""
         if self._request is not None:
             request, self._request = self._request, None
             return request
-        await asyncio.Event().wait()
-        raise AssertionError("unreachable")
+        await self._left.wait()
+        return {"type": "http.disconnect"}
 
     async def send(self, message: AsgiMessage) -> None:
         """Status and headers, then pieces of the body."""
+        if self._left.is_set():
+            return
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = {name.lower(): value for name, value in message.get("headers", ())}

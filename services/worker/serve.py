@@ -175,7 +175,7 @@ class LegServer:
         )
         CURRENT_LEG.set(record)
         call = AsgiCall(start, body, record, frames, self._raise_if_died)
-        await self._engine.app(call.scope, call.receive, call.send)
+        await call.run(self._engine.app)
         is_generation = start.path in HANDOVER_PATHS or record.prompt_tokens > 0
         if call.status == 200 and is_generation and not record.finish_reason:
             await self._raise_if_died()

@@ -1,0 +1,100 @@
+"""What a call of the engine's server does when nobody waits for its answer any more."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.worker.asgi_call import AsgiCall
+from services.worker.engines.port import LegRecord
+from shared.contracts.inference import LegKind, StartLeg
+
+SOON_S = 2.0
+
+
+class Nobody:
+    """An answer that must not come."""
+
+    def head(self, status: int, content_type: str) -> None:
+        raise AssertionError("nobody waits")
+
+    def data(self, data: bytes, token_ids=()) -> None:
+        raise AssertionError("nobody waits")
+
+    async def drain(self) -> None:
+        return
+
+
+async def no_server_error() -> None:
+    return
+
+
+def call() -> AsgiCall:
+    start = StartLeg(
+        worker_id="w1",
+        router_id="r1",
+        request_id="q",
+        leg_id="l",
+        kind=LegKind.AGGREGATED,
+        path="/v1/completions",
+        body=b"{}",
+        deadline_s=60.0,
+    )
+    record = LegRecord(kind=LegKind.AGGREGATED, request_id="q", trace_headers={})
+    return AsgiCall(start, b"{}", record, Nobody(), no_server_error)
+
+
+async def test_a_server_that_computes_in_a_task_of_its_own_is_told_that_its_client_has_gone():
+    """As vLLM's does for answers that are not streamed."""
+    computing, ended = asyncio.Event(), asyncio.Event()
+
+    async def compute() -> None:
+        computing.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async def app(_scope, receive, send) -> None:
+        await receive()
+        tasks = [asyncio.create_task(compute()), asyncio.create_task(receive())]
+        _done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in pending:
+            task.cancel()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    running = asyncio.create_task(call().run(app))
+    await computing.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+    await asyncio.wait_for(ended.wait(), SOON_S)
+
+
+async def test_a_server_that_does_not_listen_is_cancelled():
+    computing, ended = asyncio.Event(), asyncio.Event()
+
+    async def app(_scope, _receive, _send) -> None:
+        computing.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    running = asyncio.create_task(call().run(app))
+    await computing.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+    await asyncio.wait_for(ended.wait(), SOON_S)
+
+
+async def test_what_the_server_raises_is_raised():
+    async def app(_scope, _receive, _send) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await call().run(app)
