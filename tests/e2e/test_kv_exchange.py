@@ -106,13 +106,13 @@ async def test_the_next_turn_fetches_what_the_decode_engine_generated(client: Cl
 
 async def test_an_edited_and_a_shortened_history_match_less_and_are_never_wrong(client: Client):
     first = draw(51, 20 * BLOCK)
-    said = await client.ask(first, "disaggregated", max_tokens=5 * BLOCK)
+    said = await client.ask(first, "disaggregated", max_tokens=15 * BLOCK)
     await asyncio.sleep(CACHED_SOON_S)
     history = first + said.token_ids
-    edited = [*history[: 22 * BLOCK + 7], 77, *history[22 * BLOCK + 8 :], *draw(52, 40)]
-    shortened = history[: 21 * BLOCK + 3] + draw(53, 300)
+    edited = [*history[: 26 * BLOCK + 7], 77, *history[26 * BLOCK + 8 :], *draw(52, 40)]
+    shortened = history[: 32 * BLOCK + 3] + draw(53, 300)
 
-    for prompt, same in ((edited, 22 * BLOCK), (shortened, 21 * BLOCK)):
+    for prompt, same in ((edited, 26 * BLOCK), (shortened, 32 * BLOCK)):
         turn = await client.ask(prompt, "disaggregated")
         prefill = (await client.tap.story(turn.request_id))[LegKind.PREFILL].proof
 
