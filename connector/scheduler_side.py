@@ -244,7 +244,7 @@ class SchedulerSide:
         """Tell the worker, if there is something to tell."""
         effects, out = self.reader.effects, self._out
         pending = effects.asks or effects.releases or out.grants or out.connected or self._prefetcher.ended
-        if pending or self.reader.wanted or out.tally.changed(self.holder):
+        if pending or self.reader.wanted or out.tally.changed(self.holder, reads=self.reader.reads_under_way):
             out.port.push(self._news())
 
 

@@ -60,12 +60,12 @@ class Tally:
         )
         return self._told
 
-    def changed(self, holder: Holder) -> bool:
-        """Whether leases have changed since they were last told: the worker keeps their time."""
+    def changed(self, holder: Holder, *, reads: int) -> bool:
+        """Whether leases have changed since they were last told (the worker keeps their time), or all reads ended."""
         told, now = self._told, holder.counts
         if told is None:
             return bool(now.leases)
-        return (told.leases, told.pinned_blocks, told.next_expiry_s) != (
+        return bool(told.reads and not reads) or (told.leases, told.pinned_blocks, told.next_expiry_s) != (
             now.leases,
             now.pinned_blocks,
             now.next_expiry_s,

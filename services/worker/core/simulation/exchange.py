@@ -148,7 +148,7 @@ class Exchange:
         """For the worker, if there is any."""
         effects = self.reader.effects
         pending = (effects.asks, effects.releases, self._said.grants, self._said.connected, self._prefetcher.ended)
-        if any(pending) or self.reader.wanted or self._tally.changed(self.holder):
+        if any(pending) or self.reader.wanted or self._tally.changed(self.holder, reads=self._link.reads):
             return self._news(None)
         return None
 
