@@ -178,7 +178,15 @@ async def two_that_do_not_fit(driver: Driver, first: list[int], second: list[int
     for prompt, offer, tokens, more in ((first, offers[0], 600, {}), (second, offers[1], 60, options)):
         fields = {"stream": True, "max_tokens": tokens}
         legs.append(
-            await driver.start(DECODE, LegKind.DECODE, prompt, kv_transfer=packed(offer), fields=fields, **more)
+            await driver.start(
+                DECODE,
+                LegKind.DECODE,
+                prompt,
+                kv_transfer=packed(offer),
+                kv_sources=[driver.source(PREFILL)],
+                fields=fields,
+                **more,
+            )
         )
     return legs[0], legs[1]
 
