@@ -235,6 +235,7 @@ class Reader:
         if reading.fetch is not None:
             if reading.fetch.plan.start == start:
                 return reading.fetch
+            reading.fetches -= reading.account.preemptions > 0 and not reading.fetch.begun  # it waits for room
             self._drop(reading)
         hashes = request.block_hashes
         order, first = reading.order, reading.fetches == 0 and not reading.account.preemptions
