@@ -26,7 +26,7 @@ KV_BYTES_PER_TOKEN = 4096
 """4 layers, keys and values, 2 heads of 64 floats."""
 CACHED_SOON_S = 2.0
 """Until the router's index knows what an engine has cached, and idle engines have said that they are idle."""
-ABORTS, ABORTING_AT_ONCE, PATIENCE_S_MAX = 200, 8, 2.0
+ABORTS, ABORTING_AT_ONCE, PATIENCE_S_MAX = 200, 8, 1.0
 UNPINNED_S_MAX = 10.0
 """After the last abort: less than a lease, so what nobody wants is given back and not waited for."""
 IDLE_S, IDLE_CPU_MAX = 3.0, 0.1
