@@ -38,6 +38,8 @@ class DirectClient(Client):
         and a trip through the flusher task would cost each of them a turn.
         """
         writer = getattr(self._transport, "_io_writer", None)
+        if writer is not None and writer.transport.is_closing():  # by the server: the reading side is about to hear it
+            return None
         if force_flush or not self.is_connected or writer is None or not _takes_more(writer):
             return await super()._flush_pending(force_flush)
         pending, self._pending, self._pending_data_size = self._pending, [], 0
@@ -46,5 +48,4 @@ class DirectClient(Client):
 
 
 def _takes_more(writer: Any) -> bool:
-    """Not when the server has just closed it: what is pending goes to the next connection."""
-    return not writer.transport.is_closing() and int(writer.transport.get_write_buffer_size()) <= UNSENT_BYTES_MAX
+    return int(writer.transport.get_write_buffer_size()) <= UNSENT_BYTES_MAX
