@@ -61,6 +61,7 @@ class WorkerSide:
         rank = int(self._parallel.rank) % int(self._parallel.tensor_parallel_size)
         name = f"{self._settings.worker_id}-{self._settings.epoch}-{rank}-{uuid.uuid4().hex[:8]}"
         agent = self._make_agent(name)
+        _touch(kv_caches)
         regions = regions_of(kv_caches)
         scratch = Region(self._scratch.ctypes.data, PROBE_BYTES, "cpu", 0)
         agent.register([*regions, scratch])
@@ -106,3 +107,10 @@ class WorkerSide:
         if self._transfers is not None:
             self._transfers.close()
             self._transfers = None
+
+
+def _touch(kv_caches: dict[str, Any]) -> None:
+    """Have all of an engine's memory made now: pages never written to are made one by one while a read waits."""
+    for cache in kv_caches.values():
+        if cache.device.type == "cpu":
+            cache.zero_()
