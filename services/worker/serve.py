@@ -43,7 +43,7 @@ class EngineDied(Exception):
 class RunningLeg:
     """A leg being served."""
 
-    task: asyncio.Task[None]
+    task: asyncio.Task[bool]
     frames: LegFrames
 
 
@@ -92,7 +92,7 @@ class LegServer:
         task = self._service.tasks.create_task(self._run(start, frames, envelope), name=f"leg-{start.leg_id}")
         self._legs[start.leg_id] = RunningLeg(task, frames)
         self._idle.clear()
-        task.add_done_callback(lambda _task: self._forget(start.leg_id))
+        task.add_done_callback(lambda task: self._forget(start, task))
         self._on_changed()
 
     def cancel(self, order: CancelLeg, _envelope: Envelope) -> None:
@@ -122,23 +122,25 @@ class LegServer:
         if leg := self._legs.get(leg_id):
             leg.task.cancel()
 
-    def _forget(self, leg_id: LegId) -> None:
-        self._legs.pop(leg_id, None)
+    def _forget(self, start: StartLeg, task: asyncio.Task[bool]) -> None:
+        """The leg is over. One that was cancelled before it began has had no chance to clean up after itself."""
+        self._legs.pop(start.leg_id, None)
         if not self._legs:
             self._idle.set()
+        if task.cancelled() or task.exception() is not None or not task.result():
+            self._broken_off(start)
         self._on_changed()
 
-    async def _run(self, start: StartLeg, frames: LegFrames, envelope: Envelope) -> None:
-        """Serve one leg to its END or FAILURE, whatever happens."""
+    async def _run(self, start: StartLeg, frames: LegFrames, envelope: Envelope) -> bool:
+        """Serve one leg to its END or FAILURE, whatever happens; answers whether it came to its END."""
         timer = asyncio.timeout(start.deadline_s)
-        served = False
         try:
             async with timer:
                 with self._span(start, envelope) as span:
                     await self._serve(start, frames, span)
-            served = True
+            return True
         except LegGone:
-            return
+            return False
         except EngineDied as died:
             frames.fail(Failure(reason=Reason.ENGINE_DEAD, message=str(died)))
         except asyncio.CancelledError:
@@ -148,12 +150,10 @@ class LegServer:
             if isinstance(error, TimeoutError) and timer.expired():
                 message = f"the leg was not done after its {start.deadline_s:g} s"
                 frames.fail(Failure(reason=Reason.DEADLINE, message=message))
-                return
+                return False
             log.exception("leg %s (%s %s) failed", start.leg_id, start.kind.value, start.path)
             frames.fail(Failure(reason=Reason.INTERNAL, message=f"{type(error).__name__}: {error}"))
-        finally:
-            if not served:
-                self._broken_off(start)
+        return False
 
     def _broken_off(self, start: StartLeg) -> None:
         if self.unread is not None:

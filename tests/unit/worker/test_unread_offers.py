@@ -62,6 +62,18 @@ async def test_a_decode_leg_that_is_broken_off_gives_back_what_it_was_to_read(bo
     assert (release.worker_id, release.epoch, release.lease_ids) == ("p9", 7, ["offered"])
 
 
+async def test_a_decode_leg_that_is_cancelled_before_it_began_gives_back_what_it_was_to_read():
+    async with running_worker(FakeExchange("w1")) as worker:
+        told = await released_elsewhere(worker)
+        leg = await worker.leg(LegKind.DECODE, kv_transfer=PACKED)
+        leg.cancel()  # in the same turn of the loop: the worker reads both orders before it runs anything
+
+        async with asyncio.timeout(WAIT_S_MAX):
+            release = await told.get()
+
+    assert release.lease_ids == ["offered"]
+
+
 async def test_a_decode_leg_that_is_refused_gives_back_what_it_was_to_read():
     async with running_worker(FakeExchange("w1")) as worker:
         told = await released_elsewhere(worker)
