@@ -48,9 +48,7 @@ class Size:
     leases: int
 
 
-WHOLE = Size(
-    times=5, lengths=(512, 2048, 4096), histories=(500, 1000, 2000, 4000), turns=6, seconds=20.0, leases=300
-)
+WHOLE = Size(times=5, lengths=(512, 2048, 4096), histories=(500, 1000, 2000, 4000), turns=6, seconds=20.0, leases=300)
 QUICK = Size(times=2, lengths=(512, 2048), histories=(500, 2000), turns=3, seconds=8.0, leases=40)
 
 
