@@ -216,6 +216,7 @@ class Exchange:
         )
         if connected.failure:
             self._forget(connected.peer)
+            self._peers.shun(connected.peer)
 
     def _forget(self, key: PeerKey) -> None:
         if self._peers.forget(key):
