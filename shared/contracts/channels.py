@@ -15,11 +15,13 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from shared.contracts.control import AskTokenizer, Leadership, ServiceStatus, TokenizerAsset
+from shared.contracts.control import AskTokenizer, AskTokens, Leadership, ServiceStatus, TokenizerAsset, TokensFound
+from shared.contracts.decisions import AskDecision, FoundDecision
 from shared.contracts.inference import CancelLeg, FrameBatch, RequestsFinished, StartLeg
 from shared.contracts.kv_events import AskKvSnapshot, KvEventBatch, KvSnapshot
 from shared.contracts.kv_exchange import AskKvHandshake, FetchedKv, FetchKv, KvGrant, KvHandshake, LeaseKv, ReleaseKv
 from shared.contracts.load import LoadReport
+from shared.contracts.reservations import Reservations
 from shared.contracts.workers import DescribeFleet, FleetState, WorkerLost, WorkerRecord
 
 M = TypeVar("M", bound=msgspec.Struct)
@@ -121,6 +123,18 @@ KV_FETCH = AskChannel(
 )
 TOKENIZER = AskChannel(
     "worker.{worker_id}.tokenizer", AskTokenizer, Delivery.ASK, ROUTERS, WORKERS, answer=TokenizerAsset
+)
+
+TOKENS = AskChannel("worker.{worker_id}.tokens", AskTokens, Delivery.ASK, ROUTERS, WORKERS, answer=TokensFound)
+
+RESERVATIONS = Channel("router.{router_id}.reserved", Reservations, Delivery.EVENT, ROUTERS, ROUTERS)
+DECISION = AskChannel(
+    "router.{router_id}.decision",
+    AskDecision,
+    Delivery.ASK,
+    (Party.ROUTER, Party.COLLECTOR, Party.LAUNCHER),
+    ROUTERS,
+    answer=FoundDecision,
 )
 
 LOAD = Channel("worker.{worker_id}.load", LoadReport, Delivery.EVENT, WORKERS, EVERYONE)

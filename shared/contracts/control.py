@@ -60,6 +60,38 @@ class TokenizerAsset(Message, frozen=True, kw_only=True):
     note: str = ""
 
 
+class ProbePrompt(Message, frozen=True, kw_only=True):
+    """A request that is only tokenized."""
+
+    path: str
+    body: bytes
+
+
+class AskTokens(Message, frozen=True, kw_only=True):
+    """Router -> worker: how would your engine tokenize these, and name their blocks?"""
+
+    worker_id: WorkerId
+    prompts: list[ProbePrompt]
+
+
+class PromptTokens(Message, frozen=True, kw_only=True):
+    """One prompt as the engine sees it."""
+
+    tokens: list[int]
+    hashes: bytes
+    """Of its full blocks, packed (see ``kv_events.pack_hashes``)."""
+    refusal: str = ""
+    """Why the engine would not tokenize it."""
+
+
+class TokensFound(Message, frozen=True, kw_only=True):
+    """Worker -> router: the answer, one for each prompt."""
+
+    worker_id: WorkerId
+    epoch: Epoch
+    prompts: list[PromptTokens]
+
+
 class Leadership(Message, frozen=True, kw_only=True):
     """Orchestrators -> each other: who leads, and for the how-many-th time leadership changed hands."""
 

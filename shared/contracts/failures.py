@@ -18,6 +18,12 @@ class Reason(StrEnum):
     """The worker takes no new legs: place again."""
     WORKER_BUSY = "worker_busy"
     """The worker holds as many legs as it may: place again or 503."""
+    OVERLOADED = "overloaded"
+    """The wait is predicted to be longer than anybody would want: 503 with Retry-After."""
+    OVER_SHARE = "over_share"
+    """This tenant waits with more than its share: 429 with Retry-After."""
+    FORBIDDEN = "forbidden"
+    """The client may not ask for this: 403."""
     WORKER_LOST = "worker_lost"
     """The worker fell silent or its epoch ended: place again if no byte has left."""
     ENGINE_DEAD = "engine_dead"
@@ -45,6 +51,9 @@ HTTP_STATUS: dict[Reason, int] = {
     Reason.NO_WORKER: 503,
     Reason.WORKER_DRAINING: 503,
     Reason.WORKER_BUSY: 503,
+    Reason.OVERLOADED: 503,
+    Reason.OVER_SHARE: 429,
+    Reason.FORBIDDEN: 403,
     Reason.WORKER_LOST: 502,
     Reason.ENGINE_DEAD: 502,
     Reason.FRAMES_LOST: 502,

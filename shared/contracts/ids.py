@@ -13,6 +13,8 @@ RequestId = NewType("RequestId", str)
 """A client's request, as the client sees it; shared by all its legs."""
 LegId = NewType("LegId", str)
 """One leg (prefill, decode or aggregated) of a request, unique for ever."""
+DecisionId = NewType("DecisionId", str)
+"""One placement, unique for ever; begins with the id of the router that made it."""
 Epoch = NewType("Epoch", int)
 """One life of a worker process: milliseconds since 1970 at its start, so a later life has a larger epoch."""
 

@@ -11,8 +11,9 @@ from enum import IntEnum, StrEnum
 
 import msgspec
 
+from shared.contracts.decisions import TtftParts
 from shared.contracts.failures import Failure
-from shared.contracts.ids import Epoch, LegId, RequestId, RouterId, WorkerId
+from shared.contracts.ids import DecisionId, Epoch, LegId, RequestId, RouterId, WorkerId
 from shared.contracts.kv_exchange import KvProof, KvSource
 from shared.contracts.message import Message, PackedMessage
 
@@ -134,8 +135,11 @@ class RequestFinished(Message, frozen=True, kw_only=True):
     model: str
     path: str
     mode: str
-    """aggregated or disaggregated."""
+    """aggregated, disaggregated or decode_first."""
     status: int
+    decision_id: DecisionId = DecisionId("")
+    """The last placement."""
+    tenant: str = ""
     prefill_worker: str = ""
     decode_worker: str = ""
     reason: str = ""
@@ -152,6 +156,8 @@ class RequestFinished(Message, frozen=True, kw_only=True):
     itl_s: float = -1.0
     """Mean time between tokens after the first."""
     placement_s: float = -1.0
+    ttft_parts: TtftParts | None = None
+    """Where the time to the first token went; None where there was none."""
     prefill_s: float = -1.0
     streamed_handoff: bool = False
     """The decode leg read the KV while the prompt was being computed."""

@@ -35,6 +35,16 @@ def block_hash64(full_hash: bytes) -> int:
     return int.from_bytes(full_hash[:BLOCK_HASH_BYTES], "big")
 
 
+class KvTier(StrEnum):
+    """Which memory of a worker a block lies in, the nearest first."""
+
+    DEVICE = "device"
+    """The engine's own KV cache: found at once."""
+    HOST = "host"
+    """The host's memory behind it: loaded before use."""
+    DISK = "disk"
+
+
 class KvEventKind(StrEnum):
     """vLLM's names."""
 
@@ -48,6 +58,8 @@ class KvEvent(Message, frozen=True, kw_only=True):
 
     kind: KvEventKind
     hashes: bytes = b""
+    tier: KvTier = KvTier.DEVICE
+    """Which memory changed. CLEARED means all of them."""
     parent: int | None = None
     """STORED: hash of the block before the first one; None at the start of a chain."""
 
@@ -74,6 +86,9 @@ class KvSnapshot(Message, frozen=True, kw_only=True):
     epoch: Epoch
     seq: int
     hashes: bytes
+    """In the device tier."""
+    host_hashes: bytes = b""
+    disk_hashes: bytes = b""
 
 
 class KvDigest(Message, frozen=True, kw_only=True):
@@ -81,5 +96,6 @@ class KvDigest(Message, frozen=True, kw_only=True):
 
     seq: int
     count: int
+    """Blocks, of all tiers; one that lies in two counts twice."""
     xor: int
-    """XOR of all 64-bit hashes held."""
+    """XOR of all 64-bit hashes held, those in the host's memory rotated left by 21 bits, those on disk by 42."""

@@ -1,0 +1,25 @@
+"""What a worker's speed comes to: eight numbers from which every prediction is made."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Coefficients(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds. The defaults are assumed of a worker until it, or one like it, has been measured."""
+
+    prefill_base_s: float = 0.005
+    """For any prompt, however short."""
+    prefill_s_per_token: float = 1 / 4000
+    prefill_s_per_pair: float = 0.0
+    """For each earlier token that a computed token attends to (the square in attention)."""
+    decode_base_s: float = 0.015
+    """One step of a batch of one."""
+    decode_s_per_request: float = 0.000_2
+    """By how much each request in the batch slows the step."""
+    decode_s_per_context_token: float = 0.0
+    """By how much each token of context, of all requests in the batch, slows the step."""
+    transfer_base_s: float = 0.005
+    """Asking another worker for KV, to its answer."""
+    transfer_s_per_token: float = 5e-6
+    """Reading a token's KV from another worker."""

@@ -1,0 +1,29 @@
+"""What routers tell each other, so that several of them do not all choose the same worker at once."""
+
+from __future__ import annotations
+
+from shared.contracts.ids import Epoch, RouterId, WorkerId
+from shared.contracts.message import Message
+
+RESERVATION_S_MAX = 5.0
+"""A reservation that is not taken back by then counts no more: by then the worker's own report has it."""
+
+
+class Reservation(Message, frozen=True, kw_only=True):
+    """Work that a router has just sent to a worker."""
+
+    worker_id: WorkerId
+    epoch: Epoch
+    legs: int = 1
+    tokens: int = 0
+    """Prompt tokens to compute."""
+    context_tokens: int = 0
+    """Prompt and expected completion, that will lie in its KV cache."""
+
+
+class Reservations(Message, frozen=True, kw_only=True):
+    """Router -> routers: what it has placed since its last such message. ``seq`` counts from 1."""
+
+    router_id: RouterId
+    seq: int
+    made: list[Reservation]
