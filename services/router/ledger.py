@@ -25,7 +25,7 @@ from shared.telemetry.prometheus import counter, histogram
 
 log = logging.getLogger("baton.request")
 
-MODES = (Mode.AGGREGATED.value, Mode.DISAGGREGATED.value)
+MODES = tuple(mode.value for mode in Mode if mode is not Mode.AUTO)
 
 REPORT_S = 0.1
 """How often finished requests are reported to the metrics collector."""

@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from shared.contracts.ids import WorkerId
+
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 FETCH_MIN_TOKENS_MAX = 1 << 31
@@ -20,6 +22,18 @@ class Mode(StrEnum):
     AUTO = "auto"
     AGGREGATED = "aggregated"
     DISAGGREGATED = "disaggregated"
+    DECODE_FIRST = "decode_first"
+    """A decode worker alone, if enough of the prompt is cached for it; else disaggregated."""
+
+
+class Forced(msgspec.Struct, frozen=True, kw_only=True):
+    """What the client wants and placement would have chosen itself; empty where it has a free hand."""
+
+    prefill_worker: WorkerId = WorkerId("")
+    decode_worker: WorkerId = WorkerId("")
+    """Serves the whole request when it is aggregated."""
+    sources: tuple[WorkerId, ...] | None = None
+    """Whom to fetch the prompt's KV from, and nobody else; None: whoever placement finds best."""
 
 
 class Body(msgspec.Struct, kw_only=True):
