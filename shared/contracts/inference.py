@@ -53,6 +53,8 @@ class StartLeg(Message, frozen=True, kw_only=True):
     """For PREFILL: whether to lease the blocks at the end; not when the decode leg follows the prefill as it goes."""
     kv_sources: list[KvSource] = msgspec.field(default_factory=list)
     """Who is believed to hold more of the prompt than this worker does."""
+    expected_tokens: int = -1
+    """Prompt tokens that placement expects this worker to compute; -1: not known. Reported as waiting until they are."""
     cache_hit_threshold: float | None = None
     """The client's; None: the worker's own. Prefill legs are exempt."""
     kv_fetch_min_tokens: int | None = None

@@ -81,6 +81,10 @@ class WorkerRecord(Message, frozen=True, kw_only=True):
     pid: int
     wire_version: int
     note: str = ""
+    prefix_caching: bool = True
+    """Whether its engine finds earlier prompts again. Without, nobody can read KV that it is still computing."""
+    step_tokens_max: int = 2048
+    """Tokens that its engine computes in one step."""
 
 
 class WorkerLost(Message, frozen=True, kw_only=True):
