@@ -5,12 +5,12 @@ from __future__ import annotations
 from shared.contracts.ids import Epoch, RouterId, WorkerId
 from shared.contracts.message import Message
 
-RESERVATION_S_MAX = 5.0
-"""A reservation that is not taken back by then counts no more: by then the worker's own report has it."""
+ANNOUNCE_S = 2.0
+"""A router says at least so often that it is there: one that hears no other tells nobody what it places."""
 
 
 class Reservation(Message, frozen=True, kw_only=True):
-    """Work that a router has just sent to a worker."""
+    """Work that a router has just sent to a worker. It counts until the worker's next load report, which includes it."""
 
     worker_id: WorkerId
     epoch: Epoch
@@ -22,7 +22,9 @@ class Reservation(Message, frozen=True, kw_only=True):
 
 
 class Reservations(Message, frozen=True, kw_only=True):
-    """Router -> routers: what it has placed since its last such message. ``seq`` counts from 1."""
+    """Router -> routers: what it has placed since its last such message; with nothing in it, a sign of life. ``seq``
+    counts from 1.
+    """
 
     router_id: RouterId
     seq: int

@@ -1,0 +1,85 @@
+"""What routers tell each other of what they placed."""
+
+from __future__ import annotations
+
+from services.router.core.reservation_book import ROUTERS_MAX, SILENT_S_MAX, WORKERS_MAX, ReservationBook
+from shared.contracts.ids import Epoch, RouterId, WorkerId
+from shared.contracts.reservations import Reservation, Reservations
+
+ONE = Reservation(worker_id=WorkerId("w1"), epoch=Epoch(1), tokens=100, context_tokens=150)
+
+
+def told(seq: int, *made: Reservation, router: str = "r2") -> Reservations:
+    return Reservations(router_id=RouterId(router), seq=seq, made=list(made))
+
+
+def book() -> ReservationBook:
+    return ReservationBook(RouterId("r1"))
+
+
+def test_legs_for_one_worker_are_told_as_one_sum():
+    mine = book()
+    for tokens in (100, 50):
+        mine.note(WorkerId("w1"), Epoch(1), tokens, tokens + 10)
+
+    assert mine.message() == Reservations(
+        router_id=RouterId("r1"),
+        seq=1,
+        made=[Reservation(worker_id=WorkerId("w1"), epoch=Epoch(1), legs=2, tokens=150, context_tokens=170)],
+    )
+    assert mine.message() == Reservations(router_id=RouterId("r1"), seq=2, made=[])
+
+
+def test_what_another_router_tells_is_news_once():
+    mine = book()
+
+    assert mine.hear(told(1, ONE), now=0.0) == [ONE]
+    assert mine.hear(told(1, ONE), now=0.0) == []
+
+
+def test_a_message_that_comes_after_a_later_one_is_no_news():
+    mine = book()
+    mine.hear(told(5), now=0.0)
+
+    assert mine.hear(told(4, ONE), now=0.0) == []
+    assert mine.hear(told(7, ONE), now=0.0) == [ONE]
+
+
+def test_its_own_message_is_no_news_and_no_company():
+    mine = book()
+
+    assert mine.hear(told(1, ONE, router="r1"), now=0.0) == []
+    assert mine.alone
+
+
+def test_a_router_is_alone_until_it_hears_another_and_again_when_that_one_falls_silent():
+    mine = book()
+    assert mine.alone
+
+    mine.hear(told(1), now=10.0)
+    mine.forget_silent(now=10.0 + SILENT_S_MAX)
+    assert not mine.alone
+
+    mine.forget_silent(now=10.1 + SILENT_S_MAX)
+    assert mine.alone
+
+
+def test_nothing_is_kept_for_others_that_are_gone():
+    mine = book()
+    mine.hear(told(1), now=0.0)
+    mine.note(WorkerId("w1"), Epoch(1), 1, 1)
+
+    mine.forget_silent(now=100.0)
+
+    assert mine.message().made == []
+
+
+def test_neither_workers_nor_routers_are_remembered_without_end():
+    mine = book()
+    for number in range(WORKERS_MAX + 10):
+        mine.note(WorkerId(f"w{number}"), Epoch(1), 1, 1)
+    for number in range(ROUTERS_MAX + 10):
+        mine.hear(told(1, router=f"other-{number}"), now=0.0)
+
+    assert len(mine.message().made) == WORKERS_MAX
+    assert mine.others == ROUTERS_MAX
