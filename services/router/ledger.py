@@ -170,7 +170,7 @@ class LiveMetrics(Collector):  # type: ignore[misc]  # prometheus_client is not 
         states = gauge_family(names.ROUTER_INDEX_STATE)
         blocks = gauge_family(names.ROUTER_INDEX_BLOCKS)
         for worker_id, entry in self._fleet.index.entries.items():
-            blocks.add_metric([worker_id], len(entry.held))
+            blocks.add_metric([worker_id], self._fleet.index.count(worker_id))
             for state in IndexState:
                 states.add_metric([worker_id, state.value], float(entry.state is state))
         in_flight = gauge_family(names.ROUTER_IN_FLIGHT)

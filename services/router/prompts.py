@@ -55,7 +55,7 @@ class Prompts:
             for view in self._fleet.cluster.offering(facts.model):
                 tokenizer = self._tokenizers.get(view.pairs_with)
                 if tokenizer is not None and exchange.upload.size <= BYTES_PER_TOKEN_MAX * view.record.max_model_len:
-                    held = self._fleet.index.holders.__contains__
+                    held = self._fleet.index.held
                     chars_max = self._settings.tokenize_loop_chars_max
                     prompt = await tokenizer.prompt(facts, held, threads=self._threads, loop_chars_max=chars_max)
                     if prompt is not None:

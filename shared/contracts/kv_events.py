@@ -45,6 +45,19 @@ class KvTier(StrEnum):
     DISK = "disk"
 
 
+TIER_ROTATION_BITS = 21
+"""Between one tier's hashes and the next one's in a digest, so that a block which moves between them changes it."""
+
+
+def digest_xor(xors: Iterable[int]) -> int:
+    """One number of the XOR of each tier's hashes, the nearest tier first (see ``KvDigest``)."""
+    joined = 0
+    for tier, xor in enumerate(xors):
+        turn = tier * TIER_ROTATION_BITS
+        joined ^= (xor << turn | xor >> (64 - turn)) & 0xFFFF_FFFF_FFFF_FFFF
+    return joined
+
+
 class KvEventKind(StrEnum):
     """vLLM's names."""
 

@@ -8,12 +8,16 @@ degraded entry still answers with the last it knew: a stale prefix is a better g
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from heapq import heappop, heappush
 
+import numpy as np
+
+from services.router.core.block_table import TIERS, BlockTable, Depths, Hashes, Mask, PythonBlockTable
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_events import KvDigest, KvEventBatch, KvEventKind, KvSnapshot, unpack_hashes
+from shared.contracts.kv_events import BLOCK_HASH_BYTES, KvDigest, KvEventBatch, KvEventKind, KvSnapshot
 
 PENDING_BATCHES_MAX = 1024
 """Batches kept for a worker while its snapshot is on the way; more are dropped and cost one more snapshot."""
@@ -34,39 +38,43 @@ class Entry:
     """What the index knows of one worker."""
 
     epoch: Epoch
-    bit: int
+    slot: int
+    """Its row in the table and its place in what ``match_depths`` answers, as long as it is joined."""
     state: IndexState = IndexState.DEGRADED
     seq: int = 0
-    xor: int = 0
     claimed_seq: int = 0
     """The highest number that a digest spoke of: if it is not reached by the next digest, batches were lost."""
-    held: set[int] = field(default_factory=set)
     pending: deque[KvEventBatch] = field(default_factory=lambda: deque(maxlen=PENDING_BATCHES_MAX))
 
 
 class PrefixIndex:
-    """The blocks of all workers. A block's holders are one integer with a bit for each worker."""
+    """The blocks of all workers."""
 
-    def __init__(self) -> None:
-        self.holders: dict[int, int] = {}
+    def __init__(self, table: BlockTable | None = None) -> None:
+        self.table: BlockTable = PythonBlockTable() if table is None else table
         self.entries: dict[WorkerId, Entry] = {}
-        self.bits_free: list[int] = []
+        self.slots: list[WorkerId | None] = []
+        """Who is in each slot."""
+        self._slots_free: list[int] = []
+        self.held: Callable[[int], bool] = self.table.held
+        """Whether anybody holds a block; from any thread."""
 
     def join(self, worker_id: WorkerId, epoch: Epoch) -> None:
         """A worker, or a new life of one, is there; what an older life held is forgotten."""
         entry = self.entries.get(worker_id)
-        if entry is not None and entry.epoch >= epoch:
-            return
-        self.drop(worker_id)
-        bit = self.bits_free.pop() if self.bits_free else 1 << len(self.entries)
-        self.entries[worker_id] = Entry(epoch, bit)
+        if entry is None:
+            self.entries[worker_id] = Entry(epoch, self._take_slot(worker_id))
+        elif entry.epoch < epoch:
+            self.table.clear(entry.slot)
+            self.entries[worker_id] = Entry(epoch, entry.slot)
 
     def drop(self, worker_id: WorkerId) -> None:
         """Forget a worker."""
         entry = self.entries.pop(worker_id, None)
         if entry is not None:
-            self._clear(entry)
-            self.bits_free.append(entry.bit)
+            self.table.clear(entry.slot)
+            self.slots[entry.slot] = None
+            heappush(self._slots_free, entry.slot)
 
     def apply(self, batch: KvEventBatch) -> bool:
         """Take in one batch. Answers whether a snapshot is wanted now. Raises ValueError on torn hashes.
@@ -100,9 +108,13 @@ class PrefixIndex:
         entry = self.entries[snapshot.worker_id]
         if snapshot.epoch < entry.epoch or snapshot.seq < entry.seq:
             return entry.state is IndexState.EXACT
-        hashes = unpack_hashes(snapshot.hashes)
-        self._clear(entry)
-        self._store(entry, hashes)
+        tiers = (snapshot.hashes, snapshot.host_hashes, snapshot.disk_hashes)
+        if any(len(hashes) % BLOCK_HASH_BYTES for hashes in tiers):
+            raise ValueError(f"a snapshot of {snapshot.worker_id} has torn hashes")
+        self.table.clear(entry.slot)
+        for tier, hashes in enumerate(tiers):
+            if hashes:
+                self.table.store(entry.slot, tier, hashes)
         entry.seq = snapshot.seq
         entry.claimed_seq = 0
         waiting = sorted(entry.pending, key=lambda batch: batch.seq)
@@ -124,7 +136,7 @@ class PrefixIndex:
         if entry.state is not IndexState.EXACT:
             return True
         if entry.seq == digest.seq:
-            wrong = len(entry.held) != digest.count or entry.xor != digest.xor
+            wrong = (self.table.count(entry.slot), self.table.xor(entry.slot)) != (digest.count, digest.xor)
         else:
             wrong = entry.seq < entry.claimed_seq
             entry.claimed_seq = max(entry.claimed_seq, digest.seq)
@@ -142,7 +154,7 @@ class PrefixIndex:
         """No snapshot is to be had: place this worker by load alone."""
         entry = self.entries.get(worker_id)
         if entry is not None:
-            self._clear(entry)
+            self.table.clear(entry.slot)
             entry.state = IndexState.FALLBACK
 
     def state(self, worker_id: WorkerId) -> IndexState:
@@ -154,65 +166,55 @@ class PrefixIndex:
         """Workers whose snapshot is wanted."""
         return [worker_id for worker_id, entry in self.entries.items() if entry.state is not IndexState.EXACT]
 
-    def match(self, hashes: Sequence[int]) -> dict[WorkerId, int]:
+    def slot(self, worker_id: WorkerId) -> int:
+        """Where ``match_depths`` tells of this worker; -1 for one that the index has not met."""
+        entry = self.entries.get(worker_id)
+        return -1 if entry is None else entry.slot
+
+    def count(self, worker_id: WorkerId) -> int:
+        """Blocks that this worker holds; one that lies in two tiers counts twice."""
+        entry = self.entries.get(worker_id)
+        return 0 if entry is None else self.table.count(entry.slot)
+
+    def match_depths(self, hashes: Hashes) -> Depths:
+        """For every slot: how many blocks from the start it holds in a row."""
+        depths = np.zeros(len(self.slots), np.int32)
+        self.table.depths(hashes, depths)
+        return depths
+
+    def match(self, hashes: Hashes) -> dict[WorkerId, int]:
         """For every worker that holds the first block at all: how many blocks from the start it holds in a row."""
-        entries = self.entries
-        if not hashes or not entries:
-            return {}
-        holders = self.holders
-        alive = first = holders.get(hashes[0], 0)
-        if not alive:
-            return {}
-        depths: dict[int, int] = {}
-        for depth, block in enumerate(hashes):
-            still = alive & holders.get(block, 0)
-            if still != alive:
-                depths[alive & ~still] = depth
-                alive = still
-                if not alive:
-                    break
-        else:
-            depths[alive] = len(hashes)
-        return {
-            worker_id: next(length for mask, length in depths.items() if mask & entry.bit)
-            for worker_id, entry in entries.items()
-            if entry.bit & first
-        }
+        depths = self.match_depths(hashes)
+        matches = {self.slots[slot]: int(depths[slot]) for slot in np.flatnonzero(depths)}
+        return {worker_id: depth for worker_id, depth in matches.items() if worker_id is not None}
+
+    def tier_blocks(self, worker_id: WorkerId, hashes: Hashes, depth: int) -> tuple[int, int, int]:
+        """How many of the first ``depth`` blocks this worker has in the device's memory, the host's, on disk; each is
+        counted in the nearest.
+        """
+        entry = self.entries.get(worker_id)
+        return (0, 0, 0) if entry is None else self.table.tiers(entry.slot, hashes, depth)
+
+    def cover(self, hashes: Hashes, first: int, end: int, allowed: Mask) -> list[tuple[int, int, int]]:
+        """The fewest slots among ``allowed`` that together hold the blocks from ``first`` to before ``end``, each with
+        the part to take from it; as far as the first block that none of them holds.
+        """
+        return self.table.cover(hashes, first, end, allowed)
+
+    def _take_slot(self, worker_id: WorkerId) -> int:
+        if self._slots_free:
+            slot = heappop(self._slots_free)
+            self.slots[slot] = worker_id
+            return slot
+        self.slots.append(worker_id)
+        return len(self.slots) - 1
 
     def _perform(self, entry: Entry, batch: KvEventBatch) -> None:
         for event in batch.events:
             if event.kind is KvEventKind.STORED:
-                self._store(entry, unpack_hashes(event.hashes))
+                self.table.store(entry.slot, TIERS.index(event.tier), event.hashes)
             elif event.kind is KvEventKind.REMOVED:
-                self._remove(entry, unpack_hashes(event.hashes))
+                self.table.remove(entry.slot, TIERS.index(event.tier), event.hashes)
             else:
-                self._clear(entry)
+                self.table.clear(entry.slot)
         entry.seq = batch.seq
-
-    def _store(self, entry: Entry, hashes: Iterable[int]) -> None:
-        holders, held, bit = self.holders, entry.held, entry.bit
-        for block in hashes:
-            if block not in held:
-                held.add(block)
-                entry.xor ^= block
-                holders[block] = holders.get(block, 0) | bit
-
-    def _remove(self, entry: Entry, hashes: Iterable[int]) -> None:
-        for block in hashes:
-            if block in entry.held:
-                entry.held.remove(block)
-                entry.xor ^= block
-                self._release(block, entry.bit)
-
-    def _clear(self, entry: Entry) -> None:
-        for block in entry.held:
-            self._release(block, entry.bit)
-        entry.held.clear()
-        entry.xor = 0
-
-    def _release(self, block: int, bit: int) -> None:
-        left = self.holders[block] & ~bit
-        if left:
-            self.holders[block] = left
-        else:
-            del self.holders[block]

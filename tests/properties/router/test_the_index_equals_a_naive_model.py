@@ -6,8 +6,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from services.router.core.block_table import TIERS
 from services.router.core.prefix_index import IndexState, PrefixIndex
-from shared.contracts.kv_events import KvDigest, KvEvent, KvEventBatch, KvEventKind, KvSnapshot, pack_hashes
+from shared.contracts.kv_events import (
+    KvDigest,
+    KvEvent,
+    KvEventBatch,
+    KvEventKind,
+    KvSnapshot,
+    KvTier,
+    digest_xor,
+    pack_hashes,
+    unpack_hashes,
+)
 
 WORKERS = ("w1", "w2", "w3")
 BLOCKS = st.lists(st.integers(min_value=1, max_value=12), min_size=1, max_size=5)
@@ -21,28 +32,35 @@ class Truth:
         self.worker_id = worker_id
         self.epoch = epoch
         self.seq = 0
-        self.held: set[int] = set()
+        self.tiers: dict[KvTier, set[int]] = {tier: set() for tier in TIERS}
 
-    def batch(self, kind: KvEventKind, hashes: list[int]) -> KvEventBatch:
+    @property
+    def held(self) -> set[int]:
+        return set[int]().union(*self.tiers.values())
+
+    def batch(self, kind: KvEventKind, hashes: list[int], tier: KvTier) -> KvEventBatch:
         self.seq += 1
         if kind is KvEventKind.STORED:
-            self.held |= set(hashes)
+            self.tiers[tier] |= set(hashes)
         elif kind is KvEventKind.REMOVED:
-            self.held -= set(hashes)
+            self.tiers[tier] -= set(hashes)
         else:
-            self.held.clear()
-        event = KvEvent(kind=kind, hashes=pack_hashes(hashes))
+            self.tiers = {tier: set() for tier in TIERS}
+        event = KvEvent(kind=kind, hashes=pack_hashes(hashes), tier=tier)
         return KvEventBatch(worker_id=self.worker_id, epoch=self.epoch, seq=self.seq, events=[event])
 
     def snapshot(self) -> KvSnapshot:
-        held = pack_hashes(sorted(self.held))
-        return KvSnapshot(worker_id=self.worker_id, epoch=self.epoch, seq=self.seq, hashes=held)
+        device, host, disk = (pack_hashes(sorted(self.tiers[tier])) for tier in TIERS)
+        return KvSnapshot(
+            worker_id=self.worker_id, epoch=self.epoch, seq=self.seq, hashes=device, host_hashes=host, disk_hashes=disk
+        )
 
     def digest(self) -> KvDigest:
-        xor = 0
-        for block in self.held:
-            xor ^= block
-        return KvDigest(seq=self.seq, count=len(self.held), xor=xor)
+        xors = [0] * len(TIERS)
+        for number, tier in enumerate(TIERS):
+            for block in self.tiers[tier]:
+                xors[number] ^= block
+        return KvDigest(seq=self.seq, count=sum(map(len, self.tiers.values())), xor=digest_xor(xors))
 
 
 def longest(held: set[int], hashes: list[int]) -> int:
@@ -61,14 +79,19 @@ class IndexAgainstTruth(RuleBasedStateMachine):
         for worker_id in WORKERS:
             self.index.join(worker_id, 1)
 
+    def known(self, who: str) -> dict[KvTier, set[int]]:
+        slot = self.index.slot(who)
+        return {tier: set(unpack_hashes(self.index.table.blocks(slot, number))) for number, tier in enumerate(TIERS)}
+
     @rule(
         who=WHO,
         kind=st.sampled_from(list(KvEventKind)),
         hashes=BLOCKS,
+        tier=st.sampled_from(TIERS),
         arrives=st.sampled_from([True, True, True, False]),
     )
-    def something_changes(self, who, kind, hashes, arrives):
-        batch = self.truths[who].batch(kind, hashes)
+    def something_changes(self, who, kind, hashes, tier, arrives):
+        batch = self.truths[who].batch(kind, hashes, tier)
         if arrives:
             self.index.apply(batch)
 
@@ -84,8 +107,10 @@ class IndexAgainstTruth(RuleBasedStateMachine):
 
     @rule(who=WHO)
     def a_worker_begins_a_new_life(self, who):
+        slot = self.index.slot(who)
         self.truths[who] = Truth(who, self.truths[who].epoch + 1)
         self.index.join(who, self.truths[who].epoch)
+        assert self.index.slot(who) == slot
 
     @rule(who=WHO)
     def a_stale_batch_arrives(self, who):
@@ -96,6 +121,7 @@ class IndexAgainstTruth(RuleBasedStateMachine):
     @rule(who=WHO)
     def a_worker_is_forgotten_and_comes_back(self, who):
         self.index.drop(who)
+        assert (self.index.slot(who), self.index.count(who)) == (-1, 0)
         self.index.join(who, self.truths[who].epoch)
 
     @rule(who=WHO)
@@ -107,35 +133,36 @@ class IndexAgainstTruth(RuleBasedStateMachine):
         truth = self.truths[who]
         for _ in range(2):
             self.index.check(who, truth.epoch, truth.digest())
-        assert self.index.state(who) is not IndexState.EXACT or self.index.entries[who].held == truth.held
+        assert self.index.state(who) is not IndexState.EXACT or self.known(who) == truth.tiers
 
     @rule(who=WHO)
     def a_fresh_snapshot_always_repairs(self, who):
         assert self.index.restore(self.truths[who].snapshot())
         assert self.index.state(who) is IndexState.EXACT
-        assert self.index.entries[who].held == self.truths[who].held
+        assert self.known(who) == self.truths[who].tiers
 
     @rule(hashes=st.lists(st.integers(min_value=1, max_value=12), max_size=8, unique=True))
     def matches_are_the_longest_held_prefixes(self, hashes):
-        found = self.index.match(hashes)
-        for who, entry in self.index.entries.items():
-            assert found.get(who, 0) == longest(entry.held, hashes)
+        found, by_slot = self.index.match(hashes), self.index.match_depths(pack_hashes(hashes))
+        for who in WORKERS:
+            expected = longest(set().union(*self.known(who).values()), hashes)
+            assert found.get(who, 0) == by_slot[self.index.slot(who)] == expected
 
     @invariant()
     def an_exact_entry_that_is_up_to_date_is_the_truth(self):
         for who, truth in self.truths.items():
             entry = self.index.entries[who]
             if entry.state is IndexState.EXACT and entry.seq == truth.seq:
-                assert entry.held == truth.held
+                assert self.known(who) == truth.tiers
 
     @invariant()
-    def the_holders_are_the_entries_turned_around(self):
-        bits = {}
-        for entry in self.index.entries.values():
-            for block in entry.held:
-                bits[block] = bits.get(block, 0) | entry.bit
-        assert self.index.holders == bits
-        assert len({entry.bit for entry in self.index.entries.values()}) == len(self.index.entries)
+    def a_block_is_held_when_somebody_holds_it(self):
+        held = set[int]().union(*(blocks for who in WORKERS for blocks in self.known(who).values()))
+        assert {block for block in range(13) if self.index.held(block)} == held
+
+    @invariant()
+    def every_worker_has_a_slot_of_its_own(self):
+        assert [self.index.slots[self.index.slot(who)] for who in WORKERS] == list(WORKERS)
 
 
 IndexAgainstTruth.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

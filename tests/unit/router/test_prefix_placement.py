@@ -13,7 +13,7 @@ from services.router.core.prefix_index import IndexState
 from services.worker.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.channels import KV_EVENTS
 from shared.contracts.control import TokenizerAsset
-from shared.contracts.kv_events import KvDigest, pack_hashes
+from shared.contracts.kv_events import KvDigest, pack_hashes, unpack_hashes
 from shared.contracts.kv_exchange import KvSource
 from shared.contracts.workers import HashScheme, Role
 from tests.builders import kv_batch
@@ -42,6 +42,11 @@ async def two_prefills(world: World, tokenizer_json: bytes) -> None:
 
 def state_of(world: World, worker_id: str) -> IndexState:
     return world.router.parts.fleet.index.state(worker_id)
+
+
+def held(world: World, worker_id: str) -> set[int]:
+    index = world.router.parts.fleet.index
+    return set(unpack_hashes(index.table.blocks(index.slot(worker_id), 0)))
 
 
 def test_a_prompt_goes_to_the_worker_that_holds_its_blocks(tokenizer_json):
@@ -90,7 +95,7 @@ def test_a_missed_batch_is_noticed_and_a_snapshot_repairs_it(tokenizer_json):
 
         assert world.router.kv.snapshots == asked + 1
         assert state_of(world, "p1") is IndexState.EXACT
-        assert world.router.parts.fleet.index.entries["p1"].held == {1, 2, 3}
+        assert held(world, "p1") == {1, 2, 3}
 
     in_world(story)
 
@@ -149,6 +154,6 @@ def test_a_worker_that_is_gone_leaves_nothing_in_the_index():
         await asyncio.sleep(6)
 
         fleet = world.router.parts.fleet
-        assert (list(fleet.cluster.workers), fleet.index.holders) == (["d1"], {})
+        assert (list(fleet.cluster.workers), fleet.index.table.size()) == (["d1"], 0)
 
     in_world(story)

@@ -1,0 +1,211 @@
+"""Which row holds which block, in which memory: the port behind the prefix index, and its implementation in Python.
+
+A *row* is a small number that stands for a worker. Hashes come packed as on the wire (8 bytes each, big-endian) or as a
+sequence of integers. ``native_block_table`` has the same in C, for fleets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.contracts.kv_events import KvTier, digest_xor, pack_hashes, unpack_hashes
+
+TIERS = tuple(KvTier)
+"""The nearest first; a tier's place in here is its number in every table."""
+
+Hashes = bytes | Sequence[int]
+Depths = NDArray[np.int32]
+"""By row: how many blocks from the start of a chain it holds in a row."""
+Mask = NDArray[np.bool_]
+"""By row: whether it may be used."""
+Source = tuple[int, int, int]
+"""A row, the first block to take from it, and the block to stop before."""
+
+
+class BlockTable(Protocol):
+    """Holders of blocks. Storing what is held or removing what is not changes nothing. Hashes that are torn (no whole
+    number of 8 bytes) raise ValueError before anything is changed.
+    """
+
+    def store(self, row: int, tier: int, hashes: Hashes) -> None:
+        """``row`` holds these blocks in this tier."""
+
+    def remove(self, row: int, tier: int, hashes: Hashes) -> None:
+        """``row`` does not hold these blocks in this tier any more."""
+
+    def clear(self, row: int) -> None:
+        """``row`` holds nothing, in any tier."""
+
+    def count(self, row: int) -> int:
+        """Blocks that ``row`` holds; one that lies in two tiers counts twice."""
+
+    def xor(self, row: int) -> int:
+        """As in ``KvDigest.xor``."""
+
+    def blocks(self, row: int, tier: int) -> bytes:
+        """All that ``row`` holds in this tier, packed, in no order. Looks at the whole table: not for every request."""
+
+    def held(self, block: int) -> bool:
+        """Whether any row holds ``block`` in any tier. From any thread."""
+
+    def depths(self, hashes: Hashes, out: Depths) -> None:
+        """The longest match of every row, written into ``out``; rows beyond its length are left out."""
+
+    def tiers(self, row: int, hashes: Hashes, depth: int) -> tuple[int, int, int]:
+        """In which tier the first ``depth`` blocks lie: each is counted in the nearest that has it."""
+
+    def cover(self, hashes: Hashes, first: int, end: int, allowed: Mask) -> list[Source]:
+        """The fewest rows among ``allowed`` that together hold the blocks from ``first`` to before ``end``, each with
+        its part; as far as the first block that none of them holds. Of equals the lowest row.
+        """
+
+    def size(self) -> int:
+        """(block, tier) pairs that anybody holds."""
+
+
+class PythonBlockTable:
+    """In plain dictionaries: a block's holders are one integer with a bit for each row."""
+
+    def __init__(self) -> None:
+        self._holders: tuple[dict[int, int], ...] = tuple({} for _ in TIERS)
+        self._held: dict[int, tuple[set[int], ...]] = {}
+        self._xors: dict[int, list[int]] = {}
+
+    def store(self, row: int, tier: int, hashes: Hashes) -> None:
+        """See the port."""
+        holders, held, bit = self._holders[tier], self._rows(row)[tier], 1 << row
+        xor = 0
+        for block in numbers(hashes):
+            if block not in held:
+                held.add(block)
+                xor ^= block
+                holders[block] = holders.get(block, 0) | bit
+        self._xors[row][tier] ^= xor
+
+    def remove(self, row: int, tier: int, hashes: Hashes) -> None:
+        """See the port."""
+        held, xor = self._rows(row)[tier], 0
+        for block in numbers(hashes):
+            if block in held:
+                held.remove(block)
+                xor ^= block
+                self._release(block, tier, 1 << row)
+        self._xors[row][tier] ^= xor
+
+    def clear(self, row: int) -> None:
+        """See the port."""
+        for tier, held in enumerate(self._held.pop(row, ())):
+            for block in held:
+                self._release(block, tier, 1 << row)
+        self._xors.pop(row, None)
+
+    def count(self, row: int) -> int:
+        """See the port."""
+        return sum(map(len, self._held.get(row, ())))
+
+    def xor(self, row: int) -> int:
+        """See the port."""
+        return digest_xor(self._xors.get(row, ()))
+
+    def blocks(self, row: int, tier: int) -> bytes:
+        """See the port."""
+        held = self._held.get(row)
+        return pack_hashes(held[tier]) if held is not None else b""
+
+    def held(self, block: int) -> bool:
+        """See the port."""
+        device, host, disk = self._holders
+        return block in device or block in host or block in disk
+
+    def depths(self, hashes: Hashes, out: Depths) -> None:
+        """See the port."""
+        out[:] = 0
+        alive = -1
+        depth = 0
+        for depth, now in enumerate(self._masks(numbers(hashes))):
+            still = alive & now
+            if still != alive:
+                if depth:
+                    write(out, alive & ~still, depth)
+                alive = still
+                if not alive:
+                    return
+        if alive != -1:
+            write(out, alive, depth + 1)
+
+    def tiers(self, row: int, hashes: Hashes, depth: int) -> tuple[int, int, int]:
+        """See the port."""
+        device, host, disk = self._held.get(row, (frozenset[int](),) * 3)
+        near = middle = far = 0
+        for block in numbers(hashes)[:depth]:
+            if block in device:
+                near += 1
+            elif block in host:
+                middle += 1
+            elif block in disk:
+                far += 1
+        return near, middle, far
+
+    def cover(self, hashes: Hashes, first: int, end: int, allowed: Mask) -> list[Source]:
+        """See the port."""
+        mask = int.from_bytes(np.packbits(allowed, bitorder="little").tobytes(), "little")
+        sources: list[Source] = []
+        alive = begin = 0
+        position = first
+        for now in self._masks(numbers(hashes)[first:end]):
+            if not alive & now:
+                if alive:
+                    sources.append((lowest(alive), begin, position))
+                alive, begin = mask, position
+                if not alive & now:
+                    return sources
+            alive &= now
+            position += 1
+        return [*sources, (lowest(alive), begin, position)] if alive else sources
+
+    def size(self) -> int:
+        """See the port."""
+        return sum(map(len, self._holders))
+
+    def _masks(self, hashes: Sequence[int]) -> Iterator[int]:
+        """The holders of each block, in whatever tier."""
+        device, host, disk = self._holders
+        if host or disk:
+            return (device.get(block, 0) | host.get(block, 0) | disk.get(block, 0) for block in hashes)
+        return (device.get(block, 0) for block in hashes)
+
+    def _rows(self, row: int) -> tuple[set[int], ...]:
+        held = self._held.get(row)
+        if held is None:
+            held = self._held[row] = tuple(set[int]() for _ in TIERS)
+            self._xors[row] = [0] * len(TIERS)
+        return held
+
+    def _release(self, block: int, tier: int, bit: int) -> None:
+        holders = self._holders[tier]
+        left = holders[block] & ~bit
+        if left:
+            holders[block] = left
+        else:
+            del holders[block]
+
+
+def numbers(hashes: Hashes) -> Sequence[int]:
+    """As integers. Raises ValueError on torn ones."""
+    return unpack_hashes(hashes) if isinstance(hashes, bytes) else hashes
+
+
+def lowest(mask: int) -> int:
+    """The lowest row in ``mask``."""
+    return (mask & -mask).bit_length() - 1
+
+
+def write(out: NDArray[Any], mask: int, depth: int) -> None:
+    """``depth`` for every row in ``mask``."""
+    bits = np.frombuffer(mask.to_bytes(mask.bit_length() // 8 + 1, "little"), np.uint8)
+    rows = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+    out[rows[rows < len(out)]] = depth
