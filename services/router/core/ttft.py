@@ -1,0 +1,152 @@
+"""Where the time to the first token went, in parts that add up to it.
+
+The router measures the whole and its own share on its clock; workers report durations on theirs. What of the whole
+nobody accounts for is ``transit_s``: the bus, the relay, and a worker's own work around its engine.
+
+    aggregated    [router] [queue, fetch, prefill] [transit]
+    offered       [router] [queue, fetch, prefill] [decode queue, handoff, first token] [transit]
+    streamed      as offered, but both legs run side by side: of the decode leg counts only what comes after the prompt
+                  was computed
+
+When the workers' parts are longer than what the router has for them (clocks, rounding, legs that overlapped more than
+is known), they shrink in proportion: the router's clock is the one that the client's wait was measured on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from shared.contracts.decisions import TtftParts
+from shared.contracts.inference import LegReport
+from shared.contracts.kv_exchange import KvRead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterTimes:
+    """What the router spent before the last attempt's legs; seconds on its own clock, one behind the other."""
+
+    admission_s: float = 0.0
+    tokenize_s: float = 0.0
+    place_s: float = 0.0
+    failed_s: float = 0.0
+
+    def total_s(self) -> float:
+        """All of it."""
+        return self.admission_s + self.tokenize_s + self.place_s + self.failed_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Legs:
+    """The legs of the attempt that was answered."""
+
+    answering: LegReport
+    prefill: LegReport | None = None
+    """None: one worker did both, or the prefill leg's report is missing."""
+    streamed: bool = False
+
+
+def ttft_s(first_data_s: float, answering: LegReport | None, *, stream: bool) -> float:
+    """The time to the first token, from the request to ``first_data_s`` after it, when the answer's first data came.
+
+    The first data of an answer that is no stream is all of it: then what its worker did after its first token is taken
+    off, so that it is the time at which a stream's first token would have come.
+    """
+    if stream or answering is None or answering.first_token_s <= 0:
+        return first_data_s
+    return max(0.0, first_data_s - max(0.0, answering.total_s - answering.first_token_s))
+
+
+def ttft_parts(whole_s: float, router: RouterTimes, legs: Legs) -> TtftParts:
+    """``whole_s`` in its parts."""
+    return fitted(whole_s, router, leg_parts(legs))
+
+
+def leg_parts(legs: Legs) -> TtftParts:
+    """What the workers say, before it is held against the router's clock."""
+    answering, prefill = legs.answering, legs.prefill
+    moved_s = exchanging_s(answering)
+    if prefill is None and not legs.streamed:
+        return TtftParts(queue_s=answering.queue_s - moved_s, fetch_s=moved_s, prefill_s=answering.prefill_s)
+    waited_s = answering.queue_s
+    fetch_s, queue_s, prefill_s = 0.0, 0.0, 0.0
+    if prefill is not None:
+        fetch_s = exchanging_s(prefill)
+        queue_s, prefill_s = prefill.queue_s - fetch_s, prefill.prefill_s
+        if legs.streamed and moved_s > 0:
+            scheduled_s = max(0.0, answering.first_token_s - answering.prefill_s)
+            waited_s = min(waited_s, max(0.0, scheduled_s - prefill.first_token_s))
+            # The last chunk can be read before the prefill worker has sampled the token that nobody needs.
+            prefill_s, fetch_s, queue_s = _less(prefill.first_token_s - scheduled_s, prefill_s, fetch_s, queue_s)
+            moved_s = min(moved_s, waited_s)
+        elif legs.streamed:
+            queue_s = fetch_s = prefill_s = 0.0  # It had everything itself and waited for nobody.
+    return TtftParts(
+        queue_s=queue_s,
+        fetch_s=fetch_s,
+        prefill_s=prefill_s,
+        handoff_s=moved_s,
+        decode_queue_s=waited_s - moved_s,
+        first_token_s=answering.prefill_s,
+    )
+
+
+def fitted(whole_s: float, router: RouterTimes, work: TtftParts) -> TtftParts:
+    """The router's times and the workers' parts, made to add up to ``whole_s``; the rest is transit."""
+    own_s = router.total_s()
+    own = min(1.0, whole_s / own_s) if own_s > 0 else 1.0
+    work_s, room_s = work.total_s(), max(0.0, whole_s - own_s)
+    share = min(1.0, room_s / work_s) if work_s > 0 else 1.0
+    parts = TtftParts(
+        admission_s=router.admission_s * own,
+        tokenize_s=router.tokenize_s * own,
+        place_s=router.place_s * own,
+        failed_s=router.failed_s * own,
+        queue_s=work.queue_s * share,
+        fetch_s=work.fetch_s * share,
+        prefill_s=work.prefill_s * share,
+        handoff_s=work.handoff_s * share,
+        decode_queue_s=work.decode_queue_s * share,
+        first_token_s=work.first_token_s * share,
+    )
+    return msgspec.structs.replace(parts, transit_s=max(0.0, whole_s - parts.total_s()))
+
+
+def exchanging_s(report: LegReport) -> float:
+    """Of the leg's time in its engine's queue: how long it was asking for KV or reading it. What it waited for room
+    between the grant and the read is queueing.
+    """
+    proof = report.kv
+    asked = [read for read in proof.reads if read.asked_at > 0] if proof is not None else []
+    if not asked:
+        return 0.0
+    # What came later was fetched again after a preemption.
+    until = min(read.asked_at for read in asked) + report.queue_s
+    return min(report.queue_s, covered_s((span for read in asked for span in _spans(read)), until))
+
+
+def covered_s(spans: Iterable[tuple[float, float]], until: float) -> float:
+    """How much time before ``until`` at least one of the spans covers."""
+    total_s, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        end = min(end, until)  # noqa: PLW2901  # the same span, as far as it counts
+        total_s += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total_s
+
+
+def _spans(read: KvRead) -> list[tuple[float, float]]:
+    spans = [(read.asked_at, read.granted_at)] if read.granted_at else []
+    return [*spans, (read.read_at, read.ended_at)] if read.read_at else spans
+
+
+def _less(over_s: float, *parts_s: float) -> list[float]:
+    """``over_s`` seconds less, taken from the first parts first."""
+    left = []
+    for part_s in parts_s:
+        taken_s = min(max(0.0, over_s), part_s)
+        over_s -= taken_s
+        left.append(part_s - taken_s)
+    return left

@@ -1,0 +1,156 @@
+"""Where the time to the first token went, for each way in which legs can run."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.router.core.ttft import Legs, RouterTimes, exchanging_s, ttft_parts, ttft_s
+from shared.contracts.decisions import TtftParts
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.inference import LegReport
+from shared.contracts.kv_exchange import KvProof, KvRead
+
+ROUTER = RouterTimes(admission_s=0.5, tokenize_s=0.02, place_s=0.001, failed_s=0.25)
+
+
+def read(asked: float, granted: float = 0.0, begun: float = 0.0, ended: float = 0.0, **fields) -> KvRead:
+    return KvRead(
+        worker_id=WorkerId("s"),
+        epoch=Epoch(1),
+        asked_at=asked,
+        granted_at=granted,
+        read_at=begun,
+        ended_at=ended,
+        **fields,
+    )
+
+
+def report(queue_s: float, prefill_s: float, *reads: KvRead, extra_s: float = 0.004, **fields) -> LegReport:
+    first = queue_s + prefill_s + extra_s
+    proof = KvProof(reads=list(reads))
+    return LegReport(
+        queue_s=queue_s, prefill_s=prefill_s, first_token_s=first, kv=proof, **{"total_s": first, **fields}
+    )
+
+
+def rounded(parts: TtftParts) -> dict[str, float]:
+    values = {name: round(getattr(parts, name), 9) for name in parts.__struct_fields__}
+    return {name: value for name, value in values.items() if value}
+
+
+def test_one_worker_queue_fetch_and_prefill_and_the_rest_is_transit():
+    legs = Legs(answering=report(0.3, 0.2, read(100.0, 100.01, 100.05, 100.14)))
+
+    parts = ttft_parts(1.3, ROUTER, legs)
+
+    assert rounded(parts) == {
+        "admission_s": 0.5,
+        "tokenize_s": 0.02,
+        "place_s": 0.001,
+        "failed_s": 0.25,
+        "queue_s": 0.2,  # The time between grant and read is spent in the queue, waiting for room.
+        "fetch_s": 0.1,
+        "prefill_s": 0.2,
+        "transit_s": 0.029,
+    }
+    assert parts.total_s() == pytest.approx(1.3, abs=1e-12)
+
+
+def test_two_workers_one_behind_the_other():
+    prefill = report(0.1, 0.4, total_s=0.51)
+    decode = report(0.06, 0.03, read(7.0, 7.0, 7.01, 7.05))
+
+    parts = ttft_parts(0.62, RouterTimes(), Legs(answering=decode, prefill=prefill))
+
+    assert rounded(parts) == {
+        "queue_s": 0.1,
+        "prefill_s": 0.4,
+        "handoff_s": 0.04,
+        "decode_queue_s": 0.02,
+        "first_token_s": 0.03,
+        "transit_s": 0.03,
+    }
+
+
+def test_of_a_streamed_handoff_only_what_comes_after_the_prefill_counts():
+    prefill = report(0.1, 2.0)  # Computed 2.104 s after its leg came.
+    decode = report(2.144, 0.03, read(50.0, 50.1, 50.2, 52.14, followed=True))  # Scheduled at 2.148 s.
+
+    parts = ttft_parts(2.2, RouterTimes(), Legs(answering=decode, prefill=prefill, streamed=True))
+
+    assert rounded(parts) == {
+        "queue_s": 0.1,
+        "prefill_s": 2.0,
+        "handoff_s": 0.044,
+        "first_token_s": 0.03,
+        "transit_s": 0.026,
+    }
+
+
+def test_a_full_decode_worker_is_a_queue_and_no_handoff():
+    prefill = report(0.0, 0.5)
+    decode = report(3.0, 0.03, read(90.0, 90.001, 90.001, 90.101, followed=True))  # Asked when there was room at last.
+
+    parts = ttft_parts(3.1, RouterTimes(), Legs(answering=decode, prefill=prefill, streamed=True))
+
+    assert parts.handoff_s == pytest.approx(0.101)
+    assert parts.decode_queue_s == pytest.approx(3.004 - 0.504 - 0.101)
+
+
+def test_a_decode_leg_that_began_before_the_prefill_worker_had_sampled_its_token_counts_from_there():
+    prefill = report(0.1, 1.0)
+    decode = report(1.05, 0.03, read(5.0, 5.1, 5.1, 6.04, followed=True), extra_s=0.0)
+
+    parts = ttft_parts(1.1, RouterTimes(), Legs(answering=decode, prefill=prefill, streamed=True))
+
+    assert parts.prefill_s == pytest.approx(1.0 - (1.104 - 1.05))
+    assert parts.handoff_s == parts.decode_queue_s == 0
+    assert parts.total_s() == pytest.approx(1.1)
+
+
+def test_a_decode_worker_that_has_everything_waits_for_no_prefill():
+    parts = ttft_parts(0.1, RouterTimes(), Legs(answering=report(0.02, 0.03), prefill=report(0.5, 2.0), streamed=True))
+
+    assert rounded(parts) == {"decode_queue_s": 0.02, "first_token_s": 0.03, "transit_s": 0.05}
+
+
+def test_without_the_prefill_legs_report_the_wait_for_its_kv_is_the_handoff():
+    decode = report(1.0, 0.03, read(5.0, 5.5, 5.5, 5.9, followed=True))
+
+    parts = ttft_parts(1.1, RouterTimes(), Legs(answering=decode, streamed=True))
+
+    assert (parts.prefill_s, parts.handoff_s) == (0.0, pytest.approx(0.9))
+    assert parts.decode_queue_s == pytest.approx(0.1)
+
+
+def test_a_whole_answers_first_token_is_when_a_stream_would_have_shown_it():
+    answering = LegReport(first_token_s=0.4, total_s=2.4)
+
+    assert ttft_s(2.5, answering, stream=False) == pytest.approx(0.5)
+    assert ttft_s(2.5, answering, stream=True) == 2.5
+    assert ttft_s(2.5, LegReport(total_s=2.4), stream=False) == 2.5
+    assert ttft_s(2.5, None, stream=False) == 2.5
+    assert ttft_s(1.5, answering, stream=False) == 0.0
+
+
+def test_workers_parts_that_are_longer_than_the_whole_shrink_in_proportion():
+    parts = ttft_parts(1.0, RouterTimes(tokenize_s=0.1), Legs(answering=report(0.6, 1.2)))
+
+    assert rounded(parts) == {"tokenize_s": 0.1, "queue_s": 0.3, "prefill_s": 0.6}
+
+
+def test_the_routers_own_parts_never_exceed_the_whole():
+    parts = ttft_parts(0.1, ROUTER, Legs(answering=report(0.6, 1.2)))
+
+    assert parts.total_s() == pytest.approx(0.1)
+    assert (parts.queue_s, parts.prefill_s, parts.transit_s) == (0, 0, 0)
+
+
+def test_sources_asked_side_by_side_are_counted_once_and_what_was_fetched_again_later_not_at_all():
+    reads = [read(10.0, 10.1, 10.1, 10.5), read(10.0, 10.2, 10.4, 10.7), read(25.0, 25.1, 25.1, 26.0), read(0.0)]
+
+    assert exchanging_s(report(1.0, 0.1, *reads)) == pytest.approx(0.7)
+
+
+def test_a_fetch_is_no_longer_than_the_queue_that_it_was_part_of():
+    assert exchanging_s(report(0.3, 0.1, read(10.0, 10.1, 10.1, 15.0))) == pytest.approx(0.3)
