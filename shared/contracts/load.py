@@ -12,6 +12,29 @@ LOAD_HZ_MAX = 10.0
 LOAD_PERIOD_S_MAX = 1.0
 
 
+class StepTotals(Message, frozen=True, kw_only=True):
+    """What an engine's steps have computed since it started, and how long they took.
+
+    A step's duration is a sum over what it computes, so the difference of any two such totals is one equation of the
+    engine's speeds, whatever was batched together in between.
+    """
+
+    seconds: float = 0.0
+    """Spent in steps; an idle engine's do not grow."""
+    prefill_steps: int = 0
+    """Steps that computed prompt tokens."""
+    prefill_tokens: int = 0
+    """Prompt tokens computed, in the step that did it, again after a preemption."""
+    prefill_pairs: float = 0.0
+    """For each of them, the tokens before it in its prompt."""
+    decode_steps: int = 0
+    """Steps in which completions went on."""
+    decode_requests: int = 0
+    """Of those steps, the completions in each, added up."""
+    decode_context_tokens: int = 0
+    """Of those steps, the tokens that these completions attended to, added up."""
+
+
 class LoadReport(Message, frozen=True, kw_only=True):
     """Worker -> everyone: how busy it is, and that it lives. Totals count from the epoch's start."""
 
@@ -48,3 +71,5 @@ class LoadReport(Message, frozen=True, kw_only=True):
     """Measured lately: time between tokens of one stream; 0 before the first sample."""
     exchange: KvLedgerState | None = None
     """What its engine leases and reads; None where the engine's connector does not tell."""
+    steps: StepTotals | None = None
+    """From which routers learn how fast the engine is; None where it does not tell."""

@@ -22,6 +22,7 @@ from services.worker.core.simulation.sequence import ABORT, Account, Sequence, W
 from services.worker.core.simulation.settings import SimulationSettings
 from services.worker.core.simulation.timing import step_s
 from services.worker.core.simulation.tokens import ROOT_CONTENT, TokenSampler, block_content
+from shared.contracts.load import StepTotals
 
 CATCH_UP_S_MAX = 0.02
 """A caller who is late by less does not slow the engine down: the next step counts as begun on time."""
@@ -41,9 +42,8 @@ class ModelTokens:
 @dataclass(slots=True)
 class _Step:
     ends_at: float
-    took_s: float
-    prefill_tokens: int
-    decoding: int
+    totals: StepTotals
+    """Of this step alone."""
     sampled: list[tuple[Sequence, int]]
     filled: list[tuple[Sequence, int]]
     """Sequences and indices of their blocks that are full when the step has ended."""
@@ -146,6 +146,7 @@ class EngineCore:
         sampled: list[tuple[Sequence, int]] = []
         filled: list[tuple[Sequence, int]] = []
         prefill_tokens = decoding = context_tokens = 0
+        pairs = 0.0
         content_of = self.cache.contents.__getitem__
         for sequence, tokens in plan:
             if tokens == 1 and sequence.computed >= sequence.prompt_tokens:
@@ -153,6 +154,7 @@ class EngineCore:
                 context_tokens += len(sequence.tokens)
             else:
                 prefill_tokens += tokens
+                pairs += tokens * (sequence.computed + tokens / 2)
             if sequence.computed < sequence.prompt_tokens:
                 self.exchange.scheduled(sequence)
             filled += self._compute(sequence, tokens)
@@ -161,7 +163,16 @@ class EngineCore:
                 may_end = not wish.ignore_eos and sequence.generated + 1 >= wish.min_tokens
                 sampled.append((sequence, self._sampler.next_token(map(content_of, sequence.blocks), may_end=may_end)))
         seconds = step_s(self.settings, prefill_tokens, decoding, context_tokens)
-        return _Step(begins_at + seconds, seconds, prefill_tokens, decoding, sampled, filled)
+        totals = StepTotals(
+            seconds=seconds,
+            prefill_steps=int(prefill_tokens > 0),
+            prefill_tokens=prefill_tokens,
+            prefill_pairs=pairs,
+            decode_steps=int(decoding > 0),
+            decode_requests=decoding,
+            decode_context_tokens=context_tokens,
+        )
+        return _Step(begins_at + seconds, totals, sampled, filled)
 
     def _compute(self, sequence: Sequence, tokens: int) -> list[tuple[Sequence, int]]:
         """Write the contents of the blocks that hold the next tokens; answers those that become full."""
@@ -185,7 +196,7 @@ class EngineCore:
         self.cache.name(sequence.blocks[index], hashes[index], hashes[index - 1] if index else None)
 
     def _end(self, step: _Step, now: float) -> list[tuple[Sequence, int]]:
-        self.measures.step_finished(step.prefill_tokens, step.decoding, step.took_s)
+        self.measures.step_finished(step.totals)
         # Not earlier: whoever found the blocks by their names might read them, or lease them to others, half computed.
         for sequence, index in step.filled:
             if not sequence.finish_reason:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.worker.core.simulation.sequence import Sequence
+from services.worker.core.step_tally import StepTally
+from shared.contracts.load import StepTotals
 
 SPEED_MEMORY = 0.9
 """How much of a speed's old value stays when a step brings a new sample."""
@@ -25,6 +27,7 @@ class Measures:
     generated_tokens: int = 0
     prefill_tokens_per_s: float = 0.0
     decode_s_per_token: float = 0.0
+    steps: StepTally = field(default_factory=StepTally)
 
     def prompt_finished(self, sequence: Sequence) -> None:
         """The first token of ``sequence`` is out."""
@@ -36,12 +39,13 @@ class Measures:
         self.received_s += account.received_s
         self.computed_tokens += sequence.prompt_tokens - account.cached_tokens - account.received_tokens
 
-    def step_finished(self, prefill_tokens: int, decoding: int, step_s: float) -> None:
-        """A step took ``step_s``."""
-        if prefill_tokens >= PREFILL_SAMPLE_TOKENS_MIN and step_s:
-            self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, prefill_tokens / step_s)
-        if decoding:
-            self.decode_s_per_token = _blend(self.decode_s_per_token, step_s)
+    def step_finished(self, step: StepTotals) -> None:
+        """The totals of this one step."""
+        self.steps.add(step)
+        if step.prefill_tokens >= PREFILL_SAMPLE_TOKENS_MIN and step.seconds:
+            self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, step.prefill_tokens / step.seconds)
+        if step.decode_steps:
+            self.decode_s_per_token = _blend(self.decode_s_per_token, step.seconds)
 
 
 def _blend(old: float, sample: float) -> float:

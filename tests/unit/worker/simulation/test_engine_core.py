@@ -31,7 +31,8 @@ def keeps_its_limits(core):
     assert core.cache._holders == [uses[block] for block in range(core.cache.blocks)]
     assert len(core.batch.running) <= core.settings.max_num_seqs
     if core._step is not None:
-        assert 0 < core._step.prefill_tokens + core._step.decoding <= core.settings.max_num_batched_tokens
+        totals = core._step.totals
+        assert 0 < totals.prefill_tokens + totals.decode_requests <= core.settings.max_num_batched_tokens
     for sequence in core.batch.everyone():
         assert len(sequence.blocks) == len(set(sequence.blocks))
         assert sequence.computed <= len(sequence.blocks) * BLOCK
@@ -191,6 +192,22 @@ def test_steps_take_the_time_that_their_work_costs():
 
     assert first.account.first_token_at == second.account.first_token_at == pytest.approx(0.5 + 2.0)
     assert ended == pytest.approx(2.5 + 2 * (0.25 + 0.125))
+
+
+def test_the_totals_of_its_steps_explain_how_long_they_took():
+    core = engine(sim_prefill_base_s=0.5, sim_prefill_tokens_per_s=10.0, sim_decode_base_s=0.25)
+    for seed, length in enumerate((10, 40, 7)):
+        core.add(None, prompt(length, seed), wish(3 + seed), now=0.0)
+
+    ended = finish_all(core)
+
+    totals = core.measures.steps.totals()
+    assert (totals.prefill_tokens, totals.decode_requests) == (10 + 40 + 7, 2 + 3 + 4)
+    assert totals.prefill_pairs == (10**2 + 40**2 + 7**2) / 2
+    assert totals.decode_context_tokens == (11 + 12) + (41 + 42 + 43) + (8 + 9 + 10 + 11)
+    decode_s = totals.decode_steps * 0.25 + (totals.decode_requests - totals.decode_steps) * 0.0001
+    assert totals.seconds == pytest.approx(ended)
+    assert totals.seconds == pytest.approx(totals.prefill_steps * 0.5 + 57 / 10.0 + decode_s)
 
 
 def test_a_caller_who_wakes_a_little_late_does_not_slow_the_engine_down():
