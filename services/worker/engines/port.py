@@ -19,6 +19,7 @@ from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_events import KvEvent
 from shared.contracts.kv_exchange import KvProof, LegOrder
+from shared.contracts.load import StepTotals
 from shared.contracts.workers import Fingerprint, HashScheme
 from shared.runtime.settings import CommonSettings
 
@@ -108,6 +109,7 @@ class EngineLoad:
     preemptions_total: int = 0
     prefill_tokens_per_s: float = 0.0
     decode_s_per_token: float = 0.0
+    steps: StepTotals | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

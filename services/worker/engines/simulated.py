@@ -138,6 +138,7 @@ class SimulatedEngine:
             preemptions_total=batch.preemptions,
             prefill_tokens_per_s=measures.prefill_tokens_per_s,
             decode_s_per_token=measures.decode_s_per_token,
+            steps=measures.steps.totals(),
         )
 
     def on_load_changed(self, listener: Callable[[], None]) -> None:
