@@ -27,6 +27,7 @@ from shared.runtime.settings import CommonSettings, SettingsError, load_common
 
 DOWN_S_MAX = 120.0
 HEALTH_S = 5.0
+ROUTERS_MAX = 64
 WIDTH_OF_FILES = 200
 """Columns of a table that goes into a file or a pipe."""
 
@@ -69,6 +70,8 @@ NatsUrl = Annotated[str, typer.Option(help="A NATS that runs already; otherwise 
 
 [cyan]baton up --both 1 --engine simulated[/]   no vLLM needed: to try out clients
 
+[cyan]baton up --routers 2[/]   two routers behind one address
+
 [cyan]baton up --join --decode 1[/]   on a second terminal: one more worker
 
 [cyan]baton up --engine-args "--max-num-seqs 64"[/]   anything else vLLM understands
@@ -90,6 +93,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of the OpenAI API.")] = 8000,
+    routers: Annotated[int, typer.Option(min=1, max=ROUTERS_MAX, help="Routers that share this port.")] = 1,
     collector_port: Annotated[int, typer.Option(help="Port of the fleet's metrics.")] = 8001,
     nats_port: Annotated[int, typer.Option(help="Port for the NATS that is started.")] = 4222,
     nats_url: NatsUrl = "",
@@ -105,12 +109,15 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
     if all(count is None for count in counts.values()):
         counts = {"both": 1} if join else {"prefill": 1, "decode": 1}
     options = UpOptions(
-        **{name: count or 0 for name, count in counts.items()},
+        prefill=counts.get("prefill") or 0,
+        decode=counts.get("decode") or 0,
+        both=counts.get("both") or 0,
         model=model,
         engine=engine.value if engine else ("simulated" if running and running.engine == "simulated" else "vllm"),
         connector=connector.value if connector else "",
         host=host,
         port=port,
+        routers=routers,
         collector_port=collector_port,
         nats_port=nats_port,
         nats_url=nats_url or os.environ.get("BATON_NATS_URL", ""),
@@ -159,6 +166,10 @@ def workers(
     else:
         console = Console()
         console.print(fleet_table(fleet), width=console.width if console.is_terminal else WIDTH_OF_FILES)
+        running = state_file.find(state_dir or Path(common_settings().state_dir))
+        if running is not None and running.nats_url == url:
+            for name, address in running.routers.items():
+                console.print(f"{name} {address}", style="dim", highlight=False, soft_wrap=True)
 
 
 @app.command()

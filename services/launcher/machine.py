@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import itertools
 import os
 import shutil
 import socket
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -17,6 +20,7 @@ import psutil
 from services.launcher.core.plan import Machine, PlanRefused, PortNeed
 
 NVIDIA_SMI_S_MAX = 30.0
+PORT_MAX = 65535
 COMMAND_CHARS_MAX = 80
 NATS_SERVER_VARIABLE = "BATON_NATS_SERVER"
 """Names another nats-server binary than the one that comes with the packages."""
@@ -124,6 +128,29 @@ def is_free(host: str, port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+@contextlib.contextmanager
+def claimed(port: int) -> Iterator[None]:
+    """Be the only launcher whose routers share this port: the kernel would let those of two systems share it. Raises
+    PlanRefused.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as claim:
+        try:
+            claim.bind(f"\0baton-port-{port}")
+        except OSError as error:
+            raise PlanRefused(
+                f"Port {port} for the OpenAI API is taken by another `baton up`: choose another with --port."
+            ) from error
+        yield
+
+
+def free_ports(host: str, above: int, count: int) -> tuple[int, ...]:
+    """The next that are free, so that what starts at the usual ports has its further ones beside them."""
+    found = tuple(itertools.islice((port for port in range(above + 1, PORT_MAX + 1) if is_free(host, port)), count))
+    if len(found) < count:
+        raise PlanRefused(f"There are no {count} free ports above {above}: choose others with --port.")
+    return found
 
 
 def holder(port: int) -> str:

@@ -81,10 +81,13 @@ class Session:
         if self.options.join:
             self.screen.say(f"\n[green]{workers} joined[/] {self.plan.nats_url}. Logs: {self.logs}. Ctrl-C drains it.")
             return
-        endpoint, metrics = endpoints(self.options)
+        where = endpoints(self.options)
+        for router in where.routers.values():
+            await served_model(router)
+        endpoint = where.api
         model = await served_model(endpoint)
         usual = self.options.state_dir == load_common(inherited_environment()).state_dir
-        where = "" if usual else f" --state-dir {self.options.state_dir}"
+        folder = "" if usual else f" --state-dir {self.options.state_dir}"
         body = json.dumps({"model": model, "prompt": "Once upon a time", "max_tokens": 32, "stream": True})
         self.screen.say(f"""
 [bold green]Baton is ready:[/] {endpoint}/v1   model [bold]{escape(model)}[/]   {workers}
@@ -92,17 +95,39 @@ class Session:
   Try it:   [bold]curl -N {endpoint}/v1/completions -H 'Content-Type: application/json' \\
               -d {escape(shlex.quote(body))}[/]
 
-  Metrics:  {metrics}   (the router's own: {endpoint}/metrics)
+  Metrics:  {where.metrics}   ({routers_own(where)})
   Logs:     {self.logs}
-  Fleet:    {program()} workers{where}      One more worker: {program()} up --join{where}
+  Fleet:    {program()} workers{folder}      One more worker: {program()} up --join{folder}
 
 Ctrl-C stops it all.""")
 
 
-def endpoints(options: UpOptions) -> tuple[str, str]:
-    """Where this machine reaches the API and the metrics of the fleet."""
+@dataclass(frozen=True)
+class Endpoints:
+    """URLs on this machine."""
+
+    api: str
+    metrics: str
+    """Of the fleet."""
+    routers: dict[str, str]
+    """Each router's own, if several share ``api``."""
+
+
+def endpoints(options: UpOptions) -> Endpoints:
+    """Where this machine reaches what it runs."""
     host = "127.0.0.1" if options.host in {"0.0.0.0", "::"} else options.host
-    return f"http://{host}:{options.port}", f"http://{host}:{options.collector_port}/metrics"
+    return Endpoints(
+        api=f"http://{host}:{options.port}",
+        metrics=f"http://{host}:{options.collector_port}/metrics",
+        routers={f"router-{n}": f"http://{host}:{port}" for n, port in enumerate(options.router_ports, 1)},
+    )
+
+
+def routers_own(where: Endpoints) -> str:
+    """Where routers tell of themselves alone."""
+    if not where.routers:
+        return f"the router's own: {where.api}/metrics"
+    return f"each router's own: {', '.join(f'{url}/metrics' for url in where.routers.values())}"
 
 
 def program() -> str:

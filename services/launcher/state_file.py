@@ -23,6 +23,8 @@ class RunningSystem(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str
     engine: str
     model: str = ""
+    routers: dict[str, str] = msgspec.field(default_factory=dict)
+    """Where each router is reached by itself, if several share the endpoint."""
 
 
 def running_file(state_dir: Path) -> Path:

@@ -44,14 +44,29 @@ async def run_up(options: UpOptions) -> int:
 async def start(options: UpOptions, screen: Screen, state_dir: Path) -> int:
     """A whole system. Raises PlanRefused before anything has started."""
     options = msgspec.structs.replace(options, model=machine.find_model(options.model))
+    if options.routers == 1:
+        return await start_on_free_ports(options, screen, state_dir)
+    with machine.claimed(options.port):
+        above = max(options.port, options.collector_port, options.nats_port if not options.nats_url else 0)
+        ports = machine.free_ports(options.host, above, options.routers)
+        return await start_on_free_ports(msgspec.structs.replace(options, router_ports=ports), screen, state_dir)
+
+
+async def start_on_free_ports(options: UpOptions, screen: Screen, state_dir: Path) -> int:
+    """A system of which all is known. Raises PlanRefused when a port is not free."""
     plan = plan_system(options, machine.look())
     if taken := machine.taken_ports(plan.ports):
         raise PlanRefused("\n  ".join(taken))
     for old in (state_dir / "logs").glob("*.log"):
         old.unlink()
-    endpoint, _ = endpoints(options)
+    where = endpoints(options)
     running = RunningSystem(
-        pid=os.getpid(), nats_url=plan.nats_url, endpoint=endpoint, engine=options.engine, model=options.model
+        pid=os.getpid(),
+        nats_url=plan.nats_url,
+        endpoint=where.api,
+        engine=options.engine,
+        model=options.model,
+        routers=where.routers,
     )
     state_file.write(state_dir, running)
     return await Session(plan, options, screen, gone=lambda: False).run()

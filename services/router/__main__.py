@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 
-from services.router.http_server import PortTaken, listen
+from services.router.http_server import PortTaken, listen, share
 from services.router.service import serve
 from services.router.settings import Settings
 from shared.runtime.service import run_service
@@ -17,6 +17,7 @@ def main() -> None:
     try:
         common, settings = load_common(), load(Settings, "ROUTER_")
         listener = listen(settings.host, settings.port)
+        shared = share(settings.host, settings.shared_port) if settings.shared_port else None
     except (SettingsError, PortTaken) as error:
         sys.exit(f"router: {error}")
     host, port = listener.getsockname()[:2]
@@ -24,7 +25,7 @@ def main() -> None:
         "router",
         settings.instance or f"router-{secrets.token_hex(3)}",
         common,
-        lambda service: serve(service, settings, listener),
+        lambda service: serve(service, settings, listener, shared),
         url=f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}",
         drain_s_max=settings.drain_s_max,
     )

@@ -31,6 +31,9 @@ from shared.runtime.service import Service
 
 log = logging.getLogger("baton.router")
 
+FIRST_WORKER_S_MAX = 10.0
+"""A router that shares its port takes none of its connections for so long, if it knows no worker."""
+FIRST_WORKER_LOOK_S = 0.05
 YOUNG_OBJECTS_MAX = 50_000
 """New objects between two searches for cycles."""
 
@@ -99,8 +102,24 @@ def _leave_garbage_alone() -> None:
     gc.set_threshold(YOUNG_OBJECTS_MAX, 20, 50)
 
 
-async def serve(service: Service, settings: Settings, listener: socket.socket) -> None:
-    """The router's life: open, serve until told to stop, finish what runs, leave."""
+async def first_worker(router: Router, service: Service) -> bool:
+    """Wait until a request could be placed; but clients shall not wait for ever to be told that none can. False when
+    the router shall stop.
+    """
+    deadline = service.clock.now() + FIRST_WORKER_S_MAX
+    while not router.parts.fleet.ready(service.clock.now()) and service.clock.now() < deadline:
+        if service.stopping.is_set():
+            break
+        await asyncio.sleep(FIRST_WORKER_LOOK_S)
+    return not service.stopping.is_set()
+
+
+async def serve(
+    service: Service, settings: Settings, listener: socket.socket, shared: socket.socket | None = None
+) -> None:
+    """The router's life: open, serve until told to stop, finish what runs, leave. Connections to the port that it
+    shares come when it can place their requests.
+    """
     router = Router(settings, service.bus, service.clock, Tracing(service.tracer))
     await router.open()
     router.start(service.tasks)
@@ -109,6 +128,8 @@ async def serve(service: Service, settings: Settings, listener: socket.socket) -
     await server.listening.wait()
     _leave_garbage_alone()
     service.set_phase(ServicePhase.READY)
+    if shared is not None and await first_worker(router, service):
+        await server.listen_too(shared)
     await service.stopping.wait()
     service.set_phase(ServicePhase.DRAINING, f"{len(router.relay.flights)} requests")
     # uvicorn closes the listener and idle connections, and lets requests that run end.

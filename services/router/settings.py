@@ -12,6 +12,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     host: str = "127.0.0.1"
     port: int = 8000
+    shared_port: int = 0
+    """A port that routers of one system share, beside their own: the kernel spreads connections over them. 0: none."""
     instance: str = ""
     """A name unique among routers, one subject token; made up when empty."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Literal
 
@@ -30,6 +30,10 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What moves KV between vLLM engines; empty: the worker's default."""
     host: str = "127.0.0.1"
     port: int = 8000
+    routers: int = 1
+    """More than one share ``port``."""
+    router_ports: tuple[int, ...] = ()
+    """One of its own for each router, if there are several."""
     collector_port: int = 8001
     nats_port: int = 4222
     nats_url: str = ""
@@ -103,6 +107,8 @@ def plan_system(options: UpOptions, machine: Machine, names_taken: Sequence[str]
     nats_url = options.nats_url or f"nats://127.0.0.1:{options.nats_port}"
     base = {"BATON_NATS_URL": nats_url, "BATON_STATE_DIR": options.state_dir}
     workers, notes = plan_workers(options, machine, base, names_taken)
+    if options.join and options.routers > 1:
+        raise PlanRefused("--routers is for a new system: --join adds workers only.")
     if options.join:
         return SystemPlan(processes=tuple(workers), ports=(), nats_url=nats_url, notes=tuple(notes))
     ports = [
@@ -112,7 +118,7 @@ def plan_system(options: UpOptions, machine: Machine, names_taken: Sequence[str]
     services = [
         service(machine, "orchestrator", base),
         service(machine, "collector", base, host=options.host, port=options.collector_port),
-        service(machine, "router", base, host=options.host, port=options.port),
+        *plan_routers(options, machine, base),
     ]
     if options.nats_url:
         return SystemPlan(processes=(*services, *workers), ports=tuple(ports), nats_url=nats_url, notes=tuple(notes))
@@ -139,6 +145,19 @@ def service(machine: Machine, name: str, base: Mapping[str, str], *, host: str =
     listens = {f"{prefix}_HOST": host, f"{prefix}_PORT": str(port)} if port else {}
     command = (machine.python, "-m", f"services.{name}")
     return ProcessPlan(name=name, stage=Stage.SERVICES, command=command, env={**base, **listens})
+
+
+def plan_routers(options: UpOptions, machine: Machine, base: Mapping[str, str]) -> list[ProcessPlan]:
+    """One router on the port, or several that share it and have each a port of its own, to be asked by itself."""
+    if options.routers == 1:
+        return [service(machine, "router", base, host=options.host, port=options.port)]
+    routers = []
+    for number, port in enumerate(options.router_ports, 1):
+        name = f"router-{number}"
+        alone = service(machine, "router", base, host=options.host, port=port)
+        env = {**alone.env, "ROUTER_SHARED_PORT": str(options.port), "ROUTER_INSTANCE": name}
+        routers.append(replace(alone, name=name, env=env))
+    return routers
 
 
 def plan_workers(
