@@ -1,0 +1,80 @@
+"""Which routers `baton up --routers N` starts, and that two systems cannot have one port."""
+
+from __future__ import annotations
+
+import socket
+
+import msgspec
+import pytest
+
+from services.launcher import machine
+from services.launcher.core.plan import Machine, PlanRefused, ProcessPlan, UpOptions, plan_system
+from services.launcher.session import endpoints
+
+OPTIONS = UpOptions(prefill=1, decode=1, state_dir="/state", port=9000)
+MACHINE = Machine(python="python", nats_server="/bin/nats-server", cores=(0, 1))
+TWO = {"routers": 2, "router_ports": (9002, 9003)}
+
+
+def routers(**changes: object) -> list[ProcessPlan]:
+    plan = plan_system(msgspec.structs.replace(OPTIONS, **changes), MACHINE)
+    return [process for process in plan.processes if process.name.startswith("router")]
+
+
+def test_one_router_has_the_port_to_itself():
+    [router] = routers()
+
+    assert router.name == "router"
+    assert router.env["ROUTER_PORT"] == "9000"
+    assert not {"ROUTER_SHARED_PORT", "ROUTER_INSTANCE"} & router.env.keys()
+
+
+def test_several_routers_share_the_port_and_have_each_a_name_and_a_port_of_their_own():
+    several = routers(**TWO)
+
+    assert [router.name for router in several] == ["router-1", "router-2"]
+    assert [router.env["ROUTER_INSTANCE"] for router in several] == ["router-1", "router-2"]
+    assert [router.env["ROUTER_PORT"] for router in several] == ["9002", "9003"]
+    assert {router.env["ROUTER_SHARED_PORT"] for router in several} == {"9000"}
+
+
+def test_several_routers_have_one_endpoint_and_each_an_address_of_its_own():
+    where = endpoints(msgspec.structs.replace(OPTIONS, host="0.0.0.0", **TWO))
+
+    assert where.api == "http://127.0.0.1:9000"
+    assert where.routers == {"router-1": "http://127.0.0.1:9002", "router-2": "http://127.0.0.1:9003"}
+
+
+def test_routers_do_not_join():
+    with pytest.raises(PlanRefused, match="--routers"):
+        plan_system(msgspec.structs.replace(OPTIONS, join=True, routers=2), MACHINE)
+
+
+def test_a_port_is_claimed_by_one_launcher_at_a_time():
+    port = machine.free_ports("127.0.0.1", 20_000, 1)[0]
+    with machine.claimed(port), pytest.raises(PlanRefused, match=f"Port {port}"), machine.claimed(port):
+        pass
+    with machine.claimed(port):
+        pass
+
+
+def test_a_port_that_is_shared_by_others_is_not_free():
+    with socket.socket() as shared:
+        shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        shared.bind(("127.0.0.1", 0))
+        shared.listen()
+
+        assert not machine.is_free("127.0.0.1", shared.getsockname()[1])
+
+
+def test_the_next_free_ports_are_found():
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", 0))
+        stranger.listen()
+        taken = stranger.getsockname()[1]
+
+        found = machine.free_ports("127.0.0.1", taken - 1, 2)
+
+    assert len(set(found)) == 2
+    assert taken not in found
+    assert min(found) > taken
