@@ -7,7 +7,7 @@ costs more than everything else that a router does.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
@@ -168,11 +168,12 @@ class Exchange:
         self._connection.write(self._unsent_head + body)
         self._end()
 
-    def refuse(self, error: HttpError) -> None:
+    def refuse(self, error: HttpError, more: Iterable[Header] = ()) -> None:
         """An error of the router's own."""
         if error.closes:
             self._keep_alive = False
-        self.answer(error.status, [*error.headers(), (b"x-request-id", self.head.request_id.encode())], error.body)
+        headers = [*error.headers(), (b"x-request-id", self.head.request_id.encode()), *more]
+        self.answer(error.status, headers, error.body)
 
     def begin(self, status: int, headers: list[Header]) -> None:
         """The head of a stream; it leaves with the first data."""

@@ -4,17 +4,42 @@ from __future__ import annotations
 
 from opentelemetry.trace import Span
 
+from services.router.core.decision_log import Entry
 from services.router.core.kv_story import cached_tokens, kv_numbers
 from services.router.core.placement import Placed
 from services.router.core.request import Mode, RequestFacts
-from services.router.exchange import Exchange
+from services.router.core.ttft import Legs, RouterTimes, ttft_parts, ttft_s
+from services.router.exchange import Exchange, Header
 from services.router.segments import Prompt
 from shared.bus.streams import Leg, LegInbox
+from shared.contracts.decisions import TtftParts
 from shared.contracts.failures import Failure, Reason
+from shared.contracts.ids import DecisionId
 from shared.contracts.inference import LegReport, RequestFinished
 
 NEVER = float("inf")
 LEFT = Failure(reason=Reason.CANCELLED, message="the client left")
+
+
+class Spent:
+    """Where the router's own time went before the legs of the last attempt: one behind the other, in seconds."""
+
+    __slots__ = ("admission_s", "failed_s", "place_s", "tokenize_s")
+
+    def __init__(self) -> None:
+        self.admission_s = 0.0
+        """In the waiting room."""
+        self.tokenize_s = 0.0
+        self.place_s = 0.0
+        """All placements together."""
+        self.failed_s = 0.0
+        """Attempts that failed, from their placement to their failure."""
+
+    def times(self) -> RouterTimes:
+        """As they are now."""
+        return RouterTimes(
+            admission_s=self.admission_s, tokenize_s=self.tokenize_s, place_s=self.place_s, failed_s=self.failed_s
+        )
 
 
 class Story:
@@ -25,12 +50,12 @@ class Story:
         "first_at",
         "last_at",
         "placed",
-        "placement_s",
         "prefill_report",
         "prefill_s",
         "prompt",
         "reason",
         "report",
+        "spent",
         "started_at",
         "status",
     )
@@ -42,7 +67,7 @@ class Story:
         self.attempts = 0
         self.prompt: Prompt | None = None
         self.placed: Placed | None = None
-        self.placement_s = -1.0
+        self.spent = Spent()
         self.prefill_s = -1.0
         self.prefill_report: LegReport | None = None
         self.report: LegReport | None = None
@@ -63,6 +88,7 @@ class Flight:
     __slots__ = (
         "answered_at",
         "deadline_at",
+        "decision",
         "ends_at",
         "exchange",
         "facts",
@@ -92,6 +118,8 @@ class Flight:
         """When the client had its answer, if something was waited for after that."""
         self.span: Span | None = None
         """The request's span, when it is traced."""
+        self.decision: Entry | None = None
+        """The last placement, or refusal, in the log."""
         self.story = Story(now)
 
     def allow(self, now: float, hop_s: float) -> None:
@@ -121,6 +149,12 @@ class Flight:
             if not leg.ended or len(self.legs) == 1:
                 self.inbox.cancel(leg, failure)
 
+    def decision_headers(self) -> list[Header]:
+        """By what name the client may ask why its request went where it went."""
+        if self.decision is None:
+            return []
+        return [(b"x-baton-decision", self.decision.decision_id.encode())]
+
     def client_left(self) -> None:
         """Nobody waits for the answer any more."""
         self.stop(LEFT)
@@ -133,6 +167,19 @@ class Flight:
             leg.cancel()
 
 
+def first_token(flight: Flight) -> tuple[float, TtftParts | None]:
+    """The time to the first token and where it went; -1 and None where there was none, or nobody says."""
+    story, report = flight.story, flight.story.report
+    if not story.first_at:
+        return -1.0, None
+    whole_s = ttft_s(story.first_at - story.started_at, report, stream=flight.facts.stream)
+    if report is None or report.first_token_s <= 0:
+        return whole_s, None
+    streamed = story.placed is not None and story.placed.streamed
+    legs = Legs(answering=report, prefill=story.prefill_report, streamed=streamed)
+    return whole_s, ttft_parts(whole_s, story.spent.times(), legs)
+
+
 def finished(flight: Flight, now: float) -> RequestFinished:
     """The flight's story as the rest of the system hears it."""
     story, placed, report = flight.story, flight.story.placed, flight.story.report
@@ -141,8 +188,10 @@ def finished(flight: Flight, now: float) -> RequestFinished:
     spread_s = story.last_at - story.first_at
     mode = placed.mode if placed is not None else Mode.AGGREGATED
     kv = kv_numbers(story.prefill_report, answering, mode)
+    whole_s, parts = first_token(flight)
     return RequestFinished(
         request_id=flight.exchange.head.request_id,
+        decision_id=flight.decision.decision_id if flight.decision is not None else DecisionId(""),
         model=flight.facts.model,
         path=flight.facts.path,
         mode=mode.value,
@@ -157,10 +206,11 @@ def finished(flight: Flight, now: float) -> RequestFinished:
         received_tokens=answering.received_tokens,
         received_bytes=answering.received_bytes,
         predicted_cached_tokens=placed.cached_tokens if placed and story.prompt and story.prompt.exact else -1,
-        ttft_s=story.first_at - story.started_at if story.first_at else -1.0,
+        ttft_s=whole_s,
+        ttft_parts=parts,
         e2e_s=(flight.answered_at or now) - story.started_at,
         itl_s=spread_s / (generated - 1) if generated > 1 and spread_s > 0 else -1.0,
-        placement_s=story.placement_s,
+        placement_s=story.spent.place_s if flight.decision is not None else -1.0,
         prefill_s=story.prefill_s,
         streamed_handoff=placed is not None and placed.streamed,
         recomputed_tokens=kv.recomputed_tokens,

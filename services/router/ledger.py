@@ -6,6 +6,7 @@ import asyncio
 import logging
 from typing import Any
 
+import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -92,8 +93,8 @@ class Ledger:
         """A request is placed again."""
         self.counts.retries.labels(str(reason)).inc()
 
-    def finished(self, flight: Flight, now: float) -> None:
-        """A request is over."""
+    def finished(self, flight: Flight, now: float) -> RequestFinished:
+        """A request is over; answers its story."""
         told = finished(flight, now)
         self.counts.add(told.mode, told.status)
         if told.reason:
@@ -107,6 +108,7 @@ class Ledger:
             self._unreported.append(told)
         if self._log_requests:
             log.info("request", extra={"facts": line(told)})
+        return told
 
     async def report(self, bus: Bus) -> None:
         """Tell the collector, for ever."""
@@ -148,7 +150,9 @@ class Tokens:
 
 def line(told: RequestFinished) -> dict[str, object]:
     """What the log says of a request: no text of it, and nothing that is not known."""
-    values = {name: getattr(told, name) for name in told.__struct_fields__}
+    values = {name: getattr(told, name) for name in told.__struct_fields__ if name != "ttft_parts"}
+    if told.ttft_parts is not None:
+        values |= {f"ttft_{name}": value for name, value in msgspec.structs.asdict(told.ttft_parts).items() if value}
     return {
         name: round(value, 6) if isinstance(value, float) else value
         for name, value in values.items()

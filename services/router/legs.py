@@ -102,7 +102,8 @@ class LegRunner:
             if len(self._fixed_headers) >= FIXED_HEADERS_MAX:
                 self._fixed_headers.clear()
             fixed = self._fixed_headers[key] = _fixed_headers(placed, *key)
-        return [*fixed, (b"x-request-id", flight.exchange.head.request_id.encode())]
+        named = (b"x-request-id", flight.exchange.head.request_id.encode())
+        return [*fixed, named, *flight.decision_headers()]
 
     async def _side_by_side(self, flight: Flight, placed: Placed) -> None:
         """Both legs at once: decode reads the KV as it is computed. A prefill leg that fails takes the decode leg with

@@ -16,6 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from services.router.core.request import CHAT, COMPLETIONS, FETCH_MIN_TOKENS_MAX
+from services.router.decision_routes import add_decisions
 from services.router.edge import PASSED_THROUGH
 from services.router.fleet import Fleet
 from services.router.http_answers import error_body
@@ -134,6 +135,7 @@ def make_app(parts: Parts) -> FastAPI:
     app = FastAPI(title="Baton", description="OpenAI-compatible inference over prefill and decode workers.")
     _add_inference(app)
     _add_state(app, parts.fleet, parts.bus, parts.clock)
+    add_decisions(app, parts.decisions)
     _add_errors(app)
 
     @app.get("/metrics", response_class=Response, tags=["state"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.router.decisions import Decisions
 from services.router.fleet import Fleet
 from services.router.ledger import Ledger
 from services.router.prompts import Prompts
@@ -27,4 +28,5 @@ class Parts:
     inbox: LegInbox
     prompts: Prompts
     ledger: Ledger
+    decisions: Decisions
     tracing: Tracing

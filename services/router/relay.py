@@ -37,6 +37,7 @@ class Relay:
         self._inbox = parts.inbox
         self._prompts = parts.prompts
         self._ledger = parts.ledger
+        self._decisions = parts.decisions
         self._tracing = parts.tracing
         self._runner = LegRunner(parts)
         self.flights: set[Flight] = set()
@@ -54,14 +55,16 @@ class Relay:
         finally:
             self.flights.discard(flight)
             flight.close()
-            self._ledger.finished(flight, self._now())
+            self._decisions.finished(flight, self._ledger.finished(flight, self._now()))
 
     async def _serve(self, flight: Flight) -> None:
         facts = flight.facts
         if facts.fault is not None:
             self._tell(flight, bad_request(facts.fault.message, facts.fault.param))
             return
+        begun = self._now()
         prompt = await self._prompts.of(flight.exchange, facts)
+        flight.story.spent.tokenize_s = self._now() - begun
         flight.story.prompt = prompt
         need = Need(
             model=facts.model,
@@ -75,22 +78,26 @@ class Relay:
         lost: LegFailed | None = None
         while True:
             placement = self._place(flight, need)
+            self._decisions.made(flight, need, placement)
             if isinstance(placement, Refused):
                 self._refuse(flight, placement, lost)
                 return
+            begun = self._now()
             lost = await self._attempt(flight, placement)
             if lost is None:
                 return
+            self._decisions.failed(flight, lost.failure)
             if not self._may_retry(flight, lost.failure):
                 self._fail(flight, lost.failure)
                 return
+            flight.story.spent.failed_s += self._now() - begun
             need = self._without_failed(need, lost)
 
     def _place(self, flight: Flight, need: Need) -> Placed | Refused:
         begun = self._now()
         with self._tracing.placement(flight):
             placement = self._fleet.place(need, begun)
-        flight.story.placement_s = self._now() - begun
+        flight.story.spent.place_s += self._now() - begun
         return placement
 
     async def _attempt(self, flight: Flight, placed: Placed) -> LegFailed | None:
@@ -157,4 +164,4 @@ class Relay:
     def _tell(self, flight: Flight, error: HttpError) -> None:
         flight.story.status = error.status
         flight.story.reason = error.reason
-        flight.exchange.refuse(error)
+        flight.exchange.refuse(error, flight.decision_headers())

@@ -9,6 +9,7 @@ import secrets
 import socket
 
 from services.router.core.placement import Policy
+from services.router.decisions import Decisions
 from services.router.edge import Edge
 from services.router.fleet import Fleet
 from services.router.fleet_feed import FleetFeed
@@ -58,6 +59,9 @@ class Router:
             inbox=LegInbox(bus, router_id, leg_buffer_bytes_max=settings.leg_buffer_bytes_max),
             prompts=Prompts(settings, bus, clock, fleet),
             ledger=Ledger(router_id, log_requests=settings.log_requests),
+            decisions=Decisions(
+                router_id, bus, clock, count_max=settings.decisions_max, bytes_max=settings.decisions_bytes_max
+            ),
             tracing=tracing,
         )
         self.kv = KvFeed(bus, fleet.index)
@@ -71,6 +75,7 @@ class Router:
     async def open(self) -> None:
         """Subscribe to everything; live when it returns."""
         await self.parts.inbox.open()
+        await self.parts.decisions.open()
         await self.kv.open()
         await self.feed.open()
 
@@ -89,6 +94,7 @@ class Router:
     async def close(self) -> None:
         """Cancel what still runs, tell the last, stop listening."""
         await self.parts.inbox.close()
+        await self.parts.decisions.close()
         await self.parts.ledger.report_now(self.parts.bus)
         self.parts.prompts.close()
 

@@ -67,6 +67,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tokenize_cache_bytes_max: int = 64 * 1024 * 1024
     """Pieces of prompts whose tokens and block hashes are remembered."""
 
+    decisions_max: int = 10_000
+    """Placements that are remembered, to be explained; the oldest are forgotten beyond that."""
+    decisions_bytes_max: int = 64 * 1024 * 1024
+    """Memory for them, about."""
     log_requests: bool = True
     """One line for each finished request."""
     keep_alive_s: float = 75.0

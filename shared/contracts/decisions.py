@@ -45,7 +45,7 @@ class TtftParts(Message, frozen=True, kw_only=True):
 
     def total_s(self) -> float:
         """The time to the first token."""
-        return sum(getattr(self, name) for name in self.__struct_fields__)
+        return float(sum(getattr(self, name) for name in self.__struct_fields__))
 
 
 class Candidate(Message, frozen=True, kw_only=True):
@@ -83,6 +83,8 @@ class Decision(Message, frozen=True, kw_only=True):
     reason: str
     """In words: why this one."""
     attempt: int = 1
+    earlier: DecisionId = DecisionId("")
+    """The one of the attempt before this; it failed."""
     prompt_tokens: int = 0
     exact: bool = False
     """Whether the prompt was tokenized as the engine does, so that cached tokens are known and not guessed."""
@@ -111,10 +113,12 @@ class Decision(Message, frozen=True, kw_only=True):
 
 
 class AskDecision(Message, frozen=True, kw_only=True):
-    """Anyone -> the router that decided: why? The newest decision when ``decision_id`` is empty."""
+    """Anyone -> the router that decided: why? Its newest decision when neither is named."""
 
     router_id: RouterId
     decision_id: DecisionId = DecisionId("")
+    request_id: RequestId = RequestId("")
+    """The last decision for that request."""
 
 
 class FoundDecision(Message, frozen=True, kw_only=True):

@@ -14,13 +14,15 @@ import msgspec
 
 from services.router.core.regret import regret_s
 from shared.contracts.decisions import Candidate, Decision, TtftParts
-from shared.contracts.ids import DecisionId, RequestId, RouterId
+from shared.contracts.ids import DecisionId, RequestId, RouterId, is_subject_token
 from shared.contracts.kv_exchange import KvSource
 
-BASE_BYTES = 1500
+BASE_BYTES = 5000
 """About what one placement holds, apart from its candidates."""
-CANDIDATE_BYTES = 150
-"""About what it holds for each worker that it considered."""
+CANDIDATE_BYTES = 400
+"""About what it holds for each worker that it shows."""
+CANDIDATES_SHOWN_MAX = 24
+"""A placement keeps the best few for each part."""
 LISTED_MAX = 100
 """Decisions in one list."""
 SEPARATOR = "-d"
@@ -86,15 +88,16 @@ RUNNING = Outcome(outcome="")
 class Entry:
     """One placement in the log."""
 
-    __slots__ = ("asked", "bytes", "choice", "decision_id", "outcome")
+    __slots__ = ("asked", "bytes", "choice", "decision_id", "earlier", "outcome")
 
-    def __init__(self, decision_id: DecisionId, asked: Asked, choice: Choice) -> None:
+    def __init__(self, decision_id: DecisionId, asked: Asked, choice: Choice, earlier: DecisionId) -> None:
         self.decision_id = decision_id
+        self.earlier = earlier
         self.asked = asked
         self.choice = choice
         self.outcome = RUNNING
-        considered = choice.considered
-        self.bytes = BASE_BYTES + (considered.count * CANDIDATE_BYTES if considered is not None else 0)
+        shown = min(choice.considered.count, CANDIDATES_SHOWN_MAX) if choice.considered is not None else 0
+        self.bytes = BASE_BYTES + shown * CANDIDATE_BYTES
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,10 +139,11 @@ class DecisionLog:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def made(self, asked: Asked, choice: Choice) -> Entry:
-        """A placement; what becomes of it is told to ``ended``."""
+    def made(self, asked: Asked, choice: Choice, earlier: Entry | None = None) -> Entry:
+        """A placement, after an ``earlier`` one that failed; what becomes of it is written into the entry."""
         self._made += 1
-        entry = Entry(DecisionId(f"{self._prefix}{self._made}"), asked, choice)
+        before = earlier.decision_id if earlier is not None else DecisionId("")
+        entry = Entry(DecisionId(f"{self._prefix}{self._made}"), asked, choice, before)
         self._entries.append(entry)
         self.bytes_held += entry.bytes
         while self.bytes_held > self._bytes_max or len(self._entries) > self._count_max:
@@ -191,6 +195,7 @@ class DecisionLog:
             mode=choice.mode,
             reason=choice.reason,
             attempt=asked.attempt,
+            earlier=entry.earlier,
             prompt_tokens=asked.prompt_tokens,
             exact=asked.exact,
             tenant=asked.tenant,
@@ -226,4 +231,5 @@ def missed_target(asked: Asked, outcome: Outcome) -> bool:
 def router_of(decision_id: str) -> RouterId:
     """Who made it; empty when that is no decision's id."""
     router_id, separator, number = decision_id.rpartition(SEPARATOR)
-    return RouterId(router_id if separator and number.isascii() and number.isdigit() else "")
+    is_one = separator and number.isascii() and number.isdigit() and is_subject_token(router_id)
+    return RouterId(router_id if is_one else "")

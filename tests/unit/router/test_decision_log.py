@@ -96,7 +96,7 @@ def test_the_oldest_are_forgotten_beyond_the_count():
 
 
 def test_the_oldest_are_forgotten_beyond_the_bytes_and_wide_decisions_count_for_more():
-    wide = 1000
+    wide = 20
     log = make_log(bytes_max=2 * (BASE_BYTES + wide * CANDIDATE_BYTES))
 
     ids = [log.made(asked(), whole(considered=FakeConsidered(1.0, count=wide))).decision_id for _ in range(3)]

@@ -1,0 +1,74 @@
+"""``GET /v1/decisions``: why requests went where they went, over HTTP."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import FastAPI, Query, Response
+
+from services.router.core.decision_log import LISTED_MAX, Wanted, router_of
+from services.router.decisions import Decisions
+from services.router.http_answers import error_body
+from shared.contracts.decisions import Decision
+
+JSON = "application/json"
+LATEST = "latest"
+ID_CHARS_MAX = 256
+NOT_FOUND: dict[int | str, dict[str, Any]] = {404: {"description": "Never made, or forgotten since; says which."}}
+
+
+def add_decisions(app: FastAPI, decisions: Decisions) -> None:
+    """The routes."""
+
+    @app.get("/v1/decisions/{decision_id}", tags=["state"], response_class=Response, responses=NOT_FOUND)
+    async def decision(decision_id: str) -> Response:
+        """One decision, of whatever router made it; ``latest``: the newest of all routers."""
+        asked = decision_id[:ID_CHARS_MAX]
+        found = await (decisions.newest() if asked == LATEST else decisions.find(asked))
+        return _told(found) if found is not None else _not_found(decisions, asked)
+
+    @app.get("/v1/decisions", tags=["state"], response_class=Response)
+    async def listed(
+        request_id: str = "",
+        worker: str = "",
+        outcome: str = "",
+        slow: Annotated[float, Query(description="Only with a TTFT of so many seconds or more.")] = -1.0,
+        missed: Annotated[bool, Query(description="Only those that missed a target.")] = False,
+        limit: Annotated[int, Query(ge=1, le=LISTED_MAX)] = 20,
+    ) -> Response:
+        """The newest decisions of this router, newest first, without their candidates; of a request, of any router."""
+        wanted = Wanted(
+            request_id=request_id, worker_id=worker, outcome=outcome, ttft_s_min=slow, missed=missed, limit=limit
+        )
+        found = decisions.log.listed(wanted)
+        if request_id and not found:
+            elsewhere = await decisions.of_request(request_id)
+            found = [elsewhere] if elsewhere is not None else []
+        body = {"router_id": decisions.router_id, "decisions": [plain(one) for one in found]}
+        return Response(msgspec.json.encode(body), media_type=JSON)
+
+
+def plain(value: Any) -> Any:
+    """With every field, those too that have their usual value: a person reads it."""
+    if isinstance(value, msgspec.Struct):
+        return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
+    return [plain(one) for one in value] if isinstance(value, list) else value
+
+
+def _told(found: Decision) -> Response:
+    return Response(msgspec.json.encode(plain(found)), media_type=JSON)
+
+
+def _not_found(decisions: Decisions, asked: str) -> Response:
+    router_id = router_of(asked)
+    if asked == LATEST:
+        why = "No router has placed a request yet."
+    elif not router_id:
+        why = "That is no decision's id: those are in the header x-baton-decision of each answer."
+    elif router_id == decisions.router_id or router_id in set(decisions.others()):
+        kept = len(decisions.log)
+        why = f"Router {router_id} does not remember it. It keeps the newest only (here: {kept}; ROUTER_DECISIONS_MAX)."
+    else:
+        why = f"Router {router_id}, which would have made it, does not answer; what it decided went with it."
+    return Response(error_body(404, why, code="decision_not_found"), 404, media_type=JSON)
