@@ -1,0 +1,269 @@
+"""When a request is placed: at once if an engine would soon begin it, else when its turn has come.
+
+What waits here can still go anywhere; what waits in an engine's queue cannot. So engines get what keeps them busy and
+no more, and the rest waits in order: by priority, then by the fair shares of tenants, then by deadline. On each change
+the first in order are placed anew, by what is known then. One that would still wait for a worker keeps it: those behind
+may pass on other workers only, so nobody starves and nothing that could run stands in line.
+
+Nothing waits for ever, nor without bound: a request that cannot begin in time to be of use is refused as soon as that
+is predicted, and who waits with more than its share makes room first.
+"""
+
+from __future__ import annotations
+
+import math
+from heapq import heapify, heappop, heappush
+
+import msgspec
+
+from services.router.core.fair_share import cost_of
+from services.router.core.look import Look, Place, prompt_worker
+from services.router.core.placement import Placed, Refused
+from services.router.core.waiting_lines import Lane, Line, Ticket
+from shared.contracts.failures import Reason
+from shared.contracts.ids import WorkerId
+
+WORK_S_MIN = 0.001
+"""Of an engine's time, for any request: also those whose prompt is cached take some."""
+RETRY_AFTER_S_MIN, RETRY_AFTER_S_MAX = 1.0, 120.0
+"""What clients are told lies between them, whatever is predicted."""
+LANES_IDLE_MAX = 64
+"""Models whose counters are kept while nobody waits for them."""
+EXPIRIES_SPARE = 64
+"""Entries in the list of latest instants, of requests that wait no more."""
+
+
+class AdmissionPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """What the operator decided about waiting."""
+
+    queue_max: int = 1024
+    """Requests that wait, of all models and tenants."""
+    tenant_queue_max: int = 1024
+    """Requests of one tenant that wait, at each model and priority."""
+    queue_s_max: float = 60.0
+    """Nobody waits longer."""
+    engine_queue_s_max: float = 0.25
+    """A request goes to an engine that is predicted to begin it within so long: enough that it does not idle until the
+    next one arrives.
+    """
+    late_ratio: float = 1.5
+    """A request whose first token would come later than so many times its target is refused: it would only make others
+    late, too.
+    """
+    tenant_weights: dict[str, float] = msgspec.field(default_factory=dict)
+    """A tenant of weight 2 may have twice as much as one of weight 1, which is everybody's."""
+
+
+class Admission:
+    """Requests that wait, and the shares of their tenants. ``place`` has the last word on where one goes."""
+
+    def __init__(self, policy: AdmissionPolicy, place: Place) -> None:
+        self._policy = policy
+        self._place = place
+        self._lanes: dict[str, Lane] = {}
+        self._numbers = 0
+        self._expiries: list[tuple[float, int, Ticket]] = []
+        self._evicted: list[tuple[Ticket, Placed | Refused]] = []
+        """Refused to make room, and not told yet."""
+        self._again = False
+        """Something may begin that the last turn did not get to."""
+        self._running: dict[WorkerId, int] = {}
+        """Requests on the worker that completes them."""
+        self.waiting = 0
+
+    def offer(self, ticket: Ticket, now: float) -> Placed | Refused | None:
+        """A request comes: where it goes, why it is refused, or None when it has to wait."""
+        need = ticket.need
+        placed = self._place(need, now)
+        if isinstance(placed, Refused) and placed.reason is not Reason.WORKER_BUSY:
+            return placed
+        lane = self._lane(need.model)
+        line = ticket.line = lane.line(need.priority, self._policy.tenant_weights)
+        self._judge(ticket, placed)
+        if isinstance(placed, Placed):
+            obstacle = self._obstacle(ticket, placed)
+            if obstacle is None and lane.passable(prompt_worker(placed), placed.decode.record.worker_id):
+                line.share.enter(need.tenant)
+                self._begin(ticket, placed)
+                line.share.leave(need.tenant)
+                return placed
+            ticket.wants = obstacle or prompt_worker(placed)
+            self._again = self._again or obstacle is None
+        return self._queue(ticket, placed, now)
+
+    def withdraw(self, ticket: Ticket) -> None:
+        """Nobody waits for it any more."""
+        if ticket.waiting:
+            self._leave(ticket)
+
+    def turn(self, now: float) -> list[tuple[Ticket, Placed | Refused]]:
+        """Something has changed: who goes where now, and who is refused."""
+        decided, self._evicted = self._evicted, []
+        self._again = False
+        expiries = self._expiries
+        while expiries and expiries[0][0] <= now:
+            ticket = heappop(expiries)[-1]
+            if ticket.waiting:
+                decided.append((ticket, self._too_late(ticket, now)))
+                self._leave(ticket)
+        for lane in [lane for lane in self._lanes.values() if lane.count]:
+            lane.drain.passed(now)
+            look = Look(lane, self._place, self._obstacle)
+            look.look(now)
+            self._again = self._again or look.unfinished
+            for ticket, placed in look.decided:
+                self._leave(ticket)
+                if isinstance(placed, Placed):
+                    lane.drain.begun(ticket.work_s)
+                    self._judge(ticket, placed)
+                    self._begin(ticket, placed)
+            decided += look.decided
+        return decided
+
+    def wakes_at(self, now: float) -> float | None:
+        """When the next turn is due, whatever happens; None when nobody waits."""
+        if self._again or self._evicted:
+            return now
+        while self._expiries and not self._expiries[0][-1].waiting:
+            heappop(self._expiries)
+        return self._expiries[0][0] if self._expiries else None
+
+    def ended(self, ticket: Ticket, computed_tokens: int = -1, tokens_out: int = -1) -> None:
+        """A request that was placed is over, after so many tokens (-1: nobody knows): its tenant's account is settled.
+
+        Whoever got no answer keeps paying for what was expected of it: somebody may have computed it.
+        """
+        placed, line = ticket.placed, ticket.line
+        if placed is None or line is None:
+            return
+        ticket.placed = None
+        worker_id = placed.decode.record.worker_id
+        left = self._running[worker_id] - 1
+        if left:
+            self._running[worker_id] = left
+        else:
+            del self._running[worker_id]
+        if computed_tokens >= 0 and tokens_out >= 0:
+            tenant = ticket.need.tenant
+            line.share.charge(tenant, cost_of(computed_tokens, tokens_out) - ticket.cost)
+            line.share.completed(tenant, tokens_out)
+
+    def _lane(self, model: str) -> Lane:
+        lane = self._lanes.get(model)
+        if lane is None:
+            if len(self._lanes) >= LANES_IDLE_MAX:
+                self._lanes = {name: lane for name, lane in self._lanes.items() if lane.count}
+            lane = self._lanes[model] = Lane()
+        return lane
+
+    def _judge(self, ticket: Ticket, placed: Placed | Refused) -> None:
+        """What it will cost, as far as can be told now."""
+        need, line = ticket.need, ticket.line
+        assert line is not None
+        tokens_out = line.share.expected_tokens_out(need.tenant, need.tokens_out)
+        if isinstance(placed, Refused):
+            ticket.work_s = line.lane.work_s
+            ticket.cost = cost_of(need.prompt_tokens, tokens_out)
+        else:
+            ticket.work_s = max(WORK_S_MIN, placed.predicted.fetch_s + placed.predicted.prefill_s)
+            ticket.cost = cost_of(placed.uncached_tokens, tokens_out)
+            line.lane.learn_work(ticket.work_s)
+
+    def _obstacle(self, ticket: Ticket, placed: Placed) -> WorkerId | None:
+        """The worker that it had to wait for; None when it can begin.
+
+        A worker that completes nothing of ours just now is no obstacle to a completion: it will not get any faster.
+        """
+        predicted = placed.predicted
+        if predicted.queue_s > self._policy.engine_queue_s_max:
+            return prompt_worker(placed)
+        late = predicted.decode_queue_s > self._policy.engine_queue_s_max
+        if late or placed.predicted_itl_s > ticket.need.targets.itl_s:
+            decode = placed.decode.record.worker_id
+            return decode if decode in self._running else None
+        return None
+
+    def _begin(self, ticket: Ticket, placed: Placed) -> None:
+        assert ticket.line is not None
+        ticket.placed = placed
+        ticket.line.share.charge(ticket.need.tenant, ticket.cost)
+        decode = placed.decode.record.worker_id
+        self._running[decode] = self._running.get(decode, 0) + 1
+
+    def _queue(self, ticket: Ticket, placed: Placed | Refused, now: float) -> Refused | None:
+        line = ticket.line
+        assert line is not None
+        self._numbers += 1
+        ticket.number = self._numbers
+        self._set_deadline(ticket, placed)
+        wait_s = line.lane.wait_s(ticket, line) or 0.0
+        if now + wait_s > ticket.hopeless_at:
+            return refused(ticket, Reason.OVERLOADED, "It would wait too long to be of use. Try again later.")
+        if len(line.tenants.get(ticket.need.tenant, ())) >= self._policy.tenant_queue_max:
+            return refused(ticket, Reason.OVER_SHARE, "Too many requests of this tenant wait already.")
+        if self.waiting >= self._policy.queue_max and (no := self._make_room(ticket, line)) is not None:
+            return no
+        line.lane.drain.passed(now)
+        line.add(ticket)
+        self.waiting += 1
+        heappush(self._expiries, (ticket.hopeless_at, ticket.number, ticket))
+        if len(self._expiries) > 2 * self.waiting + EXPIRIES_SPARE:
+            self._expiries = [entry for entry in self._expiries if entry[-1].waiting]
+            heapify(self._expiries)
+        return None
+
+    def _set_deadline(self, ticket: Ticket, placed: Placed | Refused) -> None:
+        """What cannot be met even by an idle worker is no reason to refuse a request: then its own time counts."""
+        policy, target_s, own_s = self._policy, ticket.need.targets.ttft_s, ticket.work_s
+        if isinstance(placed, Placed):
+            predicted = placed.predicted
+            own_s = max(own_s, predicted.total_s() - predicted.queue_s - predicted.decode_queue_s)
+        latest_at = ticket.arrived_at + policy.queue_s_max
+        if target_s < math.inf:
+            goal_s = max(target_s, own_s)
+            ticket.deadline = ticket.arrived_at + goal_s
+            latest_at = min(latest_at, ticket.arrived_at + policy.late_ratio * goal_s - own_s)
+        else:
+            ticket.deadline = latest_at
+        ticket.hopeless_at = min(latest_at, ticket.ends_at)
+
+    def _make_room(self, ticket: Ticket, own: Line) -> Refused | None:
+        """The queue is full: someone less urgent goes, or of the least urgent whoever waits with most. Answers why
+        nobody does.
+        """
+        lines = [line for lane in self._lanes.values() for line in lane.lines.values() if line.count]
+        fullest = max(lines, key=lambda line: (line.priority, line.count))
+        greediest = fullest.greediest()
+        if fullest.priority > own.priority:
+            self._evict(fullest, greediest, Reason.OVERLOADED)
+            return None
+        mine = own.load(ticket.need.tenant, 1)
+        if fullest.priority == own.priority and fullest.load(greediest) > mine:
+            self._evict(fullest, greediest, Reason.OVER_SHARE)
+            return None
+        if len(own.tenants.keys() | {ticket.need.tenant}) > 1 and mine > own.load_mean():
+            return refused(ticket, Reason.OVER_SHARE, "The queue is full, and this tenant has its share of it.")
+        return refused(ticket, Reason.OVERLOADED, "The queue is full. Try again later.")
+
+    def _evict(self, line: Line, tenant: str, reason: Reason) -> None:
+        last = line.tenants[tenant][-1]
+        self._evicted.append((last, refused(last, reason, "The queue is full, and others come first.")))
+        self._leave(last)
+
+    def _leave(self, ticket: Ticket) -> None:
+        assert ticket.line is not None
+        ticket.line.remove(ticket)
+        self.waiting -= 1
+
+    def _too_late(self, ticket: Ticket, now: float) -> Refused:
+        if now >= ticket.ends_at:
+            return Refused(reason=Reason.DEADLINE, message="The request took too long.")
+        return refused(ticket, Reason.OVERLOADED, "It waited too long to be of use. Try again later.")
+
+
+def refused(ticket: Ticket, reason: Reason, message: str) -> Refused:
+    """With when a request like this one could be begun."""
+    line = ticket.line
+    wait_s = line.lane.wait_s(ticket, line) if line is not None else None
+    retry_after_s = min(max(wait_s or 0.0, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX)
+    return Refused(reason=reason, message=message, retry_after_s=retry_after_s)
