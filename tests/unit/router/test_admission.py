@@ -1,0 +1,351 @@
+"""Who waits, who begins, who is refused: admission on engines that are queues, in virtual time."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.router.core.placement import Placed, Refused
+from services.router.core.request import Forced
+from services.router.core.waiting_lines import DRAIN_S_MIN
+from shared.contracts.failures import Reason
+from tests.unit.router.engines import Engine, Engines, ask
+
+A_SECOND = 1000
+"""Prompt tokens that an engine computes in a second."""
+
+
+def order(engines: Engines, *tickets) -> list:
+    """The tickets as they were begun."""
+    return [ticket for ticket in engines.placed_at if ticket in tickets]
+
+
+def test_an_idle_engine_gets_a_request_at_once():
+    engines = Engines(Engine("w1"))
+
+    ticket = engines.offer()
+
+    assert engines.placed_at[ticket] == 0.0
+    assert engines.admission.waiting == 0
+    assert engines.admission.wakes_at(0.0) is None
+
+
+def test_an_engine_gets_what_keeps_it_busy_and_the_rest_waits_here():
+    engines = Engines(Engine("w1"), engine_queue_s_max=0.25)
+
+    tickets = [engines.offer(100) for _ in range(10)]
+
+    assert [ticket in engines.placed_at for ticket in tickets] == [True] * 3 + [False] * 7
+    assert engines.admission.waiting == 7
+
+
+def test_what_waits_begins_before_its_engine_runs_dry():
+    engines = Engines(Engine("w1"))
+
+    for _ in range(20):
+        engines.offer(100)
+    engines.run()
+
+    assert engines.admission.waiting == 0
+    assert engines.now == pytest.approx(2.0)  # as long as it takes to compute all: no pause between
+
+
+def test_full_workers_make_requests_wait_instead_of_refusing_them():
+    engines = Engines(Engine("w1", legs_max=1, decode_s=1.0))
+    first, second = engines.offer(10), engines.offer(10)
+
+    engines.run()
+
+    assert engines.placed_at[second] == pytest.approx(1.01)
+    assert engines.reason(first) is engines.reason(second) is None
+
+
+def test_nobody_waits_for_workers_that_are_not_there():
+    engines = Engines(Engine("w1"))
+
+    ticket = engines.offer(model="other")
+
+    assert engines.reason(ticket) is Reason.NO_WORKER
+
+
+def test_who_waits_is_told_when_the_last_worker_goes():
+    engines = Engines(Engine("w1"))
+    engines.offer(A_SECOND)
+    waiting = engines.offer(A_SECOND)
+
+    engines.engines.clear()
+    decided = engines.admission.turn(0.5)
+
+    assert [(ticket, no.reason) for ticket, no in decided if isinstance(no, Refused)] == [(waiting, Reason.NO_WORKER)]
+
+
+def test_the_more_urgent_priority_comes_first():
+    engines = Engines(Engine("w1"))
+    engines.offer(A_SECOND)
+    patient, urgent = engines.offer(priority=10), engines.offer(priority=-10)
+
+    engines.run()
+
+    assert order(engines, patient, urgent) == [urgent, patient]
+
+
+def test_of_one_tenant_the_earliest_deadline_comes_first():
+    engines = Engines(Engine("w1"), late_ratio=10.0)
+    engines.offer(A_SECOND)
+    none, late, soon = engines.offer(900), engines.offer(900, ttft_s=20.0), engines.offer(900, ttft_s=10.0)
+
+    engines.run()
+
+    assert order(engines, none, late, soon) == [soon, late, none]
+
+
+def test_without_targets_the_first_to_come_is_the_first_to_go():
+    engines = Engines(Engine("w1"))
+    engines.offer(A_SECOND)
+    tickets = [engines.offer(500) for _ in range(5)]
+
+    engines.run()
+
+    assert order(engines, *tickets) == tickets
+
+
+def test_a_modest_tenant_does_not_stand_behind_a_greedy_one():
+    engines = Engines(Engine("w1"))
+    greedy = [engines.offer(500, tenant="greedy") for _ in range(20)]
+    modest = engines.offer(500, tenant="modest")
+
+    engines.run()
+
+    assert sum(engines.placed_at[ticket] > engines.placed_at[modest] for ticket in greedy) >= 18
+
+
+def test_a_tenant_of_twice_the_weight_gets_twice_as_much():
+    engines = Engines(Engine("w1"), tenant_weights={"paying": 2.0})
+    for _ in range(40):
+        engines.offer(500, tenant="paying")
+        engines.offer(500, tenant="other")
+
+    engines.run(until=12.0)
+
+    begun = engines.engines["w1"].begun
+    assert begun.count("paying") == pytest.approx(2 * begun.count("other"), abs=2)
+
+
+def test_who_could_start_elsewhere_passes_who_waits_for_a_busy_worker():
+    engines = Engines(Engine("w1"), Engine("w2"))
+    engines.offer(A_SECOND, forced=Forced(decode_worker="w1"))
+    stuck = engines.offer(100, forced=Forced(decode_worker="w1"))
+
+    passing = engines.offer(100, forced=Forced(decode_worker="w2"))
+
+    assert stuck not in engines.placed_at
+    assert engines.placed_at[passing] == 0.0
+
+
+def test_nobody_takes_the_worker_that_one_before_it_waits_for():
+    engines = Engines(Engine("w1", decode_s=3.0), Engine("w2"))
+    first = engines.offer(10, forced=Forced(decode_worker="w1"))
+    waits = engines.offer(10, forced=Forced(decode_worker="w1"), itl_s=0.015)  # for the batch to be smaller
+
+    behind = engines.offer(10, forced=Forced(decode_worker="w1"))
+    engines.run()
+
+    assert engines.placed_at[waits] == pytest.approx(engines.first_token_at[first] + 3.0)
+    assert engines.placed_at[behind] >= engines.placed_at[waits]
+
+
+def test_a_target_between_tokens_that_nobody_could_meet_makes_nobody_wait():
+    engines = Engines(Engine("w1", decode_s=1.0))
+
+    ticket = engines.offer(10, itl_s=0.001)
+
+    assert engines.placed_at[ticket] == 0.0
+
+
+def test_many_that_wait_for_one_worker_do_not_hide_who_could_start_on_another():
+    engines = Engines(Engine("w1"), Engine("w2", models=("m", "other")))
+    engines.offer(100 * A_SECOND, forced=Forced(decode_worker="w1"))
+    engines.offer(A_SECOND, forced=Forced(decode_worker="w2"))
+    for _ in range(50):
+        engines.offer(100, forced=Forced(decode_worker="w1"))
+    hidden = engines.offer(100, forced=Forced(decode_worker="w2"))
+
+    engines.run(until=3.0)
+
+    assert 0.7 < engines.placed_at[hidden] < 1.3
+
+
+def test_one_models_queue_is_not_in_the_way_of_anothers():
+    engines = Engines(Engine("w1"), Engine("w2", models=("other",)))
+    for _ in range(50):
+        engines.offer(A_SECOND)
+
+    ticket = engines.offer(model="other")
+
+    assert engines.placed_at[ticket] == 0.0
+
+
+def test_the_queue_is_bounded_and_says_when_to_come_again():
+    engines = Engines(Engine("w1"), queue_max=5)
+
+    tickets = [engines.offer(A_SECOND) for _ in range(10)]
+
+    refused = [ticket for ticket in tickets if ticket in dict(engines.ends) and engines.reason(ticket)]
+    assert (len(refused), engines.admission.waiting) == (4, 5)
+    assert {engines.reason(ticket) for ticket in refused} == {Reason.OVERLOADED}
+    assert all(no.retry_after_s >= 1.0 for _ticket, no in engines.ends if isinstance(no, Refused))
+
+
+def test_a_full_queue_makes_room_for_a_tenant_that_has_less_of_it():
+    engines = Engines(Engine("w1"), queue_max=5)
+    greedy = [engines.offer(A_SECOND, tenant="greedy") for _ in range(6)]
+
+    modest = engines.offer(A_SECOND, tenant="modest")
+
+    assert engines.reason(greedy[-1]) is Reason.OVER_SHARE
+    assert modest not in dict(engines.ends)
+    assert engines.admission.waiting == 5
+
+
+def test_a_tenant_with_its_share_of_a_full_queue_is_told_so():
+    engines = Engines(Engine("w1"), queue_max=4)
+    for _ in range(3):
+        engines.offer(A_SECOND, tenant="greedy")
+        engines.offer(A_SECOND, tenant="modest")
+
+    ticket = engines.offer(A_SECOND, tenant="greedy")
+
+    assert engines.reason(ticket) is Reason.OVER_SHARE
+
+
+def test_a_full_queue_makes_room_for_what_is_more_urgent():
+    engines = Engines(Engine("w1"), queue_max=2)
+    engines.offer(A_SECOND)
+    patient = [engines.offer(A_SECOND, priority=5) for _ in range(2)]
+
+    engines.offer(A_SECOND, priority=0)
+    less = engines.offer(A_SECOND, priority=9)
+
+    assert engines.reason(patient[1]) is Reason.OVERLOADED
+    assert engines.reason(less) is Reason.OVERLOADED
+
+
+def test_one_tenant_has_a_bound_of_its_own():
+    engines = Engines(Engine("w1"), tenant_queue_max=2)
+    engines.offer(A_SECOND, tenant="a")
+    tickets = [engines.offer(A_SECOND, tenant="a") for _ in range(3)]
+    other = engines.offer(A_SECOND, tenant="b")
+
+    assert engines.reason(tickets[2]) is Reason.OVER_SHARE
+    assert other not in dict(engines.ends)
+
+
+def test_what_would_come_too_late_is_refused_when_it_comes():
+    engines = Engines(Engine("w1"), late_ratio=1.0)
+    for _ in range(20):
+        engines.offer(A_SECOND)
+    engines.run(until=DRAIN_S_MIN + 3.0)
+
+    sooner = engines.offer(100, ttft_s=2.0)
+    ticket = engines.offer(100, ttft_s=2.0, priority=1)
+
+    assert sooner not in dict(engines.ends)  # it comes before all that have no target
+    verdict = dict(engines.ends)[ticket]
+    assert isinstance(verdict, Refused)
+    assert verdict.reason is Reason.OVERLOADED
+    assert 10.0 < (verdict.retry_after_s or 0) < 25.0  # about 16 s of work are before it
+
+
+def test_what_became_too_late_while_it_waited_is_refused_then():
+    engines = Engines(Engine("w1"), late_ratio=1.0)
+    engines.offer(10 * A_SECOND)
+    ticket = engines.offer(100, ttft_s=2.0)
+
+    engines.run(until=1.8)
+    assert ticket not in dict(engines.ends)
+    engines.run(until=2.0)
+
+    assert engines.reason(ticket) is Reason.OVERLOADED
+
+
+def test_a_target_that_even_an_idle_engine_misses_is_no_reason_to_refuse():
+    engines = Engines(Engine("w1"))
+    engines.offer(100)
+    engines.offer(200)
+
+    ticket = engines.offer(5 * A_SECOND, ttft_s=0.1)
+    engines.run()
+
+    assert engines.reason(ticket) is None
+
+
+def test_nobody_waits_longer_than_the_longest_wait():
+    engines = Engines(Engine("w1"), queue_s_max=3.0)
+    engines.offer(10 * A_SECOND)
+    ticket = engines.offer()
+
+    engines.run(until=5.0)
+
+    assert engines.reason(ticket) is Reason.OVERLOADED
+
+
+def test_a_request_whose_own_time_ends_while_it_waits_is_told_that():
+    engines = Engines(Engine("w1"))
+    engines.offer(10 * A_SECOND)
+    ticket = engines.offer(ends_at=2.0)
+
+    engines.run(until=3.0)
+
+    assert engines.reason(ticket) is Reason.DEADLINE
+
+
+def test_who_leaves_is_forgotten():
+    engines = Engines(Engine("w1"))
+    engines.offer(A_SECOND)
+    gone, stays = engines.offer(500), engines.offer(500)
+
+    engines.withdraw(gone)
+    engines.run()
+
+    assert gone not in engines.placed_at
+    assert isinstance(dict(engines.ends)[stays], Placed)
+    assert engines.admission.waiting == 0
+
+
+def test_a_look_is_bounded_however_many_wait():
+    engines = Engines(Engine("w1"), queue_max=1000)
+    for _ in range(500):
+        engines.offer(A_SECOND)
+    before = engines.places
+
+    engines.admission.turn(engines.now)
+
+    assert engines.places - before <= 8
+
+
+def test_completions_that_came_out_longer_are_charged_at_their_end():
+    engines = Engines(Engine("w1"))
+    admission = engines.admission
+    ticket = engines.offer(100, tenant="a", tokens_out=10)
+    share = ticket.line.share
+    expected = share.served("a")
+
+    admission.ended(ticket, 100, 500)
+    admission.ended(ticket, 100, 500)  # once only
+
+    assert share.served("a") == expected + 2 * 490
+
+
+def test_what_is_cached_is_not_charged():
+    engines = Engines(Engine("w1"))
+    admission = engines.admission
+    ticket = engines.offer(100, tenant="a", tokens_out=1)
+
+    admission.ended(ticket, 0, 1)
+
+    assert ticket.line.share.served("a") == 2.0
+
+
+def test_need_has_no_opinion_by_default():
+    need = ask()
+
+    assert (need.tenant, need.priority, need.forced) == ("", 0, None)

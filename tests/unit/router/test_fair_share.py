@@ -1,0 +1,103 @@
+"""Virtual token counters: who had least is next, and time that was not used is no credit."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.router.core.fair_share import TENANTS_MAX, FairShare, cost_of
+
+
+def served(share: FairShare, name: str, cost: float) -> None:
+    """A request that waits for nothing."""
+    share.enter(name)
+    share.charge(name, cost)
+    share.leave(name)
+
+
+def test_only_what_is_computed_costs_and_completions_cost_more():
+    assert cost_of(100, 0) < cost_of(0, 100)
+    assert cost_of(0, 0) > 0
+
+
+def test_who_comes_late_is_where_the_others_are():
+    share = FairShare({})
+    share.enter("early")
+    share.charge("early", 1000)
+
+    share.enter("late")
+
+    assert share.served("late") == share.served("early") == 1000
+
+
+def test_who_was_away_is_lifted_to_the_least_of_those_that_wait():
+    share = FairShare({})
+    served(share, "away", 10)
+    share.enter("a")
+    share.enter("b")
+    share.charge("a", 500)
+    share.charge("b", 900)
+
+    share.enter("away")
+
+    assert share.served("away") == share.served("a")
+
+
+def test_who_had_more_than_others_is_not_lowered_when_it_comes_again():
+    share = FairShare({})
+    served(share, "greedy", 1000)
+    share.enter("modest")
+    before = share.served("greedy")
+
+    share.enter("greedy")
+
+    assert share.served("greedy") == before
+
+
+def test_with_nobody_waiting_a_newcomer_is_where_the_last_one_was():
+    share = FairShare({})
+    served(share, "last", 700)
+
+    share.enter("new")
+
+    assert share.served("new") == 700
+
+
+def test_a_weight_makes_the_same_service_count_less():
+    share = FairShare({"paying": 4.0})
+    share.enter("paying")
+    share.charge("paying", 400)
+
+    assert share.served("paying") == 100
+
+
+def test_what_was_charged_too_much_is_given_back():
+    share = FairShare({})
+    share.enter("a")
+    share.charge("a", 100)
+    share.charge("a", -40)
+
+    assert share.served("a") == 60
+
+
+def test_completions_are_expected_to_be_as_long_as_lately_but_not_longer_than_allowed():
+    share = FairShare({})
+    share.enter("a")
+    for _ in range(100):
+        share.completed("a", 20)
+
+    assert share.expected_tokens_out("a", 0) == pytest.approx(20, abs=1)
+    assert share.expected_tokens_out("a", 5) == 5
+
+
+def test_tenants_that_wait_for_nothing_are_forgotten_when_there_are_too_many():
+    share = FairShare({})
+    share.enter("waiting")
+    share.charge("waiting", 5)
+
+    for number in range(TENANTS_MAX + 10):
+        served(share, f"tenant-{number}", number + 100)
+
+    assert len(share._known) <= TENANTS_MAX + 1
+    assert share.served("waiting") == 5
+    share.charge("tenant-0", 1)  # Who is forgotten can still be settled.
+    share.completed("tenant-0", 1)
