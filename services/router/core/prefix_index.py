@@ -15,7 +15,8 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from services.router.core.block_table import TIERS, BlockTable, Depths, Hashes, Mask, PythonBlockTable
+from services.router.core.block_table import TIERS, BlockTable, Depths, Hashes, Mask
+from services.router.core.native_block_table import block_table
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_events import BLOCK_HASH_BYTES, KvDigest, KvEventBatch, KvEventKind, KvSnapshot
 
@@ -51,11 +52,13 @@ class PrefixIndex:
     """The blocks of all workers."""
 
     def __init__(self, table: BlockTable | None = None) -> None:
-        self.table: BlockTable = PythonBlockTable() if table is None else table
+        self.table: BlockTable = block_table() if table is None else table
         self.entries: dict[WorkerId, Entry] = {}
         self.slots: list[WorkerId | None] = []
         """Who is in each slot."""
         self._slots_free: list[int] = []
+        self.moves = 0
+        """Counts every time that a worker got a slot or left one."""
         self.held: Callable[[int], bool] = self.table.held
         """Whether anybody holds a block; from any thread."""
 
@@ -74,6 +77,7 @@ class PrefixIndex:
         if entry is not None:
             self.table.clear(entry.slot)
             self.slots[entry.slot] = None
+            self.moves += 1
             heappush(self._slots_free, entry.slot)
 
     def apply(self, batch: KvEventBatch) -> bool:
@@ -202,6 +206,7 @@ class PrefixIndex:
         return self.table.cover(hashes, first, end, allowed)
 
     def _take_slot(self, worker_id: WorkerId) -> int:
+        self.moves += 1
         if self._slots_free:
             slot = heappop(self._slots_free)
             self.slots[slot] = worker_id

@@ -6,7 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.router.core.block_table import TIERS
+from services.router.core.block_table import TIERS, PythonBlockTable
+from services.router.core.native_block_table import IS_COMPILED, block_table
 from services.router.core.prefix_index import IndexState, PrefixIndex
 from shared.contracts.kv_events import (
     KvDigest,
@@ -71,9 +72,11 @@ def longest(held: set[int], hashes: list[int]) -> int:
 
 
 class IndexAgainstTruth(RuleBasedStateMachine):
+    make_table = PythonBlockTable
+
     def __init__(self) -> None:
         super().__init__()
-        self.index = PrefixIndex()
+        self.index = PrefixIndex(type(self).make_table())
         self.truths = {worker_id: Truth(worker_id, 1) for worker_id in WORKERS}
         self.late: dict[str, list[KvSnapshot]] = {worker_id: [] for worker_id in WORKERS}
         for worker_id in WORKERS:
@@ -165,5 +168,12 @@ class IndexAgainstTruth(RuleBasedStateMachine):
         assert [self.index.slots[self.index.slot(who)] for who in WORKERS] == list(WORKERS)
 
 
-IndexAgainstTruth.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+class NativeIndexAgainstTruth(IndexAgainstTruth):
+    make_table = block_table
+
+
+for machine in (IndexAgainstTruth, NativeIndexAgainstTruth):
+    machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestTheIndex = IndexAgainstTruth.TestCase
+if IS_COMPILED:
+    TestTheIndexOnTheNativeTable = NativeIndexAgainstTruth.TestCase

@@ -1,0 +1,100 @@
+/* From a block's hash to the number of its holders' set: a hash table made of cache lines.
+ *
+ * A line holds five blocks, so that nearly every look-up costs one miss, which `map_prefetch` can begin ahead of time.
+ * What does not fit goes into the next line; each full line counts how many blocks went past it, so that a search knows
+ * when to stop and a removal leaves no marks. The table is cut into shards which grow and shrink one by one: no single
+ * operation ever moves more than a part of it.
+ */
+#ifndef BATON_BLOCK_MAP_H
+#define BATON_BLOCK_MAP_H
+
+#include "holder_sets.h"
+
+enum {
+    LINE_BLOCKS = 5,
+    SHARD_BITS = 5,
+    SHARDS = 1 << SHARD_BITS,
+    LINES_MIN = 2,
+    PAST_MAX = UINT16_MAX, /* a counter that got so far stays there */
+};
+
+struct line {
+    uint64_t blocks[LINE_BLOCKS];
+    set_t sets[LINE_BLOCKS];
+    uint16_t count;
+    uint16_t past;
+};
+
+struct shard {
+    struct line *lines;
+    uint64_t line_count;
+    uint64_t block_count;
+};
+
+struct block_map {
+    struct shard shards[SHARDS];
+    uint64_t block_count;
+    uint64_t odd; /* differs in each process: nobody can make up blocks that share a line */
+};
+
+void map_open(struct block_map *map);
+void map_close(struct block_map *map);
+uint64_t map_bytes(const struct block_map *map);
+
+/* Where a block stands, or would stand. */
+struct place {
+    struct shard *shard;
+    struct line *home; /* where the search begins */
+    struct line *line; /* where it was found; NULL if it was not */
+    int at;
+};
+
+static inline struct shard *map_shard(struct block_map *map, uint64_t block, struct line **home)
+{
+    uint64_t mixed = block * map->odd;
+    struct shard *shard = &map->shards[mixed >> (64 - SHARD_BITS)];
+    *home = shard->lines + (uint64_t)((unsigned __int128)(mixed << SHARD_BITS) * shard->line_count >> 64);
+    return shard;
+}
+
+static inline void map_prefetch(struct block_map *map, uint64_t block)
+{
+    struct line *home;
+    map_shard(map, block, &home);
+    __builtin_prefetch(home);
+}
+
+static inline struct place map_find(struct block_map *map, uint64_t block)
+{
+    struct place place = {0};
+    place.shard = map_shard(map, block, &place.home);
+    struct line *line = place.home, *end = place.shard->lines + place.shard->line_count;
+    for (uint64_t left = place.shard->line_count; left--;) {
+        for (int at = 0; at < line->count; at++)
+            if (line->blocks[at] == block) {
+                place.line = line;
+                place.at = at;
+                return place;
+            }
+        if (!line->past)
+            break;
+        if (++line == end)
+            line = place.shard->lines;
+    }
+    return place;
+}
+
+static inline set_t map_get(struct block_map *map, uint64_t block)
+{
+    struct place place = map_find(map, block);
+    return place.line ? place.line->sets[place.at] : 0;
+}
+
+/* Adds a block that was searched for and not found. Answers whether its shard was made anew. */
+bool map_add(struct block_map *map, struct place place, uint64_t block, set_t set);
+/* Takes out a block that was found: another one of its line may take its place. */
+void map_take(struct block_map *map, struct place place);
+/* Makes the shard smaller if it is nearly empty. Answers whether it was made anew. */
+bool map_shrink(struct block_map *map, struct shard *shard);
+
+#endif

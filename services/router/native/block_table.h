@@ -1,0 +1,88 @@
+/* Which row holds which block, in which memory. See block_table.py, whose port this implements.
+ *
+ * A row's blocks are held by its *life*. Clearing a row gives it a new life and declares the old one dead, at once,
+ * whatever it held; the dead are swept out of the table line by line, a few with each later change.
+ */
+#ifndef BATON_BLOCK_TABLE_H
+#define BATON_BLOCK_TABLE_H
+
+#include "block_map.h"
+
+enum {
+    TIERS = 3,
+    ROWS_MAX = 32768, /* half of the lives: the other half may be dead and not yet swept */
+    TIER_ROTATION_BITS = 21,
+    NO_LIFE = LIVES_MAX,
+    AHEAD = 12, /* look-ups whose memory is on the way at the same time */
+    CHUNK = 64, /* look-ups before it is asked whether anybody is still in */
+    SWEPT_LINES_MIN = 64,
+    SWEPT_LINES_PER_BLOCK = 4,
+};
+
+enum state { FREE = 0, ALIVE, DEAD };
+
+struct life {
+    uint64_t counts[TIERS];
+    uint64_t xors[TIERS];
+    uint64_t dead_in; /* the pass of the sweep in which it died */
+    uint32_t row;
+    enum state state;
+};
+
+struct sweep {
+    uint64_t pass;
+    int tier, shard;
+    uint64_t line;
+    set_t last, last_left; /* the last set that was looked at, and what is left of it */
+};
+
+struct block_table {
+    struct block_map maps[TIERS];
+    struct holder_sets sets;
+    life_t *life_of; /* by row; NO_LIFE: holds nothing */
+    uint32_t rows;
+    struct life *lives;
+    uint32_t life_count;
+    uint64_t *dead; /* bits by life */
+    uint32_t dead_count;
+    struct sweep sweep;
+};
+
+struct source {
+    uint32_t row;
+    uint64_t first, end;
+};
+
+void table_open(struct block_table *table);
+void table_close(struct block_table *table);
+uint64_t table_bytes(const struct block_table *table);
+
+void table_store(struct block_table *table, uint32_t row, int tier, const uint64_t *blocks, size_t count);
+void table_remove(struct block_table *table, uint32_t row, int tier, const uint64_t *blocks, size_t count);
+void table_clear(struct block_table *table, uint32_t row);
+void table_sweep_all(struct block_table *table);
+
+/* NULL when the row holds nothing. */
+const struct life *table_life(const struct block_table *table, uint32_t row);
+bool table_held(struct block_table *table, uint64_t block);
+/* Writes the blocks that the row holds in the tier; `blocks` has room for the life's count. */
+void table_blocks(struct block_table *table, uint32_t row, int tier, uint64_t *blocks);
+
+/* table_match.c */
+void table_depths(struct block_table *table, const uint64_t *blocks, size_t count, int32_t *out, uint32_t rows);
+void table_tiers(struct block_table *table, uint32_t row, const uint64_t *blocks, size_t count, uint64_t *found);
+/* Writes at most `count` sources; answers how many. */
+size_t table_cover(struct block_table *table, const uint64_t *blocks, size_t first, size_t end, const uint8_t *allowed,
+                   uint32_t rows, struct source *sources);
+
+static inline uint32_t table_words(const struct block_table *table)
+{
+    return (table->life_count + 63) / 64;
+}
+
+static inline bool bit_of(const uint64_t *bits, uint32_t at)
+{
+    return bits[at / 64] >> at % 64 & 1;
+}
+
+#endif

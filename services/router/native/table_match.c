@@ -1,0 +1,173 @@
+#include "block_table.h"
+
+#include <string.h>
+
+/* A walk along a chain: the holders of one block after the other, as bits by life. */
+struct walk {
+    struct block_table *table;
+    const uint64_t *blocks;
+    uint64_t at, end;    /* the next block to look up, and the one to stop before */
+    int tier_count;      /* tiers that hold anything */
+    struct block_map *maps[TIERS];
+    set_t found[CHUNK][TIERS];
+    uint64_t chunk_at, chunk_end; /* which blocks `found` is of */
+    uint64_t bits[LIVES_MAX / 64 + 1];
+};
+
+static void walk_begin(struct walk *walk, struct block_table *table, const uint64_t *blocks, uint64_t first,
+                       uint64_t end)
+{
+    walk->table = table;
+    walk->blocks = blocks;
+    walk->at = walk->chunk_at = walk->chunk_end = first;
+    walk->end = end;
+    walk->tier_count = 0;
+    for (int tier = 0; tier < TIERS; tier++)
+        if (table->maps[tier].block_count)
+            walk->maps[walk->tier_count++] = &table->maps[tier];
+}
+
+/* Looks the next blocks up, all of them at once, so that their memory comes at the same time. */
+static void walk_look_up(struct walk *walk)
+{
+    uint64_t first = walk->chunk_end, end = first + CHUNK < walk->end ? first + CHUNK : walk->end;
+    for (int tier = 0; tier < walk->tier_count; tier++)
+        for (uint64_t i = first; i < end; i++)
+            map_prefetch(walk->maps[tier], walk->blocks[i]);
+    for (int tier = 0; tier < walk->tier_count; tier++)
+        for (uint64_t i = first; i < end; i++)
+            walk->found[i - first][tier] = map_get(walk->maps[tier], walk->blocks[i]);
+    walk->chunk_at = first;
+    walk->chunk_end = end;
+}
+
+/* Goes on to the first block whose holders differ from the one before: their bits are in `walk->bits` then. Answers
+ * its number, or `walk->end` when there is none.
+ */
+static uint64_t walk_on(struct walk *walk)
+{
+    if (!walk->tier_count)
+        return walk->at = walk->end;
+    set_t last[TIERS] = {NO_SET, NO_SET, NO_SET};
+    if (walk->at > walk->chunk_at)
+        memcpy(last, walk->found[walk->at - 1 - walk->chunk_at], sizeof last);
+    for (; walk->at < walk->end; walk->at++) {
+        if (walk->at == walk->chunk_end)
+            walk_look_up(walk);
+        const set_t *now = walk->found[walk->at - walk->chunk_at];
+        if (!memcmp(now, last, walk->tier_count * sizeof *now))
+            continue;
+        memset(walk->bits, 0, table_words(walk->table) * sizeof *walk->bits);
+        for (int tier = 0; tier < walk->tier_count; tier++)
+            sets_add_to(&walk->table->sets, now[tier], walk->bits);
+        return walk->at++;
+    }
+    return walk->end;
+}
+
+static void tell(const struct block_table *table, uint64_t left, uint32_t word, int32_t depth, int32_t *out,
+                 uint32_t rows)
+{
+    for (; left; left &= left - 1) {
+        uint32_t row = table->lives[word * 64 + (uint32_t)__builtin_ctzll(left)].row;
+        if (row < rows)
+            out[row] = depth;
+    }
+}
+
+void table_depths(struct block_table *table, const uint64_t *blocks, size_t count, int32_t *out, uint32_t rows)
+{
+    struct walk walk;
+    uint64_t in[LIVES_MAX / 64 + 1];
+    uint32_t words = table_words(table);
+    memset(out, 0, rows * sizeof *out);
+    walk_begin(&walk, table, blocks, 0, count);
+    if (walk_on(&walk) != 0 || !count)
+        return;
+    uint64_t any = 0;
+    for (uint32_t word = 0; word < words; word++)
+        any |= in[word] = walk.bits[word] & ~table->dead[word];
+    while (any) {
+        uint64_t at = walk_on(&walk);
+        if (at == count)
+            break;
+        any = 0;
+        for (uint32_t word = 0; word < words; word++) {
+            tell(table, in[word] & ~walk.bits[word], word, (int32_t)at, out, rows);
+            any |= in[word] &= walk.bits[word];
+        }
+    }
+    for (uint32_t word = 0; any && word < words; word++)
+        tell(table, in[word], word, (int32_t)count, out, rows);
+}
+
+void table_tiers(struct block_table *table, uint32_t row, const uint64_t *blocks, size_t count, uint64_t *found)
+{
+    memset(found, 0, TIERS * sizeof *found);
+    if (table_life(table, row) == NULL)
+        return;
+    for (size_t i = 0; i < count; i++)
+        for (int tier = 0; tier < TIERS; tier++) {
+            struct block_map *map = &table->maps[tier];
+            set_t set = map->block_count ? map_get(map, blocks[i]) : 0;
+            if (set && sets_has(&table->sets, set, table->life_of[row])) {
+                found[tier]++;
+                break;
+            }
+        }
+}
+
+/* The lives of those rows that may be used. */
+static void lives_of(const struct block_table *table, const uint8_t *allowed, uint32_t rows, uint64_t *bits)
+{
+    memset(bits, 0, table_words(table) * sizeof *bits);
+    for (uint32_t row = 0; row < rows && row < table->rows; row++)
+        if (allowed[row] && table->life_of[row] != NO_LIFE)
+            bits[table->life_of[row] / 64] |= 1ull << table->life_of[row] % 64;
+}
+
+static uint32_t lowest_row(const struct block_table *table, const uint64_t *bits)
+{
+    uint32_t lowest = UINT32_MAX;
+    for (uint32_t word = 0; word < table_words(table); word++)
+        for (uint64_t left = bits[word]; left; left &= left - 1) {
+            uint32_t row = table->lives[word * 64 + (uint32_t)__builtin_ctzll(left)].row;
+            lowest = row < lowest ? row : lowest;
+        }
+    return lowest;
+}
+
+/* `in` &= `bits`, if anything is left of it then. */
+static bool narrow(uint64_t *in, const uint64_t *bits, uint32_t words)
+{
+    uint64_t any = 0;
+    for (uint32_t word = 0; word < words; word++)
+        any |= in[word] & bits[word];
+    for (uint32_t word = 0; any && word < words; word++)
+        in[word] &= bits[word];
+    return any != 0;
+}
+
+size_t table_cover(struct block_table *table, const uint64_t *blocks, size_t first, size_t end, const uint8_t *allowed,
+                   uint32_t rows, struct source *sources)
+{
+    struct walk walk;
+    uint64_t usable[LIVES_MAX / 64 + 1], in[LIVES_MAX / 64 + 1];
+    uint32_t words = table_words(table);
+    size_t found = 0, begin = first;
+    lives_of(table, allowed, rows, usable);
+    walk_begin(&walk, table, blocks, first, end);
+    if (first >= end || walk_on(&walk) != first)
+        return 0;
+    memcpy(in, usable, words * sizeof *in);
+    for (uint64_t at = first; narrow(in, walk.bits, words);) {
+        for (at = walk_on(&walk); at < end && narrow(in, walk.bits, words);)
+            at = walk_on(&walk);
+        sources[found++] = (struct source){lowest_row(table, in), begin, at};
+        if (at == end)
+            break;
+        begin = at;
+        memcpy(in, usable, words * sizeof *in);
+    }
+    return found;
+}

@@ -1,0 +1,151 @@
+"""The block table in Python and the one in C say the same as the plainest of models, whatever they are told."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from services.router.core.block_table import TIERS, PythonBlockTable
+from services.router.core.native_block_table import IS_COMPILED, block_table
+from shared.contracts.kv_events import pack_hashes
+from tests.properties.router.naive_blocks import TABLES, NaiveBlocks
+
+ROWS = 5
+ROW = st.integers(min_value=0, max_value=ROWS - 1)
+TIER = st.integers(min_value=0, max_value=len(TIERS) - 1)
+BLOCK = st.one_of(st.integers(min_value=0, max_value=9), st.sampled_from([2**63, 2**64 - 1, 2**64 - 2]))
+BLOCKS = st.lists(BLOCK, max_size=12)
+
+
+class TableAgainstModel(RuleBasedStateMachine):
+    make = PythonBlockTable
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.model = type(self).make(), NaiveBlocks(ROWS)
+
+    @rule(row=ROW, tier=TIER, blocks=BLOCKS, packed=st.booleans())
+    def a_row_stores(self, row, tier, blocks, packed):
+        self.table.store(row, tier, pack_hashes(blocks) if packed else blocks)
+        self.model.held[row, tier] |= set(blocks)
+
+    @rule(row=ROW, tier=TIER, blocks=BLOCKS, packed=st.booleans())
+    def a_row_removes(self, row, tier, blocks, packed):
+        self.table.remove(row, tier, pack_hashes(blocks) if packed else blocks)
+        self.model.held[row, tier] -= set(blocks)
+
+    @rule(row=ROW)
+    def a_row_is_cleared(self, row):
+        self.table.clear(row)
+        for tier in range(len(TIERS)):
+            self.model.held[row, tier].clear()
+
+    @rule(chain=st.lists(BLOCK, max_size=16))
+    def chains_are_matched(self, chain):
+        self.model.assert_matched_by(self.table, chain)
+
+    @rule(chain=BLOCKS, row=ROW, depth=st.integers(min_value=0, max_value=15))
+    def tiers_are_counted(self, chain, row, depth):
+        assert self.table.tiers(row, chain, depth) == self.model.tiers(row, chain[:depth])
+
+    @rule(
+        chain=BLOCKS,
+        first=st.integers(min_value=0, max_value=15),
+        end=st.integers(min_value=0, max_value=15),
+        allowed=st.lists(st.booleans(), min_size=ROWS, max_size=ROWS),
+    )
+    def chains_are_covered(self, chain, first, end, allowed):
+        found = self.table.cover(chain, first, end, np.array(allowed))
+        assert found == self.model.cover(chain, first, min(end, len(chain)), allowed)
+
+    @rule()
+    def pairs_are_counted(self):
+        assert self.table.size() == self.model.pairs()
+
+    @invariant()
+    def every_row_is_known_block_by_block(self):
+        self.model.assert_told_by(self.table)
+
+
+class NativeTableAgainstModel(TableAgainstModel):
+    make = block_table
+
+
+TableAgainstModel.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+NativeTableAgainstModel.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestThePythonTable = TableAgainstModel.TestCase
+if IS_COMPILED:
+    TestTheNativeTable = NativeTableAgainstModel.TestCase
+
+
+@pytest.mark.parametrize("make", TABLES)
+@pytest.mark.parametrize(("rows", "chains"), [(3, 400), (150, 60)])
+def test_a_fleet_that_lives_through_much_is_known_block_by_block(make, rows, chains):
+    """Large enough for the table to grow and shrink, and for sets of holders to take every form they have."""
+    chance = random.Random(rows)
+    pool = [[chance.getrandbits(64) for _ in range(chance.randint(1, 150))] for _ in range(chains)]
+    table, model = make(), NaiveBlocks(rows)
+    for turn in range(1500):
+        row, tier = chance.randrange(rows), chance.choice((0, 0, 0, 1, 2))
+        chain = chance.choice(pool)[: chance.randint(1, 150)]
+        deed = chance.random()
+        if deed < 0.02 or (turn == 1000 and rows < 10):
+            for one in [row] if deed < 0.02 else range(rows):
+                table.clear(one)
+                for each in range(len(TIERS)):
+                    model.held[one, each].clear()
+        elif deed < 0.3:
+            table.remove(row, tier, pack_hashes(chain[len(chain) // 2 :]))
+            model.held[row, tier] -= set(chain[len(chain) // 2 :])
+        else:
+            table.store(row, tier, pack_hashes(chain))
+            model.held[row, tier] |= set(chain)
+        if turn % 10 == 0:
+            model.assert_matched_by(table, chain)
+            allowed = [chance.random() < 0.5 for _ in range(rows)]
+            found = table.cover(pack_hashes(chain), 1, len(chain), np.array(allowed))
+            assert found == model.cover(chain, 1, len(chain), allowed)
+        if turn % 300 == 0:
+            model.assert_told_by(table)
+    model.assert_told_by(table)
+    assert table.size() == model.pairs()
+
+
+@pytest.mark.parametrize("make", TABLES)
+def test_a_table_that_was_emptied_holds_nothing(make):
+    table = make()
+    chains = [pack_hashes(range(begin, begin + 5000)) for begin in range(0, 100_000, 5000)]
+    for row, chain in enumerate(chains):
+        table.store(row, 0, chain)
+    for row, chain in enumerate(chains):
+        table.remove(row, 0, chain) if row % 2 else table.clear(row)
+
+    assert [table.count(row) for row in range(len(chains))] == [0] * len(chains)
+    assert table.size() == 0
+
+
+@pytest.mark.parametrize("make", TABLES)
+def test_torn_hashes_change_nothing(make):
+    table = make()
+    for change in (table.store, table.remove):
+        with pytest.raises(ValueError, match="whole number"):
+            change(0, 0, b"\0" * 15)
+
+    assert (table.count(0), table.size()) == (0, 0)
+
+
+@pytest.mark.parametrize("make", TABLES)
+def test_rows_that_nobody_asks_for_are_left_out(make):
+    table, depths = make(), np.full(2, -1, np.int32)
+    for row in (0, 1, 2, 40):
+        table.store(row, 0, [1, 2, 3])
+
+    table.depths([1, 2, 3, 4], depths)
+
+    assert depths.tolist() == [3, 3]
+    assert table.cover([1, 2, 3], 0, 3, np.array([False, False, True])) == [(2, 0, 3)]
