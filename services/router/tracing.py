@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+import msgspec
 from opentelemetry.trace import NoOpTracer, Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 
-from services.router.flight import Flight
+from services.router.flight import Flight, first_token
 from shared.contracts.inference import LegKind, StartLeg
 from shared.telemetry.names import Attribute, SpanName
 from shared.telemetry.propagation import extract, inject
@@ -84,6 +85,12 @@ def _tell_request(span: Span, flight: Flight) -> None:
     span.set_attribute(Attribute.HTTP_STATUS, story.status)
     if story.reason:
         span.set_attribute(Attribute.REASON, story.reason)
+    if flight.decision is not None:
+        span.set_attribute(Attribute.DECISION_ID, flight.decision.decision_id)
+    _, parts = first_token(flight)
+    if parts is not None:
+        for name, seconds in msgspec.structs.asdict(parts).items():
+            span.set_attribute(f"{Attribute.TTFT_PART}{name}", seconds)
     placed = story.placed
     if placed is not None:
         span.set_attribute(Attribute.MODE, placed.mode.value)

@@ -260,6 +260,7 @@ class Attribute(StrEnum):
     """Attributes of spans; OpenTelemetry's names where there are any."""
 
     REQUEST_ID = "baton.request.id"
+    DECISION_ID = "baton.decision.id"
     LEG_ID = "baton.leg.id"
     LEG_KIND = "baton.leg.kind"
     MODE = "baton.mode"
@@ -282,6 +283,8 @@ class Attribute(StrEnum):
     QUEUE_S = "baton.queue_s"
     PREFILL_S = "baton.prefill_s"
     FIRST_TOKEN_S = "baton.first_token_s"  # noqa: S105  # A time, not a secret.
+    TTFT_PART = "baton.ttft."
+    """Followed by the name of a part, such as ``queue_s``: the fields of ``TtftParts``."""
     MODEL = "gen_ai.request.model"
     INPUT_TOKENS = "gen_ai.usage.input_tokens"
     OUTPUT_TOKENS = "gen_ai.usage.output_tokens"

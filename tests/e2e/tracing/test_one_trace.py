@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from shared.contracts.decisions import TtftParts
 from shared.telemetry.names import Attribute, SpanName
 from tests.nats_server import NatsServer
 from tests.otlp_receiver import OtlpReceiver, Span
@@ -108,6 +109,19 @@ def test_spans_say_what_the_answer_says(system, receiver):
     assert request.attributes[Attribute.OUTPUT_TOKENS] == usage["completion_tokens"]
     assert at_d1.attributes[Attribute.RECEIVED_TOKENS] > 0
     assert at_d1.attributes[Attribute.RECEIVED_BYTES] > 0
+
+
+def test_the_request_names_its_decision_and_says_where_the_time_to_its_first_token_went(system, receiver):
+    answer = system.complete("Who takes it further? " * 30, stream=True)
+    spans = trace_of(receiver, answer.headers["x-request-id"], len(DISAGGREGATED_SPANS))
+    request = only(spans, SpanName.REQUEST)
+    prefix = Attribute.TTFT_PART.value
+    parts = {name.removeprefix(prefix): value for name, value in request.attributes.items() if name.startswith(prefix)}
+
+    assert request.attributes[Attribute.DECISION_ID] == answer.headers["x-baton-decision"]
+    assert set(parts) == set(TtftParts.__struct_fields__)
+    assert 0 < sum(parts.values()) <= request.end - request.start + CLOCKS_APART_S
+    assert parts["prefill_s"] > 0
 
 
 def test_the_handoff_is_a_read_below_the_decode_workers_leg_and_tokens_add_up(system, receiver):
