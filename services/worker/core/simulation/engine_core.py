@@ -162,7 +162,7 @@ class EngineCore:
                 wish = sequence.wish
                 may_end = not wish.ignore_eos and sequence.generated + 1 >= wish.min_tokens
                 sampled.append((sequence, self._sampler.next_token(map(content_of, sequence.blocks), may_end=may_end)))
-        seconds = step_s(self.settings, prefill_tokens, decoding, context_tokens)
+        seconds = step_s(self.settings, prefill_tokens, decoding, context_tokens, pairs)
         totals = StepTotals(
             seconds=seconds,
             prefill_steps=int(prefill_tokens > 0),

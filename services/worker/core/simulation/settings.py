@@ -13,6 +13,8 @@ class SimulatedTiming(msgspec.Struct, frozen=True, kw_only=True):
     sim_prefill_tokens_per_s: float = 8000.0
     sim_prefill_base_s: float = 0.002
     """Seconds that any prefill adds to a step."""
+    sim_prefill_s_per_pair: float = 0.0
+    """Seconds for each earlier token that a computed one attends to."""
     sim_decode_base_s: float = 0.004
     """Seconds of one decode step, with one sequence."""
     sim_decode_per_sequence_s: float = 0.0001

@@ -5,11 +5,15 @@ from __future__ import annotations
 from services.worker.core.simulation.settings import SimulationSettings
 
 
-def step_s(settings: SimulationSettings, prefill_tokens: int, decoding: int, context_tokens: int) -> float:
-    """Seconds of one engine step; ``context_tokens`` are those that the ``decoding`` sequences attend to."""
+def step_s(
+    settings: SimulationSettings, prefill_tokens: int, decoding: int, context_tokens: int, prefill_pairs: float = 0.0
+) -> float:
+    """Seconds of one engine step; ``context_tokens`` are those that the ``decoding`` sequences attend to, and
+    ``prefill_pairs`` all earlier tokens of all that are computed.
+    """
     seconds = 0.0
     if prefill_tokens:
-        seconds += settings.sim_prefill_base_s
+        seconds += settings.sim_prefill_base_s + prefill_pairs * settings.sim_prefill_s_per_pair
         if settings.sim_prefill_tokens_per_s:
             seconds += prefill_tokens / settings.sim_prefill_tokens_per_s
     if decoding:
