@@ -62,4 +62,5 @@ lock: ## Resolve requirements/*.in into the locked requirements (needs uv)
 
 clean: ## Remove .venv and everything the tools left here
 	@rm -rf .venv .baton build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -f services/router/core/*.so
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

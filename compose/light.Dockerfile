@@ -1,6 +1,6 @@
 # Router, orchestrator, collector and workers with simulated engines: neither vLLM nor torch is in here.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
-FROM ${BASE_IMAGE}
+FROM ${BASE_IMAGE} AS base
 
 RUN python -m venv /opt/baton \
     && useradd --uid 10001 --create-home --shell /usr/sbin/nologin baton \
@@ -12,11 +12,18 @@ WORKDIR /opt/baton/source
 COPY requirements/services.txt requirements/
 RUN pip install --no-deps --require-hashes -r requirements/services.txt
 
+# The router's prefix index is compiled here, so that the image itself needs no compiler.
+FROM base AS build
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 COPY pyproject.toml README.md LICENSE ./
 COPY shared shared
 COPY services services
 COPY connector connector
-RUN pip install --no-deps --no-build-isolation .
+RUN pip wheel --no-deps --no-build-isolation --wheel-dir /opt/wheels .
+
+FROM base
+COPY --from=build /opt/wheels /opt/wheels
+RUN pip install --no-deps /opt/wheels/*.whl
 
 USER baton
 WORKDIR /home/baton

@@ -54,7 +54,8 @@ def set_up(engine: str, *, dev: bool) -> None:
     if engine == "none" and installed("runtime") in {wanted("engine-cpu"), wanted("engine-cuda")}:
         del locks["runtime"]
     missing = {part: lock for part, lock in locks.items() if installed(part) != wanted(lock)}
-    if not missing:
+    sources = native_sources()
+    if not missing and installed("native") == sources:
         return
     started = time.monotonic()
     LOG.parent.mkdir(exist_ok=True)
@@ -67,6 +68,9 @@ def set_up(engine: str, *, dev: bool) -> None:
         install(lock)
         (VENV / f".{part}").write_text(wanted(lock))
     pip(["install", "--no-deps", "--no-build-isolation", "--editable", "."], Progress(1))
+    (VENV / ".native").write_text(sources)
+    if not any((ROOT / "services/router/core").glob("_block_table.*.so")):
+        say("no C compiler found: the router's prefix index runs in Python, which is enough for a few workers")
     say(f"ready after {time.monotonic() - started:.0f} s")
 
 
@@ -114,6 +118,14 @@ def wanted(lock: str) -> str:
     for path in (ROOT / "requirements" / f"{lock}.txt", ROOT / "pyproject.toml"):
         digest.update(path.read_bytes())
     return f"{lock} {digest.hexdigest()}\n"
+
+
+def native_sources() -> str:
+    """The digest of what the editable install compiles, and of whether it can."""
+    digest = hashlib.sha256(f"{sys.version_info[:2]} {shutil.which('cc') or shutil.which('gcc')}".encode())
+    for path in sorted((ROOT / "services" / "router" / "native").iterdir()):
+        digest.update(path.read_bytes())
+    return f"native {digest.hexdigest()}\n"
 
 
 def installed(part: str) -> str:
