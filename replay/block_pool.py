@@ -1,0 +1,125 @@
+"""The KV blocks of a simulated engine, by content: the same rules as ``simulation.block_cache``, without numbers.
+
+Only full blocks have names, and no name is held by two blocks. A block that nobody holds keeps its name until it is
+handed out again: nameless ones first, then the one that has been free for longest.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from shared.contracts.kv_events import KvEventKind
+
+
+@dataclass(slots=True)
+class Change:
+    """Consecutive equal changes, to be told as one event."""
+
+    kind: KvEventKind
+    names: list[int]
+    parent: int | None = None
+
+
+@dataclass(slots=True)
+class Holding:
+    """The blocks that one sequence holds: those it holds by name, in the order of its chain, and the others' number."""
+
+    named: list[int] = field(default_factory=list)
+    nameless: int = 0
+
+    @property
+    def blocks(self) -> int:
+        """All of them."""
+        return len(self.named) + self.nameless
+
+
+class BlockPool:
+    """All blocks of one engine."""
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+        self.free_nameless = blocks
+        self.free_named: OrderedDict[int, None] = OrderedDict()
+        self.holders: dict[int, int] = {}
+        """By name of a held block: how many hold it."""
+        self.changes: list[Change] = []
+
+    @property
+    def free(self) -> int:
+        """Blocks that nobody holds."""
+        return self.free_nameless + len(self.free_named)
+
+    def has(self, name: int) -> bool:
+        """Whether this block is cached."""
+        return name in self.holders or name in self.free_named
+
+    def depth(self, chain: Sequence[int], limit: int) -> int:
+        """How many blocks of ``chain`` are cached, from its start, at most ``limit``."""
+        holders, free = self.holders, self.free_named
+        for index in range(min(limit, len(chain))):
+            if chain[index] not in holders and chain[index] not in free:
+                return index
+        return min(limit, len(chain))
+
+    def room_beside(self, names: Iterable[int]) -> int:
+        """Blocks that could be handed out after holding these."""
+        return self.free - sum(name in self.free_named for name in names)
+
+    def hold(self, names: Iterable[int]) -> None:
+        """One more needs these."""
+        holders = self.holders
+        for name in names:
+            count = holders.get(name, 0)
+            if not count:
+                del self.free_named[name]
+            holders[name] = count + 1
+
+    def take(self, count: int) -> bool:
+        """``count`` nameless blocks for new content; False, and nothing has changed, if there are too few."""
+        if count > self.free:
+            return False
+        plain = min(count, self.free_nameless)
+        self.free_nameless -= plain
+        for _ in range(count - plain):
+            name, _none = self.free_named.popitem(last=False)
+            self._tell(KvEventKind.REMOVED, name)
+        return True
+
+    def name(self, holding: Holding, name: int, parent: int | None) -> None:
+        """One of the nameless blocks held is full. A second block of the same content stays nameless."""
+        if name in self.holders or name in self.free_named:
+            return
+        holding.nameless -= 1
+        holding.named.append(name)
+        self.holders[name] = 1
+        self._tell(KvEventKind.STORED, name, parent)
+
+    def release(self, holding: Holding) -> None:
+        """Give up all of it. The end of a prefix is forgotten before its beginning."""
+        self.free_nameless += holding.nameless
+        self.unhold(holding.named)
+        holding.named, holding.nameless = [], 0
+
+    def unhold(self, names: Sequence[int]) -> None:
+        """One fewer needs these."""
+        holders = self.holders
+        for name in reversed(names):
+            if holders[name] == 1:
+                del holders[name]
+                self.free_named[name] = None
+            else:
+                holders[name] -= 1
+
+    def take_changes(self) -> list[Change]:
+        """What changed since the last call, in order."""
+        changes, self.changes = self.changes, []
+        return changes
+
+    def _tell(self, kind: KvEventKind, name: int, parent: int | None = None) -> None:
+        last = self.changes[-1] if self.changes else None
+        if last is not None and last.kind is kind and (kind is KvEventKind.REMOVED or last.names[-1] == parent):
+            last.names.append(name)
+        else:
+            self.changes.append(Change(kind, [name], parent))

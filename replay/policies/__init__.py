@@ -1,0 +1,1 @@
+"""Placement policies of other systems, from their published descriptions, over the same fleet."""

@@ -1,0 +1,72 @@
+"""How fast the simulated engines are, and where the numbers come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from replay.traces import BLOCK_TOKENS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """One kind of engine: the fields of ``SimulatedTiming``, and its size. A speed of 0: the thing takes no time."""
+
+    block_tokens: int = BLOCK_TOKENS
+    kv_blocks: int = 800
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 256
+    prefill_tokens_per_s: float = 24_600.0
+    prefill_base_s: float = 0.002
+    prefill_s_per_pair: float = 1.3e-9
+    """For each earlier token that a computed token attends to."""
+    decode_base_s: float = 0.008
+    decode_per_sequence_s: float = 0.000_05
+    decode_per_context_token_s: float = 6e-8
+    transfer_bytes_per_s: float = 25e9
+    transfer_base_s: float = 0.002
+    kv_bytes_per_token: int = 131_072
+    ask_s: float = 0.004
+    """From asking another worker for KV to its answer."""
+    tail_tokens: int = 16
+    """Of a prompt that is handed over, how many tokens the decode worker computes: less than a real block."""
+
+    def prefill_s(self, tokens: int, before: int) -> float:
+        """One chunk of ``tokens`` behind ``before`` earlier ones, without the base."""
+        seconds = tokens / self.prefill_tokens_per_s if self.prefill_tokens_per_s else 0.0
+        if self.prefill_s_per_pair:
+            seconds += self.prefill_s_per_pair * tokens * (before + tokens / 2)
+        return seconds
+
+    def prompt_s(self, tokens: int, cached: int) -> float:
+        """A prompt alone in an engine, in chunks; ``cached`` of its tokens are there."""
+        computed = max(1, tokens - cached)
+        steps = -(-computed // self.max_num_batched_tokens)
+        return steps * self.prefill_base_s + self.prefill_s(computed, tokens - computed)
+
+    def transfer_s(self, tokens: int) -> float:
+        """Reading the KV of so many tokens."""
+        rate = self.transfer_bytes_per_s
+        return self.transfer_base_s + (tokens * self.kv_bytes_per_token / rate if rate else 0.0)
+
+
+PROFILES = {
+    # An 8-billion-parameter model with grouped-query attention (32 layers, 8 KV heads of 128, hidden 4,096) in bf16 on
+    # a GPU with 989 TFLOP/s, 3.35 TB/s and 80 GB, one per worker, and 200 Gbit/s of network each. From first principles
+    # at 40 % of the peak in prefill and 60-80 % of the bandwidth in decode, as serving engines reach:
+    #   prefill: 2 x 8e9 FLOP = 16 GFLOP per token / 396 TFLOP/s -> 24,600 tokens/s, and for attention 4 x 32 x 4,096
+    #     FLOP per earlier token -> 1.3 ns, so a prompt of 12,000 tokens takes 0.6 s and one of 40,000 takes 2.7 s;
+    #   decode: 16 GB of weights / 3.35 TB/s / 60 % -> 8 ms a step; 128 KiB of KV per token of context -> 60 ns;
+    #   KV: 80 GB x 0.9 less weights and activations -> 52 GB -> 410,000 tokens = 800 blocks of 512.
+    "8b": Profile(),
+    # A 70-billion-parameter model (80 layers, 8 KV heads of 128, hidden 8,192) on four of the same GPUs.
+    "70b": Profile(
+        kv_blocks=700,
+        prefill_tokens_per_s=10_000.0,
+        prefill_s_per_pair=1.8e-9,
+        decode_base_s=0.018,
+        decode_per_sequence_s=0.000_1,
+        decode_per_context_token_s=4e-8,
+        transfer_bytes_per_s=100e9,
+        kv_bytes_per_token=327_680,
+    ),
+}

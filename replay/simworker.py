@@ -1,0 +1,154 @@
+"""A simulated worker: an engine, the link through which KV comes to it, and what it tells about itself."""
+
+from __future__ import annotations
+
+import math
+
+from replay.engine import Engine, Listener
+from replay.job import Job
+from replay.profile import Profile
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.kv_events import KvEvent, KvEventBatch, pack_hashes
+from shared.contracts.load import LOAD_HZ_MAX, LoadReport
+from shared.contracts.version import WIRE_VERSION
+from shared.contracts.workers import Fingerprint, HashScheme, Role, WorkerPhase, WorkerRecord
+
+MODEL = "replayed"
+LEGS_MAX = 1_000_000
+"""No policy is told that a worker is full: how much one can take is what they are compared by."""
+PERIOD_S = 1.0 / LOAD_HZ_MAX
+
+
+class SimWorker:
+    """One of the fleet."""
+
+    def __init__(self, number: int, role: Role, profile: Profile, listener: Listener, *, offset_s: float) -> None:
+        self.record = record_of(number, role, profile)
+        self.engine = Engine(profile, listener)
+        self.scheduled_at = math.inf
+        """When the world will wake the engine."""
+        self.legs = 0
+        self.link_free_at = 0.0
+        self._tick_offset_s = offset_s
+        self._totals = Totals()
+        self._past: LoadReport | None = None
+        """What the report of the newest tick before the last change was; None: nothing has changed since then."""
+        self._past_tick = self._told_tick = -1
+        self._seq = 0
+
+    @property
+    def worker_id(self) -> WorkerId:
+        """Its name."""
+        return self.record.worker_id
+
+    def changes(self, now: float) -> None:
+        """Something about it is about to change: what a report of the last tick says must be known before."""
+        tick = self._tick(now)
+        if tick > self._past_tick:
+            self._past, self._past_tick = self._load(), tick
+
+    def report(self, sent_by: float) -> tuple[LoadReport, float] | None:
+        """The newest load report not later than ``sent_by`` that has not been given yet, and when it was sent."""
+        tick = self._tick(sent_by)
+        if tick <= self._told_tick:
+            return None
+        self._told_tick = tick
+        load = self._past if self._past_tick >= tick and self._past is not None else self._load()
+        return load, tick * PERIOD_S + self._tick_offset_s
+
+    def kv_events(self) -> KvEventBatch | None:
+        """What changed in its cache since the last call."""
+        changes = self.engine.pool.take_changes()
+        if not changes:
+            return None
+        self._seq += 1
+        events = [
+            KvEvent(kind=change.kind, hashes=pack_hashes(change.names), parent=change.parent) for change in changes
+        ]
+        return KvEventBatch(worker_id=self.worker_id, epoch=self.record.epoch, seq=self._seq, events=events)
+
+    def prompt_finished(self, job: Job) -> None:
+        """Its first token is out."""
+        self._totals.add(job)
+
+    def book(self, tokens: int, now: float) -> float:
+        """Put the KV of so many tokens on its link; answers when all of it has arrived."""
+        profile = self.engine.profile
+        rate = profile.transfer_bytes_per_s
+        began_at = max(now, self.link_free_at)
+        self.link_free_at = began_at + (tokens * profile.kv_bytes_per_token / rate if rate else 0.0)
+        return self.link_free_at + profile.transfer_base_s
+
+    def _tick(self, now: float) -> int:
+        return math.floor((now - self._tick_offset_s) / PERIOD_S)
+
+    def _load(self) -> LoadReport:
+        engine, totals = self.engine, self._totals
+        return LoadReport(
+            worker_id=self.worker_id,
+            epoch=self.record.epoch,
+            role=self.record.role,
+            phase=WorkerPhase.READY,
+            running=len(engine.running),
+            waiting=engine.queued,
+            waiting_tokens=engine.waiting_tokens,
+            legs=self.legs,
+            kv_blocks_used=engine.pool.blocks - engine.pool.free,
+            kv_blocks_total=engine.pool.blocks,
+            prompt_tokens_total=totals.prompt,
+            computed_tokens_total=totals.prompt - totals.cached - totals.received,
+            cached_tokens_total=totals.cached,
+            received_tokens_total=totals.received,
+            received_bytes_total=totals.received * engine.profile.kv_bytes_per_token,
+            received_seconds_total=totals.received_s,
+            prefill_tokens_per_s=engine.speeds.prefill_tokens_per_s,
+            decode_s_per_token=engine.speeds.decode_s_per_token,
+            steps=engine.speeds.totals(),
+        )
+
+
+class Totals:
+    """Prompt tokens, and where their KV came from."""
+
+    def __init__(self) -> None:
+        self.prompt = 0
+        self.cached = 0
+        self.received = 0
+        self.received_s = 0.0
+
+    def add(self, job: Job) -> None:
+        """A prompt is finished."""
+        self.prompt += job.prompt_tokens
+        self.cached += job.cached_tokens
+        self.received += job.received_tokens
+        self.received_s += job.received_s
+
+
+def record_of(number: int, role: Role, profile: Profile) -> WorkerRecord:
+    """Its entry in the registry."""
+    name = "worker" if role is Role.BOTH else role.value
+    return WorkerRecord(
+        worker_id=WorkerId(f"{name}-{number:04d}"),
+        epoch=Epoch(1),
+        role=role,
+        phase=WorkerPhase.READY,
+        engine="simulated",
+        models=[MODEL],
+        max_model_len=profile.kv_blocks * profile.block_tokens,
+        fingerprint=Fingerprint(
+            model=MODEL,
+            revision="1",
+            dtype="bfloat16",
+            block_size=profile.block_tokens,
+            kv_layout="NHD",
+            connector="baton",
+            engine_version="replay",
+        ),
+        hashing=HashScheme(block_size=profile.block_tokens),
+        kv_blocks=profile.kv_blocks,
+        legs_max=LEGS_MAX,
+        host="replay",
+        pid=number,
+        wire_version=WIRE_VERSION,
+        step_tokens_max=profile.max_num_batched_tokens,
+    )

@@ -1,0 +1,70 @@
+"""The step of an engine that is under way, or so many steps with nothing but decoding."""
+
+from __future__ import annotations
+
+import math
+
+from replay.decoders import Decoders
+from replay.job import Job
+from replay.profile import Profile
+
+
+class Step:
+    """How long it takes, by the law of ``simulation.timing``, and what it computes."""
+
+    def __init__(self) -> None:
+        self.began_at = 0.0
+        self.ends_at = math.inf
+        self.count = 0
+        self.chunks: list[tuple[Job, int]] = []
+        self.first_s = 0.0
+        """Of the first of them."""
+        self.growth_s = 0.0
+        """By how much each is longer than the one before."""
+        self.prefill_tokens = 0
+        self.prefill_pairs = 0.0
+        """For each of these tokens, those before it."""
+        self.decoding = 0
+        self.context_tokens = 0
+        """That the decoding ones attend to in the first step."""
+
+    def begin(self, now: float, chunks: list[tuple[Job, int]], decoders: Decoders, profile: Profile) -> None:
+        """As long as it takes."""
+        self.began_at, self.chunks = now, chunks
+        self.prefill_tokens, self.prefill_pairs = 0, 0.0
+        self.decoding, self.context_tokens = len(decoders), decoders.context_tokens
+        for job, count in chunks:
+            if count == 1 and job.computed > job.prompt_tokens:
+                self.decoding += 1
+                self.context_tokens += job.tokens
+            else:
+                self.prefill_tokens += count
+                self.prefill_pairs += count * (job.computed - count / 2)
+        self.first_s = self.growth_s = 0.0
+        if self.prefill_tokens:
+            self.first_s += profile.prefill_base_s + profile.prefill_s_per_pair * self.prefill_pairs
+            if profile.prefill_tokens_per_s:
+                self.first_s += self.prefill_tokens / profile.prefill_tokens_per_s
+        if self.decoding:
+            self.first_s += profile.decode_base_s + (self.decoding - 1) * profile.decode_per_sequence_s
+            self.first_s += self.context_tokens * profile.decode_per_context_token_s
+            self.growth_s = self.decoding * profile.decode_per_context_token_s
+        self.count = 1 if chunks else decoders.steps_alike
+        self.ends_at = now + self.seconds(self.count)
+
+    def seconds(self, steps: int) -> float:
+        """That the first so many of them take."""
+        return steps * self.first_s + self.growth_s * (steps * (steps - 1) / 2)
+
+    def cut(self, now: float) -> None:
+        """End with the step that is under way at ``now``, or that ends then."""
+        target = now - self.began_at
+        low, high = 1, self.count
+        while low < high:
+            middle = (low + high) // 2
+            if self.seconds(middle) >= target:
+                high = middle
+            else:
+                low = middle + 1
+        self.count = low
+        self.ends_at = self.began_at + self.seconds(low)

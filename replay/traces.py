@@ -1,0 +1,120 @@
+"""Traces of requests as published, read into one form.
+
+* Mooncake's (JSON lines: ``timestamp`` in ms, ``input_length``, ``output_length``, ``hash_ids``): a block is 512 tokens,
+  and equal ids mean equal content. Its instants are rounded to the start of a window of some seconds, so requests are
+  spread evenly over their window, at random by the seed.
+* Azure's (CSV: ``TIMESTAMP``, ``ContextTokens``, ``GeneratedTokens``): contents are not told, so no prompt shares any.
+"""
+
+from __future__ import annotations
+
+import csv
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from hashlib import blake2b
+from itertools import groupby
+from pathlib import Path
+
+import msgspec
+
+BLOCK_TOKENS = 512
+"""Tokens in a block of a trace."""
+HASH_BYTES = 8
+
+
+class TraceError(ValueError):
+    """The file is no trace of a known form. The message says where."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request. ``blocks`` are the contents of its prompt's full blocks: equal ids, equal tokens."""
+
+    at_s: float
+    blocks: tuple[int, ...]
+    input_tokens: int
+    output_tokens: int
+
+
+class MooncakeRow(msgspec.Struct):
+    """One line of Mooncake's form."""
+
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+
+def read_trace(path: Path, *, seed: int = 0) -> list[Request]:
+    """All requests in the order of their arrival, the first at 0 s. Raises TraceError, and OSError."""
+    reader = read_azure if path.suffix == ".csv" else read_mooncake
+    requests = sorted(reader(path, random.Random(seed)), key=lambda request: request.at_s)
+    if not requests:
+        raise TraceError(f"{path} has no requests")
+    start_s = requests[0].at_s
+    return [replace(request, at_s=request.at_s - start_s) for request in requests]
+
+
+def read_mooncake(path: Path, chance: random.Random) -> Iterator[Request]:
+    """Lines of JSON."""
+    decoder = msgspec.json.Decoder(MooncakeRow)
+    rows = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if line.strip():
+            try:
+                rows.append(decoder.decode(line))
+            except msgspec.DecodeError as error:
+                raise TraceError(f"{path}, line {number}: {error}") from error
+    windows = [(stamp / 1000, list(group)) for stamp, group in groupby(rows, key=lambda row: row.timestamp)]
+    for (start_s, group), (end_s, _) in zip(windows, [*windows[1:], (None, None)], strict=True):
+        width_s = (end_s - start_s) if end_s is not None and len(group) > 1 else 0.0
+        offsets = sorted(chance.uniform(0.0, width_s) for _ in group)
+        for row, offset_s in zip(group, offsets, strict=True):
+            full = tuple(row.hash_ids[: row.input_length // BLOCK_TOKENS])
+            yield Request(start_s + offset_s, full, max(1, row.input_length), max(1, row.output_length))
+
+
+def read_azure(path: Path, _chance: random.Random) -> Iterator[Request]:
+    """Lines of CSV."""
+    unique = 0
+    with path.open(newline="") as file:
+        for number, row in enumerate(csv.DictReader(file), 2):
+            try:
+                at = datetime.fromisoformat(row["TIMESTAMP"][:26])
+                tokens_in, tokens_out = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise TraceError(f"{path}, line {number}: no TIMESTAMP, ContextTokens, GeneratedTokens") from error
+            full = tokens_in // BLOCK_TOKENS
+            blocks = tuple(range(unique, unique + full))
+            unique += full
+            yield Request(at.timestamp(), blocks, max(1, tokens_in), max(1, tokens_out))
+
+
+def cut(requests: list[Request], *, hours: float = 0.0, limit: int = 0) -> list[Request]:
+    """The beginning of a trace; 0: all of it."""
+    kept = [request for request in requests if not hours or request.at_s < hours * 3600]
+    return kept[:limit] if limit else kept
+
+
+def at_load(requests: list[Request], load: float) -> list[Request]:
+    """The same requests, arriving ``load`` times as fast."""
+    return [replace(request, at_s=request.at_s / load) for request in requests]
+
+
+def chains(requests: Iterable[Request]) -> list[tuple[int, ...]]:
+    """For each request the chained 64-bit names of its blocks, as engines and router know them."""
+    known: dict[tuple[int, int], int] = {}
+    found = []
+    for request in requests:
+        parent, chain = 0, []
+        for block in request.blocks:
+            name = known.get((parent, block))
+            if name is None:
+                digest = blake2b(f"{parent:x} {block:x}".encode(), digest_size=HASH_BYTES).digest()
+                name = known[parent, block] = int.from_bytes(digest, "big")
+            chain.append(name)
+            parent = name
+        found.append(tuple(chain))
+    return found

@@ -1,0 +1,217 @@
+"""The event loop: requests arrive, a placer chooses, engines work, the client sees tokens. All in virtual time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any
+
+from replay.engine import Engine
+from replay.exchange import Exchange
+from replay.job import Job
+from replay.knowledge import NETWORK_S, Knowledge
+from replay.ledger import Ledger
+from replay.legs import Flight, Leg
+from replay.profile import Profile
+from replay.simworker import MODEL, PERIOD_S, SimWorker
+from replay.traces import Request, chains
+from services.router.core.own_work import Sent
+from services.router.core.placement import Need, Placed, Policy, Refused
+from services.router.core.placer import Placer
+from services.router.fleet import Fleet
+from shared.contracts.inference import LegKind
+from shared.contracts.workers import Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """How many workers of each role."""
+
+    both: int = 0
+    prefill: int = 0
+    decode: int = 0
+
+    def roles(self) -> list[Role]:
+        """Of all workers."""
+        return [Role.BOTH] * self.both + [Role.PREFILL] * self.prefill + [Role.DECODE] * self.decode
+
+
+class World:
+    """A fleet and one router. Engines are told of nothing; the placer may be one that looks into them (an oracle)."""
+
+    def __init__(self, shape: Shape, profile: Profile) -> None:
+        self.now = 0.0
+        self.profile = profile
+        roles = shape.roles()
+        made = [
+            SimWorker(number, role, profile, self, offset_s=PERIOD_S * number / len(roles))
+            for number, role in enumerate(roles)
+        ]
+        self.workers = {worker.worker_id: worker for worker in made}
+        self.fleet = Fleet(Policy(silent_s_max=math.inf))
+        self.ledger = Ledger()
+        self.placer: Placer = self.fleet.placer
+        self.flights: list[Flight] = []
+        self._knowledge = Knowledge(self.fleet, made)
+        self._exchange = Exchange(self.workers, self.at, self._woken)
+        self._due: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._numbers = count()
+
+    def run(self, requests: list[Request], progress: Callable[[int], None] = lambda _number: None) -> list[Flight]:
+        """All of them, to the last token. ``progress`` is told how many have arrived."""
+        self.flights = [
+            Flight(number, request, chain)
+            for number, (request, chain) in enumerate(zip(requests, chains(requests), strict=True))
+        ]
+        arriving = iter(self.flights)
+        self._next_arrival(0.0, arriving, progress)
+        due = self._due
+        while due:
+            self.now, _number, call, arguments = heappop(due)
+            call(self.now, *arguments)
+        return self.flights
+
+    def at(self, when: float, call: Callable[..., None], *arguments: Any) -> None:
+        """Call it then, with the instant as its first argument."""
+        heappush(self._due, (when, next(self._numbers), call, arguments))
+
+    def _next_arrival(self, _now: float, arriving: Iterable[Flight], progress: Callable[[int], None]) -> None:
+        for flight in arriving:
+            self.at(flight.request.at_s, self._arrives, flight)
+            self.at(flight.request.at_s, self._next_arrival, arriving, progress)
+            progress(flight.number)
+            break
+
+    def _arrives(self, now: float, flight: Flight) -> None:
+        self._knowledge.catch_up(now)
+        request = flight.request
+        need = Need(model=MODEL, prompt_tokens=request.input_tokens, hashes=flight.chain)
+        self.fleet.cluster.arrivals.seen(now)
+        self.ledger.arrives(flight)
+        placed = self.placer.place(need, now)
+        if isinstance(placed, Refused):
+            flight.refused_at = now
+            return
+        flight.placed = placed
+        if placed.prefill is None:
+            self._start(self._leg(LegKind.AGGREGATED, flight, placed, now), now)
+            return
+        prefill = self._leg(LegKind.PREFILL, flight, placed, now)
+        self._start(prefill, now)
+        if placed.streamed:
+            self._start_decode(now, prefill)
+
+    def _leg(self, kind: LegKind, flight: Flight, placed: Placed, now: float) -> Leg:
+        prefill, request = kind is LegKind.PREFILL, flight.request
+        view = placed.prefill if prefill and placed.prefill is not None else placed.decode
+        uncached = 0 if kind is LegKind.DECODE else placed.uncached_tokens
+        job = Job(
+            next(self._numbers), flight.chain, request.input_tokens, 1 if prefill else request.output_tokens
+        )
+        leg = Leg(
+            kind,
+            flight,
+            self.workers[view.record.worker_id],
+            job,
+            Sent(now, uncached, request.input_tokens if prefill else placed.context_tokens),
+            uncached,
+            () if kind is LegKind.DECODE else placed.sources,
+        )
+        job.owner, job.fetches = leg, bool(leg.sources)
+        return leg
+
+    def _start(self, leg: Leg, now: float) -> None:
+        self._knowledge.catch_up_with(leg.worker, now)
+        self.fleet.cluster.leg_started(leg.worker.worker_id, leg.sent)
+        self.ledger.started(leg)
+        self.at(now + NETWORK_S, self._reaches_worker, leg)
+
+    def _start_decode(self, now: float, prefill: Leg) -> None:
+        flight = prefill.flight
+        assert flight.placed is not None
+        leg = self._leg(LegKind.DECODE, flight, flight.placed, now)
+        leg.reads_from, prefill.read_by = prefill, leg
+        leg.job.fetches = True
+        leg.job.granted = max(0, leg.job.prompt_tokens - self.profile.tail_tokens)
+        self._start(leg, now)
+
+    def _reaches_worker(self, now: float, leg: Leg) -> None:
+        worker = leg.worker
+        worker.changes(now)
+        worker.legs += 1
+        worker.engine.add(leg.job, now)
+        self._woken(worker)
+
+    def _woken(self, worker: SimWorker) -> None:
+        """Something was done with its engine."""
+        if worker.engine.pool.changes:
+            self._knowledge.changed(worker, self.now)
+        wakes_at = worker.engine.wakes_at
+        if wakes_at != worker.scheduled_at:
+            worker.scheduled_at = wakes_at
+            if wakes_at < math.inf:
+                self.at(wakes_at, self._wake, worker)
+
+    def _wake(self, now: float, worker: SimWorker) -> None:
+        if worker.engine.wakes_at == now == worker.scheduled_at:
+            worker.changes(now)
+            worker.scheduled_at = math.inf
+            worker.engine.wake(now)
+            self._woken(worker)
+
+    # What engines tell.
+
+    def asks(self, _engine: Engine, job: Job, now: float) -> None:
+        """A job wants KV from elsewhere."""
+        self._exchange.asks(job.owner, now)
+
+    def receives(self, _engine: Engine, job: Job, now: float) -> None:
+        """Room for it is made."""
+        self._exchange.receives(job.owner, now)
+
+    def computed(self, _engine: Engine, job: Job, now: float) -> None:
+        """A chunk is there, which the decode leg may be waiting for."""
+        self._exchange.computed(job.owner, now)
+
+    def first_token(self, _engine: Engine, job: Job, now: float) -> None:
+        """The prompt is computed."""
+        leg: Leg = job.owner
+        leg.worker.prompt_finished(job)
+        self._exchange.read_over(leg, now)
+        if leg.kind is not LegKind.DECODE:
+            leg.flight.cached_tokens, leg.flight.fetched_tokens = job.cached_tokens, job.received_tokens
+        if leg.kind is not LegKind.PREFILL:
+            leg.flight.first_token_at = now + NETWORK_S
+        self.at(now + NETWORK_S, self._prompt_computed, leg)
+
+    def finished(self, _engine: Engine, job: Job, now: float) -> None:
+        """All of a leg is done."""
+        leg: Leg = job.owner
+        leg.worker.legs -= 1
+        leg.flight.preemptions += job.preemptions
+        if leg.kind is LegKind.PREFILL:
+            self._exchange.prefill_finished(leg)
+        else:
+            leg.flight.finished_at = now + NETWORK_S
+        self.at(now + NETWORK_S, self._ended, leg)
+
+    def _prompt_computed(self, now: float, leg: Leg) -> None:
+        self._knowledge.catch_up_with(leg.worker, now)
+        self.fleet.cluster.prompt_computed(leg.worker.worker_id, leg.sent, leg.uncached_tokens)
+        self.ledger.prompt_computed(leg)
+
+    def _ended(self, now: float, leg: Leg) -> None:
+        self._knowledge.catch_up_with(leg.worker, now)
+        context = leg.flight.request.input_tokens if leg.kind is LegKind.PREFILL else self._context(leg)
+        self.fleet.cluster.leg_ended(leg.worker.worker_id, leg.sent, context)
+        self.ledger.ended(leg)
+        placed = leg.flight.placed
+        if leg.kind is LegKind.PREFILL and placed is not None and not placed.streamed:
+            self._start_decode(now, leg)
+
+    def _context(self, leg: Leg) -> int:
+        assert leg.flight.placed is not None
+        return leg.flight.placed.context_tokens
