@@ -1,4 +1,4 @@
-"""What a worker's speed comes to: eight numbers from which every prediction is made."""
+"""What a worker's speed comes to: the numbers from which every prediction is made."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class Coefficients(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds. The defaults are assumed of a worker until it, or one like it, has been measured."""
 
     prefill_base_s: float = 0.005
-    """For any prompt, however short."""
+    """For each step that computes prompt tokens, however few."""
     prefill_s_per_token: float = 1 / 4000
     prefill_s_per_pair: float = 0.0
     """For each earlier token that a computed token attends to (the square in attention)."""
@@ -23,3 +23,7 @@ class Coefficients(msgspec.Struct, frozen=True, kw_only=True):
     """Asking another worker for KV, to its answer."""
     transfer_s_per_token: float = 5e-6
     """Reading a token's KV from another worker."""
+    pairs_per_token: float = 0.0
+    """Earlier tokens that a computed prompt token attended to, lately and on average: for prompts not known better."""
+    way_s: float = 0.002
+    """From the start of a leg to its first token at the router, beside what the engine had of it."""
