@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
 import msgspec
 
-from shared.contracts.ids import WorkerId
+from services.router.core.targets import PRIORITY_MAX, PRIORITY_MIN, TARGET_S_MAX, TARGET_S_MIN, is_priority, is_target
+from shared.contracts.failures import Reason
+from shared.contracts.ids import WorkerId, is_subject_token
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 FETCH_MIN_TOKENS_MAX = 1 << 31
+SOURCES_MAX = 16
+"""Workers that a request may name to fetch its KV from."""
 MODEL_CHARS_MAX = 512
 """A longer name is no model's; of what a client makes up, no more is logged, told and counted."""
 
@@ -34,6 +39,20 @@ class Forced(msgspec.Struct, frozen=True, kw_only=True):
     """Serves the whole request when it is aggregated."""
     sources: tuple[WorkerId, ...] | None = None
     """Whom to fetch the prompt's KV from, and nobody else; None: whoever placement finds best."""
+
+
+class Wishes(msgspec.Struct, frozen=True, kw_only=True):
+    """What a body's ``baton`` object says; None where it says nothing."""
+
+    mode: Mode | None = None
+    forced: Forced | None = None
+    class_name: str | None = None
+    priority: int | None = None
+    ttft_s: float | None = None
+    itl_s: float | None = None
+
+
+NO_WISHES = Wishes()
 
 
 class Body(msgspec.Struct, kw_only=True):
@@ -67,6 +86,7 @@ class Body(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: Any = None
     cache_hit_threshold: Any = None
     kv_fetch_min_tokens: Any = None
+    baton: msgspec.Raw = msgspec.Raw(b"")
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +94,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
     param: str
     message: str
+    reason: Reason | None = None
+    """Why, when it is not that it has no meaning."""
 
 
 class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +113,7 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     """None when the body could not be read."""
     cache_hit_threshold: float | None = None
     kv_fetch_min_tokens: int | None = None
+    wishes: Wishes = NO_WISHES
     fault: Fault | None = None
 
 
@@ -108,7 +131,8 @@ def read_request(path: str, body: bytes) -> RequestFacts:
         return RequestFacts(path=path, model="", whole="the body cannot be read")
     model = parsed.model
     ours = path in (COMPLETIONS, CHAT)
-    fault = find_fault(parsed) if ours else None
+    wishes = read_wishes(parsed.baton) if ours and given(parsed.baton) else NO_WISHES
+    fault = wishes if isinstance(wishes, Fault) else find_fault(parsed) if ours else None
     ours = ours and fault is None
     return RequestFacts(
         path=path,
@@ -121,14 +145,17 @@ def read_request(path: str, body: bytes) -> RequestFacts:
         if ours and parsed.cache_hit_threshold is not None
         else None,
         kv_fetch_min_tokens=parsed.kv_fetch_min_tokens if ours else None,
+        wishes=NO_WISHES if isinstance(wishes, Fault) else wishes,
         fault=fault,
     )
 
 
-def mode_of(facts: RequestFacts, asked: Mode) -> Mode:
-    """How it wants to be served. Who would rather be refused than have the prompt computed gets no prefill leg, which
-    computes it: the worker that answers decides by what it has and can fetch.
+def mode_of(facts: RequestFacts, headed: Mode) -> Mode:
+    """How it wants to be served: as the body says, or else the header. Who would rather be refused than have the
+    prompt computed gets no prefill leg, which computes it: the worker that answers decides by what it has and can
+    fetch.
     """
+    asked = facts.wishes.mode or headed
     return Mode.AGGREGATED if asked is Mode.AUTO and facts.cache_hit_threshold else asked
 
 
@@ -146,6 +173,35 @@ def find_fault(body: Body) -> Fault | None:
     return None
 
 
+def read_wishes(raw: msgspec.Raw) -> Wishes | Fault:
+    """The body's ``baton`` object, or what is wrong with it."""
+    try:
+        said = msgspec.json.decode(raw, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return Fault(param="baton", message="`baton` must be an object; leave it out for the defaults.")
+    for name, value in said.items():
+        rule = WISHES.get(name)
+        if rule is None:
+            return Fault(param=f"baton.{name}"[:64], message=f"`baton` has only the fields {', '.join(WISHES)}.")
+        if value is not None and not rule[0](value):
+            return Fault(param=f"baton.{name}", message=f"`baton.{name}` must be {rule[1]}.")
+    prefill, decode, sources = said.get("prefill_worker"), said.get("decode_worker"), said.get("sources")
+    forced = Forced(
+        prefill_worker=WorkerId(prefill or ""),
+        decode_worker=WorkerId(decode or ""),
+        sources=tuple(sources) if sources is not None else None,
+    )
+    mode = said.get("mode")
+    return Wishes(
+        mode=Mode(mode) if mode is not None else None,
+        forced=forced if prefill or decode or sources is not None else None,
+        class_name=said.get("class"),
+        priority=said.get("priority"),
+        ttft_s=said.get("ttft_s"),
+        itl_s=said.get("itl_s"),
+    )
+
+
 def why_whole(path: str, body: Body) -> str:
     """Why one engine must serve this request alone; empty when prefill and decode may be on two."""
     if path not in (COMPLETIONS, CHAT):
@@ -156,16 +212,17 @@ def why_whole(path: str, body: Body) -> str:
         return "prompt logprobs need the whole prompt on one engine"
     if body.echo not in (None, False):
         return "echo needs the prompt on the engine that answers"
-    if _given(body.prompt_embeds):
+    if given(body.prompt_embeds):
         return "the prompt is embeddings"
-    if _given(body.kv_transfer_params):
+    if given(body.kv_transfer_params):
         return "the client brings its own KV transfer"
     if path == COMPLETIONS:
         return "" if _is_one_prompt(body.prompt) else "the body holds several prompts"
-    return "" if _given(body.messages) else "there are no messages"
+    return "" if given(body.messages) else "there are no messages"
 
 
-def _given(raw: msgspec.Raw) -> bool:
+def given(raw: msgspec.Raw) -> bool:
+    """Whether the field is there and not null."""
     return bytes(memoryview(raw)[:5]) not in (b"", b"null")
 
 
@@ -182,3 +239,25 @@ def _limit(body: Body) -> int:
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
     return 0
+
+
+def _is_worker(value: Any) -> bool:
+    return isinstance(value, str) and is_subject_token(value)
+
+
+def _is_sources(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= SOURCES_MAX and all(map(_is_worker, value))
+
+
+_SECONDS = f"a number of seconds from {TARGET_S_MIN:g} to {TARGET_S_MAX:g}"
+WISHES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "mode": (lambda value: isinstance(value, str) and value in list(Mode), f"one of {', '.join(Mode)}"),
+    "prefill_worker": (_is_worker, "the id of a worker"),
+    "decode_worker": (_is_worker, "the id of a worker"),
+    "sources": (_is_sources, f"a list of up to {SOURCES_MAX} ids of workers"),
+    "class": (lambda value: isinstance(value, str), "the name of a class"),
+    "priority": (is_priority, f"an integer from {PRIORITY_MIN}, the most urgent, to {PRIORITY_MAX}"),
+    "ttft_s": (is_target, _SECONDS),
+    "itl_s": (is_target, _SECONDS),
+}
+"""The fields of a ``baton`` object: whether a value makes sense, and what would."""

@@ -28,7 +28,7 @@ class Targets(msgspec.Struct, frozen=True, kw_only=True):
 NO_TARGETS = Targets()
 
 
-class Terms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Promise(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the operator says of one model or class. Left out: as the more general ones say; null: no target."""
 
     ttft_s: float | msgspec.UnsetType | None = msgspec.UNSET
@@ -36,15 +36,15 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     priority: int | msgspec.UnsetType = msgspec.UNSET
 
 
-NOTHING_SAID = Terms()
+NOTHING_SAID = Promise()
 
 
 class Slos(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All of it. The class says more than the model, and the model more than the default."""
 
-    default: Terms = NOTHING_SAID
-    models: dict[str, Terms] = msgspec.field(default_factory=dict)
-    classes: dict[str, Terms] = msgspec.field(default_factory=dict)
+    default: Promise = NOTHING_SAID
+    models: dict[str, Promise] = msgspec.field(default_factory=dict)
+    classes: dict[str, Promise] = msgspec.field(default_factory=dict)
 
     def knows(self, name: str) -> bool:
         """Whether requests may be of that class; of none (empty) they always may."""
@@ -52,20 +52,20 @@ class Slos(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def targets(self, model: str, name: str, *, ttft_s: float | None, itl_s: float | None) -> Targets:
         """What holds for a request of this model and class, unless it says better itself."""
-        terms = self._by_weight(model, name)
+        promises = self._by_weight(model, name)
         return Targets(
-            ttft_s=_target(ttft_s, *(one.ttft_s for one in terms)),
-            itl_s=_target(itl_s, *(one.itl_s for one in terms)),
+            ttft_s=_target(ttft_s, *(one.ttft_s for one in promises)),
+            itl_s=_target(itl_s, *(one.itl_s for one in promises)),
         )
 
     def priority(self, model: str, name: str) -> int:
         """Lower is more urgent; 0 where nobody says anything."""
-        for terms in self._by_weight(model, name):
-            if terms.priority is not msgspec.UNSET:
-                return terms.priority
+        for promise in self._by_weight(model, name):
+            if promise.priority is not msgspec.UNSET:
+                return promise.priority
         return 0
 
-    def _by_weight(self, model: str, name: str) -> tuple[Terms, Terms, Terms]:
+    def _by_weight(self, model: str, name: str) -> tuple[Promise, Promise, Promise]:
         """Who has the first word comes first."""
         return self.classes.get(name, NOTHING_SAID), self.models.get(model, NOTHING_SAID), self.default
 
@@ -86,10 +86,10 @@ def read_slos(text: str) -> Slos:
     if "" in slos.classes or "" in slos.models:
         raise ValueError("a class or a model has an empty name; what holds for all others stands under `default`")
     named = {"default": slos.default}
-    named |= {f"models.{name}": terms for name, terms in slos.models.items()}
-    named |= {f"classes.{name}": terms for name, terms in slos.classes.items()}
-    for name, terms in named.items():
-        _check(name, terms)
+    named |= {f"models.{name}": promise for name, promise in slos.models.items()}
+    named |= {f"classes.{name}": promise for name, promise in slos.classes.items()}
+    for name, promise in named.items():
+        _check(name, promise)
     return slos
 
 
@@ -103,13 +103,13 @@ def is_priority(value: Any) -> bool:
     return type(value) is int and PRIORITY_MIN <= value <= PRIORITY_MAX
 
 
-def _check(name: str, terms: Terms) -> None:
+def _check(name: str, promise: Promise) -> None:
     for field in ("ttft_s", "itl_s"):
-        value = getattr(terms, field)
+        value = getattr(promise, field)
         if value not in (msgspec.UNSET, None) and not is_target(value):
             raise ValueError(f"{name}.{field} is {value}; it must be {TARGET_S_MIN:g} to {TARGET_S_MAX:g} s, or null")
-    if terms.priority is not msgspec.UNSET and not is_priority(terms.priority):
-        raise ValueError(f"{name}.priority is {terms.priority}; it must be {PRIORITY_MIN} to {PRIORITY_MAX}")
+    if promise.priority is not msgspec.UNSET and not is_priority(promise.priority):
+        raise ValueError(f"{name}.priority is {promise.priority}; it must be {PRIORITY_MIN} to {PRIORITY_MAX}")
 
 
 def _target(asked: float | None, *said: float | msgspec.UnsetType | None) -> float:

@@ -1,0 +1,109 @@
+"""On what terms a request is served: who asks, how urgent it is, how soon is soon enough, what it may decide itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from services.router.core.placement import Need
+from services.router.core.request import Fault, Mode, RequestFacts, mode_of
+from services.router.core.targets import NO_SLOS, Slos, read_slos
+from shared.contracts.failures import Reason
+from shared.contracts.ids import is_subject_token
+
+CLASS_HEADER = "x-baton-class"
+TENANT_HEADER = "x-baton-tenant"
+WEIGHT_MIN, WEIGHT_MAX = 0.01, 100.0
+
+Forcing = Literal["auto", "anyone", "nobody"]
+
+
+class Headed(msgspec.Struct, frozen=True, kw_only=True):
+    """What the headers say."""
+
+    mode: Mode = Mode.AUTO
+    class_name: str = ""
+    tenant: str = ""
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """What the operator allows and promises."""
+
+    slos: Slos = NO_SLOS
+    may_force: bool = False
+    """Whether clients may choose workers."""
+    priority_min: int = 0
+    """The most urgent that a body may say it is; classes may be more urgent."""
+
+    def fault(self, facts: RequestFacts, headed: Headed) -> Fault | None:
+        """Why the request is not served on these terms; None when it is."""
+        wishes = facts.wishes
+        if facts.fault is not None:
+            return facts.fault
+        if headed.tenant and not is_subject_token(headed.tenant):
+            message = f"`{TENANT_HEADER}` must be up to 128 letters, digits, underscores and hyphens."
+            return Fault(param=TENANT_HEADER, message=message)
+        name = class_of(facts, headed)
+        if not self.slos.knows(name):
+            known = ", ".join(self.slos.classes) or "none"
+            param = "baton.class" if wishes.class_name is not None else CLASS_HEADER
+            return Fault(param=param, message=f"The class `{name[:64]}` does not exist; there are: {known}.")
+        if wishes.forced is not None and not self.may_force:
+            message = "Workers and sources are not the client's to choose here."
+            return Fault(param="baton", message=message, reason=Reason.FORBIDDEN)
+        if wishes.priority is not None and wishes.priority < self.priority_min:
+            message = f"`baton.priority` may be {self.priority_min} or more (less urgent) here."
+            return Fault(param="baton.priority", message=message, reason=Reason.FORBIDDEN)
+        return None
+
+    def need(self, facts: RequestFacts, headed: Headed, prompt_tokens: int, hashes: Sequence[int]) -> Need:
+        """What the request needs of its workers."""
+        wishes, name = facts.wishes, class_of(facts, headed)
+        slos = self.slos
+        priority = wishes.priority if wishes.priority is not None else slos.priority(facts.model, name)
+        return Need(
+            model=facts.model,
+            mode=mode_of(facts, headed.mode),
+            whole=facts.whole,
+            prompt_tokens=prompt_tokens,
+            hashes=hashes,
+            tokens_out=facts.tokens_out,
+            fetch_tokens_min=facts.kv_fetch_min_tokens,
+            cache_hit_threshold=facts.cache_hit_threshold,
+            forced=wishes.forced,
+            targets=slos.targets(facts.model, name, ttft_s=wishes.ttft_s, itl_s=wishes.itl_s),
+            tenant=headed.tenant,
+            priority=priority,
+        )
+
+
+def class_of(facts: RequestFacts, headed: Headed) -> str:
+    """The body's word counts before the header's."""
+    return headed.class_name if facts.wishes.class_name is None else facts.wishes.class_name
+
+
+def read_terms(slos: str, forcing: Forcing, priority_min: int, *, local: bool) -> Terms:
+    """The operator's terms; ``local``: only clients of this machine can ask. Raises ValueError in words for the
+    operator.
+    """
+    return Terms(
+        slos=read_slos(slos),
+        may_force=forcing == "anyone" or (forcing == "auto" and local),
+        priority_min=priority_min,
+    )
+
+
+def read_weights(text: str) -> dict[str, float]:
+    """Tenants' weights from the operator's JSON. Raises ValueError in words for the operator."""
+    try:
+        weights = msgspec.json.decode(text.encode() or b"{}", type=dict[str, float])
+    except msgspec.DecodeError as error:
+        raise ValueError(str(error)) from error
+    for tenant, weight in weights.items():
+        if tenant and not is_subject_token(tenant):
+            raise ValueError(f"{tenant!r} cannot be a tenant: use letters, digits, underscores and hyphens")
+        if not WEIGHT_MIN <= weight <= WEIGHT_MAX:
+            raise ValueError(f"the weight of {tenant} is {weight:g}; it must be {WEIGHT_MIN:g} to {WEIGHT_MAX:g}")
+    return weights
