@@ -42,15 +42,21 @@ class Measurements:
     def joined(self, record: WorkerRecord) -> Coefficients | None:
         """The registry tells of a worker: what its like have measured is assumed of it."""
         family = record.fingerprint.key()
-        known = self.workers.get(record.worker_id)
-        if known is not None and (known.epoch > record.epoch or (known.epoch, known.family) == (record.epoch, family)):
+        measured = self.workers.get(record.worker_id)
+        if measured is not None and measured.epoch > record.epoch:
             return None
-        if family not in self._families:
-            self._forget_families()
-            self._families[family] = Learner()
-        measured = Measured(record.epoch, family, Learner(self._families[family]))
-        self.workers[record.worker_id] = measured
-        return _news(measured)
+        if measured is None or (measured.epoch, measured.family) != (record.epoch, family):
+            if family not in self._families:
+                self._forget_families()
+                self._families[family] = Learner()
+            measured = Measured(record.epoch, family, Learner(self._families[family]))
+            self.workers[record.worker_id] = measured
+        measured.shown = measured.learner.coefficients()
+        return measured.shown
+
+    def known(self) -> dict[WorkerId, Coefficients]:
+        """Of every worker."""
+        return {worker_id: measured.learner.coefficients() for worker_id, measured in self.workers.items()}
 
     def gone(self, worker_id: WorkerId) -> None:
         """It will not come back in this life. What it taught about its like stays."""
