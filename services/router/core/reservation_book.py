@@ -70,9 +70,7 @@ class ReservationBook:
 
     def forget_silent(self, now: float) -> None:
         """Routers end without a word."""
-        self._others = {
-            router_id: heard for router_id, heard in self._others.items() if now - heard[1] <= SILENT_S_MAX
-        }
+        self._others = {router_id: heard for router_id, heard in self._others.items() if now - heard[1] <= SILENT_S_MAX}
         self.alone = not self._others
         if self.alone:
             self._untold = {}
