@@ -12,7 +12,7 @@ from services.worker.exchange.worker_exchange import WorkerExchange
 from shared.bus.port import Bus, BusDown, Envelope
 from shared.contracts.channels import KV_EVENTS, LOAD
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_events import AskKvSnapshot, KvEvent, KvEventBatch, KvSnapshot
+from shared.contracts.kv_events import AskKvSnapshot, KvEvent, KvEventBatch, KvSnapshot, KvTier
 from shared.contracts.load import LOAD_HZ_MAX, LOAD_PERIOD_S_MAX, LoadReport
 from shared.contracts.workers import Role, WorkerPhase
 
@@ -41,7 +41,14 @@ class CachePublisher:
 
     async def answer(self, _ask: AskKvSnapshot, _envelope: Envelope) -> KvSnapshot:
         """Answerer of KV_SNAPSHOT."""
-        return KvSnapshot(worker_id=self._worker_id, epoch=self._epoch, seq=self.held.seq, hashes=self.held.packed())
+        return KvSnapshot(
+            worker_id=self._worker_id,
+            epoch=self._epoch,
+            seq=self.held.seq,
+            hashes=self.held.packed(),
+            host_hashes=self.held.packed(KvTier.HOST),
+            disk_hashes=self.held.packed(KvTier.DISK),
+        )
 
     async def _publish(self) -> None:
         """All events of one turn of the loop in one batch. One that cannot be sent leaves a gap in the numbers, which

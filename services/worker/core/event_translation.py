@@ -8,42 +8,47 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shared.contracts.kv_events import KvEvent, KvEventKind, block_hash64, pack_hashes
+from shared.contracts.kv_events import KvEvent, KvEventKind, KvTier, block_hash64, pack_hashes
 
 
 class EventTranslation:
-    """Counts the copies of each block that the engine holds."""
+    """Counts the copies of each block that the engine holds in each tier."""
 
     def __init__(self) -> None:
-        self._copies: dict[int, int] = {}
+        self._copies: dict[KvTier, dict[int, int]] = {tier: {} for tier in KvTier}
 
-    def stored(self, hashes: Iterable[bytes], parent: bytes | None) -> KvEvent | None:
+    def stored(self, hashes: Iterable[bytes], parent: bytes | None, tier: KvTier = KvTier.DEVICE) -> KvEvent | None:
         """Full hashes of a run of blocks, and of the block before it."""
         short = [block_hash64(full) for full in hashes]
+        copies = self._copies[tier]
         for block in short:
-            self._copies[block] = self._copies.get(block, 0) + 1
+            copies[block] = copies.get(block, 0) + 1
         if not short:
             return None
         return KvEvent(
             kind=KvEventKind.STORED,
             hashes=pack_hashes(short),
+            tier=tier,
             parent=None if parent is None else block_hash64(parent),
         )
 
-    def removed(self, hashes: Iterable[bytes]) -> KvEvent | None:
-        """One copy of each of these blocks is gone."""
-        gone = [block for block in map(block_hash64, hashes) if self._drop(block)]
-        return KvEvent(kind=KvEventKind.REMOVED, hashes=pack_hashes(gone)) if gone else None
+    def removed(self, hashes: Iterable[bytes], tier: KvTier = KvTier.DEVICE) -> KvEvent | None:
+        """One copy of each of these blocks is gone from this tier."""
+        copies = self._copies[tier]
+        gone = [block for block in map(block_hash64, hashes) if _drop(copies, block)]
+        return KvEvent(kind=KvEventKind.REMOVED, hashes=pack_hashes(gone), tier=tier) if gone else None
 
     def cleared(self) -> KvEvent:
-        """Everything is gone, or nothing certain is known any more."""
-        self._copies.clear()
+        """Everything is gone from every tier, or nothing certain is known any more."""
+        for copies in self._copies.values():
+            copies.clear()
         return KvEvent(kind=KvEventKind.CLEARED)
 
-    def _drop(self, block: int) -> bool:
-        """Whether that was the last copy."""
-        copies = self._copies.get(block, 0)
-        if copies > 1:
-            self._copies[block] = copies - 1
-            return False
-        return self._copies.pop(block, None) is not None
+
+def _drop(copies: dict[int, int], block: int) -> bool:
+    """Whether that was the last copy."""
+    count = copies.get(block, 0)
+    if count > 1:
+        copies[block] = count - 1
+        return False
+    return copies.pop(block, None) is not None

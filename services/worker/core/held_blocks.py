@@ -6,16 +6,24 @@ from collections.abc import Iterable
 from functools import reduce
 from operator import xor
 
-from shared.contracts.kv_events import KvDigest, KvEvent, KvEventKind, pack_hashes, unpack_hashes
+from shared.contracts.kv_events import (
+    KvDigest,
+    KvEvent,
+    KvEventKind,
+    KvTier,
+    digest_xor,
+    pack_hashes,
+    unpack_hashes,
+)
 
 
 class HeldBlocks:
-    """The set of blocks held after the batch numbered ``seq``."""
+    """The blocks held in each tier after the batch numbered ``seq``."""
 
     def __init__(self) -> None:
         self.seq = 0
-        self._held: set[int] = set()
-        self._xor = 0
+        self._held: dict[KvTier, set[int]] = {tier: set() for tier in KvTier}
+        self._xors = dict.fromkeys(KvTier, 0)
 
     def apply(self, events: Iterable[KvEvent]) -> int:
         """Take one batch in; answers its number."""
@@ -26,22 +34,23 @@ class HeldBlocks:
 
     def digest(self) -> KvDigest:
         """Now, in 16 bytes."""
-        return KvDigest(seq=self.seq, count=len(self._held), xor=self._xor)
+        return KvDigest(seq=self.seq, count=sum(map(len, self._held.values())), xor=digest_xor(self._xors.values()))
 
-    def packed(self) -> bytes:
-        """Every block held, packed as in ``pack_hashes``."""
-        return pack_hashes(self._held)
+    def packed(self, tier: KvTier = KvTier.DEVICE) -> bytes:
+        """Every block held in ``tier``, packed as in ``pack_hashes``."""
+        return pack_hashes(self._held[tier])
 
     def _apply(self, event: KvEvent) -> None:
         if event.kind is KvEventKind.CLEARED:
-            self._held.clear()
-            self._xor = 0
+            for tier, held in self._held.items():
+                held.clear()
+                self._xors[tier] = 0
             return
-        hashes = set(unpack_hashes(event.hashes))
+        hashes, held = set(unpack_hashes(event.hashes)), self._held[event.tier]
         if event.kind is KvEventKind.STORED:
-            changed = hashes - self._held
-            self._held |= changed
+            changed = hashes - held
+            held |= changed
         else:
-            changed = hashes & self._held
-            self._held -= changed
-        self._xor = reduce(xor, changed, self._xor)
+            changed = hashes & held
+            held -= changed
+        self._xors[event.tier] = reduce(xor, changed, self._xors[event.tier])

@@ -10,17 +10,27 @@ from typing import Any
 import msgspec
 import zmq
 import zmq.asyncio
-from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from vllm.distributed.kv_events import (
+    MEDIUM_CPU,
+    MEDIUM_GPU,
+    MEDIUM_STORAGE,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEventBatch,
+)
 
 from services.worker.core.event_translation import EventTranslation
-from shared.contracts.kv_events import KvEvent
+from shared.contracts.kv_events import KvEvent, KvTier
 
 EVENTS_QUEUED_MAX = 100_000
 """Batches that ZMQ keeps for us; vLLM's own bound is the same."""
 REPLAY_S_MAX = 2.0
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
-DEVICE_MEDIUM = "GPU"
-"""What vLLM calls the engine's own KV memory, on a CPU too."""
+TIERS = {None: KvTier.DEVICE, MEDIUM_GPU: KvTier.DEVICE, MEDIUM_CPU: KvTier.HOST, MEDIUM_STORAGE: KvTier.DISK}
+"""By what vLLM calls the memory; the engine's own is called GPU, on a CPU too."""
+REMOTE = "REMOTE"
+"""The locality of a store that all engines share: what lies there is no reason to prefer any of them."""
 
 
 class KvEventSource:
@@ -86,20 +96,27 @@ class KvEventSource:
         return [event for event in translated if event is not None]
 
     def _translate_one(self, event: Any) -> KvEvent | None:
+        if isinstance(event, AllBlocksCleared):
+            return self._translation.cleared()
+        tier = _tier(event)
+        if tier is None:
+            return None
         match event:
-            case BlockStored() if _on_device(event):
-                return self._translation.stored(_full(event.block_hashes), _full_one(event.parent_block_hash))
-            case BlockRemoved() if _on_device(event):
-                return self._translation.removed(_full(event.block_hashes))
-            case AllBlocksCleared():
-                return self._translation.cleared()
+            case BlockStored():
+                return self._translation.stored(_full(event.block_hashes), _full_one(event.parent_block_hash), tier)
+            case BlockRemoved():
+                return self._translation.removed(_full(event.block_hashes), tier)
             case _:
                 return None
 
 
-def _on_device(event: Any) -> bool:
-    """Whether it is about the KV memory itself. Models with several KV groups repeat each block; one is enough."""
-    return event.medium in (None, DEVICE_MEDIUM) and event.group_idx in (None, 0)
+def _tier(event: BlockStored | BlockRemoved) -> KvTier | None:
+    """Where the blocks lie; None for what is not this engine's. Models with several KV groups repeat each block; one
+    is enough.
+    """
+    if event.group_idx not in (None, 0) or event.locality == REMOTE:
+        return None
+    return TIERS.get(event.medium if event.medium is None else event.medium.upper())
 
 
 def _full(hashes: Iterable[Any]) -> list[bytes]:

@@ -11,18 +11,27 @@ from hypothesis import strategies as st
 
 from services.worker.core.event_translation import EventTranslation
 from services.worker.core.held_blocks import HeldBlocks
-from shared.contracts.kv_events import KvEvent, KvEventKind, block_hash64, pack_hashes, unpack_hashes
+from shared.contracts.kv_events import (
+    KvEvent,
+    KvEventKind,
+    KvTier,
+    block_hash64,
+    digest_xor,
+    pack_hashes,
+    unpack_hashes,
+)
 
 blocks = st.integers(0, 12)
 engine_steps = st.lists(
-    st.tuples(st.sampled_from(["stored", "removed"]), st.lists(blocks, min_size=1, max_size=4))
-    | st.just(("cleared", []))
+    st.tuples(st.sampled_from(["stored", "removed"]), st.lists(blocks, min_size=1, max_size=4), st.sampled_from(KvTier))
+    | st.just(("cleared", [], KvTier.DEVICE))
 )
 wire_events = st.lists(
     st.builds(
-        lambda kind, hashes: KvEvent(kind=kind, hashes=pack_hashes(hashes)),
+        lambda kind, hashes, tier: KvEvent(kind=kind, hashes=pack_hashes(hashes), tier=tier),
         st.sampled_from(list(KvEventKind)),
         st.lists(st.integers(0, 20), max_size=5),
+        st.sampled_from(KvTier),
     )
 )
 
@@ -34,21 +43,24 @@ def full(block: int) -> bytes:
 @given(engine_steps)
 def test_held_is_every_block_of_which_the_engine_has_a_copy(steps):
     translation, held = EventTranslation(), HeldBlocks()
-    copies: Counter[int] = Counter()
-    for kind, names in steps:
+    copies: dict[KvTier, Counter[int]] = {tier: Counter() for tier in KvTier}
+    for kind, names, tier in steps:
+        there = copies[tier]
         if kind == "cleared":
-            copies.clear()
+            for each in copies.values():
+                each.clear()
             event = translation.cleared()
         elif kind == "stored":
-            copies.update(names)
-            event = translation.stored(map(full, names), None)
+            there.update(names)
+            event = translation.stored(map(full, names), None, tier)
         else:
-            had = [name for name in names if copies[name] > 0 and not copies.subtract([name])]
-            event = translation.removed(map(full, had))
+            had = [name for name in names if there[name] > 0 and not there.subtract([name])]
+            event = translation.removed(map(full, had), tier)
         if event:
             held.apply([event])
 
-    assert set(unpack_hashes(held.packed())) == {block for block, count in copies.items() if count > 0}
+    for tier in KvTier:
+        assert set(unpack_hashes(held.packed(tier))) == {block for block, count in copies[tier].items() if count > 0}
 
 
 @given(wire_events)
@@ -57,9 +69,19 @@ def test_the_digest_is_the_digest_of_the_snapshot(events):
     for event in events:
         held.apply([event])
 
-    snapshot = unpack_hashes(held.packed())
+    snapshot = [unpack_hashes(held.packed(tier)) for tier in KvTier]
     digest = held.digest()
-    assert (digest.count, digest.xor, digest.seq) == (len(snapshot), reduce(xor, snapshot, 0), len(events))
+    xors = [reduce(xor, hashes, 0) for hashes in snapshot]
+    assert (digest.count, digest.xor, digest.seq) == (sum(map(len, snapshot)), digest_xor(xors), len(events))
+
+
+def test_a_block_that_moves_to_another_tier_changes_the_digest():
+    device, host = HeldBlocks(), HeldBlocks()
+
+    device.apply([KvEvent(kind=KvEventKind.STORED, hashes=pack_hashes([1 << 63 | 1]))])
+    host.apply([KvEvent(kind=KvEventKind.STORED, hashes=pack_hashes([1 << 63 | 1]), tier=KvTier.HOST)])
+
+    assert (device.digest().xor, host.digest().xor) == (1 << 63 | 1, 1 << 21 | 1 << 20)
 
 
 @given(wire_events)
@@ -70,7 +92,8 @@ def test_it_does_not_matter_how_events_are_batched(events):
     for event in events:
         many.apply([event])
 
-    assert one.packed() == many.packed() or set(one.packed()) == set(many.packed())
+    for tier in KvTier:
+        assert set(unpack_hashes(one.packed(tier))) == set(unpack_hashes(many.packed(tier)))
     assert one.digest().xor == many.digest().xor
 
 
