@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from services.router.core.request import CHAT, COMPLETIONS
+from services.router.core.request import CHAT, COMPLETIONS, Mode
 from services.router.exchange import Bodies, Connection, Exchange, Head, Header, Upload
 from services.router.http_answers import HttpError, error_body, error_event, failed
 from services.router.idle_clients import IdleClients
@@ -40,7 +40,7 @@ UPLOAD_DISCARDED_FACTOR = 4
 """A body announced as up to so many times the limit is read and thrown away, so that the client reads its 413 instead
 of a broken connection.
 """
-BAD_MODE = "x-baton-mode must be auto, aggregated or disaggregated."
+BAD_MODE = f"x-baton-mode must be one of {', '.join(Mode)}."
 
 AsgiMessage = MutableMapping[str, Any]
 AsgiApp = Callable[

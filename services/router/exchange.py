@@ -49,12 +49,15 @@ class Connection(Protocol):
 class Head:
     """What the head of a request says that concerns a router. Header names are lower case."""
 
-    __slots__ = ("content_type", "length", "mode", "path", "request_id", "trace")
+    __slots__ = ("class_name", "content_type", "length", "mode", "path", "request_id", "tenant", "trace")
 
     def __init__(self, path: str, headers: list[Header], new_id: Callable[[], str]) -> None:
         self.path = path
         self.mode: Mode | None = Mode.AUTO
         """None when the header asks for something that does not exist."""
+        self.class_name = ""
+        self.tenant = ""
+        """Whoever asks, as it says itself."""
         self.content_type = "application/json"
         self.length = -1
         """The body's length as announced; -1 when it was not."""
@@ -72,6 +75,10 @@ class Head:
                 request_id = value.decode("latin-1")
             elif name == b"x-baton-mode":
                 self.mode = MODES.get(value.strip().lower())
+            elif name == b"x-baton-class":
+                self.class_name = value.decode("latin-1").strip()
+            elif name == b"x-baton-tenant":
+                self.tenant = value.decode("latin-1").strip()
         self.request_id = RequestId(request_id if request_id and is_subject_token(request_id) else new_id())
 
 

@@ -6,6 +6,7 @@ import math
 
 import msgspec
 
+from services.router.core.request import Fault
 from shared.contracts.failures import HTTP_STATUS, Reason
 
 JSON = b"application/json"
@@ -67,6 +68,15 @@ def failed(reason: Reason, message: str, retry_after_s: float | None = None, *, 
 def bad_request(message: str, param: str | None = None) -> HttpError:
     """400 in the router's own words: for what no worker is there to refuse."""
     return HttpError(400, error_body(400, message, param=param), None, "bad_request")
+
+
+def refused_field(fault: Fault) -> HttpError:
+    """A field of Baton's own that means nothing, or asks for more than is allowed."""
+    if fault.reason is None:
+        return bad_request(fault.message, fault.param)
+    status = HTTP_STATUS[fault.reason]
+    body = error_body(status, fault.message, code=str(fault.reason), param=fault.param)
+    return HttpError(status, body, None, str(fault.reason))
 
 
 def error_event(reason: Reason, message: str) -> bytes:
