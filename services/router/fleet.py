@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from services.router.core.cluster_view import ClusterView
-from services.router.core.kv_sources import exchanges_kv
-from services.router.core.placement import Need, Placed, Policy, Refused, place
+from services.router.core.cluster_view import ClusterView, exchanges_kv
+from services.router.core.placement import Need, Placed, Policy, Refused
+from services.router.core.placer import Costs, Placer
 from services.router.core.prefix_index import PrefixIndex
 from services.router.core.request import RequestFacts
 from shared.contracts.workers import Role
@@ -17,10 +17,11 @@ class Fleet:
         self.cluster = ClusterView()
         self.index = PrefixIndex()
         self.policy = policy
+        self.placer: Placer = Costs(self.cluster, self.index, policy)
 
     def place(self, need: Need, now: float) -> Placed | Refused:
         """Which workers serve it."""
-        return place(need, self.cluster, self.index, self.policy, now)
+        return self.placer.place(need, now)
 
     def prompt_matters(self, facts: RequestFacts, body_bytes: int) -> bool:
         """Whether the prompt's prefix decides anything: more than one worker could compute it, or the one that does

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Self
 
 from services.router.core.cluster_view import ClusterView
+from services.router.core.own_work import Sent
 from services.router.core.placement import Placed
+from services.router.core.request import Mode
 from services.router.exchange import Header
 from services.router.flight import Flight
 from services.router.http_answers import EVENT_STREAM
@@ -18,7 +20,7 @@ from shared.bus.port import BusDown, MessageTooLarge
 from shared.bus.streams import Leg, LegFailed
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import WorkerId
-from shared.contracts.inference import Frame, FrameKind, LegKind, LegReport, StartLeg
+from shared.contracts.inference import CACHE_THRESHOLD, Frame, FrameKind, LegKind, LegReport, StartLeg
 
 HEAD, END = FrameKind.HEAD, FrameKind.END
 OK = 200
@@ -45,25 +47,31 @@ NOT_ANSWERED = (LegFailed, EngineRefused, BusDown, MessageTooLarge)
 class Account:
     """What a leg of ours adds to its worker's load, as long as it runs; its prompt, until that is computed."""
 
-    __slots__ = ("_cluster", "_tokens", "_worker_id")
+    __slots__ = ("_cluster", "_context_tokens", "_now", "_sent", "_tokens", "_worker_id")
 
-    def __init__(self, cluster: ClusterView, worker_id: WorkerId, tokens: int) -> None:
+    def __init__(self, cluster: ClusterView, start: StartLeg, context_tokens: int, now: Callable[[], float]) -> None:
         self._cluster = cluster
-        self._worker_id = worker_id
-        self._tokens = tokens
+        self._worker_id = start.worker_id
+        self._tokens = max(0, start.expected_tokens)
+        self._context_tokens = context_tokens
+        self._now = now
+        self._sent: Sent | None = None
 
     def __enter__(self) -> Self:
-        self._cluster.leg_started(self._worker_id, self._tokens)
+        self._sent = Sent(self._now(), self._tokens, self._context_tokens)
+        self._cluster.leg_started(self._worker_id, self._sent)
         return self
 
     def prompt_computed(self) -> None:
         """The first token is there."""
-        self._cluster.prompt_computed(self._worker_id, self._tokens)
+        if self._sent is not None:
+            self._cluster.prompt_computed(self._worker_id, self._sent, self._tokens)
         self._tokens = 0
 
     def __exit__(self, *_failure: object) -> None:
         self.prompt_computed()
-        self._cluster.leg_ended(self._worker_id)
+        if self._sent is not None:
+            self._cluster.leg_ended(self._worker_id, self._sent, self._context_tokens)
 
 
 class LegRunner:
@@ -74,6 +82,8 @@ class LegRunner:
         self._now: Callable[[], float] = parts.clock.now
         self._cluster = parts.fleet.cluster
         self._inbox = parts.inbox
+        self._measures = parts.measures
+        self._reservations = parts.reservations
         self._tracing = parts.tracing
         self._starts = Starts(parts.router_id, parts.clock.now)
         self._pulse = Pulse()
@@ -84,14 +94,14 @@ class LegRunner:
         if placed.prefill is None:
             self._allow_answer(flight)
             start = self._starts.make(flight, placed, LegKind.AGGREGATED)
-            await self._answer(flight, placed, start, placed.uncached_tokens)
+            await self._answer(flight, placed, start)
         elif placed.streamed:
             await self._side_by_side(flight, placed)
         else:
             flight.allow(self._now(), self._settings.prefill_s_max)
             report = await self._prefill(flight, placed)
             self._allow_answer(flight)
-            await self._answer(flight, placed, self._starts.make(flight, placed, LegKind.DECODE, report), 0)
+            await self._answer(flight, placed, self._starts.make(flight, placed, LegKind.DECODE, report))
 
     def headers(self, flight: Flight, placed: Placed, content_type: str) -> list[Header]:
         """What the client is told beside the answer: who served it."""
@@ -112,7 +122,7 @@ class LegRunner:
         flight.allow(self._now(), self._settings.prefill_s_max)
         prefilling = asyncio.create_task(self._prefill_beside(flight, placed), name="prefill-leg")
         try:
-            await self._answer(flight, placed, self._starts.make(flight, placed, LegKind.DECODE), 0)
+            await self._answer(flight, placed, self._starts.make(flight, placed, LegKind.DECODE))
             flight.answered_at = self._now()
             if not prefilling.done():
                 await asyncio.wait([prefilling], timeout=REPORT_S_MAX)
@@ -149,6 +159,8 @@ class LegRunner:
         if flight.stopped is not None:
             raise LegFailed(flight.stopped)
         leg = await self._inbox.start(start, headers)
+        if flight.story.placed is not None:
+            self._reservations.leg_started(start, flight.story.placed.context_tokens)
         flight.started(leg)
         return leg
 
@@ -156,7 +168,7 @@ class LegRunner:
         start = self._starts.make(flight, placed, LegKind.PREFILL)
         begun = self._now()
         with (
-            Account(self._cluster, start.worker_id, placed.uncached_tokens),
+            Account(self._cluster, start, placed.context_tokens, self._now),
             self._tracing.leg(flight, start) as headers,
         ):
             leg = await self._open(flight, start, headers)
@@ -170,20 +182,35 @@ class LegRunner:
             raise LegFailed(Failure(reason=Reason.BAD_MESSAGE, message="The prefill leg ended without a report."))
         flight.story.prefill_s = self._now() - begun
         flight.story.prefill_report = report
+        self._measures.leg_ended(start, report, flight.story.prefill_s)
         return report
 
-    async def _answer(self, flight: Flight, placed: Placed, start: StartLeg, tokens: int) -> None:
+    async def _answer(self, flight: Flight, placed: Placed, start: StartLeg) -> None:
+        begun, story = self._now(), flight.story
         with (
-            Account(self._cluster, start.worker_id, tokens) as account,
+            Account(self._cluster, start, placed.context_tokens, self._now) as account,
             self._tracing.leg(flight, start) as headers,
         ):
             leg = await self._open(flight, start, headers)
             frames = await leg.frames()
-            if status_of(frames[0]) == OK and frames[0].content_type.startswith(EVENT_STREAM):
+            if placed.mode is Mode.DECODE_FIRST:
+                await self._find_cached(leg, frames)
+            streams = status_of(frames[0]) == OK and frames[0].content_type.startswith(EVENT_STREAM)
+            if streams:
                 with self._pulse:
                     await self._stream(flight, placed, leg, frames, account)
             else:
                 await self._whole(flight, placed, leg, frames)
+        self._measures.leg_ended(start, story.report, story.first_at - begun if streams else None)
+
+    async def _find_cached(self, leg: Leg, frames: list[Frame]) -> None:
+        """Wait for the first token, or for the end. Raises LegFailed when the worker found too little of the prompt."""
+        while frames[-1].kind is not END and not any([frame.token_ids for frame in frames]):
+            frames += await leg.frames()
+        report = frames[-1].report
+        if report is not None and report.finish_reason == CACHE_THRESHOLD:
+            message = "The worker has too little of the prompt in its cache."
+            raise LegFailed(Failure(reason=Reason.CACHE_MISSED, message=message), leg.worker_id)
 
     async def _stream(self, flight: Flight, placed: Placed, leg: Leg, frames: list[Frame], account: Account) -> None:
         """Relay events as they come, all that have arrived in one write. The head waits for the first data, so that

@@ -21,7 +21,7 @@ GIVEN_UP = frozenset(
     {Reason.WORKER_DRAINING, Reason.WORKER_BUSY, Reason.WORKER_LOST, Reason.ENGINE_DEAD, Reason.DEADLINE}
 )
 """The worker cannot serve this request any more; another one may."""
-RETRIED = GIVEN_UP | {Reason.FRAMES_LOST}
+RETRIED = GIVEN_UP | {Reason.FRAMES_LOST, Reason.CACHE_MISSED}
 """Failures after which a request is placed again, if the client has not seen any of its answer."""
 SERVICE_UNAVAILABLE = 503
 ENGINE_FULL = Failure(reason=Reason.WORKER_BUSY, message="the engine takes no requests")
@@ -37,6 +37,7 @@ class Relay:
         self._inbox = parts.inbox
         self._prompts = parts.prompts
         self._ledger = parts.ledger
+        self._decisions = parts.decisions
         self._decisions = parts.decisions
         self._tracing = parts.tracing
         self._runner = LegRunner(parts)
@@ -63,7 +64,9 @@ class Relay:
             self._tell(flight, bad_request(facts.fault.message, facts.fault.param))
             return
         begun = self._now()
+        begun = self._now()
         prompt = await self._prompts.of(flight.exchange, facts)
+        flight.story.spent.tokenize_s = self._now() - begun
         flight.story.spent.tokenize_s = self._now() - begun
         flight.story.prompt = prompt
         need = Need(
@@ -79,6 +82,7 @@ class Relay:
         while True:
             placement = self._place(flight, need)
             self._decisions.made(flight, need, placement)
+            self._decisions.made(flight, need, placement)
             if isinstance(placement, Refused):
                 self._refuse(flight, placement, lost)
                 return
@@ -90,6 +94,7 @@ class Relay:
             if not self._may_retry(flight, lost.failure):
                 self._fail(flight, lost.failure)
                 return
+            flight.story.spent.failed_s += self._now() - begun
             flight.story.spent.failed_s += self._now() - begun
             need = self._without_failed(need, lost)
 
@@ -129,6 +134,9 @@ class Relay:
     def _without_failed(self, need: Need, lost: LegFailed) -> Need:
         """The same need, less the worker whose leg failed."""
         self._ledger.retried(lost.failure.reason)
+        if lost.failure.reason is Reason.CACHE_MISSED:
+            mode = Mode.AUTO if need.mode is Mode.DECODE_FIRST else need.mode
+            return msgspec.structs.replace(need, mode=mode, may_decode_first=False)
         if lost.worker_id is None or lost.failure.reason not in GIVEN_UP:
             return need
         return msgspec.structs.replace(need, excluded=need.excluded | {lost.worker_id})

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from services.router.core.placement import Placed
+from services.router.core.request import Mode, RequestFacts
 from services.router.flight import Flight
 from shared.contracts.ids import LegId, RouterId
 from shared.contracts.inference import LegKind, LegReport, StartLeg
@@ -42,9 +43,15 @@ class Starts:
             prefill_cached_tokens=prefill.cached_tokens if prefill is not None else 0,
             kv_offer=not placed.streamed,
             kv_sources=list(placed.handoff if kind is LegKind.DECODE else placed.sources),
-            cache_hit_threshold=facts.cache_hit_threshold if kind is not LegKind.PREFILL else None,
+            expected_tokens=placed.uncached_tokens if kind is not LegKind.DECODE else 0,
+            cache_hit_threshold=threshold_of(facts, placed) if kind is not LegKind.PREFILL else None,
             kv_fetch_min_tokens=facts.kv_fetch_min_tokens,
         )
+
+
+def threshold_of(facts: RequestFacts, placed: Placed) -> float | None:
+    """Below which share of the prompt its worker shall refuse: the client's, or what placement counts on."""
+    return placed.hit_share_min if placed.mode is Mode.DECODE_FIRST else facts.cache_hit_threshold
 
 
 def handed_over(prefill: LegReport) -> bytes:

@@ -24,6 +24,8 @@ class Reason(StrEnum):
     """This tenant waits with more than its share: 429 with Retry-After."""
     FORBIDDEN = "forbidden"
     """The client may not ask for this: 403."""
+    CACHE_MISSED = "cache_missed"
+    """Too little of the prompt was where it was believed to be: place again."""
     WORKER_LOST = "worker_lost"
     """The worker fell silent or its epoch ended: place again if no byte has left."""
     ENGINE_DEAD = "engine_dead"
@@ -51,6 +53,7 @@ HTTP_STATUS: dict[Reason, int] = {
     Reason.NO_WORKER: 503,
     Reason.WORKER_DRAINING: 503,
     Reason.WORKER_BUSY: 503,
+    Reason.CACHE_MISSED: 503,
     Reason.OVERLOADED: 503,
     Reason.OVER_SHARE: 429,
     Reason.FORBIDDEN: 403,

@@ -68,6 +68,10 @@ class CancelLeg(Message, frozen=True, kw_only=True):
     leg_id: LegId
 
 
+CACHE_THRESHOLD = "cache_threshold"
+"""The finish reason of a leg that was refused for the share of its prompt that is cached."""
+
+
 class LegReport(Message, frozen=True, kw_only=True):
     """Worker -> router, in the END frame: what the leg cost. Times are seconds on the worker's monotonic clock."""
 

@@ -1,107 +1,119 @@
-"""The workers as this router sees them: who they are, how busy they say they are, and what we have sent them since."""
+"""The workers as this router sees them: who they are, how busy they say they are, and what was sent to them since."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
+import msgspec
+import numpy as np
+
+from services.router.core import fleet_table as t
+from services.router.core.coefficients import Coefficients
+from services.router.core.own_work import OwnWork, Sent
+from services.router.core.rates import ArrivalRate, TokenRate
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.load import LoadReport
 from shared.contracts.workers import Role, WorkerPhase, WorkerRecord
 
-
-@dataclass(slots=True)
-class Speeds:
-    """What the workers of one fingerprint measured last: assumed of a like worker that has measured nothing yet.
-
-    Were some constant assumed instead, a worker that joins would look slow and never get what it could measure.
-    """
-
-    prefill_tokens_per_s: float = 0.0
-    decode_s_per_token: float = 0.0
-
-    def learn(self, load: LoadReport) -> None:
-        """One of them reports."""
-        self.prefill_tokens_per_s = load.prefill_tokens_per_s or self.prefill_tokens_per_s
-        self.decode_s_per_token = load.decode_s_per_token or self.decode_s_per_token
+CONNECTOR = "baton"
+"""Names of connectors that lease, offer and fetch KV by content begin with it."""
+LEARNED_AT_FIRST = Coefficients()
 
 
-@dataclass(slots=True)
+def exchanges_kv(record: WorkerRecord) -> bool:
+    """Whether its engine can be asked for KV by content."""
+    return record.fingerprint.connector.startswith(CONNECTOR)
+
+
 class WorkerView:
-    """One worker. Loads are stale by up to a report's period, so our own legs since the last report are added."""
+    """One worker in this life of it."""
 
-    record: WorkerRecord
-    pairs_with: str
-    """The fingerprint in one string: KV moves only between equal ones."""
-    heard_at: float
-    like: Speeds
-    """Shared with the workers that it pairs with."""
-    load: LoadReport | None = None
-    lost: bool = False
-    registered: bool = True
-    own_legs: int = 0
-    """Legs of this router that run there now."""
-    own_tokens: int = 0
-    """Prompt tokens that those legs still have to compute, as predicted."""
-    fresh_legs: int = 0
-    """Legs started there since the last load report."""
-    fresh_tokens: int = 0
-    picked_at_turn: int = 0
+    __slots__ = ("heard_at", "load", "lost", "own", "pairs_with", "prompts", "record", "registered", "row")
+
+    def __init__(self, record: WorkerRecord, row: int, now: float) -> None:
+        self.record = record
+        self.pairs_with = record.fingerprint.key()
+        """The fingerprint in one string: KV moves only between equal ones."""
+        self.row = row
+        self.heard_at = now
+        self.load: LoadReport | None = None
+        self.lost = False
+        self.registered = True
+        self.own = OwnWork()
+        self.prompts = TokenRate()
+        """Prompt tokens that it computes."""
 
     @property
     def legs(self) -> int:
         """Legs it serves, as far as can be known."""
         reported = self.load.legs if self.load is not None else 0
-        return max(reported + self.fresh_legs, self.own_legs)
+        return max(reported + self.own.sent_legs, self.own.legs)
 
     @property
-    def running(self) -> int:
-        """Requests in its batch or about to be."""
-        reported = self.load.running + self.load.waiting if self.load is not None else 0
-        return max(reported + self.fresh_legs, self.own_legs)
-
-    @property
-    def waiting_tokens(self) -> int:
-        """Prompt tokens before a new one in its queue."""
-        reported = self.load.waiting_tokens if self.load is not None else 0
-        return max(reported + self.fresh_tokens, self.own_tokens)
+    def ready(self) -> bool:
+        """Whether it takes new legs, as far as it said."""
+        phase = self.load.phase if self.load is not None else self.record.phase
+        return phase is WorkerPhase.READY and self.record.phase is WorkerPhase.READY and not self.lost
 
     def fit(self, now: float, silent_s_max: float) -> bool:
         """Whether new legs may be placed there."""
-        phase = self.load.phase if self.load is not None else self.record.phase
+        return self.ready and now - self.heard_at <= silent_s_max
+
+    def busy(self) -> tuple[float, float, float, float]:
+        """Requests in its batch or about to be, prompt tokens before a new one, tokens of context, and room for more.
+
+        Without a report only this router's own legs are known.
+        """
+        load, own = self.load, self.own
+        if load is None:
+            return float(own.legs), float(own.tokens), float(own.context_tokens), np.inf
+        block_size = self.record.fingerprint.block_size
+        room = (load.kv_blocks_total - load.kv_blocks_used) * block_size if load.kv_blocks_total else np.inf
         return (
-            phase is WorkerPhase.READY
-            and self.record.phase is WorkerPhase.READY
-            and not self.lost
-            and now - self.heard_at <= silent_s_max
+            max(load.running + load.waiting + own.sent_legs, own.legs),
+            load.waiting_tokens + own.sent_tokens,
+            load.kv_blocks_used * block_size + own.sent_context_tokens,
+            room - own.sent_context_tokens,
         )
 
 
 class ClusterView:
-    """All workers, and the models that anybody has ever offered."""
+    """All workers, and the models that anybody has ever offered. ``table`` has what placement computes with."""
 
     def __init__(self) -> None:
         self.workers: dict[WorkerId, WorkerView] = {}
         self.models_known: dict[str, None] = {}
-        self.speeds: dict[str, Speeds] = {}
-        """By fingerprint."""
-        self.turn = 0
-        """Counts placements, to take turns between equals."""
+        self.table = t.FleetTable()
+        self.views: list[WorkerView | None] = []
+        """By row."""
+        self.learned_of: dict[str, Coefficients] = {}
+        """By fingerprint: what the last of these workers that was measured came to. A new one is taken for its like,
+        or it would look slow and never get what it could be measured by.
+        """
+        self.arrivals = ArrivalRate()
+        """Of requests, at this router."""
+        self._masks: dict[str, t.Bools] = {}
+        self._groups: dict[str, int] = {}
+        self._turn = 0
 
     def record(self, record: WorkerRecord, now: float) -> None:
         """The registry tells of a worker. A new epoch begins with an empty view."""
         self.models_known.update(dict.fromkeys(record.models))
         view = self.workers.get(record.worker_id)
-        pairs_with = record.fingerprint.key()
-        like = self.speeds.setdefault(pairs_with, Speeds())
+        if view is not None and record.epoch < view.record.epoch:
+            return
         if view is None or record.epoch > view.record.epoch:
-            view = WorkerView(record, pairs_with, now, like)
-            self.workers[record.worker_id] = view
-        elif record.epoch == view.record.epoch:
+            self._remove(view)
+            view = self.workers[record.worker_id] = WorkerView(record, self._row(), now)
+            self.views[view.row] = view
+        else:
             view.record = record
-            view.pairs_with, view.like = pairs_with, like  # a worker that starts does not know its own yet
+            view.pairs_with = record.fingerprint.key()  # a worker that starts does not know its own yet
             view.registered = True
             view.heard_at = max(view.heard_at, now)
+        self._masks.clear()
+        self._write(view)
+        self.table.learned(view.row, self.learned_of.get(view.pairs_with, LEARNED_AT_FIRST))
 
     def unregister(self, worker_id: WorkerId) -> None:
         """The registry entry vanished. A worker that still speaks is believed: the registry may be ill, not it."""
@@ -115,31 +127,45 @@ class ClusterView:
         if view is None or load.epoch != view.record.epoch:
             return
         view.load = load
-        view.like.learn(load)
         view.heard_at = now
         view.lost = False
-        view.fresh_legs = view.fresh_tokens = 0
+        view.own.reported(now)
+        tokens_per_s = view.prompts.told(load.computed_tokens_total, now)
+        self.table.numbers[t.BUSY, view.row] = tokens_per_s * self.table.numbers[t.PREFILL_S_PER_TOKEN, view.row]
         if view.record.role is not load.role:
-            view.record = _with_role(view.record, load.role)
+            view.record = msgspec.structs.replace(view.record, role=load.role)
+        self._write(view)
+
+    def learned(self, worker_id: WorkerId, coefficients: Coefficients) -> None:
+        """How fast a worker is, as measured."""
+        view = self.workers.get(worker_id)
+        if view is not None:
+            self.learned_of[view.pairs_with] = coefficients
+            self.table.learned(view.row, coefficients)
 
     def lose(self, worker_id: WorkerId, epoch: Epoch) -> None:
         """The orchestrator says that this life is over."""
         view = self.workers.get(worker_id)
         if view is not None and view.record.epoch <= epoch:
             view.lost = True
+            self._write(view)
 
     def sweep(self, now: float, silent_s_max: float) -> list[WorkerRecord]:
         """Forget those that are neither registered nor heard; answers who they were."""
         gone = [
-            view.record
+            view
             for view in self.workers.values()
             if not view.registered and (view.lost or now - view.heard_at > silent_s_max)
         ]
-        for record in gone:
-            del self.workers[record.worker_id]
+        for view in gone:
+            del self.workers[view.record.worker_id]
+            self._remove(view)
         if gone:
-            self.speeds = {view.pairs_with: view.like for view in self.workers.values()}
-        return gone
+            self._masks.clear()
+            alive = {view.pairs_with for view in self.workers.values()}
+            self.learned_of = {key: learned for key, learned in self.learned_of.items() if key in alive}
+            self._groups = {key: group for key, group in self._groups.items() if key in alive}
+        return [view.record for view in gone]
 
     def offering(self, model: str) -> Iterable[WorkerView]:
         """Workers of a model; of any model when ``model`` is empty."""
@@ -147,35 +173,85 @@ class ClusterView:
             return self.workers.values()
         return [view for view in self.workers.values() if model in view.record.models]
 
+    def mask(self, model: str) -> t.Bools:
+        """Which rows offer a model; any model when ``model`` is empty."""
+        if model and model not in self.models_known:
+            return np.zeros(self.table.count, dtype=np.bool_)  # and nothing to remember of what clients make up
+        mask = self._masks.get(model)
+        if mask is None or len(mask) != self.table.count:
+            mask = np.zeros(self.table.count, dtype=np.bool_)
+            mask[[view.row for view in self.offering(model)]] = True
+            self._masks[model] = mask
+        return mask
+
     def picked(self, *views: WorkerView) -> None:
         """Remember whose turn it was."""
-        self.turn += 1
+        self._turn += 1
         for view in views:
-            view.picked_at_turn = self.turn
+            self.table.numbers[t.TURN, view.row] = self._turn
 
-    def leg_started(self, worker_id: WorkerId, tokens: int) -> None:
-        """We sent a leg that must compute ``tokens`` prompt tokens."""
+    def leg_started(self, worker_id: WorkerId, sent: Sent) -> None:
+        """We sent a leg."""
         view = self.workers.get(worker_id)
         if view is not None:
-            view.own_legs += 1
-            view.fresh_legs += 1
-            view.own_tokens += tokens
-            view.fresh_tokens += tokens
+            sent.epoch = view.record.epoch
+            view.own.started(sent)
+            self._write_load(view)
 
-    def prompt_computed(self, worker_id: WorkerId, tokens: int) -> None:
-        """A leg of ours got past its prompt."""
+    def others_started(self, worker_id: WorkerId, epoch: Epoch, sent: Sent) -> None:
+        """Another router sent some."""
         view = self.workers.get(worker_id)
-        if view is not None:
-            view.own_tokens = max(0, view.own_tokens - tokens)
+        if view is not None and view.record.epoch == epoch:
+            view.own.others_started(sent)
+            self._write_load(view)
 
-    def leg_ended(self, worker_id: WorkerId) -> None:
+    def prompt_computed(self, worker_id: WorkerId, sent: Sent, tokens: int) -> None:
+        """A leg of ours got past its prompt, of which it had ``tokens`` to compute."""
+        view = self.workers.get(worker_id)
+        if view is not None and view.record.epoch == sent.epoch:
+            view.own.computed(sent, tokens)
+            self._write_load(view)
+
+    def leg_ended(self, worker_id: WorkerId, sent: Sent, context_tokens: int) -> None:
         """A leg of ours is over, well or not."""
         view = self.workers.get(worker_id)
-        if view is not None and view.own_legs:
-            view.own_legs -= 1
-            view.fresh_legs = max(0, view.fresh_legs - 1)
+        if view is not None and view.record.epoch == sent.epoch:
+            view.own.ended(sent, context_tokens)
+            self._write_load(view)
 
+    def _row(self) -> int:
+        row = self.table.take()
+        if row == len(self.views):
+            self.views.append(None)
+        return row
 
-def _with_role(record: WorkerRecord, role: Role) -> WorkerRecord:
-    values = {name: getattr(record, name) for name in record.__struct_fields__}
-    return WorkerRecord(**{**values, "role": role})
+    def _remove(self, view: WorkerView | None) -> None:
+        if view is not None:
+            self.views[view.row] = None
+            self.table.give_back(view.row)
+
+    def _group(self, fingerprint: str) -> int:
+        if fingerprint not in self._groups:
+            self._groups[fingerprint] = max(self._groups.values(), default=-1) + 1
+        return self._groups[fingerprint]
+
+    def _write(self, view: WorkerView) -> None:
+        record, row, flags = view.record, view.row, self.table.flags
+        flags[t.READY, row] = view.ready
+        flags[t.PREFILLS, row] = record.role is not Role.DECODE
+        flags[t.DECODES, row] = record.role is not Role.PREFILL
+        flags[t.EXCHANGES, row] = exchanges_kv(record)
+        flags[t.FOLLOWED, row] = exchanges_kv(record) and record.prefix_caching
+        self.table.groups[row] = self._group(view.pairs_with)
+        numbers = self.table.numbers
+        numbers[t.HEARD_AT, row] = view.heard_at
+        numbers[t.LEGS_MAX, row] = record.legs_max
+        numbers[t.BLOCK_SIZE, row] = record.hashing.block_size
+        numbers[t.STEP_TOKENS, row] = record.step_tokens_max
+        self._write_load(view)
+
+    def _write_load(self, view: WorkerView) -> None:
+        numbers, row = self.table.numbers, view.row
+        numbers[t.LEGS, row] = view.legs
+        numbers[t.OWN_LEGS, row] = view.own.legs
+        numbers[t.DECODING : t.ROOM_TOKENS + 1, row] = view.busy()

@@ -1,67 +1,140 @@
-"""How long would it take there? Predicted seconds from what each worker measured about itself."""
+"""How long would it take on each of these workers? Predicted seconds, for all of them at once, from what was learned.
+
+Only tokens that have to be computed count as work. A worker's time is everybody's: beside its own time, a request
+costs what it adds to that of others, and so nothing needs a weight.
+"""
 
 from __future__ import annotations
 
-from services.router.core.cluster_view import WorkerView
+from typing import NamedTuple
 
-PREFILL_TOKENS_PER_S_UNKNOWN = 4000.0
-"""Assumed until some worker of the fingerprint has measured itself."""
-DECODE_S_PER_TOKEN_UNKNOWN = 0.02
-TRANSFER_S_PER_TOKEN_UNKNOWN = 5e-6
-"""Reading a token's KV from another worker."""
-LEASE_S = 0.005
-"""Asking another worker for its blocks, to its answer. More than what counts as a tie, or prompts would leave the
-worker that holds them for one that is no better.
-"""
+import numpy as np
+
+from services.router.core import fleet_table as t
+
 TOKENS_OUT_UNKNOWN = 256
 """Completion length assumed when the client sets no limit."""
 TOKENS_OUT_COUNTED_MAX = 1024
 """Limits are set generously and seldom reached: more than this is not believed."""
-BATCH_SLOWDOWN = 0.02
-"""By how much each further request in a batch slows a decode step."""
+BUSY_MAX = 0.9
+"""No worker is believed to spend more of its time on prompts: its decodes would never end."""
 
 
-def queue_s(view: WorkerView) -> float:
-    """Until a new prompt is begun."""
-    return view.waiting_tokens / prefill_speed(view)
+class Prompt(NamedTuple):
+    """A request in numbers."""
+
+    tokens: int
+    tokens_out: int
+    """Of the completion, as far as a limit is believed."""
 
 
-def prefill_s(view: WorkerView, tokens: int) -> float:
-    """To compute ``tokens`` prompt tokens that are not cached."""
-    return tokens / prefill_speed(view)
+class Rows(NamedTuple):
+    """The workers that are weighed: ``numbers`` and ``flags`` of the fleet's table, one column for each of ``rows``."""
+
+    rows: t.Ints
+    numbers: t.Floats
+    flags: t.Bools
+    groups: t.Ints
 
 
-def prefill_speed(view: WorkerView) -> float:
-    """Prompt tokens per second."""
-    measured = view.load.prefill_tokens_per_s if view.load is not None else 0.0
-    return measured or view.like.prefill_tokens_per_s or PREFILL_TOKENS_PER_S_UNKNOWN
+class Computing(NamedTuple):
+    """What it takes to have the prompt's KV on each worker. Tokens and seconds, one of each for each worker."""
+
+    cached: t.Ints
+    fetched: t.Ints
+    computed: t.Ints
+    queue_s: t.Floats
+    fetch_s: t.Floats
+    prefill_s: t.Floats
+    others_s: t.Floats
+
+    def ttft_s(self) -> t.Floats:
+        """Until the prompt is computed, and with it the first token."""
+        return self.queue_s + self.fetch_s + self.prefill_s
 
 
-def transfer_s(view: WorkerView, tokens: int) -> float:
-    """To read the KV of ``tokens`` tokens from the prefill worker."""
-    load = view.load
-    if load is not None and load.received_tokens_total and load.received_seconds_total > 0:
-        return tokens * load.received_seconds_total / load.received_tokens_total
-    return tokens * TRANSFER_S_PER_TOKEN_UNKNOWN
+class Answering(NamedTuple):
+    """What it takes to make the completion on each worker."""
+
+    handoff_s: t.Floats
+    queue_s: t.Floats
+    decode_s: t.Floats
+    itl_s: t.Floats
+    others_s: t.Floats
 
 
-def fetch_s(view: WorkerView, tokens: int) -> float:
-    """To ask for the KV of ``tokens`` tokens before computing the rest, and to read it."""
-    return LEASE_S + transfer_s(view, tokens)
+def tokens_out_believed(asked: int) -> int:
+    """Completion length to count with, for a limit of ``asked`` tokens (0: none)."""
+    return min(asked or TOKENS_OUT_UNKNOWN, TOKENS_OUT_COUNTED_MAX)
 
 
-def decode_s(view: WorkerView, tokens_in: int, tokens_out: int) -> float:
-    """To generate the completion in the batch it would join; a full KV cache costs the wait for another to end."""
-    measured = view.load.decode_s_per_token if view.load is not None else 0.0
-    unhindered = measured or view.like.decode_s_per_token or DECODE_S_PER_TOKEN_UNKNOWN
-    step = unhindered * (1.0 + BATCH_SLOWDOWN * (view.running + 1))
-    counted = min(tokens_out or TOKENS_OUT_UNKNOWN, TOKENS_OUT_COUNTED_MAX)
-    alone = counted * step
-    return alone if _has_room(view, tokens_in + counted) else 2.0 * alone
+def step_s(numbers: t.Floats, joining: int = 0, context_tokens: int = 0) -> t.Floats:
+    """One decode step of the batch as it is, with so many more requests and tokens in it."""
+    seconds: t.Floats = (
+        numbers[t.DECODE_BASE_S]
+        + numbers[t.DECODE_S_PER_REQUEST] * (numbers[t.DECODING] + joining)
+        + numbers[t.DECODE_S_PER_CONTEXT_TOKEN] * (numbers[t.CONTEXT_TOKENS] + context_tokens)
+    )
+    return seconds
 
 
-def _has_room(view: WorkerView, tokens: int) -> bool:
-    load = view.load
-    if load is None or not load.kv_blocks_total:
-        return True
-    return tokens <= (load.kv_blocks_total - load.kv_blocks_used) * view.record.fingerprint.block_size
+def work_s(numbers: t.Floats, computed: t.Ints, cached: t.Ints) -> t.Floats:
+    """The engine's time for a prompt, of which some is cached or comes from elsewhere."""
+    pairs = computed * (cached + 0.5 * computed)
+    seconds: t.Floats = numbers[t.PREFILL_BASE_S] + numbers[t.PREFILL_S_PER_TOKEN] * computed
+    seconds += numbers[t.PREFILL_S_PER_PAIR] * pairs
+    return seconds
+
+
+def computing(on: Rows, prompt: Prompt, held: t.Ints, reachable: t.Ints, arrivals_per_s: float) -> Computing:
+    """For workers that hold ``held`` of the prompt's tokens and could have ``reachable`` with what others hold.
+
+    Fetching happens where it ends sooner. ``arrivals_per_s``: requests that will come to each of them.
+    """
+    n = on.numbers
+    between = np.where(n[t.DECODING] > 0, step_s(n), 0.0) / np.maximum(n[t.STEP_TOKENS], 1.0)
+    queue_s = n[t.WAITING_TOKENS] * (n[t.PREFILL_S_PER_TOKEN] + between)
+    alone = prompt.tokens - held
+    prefill_s = work_s(n, alone, held)
+    cached, fetched, fetch_s = held, np.zeros_like(held), np.zeros_like(prefill_s)
+    if reachable is not held:
+        missing = reachable - held
+        left = prompt.tokens - reachable
+        reading_s = n[t.TRANSFER_BASE_S] + n[t.TRANSFER_S_PER_TOKEN] * missing
+        computing_s = work_s(n, left, reachable)
+        worth = (missing > 0) & (reading_s + computing_s < prefill_s)
+        fetched = np.where(worth, missing, 0)
+        fetch_s = np.where(worth, reading_s, 0.0)
+        prefill_s = np.where(worth, computing_s, prefill_s)
+    computed = prompt.tokens - cached - fetched
+    others_s = prefill_s * (np.where(on.flags[t.DECODES], n[t.DECODING], 0.0) + arrivals_per_s * (queue_s + prefill_s))
+    return Computing(cached, fetched, computed, queue_s, fetch_s, prefill_s + computed * between, others_s)
+
+
+def answering(on: Rows, prompt: Prompt, held: t.Ints, *, streamed: bool) -> Answering:
+    """For decode workers that hold ``held`` tokens already and read the rest of the prompt's KV."""
+    n = on.numbers
+    missing = prompt.tokens - held
+    exposed = np.minimum(missing, n[t.STEP_TOKENS]) if streamed else missing
+    handoff_s = n[t.TRANSFER_BASE_S] + n[t.TRANSFER_S_PER_TOKEN] * exposed
+    queue_s = n[t.WAITING_TOKENS] * n[t.PREFILL_S_PER_TOKEN]
+    itl_s, decode_s = decoding(on, prompt)
+    return Answering(handoff_s, queue_s, decode_s, itl_s, joining_s(on, prompt))
+
+
+def decoding(on: Rows, prompt: Prompt) -> tuple[t.Floats, t.Floats]:
+    """Seconds between tokens in the batch that it joins, and for all of them. No room: others have to end first."""
+    n = on.numbers
+    busy = np.minimum(n[t.BUSY], BUSY_MAX)
+    itl_s = step_s(n, 1, prompt.tokens + prompt.tokens_out // 2) / (1.0 - busy)
+    decode_s = prompt.tokens_out * itl_s
+    crowded = n[t.ROOM_TOKENS] < prompt.tokens + prompt.tokens_out
+    return itl_s, np.where(crowded, 2.0 * decode_s, decode_s)
+
+
+def joining_s(on: Rows, prompt: Prompt) -> t.Floats:
+    """By how much its tokens delay those of the others in the batch."""
+    n = on.numbers
+    slower_s = n[t.DECODE_S_PER_REQUEST] + n[t.DECODE_S_PER_CONTEXT_TOKEN] * (prompt.tokens + prompt.tokens_out // 2)
+    seconds: t.Floats = prompt.tokens_out * slower_s * n[t.DECODING]
+    return seconds

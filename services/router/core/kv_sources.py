@@ -2,64 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import numpy as np
 
+from services.router.core import fleet_table as t
 from services.router.core.cluster_view import WorkerView
-from shared.contracts.ids import WorkerId
+from services.router.core.cost_model import Rows
 from shared.contracts.kv_exchange import KvSource
-from shared.contracts.workers import WorkerRecord
 
-CONNECTOR = "baton"
-"""Names of connectors that lease, offer and fetch KV by content begin with it."""
 SOURCES_MAX = 2
 """The second is asked for what the first no longer has."""
 
 
-def exchanges_kv(record: WorkerRecord) -> bool:
-    """Whether its engine can be asked for KV by content."""
-    return record.fingerprint.connector.startswith(CONNECTOR)
-
-
 class Holders:
-    """Who holds how many blocks of one prompt, from its start, the longest first. Too few tokens count as none."""
+    """Who holds how many tokens of one prompt, from its start, the most first. Too few tokens count as none."""
 
     __slots__ = ("_ranked", "_tokens_min")
 
-    def __init__(self, views: Iterable[WorkerView], matches: Mapping[WorkerId, int], tokens_min: int) -> None:
+    def __init__(self, table: t.FleetTable, fit: t.Bools, held: t.Ints, tokens_min: int) -> None:
+        """``fit`` and ``held`` (tokens) have an entry for each row of the table."""
         self._tokens_min = max(1, tokens_min)
-        self._ranked: list[tuple[int, WorkerView]] = []
-        for view in views:
-            blocks = matches.get(view.record.worker_id, 0)
-            if blocks * view.record.hashing.block_size >= self._tokens_min and exchanges_kv(view.record):
-                self._ranked.append((blocks, view))
-        self._ranked.sort(key=lambda ranked: -ranked[0])
+        rows = np.nonzero(fit & table.flags[t.EXCHANGES, : table.count] & (held >= self._tokens_min))[0]
+        ranked = rows[np.argsort(-held[rows], kind="stable")]
+        self._ranked = [(int(held[row]), int(row), int(table.groups[row])) for row in ranked]
 
-    def blocks_beyond(self, view: WorkerView, first: int, blocks_max: int) -> int:
-        """How many blocks from ``first`` on, up to ``blocks_max``, ``view`` may have from somebody."""
-        for blocks, holder in self._ranked:
-            gain = min(blocks, blocks_max) - first
-            if gain * view.record.hashing.block_size < self._tokens_min:
-                return 0
-            if holder is not view and holder.pairs_with == view.pairs_with:
-                return gain
-        return 0
+    def reachable(self, on: Rows, held: t.Ints, tokens_max: t.Ints) -> t.Ints:
+        """Tokens that each of these workers, which hold ``held``, may have with what one other holds; ``held`` itself
+        where nobody helps.
+        """
+        if not self._ranked:
+            return held
+        most = np.zeros_like(held)
+        for group in dict.fromkeys(group for _, _, group in self._ranked):
+            first, *others = [(tokens, row) for tokens, row, one in self._ranked if one == group][:2]
+            here = on.groups == group
+            most[here] = first[0]
+            most[here & (on.rows == first[1])] = others[0][0] if others else 0
+        reach = np.minimum(most, tokens_max)
+        helps = (reach - held >= self._tokens_min) & on.flags[t.EXCHANGES]
+        return np.where(helps, reach, held) if helps.any() else held
 
-    def sources(self, view: WorkerView, first: int, blocks_max: int) -> tuple[KvSource, ...]:
-        """Whom ``view`` should ask for them."""
+    def sources(self, view: WorkerView, views: list[WorkerView | None], tokens: int, tokens_max: int) -> list[KvSource]:
+        """Whom ``view``, which holds ``tokens``, should ask for what lies behind."""
+        block_size = view.record.hashing.block_size
         sources: list[KvSource] = []
-        for blocks, holder in self._ranked:
-            end = min(blocks, blocks_max)
-            if len(sources) == SOURCES_MAX or (end - first) * view.record.hashing.block_size < self._tokens_min:
+        for held, row, _group in self._ranked:
+            end = min(held, tokens_max)
+            if len(sources) == SOURCES_MAX or end - tokens < self._tokens_min:
                 break
-            if holder is not view and holder.pairs_with == view.pairs_with:
-                sources.append(source_of(holder, first=first, end=end))
-        return tuple(sources)
-
-
-NOBODY = Holders((), {}, 0)
+            holder = views[row]
+            if holder is not None and holder is not view and holder.pairs_with == view.pairs_with:
+                sources.append(source_of(holder, first=tokens // block_size, end=end // block_size))
+        return sources
 
 
 def source_of(view: WorkerView, *, first: int = 0, end: int = 0, follow: bool = False) -> KvSource:
-    """A worker's present life as a source; without ``end``, as far as the prompt goes."""
+    """A worker's present life as a source; without ``end`` (a block), as far as the prompt goes."""
     record = view.record
     return KvSource(worker_id=record.worker_id, epoch=record.epoch, first=first, end=end, follow=follow)

@@ -1,4 +1,4 @@
-"""Which workers serve a request: the pair with the smallest predicted time, or one worker for all of it."""
+"""Which workers serve a request: the pair with the smallest predicted cost, or one worker for all of it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 import msgspec
 
-from services.router.core import cost_model as cost
 from services.router.core.cluster_view import ClusterView, WorkerView
-from services.router.core.kv_sources import NOBODY, Holders, exchanges_kv, source_of
-from services.router.core.prefix_index import PrefixIndex
-from services.router.core.request import Mode
+from services.router.core.considered import NOTHING_CONSIDERED, Considered
+from services.router.core.request import Forced, Mode
+from services.router.core.targets import NO_TARGETS, Targets
+from shared.contracts.decisions import TtftParts
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
 from shared.contracts.kv_exchange import KvSource
-from shared.contracts.workers import Role
 
 RETRY_AFTER_S = 1.0
 """Told to clients when nobody is fit or everybody is full; a worker's report may change that within a second."""
+NOTHING_PREDICTED = TtftParts()
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +54,14 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     """Workers that have already failed this request."""
     fetch_tokens_min: int | None = None
     """The client's; None: the operator's."""
+    cache_hit_threshold: float | None = None
+    """The client's; None: it does not say."""
+    may_decode_first: bool = True
+    """Whether a decode worker may be asked to answer alone: not again when one has refused."""
+    forced: Forced | None = None
+    targets: Targets = NO_TARGETS
+    tenant: str = ""
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +70,7 @@ class Placed:
 
     mode: Mode
     decode: WorkerView
-    """Serves the decode leg, or the whole request when aggregated."""
+    """Serves the decode leg, or the whole request when there is no other."""
     prefill: WorkerView | None = None
     cached_tokens: int = 0
     """Expected to be found by the worker that computes the prompt."""
@@ -70,15 +78,22 @@ class Placed:
     """Expected to be had from ``sources``."""
     uncached_tokens: int = 0
     """Expected to be computed: the rest of the prompt."""
+    context_tokens: int = 0
+    """Prompt and completion, as far as they are known."""
     sources: tuple[KvSource, ...] = ()
     """Whom the worker that computes the prompt should ask first."""
     handoff: tuple[KvSource, ...] = ()
     """Whom the decode worker may ask for the prompt's KV: the prefill worker, if their connector can."""
     streamed: bool = False
     """Both legs are dispatched together: decode takes the KV as prefill computes it."""
+    hit_share_min: float = 0.0
+    """DECODE_FIRST: a worker that has a smaller share of the prompt shall refuse it, and it goes on disaggregated."""
+    predicted: TtftParts = NOTHING_PREDICTED
+    predicted_itl_s: float = 0.0
     predicted_s: float = 0.0
     """Until the completion ends."""
     why: str = ""
+    considered: Considered = NOTHING_CONSIDERED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,52 +103,6 @@ class Refused:
     reason: Reason
     message: str
     retry_after_s: float | None = None
-
-
-@dataclass(slots=True)
-class Offer:
-    """One candidate and what it would cost there."""
-
-    view: WorkerView
-    cached: int
-    fetched: int
-    """Tokens that it should have from others."""
-    prefill_s: float
-    """Queue, fetch and computation of what is not cached."""
-    decode_s: float
-    """Transfer and completion."""
-    whole_s: float
-
-
-def place(need: Need, cluster: ClusterView, index: PrefixIndex, policy: Policy, now: float) -> Placed | Refused:
-    """Choose. Remembers whose turn it was, so that equals take turns."""
-    fit = [
-        view
-        for view in cluster.offering(need.model)
-        if view.fit(now, policy.silent_s_max) and view.record.worker_id not in need.excluded
-    ]
-    free = [view for view in fit if view.legs < view.record.legs_max]
-    if not free:
-        return refuse(need, cluster, busy=bool(fit))
-    matches = index.match(need.hashes) if need.hashes else {}
-    tokens_min = policy.fetch_tokens_min if need.fetch_tokens_min is None else need.fetch_tokens_min
-    # What cannot be split may need its prompt computed, such as for the prompt's log probabilities.
-    holders = Holders(fit, matches, tokens_min) if matches and not need.whole else NOBODY
-    offers = [make_offer(view, need, matches.get(view.record.worker_id, 0), holders) for view in free]
-    why = need.whole or ("asked for" if need.mode is Mode.AGGREGATED else "")
-    if not why:
-        pair = best_pair(offers, policy, apart=need.mode is Mode.DISAGGREGATED)
-        if pair is not None and pair[0] is not pair[1]:
-            return place_apart(pair, need, cluster, policy, holders)
-        if need.mode is Mode.DISAGGREGATED:
-            message = "No prefill and decode workers of the same fingerprint are ready for this model."
-            return Refused(reason=Reason.NO_WORKER, message=message, retry_after_s=RETRY_AFTER_S)
-        why = "one role is missing" if pair is None else "one worker is best for both legs"
-        if pair is not None:
-            return place_whole(pair[0], need, cluster, holders, why)
-    answering = [offer for offer in offers if offer.view.record.role is not Role.PREFILL] or offers
-    best = pick(answering, [offer.whole_s for offer in answering], policy)
-    return place_whole(best, need, cluster, holders, why)
 
 
 def refuse(need: Need, cluster: ClusterView, *, busy: bool) -> Refused:
@@ -147,116 +116,9 @@ def refuse(need: Need, cluster: ClusterView, *, busy: bool) -> Refused:
     return Refused(reason=Reason.NO_WORKER, message=message, retry_after_s=RETRY_AFTER_S)
 
 
-def make_offer(view: WorkerView, need: Need, blocks_held: int, holders: Holders) -> Offer:
-    """The predicted cost of this request there."""
-    block_size = view.record.hashing.block_size
-    blocks_max = blocks_cacheable(view, need)
-    blocks = min(blocks_held, blocks_max)
-    cached = blocks * block_size
-    uncached = need.prompt_tokens - cached
-    decode_s = cost.decode_s(view, need.prompt_tokens, need.tokens_out)
-    transfer_s = cost.transfer_s(view, uncached)
-    prefill_s, fetched = cost.prefill_s(view, uncached), 0
-    if holders is not NOBODY and (beyond := holders.blocks_beyond(view, blocks, blocks_max)):
-        fetching_s = cost.fetch_s(view, beyond * block_size) + cost.prefill_s(view, uncached - beyond * block_size)
-        if fetching_s < prefill_s:
-            prefill_s, fetched = fetching_s, beyond * block_size
-    prefill_s += cost.queue_s(view)
-    return Offer(view, cached, fetched, prefill_s, transfer_s + decode_s, prefill_s + decode_s)
-
-
-def blocks_cacheable(view: WorkerView, need: Need) -> int:
-    """Blocks of the prompt that need not be computed. The last token always is, however much is cached."""
-    return max(0, need.prompt_tokens - 1) // view.record.hashing.block_size
-
-
-def sources_of(offer: Offer, need: Need, holders: Holders) -> tuple[KvSource, ...]:
-    """Whom that worker should ask before it computes the prompt."""
-    if not offer.fetched:
-        return ()
-    first = offer.cached // offer.view.record.hashing.block_size
-    return holders.sources(offer.view, first, blocks_cacheable(offer.view, need))
-
-
-def best_pair(offers: list[Offer], policy: Policy, *, apart: bool) -> tuple[Offer, Offer] | None:
-    """The cheapest prefill and decode worker that may exchange KV. With ``apart`` they must be two."""
-    best: tuple[Offer, Offer] | None = None
-    best_s = float("inf")
-    for fingerprint in {offer.view.pairs_with for offer in offers}:
-        group = [offer for offer in offers if offer.view.pairs_with == fingerprint]
-        prefills = [offer for offer in group if offer.view.record.role is not Role.DECODE]
-        decodes = [offer for offer in group if offer.view.record.role is not Role.PREFILL]
-        if not prefills or not decodes:
-            continue
-        prefill, decode = pick_prefill(prefills, policy), pick_decode(decodes, policy)
-        pairs = [(prefill, decode)]
-        if apart and prefill is decode:
-            pairs = [(prefill, pick_decode(others, policy)) for others in (without(decodes, prefill),) if others]
-            pairs += [(pick_prefill(others, policy), decode) for others in (without(prefills, decode),) if others]
-        for pair in pairs:
-            total_s = pair[0].prefill_s + pair[1].decode_s
-            if total_s < best_s:
-                best, best_s = pair, total_s
-    return best
-
-
-def pick_prefill(offers: list[Offer], policy: Policy) -> Offer:
-    """Where the prompt is computed soonest."""
-    return pick(offers, [offer.prefill_s for offer in offers], policy)
-
-
-def pick_decode(offers: list[Offer], policy: Policy) -> Offer:
-    """Where the completion ends soonest."""
-    return pick(offers, [offer.decode_s for offer in offers], policy)
-
-
-def without(offers: list[Offer], taken: Offer) -> list[Offer]:
-    """All but one."""
-    return [offer for offer in offers if offer is not taken]
-
-
-def pick(offers: list[Offer], costs: list[float], policy: Policy) -> Offer:
-    """The cheapest; among equals the one with the fewest legs of ours, then the one whose turn is longest ago."""
-    if len(offers) == 1:
-        return offers[0]
-    limit = min(costs) * (1.0 + policy.tie_ratio) + policy.tie_s
-    near = [offer for offer, cost_s in zip(offers, costs, strict=True) if cost_s <= limit]
-    return min(near, key=lambda offer: (offer.view.own_legs, offer.view.picked_at_turn))
-
-
-def place_apart(
-    pair: tuple[Offer, Offer], need: Need, cluster: ClusterView, policy: Policy, holders: Holders
-) -> Placed:
-    """Two workers, one leg each."""
-    prefill, decode = pair
-    cluster.picked(prefill.view, decode.view)
-    uncached = need.prompt_tokens - prefill.cached - prefill.fetched
-    exchange = exchanges_kv(prefill.view.record)
-    streamed = exchange and 0 <= policy.stream_tokens_min <= uncached and prefill.prefill_s <= policy.stream_s_max
-    return Placed(
-        mode=Mode.DISAGGREGATED,
-        prefill=prefill.view,
-        decode=decode.view,
-        cached_tokens=prefill.cached,
-        fetched_tokens=prefill.fetched,
-        uncached_tokens=uncached,
-        sources=sources_of(prefill, need, holders),
-        handoff=(source_of(prefill.view, follow=streamed),) if exchange else (),
-        streamed=streamed,
-        predicted_s=prefill.prefill_s + decode.decode_s,
-    )
-
-
-def place_whole(offer: Offer, need: Need, cluster: ClusterView, holders: Holders, why: str) -> Placed:
-    """One worker for all of it."""
-    cluster.picked(offer.view)
-    return Placed(
-        mode=Mode.AGGREGATED,
-        decode=offer.view,
-        cached_tokens=offer.cached,
-        fetched_tokens=offer.fetched,
-        uncached_tokens=need.prompt_tokens - offer.cached - offer.fetched,
-        sources=sources_of(offer, need, holders),
-        predicted_s=offer.whole_s,
-        why=why,
-    )
+def refuse_pair(need: Need) -> Refused:
+    """There is no pair of workers for it."""
+    message = "No prefill and decode workers of the same fingerprint are ready for this model."
+    if need.forced is not None:
+        message = "The workers that were asked for cannot serve this request together, or are not ready or full."
+    return Refused(reason=Reason.NO_WORKER, message=message, retry_after_s=RETRY_AFTER_S)

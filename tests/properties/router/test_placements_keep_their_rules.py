@@ -6,9 +6,10 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.core.cluster_view import ClusterView
-from services.router.core.kv_sources import SOURCES_MAX, exchanges_kv
-from services.router.core.placement import Need, Placed, Policy, Refused, place
+from services.router.core.cluster_view import ClusterView, exchanges_kv
+from services.router.core.kv_sources import SOURCES_MAX
+from services.router.core.placement import Need, Placed, Policy, Refused
+from services.router.core.placer import Costs
 from services.router.core.prefix_index import PrefixIndex
 from services.router.core.request import Mode
 from shared.contracts.failures import Reason
@@ -67,7 +68,7 @@ def needs(draw):
 @given(fleets(), needs())
 def test_every_placement_keeps_the_rules(fleet, need):
     cluster, index = fleet
-    placed = place(need, cluster, index, POLICY, NOW)
+    placed = Costs(cluster, index, POLICY).place(need, NOW)
     if isinstance(placed, Refused):
         known = not need.model or need.model in cluster.models_known
         assert (placed.reason is Reason.MODEL_UNKNOWN) == (not known)
@@ -127,7 +128,7 @@ def test_who_can_serve_it_does(fleet, need):
         and view.legs < view.record.legs_max
         and view.record.worker_id not in need.excluded
     ]
-    placed = place(need, cluster, index, POLICY, NOW)
+    placed = Costs(cluster, index, POLICY).place(need, NOW)
     if need.mode is not Mode.DISAGGREGATED or need.whole:
         assert isinstance(placed, Placed) == bool(able)
 
@@ -149,4 +150,4 @@ def test_two_workers_that_may_pair_do_so_when_asked_to(fleet):
         for decode in able
     )
     need = Need(model="m", mode=Mode.DISAGGREGATED, prompt_tokens=10)
-    assert isinstance(place(need, cluster, index, POLICY, NOW), Placed) == possible
+    assert isinstance(Costs(cluster, index, POLICY).place(need, NOW), Placed) == possible

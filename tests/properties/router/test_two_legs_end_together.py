@@ -80,7 +80,7 @@ def nothing_goes_on(world: World) -> None:
         for leg_id, frames in worker.frames.items():
             assert frames.ended or leg_id in worker.cancelled, f"{worker.worker_id} still serves {leg_id}"
     views = world.router.parts.fleet.cluster.workers.values()
-    assert [(view.own_legs, view.own_tokens) for view in views] == [(0, 0)] * len(views)
+    assert [(view.own.legs, view.own.tokens) for view in views] == [(0, 0)] * len(views)
     assert not world.router.parts.inbox._legs
     assert not world.router.relay.flights
     assert not [task for task in asyncio.all_tasks() if task.get_name() == "prefill-leg"]

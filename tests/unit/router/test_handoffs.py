@@ -23,7 +23,7 @@ from shared.contracts.inference import (
 from shared.contracts.kv_exchange import KvOffer, KvProof, KvRead, KvSource
 from shared.contracts.workers import Role
 from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, WHOLE_ANSWER, FakeWorker, answer_well, wants_stream
-from tests.unit.router.world import World, in_world, parse, prompt, settle
+from tests.unit.router.world import World, give_legs, in_world, parse, prompt, settle
 
 OURS = {"connector": "baton-1"}
 OFFER = KvOffer(worker_id="p1", epoch=1, lease_id="lease-1", block_ids=b"\x01\0\0\0", last_hash=b"h" * 32, until_s=9.0)
@@ -71,7 +71,7 @@ def frames_of(worker: FakeWorker) -> LegFrames:
 def is_quiet(world: World) -> bool:
     """Nobody does, or counts as doing, anything for anybody."""
     views = world.router.parts.fleet.cluster.workers.values()
-    even = all((view.own_legs, view.own_tokens) == (0, 0) for view in views)
+    even = all((view.own.legs, view.own.tokens) == (0, 0) for view in views)
     tasks = [task for task in asyncio.all_tasks() if task.get_name() == "prefill-leg"]
     return even and not tasks and not world.router.relay.flights and not world.router.parts.inbox._legs
 
@@ -158,7 +158,7 @@ def test_while_both_legs_run_the_prompt_waits_on_the_prefill_worker_only():
         await settle()
 
         views = world.router.parts.fleet.cluster.workers
-        assert [(views[name].own_legs, views[name].own_tokens) for name in ("p1", "d1")] == [(1, 2), (1, 0)]
+        assert [(views[name].own.legs, views[name].own.tokens) for name in ("p1", "d1")] == [(1, 2), (1, 0)]
 
         connection.leave()
         await answering
@@ -188,10 +188,10 @@ def test_a_lost_prefill_worker_sends_both_legs_back_to_be_placed(failing):
         told = await told_of(world)
         p1, d1 = await world.pair(failing, silent_once, **OURS)
         await world.worker("p2", Role.PREFILL, **OURS)
-        world.router.parts.fleet.cluster.workers["p2"].own_legs = 5  # So that p1 is tried first.
+        give_legs(world, "p2", 5)  # So that p1 is tried first.
 
         answer = await world.ask(prompt(stream=True))
-        world.router.parts.fleet.cluster.workers["p2"].own_legs = 0
+        give_legs(world, "p2", 0)
         await asyncio.sleep(2)
 
         assert (answer.status, answer.headers["x-baton-prefill-worker"]) == (200, "p2")
@@ -207,10 +207,10 @@ def test_a_lost_decode_worker_ends_the_prefill_leg_and_only_it_is_left_out_the_n
     async def story(world: World) -> None:
         p1, _d1 = await world.pair(silent, lost, **OURS)
         await world.worker("d2", Role.DECODE, **OURS)
-        world.router.parts.fleet.cluster.workers["d2"].own_legs = 5
+        give_legs(world, "d2", 5)
 
         answer = await world.ask(prompt(stream=True))
-        world.router.parts.fleet.cluster.workers["d2"].own_legs = 0
+        give_legs(world, "d2", 0)
         await asyncio.sleep(2)
 
         assert (answer.status, answer.headers["x-baton-decode-worker"]) == (200, "d2")
@@ -339,7 +339,7 @@ def test_when_nothing_comes_of_either_leg_the_prefill_worker_is_held_late():
     async def story(world: World) -> None:
         p1, d1 = await world.pair(silent, silent_once, **OURS)
         await world.worker("p2", Role.PREFILL, **OURS)
-        world.router.parts.fleet.cluster.workers["p2"].own_legs = 5
+        give_legs(world, "p2", 5)
 
         answer = await world.ask(prompt(stream=True))
         await settle()
@@ -354,7 +354,7 @@ def test_when_the_prompt_is_computed_and_no_answer_comes_the_decode_worker_is_he
     async def story(world: World) -> None:
         _p1, d1 = await world.pair(decode=silent, **OURS)
         await world.worker("d2", Role.DECODE, **OURS)
-        world.router.parts.fleet.cluster.workers["d2"].own_legs = 5
+        give_legs(world, "d2", 5)
 
         answer = await world.ask(prompt(stream=True))
         await settle()

@@ -5,9 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from services.router.core.cluster_view import ClusterView
-from services.router.core.placement import Need, Placed, Policy, place
+from services.router.core.coefficients import Coefficients
+from services.router.core.placement import Need, Placed, Policy
+from services.router.core.placer import Costs
 from services.router.core.prefix_index import PrefixIndex
 from services.router.core.request import Mode
+from shared.contracts.ids import WorkerId
 from shared.contracts.kv_events import KvSnapshot, pack_hashes
 from shared.contracts.kv_exchange import KvSource
 from shared.contracts.workers import Role
@@ -16,7 +19,7 @@ from tests.fleet_builders import load, record
 BLOCK = 32
 NOW = 0.0
 POLICY = Policy()
-PROMPT = Need(model="m", prompt_tokens=20 * BLOCK + 7, hashes=tuple(range(1, 21)))
+PROMPT = Need(model="m", may_decode_first=False, prompt_tokens=20 * BLOCK + 7, hashes=tuple(range(1, 21)))
 
 
 class Fleet:
@@ -24,13 +27,15 @@ class Fleet:
         self.cluster, self.index = ClusterView(), PrefixIndex()
 
     def add(self, worker_id: str, role: Role, held: int = 0, connector: str = "baton-1", **numbers: float) -> None:
+        speeds = {name: numbers.pop(name) for name in Coefficients.__struct_fields__ if name in numbers}
         self.cluster.record(record(worker_id, role=role, connector=connector), NOW)
+        self.cluster.learned(WorkerId(worker_id), Coefficients(**speeds))
         self.cluster.report(load(worker_id, role=role, **numbers), NOW)
         self.index.join(worker_id, 1)
         self.index.restore(KvSnapshot(worker_id=worker_id, epoch=1, seq=1, hashes=pack_hashes(range(1, held + 1))))
 
     def place(self, need: Need = PROMPT, policy: Policy = POLICY) -> Placed:
-        placed = place(need, self.cluster, self.index, policy, NOW)
+        placed = Costs(self.cluster, self.index, policy).place(need, NOW)
         assert isinstance(placed, Placed)
         return placed
 
@@ -95,7 +100,7 @@ def test_a_request_may_say_by_itself_how_much_is_worth_it():
 
 def test_what_is_computed_sooner_than_read_is_computed():
     fleet = Fleet()
-    fleet.add("p1", Role.PREFILL, prefill_tokens_per_s=1e6, received_tokens_total=1000, received_seconds_total=1.0)
+    fleet.add("p1", Role.PREFILL, prefill_s_per_token=1e-6, transfer_s_per_token=1e-3)
     fleet.add("d1", Role.DECODE, held=18)
 
     placed = fleet.place()
@@ -175,7 +180,7 @@ def test_decode_goes_with_prefill_when_that_has_enough_to_compute():
 
 def test_decode_keeps_no_room_for_a_prompt_whose_turn_is_far_away():
     fleet = Fleet()
-    fleet.add("p1", Role.PREFILL, prefill_tokens_per_s=1000.0, waiting_tokens=20_000)
+    fleet.add("p1", Role.PREFILL, prefill_s_per_token=1e-3, waiting_tokens=20_000)
     fleet.add("d1", Role.DECODE)
     far, near = Policy(stream_tokens_min=0), Policy(stream_tokens_min=0, stream_s_max=21.0)
 

@@ -12,7 +12,7 @@ from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import LegKind, LegReport, StartLeg
 from shared.contracts.workers import Role, WorkerLost
 from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, WHOLE_ANSWER, FakeWorker, answer_well
-from tests.unit.router.world import CHAT, World, in_world, parse, prompt, settle
+from tests.unit.router.world import CHAT, World, give_legs, in_world, parse, prompt, settle
 
 
 def failing(reason: Reason):
@@ -186,7 +186,7 @@ def test_a_leg_that_fails_before_the_first_byte_is_placed_on_another_worker(reas
     async def story(world: World) -> None:
         await world.pair(decode=failing(reason))
         d2 = await world.worker("d2", Role.DECODE)
-        world.router.parts.fleet.cluster.workers["d2"].own_legs = 5  # So that d1 is tried first.
+        give_legs(world, "d2", 5)  # So that d1 is tried first.
 
         answer = await world.ask(prompt(stream=True))
 
@@ -201,7 +201,7 @@ def test_a_worker_that_does_not_listen_costs_no_waiting():
         p1, _d1 = await world.pair()
         await world.worker("p2", Role.PREFILL)
         await p1.vanish()
-        world.router.parts.fleet.cluster.workers["p2"].own_legs = 5
+        give_legs(world, "p2", 5)
         begun = asyncio.get_running_loop().time()
 
         answer = await world.ask(prompt())
@@ -253,7 +253,7 @@ def test_a_stream_that_breaks_after_its_first_byte_ends_with_an_error_event():
     async def story(world: World) -> None:
         await world.pair(decode=break_off)
         await world.worker("d2", Role.DECODE)
-        world.router.parts.fleet.cluster.workers["d2"].own_legs = 5
+        give_legs(world, "d2", 5)
 
         answer = await world.ask(prompt(stream=True))
 
@@ -273,7 +273,7 @@ def test_a_head_without_data_is_not_an_answer_yet_so_the_request_is_placed_again
 
         await world.pair(decode=head_only)
         await world.worker("d2", Role.DECODE)
-        world.router.parts.fleet.cluster.workers["d2"].own_legs = 5
+        give_legs(world, "d2", 5)
 
         answer = await world.ask(prompt(stream=True))
 
@@ -307,7 +307,7 @@ def test_a_prefill_worker_that_says_nothing_is_late_and_another_one_takes_over()
     async def story(world: World) -> None:
         p1, _d1 = await world.pair(prefill=silent)
         await world.worker("p2", Role.PREFILL)
-        world.router.parts.fleet.cluster.workers["p2"].own_legs = 5
+        give_legs(world, "p2", 5)
 
         answer = await world.ask(prompt())
 
@@ -409,7 +409,7 @@ def test_the_view_of_a_worker_is_even_when_its_legs_are_over():
             await world.ask(prompt(stream=stream))
 
         views = world.router.parts.fleet.cluster.workers.values()
-        assert [(view.own_legs, view.own_tokens) for view in views] == [(0, 0), (0, 0)]
+        assert [(view.own.legs, view.own.tokens) for view in views] == [(0, 0), (0, 0)]
 
     in_world(story)
 

@@ -103,17 +103,17 @@ def test_a_prompt_counts_as_waiting_only_until_its_first_token():
         view = world.router.parts.fleet.cluster.workers[w1.worker_id]
         _connection, answering = world.begin(b'{"model":"m","prompt":"%b","stream":true}' % (b"word " * 400))
         await settle()
-        before = view.own_tokens
+        before = view.own.tokens
 
         (frames,) = w1.frames.values()
         frames.data(EVENTS[0])
         await settle()
-        during, legs = view.own_tokens, view.own_legs
+        during, legs = view.own.tokens, view.own.legs
         frames.end(LegReport())
         await answering
 
         assert (before > 100, during, legs) == (True, 0, 1)
-        assert (view.own_tokens, view.own_legs) == (0, 0)
+        assert (view.own.tokens, view.own.legs) == (0, 0)
 
     in_world(story)
 

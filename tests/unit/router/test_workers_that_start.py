@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import msgspec
 
-from services.router.core import cost_model
+from services.router.core import fleet_table
 from services.router.core.cluster_view import ClusterView
-from services.router.core.placement import Need, Placed, Policy, place
+from services.router.core.coefficients import Coefficients
+from services.router.core.placement import Need, Placed, Policy
+from services.router.core.placer import Costs
 from services.router.core.prefix_index import PrefixIndex
 from services.router.core.request import Mode
+from shared.contracts.ids import WorkerId
 from shared.contracts.workers import Role, WorkerPhase
-from tests.fleet_builders import FINGERPRINT, load, record
+from tests.fleet_builders import FINGERPRINT, record
 
+FAST = Coefficients(prefill_s_per_token=0.001, decode_base_s=0.002)
+SLOW = Coefficients(prefill_s_per_token=0.1, decode_base_s=0.02)
 UNKNOWN = msgspec.structs.replace(FINGERPRINT, revision="", dtype="")
 
 
@@ -22,7 +27,7 @@ def test_a_worker_pairs_by_the_fingerprint_that_it_has_when_it_is_ready():
     cluster.record(record("p", role=Role.PREFILL), now=1.0)
     cluster.record(record("d", role=Role.DECODE), now=1.0)
 
-    placed = place(Need(model="m"), cluster, PrefixIndex(), Policy(), now=1.0)
+    placed = Costs(cluster, PrefixIndex(), Policy()).place(Need(model="m"), 1.0)
 
     assert isinstance(placed, Placed)
     assert placed.mode is Mode.DISAGGREGATED
@@ -31,21 +36,22 @@ def test_a_worker_pairs_by_the_fingerprint_that_it_has_when_it_is_ready():
 def test_a_worker_that_has_measured_nothing_counts_as_fast_as_its_like():
     cluster = ClusterView()
     cluster.record(record("old"), now=0.0)
-    cluster.report(load("old", prefill_tokens_per_s=100_000.0, decode_s_per_token=0.002), now=0.0)
+    cluster.learned(WorkerId("old"), FAST)
 
     cluster.record(record("new"), now=1.0)
-    cluster.report(load("new"), now=1.0)
 
-    old, new = cluster.workers["old"], cluster.workers["new"]
-    assert cost_model.prefill_s(new, 1000) == cost_model.prefill_s(old, 1000)
-    assert cost_model.decode_s(new, 1000, 10) == cost_model.decode_s(old, 1000, 10)
+    assert coefficients(cluster, "new") == coefficients(cluster, "old") == list(msgspec.structs.astuple(FAST))
 
 
 def test_a_worker_goes_by_its_own_measures_once_it_has_some():
     cluster = ClusterView()
-    for worker_id, speed in (("fast", 1000.0), ("slow", 100.0)):
+    for worker_id, learned in (("fast", FAST), ("slow", SLOW)):
         cluster.record(record(worker_id), now=0.0)
-        cluster.report(load(worker_id, prefill_tokens_per_s=speed), now=0.0)
+        cluster.learned(WorkerId(worker_id), learned)
 
-    assert cost_model.prefill_speed(cluster.workers["fast"]) == 1000.0
-    assert cost_model.prefill_speed(cluster.workers["slow"]) == 100.0
+    assert coefficients(cluster, "fast") == list(msgspec.structs.astuple(FAST))
+    assert coefficients(cluster, "slow") == list(msgspec.structs.astuple(SLOW))
+
+
+def coefficients(cluster: ClusterView, worker_id: str) -> list[float]:
+    return cluster.table.numbers[fleet_table.COEFFICIENTS :, cluster.workers[WorkerId(worker_id)].row].tolist()

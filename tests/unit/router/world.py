@@ -16,6 +16,7 @@ from services.router.service import Router
 from services.router.settings import Settings
 from services.router.tracing import Tracing
 from shared.bus.memory_bus import MemoryBus, MemoryHub
+from shared.contracts.ids import WorkerId
 from shared.contracts.workers import Role
 from tests.unit.router.fake_worker import FakeWorker, Script, answer_well
 from tests.virtual_time import LoopClock, run_in_virtual_time
@@ -173,3 +174,11 @@ def in_world(story: Callable[[World], Awaitable[None]], **settings: Any) -> None
 
 def prompt(**fields: Any) -> dict[str, Any]:
     return {"model": "m", "prompt": "hello", **fields}
+
+
+def give_legs(world: World, worker_id: str, legs: int) -> None:
+    """So that its like are tried first."""
+    cluster = world.router.parts.fleet.cluster
+    view = cluster.workers[WorkerId(worker_id)]
+    view.own.legs = legs
+    cluster.report(view.load, world.router.parts.clock.now()) if view.load else cluster.record(view.record, 0.0)

@@ -1,0 +1,103 @@
+"""What placement computes with: a row of numbers for each worker, so that a thousand are weighed in one go."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from services.router.core.coefficients import Coefficients
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+ROWS_AT_FIRST = 16
+
+HEARD_AT: Final = 0
+LEGS: Final = 1
+LEGS_MAX: Final = 2
+OWN_LEGS: Final = 3
+TURN: Final = 4
+"""When it was last chosen, counted in placements."""
+DECODING: Final = 5
+"""Requests in its batch or about to be."""
+WAITING_TOKENS: Final = 6
+"""Prompt tokens that it has accepted and must still compute."""
+CONTEXT_TOKENS: Final = 7
+"""Tokens in its KV cache that running requests use."""
+ROOM_TOKENS: Final = 8
+"""Tokens that its KV cache could still take."""
+BLOCK_SIZE: Final = 9
+STEP_TOKENS: Final = 10
+"""Prompt tokens that its engine computes in one step, at most."""
+BUSY: Final = 11
+"""Share of its time that it spends on prompts, lately."""
+COEFFICIENTS: Final = 12
+"""The first of as many rows as ``Coefficients`` has fields, in their order."""
+PREFILL_BASE_S: Final = COEFFICIENTS
+PREFILL_S_PER_TOKEN: Final = COEFFICIENTS + 1
+PREFILL_S_PER_PAIR: Final = COEFFICIENTS + 2
+DECODE_BASE_S: Final = COEFFICIENTS + 3
+DECODE_S_PER_REQUEST: Final = COEFFICIENTS + 4
+DECODE_S_PER_CONTEXT_TOKEN: Final = COEFFICIENTS + 5
+TRANSFER_BASE_S: Final = COEFFICIENTS + 6
+TRANSFER_S_PER_TOKEN: Final = COEFFICIENTS + 7
+NUMBERS: Final = COEFFICIENTS + len(Coefficients.__struct_fields__)
+
+READY: Final = 0
+"""Takes new legs, as far as it said."""
+PREFILLS: Final = 1
+DECODES: Final = 2
+EXCHANGES: Final = 3
+"""Its engine can be asked for KV by content."""
+FOLLOWED: Final = 4
+"""Its KV can be read while it is being computed."""
+FLAGS: Final = 5
+
+
+class FleetTable:
+    """``numbers[what, row]``, ``flags[what, row]`` and ``groups[row]``: rows of equal group may exchange KV. Rows are
+    reused; ``count`` is the highest that was ever in use, plus one.
+    """
+
+    def __init__(self) -> None:
+        self.numbers: Floats = np.zeros((NUMBERS, ROWS_AT_FIRST))
+        self.flags: Bools = np.zeros((FLAGS, ROWS_AT_FIRST), dtype=np.bool_)
+        self.groups: Ints = np.full(ROWS_AT_FIRST, -1, dtype=np.int64)
+        self.count = 0
+        self.moves = 0
+        """Counts every time that a row was taken or given back."""
+        self._free: list[int] = []
+
+    def take(self) -> int:
+        """A row of zeros."""
+        self.moves += 1
+        if self._free:
+            return self._free.pop()
+        if self.count == len(self.groups):
+            self._grow()
+        self.count += 1
+        return self.count - 1
+
+    def give_back(self, row: int) -> None:
+        """Nobody has this row any more."""
+        self.numbers[:, row] = 0.0
+        self.flags[:, row] = False
+        self.groups[row] = -1
+        self.moves += 1
+        self._free.append(row)
+
+    def learned(self, row: int, coefficients: Coefficients) -> None:
+        """How fast that worker is."""
+        values: tuple[Any, ...] = tuple(getattr(coefficients, name) for name in coefficients.__struct_fields__)
+        self.numbers[COEFFICIENTS:, row] = values
+
+    def _grow(self) -> None:
+        rows = 2 * len(self.groups)
+        for name, empty in (("numbers", 0.0), ("flags", False), ("groups", -1)):
+            old = getattr(self, name)
+            new = np.full((*old.shape[:-1], rows), empty, dtype=old.dtype)
+            new[..., : old.shape[-1]] = old
+            setattr(self, name, new)

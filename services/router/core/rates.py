@@ -1,0 +1,51 @@
+"""What happens how often, lately: counts that fade."""
+
+from __future__ import annotations
+
+import math
+
+MEMORY_S = 10.0
+"""What was so long ago weighs a third of what is now."""
+
+
+class ArrivalRate:
+    """Requests in a second. What comes late counts as now."""
+
+    __slots__ = ("_at", "_count")
+
+    def __init__(self) -> None:
+        self._count = 0.0
+        self._at = -math.inf
+
+    def seen(self, now: float, requests: int = 1) -> None:
+        """Some came."""
+        self._count = self.per_s(now) * MEMORY_S + requests
+        self._at = max(self._at, now)
+
+    def per_s(self, now: float) -> float:
+        """As of now."""
+        if self._count == 0.0:
+            return 0.0
+        return self._count * math.exp(-max(0.0, now - self._at) / MEMORY_S) / MEMORY_S
+
+
+class TokenRate:
+    """Tokens in a second, from a total that is told now and then."""
+
+    __slots__ = ("_at", "_per_s", "_total")
+
+    def __init__(self) -> None:
+        self._total = 0
+        self._at = math.nan
+        self._per_s = 0.0
+
+    def told(self, total: int, now: float) -> float:
+        """The total is ``total`` now; answers the rate. A total that shrank begins anew."""
+        took_s = now - self._at
+        if math.isnan(took_s) or total < self._total:
+            self._total, self._at = total, now
+        elif took_s > 0.0:
+            kept = math.exp(-took_s / MEMORY_S)
+            self._per_s = kept * self._per_s + (1.0 - kept) * (total - self._total) / took_s
+            self._total, self._at = total, now
+        return self._per_s
