@@ -38,7 +38,6 @@ class Relay:
         self._prompts = parts.prompts
         self._ledger = parts.ledger
         self._decisions = parts.decisions
-        self._decisions = parts.decisions
         self._tracing = parts.tracing
         self._runner = LegRunner(parts)
         self.flights: set[Flight] = set()
@@ -64,9 +63,7 @@ class Relay:
             self._tell(flight, bad_request(facts.fault.message, facts.fault.param))
             return
         begun = self._now()
-        begun = self._now()
         prompt = await self._prompts.of(flight.exchange, facts)
-        flight.story.spent.tokenize_s = self._now() - begun
         flight.story.spent.tokenize_s = self._now() - begun
         flight.story.prompt = prompt
         need = Need(
@@ -82,7 +79,6 @@ class Relay:
         while True:
             placement = self._place(flight, need)
             self._decisions.made(flight, need, placement)
-            self._decisions.made(flight, need, placement)
             if isinstance(placement, Refused):
                 self._refuse(flight, placement, lost)
                 return
@@ -94,7 +90,6 @@ class Relay:
             if not self._may_retry(flight, lost.failure):
                 self._fail(flight, lost.failure)
                 return
-            flight.story.spent.failed_s += self._now() - begun
             flight.story.spent.failed_s += self._now() - begun
             need = self._without_failed(need, lost)
 
