@@ -43,8 +43,8 @@ ALIKE_TOGETHER, ALIKE_APART = 0.25, 0.02
 """Variances between workers of one fingerprint: one may well be half again as fast as another."""
 SAMPLE_S_MIN = 0.02
 """Less of steps says more of the clock than of the engine; it counts when there is more."""
-YOUNG_SAMPLES, GROWN_SAMPLE_S, GROWN_READS = 50, 1.0, 8
-"""After so many samples a worker is known: from then on fewer and longer ones do, at a fraction of the cost."""
+YOUNG_SAMPLES, GROWN_SAMPLE_S, GROWN_READS = 50, 1.0, 4
+"""After so many samples a worker is known: from then on longer ones do, or every so many-th, at a part of the cost."""
 FAMILY_SHARE = 8
 """Of a known worker's samples, every so many-th is its family's as well."""
 WAY_S_MIN = 1e-5
@@ -89,14 +89,13 @@ class Believed:
 class Learner:
     """Of one life of a worker, or of all workers of a fingerprint."""
 
-    __slots__ = ("_family", "_pairs_per_token", "_read", "_told", "_way", "steps", "transfers")
+    __slots__ = ("_family", "_pairs_per_token", "_reads", "_told", "_way", "steps", "transfers")
 
     def __init__(self, family: Learner | None = None) -> None:
         self._family = family
         self._told = StepTotals()
         self._pairs_per_token: float = family._pairs_per_token if family else 0.0
-        self._read = (0, 0, 0, 0.0)
-        """Reads, asks, tokens and seconds that are not learned from yet."""
+        self._reads = 0
         self._way: Typical = family._way.like() if family else Typical(AT_FIRST.way_s)
         self.steps: Believed = Believed(STEPS_AT_FIRST, family.steps if family else None)
         self.transfers: Believed = Believed(TRANSFERS_AT_FIRST, family.transfers if family else None)
@@ -137,15 +136,11 @@ class Learner:
 
     def transfer_took(self, tokens: int, seconds: float, *, asked: bool = True) -> bool:
         """KV came from another worker; ``asked``: the time includes asking for it."""
-        if not (tokens > 0 and math.isfinite(seconds)):
+        self._reads += 1
+        # Not the sum of several: one absurd read would spoil it.
+        if not self.transfers.is_young and self._reads % GROWN_READS:
             return False
-        reads, asks, read, took_s = self._read
-        reads, asks, read, took_s = reads + 1, asks + asked, read + tokens, took_s + seconds
-        if self.transfers.is_young or reads >= GROWN_READS:
-            self._read = (0, 0, 0, 0.0)
-            return self.transfers.learn([asks, read], took_s)
-        self._read = (reads, asks, read, took_s)
-        return False
+        return tokens > 0 and self.transfers.learn([float(asked), tokens], seconds)
 
     def way_took(self, seconds: float) -> None:
         """A leg's first token took so much longer to the router than the engine had for it."""

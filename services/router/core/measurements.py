@@ -87,7 +87,7 @@ class Measurements:
         learned = False
         for read in report.kv.reads if report.kv is not None else ():
             learned |= _learn_read(measured.learner, read)
-        if first_token_s is not None and report.prefill_s > 0.0:
+        if first_token_s is not None and first_token_s > 0.0 < report.prefill_s:
             measured.learner.way_took(first_token_s - report.queue_s - report.prefill_s)
         return _news(measured) if learned else None
 
