@@ -34,6 +34,10 @@ class ReservationBook:
         """Routers heard of lately."""
         return len(self._others)
 
+    def router_ids(self) -> list[RouterId]:
+        """Who they are."""
+        return list(self._others)
+
     def note(self, worker_id: WorkerId, epoch: Epoch, tokens: int, context_tokens: int) -> None:
         """A leg was sent, of which the others shall know."""
         key = (worker_id, epoch)
