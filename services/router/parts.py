@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from services.router.decisions import Decisions
 from services.router.fleet import Fleet
 from services.router.ledger import Ledger
+from services.router.measures import Measures
 from services.router.prompts import Prompts
 from services.router.settings import Settings
 from services.router.tracing import Tracing
@@ -25,6 +26,7 @@ class Parts:
     clock: Clock
     bus: Bus
     fleet: Fleet
+    measures: Measures
     inbox: LegInbox
     prompts: Prompts
     ledger: Ledger

@@ -16,6 +16,7 @@ from services.router.fleet_feed import FleetFeed
 from services.router.http_server import make_server
 from services.router.kv_feed import KvFeed
 from services.router.ledger import Ledger, LiveMetrics
+from services.router.measures import Measures
 from services.router.openai_api import make_app
 from services.router.parts import Parts
 from services.router.prompts import Prompts
@@ -56,6 +57,7 @@ class Router:
             clock=clock,
             bus=bus,
             fleet=fleet,
+            measures=Measures(fleet.cluster),
             inbox=LegInbox(bus, router_id, leg_buffer_bytes_max=settings.leg_buffer_bytes_max),
             prompts=Prompts(settings, bus, clock, fleet),
             ledger=Ledger(router_id, log_requests=settings.log_requests),
