@@ -27,6 +27,8 @@ class FleetFeed:
         self._clock = parts.clock
         self._fleet = parts.fleet
         self._inbox = parts.inbox
+        self._measures = parts.measures
+        self._room = parts.room
         self._prompts = parts.prompts
         self._kv = kv
 
@@ -48,8 +50,10 @@ class FleetFeed:
             await asyncio.sleep(SWEEP_S)
             for record in self._fleet.cluster.sweep(self._clock.now(), self._fleet.policy.silent_s_max):
                 self._fleet.index.drop(record.worker_id)
+                self._measures.gone(record.worker_id)
                 self._inbox.worker_lost(record.worker_id, record.epoch)
                 log.info("worker %s is gone", record.worker_id)
+            self._room.ring()  # Silence tells nobody.
 
     def _on_record(self, entry: KeptValue[WorkerRecord]) -> None:
         record = entry.value
@@ -58,6 +62,8 @@ class FleetFeed:
             return
         known = self._fleet.cluster.workers.get(record.worker_id)
         self._fleet.cluster.record(record, self._clock.now())
+        self._measures.joined(record)
+        self._room.ring()
         if known is None or known.record.epoch < record.epoch:
             log.info("worker %s: %s of %s, %s", record.worker_id, record.role, record.models, record.phase)
         if record.phase is not WorkerPhase.STARTING:  # before, it answers no asks
@@ -66,6 +72,8 @@ class FleetFeed:
 
     def _on_load(self, load: LoadReport, _envelope: Envelope) -> None:
         self._fleet.cluster.report(load, self._clock.now())
+        self._measures.load(load)
+        self._room.ring()
         if load.digest is not None:
             self._kv.check(load.worker_id, load.epoch, load.digest)
 
