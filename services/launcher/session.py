@@ -95,7 +95,7 @@ class Session:
   Try it:   [bold]curl -N {endpoint}/v1/completions -H 'Content-Type: application/json' \\
               -d {escape(shlex.quote(body))}[/]
 
-  Metrics:  {where.metrics}   ({routers_own(where)})
+  Metrics:  {where.metrics}{routers_own(where)}
   Logs:     {self.logs}
   Fleet:    {program()} workers{folder}      One more worker: {program()} up --join{folder}
 
@@ -126,8 +126,9 @@ def endpoints(options: UpOptions) -> Endpoints:
 def routers_own(where: Endpoints) -> str:
     """Where routers tell of themselves alone."""
     if not where.routers:
-        return f"the router's own: {where.api}/metrics"
-    return f"each router's own: {', '.join(f'{url}/metrics' for url in where.routers.values())}"
+        return f"   (the router's own: {where.api}/metrics)"
+    each = "   ".join(f"{name} {url}" for name, url in where.routers.items())
+    return f"\n  Routers:  {each}   (share the port; /metrics of each there)"
 
 
 def program() -> str:
