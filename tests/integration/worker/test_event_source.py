@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.contracts.kv_events import KvEvent, KvEventKind, unpack_hashes
+from shared.contracts.kv_events import KvEvent, KvEventKind, KvTier, unpack_hashes
 
 pytestmark = pytest.mark.vllm
 
@@ -38,7 +38,7 @@ class Publisher:
             )
         )
 
-    def stored(self, block: int) -> None:
+    def stored(self, block: int, medium: str = "GPU", locality: str | None = None) -> None:
         from vllm.distributed.kv_events import BlockStored, KVEventBatch
 
         event = BlockStored(
@@ -47,8 +47,9 @@ class Publisher:
             token_ids=[],
             block_size=32,
             lora_id=None,
-            medium="GPU",
+            medium=medium,
             lora_name=None,
+            locality=locality,
         )
         self.inner.publish(KVEventBatch(ts=time.time(), events=[event]))
 
@@ -90,6 +91,25 @@ async def test_what_was_told_before_anyone_listened_is_replayed(tmp_path):
         events = await events_after(source, publisher)
 
     assert [unpack_hashes(event.hashes)[0] for event in events][:4] == [0, 1, 2, 1000]
+
+
+async def test_the_memory_of_a_block_is_told_and_what_lies_in_a_shared_store_is_nobodys(tmp_path):
+    with source_and_publisher(tmp_path, missed=0, buffer_steps=100) as (source, publisher):
+        publisher.stored(1, "CPU")
+        publisher.stored(2, "STORAGE")
+        publisher.stored(3, "STORAGE", "REMOTE")
+        batches = source.batches()
+        events: list[KvEvent] = []
+        async with asyncio.timeout(WAIT_S_MAX):
+            while len(events) < 3:
+                publisher.stored(1000)
+                events += await anext(batches)
+
+    assert [(unpack_hashes(event.hashes)[0], event.tier) for event in events][:3] == [
+        (1, KvTier.HOST),
+        (2, KvTier.DISK),
+        (1000, KvTier.DEVICE),
+    ]
 
 
 async def test_what_can_no_longer_be_replayed_clears_everything(tmp_path):
