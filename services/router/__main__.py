@@ -7,7 +7,7 @@ import sys
 
 from services.router.http_server import PortTaken, listen, share
 from services.router.service import serve
-from services.router.settings import Settings
+from services.router.settings import Settings, check
 from shared.runtime.service import run_service
 from shared.runtime.settings import SettingsError, load, load_common
 
@@ -16,6 +16,7 @@ def main() -> None:
     """Read the settings, take the port, serve."""
     try:
         common, settings = load_common(), load(Settings, "ROUTER_")
+        check(settings)
         listener = listen(settings.host, settings.port)
         shared = share(settings.host, settings.shared_port) if settings.shared_port else None
     except (SettingsError, PortTaken) as error:

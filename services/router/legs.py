@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Self
 
-from services.router.core.cluster_view import ClusterView
 from services.router.core.own_work import Sent
 from services.router.core.placement import Placed
 from services.router.core.request import Mode
@@ -47,14 +46,15 @@ NOT_ANSWERED = (LegFailed, EngineRefused, BusDown, MessageTooLarge)
 class Account:
     """What a leg of ours adds to its worker's load, as long as it runs; its prompt, until that is computed."""
 
-    __slots__ = ("_cluster", "_context_tokens", "_now", "_sent", "_tokens", "_worker_id")
+    __slots__ = ("_cluster", "_context_tokens", "_now", "_ring", "_sent", "_tokens", "_worker_id")
 
-    def __init__(self, cluster: ClusterView, start: StartLeg, context_tokens: int, now: Callable[[], float]) -> None:
-        self._cluster = cluster
+    def __init__(self, parts: Parts, start: StartLeg, context_tokens: int) -> None:
+        self._cluster = parts.fleet.cluster
+        self._ring = parts.room.ring
         self._worker_id = start.worker_id
         self._tokens = max(0, start.expected_tokens)
         self._context_tokens = context_tokens
-        self._now = now
+        self._now = parts.clock.now
         self._sent: Sent | None = None
 
     def __enter__(self) -> Self:
@@ -67,11 +67,13 @@ class Account:
         if self._sent is not None:
             self._cluster.prompt_computed(self._worker_id, self._sent, self._tokens)
         self._tokens = 0
+        self._ring()
 
     def __exit__(self, *_failure: object) -> None:
         self.prompt_computed()
         if self._sent is not None:
             self._cluster.leg_ended(self._worker_id, self._sent, self._context_tokens)
+        self._ring()
 
 
 class LegRunner:
@@ -80,7 +82,7 @@ class LegRunner:
     def __init__(self, parts: Parts) -> None:
         self._settings = parts.settings
         self._now: Callable[[], float] = parts.clock.now
-        self._cluster = parts.fleet.cluster
+        self._parts = parts
         self._inbox = parts.inbox
         self._measures = parts.measures
         self._reservations = parts.reservations
@@ -168,7 +170,7 @@ class LegRunner:
         start = self._starts.make(flight, placed, LegKind.PREFILL)
         begun = self._now()
         with (
-            Account(self._cluster, start, placed.context_tokens, self._now),
+            Account(self._parts, start, placed.context_tokens),
             self._tracing.leg(flight, start) as headers,
         ):
             leg = await self._open(flight, start, headers)
@@ -188,7 +190,7 @@ class LegRunner:
     async def _answer(self, flight: Flight, placed: Placed, start: StartLeg) -> None:
         begun, story = self._now(), flight.story
         with (
-            Account(self._cluster, start, placed.context_tokens, self._now) as account,
+            Account(self._parts, start, placed.context_tokens) as account,
             self._tracing.leg(flight, start) as headers,
         ):
             leg = await self._open(flight, start, headers)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.router.core.terms import Terms
 from services.router.decisions import Decisions
 from services.router.fleet import Fleet
 from services.router.ledger import Ledger
 from services.router.measures import Measures
 from services.router.prompts import Prompts
+from services.router.reservations import ReservationFeed
 from services.router.settings import Settings
 from services.router.tracing import Tracing
+from services.router.waiting_room import WaitingRoom
 from shared.bus.port import Bus
 from shared.bus.streams import LegInbox
 from shared.contracts.ids import RouterId
@@ -30,5 +33,8 @@ class Parts:
     inbox: LegInbox
     prompts: Prompts
     ledger: Ledger
+    terms: Terms
+    room: WaitingRoom
     decisions: Decisions
     tracing: Tracing
+    reservations: ReservationFeed

@@ -7,10 +7,12 @@ from collections.abc import Callable
 import msgspec
 
 from services.router.core.placement import Need, Placed, Refused
-from services.router.core.request import Mode, mode_of, read_request
+from services.router.core.request import Mode, read_request
+from services.router.core.terms import Headed
+from services.router.core.waiting_lines import Ticket
 from services.router.exchange import Exchange
-from services.router.flight import Flight
-from services.router.http_answers import HttpError, bad_request, error_event, failed
+from services.router.flight import LEFT, Flight
+from services.router.http_answers import HttpError, bad_request, error_event, failed, refused_field
 from services.router.legs import EngineRefused, LegRunner
 from services.router.parts import Parts
 from shared.bus.port import BusDown, MessageTooLarge
@@ -38,6 +40,8 @@ class Relay:
         self._prompts = parts.prompts
         self._ledger = parts.ledger
         self._decisions = parts.decisions
+        self._room = parts.room
+        self._terms = parts.terms
         self._tracing = parts.tracing
         self._runner = LegRunner(parts)
         self.flights: set[Flight] = set()
@@ -58,26 +62,24 @@ class Relay:
             self._decisions.finished(flight, self._ledger.finished(flight, self._now()))
 
     async def _serve(self, flight: Flight) -> None:
-        facts = flight.facts
-        if facts.fault is not None:
-            self._tell(flight, bad_request(facts.fault.message, facts.fault.param))
+        facts, head = flight.facts, flight.exchange.head
+        headed = Headed(mode=head.mode or Mode.AUTO, class_name=head.class_name, tenant=head.tenant)
+        if (fault := self._terms.fault(facts, headed)) is not None:
+            self._tell(flight, refused_field(fault))
             return
         begun = self._now()
         prompt = await self._prompts.of(flight.exchange, facts)
         flight.story.spent.tokenize_s = self._now() - begun
         flight.story.prompt = prompt
-        need = Need(
-            model=facts.model,
-            mode=mode_of(facts, flight.exchange.head.mode or Mode.AUTO),
-            whole=facts.whole,
-            prompt_tokens=prompt.tokens,
-            hashes=prompt.hashes,
-            tokens_out=facts.tokens_out,
-            fetch_tokens_min=facts.kv_fetch_min_tokens,
-        )
+        need = self._terms.need(facts, headed, prompt.tokens, prompt.hashes)
+        with self._room.ticket(flight, need) as ticket:
+            await self._serve_in_turn(flight, need, ticket)
+
+    async def _serve_in_turn(self, flight: Flight, need: Need, ticket: Ticket) -> None:
+        """Wait for its turn, then try until an attempt succeeds; further attempts do not wait again."""
         lost: LegFailed | None = None
+        placement = await self._admit(flight, ticket)
         while True:
-            placement = self._place(flight, need)
             self._decisions.made(flight, need, placement)
             if isinstance(placement, Refused):
                 self._refuse(flight, placement, lost)
@@ -92,6 +94,19 @@ class Relay:
                 return
             flight.story.spent.failed_s += self._now() - begun
             need = self._without_failed(need, lost)
+            placement = self._place(flight, need)
+
+    async def _admit(self, flight: Flight, ticket: Ticket) -> Placed | Refused:
+        """The first placement, when its turn has come."""
+        spent, begun = flight.story.spent, self._now()
+        with self._tracing.placement(flight):
+            placement = self._room.offer(ticket)
+        spent.place_s = self._now() - begun
+        if placement is None:
+            begun = self._now()
+            placement = await self._room.turn_of(ticket, flight)
+            spent.admission_s = self._now() - begun
+        return placement
 
     def _place(self, flight: Flight, need: Need) -> Placed | Refused:
         begun = self._now()
@@ -145,7 +160,9 @@ class Relay:
 
     def _refuse(self, flight: Flight, refused: Refused, lost: LegFailed | None) -> None:
         """Nobody can serve it. A client whose attempts ran out of time is told so; an unreadable body is its own."""
-        if lost is not None and lost.failure.reason is Reason.DEADLINE:
+        if flight.exchange.left:
+            self._fail(flight, LEFT)
+        elif lost is not None and lost.failure.reason is Reason.DEADLINE:
             self._fail(flight, lost.failure)
         elif flight.facts.body is None:
             self._tell(flight, bad_request("The body is not a JSON object."))

@@ -8,6 +8,7 @@ import logging
 import secrets
 import socket
 
+from services.router.core.admission import Admission
 from services.router.core.placement import Policy
 from services.router.decisions import Decisions
 from services.router.edge import Edge
@@ -21,8 +22,11 @@ from services.router.openai_api import make_app
 from services.router.parts import Parts
 from services.router.prompts import Prompts
 from services.router.relay import Relay
-from services.router.settings import Settings
+from services.router.reservations import ReservationFeed
+from services.router.room_metrics import RoomMetrics
+from services.router.settings import Settings, admission_policy, terms_of
 from services.router.tracing import Tracing
+from services.router.waiting_room import WaitingRoom
 from services.router.watchman import Watchman
 from shared.bus.port import Bus
 from shared.bus.streams import LegInbox
@@ -30,6 +34,8 @@ from shared.contracts.control import ServicePhase
 from shared.contracts.ids import RouterId
 from shared.runtime.clock import Clock
 from shared.runtime.service import Service
+from shared.telemetry import names
+from shared.telemetry.prometheus import gauge
 
 log = logging.getLogger("baton.router")
 
@@ -50,29 +56,35 @@ class Router:
             stream_tokens_min=settings.stream_tokens_min,
             fetch_tokens_min=settings.fetch_tokens_min,
         )
-        fleet = Fleet(policy)
+        fleet, ledger = Fleet(policy), Ledger(router_id, log_requests=settings.log_requests)
         self.parts = parts = Parts(
             router_id=router_id,
             settings=settings,
             clock=clock,
             bus=bus,
             fleet=fleet,
+            terms=terms_of(settings),
+            room=WaitingRoom(Admission(admission_policy(settings), fleet.place), clock, RoomMetrics(ledger.registry)),
             measures=Measures(fleet.cluster),
             inbox=LegInbox(bus, router_id, leg_buffer_bytes_max=settings.leg_buffer_bytes_max),
             prompts=Prompts(settings, bus, clock, fleet),
-            ledger=Ledger(router_id, log_requests=settings.log_requests),
+            ledger=ledger,
             decisions=Decisions(
                 router_id, bus, clock, count_max=settings.decisions_max, bytes_max=settings.decisions_bytes_max
             ),
             tracing=tracing,
+            reservations=ReservationFeed(router_id, bus, clock, fleet.cluster),
         )
+        parts.decisions.others = parts.reservations.book.router_ids
         self.kv = KvFeed(bus, fleet.index)
         self.feed = FleetFeed(parts, self.kv)
         self.relay = Relay(parts)
         self.edge = Edge(settings, clock, self.relay, parts.ledger)
         self.edge.app = make_app(parts)
         self.watchman = Watchman(self.relay.flights, self.edge, clock)
-        parts.ledger.registry.register(LiveMetrics(self.relay.flights, fleet, self.kv, bus))
+        others = gauge(names.ROUTER_OTHERS, parts.ledger.registry)
+        others.set_function(lambda: parts.reservations.book.others)
+        parts.ledger.registry.register(LiveMetrics(self.relay.flights, fleet, self.kv, parts.prompts.parity.book, bus))
 
     async def open(self) -> None:
         """Subscribe to everything; live when it returns."""
@@ -80,14 +92,17 @@ class Router:
         await self.parts.decisions.open()
         await self.kv.open()
         await self.feed.open()
+        await self.parts.reservations.open()
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Begin everything that goes on beside requests."""
         for work, name in (
             (self.feed.follow_registry(), "follow-registry"),
             (self.feed.sweep(), "sweep-workers"),
+            (self.parts.reservations.follow(), "tell-reservations"),
             (self.kv.follow(), "follow-kv"),
             (self.parts.prompts.follow(), "follow-tokenizers"),
+            (self.parts.prompts.parity.follow(), "probe-tokens"),
             (self.parts.ledger.report(self.parts.bus), "report-finished"),
             (self.watchman.walk(), "watch-requests"),
         ):
@@ -95,6 +110,7 @@ class Router:
 
     async def close(self) -> None:
         """Cancel what still runs, tell the last, stop listening."""
+        self.parts.room.close()
         await self.parts.inbox.close()
         await self.parts.decisions.close()
         await self.parts.ledger.report_now(self.parts.bus)
@@ -140,6 +156,7 @@ async def serve(
         await server.listen_too(shared)
     await service.stopping.wait()
     service.set_phase(ServicePhase.DRAINING, f"{len(router.relay.flights)} requests")
+    router.parts.room.close()
     # uvicorn closes the listener and idle connections, and lets requests that run end.
     server.should_exit = True
     await serving

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from typing import Literal
 
 import msgspec
+
+from services.router.core.admission import AdmissionPolicy
+from services.router.core.terms import Forcing, Terms, read_terms, read_weights
+from shared.runtime.settings import SettingsError
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,6 +65,30 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     otherwise for its request.
     """
 
+    queue_max: int = 1024
+    """Requests that wait for their turn, in all; of those that come then, some are refused."""
+    tenant_queue_max: int = 1024
+    """Requests of one tenant that wait, for each model and priority; more are refused with 429."""
+    queue_s_max: float = 60.0
+    """Nobody waits longer for a turn; who is predicted to is refused at once, with 503."""
+    engine_queue_s_max: float = 0.25
+    """A request goes to an engine that is predicted to begin it within so long; before, it waits in the router, where
+    it can still go anywhere.
+    """
+    late_ratio: float = 1.5
+    """A request whose first token would come later than so many times its target is refused with 503."""
+    slos: str = ""
+    """Targets in seconds and priorities, as JSON: ``{"default": {"ttft_s": 2, "itl_s": 0.1}, "models": {"m": {...}},
+    "classes": {"batch": {"ttft_s": null, "priority": 10}}}``. A class says more than a model, and that more than the
+    default; lower priorities are more urgent; null: no target.
+    """
+    priority_min: int = 0
+    """The most urgent that a body may ask for by itself; classes may be more urgent."""
+    tenant_weights: str = ""
+    """JSON: ``{"paying": 4}``. A tenant of weight 4 may have four times as much as others, who have 1."""
+    force_placement: Forcing = "auto"
+    """Who may choose workers and sources in a body; ``auto``: anyone, while only this machine can be a client."""
+
     tokenize: Literal["auto", "always", "never"] = "auto"
     """Whether prompts are tokenized for exact prefix match; ``auto``: if more than one worker could compute them."""
     tokenize_loop_chars_max: int = 4096
@@ -75,3 +104,45 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """One line for each finished request."""
     keep_alive_s: float = 75.0
     """How long an idle client connection stays open."""
+
+
+def check(settings: Settings) -> None:
+    """Raises SettingsError for what can be read and makes no sense."""
+    terms_of(settings)
+    admission_policy(settings)
+
+
+def terms_of(settings: Settings) -> Terms:
+    """On what terms requests are served. Raises SettingsError."""
+    try:
+        return read_terms(
+            settings.slos, settings.force_placement, settings.priority_min, local=_is_this_machine(settings.host)
+        )
+    except ValueError as error:
+        raise SettingsError(f"ROUTER_SLOS: {error}; correct it or unset it") from error
+
+
+def admission_policy(settings: Settings) -> AdmissionPolicy:
+    """How long requests wait, and how many. Raises SettingsError."""
+    try:
+        weights = read_weights(settings.tenant_weights)
+    except ValueError as error:
+        raise SettingsError(f"ROUTER_TENANT_WEIGHTS: {error}; correct it or unset it") from error
+    for name, least in (("queue_max", 0), ("tenant_queue_max", 0), ("queue_s_max", 0.0), ("late_ratio", 1.0)):
+        if not getattr(settings, name) >= least:
+            raise SettingsError(f"ROUTER_{name.upper()} is {getattr(settings, name)}; it must be {least} or more")
+    return AdmissionPolicy(
+        queue_max=settings.queue_max,
+        tenant_queue_max=settings.tenant_queue_max,
+        queue_s_max=settings.queue_s_max,
+        engine_queue_s_max=settings.engine_queue_s_max,
+        late_ratio=settings.late_ratio,
+        tenant_weights=weights,
+    )
+
+
+def _is_this_machine(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -83,15 +83,33 @@ ROUTER_CACHED_PREDICTED = _counter(
 ROUTER_CACHED_ACTUAL = _counter(
     "baton_router_cached_tokens_actual_total", "tokens", "Prompt tokens that the engine found cached."
 )
+ROUTER_QUEUE = _gauge("baton_router_requests_waiting", "requests", "Requests that wait for their turn.")
+ROUTER_ADMISSION = _seconds(
+    "baton_router_admission_wait_seconds", "Of requests that had to wait for their turn, until that was decided."
+)
+ROUTER_TENANT_REQUESTS = _counter(
+    "baton_router_tenant_requests_total", "requests", "Requests that ended, by how.", "tenant", "outcome"
+)
+ROUTER_TENANT_TOKENS = _counter(
+    "baton_router_tenant_tokens_total", "tokens", "Prompt tokens computed, and tokens generated.", "tenant", "kind"
+)
 ROUTER_INDEX_STATE = _gauge(
     "baton_router_index_state", "1", "1 for the state that a worker's prefix index is in.", "worker_id", "state"
 )
 ROUTER_INDEX_BLOCKS = _gauge(
     "baton_router_index_blocks", "blocks", "Blocks that the prefix index knows of a worker.", "worker_id"
 )
+ROUTER_TOKEN_PARITY = _gauge(
+    "baton_router_token_parity",
+    "1",
+    "1 for what is known of a worker's tokens: the router makes the same (agrees), others (differs), or unknown.",
+    "worker_id",
+    "state",
+)
 ROUTER_SNAPSHOTS = _counter(
     "baton_router_snapshots_total", "asks", "KV snapshots asked for: a worker came, or events were missed."
 )
+ROUTER_OTHERS = _gauge("baton_router_others", "routers", "Other routers that this one hears: none when it is alone.")
 
 OF_WORKER = ("worker_id", "role")
 
