@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from services.router.core.parity import Parity, ParityBook
 from services.router.core.prefix_index import IndexState
 from services.router.core.request import Mode
 from services.router.fleet import Fleet
@@ -163,8 +164,9 @@ def line(told: RequestFinished) -> dict[str, object]:
 class LiveMetrics(Collector):  # type: ignore[misc]  # prometheus_client is not typed for us
     """What is read when somebody asks: requests in flight, the index, the bus."""
 
-    def __init__(self, flights: set[Flight], fleet: Fleet, kv: KvFeed, bus: Bus) -> None:
+    def __init__(self, flights: set[Flight], fleet: Fleet, kv: KvFeed, parity: ParityBook, bus: Bus) -> None:
         self._flights = flights
+        self._parity = parity
         self._fleet = fleet
         self._kv = kv
         self._bus = bus
@@ -177,6 +179,10 @@ class LiveMetrics(Collector):  # type: ignore[misc]  # prometheus_client is not 
             blocks.add_metric([worker_id], self._fleet.index.count(worker_id))
             for state in IndexState:
                 states.add_metric([worker_id, state.value], float(entry.state is state))
+        parities = gauge_family(names.ROUTER_TOKEN_PARITY)
+        for worker_id in self._fleet.cluster.workers.keys() & self._parity.standings.keys():
+            for parity in Parity:
+                parities.add_metric([worker_id, parity.value], float(self._parity.parity(worker_id) is parity))
         in_flight = gauge_family(names.ROUTER_IN_FLIGHT)
         in_flight.add_metric([], len(self._flights))
         counts = self._bus.counts
@@ -184,6 +190,7 @@ class LiveMetrics(Collector):  # type: ignore[misc]  # prometheus_client is not 
             in_flight,
             states,
             blocks,
+            parities,
             counter_family(names.ROUTER_SNAPSHOTS, self._kv.snapshots),
             counter_family(names.BUS_DROPPED, counts.dropped),
             counter_family(names.BUS_BAD, counts.bad_messages),

@@ -9,12 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from services.router.core.request import CHAT, COMPLETIONS, RequestFacts
 from services.router.exchange import Exchange
 from services.router.fleet import Fleet
+from services.router.parity import ParityWatch
 from services.router.segments import Prompt
 from services.router.settings import Settings
 from services.router.tokenizer import PromptTokenizer, guessed
 from shared.bus.port import Bus, BusError
 from shared.contracts.channels import TOKENIZER
 from shared.contracts.control import AskTokenizer
+from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.workers import WorkerPhase, WorkerRecord
 from shared.runtime.clock import Clock
 
@@ -42,9 +44,12 @@ class Prompts:
         self._bus = bus
         self._clock = clock
         self._fleet = fleet
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
+        self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
+        self.parity = ParityWatch(bus, clock, fleet, self)
         self._tokenizers: dict[str, PromptTokenizer | None] = {}
         """By fingerprint. None: this model cannot be followed."""
+        self._sources: dict[str, tuple[WorkerId, Epoch]] = {}
+        """Whose tokenizer it is, by fingerprint."""
         self._try_at: dict[str, float] = {}
         self._wake = asyncio.Event()
 
@@ -53,11 +58,11 @@ class Prompts:
         body = facts.body
         if body is not None and facts.path in (CHAT, COMPLETIONS) and self._matters(facts, exchange.upload.size):
             for view in self._fleet.cluster.offering(facts.model):
-                tokenizer = self._tokenizers.get(view.pairs_with)
+                tokenizer = self._tokenizers.get(view.pairs_with) if self.parity.trusted(view.pairs_with) else None
                 if tokenizer is not None and exchange.upload.size <= BYTES_PER_TOKEN_MAX * view.record.max_model_len:
                     held = self._fleet.index.held
                     chars_max = self._settings.tokenize_loop_chars_max
-                    prompt = await tokenizer.prompt(facts, held, threads=self._threads, loop_chars_max=chars_max)
+                    prompt = await tokenizer.prompt(facts, held, threads=self.threads, loop_chars_max=chars_max)
                     if prompt is not None:
                         return prompt
                 break
@@ -65,12 +70,28 @@ class Prompts:
 
     def worker_seen(self, record: WorkerRecord) -> None:
         """A worker is there: make sure that its model's tokenizer is, too."""
+        self.parity.worker_seen(record)
         if record.fingerprint.key() not in self._tokenizers:
             self._wake.set()
 
     def followed(self, fingerprint: str) -> bool:
         """Whether prompts of this fingerprint can be tokenized as the engine does."""
-        return self._tokenizers.get(fingerprint) is not None
+        return self._tokenizers.get(fingerprint) is not None and self.parity.trusted(fingerprint)
+
+    def tokenizer_of(self, fingerprint: str) -> PromptTokenizer | None:
+        """None when there is none, or none yet."""
+        return self._tokenizers.get(fingerprint)
+
+    def doubt(self, record: WorkerRecord) -> None:
+        """A worker tokenizes otherwise. If the one that gave the tokenizer lives no more, it is fetched anew: they may
+        all have been started anew with another chat template.
+        """
+        key = record.fingerprint.key()
+        worker_id, epoch = self._sources.get(key, (record.worker_id, record.epoch))
+        source = self._fleet.cluster.workers.get(worker_id)
+        if source is None or source.record.epoch != epoch:
+            self._tokenizers.pop(key, None)
+            self._wake.set()
 
     async def follow(self) -> None:
         """Fetch what is missing, for ever."""
@@ -87,7 +108,7 @@ class Prompts:
 
     def close(self) -> None:
         """End the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.threads.shutdown(wait=False, cancel_futures=True)
 
     def _matters(self, facts: RequestFacts, body_bytes: int) -> bool:
         if self._settings.tokenize == "auto":
@@ -111,6 +132,7 @@ class Prompts:
         if len(self._tokenizers) >= TOKENIZERS_MAX:
             for fingerprint in self._tokenizers.keys() - needed:
                 del self._tokenizers[fingerprint]
+                self._sources.pop(fingerprint, None)
             self._try_at = {fingerprint: at for fingerprint, at in self._try_at.items() if fingerprint in needed}
         return len(self._tokenizers) < TOKENIZERS_MAX
 
@@ -126,9 +148,11 @@ class Prompts:
         cache_bytes_max = self._settings.tokenize_cache_bytes_max
         try:
             self._tokenizers[key] = await asyncio.get_running_loop().run_in_executor(
-                self._threads, lambda: PromptTokenizer(asset, record.hashing, cache_bytes_max=cache_bytes_max)
+                self.threads, lambda: PromptTokenizer(asset, record.hashing, cache_bytes_max=cache_bytes_max)
             )
         except ValueError as error:
             log.warning("%s is placed by load alone: %s", record.models[:1], error)
             self._tokenizers[key] = None
+        self._sources[key] = record.worker_id, asset.epoch
+        self.parity.tokenizer_changed(key)
         return True

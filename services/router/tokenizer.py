@@ -37,6 +37,8 @@ TEXT_ITERATED = re.compile(r"for\s+\w+\s+in\s+\w+(\.content|\[\s*['\"]content['\
 """A template that walks over a message's content wants it as a list of parts."""
 
 
+NOT_EXACT = (msgspec.DecodeError, UnicodeError, TemplateFailed, PieceTooLong, ValueError, OverflowError, struct.error)
+"""What may be wrong with a prompt; the engine will say so."""
 Held = Callable[[int], bool]
 """Whether any worker holds a block."""
 
@@ -74,6 +76,21 @@ class PromptTokenizer:
         self._as_parts = TEXT_ITERATED.search(asset.chat_template) is not None
         self._segments = Segments(tokenizer, scheme, cache_bytes_max=cache_bytes_max)
 
+    def whole_prompt(self, facts: RequestFacts) -> Prompt | None:
+        """All of its hashes, however long that takes; None when they cannot be known exactly."""
+        body = facts.body
+        if body is None:
+            return None
+        try:
+            given = self._given(facts.path, body)
+            if not isinstance(given, Text):
+                return None
+            walk = self._segments.begin(given.text, special=given.special, salt=body.cache_salt or "")
+            self._segments.go_on(walk, lambda _block: True, sys.maxsize)
+        except NOT_EXACT:
+            return None
+        return self._segments.prompt(walk, special=given.special)
+
     async def prompt(self, facts: RequestFacts, held: Held, *, threads: Executor, loop_chars_max: int) -> Prompt | None:
         """Its length, and its block hashes as far as ``held`` knows them; None when they cannot be known exactly."""
         body = facts.body
@@ -86,7 +103,7 @@ class PromptTokenizer:
                 return None
             if not isinstance(given, Text):
                 return Prompt(len(given), self._hashes(given, salt, held), exact=True)
-        except (msgspec.DecodeError, UnicodeError, TemplateFailed, ValueError, OverflowError, struct.error):
+        except NOT_EXACT:
             return None
         walk = self._segments.begin(given.text, special=given.special, salt=salt)
         try:

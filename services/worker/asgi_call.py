@@ -10,6 +10,7 @@ from services.worker.engines.port import AsgiApp, AsgiMessage, LegRecord, Scope
 from shared.contracts.inference import LegKind, StartLeg
 
 SERVER_ERROR = 500
+JSON = "application/json"
 LEAVE_S_MAX = 0.25
 """For the app to end what it began, once it knows that nobody waits."""
 
@@ -42,7 +43,7 @@ class AsgiCall:
         answer: Answer,
         on_server_error: Callable[[], Awaitable[None]],
     ) -> None:
-        self.scope = http_scope(start, body)
+        self.scope = http_scope(start.path, body, content_type=start.content_type, request_id=start.request_id)
         self.status = 0
         self._request: AsgiMessage | None = {"type": "http.request", "body": body, "more_body": False}
         self._record = record
@@ -109,7 +110,28 @@ class AsgiCall:
             await self._answer.drain()
 
 
-def http_scope(start: StartLeg, body: bytes) -> Scope:
+async def ask_app(app: AsgiApp, path: str, body: bytes) -> tuple[int, bytes]:
+    """A call that is no leg and makes no tokens: the status and the body of the app's answer to some JSON."""
+    request: list[AsgiMessage] = [{"type": "http.request", "body": body, "more_body": False}]
+    statuses, parts = [SERVER_ERROR], []
+
+    async def receive() -> AsgiMessage:
+        if request:
+            return request.pop()
+        await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: AsgiMessage) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+        elif message["type"] == "http.response.body":
+            parts.append(bytes(message.get("body", b"")))
+
+    await app(http_scope(path, body), receive, send)
+    return statuses[-1], b"".join(parts)
+
+
+def http_scope(path: str, body: bytes, *, content_type: str = JSON, request_id: str = "") -> Scope:
     """The request as an HTTP server would describe it."""
     return {
         "type": "http",
@@ -117,15 +139,15 @@ def http_scope(start: StartLeg, body: bytes) -> Scope:
         "http_version": "1.1",
         "method": "POST",
         "scheme": "http",
-        "path": start.path,
-        "raw_path": start.path.encode(),
+        "path": path,
+        "raw_path": path.encode(),
         "root_path": "",
         "query_string": b"",
         "headers": [
             (b"host", b"worker"),
-            (b"content-type", start.content_type.encode("latin-1")),
+            (b"content-type", content_type.encode("latin-1")),
             (b"content-length", str(len(body)).encode()),
-            (b"x-request-id", start.request_id.encode()),
+            (b"x-request-id", request_id.encode()),
         ],
         "client": ("127.0.0.1", 0),
         "server": ("worker", 80),

@@ -25,7 +25,7 @@ from services.worker.settings import Settings
 from services.worker.tokenizer import TokenizerDesk
 from shared.bus.port import BusDown
 from shared.bus.streams import FrameSender
-from shared.contracts.channels import CANCEL_LEG, KV_SNAPSHOT, START_LEG, TOKENIZER
+from shared.contracts.channels import CANCEL_LEG, KV_SNAPSHOT, START_LEG
 from shared.contracts.control import ServicePhase
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import Epoch, WorkerId
@@ -137,7 +137,7 @@ class Worker:
         if self._exchange is not None:
             await self._exchange.open()
         await bus.answer(KV_SNAPSHOT, self._cache.answer, worker_id=worker_id)
-        await bus.answer(TOKENIZER, self._tokenizer.answer, worker_id=worker_id)
+        await self._tokenizer.open(bus)
         await bus.subscribe(CANCEL_LEG, self._server.cancel, worker_id=worker_id)
         await bus.subscribe(START_LEG, self._server.start, worker_id=worker_id)
 

@@ -1,17 +1,29 @@
-"""The engine's tokenizer, for any router that asks."""
+"""The engine's tokenizer, for any router that asks, and the engine's own word on what it makes of a prompt."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 
-from services.worker.engines.port import Engine
-from shared.bus.port import Envelope
-from shared.contracts.control import AskTokenizer, TokenizerAsset
+from services.worker.engines.port import Engine, EngineTokens
+from shared.bus.port import Bus, Envelope
+from shared.contracts.channels import TOKENIZER, TOKENS
+from shared.contracts.control import AskTokenizer, AskTokens, ProbePrompt, PromptTokens, TokenizerAsset, TokensFound
 from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.kv_events import pack_hashes
+
+log = logging.getLogger("baton.worker")
+
+PROMPTS_MAX = 16
+"""Prompts of one ask; those beyond are refused."""
+BODY_BYTES_MAX = 256 * 1024
+"""Of one prompt: this is for probes, and must not hold up the engine's server."""
+TOKENS_S_MAX = 5.0
+"""For all prompts of one ask, the wait for asks before it not counted."""
 
 
 class TokenizerDesk:
-    """Reads the tokenizer once, at the first ask."""
+    """Reads the tokenizer once, at the first ask. Tokenizes for one router at a time."""
 
     def __init__(self, engine: Engine, worker_id: WorkerId, epoch: Epoch) -> None:
         self._engine = engine
@@ -19,6 +31,12 @@ class TokenizerDesk:
         self._epoch = epoch
         self._asset: TokenizerAsset | None = None
         self._reading = asyncio.Lock()
+        self._tokenizing = asyncio.Lock()
+
+    async def open(self, bus: Bus) -> None:
+        """Answer from now on; the engine is there."""
+        await bus.answer(TOKENIZER, self.answer, worker_id=self._worker_id)
+        await bus.answer(TOKENS, self.tokens, worker_id=self._worker_id)
 
     async def answer(self, _ask: AskTokenizer, _envelope: Envelope) -> TokenizerAsset:
         """Answerer of TOKENIZER."""
@@ -35,3 +53,28 @@ class TokenizerDesk:
                     note=files.note,
                 )
             return self._asset
+
+    async def tokens(self, ask: AskTokens, _envelope: Envelope) -> TokensFound:
+        """Answerer of TOKENS."""
+        async with self._tokenizing:
+            until = asyncio.get_running_loop().time() + TOKENS_S_MAX
+            found = [await self._tokens_of(prompt, until) for prompt in ask.prompts[:PROMPTS_MAX]]
+        found += [_refused(f"more than {PROMPTS_MAX} prompts")] * (len(ask.prompts) - len(found))
+        return TokensFound(worker_id=self._worker_id, epoch=self._epoch, prompts=found)
+
+    async def _tokens_of(self, prompt: ProbePrompt, until: float) -> PromptTokens:
+        if len(prompt.body) > BODY_BYTES_MAX:
+            return _refused(f"the body is larger than {BODY_BYTES_MAX} bytes")
+        try:
+            async with asyncio.timeout_at(until):
+                told: EngineTokens = await self._engine.tokens(prompt.path, prompt.body)
+        except TimeoutError:
+            return _refused(f"not done within {TOKENS_S_MAX:g} s")
+        except Exception as error:  # the engine's server failed on a prompt that is nobody's: no request suffers
+            log.exception("a probe of the tokenizer failed")
+            return _refused(f"{type(error).__name__}: {error}")
+        return PromptTokens(tokens=told.tokens, hashes=pack_hashes(told.hashes), refusal=told.refusal)
+
+
+def _refused(why: str) -> PromptTokens:
+    return PromptTokens(tokens=[], hashes=b"", refusal=why)

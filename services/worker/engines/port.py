@@ -123,6 +123,17 @@ class TokenizerFiles:
     note: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineTokens:
+    """A request as the engine sees it (see ``PromptTokens``)."""
+
+    tokens: list[int] = field(default_factory=list)
+    hashes: list[int] = field(default_factory=list)
+    """Of the full blocks, 64 bits each."""
+    refusal: str = ""
+    """Why the engine would not tokenize it."""
+
+
 class EngineExchange(Protocol):
     """The engine's end of the KV exchange."""
 
@@ -159,6 +170,9 @@ class Engine(Protocol):
 
     def tokenizer_files(self) -> TokenizerFiles:
         """How text becomes tokens here. May read files: call it off the event loop."""
+
+    async def tokens(self, path: str, body: bytes) -> EngineTokens:
+        """How the engine itself tokenizes this request and names its blocks; nothing is generated."""
 
     async def dead(self) -> str:
         """Return, with the reason in words, when the engine has died; wait for ever otherwise."""

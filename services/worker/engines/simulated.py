@@ -21,6 +21,7 @@ from services.worker.engines.port import (
     EngineExchange,
     EngineFacts,
     EngineLoad,
+    EngineTokens,
     Identity,
     TokenizerFiles,
 )
@@ -30,6 +31,7 @@ from services.worker.engines.simulated_exchange import POLL_S, SimulatedExchange
 from services.worker.engines.simulated_jobs import JobMaker
 from services.worker.engines.simulated_model import SimulatedModel, facts_of, find_model, models_answer
 from services.worker.engines.simulated_tokenizer import SimulatedTokenizer
+from services.worker.engines.simulated_tokens import engine_tokens
 from services.worker.settings import Settings
 from shared.contracts.kv_events import KvEvent
 from shared.runtime.settings import CommonSettings
@@ -95,8 +97,8 @@ class SimulatedEngine:
         self._facts = facts_of(settings, model, legs_max)
         mover = open_mover(self._core, self._facts.fingerprint.key(), time.monotonic)
         self._exchange = SimulatedExchange(self._core, mover, time.monotonic, self._wake_up)
-        jobs = JobMaker(tokenizer, model.names, settings.max_model_len)
-        self._app = SimulatedApp(self, tokenizer, jobs, models_answer(model.names, settings.max_model_len))
+        self._jobs = JobMaker(tokenizer, model.names, settings.max_model_len)
+        self._app = SimulatedApp(self, tokenizer, self._jobs, models_answer(model.names, settings.max_model_len))
         self._load_listeners: list[Callable[[], None]] = []
         self._events: list[KvEvent] = []
         self._new_events = asyncio.Event()
@@ -158,6 +160,10 @@ class SimulatedEngine:
     def tokenizer_files(self) -> TokenizerFiles:
         """The model's."""
         return self._tokenizer.files()
+
+    async def tokens(self, path: str, body: bytes) -> EngineTokens:
+        """What a request of this body would ask the engine to compute."""
+        return await engine_tokens(self._jobs, self._tokenizer, self._facts.hashing.block_size, path, body)
 
     async def dead(self) -> str:
         """Return, with the reason, when the engine has died."""

@@ -24,6 +24,7 @@ from services.worker.engines.port import (
     EngineDead,
     EngineFacts,
     EngineLoad,
+    EngineTokens,
     Identity,
     TokenizerFiles,
 )
@@ -245,6 +246,12 @@ class VllmEngine:
         from services.worker.engines.vllm_tokenizer import tokenizer_files
 
         return tokenizer_files(self._llm.get_tokenizer(), self._chat_template)
+
+    async def tokens(self, path: str, body: bytes) -> EngineTokens:
+        """Asked of vLLM's own server and hashing."""
+        from services.worker.engines.vllm_tokens import engine_tokens
+
+        return await engine_tokens(self._app, self._llm.vllm_config.cache_config, path, body)
 
     async def dead(self) -> str:
         """When EngineCore has ended, or said that it cannot go on."""

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 from opentelemetry.trace import NoOpTracer
 
-from services.worker.engines.port import CURRENT_LEG, EngineFacts, EngineLoad, TokenizerFiles
+from services.worker.engines.port import CURRENT_LEG, EngineFacts, EngineLoad, EngineTokens, TokenizerFiles
 from services.worker.service import run_worker
 from services.worker.settings import Settings
 from shared.bus.memory_bus import MemoryBus, MemoryHub
@@ -103,6 +103,13 @@ class FakeEngine:
         return TokenizerFiles(
             tokenizer_json=b"{}", chat_template="{{ x }}", special_tokens={"bos_token": "<s>"}, adds_special_tokens=True
         )
+
+    async def tokens(self, path: str, body: bytes) -> EngineTokens:
+        asked = json.loads(body)
+        if asked.get("hangs"):
+            await asyncio.Event().wait()
+        tokens = list(range(asked.get("tokens", 64)))
+        return EngineTokens(tokens=tokens, hashes=[7] * (len(tokens) // 32), refusal=asked.get("refusal", ""))
 
     async def dead(self) -> str:
         return await asyncio.shield(self.reason)

@@ -19,6 +19,7 @@ from services.worker.settings import Settings
 from services.worker.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegKind
+from shared.contracts.kv_events import block_hash64
 from shared.contracts.kv_exchange import FetchKv, KvSource, LegOrder, pack_full_hashes, unpack_block_ids
 from shared.runtime.settings import CommonSettings
 from tests.unit.worker.simulation.builders import INSTANT
@@ -506,6 +507,18 @@ async def test_the_tokenizer_given_to_routers_is_the_engines_own(engine):
     assert json.loads(files.tokenizer_json)["model"]["type"] == "BPE"
     assert files.special_tokens["bos_token"] == "<|bos|>"
     assert "add_generation_prompt" in files.chat_template
+
+
+@pytest.mark.parametrize("salt", ["", "tenant"])
+async def test_the_engine_says_what_it_would_make_of_a_request(directory, salt):
+    asked = {"prompt": PROMPT * 3, "cache_salt": salt, "max_tokens": 1}
+    async with running(directory) as engine:
+        told = await engine.tokens("/v1/completions", json.dumps(asked).encode())
+        await complete(engine, **asked)
+
+        assert len(told.hashes) == len(told.tokens) // engine.facts.hashing.block_size > 1
+        assert {block_hash64(full) for full in engine._core.cache.hashes()} == set(told.hashes)
+        assert (await engine.tokens("/v1/chat/completions", b"{}")).refusal
 
 
 async def test_a_worker_starts_the_engine_from_its_settings(tmp_path):

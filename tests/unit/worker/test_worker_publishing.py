@@ -7,14 +7,17 @@ import asyncio
 from services.worker.core.held_blocks import HeldBlocks
 from services.worker.engines.port import EngineLoad
 from services.worker.publish import LoadPublisher
+from services.worker.tokenizer import BODY_BYTES_MAX, PROMPTS_MAX, TOKENS_S_MAX, TokenizerDesk
 from shared.bus.memory_bus import MemoryBus, MemoryHub
-from shared.contracts.channels import KV_EVENTS, KV_SNAPSHOT, LOAD, TOKENIZER, WORKER_RECORDS
-from shared.contracts.control import AskTokenizer
+from shared.bus.port import Envelope
+from shared.contracts.channels import KV_EVENTS, KV_SNAPSHOT, LOAD, TOKENIZER, TOKENS, WORKER_RECORDS
+from shared.contracts.control import AskTokenizer, AskTokens, ProbePrompt
 from shared.contracts.ids import Epoch
 from shared.contracts.kv_events import AskKvSnapshot, KvEvent, KvEventKind, pack_hashes, unpack_hashes
 from shared.contracts.kv_exchange import KvLedgerState
 from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerPhase
 from tests.unit.worker.fakes import WAIT_S_MAX, WORKER, FakeEngine, running_worker
+from tests.virtual_time import run_in_virtual_time
 
 
 def stored(*hashes: int) -> KvEvent:
@@ -165,3 +168,41 @@ async def test_a_router_gets_the_engines_tokenizer():
         assert asset.tokenizer_json == b"{}"
         assert asset.chat_template == "{{ x }}"
         assert asset.special_tokens == {"bos_token": "<s>"}
+
+
+def asked_tokens(*bodies: str) -> AskTokens:
+    prompts = [ProbePrompt(path="/v1/completions", body=body.encode()) for body in bodies]
+    return AskTokens(worker_id=WORKER, prompts=prompts)
+
+
+async def test_a_router_is_told_how_the_engine_tokenizes():
+    async with running_worker() as worker:
+        found = await worker.bus.ask(TOKENS, asked_tokens('{"tokens": 70}', '{"refusal": "no"}'), timeout_s=WAIT_S_MAX)
+
+        first, second = found.prompts
+        assert (len(first.tokens), unpack_hashes(first.hashes), first.refusal) == (70, (7, 7), "")
+        assert second.refusal == "no"
+
+
+async def test_probes_are_bounded_in_number_size_and_time():
+    async with running_worker() as worker:
+        too_large = '{"x": "' + "x" * BODY_BYTES_MAX + '"}'
+        asked = asked_tokens(too_large, "not json", *["{}"] * PROMPTS_MAX)
+
+        found = await worker.bus.ask(TOKENS, asked, timeout_s=WAIT_S_MAX)
+
+        refusals = [prompt.refusal for prompt in found.prompts]
+        assert len(refusals) == PROMPTS_MAX + 2
+        assert str(BODY_BYTES_MAX) in refusals[0]
+        assert "JSONDecodeError" in refusals[1]
+        assert refusals[2:PROMPTS_MAX] == [""] * (PROMPTS_MAX - 2)
+        assert all(str(PROMPTS_MAX) in refusal for refusal in refusals[PROMPTS_MAX:])
+
+
+def test_an_engine_that_hangs_on_a_probe_is_not_waited_for():
+    async def story() -> list[str]:
+        desk = TokenizerDesk(FakeEngine(), WORKER, Epoch(1))
+        found = await desk.tokens(asked_tokens('{"hangs": true}', '{"hangs": true}'), Envelope({}, 0))
+        return [prompt.refusal for prompt in found.prompts]
+
+    assert run_in_virtual_time(story()) == [f"not done within {TOKENS_S_MAX:g} s"] * 2
