@@ -246,8 +246,9 @@ class ClusterView:
         numbers = self.table.numbers
         numbers[t.HEARD_AT, row] = view.heard_at
         numbers[t.LEGS_MAX, row] = record.legs_max
-        numbers[t.BLOCK_SIZE, row] = record.hashing.block_size
-        numbers[t.STEP_TOKENS, row] = record.step_tokens_max
+        numbers[t.BLOCK_SIZE, row] = max(1, record.hashing.block_size)
+        numbers[t.STEP_TOKENS, row] = max(1, record.step_tokens_max)
+        numbers[t.ANSWERS, row] = record.role is not Role.PREFILL
         self._write_load(view)
 
     def _write_load(self, view: WorkerView) -> None:

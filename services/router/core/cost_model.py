@@ -1,12 +1,14 @@
-"""How long would it take on each of these workers? Predicted seconds, for all of them at once, from what was learned.
+"""How long would it take on this worker? Predicted seconds from what was learned of it.
 
 Only tokens that have to be computed count as work. A worker's time is everybody's: beside its own time, a request
-costs what it adds to that of others, and so nothing needs a weight.
+costs what it adds to that of others, and so nothing needs a weight. ``n`` holds the numbers of ``fleet_table``: of one
+worker, or an array of each for many; ``Arithmetic`` has what differs between the two.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +21,25 @@ TOKENS_OUT_COUNTED_MAX = 1024
 BUSY_MAX = 0.9
 """No worker is believed to spend more of its time on prompts: its decodes would never end."""
 
+Value = Any
+"""A float, or an array of them."""
+
+
+class Arithmetic(NamedTuple):
+    """On single numbers, or on arrays of them."""
+
+    choose: Callable[[Value, Value, Value], Value]
+    least: Callable[[Value, Value], Value]
+    most: Callable[[Value, Value], Value]
+
+
+def _choose(condition: bool, one: float, other: float) -> float:
+    return one if condition else other
+
+
+SINGLE = Arithmetic(_choose, min, max)
+ARRAYS = Arithmetic(np.where, np.minimum, np.maximum)
+
 
 class Prompt(NamedTuple):
     """A request in numbers."""
@@ -26,41 +47,36 @@ class Prompt(NamedTuple):
     tokens: int
     tokens_out: int
     """Of the completion, as far as a limit is believed."""
-
-
-class Rows(NamedTuple):
-    """The workers that are weighed: ``numbers`` and ``flags`` of the fleet's table, one column for each of ``rows``."""
-
-    rows: t.Ints
-    numbers: t.Floats
-    flags: t.Bools
-    groups: t.Ints
+    streams: bool
+    """Whether decode would read its KV while it is computed."""
+    arrivals_per_s: float
+    """Requests that will come to each worker meanwhile."""
 
 
 class Computing(NamedTuple):
-    """What it takes to have the prompt's KV on each worker. Tokens and seconds, one of each for each worker."""
+    """What it takes to have the prompt's KV on a worker: tokens and seconds."""
 
-    cached: t.Ints
-    fetched: t.Ints
-    computed: t.Ints
-    queue_s: t.Floats
-    fetch_s: t.Floats
-    prefill_s: t.Floats
-    others_s: t.Floats
+    cached: Value
+    fetched: Value
+    computed: Value
+    queue_s: Value
+    fetch_s: Value
+    prefill_s: Value
+    others_s: Value
 
-    def ttft_s(self) -> t.Floats:
+    def ttft_s(self) -> Value:
         """Until the prompt is computed, and with it the first token."""
         return self.queue_s + self.fetch_s + self.prefill_s
 
 
 class Answering(NamedTuple):
-    """What it takes to make the completion on each worker."""
+    """What it takes to make the completion on a worker. The first two only where another one computes the prompt."""
 
-    handoff_s: t.Floats
-    queue_s: t.Floats
-    decode_s: t.Floats
-    itl_s: t.Floats
-    others_s: t.Floats
+    handoff_s: Value
+    queue_s: Value
+    decode_s: Value
+    itl_s: Value
+    others_s: Value
 
 
 def tokens_out_believed(asked: int) -> int:
@@ -68,73 +84,78 @@ def tokens_out_believed(asked: int) -> int:
     return min(asked or TOKENS_OUT_UNKNOWN, TOKENS_OUT_COUNTED_MAX)
 
 
-def step_s(numbers: t.Floats, joining: int = 0, context_tokens: int = 0) -> t.Floats:
+def step_s(n: Value, joining: int = 0, context_tokens: int = 0) -> Value:
     """One decode step of the batch as it is, with so many more requests and tokens in it."""
-    seconds: t.Floats = (
-        numbers[t.DECODE_BASE_S]
-        + numbers[t.DECODE_S_PER_REQUEST] * (numbers[t.DECODING] + joining)
-        + numbers[t.DECODE_S_PER_CONTEXT_TOKEN] * (numbers[t.CONTEXT_TOKENS] + context_tokens)
+    return (
+        n[t.DECODE_BASE_S]
+        + n[t.DECODE_S_PER_REQUEST] * (n[t.DECODING] + joining)
+        + n[t.DECODE_S_PER_CONTEXT_TOKEN] * (n[t.CONTEXT_TOKENS] + context_tokens)
     )
-    return seconds
 
 
-def work_s(numbers: t.Floats, computed: t.Ints, cached: t.Ints) -> t.Floats:
+def work_s(n: Value, computed: Value, cached: Value) -> Value:
     """The engine's time for a prompt, of which some is cached or comes from elsewhere."""
     pairs = computed * (cached + 0.5 * computed)
-    seconds: t.Floats = numbers[t.PREFILL_BASE_S] + numbers[t.PREFILL_S_PER_TOKEN] * computed
-    seconds += numbers[t.PREFILL_S_PER_PAIR] * pairs
-    return seconds
+    return n[t.PREFILL_BASE_S] + n[t.PREFILL_S_PER_TOKEN] * computed + n[t.PREFILL_S_PER_PAIR] * pairs
 
 
-def computing(on: Rows, prompt: Prompt, held: t.Ints, reachable: t.Ints, arrivals_per_s: float) -> Computing:
-    """For workers that hold ``held`` of the prompt's tokens and could have ``reachable`` with what others hold.
+def computing(n: Value, prompt: Prompt, held: Value, reachable: Value, do: Arithmetic) -> Computing:
+    """For a worker that holds ``held`` of the prompt's tokens and could have ``reachable`` with what another holds.
 
-    Fetching happens where it ends sooner. ``arrivals_per_s``: requests that will come to each of them.
+    It fetches if that ends sooner.
     """
-    n = on.numbers
-    between = np.where(n[t.DECODING] > 0, step_s(n), 0.0) / np.maximum(n[t.STEP_TOKENS], 1.0)
+    between = do.choose(n[t.DECODING] > 0, step_s(n), 0.0) / n[t.STEP_TOKENS]
     queue_s = n[t.WAITING_TOKENS] * (n[t.PREFILL_S_PER_TOKEN] + between)
-    alone = prompt.tokens - held
-    prefill_s = work_s(n, alone, held)
-    cached, fetched, fetch_s = held, np.zeros_like(held), np.zeros_like(prefill_s)
-    if reachable is not held:
-        missing = reachable - held
-        left = prompt.tokens - reachable
-        reading_s = n[t.TRANSFER_BASE_S] + n[t.TRANSFER_S_PER_TOKEN] * missing
-        computing_s = work_s(n, left, reachable)
-        worth = (missing > 0) & (reading_s + computing_s < prefill_s)
-        fetched = np.where(worth, missing, 0)
-        fetch_s = np.where(worth, reading_s, 0.0)
-        prefill_s = np.where(worth, computing_s, prefill_s)
-    computed = prompt.tokens - cached - fetched
-    others_s = prefill_s * (np.where(on.flags[t.DECODES], n[t.DECODING], 0.0) + arrivals_per_s * (queue_s + prefill_s))
-    return Computing(cached, fetched, computed, queue_s, fetch_s, prefill_s + computed * between, others_s)
+    alone_s = work_s(n, prompt.tokens - held, held)
+    missing = reachable - held
+    reading_s = n[t.TRANSFER_BASE_S] + n[t.TRANSFER_S_PER_TOKEN] * missing
+    rest_s = work_s(n, prompt.tokens - reachable, reachable)
+    worth = (missing > 0) & (reading_s + rest_s < alone_s)
+    fetched = do.choose(worth, missing, 0)
+    own_s = do.choose(worth, rest_s, alone_s)
+    computed = prompt.tokens - held - fetched
+    disturbed = n[t.DECODING] * n[t.ANSWERS] + prompt.arrivals_per_s * (queue_s + own_s)
+    return Computing(
+        held,
+        fetched,
+        computed,
+        queue_s,
+        do.choose(worth, reading_s, 0.0),
+        own_s + computed * between,
+        own_s * disturbed,
+    )
 
 
-def answering(on: Rows, prompt: Prompt, held: t.Ints, *, streamed: bool) -> Answering:
-    """For decode workers that hold ``held`` tokens already and read the rest of the prompt's KV."""
-    n = on.numbers
+def answering(n: Value, prompt: Prompt, held: Value, do: Arithmetic) -> Answering:
+    """For a worker that holds ``held`` tokens already. Where there is no room, others have to end first."""
     missing = prompt.tokens - held
-    exposed = np.minimum(missing, n[t.STEP_TOKENS]) if streamed else missing
+    exposed = do.least(missing, n[t.STEP_TOKENS]) if prompt.streams else missing
     handoff_s = n[t.TRANSFER_BASE_S] + n[t.TRANSFER_S_PER_TOKEN] * exposed
     queue_s = n[t.WAITING_TOKENS] * n[t.PREFILL_S_PER_TOKEN]
-    itl_s, decode_s = decoding(on, prompt)
-    return Answering(handoff_s, queue_s, decode_s, itl_s, joining_s(on, prompt))
-
-
-def decoding(on: Rows, prompt: Prompt) -> tuple[t.Floats, t.Floats]:
-    """Seconds between tokens in the batch that it joins, and for all of them. No room: others have to end first."""
-    n = on.numbers
-    busy = np.minimum(n[t.BUSY], BUSY_MAX)
-    itl_s = step_s(n, 1, prompt.tokens + prompt.tokens_out // 2) / (1.0 - busy)
-    decode_s = prompt.tokens_out * itl_s
+    context = prompt.tokens + prompt.tokens_out // 2
+    itl_s = step_s(n, 1, context) / (1.0 - do.least(n[t.BUSY], BUSY_MAX))
+    alone_s = prompt.tokens_out * itl_s
     crowded = n[t.ROOM_TOKENS] < prompt.tokens + prompt.tokens_out
-    return itl_s, np.where(crowded, 2.0 * decode_s, decode_s)
+    slower_s = n[t.DECODE_S_PER_REQUEST] + n[t.DECODE_S_PER_CONTEXT_TOKEN] * context
+    return Answering(
+        handoff_s,
+        queue_s,
+        do.choose(crowded, 2.0 * alone_s, alone_s),
+        itl_s,
+        prompt.tokens_out * slower_s * n[t.DECODING],
+    )
 
 
-def joining_s(on: Rows, prompt: Prompt) -> t.Floats:
-    """By how much its tokens delay those of the others in the batch."""
-    n = on.numbers
-    slower_s = n[t.DECODE_S_PER_REQUEST] + n[t.DECODE_S_PER_CONTEXT_TOKEN] * (prompt.tokens + prompt.tokens_out // 2)
-    seconds: t.Floats = prompt.tokens_out * slower_s * n[t.DECODING]
-    return seconds
+class Cost(NamedTuple):
+    """What is compared, for each part that a worker may take."""
+
+    prefill_s: Value
+    decode_s: Value
+    whole_s: Value
+
+
+def cost(one: Computing, two: Answering) -> Cost:
+    """The request's own time and what it adds to that of others."""
+    prefill_s = one.ttft_s() + one.others_s
+    answer_s = two.decode_s + two.others_s
+    return Cost(prefill_s, two.handoff_s + two.queue_s + answer_s, prefill_s + answer_s)

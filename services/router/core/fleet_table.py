@@ -34,7 +34,9 @@ STEP_TOKENS: Final = 10
 """Prompt tokens that its engine computes in one step, at most."""
 BUSY: Final = 11
 """Share of its time that it spends on prompts, lately."""
-COEFFICIENTS: Final = 12
+ANSWERS: Final = 12
+"""1 if it is placed for decode, else 0: who only computes prompts disturbs nobody's decoding."""
+COEFFICIENTS: Final = 13
 """The first of as many rows as ``Coefficients`` has fields, in their order."""
 PREFILL_BASE_S: Final = COEFFICIENTS
 PREFILL_S_PER_TOKEN: Final = COEFFICIENTS + 1

@@ -1,58 +1,99 @@
-"""Who holds more of a prompt than the worker that is to compute it: whom that worker should ask before it computes."""
+"""Who holds how much of a prompt, and whom a worker should ask for what it lacks before it computes."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 
 from services.router.core import fleet_table as t
 from services.router.core.cluster_view import WorkerView
-from services.router.core.cost_model import Rows
 from shared.contracts.kv_exchange import KvSource
 
 SOURCES_MAX = 2
 """The second is asked for what the first no longer has."""
+RANKED_MAX = 8
+"""Holders of each fingerprint that may be asked; the longest know enough."""
+
+
+class Holder(NamedTuple):
+    """Somebody who can be asked."""
+
+    blocks: int
+    row: int
 
 
 class Holders:
-    """Who holds how many tokens of one prompt, from its start, the most first. Too few tokens count as none."""
+    """Of one prompt. ``blocks``: how many of its blocks, from its start, each row of the table holds."""
 
-    __slots__ = ("_ranked", "_tokens_min")
+    __slots__ = ("_blocks", "_ranked", "_tokens_min")
 
-    def __init__(self, table: t.FleetTable, fit: t.Bools, held: t.Ints, tokens_min: int) -> None:
-        """``fit`` and ``held`` (tokens) have an entry for each row of the table."""
+    def __init__(self, table: t.FleetTable, blocks: t.Ints | None, able: t.Bools | None, tokens_min: int) -> None:
+        """``blocks`` is None when nothing is known of the prompt; ``able``: who may be asked, None: nobody."""
         self._tokens_min = max(1, tokens_min)
-        rows = np.nonzero(fit & table.flags[t.EXCHANGES, : table.count] & (held >= self._tokens_min))[0]
-        ranked = rows[np.argsort(-held[rows], kind="stable")]
-        self._ranked = [(int(held[row]), int(row), int(table.groups[row])) for row in ranked]
+        self._blocks = blocks
+        self._ranked: dict[int, list[Holder]] = {}
+        if blocks is None or able is None:
+            return
+        rows = np.flatnonzero(able & (blocks * table.numbers[t.BLOCK_SIZE, : table.count] >= self._tokens_min))
+        if len(rows):
+            self._rank(rows[np.argsort(-blocks[rows], kind="stable")], table.groups)
 
-    def reachable(self, on: Rows, held: t.Ints, tokens_max: t.Ints) -> t.Ints:
-        """Tokens that each of these workers, which hold ``held``, may have with what one other holds; ``held`` itself
-        where nobody helps.
-        """
-        if not self._ranked:
-            return held
-        most = np.zeros_like(held)
-        for group in dict.fromkeys(group for _, _, group in self._ranked):
-            first, *others = [(tokens, row) for tokens, row, one in self._ranked if one == group][:2]
-            here = on.groups == group
-            most[here] = first[0]
-            most[here & (on.rows == first[1])] = others[0][0] if others else 0
-        reach = np.minimum(most, tokens_max)
-        helps = (reach - held >= self._tokens_min) & on.flags[t.EXCHANGES]
-        return np.where(helps, reach, held) if helps.any() else held
+    def held_by(self, row: int, block_size: int, prompt_tokens: int) -> int:
+        """Tokens that a worker need not compute. The last one always is, however much is cached."""
+        if self._blocks is None:
+            return 0
+        return min(int(self._blocks[row]), max(0, prompt_tokens - 1) // block_size) * block_size
 
-    def sources(self, view: WorkerView, views: list[WorkerView | None], tokens: int, tokens_max: int) -> list[KvSource]:
-        """Whom ``view``, which holds ``tokens``, should ask for what lies behind."""
+    def held(self, rows: t.Ints, block_sizes: t.Floats, prompt_tokens: int) -> t.Ints:
+        """``held_by`` of many."""
+        if self._blocks is None:
+            return np.zeros(len(rows), dtype=np.int64)
+        sizes = block_sizes.astype(np.int64)
+        held: t.Ints = np.minimum(self._blocks[rows], max(0, prompt_tokens - 1) // sizes) * sizes
+        return held
+
+    def reachable_by(self, view: WorkerView, group: int, held: int, prompt_tokens: int) -> int:
+        """Tokens that a worker that holds ``held`` may have with what one other holds; ``held`` if nobody helps."""
         block_size = view.record.hashing.block_size
+        most = next((one.blocks for one in self._ranked.get(group, ()) if one.row != view.row), 0)
+        reach = min(most, max(0, prompt_tokens - 1) // block_size) * block_size
+        return reach if reach - held >= self._tokens_min else held
+
+    def reachable(self, on: tuple[t.Ints, t.Ints, t.Floats], held: t.Ints, able: t.Bools, prompt_tokens: int) -> t.Ints:
+        """``reachable_by`` of many: rows, groups and block sizes; only those that are ``able`` can be helped."""
+        rows, groups, block_sizes = on
+        most = np.zeros(len(rows), dtype=np.int64)
+        for group, ranked in self._ranked.items():
+            here = groups == group
+            most[here] = ranked[0].blocks
+            most[here & (rows == ranked[0].row)] = ranked[1].blocks if len(ranked) > 1 else 0
+        sizes = block_sizes.astype(np.int64)
+        reach = np.minimum(most, max(0, prompt_tokens - 1) // sizes) * sizes
+        reached: t.Ints = np.where(able & (reach - held >= self._tokens_min), reach, held)
+        return reached
+
+    def sources(
+        self, view: WorkerView, views: list[WorkerView | None], group: int, span: tuple[int, int]
+    ) -> list[KvSource]:
+        """Whom ``view`` should ask for the prompt's tokens from ``span[0]`` to at most ``span[1]``."""
+        block_size = view.record.hashing.block_size
+        first, last = span[0] // block_size, span[1] // block_size
         sources: list[KvSource] = []
-        for held, row, _group in self._ranked:
-            end = min(held, tokens_max)
-            if len(sources) == SOURCES_MAX or end - tokens < self._tokens_min:
+        for one in self._ranked.get(group, ()):
+            end = min(one.blocks, last)
+            if len(sources) == SOURCES_MAX or (end - first) * block_size < self._tokens_min:
                 break
-            holder = views[row]
-            if holder is not None and holder is not view and holder.pairs_with == view.pairs_with:
-                sources.append(source_of(holder, first=tokens // block_size, end=end // block_size))
+            holder = views[one.row]
+            if holder is not None and holder is not view:
+                sources.append(source_of(holder, first=first, end=end))
         return sources
+
+    def _rank(self, rows: t.Ints, groups: t.Ints) -> None:
+        assert self._blocks is not None
+        for group in set(groups[rows].tolist()):
+            best = rows[groups[rows] == group][:RANKED_MAX]
+            self._ranked[group] = [Holder(int(self._blocks[row]), int(row)) for row in best]
 
 
 def source_of(view: WorkerView, *, first: int = 0, end: int = 0, follow: bool = False) -> KvSource:

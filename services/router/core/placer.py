@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-import numpy as np
-
-from services.router.core import fleet_table as t
-from services.router.core.cluster_view import ClusterView, WorkerView
-from services.router.core.considered import Considered
+from services.router.core.cluster_view import ClusterView, exchanges_kv
+from services.router.core.considered import Considered, Seen
 from services.router.core.kv_sources import source_of
 from services.router.core.placement import Need, Placed, Policy, Refused, refuse, refuse_pair
 from services.router.core.prefix_index import PrefixIndex
 from services.router.core.request import Mode
-from services.router.core.weighing import UNDECIDED, Depths, Pair, Weighing, fit_rows
+from services.router.core.shortlist import Depths
+from services.router.core.weighing import Option, Weighing, fit_rows
 from shared.contracts.decisions import Part, TtftParts
 from shared.contracts.ids import WorkerId
 from shared.contracts.kv_exchange import KvSource
+from shared.contracts.workers import Role
 
 HIT_SHARE_OF_DECODE_FIRST = 0.5
 """Of the prompt, what a decode worker must be believed to have before it is asked to answer alone."""
@@ -43,7 +43,7 @@ class Costs:
     def place(self, need: Need, now: float) -> Placed | Refused:
         """Choose. Remembers whose turn it was, so that equals take turns."""
         weighing = Weighing(need, self._cluster, self._depths, self._policy, now)
-        if not weighing.anybody:
+        if not weighing.count:
             fit = fit_rows(need, self._cluster, self._policy, now)
             return refuse(need, self._cluster, busy=bool(fit.any()))
         return Choice(weighing, self._cluster).made()
@@ -57,142 +57,138 @@ class Choice:
         self._need = weighing.need
         self._cluster = cluster
         forced = weighing.need.forced
-        self._prefills = weighing.can(t.PREFILLS) & self._only(forced.prefill_worker if forced else WorkerId(""))
-        self._answerers = self._only(forced.decode_worker if forced else WorkerId(""))
-        self._decodes = weighing.can(t.DECODES) & self._answerers
-        self._split = bool(forced and forced.prefill_worker)
+        self._prefill_asked = forced.prefill_worker if forced is not None else WorkerId("")
+        self._decode_asked = forced.decode_worker if forced is not None else WorkerId("")
 
     def made(self) -> Placed | Refused:
         """The cheapest of what is allowed."""
         need, weighing = self._need, self._weighing
         if need.whole or need.mode is Mode.AGGREGATED:
-            among = self._decodes if self._decodes.any() else self._answerers
-            return self._whole_or_none(among, need.whole or "asked for")
-        among = self._alone() & (not self._split)
+            return self._by_anybody(need.whole or "asked for")
+        alone = [] if self._prefill_asked else [option for option in weighing.options if self._may_alone(option)]
         pair = weighing.pair(self._prefills, self._decodes)
-        whole = weighing.pick(Part.WHOLE, among) if need.mode is not Mode.DISAGGREGATED else UNDECIDED
-        if need.mode is Mode.DECODE_FIRST and whole != UNDECIDED:
-            return self._whole(whole, among, "asked for")
-        if pair is not None and (whole == UNDECIDED or pair.cost_s < weighing.cost_whole_s[whole]):
-            return self._apart(pair)
-        if whole != UNDECIDED:
-            return self._whole(whole, among, "one worker is best for both legs")
-        if need.mode is Mode.DISAGGREGATED or self._split:
+        whole = weighing.pick(Part.WHOLE, alone) if need.mode is not Mode.DISAGGREGATED else None
+        if need.mode is Mode.DECODE_FIRST and whole is not None:
+            return self._whole(whole, alone, "asked for")
+        if pair is not None:
+            pair_s = pair[0].cost.prefill_s + pair[1].cost.decode_s
+            if whole is None or pair_s < whole.cost.whole_s:
+                return self._apart(*pair)
+        if whole is not None:
+            return self._whole(whole, alone, "one worker is best for both legs")
+        if need.mode is Mode.DISAGGREGATED or self._prefill_asked:
             return refuse_pair(need)
-        return self._whole_or_none(self._decodes if self._decodes.any() else self._answerers, "one role is missing")
+        return self._by_anybody("one role is missing")
 
-    def _only(self, worker_id: WorkerId) -> t.Bools:
-        """Everybody, or the one that was asked for."""
-        if not worker_id:
-            return np.ones(len(self._weighing.on.rows), dtype=np.bool_)
-        view = self._cluster.workers.get(worker_id)
-        only: t.Bools = self._weighing.on.rows == (view.row if view is not None else UNDECIDED)
-        return only
+    def _prefills(self, option: Option) -> bool:
+        asked = self._prefill_asked in ("", option.view.record.worker_id)
+        return asked and option.view.record.role is not Role.DECODE
 
-    def _alone(self) -> t.Bools:
+    def _answers(self, option: Option) -> bool:
+        return self._decode_asked in ("", option.view.record.worker_id)
+
+    def _decodes(self, option: Option) -> bool:
+        return self._answers(option) and option.view.record.role is not Role.PREFILL
+
+    def _may_alone(self, option: Option) -> bool:
         """Who may answer without a prefill worker: those that do both, and decode workers that have most of it."""
-        weighing, need = self._weighing, self._need
-        both: t.Bools = self._decodes & weighing.can(t.PREFILLS)
-        if not need.may_decode_first or (need.cache_hit_threshold is not None and need.mode is not Mode.DECODE_FIRST):
-            return both
-        had = weighing.computing.cached + weighing.computing.fetched
-        few = weighing.computing.computed <= weighing.on.numbers[t.STEP_TOKENS]
-        most = had >= HIT_SHARE_OF_DECODE_FIRST * need.prompt_tokens
-        first: t.Bools = self._decodes & weighing.can(t.EXCHANGES) & few & most
-        return first if need.mode is Mode.DECODE_FIRST else both | first
+        need, record, one = self._need, option.view.record, option.computing
+        if not self._decodes(option):
+            return False
+        if need.mode is not Mode.DECODE_FIRST:
+            if record.role is Role.BOTH:
+                return True
+            if need.cache_hit_threshold is not None:
+                return False
+        most = one.cached + one.fetched >= HIT_SHARE_OF_DECODE_FIRST * need.prompt_tokens
+        return bool(need.may_decode_first and most and exchanges_kv(record) and one.computed <= record.step_tokens_max)
 
-    def _whole_or_none(self, among: t.Bools, why: str) -> Placed | Refused:
-        place = self._weighing.pick(Part.WHOLE, among)
-        return self._whole(place, among, why) if place != UNDECIDED else refuse_pair(self._need)
+    def _by_anybody(self, why: str) -> Placed | Refused:
+        options = self._weighing.options
+        among = list(filter(self._decodes, options)) or list(filter(self._answers, options))
+        option = self._weighing.pick(Part.WHOLE, among)
+        return self._whole(option, among, why) if option is not None else refuse_pair(self._need)
 
-    def _whole(self, place: int, among: t.Bools, why: str) -> Placed:
-        weighing, need, one = self._weighing, self._need, self._weighing.computing
-        view = self._view(place)
-        guarded = not need.whole and need.mode is not Mode.AGGREGATED and not weighing.can(t.PREFILLS)[place]
-        guarded = guarded or need.mode is Mode.DECODE_FIRST
-        share = HIT_SHARE_SLACK * float(one.cached[place] + one.fetched[place]) / max(1, need.prompt_tokens)
+    def _whole(self, option: Option, among: Sequence[Option], why: str) -> Placed:
+        need, one, two = self._need, option.computing, option.answering
+        split = not need.whole and need.mode is not Mode.AGGREGATED
+        guarded = split and (need.mode is Mode.DECODE_FIRST or option.view.record.role is Role.DECODE)
+        guarded = guarded and self._may_alone(option)
+        share = HIT_SHARE_SLACK * (one.cached + one.fetched) / max(1, need.prompt_tokens)
         asked = need.cache_hit_threshold if need.mode is Mode.DECODE_FIRST else None
-        self._cluster.picked(view)
+        self._cluster.picked(option.view)
         return replace(
-            self._computed_by(place),
+            self._computed_by(option),
             mode=Mode.DECODE_FIRST if guarded else Mode.AGGREGATED,
             hit_share_min=(share if asked is None else asked) if guarded else 0.0,
-            predicted_s=float(one.ttft_s()[place] + weighing.answering.decode_s[place]),
-            predicted_itl_s=float(weighing.answering.itl_s[place]),
+            predicted_s=one.ttft_s() + two.decode_s,
+            predicted_itl_s=two.itl_s,
             why="it has most of the prompt" if guarded else why,
-            considered=Considered(len(weighing.on.rows), [weighing.weighed(Part.WHOLE, among, place)]),
+            considered=self._considered((Part.WHOLE, among, option)),
         )
 
-    def _apart(self, pair: Pair) -> Placed:
-        weighing, two = self._weighing, self._weighing.answering
-        prefill, decode = self._view(pair.prefill), self._view(pair.decode)
-        self._cluster.picked(prefill, decode)
-        placed, policy = self._computed_by(pair.prefill), weighing.policy
-        exchange = bool(weighing.can(t.EXCHANGES)[pair.prefill])
-        soon = placed.predicted.total_s() <= policy.stream_s_max and bool(weighing.can(t.FOLLOWED)[pair.prefill])
+    def _apart(self, prefill: Option, decode: Option) -> Placed:
+        placed, policy, two = self._computed_by(prefill), self._weighing.policy, decode.answering
+        self._cluster.picked(prefill.view, decode.view)
+        record = prefill.view.record
+        exchange = exchanges_kv(record)
+        soon = exchange and record.prefix_caching and placed.predicted.total_s() <= policy.stream_s_max
         streamed = soon and 0 <= policy.stream_tokens_min <= placed.uncached_tokens
-        handoff_s, queue_s = float(two.handoff_s[pair.decode]), float(two.queue_s[pair.decode])
         predicted = TtftParts(
             queue_s=placed.predicted.queue_s,
             fetch_s=placed.predicted.fetch_s,
             prefill_s=placed.predicted.prefill_s,
-            handoff_s=handoff_s,
-            decode_queue_s=queue_s,
-            first_token_s=float(two.itl_s[pair.decode]),
-        )
-        considered = Considered(
-            len(weighing.on.rows),
-            [
-                weighing.weighed(Part.PREFILL, self._prefills, pair.prefill),
-                weighing.weighed(Part.DECODE, self._decodes, pair.decode),
-            ],
+            handoff_s=two.handoff_s,
+            decode_queue_s=two.queue_s,
+            first_token_s=two.itl_s,
         )
         return replace(
             placed,
             mode=Mode.DISAGGREGATED,
-            prefill=prefill,
-            decode=decode,
-            handoff=(source_of(prefill, follow=streamed),) if exchange else (),
+            prefill=prefill.view,
+            decode=decode.view,
+            handoff=(source_of(prefill.view, follow=streamed),) if exchange else (),
             streamed=streamed,
             predicted=predicted,
-            predicted_s=predicted.total_s() + float(two.decode_s[pair.decode]),
-            predicted_itl_s=float(two.itl_s[pair.decode]),
+            predicted_s=predicted.total_s() + two.decode_s,
+            predicted_itl_s=two.itl_s,
             why="prefill and decode apart cost least",
-            considered=considered,
+            considered=self._considered(
+                (Part.PREFILL, filter(self._prefills, self._weighing.options), prefill),
+                (Part.DECODE, filter(self._decodes, self._weighing.options), decode),
+            ),
         )
 
-    def _computed_by(self, place: int) -> Placed:
+    def _computed_by(self, option: Option) -> Placed:
         """What that worker does for the prompt; the rest is still to be said."""
-        one, need = self._weighing.computing, self._need
-        predicted = TtftParts(
-            queue_s=float(one.queue_s[place]),
-            fetch_s=float(one.fetch_s[place]),
-            prefill_s=float(one.prefill_s[place]),
-        )
+        one, need = option.computing, self._need
         return Placed(
             mode=Mode.AGGREGATED,
-            decode=self._view(place),
-            cached_tokens=int(one.cached[place]),
-            fetched_tokens=int(one.fetched[place]),
-            uncached_tokens=int(one.computed[place]),
+            decode=option.view,
+            cached_tokens=one.cached,
+            fetched_tokens=one.fetched,
+            uncached_tokens=one.computed,
             context_tokens=need.prompt_tokens + need.tokens_out,
-            sources=self._sources(place),
-            predicted=predicted,
+            sources=self._sources(option),
+            predicted=TtftParts(queue_s=one.queue_s, fetch_s=one.fetch_s, prefill_s=one.prefill_s),
         )
 
-    def _sources(self, place: int) -> tuple[KvSource, ...]:
-        weighing, forced = self._weighing, self._need.forced
-        view = self._view(place)
+    def _sources(self, option: Option) -> tuple[KvSource, ...]:
+        forced, one, view = self._need.forced, option.computing, option.view
         if forced is not None and forced.sources is not None:
             asked = [self._cluster.workers.get(worker_id) for worker_id in forced.sources]
-            return tuple(source_of(one) for one in asked if one is not None and one.pairs_with == view.pairs_with)
-        one = weighing.computing
-        if not one.fetched[place]:
+            return tuple(source_of(holder) for holder in asked if holder is not None and holder is not view)
+        if not one.fetched:
             return ()
-        tokens_max = int(weighing.tokens_max[view.row])
-        return tuple(weighing.holders.sources(view, weighing.views, int(one.cached[place]), tokens_max))
+        span = (one.cached, one.cached + one.fetched)
+        return tuple(self._weighing.holders.sources(view, self._cluster.views, option.group, span))
 
-    def _view(self, place: int) -> WorkerView:
-        view = self._cluster.views[int(self._weighing.on.rows[place])]
-        assert view is not None
-        return view
+    def _considered(self, *parts: tuple[Part, Iterable[Option], Option]) -> Considered:
+        told = []
+        for part, options, chosen in parts:
+            seen = [
+                Seen(one.view.record.worker_id, one is chosen, one.cost_s(part), one.computing, one.answering)
+                for one in options
+            ]
+            told.append((part, seen))
+        return Considered(self._weighing.count, told, self._need.targets)
