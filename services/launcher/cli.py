@@ -23,6 +23,7 @@ from services.launcher.core.sizes import parse_bytes
 from services.launcher.machine import inherited_environment
 from shared.bus.port import BusError
 from shared.contracts.control import ServicePhase
+from shared.contracts.message import in_full
 from shared.runtime.settings import CommonSettings, SettingsError, load_common
 
 DOWN_S_MAX = 120.0
@@ -170,6 +171,46 @@ def workers(
         if running is not None and running.nats_url == url:
             for name, address in running.routers.items():
                 console.print(f"{name} {address}", style="dim", highlight=False, soft_wrap=True)
+
+
+@app.command(
+    epilog="""[bold]Examples[/]
+
+[cyan]baton explain[/]   the newest placement of the system that runs here
+
+[cyan]baton explain router-3f2a91bc-d17[/]   as the header x-baton-decision of an answer names it
+
+[cyan]baton explain --request my-request --url http://gpu-host:8000 --json[/]   of another system, for programs"""
+)
+def explain(
+    decision: Annotated[str, typer.Argument(help="A decision's id, a request's id, or latest.")] = "latest",
+    request: Annotated[str, typer.Option(help="The last decision for the request of this id.")] = "",
+    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    url: Annotated[str, typer.Option(help="A router to ask; any of them knows what the others decided.")] = "",
+    nats_url: Annotated[str, typer.Option(help="Ask over this NATS instead.")] = "",
+    state_dir: StateDir = None,
+) -> None:
+    """Show why a request went where it went, what that was to cost, and how it turned out."""
+    from services.launcher.explain import NotExplained, ask_over_nats, ask_router, question_of
+    from services.launcher.picture import draw
+
+    question = question_of(decision, request)
+    folder = state_dir or Path(common_settings().state_dir)
+    try:
+        if nats_url and not url:
+            told = asyncio.run(ask_over_nats(nats_url, question))
+        elif where := url or (running.endpoint if (running := state_file.find(folder)) else ""):
+            told = asyncio.run(ask_router(where, question))
+        else:
+            fail(f"No system runs with the state directory {folder}. Name a router: --url http://HOST:8000")
+    except NotExplained as error:
+        fail(str(error))
+    except BusError as error:
+        fail(f"NATS at {nats_url} does not answer: {error}")
+    if json:
+        print(msgspec.json.format(msgspec.json.encode(in_full(told))).decode())
+    else:
+        draw(told, Console())
 
 
 @app.command()

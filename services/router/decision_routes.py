@@ -11,6 +11,7 @@ from services.router.core.decision_log import LISTED_MAX, Wanted, router_of
 from services.router.decisions import Decisions
 from services.router.http_answers import error_body
 from shared.contracts.decisions import Decision
+from shared.contracts.message import in_full
 
 JSON = "application/json"
 LATEST = "latest"
@@ -45,19 +46,12 @@ def add_decisions(app: FastAPI, decisions: Decisions) -> None:
         if request_id and not found:
             elsewhere = await decisions.of_request(request_id)
             found = [elsewhere] if elsewhere is not None else []
-        body = {"router_id": decisions.router_id, "decisions": [plain(one) for one in found]}
+        body = {"router_id": decisions.router_id, "decisions": [in_full(one) for one in found]}
         return Response(msgspec.json.encode(body), media_type=JSON)
 
 
-def plain(value: Any) -> Any:
-    """With every field, those too that have their usual value: a person reads it."""
-    if isinstance(value, msgspec.Struct):
-        return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
-    return [plain(one) for one in value] if isinstance(value, list) else value
-
-
 def _told(found: Decision) -> Response:
-    return Response(msgspec.json.encode(plain(found)), media_type=JSON)
+    return Response(msgspec.json.encode(in_full(found)), media_type=JSON)
 
 
 def _not_found(decisions: Decisions, asked: str) -> Response:

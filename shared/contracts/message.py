@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 
@@ -16,3 +18,10 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class PackedMessage(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Base of what is sent many times a second: fields travel by position. New fields go last, with a default."""
+
+
+def in_full(value: Any) -> Any:
+    """A message as JSON's kinds of values, those fields included that have their usual value: for people to read."""
+    if isinstance(value, msgspec.Struct):
+        return {name: in_full(getattr(value, name)) for name in value.__struct_fields__}
+    return [in_full(one) for one in value] if isinstance(value, list) else value

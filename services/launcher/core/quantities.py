@@ -1,0 +1,22 @@
+"""Numbers as a person reads them."""
+
+from __future__ import annotations
+
+
+def duration(seconds: float) -> str:
+    """Three digits at most, with a unit that fits."""
+    ms = seconds * 1000
+    if abs(ms) < 0.05:
+        return "0 ms"
+    if abs(ms) < 9.95:
+        return f"{ms:.1f} ms"
+    if abs(ms) < 999.5:
+        return f"{ms:.0f} ms"
+    if abs(seconds) < 9.995:
+        return f"{seconds:.2f} s"
+    return f"{seconds:.1f} s" if abs(seconds) < 99.95 else f"{seconds:.0f} s"
+
+
+def counted(number: int) -> str:
+    """With commas."""
+    return f"{number:,}"

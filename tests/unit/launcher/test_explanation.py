@@ -1,0 +1,224 @@
+"""A decision is told in words that are true of its numbers."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from services.launcher.core import explanation as words
+from services.launcher.core.quantities import duration
+from services.launcher.explain import Question, question_of
+from services.launcher.picture import draw
+from shared.contracts.decisions import Candidate, Decision, Part, TtftParts
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.kv_exchange import KvSource
+
+
+def one(worker_id: str, part: Part, *, chosen: bool = False, meets_targets: bool = True, **numbers: Any) -> Candidate:
+    cost_s = sum(value for name, value in numbers.items() if name.endswith("_s"))
+    return Candidate(
+        worker_id=WorkerId(worker_id),
+        part=part,
+        chosen=chosen,
+        meets_targets=meets_targets,
+        cost_s=cost_s,
+        **numbers,
+    )
+
+
+P2 = one("p2", Part.PREFILL, chosen=True, cached_tokens=7936, computed_tokens=256, prefill_s=0.21)
+P1 = one("p1", Part.PREFILL, computed_tokens=8192, prefill_s=1.43)
+D1 = one("d1", Part.DECODE, chosen=True, handoff_s=0.02, decode_s=1.0)
+D2 = one("d2", Part.DECODE, handoff_s=0.02, decode_s=2.0)
+PREDICTED = TtftParts(prefill_s=0.21, handoff_s=0.02, first_token_s=0.01)
+MEASURED = TtftParts(tokenize_s=0.001, queue_s=0.05, prefill_s=0.2, handoff_s=0.02, first_token_s=0.01, transit_s=0.004)
+
+
+def told(**fields: Any) -> Decision:
+    usual: dict[str, Any] = {
+        "decision_id": "router-1-ab-d7",
+        "router_id": "router-1-ab",
+        "request_id": "r-1",
+        "at_unix_s": 0.0,
+        "model": "m",
+        "mode": "disaggregated",
+        "reason": "prefill and decode apart cost least",
+        "prompt_tokens": 8192,
+        "exact": True,
+        "considered": 4,
+        "candidates": [P2, P1, D1, D2],
+        "prefill_worker": "p2",
+        "decode_worker": "d1",
+        "predicted": PREDICTED,
+        "measured": MEASURED,
+        "ttft_s": MEASURED.total_s(),
+        "predicted_cached_tokens": 7936,
+        "cached_tokens": 7936,
+        "regret_s": 0.0,
+        "outcome": "ok",
+    }
+    return Decision(**{**usual, **fields})
+
+
+def test_the_headline_says_who_did_what_and_whether_it_is_over():
+    assert words.headline(told()) == "Request r-1 was computed on p2 and answered by d1."
+    running = told(outcome="", measured=None, ttft_s=-1.0)
+    assert words.headline(running) == "Request r-1 is being computed on p2 and will be answered by d1."
+    alone = told(mode="aggregated", prefill_worker="", outcome="worker_lost")
+    assert words.headline(alone) == "Request r-1 was served by d1 alone, and did not end well (worker_lost)."
+    refused = told(mode="", reason="All are full.", outcome="worker_busy")
+    assert words.headline(refused) == "Request r-1 was not placed (worker_busy): All are full."
+
+
+def test_a_worker_was_chosen_because_of_what_set_it_apart():
+    cached, faster = words.because(told())
+
+    assert cached.startswith("p2 was chosen because it had 7,936 of 8,192 prompt tokens cached: ")
+    assert cached.endswith(": 210 ms predicted against 1.43 s on p1, the next best.")
+    assert faster.startswith("d1 was chosen because it generates faster (1.00 s, not 2.00 s): ")
+    assert faster.endswith(": 1.02 s predicted against 2.02 s on d2, the next best.")
+
+
+@pytest.mark.parametrize(
+    ("other", "why", "because"),
+    [
+        ({"queue_s": 3.0, "prefill_s": 0.2}, "longer queue", "its queue was shorter"),
+        ({"prefill_s": 9.0, "cached_tokens": 7936}, "slower prefill", "it computes faster"),
+        ({"prefill_s": 0.2, "fetch_s": 2.0, "cached_tokens": 7936}, "more to fetch", "it had less to fetch"),
+        ({"prefill_s": 0.2, "others_s": 2.0}, "delays others", "it holds up other requests less"),
+        ({"prefill_s": 0.2101}, "as good", "take turns"),
+        ({"prefill_s": 0.1}, "not allowed", "although p1 would have cost less"),
+        ({"prefill_s": 0.1, "meets_targets": False}, "misses target", "would have missed a target"),
+    ],
+)
+def test_why_a_worker_was_not_chosen(other: dict[str, Any], why: str, because: str):
+    candidate = one("p1", Part.PREFILL, **other)
+    decision = told(candidates=[P2, candidate])
+
+    assert words.why_not(candidate, P2) == why
+    assert because in words.because(decision)[0]
+
+
+def test_the_only_worker_needs_no_comparison():
+    (sentence,) = words.because(told(candidates=[P2]))
+
+    assert sentence == "p2 was chosen because it was the only one that could."
+    assert words.because(told(mode="", candidates=[])) == []
+
+
+def test_regret_names_the_part_that_was_late():
+    late = told(measured=TtftParts(queue_s=2.0, prefill_s=0.2), ttft_s=2.2, regret_s=0.75)
+
+    assert words.regret_words(late).startswith("Regret 750 ms: ")
+    assert words.regret_words(late).endswith("most of it: queue, 2.00 s more than predicted.")
+    assert words.regret_words(told()).startswith("No regret")
+    assert words.regret_words(told(candidates=[P2, D1])) == "There was no other choice to regret."
+    assert words.regret_words(told(measured=None)) == ""
+
+
+def test_targets_are_met_missed_or_not_known():
+    assert words.target_words(told(ttft_target_s=0.2, itl_target_s=0.02, itl_s=0.01)) == [
+        "TTFT 200 ms: missed with 285 ms",
+        "ITL 20 ms: met with 10 ms",
+    ]
+    assert words.target_words(told(ttft_target_s=0.2, ttft_s=-1.0)) == ["TTFT 200 ms: not known"]
+    assert words.target_words(told()) == []
+
+
+def test_cached_tokens_are_told_as_far_as_they_are_known():
+    assert words.cached_words(told()) == "8,192 tokens, 7,936 cached, exactly as predicted"
+    assert words.cached_words(told(cached_tokens=7904)).endswith("7,936 predicted to be cached, 7,904 were")
+    assert words.cached_words(told(cached_tokens=-1)).endswith("7,936 predicted to be cached")
+    assert "could not be known; 32 were" in words.cached_words(told(predicted_cached_tokens=-1, cached_tokens=32))
+
+
+def test_durations_have_a_unit_that_fits():
+    seconds = (0, 0.00004, 0.0004, 0.0099, 0.012, 0.9994, 1.0, 9.99, 12.34, 432.1)
+
+    assert [duration(each) for each in seconds] == [
+        "0 ms", "0 ms", "0.4 ms", "9.9 ms", "12 ms", "999 ms", "1.00 s", "9.99 s", "12.3 s", "432 s",
+    ]  # fmt: skip
+
+
+def test_a_name_is_a_decisions_or_a_requests():
+    assert question_of("latest", "") == Question("latest")
+    assert question_of("router-1-ab-d7", "") == Question("router-1-ab-d7")
+    assert question_of("my-request", "") == Question(request_id="my-request")
+    assert question_of("latest", "r-d7") == Question(request_id="r-d7")
+
+
+def picture(decision: Decision, columns: int, encoding: str = "utf-8", **console: Any) -> str:
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding=encoding, newline="")
+    draw(decision, Console(file=file, width=columns, **console))
+    file.flush()
+    return raw.getvalue().decode(encoding)
+
+
+EVERYTHING = told(
+    candidates=[
+        msgspec.structs.replace(each, worker_id=WorkerId(f"{each.worker_id}-on-a-machine-with-a-long-name"))
+        for each in (P2, P1, D1, D2)
+    ],
+    considered=1000,
+    attempt=2,
+    earlier="router-1-ab-d6",
+    tenant="acme",
+    priority=-3,
+    ttft_target_s=0.2,
+    itl_target_s=0.02,
+    itl_s=0.01,
+    predicted_itl_s=0.01,
+    sources=[KvSource(worker_id=WorkerId("d9"), epoch=Epoch(1), first=3, end=9)],
+    measured=TtftParts(**dict.fromkeys(TtftParts.__struct_fields__, 0.125)),
+    ttft_s=1.375,
+    regret_s=0.5,
+)
+SHAPES = {
+    "everything": EVERYTHING,
+    "usual": told(),
+    "running": told(outcome="", measured=None, ttft_s=-1.0, regret_s=-1.0),
+    "refused": told(mode="", candidates=[], predicted=TtftParts(), measured=None, outcome="no_worker"),
+    "nothing known": told(candidates=[], predicted=TtftParts(), measured=None, ttft_s=0.3),
+    "no time at all": told(predicted=TtftParts(), measured=TtftParts(), ttft_s=0.0),
+    "hostile": told(model="\x1b[31m\nm", reason="\x1b]0;x\x07", tenant="[bold]\u202e", request_id="[red]"),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_picture_fits_and_obeys_nobody(shape: str, encoding: str, columns: int):
+    drawn = picture(SHAPES[shape], columns, encoding)
+
+    assert all(len(line) <= columns for line in drawn.splitlines())
+    assert "\x1b" not in drawn
+
+
+def test_the_picture_shows_predicted_and_measured_parts_on_one_scale():
+    lines = picture(told(), 80).splitlines()
+    (prefill,) = [line for line in lines if line.strip().startswith("prefill ")]
+    (queue,) = [line for line in lines if line.strip().startswith("queue ")]
+
+    assert prefill.split()[1:5] == ["210", "ms", "200", "ms"]
+    assert queue.split()[1:4] == ["-", "50", "ms"]
+    assert 0 < queue.count("▄") < prefill.count("█") + prefill.count("▄")
+    assert prefill.index("▀") < prefill.rindex("▄")  # What was predicted begins and ends earlier.
+
+
+def test_the_picture_marks_the_chosen_and_says_why_not_the_others():
+    lines = picture(told(), 120).splitlines()
+
+    assert any("●" in line and "p2" in line and "chosen" in line for line in lines)
+    assert any("●" not in line and "p1" in line and "less cached" in line for line in lines)
+
+
+def test_a_terminal_gets_colour_and_the_same_words():
+    coloured = picture(told(), 80, force_terminal=True, color_system="standard", legacy_windows=False)
+
+    assert "\x1b[" in coloured
+    assert "was chosen because" in coloured
