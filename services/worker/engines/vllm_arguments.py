@@ -43,6 +43,7 @@ def arguments(
         chosen["--distributed-executor-backend"] = "services.worker.engines.vllm_child.CpuExecutor"
         chosen["--dtype"] = "float32"
     flags = ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--disable-fastapi-docs"]
+    flags += ["--enable-logging-iteration-details"]  # which are not logged but measured
     flags += ["--enforce-eager"] if on_cpu else []
     typed = [part for name, value in chosen.items() if value for part in (name, value)]
     return [*typed, *flags, *shlex.split(settings.engine_args)]

@@ -179,7 +179,9 @@ async def _openai_app(llm: LegEngine, args: Any, meter: EngineMeter) -> AsgiApp:
     from services.worker.engines.vllm_identity import block_bytes
 
     llm.attach(meter, block_bytes(llm.vllm_config))
-    meter.kv_blocks = llm.vllm_config.cache_config.num_gpu_blocks or 0
+    cache = llm.vllm_config.cache_config
+    meter.kv_blocks = cache.num_gpu_blocks or 0
+    meter.steps.tokens_per_use = meter.kv_blocks * cache.block_size
     await llm.reset_mm_cache()
     tasks = await llm.get_supported_tasks()
     app = build_app(args, tasks, llm.model_config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from services.worker.engines.port import EngineLoad
+from services.worker.engines.vllm_steps import NoIterations, StepMeter
 
 SMOOTHING = 0.2
 """Weight of the newest sample in a moving average."""
@@ -30,8 +33,9 @@ class PromptSources:
 class SourceTap:
     """Remembers each request's prompt sources as they pass by: vLLM tells the front end but not the caller."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: StepMeter) -> None:
         self._by_request: dict[str, PromptSources] = {}
+        self._steps = steps
 
     def watching(self, processor: Any) -> Callable[..., Any]:
         """``processor.process_outputs``, with this tap in front of it."""
@@ -47,6 +51,9 @@ class SourceTap:
         return process_outputs
 
     def _note(self, request_id: str, stats: Any) -> None:
+        self._steps.prompt_computed(
+            stats.num_computed_tokens, stats.num_local_cached_tokens + stats.num_external_cached_tokens
+        )
         if len(self._by_request) >= SOURCES_MAX:
             self._by_request.pop(next(iter(self._by_request)))
         self._by_request[request_id] = PromptSources(
@@ -80,11 +87,13 @@ class EngineMeter(StatLoggerBase):
 
     def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
         del vllm_config, engine_index
-        self.sources = SourceTap()
+        self.steps = StepMeter()
+        self.sources = SourceTap(self.steps)
         self.waiting_tokens = 0
         self.kv_blocks = 0
         self._load = EngineLoad()
         self._listeners: list[Callable[[], None]] = []
+        logging.getLogger("vllm.v1.metrics.loggers").addFilter(NoIterations())
 
     def on_changed(self, listener: Callable[[], None]) -> None:
         """Call ``listener`` after each step of the engine."""
@@ -111,6 +120,7 @@ class EngineMeter(StatLoggerBase):
         del mm_cache_stats, engine_idx
         load = self._load
         if scheduler_stats is not None:
+            self.steps.step(scheduler_stats, time.monotonic())
             load = replace(load, **_queues(scheduler_stats, self.kv_blocks), **_transfers(load, scheduler_stats))
         if iteration_stats is not None:
             load = replace(load, **_tokens(load, iteration_stats))
@@ -120,7 +130,7 @@ class EngineMeter(StatLoggerBase):
 
     def load(self) -> EngineLoad:
         """Now, and the totals since the start."""
-        return replace(self._load, waiting_tokens=self.waiting_tokens)
+        return replace(self._load, waiting_tokens=self.waiting_tokens, steps=self.steps.totals())
 
 
 def _queues(stats: Any, kv_blocks: int) -> dict[str, Any]:
