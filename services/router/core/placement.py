@@ -35,6 +35,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """Decode is not dispatched with a prefill that, with its time in the queue, is predicted to take longer: it would
     hold room for the prompt all the while.
     """
+    weighed_max: int = 16
+    """So many workers are all weighed one by one; more are first cut down to those that can be best."""
     fetch_tokens_min: int = 256
     """Fewer tokens than this are computed, not fetched from another worker; a request may say otherwise."""
 

@@ -13,8 +13,6 @@ from services.router.core.cost_model import ARRAYS, Prompt
 from services.router.core.kv_sources import Holders
 from services.router.core.prefix_index import PrefixIndex
 
-ALL_WEIGHED_MAX = 16
-"""Up to so many workers are all weighed."""
 SHORTLISTED = 6
 """Of each part. More than one, for those that are equal take turns, and some may have to be left out."""
 NEVER_S = 1e9

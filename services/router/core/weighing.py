@@ -15,7 +15,7 @@ from services.router.core.cluster_view import ClusterView, WorkerView
 from services.router.core.cost_model import SINGLE, Answering, Computing, Cost, Prompt
 from services.router.core.kv_sources import Holders
 from services.router.core.placement import Need, Policy
-from services.router.core.shortlist import ALL_WEIGHED_MAX, Depths, shortlist
+from services.router.core.shortlist import Depths, shortlist
 from shared.contracts.decisions import Part
 
 
@@ -85,7 +85,7 @@ class Weighing:
             cluster.arrivals.per_s(now) / self.count,
         )
         chosen: Iterable[int] = rows.tolist()
-        if self.count > ALL_WEIGHED_MAX:
+        if self.count > policy.weighed_max:
             targets_s = (need.targets.ttft_s, need.targets.itl_s)
             chosen = [*shortlist(rows, table, self.holders, prompt, targets_s), *self._asked_for(cluster, rows)]
         self._weigh(list(dict.fromkeys(chosen)), cluster, prompt)

@@ -75,7 +75,7 @@ def test_what_the_decode_worker_holds_of_a_conversation_is_read_back_by_the_pref
         await settle()
 
         for body in (prompt(prompt=TEXT), prompt(prompt=TEXT, kv_fetch_min_tokens=100_000)):
-            assert (await world.ask(body)).status == 200
+            assert (await world.ask(body, x_baton_mode="disaggregated")).status == 200
 
         sources = [leg.kv_sources for leg in world.workers["p1"].started]
         assert sources == [[KvSource(worker_id="d1", epoch=1, end=len(blocks))], []]
