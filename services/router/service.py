@@ -141,13 +141,17 @@ async def first_worker(router: Router, service: Service) -> bool:
 async def serve(
     service: Service, settings: Settings, listener: socket.socket, shared: socket.socket | None = None
 ) -> None:
-    """The router's life: open, serve until told to stop, finish what runs, leave. Connections to the port that it
-    shares come when it can place their requests.
+    """A router with these settings, from its first moment to its last."""
+    await live(Router(settings, service.bus, service.clock, Tracing(service.tracer)), service, listener, shared)
+
+
+async def live(router: Router, service: Service, listener: socket.socket, shared: socket.socket | None = None) -> None:
+    """Open, serve until told to stop, finish what runs, leave. Connections to the port that it shares come when it can
+    place their requests.
     """
-    router = Router(settings, service.bus, service.clock, Tracing(service.tracer))
     await router.open()
     router.start(service.tasks)
-    server = make_server(router.edge, settings)
+    server = make_server(router.edge, router.parts.settings)
     serving = service.tasks.create_task(server.serve(sockets=[listener]), name="serve-http")
     await server.listening.wait()
     _leave_garbage_alone()
