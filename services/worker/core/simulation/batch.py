@@ -150,7 +150,9 @@ class Batch:
         if not self._extend_blocks(sequence, sequence.computed + count):
             raise AssertionError("a sequence was admitted without room for its tokens")
         self._reader.allocated(sequence, sequence.blocks, 0)
-        self._schedule(sequence, now)
+        self._admit(sequence, now)
+        if sequence.account.scheduled_at is None:
+            sequence.account.scheduled_at = now
         self.running.append(sequence)
         plan.append((sequence, count))
         return count
@@ -169,10 +171,10 @@ class Batch:
         sequence.computed = len(held) * size
         return True
 
-    def _schedule(self, sequence: Sequence, now: float) -> None:
+    def _admit(self, sequence: Sequence, now: float) -> None:
         account = sequence.account
-        if account.scheduled_at is None:
-            account.scheduled_at = now
+        if account.admitted_at is None:
+            account.admitted_at = now
             account.cached_tokens = min(sequence.computed, sequence.prompt_tokens - 1)
 
     def _receive(self, sequence: Sequence, tokens: int, now: float) -> None:
@@ -180,7 +182,7 @@ class Batch:
         if not self._extend_blocks(sequence, len(sequence.tokens)):
             raise AssertionError("a sequence was admitted without room for its tokens")
         sequence.receiving = tokens // self._settings.block_size
-        self._schedule(sequence, now)
+        self._admit(sequence, now)
         self.receiving[sequence.request_id] = sequence
         self._reader.allocated(sequence, sequence.blocks, tokens)
 
@@ -196,7 +198,7 @@ class Batch:
         if not sequence.num_preemptions:
             account = sequence.account
             account.received_tokens = tokens
-            account.received_s = now - (account.scheduled_at or now)
+            account.received_s = now - (account.admitted_at or now)
             account.received_bytes = tokens * self._settings.sim_kv_bytes_per_token
 
     def _name_blocks(self, sequence: Sequence) -> None:

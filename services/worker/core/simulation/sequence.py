@@ -33,7 +33,10 @@ class Account:
     """Where the prompt's KV came from, and when things happened (seconds, on the caller's clock)."""
 
     arrived_at: float
+    admitted_at: float | None = None
+    """When it had room for its prompt: from then on it reads what others have of it."""
     scheduled_at: float | None = None
+    """When it was first part of a step, with all that could be read."""
     first_token_at: float | None = None
     cached_tokens: int = 0
     received_tokens: int = 0

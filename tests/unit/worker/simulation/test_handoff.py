@@ -138,6 +138,9 @@ def test_a_transfer_takes_its_bytes_over_the_bandwidth_and_the_next_one_queues_b
     assert first.account.first_token_at - begun == pytest.approx(1.6 + 0.5)
     assert second.account.first_token_at - begun == pytest.approx(2 * 1.6 + 0.5)
     assert second.account.proof.reads[0].read_s == pytest.approx(1.6 + 0.5)
+    # As in vLLM, who waits for KV is still queued: what it counts as computing begins when all has come.
+    assert first.account.scheduled_at - begun == pytest.approx(1.6 + 0.5)
+    assert first.account.received_s == pytest.approx(1.6 + 0.5)
 
 
 def test_a_lease_that_would_end_during_the_read_is_not_read():
