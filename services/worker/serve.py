@@ -171,6 +171,7 @@ class LegServer:
             request_id=start.request_id,
             trace_headers=inject(span) or {},
             prefill_cached_tokens=start.prefill_cached_tokens,
+            expected_tokens=start.expected_tokens,
             order=order,
         )
         CURRENT_LEG.set(record)

@@ -283,4 +283,6 @@ def ready_record(record: WorkerRecord, engine: Engine, phase: WorkerPhase) -> Wo
         hashing=facts.hashing,
         kv_blocks=facts.kv_blocks,
         legs_max=facts.legs_max,
+        step_tokens_max=facts.step_tokens_max,
+        prefix_caching=facts.prefix_caching,
     )

@@ -43,6 +43,8 @@ class LegRecord:
     trace_headers: dict[str, str]
     prefill_cached_tokens: int = 0
     """DECODE: what the prefill leg had cached: the request's cached tokens, unless ``kv_transfer_params`` tell them."""
+    expected_tokens: int = -1
+    """Prompt tokens that placement expects this engine to compute; -1: not known."""
     order: LegOrder | None = None
     """What to do about KV, for engines with an exchange."""
     # The engine fills in:
@@ -89,6 +91,9 @@ class EngineFacts:
     hashing: HashScheme
     kv_blocks: int
     legs_max: int
+    step_tokens_max: int = 2048
+    """Tokens computed in one step."""
+    prefix_caching: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

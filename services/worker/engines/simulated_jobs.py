@@ -148,7 +148,9 @@ class JobMaker:
         order = record.order or NO_ORDER
         salt = body.cache_salt or ""
         if record.kind is LegKind.PREFILL:
-            return Wish(max_tokens=1, ignore_eos=True, order=order, cache_salt=salt)
+            return Wish(
+                max_tokens=1, ignore_eos=True, order=order, cache_salt=salt, expected_tokens=record.expected_tokens
+            )
         asked = body.max_tokens
         if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
             asked = body.max_completion_tokens
@@ -159,6 +161,7 @@ class JobMaker:
             stop_token_ids=frozenset(body.stop_token_ids or ()),
             order=order,
             cache_salt=salt,
+            expected_tokens=record.expected_tokens,
         )
 
 

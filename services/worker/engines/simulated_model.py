@@ -47,6 +47,7 @@ def facts_of(settings: SimulationSettings, model: SimulatedModel, legs_max: int)
         hashing=HashScheme(block_size=settings.block_size),
         kv_blocks=settings.kv_blocks,
         legs_max=legs_max,
+        step_tokens_max=settings.max_num_batched_tokens,
     )
 
 

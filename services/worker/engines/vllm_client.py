@@ -57,7 +57,7 @@ class LegEngine(AsyncLLM):
             options["trace_headers"] = record.trace_headers
         # Clients name their requests as they like, several alike perhaps; what is noted about one is not another's.
         request_id = f"{request_id}-{next(self.numbers)}"
-        waiting = self.meter.expect(prompt)
+        waiting = self.meter.expect(prompt, record.expected_tokens)
         outputs = super().generate(prompt, sampling_params, request_id, **options)
         first = True
         try:

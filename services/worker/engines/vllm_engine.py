@@ -281,4 +281,6 @@ def _facts(config: Any, names: list[str], fingerprint: Fingerprint, legs_max: in
         hashing=HashScheme(block_size=config.cache_config.block_size),
         kv_blocks=config.cache_config.num_gpu_blocks or 0,
         legs_max=legs_max,
+        step_tokens_max=config.scheduler_config.max_num_batched_tokens,
+        prefix_caching=bool(config.cache_config.enable_prefix_caching),
     )

@@ -22,6 +22,8 @@ class Wish:
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: Collection[int] = ()
+    expected_tokens: int = -1
+    """Prompt tokens that will have to be computed, as far as the caller knows; -1: not at all."""
     cache_salt: str = ""
     """Only prompts with the same salt share blocks."""
     order: LegOrder = NO_ORDER
@@ -35,7 +37,10 @@ class Account:
     arrived_at: float
     admitted_at: float | None = None
     """When it had room for its prompt: from then on it reads what others have of it."""
+    admitted_at: float | None = None
+    """When it had room for its prompt: from then on it reads what others have of it."""
     scheduled_at: float | None = None
+    """When it was first part of a step, with all that could be read."""
     """When it was first part of a step, with all that could be read."""
     first_token_at: float | None = None
     cached_tokens: int = 0
@@ -85,8 +90,10 @@ class Sequence:
 
     @property
     def prompt_tokens_left(self) -> int:
-        """Prompt tokens without KV."""
-        return max(0, self.prompt_tokens - self.computed)
+        """Prompt tokens to compute: what is cached is known when it is scheduled, and expected before."""
+        left = max(0, self.prompt_tokens - self.computed)
+        waits = not self.computed and self.wish.expected_tokens >= 0
+        return min(left, self.wish.expected_tokens) if waits else left
 
     def finish_with(self, token: int, eos: int | None) -> str:
         """The finish reason if the completion, whose newest token is ``token``, ends here; else empty."""

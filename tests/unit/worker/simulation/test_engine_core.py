@@ -210,6 +210,17 @@ def test_the_totals_of_its_steps_explain_how_long_they_took():
     assert totals.seconds == pytest.approx(totals.prefill_steps * 0.5 + 57 / 10.0 + decode_s)
 
 
+def test_tokens_wait_until_the_step_that_computes_them_has_ended():
+    core = engine(max_num_batched_tokens=32, sim_prefill_base_s=1.0)
+    core.add(None, prompt(40), wish(2), now=0.0)
+    waiting = [core.waiting_tokens()]
+    for _ in range(3):
+        core.advance(core.wakes_at() or 0.0)
+        waiting.append(core.waiting_tokens())
+
+    assert waiting == [40, 40, 8, 0]
+
+
 def test_a_caller_who_wakes_a_little_late_does_not_slow_the_engine_down():
     core = engine(sim_decode_base_s=1.0)
     core.add(None, prompt(4), wish(5), now=0.0)
@@ -233,3 +244,13 @@ def test_settings_that_cannot_work_are_refused_with_their_reason():
         settings(max_num_seqs=0)
     with pytest.raises(ValueError, match="negative"):
         settings(sim_decode_base_s=-1.0)
+
+
+def test_what_is_expected_to_be_cached_is_no_work_that_waits():
+    sequence = Sequence(
+        request_id="1", owner=None, prompt_tokens=100, tokens=[1] * 100, wish=Wish(max_tokens=1, expected_tokens=30),
+        account=Account(arrived_at=0.0),
+    )  # fmt: skip
+    waiting, sequence.computed = sequence.prompt_tokens_left, 90
+
+    assert (waiting, sequence.prompt_tokens_left) == (30, 10)
