@@ -128,7 +128,7 @@ class SimulatedEngine:
         return EngineLoad(
             running=len(batch.running),
             waiting=batch.queued,
-            waiting_tokens=sum(sequence.prompt_tokens_left for sequence in batch.everyone()),
+            waiting_tokens=self._core.waiting_tokens(),
             kv_blocks_used=cache.blocks - cache.free,
             prompt_tokens_total=measures.prompt_tokens,
             computed_tokens_total=measures.computed_tokens,

@@ -132,6 +132,11 @@ class EngineCore:
         times = (self.exchange.wakes_at(), None if self._step is None else self._step.ends_at)
         return min((at for at in times if at is not None), default=None)
 
+    def waiting_tokens(self) -> int:
+        """Prompt tokens accepted and not yet computed; those of the step that is under way are not."""
+        under_way = self._step.totals.prefill_tokens if self._step is not None else 0
+        return under_way + sum([sequence.prompt_tokens_left for sequence in self.batch.everyone()])
+
     def stepping(self) -> bool:
         """Whether a step is under way: then new sequences change nothing before it ends."""
         return self._step is not None

@@ -221,6 +221,17 @@ def test_tokens_wait_until_the_step_that_computes_them_has_ended():
     assert waiting == [40, 40, 8, 0]
 
 
+def test_tokens_wait_until_the_step_that_computes_them_has_ended():
+    core = engine(max_num_batched_tokens=32, sim_prefill_base_s=1.0)
+    core.add(None, prompt(40), wish(2), now=0.0)
+    waiting = [core.waiting_tokens()]
+    for _ in range(3):
+        core.advance(core.wakes_at() or 0.0)
+        waiting.append(core.waiting_tokens())
+
+    assert waiting == [40, 40, 8, 0]
+
+
 def test_a_caller_who_wakes_a_little_late_does_not_slow_the_engine_down():
     core = engine(sim_decode_base_s=1.0)
     core.add(None, prompt(4), wish(5), now=0.0)
