@@ -8,6 +8,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from services.worker.core.held_blocks import HeldBlocks
+from services.worker.core.simulation.sequence import Account, Sequence, Wish
 from shared.contracts.kv_events import block_hash64, unpack_hashes
 from tests.unit.worker.simulation.builders import (
     BLOCK,
@@ -208,17 +209,6 @@ def test_the_totals_of_its_steps_explain_how_long_they_took():
     decode_s = totals.decode_steps * 0.25 + (totals.decode_requests - totals.decode_steps) * 0.0001
     assert totals.seconds == pytest.approx(ended)
     assert totals.seconds == pytest.approx(totals.prefill_steps * 0.5 + 57 / 10.0 + decode_s)
-
-
-def test_tokens_wait_until_the_step_that_computes_them_has_ended():
-    core = engine(max_num_batched_tokens=32, sim_prefill_base_s=1.0)
-    core.add(None, prompt(40), wish(2), now=0.0)
-    waiting = [core.waiting_tokens()]
-    for _ in range(3):
-        core.advance(core.wakes_at() or 0.0)
-        waiting.append(core.waiting_tokens())
-
-    assert waiting == [40, 40, 8, 0]
 
 
 def test_tokens_wait_until_the_step_that_computes_them_has_ended():
