@@ -11,6 +11,19 @@ uint64_t *room_for(Table *self, Py_ssize_t count)
     return self->scratch;
 }
 
+/* PyLong_AsUnsignedLongLong, several times as fast for what hashes mostly are: three digits of CPython 3.11's. */
+static uint64_t number_of(PyObject *from)
+{
+#if PY_VERSION_HEX < 0x030C0000 && PYLONG_BITS_IN_DIGIT == 30
+    if (PyLong_CheckExact(from) && Py_SIZE(from) == 3) {
+        const digit *digits = ((PyLongObject *)from)->ob_digit;
+        if (digits[2] < 16)
+            return (uint64_t)digits[2] << 60 | (uint64_t)digits[1] << 30 | digits[0];
+    }
+#endif
+    return PyLong_AsUnsignedLongLong(from);
+}
+
 Py_ssize_t read_hashes(Table *self, PyObject *hashes)
 {
     if (PyBytes_CheckExact(hashes)) {
@@ -31,7 +44,7 @@ Py_ssize_t read_hashes(Table *self, PyObject *hashes)
     Py_ssize_t count = PySequence_Fast_GET_SIZE(list);
     uint64_t *into = room_for(self, count);
     for (Py_ssize_t i = 0; i < count; i++) {
-        into[i] = PyLong_AsUnsignedLongLong(PySequence_Fast_GET_ITEM(list, i));
+        into[i] = number_of(PySequence_Fast_GET_ITEM(list, i));
         if (into[i] == UINT64_MAX && PyErr_Occurred()) {
             count = -1;
             break;

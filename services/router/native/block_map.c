@@ -4,18 +4,28 @@
 #include <string.h>
 #include <sys/mman.h>
 
-static const double FULL = 0.875, FULL_AFTER = 0.7, NEARLY_EMPTY = 0.2; /* shares of a shard's room */
+static const double FULL = 0.875, FULL_AFTER = 0.55, NEARLY_EMPTY = 0.2; /* shares of a shard's room */
 static const size_t MAPPED_BYTES_MIN = 1 << 18; /* beyond it memory comes from the system, and goes back to it */
+static const size_t HUGE_BYTES = 2 << 20, PAGE_BYTES = 4096;
 
 static struct line *lines_open(uint64_t count)
 {
     size_t bytes = count * sizeof(struct line);
     if (bytes < MAPPED_BYTES_MIN)
         return memset(must(aligned_alloc(sizeof(struct line), bytes)), 0, bytes);
-    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    size_t spare = bytes < HUGE_BYTES ? 0 : HUGE_BYTES;
+    char *memory = mmap(NULL, bytes + spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     must(memory == MAP_FAILED ? NULL : memory);
-    madvise(memory, bytes, MADV_HUGEPAGE); /* fewer misses of the TLB; does no harm where it is refused */
-    return memory;
+    if (spare) { /* Huge pages begin at their multiples: what is beside them goes back. */
+        size_t before = -(uintptr_t)memory % HUGE_BYTES;
+        size_t behind = (before + bytes + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES;
+        if (before)
+            munmap(memory, before);
+        munmap(memory + behind, bytes + spare - behind);
+        memory += before;
+        madvise(memory, bytes, MADV_HUGEPAGE);
+    }
+    return (struct line *)memory;
 }
 
 static void lines_close(struct line *lines, uint64_t count)

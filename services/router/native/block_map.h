@@ -64,30 +64,52 @@ static inline void map_prefetch(struct block_map *map, uint64_t block)
     __builtin_prefetch(home);
 }
 
-static inline struct place map_find(struct block_map *map, uint64_t block)
+/* All five at once: which one it is cannot be foreseen, and a wrong guess costs more than four comparisons. */
+static inline int line_find(const struct line *line, uint64_t block)
 {
-    struct place place = {0};
-    place.shard = map_shard(map, block, &place.home);
-    struct line *line = place.home, *end = place.shard->lines + place.shard->line_count;
-    for (uint64_t left = place.shard->line_count; left--;) {
-        for (int at = 0; at < line->count; at++)
-            if (line->blocks[at] == block) {
-                place.line = line;
-                place.at = at;
-                return place;
-            }
+    unsigned hits = 0;
+    for (int at = 0; at < LINE_BLOCKS; at++)
+        hits |= (unsigned)(line->blocks[at] == block) << at;
+    hits &= (1u << line->count) - 1;
+    return hits ? __builtin_ctz(hits) : -1;
+}
+
+/* The rest of a search that was begun at `home`. */
+static inline struct place map_find_from(struct shard *shard, struct line *home, uint64_t block)
+{
+    struct line *line = home, *end = shard->lines + shard->line_count;
+    for (uint64_t left = shard->line_count; left--;) {
+        int at = line_find(line, block);
+        if (at >= 0)
+            return (struct place){shard, home, line, at};
         if (!line->past)
             break;
         if (++line == end)
-            line = place.shard->lines;
+            line = shard->lines;
     }
-    return place;
+    return (struct place){shard, home, NULL, 0};
+}
+
+static inline struct place map_find(struct block_map *map, uint64_t block)
+{
+    struct line *home;
+    struct shard *shard = map_shard(map, block, &home);
+    return map_find_from(shard, home, block);
 }
 
 static inline set_t map_get(struct block_map *map, uint64_t block)
 {
     struct place place = map_find(map, block);
     return place.line ? place.line->sets[place.at] : 0;
+}
+
+/* The same for a block whose home is known already. */
+static inline set_t map_get_at(struct block_map *map, struct line *home, uint64_t block)
+{
+    int at = line_find(home, block);
+    if (at >= 0)
+        return home->sets[at];
+    return home->past ? map_get(map, block) : 0;
 }
 
 /* Adds a block that was searched for and not found. Answers whether its shard was made anew. */

@@ -2,14 +2,22 @@
 
 #include <string.h>
 
+/* A block's sets of holders, by tier; in the last place always 0, so that two of them compare as two numbers. */
+struct holders {
+    set_t in[TIERS + 1];
+};
+
+static inline bool same(const struct holders *one, const struct holders *other)
+{
+    return !memcmp(one, other, sizeof *one);
+}
+
 /* A walk along a chain: the holders of one block after the other, as bits by life. */
 struct walk {
     struct block_table *table;
     const uint64_t *blocks;
     uint64_t at, end;    /* the next block to look up, and the one to stop before */
-    int tier_count;      /* tiers that hold anything */
-    struct block_map *maps[TIERS];
-    set_t found[CHUNK][TIERS];
+    struct holders found[CHUNK];
     uint64_t chunk_at, chunk_end; /* which blocks `found` is of */
     uint64_t bits[LIVES_MAX / 64 + 1];
 };
@@ -21,22 +29,25 @@ static void walk_begin(struct walk *walk, struct block_table *table, const uint6
     walk->blocks = blocks;
     walk->at = walk->chunk_at = walk->chunk_end = first;
     walk->end = end;
-    walk->tier_count = 0;
-    for (int tier = 0; tier < TIERS; tier++)
-        if (table->maps[tier].block_count)
-            walk->maps[walk->tier_count++] = &table->maps[tier];
 }
 
 /* Looks the next blocks up, all of them at once, so that their memory comes at the same time. */
 static void walk_look_up(struct walk *walk)
 {
     uint64_t first = walk->chunk_end, end = first + CHUNK < walk->end ? first + CHUNK : walk->end;
-    for (int tier = 0; tier < walk->tier_count; tier++)
+    struct line *homes[CHUNK];
+    memset(walk->found, 0, (end - first) * sizeof *walk->found);
+    for (int tier = 0; tier < TIERS; tier++) {
+        struct block_map *map = &walk->table->maps[tier];
+        if (!map->block_count)
+            continue;
+        for (uint64_t i = first; i < end; i++) {
+            map_shard(map, walk->blocks[i], &homes[i - first]);
+            __builtin_prefetch(homes[i - first]);
+        }
         for (uint64_t i = first; i < end; i++)
-            map_prefetch(walk->maps[tier], walk->blocks[i]);
-    for (int tier = 0; tier < walk->tier_count; tier++)
-        for (uint64_t i = first; i < end; i++)
-            walk->found[i - first][tier] = map_get(walk->maps[tier], walk->blocks[i]);
+            walk->found[i - first].in[tier] = map_get_at(map, homes[i - first], walk->blocks[i]);
+    }
     walk->chunk_at = first;
     walk->chunk_end = end;
 }
@@ -46,20 +57,19 @@ static void walk_look_up(struct walk *walk)
  */
 static uint64_t walk_on(struct walk *walk)
 {
-    if (!walk->tier_count)
-        return walk->at = walk->end;
-    set_t last[TIERS] = {NO_SET, NO_SET, NO_SET};
+    struct holders last = {{NO_SET}};
     if (walk->at > walk->chunk_at)
-        memcpy(last, walk->found[walk->at - 1 - walk->chunk_at], sizeof last);
+        last = walk->found[walk->at - 1 - walk->chunk_at];
     for (; walk->at < walk->end; walk->at++) {
         if (walk->at == walk->chunk_end)
             walk_look_up(walk);
-        const set_t *now = walk->found[walk->at - walk->chunk_at];
-        if (!memcmp(now, last, walk->tier_count * sizeof *now))
+        const struct holders *now = &walk->found[walk->at - walk->chunk_at];
+        if (same(now, &last))
             continue;
         memset(walk->bits, 0, table_words(walk->table) * sizeof *walk->bits);
-        for (int tier = 0; tier < walk->tier_count; tier++)
-            sets_add_to(&walk->table->sets, now[tier], walk->bits);
+        for (int tier = 0; tier < TIERS; tier++)
+            if (now->in[tier])
+                sets_add_to(&walk->table->sets, now->in[tier], walk->bits);
         return walk->at++;
     }
     return walk->end;

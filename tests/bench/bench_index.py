@@ -1,0 +1,215 @@
+"""The prefix index: look-ups, updates, memory, and how fast it is rebuilt: ``python -m tests.bench.bench_index``.
+
+Prints Markdown tables. Every measurement runs in a process of its own, one after the other, ours and the peer's in
+turns. ``--peer-python`` names an interpreter in which ``pip install ai-dynamo-runtime`` was done: the same load then
+runs on its RadixTree, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from services.router.core.block_table import BlockTable, PythonBlockTable
+from services.router.core.native_block_table import IS_COMPILED, block_table
+from services.router.core.prefix_index import PrefixIndex
+from shared.contracts.kv_events import KvEvent, KvEventBatch, KvEventKind, KvSnapshot
+from tests.bench.index_load import Load, applied_s, call_us, rss_bytes, unpacked
+
+LOOK_UPS = 3000
+TABLES = {"native": block_table, "python": PythonBlockTable}
+DECODER = msgspec.msgpack.Decoder(KvEventBatch)
+SNAPSHOTS = msgspec.msgpack.Decoder(KvSnapshot)
+PEER = Path(__file__).with_name("peer_radix_tree.py")
+LOADS = {
+    "each chain at one worker": {},
+    "each chain at 4 workers, 128 blocks of it shared by 64 chains": {"holders": 4, "trunk": 128},
+}
+ROWS = {
+    "found_p50_us": "look-up of a 512-block prompt that is held, list of integers, p50 µs",
+    "found_p99_us": "... p99 µs",
+    "packed_p50_us": "the same, packed bytes, p50 µs",
+    "packed_p99_us": "... p99 µs",
+    "absent_p50_us": "look-up of a prompt that nobody holds, p50 µs",
+    "absent_p99_us": "... p99 µs",
+    "stored_per_s": "blocks stored per second, from wire bytes",
+    "removed_per_s": "blocks removed per second, from wire bytes",
+    "clear_us": "clearing one worker, µs",
+    "bytes_per_entry": "memory (RSS) per entry, bytes",
+    "held_ns": "is one block held by anybody, ns",
+    "tiers_us": "tiers of a match, µs",
+    "cover_us": "sources that cover a chain, µs",
+}
+
+
+class Ours:
+    """Baton's index under the load, fed with bytes as they come from the bus."""
+
+    def __init__(self, load: Load, table: BlockTable) -> None:
+        self.load = load
+        self.index = PrefixIndex(table)
+        for worker in range(load.workers):
+            self.index.join(f"w{worker}", 1)
+            self.index.restore(KvSnapshot(worker_id=f"w{worker}", epoch=1, seq=0, hashes=b""))
+        self.seqs = [0] * load.workers
+
+    def stored(self, number: int) -> list[bytes]:
+        event = KvEvent(kind=KvEventKind.STORED, hashes=self.load.chain(number))
+        return [self.batch(worker, event) for worker in self.load.holders_of(number)]
+
+    def removed(self, number: int) -> list[bytes]:
+        event = KvEvent(kind=KvEventKind.REMOVED, hashes=self.load.chain(number)[8 * (self.load.blocks // 2) :])
+        return [self.batch(worker, event) for worker in self.load.holders_of(number)]
+
+    def batch(self, worker: int, event: KvEvent) -> bytes:
+        self.seqs[worker] += 1
+        batch = KvEventBatch(worker_id=f"w{worker}", epoch=1, seq=self.seqs[worker], events=[event])
+        return msgspec.msgpack.encode(batch)
+
+    def apply(self, packed: bytes) -> None:
+        self.index.apply(DECODER.decode(packed))
+
+    def measure(self) -> dict[str, float]:
+        load, index = self.load, self.index
+        chains = [load.chain(number) for number in load.asked(LOOK_UPS)]
+        prompts = [list(unpacked(chain)) for chain in chains]
+        absent = [[block ^ 1 << 62 for block in prompt] for prompt in prompts]
+        before = rss_bytes()
+        stored_s = applied_s(self.stored, range(load.chains()), self.apply)
+        said = {"bytes_per_entry": (rss_bytes() - before) / load.entries_exactly()}
+        assert sum(map(index.count, index.entries)) == load.entries_exactly()
+        said["stored_per_s"] = load.chains() * load.holders * load.blocks / stored_s
+        for kind, asked in (("found", prompts), ("packed", chains), ("absent", absent)):
+            said |= {f"{kind}_{name}_us": value for name, value in call_us(index.match_depths, iter(asked)).items()}
+        assert index.match_depths(prompts[0]).max() == load.blocks
+        said |= self.measure_more(prompts, chains)
+        removed_s = applied_s(self.removed, load.removed_chains(), self.apply)
+        said["removed_per_s"] = len(load.removed_chains()) * load.holders * (load.blocks // 2) / removed_s
+        said["clear_us"] = self.clear_us()
+        return said
+
+    def measure_more(self, prompts: list[list[int]], chains: list[bytes]) -> dict[str, float]:
+        everybody = np.ones(len(self.index.slots), np.bool_)
+        some = [prompt[100] for prompt in prompts]
+        started = time.perf_counter()
+        for block in some:
+            self.index.held(block)
+        held_ns = (time.perf_counter() - started) / len(some) * 1e9
+        tiers = call_us(lambda chain: self.index.tier_blocks("w1", chain, 512), iter(chains))
+        cover = call_us(lambda chain: self.index.cover(chain, 0, 512, everybody), iter(chains))
+        return {"held_ns": held_ns, "tiers_us": tiers["p50"], "cover_us": cover["p50"]}
+
+    def clear_us(self) -> float:
+        workers = range(0, self.load.workers, 10)
+        cleared = KvEvent(kind=KvEventKind.CLEARED)
+        batches = [self.batch(worker, cleared) for worker in workers]
+        started = time.perf_counter()
+        for batch in batches:
+            self.apply(batch)
+        return (time.perf_counter() - started) / len(workers) * 1e6
+
+
+def rebuilt(load: Load, table: BlockTable) -> dict[str, float]:
+    """An index of nothing, and the snapshots of all workers: as after a router's start."""
+    held: dict[int, list[bytes]] = {}
+    for number in range(load.chains()):
+        for worker in load.holders_of(number):
+            held.setdefault(worker, []).append(load.chain(number))
+    snapshots = [
+        msgspec.msgpack.encode(KvSnapshot(worker_id=f"w{worker}", epoch=1, seq=7, hashes=b"".join(chains)))
+        for worker, chains in held.items()
+    ]
+    del held
+    index = PrefixIndex(table)
+    times = []
+    for worker in range(load.workers):
+        index.join(f"w{worker}", 1)
+    for packed in snapshots:
+        started = time.perf_counter()
+        assert index.restore(SNAPSHOTS.decode(packed))
+        times.append(time.perf_counter() - started)
+    return {"rebuild_s": sum(times), "worst_snapshot_ms": 1000 * max(times)}
+
+
+def alone(what: str, load: dict[str, int]) -> dict[str, float]:
+    """One measurement in a process of its own."""
+    command = [sys.executable, "-m", "tests.bench.bench_index", "--alone", what, json.dumps(load)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    said: dict[str, float] = json.loads(done.stdout)
+    return said
+
+
+def peer(python: str, load: dict[str, int]) -> dict[str, float]:
+    done = subprocess.run([python, str(PEER), json.dumps(load)], stdout=subprocess.PIPE, text=True, check=True)
+    said: dict[str, float] = json.loads(done.stdout)
+    return said
+
+
+def middle(runs: list[dict[str, float]]) -> dict[str, float]:
+    return {name: median(run[name] for run in runs) for name in runs[0]}
+
+
+def compare(options: argparse.Namespace) -> None:
+    for title, more in LOADS.items():
+        load: dict[str, Any] = {"entries": options.entries, **more}
+        runs: dict[str, list[dict[str, float]]] = {}
+        for _ in range(options.repeat):
+            if IS_COMPILED:
+                runs.setdefault("native", []).append(alone("native", load))
+            if options.peer_python:
+                runs.setdefault("RadixTree", []).append(peer(options.peer_python, load))
+        small = {**load, "entries": min(options.entries, options.python_entries)}
+        runs[f"Python, {small['entries']:,} entries"] = [alone("python", small)]
+        results = {name: middle(of) for name, of in runs.items()}
+        print(f"\n{options.entries:,} entries, 1,000 workers, {title}; medians of {options.repeat} runs:\n")
+        print(f"| | {' | '.join(results)} |\n|---|{'---:|' * len(results)}")
+        for row, meaning in ROWS.items():
+            print(f"| {meaning} | {' | '.join(shown(of.get(row)) for of in results.values())} |", flush=True)
+
+
+def rebuilds(options: argparse.Namespace) -> None:
+    print("\nRebuilt from the snapshots of 1,000 workers, from wire bytes:\n")
+    print("| entries | table | all, s | the longest that one snapshot keeps the loop, ms |\n|---:|---|---:|---:|")
+    for entries in (100_000, 1_000_000, 10_000_000):
+        for table in ("native", "python")[not IS_COMPILED :]:
+            if entries <= options.entries and (table == "native" or entries <= options.python_entries):
+                said = alone(f"rebuild-{table}", {"entries": entries, "blocks": min(512, entries // 1000)})
+                print(
+                    f"| {entries:,} | {table} | {said['rebuild_s']:.3f} | {said['worst_snapshot_ms']:.2f} |", flush=True
+                )
+
+
+def shown(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--entries", type=int, default=10_000_000)
+    parser.add_argument("--python-entries", type=int, default=1_000_000, help="for the table in Python")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--peer-python", default="")
+    parser.add_argument("--alone", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.alone:
+        what, load = options.alone[0], Load(**json.loads(options.alone[1]))
+        table = TABLES[what.removeprefix("rebuild-")]()
+        print(json.dumps(rebuilt(load, table) if what.startswith("rebuild") else Ours(load, table).measure()))
+        return
+    compare(options)
+    rebuilds(options)
+
+
+if __name__ == "__main__":
+    main()
