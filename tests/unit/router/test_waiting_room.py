@@ -10,9 +10,9 @@ import pytest
 from services.router.settings import Settings, check
 from shared.bus.streams import LegFrames
 from shared.contracts.failures import Failure, Reason
-from shared.contracts.inference import StartLeg
+from shared.contracts.inference import LegReport, StartLeg
 from shared.runtime.settings import SettingsError
-from tests.unit.router.fake_worker import FakeWorker, Script, answer_well
+from tests.unit.router.fake_worker import EVENTS, SSE, FakeWorker, Script, answer_well
 from tests.unit.router.world import World, in_world, parse, prompt, settle
 
 LEGS_MAX = 16
@@ -61,8 +61,14 @@ def test_a_request_waits_for_a_full_worker_and_is_then_served():
 
 
 def test_what_was_waited_is_part_of_the_time_to_the_first_token():
+    async def timed(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
+        await asyncio.sleep(2.0)
+        frames.head(200, SSE)
+        frames.data(EVENTS[0], [1])
+        frames.end(LegReport(prompt_tokens=9, completion_tokens=1, prefill_s=2.0, first_token_s=2.0, total_s=2.0))
+
     async def story(world: World) -> None:
-        await world.worker("w1", script=taking(2.0))
+        await world.worker("w1", script=timed)
         await fill(world)
 
         answer = await world.ask(prompt(stream=True))
