@@ -198,7 +198,7 @@ class Batch:
         if not sequence.num_preemptions:
             account = sequence.account
             account.received_tokens = tokens
-            account.received_s = now - (account.admitted_at or now)
+            account.received_s = now - account.admitted_at if account.admitted_at is not None else 0.0
             account.received_bytes = tokens * self._settings.sim_kv_bytes_per_token
 
     def _name_blocks(self, sequence: Sequence) -> None:
