@@ -15,7 +15,9 @@ from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
-from services.router.core.request import CHAT, COMPLETIONS, FETCH_MIN_TOKENS_MAX
+from services.router.core.request import CHAT, COMPLETIONS, FETCH_MIN_TOKENS_MAX, SOURCES_MAX, Mode
+from services.router.core.targets import PRIORITY_MAX, PRIORITY_MIN, TARGET_S_MAX, TARGET_S_MIN
+from services.router.core.terms import CLASS_HEADER, TENANT_HEADER
 from services.router.decision_routes import add_decisions
 from services.router.edge import PASSED_THROUGH
 from services.router.fleet import Fleet
@@ -43,18 +45,20 @@ ERROR_SCHEMA: dict[str, Any] = {
     },
 }
 ERRORS = {
-    400: "The engine refused the body; its own words.",
+    400: "The engine refused the body, in its own words; or a field of Baton's own has no meaning.",
+    403: "The client may not ask for this: workers of its own choice, or more urgency than is allowed.",
     404: "No worker has ever offered this model, or none serves this endpoint.",
     405: "The method is not allowed.",
     408: "The body did not come in time.",
     413: "The body is larger than the limit; nothing was sent.",
     415: "The engine does not read this content type.",
     422: "The engine could not make sense of the body.",
+    429: "The queue is full and this tenant has its share of it; Retry-After says when to try again.",
     499: "The client left.",
     500: "A bug, or an error inside the engine.",
     501: "The engine does not serve this.",
     502: "The worker was lost and no other could take over.",
-    503: "No worker is fit just now; Retry-After says when to try again.",
+    503: "No worker is fit just now, or the wait would be too long; Retry-After says when to try again.",
     504: "The request's time is over.",
 }
 
@@ -64,6 +68,29 @@ def _body_schema(required: list[str], properties: dict[str, Any]) -> dict[str, A
     return {"required": True, "content": {JSON: {"schema": schema}}}
 
 
+WORKER = {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,128}$"}
+SECONDS = {"type": "number", "minimum": TARGET_S_MIN, "maximum": TARGET_S_MAX}
+BATON: dict[str, Any] = {
+    "type": "object",
+    "additionalProperties": False,
+    "description": "How to serve the request. Workers and sources are the client's to choose where the operator allows "
+    "it, a priority as far as the operator allows it.",
+    "properties": {
+        "mode": {"enum": list(Mode), "description": "Counts before the header."},
+        "prefill_worker": {**WORKER, "description": "Computes the prompt."},
+        "decode_worker": {**WORKER, "description": "Makes the completion; alone, when the mode is aggregated."},
+        "sources": {"type": "array", "maxItems": SOURCES_MAX, "items": WORKER, "description": "Whom to fetch KV from."},
+        "class": {"type": "string", "description": "Counts before the header."},
+        "priority": {
+            "type": "integer",
+            "minimum": PRIORITY_MIN,
+            "maximum": PRIORITY_MAX,
+            "description": "Lower is more urgent. Left out: that of the class or the model.",
+        },
+        "ttft_s": {**SECONDS, "description": "When the first token should be there, at the latest."},
+        "itl_s": {**SECONDS, "description": "How long the next token should take, at the most."},
+    },
+}
 COMMON_PROPERTIES: dict[str, Any] = {
     "model": {"type": "string"},
     "stream": {"type": "boolean", "default": False},
@@ -83,6 +110,7 @@ COMMON_PROPERTIES: dict[str, Any] = {
         "maximum": FETCH_MIN_TOKENS_MAX,
         "description": "Compute fewer prompt tokens than this rather than fetch their KV from another worker.",
     },
+    "baton": BATON,
 }
 COMPLETIONS_BODY = _body_schema(
     ["model", "prompt"],
@@ -108,7 +136,21 @@ HEADERS = [
         "in": "header",
         "required": False,
         "description": "How to serve the request; auto lets the router choose.",
-        "schema": {"enum": ["auto", "aggregated", "disaggregated"]},
+        "schema": {"enum": list(Mode)},
+    },
+    {
+        "name": CLASS_HEADER,
+        "in": "header",
+        "required": False,
+        "description": "The request's class, which brings targets and a priority; the operator says which there are.",
+        "schema": {"type": "string"},
+    },
+    {
+        "name": TENANT_HEADER,
+        "in": "header",
+        "required": False,
+        "description": "Whose fair share the request is served from.",
+        "schema": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,128}$"},
     },
     {
         "name": "x-request-id",
