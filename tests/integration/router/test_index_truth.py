@@ -1,0 +1,109 @@
+"""Whatever is lost and whoever begins anew: when it has settled, the router's index is the truth, block by block."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.conformance.worlds import NatsWorld
+from tests.integration.router.told_workers import LOST_SHARE, ToldFleet
+from tests.nats_server import NatsServer
+
+pytestmark = pytest.mark.nats
+
+WORKERS = 6
+STEPS = 300
+
+
+@asynccontextmanager
+async def fleet_on_nats(directory: Path, lost_share: float = 0.0) -> AsyncIterator[ToldFleet]:
+    with NatsServer(directory) as server:
+        world = NatsWorld(server)
+        fleet = ToldFleet(world, lost_share)
+        await fleet.start_router()
+        for number in range(WORKERS):
+            await fleet.start_worker(f"w{number}")
+        try:
+            yield fleet
+        finally:
+            await fleet.close()
+            await world.close()
+
+
+async def test_one_batch_in_a_hundred_is_lost_and_none_of_it_stays_unnoticed(tmp_path):
+    async with fleet_on_nats(tmp_path, LOST_SHARE) as fleet:
+        await fleet.live(10)
+        await fleet.settled()
+        asked = fleet.router.kv.snapshots
+
+        await fleet.live(STEPS)
+        await fleet.settled()
+
+        assert fleet.lost > 5
+        assert fleet.router.kv.snapshots > asked
+        fleet.assert_matches_are_true()
+
+
+async def test_workers_that_begin_anew_in_the_midst_of_it_hold_what_they_hold_now(tmp_path):
+    async with fleet_on_nats(tmp_path) as fleet:
+        living = asyncio.gather(*(worker.live(STEPS) for worker in fleet.workers.values()))
+        await fleet.workers["w0"].live(STEPS // 3)
+        for worker_id in ("w0", "w1"):
+            await fleet.start_worker(worker_id, epoch=2)
+        await asyncio.gather(fleet.workers["w0"].live(STEPS // 3), living)
+        await fleet.settled()
+
+        assert fleet.index.count("w1") == 0
+        assert fleet.index.count("w0") > 0
+        fleet.assert_matches_are_true()
+
+
+async def test_a_router_that_begins_anew_learns_everything_from_snapshots(tmp_path):
+    async with fleet_on_nats(tmp_path) as fleet:
+        living = asyncio.gather(*(worker.live(STEPS) for worker in fleet.workers.values()))
+        await fleet.workers["w0"].live(STEPS // 3)
+        before = fleet.router
+        await fleet.start_router()
+        await living
+        await fleet.settled()
+
+        assert fleet.router is not before
+        assert fleet.router.kv.snapshots >= WORKERS
+        fleet.assert_matches_are_true()
+
+
+@pytest.mark.parametrize("storage_lost", [False, True], ids=["", "with its storage lost"])
+async def test_a_nats_that_is_away_in_the_midst_of_it_leaves_no_lie_behind(tmp_path, storage_lost):
+    async with fleet_on_nats(tmp_path) as fleet:
+        await fleet.live(10)
+        await fleet.settled()
+        asked = fleet.router.kv.snapshots
+
+        living = asyncio.gather(*(worker.live(STEPS) for worker in fleet.workers.values()))
+        async with fleet.world.outage(storage_lost=storage_lost):
+            await fleet.workers["w0"].live(STEPS // 3)
+        await living
+        await fleet.settled()
+
+        assert fleet.router.kv.snapshots >= asked + WORKERS
+        fleet.assert_matches_are_true()
+
+
+async def test_all_of_it_at_once(tmp_path):
+    async with fleet_on_nats(tmp_path, LOST_SHARE) as fleet:
+        living = asyncio.gather(*(worker.live(2 * STEPS) for worker in fleet.workers.values()))
+        await fleet.start_worker("w0", epoch=2)
+        async with fleet.world.outage():
+            await fleet.workers["w0"].live(STEPS // 3)
+        await fleet.start_router()
+        await fleet.start_worker("w0", epoch=3)
+        await fleet.workers["w0"].live(STEPS // 3)
+        await living
+        await fleet.settled()
+
+        assert fleet.lost > 5
+        fleet.assert_matches_are_true()
