@@ -64,7 +64,7 @@ class Relay:
     async def _serve(self, flight: Flight) -> None:
         facts, head = flight.facts, flight.exchange.head
         headed = Headed(mode=head.mode or Mode.AUTO, class_name=head.class_name, tenant=head.tenant)
-        if (fault := self._terms.fault(facts, headed)) is not None:
+        if (fault := self._terms.fault(facts, headed, self._fleet.cluster.workers)) is not None:
             self._tell(flight, refused_field(fault))
             return
         begun = self._now()

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Literal
 
 import msgspec
 
 from services.router.core.placement import Need
-from services.router.core.request import Fault, Mode, RequestFacts, mode_of
+from services.router.core.request import Fault, Forced, Mode, RequestFacts, mode_of
 from services.router.core.targets import NO_SLOS, Slos, read_slos
 from shared.contracts.failures import Reason
-from shared.contracts.ids import is_subject_token
+from shared.contracts.ids import WorkerId, is_subject_token
 
 CLASS_HEADER = "x-baton-class"
 TENANT_HEADER = "x-baton-tenant"
@@ -37,8 +37,8 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     priority_min: int = 0
     """The most urgent that a body may say it is; classes may be more urgent."""
 
-    def fault(self, facts: RequestFacts, headed: Headed) -> Fault | None:
-        """Why the request is not served on these terms; None when it is."""
+    def fault(self, facts: RequestFacts, headed: Headed, workers: Container[WorkerId]) -> Fault | None:
+        """Why the request is not served on these terms; None when it is. ``workers``: those that there are."""
         wishes = facts.wishes
         if facts.fault is not None:
             return facts.fault
@@ -53,6 +53,8 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
         if wishes.forced is not None and not self.may_force:
             message = "Workers and sources are not the client's to choose here."
             return Fault(param="baton", message=message, reason=Reason.FORBIDDEN)
+        if wishes.forced is not None and (fault := unknown_worker(wishes.forced, workers)) is not None:
+            return fault
         if wishes.priority is not None and wishes.priority < self.priority_min:
             message = f"`baton.priority` may be {self.priority_min} or more (less urgent) here."
             return Fault(param="baton.priority", message=message, reason=Reason.FORBIDDEN)
@@ -77,6 +79,16 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
             tenant=headed.tenant,
             priority=priority,
         )
+
+
+def unknown_worker(forced: Forced, workers: Container[WorkerId]) -> Fault | None:
+    """The first of them that does not exist."""
+    asked = [("prefill_worker", forced.prefill_worker), ("decode_worker", forced.decode_worker)]
+    asked += [("sources", source) for source in forced.sources or ()]
+    for name, worker_id in asked:
+        if worker_id and worker_id not in workers:
+            return Fault(param=f"baton.{name}", message=f"There is no worker `{worker_id}`.")
+    return None
 
 
 def class_of(facts: RequestFacts, headed: Headed) -> str:

@@ -11,6 +11,7 @@ from services.router.core.request import CHAT, Fault, Mode, RequestFacts, read_r
 from services.router.core.targets import Targets, read_slos
 from services.router.core.terms import Headed, Terms, read_terms, read_weights
 from shared.contracts.failures import Reason
+from shared.contracts.ids import WorkerId
 
 SLOS = read_slos(
     json.dumps(
@@ -21,6 +22,8 @@ SLOS = read_slos(
         }
     )
 )
+
+WORKERS = {WorkerId(name) for name in ("p1", "d1", "a", "b")}
 
 
 def request(baton: object = None, model: str = "m") -> RequestFacts:
@@ -93,7 +96,7 @@ def test_workers_may_be_chosen_on_this_machine_or_where_the_operator_says_so(for
 
 
 def fault(terms: Terms, baton: object = None, **headed: str) -> Fault:
-    found = terms.fault(request(baton), Headed(**headed))
+    found = terms.fault(request(baton), Headed(**headed), WORKERS)
     assert found is not None
     return found
 
@@ -114,19 +117,27 @@ def test_a_class_that_is_known_is_taken_from_the_body_before_the_header():
 
     need = terms.need(facts, headed, 7, (1, 2))
 
-    assert terms.fault(facts, headed) is None
+    assert terms.fault(facts, headed, WORKERS) is None
     assert (need.priority, need.targets.ttft_s, need.tenant, need.prompt_tokens) == (10, math.inf, "t-1", 7)
 
 
 @pytest.mark.parametrize("wish", [{"prefill_worker": "p1"}, {"decode_worker": "d1"}, {"sources": []}])
 def test_choosing_workers_needs_permission(wish):
     assert fault(Terms(), wish).reason is Reason.FORBIDDEN
-    assert Terms(may_force=True).fault(request(wish), Headed()) is None
+    assert Terms(may_force=True).fault(request(wish), Headed(), WORKERS) is None
+
+
+@pytest.mark.parametrize("wish", [{"prefill_worker": "x"}, {"decode_worker": "x"}, {"sources": ["a", "x"]}])
+def test_a_worker_that_does_not_exist_is_named(wish):
+    found = fault(Terms(may_force=True), {"prefill_worker": "p1", **wish})
+
+    assert (found.reason, found.param) == (None, f"baton.{next(iter(wish))}")
+    assert "`x`" in found.message
 
 
 def test_a_body_is_not_more_urgent_than_allowed():
     assert fault(Terms(), {"priority": -1}).reason is Reason.FORBIDDEN
-    assert Terms(priority_min=-5).fault(request({"priority": -5}), Headed()) is None
+    assert Terms(priority_min=-5).fault(request({"priority": -5}), Headed(), WORKERS) is None
     assert Terms().need(request({"priority": 7}), Headed(), 1, ()).priority == 7
 
 
@@ -184,7 +195,7 @@ def test_wishes_may_be_left_out(baton):
     facts = request(baton)
 
     assert facts.fault is None
-    assert Terms().fault(facts, Headed()) is None
+    assert Terms().fault(facts, Headed(), WORKERS) is None
 
 
 def test_other_endpoints_have_no_wishes():
