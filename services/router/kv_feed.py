@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from services.router.core.native_block_table import IS_COMPILED
 from services.router.core.prefix_index import IndexState, PrefixIndex
 from shared.bus.port import Bus, BusError, Envelope
 from shared.contracts.channels import KV_EVENTS, KV_SNAPSHOT
@@ -35,6 +36,8 @@ class KvFeed:
 
     async def open(self) -> None:
         """Listen; live when it returns."""
+        if not IS_COMPILED:
+            log.warning("the prefix index runs in Python, several times slower: no compiler when Baton was installed")
         await self._bus.subscribe(KV_EVENTS, self._on_batch, on_dropped=self.doubt_all)
         self._bus.on_reconnect(self.doubt_all)
 

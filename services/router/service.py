@@ -9,6 +9,7 @@ import secrets
 import socket
 
 from services.router.core.admission import Admission
+from services.router.core.native_block_table import IS_COMPILED
 from services.router.core.placement import Policy
 from services.router.decisions import Decisions
 from services.router.edge import Edge
@@ -82,6 +83,7 @@ class Router:
         self.edge = Edge(settings, clock, self.relay, parts.ledger)
         self.edge.app = make_app(parts)
         self.watchman = Watchman(self.relay.flights, self.edge, clock)
+        gauge(names.ROUTER_INDEX_COMPILED, parts.ledger.registry).set(IS_COMPILED)
         others = gauge(names.ROUTER_OTHERS, parts.ledger.registry)
         others.set_function(lambda: parts.reservations.book.others)
         parts.ledger.registry.register(LiveMetrics(self.relay.flights, fleet, self.kv, parts.prompts.parity.book, bus))

@@ -99,6 +99,9 @@ ROUTER_INDEX_STATE = _gauge(
 ROUTER_INDEX_BLOCKS = _gauge(
     "baton_router_index_blocks", "blocks", "Blocks that the prefix index knows of a worker.", "worker_id"
 )
+ROUTER_INDEX_COMPILED = _gauge(
+    "baton_router_index_compiled", "1", "1 when the prefix index is the compiled one, 0 when it runs in Python."
+)
 ROUTER_TOKEN_PARITY = _gauge(
     "baton_router_token_parity",
     "1",
