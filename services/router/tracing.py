@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-import msgspec
 from opentelemetry.trace import NoOpTracer, Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 
 from services.router.flight import Flight, first_token
+from shared.contracts.decisions import TtftParts
 from shared.contracts.inference import LegKind, StartLeg
 from shared.telemetry.names import Attribute, SpanName
 from shared.telemetry.propagation import extract, inject
 
 SERVER_ERROR = 500
+TTFT_ATTRIBUTES = {name: Attribute(f"baton.ttft.{name}") for name in TtftParts.__struct_fields__}
 SPAN_OF = {LegKind.PREFILL: SpanName.PREFILL_LEG}
 
 Headers = dict[str, str] | None
@@ -89,8 +90,7 @@ def _tell_request(span: Span, flight: Flight) -> None:
         span.set_attribute(Attribute.DECISION_ID, flight.decision.decision_id)
     _, parts = first_token(flight)
     if parts is not None:
-        for name, seconds in msgspec.structs.asdict(parts).items():
-            span.set_attribute(f"{Attribute.TTFT_PART}{name}", seconds)
+        span.set_attributes({key: getattr(parts, name) for name, key in TTFT_ATTRIBUTES.items()})
     placed = story.placed
     if placed is not None:
         span.set_attribute(Attribute.MODE, placed.mode.value)

@@ -115,7 +115,7 @@ def test_the_request_names_its_decision_and_says_where_the_time_to_its_first_tok
     answer = system.complete("Who takes it further? " * 30, stream=True)
     spans = trace_of(receiver, answer.headers["x-request-id"], len(DISAGGREGATED_SPANS))
     request = only(spans, SpanName.REQUEST)
-    prefix = Attribute.TTFT_PART.value
+    prefix = "baton.ttft."
     parts = {name.removeprefix(prefix): value for name, value in request.attributes.items() if name.startswith(prefix)}
 
     assert request.attributes[Attribute.DECISION_ID] == answer.headers["x-baton-decision"]

@@ -37,8 +37,6 @@ class Account:
     arrived_at: float
     admitted_at: float | None = None
     """When it had room for its prompt: from then on it reads what others have of it."""
-    admitted_at: float | None = None
-    """When it had room for its prompt: from then on it reads what others have of it."""
     scheduled_at: float | None = None
     """When it was first part of a step, with all that could be read."""
     """When it was first part of a step, with all that could be read."""
