@@ -72,8 +72,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     queue_s_max: float = 60.0
     """Nobody waits longer for a turn; who is predicted to is refused at once, with 503."""
     engine_queue_s_max: float = 0.25
-    """A request goes to an engine that is predicted to begin it within so long; before, it waits in the router, where
-    it can still go anywhere.
+    """A request goes to an engine that is predicted to begin it within so long, or within about what usual requests
+    take; until then it waits in the router, where it can still go anywhere.
     """
     late_ratio: float = 1.5
     """A request whose first token would come later than so many times its target is refused with 503."""

@@ -27,6 +27,10 @@ WORK_S_MIN = 0.001
 """Of an engine's time, for any request: also those whose prompt is cached take some."""
 RETRY_AFTER_S_MIN, RETRY_AFTER_S_MAX = 1.0, 120.0
 """What clients are told lies between them, whatever is predicted."""
+NEXT_READY = 1.5
+"""Usual prompts that an engine may have before the one that is sent to it: the one that it computes, and some of the
+next.
+"""
 LANES_IDLE_MAX = 64
 """Models whose counters are kept while nobody waits for them."""
 EXPIRIES_SPARE = 64
@@ -43,8 +47,8 @@ class AdmissionPolicy(msgspec.Struct, frozen=True, kw_only=True):
     queue_s_max: float = 60.0
     """Nobody waits longer."""
     engine_queue_s_max: float = 0.25
-    """A request goes to an engine that is predicted to begin it within so long: enough that it does not idle until the
-    next one arrives.
+    """A request goes to an engine that is predicted to begin it within so long, or within what usual requests take:
+    enough that it does not idle until the next one arrives.
     """
     late_ratio: float = 1.5
     """A request whose first token would come later than so many times its target is refused: it would only make others
@@ -174,10 +178,13 @@ class Admission:
 
         A worker that completes nothing of ours just now is no obstacle to a completion: it will not get any faster.
         """
-        predicted = placed.predicted
-        if predicted.queue_s > self._policy.engine_queue_s_max:
+        predicted, line = placed.predicted, ticket.line
+        # A worker tells that a prompt is computed only then, and a little late: another one must be there already.
+        own_s = NEXT_READY * line.lane.work_s if line is not None else 0.0
+        soon_s = max(self._policy.engine_queue_s_max, own_s)
+        if predicted.queue_s > soon_s:
             return prompt_worker(placed)
-        late = predicted.decode_queue_s > self._policy.engine_queue_s_max
+        late = predicted.decode_queue_s > soon_s
         if late or placed.predicted_itl_s > ticket.need.targets.itl_s:
             decode = placed.decode.record.worker_id
             return decode if decode in self._running else None

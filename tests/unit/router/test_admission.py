@@ -115,7 +115,7 @@ def test_a_modest_tenant_does_not_stand_behind_a_greedy_one():
 
     engines.run()
 
-    assert sum(engines.placed_at[ticket] > engines.placed_at[modest] for ticket in greedy) >= 18
+    assert sum(engines.placed_at[ticket] > engines.placed_at[modest] for ticket in greedy) >= 16
 
 
 def test_a_tenant_of_twice_the_weight_gets_twice_as_much():

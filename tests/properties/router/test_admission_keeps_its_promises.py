@@ -1,0 +1,170 @@
+"""Whatever comes and goes: the queue is bounded, every request ends once, engines do not idle, shares are fair."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.router.core.fair_share import FairShare
+from services.router.core.placement import Placed, Refused
+from services.router.core.request import Forced
+from shared.contracts.failures import Reason
+from tests.unit.router.engines import Engine, Engines
+
+QUEUE_MAX = 6
+TENANT_QUEUE_MAX = 4
+QUEUE_S_MAX = 20.0
+
+ASKS = st.fixed_dictionaries(
+    {
+        "tokens": st.sampled_from([1, 100, 700, 3000]),
+        "tenant": st.sampled_from(["a", "b", "c"]),
+        "priority": st.sampled_from([-5, 0, 7]),
+        "ttft_s": st.sampled_from([0.5, 4.0, float("inf")]),
+        "itl_s": st.sampled_from([0.005, 0.03, float("inf")]),
+        "forced": st.sampled_from([None, None, Forced(decode_worker="w1")]),
+        "model": st.sampled_from(["m", "m", "other"]),
+        "ends_at": st.sampled_from([float("inf"), 9.0]),
+    }
+)
+STORY = st.lists(
+    st.one_of(
+        st.tuples(st.just("offer"), ASKS),
+        st.tuples(st.just("wait"), st.sampled_from([0.0, 0.05, 0.4, 2.0])),
+        st.tuples(st.just("leave"), st.integers(0, 60)),
+    ),
+    max_size=60,
+)
+
+
+def fleet(**policy) -> Engines:
+    engines = (
+        Engine("w1", legs_max=3, decode_s=0.7, models=("m", "other")),
+        Engine("w2", legs_max=4, decode_s=0.2),
+    )
+    limits = {"queue_max": QUEUE_MAX, "tenant_queue_max": TENANT_QUEUE_MAX, "queue_s_max": QUEUE_S_MAX}
+    return Engines(*engines, **{**limits, **policy})
+
+
+@settings(max_examples=150, deadline=None)
+@given(STORY)
+def test_every_request_ends_once_and_the_queue_is_bounded(story):
+    engines = fleet()
+    offered, gone = [], set()
+    for what, value in story:
+        if what == "offer":
+            offered.append(engines.offer(**value))
+        elif what == "wait":
+            engines.run(until=engines.now + value)
+        elif offered:
+            ticket = offered[value % len(offered)]
+            if ticket.waiting:
+                gone.add(ticket)
+            engines.withdraw(ticket)
+        assert engines.admission.waiting <= QUEUE_MAX
+        assert engines.admission.waiting == sum(ticket.waiting for ticket in offered)
+    engines.run()
+
+    ends = Counter(ticket for ticket, _verdict in engines.ends)
+    assert set(ends) | gone == set(offered)
+    assert not set(ends) & gone
+    assert set(ends.values()) <= {1}
+    assert engines.admission.waiting == 0
+    assert engines.admission.wakes_at(engines.now) is None
+    for ticket, verdict in engines.ends:
+        if isinstance(verdict, Placed):
+            assert engines.placed_at[ticket] - ticket.arrived_at <= QUEUE_S_MAX
+            assert engines.placed_at[ticket] <= ticket.ends_at
+        else:
+            assert verdict.reason in {Reason.OVERLOADED, Reason.OVER_SHARE, Reason.DEADLINE}
+            assert verdict.reason is Reason.DEADLINE or 1.0 <= (verdict.retry_after_s or 0) <= 120.0
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.sampled_from([50, 300, 1000]), min_size=1, max_size=40), st.sampled_from([1, 2, 3]))
+def test_no_engine_idles_while_somebody_waits(prompts, count):
+    engines = Engines(*[Engine(f"w{number}") for number in range(count)])
+    for tokens in prompts:
+        engines.offer(tokens)
+    engines.run()
+
+    assert not any(isinstance(verdict, Refused) for _ticket, verdict in engines.ends)
+    work_s = sum(prompts) / 1000
+    # Lists of jobs that are given out greedily end within the mean plus the longest job.
+    assert max(engines.first_token_at.values()) <= work_s / count + max(prompts) / 1000 + 1e-6
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.integers(1, 400), min_size=40, max_size=40),
+    st.lists(st.integers(1, 400), min_size=40, max_size=40),
+    st.sampled_from([1.0, 2.0, 5.0]),
+)
+def test_two_tenants_that_always_wait_differ_by_no_more_than_the_bound(of_a, of_b, weight):
+    """The bound of the paper for counters: what one request can cost, both ways, by weight."""
+    share = FairShare({"a": weight})
+    queues = {"a": list(of_a), "b": list(of_b)}
+    for tenant, costs in queues.items():
+        for _ in costs:
+            share.enter(tenant)
+    given_to = {"a": 0.0, "b": 0.0}
+    most = max(max(of_a) / weight, *of_b)
+
+    while queues["a"] and queues["b"]:
+        tenant = min(queues, key=lambda name: (share.served(name), name))
+        cost = queues[tenant].pop()
+        share.charge(tenant, cost)
+        share.leave(tenant)
+        given_to[tenant] += cost
+        if queues["a"] and queues["b"]:
+            assert abs(given_to["a"] / weight - given_to["b"]) <= 2 * most
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from([200, 900]), min_size=30, max_size=60), st.integers(0, 10_000))
+def test_a_greedy_tenant_costs_a_modest_one_no_more_than_its_share(greedy, before):
+    """Whatever the greedy one has had or sends, the modest one gets every second token while it waits."""
+    engines = Engines(Engine("w1"), queue_max=1000, queue_s_max=10_000.0)
+    if before:
+        engines.offer(before, tenant="greedy")
+    for tokens in greedy:
+        engines.offer(tokens, tenant="greedy")
+    engines.run(until=before / 1000 + 1.0)
+    begun_before = len(engines.placed_at)
+    modest = [engines.offer(500, tenant="modest") for _ in range(10)]
+    engines.run()
+
+    order = list(engines.placed_at)[begun_before:]
+    last = order.index(modest[-1])
+    others = sum(ticket.need.prompt_tokens for ticket in order[:last] if ticket not in modest)
+    most = 900 + 2.0
+    assert others <= 500 * 10 + 2 * most + 10 * 2.0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(1, 500)), max_size=60))
+def test_who_comes_late_has_neither_credit_nor_debt(charges):
+    share = FairShare({})
+    share.enter("a")
+    share.enter("b")
+    for tenant, cost in charges:
+        share.charge(tenant, cost)
+
+    share.enter("late")
+
+    assert share.served("late") == min(share.served("a"), share.served("b"))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.sampled_from([-3, 0, 4]), min_size=2, max_size=30))
+def test_those_that_wait_for_one_engine_begin_by_priority_and_then_in_turn(priorities):
+    engines = Engines(Engine("w1"), queue_max=1000, queue_s_max=10_000.0)
+    engines.offer(5000)
+    tickets = [engines.offer(2000, priority=priority) for priority in priorities]
+    first = len([ticket for ticket in tickets if ticket in engines.placed_at])
+    engines.run()
+
+    order = [ticket for ticket in engines.placed_at if ticket in tickets][first:]
+    assert order == sorted(order, key=lambda ticket: (ticket.need.priority, ticket.number))
