@@ -12,7 +12,7 @@ export BATON_ENGINE BATON_PYTHON
 ARGS ?=
 K ?=
 
-.PHONY: help setup setup-dev up down test check fix test-vllm compose-test bench-router bench-kv catalogue lock clean
+.PHONY: help setup setup-dev up down test check fix test-vllm compose-test bench-router bench-kv bench-placement catalogue lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-14s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ bench-router: setup-dev ## What the router costs: against direct access, for sho
 
 bench-kv: setup-dev ## What the KV exchange costs and saves, on real engines; about ten minutes
 	@$(PYTHON) -m tests.bench.bench_kv $(ARGS)
+
+bench-placement: setup-dev ## Index, hashing, tokenization and placement; PEER_PYTHON=/a/venv/bin/python with ai-dynamo-runtime compares
+	@$(PYTHON) -m tests.bench.bench_index $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))
 
 catalogue: setup-dev ## Write the generated files anew: catalogue, AsyncAPI, NATS permissions, metrics, dashboards, diagram
 	@$(PYTHON) -m shared.contracts.catalogue
