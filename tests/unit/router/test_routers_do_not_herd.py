@@ -140,3 +140,18 @@ def test_nothing_piles_up_while_nats_is_away():
             assert other.parts.reservations.book.others == 1
 
     run_in_virtual_time(story())
+
+
+def test_routers_that_start_or_come_back_together_ask_each_worker_once_each():
+    async def story() -> None:
+        async with replicas(8, 4) as system:
+            assert [router.kv.snapshots for router in system.routers] == [4] * 8
+
+            for change in ("lose", "restore"):
+                for router in system.routers:
+                    getattr(router.parts.bus, change)()
+            await asyncio.sleep(1.0)
+
+            assert [router.kv.snapshots for router in system.routers] == [8] * 8
+
+    run_in_virtual_time(story())
