@@ -1,1 +1,1 @@
-"""Replays traces of requests in virtual time: the router's own placement, and others', over the same simulated fleet."""
+"""Replays traces in virtual time: the router's own placement, and others', over the same simulated fleet."""

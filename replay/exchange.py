@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from replay.job import Job
 from replay.legs import Leg
 from replay.simworker import SimWorker
 from shared.contracts.ids import WorkerId

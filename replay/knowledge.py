@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from replay.simworker import SimWorker
 from services.router.fleet import Fleet
+from services.router.measures import Measures
 from shared.contracts.kv_events import KvEventBatch, KvSnapshot
 
 NETWORK_S = 0.001
@@ -22,10 +23,12 @@ class Knowledge:
 
     def __init__(self, fleet: Fleet, workers: Iterable[SimWorker]) -> None:
         self._fleet = fleet
+        self._measures = Measures(fleet.cluster)
         self._workers = list(workers)
         self._batches: deque[tuple[float, KvEventBatch]] = deque()
         for worker in self._workers:
             fleet.cluster.record(worker.record, 0.0)
+            self._measures.joined(worker.record)
             fleet.index.join(worker.worker_id, worker.record.epoch)
             nothing = KvSnapshot(worker_id=worker.worker_id, epoch=worker.record.epoch, seq=0, hashes=b"")
             fleet.index.restore(nothing)
@@ -53,3 +56,4 @@ class Knowledge:
         if told is not None:
             load, sent_at = told
             self._fleet.cluster.report(load, sent_at + NETWORK_S)
+            self._measures.load(load)

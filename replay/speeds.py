@@ -79,4 +79,4 @@ def bucket_of(seconds: float) -> int:
 
 def seconds_of(bucket: int) -> float:
     """The middle of a bucket."""
-    return ITL_GROWTH ** (bucket + 0.5)
+    return math.pow(ITL_GROWTH, bucket + 0.5)

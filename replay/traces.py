@@ -1,8 +1,8 @@
 """Traces of requests as published, read into one form.
 
-* Mooncake's (JSON lines: ``timestamp`` in ms, ``input_length``, ``output_length``, ``hash_ids``): a block is 512 tokens,
-  and equal ids mean equal content. Its instants are rounded to the start of a window of some seconds, so requests are
-  spread evenly over their window, at random by the seed.
+* Mooncake's (JSON lines: ``timestamp`` in ms, ``input_length``, ``output_length``, ``hash_ids``): a block is 512
+  tokens, and equal ids mean equal content. Its instants are rounded to the start of a window of some seconds, so
+  requests are spread evenly over their window, at random by the seed.
 * Azure's (CSV: ``TIMESTAMP``, ``ContextTokens``, ``GeneratedTokens``): contents are not told, so no prompt shares any.
 """
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from replay.engine import Engine
 from replay.exchange import Exchange
+from replay.gate import Gate
 from replay.job import Job
 from replay.knowledge import NETWORK_S, Knowledge
 from replay.ledger import Ledger
@@ -18,9 +19,10 @@ from replay.legs import Flight, Leg
 from replay.profile import Profile
 from replay.simworker import MODEL, PERIOD_S, SimWorker
 from replay.traces import Request, chains
+from services.router.core.admission import AdmissionPolicy
 from services.router.core.own_work import Sent
 from services.router.core.placement import Need, Placed, Policy, Refused
-from services.router.core.placer import Placer
+from services.router.core.targets import NO_TARGETS, Targets
 from services.router.fleet import Fleet
 from shared.contracts.inference import LegKind
 from shared.contracts.workers import Role
@@ -53,8 +55,9 @@ class World:
         self.workers = {worker.worker_id: worker for worker in made}
         self.fleet = Fleet(Policy(silent_s_max=math.inf))
         self.ledger = Ledger()
-        self.placer: Placer = self.fleet.placer
-        self.flights: list[Flight] = []
+        self.targets: Targets = NO_TARGETS
+        """Said of every request."""
+        self._gate: Gate | None = None
         self._knowledge = Knowledge(self.fleet, made)
         self._exchange = Exchange(self.workers, self.at, self._woken)
         self._due: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -62,17 +65,17 @@ class World:
 
     def run(self, requests: list[Request], progress: Callable[[int], None] = lambda _number: None) -> list[Flight]:
         """All of them, to the last token. ``progress`` is told how many have arrived."""
-        self.flights = [
+        flights = [
             Flight(number, request, chain)
             for number, (request, chain) in enumerate(zip(requests, chains(requests), strict=True))
         ]
-        arriving = iter(self.flights)
+        arriving = iter(flights)
         self._next_arrival(0.0, arriving, progress)
         due = self._due
         while due:
             self.now, _number, call, arguments = heappop(due)
             call(self.now, *arguments)
-        return self.flights
+        return flights
 
     def at(self, when: float, call: Callable[..., None], *arguments: Any) -> None:
         """Call it then, with the instant as its first argument."""
@@ -85,13 +88,34 @@ class World:
             progress(flight.number)
             break
 
+    def admit(self, policy: AdmissionPolicy) -> None:
+        """From now on requests wait for their turn at the router, and may be refused."""
+        self._gate = Gate(self.fleet, policy, lambda when: self.at(when, self._turn), self._decided)
+
     def _arrives(self, now: float, flight: Flight) -> None:
         self._knowledge.catch_up(now)
         request = flight.request
-        need = Need(model=MODEL, prompt_tokens=request.input_tokens, hashes=flight.chain)
+        need = Need(model=MODEL, prompt_tokens=request.input_tokens, hashes=flight.chain, targets=self.targets)
         self.fleet.cluster.arrivals.seen(now)
         self.ledger.arrives(flight)
-        placed = self.placer.place(need, now)
+        if self._gate is None:
+            self._decided(now, flight, self.fleet.place(need, now))
+        else:
+            self._gate.offer(flight, need, now)
+            self._reported(now)
+
+    def _reported(self, now: float) -> None:
+        """While somebody waits, each worker's report is a reason to look: they come one after the other."""
+        if self._gate is not None and self._gate.waiting:
+            self._gate.ring(now + PERIOD_S / len(self.workers))
+
+    def _turn(self, now: float) -> None:
+        if self._gate is not None and self._gate.due(now):
+            self._knowledge.catch_up(now)
+            self._gate.turn(now)
+            self._reported(now)
+
+    def _decided(self, now: float, flight: Flight, placed: Placed | Refused) -> None:
         if isinstance(placed, Refused):
             flight.refused_at = now
             return
@@ -108,9 +132,7 @@ class World:
         prefill, request = kind is LegKind.PREFILL, flight.request
         view = placed.prefill if prefill and placed.prefill is not None else placed.decode
         uncached = 0 if kind is LegKind.DECODE else placed.uncached_tokens
-        job = Job(
-            next(self._numbers), flight.chain, request.input_tokens, 1 if prefill else request.output_tokens
-        )
+        job = Job(next(self._numbers), flight.chain, request.input_tokens, 1 if prefill else request.output_tokens)
         leg = Leg(
             kind,
             flight,
@@ -202,6 +224,7 @@ class World:
         self._knowledge.catch_up_with(leg.worker, now)
         self.fleet.cluster.prompt_computed(leg.worker.worker_id, leg.sent, leg.uncached_tokens)
         self.ledger.prompt_computed(leg)
+        self._ring(now)
 
     def _ended(self, now: float, leg: Leg) -> None:
         self._knowledge.catch_up_with(leg.worker, now)
@@ -209,8 +232,16 @@ class World:
         self.fleet.cluster.leg_ended(leg.worker.worker_id, leg.sent, context)
         self.ledger.ended(leg)
         placed = leg.flight.placed
-        if leg.kind is LegKind.PREFILL and placed is not None and not placed.streamed:
+        if leg.kind is not LegKind.PREFILL:
+            if self._gate is not None:
+                self._gate.ended(leg.flight)
+        elif placed is not None and not placed.streamed:
             self._start_decode(now, leg)
+        self._ring(now)
+
+    def _ring(self, now: float) -> None:
+        if self._gate is not None:
+            self._gate.ring(now)
 
     def _context(self, leg: Leg) -> int:
         assert leg.flight.placed is not None

@@ -1,9 +1,9 @@
 """Mooncake's Conductor (Qin et al., FAST'25, Algorithm 1: cache-aware, balancing prefill scheduling).
 
 For each prefill instance: if the best instance's prefix is more than ``kvcache_balancing_threshold`` times as long as
-this one's, it fetches the difference (T_transfer) and computes the rest, else it computes what is behind its own prefix.
-TTFT = T_transfer + T_queue + T_prefill(length, prefix); the instance with the least is chosen; T_queue is the sum of the
-prefill times of what is queued there. Times are predicted by a regression fitted offline: here it is the simulated
+this one's, it fetches the difference (T_transfer) and computes the rest, else it computes all behind its own prefix.
+TTFT = T_transfer + T_queue + T_prefill(length, prefix); the instance with the least is chosen; T_queue is the sum of
+the prefill times of what is queued there. Times are predicted by a regression fitted offline: here it is the simulated
 engine's own law, so better than any fit. The threshold is tuned by hand (the paper gives no value); it is the knob to
 sweep. A request whose TTFT or TBT would miss the SLO is refused: ``rejecting``. The decode instance is the one with the
 smallest predicted TBT (SelectDecodingInstance).
@@ -34,9 +34,7 @@ class MooncakeConductor(Baseline):
         self._slo = around.slo_ttft_s, around.slo_itl_s
         self._fetching: set[WorkerId] = set()
 
-    def choose(
-        self, need: Need, workers: Sequence[WorkerView], matches: dict[WorkerId, int]
-    ) -> WorkerView | Refused:
+    def choose(self, need: Need, workers: Sequence[WorkerView], matches: dict[WorkerId, int]) -> WorkerView | Refused:
         """The least TTFT."""
         profile, size = self.profile, self.profile.block_tokens
         limit = (need.prompt_tokens - 1) // size

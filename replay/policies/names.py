@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from replay.policies.base import Surroundings
 from replay.policies.dynamo import DynamoKvCost
@@ -13,6 +14,9 @@ from replay.policies.simple import LeastLoaded, PowerOfTwo, RandomChoice, RoundR
 from services.router.core.placer import Placer
 
 BATON = "baton"
+"""Its placement alone: each request goes to its worker at once, as with the others."""
+BATON_WAITING = "baton-waiting"
+"""With its admission: a request that no engine would soon begin waits in the router, or is refused."""
 ORACLE = "oracle"
 Make = Callable[[Surroundings], Placer]
 
@@ -22,43 +26,27 @@ BASELINES: dict[str, Make] = {
     "least-loaded": LeastLoaded,
     "power-of-two": PowerOfTwo,
     "sglang": SglangCacheAware,
-    "sglang-exact": lambda around: SglangCacheAware(around, Knobs(exact=True)),
+    "sglang-exact": partial(SglangCacheAware, knobs=Knobs(exact=True)),
     "dynamo": DynamoKvCost,
     "llm-d": LlmDScorer,
     "mooncake": MooncakeConductor,
-    "mooncake-rejecting": lambda around: MooncakeConductor(around, rejecting=True),
+    "mooncake-rejecting": partial(MooncakeConductor, rejecting=True),
 }
 SWEEPS: dict[str, dict[str, Make]] = {
     "sglang": {
-        f"sglang[abs={value}]": (lambda around, value=value: SglangCacheAware(around, Knobs(balance_abs=value)))
-        for value in (0, 2, 8, 32)
-    }
-    | {
-        f"sglang[threshold={value}]": (
-            lambda around, value=value: SglangCacheAware(around, Knobs(cache_threshold=value))
-        )
-        for value in (0.1, 0.5, 0.8)
+        **{f"sglang[abs={n}]": partial(SglangCacheAware, knobs=Knobs(balance_abs=n)) for n in (0, 2, 8, 32)},
+        **{
+            f"sglang[threshold={x}]": partial(SglangCacheAware, knobs=Knobs(cache_threshold=x)) for x in (0.1, 0.5, 0.8)
+        },
     },
     "sglang-exact": {
-        f"sglang-exact[abs={value}]": (
-            lambda around, value=value: SglangCacheAware(around, Knobs(balance_abs=value, exact=True))
-        )
-        for value in (0, 2, 8, 32)
+        f"sglang-exact[abs={n}]": partial(SglangCacheAware, knobs=Knobs(balance_abs=n, exact=True))
+        for n in (0, 2, 8, 32)
     },
     "dynamo": {
-        f"dynamo[scale={value}]": (lambda around, value=value: DynamoKvCost(around, prefill_load_scale=value))
-        for value in (0.5, 2.0, 4.0, 8.0)
-    }
-    | {
-        f"dynamo[credit={value}]": (lambda around, value=value: DynamoKvCost(around, credit=value))
-        for value in (0.5, 2.0)
+        **{f"dynamo[scale={x}]": partial(DynamoKvCost, prefill_load_scale=x) for x in (0.5, 2.0, 4.0, 8.0, 16.0)},
+        **{f"dynamo[credit={x}]": partial(DynamoKvCost, credit=x) for x in (0.5, 2.0)},
     },
-    "llm-d": {
-        f"llm-d[prefix={value}]": (lambda around, value=value: LlmDScorer(around, prefix=value))
-        for value in (1.0, 2.0, 5.0, 10.0)
-    },
-    "mooncake": {
-        f"mooncake[threshold={value}]": (lambda around, value=value: MooncakeConductor(around, threshold=value))
-        for value in (1.5, 2.0, 4.0)
-    },
+    "llm-d": {f"llm-d[prefix={x}]": partial(LlmDScorer, prefix=x) for x in (0.5, 1.0, 2.0, 5.0, 10.0)},
+    "mooncake": {f"mooncake[threshold={x}]": partial(MooncakeConductor, threshold=x) for x in (1.5, 2.0, 4.0)},
 }

@@ -63,7 +63,7 @@ class RoutedPrompts:
 class SglangCacheAware(Baseline):
     """See the module."""
 
-    def __init__(self, around: Surroundings, knobs: Knobs = Knobs()) -> None:  # noqa: B008  # frozen
+    def __init__(self, around: Surroundings, knobs: Knobs = Knobs()) -> None:
         super().__init__(around)
         self._knobs = knobs
         self._trees: dict[WorkerId, RoutedPrompts] = {}

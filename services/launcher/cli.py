@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from services.launcher import state_file
+from services.launcher.commands import mount
 from services.launcher.core.plan import UpOptions
 from services.launcher.core.sizes import parse_bytes
 from services.launcher.machine import inherited_environment
@@ -267,6 +268,7 @@ def main() -> None:
     """Console script."""
     logging.disable(logging.WARNING)  # What the user should know is on the screen; libraries need not repeat it.
     try:
+        mount(app, sys.argv[1:])
         app()
     except KeyboardInterrupt:  # before the command listens for it
         sys.exit(130)

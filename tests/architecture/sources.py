@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("shared", "services", "connector")
+PACKAGES = ("shared", "services", "connector", "replay")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,178 @@
+"""``baton bench``: measurements that need no running system."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from replay.experiment import Setting, find_knee, known, run
+from replay.plots import NoPlots, draw
+from replay.policies.names import BASELINES, BATON, BATON_WAITING, ORACLE, SWEEPS
+from replay.profile import PROFILES, Profile
+from replay.results import Result, Slo
+from replay.tables import save, table_of
+from replay.traces import TraceError, cut, read_trace
+from replay.world import Shape
+
+ALL = [BATON, BATON_WAITING, *BASELINES, ORACLE]
+KNEE_OF = ["mooncake", "dynamo", "llm-d", "sglang"]
+"""The knee is where the best of these no longer keeps the target."""
+OF_THE_KNEE = {"light": 0.5, "knee": 1.0, "overload": 1.3}
+
+app = typer.Typer(
+    no_args_is_help=True, help="Measurements that need no running system.", pretty_exceptions_enable=False
+)
+WIDTH_OF_FILES = 200
+"""Columns of a table that goes into a file or a pipe."""
+screen = Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES)
+ProfileName = StrEnum("ProfileName", {name: name for name in PROFILES})  # type: ignore[misc]
+USUAL = ProfileName("8b")
+
+
+@app.callback()
+def bench() -> None:
+    """Measurements that need no running system."""
+
+
+@app.command(name="replay")
+def replay_command(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command line is declared
+    trace: Annotated[Path, typer.Argument(help="Mooncake's .jsonl or Azure's .csv.", exists=True, dir_okay=False)],
+    workers: Annotated[int, typer.Option(help="That do both phases.", min=0)] = 8,
+    prefill: Annotated[int, typer.Option(help="Prefill workers; with --decode, instead of --workers.", min=0)] = 0,
+    decode: Annotated[int, typer.Option(help="Decode workers.", min=0)] = 0,
+    profile: Annotated[ProfileName, typer.Option(help="How fast the engines are; see replay/profile.py.")] = USUAL,
+    kv_blocks: Annotated[int, typer.Option(help="Blocks of 512 tokens in each KV cache; 0: the profile's.")] = 0,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Again for each; all by default. See `baton bench policies`.")
+    ] = None,
+    loads: Annotated[
+        str, typer.Option(help="Speeds of the trace, or light,knee,overload: 0.5, 1 and 1.3 knees.")
+    ] = "1",
+    sweep: Annotated[bool, typer.Option(help="Each baseline's main knob as well.")] = False,
+    hours: Annotated[float, typer.Option(help="Of the trace; 0: all of it.", min=0)] = 0.0,
+    limit: Annotated[int, typer.Option(help="Requests of the trace; 0: all of them.", min=0)] = 0,
+    slo_ttft: Annotated[float, typer.Option(help="Seconds to the first token.")] = 5.0,
+    slo_itl: Annotated[float, typer.Option(help="Seconds between tokens, on average over a request.")] = 0.1,
+    seed: Annotated[int, typer.Option(help="Of all that is random.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="A folder for results.md, results.json and the pictures.")] = None,
+) -> None:
+    """Replay a trace of requests against a simulated fleet, in virtual time.
+
+    The router's own placement and index, and other systems' policies: the same engines, the same knowledge.
+    """
+    policies = policy or ALL
+    if sweep:
+        policies = [*policies, *(one for name in policies for one in SWEEPS.get(name, {}))]
+    for name in policies:
+        if not known(name):
+            fail(f"There is no policy {name!r}. Policies: {', '.join(ALL)}; see also: baton bench policies")
+    try:
+        requests = cut(read_trace(trace, seed=seed), hours=hours, limit=limit)
+    except (TraceError, UnicodeDecodeError) as error:
+        fail(f"{trace} cannot be read as a trace: {error}")
+    if not requests:
+        fail("Nothing of the trace is left to replay.")
+    setting = Setting(
+        requests=requests,
+        shape=shape_of(workers, prefill, decode),
+        profile=profile_of(profile, kv_blocks),
+        slo=Slo(ttft_s=slo_ttft, itl_s=slo_itl),
+        seed=seed,
+    )
+    results = run_all(setting, policies, loads)
+    for label in dict.fromkeys(result.label for result in results):
+        screen.print(table_of([result for result in results if result.label == label]))
+    if out is not None:
+        write(results, out)
+
+
+@app.command()
+def policies() -> None:
+    """The names of all policies, and of the sweeps of their knobs."""
+    for name in ALL:
+        screen.print(name, *SWEEPS.get(name, {}), sep="  ", markup=False)
+
+
+def shape_of(workers: int, prefill: int, decode: int) -> Shape:
+    """Refuses a fleet that could serve nothing."""
+    if bool(prefill) != bool(decode):
+        fail("A fleet of prefill and decode workers needs both: --prefill and --decode.")
+    shape = Shape(prefill=prefill, decode=decode) if prefill else Shape(both=workers)
+    if not shape.roles():
+        fail("A fleet needs workers.")
+    return shape
+
+
+def profile_of(name: str, kv_blocks: int) -> Profile:
+    """With another size of cache, if one is given."""
+    return replace(PROFILES[name], kv_blocks=kv_blocks) if kv_blocks > 0 else PROFILES[name]
+
+
+def run_all(setting: Setting, policies: list[str], loads: str) -> list[Result]:
+    """Every policy at every load, with a bar for each run."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=screen, transient=True) as progress:
+
+        def one(policy: str, load: float, label: str) -> Result:
+            task = progress.add_task(f"{label}: {policy}", total=len(setting.requests))
+            try:
+                return run(setting, policy, load, label, lambda number: progress.update(task, completed=number + 1))
+            finally:
+                progress.remove_task(task)
+
+        return [one(policy, load, label) for label, load in loads_of(setting, loads, progress) for policy in policies]
+
+
+def loads_of(setting: Setting, loads: str, progress: Progress) -> list[tuple[str, float]]:
+    """Labels and speeds."""
+    labels = [part.strip() for part in loads.split(",") if part.strip()]
+    knee = knee_of(setting, progress) if any(label in OF_THE_KNEE for label in labels) else 1.0
+    return [(one, knee * OF_THE_KNEE[one] if one in OF_THE_KNEE else load_of(one)) for one in labels] or [("1", 1.0)]
+
+
+def knee_of(setting: Setting, progress: Progress) -> float:
+    """Where the best baseline's p95 of TTFT reaches the target."""
+    task = progress.add_task("looking for the knee", total=None)
+    knee = find_knee(setting, KNEE_OF, lambda result: progress.update(task, description=searched(result)))
+    progress.remove_task(task)
+    return knee
+
+
+def searched(result: Result) -> str:
+    """For the bar."""
+    return f"looking for the knee: {result.policy} at {result.load:.3g}: p95 {result.ttft.p95:.2f} s"
+
+
+def load_of(text: str) -> float:
+    """A positive number."""
+    try:
+        load = float(text)
+    except ValueError:
+        load = 0.0
+    if not 0.0 < load < float("inf"):
+        fail(f"--loads: {text!r} is neither a positive number nor one of {', '.join(OF_THE_KNEE)}.")
+    return load
+
+
+def write(results: list[Result], out: Path) -> None:
+    """Tables, numbers and pictures."""
+    paths = save(results, out)
+    try:
+        paths += draw(results, out)
+    except NoPlots as error:
+        screen.print(str(error), style="yellow", markup=False)
+    for path in paths:
+        screen.print(str(path), markup=False)
+
+
+def fail(message: str) -> NoReturn:
+    """Say it and leave."""
+    Console(stderr=True).print(message, style="red", markup=False)
+    raise typer.Exit(2)

@@ -1,0 +1,115 @@
+"""One policy, one load, one fleet: run it and sum it up. And the search for the knee."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from replay.oracle import Oracle
+from replay.policies.base import Surroundings
+from replay.policies.names import BASELINES, BATON, BATON_WAITING, ORACLE, SWEEPS, Make
+from replay.profile import Profile
+from replay.results import Result, Slo, summarise
+from replay.traces import Request, at_load
+from replay.world import Shape, World
+from services.router.core.admission import AdmissionPolicy
+from services.router.core.targets import Targets
+
+KNEE_RATIO = 1.02
+"""It is found to within so much."""
+KNEE_LOAD_MAX = 4096.0
+SWEPT: dict[str, Make] = {name: make for sweep in SWEEPS.values() for name, make in sweep.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What all runs of a comparison have in common."""
+
+    requests: list[Request]
+    """At load 1."""
+    shape: Shape
+    profile: Profile
+    slo: Slo
+    seed: int
+
+
+def run(
+    setting: Setting,
+    policy: str,
+    load: float,
+    label: str = "",
+    progress: Callable[[int], None] = lambda _number: None,
+) -> Result:
+    """Expects a known policy."""
+    requests = at_load(setting.requests, load)
+    world = World(setting.shape, setting.profile)
+    install(world, policy, setting)
+    began_s = time.process_time()
+    flights = world.run(requests, progress)
+    cpu_s = time.process_time() - began_s
+    name = (policy, load, label or f"{load:g}")
+    return summarise(name, flights, world.workers.values(), setting.slo, cpu_s)
+
+
+def install(world: World, policy: str, setting: Setting) -> None:
+    """Let this policy place."""
+    slo = setting.slo
+    if policy in (BATON, BATON_WAITING):
+        world.targets = Targets(ttft_s=slo.ttft_s, itl_s=slo.itl_s)
+        if policy == BATON_WAITING:
+            world.admit(AdmissionPolicy())
+        return
+    if policy == ORACLE:
+        world.fleet.placer = Oracle(world)
+        return
+    make = BASELINES.get(policy) or SWEPT[policy]
+    around = Surroundings(
+        fleet=world.fleet,
+        ledger=world.ledger,
+        profile=setting.profile,
+        slo_ttft_s=slo.ttft_s,
+        slo_itl_s=slo.itl_s,
+        seed=setting.seed,
+    )
+    world.fleet.placer = make(around)
+
+
+def known(policy: str) -> bool:
+    """Whether there is such a policy."""
+    return policy in (BATON, BATON_WAITING, ORACLE) or policy in BASELINES or policy in SWEPT
+
+
+def find_knee(setting: Setting, policies: list[str], told: Callable[[Result], None] = lambda _result: None) -> float:
+    """The largest load at which the best of these policies keeps the target with the p95 of TTFT, to two per cent.
+
+    Found by bisection: the first policy's knee first, then only those are looked at that still keep the target there.
+    """
+
+    def keeps(policy: str, load: float) -> bool:
+        result = run(setting, policy, load, "search")
+        told(result)
+        return result.ttft.p95 <= setting.slo.ttft_s
+
+    knee = 0.0
+    for policy in policies:
+        if not knee or keeps(policy, knee):
+            knee = _knee_of(lambda load, policy=policy: keeps(policy, load), knee)  # type: ignore[misc]
+    return round(knee, 3)
+
+
+def _knee_of(keeps: Callable[[float], bool], known: float) -> float:
+    """Expects that what is kept at a load is kept at all smaller ones. ``known``: one that is; 0: none yet."""
+    low = known
+    high = known * 2 or 1.0
+    while high < KNEE_LOAD_MAX and keeps(high):
+        low, high = high, high * 2
+    while not low:
+        if high < 1 / KNEE_LOAD_MAX or keeps(high / 2):
+            low = high / 2
+        else:
+            high /= 2
+    while high / low > KNEE_RATIO:
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if keeps(middle) else (low, middle)
+    return low

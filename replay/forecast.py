@@ -1,0 +1,206 @@
+"""What would happen to one more prompt in an engine if nobody else came: the engine's law rolled forward."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from replay.job import Job
+    from replay.profile import Profile
+    from replay.simworker import SimWorker
+
+
+class Forecast(NamedTuple):
+    """Seconds from now."""
+
+    ttft_s: float
+    total_s: float
+    """Until it ends, and what it adds to the time of others."""
+
+
+class Prompt:
+    """One that is to be computed, ahead of the new one or the new one itself."""
+
+    __slots__ = ("blocks", "computed", "last", "ready_at", "tokens")
+
+    def __init__(self, tokens: int, computed: int, last: int, blocks: int, ready_at: float = 0.0) -> None:
+        self.tokens = tokens
+        self.computed = computed
+        self.last = last
+        """Tokens at its end."""
+        self.blocks = blocks
+        """That it still needs before it is admitted."""
+        self.ready_at = ready_at
+        """When what it fetches is there."""
+
+
+def forecast(worker: SimWorker, size: tuple[int, int], prefix: tuple[int, int], now: float) -> Forecast:
+    """``size``: tokens of the prompt and of the completion; ``prefix``: tokens cached there, and with a fetch."""
+    roll = Roll(worker, now)
+    profile = worker.engine.profile
+    (tokens, out), (cached, had) = size, prefix
+    ready_at = 0.0
+    if had > cached:
+        ready_at = max(now + profile.ask_s, worker.link_free_at) + profile.transfer_s(had - cached)
+    blocks = -(-tokens // profile.block_tokens) - cached // profile.block_tokens
+    new = Prompt(tokens, had, tokens + out, blocks, ready_at)
+    roll.prompts.append(new)
+    roll.until_computed(new)
+    ttft_s = roll.now - now
+    step_s = roll.decode_step_s(1, tokens + out / 2)
+    left = sorted(steps - roll.steps for steps, _tokens, _blocks in roll.decoding if steps > roll.steps)
+    together = sum(min(out, steps) for steps in left)
+    slower_s = profile.decode_per_sequence_s + (tokens + out / 2) * profile.decode_per_context_token_s
+    meanwhile = len(left) + roll.finished_meanwhile
+    return Forecast(ttft_s, ttft_s + out * step_s + together * slower_s + roll.own_s * meanwhile)
+
+
+class Roll:
+    """An engine's future."""
+
+    def __init__(self, worker: SimWorker, now: float) -> None:
+        engine = worker.engine
+        self._profile: Profile = engine.profile
+        ends_at = engine.step.ends_at
+        busy = ends_at < float("inf")
+        self.now = max(now, min(ends_at, engine.step.began_at + engine.step.first_s)) if busy else now
+        self.steps = 0
+        self.own_s = 0.0
+        """Spent on the new prompt's own tokens."""
+        self.finished_meanwhile = 0
+        done = engine.decoders.steps
+        self.decoding: list[tuple[int, int, int]] = sorted(
+            (steps, engine.tokens_of(job), job.holding.blocks) for steps, job in engine.decoders.everyone_left()
+        )
+        """Steps to its end, tokens now, blocks."""
+        del done
+        self._context = engine.decoders.context_tokens
+        self._free = engine.pool.free
+        self._over = 0
+        self._running: deque[Prompt] = deque()
+        self.prompts: deque[Prompt] = deque()
+        for job in engine.running:
+            if job.since_step < 0:
+                self._running.append(self._prompt(job))
+        for job in engine.received_jobs:
+            self.prompts.append(self._prompt(job))
+        for job in engine.receiving:
+            job_prompt = self._prompt(job)
+            job_prompt.computed = max(job.computed, min(job.granted or 0, job.tokens - 1))
+            job_prompt.ready_at = worker.link_free_at
+            self.prompts.append(job_prompt)
+        for job in engine.waiting:
+            self.prompts.append(self._waiting(worker, job))
+
+    def until_computed(self, new: Prompt) -> None:
+        """Step by step until the new prompt's first token."""
+        while True:
+            chunks = self._plan()
+            if not chunks and not self.decoding_now:
+                waits = [prompt.ready_at for prompt in self.prompts if prompt.ready_at > self.now]
+                if not waits:
+                    return
+                self.now = min(waits)
+                continue
+            step_s = self._step_s(chunks)
+            for prompt, count in chunks:
+                if prompt is new:
+                    self.own_s += count / (self._profile.prefill_tokens_per_s or float("inf"))
+                    self.own_s += self._profile.prefill_s_per_pair * count * (prompt.computed - count / 2)
+            alike = 1 if chunks or not self.prompts else self._steps_alike(step_s)
+            self.now += alike * step_s
+            self._stepped(alike)
+            for prompt, _count in chunks:
+                if prompt.computed >= prompt.tokens:
+                    if prompt is new:
+                        return
+                    self._running.remove(prompt)
+                    self._joins(prompt)
+
+    @property
+    def decoding_now(self) -> int:
+        """Sequences that decode."""
+        return len(self.decoding) - self._over
+
+    def decode_step_s(self, joining: int, context_tokens: float) -> float:
+        """With so many more."""
+        profile = self._profile
+        seconds = profile.decode_base_s + (self.decoding_now + joining - 1) * profile.decode_per_sequence_s
+        return seconds + (self._context + context_tokens) * profile.decode_per_context_token_s
+
+    def _prompt(self, job: Job) -> Prompt:
+        return Prompt(job.tokens, job.computed, job.last_tokens, 0)
+
+    def _waiting(self, worker: SimWorker, job: Job) -> Prompt:
+        size = self._profile.block_tokens
+        cached = worker.engine.pool.depth(job.chain, job.cacheable(size))
+        had = max(cached * size, min(job.granted or 0, job.tokens - 1))
+        return Prompt(job.tokens, had, job.last_tokens, -(-job.tokens // size) - cached)
+
+    def _plan(self) -> list[tuple[Prompt, int]]:
+        budget = self._profile.max_num_batched_tokens - self.decoding_now
+        chunks = []
+        for prompt in self._running:
+            count = min(prompt.tokens - prompt.computed, budget)
+            prompt.computed += count
+            budget -= count
+            chunks.append((prompt, count))
+        passed = 0
+        while passed < len(self.prompts) and budget > 0:
+            prompt = self.prompts[passed]
+            if prompt.ready_at > self.now:
+                passed += 1
+                continue
+            if prompt.blocks > self._free:
+                break
+            del self.prompts[passed]
+            self._free -= prompt.blocks
+            count = min(prompt.tokens - prompt.computed, budget)
+            prompt.computed += count
+            budget -= count
+            self._running.append(prompt)
+            chunks.append((prompt, count))
+        return chunks
+
+    def _step_s(self, chunks: list[tuple[Prompt, int]]) -> float:
+        profile = self._profile
+        seconds = self.decode_step_s(0, 0.0) if self.decoding_now else 0.0
+        if chunks:
+            seconds += profile.prefill_base_s
+            for prompt, count in chunks:
+                seconds += count / (profile.prefill_tokens_per_s or float("inf"))
+                seconds += profile.prefill_s_per_pair * count * (prompt.computed - count / 2)
+        return seconds
+
+    def _steps_alike(self, step_s: float) -> int:
+        """Until somebody ends, or what is fetched is there."""
+        steps = self.decoding[self._over][0] - self.steps if self.decoding_now else 1
+        waits = [prompt.ready_at - self.now for prompt in self.prompts if prompt.ready_at > self.now]
+        if waits and step_s > 0:
+            steps = min(steps, int(min(waits) / step_s) + 1)
+        return max(1, steps)
+
+    def _stepped(self, steps: int) -> None:
+        self.steps += steps
+        self._context += steps * self.decoding_now
+        while self.decoding_now and self.decoding[self._over][0] <= self.steps:
+            ends, tokens, blocks = self.decoding[self._over]
+            self._over += 1
+            self._context -= tokens + ends
+            self._free += blocks
+            self.finished_meanwhile += 1
+
+    def _joins(self, prompt: Prompt) -> None:
+        steps = prompt.last - prompt.tokens - 1
+        if steps > 0:
+            entry = (
+                self.steps + steps,
+                prompt.tokens + 1 - self.steps,
+                -(-prompt.tokens // self._profile.block_tokens),
+            )
+            at = self._over
+            while at < len(self.decoding) and self.decoding[at] < entry:
+                at += 1
+            self.decoding.insert(at, entry)
+            self._context += prompt.tokens + 1
