@@ -44,7 +44,8 @@ ALIKE_TOGETHER, ALIKE_APART = 0.25, 0.02
 SAMPLE_S_MIN = 0.02
 """Less of steps says more of the clock than of the engine; it counts when there is more."""
 YOUNG_SAMPLES, GROWN_SAMPLE_S, GROWN_READS = 50, 1.0, 4
-"""After so many samples a worker is known: from then on longer ones do, or every so many-th, at a part of the cost."""
+"""After so many samples without a change a worker is known: then longer ones do, or every so many-th, which cost less.
+"""
 FAMILY_SHARE = 8
 """Of a known worker's samples, every so many-th is its family's as well."""
 WAY_S_MIN = 1e-5
@@ -69,7 +70,7 @@ class Believed:
     @property
     def is_young(self) -> bool:
         """Whether each sample is welcome."""
-        return self._own.samples < YOUNG_SAMPLES
+        return self._own.settled < YOUNG_SAMPLES
 
     def values(self) -> list[float]:
         """Seconds for one of each."""

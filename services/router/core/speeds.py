@@ -8,10 +8,12 @@ linearised at each sample:
   an error that nothing explains better scales all speeds by the same factor: a single sample makes sense of them all.
 * Speeds drift at every sample, all together more than one against another; so what is old is forgotten, and what the
   samples do not tell apart keeps its prior proportions.
-* A sample far outside of what is usual counts as much as one at the border of it (Huber). What is usual is the running
-  median of the errors.
-* When all of the latest errors but one are far to the same side, these were no outliers: the worker has changed, or
-  what was believed came from an outlier. Then the speeds of that kind of work are shifted by what they have in common.
+* A sample outside of what is usual counts as much as one at the border of it (Huber), and one that is far outside
+  does not count. What is usual is the running median of the errors.
+* When the latest errors are all far outside, or all but one outside, and to the same side, they are no outliers: the
+  worker has changed, or what was believed came from an outlier. Then the speeds of that kind of work are shifted by
+  what the errors have in common. Would they be learned from one by one, whichever speed is known least would take all
+  the blame.
 """
 
 from __future__ import annotations
@@ -35,10 +37,11 @@ NOISE_STEP = 0.05
 DRIFT_TOGETHER = 2e-4
 """Variance that each sample adds, of the logarithms of all speeds."""
 DRIFT_APART = 1e-5
-LATEST = 7
-"""Errors that are compared. Where one sample in ten is an outlier, six of seven are in one case of 100,000."""
-SHIFTED_BEYOND = 1.0
-"""Standard deviations that they have in common."""
+IGNORED_BEYOND = 3.0
+CHANGED_AFTER = 5
+"""Samples in a row that would have been ignored. Where one in ten is an outlier, that is one case of 100,000, ..."""
+LATEST, SHIFTED_BEYOND = 7, 1.0
+"""... and so is that all but one of so many errors have so many standard deviations in common."""
 TYPICAL_STEP_MIN = 0.05
 LOG_SPEED_MIN, LOG_SPEED_MAX = math.log(1e-15), math.log(1e4)
 SECONDS_MIN, SECONDS_MAX = 1e-7, 1e6
@@ -62,10 +65,12 @@ class Prior:
 class Speeds:
     """Of one worker, or of all that are like it. ``learn`` takes about 20 microseconds."""
 
-    __slots__ = ("_drift", "_latest", "_logs", "_noise", "_prior", "_spread", "samples")
+    __slots__ = ("_drift", "_latest", "_logs", "_noise", "_prior", "_spread", "samples", "settled")
 
     def __init__(self, prior: Prior) -> None:
         self.samples = 0
+        self.settled = 0
+        """Samples since it last changed."""
         self._prior = prior
         self._logs = prior.logs
         self._spread = prior.spread
@@ -98,37 +103,36 @@ class Speeds:
         if not (SECONDS_MIN <= seconds <= SECONDS_MAX and 0.0 < predicted < math.inf and min(work) >= 0.0):
             return False
         self.samples += 1
+        self.settled += 1
         shares = speeds * amounts / predicted
         along = self._spread @ shares
         unsure = max(0.0, float(along @ shares))
         error = math.log(seconds / predicted)
         noise = self._noise * self._noise
         surprise = abs(error) / math.sqrt(unsure + noise)
-        if surprise > CLIPPED_BEYOND:
-            noise *= surprise / CLIPPED_BEYOND
-        self._move(along, error, unsure + noise)
-        self._remember(shares, error, unsure)
+        if surprise > IGNORED_BEYOND and self.samples > 1:
+            self.settled = 0
+        else:
+            self._move(along, error, unsure + noise * max(1.0, surprise / CLIPPED_BEYOND))
+        self._remember(shares, error, math.sqrt(unsure + noise))
         return True
 
-    def _remember(self, shares: Floats, error: float, unsure: float) -> None:
+    def _remember(self, shares: Floats, error: float, expected: float) -> None:
         latest = self._latest.setdefault(int(shares.argmax()), [])
         latest.append(error)
-        ordered = sorted(latest)
-        expected = math.sqrt(unsure + self._noise * self._noise)
-        beside = abs(error - ordered[len(ordered) // 2])
+        beside = abs(error - sorted(latest)[len(latest) // 2])
         step = NOISE_STEP if beside > MEDIAN_OF_NORMAL * expected else -NOISE_STEP
         self._noise = min(max(self._noise * (1.0 + step), NOISE_MIN), NOISE_MAX)
-        if len(latest) < LATEST:
-            return
-        common = max(ordered[1], 0.0) + min(ordered[-2], 0.0)
-        if abs(common) > SHIFTED_BEYOND * expected:
+        common = _common(latest, expected)
+        if common:
             self._shift(shares, common)
             latest.clear()
-        else:
+        elif len(latest) == LATEST:
             del latest[0]
 
     def _shift(self, shares: Floats, error: float) -> None:
         """By so much, with what varies together with what the last sample mostly was."""
+        self.settled = 0
         moved = self._prior.groups @ shares
         self._logs = np.clip(self._logs + error * moved, LOG_SPEED_MIN, LOG_SPEED_MAX)
         self._spread = self._spread + self._noise * self._noise * np.outer(moved, moved)
@@ -140,6 +144,20 @@ class Speeds:
         if spread.trace() < self._prior.variance:
             spread += self._drift
         self._spread = spread
+
+
+def _common(errors: list[float], expected: float) -> float:
+    """What they have in common, if that cannot be chance; else 0."""
+    if len(errors) >= CHANGED_AFTER:
+        ordered = sorted(errors[-CHANGED_AFTER:])
+        common = max(ordered[0], 0.0) + min(ordered[-1], 0.0)
+        if abs(common) > IGNORED_BEYOND * expected:
+            return common
+    if len(errors) < LATEST:
+        return 0.0
+    ordered = sorted(errors)
+    common = max(ordered[1], 0.0) + min(ordered[-2], 0.0)
+    return common if abs(common) > SHIFTED_BEYOND * expected else 0.0
 
 
 class Typical:

@@ -1,0 +1,261 @@
+"""A router's placement before a fleet of simulated engines, in virtual time: what it predicted, and what came of it.
+
+Of the engines the router sees what it would see: load reports, at most ten a second and a little late, and what legs
+report when they end.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import msgspec
+
+from services.router.core.cluster_view import WorkerView
+from services.router.core.measurements import Measurements
+from services.router.core.own_work import Sent
+from services.router.core.placement import Need, Placed, Policy
+from services.router.fleet import Fleet as View
+from services.worker.core.simulation.engine_core import ModelTokens
+from services.worker.core.simulation.sequence import Sequence, Wish
+from services.worker.core.simulation.settings import SimulationSettings
+from shared.contracts.ids import WorkerId
+from shared.contracts.inference import LegReport
+from shared.contracts.kv_exchange import KvProof, LegOrder
+from shared.contracts.load import LOAD_HZ_MAX
+from shared.contracts.workers import Role
+from tests.fleet_builders import load, record
+from tests.unit.worker.simulation.fleet import Fleet, Member
+
+VOCABULARY = 1000
+MODEL = ModelTokens(size=VOCABULARY, sayable=list(range(10, VOCABULARY)), eos=1)
+WAY_S = 0.003
+"""To a worker and back, each way half of it."""
+BLOCK = 32
+SPEEDS = {
+    "sim_prefill_tokens_per_s": 8000.0,
+    "sim_prefill_base_s": 0.002,
+    "sim_decode_base_s": 0.01,
+    "sim_decode_per_sequence_s": 0.0002,
+    "sim_decode_per_context_token_s": 5e-8,
+    "sim_transfer_bytes_per_s": 2e8,
+}
+TOGETHER = {f"w{number}": Role.BOTH for number in range(3)}
+APART = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE}
+
+
+@dataclass(eq=False)
+class Asked:
+    """One request. Instants are the fleet's."""
+
+    placed: Placed
+    prompt: list[int]
+    tokens_out: int
+    at: float
+    first_at: float = 0.0
+    ended_at: float = 0.0
+
+    @property
+    def predicted_ttft_s(self) -> float:
+        return self.placed.predicted.total_s()
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_at - self.at
+
+    @property
+    def itl_s(self) -> float:
+        return (self.ended_at - self.first_at) / max(1, self.tokens_out - 1)
+
+
+@dataclass(eq=False)
+class Leg:
+    """A leg of one, as the router keeps it in its books."""
+
+    asked: Asked
+    view: WorkerView
+    wish: Wish
+    tokens: int
+    """To compute."""
+    on_ended: Callable[[KvProof | None], None]
+    sent: Sent | None = None
+    first_at: float = 0.0
+    sequence: Sequence | None = None
+
+
+class PredictedFleet:
+    """Workers of equal or different speed, a router, and clients."""
+
+    def __init__(self, seed: int, roles: dict[str, Role], *, learns: bool = True, **speeds: float) -> None:
+        """``learns``: or it goes by its assumptions for ever."""
+        self.learns = learns
+        self.draw = random.Random(seed)
+        self.fleet = Fleet(MODEL)
+        self.view = View(Policy(tie_ratio=0.0, stream_tokens_min=-1))
+        self.measurements = Measurements()
+        self.asked: list[Asked] = []
+        self._roles = roles
+        self._legs: dict[Sequence, Leg] = {}
+        self._open = 0
+        self.fleet.on_turn = self._turned
+        self.fleet.on_ended = self._ended
+        for worker_id, role in roles.items():
+            made = {"worker_id": worker_id, "epoch": 1, "block_size": BLOCK, **SPEEDS, **speeds}
+            self.fleet.add(SimulationSettings(**made))
+            told = record(worker_id, role=role, connector="baton")
+            self.view.cluster.record(told, 0.0)
+            self._learned(told.worker_id, self.measurements.joined(told))
+
+    def run(self, count: int, *, per_s: float, lengths: Callable[[random.Random], tuple[int, int]]) -> list[Asked]:
+        """So many requests at random times; answers those that were placed after the first tenth."""
+        at = 0.0
+        for _ in range(count):
+            at += self.draw.expovariate(per_s)
+            tokens_in, tokens_out = lengths(self.draw)
+            self.fleet.at(at, lambda n=tokens_in, m=tokens_out: self._ask(n, m))
+        self._open = count
+        for worker_id in self._roles:
+            self.fleet.later(self.draw.random() / LOAD_HZ_MAX, lambda worker_id=worker_id: self._report(worker_id))
+        self.fleet.run()
+        return self.asked[count // 10 :]
+
+    def change(self, worker_id: str, **speeds: float) -> None:
+        """From its next step on."""
+        core = self.member(worker_id).core
+        core.settings = msgspec.structs.replace(core.settings, **speeds)
+
+    def member(self, worker_id: str) -> Member:
+        return self.fleet.members[worker_id]
+
+    def _ask(self, tokens_in: int, tokens_out: int) -> None:
+        now = self.fleet.now
+        placed = self.view.place(Need(model="m", prompt_tokens=tokens_in, tokens_out=tokens_out), now)
+        assert isinstance(placed, Placed)
+        prompt = [self.draw.randrange(10, VOCABULARY) for _ in range(tokens_in)]
+        asked = Asked(placed, prompt, tokens_out, now)
+        self.asked.append(asked)
+        answer = Wish(max_tokens=tokens_out, ignore_eos=True)
+        if placed.prefill is None:
+            self._send(Leg(asked, placed.decode, answer, tokens_in, lambda _proof: self._answered()))
+            return
+
+        def handed_over(proof: KvProof | None) -> None:
+            assert proof is not None
+            order = LegOrder(take=proof.offer)
+            wish = Wish(max_tokens=tokens_out, ignore_eos=True, order=order)
+            self._send(Leg(asked, placed.decode, wish, 0, lambda _proof: self._answered()))
+
+        offer = Wish(max_tokens=1, ignore_eos=True, order=LegOrder(offer=True))
+        self._send(Leg(asked, placed.prefill, offer, tokens_in, handed_over))
+
+    def _answered(self) -> None:
+        self._open -= 1
+
+    def _send(self, leg: Leg) -> None:
+        leg.sent = Sent(self.fleet.now, leg.tokens, context_tokens(leg.asked))
+        self.view.cluster.leg_started(leg.view.record.worker_id, leg.sent)
+        self.fleet.later(WAY_S / 2, lambda: self._serve(leg))
+
+    def _serve(self, leg: Leg) -> None:
+        member = self.member(leg.view.record.worker_id)
+        leg.sequence = member.core.add(None, list(leg.asked.prompt), leg.wish, member.now())
+        self._legs[leg.sequence] = leg
+        self.fleet.turn(member)
+
+    def _turned(self, _member: Member) -> None:
+        for sequence, leg in self._legs.items():
+            if not leg.first_at and sequence.account.first_token_at is not None:
+                leg.first_at = self.fleet.now
+                self.fleet.later(WAY_S / 2, lambda leg=leg: self._first_token(leg))
+
+    def _first_token(self, leg: Leg) -> None:
+        leg.first_at = leg.asked.first_at = self.fleet.now
+        assert leg.sent is not None
+        self.view.cluster.prompt_computed(leg.view.record.worker_id, leg.sent, leg.tokens)
+
+    def _ended(self, sequence: Sequence) -> None:
+        leg = self._legs.pop(sequence)
+        if not leg.first_at:
+            leg.first_at = self.fleet.now
+            self.fleet.later(WAY_S / 2, lambda: self._first_token(leg))
+        self.fleet.later(WAY_S / 2, lambda: self._told(leg))
+
+    def _told(self, leg: Leg) -> None:
+        """Its report is at the router."""
+        assert leg.sequence is not None
+        assert leg.sent is not None
+        leg.asked.ended_at = self.fleet.now
+        account, worker_id = leg.sequence.account, leg.view.record.worker_id
+        report = LegReport(
+            queue_s=account.scheduled_at - account.arrived_at,
+            prefill_s=account.first_token_at - account.scheduled_at,
+            kv=account.proof,
+        )
+        self.view.cluster.leg_ended(worker_id, leg.sent, context_tokens(leg.asked))
+        known = self.measurements.leg(worker_id, leg.sent.epoch, report, leg.first_at - leg.sent.at)
+        self._learned(worker_id, known)
+        leg.on_ended(account.proof)
+
+    def _report(self, worker_id: str) -> None:
+        core = self.member(worker_id).core
+        batch, measures = core.batch, core.measures
+        told = load(
+            worker_id,
+            role=self._roles[worker_id],
+            running=len(batch.running),
+            waiting=batch.queued,
+            waiting_tokens=core.waiting_tokens(),
+            kv_blocks_used=core.cache.blocks - core.cache.free,
+            kv_blocks_total=core.cache.blocks,
+            computed_tokens_total=measures.computed_tokens,
+            generation_tokens_total=measures.generated_tokens,
+            prefill_tokens_per_s=measures.prefill_tokens_per_s,
+            decode_s_per_token=measures.decode_s_per_token,
+            steps=measures.steps.totals(),
+        )
+        self.fleet.later(WAY_S / 2, lambda: self._reported(told))
+        if self._open:
+            self.fleet.later(1 / LOAD_HZ_MAX, lambda: self._report(worker_id))
+
+    def _reported(self, told) -> None:
+        self.view.cluster.report(told, self.fleet.now)
+        self._learned(told.worker_id, self.measurements.load(told))
+
+    def _learned(self, worker_id: WorkerId, known) -> None:
+        if known is not None and self.learns:
+            self.view.cluster.learned(worker_id, known)
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Relative, of predictions; ``bias``: the median of predicted / measured."""
+
+    median: float
+    p90: float
+    bias: float
+
+    @classmethod
+    def of(cls, pairs: list[tuple[float, float]]) -> Errors:
+        """From what was predicted and what was measured."""
+        wrong = sorted(abs(predicted / measured - 1) for predicted, measured in pairs)
+        ratios = [predicted / measured for predicted, measured in pairs]
+        return cls(median(wrong), wrong[int(0.9 * len(wrong))], median(ratios))
+
+
+def context_tokens(asked: Asked) -> int:
+    return len(asked.prompt) + asked.tokens_out
+
+
+def ttft_errors(asked: list[Asked]) -> Errors:
+    return Errors.of([(one.predicted_ttft_s, one.ttft_s) for one in asked])
+
+
+def itl_errors(asked: list[Asked]) -> Errors:
+    return Errors.of([(one.placed.predicted_itl_s, one.itl_s) for one in asked if one.tokens_out > 8])
+
+
+def mixed(draw: random.Random) -> tuple[int, int]:
+    """Prompts of 50 to 6,000 tokens, answers of 10 to 200."""
+    return round(50 * 120 ** draw.random()), round(10 * 20 ** draw.random())
