@@ -10,8 +10,8 @@ from opentelemetry.trace import NoOpTracer, Span, SpanKind, Status, StatusCode, 
 from services.router.flight import Flight, first_token
 from shared.contracts.decisions import TtftParts
 from shared.contracts.inference import LegKind, StartLeg
-from shared.telemetry.names import Attribute, SpanName
 from shared.telemetry.propagation import extract, inject
+from shared.telemetry.span_names import Attribute, SpanName
 
 SERVER_ERROR = 500
 TTFT_ATTRIBUTES = {name: Attribute(f"baton.ttft.{name}") for name in TtftParts.__struct_fields__}

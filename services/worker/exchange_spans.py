@@ -7,7 +7,7 @@ from opentelemetry.util.types import AttributeValue
 
 from shared.contracts.kv_exchange import KvProof, KvRead
 from shared.runtime.clock import Clock
-from shared.telemetry.names import Attribute, SpanName
+from shared.telemetry.span_names import Attribute, SpanName
 
 SOURCES_SHOWN_MAX = 16
 """Of one leg; more would hide the rest of the trace."""

@@ -26,8 +26,8 @@ from shared.contracts.inference import CancelLeg, LegReport, StartLeg
 from shared.contracts.kv_exchange import LegOrder
 from shared.contracts.workers import WorkerPhase
 from shared.runtime.service import Service
-from shared.telemetry.names import Attribute, SpanName
 from shared.telemetry.propagation import extract, inject
+from shared.telemetry.span_names import Attribute, SpanName
 
 log = logging.getLogger("baton.worker")
 

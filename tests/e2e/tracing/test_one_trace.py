@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shared.contracts.decisions import TtftParts
-from shared.telemetry.names import Attribute, SpanName
+from shared.telemetry.span_names import Attribute, SpanName
 from tests.nats_server import NatsServer
 from tests.otlp_receiver import OtlpReceiver, Span
 from tests.simulated_system import simulated_system

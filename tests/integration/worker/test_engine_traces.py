@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shared.contracts.inference import LegKind
-from shared.telemetry.names import Attribute, SpanName
+from shared.telemetry.span_names import Attribute, SpanName
 from tests.integration.worker.test_handover import completion, prompt_of
 from tests.otlp_receiver import OtlpReceiver, Span
 

@@ -12,7 +12,7 @@ from services.worker.exchange_spans import SOURCES_SHOWN_MAX, show_exchange
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvProof, KvRead
 from shared.runtime.clock import FakeClock
-from shared.telemetry.names import Attribute, SpanName
+from shared.telemetry.span_names import Attribute, SpanName
 
 NOW = 1000.0
 WALL_MS = 1_700_000_000_000
