@@ -135,6 +135,7 @@ KV_EXCHANGE = (
         {"expected": rate(names.FLEET_CACHED_PREDICTED), "found": rate(names.FLEET_CACHED_ACTUAL)},
     ),
     Panel("Cached tokens: distance between the two", "short", {"missed": rate(names.FLEET_CACHED_MISSED)}),
+    Panel("Predicted TTFT / measured", "short", quantiles(names.ROUTER_TTFT_PREDICTED, "mode")),
     Panel("State of the prefix index", "short", {"{{state}}": gauge(names.ROUTER_INDEX_STATE, "state")}),
     Panel("Leases held", "short", {WORKER: gauge(names.WORKER_LEASES_HELD, BY_WORKER)}),
     Panel("Blocks pinned by leases", "short", {WORKER: gauge(names.WORKER_PINNED, BY_WORKER)}),

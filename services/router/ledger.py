@@ -17,6 +17,7 @@ from services.router.core.request import Mode
 from services.router.fleet import Fleet
 from services.router.flight import Flight, finished
 from services.router.kv_feed import KvFeed
+from services.router.prediction_metrics import PredictionTimings
 from shared.bus.port import Bus, BusDown
 from shared.contracts.channels import REQUESTS_FINISHED
 from shared.contracts.failures import Reason
@@ -83,6 +84,7 @@ class Ledger:
         self.registry = CollectorRegistry()
         self.counts = Counts(self.registry)
         self.timings = Timings(self.registry)
+        self.predictions = PredictionTimings(self.registry)
         self.tokens = Tokens(self.registry)
 
     def refused(self, status: int, reason: str) -> None:
@@ -102,6 +104,7 @@ class Ledger:
             self.counts.refusals.labels(told.reason).inc()
         else:
             self.timings.add(told)
+            self.predictions.add(told, flight.story.placed)
             self.tokens.add(told)
         if told.placement_s >= 0:
             self.timings.placement.observe(told.placement_s)

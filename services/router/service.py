@@ -21,6 +21,7 @@ from services.router.ledger import Ledger, LiveMetrics
 from services.router.measures import Measures
 from services.router.openai_api import make_app
 from services.router.parts import Parts
+from services.router.prediction_metrics import LearnedMetrics
 from services.router.prompts import Prompts
 from services.router.relay import Relay
 from services.router.reservations import ReservationFeed
@@ -86,6 +87,7 @@ class Router:
         gauge(names.ROUTER_INDEX_COMPILED, parts.ledger.registry).set(IS_COMPILED)
         others = gauge(names.ROUTER_OTHERS, parts.ledger.registry)
         others.set_function(lambda: parts.reservations.book.others)
+        parts.ledger.registry.register(LearnedMetrics(parts.measures))
         parts.ledger.registry.register(LiveMetrics(self.relay.flights, fleet, self.kv, parts.prompts.parity.book, bus))
 
     async def open(self) -> None:

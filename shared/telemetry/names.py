@@ -75,6 +75,23 @@ ROUTER_E2E = _seconds("baton_router_request_seconds", "From request to its last 
 ROUTER_PLACEMENT = _seconds(
     "baton_router_placement_seconds", "Time spent to choose workers.", buckets=OVERHEAD_BUCKETS_S
 )
+ROUTER_TTFT_PREDICTED = _listed(
+    Metric(
+        name="baton_router_predicted_to_measured_ttft_ratio",
+        kind=Kind.HISTOGRAM,
+        unit="ratio",
+        meaning="Predicted time from placement to first token, divided by the measured one.",
+        labels=("mode",),
+        buckets=(0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.11, 1.25, 1.5, 2.0, 4.0, 10.0),
+    )
+)
+ROUTER_LEARNED = _gauge(
+    "baton_router_learned_seconds",
+    "seconds",
+    "What a unit of work takes on a worker, as learned from what it measured: for a step, a token, a pair of tokens.",
+    "worker_id",
+    "coefficient",
+)
 ROUTER_PROMPT_TOKENS = _counter("baton_router_prompt_tokens_total", "tokens", "Prompt tokens of ended requests.")
 ROUTER_COMPLETION_TOKENS = _counter("baton_router_completion_tokens_total", "tokens", "Tokens relayed to clients.")
 ROUTER_CACHED_PREDICTED = _counter(

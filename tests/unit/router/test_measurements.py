@@ -6,6 +6,7 @@ import asyncio
 
 import msgspec
 import pytest
+from prometheus_client import generate_latest
 
 from services.router.core import fleet_table as t
 from services.router.core.coefficients import Coefficients
@@ -14,6 +15,7 @@ from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegReport
 from shared.contracts.kv_exchange import KvLedgerState, KvProof, KvRead
 from shared.contracts.load import StepTotals
+from tests.e2e.system import Metrics
 from tests.fleet_builders import load, record
 from tests.unit.router.fake_worker import DONE, SSE
 from tests.unit.router.world import in_world, prompt, settle
@@ -211,3 +213,25 @@ def test_coefficients_of_a_report_do_not_depend_on_names_of_workers():
     other = fleet("w2").load(load("w2", steps=msgspec.structs.replace(DECODED)))
 
     assert one == other
+
+
+def test_metrics_tell_what_was_learned_and_how_good_predictions_are():
+    async def a_second(_worker, _start, frames):
+        await asyncio.sleep(1.0)
+        frames.head(200, SSE)
+        frames.data(DONE, [1])
+        frames.end(LegReport(prompt_tokens=9, completion_tokens=1, queue_s=0.1, prefill_s=0.9, first_token_s=1.0))
+
+    async def story(world):
+        worker = await world.worker("w1", script=a_second)
+        await worker.report(steps=DECODED)
+        await world.ask(prompt(stream=True))
+
+        metrics = Metrics(generate_latest(world.router.parts.ledger.registry).decode())
+        known = metrics.sum("baton_router_learned_seconds", worker_id="w1", coefficient="decode_base_s")
+        assert known == pytest.approx(0.01, rel=0.2)
+        ratio = "baton_router_predicted_to_measured_ttft_ratio"
+        assert metrics.sum(f"{ratio}_count", mode="aggregated") == 1
+        assert metrics.sum(f"{ratio}_bucket", mode="aggregated", le="0.1") == 1
+
+    in_world(story)
