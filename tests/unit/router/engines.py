@@ -54,11 +54,11 @@ class Engines:
     def place(self, need: Need, now: float) -> Placed | Refused:
         self.places += 1
         offering = [one for one in self.engines.values() if need.model in one.models]
+        if need.forced is not None:
+            offering = [one for one in offering if one.worker_id == need.forced.decode_worker]
         fit = [one for one in offering if one.legs < one.legs_max]
         if not fit:
             return BUSY if offering else NOBODY
-        if need.forced is not None:
-            fit = [one for one in fit if one.worker_id == need.forced.decode_worker]
         engine = min(fit, key=lambda one: max(one.free_at, now))
         queue_s = max(0.0, engine.free_at - now)
         parts = TtftParts(queue_s=queue_s, prefill_s=need.prompt_tokens / TOKENS_PER_S)
