@@ -20,8 +20,9 @@ def is_entry(path: str, text: str) -> bool:
 
 def test_every_module_is_imported_by_another_or_can_be_run():
     imported = {module for source in sources() for module, _ in source.imports() if source.module != module}
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"].values()
-    imported |= {script.partition(":")[0] for script in scripts}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    scripts = [project["scripts"], *project["entry-points"].values()]
+    imported |= {script.partition(":")[0] for group in scripts for script in group.values()}
     everything = "\n".join(source.text for source in sources())
 
     unused = [
