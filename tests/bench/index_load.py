@@ -8,7 +8,7 @@ import gc
 import random
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,24 +73,51 @@ def rss_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def applied_s(make: Callable[[int], list[Any]], numbers: range, apply: Callable[[Any], object]) -> float:
-    """Seconds to apply the events of these chains; making them is not counted."""
-    seconds = 0.0
+class Spent(NamedTuple):
+    """Seconds."""
+
+    wall: float
+    cpu: float
+    """Of all threads: on a machine that has other things to do, it says more than the clock on the wall."""
+
+
+class Stopwatch:
+    """Adds up what is spent inside of it."""
+
+    def __init__(self) -> None:
+        self.spent = Spent(0.0, 0.0)
+
+    def __enter__(self) -> None:
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def __exit__(self, *_exc: object) -> None:
+        wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
+        self.spent = Spent(self.spent.wall + wall, self.spent.cpu + cpu)
+
+
+def applied(make: Callable[[int], list[Any]], numbers: range, apply: Callable[[Any], object]) -> Spent:
+    """What it takes to apply the events of these chains; making them is not counted."""
+    watch = Stopwatch()
     for begin in range(0, len(numbers), CHAINS_AT_ONCE):
         events = [event for number in numbers[begin : begin + CHAINS_AT_ONCE] for event in make(number)]
-        started = time.perf_counter()
-        for event in events:
-            apply(event)
-        seconds += time.perf_counter() - started
-    return seconds
+        with watch:
+            for event in events:
+                apply(event)
+    return watch.spent
 
 
-def call_us(call: Callable[[Any], object], arguments: Iterator[Any]) -> dict[str, float]:
-    """Microseconds of each call: percentiles."""
-    clock, times = time.perf_counter_ns, []
-    for argument in arguments:
-        started = clock()
-        call(argument)
-        times.append(clock() - started)
+def rates(name: str, blocks: int, spent: Spent) -> dict[str, float]:
+    return {f"{name}_per_s": blocks / spent.wall, f"{name}_per_cpu_s": blocks / spent.cpu}
+
+
+def call_us(name: str, call: Callable[[Any], object], arguments: list[Any]) -> dict[str, float]:
+    """Microseconds of each call: percentiles; and of CPU in the mean."""
+    clock, times, watch = time.perf_counter_ns, [], Stopwatch()
+    with watch:
+        for argument in arguments:
+            started = clock()
+            call(argument)
+            times.append(clock() - started)
     times.sort()
-    return {f"p{percent}": times[len(times) * percent // 100] / 1000 for percent in PERCENTILES}
+    said = {f"{name}_p{percent}_us": times[len(times) * percent // 100] / 1000 for percent in PERCENTILES}
+    return {**said, f"{name}_cpu_us": watch.spent.cpu / len(times) * 1e6}

@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from typing import Any
 
 from dynamo._core import RadixTree  # type: ignore[import-not-found]
-from index_load import Load, applied_s, call_us, rss_bytes, unpacked  # type: ignore[import-not-found]
+from index_load import Load, applied, call_us, rates, rss_bytes, unpacked  # type: ignore[import-not-found]
 
 LOOK_UPS = 3000
 
@@ -38,21 +37,14 @@ def main() -> None:
     prompts = [list(unpacked(chain)) for chain in chains]
     absent = [[block ^ 1 << 62 for block in prompt] for prompt in prompts]
     before = rss_bytes()
-    stored_s = applied_s(lambda number: stored(load, number), range(load.chains()), lambda one: tree.apply_event(*one))
+    spent = applied(lambda number: stored(load, number), range(load.chains()), lambda one: tree.apply_event(*one))
     tree.find_matches(prompts[0])  # behind all that was applied
     said = {"bytes_per_entry": (rss_bytes() - before) / load.entries_exactly()}
-    said["stored_per_s"] = load.chains() * load.holders * load.blocks / stored_s
-    said |= {f"found_{name}_us": value for name, value in call_us(tree.find_matches, iter(prompts)).items()}
-    said |= {f"absent_{name}_us": value for name, value in call_us(tree.find_matches, iter(absent)).items()}
-    removed_s = applied_s(
-        lambda number: removed(load, number), load.removed_chains(), lambda one: tree.apply_event(*one)
-    )
-    said["removed_per_s"] = len(load.removed_chains()) * load.holders * (load.blocks // 2) / removed_s
-    started = time.perf_counter()
-    for worker in range(0, load.workers, 10):
-        tree.clear_all_blocks(worker)
-    tree.find_matches(prompts[0])
-    said["clear_us"] = (time.perf_counter() - started) / len(range(0, load.workers, 10)) * 1e6
+    said |= rates("stored", load.chains() * load.holders * load.blocks, spent)
+    said |= call_us("found", tree.find_matches, prompts) | call_us("absent", tree.find_matches, absent)
+    spent = applied(lambda number: removed(load, number), load.removed_chains(), lambda one: tree.apply_event(*one))
+    said |= rates("removed", len(load.removed_chains()) * load.holders * (load.blocks // 2), spent)
+    said |= call_us("clear", tree.clear_all_blocks, list(range(0, load.workers, 10)))
     print(json.dumps(said))
 
 

@@ -119,7 +119,11 @@ void table_tiers(struct block_table *table, uint32_t row, const uint64_t *blocks
     for (size_t i = 0; i < count; i++)
         for (int tier = 0; tier < TIERS; tier++) {
             struct block_map *map = &table->maps[tier];
-            set_t set = map->block_count ? map_get(map, blocks[i]) : 0;
+            if (!map->block_count)
+                continue;
+            if (i + AHEAD < count)
+                map_prefetch(map, blocks[i + AHEAD]);
+            set_t set = map_get(map, blocks[i]);
             if (set && sets_has(&table->sets, set, table->life_of[row])) {
                 found[tier]++;
                 break;
