@@ -96,7 +96,6 @@ class World:
         self._knowledge.catch_up(now)
         request = flight.request
         need = Need(model=MODEL, prompt_tokens=request.input_tokens, hashes=flight.chain, targets=self.targets)
-        self.fleet.cluster.arrivals.seen(now)
         self.ledger.arrives(flight)
         if self._gate is None:
             self._decided(now, flight, self.fleet.place(need, now))

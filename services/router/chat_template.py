@@ -29,11 +29,26 @@ class GenerationBlock(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Finds what a message holds at once: where the sandbox tries attributes first, a plain dictionary has none beside
+    its methods.
+    """
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """``obj.attribute``."""
+        if type(obj) is dict and attribute in obj and attribute not in METHODS:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
+
+METHODS = frozenset(dir(dict))
+
+
 class ChatTemplate:
     """One compiled template. Raises TemplateFailed when it does not compile."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
+        environment = Sandbox(
             trim_blocks=True,
             lstrip_blocks=True,
             autoescape=False,

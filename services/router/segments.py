@@ -1,14 +1,12 @@
 """Text to block hashes, as far as anybody holds the blocks, and piece by piece so that shared beginnings cost nothing.
 
-Two facts make this cheap. A chain of blocks is only as good as its first missing block: once a block is held by no
-worker, the rest of the prompt need not even be tokenized. And a byte-level tokenizer never joins what stands on the
-two sides of ``letter|space letter``, so a text may be cut there and its pieces be remembered: prompts with the same
-beginning share the same pieces.
+A chain of blocks is only as good as its first missing block: once a block is held by no worker, the rest of the prompt
+need not even be tokenized. And a text can be cut (see ``text_cuts``) and its pieces be remembered: prompts with the
+same beginning, as those of a conversation's turns, share the same pieces.
 """
 
 from __future__ import annotations
 
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -16,18 +14,20 @@ from collections.abc import Callable, Sequence
 import msgspec
 from tokenizers import Tokenizer
 
-from services.router.core.block_hash import extend_chain
+from services.router.core.block_hash import PIECES, extend_packed
+from services.router.packed_words import PackedWords
+from services.router.text_cuts import find_cuts
 from shared.contracts.workers import HashScheme
 
 SEGMENT_CHARS = 1024
-"""A piece is cut at the first safe place after so many characters."""
+"""A piece is cut between two words at the first place after so many characters."""
+TURN_CHARS = 256
+"""It is cut before an added token, as stands at the beginning of a chat's turn, after so many."""
 PIECE_CHARS_MAX = 256 * 1024
 """A longer piece is not tokenized: of text that a tokenizer cannot divide, it would take minutes and gigabytes."""
-CUT = re.compile(r"[A-Za-z] (?=[A-Za-z])")
-SAMPLE = (
-    "Cutting is safe if it changes nothing: 1234567 words, l'été, naïve  double  spaces, tabs\tand\nnew lines\n\n"
-    "snake_case CamelCase x+=1; if (a && b) { return c[d]; } 漢字 and kana かな, emoji 🙂 and more words to end with. "
-) * 3
+CHARS_PER_TOKEN_GUESSED = 4.0
+CHARS_GUESSED = 2048
+"""How many characters that are known weigh as much as the guess, in a prompt of which not all is walked."""
 NODE_BYTES_COUNTED = 400
 """What a remembered piece takes beside its text, its hashes and its left-over tokens."""
 NUMBER_BYTES_COUNTED = 40
@@ -42,7 +42,7 @@ class Node:
 
     __slots__ = ("digest", "hashes", "number", "over", "size", "tokens")
 
-    def __init__(self, number: int, tokens: int, hashes: list[int], digest: bytes | None, over: list[int]) -> None:
+    def __init__(self, number: int, tokens: int, hashes: list[int], digest: bytes | None, over: list[bytes]) -> None:
         self.number = number
         """Names this node among the pieces that may follow it."""
         self.tokens = tokens
@@ -52,7 +52,7 @@ class Node:
         self.digest = digest
         """Full hash of the last block so far; None before the first is full."""
         self.over = over
-        """Tokens behind the last full block."""
+        """Tokens behind the last full block, packed."""
         self.size = NODE_BYTES_COUNTED + NUMBER_BYTES_COUNTED * (len(hashes) + len(over))
 
 
@@ -89,22 +89,29 @@ class Segments:
         *,
         cache_bytes_max: int,
         segment_chars: int = SEGMENT_CHARS,
+        hint: str = "",
     ) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        self._tokenizer = tokenizer
         self._scheme = scheme
         self._segment_chars = segment_chars
         self._before, self._after = special_tokens(tokenizer)
         self._nodes = Nodes(cache_bytes_max)
-        self._cuts = may_cut(tokenizer)
+        self._cuts = find_cuts(tokenizer, hint)
+        self._words = PackedWords(tokenizer, self._cuts)
+        self._chars, self._tokens = CHARS_GUESSED, CHARS_GUESSED / CHARS_PER_TOKEN_GUESSED
+
+    @property
+    def chars_per_token(self) -> float:
+        """In all that was tokenized so far."""
+        return self._chars / self._tokens
 
     def begin(self, text: str, *, special: bool, salt: str) -> Walk:
         """A walk from the beginning of ``text``."""
         root = self._nodes.get(0, f"{int(special)}{salt}")
         if root is None:
-            tokens = self._before if special else []
-            hashes, digest = extend_chain(None, tokens, self._scheme, salt=salt)
+            tokens = list(map(PIECES.__getitem__, self._before)) if special else []
+            hashes, digest = extend_packed(None, tokens, self._scheme, salt=salt)
             over = tokens[len(hashes) * self._scheme.block_size :]
             root = self._nodes.put(0, f"{int(special)}{salt}", len(tokens), hashes, digest, over)
         return Walk(text, root, salt)
@@ -113,12 +120,15 @@ class Segments:
         """Walk until the text ends, a block is held by nobody, or more than ``chars_max`` characters had to be
         tokenized. Answers whether the walk is over. Raises PieceTooLong.
         """
-        while walk.at < len(walk.text):
+        text, length, known = walk.text, len(walk.text), self._nodes.get
+        end_of_piece, segment_chars = self._cuts.end, self._segment_chars
+        turn_chars = min(TURN_CHARS, segment_chars)
+        while walk.at < length:
             if walk.hashes and not held(walk.hashes[-1]):
                 return True
-            end = self._end_of_piece(walk)
-            piece = walk.text[walk.at : end]
-            node = self._nodes.get(walk.node.number, piece)
+            end = end_of_piece(text, walk.at, turn_chars, segment_chars)
+            piece = text[walk.at : end]
+            node = known(walk.node.number, piece)
             if node is None:
                 if len(piece) > PIECE_CHARS_MAX:
                     raise PieceTooLong
@@ -132,28 +142,31 @@ class Segments:
         return True
 
     def prompt(self, walk: Walk, *, special: bool) -> Prompt:
-        """What a finished walk found. The length of what was not walked is guessed from what was."""
-        tokens = walk.node.tokens
+        """What a finished walk found. The length of what was not walked is guessed from what was, and from what all
+        texts of this tokenizer are like.
+        """
+        tokens, hashes = walk.node.tokens, walk.hashes
         left = len(walk.text) - walk.at
         if left:
-            tokens += 1 + left * max(tokens, 1) // max(walk.at, 1)
-        elif special:
+            chars = walk.at + CHARS_GUESSED
+            tokens += 1 + round(left * (tokens + CHARS_GUESSED / self.chars_per_token) / chars)
+        elif special and self._after:
             tokens += len(self._after)
-        return Prompt(tokens, walk.hashes, exact=True)
-
-    def _end_of_piece(self, walk: Walk) -> int:
-        if not self._cuts or len(walk.text) - walk.at <= self._segment_chars:
-            return len(walk.text)
-        cut = CUT.search(walk.text, walk.at + self._segment_chars)
-        return cut.start() + 1 if cut is not None else len(walk.text)
+            rest = walk.node.over + list(map(PIECES.__getitem__, self._after))
+            hashes = hashes + extend_packed(walk.node.digest, rest, self._scheme, salt=walk.salt)[0]
+        return Prompt(tokens, hashes, exact=True)
 
     def _tokenize(self, walk: Walk, piece: str) -> Node:
         before = walk.node
-        ids = self._tokenizer.encode(piece, add_special_tokens=False).ids
-        tokens = before.over + ids
-        hashes, digest = extend_chain(before.digest, tokens, self._scheme, salt=walk.salt)
+        # Where a word's space is no part of it, the piece behind a cut begins without.
+        drops = self._cuts.drops_space and walk.at > 0 and piece.startswith(" ")
+        found = self._words.tokenize(piece[1:] if drops else piece)
+        tokens = before.over + found if before.over else found
+        hashes, digest = extend_packed(before.digest, tokens, self._scheme, salt=walk.salt)
         over = tokens[len(hashes) * self._scheme.block_size :]
-        return self._nodes.put(before.number, piece, before.tokens + len(ids), hashes, digest, over)
+        self._chars += len(piece)
+        self._tokens += len(found)
+        return self._nodes.put(before.number, piece, before.tokens + len(found), hashes, digest, over)
 
 
 class Nodes:
@@ -175,7 +188,7 @@ class Nodes:
             return node
 
     def put(
-        self, parent: int, piece: str, tokens: int, hashes: list[int], digest: bytes | None, over: list[int]
+        self, parent: int, piece: str, tokens: int, hashes: list[int], digest: bytes | None, over: list[bytes]
     ) -> Node:
         """Remember, and forget the oldest beyond the bound."""
         with self._lock:
@@ -192,24 +205,10 @@ class Nodes:
 
 
 def special_tokens(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before and behind a text when it adds special tokens."""
+    """What the tokenizer puts before and behind a text when it adds special tokens. Raises ValueError."""
     plain: list[int] = tokenizer.encode("a", add_special_tokens=False).ids
     dressed: list[int] = tokenizer.encode("a", add_special_tokens=True).ids
     for begin in range(len(dressed) - len(plain) + 1):
-        if dressed[begin : begin + len(plain)] == plain:
+        if plain and dressed[begin : begin + len(plain)] == plain:
             return dressed[:begin], dressed[begin + len(plain) :]
-    return [], []
-
-
-def may_cut(tokenizer: Tokenizer) -> bool:
-    """Whether texts may be cut between a letter and a space with a letter behind it.
-
-    Asked of the tokenizer itself, on a text with a bit of everything; and no added token may reach across a cut.
-    """
-    for token in tokenizer.get_added_tokens_decoder().values():
-        if re.search(r"^[A-Za-z ]|[A-Za-z ]$| ", token.content):
-            return False
-    cuts = [cut.start() + 1 for cut in CUT.finditer(SAMPLE)]
-    pieces = [SAMPLE[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(SAMPLE)], strict=True)]
-    joined = [token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False).ids]
-    return joined == tokenizer.encode(SAMPLE, add_special_tokens=False).ids
+    raise ValueError("what it adds to a text cannot be told from the text")

@@ -10,7 +10,7 @@ import asyncio
 import re
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from services.router.segments import PieceTooLong, Prompt, Segments, Walk
 from shared.contracts.control import TokenizerAsset
 from shared.contracts.workers import HashScheme
 
-BYTES_PER_TOKEN_GUESSED = 4
+BYTES_PER_TOKEN_GUESSED = 4.0
 TOKENIZE_S_MAX = 1.0
 """A prompt whose turn in the thread does not come and end in this time is placed by load alone."""
 HASHED_AT_ONCE = 4096
@@ -51,11 +51,11 @@ class Text(NamedTuple):
     """With the tokenizer's special tokens."""
 
 
-def guessed(facts: RequestFacts, body_bytes: int) -> Prompt:
+def guessed(facts: RequestFacts, body_bytes: int, bytes_per_token: float = BYTES_PER_TOKEN_GUESSED) -> Prompt:
     """A prompt that was not tokenized."""
     body = facts.body
     given = len(memoryview(body.prompt)) + len(memoryview(body.messages)) if body is not None else 0
-    return Prompt((given or body_bytes) // BYTES_PER_TOKEN_GUESSED + 1, (), exact=False)
+    return Prompt(int((given or body_bytes) / bytes_per_token) + 1, (), exact=False)
 
 
 class PromptTokenizer:
@@ -74,7 +74,16 @@ class PromptTokenizer:
         self._adds_special_tokens = asset.adds_special_tokens
         self._template = _compiled(asset)
         self._as_parts = TEXT_ITERATED.search(asset.chat_template) is not None
-        self._segments = Segments(tokenizer, scheme, cache_bytes_max=cache_bytes_max)
+        if getattr(tokenizer.model, "dropout", None):
+            raise ValueError("it tokenizes at random")
+        self._segments = Segments(
+            tokenizer, scheme, cache_bytes_max=cache_bytes_max, hint=self._example(asset.special_tokens)
+        )
+
+    @property
+    def chars_per_token(self) -> float:
+        """In what was tokenized so far."""
+        return self._segments.chars_per_token
 
     def whole_prompt(self, facts: RequestFacts) -> Prompt | None:
         """All of its hashes, however long that takes; None when they cannot be known exactly."""
@@ -126,6 +135,18 @@ class PromptTokenizer:
                 await loop.run_in_executor(threads, self._segments.go_on, walk, still_held, sys.maxsize)
         finally:
             given_up = True
+
+    def _example(self, special_tokens: Mapping[str, str]) -> str:
+        """Some chat, with the tokens that stand between turns."""
+        shown = " ".join(special_tokens.values())
+        for system in ([{"role": "system", "content": "s"}], []):
+            turns = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
+            try:
+                if self._template is not None:
+                    shown += self._template.render(system + turns, {"add_generation_prompt": True})
+            except TemplateFailed:
+                continue
+        return shown
 
     def _hashes(self, tokens: list[int], salt: str, held: Held) -> list[int]:
         at_once = HASHED_AT_ONCE - HASHED_AT_ONCE % self._scheme.block_size or self._scheme.block_size

@@ -63,10 +63,12 @@ class Candidate(Message, frozen=True, kw_only=True):
     handoff_s: float = 0.0
     decode_s: float = 0.0
     """To generate the completion."""
+    within_s: float = 0.0
+    """Of that, what is within the target between tokens, and so costs nothing."""
     others_s: float = 0.0
     """By how much it delays all other requests together."""
     cost_s: float = 0.0
-    """What is compared: all of the above."""
+    """What is compared: all of the above, less ``within_s``."""
     meets_targets: bool = True
 
 

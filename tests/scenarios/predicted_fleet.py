@@ -93,7 +93,7 @@ class PredictedFleet:
         self.learns = learns
         self.draw = random.Random(seed)
         self.fleet = Fleet(MODEL)
-        self.view = View(Policy(tie_ratio=0.0, stream_tokens_min=-1))
+        self.view = View(Policy(tie_s=0.0, stream_tokens_min=-1))
         self.measurements = Measurements()
         self.asked: list[Asked] = []
         self._roles = roles

@@ -220,7 +220,10 @@ class Admission:
         return None
 
     def _set_deadline(self, ticket: Ticket, placed: Placed | Refused) -> None:
-        """What cannot be met even by an idle worker is no reason to refuse a request: then its own time counts."""
+        """Who could have its first token soonest, had it come to idle engines, comes first: the target counts from
+        there, so that a short prompt passes a long one by as much as it is shorter, and never by more. What cannot be
+        met even by an idle worker is no reason to refuse a request: then its own time counts.
+        """
         policy, target_s, own_s = self._policy, ticket.need.targets.ttft_s, ticket.work_s
         if isinstance(placed, Placed):
             predicted = placed.predicted
@@ -228,10 +231,10 @@ class Admission:
         latest_at = ticket.arrived_at + policy.queue_s_max
         if target_s < math.inf:
             goal_s = max(target_s, own_s)
-            ticket.deadline = ticket.arrived_at + goal_s
+            ticket.deadline = ticket.arrived_at + target_s + own_s
             latest_at = min(latest_at, ticket.arrived_at + policy.late_ratio * goal_s - own_s)
         else:
-            ticket.deadline = latest_at
+            ticket.deadline = latest_at + own_s
         ticket.hopeless_at = min(latest_at, ticket.ends_at)
 
     def _make_room(self, ticket: Ticket, own: Line) -> Refused | None:

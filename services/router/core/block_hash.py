@@ -12,7 +12,7 @@ import struct
 from collections.abc import Sequence
 from functools import lru_cache
 
-from shared.contracts.kv_events import BLOCK_HASH_BYTES
+from shared.contracts.kv_events import BLOCK_HASH_BYTES, unpack_hashes
 from shared.contracts.workers import HashScheme
 
 ALGORITHMS = frozenset({"sha256_cbor"})
@@ -95,20 +95,37 @@ def extend_chain(
     """The hashes of the full blocks of ``tokens`` behind the block whose full hash is ``parent`` (None: the first
     block), and the full hash of the last one.
     """
+    full = len(tokens) - len(tokens) % scheme.block_size
+    return extend_packed(parent, list(map(PIECES.__getitem__, tokens[:full])), scheme, salt=salt, lora=lora)
+
+
+def extend_packed(
+    parent: bytes | None,
+    packed: Sequence[bytes],
+    scheme: HashScheme,
+    *,
+    salt: str = "",
+    lora: tuple[str, str] | None = None,
+) -> tuple[list[int], bytes | None]:
+    """As ``extend_chain``, of tokens whose CBOR is at hand (see ``PIECES``)."""
     size = scheme.block_size
-    full = len(tokens) - len(tokens) % size
+    full = len(packed) - len(packed) % size
     if full == 0:
         return [], parent
-    sha256, from_bytes = hashlib.sha256, int.from_bytes
-    pieces = list(map(PIECES.__getitem__, tokens[:full]))
-    start, tokens_head = ARRAY_OF_THREE + HASH_PREFIX, cbor_head(4, size)
-    later = extra_keys(lora=lora, first=False)
+    sha256, join = hashlib.sha256, b"".join
+    start, tokens_head, later = _frame(size, lora)
     tail = extra_keys(salt=salt, lora=lora, first=True) if parent is None else later
     digest = seed_hash(scheme.seed) if parent is None else parent
-    hashes: list[int] = []
+    digests: list[bytes] = []
     for begin in range(0, full, size):
-        packed = b"".join((start, digest, tokens_head, *pieces[begin : begin + size], tail))
-        digest = sha256(packed).digest()
-        hashes.append(from_bytes(digest[:BLOCK_HASH_BYTES], "big"))
+        digest = sha256(start + digest + tokens_head + join(packed[begin : begin + size]) + tail).digest()
+        digests.append(digest)
         tail = later
-    return hashes, digest
+    shortened = join([full_hash[:BLOCK_HASH_BYTES] for full_hash in digests])
+    return list(unpack_hashes(shortened)), digest
+
+
+@lru_cache(maxsize=64)
+def _frame(block_size: int, lora: tuple[str, str] | None) -> tuple[bytes, bytes, bytes]:
+    """What stands before the parent, before the tokens and behind them in all blocks but the first."""
+    return ARRAY_OF_THREE + HASH_PREFIX, cbor_head(4, block_size), extra_keys(lora=lora, first=False)

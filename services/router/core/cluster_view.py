@@ -10,7 +10,7 @@ import numpy as np
 from services.router.core import fleet_table as t
 from services.router.core.coefficients import Coefficients
 from services.router.core.own_work import OwnWork, Sent
-from services.router.core.rates import ArrivalRate, TokenRate
+from services.router.core.rates import TokenRate
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.load import LoadReport
 from shared.contracts.workers import Role, WorkerPhase, WorkerRecord
@@ -90,8 +90,6 @@ class ClusterView:
         """By fingerprint: what the last of these workers that was measured came to. A new one is taken for its like,
         or it would look slow and never get what it could be measured by.
         """
-        self.arrivals = ArrivalRate()
-        """Of requests, at this router."""
         self._masks: dict[str, t.Bools] = {}
         self._groups: dict[str, int] = {}
         self._turn = 0

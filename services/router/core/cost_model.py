@@ -1,7 +1,8 @@
 """How long would it take on this worker? Predicted seconds from what was learned of it.
 
 Only tokens that have to be computed count as work. A worker's time is everybody's: beside its own time, a request
-costs what it adds to that of others, and so nothing needs a weight. ``n`` holds the numbers of ``fleet_table``: of one
+costs what it adds to that of others, and so nothing needs a weight. Time between tokens costs nothing as long as it is
+within the target: nobody waits for them there. ``n`` holds the numbers of ``fleet_table``: of one
 worker, or an array of each for many; ``Arithmetic`` has what differs between the two.
 """
 
@@ -49,8 +50,8 @@ class Prompt(NamedTuple):
     """Of the completion, as far as a limit is believed."""
     streams: bool
     """Whether decode would read its KV while it is computed."""
-    arrivals_per_s: float
-    """Requests that will come to each worker meanwhile."""
+    itl_target_s: float
+    """Between tokens, seconds; 0 where there is no target: then all of that time counts."""
 
 
 class Computing(NamedTuple):
@@ -74,7 +75,11 @@ class Answering(NamedTuple):
 
     handoff_s: Value
     queue_s: Value
+    room_s: Value
+    """Until others have ended, if its KV has no room before."""
     decode_s: Value
+    within_s: Value
+    """Of ``decode_s``, what is within the target."""
     itl_s: Value
     others_s: Value
 
@@ -114,7 +119,6 @@ def computing(n: Value, prompt: Prompt, held: Value, reachable: Value, do: Arith
     fetched = do.choose(worth, missing, 0)
     own_s = do.choose(worth, rest_s, alone_s)
     computed = prompt.tokens - held - fetched
-    disturbed = n[t.DECODING] * n[t.ANSWERS] + prompt.arrivals_per_s * (queue_s + own_s)
     return Computing(
         held,
         fetched,
@@ -122,8 +126,20 @@ def computing(n: Value, prompt: Prompt, held: Value, reachable: Value, do: Arith
         queue_s,
         do.choose(worth, reading_s, 0.0),
         own_s + computed * between,
-        own_s * disturbed,
+        own_s * disturbed(n, prompt, do),
     )
+
+
+def between_tokens_s(n: Value, prompt: Prompt, do: Arithmetic) -> Value:
+    """In the batch that it joins, of an engine that also computes prompts."""
+    step = step_s(n, 1, prompt.tokens + prompt.tokens_out // 2)
+    return step / (1.0 - do.least(n[t.BUSY], BUSY_MAX))
+
+
+def disturbed(n: Value, prompt: Prompt, do: Arithmetic) -> Value:
+    """How many requests decode there and mind that it comes."""
+    minds = between_tokens_s(n, prompt, do) > prompt.itl_target_s
+    return do.choose(minds, n[t.DECODING] * n[t.ANSWERS], 0.0)
 
 
 def answering(n: Value, prompt: Prompt, held: Value, do: Arithmetic) -> Answering:
@@ -133,16 +149,18 @@ def answering(n: Value, prompt: Prompt, held: Value, do: Arithmetic) -> Answerin
     handoff_s = n[t.TRANSFER_BASE_S] + n[t.TRANSFER_S_PER_TOKEN] * exposed
     queue_s = n[t.WAITING_TOKENS] * n[t.PREFILL_S_PER_TOKEN]
     context = prompt.tokens + prompt.tokens_out // 2
-    itl_s = step_s(n, 1, context) / (1.0 - do.least(n[t.BUSY], BUSY_MAX))
-    alone_s = prompt.tokens_out * itl_s
+    itl_s = between_tokens_s(n, prompt, do)
+    decode_s = prompt.tokens_out * itl_s
     crowded = n[t.ROOM_TOKENS] < prompt.tokens + prompt.tokens_out
     slower_s = n[t.DECODE_S_PER_REQUEST] + n[t.DECODE_S_PER_CONTEXT_TOKEN] * context
     return Answering(
         handoff_s,
         queue_s,
-        do.choose(crowded, 2.0 * alone_s, alone_s),
+        do.choose(crowded, decode_s, 0.0),
+        decode_s,
+        prompt.tokens_out * do.least(itl_s, prompt.itl_target_s),
         itl_s,
-        prompt.tokens_out * slower_s * n[t.DECODING],
+        prompt.tokens_out * slower_s * disturbed(n, prompt, do),
     )
 
 
@@ -157,5 +175,5 @@ class Cost(NamedTuple):
 def cost(one: Computing, two: Answering) -> Cost:
     """The request's own time and what it adds to that of others."""
     prefill_s = one.ttft_s() + one.others_s
-    answer_s = two.decode_s + two.others_s
+    answer_s = two.room_s + two.decode_s - two.within_s + two.others_s
     return Cost(prefill_s, two.handoff_s + two.queue_s + answer_s, prefill_s + answer_s)

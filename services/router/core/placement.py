@@ -26,7 +26,6 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
 
     silent_s_max: float = 3.0
     """A worker that was not heard for so long gets nothing new."""
-    tie_ratio: float = 0.05
     tie_s: float = 0.002
     """Costs that differ by less count as equal; equals take turns, so that requests do not herd onto one of them."""
     stream_tokens_min: int = 1024

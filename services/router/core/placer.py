@@ -70,7 +70,7 @@ class Choice:
         whole = weighing.pick(Part.WHOLE, alone) if need.mode is not Mode.DISAGGREGATED else None
         if need.mode is Mode.DECODE_FIRST and whole is not None:
             return self._whole(whole, alone, "asked for")
-        if pair is not None:
+        if pair is not None and not self._keeps_whole(pair, whole):
             pair_s = pair[0].cost.prefill_s + pair[1].cost.decode_s
             if whole is None or pair_s < whole.cost.whole_s:
                 return self._apart(*pair)
@@ -79,6 +79,12 @@ class Choice:
         if need.mode is Mode.DISAGGREGATED or self._prefill_asked:
             return refuse_pair(need)
         return self._by_anybody("one role is missing")
+
+    def _keeps_whole(self, pair: tuple[Option, Option], whole: Option | None) -> bool:
+        """Two workers that do both hold a prompt's KV twice, which no time tells of: only for the targets' sake."""
+        both = pair[0].view.record.role is Role.BOTH and pair[1].view.record.role is Role.BOTH
+        auto = self._need.mode is Mode.AUTO and not self._prefill_asked
+        return auto and both and whole is not None and whole.fine(Part.WHOLE, self._need)
 
     def _prefills(self, option: Option) -> bool:
         asked = self._prefill_asked in ("", option.view.record.worker_id)
@@ -121,7 +127,7 @@ class Choice:
             self._computed_by(option),
             mode=Mode.DECODE_FIRST if guarded else Mode.AGGREGATED,
             hit_share_min=(share if asked is None else asked) if guarded else 0.0,
-            predicted_s=one.ttft_s() + two.decode_s,
+            predicted_s=one.ttft_s() + two.room_s + two.decode_s,
             predicted_itl_s=two.itl_s,
             why="it has most of the prompt" if guarded else why,
             considered=self._considered((Part.WHOLE, among, option)),
@@ -139,7 +145,7 @@ class Choice:
             fetch_s=placed.predicted.fetch_s,
             prefill_s=placed.predicted.prefill_s,
             handoff_s=two.handoff_s,
-            decode_queue_s=two.queue_s,
+            decode_queue_s=two.queue_s + two.room_s,
             first_token_s=two.itl_s,
         )
         return replace(

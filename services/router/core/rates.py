@@ -1,4 +1,4 @@
-"""What happens how often, lately: counts that fade."""
+"""How fast something goes on, lately."""
 
 from __future__ import annotations
 
@@ -6,27 +6,6 @@ import math
 
 MEMORY_S = 10.0
 """What was so long ago weighs a third of what is now."""
-
-
-class ArrivalRate:
-    """Requests in a second. What comes late counts as now."""
-
-    __slots__ = ("_at", "_count")
-
-    def __init__(self) -> None:
-        self._count = 0.0
-        self._at = -math.inf
-
-    def seen(self, now: float, requests: int = 1) -> None:
-        """Some came."""
-        self._count = self.per_s(now) * MEMORY_S + requests
-        self._at = max(self._at, now)
-
-    def per_s(self, now: float) -> float:
-        """As of now."""
-        if self._count == 0.0:
-            return 0.0
-        return self._count * math.exp(-max(0.0, now - self._at) / MEMORY_S) / MEMORY_S
 
 
 class TokenRate:

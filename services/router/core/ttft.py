@@ -15,7 +15,6 @@ is known), they shrink in proportion: the router's clock is the one that the cli
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import msgspec
 
@@ -24,8 +23,7 @@ from shared.contracts.inference import LegReport
 from shared.contracts.kv_exchange import KvRead
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouterTimes:
+class RouterTimes(msgspec.Struct, frozen=True, kw_only=True):
     """What the router spent before the last attempt's legs; seconds on its own clock, one behind the other."""
 
     admission_s: float = 0.0
@@ -38,8 +36,7 @@ class RouterTimes:
         return self.admission_s + self.tokenize_s + self.place_s + self.failed_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Legs:
+class Legs(msgspec.Struct, frozen=True, kw_only=True):
     """The legs of the attempt that was answered."""
 
     answering: LegReport
@@ -96,22 +93,26 @@ def leg_parts(legs: Legs) -> TtftParts:
 def fitted(whole_s: float, router: RouterTimes, work: TtftParts) -> TtftParts:
     """The router's times and the workers' parts, made to add up to ``whole_s``; the rest is transit."""
     own_s = router.total_s()
-    own = min(1.0, whole_s / own_s) if own_s > 0 else 1.0
-    work_s, room_s = work.total_s(), max(0.0, whole_s - own_s)
-    share = min(1.0, room_s / work_s) if work_s > 0 else 1.0
-    parts = TtftParts(
-        admission_s=router.admission_s * own,
-        tokenize_s=router.tokenize_s * own,
-        place_s=router.place_s * own,
-        failed_s=router.failed_s * own,
-        queue_s=work.queue_s * share,
-        fetch_s=work.fetch_s * share,
-        prefill_s=work.prefill_s * share,
-        handoff_s=work.handoff_s * share,
-        decode_queue_s=work.decode_queue_s * share,
-        first_token_s=work.first_token_s * share,
+    own = whole_s / own_s if own_s > whole_s else 1.0
+    work_s = work.queue_s + work.fetch_s + work.prefill_s + work.handoff_s + work.decode_queue_s + work.first_token_s
+    room_s = max(0.0, whole_s - own_s)
+    share = room_s / work_s if work_s > room_s else 1.0
+    before_s = (router.admission_s * own, router.tokenize_s * own, router.place_s * own, router.failed_s * own)
+    first_s = (work.queue_s * share, work.fetch_s * share, work.prefill_s * share)
+    last_s = (work.handoff_s * share, work.decode_queue_s * share, work.first_token_s * share)
+    return TtftParts(
+        admission_s=before_s[0],
+        tokenize_s=before_s[1],
+        place_s=before_s[2],
+        failed_s=before_s[3],
+        queue_s=first_s[0],
+        fetch_s=first_s[1],
+        prefill_s=first_s[2],
+        handoff_s=last_s[0],
+        decode_queue_s=last_s[1],
+        first_token_s=last_s[2],
+        transit_s=max(0.0, whole_s - sum((*before_s, *first_s, *last_s))),
     )
-    return msgspec.structs.replace(parts, transit_s=max(0.0, whole_s - parts.total_s()))
 
 
 def exchanging_s(report: LegReport) -> float:

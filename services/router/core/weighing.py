@@ -82,7 +82,7 @@ class Weighing:
             need.prompt_tokens,
             cost_model.tokens_out_believed(need.tokens_out),
             0 <= policy.stream_tokens_min <= need.prompt_tokens,
-            cluster.arrivals.per_s(now) / self.count,
+            need.targets.itl_s if need.targets.itl_s < inf else 0.0,
         )
         chosen: Iterable[int] = rows.tolist()
         if self.count > policy.weighed_max:
@@ -99,7 +99,7 @@ class Weighing:
             among = [option for option in among if option.fine(part, self.need)] or among
         if len(among) < 2:
             return among[0] if among else None
-        limit = min([option.cost_s(part) for option in among]) * (1.0 + self.policy.tie_ratio) + self.policy.tie_s
+        limit = min([option.cost_s(part) for option in among]) + self.policy.tie_s
         near = [option for option in among if option.cost_s(part) <= limit]
         return min(near, key=lambda option: (option.legs, option.turn))
 

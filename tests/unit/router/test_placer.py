@@ -170,12 +170,12 @@ def test_the_record_has_the_chosen_with_a_cost_that_is_the_sum_of_its_parts():
         (Part.DECODE, who(placed)[1]),
     }
     for one in told:
-        parts = one.queue_s + one.fetch_s + one.prefill_s + one.handoff_s + one.decode_s + one.others_s
+        parts = one.queue_s + one.fetch_s + one.prefill_s + one.handoff_s + one.decode_s - one.within_s + one.others_s
         assert parts == pytest.approx(one.cost_s)
 
 
 def test_the_same_is_chosen_from_a_shortlist_as_from_all():
-    fleets = [Fleet(Policy(weighed_max=most, tie_ratio=0.0, tie_s=0.0)) for most in (4, 1000)]
+    fleets = [Fleet(Policy(weighed_max=most, tie_s=0.0)) for most in (4, 1000)]
     for fleet in fleets:
         for number in range(60):
             role = list(Role)[number % 3]

@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 from services.router.chat_template import ChatTemplate, TemplateFailed
 from services.router.core.block_hash import block_hashes
 from services.router.core.request import CHAT, COMPLETIONS, read_request
-from services.router.segments import Segments, may_cut
+from services.router.segments import Segments
+from services.router.text_cuts import find_cuts
 from services.router.tokenizer import PromptTokenizer
 from services.worker.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.control import TokenizerAsset
@@ -149,8 +150,8 @@ def test_prompts_that_no_engine_takes_are_left_to_it(prompts, prompt):
 def test_a_tokenizer_that_joins_across_spaces_is_not_cut(whole):
     joins = Tokenizer.from_str(whole.to_str())
     joins.add_tokens(["many words in one"])
-    assert may_cut(whole)
-    assert not may_cut(joins)
+    assert find_cuts(whole).words is not None
+    assert find_cuts(joins).words is None
 
 
 @pytest.mark.parametrize("asset", [{}, {"tokenizer_json": b"{"}, {"tokenizer_json": b"\xff"}])
