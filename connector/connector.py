@@ -6,6 +6,7 @@ released. See ARCHITECTURE.md. Source of the interface: vLLM's ``KVConnectorBase
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
+from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
@@ -49,6 +51,11 @@ def kv_exchange(core: Any, call: bytes) -> bytes:
     """A utility method that ``EngineCore`` gets from us: runs between two steps, or at once when there are none."""
     side: SchedulerSide = core.scheduler.connector.scheduler_side
     side.rest.in_front_of(core)
+    if side.rest.can_be_rung and not side.rest.hears_reads and has_kv_transfer_group():
+        beside = get_kv_transfer_group()  # the worker role, where it is in this process too
+        assert isinstance(beside, BatonConnector)
+        beside.ring_when_final(side.rest.ring)
+        side.rest.hears_reads = True
     return side.exchange(call)
 
 
@@ -154,6 +161,10 @@ class BatonConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """The memory that others read, and that reads write into."""
         self._worker.register_kv_caches(kv_caches)
+
+    def ring_when_final(self, ring: Callable[[], None]) -> None:
+        """For a scheduler role in the same process: called, on another thread, whenever something became final."""
+        self._worker.ring_when_final(ring)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """The memory and the agent of one rank."""

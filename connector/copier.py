@@ -51,6 +51,10 @@ class Copier:
         self._waiting: dict[PeerKey, deque[_Part]] = {}
         self._running: list[_Part] = []
         self._over: list[ReadPart] = []
+        self._left: dict[int, int] = {}
+        """Blocks of each read that are not final."""
+        self.has_ended_a_read = False
+        """Since results were last taken."""
 
     @property
     def busy(self) -> bool:
@@ -80,7 +84,7 @@ class Copier:
     def take_results(self) -> Results:
         """What became final since the last call."""
         results = Results(self._connections.connected, self._over)
-        self._connections.connected, self._over = [], []
+        self._connections.connected, self._over, self.has_ended_a_read = [], [], False
         return results
 
     def close(self) -> None:
@@ -89,6 +93,7 @@ class Copier:
         self._agent.close()
 
     def _take_on(self, read: Read) -> None:
+        self._left[read.read_id] = len(read.remote_blocks)
         for first, count in parts_of(len(read.remote_blocks), self._block_bytes):
             part = _Part(read, first, count, count * self._block_bytes)
             if sum(map(len, self._waiting.values())) >= PARTS_WAITING_MAX:
@@ -170,6 +175,10 @@ class Copier:
     def _report(self, part: _Part) -> None:
         ended_s = part.ended_s or self._clock()
         moved = 0 if part.failure else part.bytes
+        self._left[part.read.read_id] -= part.count
+        if not self._left[part.read.read_id]:
+            del self._left[part.read.read_id]
+            self.has_ended_a_read = True
         self._over.append(
             ReadPart(part.read.read_id, part.first, part.count, moved, part.started_s or ended_s, ended_s, part.failure)
         )

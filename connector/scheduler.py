@@ -43,10 +43,9 @@ class BatonScheduling:
         return finished
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """After a rest, if all that could be done was to look again whether other workers have answered."""
+        """After a rest, if all that could be done was to look again whether something has come."""
         side = self.connector.scheduler_side
-        if side.is_awaiting:
-            side.rest.take()
+        side.pause()
         scheduled: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         side.rest.stepped(scheduled.total_num_scheduled_tokens)
         return scheduled

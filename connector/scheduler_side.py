@@ -24,7 +24,7 @@ from connector.news import NewsPort
 from connector.pool_shelf import PoolShelf
 from connector.prefetch import Prefetcher
 from connector.reader import Reader
-from connector.rest import Rest
+from connector.rest import READ_REST_S_MAX, Rest
 from connector.settings import Settings
 from connector.tally import Tally
 from shared.contracts.ids import Epoch, WorkerId
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
 READ_WAIT_S = 0.003
-"""How long an engine that computes nothing waits for a read before it looks at its requests again."""
+"""How long an engine that computes nothing waits for another process's read before it looks at its requests."""
 
 _call = msgspec.msgpack.Decoder(EngineCall)
 _encode = msgspec.msgpack.Encoder().encode
@@ -129,13 +129,13 @@ class SchedulerSide:
 
     def orders(self, scheduled_tokens: int) -> StepOrders:
         """For the step that begins; and the asks of this pass leave before it computes. A step that computes nothing
-        may wait for a read to end: the sooner it is known, the sooner its request goes on.
+        may wait for a read to end where that does not ring: the sooner it is known, the sooner its request goes on.
         """
         self._take_effects()
         self.tell()
-        is_moving = bool(self._connecting or self.reader.reads_under_way or not self._prefetcher.idle)
         orders, self._orders = self._orders, Orders()
-        return StepOrders(orders, wait_s=READ_WAIT_S if is_moving and not scheduled_tokens else 0.0)
+        waits = self._is_moving and not scheduled_tokens and not self.rest.hears_reads
+        return StepOrders(orders, wait_s=READ_WAIT_S if waits else 0.0)
 
     def digest(self, report: StepReport | None) -> tuple[set[str], set[int]]:
         """After a step, before the scheduler sees its output: requests whose blocks came, and blocks that did not."""
@@ -158,11 +158,19 @@ class SchedulerSide:
         self._take_effects()
         self.tell()
 
+    def pause(self) -> None:
+        """Before a step: rest, if all that can be done is to look again whether an answer came, or a read's end."""
+        if self._orders:
+            return
+        if not self._is_moving:
+            if not self.reader.idle:
+                self.rest.take()
+        elif self.rest.hears_reads:
+            self.rest.take(READ_REST_S_MAX)
+
     @property
-    def is_awaiting(self) -> bool:
-        """Nothing is to be ordered and no byte moves, but a request waits for an answer."""
-        reader = self.reader
-        return not (reader.idle or self._orders or self._connecting or reader.reads_under_way)
+    def _is_moving(self) -> bool:
+        return bool(self._connecting or self.reader.reads_under_way or not self._prefetcher.idle)
 
     @property
     def pressing(self) -> bool:

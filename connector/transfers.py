@@ -17,7 +17,9 @@ from connector.core.orders import Orders, Results
 POLL_S = 0.000_1
 """Between looks at what is under way."""
 REPORT_S_MAX = 0.005
-"""While one part follows another. Whoever waits for a report wakes for each, on the core that copies."""
+"""Between reports while one read follows another. Whoever waits for a report wakes for each, on the core that copies,
+and has no use for a part of a read.
+"""
 CLOSE_S_MAX = 5.0
 ORDERS_WAITING_MAX = 4096
 """Steps' worth of orders that the thread may be behind; the model thread waits rather than lose one."""
@@ -34,6 +36,8 @@ class Transfers:
         self._orders: deque[Orders] = deque()
         self._results = Results()
         self._reported_at = 0.0
+        self.ring: Callable[[], None] = lambda: None
+        """Called by the thread after each report."""
         self._closing = False
         self._broken: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -93,7 +97,8 @@ class Transfers:
         for one in orders:
             copier.obey(one)
         goes_on = copier.advance() and copier.busy
-        if not goes_on or time.monotonic() > self._reported_at + REPORT_S_MAX:
+        is_due = copier.has_ended_a_read and time.monotonic() > self._reported_at + REPORT_S_MAX
+        if not goes_on or is_due:
             self._report(copier.take_results())
         if copier.busy and not goes_on:
             time.sleep(POLL_S)
@@ -105,3 +110,4 @@ class Transfers:
                 self._results.connected.extend(results.connected)
                 self._results.parts.extend(results.parts)
                 self._wake.notify_all()
+            self.ring()

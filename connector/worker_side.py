@@ -93,6 +93,11 @@ class WorkerSide:
         """What a peer must know of this rank's memory; None before it is registered."""
         return RankHandshake(msgspec.msgpack.encode(self._memory)) if self._memory is not None else None
 
+    def ring_when_final(self, ring: Callable[[], None]) -> None:
+        """Called, on another thread, whenever there are results."""
+        assert self._transfers is not None
+        self._transfers.ring = ring
+
     def obey(self, orders: Orders) -> None:
         """Take the step's orders on; answers at once."""
         if self._transfers is not None:

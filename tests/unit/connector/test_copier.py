@@ -65,6 +65,20 @@ def straight(count: int) -> dict[int, int]:
     return {block: block for block in range(count)}
 
 
+def test_a_read_has_ended_with_the_last_of_its_parts():
+    world = World(shape=BIG)
+    world.connected()
+    world.read(straight(PART_BLOCKS + 1))
+
+    world.copier.advance()
+    assert not world.copier.has_ended_a_read
+    world.copier.advance()
+    assert world.copier.has_ended_a_read
+
+    assert [part.count for part in world.copier.take_results().parts] == [PART_BLOCKS, 1]
+    assert not world.copier.has_ended_a_read
+
+
 def test_blocks_arrive_where_they_were_wanted_and_nowhere_else():
     world = World()
     world.connected()

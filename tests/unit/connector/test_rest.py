@@ -57,6 +57,38 @@ def test_whatever_stirs_is_looked_at_before_the_next_rest():
     rest.take()
 
 
+def test_a_ring_ends_the_rest():
+    rest, inbox = resting()
+    rests = threading.Thread(target=rest.take)
+    waited = inbox.not_empty.wait
+
+    def is_rung(_s):  # As soon as the engine waits: without a notification it would wait for ever.
+        threading.Thread(target=rest.ring).start()
+        return waited(None)
+
+    inbox.not_empty.wait = is_rung
+    rests.start()
+    rests.join(5.0)
+
+    assert not rests.is_alive()
+
+
+def test_a_ring_before_the_rest_is_not_slept_through():
+    rest, inbox = resting()
+    inbox.not_empty.wait = lambda _s: 1 / 0
+    rest.ring()
+
+    rest.take()
+
+
+def test_a_ring_is_heard_by_nobody_where_the_queue_is_not_known():
+    rest = Rest()
+
+    rest.ring()
+
+    assert not rest.can_be_rung
+
+
 def test_an_engine_whose_queue_is_not_known_goes_on():
     rest = Rest()
     rest.stepped(scheduled_tokens=0)

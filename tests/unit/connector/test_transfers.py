@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from connector.copier import Copier
+from connector.core import read_plan
 from connector.core.calls import Peer
 from connector.core.orders import Orders, Read, Results
 from connector.memory_agent import MemoryNetwork
@@ -18,13 +20,17 @@ from tests.kv_engines import RankMemory, ReadingRank, Shape, handshake
 
 SOON_S = 5.0
 PEER = ("holder", 1)
+BIG = Shape(blocks=64, layers=2, block_size=64, content=512)
+"""A block is 1 MB."""
+BLOCKS = list(range((read_plan.PART_BYTES >> 20) + 1))
+"""Of a read in two parts."""
 
 
 class Side:
     """A reader whose agent does ``before_read``, and a holder."""
 
-    def __init__(self, before_read: Callable[[int], None] = lambda _: None) -> None:
-        network, shape = MemoryNetwork(), Shape()
+    def __init__(self, before_read: Callable[[int], None] = lambda _: None, shape: Shape | None = None) -> None:
+        network, shape = MemoryNetwork(), shape or Shape()
         self.held = RankMemory(shape, 0)
         self.held.fill()
         holder = network.agent("holder")
@@ -91,6 +97,18 @@ def test_orders_are_taken_while_a_read_is_copied(sides):
     go_on.set()
 
     assert [part.read_id for part in side.until(lambda results: len(results.parts) == 2).parts] == [1, 2]
+
+
+def test_a_read_that_is_copied_part_by_part_is_reported_once(sides):
+    rings: queue.Queue[Results] = queue.Queue()
+    side = sides(lambda _: None, BIG)
+    side.transfers.obey(Orders(connect=[side.peer]))
+    side.until(lambda results: bool(results.connected))
+    side.transfers.ring = lambda: rings.put(side.transfers.take_results())
+
+    side.transfers.obey(Orders(reads=[Read(1, PEER, BLOCKS, BLOCKS, time.monotonic() + 60.0)]))
+
+    assert len(rings.get(timeout=SOON_S).parts) == 2
 
 
 def test_waiting_for_results_ends_when_there_are_none(sides):
