@@ -1,0 +1,72 @@
+"""Whatever the tokenizer and whatever the text: tokenized piece by piece it has the tokens of the whole."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from services.router.core.block_hash import block_hashes
+from services.router.segments import Segments
+from services.router.text_cuts import find_cuts
+from shared.contracts.workers import HashScheme
+from tests.properties.router.tokenizer_kinds import KINDS, kind
+
+SCHEME = HashScheme(block_size=4)
+FORBID_WORD_CUTS = {"joining"}
+
+LETTERS = st.text(alphabet="abcdeXYZéßяλ", min_size=1, max_size=8)
+ANYTHING = st.text(alphabet="ab d\n\t\r'.,;-_(){}<>|1290\u00a0\u200b\u0301é漢🙂я¨ ﬁＡ", max_size=12)
+TOKENS = st.sampled_from(
+    ["<|im_start|>", "<|im_end|>", "</s>", "<s>", "[INST]", "<unk>", "<left>", "<right>", "<word>", "<normal>", "x</s"]
+)
+WORDS = st.sampled_from(["the", "and", "then", "it's", "orchard,", "I'll", "we're.", "1234567", "right", "x"])
+TEXTS = st.lists(st.one_of(LETTERS, ANYTHING, TOKENS, WORDS, st.just(" "), st.just(" ")), max_size=40).map("".join)
+
+SEGMENTS: dict[str, Segments] = {}
+
+
+def segments(name: str) -> Segments:
+    """Kept between examples, as a router keeps them: what is remembered must be right for every text."""
+    if name not in SEGMENTS:
+        tokenizer = Tokenizer.from_str(kind(name))
+        SEGMENTS[name] = Segments(tokenizer, SCHEME, cache_bytes_max=1 << 18, segment_chars=6)
+    return SEGMENTS[name]
+
+
+@pytest.mark.parametrize("name", KINDS)
+@settings(deadline=None, max_examples=60)
+@given(TEXTS, st.booleans())
+@example("<|im_start|>user\n Hello there, it's <|im_end|> a b <right> c d", True)
+@example("a <left>b <right> c<word> d<normal> e <|im_start|><|im_start|><|im f x</s> g", False)
+def test_pieces_give_the_tokens_of_the_whole(name, text, special):
+    tokens = Tokenizer.from_str(kind(name)).encode(text, add_special_tokens=special).ids
+    cut = segments(name)
+    walk = cut.begin(text, special=special, salt="")
+
+    assert cut.go_on(walk, lambda _block: True, 1 << 30)
+
+    found = cut.prompt(walk, special=special)
+    assert found.tokens == len(tokens)
+    assert list(found.hashes) == block_hashes(tokens, SCHEME)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_is_cut_somewhere(name):
+    cuts = find_cuts(Tokenizer.from_str(kind(name)))
+
+    assert (cuts.words is None) == (name in FORBID_WORD_CUTS)
+    assert cuts.tokens is not None
+    assert cuts.tokens.search("a<s>") is not None
+
+
+def test_texts_are_not_cut_before_tokens_that_bend_their_neighbours():
+    cuts = find_cuts(Tokenizer.from_str(kind("odd_tokens")))
+    assert cuts.tokens is not None
+
+    found = [
+        match.group() for match in cuts.tokens.finditer("<left><word><normal><|im_start|></s><s><right>right<|im_end|>")
+    ]
+
+    assert found == ["<s>", "<right>"]  # in the others' sight stands "x</s" or "<|im_start|><|im"
