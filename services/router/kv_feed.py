@@ -19,6 +19,9 @@ SNAPSHOT_S_MAX = 5.0
 SNAPSHOT_GAP_S = 0.05
 """Between two asks for a worker's snapshot, doubled after each failure."""
 SNAPSHOT_GAP_S_MAX = 5.0
+ASKS_AT_ONCE_MAX = 32
+"""Workers whose snapshots are asked for at the same time: a router that begins wants all of a fleet's, and what comes
+must be read before SNAPSHOT_S_MAX is over."""
 FAILURES_MAX = 3
 """Failed asks after which a worker is placed by load alone; asking goes on."""
 
@@ -31,6 +34,7 @@ class KvFeed:
         self._index = index
         self._wake = asyncio.Event()
         self._asking: set[WorkerId] = set()
+        self._turns = asyncio.Semaphore(ASKS_AT_ONCE_MAX)
         self.snapshots = 0
         """Asked for so far."""
 
@@ -92,10 +96,11 @@ class KvFeed:
             self._asking.discard(worker_id)
 
     async def _ask(self, worker_id: WorkerId) -> bool:
-        self.snapshots += 1
         try:
             ask = AskKvSnapshot(worker_id=worker_id)
-            snapshot = await self._bus.ask(KV_SNAPSHOT, ask, timeout_s=SNAPSHOT_S_MAX)
+            async with self._turns:
+                self.snapshots += 1
+                snapshot = await self._bus.ask(KV_SNAPSHOT, ask, timeout_s=SNAPSHOT_S_MAX)
             return self._index.restore(snapshot)
         except (BusError, ValueError) as error:
             log.info("no KV snapshot from %s: %s", worker_id, error)
