@@ -76,7 +76,7 @@ def replay_command(  # noqa: PLR0913, PLR0917  # one parameter per option is how
     try:
         requests = cut(read_trace(trace, seed=seed), hours=hours, limit=limit)
     except (TraceError, UnicodeDecodeError) as error:
-        fail(f"{trace} cannot be read as a trace: {error}")
+        fail(f"That is no trace that can be read: {error}")
     if not requests:
         fail("Nothing of the trace is left to replay.")
     setting = Setting(
@@ -167,12 +167,12 @@ def write(results: list[Result], out: Path) -> None:
     try:
         paths += draw(results, out)
     except NoPlots as error:
-        screen.print(str(error), style="yellow", markup=False)
+        screen.print(str(error), style="yellow", markup=False, soft_wrap=True)
     for path in paths:
-        screen.print(str(path), markup=False)
+        screen.print(str(path), markup=False, soft_wrap=True)
 
 
 def fail(message: str) -> NoReturn:
     """Say it and leave."""
-    Console(stderr=True).print(message, style="red", markup=False)
+    Console(stderr=True, soft_wrap=True).print(message, style="red", markup=False)
     raise typer.Exit(2)

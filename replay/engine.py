@@ -189,6 +189,7 @@ class Engine:
         tokens = self.tokens_of(victim)
         if victim.since_step >= 0:
             self.decoders.leave(victim)
+            self._name_full(victim, tokens - 1)
         victim.tokens = tokens
         self._give_up(victim)
         victim.order = 0

@@ -68,8 +68,8 @@ def read_mooncake(path: Path, chance: random.Random) -> Iterator[Request]:
             except msgspec.DecodeError as error:
                 raise TraceError(f"{path}, line {number}: {error}") from error
     windows = [(stamp / 1000, list(group)) for stamp, group in groupby(rows, key=lambda row: row.timestamp)]
-    for (start_s, group), (end_s, _) in zip(windows, [*windows[1:], (None, None)], strict=True):
-        width_s = (end_s - start_s) if end_s is not None and len(group) > 1 else 0.0
+    for (start_s, group), (end_s, _) in zip(windows, [*windows, (0.0, [])][1 : len(windows) + 1], strict=True):
+        width_s = max(0.0, end_s - start_s) if len(group) > 1 else 0.0
         offsets = sorted(chance.uniform(0.0, width_s) for _ in group)
         for row, offset_s in zip(group, offsets, strict=True):
             full = tuple(row.hash_ids[: row.input_length // BLOCK_TOKENS])

@@ -1,0 +1,57 @@
+"""Small traces and fleets for tests of the replay."""
+
+from __future__ import annotations
+
+import json
+import random
+
+from replay.policies.base import Surroundings
+from replay.policies.names import BASELINES
+from replay.profile import Profile
+from replay.traces import Request
+from replay.world import Shape, World
+
+PROFILE = Profile(kv_blocks=60, max_num_seqs=16, prefill_tokens_per_s=20_000.0)
+
+
+def conversations(count: int, *, seed: int = 1, per_s: float = 4.0) -> list[Request]:
+    """Turns of some conversations, each with the blocks of the turns before it."""
+    chance = random.Random(seed)
+    histories: dict[int, list[int]] = {}
+    at_s, made = 0.0, []
+    for number in range(count):
+        at_s += chance.expovariate(per_s)
+        blocks = histories.setdefault(chance.randrange(12), [0])
+        if len(blocks) > 12:
+            del blocks[1:]
+        blocks += [1000 * number + index for index in range(chance.randint(1, 3))]
+        tokens = 512 * len(blocks) + chance.randint(1, 500)
+        made.append(Request(at_s, tuple(blocks), tokens, chance.randint(1, 120)))
+    return made
+
+
+def write_mooncake(path, requests):
+    rows = [
+        {
+            "timestamp": 3000 * int(request.at_s / 3),
+            "input_length": request.input_tokens,
+            "output_length": request.output_tokens,
+            "hash_ids": [*request.blocks, 10**9 + number],
+        }
+        for number, request in enumerate(requests)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def world(shape: Shape = Shape(both=3), profile: Profile = PROFILE) -> World:
+    return World(shape, profile)
+
+
+def around(of: World, seed: int = 1) -> Surroundings:
+    return Surroundings(fleet=of.fleet, ledger=of.ledger, profile=of.profile, slo_ttft_s=5.0, slo_itl_s=0.1, seed=seed)
+
+
+def with_baseline(of: World, name: str, seed: int = 1) -> World:
+    of.fleet.placer = BASELINES[name](around(of, seed))
+    return of

@@ -1,0 +1,96 @@
+"""The command, on a tiny trace."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from replay.cli import app
+from replay.results import Result
+from tests.architecture.sources import ROOT
+from tests.replay_worlds import conversations, write_mooncake
+
+PNG = b"\x89PNG"
+
+
+@pytest.fixture
+def trace(tmp_path):
+    return write_mooncake(tmp_path / "trace.jsonl", conversations(40))
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_a_replay_shows_a_table_and_writes_tables_numbers_and_pictures(trace, tmp_path):
+    out = tmp_path / "out"
+    done = run(
+        "replay", trace, "--workers", 2, "--policy", "baton", "--policy", "random", "--loads", "1,2", "--out", out
+    )
+
+    assert done.exit_code == 0, done.output
+    assert "random" in done.output
+    assert "| baton |" in (out / "results.md").read_text()
+    results = msgspec.json.decode((out / "results.json").read_bytes(), type=list[Result])
+    assert [(one.policy, one.load, one.requests) for one in results] == [
+        ("baton", 1.0, 40), ("random", 1.0, 40), ("baton", 2.0, 40), ("random", 2.0, 40),
+    ]  # fmt: skip
+    pytest.importorskip("matplotlib")
+    pictures = sorted(out.glob("*.png"))
+    assert [path.stem for path in pictures] == ["goodput", "hits", "itl", "ttft"]
+    assert all(path.read_bytes().startswith(PNG) and path.stat().st_size > 5_000 for path in pictures)
+
+
+def test_the_knee_is_where_the_best_baseline_just_keeps_the_target(trace):
+    done = run("replay", trace, "--workers", 1, "--policy", "mooncake", "--loads", "knee,overload", "--slo-ttft", 1)
+
+    assert done.exit_code == 0, done.output
+    assert "knee:" in done.output
+    assert "overload:" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--policy", "nobody"], "no policy"),
+        (["--loads", "much"], "neither a positive number"),
+        (["--loads", "-1"], "neither a positive number"),
+        (["--prefill", "2"], "needs both"),
+        (["--workers", "0"], "needs workers"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_words(trace, arguments, says):
+    done = run("replay", trace, *arguments)
+
+    assert done.exit_code == 2
+    assert says in done.output
+
+
+def test_a_file_that_is_no_trace_is_refused_in_words(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text("nothing\n")
+
+    done = run("replay", path)
+    assert done.exit_code == 2
+    assert "line 1" in done.output
+
+
+def test_baton_finds_the_command_by_its_entry_point(tmp_path):
+    installed = tmp_path / "another-1.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: another\nVersion: 1\n")
+    (installed / "entry_points.txt").write_text("[baton.commands]\nanother = replay.cli:app\n")
+    code = "import sys; from services.launcher.cli import main; main()"
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+
+    def said(*arguments):
+        command = [sys.executable, "-c", code, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
+
+    assert "another" in said("--help")
+    assert "mooncake" in said("another", "policies")

@@ -1,0 +1,156 @@
+"""Each baseline chooses as its publication says, on an example made by hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from replay.legs import Flight
+from replay.policies.dynamo import DynamoKvCost
+from replay.policies.llm_d import LlmDScorer
+from replay.policies.mooncake import MooncakeConductor
+from replay.policies.sglang import Knobs, SglangCacheAware
+from replay.policies.simple import LeastLoaded, PowerOfTwo, RandomChoice, RoundRobin
+from replay.simworker import MODEL
+from replay.traces import Request
+from replay.world import Shape
+from services.router.core.placement import Need, Placed, Refused
+from shared.contracts.kv_events import KvEvent, KvEventBatch, KvEventKind, pack_hashes
+from tests.fleet_builders import load
+from tests.replay_worlds import around, world
+
+
+@pytest.fixture
+def of():
+    made = world(Shape(both=3))
+    made.ledger.arrives(Flight(0, Request(0.0, (1, 2, 3, 4), 2100, 1), (11, 12, 13, 14)))
+    return made
+
+
+@pytest.fixture
+def ids(of):
+    return list(of.workers)
+
+
+def need(tokens: int = 2100, hashes=(11, 12, 13, 14)) -> Need:
+    return Need(model=MODEL, prompt_tokens=tokens, hashes=hashes)
+
+
+def holds(of, worker_id, hashes):
+    events = [KvEvent(kind=KvEventKind.STORED, hashes=pack_hashes(hashes))]
+    of.fleet.index.apply(KvEventBatch(worker_id=worker_id, epoch=1, seq=1, events=events))
+
+
+def chosen(policy, needed=None):
+    placed = policy.place(needed or need(), 1.0)
+    assert isinstance(placed, Placed)
+    return placed.decode.record.worker_id
+
+
+def test_random_takes_everybody_sooner_or_later(of, ids):
+    policy = RandomChoice(around(of))
+
+    assert {chosen(policy) for _ in range(50)} == set(ids)
+
+
+def test_round_robin_goes_round(of, ids):
+    policy = RoundRobin(around(of))
+
+    assert [chosen(policy) for _ in range(4)] == [*ids, ids[0]]
+
+
+def test_the_least_loaded_has_the_fewest_requests_in_flight(of, ids):
+    for worker_id, requests in zip(ids, (3, 1, 2), strict=True):
+        of.ledger.active[worker_id].requests = requests
+
+    assert chosen(LeastLoaded(around(of))) == ids[1]
+
+
+def test_of_two_random_workers_the_less_loaded_is_taken(of, ids):
+    for worker_id, requests in zip(ids, (9, 5, 1), strict=True):
+        of.ledger.active[worker_id].requests = requests
+    policy = PowerOfTwo(around(of))
+    counts = Counter(chosen(policy) for _ in range(300))
+
+    assert counts[ids[0]] == 0  # whoever it is compared with has less
+    assert 60 < counts[ids[1]] < 140  # a third: only against the first
+    assert 160 < counts[ids[2]] < 240
+
+
+def test_dynamos_cost_adds_prefill_blocks_without_overlap_and_decode_blocks(of, ids):
+    holds(of, ids[0], [11, 12, 13])
+    of.ledger.active[ids[0]].context_tokens = 512 * 4  # 5 - 3 + 4 + 5 = 11 blocks
+    of.ledger.active[ids[1]].prefill_tokens = 512 * 2  # 2 + 5 + 5 = 12 blocks
+    of.ledger.active[ids[2]].context_tokens = 512 * 3  # 5 + 3 + 5 = 13 blocks
+
+    assert chosen(DynamoKvCost(around(of))) == ids[0]
+    assert chosen(DynamoKvCost(around(of), credit=0.5)) == ids[1]
+
+
+def test_llm_ds_scores_are_weighed(of, ids):
+    holds(of, ids[0], [11, 12])
+    reports = [(4, 80), (0, 40), (2, 0)]  # waiting, blocks used of 100
+    for worker_id, (waiting, used) in zip(ids, reports, strict=True):
+        of.fleet.cluster.report(load(worker_id, waiting=waiting, kv_blocks_used=used, kv_blocks_total=100), 0.5)
+
+    assert chosen(LlmDScorer(around(of))) == ids[1]  # 3*.5+2*0+2*.2 = 1.9; 0+2*1+2*.6 = 3.2; 0+2*.5+2*1 = 3.0
+    assert chosen(LlmDScorer(around(of), prefix=10.0)) == ids[0]
+    assert chosen(LlmDScorer(around(of), prefix=0.0, queue=0.0)) == ids[2]
+
+
+def test_sglang_follows_its_tree_unless_the_load_is_out_of_balance(of, ids):
+    policy = SglangCacheAware(around(of), Knobs(balance_abs=4, balance_rel=1.5))
+    first = chosen(policy)
+
+    assert chosen(policy) == first
+    of.ledger.active[first].requests = 5
+    assert chosen(policy) != first
+
+
+def test_sglang_sends_a_prompt_that_matches_too_little_to_the_least_loaded(of, ids):
+    policy = SglangCacheAware(around(of))
+    of.ledger.active[ids[0]].requests = of.ledger.active[ids[2]].requests = 1
+    assert chosen(policy) == ids[1]
+    of.ledger.active[ids[1]].requests = 2
+    of.ledger.active[ids[2]].requests = 0
+
+    assert chosen(policy, need(2100, (11, 99, 98, 97))) == ids[2]  # a quarter of it is less than 0.3
+    assert chosen(policy, need(2100, (11, 12, 98, 97))) == ids[1]
+
+
+def test_sglang_with_kv_events_takes_the_largest_overlap_then_the_less_loaded(of, ids):
+    holds(of, ids[0], [11, 12])
+    holds(of, ids[2], [11, 12])
+    of.ledger.active[ids[0]].requests = 1
+
+    assert chosen(SglangCacheAware(around(of), Knobs(exact=True))) == ids[2]
+
+
+def test_mooncake_takes_the_least_time_to_the_first_token_and_fetches_a_longer_prefix(of, ids):
+    holds(of, ids[0], [11, 12, 13, 14])
+    of.ledger.active[ids[0]].prefill_s = 2.0
+    of.ledger.active[ids[1]].prefill_s = 0.5
+    placed = MooncakeConductor(around(of)).place(need(), 1.0)
+
+    assert placed.decode.record.worker_id == ids[2]
+    assert [(source.worker_id, source.first, source.end) for source in placed.sources] == [(ids[0], 0, 4)]
+    assert (placed.cached_tokens, placed.fetched_tokens, placed.uncached_tokens) == (0, 2048, 52)
+
+
+def test_mooncake_computes_what_is_not_longer_by_the_threshold(of, ids):
+    holds(of, ids[0], [11, 12, 13, 14])
+    holds(of, ids[1], [11, 12, 13])
+    of.ledger.active[ids[0]].prefill_s = of.ledger.active[ids[2]].prefill_s = 2.0
+
+    assert MooncakeConductor(around(of), threshold=1.2).place(need(), 1.0).sources
+    assert MooncakeConductor(around(of), threshold=1.5).place(need(), 1.0).sources == ()
+
+
+def test_mooncake_refuses_what_would_miss_the_target_if_it_is_told_to(of, ids):
+    of.fleet.placer = MooncakeConductor(around(of), rejecting=True)
+    assert isinstance(of.fleet.placer.place(need(), 1.0), Placed)
+    for worker_id in ids:
+        of.ledger.active[worker_id].prefill_s = 6.0
+
+    assert isinstance(of.fleet.placer.place(need(), 1.0), Refused)

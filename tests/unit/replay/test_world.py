@@ -1,0 +1,118 @@
+"""The replay itself: nothing is lost, nothing is invented, and the seed decides."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from replay.knowledge import NETWORK_S
+from replay.legs import Flight
+from replay.oracle import Oracle
+from replay.policies.names import BASELINES
+from replay.traces import Request
+from replay.world import Shape, World
+from services.router.core.admission import AdmissionPolicy
+from services.router.core.prefix_index import IndexState
+from services.router.core.targets import Targets
+from tests.replay_worlds import PROFILE, conversations, with_baseline, world
+
+SHAPES = [Shape(both=3), Shape(prefill=2, decode=2), Shape(both=1, prefill=1, decode=1)]
+
+
+def outcome(flights: list[Flight]) -> list[tuple[float | None, float | None, int, int]]:
+    return [(one.first_token_at, one.finished_at, one.cached_tokens, one.fetched_tokens) for one in flights]
+
+
+def made(name: str, shape: Shape) -> World:
+    of = world(shape)
+    if name == "oracle":
+        of.fleet.placer = Oracle(of)
+    elif name == "baton-waiting":
+        of.admit(AdmissionPolicy())
+    elif name != "baton":
+        with_baseline(of, name)
+    return of
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["both", "apart", "mixed"])
+@pytest.mark.parametrize("name", ["baton", "baton-waiting", "oracle", *BASELINES])
+def test_every_request_ends_once_and_all_blocks_come_back(name, shape):
+    of = made(name, shape)
+    requests = conversations(60)
+    flights = of.run(requests)
+
+    assert [flight.request for flight in flights] == requests
+    for flight in flights:
+        assert (flight.finished_at is None) == (flight.refused_at is not None)
+        if flight.finished_at is not None:
+            assert flight.request.at_s + NETWORK_S < flight.first_token_at <= flight.finished_at
+            assert 0 <= flight.cached_tokens + flight.fetched_tokens < flight.request.input_tokens
+    for worker in of.workers.values():
+        engine = worker.engine
+        assert worker.legs == engine.queued == len(engine.running) == engine.waiting_tokens == 0
+        assert engine.pool.free == engine.pool.blocks
+        assert engine.pool.holders == {}
+
+
+@pytest.mark.parametrize("name", ["baton", "baton-waiting", "random", "power-of-two", "sglang", "oracle"])
+def test_the_same_seed_gives_the_same_run(name):
+    first, second = (outcome(made(name, Shape(both=3)).run(conversations(50))) for _ in range(2))
+
+    assert first == second
+
+
+def test_another_seed_gives_another_run():
+    runs = [outcome(with_baseline(world(), "random", seed).run(conversations(50))) for seed in (1, 2)]
+
+    assert runs[0] != runs[1]
+
+
+def test_the_routers_index_knows_exactly_what_the_engines_hold():
+    of = with_baseline(world(), "round-robin")
+    of.run(conversations(60))
+    of._knowledge.catch_up(1e9)
+
+    for worker in of.workers.values():
+        held = [*worker.engine.pool.free_named]
+        assert held
+        assert of.fleet.index.state(worker.worker_id) is IndexState.EXACT
+        assert all(of.fleet.index.match([name]).get(worker.worker_id) == 1 for name in held)
+
+
+def test_a_lone_request_takes_what_the_law_says():
+    of = with_baseline(world(Shape(both=1)), "random")
+    (flight,) = of.run([Request(0.0, (1, 2), 1400, 11)])
+    step_s = PROFILE.decode_base_s + 1405.5 * PROFILE.decode_per_context_token_s
+
+    assert flight.ttft_s == pytest.approx(PROFILE.prompt_s(1400, 0) + 2 * NETWORK_S)
+    assert flight.tpot_s == pytest.approx(step_s, rel=1e-3)
+
+
+def test_a_prompt_seen_before_is_computed_behind_what_is_cached():
+    of = with_baseline(world(Shape(both=1)), "random")
+    _first, second = of.run([Request(0.0, (1, 2), 1400, 3), Request(5.0, (1, 2), 1400, 3)])
+
+    assert second.cached_tokens == 1024
+    assert second.ttft_s == pytest.approx(PROFILE.prompt_s(1400, 1024) + 2 * NETWORK_S)
+
+
+def test_a_handoff_that_is_streamed_takes_hardly_longer_than_the_prompt():
+    of = with_baseline(world(Shape(prefill=1, decode=1)), "random")
+    (flight,) = of.run([Request(0.0, tuple(range(12)), 6300, 3)])
+
+    assert flight.placed is not None
+    assert flight.placed.streamed
+    assert 0.0 < flight.ttft_s - PROFILE.prompt_s(6300, 0) < 0.05
+
+
+def test_what_cannot_be_served_in_time_waits_at_the_router_and_is_refused():
+    of = world(Shape(both=1))
+    of.targets = Targets(ttft_s=1.0)
+    of.admit(AdmissionPolicy())
+    flights = of.run([Request(number / 100, (), 9000, 5) for number in range(60)])
+
+    refused = [flight for flight in flights if flight.refused_at is not None]
+    assert 10 < len(refused) < 60
+    # Six of them, of half a second each, before the engine is known to be as fast as that: nobody waits for thirty.
+    assert all(flight.ttft_s < 4.0 for flight in flights if flight.finished_at is not None)
