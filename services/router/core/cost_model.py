@@ -89,13 +89,16 @@ def tokens_out_believed(asked: int) -> int:
     return min(asked or TOKENS_OUT_UNKNOWN, TOKENS_OUT_COUNTED_MAX)
 
 
-def step_s(n: Value, joining: int = 0, context_tokens: int = 0) -> Value:
-    """One decode step of the batch as it is, with so many more requests and tokens in it."""
-    return (
-        n[t.DECODE_BASE_S]
-        + n[t.DECODE_S_PER_REQUEST] * (n[t.DECODING] + joining)
-        + n[t.DECODE_S_PER_CONTEXT_TOKEN] * (n[t.CONTEXT_TOKENS] + context_tokens)
-    )
+class Pace(NamedTuple):
+    """How a worker's batch goes on."""
+
+    between_s: Value
+    """What the decodes that share its steps add to each prompt token."""
+    itl_s: Value
+    more_s: Value
+    """By how much this request slows each step."""
+    minding: Value
+    """Requests that decode there and mind that it comes."""
 
 
 def work_s(n: Value, computed: Value, cached: Value) -> Value:
@@ -104,63 +107,57 @@ def work_s(n: Value, computed: Value, cached: Value) -> Value:
     return n[t.PREFILL_BASE_S] + n[t.PREFILL_S_PER_TOKEN] * computed + n[t.PREFILL_S_PER_PAIR] * pairs
 
 
-def computing(n: Value, prompt: Prompt, held: Value, reachable: Value, do: Arithmetic) -> Computing:
+def pace(n: Value, prompt: Prompt, do: Arithmetic) -> Pace:
+    """How the batch goes on with this request in it."""
+    tokens = prompt.tokens + prompt.tokens_out // 2
+    more_s = n[t.DECODE_S_PER_REQUEST] + n[t.DECODE_S_PER_CONTEXT_TOKEN] * tokens
+    decoding = n[t.DECODING]
+    step_s = (
+        n[t.DECODE_BASE_S]
+        + n[t.DECODE_S_PER_REQUEST] * decoding
+        + n[t.DECODE_S_PER_CONTEXT_TOKEN] * n[t.CONTEXT_TOKENS]
+    )
+    itl_s = (step_s + more_s) / (1.0 - do.least(n[t.BUSY], BUSY_MAX))
+    minding = do.choose(itl_s > prompt.itl_target_s, decoding * n[t.ANSWERS], 0.0)
+    between_s = do.choose(decoding > 0, step_s, 0.0) / n[t.STEP_TOKENS]
+    return Pace(between_s, itl_s, more_s, minding)
+
+
+def computing(n: Value, prompt: Prompt, held: Value, reachable: Value, going: Pace, do: Arithmetic) -> Computing:
     """For a worker that holds ``held`` of the prompt's tokens and could have ``reachable`` with what another holds.
 
     It fetches if that ends sooner.
     """
-    between = do.choose(n[t.DECODING] > 0, step_s(n), 0.0) / n[t.STEP_TOKENS]
-    queue_s = n[t.WAITING_TOKENS] * (n[t.PREFILL_S_PER_TOKEN] + between)
-    alone_s = work_s(n, prompt.tokens - held, held)
-    missing = reachable - held
-    reading_s = n[t.TRANSFER_BASE_S] + n[t.TRANSFER_S_PER_TOKEN] * missing
-    rest_s = work_s(n, prompt.tokens - reachable, reachable)
-    worth = (missing > 0) & (reading_s + rest_s < alone_s)
-    fetched = do.choose(worth, missing, 0)
-    own_s = do.choose(worth, rest_s, alone_s)
+    own_s, fetched, fetch_s = work_s(n, prompt.tokens - held, held), held - held, 0.0
+    if reachable is not held:
+        missing = reachable - held
+        reading_s = n[t.TRANSFER_BASE_S] + n[t.TRANSFER_S_PER_TOKEN] * missing
+        rest_s = work_s(n, prompt.tokens - reachable, reachable)
+        worth = (missing > 0) & (reading_s + rest_s < own_s)
+        own_s = do.choose(worth, rest_s, own_s)
+        fetched = do.choose(worth, missing, 0)
+        fetch_s = do.choose(worth, reading_s, 0.0)
     computed = prompt.tokens - held - fetched
-    return Computing(
-        held,
-        fetched,
-        computed,
-        queue_s,
-        do.choose(worth, reading_s, 0.0),
-        own_s + computed * between,
-        own_s * disturbed(n, prompt, do),
-    )
+    queue_s = n[t.WAITING_TOKENS] * (n[t.PREFILL_S_PER_TOKEN] + going.between_s)
+    prefill_s = own_s + computed * going.between_s
+    return Computing(held, fetched, computed, queue_s, fetch_s, prefill_s, own_s * going.minding)
 
 
-def between_tokens_s(n: Value, prompt: Prompt, do: Arithmetic) -> Value:
-    """In the batch that it joins, of an engine that also computes prompts."""
-    step = step_s(n, 1, prompt.tokens + prompt.tokens_out // 2)
-    return step / (1.0 - do.least(n[t.BUSY], BUSY_MAX))
-
-
-def disturbed(n: Value, prompt: Prompt, do: Arithmetic) -> Value:
-    """How many requests decode there and mind that it comes."""
-    minds = between_tokens_s(n, prompt, do) > prompt.itl_target_s
-    return do.choose(minds, n[t.DECODING] * n[t.ANSWERS], 0.0)
-
-
-def answering(n: Value, prompt: Prompt, held: Value, do: Arithmetic) -> Answering:
+def answering(n: Value, prompt: Prompt, held: Value, going: Pace, do: Arithmetic) -> Answering:
     """For a worker that holds ``held`` tokens already. Where there is no room, others have to end first."""
     missing = prompt.tokens - held
     exposed = do.least(missing, n[t.STEP_TOKENS]) if prompt.streams else missing
-    handoff_s = n[t.TRANSFER_BASE_S] + n[t.TRANSFER_S_PER_TOKEN] * exposed
-    queue_s = n[t.WAITING_TOKENS] * n[t.PREFILL_S_PER_TOKEN]
-    context = prompt.tokens + prompt.tokens_out // 2
-    itl_s = between_tokens_s(n, prompt, do)
-    decode_s = prompt.tokens_out * itl_s
-    crowded = n[t.ROOM_TOKENS] < prompt.tokens + prompt.tokens_out
-    slower_s = n[t.DECODE_S_PER_REQUEST] + n[t.DECODE_S_PER_CONTEXT_TOKEN] * context
+    out = prompt.tokens_out
+    decode_s = out * going.itl_s
+    crowded = n[t.ROOM_TOKENS] < prompt.tokens + out
     return Answering(
-        handoff_s,
-        queue_s,
+        n[t.TRANSFER_BASE_S] + n[t.TRANSFER_S_PER_TOKEN] * exposed,
+        n[t.WAITING_TOKENS] * n[t.PREFILL_S_PER_TOKEN],
         do.choose(crowded, decode_s, 0.0),
         decode_s,
-        prompt.tokens_out * do.least(itl_s, prompt.itl_target_s),
-        itl_s,
-        prompt.tokens_out * slower_s * disturbed(n, prompt, do),
+        out * do.least(going.itl_s, prompt.itl_target_s),
+        going.itl_s,
+        out * going.more_s * going.minding,
     )
 
 
@@ -177,3 +174,11 @@ def cost(one: Computing, two: Answering) -> Cost:
     prefill_s = one.ttft_s() + one.others_s
     answer_s = two.room_s + two.decode_s - two.within_s + two.others_s
     return Cost(prefill_s, two.handoff_s + two.queue_s + answer_s, prefill_s + answer_s)
+
+
+def weigh(n: Value, prompt: Prompt, held: Value, reachable: Value, do: Arithmetic) -> tuple[Computing, Answering, Cost]:
+    """All that is predicted of this request there; ``reachable is held`` says that nobody can help."""
+    going = pace(n, prompt, do)
+    one = computing(n, prompt, held, reachable, going, do)
+    two = answering(n, prompt, held, going, do)
+    return one, two, cost(one, two)

@@ -62,6 +62,8 @@ class Holders:
 
     def reachable(self, on: tuple[t.Ints, t.Ints, t.Floats], held: t.Ints, able: t.Bools, prompt_tokens: int) -> t.Ints:
         """``reachable_by`` of many: rows, groups and block sizes; only those that are ``able`` can be helped."""
+        if not self._ranked:
+            return held
         rows, groups, block_sizes = on
         most = np.zeros(len(rows), dtype=np.int64)
         for group, ranked in self._ranked.items():

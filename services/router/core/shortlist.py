@@ -50,9 +50,7 @@ def shortlist(
     held = holders.held(rows, n[t.BLOCK_SIZE], prompt.tokens)
     on = (rows, groups, n[t.BLOCK_SIZE])
     reachable = holders.reachable(on, held, table.flags[t.EXCHANGES, rows], prompt.tokens)
-    one = cost_model.computing(n, prompt, held, reachable, ARRAYS)
-    two = cost_model.answering(n, prompt, held, ARRAYS)
-    costs = cost_model.cost(one, two)
+    one, two, costs = cost_model.weigh(n, prompt, held, reachable, ARRAYS)
     late = np.where(one.ttft_s() > targets_s[0], NEVER_S, 0.0)
     slow = np.where(two.itl_s > targets_s[1], NEVER_S, 0.0)
     prefills, decodes = table.flags[t.PREFILLS, rows], table.flags[t.DECODES, rows]

@@ -85,6 +85,8 @@ class Line:
         self.tenants: dict[str, list[Ticket]] = {}
         self.count = 0
         self.work_s = 0.0
+        self._work_of: dict[str, float] = {}
+        """Of each tenant, in seconds."""
 
     def add(self, ticket: Ticket) -> None:
         """One more waits."""
@@ -93,6 +95,7 @@ class Line:
         self.share.enter(tenant)
         self.count += 1
         self.work_s += ticket.work_s
+        self._work_of[tenant] = self._work_of.get(tenant, 0.0) + ticket.work_s
         self.lane.added(ticket)
         ticket.waiting = True
 
@@ -101,8 +104,9 @@ class Line:
         tenant = ticket.need.tenant
         queue = self.tenants[tenant]
         del queue[bisect_left(queue, ticket.key(), key=Ticket.key)]
+        self._work_of[tenant] -= ticket.work_s
         if not queue:
-            del self.tenants[tenant]
+            del self.tenants[tenant], self._work_of[tenant]
         self.share.leave(tenant)
         self.count -= 1
         self.work_s = self.work_s - ticket.work_s if self.count else 0.0
@@ -140,12 +144,13 @@ class Line:
     def work_before_s(self, ticket: Ticket) -> float:
         """Of those that will be served before it: its tenant's own, and of others' as much as shares allow."""
         tenant = ticket.need.tenant
-        queue = self.tenants.get(tenant, [])
-        own_s = sum([earlier.work_s for earlier in queue[: bisect_left(queue, ticket.key(), key=Ticket.key)]])
+        queue, all_s = self.tenants.get(tenant, []), self._work_of.get(tenant, 0.0)
+        later = queue[bisect_left(queue, ticket.key(), key=Ticket.key) :]
+        own_s = all_s - sum([one.work_s for one in later])
         weight, weights = self.share.weight(tenant), self.share.weight_waiting()
         if not queue:
             weights += weight
-        others_s = self.work_s - sum([one.work_s for one in queue])
+        others_s = self.work_s - all_s
         return own_s + min(others_s, own_s * (weights / weight - 1.0))
 
 

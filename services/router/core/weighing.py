@@ -137,7 +137,5 @@ class Weighing:
             held = reach = holders.held_by(row, int(numbers[t.BLOCK_SIZE]), prompt.tokens)
             if table.flags[t.EXCHANGES, row]:
                 reach = holders.reachable_by(view, option.group, held, prompt.tokens)
-            option.computing = cost_model.computing(numbers, prompt, held, reach, SINGLE)
-            option.answering = cost_model.answering(numbers, prompt, held, SINGLE)
-            option.cost = cost_model.cost(option.computing, option.answering)
+            option.computing, option.answering, option.cost = cost_model.weigh(numbers, prompt, held, reach, SINGLE)
             self.options.append(option)
