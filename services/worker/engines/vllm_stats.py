@@ -41,19 +41,17 @@ class SourceTap:
         """``processor.process_outputs``, with this tap in front of it."""
         process = processor.process_outputs
 
-        def process_outputs(outputs: list[Any], *args: Any, **options: Any) -> Any:
+        def process_outputs(outputs: list[Any], made_at: float | None = None, *args: Any, **options: Any) -> Any:
+            self._steps.results(outputs, made_at or 0.0)
             for output in outputs:
                 if output.prefill_stats is not None and (state := processor.request_states.get(output.request_id)):
                     owner = state.parent_req or state
                     self._note(owner.external_req_id, output.prefill_stats)
-            return process(outputs, *args, **options)
+            return process(outputs, made_at, *args, **options)
 
         return process_outputs
 
     def _note(self, request_id: str, stats: Any) -> None:
-        self._steps.prompt_computed(
-            stats.num_computed_tokens, stats.num_local_cached_tokens + stats.num_external_cached_tokens
-        )
         if len(self._by_request) >= SOURCES_MAX:
             self._by_request.pop(next(iter(self._by_request)))
         self._by_request[request_id] = PromptSources(

@@ -10,60 +10,97 @@ import pytest
 from services.worker.engines.vllm_steps import NoIterations, StepMeter
 
 
-def step(took_s, *, prompts=0, decoding=0, usage=0.0, is_dummy=False):
-    details = SimpleNamespace(
-        elapsed_ms=took_s * 1000,
-        num_ctx_tokens=prompts,
-        num_generation_requests=decoding,
-        is_dummy=is_dummy,
-    )
-    return SimpleNamespace(iteration_details=details, kv_cache_usage=usage)
+def step(meter: StepMeter, now: float, *, prompts=0, decoding=0, left=1, usage=0.0, is_dummy=False) -> None:
+    """One that is over; ``left`` requests still run after it."""
+    details = SimpleNamespace(num_ctx_tokens=prompts, num_generation_requests=decoding, is_dummy=is_dummy)
+    meter.step(SimpleNamespace(iteration_details=details, kv_cache_usage=usage, num_running_reqs=left), now)
 
 
-def test_steps_are_added_up():
+def first_token(meter: StepMeter, made_at: float, scheduled_at: float, *, computed=100, cached=0) -> None:
+    """It came out of the step that ended then."""
+    stats = SimpleNamespace(num_computed_tokens=computed, num_local_cached_tokens=cached, num_external_cached_tokens=0)
+    events = [
+        SimpleNamespace(type=SimpleNamespace(name=name), timestamp=at)
+        for name, at in (("QUEUED", scheduled_at - 1.0), ("SCHEDULED", scheduled_at))
+    ]
+    meter.results([SimpleNamespace(prefill_stats=stats, events=events)], made_at)
+
+
+def test_an_idle_engines_first_step_takes_from_when_its_first_request_was_scheduled():
+    meter = StepMeter()
+    first_token(meter, 10.25, 10.0)
+    step(meter, 10.3, prompts=100, left=0)
+    first_token(meter, 20.5, 20.0)
+    step(meter, 20.6, prompts=200, left=0)
+
+    assert meter.totals().seconds == pytest.approx(0.25 + 0.5)
+    assert (meter.totals().prefill_steps, meter.totals().prefill_tokens) == (2, 300)
+
+
+def test_an_engine_that_goes_on_has_no_pause_between_steps():
     meter = StepMeter()
     meter.tokens_per_use = 10_000
-    meter.step(step(0.1, prompts=512), 1.1)
-    meter.step(step(0.2, prompts=100, decoding=3, usage=0.05), 5.0)
-    meter.step(step(0.05, decoding=4, usage=0.06), 9.0)
+    first_token(meter, 1.2, 1.0)
+    step(meter, 1.2, prompts=100)
+    for number in range(1, 11):
+        meter.results([SimpleNamespace(prefill_stats=None, events=None)], 1.2 + number * 0.06)
+        step(meter, 1.21 + number * 0.06, decoding=2, usage=0.05, left=2)
 
     totals = meter.totals()
-    assert totals.seconds == pytest.approx(0.1 + 0.2 + 0.05)
-    assert (totals.prefill_steps, totals.prefill_tokens) == (2, 612)
-    assert (totals.decode_steps, totals.decode_requests) == (2, 7)
-    assert totals.decode_context_tokens == 500 + 600
+    assert totals.seconds == pytest.approx(0.2 + 10 * 0.06)
+    assert (totals.decode_steps, totals.decode_requests, totals.decode_context_tokens) == (10, 20, 5000)
 
 
-def test_what_lies_between_steps_without_a_pause_is_part_of_them():
+def test_steps_in_the_middle_of_a_prompt_end_when_they_are_told_of():
     meter = StepMeter()
-    for number in range(1, 11):
-        meter.step(step(0.05, decoding=1), 1.0 + number * 0.06)
+    first_token(meter, 1.2, 1.0)
+    step(meter, 1.2, prompts=100)
+    step(meter, 1.5, prompts=2048)
+    step(meter, 1.8, prompts=2048)
+    first_token(meter, 1.9, 1.2, computed=5000)
+    step(meter, 1.95, prompts=904)
 
-    assert meter.totals().seconds == pytest.approx(0.05 + 9 * 0.06)
+    totals = meter.totals()
+    assert totals.seconds == pytest.approx(0.9)
+    assert totals.prefill_tokens == 100 + 5000
+
+
+def test_a_step_whose_begin_is_not_known_does_not_count():
+    meter = StepMeter()
+    step(meter, 1.5, prompts=2048)
+    assert meter.totals() is None
+
+    first_token(meter, 1.9, 1.2, computed=3000)
+    step(meter, 1.95, prompts=952)
+    assert meter.totals().seconds == pytest.approx(0.4)
+    assert meter.totals().prefill_tokens == 952
 
 
 def test_idle_time_is_no_part_of_a_step():
     meter = StepMeter()
-    for number in range(1, 11):
-        meter.step(step(0.05, decoding=1), number * 3.0)
+    for at in (10.0, 50.0, 90.0):
+        first_token(meter, at + 0.1, at)
+        step(meter, at + 0.1, prompts=100)
+        meter.results([SimpleNamespace(prefill_stats=None, events=None)], at + 0.15)
+        step(meter, at + 0.15, decoding=1, left=0)
 
-    assert meter.totals().seconds == pytest.approx(10 * 0.05)
+    assert meter.totals().seconds == pytest.approx(3 * 0.15)
 
 
 def test_a_prompts_pairs_count_with_the_step_of_its_first_token():
     meter = StepMeter()
-    meter.step(step(0.1, prompts=2048), 1.0)
-    meter.prompt_computed(3000, 1000)
-    meter.step(step(0.1, prompts=952), 2.0)
-    meter.step(step(0.1, decoding=1), 3.0)
+    first_token(meter, 1.2, 1.0, computed=3000, cached=1000)
+    step(meter, 1.2, prompts=3000)
+    meter.results([SimpleNamespace(prefill_stats=None, events=None)], 1.3)
+    step(meter, 1.3, decoding=1)
 
     assert meter.totals().prefill_pairs == 3000 * (1000 + 1500)
 
 
 def test_steps_that_compute_nothing_do_not_count():
     meter = StepMeter()
-    meter.step(step(0.1, is_dummy=True), 1.0)
-    meter.step(SimpleNamespace(iteration_details=None, kv_cache_usage=0.5), 2.0)
+    step(meter, 1.0, is_dummy=True)
+    meter.step(SimpleNamespace(iteration_details=None, kv_cache_usage=0.5, num_running_reqs=1), 2.0)
 
     assert meter.totals() is None
 
