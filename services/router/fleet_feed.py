@@ -29,6 +29,7 @@ class FleetFeed:
         self._inbox = parts.inbox
         self._measures = parts.measures
         self._room = parts.room
+        self._reservations = parts.reservations
         self._prompts = parts.prompts
         self._kv = kv
 
@@ -73,7 +74,7 @@ class FleetFeed:
     def _on_load(self, load: LoadReport, _envelope: Envelope) -> None:
         self._fleet.cluster.report(load, self._clock.now())
         self._measures.load(load)
-        self._room.ring()
+        self._room.ring(self._reservations.book.lag_s())
         if load.digest is not None:
             self._kv.check(load.worker_id, load.epoch, load.digest)
 

@@ -75,10 +75,10 @@ class WaitingRoom:
             self._admission.withdraw(ticket)
             self._metrics.waited(self._now() - begun)
 
-    def ring(self) -> None:
-        """Something has changed."""
+    def ring(self, lag_s: float = 0.0) -> None:
+        """Something has changed. What all routers hear of at once is looked at ``lag_s`` later."""
         if self._waiting:
-            self._wake_at(self._now())
+            self._wake_at(self._now() + lag_s)
 
     def close(self) -> None:
         """Nobody waits any more: a router that is shut down tells them to ask another."""

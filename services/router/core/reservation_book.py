@@ -6,6 +6,8 @@ within a second, and which knows better.
 
 from __future__ import annotations
 
+from zlib import crc32
+
 from shared.contracts.ids import Epoch, RouterId, WorkerId
 from shared.contracts.reservations import ANNOUNCE_S, Reservation, Reservations
 
@@ -13,6 +15,11 @@ SILENT_S_MAX = 3 * ANNOUNCE_S
 """A router that was not heard for so long is gone."""
 ROUTERS_MAX = 256
 """Routers that are followed; what further ones place is not known here."""
+SLOT_S = 0.008
+"""By then a reservation has arrived everywhere."""
+SLOTS_EACH = 2
+"""Instants to act at for each router: with more of them, fewer act at the same."""
+SLOTS_MAX = 12
 WORKERS_MAX = 4096
 """Workers in one message; what is placed on further ones is not told."""
 
@@ -25,6 +32,7 @@ class ReservationBook:
         """Nobody would listen: nothing need be noted."""
         self._router_id = router_id
         self._seq = 0
+        self._lags = 0
         self._untold: dict[tuple[WorkerId, Epoch], tuple[int, int, int]] = {}
         self._others: dict[RouterId, tuple[int, float]] = {}
         """Number of the newest message, and when it came."""
@@ -71,6 +79,16 @@ class ReservationBook:
     def knows(self, router_id: RouterId) -> bool:
         """Whether that router was heard before, or is this one."""
         return router_id == self._router_id or router_id in self._others
+
+    def lag_s(self) -> float:
+        """When to act on news that all routers hear at once, such as that a worker has room: each at another time, and
+        at another one each time, so that those who act later know of those who did.
+        """
+        if self.alone:
+            return 0.0
+        self._lags += 1
+        slots = min(SLOTS_MAX, SLOTS_EACH * (len(self._others) + 1))
+        return SLOT_S * (crc32(f"{self._router_id} {self._lags}".encode()) % slots)
 
     def forget_silent(self, now: float) -> None:
         """Routers end without a word."""

@@ -56,6 +56,10 @@ class Replicas:
         exchange.upload.complete = True
         self._asked.append(asyncio.ensure_future(router.edge.serve(exchange)))
 
+    async def answered(self) -> None:
+        """Until all requests have their answers."""
+        await asyncio.gather(*self._asked)
+
     def legs(self) -> list[int]:
         """Legs of each worker so far."""
         return [len(worker.started) for worker in self.workers]

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from services.router.core.reservation_book import ROUTERS_MAX, SILENT_S_MAX, WORKERS_MAX, ReservationBook
+from services.router.core.reservation_book import (
+    ROUTERS_MAX,
+    SILENT_S_MAX,
+    SLOT_S,
+    SLOTS_EACH,
+    SLOTS_MAX,
+    WORKERS_MAX,
+    ReservationBook,
+)
 from shared.contracts.ids import Epoch, RouterId, WorkerId
 from shared.contracts.reservations import Reservation, Reservations
 
@@ -83,3 +91,29 @@ def test_neither_workers_nor_routers_are_remembered_without_end():
 
     assert len(mine.message().made) == WORKERS_MAX
     assert mine.others == ROUTERS_MAX
+
+
+def test_a_router_that_is_alone_acts_on_news_at_once():
+    assert book().lag_s() == 0.0
+
+
+def test_routers_act_on_the_same_news_at_different_instants_and_each_is_the_first_at_times():
+    routers = [ReservationBook(RouterId(f"r{number}")) for number in range(3)]
+    for mine in routers:
+        for number in range(3):
+            mine.hear(told(1, router=f"r{number}"), now=0.0)
+
+    rounds = [[mine.lag_s() for mine in routers] for _ in range(200)]
+
+    assert {lag for lags in rounds for lag in lags} == {SLOT_S * slot for slot in range(3 * SLOTS_EACH)}
+    firsts = [[lags[number] == min(lags) for lags in rounds].count(True) for number in range(3)]
+    assert min(firsts) > 200 / 3 / 2
+    assert sum(min(lags) < sorted(lags)[1] for lags in rounds) > 200 / 2
+
+
+def test_nobody_waits_long_however_many_routers_there_are():
+    mine = book()
+    for number in range(50):
+        mine.hear(told(1, router=f"other-{number}"), now=0.0)
+
+    assert max(mine.lag_s() for _ in range(1000)) < SLOT_S * SLOTS_MAX
