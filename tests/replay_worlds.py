@@ -12,6 +12,7 @@ from replay.traces import Request
 from replay.world import Shape, World
 
 PROFILE = Profile(kv_blocks=60, max_num_seqs=16, prefill_tokens_per_s=20_000.0)
+THREE = Shape(both=3)
 
 
 def conversations(count: int, *, seed: int = 1, per_s: float = 4.0) -> list[Request]:
@@ -44,7 +45,7 @@ def write_mooncake(path, requests):
     return path
 
 
-def world(shape: Shape = Shape(both=3), profile: Profile = PROFILE) -> World:
+def world(shape: Shape = THREE, profile: Profile = PROFILE) -> World:
     return World(shape, profile)
 
 
