@@ -17,9 +17,9 @@ from shared.contracts.decisions import Candidate, Decision, TtftParts
 from shared.contracts.ids import DecisionId, RequestId, RouterId, is_subject_token
 from shared.contracts.kv_exchange import KvSource
 
-BASE_BYTES = 5000
+BASE_BYTES = 2500
 """About what one placement holds, apart from its candidates."""
-CANDIDATE_BYTES = 400
+CANDIDATE_BYTES = 350
 """About what it holds for each worker that it shows."""
 CANDIDATES_SHOWN_MAX = 24
 """A placement keeps the best few for each part."""
