@@ -26,7 +26,7 @@ ASKS = st.fixed_dictionaries(
         "itl_s": st.sampled_from([0.005, 0.03, float("inf")]),
         "forced": st.sampled_from([None, None, Forced(decode_worker="w1")]),
         "model": st.sampled_from(["m", "m", "other"]),
-        "ends_at": st.sampled_from([float("inf"), 9.0]),
+        "own_s": st.sampled_from([float("inf"), 9.0]),
     }
 )
 STORY = st.lists(
@@ -55,7 +55,8 @@ def test_every_request_ends_once_and_the_queue_is_bounded(story):
     offered, gone = [], set()
     for what, value in story:
         if what == "offer":
-            offered.append(engines.offer(**value))
+            fields = {name: field for name, field in value.items() if name != "own_s"}
+            offered.append(engines.offer(**fields, ends_at=engines.now + value["own_s"]))
         elif what == "wait":
             engines.run(until=engines.now + value)
         elif offered:
