@@ -192,6 +192,7 @@ def finished(flight: Flight, now: float) -> RequestFinished:
     return RequestFinished(
         request_id=flight.exchange.head.request_id,
         decision_id=flight.decision.decision_id if flight.decision is not None else DecisionId(""),
+        tenant=flight.decision.asked.tenant if flight.decision is not None else "",
         model=flight.facts.model,
         path=flight.facts.path,
         mode=mode.value,
