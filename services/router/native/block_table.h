@@ -14,7 +14,7 @@ enum {
     TIER_ROTATION_BITS = 21,
     NO_LIFE = LIVES_MAX,
     AHEAD = 12, /* look-ups whose memory is on the way at the same time */
-    CHUNK = 64, /* look-ups before it is asked whether anybody is still in */
+    CHUNK = 32, /* look-ups before it is asked whether anybody is still in */
     SWEPT_LINES_MIN = 64,
     SWEPT_LINES_PER_BLOCK = 4,
 };

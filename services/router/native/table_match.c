@@ -19,8 +19,27 @@ struct walk {
     uint64_t at, end;    /* the next block to look up, and the one to stop before */
     struct holders found[CHUNK];
     uint64_t chunk_at, chunk_end; /* which blocks `found` is of */
+    struct line *homes[2][TIERS][CHUNK]; /* of this chunk's blocks and of the next one's, in turns */
+    int turn;
     uint64_t bits[LIVES_MAX / 64 + 1];
 };
+
+static uint64_t chunk_after(const struct walk *walk, uint64_t first)
+{
+    return first + CHUNK < walk->end ? first + CHUNK : walk->end;
+}
+
+/* Begins to fetch the memory of a chunk's look-ups, all at once. */
+static void walk_fetch(struct walk *walk, uint64_t first, int turn)
+{
+    uint64_t end = chunk_after(walk, first);
+    for (int tier = 0; tier < TIERS; tier++)
+        for (uint64_t i = first; walk->table->maps[tier].block_count && i < end; i++) {
+            struct line **home = &walk->homes[turn][tier][i - first];
+            map_shard(&walk->table->maps[tier], walk->blocks[i], home);
+            __builtin_prefetch(*home);
+        }
+}
 
 static void walk_begin(struct walk *walk, struct block_table *table, const uint64_t *blocks, uint64_t first,
                        uint64_t end)
@@ -29,25 +48,22 @@ static void walk_begin(struct walk *walk, struct block_table *table, const uint6
     walk->blocks = blocks;
     walk->at = walk->chunk_at = walk->chunk_end = first;
     walk->end = end;
+    walk->turn = 0;
+    walk_fetch(walk, first, 0);
 }
 
-/* Looks the next blocks up, all of them at once, so that their memory comes at the same time. */
+/* Looks a chunk up, while the memory of the next one comes. */
 static void walk_look_up(struct walk *walk)
 {
-    uint64_t first = walk->chunk_end, end = first + CHUNK < walk->end ? first + CHUNK : walk->end;
-    struct line *homes[CHUNK];
+    uint64_t first = walk->chunk_end, end = chunk_after(walk, first);
+    walk_fetch(walk, end, !walk->turn);
     memset(walk->found, 0, (end - first) * sizeof *walk->found);
     for (int tier = 0; tier < TIERS; tier++) {
         struct block_map *map = &walk->table->maps[tier];
-        if (!map->block_count)
-            continue;
-        for (uint64_t i = first; i < end; i++) {
-            map_shard(map, walk->blocks[i], &homes[i - first]);
-            __builtin_prefetch(homes[i - first]);
-        }
-        for (uint64_t i = first; i < end; i++)
-            walk->found[i - first].in[tier] = map_get_at(map, homes[i - first], walk->blocks[i]);
+        for (uint64_t i = first; map->block_count && i < end; i++)
+            walk->found[i - first].in[tier] = map_get_at(map, walk->homes[walk->turn][tier][i - first], walk->blocks[i]);
     }
+    walk->turn = !walk->turn;
     walk->chunk_at = first;
     walk->chunk_end = end;
 }
