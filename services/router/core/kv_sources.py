@@ -91,6 +91,10 @@ class Holders:
                 sources.append(source_of(holder, first=first, end=end))
         return sources
 
+    def enough(self, tokens: int) -> bool:
+        """Whether so many are worth asking for."""
+        return tokens >= self._tokens_min
+
     def _rank(self, rows: t.Ints, groups: t.Ints) -> None:
         assert self._blocks is not None
         for group in set(groups[rows].tolist()):

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from services.router.core.cluster_view import ClusterView, exchanges_kv
 from services.router.core.considered import Considered, Seen
-from services.router.core.kv_sources import source_of
+from services.router.core.kv_sources import SOURCES_MAX, source_of
 from services.router.core.placement import Need, Placed, Policy, Refused, refuse, refuse_pair
 from services.router.core.prefix_index import PrefixIndex
 from services.router.core.request import Mode
@@ -168,26 +168,44 @@ class Choice:
     def _computed_by(self, option: Option) -> Placed:
         """What that worker does for the prompt; the rest is still to be said."""
         one, need = option.computing, self._need
+        sources = self._sources(option)
+        further = self._further(option) if one.fetched and need.forced is None else []
+        more = sum(source.end - source.first for source in further) * option.view.record.hashing.block_size
         return Placed(
             mode=Mode.AGGREGATED,
             decode=option.view,
             cached_tokens=one.cached,
-            fetched_tokens=one.fetched,
-            uncached_tokens=one.computed,
+            fetched_tokens=one.fetched + more,
+            uncached_tokens=one.computed - more,
             context_tokens=need.prompt_tokens + need.tokens_out,
-            sources=self._sources(option),
+            sources=(*sources, *further),
             predicted=TtftParts(queue_s=one.queue_s, fetch_s=one.fetch_s, prefill_s=one.prefill_s),
         )
 
-    def _sources(self, option: Option) -> tuple[KvSource, ...]:
+    def _sources(self, option: Option) -> list[KvSource]:
         forced, one, view = self._need.forced, option.computing, option.view
         if forced is not None and forced.sources is not None:
             asked = [self._cluster.workers.get(worker_id) for worker_id in forced.sources]
-            return tuple(source_of(holder) for holder in asked if holder is not None and holder is not view)
+            return [source_of(holder) for holder in asked if holder is not None and holder is not view]
         if not one.fetched:
-            return ()
+            return []
         span = (one.cached, one.cached + one.fetched)
-        return tuple(self._weighing.holders.sources(view, self._cluster.views, option.group, span))
+        return self._weighing.holders.sources(view, self._cluster.views, option.group, span)
+
+    def _further(self, option: Option) -> list[KvSource]:
+        """Who holds what follows, although nobody holds the prompt so far from its start."""
+        weighing, view, one = self._weighing, option.view, option.computing
+        if weighing.able is None:
+            return []
+        block_size = view.record.hashing.block_size
+        able = weighing.able & (self._cluster.table.groups[: len(weighing.able)] == option.group)
+        able[view.row] = False
+        first, last = (one.cached + one.fetched) // block_size, max(0, self._need.prompt_tokens - 1) // block_size
+        parts = weighing.depths.beyond(self._need.hashes, first, last, able)
+        if not weighing.holders.enough(sum(end - begin for _row, begin, end in parts) * block_size):
+            return []
+        holders = [(self._cluster.views[row], begin, end) for row, begin, end in parts[:SOURCES_MAX]]
+        return [source_of(holder, first=begin, end=end) for holder, begin, end in holders if holder is not None]
 
     def _considered(self, *parts: tuple[Part, Iterable[Option], Option]) -> Considered:
         told = []

@@ -39,6 +39,19 @@ class Depths:
         depths: t.Ints = np.append(self._index.match_depths(hashes), 0)[self._slots].astype(np.int64)
         return depths
 
+    def beyond(self, hashes: Sequence[int], first: int, end: int, able: t.Bools) -> list[tuple[int, int, int]]:
+        """The fewest ``able`` rows that together hold the blocks from ``first`` on, up to ``end``, each with its part:
+        of a chain whose beginning others hold. Seldom anybody.
+        """
+        end = min(end, len(hashes))
+        if first >= end or not self._index.held(hashes[first]):
+            return []
+        slots = self._slots[np.flatnonzero(able)]
+        mask = np.zeros(len(self._index.slots), dtype=np.bool_)
+        mask[slots[slots >= 0]] = True
+        rows = {int(self._slots[row]): row for row in np.flatnonzero(able).tolist()}
+        return [(rows[slot], begin, stop) for slot, begin, stop in self._index.cover(hashes, first, end, mask)]
+
 
 def shortlist(
     rows: t.Ints, table: t.FleetTable, holders: Holders, prompt: Prompt, targets_s: tuple[float, float]

@@ -63,7 +63,7 @@ def fit_rows(need: Need, cluster: ClusterView, policy: Policy, now: float) -> t.
 class Weighing:
     """All predictions for one request. Of ``count`` free workers, ``options`` are those that can be best."""
 
-    __slots__ = ("count", "holders", "need", "options", "policy")
+    __slots__ = ("able", "count", "depths", "holders", "need", "options", "policy")
 
     def __init__(self, need: Need, cluster: ClusterView, depths: Depths, policy: Policy, now: float) -> None:
         self.need, self.policy = need, policy
@@ -73,9 +73,10 @@ class Weighing:
         self.options: list[Option] = []
         least = policy.fetch_tokens_min if need.fetch_tokens_min is None else need.fetch_tokens_min
         # What cannot be split may need its prompt computed, such as for the prompt's log probabilities.
-        able = None if need.whole else fit & table.flags[t.EXCHANGES, : table.count]
+        self.able = None if need.whole else fit & table.flags[t.EXCHANGES, : table.count]
+        self.depths = depths
         blocks = depths.of(need.hashes) if need.hashes and self.count else None
-        self.holders = Holders(table, blocks, able, least)
+        self.holders = Holders(table, blocks, self.able, least)
         if not self.count:
             return
         prompt = Prompt(

@@ -100,7 +100,7 @@ def keep_the_rules_of_sources(placed, need, cluster, index):
     computing = placed.prefill or placed.decode
     own = placed.cached_tokens // computing.record.hashing.block_size
     matches = index.match(need.hashes)
-    assert len(placed.sources) <= SOURCES_MAX
+    assert len(placed.sources) <= 2 * SOURCES_MAX
     assert bool(placed.sources) == bool(placed.fetched_tokens)
     assert not (placed.sources and need.whole)
     for source in placed.sources:

@@ -185,3 +185,16 @@ def test_decode_keeps_no_room_for_a_prompt_whose_turn_is_far_away():
     far, near = Policy(stream_tokens_min=0), Policy(stream_tokens_min=0, stream_s_max=21.0)
 
     assert [fleet.place(policy=policy).streamed for policy in (far, near)] == [False, True]
+
+
+def test_what_nobody_holds_from_the_start_is_asked_of_those_who_hold_the_parts():
+    fleet = Fleet()
+    fleet.add("p1", Role.PREFILL)
+    fleet.add("d1", Role.DECODE, held=10)
+    fleet.add("d2", Role.DECODE)
+    fleet.index.restore(KvSnapshot(worker_id="d2", epoch=1, seq=2, hashes=pack_hashes(range(8, 21))))
+
+    placed = fleet.place()
+
+    assert asked(placed) == [("d1", 0, 10), ("d2", 10, 20)]
+    assert (placed.fetched_tokens, placed.uncached_tokens) == (20 * BLOCK, 7)
