@@ -17,12 +17,12 @@ from services.router.text_cuts import Cuts, cut_words
 
 WORDS_MAX = 1 << 16
 """Words remembered beside the vocabulary's own; beyond that, all of those are forgotten."""
-WORD_CHARS_MAX = 48
+WORD_CHARS_MAX = 256
 """Of a word that is remembered."""
 VOCABULARY_WORDS_MAX = 1 << 16
 WORDS_AT_ONCE = 1024
 """Words of the vocabulary that are tokenized in one call."""
-VOCABULARY_WORD = re.compile(f"[\u2581\u0120]?([A-Za-z]{{1,{WORD_CHARS_MAX}}})")
+VOCABULARY_WORD = re.compile("[\u2581\u0120]?([A-Za-z]+)")
 """With one of the marks that tokenizers make of the space before a word."""
 
 Packed = tuple[bytes, ...]

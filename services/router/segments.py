@@ -126,7 +126,7 @@ class Segments:
         while walk.at < length:
             if walk.hashes and not held(walk.hashes[-1]):
                 return True
-            end = end_of_piece(text, walk.at, turn_chars, segment_chars)
+            end = end_of_piece(text, walk.at, turn_chars, segment_chars, PIECE_CHARS_MAX)
             piece = text[walk.at : end]
             node = known(walk.node.number, piece)
             if node is None:

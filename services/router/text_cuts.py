@@ -40,20 +40,20 @@ class Cuts:
     drops_space: bool = False
     """The space before a word is no part of it."""
 
-    def end(self, text: str, at: int, chars_min: int, chars: int) -> int:
+    def end(self, text: str, at: int, chars_min: int, chars: int, chars_max: int) -> int:
         """Where the piece ends that begins at ``at``: before an added token, if one comes after ``chars_min``
-        characters and before ``chars``; else at the next cut.
+        characters and before ``chars``; else at the next cut, if one comes before ``chars_max``.
         """
         length = len(text)
         if length - at <= chars_min:
             return length
         if self.tokens is not None:
-            until = at + chars if self.words is not None else length
+            until = at + (chars if self.words is not None else chars_max)
             found = self.tokens.search(text, at + chars_min, until)
             if found is not None:
                 return found.start()
         if self.words is not None and length - at > chars:
-            found = self.words.search(text, at + chars)
+            found = self.words.search(text, at + chars, at + chars_max)
             if found is not None:
                 return found.start()
         return length
@@ -76,7 +76,7 @@ def _word_cuts(tokens: re.Pattern[str] | None, added: Sequence[AddedToken], *, d
     # with a space, which must not be dropped.
     ends = {token.content[-1:] for token in added if token.rstrip or drops_space}
     before = "".join(re.escape(char) for char in ASCII_SEEN if char not in ends) + LETTERS
-    words = re.compile(f"(?<=[{before}]) (?=[{LETTERS}])")
+    words = re.compile(f" (?<=[{before}] )(?=[{LETTERS}])")  # it begins with what is quickly found
     word = re.compile(f" ?[^ ]*(?: (?![{LETTERS}])[^ ]*|(?<![{before}]) [^ ]*)*")
     return Cuts(tokens, words, word, drops_space)
 

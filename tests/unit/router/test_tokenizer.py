@@ -8,14 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from services.router.chat_template import ChatTemplate, TemplateFailed
 from services.router.core.block_hash import block_hashes
 from services.router.core.request import CHAT, COMPLETIONS, read_request
-from services.router.segments import Segments
 from services.router.text_cuts import find_cuts
 from services.router.tokenizer import PromptTokenizer
 from services.worker.tiny_model import ensure_tiny_tokenizer
@@ -58,25 +55,6 @@ def prompt_of(prompts: PromptTokenizer, path: str, held=lambda _block: True, **f
     facts = read_request(path, json.dumps({"model": "m", **fields}).encode())
     with ThreadPoolExecutor(1) as threads:
         return asyncio.run(prompts.prompt(facts, held, threads=threads, loop_chars_max=500))
-
-
-WORDS = st.text(alphabet="abc dé\n12.,{}_漢🙂\tXY", max_size=30)
-
-
-@settings(deadline=None, max_examples=200)
-@given(st.lists(WORDS, max_size=12), st.booleans())
-def test_pieces_give_the_tokens_of_the_whole(tokenizer_json, whole, parts, special):
-    text = " and ".join(parts)
-    cut = Segments(Tokenizer.from_str(tokenizer_json), SCHEME, cache_bytes_max=CACHE_BYTES_MAX, segment_chars=10)
-    walk = cut.begin(text, special=special, salt="")
-    tokens = whole.encode(text, add_special_tokens=special).ids
-
-    assert cut.go_on(walk, lambda _block: True, 1 << 30)
-
-    found = cut.prompt(walk, special=special)
-
-    assert list(found.hashes) == block_hashes(tokens, SCHEME)
-    assert found.tokens == len(tokens)
 
 
 def test_a_prompt_that_nobody_holds_is_not_tokenized_to_its_end(prompts):
