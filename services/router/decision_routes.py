@@ -16,20 +16,25 @@ from shared.contracts.message import in_full
 JSON = "application/json"
 LATEST = "latest"
 ID_CHARS_MAX = 256
-NOT_FOUND: dict[int | str, dict[str, Any]] = {404: {"description": "Never made, or forgotten since; says which."}}
+Responses = dict[int | str, dict[str, Any]]
+WRONG: Responses = {
+    400: {"description": "A parameter makes no sense; says which."},
+    422: {"description": "Never; 400 instead."},
+}
+NOT_FOUND: Responses = {**WRONG, 404: {"description": "Never made, or forgotten since; says which."}}
 
 
 def add_decisions(app: FastAPI, decisions: Decisions) -> None:
     """The routes."""
 
-    @app.get("/v1/decisions/{decision_id}", tags=["state"], response_class=Response, responses=NOT_FOUND)
+    @app.get("/v1/decisions/{decision_id}", tags=["state"], responses=NOT_FOUND)
     async def decision(decision_id: str) -> Response:
         """One decision, of whatever router made it; ``latest``: the newest of all routers."""
         asked = decision_id[:ID_CHARS_MAX]
         found = await (decisions.newest() if asked == LATEST else decisions.find(asked))
         return _told(found) if found is not None else _not_found(decisions, asked)
 
-    @app.get("/v1/decisions", tags=["state"], response_class=Response)
+    @app.get("/v1/decisions", tags=["state"], responses=WRONG)
     async def listed(
         request_id: str = "",
         worker: str = "",

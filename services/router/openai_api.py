@@ -266,4 +266,5 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_request: Request, error: RequestValidationError) -> Response:
-        return Response(error_body(400, str(error)), 400, media_type=JSON)
+        wrong = [f"{'.'.join(map(str, one['loc'][1:]))}: {one['msg']}" for one in error.errors()]
+        return Response(error_body(400, "; ".join(wrong)), 400, media_type=JSON)

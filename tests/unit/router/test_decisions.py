@@ -249,7 +249,10 @@ def test_decisions_are_listed_newest_first_and_filtered():
         assert await names(limit=1) == ["c"]
         assert await names(request_id="b", worker="w1", outcome="ok") == ["b"]
         assert await names(slow=0.3) == await names(worker="w2") == await names(missed=True) == []
-        assert (await get(world, "/v1/decisions", limit=10**9)).status_code == 400
+        wrong = await get(world, "/v1/decisions", limit=10**9, slow="soon")
+        assert wrong.status_code == 400
+        assert wrong.json()["error"]["message"].startswith("slow: ")
+        assert ".py" not in wrong.text
 
     in_world(story)
 
