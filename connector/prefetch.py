@@ -72,6 +72,11 @@ class Prefetcher:
         """Nothing is under way."""
         return not self._under_way
 
+    @property
+    def reads_under_way(self) -> int:
+        """Reads that are not over."""
+        return sum(prefetch.fetch.reads_under_way for prefetch in self._under_way)
+
     def start(self, order: StartFetch) -> None:
         """Begin; ends in ``ended``, at once when there is nothing to do."""
         hashes = unpack_full_hashes(order.fetch.hashes)

@@ -8,7 +8,13 @@ import pytest
 
 from tests.architecture.sources import Source, sources
 
-DECIDERS = ("connector.holder", "connector.prefetch", "connector.reader", "connector.tally")
+DECIDERS = (
+    "connector.engine_exchange",
+    "connector.holder",
+    "connector.prefetch",
+    "connector.reader",
+    "connector.tally",
+)
 """As pure as a core, and outside of one because they are given an engine's own objects, of which they know a port."""
 CORES = [source for source in sources() if "/core/" in source.path or source.module in DECIDERS]
 ALLOWED = {

@@ -92,5 +92,5 @@ def _introduce(core: EngineCore, agent: TransferAgent, fingerprint: str) -> Own:
         kv_heads=1,
         ranks=[memory],
     )
-    core.exchange.handshake = handshake
+    core.exchange.describe(handshake)
     return Own(Reader(memory, ranks=1, kv_heads=1), handshake, cache.address + size)

@@ -1,0 +1,83 @@
+"""What every engine's end of the exchange does with calls and says of them, real or simulated."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from connector.core.calls import EngineCall, Peer, PeerGone
+from connector.core.fetch_plan import Limits
+from connector.core.orders import Connected
+from connector.engine_exchange import EngineExchange
+from connector.holder import HolderSettings
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.kv_exchange import KvHandshake
+from tests.kv_engines import RankMemory, Shape, handshake
+
+HOLDER = ("holder", 1)
+
+
+class End:
+    def __init__(self):
+        self.now = 5.0
+        holding = HolderSettings(worker_id=WorkerId("me"), epoch=Epoch(1))
+        self.exchange = EngineExchange(holding, Shape().block_size, Limits(), lambda: self.now)
+        self.exchange.handshake = described("me")
+
+    def is_told_of(self, peer: KvHandshake):
+        self.exchange.obey(EngineCall(peers=[Peer(handshake=peer, clock_ahead_s=0.0)]))
+
+
+@pytest.fixture
+def end():
+    return End()
+
+
+def described(worker_id: str = "holder", **other) -> KvHandshake:
+    shape = Shape()
+    return msgspec.structs.replace(handshake([RankMemory(shape, 0).described()], shape, worker_id), **other)
+
+
+def test_a_peer_that_is_told_of_is_to_be_connected(end):
+    end.is_told_of(described())
+
+    assert [peer.handshake.worker_id for peer in end.exchange.orders.connect] == ["holder"]
+    assert end.exchange.connecting == {HOLDER}
+
+
+def test_a_peer_whose_kv_means_something_else_is_not_connected_and_the_worker_learns_why(end):
+    end.is_told_of(described(fingerprint="another model"))
+
+    assert not end.exchange.orders
+    (said,) = end.exchange.news().connected
+    assert "fingerprint differs" in said.failure
+
+
+def test_a_peer_that_is_gone_before_it_was_connected_is_not_connected(end):
+    end.is_told_of(described())
+    end.exchange.obey(EngineCall(gone=[PeerGone(worker_id=WorkerId("holder"), epoch=Epoch(1))]))
+
+    assert end.exchange.orders.connect == []
+    assert end.exchange.orders.forget == [HOLDER]
+    assert not end.exchange.connecting
+
+
+@pytest.mark.parametrize("failure", ["", "refused"])
+def test_the_end_of_a_connection_attempt_is_said_once(end, failure):
+    end.is_told_of(described())
+    assert not end.exchange.has_news
+
+    end.exchange.on_connected([Connected(HOLDER, 0.2, failure)])
+
+    assert end.exchange.has_news
+    (said,) = end.exchange.news().connected
+    assert (said.worker_id, said.seconds, said.failure) == ("holder", 0.2, failure)
+    assert not end.exchange.has_news
+    assert end.exchange.orders.forget == ([HOLDER] if failure else [])
+
+
+def test_the_handshake_says_what_the_clock_shows_and_is_told_when_it_is_asked_for(end):
+    end.now = 7.5
+
+    assert end.exchange.news().handshake is None
+    assert end.exchange.news(describe=True).handshake.clock_s == 7.5
