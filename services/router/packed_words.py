@@ -7,8 +7,9 @@ as what block hashes are made of: the CBOR of their ids.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain, islice
+from typing import cast
 
 from tokenizers import Tokenizer
 
@@ -38,18 +39,21 @@ class PackedWords:
         """Words of the vocabulary: most words of most texts."""
         self._words = dict(self._own)
 
-    def tokenize(self, text: str) -> list[bytes]:
-        """The packed tokens of a piece of text, without special tokens around it."""
+    def tokenize(self, texts: Sequence[str]) -> list[list[bytes]]:
+        """The packed tokens of each of some pieces of text, without special tokens around them."""
         if self._cuts.words is None:
-            return list(self._encode([text])[0])
-        words, known = cut_words(self._cuts, text), self._words
-        try:
-            return list(chain.from_iterable(map(known.__getitem__, words)))
-        except KeyError:
-            missing = list(set(words).difference(known))
-        found = dict(zip(missing, self._encode(missing), strict=True))
-        self._remember(found)
-        return list(chain.from_iterable([found[word] if word in found else known[word] for word in words]))
+            return list(map(list, self._encode(texts)))
+        recall = self._words.get
+        pieces = [cut_words(self._cuts, text) for text in texts]
+        recalled = [list(map(recall, words)) for words in pieces]
+        unknown = [(n, at) for n, known in enumerate(recalled) for at, packed in enumerate(known) if packed is None]
+        if unknown:
+            missing = list({pieces[n][at] for n, at in unknown})
+            found = dict(zip(missing, self._encode(missing), strict=True))
+            for n, at in unknown:
+                recalled[n][at] = found[pieces[n][at]]
+            self._remember(found)
+        return [list(chain.from_iterable(cast("list[Packed]", packed))) for packed in recalled]
 
     def _remember(self, found: dict[str, Packed]) -> None:
         if len(self._words) > len(self._own) + WORDS_MAX:
@@ -65,7 +69,7 @@ class PackedWords:
             own.update(zip(some, self._encode(some), strict=True))
         return own
 
-    def _encode(self, texts: list[str]) -> list[Packed]:
+    def _encode(self, texts: Sequence[str]) -> list[Packed]:
         packed = PIECES.__getitem__
-        encoded: Iterable[object] = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        encoded: Iterable[object] = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [tuple(map(packed, one.ids)) for one in encoded]  # type: ignore[attr-defined]

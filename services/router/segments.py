@@ -25,6 +25,8 @@ TURN_CHARS = 256
 """It is cut before an added token, as stands at the beginning of a chat's turn, after so many."""
 PIECE_CHARS_MAX = 256 * 1024
 """A longer piece is not tokenized: of text that a tokenizer cannot divide, it would take minutes and gigabytes."""
+PIECES_AT_ONCE_MAX = 16
+"""So many pieces are tokenized together at most, and at first one: nobody may hold the next."""
 CHARS_PER_TOKEN_GUESSED = 4.0
 CHARS_GUESSED = 2048
 """How many characters that are known weigh as much as the guess, in a prompt of which not all is walked."""
@@ -78,6 +80,12 @@ class Walk:
         self.hashes: list[int] = list(root.hashes)
         self.at = 0
 
+    def step(self, node: Node, end: int) -> None:
+        """Over one piece."""
+        self.node = node
+        self.hashes += node.hashes
+        self.at = end
+
 
 class Segments:
     """All texts of one tokenizer. Calls from two threads at a time are safe."""
@@ -120,25 +128,21 @@ class Segments:
         """Walk until the text ends, a block is held by nobody, or more than ``chars_max`` characters had to be
         tokenized. Answers whether the walk is over. Raises PieceTooLong.
         """
-        text, length, known = walk.text, len(walk.text), self._nodes.get
-        end_of_piece, segment_chars = self._cuts.end, self._segment_chars
-        turn_chars = min(TURN_CHARS, segment_chars)
+        text, length, known, at_once = walk.text, len(walk.text), self._nodes.get, 1
         while walk.at < length:
             if walk.hashes and not held(walk.hashes[-1]):
                 return True
-            end = end_of_piece(text, walk.at, turn_chars, segment_chars, PIECE_CHARS_MAX)
-            piece = text[walk.at : end]
-            node = known(walk.node.number, piece)
-            if node is None:
-                if len(piece) > PIECE_CHARS_MAX:
-                    raise PieceTooLong
-                if len(piece) > chars_max:
-                    return False
-                chars_max -= len(piece)
-                node = self._tokenize(walk, piece)
-            walk.node = node
-            walk.hashes += node.hashes
-            walk.at = end
+            end = self._end(text, walk.at)
+            node = known(walk.node.number, text[walk.at : end])
+            if node is not None:
+                walk.step(node, end)
+                continue
+            ends = self._next_ends(text, walk.at, end, min(chars_max, at_once * self._segment_chars))
+            if not ends or ends[-1] - walk.at > chars_max:
+                return False
+            chars_max -= ends[-1] - walk.at
+            at_once = min(2 * at_once, PIECES_AT_ONCE_MAX)
+            self._tokenize(walk, ends, held)
         return True
 
     def prompt(self, walk: Walk, *, special: bool) -> Prompt:
@@ -156,17 +160,41 @@ class Segments:
             hashes = hashes + extend_packed(walk.node.digest, rest, self._scheme, salt=walk.salt)[0]
         return Prompt(tokens, hashes, exact=True)
 
-    def _tokenize(self, walk: Walk, piece: str) -> Node:
-        before = walk.node
+    def _end(self, text: str, at: int) -> int:
+        chars = self._segment_chars
+        return self._cuts.end(text, at, min(TURN_CHARS, chars), chars, PIECE_CHARS_MAX)
+
+    def _next_ends(self, text: str, at: int, end: int, chars: int) -> list[int]:
+        """Of the pieces from ``at`` on that have about so many characters together: one at least. Raises
+        PieceTooLong.
+        """
+        ends = [end]
+        if end - at > PIECE_CHARS_MAX:
+            raise PieceTooLong
+        while end < len(text) and end - at < chars:
+            begin, end = end, self._end(text, end)
+            if end - at > chars or end - begin > PIECE_CHARS_MAX:
+                break
+            ends.append(end)
+        return ends
+
+    def _tokenize(self, walk: Walk, ends: list[int], held: Callable[[int], bool]) -> None:
+        """Go on to the last of these ends, or as far as blocks are held. All pieces are new: the first one is."""
+        text, begins = walk.text, [walk.at, *ends]
+        pieces = [text[begin:end] for begin, end in zip(begins, ends, strict=False)]
         # Where a word's space is no part of it, the piece behind a cut begins without.
-        drops = self._cuts.drops_space and walk.at > 0 and piece.startswith(" ")
-        found = self._words.tokenize(piece[1:] if drops else piece)
-        tokens = before.over + found if before.over else found
-        hashes, digest = extend_packed(before.digest, tokens, self._scheme, salt=walk.salt)
-        over = tokens[len(hashes) * self._scheme.block_size :]
-        self._chars += len(piece)
-        self._tokens += len(found)
-        return self._nodes.put(before.number, piece, before.tokens + len(found), hashes, digest, over)
+        drops = self._cuts.drops_space
+        given = [piece[1:] if at and piece[0] == " " else piece for at, piece in zip(begins, pieces, strict=False)]
+        for piece, end, found in zip(pieces, ends, self._words.tokenize(given if drops else pieces), strict=True):
+            if walk.hashes and not held(walk.hashes[-1]):
+                return
+            before = walk.node
+            tokens = before.over + found if before.over else found
+            hashes, digest = extend_packed(before.digest, tokens, self._scheme, salt=walk.salt)
+            over = tokens[len(hashes) * self._scheme.block_size :]
+            self._chars += len(piece)
+            self._tokens += len(found)
+            walk.step(self._nodes.put(before.number, piece, before.tokens + len(found), hashes, digest, over), end)
 
 
 class Nodes:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from functools import reduce
 from operator import xor
 
 import cbor2
+import msgspec
 import pytest
 
-from shared.contracts.channels import TOKENIZER
-from shared.contracts.control import AskTokenizer
+from services.router.core.parity import difference, probes
+from services.router.core.request import read_request
+from services.router.tokenizer import PromptTokenizer
+from shared.contracts.channels import TOKENIZER, TOKENS
+from shared.contracts.control import AskTokenizer, AskTokens, ProbePrompt
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_events import KvEventKind, unpack_hashes
 from tests.integration.worker.test_handover import completion, prompt_of
@@ -111,3 +116,50 @@ async def test_the_tokenizer_that_a_router_gets_makes_the_engines_tokens(pair, r
     assert tokenizer.encode(prompt).ids == await tokens_of(router, prefill, prompt)
     assert "messages" in asset.chat_template
     assert asset.special_tokens["eos_token"]
+
+
+async def probed(router, worker, template: str | None = None) -> list[tuple[str, str]]:
+    """What a router that has this chat template would say of the engine's answers to its probes: refusals and
+    differences.
+    """
+    record = worker.record
+    asset = await router.bus.ask(TOKENIZER, AskTokenizer(worker_id=worker.worker_id), timeout_s=10.0)
+    if template is not None:
+        asset = msgspec.structs.replace(asset, chat_template=template + asset.chat_template)
+    tokenizer = PromptTokenizer(asset, record.hashing, cache_bytes_max=1 << 20)
+    asked = probes(record.models[0], block_size=record.hashing.block_size, max_model_len=record.max_model_len)
+    found = await router.bus.ask(TOKENS, AskTokens(worker_id=worker.worker_id, prompts=asked), timeout_s=15.0)
+    assert len(found.prompts) == len(asked)
+    told = []
+    for probe, theirs in zip(asked, found.prompts, strict=True):
+        ours = tokenizer.whole_prompt(read_request(probe.path, probe.body))
+        assert ours is not None
+        told.append((theirs.refusal, difference(theirs, ours.tokens, ours.hashes)))
+    return told
+
+
+async def test_the_engine_tokenizes_every_probe_and_names_its_blocks_as_the_router_does(pair, router):
+    for worker in pair:
+        assert await probed(router, worker) == [("", "")] * 5
+
+
+async def test_a_router_with_another_chat_template_is_caught_by_the_engines_word(pair, router):
+    told = await probed(router, pair[0], template="{{ 'Be brief. ' }}")
+
+    assert [bool(difference) for _refusal, difference in told] == [False, False, False, True, True]
+
+
+async def test_the_engines_word_on_a_salted_prompt_is_what_it_stores(pair, router):
+    prefill, _decode = pair
+    body = completion(prompt_of(250, seed=31), max_tokens=1) | {"cache_salt": "tenant"}
+    ask = AskTokens(
+        worker_id=prefill.worker_id, prompts=[ProbePrompt(path="/v1/completions", body=json.dumps(body).encode())]
+    )
+
+    (told,) = (await router.bus.ask(TOKENS, ask, timeout_s=15.0)).prompts
+    await router.leg(prefill, LegKind.AGGREGATED, body)
+    await router.load_where(prefill, lambda load: load.running == 0 and load.digest is not None)
+    snapshot = await router.snapshot(prefill)
+
+    assert len(told.hashes) > 5 * 8
+    assert set(unpack_hashes(told.hashes)) <= set(unpack_hashes(snapshot.hashes))

@@ -21,7 +21,8 @@ from tests.unit.router.world import World, in_world
 from tests.virtual_time import run_in_virtual_time
 
 SCHEME = HashScheme(block_size=16)
-QUICKLY_S = 1.0
+QUICKLY_S = 5.0
+"""On a busy machine; to tokenize it would take minutes."""
 
 
 async def fetch_tokenizer(world: World, asset: TokenizerAsset) -> None:
