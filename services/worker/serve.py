@@ -21,7 +21,7 @@ from services.worker.exchange_spans import show_exchange
 from shared.bus.port import Envelope
 from shared.bus.streams import FrameSender, LegFrames, LegGone
 from shared.contracts.failures import Failure, Reason
-from shared.contracts.ids import LegId
+from shared.contracts.ids import LegId, is_subject_token
 from shared.contracts.inference import CancelLeg, LegReport, StartLeg
 from shared.contracts.kv_exchange import LegOrder
 from shared.contracts.workers import WorkerPhase
@@ -83,6 +83,9 @@ class LegServer:
         """Handler of START_LEG: refuse at once, or serve beside the others."""
         if start.leg_id in self._legs:
             log.warning("leg %s was started twice; the second start is ignored", start.leg_id)
+            return
+        if not is_subject_token(start.router_id):
+            log.warning("leg %s has a router that cannot be answered: %.100r", start.leg_id, start.router_id)
             return
         frames = self._sender.leg(start, on_gone=lambda _why: self._abort(start.leg_id))
         if refusal := self._capacity.refusal(start, self.phase, self.legs):

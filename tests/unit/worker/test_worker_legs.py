@@ -67,6 +67,17 @@ async def test_a_decode_leg_carries_the_prefills_kv_to_the_engine():
         assert json.loads(worker.engine.bodies[0])["kv_transfer_params"] == json.loads(KV_TRANSFER)
 
 
+async def test_a_leg_of_a_router_whose_name_is_no_part_of_a_subject_is_never_served():
+    async with running_worker() as worker:
+        for name in ("", "r1.>", "*", "r 1"):
+            await worker.leg(router_id=RouterId(name), body={"tokens": 1})
+
+        _frames, failure = await worker.read(await worker.leg(body={"tokens": 2}))
+
+        assert failure is None
+        assert [json.loads(body)["tokens"] for body in worker.engine.bodies] == [2]
+
+
 async def test_one_leg_too_many_is_refused_as_busy():
     async with running_worker() as worker:
         worker.engine.gate.clear()
