@@ -53,6 +53,7 @@ bench-kv: setup-dev ## What the KV exchange costs and saves, on real engines; ab
 
 bench-placement: setup-dev ## Index, hashing, tokenization and placement; PEER_PYTHON=/a/venv/bin/python with ai-dynamo-runtime compares
 	@$(PYTHON) -m tests.bench.bench_index $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))
+	@$(PYTHON) -m tests.bench.bench_tokenize
 
 catalogue: setup-dev ## Write the generated files anew: catalogue, AsyncAPI, NATS permissions, metrics, dashboards, diagram
 	@$(PYTHON) -m shared.contracts.catalogue
