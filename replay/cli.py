@@ -55,6 +55,9 @@ def replay_command(  # noqa: PLR0913, PLR0917  # one parameter per option is how
     loads: Annotated[
         str, typer.Option(help="Speeds of the trace, or light,knee,overload: 0.5, 1 and 1.3 knees.")
     ] = "1",
+    knee: Annotated[
+        float, typer.Option(help="Where the knee is, if that is known: saves looking for it.", min=0)
+    ] = 0.0,
     sweep: Annotated[bool, typer.Option(help="Each baseline's main knob as well.")] = False,
     hours: Annotated[float, typer.Option(help="Of the trace; 0: all of it.", min=0)] = 0.0,
     limit: Annotated[int, typer.Option(help="Requests of the trace; 0: all of them.", min=0)] = 0,
@@ -86,7 +89,7 @@ def replay_command(  # noqa: PLR0913, PLR0917  # one parameter per option is how
         slo=Slo(ttft_s=slo_ttft, itl_s=slo_itl),
         seed=seed,
     )
-    results = run_all(setting, policies, loads)
+    results = run_all(setting, policies, loads, knee)
     for label in dict.fromkeys(result.label for result in results):
         screen.print(table_of([result for result in results if result.label == label]))
     if out is not None:
@@ -115,7 +118,7 @@ def profile_of(name: str, kv_blocks: int) -> Profile:
     return replace(PROFILES[name], kv_blocks=kv_blocks) if kv_blocks > 0 else PROFILES[name]
 
 
-def run_all(setting: Setting, policies: list[str], loads: str) -> list[Result]:
+def run_all(setting: Setting, policies: list[str], loads: str, knee: float) -> list[Result]:
     """Every policy at every load, with a bar for each run."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=screen, transient=True) as progress:
@@ -127,13 +130,16 @@ def run_all(setting: Setting, policies: list[str], loads: str) -> list[Result]:
             finally:
                 progress.remove_task(task)
 
-        return [one(policy, load, label) for label, load in loads_of(setting, loads, progress) for policy in policies]
+        return [
+            one(policy, load, label) for label, load in loads_of(setting, loads, knee, progress) for policy in policies
+        ]
 
 
-def loads_of(setting: Setting, loads: str, progress: Progress) -> list[tuple[str, float]]:
+def loads_of(setting: Setting, loads: str, knee: float, progress: Progress) -> list[tuple[str, float]]:
     """Labels and speeds."""
     labels = [part.strip() for part in loads.split(",") if part.strip()]
-    knee = knee_of(setting, progress) if any(label in OF_THE_KNEE for label in labels) else 1.0
+    if not knee and any(label in OF_THE_KNEE for label in labels):
+        knee = knee_of(setting, progress)
     return [(one, knee * OF_THE_KNEE[one] if one in OF_THE_KNEE else load_of(one)) for one in labels] or [("1", 1.0)]
 
 
