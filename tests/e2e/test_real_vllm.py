@@ -36,6 +36,10 @@ NATS_PAYLOAD_BYTES_MAX = 64 * 1024
 ANSWER_S_MAX = 120.0
 ERROR_S_MAX = 15.0
 """From the death of an engine to the error that its stream ends with."""
+CLIENT_S_MAX = 0.5
+"""What the client itself adds to a TTFT, on a machine that computes as well."""
+TRANSIT_S_MAX = 1.0
+"""Processes wait for each other on such a machine; it is no part of what engines report."""
 IDLE_S = 5.0
 IDLE_CPU_MAX = 0.05
 """Of one core, for all processes of one engine."""
@@ -123,6 +127,34 @@ def test_usage_is_true_and_tells_what_was_cached(client: OpenAI):
     assert second.prompt_tokens_details.cached_tokens == 10 * BLOCK
     assert last.usage.prompt_tokens_details.cached_tokens == 10 * BLOCK
     assert last.usage.total_tokens == len(prompt) + 32
+
+
+@pytest.mark.parametrize("tokens", [200, 3000], ids=["offered", "streamed handoff"])
+@pytest.mark.parametrize("mode", ["aggregated", "disaggregated"])
+def test_the_parts_of_the_time_to_the_first_token_add_up_to_what_the_client_waits(
+    system: System, mode: str, tokens: int
+):
+    prompt = random.Random(f"{mode}{tokens}").choices(VOCABULARY, k=tokens)
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "stream": True}
+    begun = time.perf_counter()
+    with system.http.stream("POST", "/v1/completions", json=body, headers={"x-baton-mode": mode}) as answer:
+        events = answer.iter_bytes()
+        next(events)
+        waited_s = time.perf_counter() - begun
+        list(events)
+
+    told = system.http.get(f"/v1/decisions/{answer.headers['x-baton-decision']}").json()
+
+    parts = told["measured"]
+    print(
+        f"\n{mode}, {tokens} tokens: waited {waited_s * 1e3:.1f} ms;", {n: round(s * 1e3, 1) for n, s in parts.items()}
+    )
+    assert (told["mode"], told["outcome"]) == (mode, "ok")
+    assert sum(parts.values()) == pytest.approx(told["ttft_s"], rel=0.02)
+    assert 0 <= waited_s - told["ttft_s"] < CLIENT_S_MAX
+    assert parts["prefill_s"] > 0
+    assert (parts["first_token_s"] > 0) == (mode == "disaggregated")
+    assert parts["transit_s"] < TRANSIT_S_MAX
 
 
 def test_a_body_of_many_nats_messages_works(client: OpenAI):
