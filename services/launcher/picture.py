@@ -36,7 +36,7 @@ COLUMNS = (
     ("decode", "decode_s"),
     ("others", "others_s"),
 )
-"""Of the candidates; one in which all have nothing is left out."""
+"""Of the candidates; one in which all have nothing is left out. All seconds add up to the cost."""
 LEFT_OUT = ("computed_tokens", "fetch_s", "handoff_s", "fetched_tokens", "others_s")
 """Where there is no room for all, these go first; the cost has everything."""
 NAME_COLUMNS_MAX = 24
@@ -110,6 +110,8 @@ def _facts(told: Decision) -> Table:
         table.add_row("tenant", f"{told.tenant or 'nobody'}, priority {told.priority}")
     for sentence in words.target_words(told):
         table.add_row("target", Text(sentence, MISSED if "missed" in sentence else ""))
+    if any(one.within_s for one in told.candidates):
+        table.add_row("", "what is generated within the ITL target costs nothing")
     if told.itl_s >= 0 or told.predicted_itl_s > 0:
         table.add_row("ITL", _itl(told))
     return table
@@ -190,10 +192,8 @@ def _legend(told: Decision, glyphs: Glyphs) -> Text:
 
 
 def _heading(told: Decision, part: Part, shown: int) -> str:
-    more = told.considered - shown
-    return f"{HEADINGS[part]}" + (
-        f" (the best {shown}; {counted(told.considered)} workers were weighed)" if more > 0 else ""
-    )
+    of = f" ({shown} of {counted(told.considered)} workers)" if told.considered > shown else ""
+    return f"{HEADINGS[part]}{of}"
 
 
 def _candidates(candidates: list[Candidate], columns: int, glyphs: Glyphs) -> Table:
@@ -216,7 +216,7 @@ def _fitting(ordered: list[Candidate], verdicts: list[str], columns: int) -> tup
     """The table's columns, each with its heading first, and the gap between them: what may be left out goes until all
     others fit.
     """
-    shown = [column for column in COLUMNS if any(getattr(one, column[1]) for one in ordered)]
+    shown = [column for column in COLUMNS if any(words.counts(one, column[1]) for one in ordered)]
     lines: list[list[str]] = []
     for dropped, name_columns, gap in (
         (None, NAME_COLUMNS_MAX, 2),
@@ -226,7 +226,7 @@ def _fitting(ordered: list[Candidate], verdicts: list[str], columns: int) -> tup
         shown = [column for column in shown if column[1] != dropped]
         lines = [
             ["worker", *(_shortened(one.worker_id, name_columns) for one in ordered)],
-            *([heading, *(_cell(getattr(one, name)) for one in ordered)] for heading, name in shown),
+            *([heading, *(_cell(one, name) for one in ordered)] for heading, name in shown),
             ["cost", *(duration(one.cost_s) for one in ordered)],
             ["", *verdicts],
         ]
@@ -240,8 +240,9 @@ def _shortened(name: str, columns: int) -> str:
     return name if len(name) <= columns else f"..{name[2 - columns :]}"
 
 
-def _cell(value: float) -> str:
-    return counted(value) if isinstance(value, int) else _duration_or_dash(value)
+def _cell(candidate: Candidate, name: str) -> str:
+    value = getattr(candidate, name)
+    return counted(value) if isinstance(value, int) else _duration_or_dash(words.counts(candidate, name))
 
 
 def _duration_or_dash(seconds: float) -> str:

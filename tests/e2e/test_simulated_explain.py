@@ -82,8 +82,8 @@ def check(told: Decision) -> None:
         (chosen,) = [one for one in told.candidates if one.part is part and one.chosen]
         assert chosen.worker_id == (told.prefill_worker if part is Part.PREFILL else told.decode_worker)
     for one in told.candidates:
-        whole = one.queue_s + one.fetch_s + one.prefill_s + one.handoff_s + one.decode_s + one.others_s
-        assert one.cost_s == pytest.approx(whole)
+        until_computed_s, after_s = one.queue_s + one.fetch_s + one.prefill_s, one.handoff_s + one.decode_s
+        assert one.cost_s == pytest.approx(until_computed_s + after_s - one.within_s + one.others_s)
         if one.part is not Part.DECODE:
             assert one.cached_tokens + one.fetched_tokens + one.computed_tokens == told.prompt_tokens
     assert parts == ({Part.PREFILL, Part.DECODE} if told.prefill_worker else {Part.WHOLE})

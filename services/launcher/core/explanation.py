@@ -86,6 +86,12 @@ def is_tie(one: Candidate, other: Candidate) -> bool:
     return high <= low * (1 + TIE_RATIO) + TIE_S
 
 
+def counts(candidate: Candidate, name: str) -> float:
+    """What that part adds to the cost: of the time to generate, only what goes beyond the target."""
+    value = float(getattr(candidate, name))
+    return value - candidate.within_s if name == "decode_s" else value
+
+
 def why_not(candidate: Candidate, chosen: Candidate | None) -> str:
     """In two words."""
     if candidate.chosen:
@@ -109,7 +115,7 @@ def regret_words(told: Decision) -> str:
     if told.measured is None:
         return ""
     if not any(not one.chosen for one in told.candidates):
-        return "There was no other choice to regret."
+        return "No regret: there was nobody to compare with."
     if told.regret_s <= 0:
         return "No regret: no other choice was predicted to be faster than this turned out to be."
     late = _latest(told.predicted, told.measured)
@@ -172,7 +178,8 @@ def printable(told: Decision) -> Decision:
 def _why_that_one(told: Decision, chosen: Candidate, other: Candidate | None) -> str:
     name = chosen.worker_id
     if other is None:
-        return f"{name} was chosen because it was the only one that could."
+        could = {Part.PREFILL: "compute the prompt", Part.DECODE: "answer", Part.WHOLE: "do both"}[chosen.part]
+        return f"{name} was chosen because it was the only one that could {could}."
     if is_tie(chosen, other):
         return f"{name} was as good as {other.worker_id}; such workers take turns."
     if other.cost_s < chosen.cost_s:
@@ -185,8 +192,9 @@ def _why_that_one(told: Decision, chosen: Candidate, other: Candidate | None) ->
 
 def _advantage(told: Decision, chosen: Candidate, other: Candidate) -> str:
     most = _most(other, chosen)
-    mine, theirs = duration(getattr(chosen, most)), duration(getattr(other, most))
-    if most in ("prefill_s", "fetch_s") and _had(chosen) > _had(other):
+    mine, theirs = duration(counts(chosen, most)), duration(counts(other, most))
+    more = _had(chosen) > _had(other) or chosen.cached_tokens > other.cached_tokens
+    if most in ("prefill_s", "fetch_s") and more:
         fetched = f" and could fetch {counted(chosen.fetched_tokens)}" if chosen.fetched_tokens else ""
         return f"it had {counted(chosen.cached_tokens)} of {counted(told.prompt_tokens)} prompt tokens cached{fetched}"
     return {
@@ -201,7 +209,7 @@ def _advantage(told: Decision, chosen: Candidate, other: Candidate) -> str:
 
 def _most(dearer: Candidate, cheaper: Candidate) -> str:
     """The part of the cost in which they differ most."""
-    return max(LESSER, key=lambda name: getattr(dearer, name) - getattr(cheaper, name))
+    return max(LESSER, key=lambda name: counts(dearer, name) - counts(cheaper, name))
 
 
 def _had(candidate: Candidate) -> int:

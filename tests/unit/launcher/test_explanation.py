@@ -106,8 +106,24 @@ def test_why_a_worker_was_not_chosen(other: dict[str, Any], why: str, because: s
 def test_the_only_worker_needs_no_comparison():
     (sentence,) = words.because(told(candidates=[P2]))
 
-    assert sentence == "p2 was chosen because it was the only one that could."
+    assert sentence == "p2 was chosen because it was the only one that could compute the prompt."
     assert words.because(told(mode="", candidates=[])) == []
+
+
+def test_generating_within_the_target_costs_nothing_and_explains_nothing():
+    within = msgspec.structs.replace(D2, within_s=1.75, cost_s=D2.cost_s - 1.75)
+    slow = msgspec.structs.replace(D1, chosen=False)
+    decision = told(candidates=[msgspec.structs.replace(within, chosen=True), slow])
+
+    assert words.because(decision)[0].startswith("d2 was chosen because it generates faster (250 ms, not 1.00 s)")
+    assert "within the ITL target" in picture(decision, 80)
+
+
+def test_a_worker_that_has_it_is_better_than_one_that_can_fetch_it():
+    fetching = one("p1", Part.PREFILL, fetched_tokens=7936, fetch_s=0.5, prefill_s=0.21)
+
+    assert "because it had 7,936 of 8,192" in words.because(told(candidates=[P2, fetching]))[0]
+    assert words.why_not(fetching, P2) == "more to fetch"
 
 
 def test_regret_names_the_part_that_was_late():
@@ -116,7 +132,7 @@ def test_regret_names_the_part_that_was_late():
     assert words.regret_words(late).startswith("Regret 750 ms: ")
     assert words.regret_words(late).endswith("most of it: queue, 2.00 s more than predicted.")
     assert words.regret_words(told()).startswith("No regret")
-    assert words.regret_words(told(candidates=[P2, D1])) == "There was no other choice to regret."
+    assert words.regret_words(told(candidates=[P2, D1])) == "No regret: there was nobody to compare with."
     assert words.regret_words(told(measured=None)) == ""
 
 
