@@ -90,6 +90,7 @@ def _workers(ledger: Ledger, now: float) -> Iterator[Family]:
         names.WORKER_REQUESTS,
         [Sample((*labels, mode), count) for labels, view in views for mode, count in view.requests.items()],
     )
+    yield Family(names.WORKER_CACHED_MISSED, [Sample(labels, float(view.predictions.missed)) for labels, view in views])
     for metric, pick in WORKER_LATENCIES.items():
         yield Family(metric, [Sample(labels, _distribution(pick(view.latencies))) for labels, view in views])
 

@@ -187,6 +187,12 @@ WORKER_ITL = _seconds(
     buckets=ITL_BUCKETS_S,
 )
 WORKER_E2E = _seconds("baton_worker_request_seconds", "Duration of the requests that it generated.", *OF_WORKER)
+WORKER_CACHED_MISSED = _counter(
+    "baton_worker_cached_tokens_missed_total",
+    "tokens",
+    "Of the prompts that it computed: sum of the distances between cached tokens expected and found.",
+    *OF_WORKER,
+)
 WORKER_PHASE = _gauge("baton_worker_phase", "1", "1 for the phase that the worker is in.", *OF_WORKER, "phase")
 WORKER_SILENCE = _gauge("baton_worker_silence_seconds", "seconds", "Since it was last heard.", *OF_WORKER)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from services.collector.core.requests import Bounds, Latencies, Requests, mode_of
+from services.collector.core.requests import Bounds, CachePredictions, Latencies, Requests, mode_of
 from services.collector.core.windows import Rate, Totals
 from shared.contracts.control import ServiceStatus
 from shared.contracts.ids import Epoch, WorkerId
@@ -58,6 +58,8 @@ class WorkerView:
         """Of the requests whose tokens it generated."""
         self.requests: Counter[str] = Counter()
         """Requests that it generated tokens for, by mode."""
+        self.predictions = CachePredictions()
+        """Of the requests whose prompts it computed."""
 
     def grow(self, load: LoadReport, now: float) -> dict[str, float]:
         """Take a newer report; answers what was added to each total."""
@@ -134,6 +136,8 @@ class Ledger:
         if view := self.workers.get(WorkerId(request.decode_worker)):
             view.latencies.observe(request)
             view.requests[mode_of(request)] += 1
+        if view := self.workers.get(WorkerId(request.prefill_worker or request.decode_worker)):
+            view.predictions.compare(request.predicted_cached_tokens, request.cached_tokens)
 
     def service_told(self, status: ServiceStatus, now: float) -> None:
         """A process said in which phase it is."""

@@ -121,6 +121,20 @@ def test_a_finished_request_is_counted_by_model_mode_and_status_and_measured():
     assert shown(names.FLEET_REQUEST_RATE) == 1.0
 
 
+def test_wrong_predictions_are_counted_where_the_prompt_was_computed():
+    one = ledger()
+    for worker_id, role in (("p1", Role.PREFILL), ("d1", Role.DECODE)):
+        one.load_reported(load(worker_id, role=role), 1.0)
+    for predicted, found in ((64, 32), (32, 64), (-1, 64), (64, -1)):
+        one.request_finished(request(predicted_cached_tokens=predicted, cached_tokens=found, prefill_worker="p1"), 1.0)
+    one.request_finished(request(predicted_cached_tokens=5, cached_tokens=0, prefill_worker=""), 1.0)
+    shown = Shown(one, 1.0)
+
+    assert shown(names.WORKER_CACHED_MISSED, worker_id="p1", role="prefill") == 64
+    assert shown(names.WORKER_CACHED_MISSED, worker_id="d1", role="decode") == 5
+    assert shown(names.FLEET_CACHED_MISSED) == 69
+
+
 def test_what_is_not_known_is_not_measured():
     one = ledger()
     one.request_finished(request(status=503, reason="no_worker", ttft_s=-1.0, itl_s=-1.0, prompt_tokens=-1), 1.0)
