@@ -12,7 +12,7 @@ export BATON_ENGINE BATON_PYTHON
 ARGS ?=
 K ?=
 
-.PHONY: help setup setup-dev up down test check fix test-vllm compose-test bench-router bench-kv bench-placement catalogue lock clean
+.PHONY: help setup setup-dev up down test check fix test-vllm compose-test bench-router bench-kv bench-placement bench-replay catalogue lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-14s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +54,10 @@ bench-kv: setup-dev ## What the KV exchange costs and saves, on real engines; ab
 bench-placement: setup-dev ## Index, hashing, tokenization and placement; PEER_PYTHON=/a/venv/bin/python with ai-dynamo-runtime compares
 	@$(PYTHON) -m tests.bench.bench_index $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))
 	@$(PYTHON) -m tests.bench.bench_tokenize
+
+bench-replay: setup-dev ## A trace of requests in virtual time, all policies at light, knee and overload; TRACE=FILE, OUT=FOLDER
+	@test -n "$(TRACE)" || { echo "TRACE=FILE is missing: a trace of Mooncake's (.jsonl) or Azure's (.csv)" >&2; exit 2; }
+	@.venv/bin/baton bench replay "$(TRACE)" --seed 1 --loads light,knee,overload --sweep --out "$(or $(OUT),replay-results)" $(ARGS)
 
 catalogue: setup-dev ## Write the generated files anew: catalogue, AsyncAPI, NATS permissions, metrics, dashboards, diagram
 	@$(PYTHON) -m shared.contracts.catalogue

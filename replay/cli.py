@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -10,7 +11,15 @@ from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from replay.experiment import Setting, find_knee, known, run
 from replay.plots import NoPlots, draw
@@ -24,7 +33,8 @@ from replay.world import Shape
 ALL = [BATON, BATON_WAITING, *BASELINES, ORACLE]
 KNEE_OF = ["mooncake", "dynamo", "llm-d", "sglang"]
 """The knee is where the best of these no longer keeps the target."""
-OF_THE_KNEE = {"light": 0.5, "knee": 1.0, "overload": 1.3}
+KNEE = "knee"
+OF_THE_KNEE = {"light": 0.5, KNEE: 1.0, "overload": 1.3}
 
 app = typer.Typer(
     no_args_is_help=True, help="Measurements that need no running system.", pretty_exceptions_enable=False
@@ -58,7 +68,9 @@ def replay_command(  # noqa: PLR0913, PLR0917  # one parameter per option is how
     knee: Annotated[
         float, typer.Option(help="Where the knee is, if that is known: saves looking for it.", min=0)
     ] = 0.0,
-    sweep: Annotated[bool, typer.Option(help="Each baseline's main knob as well.")] = False,
+    sweep: Annotated[
+        bool, typer.Option(help="Each baseline's main knob as well, at the knee if that is among the loads.")
+    ] = False,
     hours: Annotated[float, typer.Option(help="Of the trace; 0: all of it.", min=0)] = 0.0,
     limit: Annotated[int, typer.Option(help="Requests of the trace; 0: all of them.", min=0)] = 0,
     slo_ttft: Annotated[float, typer.Option(help="Seconds to the first token.")] = 5.0,
@@ -71,8 +83,7 @@ def replay_command(  # noqa: PLR0913, PLR0917  # one parameter per option is how
     The router's own placement and index, and other systems' policies: the same engines, the same knowledge.
     """
     policies = policy or ALL
-    if sweep:
-        policies = [*policies, *(one for name in policies for one in SWEEPS.get(name, {}))]
+    swept = [one for name in policies for one in SWEEPS.get(name, {})] if sweep else []
     for name in policies:
         if not known(name):
             fail(f"There is no policy {name!r}. Policies: {', '.join(ALL)}; see also: baton bench policies")
@@ -89,7 +100,15 @@ def replay_command(  # noqa: PLR0913, PLR0917  # one parameter per option is how
         slo=Slo(ttft_s=slo_ttft, itl_s=slo_itl),
         seed=seed,
     )
-    results = run_all(setting, policies, loads, knee)
+    found = find_loads(setting, loads, knee)
+    runs = [
+        (name, load, label) for label, load in found for name in [*policies, *(swept if label in where(found) else [])]
+    ]
+    results: list[Result] = []
+    for result in run_all(setting, runs):
+        results.append(result)
+        if out is not None:
+            save(results, out)  # Whoever interrupts has what was done.
     for label in dict.fromkeys(result.label for result in results):
         screen.print(table_of([result for result in results if result.label == label]))
     if out is not None:
@@ -118,37 +137,44 @@ def profile_of(name: str, kv_blocks: int) -> Profile:
     return replace(PROFILES[name], kv_blocks=kv_blocks) if kv_blocks > 0 else PROFILES[name]
 
 
-def run_all(setting: Setting, policies: list[str], loads: str, knee: float) -> list[Result]:
-    """Every policy at every load, with a bar for each run."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=screen, transient=True) as progress:
-
-        def one(policy: str, load: float, label: str) -> Result:
+def run_all(setting: Setting, runs: list[tuple[str, float, str]]) -> Iterator[Result]:
+    """Policies, loads and labels, with a bar for each run."""
+    with bars() as progress:
+        for policy, load, label in runs:
             task = progress.add_task(f"{label}: {policy}", total=len(setting.requests))
-            try:
-                return run(setting, policy, load, label, lambda number: progress.update(task, completed=number + 1))
-            finally:
-                progress.remove_task(task)
 
-        return [
-            one(policy, load, label) for label, load in loads_of(setting, loads, knee, progress) for policy in policies
-        ]
+            def arrived(number: int, task: TaskID = task) -> None:
+                progress.update(task, completed=number + 1)
+
+            yield run(setting, policy, load, label, arrived)
+            progress.remove_task(task)
 
 
-def loads_of(setting: Setting, loads: str, knee: float, progress: Progress) -> list[tuple[str, float]]:
+def bars() -> Progress:
+    """They vanish when they are full."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=screen, transient=True)
+
+
+def where(loads: list[tuple[str, float]]) -> set[str]:
+    """Labels of the loads at which knobs are swept."""
+    labels = {label for label, _load in loads}
+    return labels & {KNEE} or labels
+
+
+def find_loads(setting: Setting, loads: str, knee: float) -> list[tuple[str, float]]:
     """Labels and speeds."""
     labels = [part.strip() for part in loads.split(",") if part.strip()]
     if not knee and any(label in OF_THE_KNEE for label in labels):
-        knee = knee_of(setting, progress)
+        knee = knee_of(setting)
     return [(one, knee * OF_THE_KNEE[one] if one in OF_THE_KNEE else load_of(one)) for one in labels] or [("1", 1.0)]
 
 
-def knee_of(setting: Setting, progress: Progress) -> float:
+def knee_of(setting: Setting) -> float:
     """Where the best baseline's p95 of TTFT reaches the target."""
-    task = progress.add_task("looking for the knee", total=None)
-    knee = find_knee(setting, KNEE_OF, lambda result: progress.update(task, description=searched(result)))
-    progress.remove_task(task)
-    return knee
+    with bars() as progress:
+        task = progress.add_task("looking for the knee", total=None)
+        return find_knee(setting, KNEE_OF, lambda result: progress.update(task, description=searched(result)))
 
 
 def searched(result: Result) -> str:
