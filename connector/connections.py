@@ -17,7 +17,7 @@ from connector.core.compatibility import why_not
 from connector.core.orders import Connected, PeerKey
 from connector.core.read_plan import Reader, Route, routes_to
 from connector.transfer_port import TransferAgent, TransferFailed, TransferState
-from shared.contracts.kv_exchange import KvHandshake, KvRank
+from shared.contracts.kv_handshake import KvHandshake, KvRank
 
 CONNECT_S_MAX = 5.0
 PROBE_BYTES = 8

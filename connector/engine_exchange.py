@@ -21,7 +21,8 @@ from connector.prefetch import Prefetcher, Shelf
 from connector.reader import Reader
 from connector.tally import Tally
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import KvGrant, KvHandshake, KvOffer, KvProof, LegOrder
+from shared.contracts.kv_exchange import KvGrant, KvOffer, KvProof, LegOrder
+from shared.contracts.kv_handshake import KvHandshake
 
 
 class EngineExchange:

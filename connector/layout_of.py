@@ -7,7 +7,7 @@ from typing import Any
 
 from connector.core.layout import CacheTensor, UnsupportedLayout, heads_of, layer_of
 from connector.transfer_port import Region
-from shared.contracts.kv_exchange import KvLayer
+from shared.contracts.kv_handshake import KvLayer
 
 REFUSED_SPECS = (
     "Mamba", "SlidingWindow", "ChunkedLocal", "CrossAttention", "EncoderOnly", "RSWA", "CircularBuffer", "Sink",

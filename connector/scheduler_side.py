@@ -25,7 +25,8 @@ from connector.pool_shelf import PoolShelf
 from connector.rest import READ_REST_S_MAX, Rest
 from connector.settings import Settings
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import KvHandshake, KvOffer, KvProof, KvRank, LegOrder
+from shared.contracts.kv_exchange import KvOffer, KvProof, LegOrder
+from shared.contracts.kv_handshake import KvHandshake, KvRank
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool

@@ -25,7 +25,7 @@ from connector.layout_of import kv_heads_of, layers_of, regions_of
 from connector.transfer_port import Region, TransferAgent
 from connector.transfers import Transfers
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import KvHandshake, KvRank
+from shared.contracts.kv_handshake import KvHandshake, KvRank
 
 MakeAgent = Callable[[str], TransferAgent]
 """From a name that is unique for ever."""

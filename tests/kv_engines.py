@@ -11,7 +11,7 @@ from connector.core.layout import CacheTensor, heads_of, layer_of
 from connector.core.read_plan import Reader
 from connector.transfer_port import Region, TransferAgent
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import KvHandshake, KvRank
+from shared.contracts.kv_handshake import KvHandshake, KvRank
 
 
 @dataclass(frozen=True)

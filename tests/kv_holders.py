@@ -11,7 +11,7 @@ from multiprocessing.process import BaseProcess
 
 import msgspec
 
-from shared.contracts.kv_exchange import KvHandshake
+from shared.contracts.kv_handshake import KvHandshake
 from tests.kv_engines import RankMemory, Shape, handshake
 
 START_S_MAX = 60.0

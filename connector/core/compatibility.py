@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from connector.core.layout import UnsupportedLayout, heads_of
-from shared.contracts.kv_exchange import KvHandshake, KvRank
+from shared.contracts.kv_handshake import KvHandshake, KvRank
 
 PROTOCOL_VERSION = 1
 """Of handshakes, orders and what a block's bytes are; engines with different ones exchange nothing."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.contracts.kv_exchange import KvLayer, KvPlane
+from shared.contracts.kv_handshake import KvLayer, KvPlane
 
 HOW_TO_MEND = "leave VLLM_KV_CACHE_LAYOUT unset, or set it to HND"
 

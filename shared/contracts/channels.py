@@ -19,7 +19,8 @@ from shared.contracts.control import AskTokenizer, AskTokens, Leadership, Servic
 from shared.contracts.decisions import AskDecision, FoundDecision
 from shared.contracts.inference import CancelLeg, FrameBatch, RequestsFinished, StartLeg
 from shared.contracts.kv_events import AskKvSnapshot, KvEventBatch, KvSnapshot
-from shared.contracts.kv_exchange import AskKvHandshake, FetchedKv, FetchKv, KvGrant, KvHandshake, LeaseKv, ReleaseKv
+from shared.contracts.kv_exchange import FetchedKv, FetchKv, KvGrant, LeaseKv, ReleaseKv
+from shared.contracts.kv_handshake import AskKvHandshake, KvHandshake
 from shared.contracts.load import LoadReport
 from shared.contracts.reservations import Reservations
 from shared.contracts.workers import DescribeFleet, FleetState, WorkerLost, WorkerRecord

@@ -14,7 +14,7 @@ from connector.core import read_plan
 from connector.core.calls import Peer
 from connector.core.orders import Orders, PeerKey, Read, Results
 from connector.transfers import Transfers
-from shared.contracts.kv_exchange import KvHandshake
+from shared.contracts.kv_handshake import KvHandshake
 from tests.faulty_agent import FaultyAgent
 from tests.kv_engines import RankMemory, ReadingRank, Shape
 from tests.kv_holders import Holder, start_holder

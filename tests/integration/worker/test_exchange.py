@@ -10,7 +10,8 @@ import pytest
 from shared.contracts.channels import KV_HANDSHAKE
 from shared.contracts.ids import WorkerId
 from shared.contracts.inference import LegKind
-from shared.contracts.kv_exchange import AskKvHandshake, KvLedgerState, KvSource
+from shared.contracts.kv_exchange import KvLedgerState, KvSource
+from shared.contracts.kv_handshake import AskKvHandshake
 from tests.integration.worker.pair import handoff
 from tests.integration.worker.test_handover import completion, prompt_of
 

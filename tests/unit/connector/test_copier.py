@@ -13,7 +13,7 @@ from connector.core import read_plan
 from connector.core.calls import Peer
 from connector.core.orders import Orders, PeerKey, Read, Results
 from connector.memory_agent import MemoryAgent, MemoryNetwork
-from shared.contracts.kv_exchange import KvHandshake
+from shared.contracts.kv_handshake import KvHandshake
 from tests.kv_engines import RankMemory, ReadingRank, Shape, handshake
 
 BIG = Shape(blocks=64, layers=2, block_size=64, content=512)

@@ -11,7 +11,7 @@ from connector.core.orders import Connected
 from connector.engine_exchange import EngineExchange
 from connector.holder import HolderSettings
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import KvHandshake
+from shared.contracts.kv_handshake import KvHandshake
 from tests.kv_engines import RankMemory, Shape, handshake
 
 HOLDER = ("holder", 1)

@@ -8,7 +8,7 @@ import pytest
 
 from connector.core.compatibility import why_not
 from connector.core.layout import CacheTensor, UnsupportedLayout, layer_of
-from shared.contracts.kv_exchange import KvPlane
+from shared.contracts.kv_handshake import KvPlane
 from tests.kv_engines import RankMemory, Shape, handshake
 
 

@@ -11,14 +11,8 @@ from connector.core.fetch_plan import Limits
 from connector.core.orders import ReadPart
 from connector.core.peers import Peers
 from connector.reader import Reader
-from shared.contracts.kv_exchange import (
-    KvGrant,
-    KvHandshake,
-    KvOffer,
-    KvSource,
-    LegOrder,
-    pack_block_ids,
-)
+from shared.contracts.kv_exchange import KvGrant, KvOffer, KvSource, LegOrder, pack_block_ids
+from shared.contracts.kv_handshake import KvHandshake
 
 HASHES = [bytes([at]) * 32 for at in range(8)]
 OFFER = KvOffer(

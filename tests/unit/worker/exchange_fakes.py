@@ -15,7 +15,8 @@ from shared.bus.memory_bus import MemoryBus, MemoryHub
 from shared.bus.port import Bus
 from shared.contracts.channels import WORKER_RECORDS
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import KvGrant, KvHandshake, KvLedgerState, LeaseKv
+from shared.contracts.kv_exchange import KvGrant, KvLedgerState, LeaseKv
+from shared.contracts.kv_handshake import KvHandshake
 from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerPhase
 from shared.runtime.clock import SystemClock
 from tests.fleet_builders import FINGERPRINT, record

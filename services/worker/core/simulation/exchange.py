@@ -20,7 +20,8 @@ from services.worker.core.simulation.link import SimulatedLink
 from services.worker.core.simulation.sequence import Sequence
 from services.worker.core.simulation.settings import SimulationSettings
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import KvHandshake, KvOffer, KvProof
+from shared.contracts.kv_exchange import KvOffer, KvProof
+from shared.contracts.kv_handshake import KvHandshake
 
 LOOK_S = 0.05
 """While something is fetched or followed, how often to look whether its time is over."""
