@@ -65,6 +65,10 @@ class Candidate(Message, frozen=True, kw_only=True):
     """To generate the completion."""
     within_s: float = 0.0
     """Of that, what is within the target between tokens, and so costs nothing."""
+    first_token_s: float = 0.0
+    """The step that computes what was not handed over, and with it the first token."""
+    transit_s: float = 0.0
+    """Of a leg, beside the engine: bus, relay, scheduling of processes."""
     others_s: float = 0.0
     """By how much it delays all other requests together."""
     cost_s: float = 0.0

@@ -25,6 +25,8 @@ from shared.contracts.ids import WorkerId
 
 WORK_S_MIN = 0.001
 """Of an engine's time, for any request: also those whose prompt is cached take some."""
+WAIT_SHARE_MIN = 0.25
+"""Of a request's own time to its first token: for so long it may wait in any case."""
 RETRY_AFTER_S_MIN, RETRY_AFTER_S_MAX = 1.0, 120.0
 """What clients are told lies between them, whatever is predicted."""
 NEXT_READY = 1.5
@@ -50,7 +52,7 @@ class AdmissionPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """A request goes to an engine that is predicted to begin it within so long, or within what usual requests take:
     enough that it does not idle until the next one arrives.
     """
-    late_ratio: float = 1.5
+    late_ratio: float = 1.0
     """A request whose first token would come later than so many times its target is refused: it would only make others
     late, too.
     """
@@ -221,8 +223,8 @@ class Admission:
 
     def _set_deadline(self, ticket: Ticket, placed: Placed | Refused) -> None:
         """Who could have its first token soonest, had it come to idle engines, comes first: the target counts from
-        there, so that a short prompt passes a long one by as much as it is shorter, and never by more. What cannot be
-        met even by an idle worker is no reason to refuse a request: then its own time counts.
+        there, so that a short prompt passes a long one by as much as it is shorter, and never by more. A target that
+        even an idle worker would miss is no reason to refuse a request: it may wait for a part of its own time.
         """
         policy, target_s, own_s = self._policy, ticket.need.targets.ttft_s, ticket.work_s
         if isinstance(placed, Placed):
@@ -230,9 +232,9 @@ class Admission:
             own_s = max(own_s, predicted.total_s() - predicted.queue_s - predicted.decode_queue_s)
         latest_at = ticket.arrived_at + policy.queue_s_max
         if target_s < math.inf:
-            goal_s = max(target_s, own_s)
             ticket.deadline = ticket.arrived_at + target_s + own_s
-            latest_at = min(latest_at, ticket.arrived_at + policy.late_ratio * goal_s - own_s)
+            wait_s = max(policy.late_ratio * target_s - own_s, WAIT_SHARE_MIN * own_s)
+            latest_at = min(latest_at, ticket.arrived_at + wait_s)
         else:
             ticket.deadline = latest_at + own_s
         ticket.hopeless_at = min(latest_at, ticket.ends_at)

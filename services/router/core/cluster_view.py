@@ -100,6 +100,7 @@ class ClusterView:
         view = self.workers.get(record.worker_id)
         if view is not None and record.epoch < view.record.epoch:
             return
+        known = view is not None and view.record.epoch == record.epoch and view.pairs_with == record.fingerprint.key()
         if view is None or record.epoch > view.record.epoch:
             self._remove(view)
             view = self.workers[record.worker_id] = WorkerView(record, self._row(), now)
@@ -111,7 +112,8 @@ class ClusterView:
             view.heard_at = max(view.heard_at, now)
         self._masks.clear()
         self._write(view)
-        self.table.learned(view.row, self.learned_of.get(view.pairs_with, LEARNED_AT_FIRST))
+        if not known:
+            self.table.learned(view.row, self.learned_of.get(view.pairs_with, LEARNED_AT_FIRST))
 
     def unregister(self, worker_id: WorkerId) -> None:
         """The registry entry vanished. A worker that still speaks is believed: the registry may be ill, not it."""
@@ -254,3 +256,4 @@ class ClusterView:
         numbers[t.LEGS, row] = view.legs
         numbers[t.OWN_LEGS, row] = view.own.legs
         numbers[t.DECODING : t.ROOM_TOKENS + 1, row] = view.busy()
+        numbers[t.SENT_TOKENS, row] = view.own.sent_tokens if view.load is not None else view.own.tokens

@@ -21,6 +21,7 @@ class Seen(NamedTuple):
     worker_id: WorkerId
     chosen: bool
     cost_s: float
+    transit_s: float
     computing: Computing
     answering: Answering
 
@@ -60,6 +61,8 @@ class Considered:
             fetch_s=one.fetch_s if computes else 0.0,
             prefill_s=one.prefill_s if computes else 0.0,
             handoff_s=0.0 if computes else two.handoff_s,
+            first_token_s=0.0 if computes else two.first_s,
+            transit_s=seen.transit_s,
             decode_s=two.decode_s if answers else 0.0,
             within_s=two.within_s if answers else 0.0,
             others_s=(one.others_s if computes else 0.0) + (two.others_s if answers else 0.0),

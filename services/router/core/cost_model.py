@@ -15,6 +15,8 @@ import numpy as np
 
 from services.router.core import fleet_table as t
 
+TAIL_TOKENS = 16
+"""Of a prompt, what fills no block of KV and so is not handed over: half a block."""
 TOKENS_OUT_UNKNOWN = 256
 """Completion length assumed when the client sets no limit."""
 TOKENS_OUT_COUNTED_MAX = 1024
@@ -50,6 +52,7 @@ class Prompt(NamedTuple):
     """Of the completion, as far as a limit is believed."""
     streams: bool
     """Whether decode would read its KV while it is computed."""
+    now: float
     itl_target_s: float
     """Between tokens, seconds; 0 where there is no target: then all of that time counts."""
 
@@ -81,6 +84,8 @@ class Answering(NamedTuple):
     within_s: Value
     """Of ``decode_s``, what is within the target."""
     itl_s: Value
+    first_s: Value
+    """The step that computes the prompt's tail, and with it the first token."""
     others_s: Value
 
 
@@ -94,6 +99,8 @@ class Pace(NamedTuple):
 
     between_s: Value
     """What the decodes that share its steps add to each prompt token."""
+    step_s: Value
+    """One step of those that decode; 0 where nobody does."""
     itl_s: Value
     more_s: Value
     """By how much this request slows each step."""
@@ -119,8 +126,18 @@ def pace(n: Value, prompt: Prompt, do: Arithmetic) -> Pace:
     )
     itl_s = (step_s + more_s) / (1.0 - do.least(n[t.BUSY], BUSY_MAX))
     minding = do.choose(itl_s > prompt.itl_target_s, decoding * n[t.ANSWERS], 0.0)
-    between_s = do.choose(decoding > 0, step_s, 0.0) / n[t.STEP_TOKENS]
-    return Pace(between_s, itl_s, more_s, minding)
+    shared_s = do.choose(decoding > 0, step_s, 0.0)
+    return Pace(shared_s / n[t.STEP_TOKENS], shared_s, itl_s, more_s, minding)
+
+
+def waiting_s(n: Value, going: Pace, now: float, do: Arithmetic) -> Value:
+    """Until a new prompt is begun: what its last report told of has gone on since then. With no prompt before it, a
+    step of those that decode is half over.
+    """
+    token_s = n[t.PREFILL_S_PER_TOKEN] + n[t.PREFILL_BASE_S] / n[t.STEP_TOKENS] + going.between_s
+    told_s = (n[t.WAITING_TOKENS] - n[t.SENT_TOKENS]) * token_s
+    left_s = do.most(told_s - (now - n[t.HEARD_AT]), 0.0) + n[t.SENT_TOKENS] * token_s
+    return do.most(left_s, 0.5 * going.step_s)
 
 
 def computing(n: Value, prompt: Prompt, held: Value, reachable: Value, going: Pace, do: Arithmetic) -> Computing:
@@ -138,7 +155,7 @@ def computing(n: Value, prompt: Prompt, held: Value, reachable: Value, going: Pa
         fetched = do.choose(worth, missing, 0)
         fetch_s = do.choose(worth, reading_s, 0.0)
     computed = prompt.tokens - held - fetched
-    queue_s = n[t.WAITING_TOKENS] * (n[t.PREFILL_S_PER_TOKEN] + going.between_s)
+    queue_s = waiting_s(n, going, prompt.now, do)
     prefill_s = own_s + computed * going.between_s
     return Computing(held, fetched, computed, queue_s, fetch_s, prefill_s, own_s * going.minding)
 
@@ -152,11 +169,12 @@ def answering(n: Value, prompt: Prompt, held: Value, going: Pace, do: Arithmetic
     crowded = n[t.ROOM_TOKENS] < prompt.tokens + out
     return Answering(
         n[t.TRANSFER_BASE_S] + n[t.TRANSFER_S_PER_TOKEN] * exposed,
-        n[t.WAITING_TOKENS] * n[t.PREFILL_S_PER_TOKEN],
+        waiting_s(n, going, prompt.now, do),
         do.choose(crowded, decode_s, 0.0),
         decode_s,
         out * do.least(going.itl_s, prompt.itl_target_s),
         going.itl_s,
+        n[t.PREFILL_BASE_S] + n[t.PREFILL_S_PER_TOKEN] * TAIL_TOKENS + going.step_s,
         out * going.more_s * going.minding,
     )
 
@@ -169,11 +187,11 @@ class Cost(NamedTuple):
     whole_s: Value
 
 
-def cost(one: Computing, two: Answering) -> Cost:
+def cost(n: Value, one: Computing, two: Answering) -> Cost:
     """The request's own time and what it adds to that of others."""
-    prefill_s = one.ttft_s() + one.others_s
+    prefill_s = one.ttft_s() + one.others_s + n[t.WAY_S]
     answer_s = two.room_s + two.decode_s - two.within_s + two.others_s
-    return Cost(prefill_s, two.handoff_s + two.queue_s + answer_s, prefill_s + answer_s)
+    return Cost(prefill_s, two.handoff_s + two.queue_s + two.first_s + n[t.WAY_S] + answer_s, prefill_s + answer_s)
 
 
 def weigh(n: Value, prompt: Prompt, held: Value, reachable: Value, do: Arithmetic) -> tuple[Computing, Answering, Cost]:
@@ -181,4 +199,4 @@ def weigh(n: Value, prompt: Prompt, held: Value, reachable: Value, do: Arithmeti
     going = pace(n, prompt, do)
     one = computing(n, prompt, held, reachable, going, do)
     two = answering(n, prompt, held, going, do)
-    return one, two, cost(one, two)
+    return one, two, cost(n, one, two)

@@ -36,7 +36,9 @@ BUSY: Final = 11
 """Share of its time that it spends on prompts, lately."""
 ANSWERS: Final = 12
 """1 if it is placed for decode, else 0: who only computes prompts disturbs nobody's decoding."""
-COEFFICIENTS: Final = 13
+SENT_TOKENS: Final = 13
+"""Of ``WAITING_TOKENS``, those that its last report could not know."""
+COEFFICIENTS: Final = 14
 """The first of as many rows as ``Coefficients`` has fields, in their order."""
 PREFILL_BASE_S: Final = COEFFICIENTS
 PREFILL_S_PER_TOKEN: Final = COEFFICIENTS + 1
@@ -46,6 +48,7 @@ DECODE_S_PER_REQUEST: Final = COEFFICIENTS + 4
 DECODE_S_PER_CONTEXT_TOKEN: Final = COEFFICIENTS + 5
 TRANSFER_BASE_S: Final = COEFFICIENTS + 6
 TRANSFER_S_PER_TOKEN: Final = COEFFICIENTS + 7
+WAY_S: Final = COEFFICIENTS + 9
 NUMBERS: Final = COEFFICIENTS + len(Coefficients.__struct_fields__)
 
 READY: Final = 0

@@ -146,7 +146,8 @@ class Choice:
             prefill_s=placed.predicted.prefill_s,
             handoff_s=two.handoff_s,
             decode_queue_s=two.queue_s + two.room_s,
-            first_token_s=two.itl_s,
+            first_token_s=two.first_s,
+            transit_s=prefill.way_s + decode.way_s,
         )
         return replace(
             placed,
@@ -179,7 +180,9 @@ class Choice:
             uncached_tokens=one.computed - more,
             context_tokens=need.prompt_tokens + need.tokens_out,
             sources=(*sources, *further),
-            predicted=TtftParts(queue_s=one.queue_s, fetch_s=one.fetch_s, prefill_s=one.prefill_s),
+            predicted=TtftParts(
+                queue_s=one.queue_s, fetch_s=one.fetch_s, prefill_s=one.prefill_s, transit_s=option.way_s
+            ),
         )
 
     def _sources(self, option: Option) -> list[KvSource]:
@@ -211,7 +214,9 @@ class Choice:
         told = []
         for part, options, chosen in parts:
             seen = [
-                Seen(one.view.record.worker_id, one is chosen, one.cost_s(part), one.computing, one.answering)
+                Seen(
+                    one.view.record.worker_id, one is chosen, one.cost_s(part), one.way_s, one.computing, one.answering
+                )
                 for one in options
             ]
             told.append((part, seen))

@@ -43,7 +43,8 @@ def best_other_s(candidates: list[Candidate]) -> float:
 
 def to_first_token_s(candidate: Candidate) -> float:
     """Its part of the time to the first token."""
-    return candidate.queue_s + candidate.fetch_s + candidate.prefill_s + candidate.handoff_s
+    waited_s = candidate.queue_s + candidate.fetch_s + candidate.prefill_s + candidate.handoff_s
+    return waited_s + candidate.first_token_s + candidate.transit_s
 
 
 def _least(candidates: Iterable[Candidate], *, chosen: bool | None = None) -> float:

@@ -22,7 +22,7 @@ from shared.contracts.decisions import Part
 class Option:
     """One worker, and what it would cost there."""
 
-    __slots__ = ("answering", "computing", "cost", "group", "legs", "turn", "view")
+    __slots__ = ("answering", "computing", "cost", "group", "legs", "turn", "view", "way_s")
 
     def __init__(self, view: WorkerView, group: int, numbers: list[float]) -> None:
         self.view = view
@@ -30,6 +30,7 @@ class Option:
         """Who may exchange KV with it is of the same group."""
         self.legs = numbers[t.OWN_LEGS]
         self.turn = numbers[t.TURN]
+        self.way_s = numbers[t.WAY_S]
         self.computing: Computing
         self.answering: Answering
         self.cost: Cost
@@ -83,6 +84,7 @@ class Weighing:
             need.prompt_tokens,
             cost_model.tokens_out_believed(need.tokens_out),
             0 <= policy.stream_tokens_min <= need.prompt_tokens,
+            now,
             need.targets.itl_s if need.targets.itl_s < inf else 0.0,
         )
         chosen: Iterable[int] = rows.tolist()

@@ -170,7 +170,8 @@ def test_the_record_has_the_chosen_with_a_cost_that_is_the_sum_of_its_parts():
         (Part.DECODE, who(placed)[1]),
     }
     for one in told:
-        parts = one.queue_s + one.fetch_s + one.prefill_s + one.handoff_s + one.decode_s - one.within_s + one.others_s
+        ttft_s = one.queue_s + one.fetch_s + one.prefill_s + one.handoff_s + one.first_token_s + one.transit_s
+        parts = ttft_s + one.decode_s - one.within_s + one.others_s
         assert parts == pytest.approx(one.cost_s)
 
 
