@@ -75,7 +75,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """A request goes to an engine that is predicted to begin it within so long, or within about what usual requests
     take; until then it waits in the router, where it can still go anywhere.
     """
-    late_ratio: float = 1.5
+    late_ratio: float = 1.0
     """A request whose first token would come later than so many times its target is refused with 503."""
     slos: str = ""
     """Targets in seconds and priorities, as JSON: ``{"default": {"ttft_s": 2, "itl_s": 0.1}, "models": {"m": {...}},
