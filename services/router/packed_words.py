@@ -6,6 +6,7 @@ as what block hashes are made of: the CBOR of their ids.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from itertools import chain, islice
@@ -27,6 +28,9 @@ VOCABULARY_WORD = re.compile("[\u2581\u0120]?([A-Za-z]+)")
 """With one of the marks that tokenizers make of the space before a word."""
 
 Packed = tuple[bytes, ...]
+
+# One prompt's words are not worth all of the machine's processors: the router has one thread for them.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class PackedWords:

@@ -12,7 +12,7 @@ from services.router.fleet import Fleet
 from services.router.parity import ParityWatch
 from services.router.segments import Prompt
 from services.router.settings import Settings
-from services.router.tokenizer import PromptTokenizer, guessed
+from services.router.tokenizer import BYTES_PER_TOKEN_GUESSED, PromptTokenizer, guessed
 from shared.bus.port import Bus, BusError
 from shared.contracts.channels import TOKENIZER
 from shared.contracts.control import AskTokenizer
@@ -55,7 +55,7 @@ class Prompts:
 
     async def of(self, exchange: Exchange, facts: RequestFacts) -> Prompt:
         """Exact when it matters and can be known, else a guess from the length."""
-        body = facts.body
+        body, bytes_per_token = facts.body, BYTES_PER_TOKEN_GUESSED
         if body is not None and facts.path in (CHAT, COMPLETIONS) and self._matters(facts, exchange.upload.size):
             for view in self._fleet.cluster.offering(facts.model):
                 tokenizer = self._tokenizers.get(view.pairs_with) if self.parity.trusted(view.pairs_with) else None
@@ -65,8 +65,10 @@ class Prompts:
                     prompt = await tokenizer.prompt(facts, held, threads=self.threads, loop_chars_max=chars_max)
                     if prompt is not None:
                         return prompt
+                known = self._tokenizers.get(view.pairs_with)
+                bytes_per_token = known.chars_per_token if known is not None else bytes_per_token
                 break
-        return guessed(facts, exchange.upload.size)
+        return guessed(facts, exchange.upload.size, bytes_per_token)
 
     def worker_seen(self, record: WorkerRecord) -> None:
         """A worker is there: make sure that its model's tokenizer is, too."""

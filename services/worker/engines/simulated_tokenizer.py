@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
@@ -17,6 +18,10 @@ from services.worker.engines.port import TokenizerFiles
 
 SAYABLE_MIN = 64
 """With fewer whole words than this the model says any token that is text by itself."""
+
+
+PARTS_WALKED = re.compile(r"for\s+\w+\s+in\s+\w+(\.content|\[\s*['\"]content['\"]\s*\])")
+"""A template that does so wants a message's content as its parts; all others, as vLLM gives it to them: as one text."""
 
 
 class ChatTemplateFailed(Exception):
@@ -38,6 +43,7 @@ class SimulatedTokenizer:
         self._special = _special_tokens(config)
         self._template_source = _template_source(directory, config)
         self._template = _environment().from_string(self._template_source) if self._template_source else None
+        self._as_parts = PARTS_WALKED.search(self._template_source) is not None
         words = self._words()
         self.texts: dict[int, str] = words
         """The text of each token that answers are made of."""
@@ -61,8 +67,9 @@ class SimulatedTokenizer:
         """The prompt for a chat. Raises ChatTemplateFailed."""
         if self._template is None:
             raise ChatTemplateFailed("The model has no chat template.")
+        given = messages if self._as_parts else list(map(_content_as_text, messages))
         try:
-            return self._template.render(messages=messages, **self._special, **variables)
+            return self._template.render(messages=given, **self._special, **variables)
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise ChatTemplateFailed(f"The chat template failed: {error}") from error
 
@@ -91,6 +98,14 @@ class SimulatedTokenizer:
             text = self._tokenizer.decode([*anchor, i])[len(before) :]
             if text and "\ufffd" not in text:
                 yield i, text
+
+
+def _content_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    texts = [part.get("text") if isinstance(part, dict) else part for part in content]
+    return message | {"content": "\n".join(text for text in texts if isinstance(text, str))}
 
 
 def _read_json(path: Path) -> dict[str, Any]:
