@@ -7,6 +7,7 @@ import gc
 import logging
 import secrets
 import socket
+import sys
 
 from services.router.core.admission import Admission
 from services.router.core.native_block_table import IS_COMPILED
@@ -44,6 +45,8 @@ log = logging.getLogger("baton.router")
 FIRST_WORKER_S_MAX = 10.0
 """A router that shares its port takes none of its connections for so long, if it knows no worker."""
 FIRST_WORKER_LOOK_S = 0.05
+TURN_S_MAX = 0.001
+"""How long the event loop waits for a thread that tokenizes to let go of the interpreter."""
 YOUNG_OBJECTS_MAX = 50_000
 """New objects between two searches for cycles."""
 
@@ -159,6 +162,7 @@ async def live(router: Router, service: Service, listener: socket.socket, shared
     serving = service.tasks.create_task(server.serve(sockets=[listener]), name="serve-http")
     await server.listening.wait()
     _leave_garbage_alone()
+    sys.setswitchinterval(TURN_S_MAX)
     service.set_phase(ServicePhase.READY)
     if shared is not None and await first_worker(router, service):
         await server.listen_too(shared)
