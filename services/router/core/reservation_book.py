@@ -6,7 +6,7 @@ within a second, and which knows better.
 
 from __future__ import annotations
 
-from zlib import crc32
+from hashlib import blake2b
 
 from shared.contracts.ids import Epoch, RouterId, WorkerId
 from shared.contracts.reservations import ANNOUNCE_S, Reservation, Reservations
@@ -88,7 +88,8 @@ class ReservationBook:
             return 0.0
         self._lags += 1
         slots = min(SLOTS_MAX, SLOTS_EACH * (len(self._others) + 1))
-        return SLOT_S * (crc32(f"{self._router_id} {self._lags}".encode()) % slots)
+        chance = blake2b(f"{self._router_id} {self._lags}".encode(), digest_size=4).digest()
+        return SLOT_S * (int.from_bytes(chance, "big") % slots)
 
     def forget_silent(self, now: float) -> None:
         """Routers end without a word."""
