@@ -25,7 +25,7 @@ from shared.contracts.ids import WorkerId
 
 WORK_S_MIN = 0.001
 """Of an engine's time, for any request: also those whose prompt is cached take some."""
-WAIT_SHARE_MIN = 0.25
+WAIT_SHARE_MIN = 0.05
 """Of a request's own time to its first token: for so long it may wait in any case."""
 RETRY_AFTER_S_MIN, RETRY_AFTER_S_MAX = 1.0, 120.0
 """What clients are told lies between them, whatever is predicted."""
