@@ -25,6 +25,10 @@ HIT_SHARE_SLACK = 0.8
 """What is found there may be so much less than was believed: some was evicted meanwhile."""
 
 
+Among = tuple[Part, Iterable[Option], Option | None]
+"""Who was weighed for a part, and who was chosen for it."""
+
+
 class Placer(Protocol):
     """Chooses workers for requests. It may remember what it chose; the fleet's view is given to it when it is made."""
 
@@ -59,6 +63,9 @@ class Choice:
         forced = weighing.need.forced
         self._prefill_asked = forced.prefill_worker if forced is not None else WorkerId("")
         self._decode_asked = forced.decode_worker if forced is not None else WorkerId("")
+        self._alone: Sequence[Option] = ()
+        """Who could have done all of it, where that was weighed against a pair."""
+        self._may_pair = False
 
     def made(self) -> Placed | Refused:
         """The cheapest of what is allowed."""
@@ -67,6 +74,8 @@ class Choice:
             return self._by_anybody(need.whole or "asked for")
         alone = [] if self._prefill_asked else [option for option in weighing.options if self._may_alone(option)]
         pair = weighing.pair(self._prefills, self._decodes)
+        self._alone = alone
+        self._may_pair = pair is not None
         whole = weighing.pick(Part.WHOLE, alone) if need.mode is not Mode.DISAGGREGATED else None
         if need.mode is Mode.DECODE_FIRST and whole is not None:
             return self._whole(whole, alone, "asked for")
@@ -130,7 +139,9 @@ class Choice:
             predicted_s=one.ttft_s() + two.room_s + two.decode_s,
             predicted_itl_s=two.itl_s,
             why="it has most of the prompt" if guarded else why,
-            considered=self._considered((Part.WHOLE, among, option)),
+            considered=self._considered(
+                (Part.WHOLE, among, option), *(self._parts(None, None) if self._may_pair else ())
+            ),
         )
 
     def _apart(self, prefill: Option, decode: Option) -> Placed:
@@ -160,10 +171,7 @@ class Choice:
             predicted_s=predicted.total_s() + two.decode_s,
             predicted_itl_s=two.itl_s,
             why="prefill and decode apart cost least",
-            considered=self._considered(
-                (Part.PREFILL, filter(self._prefills, self._weighing.options), prefill),
-                (Part.DECODE, filter(self._decodes, self._weighing.options), decode),
-            ),
+            considered=self._considered(*self._parts(prefill, decode), (Part.WHOLE, self._alone, None)),
         )
 
     def _computed_by(self, option: Option) -> Placed:
@@ -210,7 +218,13 @@ class Choice:
         holders = [(self._cluster.views[row], begin, end) for row, begin, end in parts[:SOURCES_MAX]]
         return [source_of(holder, first=begin, end=end) for holder, begin, end in holders if holder is not None]
 
-    def _considered(self, *parts: tuple[Part, Iterable[Option], Option]) -> Considered:
+    def _parts(self, prefill: Option | None, decode: Option | None) -> tuple[Among, Among]:
+        """Of a pair."""
+        options = self._weighing.options
+        prefills, decodes = filter(self._prefills, options), filter(self._decodes, options)
+        return (Part.PREFILL, prefills, prefill), (Part.DECODE, decodes, decode)
+
+    def _considered(self, *parts: Among) -> Considered:
         told = []
         for part, options, chosen in parts:
             seen = [

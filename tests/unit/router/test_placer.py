@@ -194,3 +194,14 @@ def test_the_same_is_chosen_from_a_shortlist_as_from_all():
         few, all_of_them = (fleet.place(**what) for fleet in fleets)
         assert who(few) == who(all_of_them)
         assert few.predicted_s == pytest.approx(all_of_them.predicted_s)
+
+
+def test_the_record_has_both_the_pair_and_the_single_workers_whichever_was_chosen():
+    fleet = Fleet()
+    fleet.add("p1", Role.PREFILL)
+    fleet.add("b1", Role.BOTH)
+
+    for what in ({}, {"mode": Mode.DISAGGREGATED}):
+        told = fleet.place(**what).considered.candidates()
+        assert {one.part for one in told} >= {Part.PREFILL, Part.DECODE}
+        assert Part.WHOLE in {one.part for one in told}
