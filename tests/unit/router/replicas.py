@@ -10,11 +10,13 @@ from typing import Any
 import msgspec
 from opentelemetry.trace import NoOpTracer
 
+from services.router.core.reservation_book import ReservationBook
 from services.router.service import Router
 from services.router.settings import Settings
 from services.router.tracing import Tracing
 from shared.bus.memory_bus import MemoryBus, MemoryHub
 from shared.bus.streams import LegFrames
+from shared.contracts.ids import RouterId
 from shared.contracts.inference import StartLeg
 from shared.contracts.workers import Role
 from tests.unit.router.fake_worker import FakeWorker
@@ -83,6 +85,8 @@ async def replicas(routers: int, workers: int, *, loses_reservations: bool = Fal
     made = [
         Router(Settings(log_requests=False), MemoryBus(hub), LoopClock(), Tracing(NoOpTracer())) for _ in range(routers)
     ]
+    for number, router in enumerate(made):  # the same names in each run: instants are drawn by them
+        router.parts.reservations.book = ReservationBook(RouterId(f"r{number}"))
     async with asyncio.TaskGroup() as tasks:
         for router in made:
             await router.open()
