@@ -6,8 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.nats_server import NatsServer
+
+# How long an example takes says how busy the machine is, and nothing about what is promised.
+settings.register_profile("baton", deadline=None)
+settings.load_profile("baton")
 
 
 @pytest.fixture
