@@ -1,30 +1,28 @@
 """What the KV exchange costs and saves, on real engines: ``python -m tests.bench.bench_kv [--quick] [--only handoff,...]``.
 
 Each part starts engines of its own: handoffs (and batches with lost blocks) and the same with vLLM's own connector,
-conversations and leases, decoding beside long prompts. Writes docs/benchmarks/kv.md when all parts ran.
+conversations and leases, decoding beside long prompts. Writes those parts of docs/benchmarks/kv.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import math
-import os
-import platform
-import sys
 import tempfile
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
 from tests.bench import bench_kv_busy as busy
 from tests.bench import bench_kv_handoff as handoffs
 from tests.bench import bench_kv_turns as turns
+from tests.bench import plain_reads
 from tests.bench.bench_kv_handoff import OFFERED, STREAMED, UPSTREAM, Handoff
-from tests.bench.bench_nixl_read import plain_read_bytes_per_s
 from tests.bench.kv_bench_fleet import bench_fleet
+from tests.bench.kv_bench_page import Measured, measuring, ms, page, table, with_interval
+from tests.bench.plain_reads import PlainReader
 from tests.bench.wide_model import KV_BYTES_PER_TOKEN, make_wide_model
 from tests.e2e.kv_driver import BLOCK
 
@@ -41,64 +39,79 @@ class Size:
     """Of a run."""
 
     times: int
-    lengths: tuple[int, ...]
+    lengths: dict[int, int]
+    """Of handoffs, and how often."""
     histories: tuple[int, ...]
     turns: int
     seconds: float
     leases: int
 
 
-WHOLE = Size(times=5, lengths=(512, 2048, 4096), histories=(500, 1000, 2000, 4000), turns=6, seconds=20.0, leases=300)
-QUICK = Size(times=2, lengths=(512, 2048), histories=(500, 2000), turns=3, seconds=8.0, leases=40)
-
-
-def table(head: str, rows: list[list[object]]) -> list[str]:
-    """Markdown; also shown while the rest runs."""
-    names = [name.strip() for name in head.split("|")]
-    lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
-    lines += [f"| {' | '.join(map(str, row))} |" for row in rows]
-    print("\n".join(lines), file=sys.stderr)
-    return [*lines, ""]
-
-
-def ms(seconds: float) -> str:
-    return "" if math.isnan(seconds) else f"{seconds * 1e3:.1f}"
+WHOLE = Size(
+    times=5, lengths={512: 20, 2048: 20, 4096: 15}, histories=(500, 1000, 2000, 4000), turns=6, seconds=20.0, leases=300
+)
+QUICK = Size(times=2, lengths={512: 6, 2048: 6}, histories=(500, 2000), turns=3, seconds=8.0, leases=40)
 
 
 async def measure_handoffs(size: Size) -> list[str]:
     """(a) and (e)."""
-    found: dict[tuple[int, str], list[Handoff]] = {}
     with tempfile.TemporaryDirectory() as folder:
         wide = {**WIDE, "model": str(make_wide_model(Path(folder), CACHE)), "engine_args": CHUNKS}
-        for connector, hows in (("baton", (STREAMED, OFFERED)), ("upstream", (UPSTREAM,))):
-            shared = {**wide, "connector": connector}
-            workers = {handoffs.P: {**shared, "role": "prefill"}, handoffs.D: {**shared, "role": "decode"}}
-            async with bench_fleet(workers) as fleet:
-                found |= await handoffs.measure(fleet, size.lengths, hows, size.times)
-                if connector == "baton":
-                    batches = await handoffs.measure_batches(fleet, size.times)
-    rows, speeds = [], []
-    for length in size.lengths:
-        ways = [found[length, how] for how in (STREAMED, OFFERED, UPSTREAM)]
-        ttft, exposed = ([handoffs.median_of(way, part) for way in ways] for part in (ttft_of, exposed_of))
-        rows.append([length, f"{length * KV_BYTES_PER_TOKEN / MB:.0f}", *map(ms, ttft), *map(ms, exposed)])
-        speeds.append(speed_row(length, found))
+        plainly = {"engine_args": f"{CHUNKS} {plain_reads.ENGINE_ARGS}"}
+        environ = {plain_reads.SOCKET: f"{folder}/plain-reads"}
+        ours = {handoffs.P: {**wide, "role": "prefill"}, handoffs.D: {**wide, "role": "decode", **plainly}}
+        theirs = {name: {**wide, "role": ours[name]["role"], "connector": "upstream"} for name in ours}
+        async with bench_fleet(ours, environ=environ) as fleet, bench_fleet(theirs) as upstream:
+            fleets = {STREAMED: fleet, OFFERED: fleet, UPSTREAM: upstream}
+            with closing(PlainReader(environ[plain_reads.SOCKET])) as plain:
+                found = await handoffs.measure(fleets, size.lengths, plain)
+            batches = await handoffs.measure_batches(fleet, size.times)
+    return [*handoff_lines(found, size), *batch_lines(batches)]
+
+
+def handoff_lines(found: dict[tuple[int, str], list[Handoff]], size: Size) -> list[str]:
+    rows, waits, speeds = [], [], []
+    for length, times in size.lengths.items():
+        ways = {how: found[length, how] for how in (STREAMED, OFFERED, UPSTREAM)}
+        megabytes = f"{length * KV_BYTES_PER_TOKEN / MB:.0f}"
+        ttft, exposed = ([ms(handoffs.median_of(way, part)) for way in ways.values()] for part in (ttft_of, exposed_of))
+        more = [differences(ways[how], ways[UPSTREAM], ttft_of) for how in (STREAMED, OFFERED)]
+        rows.append([length, megabytes, times, *ttft, *more])
+        more = [differences(ways[how], ways[UPSTREAM], exposed_of) for how in (STREAMED, OFFERED)]
+        waits.append([length, megabytes, *exposed, *more])
+        speeds.append([megabytes, *speed_cells(ways[OFFERED], ways[UPSTREAM])])
     return [
         "## Handoff: time to first token, and how much of it is the handoff",
         "",
-        "One request at a time, prompts nobody has seen, 32 KB of KV per token, prefill in chunks of 512 tokens. Exposed: from",
-        "the end of the prefill leg to the first token of the decode leg, which computes the prompt's tail.",
+        "One request at a time, prompts nobody has seen, 32 KB of KV per token, prefill in chunks of 512 tokens. The engines of",
+        "all three ways run side by side and take turns, in every order; a difference is between requests of the same",
+        "turn: the median, and between what values it lies (sign test, 95%). Less than nothing: faster than upstream.",
         "",
         *table(
-            "prompt tokens | KV MB | TTFT ms streamed | offered | upstream | exposed ms streamed | offered | upstream",
+            "prompt tokens | KV MB | turns | TTFT ms streamed | offered | upstream | streamed less upstream | offered less upstream",
             rows,
+        ),
+        "Exposed: from the end of the prefill leg to the first token of the decode leg, which computes the prompt's tail.",
+        "",
+        *table(
+            "prompt tokens | KV MB | exposed ms streamed | offered | upstream | streamed less upstream | offered less upstream",
+            waits,
         ),
         "## Handoff: bytes per second",
         "",
-        "Of the offered handoff and upstream's: bytes over the time in which reads were under way. The limit: a bare NIXL read",
-        "of as many bytes in as many pieces between two processes.",
+        "Of the offered handoff and upstream's: bytes over the time in which reads were under way. The limit: the bytes of the",
+        "handoff before, read again by the same engine when it rests, with one bare NIXL read of the same pieces for which all",
+        "was made beforehand.",
         "",
-        *table("KV MB | exchange GB/s | upstream GB/s | limit GB/s | exchange / limit", speeds),
+        *table(
+            "KV MB | pieces | exchange GB/s | upstream GB/s | limit GB/s | exchange / limit, turn by turn",
+            speeds,
+        ),
+    ]
+
+
+def batch_lines(batches: list[handoffs.Batch]) -> list[str]:
+    return [
         f"## Lost blocks: {handoffs.BATCH} requests of {handoffs.BATCH_TOKENS} tokens at once",
         "",
         "Of so many of them the second half of the blocks does not come: only that half is computed.",
@@ -122,17 +135,17 @@ def speed_of(handoff: Handoff) -> float:
     return handoff.bytes / handoff.read_s / 1e9
 
 
-def speed_row(length: int, found: dict[tuple[int, str], list[Handoff]]) -> list[object]:
-    ours, theirs = (handoffs.median_of(found[length, how], speed_of) for how in (OFFERED, UPSTREAM))
-    block_bytes = BLOCK * KV_BYTES_PER_TOKEN
-    limit = plain_read_bytes_per_s(total_bytes=length * KV_BYTES_PER_TOKEN, piece_bytes=block_bytes // 4) / 1e9
-    return [
-        f"{length * KV_BYTES_PER_TOKEN / MB:.0f}",
-        f"{ours:.2f}",
-        f"{theirs:.2f}",
-        f"{limit:.2f}",
-        f"{ours / limit:.2f}",
-    ]
+def differences(ours: list[Handoff], theirs: list[Handoff], part: Callable[[Handoff], float]) -> str:
+    return with_interval([part(one) - part(other) for one, other in zip(ours, theirs, strict=True)], "+.1f", 1e3)
+
+
+def speed_cells(ours: list[Handoff], theirs: list[Handoff]) -> list[object]:
+    pairs = [(one, one.plain) for one in ours if one.plain is not None]
+    limits = [plain.bytes / plain.seconds / 1e9 for _one, plain in pairs]
+    parts = [speed_of(one) / limit for (one, _plain), limit in zip(pairs, limits, strict=True)]
+    pieces = median(plain.pieces for _one, plain in pairs)
+    speeds = [handoffs.median_of(ours, speed_of), handoffs.median_of(theirs, speed_of), median(limits)]
+    return [f"{pieces:.0f}", *(f"{speed:.2f}" for speed in speeds), with_interval(parts, ".2f")]
 
 
 async def measure_turns(size: Size) -> list[str]:
@@ -214,27 +227,20 @@ PARTS: dict[str, Callable[[Size], Awaitable[list[str]]]] = {
 }
 
 
-def machine() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.partition(":")[2].strip() for line in lines if "model name" in line), "?")
-    return f"{len(os.sched_getaffinity(0))} x {model}, Python {platform.python_version()}"
-
-
-def page(parts: list[list[str]], size: Size) -> str:
-    when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    head = [
+def head(size: Size) -> list[str]:
+    return [
         "# What the KV exchange costs and saves",
         "",
-        f"`{COMMAND}`, {when}, on {machine()}.",
-        f"Real vLLM engines on CPU, one core each, float32, blocks of {BLOCK} tokens, NIXL over shared memory. Medians of {size.times}",
-        "where nothing else is said. Models are random: sizes and times are what counts.",
-        "",
+        f"`{COMMAND}`; one part alone: `{COMMAND} ARGS='--only handoff'`. Real vLLM engines on CPU, one core each, float32, blocks",
+        f"of {BLOCK} tokens, NIXL over shared memory. Medians of {size.times} where nothing else is said. Models are random: sizes and",
+        "times are what counts.",
     ]
-    return "\n".join(line for part in [head, *parts] for line in part)
 
 
-async def run(names: list[str], size: Size) -> list[list[str]]:
-    return [await PARTS[name](size) for name in names]
+async def run(name: str, size: Size) -> Measured:
+    with measuring() as measured:
+        measured.lines = await PARTS[name](size)
+    return measured
 
 
 def main() -> None:
@@ -244,9 +250,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/kv.md"))
     arguments = parser.parse_args()
     size, names = QUICK if arguments.quick else WHOLE, arguments.only.split(",")
-    text = page(asyncio.run(run(names, size)), size)
+    measured = {name: asyncio.run(run(name, size)) for name in names}
+    old = arguments.out.read_text() if arguments.out.exists() else ""
+    text = page(head(size), measured, list(PARTS), old)
     print(text)
-    if names == list(PARTS):
+    if not arguments.quick:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(text)
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
 from statistics import median
 from typing import Any
 
@@ -19,10 +20,13 @@ from shared.bus.leg_inbox import Leg
 from shared.contracts.inference import FrameKind, LegKind, LegReport
 from shared.contracts.kv_exchange import KvOffer, pack_block_ids, unpack_block_ids
 from tests.bench.kv_bench_fleet import BenchFleet, Prompts
+from tests.bench.plain_reads import PlainRead, PlainReader
 from tests.e2e.kv_driver import BLOCK, full_hashes
 
 P, D = "p", "d"
 STREAMED, OFFERED, UPSTREAM = "streamed", "offered", "upstream"
+ORDERS = tuple(permutations((STREAMED, OFFERED, UPSTREAM)))
+"""In turns: so none always comes behind the same other."""
 LEG_S_MAX = 120.0
 WARM_UPS, WARM_UP_TOKENS = 5, 8192
 """More than the engines' KV memory holds, so that every page of it is there before anything is measured."""
@@ -39,6 +43,8 @@ class Handoff:
     bytes: int
     read_s: float
     recomputed: int
+    plain: PlainRead | None = None
+    """As many bytes, read plainly right behind it."""
 
 
 def median_of(handoffs: Sequence[Handoff], part: Callable[[Handoff], float]) -> float:
@@ -99,19 +105,32 @@ async def what_was_read(fleet: BenchFleet, before: Any, report: LegReport) -> tu
 
 
 async def measure(
-    fleet: BenchFleet, lengths: Sequence[int], hows: Sequence[str], times: int
+    fleets: Mapping[str, BenchFleet], lengths: Mapping[int, int], plain: PlainReader
 ) -> dict[tuple[int, str], list[Handoff]]:
     """Every length in every way, so often; the ways take turns, so that a noisy minute meets them all."""
     prompts, found = Prompts(1), dict[tuple[int, str], list[Handoff]]()
-    for number in range(WARM_UPS):
-        await hand_off(fleet, prompts.new(WARM_UP_TOKENS), hows[number % len(hows)])
-    for length in lengths:
-        for _time in range(times):
-            for how in hows:
-                handoff = await hand_off(fleet, prompts.new(length), how)
+    for how in (OFFERED, UPSTREAM):
+        for _time in range(WARM_UPS):
+            await hand_off(fleets[how], prompts.new(WARM_UP_TOKENS), how)
+    for length, times in lengths.items():
+        for number in range(times):
+            for how in ORDERS[number % len(ORDERS)]:
+                handoff = await _one(fleets[how], prompts.new(length), how, plain)
                 found.setdefault((length, how), []).append(handoff)
-                await fleet.tap.until_settled(P, D, s_max=LEG_S_MAX) if how != UPSTREAM else None
     return found
+
+
+async def _one(fleet: BenchFleet, prompt: list[int], how: str, plain: PlainReader) -> Handoff:
+    if how == UPSTREAM:
+        return await hand_off(fleet, prompt, how)
+    if how == OFFERED:
+        plain.begin()
+    handoff = await hand_off(fleet, prompt, how)
+    await fleet.tap.until_settled(P, D, s_max=LEG_S_MAX)
+    if how == OFFERED:
+        plain.end()
+        handoff = replace(handoff, plain=plain.again(handoff.bytes))
+    return handoff
 
 
 def half_lost(offer: KvOffer, prompt: Sequence[int]) -> KvOffer:

@@ -26,7 +26,6 @@ from tests.kv_holders import Holder, start_holder
 
 ROUNDS = 25
 MB = 1_000_000
-MEMORY_BYTES = 2**30
 SIZES_MB = (1, 4, 16, 64, 256)
 SHAPE = Shape(layers=16, block_size=32, content=64, kv_heads=4, blocks=1024)
 POLL_S = 0.000_05
@@ -92,19 +91,6 @@ def bench(shape: Shape) -> Iterator[Bench]:
         yield one
     finally:
         one.close()
-
-
-def plain_read_bytes_per_s(*, total_bytes: int, piece_bytes: int, rounds: int = ROUNDS) -> float:
-    """Of one NIXL read of that many bytes in pieces of that size, none beside the next: the median of some rounds. They
-    go through ``MEMORY_BYTES``, as an engine's do: bytes that were read just before lie in the processor's cache.
-    """
-    pieces = -(-total_bytes // piece_bytes)
-    places = max(1, MEMORY_BYTES // (2 * total_bytes))
-    shape = Shape(kv_heads=1, layers=1, block_size=1, content=piece_bytes // 4, blocks=2 * pieces * places)
-    runs = [list(range(2 * pieces * place, 2 * pieces * (place + 1), 2)) for place in range(places)]
-    with bench(shape) as one:
-        took_s = [one.plain_s(runs[number % places], runs[number % places]) for number in range(rounds + 1)]
-        return pieces * piece_bytes / median(took_s[1:])
 
 
 def blocks_of(size_bytes: int, *, scattered: bool, seed: int) -> list[int]:

@@ -56,9 +56,14 @@ class BenchFleet:
 
 @asynccontextmanager
 async def bench_fleet(
-    workers: Mapping[str, Mapping[str, str]], *, router: Mapping[str, str] | None = None
+    workers: Mapping[str, Mapping[str, str]],
+    *,
+    router: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] | None = None,
 ) -> AsyncIterator[BenchFleet]:
-    """Workers by their ids, with their WORKER_* settings; a router with its own, unless None."""
+    """Workers by their ids, with their WORKER_* settings and more of an environment; a router with its own settings,
+    unless None.
+    """
     port = free_port()
     cores = sorted(os.sched_getaffinity(0))
     async with AsyncExitStack() as stack:
@@ -73,7 +78,7 @@ async def bench_fleet(
         stack.callback(lambda: [worker.kill() for worker in running.values()])
         for number, (name, settings) in enumerate(workers.items()):
             core = {"cpu_cores": str(cores[number % len(cores)])}
-            running[name] = start_worker(nats.url, name, folder, **{**core, **settings})
+            running[name] = start_worker(nats.url, name, folder, environ=environ, **{**core, **settings})
         await wait_ready(nats.url, list(running.values()))
         tap = await stack.enter_async_context(Tap(nats.url))
         driver = await stack.enter_async_context(driving(tap))

@@ -1,0 +1,106 @@
+"""docs/benchmarks/kv.md, part by part: a part that is measured anew replaces the one that was there."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import re
+import resource
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+
+import psutil
+
+MARK = "<!-- {} -->"
+CONFIDENCE = 0.95
+BUSY = 0.05
+"""Of all cores, taken by others: said beside the numbers."""
+
+
+def table(head: str, rows: list[list[object]]) -> list[str]:
+    """Markdown; also shown while the rest runs."""
+    names = [name.strip() for name in head.split("|")]
+    lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
+    lines += [f"| {' | '.join(map(str, row))} |" for row in rows]
+    print("\n".join(lines), file=sys.stderr)
+    return [*lines, ""]
+
+
+def ms(seconds: float) -> str:
+    return "" if math.isnan(seconds) else f"{seconds * 1e3:.1f}"
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Between which values the median lies, with ``CONFIDENCE`` and whatever the distribution: the sign test's."""
+    ordered, count = sorted(values), len(values)
+    tail, place = 0.0, 0
+    for outside in range(count // 2):
+        tail += math.comb(count, outside) / 2**count
+        if 2 * tail > 1 - CONFIDENCE:
+            break
+        place = outside
+    return ordered[place], ordered[count - 1 - place]
+
+
+def with_interval(values: Sequence[float], form: str, scale: float = 1.0) -> str:
+    """The median, and where it lies."""
+    low, high = median_interval(values)
+    return f"{median(values) * scale:{form}} ({low * scale:{form}} to {high * scale:{form}})"
+
+
+def machine() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.partition(":")[2].strip() for line in lines if "model name" in line), "?")
+    return f"{len(os.sched_getaffinity(0))} x {model}, Python {platform.python_version()}"
+
+
+@dataclass
+class Measured:
+    """One part of the page."""
+
+    lines: list[str] = field(default_factory=list)
+    said: str = ""
+    """When, on what, and how busy that was with other things."""
+
+
+@contextmanager
+def measuring() -> Iterator[Measured]:
+    """Around the measurement of a part."""
+    measured, when = Measured(), datetime.now(UTC)
+    busy_s, own_s = _busy_s(), _own_s()
+    yield measured
+    cores_s = (datetime.now(UTC) - when).total_seconds() * (os.cpu_count() or 1)
+    others = ((_busy_s() - busy_s) - (_own_s() - own_s)) / cores_s
+    measured.said = f"Measured {when:%Y-%m-%d %H:%M} UTC, on {machine()}."
+    if others > BUSY:
+        measured.said += f" Other processes took {others:.0%} of the machine meanwhile."
+
+
+def _busy_s() -> float:
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system)
+
+
+def _own_s() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def page(head: list[str], parts: dict[str, Measured], order: Sequence[str], old: str) -> str:
+    """The whole text: what was measured now, and what was there of the other parts."""
+    kept = parts_of(old)
+    texts = {name: "\n".join(["", f"*{one.said}*", "", *one.lines]) for name, one in parts.items()}
+    texts = {**kept, **texts}
+    return "\n".join([*head, "", *(MARK.format(name) + texts[name] for name in order if name in texts)])
+
+
+def parts_of(text: str) -> dict[str, str]:
+    """The parts of a page by their names."""
+    _head, *pairs = re.split(r"<!-- (\w+) -->", text)
+    return {name: body.rstrip("\n") + "\n" for name, body in zip(pairs[::2], pairs[1::2], strict=True)}
