@@ -18,27 +18,26 @@ ROWS_AT_FIRST = 16
 HEARD_AT: Final = 0
 LEGS: Final = 1
 LEGS_MAX: Final = 2
-OWN_LEGS: Final = 3
-TURN: Final = 4
+TURN: Final = 3
 """When it was last chosen, counted in placements."""
-DECODING: Final = 5
+DECODING: Final = 4
 """Requests in its batch or about to be."""
-WAITING_TOKENS: Final = 6
+WAITING_TOKENS: Final = 5
 """Prompt tokens that it has accepted and must still compute."""
-CONTEXT_TOKENS: Final = 7
+CONTEXT_TOKENS: Final = 6
 """Tokens in its KV cache that running requests use."""
-ROOM_TOKENS: Final = 8
+ROOM_TOKENS: Final = 7
 """Tokens that its KV cache could still take."""
-BLOCK_SIZE: Final = 9
-STEP_TOKENS: Final = 10
+BLOCK_SIZE: Final = 8
+STEP_TOKENS: Final = 9
 """Prompt tokens that its engine computes in one step, at most."""
-BUSY: Final = 11
+BUSY: Final = 10
 """Share of its time that it spends on prompts, lately."""
-ANSWERS: Final = 12
+ANSWERS: Final = 11
 """1 if it is placed for decode, else 0: who only computes prompts disturbs nobody's decoding."""
-SENT_TOKENS: Final = 13
+SENT_TOKENS: Final = 12
 """Of ``WAITING_TOKENS``, those that its last report could not know."""
-COEFFICIENTS: Final = 14
+COEFFICIENTS: Final = 13
 """The first of as many rows as ``Coefficients`` has fields, in their order."""
 PREFILL_BASE_S: Final = COEFFICIENTS
 PREFILL_S_PER_TOKEN: Final = COEFFICIENTS + 1

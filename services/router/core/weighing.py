@@ -28,7 +28,7 @@ class Option:
         self.view = view
         self.group = group
         """Who may exchange KV with it is of the same group."""
-        self.legs = numbers[t.OWN_LEGS]
+        self.legs = numbers[t.LEGS]
         self.turn = numbers[t.TURN]
         self.way_s = numbers[t.WAY_S]
         self.computing: Computing
@@ -94,8 +94,8 @@ class Weighing:
         self._weigh(list(dict.fromkeys(chosen)), cluster, prompt)
 
     def pick(self, part: Part, options: Iterable[Option]) -> Option | None:
-        """The cheapest that keeps the targets, or the cheapest if none does; among equals the one with the fewest legs
-        of ours, then the one whose turn is longest ago.
+        """The cheapest that keeps the targets, or the cheapest if none does; among equals the one with the fewest
+        legs, then the one whose turn is longest ago.
         """
         among = list(options)
         if len(among) > 1 and (self.need.targets.ttft_s < inf or self.need.targets.itl_s < inf):
