@@ -117,9 +117,12 @@ def refuse(need: Need, cluster: ClusterView, *, busy: bool) -> Refused:
     return Refused(reason=Reason.NO_WORKER, message=message, retry_after_s=RETRY_AFTER_S)
 
 
-def refuse_pair(need: Need) -> Refused:
-    """There is no pair of workers for it."""
+def refuse_pair(need: Need, *, busy: bool) -> Refused:
+    """There is no pair of workers for it, or none that has room."""
+    reason = Reason.WORKER_BUSY if busy else Reason.NO_WORKER
     message = "No prefill and decode workers of the same fingerprint are ready for this model."
     if need.forced is not None:
-        message = "The workers that were asked for cannot serve this request together, or are not ready or full."
-    return Refused(reason=Reason.NO_WORKER, message=message, retry_after_s=RETRY_AFTER_S)
+        message = "The workers that were asked for cannot serve this request together, or are not ready."
+    if busy:
+        message = "The workers that could serve this request are full. Try again shortly."
+    return Refused(reason=reason, message=message, retry_after_s=RETRY_AFTER_S)

@@ -86,7 +86,7 @@ class Choice:
         if whole is not None:
             return self._whole(whole, alone, "one worker is best for both legs")
         if need.mode is Mode.DISAGGREGATED or self._prefill_asked:
-            return refuse_pair(need)
+            return refuse_pair(need, busy=self._full())
         return self._by_anybody("one role is missing")
 
     def _keeps_whole(self, pair: tuple[Option, Option], whole: Option | None) -> bool:
@@ -122,7 +122,15 @@ class Choice:
         options = self._weighing.options
         among = list(filter(self._decodes, options)) or list(filter(self._answers, options))
         option = self._weighing.pick(Part.WHOLE, among)
-        return self._whole(option, among, why) if option is not None else refuse_pair(self._need)
+        return self._whole(option, among, why) if option is not None else refuse_pair(self._need, busy=self._full())
+
+    def _full(self) -> bool:
+        """Whether somebody who could have helped has no room just now."""
+        rows = self._weighing.full
+        asked = [
+            self._cluster.workers.get(worker_id) for worker_id in (self._prefill_asked, self._decode_asked) if worker_id
+        ]
+        return any(view is not None and rows[view.row] for view in asked) if asked else bool(rows.any())
 
     def _whole(self, option: Option, among: Sequence[Option], why: str) -> Placed:
         need, one, two = self._need, option.computing, option.answering

@@ -64,12 +64,15 @@ def fit_rows(need: Need, cluster: ClusterView, policy: Policy, now: float) -> t.
 class Weighing:
     """All predictions for one request. Of ``count`` free workers, ``options`` are those that can be best."""
 
-    __slots__ = ("able", "count", "depths", "holders", "need", "options", "policy")
+    __slots__ = ("able", "count", "depths", "full", "holders", "need", "options", "policy")
 
     def __init__(self, need: Need, cluster: ClusterView, depths: Depths, policy: Policy, now: float) -> None:
         self.need, self.policy = need, policy
         table, fit = cluster.table, fit_rows(need, cluster, policy, now)
-        rows = np.flatnonzero(fit & (table.numbers[t.LEGS, : table.count] < table.numbers[t.LEGS_MAX, : table.count]))
+        room = table.numbers[t.LEGS, : table.count] < table.numbers[t.LEGS_MAX, : table.count]
+        rows = np.flatnonzero(fit & room)
+        self.full = fit & ~room
+        """Rows that could serve it and have no room."""
         self.count = len(rows)
         self.options: list[Option] = []
         least = policy.fetch_tokens_min if need.fetch_tokens_min is None else need.fetch_tokens_min

@@ -14,6 +14,7 @@ from services.router.core.prefix_index import PrefixIndex
 from services.router.core.request import Forced, Mode
 from services.router.core.targets import Targets
 from shared.contracts.decisions import Part
+from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
 from shared.contracts.kv_events import KvSnapshot, pack_hashes
 from shared.contracts.workers import Role
@@ -205,3 +206,16 @@ def test_the_record_has_both_the_pair_and_the_single_workers_whichever_was_chose
         told = fleet.place(**what).considered.candidates()
         assert {one.part for one in told} >= {Part.PREFILL, Part.DECODE}
         assert Part.WHOLE in {one.part for one in told}
+
+
+def test_who_is_asked_for_and_full_is_worth_waiting_for():
+    fleet = Fleet()
+    fleet.add("p1", Role.PREFILL, legs=16)
+    fleet.add("p2", Role.PREFILL)
+    fleet.add("d1", Role.DECODE)
+
+    for worker_id, reason in (("p1", Reason.WORKER_BUSY), ("p9", Reason.NO_WORKER)):
+        need = msgspec.structs.replace(PROMPT, forced=Forced(prefill_worker=WorkerId(worker_id)))
+        refused = fleet.costs.place(need, NOW)
+        assert isinstance(refused, Refused)
+        assert refused.reason is reason
