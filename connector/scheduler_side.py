@@ -92,6 +92,7 @@ class SchedulerSide:
         call = _call.decode(packed)
         self._parts.obey(call)
         self._parts.grant()
+        self._take_effects()
         return _encode(self._parts.news(describe=call.describe))
 
     def finished(self, request_id: str, offer: KvOffer | None, order: LegOrder) -> KvProof | None:
