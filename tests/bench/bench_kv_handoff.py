@@ -28,7 +28,7 @@ STREAMED, OFFERED, UPSTREAM = "streamed", "offered", "upstream"
 ORDERS = tuple(permutations((STREAMED, OFFERED, UPSTREAM)))
 """In turns: so none always comes behind the same other."""
 LEG_S_MAX = 120.0
-WARM_UPS, WARM_UP_TOKENS = 5, 8192
+WARM_UPS, WARM_UP_TOKENS = 20, 2048
 """More than the engines' KV memory holds, so that every page of it is there before anything is measured."""
 BATCH, BATCH_TOKENS = 8, 16 * BLOCK
 LOST = (0, 1, 2, 4, 8)
