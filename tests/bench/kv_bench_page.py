@@ -6,7 +6,6 @@ import math
 import os
 import platform
 import re
-import resource
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,12 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
-import psutil
-
 MARK = "<!-- {} -->"
 CONFIDENCE = 0.95
-BUSY = 0.05
-"""Of all cores, taken by others: said beside the numbers."""
 
 
 def table(head: str, rows: list[list[object]]) -> list[str]:
@@ -66,30 +61,15 @@ class Measured:
 
     lines: list[str] = field(default_factory=list)
     said: str = ""
-    """When, on what, and how busy that was with other things."""
+    """When, on what, and how busy that was before."""
 
 
 @contextmanager
 def measuring() -> Iterator[Measured]:
     """Around the measurement of a part."""
-    measured, when = Measured(), datetime.now(UTC)
-    busy_s, own_s = _busy_s(), _own_s()
+    when, busy = datetime.now(UTC), os.getloadavg()[0]
+    measured = Measured(said=f"Measured {when:%Y-%m-%d %H:%M} UTC, on {machine()}; load average before: {busy:.1f}.")
     yield measured
-    cores_s = (datetime.now(UTC) - when).total_seconds() * (os.cpu_count() or 1)
-    others = ((_busy_s() - busy_s) - (_own_s() - own_s)) / cores_s
-    measured.said = f"Measured {when:%Y-%m-%d %H:%M} UTC, on {machine()}."
-    if others > BUSY:
-        measured.said += f" Other processes took {others:.0%} of the machine meanwhile."
-
-
-def _busy_s() -> float:
-    times = psutil.cpu_times()
-    return float(times.user + times.nice + times.system)
-
-
-def _own_s() -> float:
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def page(head: list[str], parts: dict[str, Measured], order: Sequence[str], old: str) -> str:
