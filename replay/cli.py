@@ -23,14 +23,14 @@ from rich.progress import (
 
 from replay.experiment import Setting, find_knee, known, run
 from replay.plots import NoPlots, draw
-from replay.policies.names import BASELINES, BATON, BATON_WAITING, ORACLE, SWEEPS
+from replay.policies.names import BASELINES, BATON, BATON_STRICT, BATON_WAITING, ORACLE, SWEEPS
 from replay.profile import PROFILES, Profile
 from replay.results import Result, Slo
 from replay.tables import save, table_of
 from replay.traces import TraceError, cut, read_trace
 from replay.world import Shape
 
-ALL = [BATON, BATON_WAITING, *BASELINES, ORACLE]
+ALL = [BATON, BATON_WAITING, BATON_STRICT, *BASELINES, ORACLE]
 KNEE_OF = ["mooncake", "dynamo", "llm-d", "sglang"]
 """The knee is where the best of these no longer keeps the target."""
 KNEE = "knee"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from replay.oracle import Oracle
 from replay.policies.base import Surroundings
-from replay.policies.names import BASELINES, BATON, BATON_WAITING, ORACLE, SWEEPS, Make
+from replay.policies.names import BASELINES, BATON, BATON_STRICT, BATON_WAITING, ORACLE, SWEEPS, Make
 from replay.profile import Profile
 from replay.results import Result, Slo, summarise
 from replay.traces import Request, at_load
@@ -55,10 +55,10 @@ def run(
 def install(world: World, policy: str, setting: Setting) -> None:
     """Let this policy place."""
     slo = setting.slo
-    if policy in (BATON, BATON_WAITING):
+    if policy in (BATON, BATON_WAITING, BATON_STRICT):
         world.targets = Targets(ttft_s=slo.ttft_s, itl_s=slo.itl_s)
-        if policy == BATON_WAITING:
-            world.admit(AdmissionPolicy())
+        if policy != BATON:
+            world.admit(AdmissionPolicy(serve_late=policy == BATON_WAITING))
         return
     if policy == ORACLE:
         world.fleet.placer = Oracle(world)
@@ -77,7 +77,7 @@ def install(world: World, policy: str, setting: Setting) -> None:
 
 def known(policy: str) -> bool:
     """Whether there is such a policy."""
-    return policy in (BATON, BATON_WAITING, ORACLE) or policy in BASELINES or policy in SWEPT
+    return policy in (BATON, BATON_WAITING, BATON_STRICT, ORACLE) or policy in BASELINES or policy in SWEPT
 
 
 def find_knee(setting: Setting, policies: list[str], told: Callable[[Result], None] = lambda _result: None) -> float:

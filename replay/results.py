@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from math import inf
 
 import msgspec
 
@@ -39,7 +40,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     refused: int
     ttft: Spread
-    """Of requests that were served."""
+    """A refused request counts as later than any other; the mean is of those that were served."""
     tpot: Spread
     """The mean time between tokens of each request."""
     itl: Spread
@@ -79,7 +80,7 @@ def summarise(
         offered_per_s=len(flights) / span_s,
         requests=len(flights),
         refused=len(flights) - len(served),
-        ttft=spread_of([flight.ttft_s for flight in served]),
+        ttft=spread_of([flight.ttft_s for flight in served], len(flights) - len(served)),
         tpot=spread_of([flight.tpot_s for flight in served if flight.request.output_tokens > 1]),
         itl=spread_of_counts(itl),
         hit_share=sum(flight.cached_tokens for flight in served) / prompt_tokens,
@@ -92,12 +93,12 @@ def summarise(
     )
 
 
-def spread_of(values: Sequence[float]) -> Spread:
-    """Percentiles by the nearest rank."""
+def spread_of(values: Sequence[float], never: int = 0) -> Spread:
+    """Percentiles by the nearest rank; so many more values never came, and count as infinite."""
     if not values:
         return Spread()
-    ordered = sorted(values)
-    return Spread(mean=sum(ordered) / len(ordered), **{f"p{p}": ordered[rank(len(ordered), p)] for p in (50, 95, 99)})
+    ordered = sorted(values) + [inf] * never
+    return Spread(mean=sum(values) / len(values), **{f"p{p}": ordered[rank(len(ordered), p)] for p in (50, 95, 99)})
 
 
 def rank(count: int, percent: int) -> int:

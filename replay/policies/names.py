@@ -15,6 +15,8 @@ from services.router.core.placer import Placer
 
 BATON = "baton"
 """Its placement alone: each request goes to its worker at once, as with the others."""
+BATON_STRICT = "baton-strict"
+"""The same, refusing what even an idle worker would serve too late."""
 BATON_WAITING = "baton-waiting"
 """With its admission: a request that no engine would soon begin waits in the router, or is refused."""
 ORACLE = "oracle"

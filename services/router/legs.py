@@ -207,7 +207,7 @@ class LegRunner:
 
     async def _find_cached(self, leg: Leg, frames: list[Frame]) -> None:
         """Wait for the first token, or for the end. Raises LegFailed when the worker found too little of the prompt."""
-        while frames[-1].kind is not END and not any([frame.token_ids for frame in frames]):
+        while frames[-1].kind is not END and not any(frame.token_ids for frame in frames):
             frames += await leg.frames()
         report = frames[-1].report
         if report is not None and report.finish_reason == CACHE_THRESHOLD:

@@ -77,6 +77,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
     late_ratio: float = 1.0
     """A request whose first token would come later than so many times its target is refused with 503."""
+    serve_late: bool = True
+    """Whether a request whose target even an idle worker would miss is served while nobody waits, or refused."""
     slos: str = ""
     """Targets in seconds and priorities, as JSON: ``{"default": {"ttft_s": 2, "itl_s": 0.1}, "models": {"m": {...}},
     "classes": {"batch": {"ttft_s": null, "priority": 10}}}``. A class says more than a model, and that more than the
@@ -137,6 +139,7 @@ def admission_policy(settings: Settings) -> AdmissionPolicy:
         queue_s_max=settings.queue_s_max,
         engine_queue_s_max=settings.engine_queue_s_max,
         late_ratio=settings.late_ratio,
+        serve_late=settings.serve_late,
         tenant_weights=weights,
     )
 

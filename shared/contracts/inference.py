@@ -54,7 +54,7 @@ class StartLeg(Message, frozen=True, kw_only=True):
     kv_sources: list[KvSource] = msgspec.field(default_factory=list)
     """Who is believed to hold more of the prompt than this worker does."""
     expected_tokens: int = -1
-    """Prompt tokens that placement expects this worker to compute; -1: not known. Reported as waiting until they are."""
+    """Prompt tokens that placement expects this worker to compute, reported as waiting until then; -1: not known."""
     cache_hit_threshold: float | None = None
     """The client's; None: the worker's own. Prefill legs are exempt."""
     kv_fetch_min_tokens: int | None = None

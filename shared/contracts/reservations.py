@@ -10,7 +10,7 @@ ANNOUNCE_S = 2.0
 
 
 class Reservation(Message, frozen=True, kw_only=True):
-    """Work that a router has just sent to a worker. It counts until the worker's next load report, which includes it."""
+    """Work that a router has just sent to a worker; it counts until the worker's next load report, which has it."""
 
     worker_id: WorkerId
     epoch: Epoch

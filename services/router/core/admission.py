@@ -56,6 +56,10 @@ class AdmissionPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """A request whose first token would come later than so many times its target is refused: it would only make others
     late, too.
     """
+    serve_late: bool = True
+    """A request whose target even an idle worker would miss is served as long as nobody waits; or else it is refused
+    always.
+    """
     tenant_weights: dict[str, float] = msgspec.field(default_factory=dict)
     """A tenant of weight 2 may have twice as much as one of weight 1, which is everybody's."""
 
@@ -87,6 +91,9 @@ class Admission:
         line = ticket.line = lane.line(need.priority, self._policy.tenant_weights)
         self._judge(ticket, placed)
         if isinstance(placed, Placed):
+            if self._late_anyway(ticket, placed) and (lane.drain.strained(now) or not self._policy.serve_late):
+                message = "Even an idle worker would miss its target. Try again when nobody waits, or without a target."
+                return refused(ticket, Reason.OVERLOADED, message)
             obstacle = self._obstacle(ticket, placed)
             if obstacle is None and lane.passable(prompt_worker(placed), placed.decode.record.worker_id):
                 line.share.enter(need.tenant)
@@ -191,6 +198,12 @@ class Admission:
             decode = placed.decode.record.worker_id
             return decode if decode in self._running else None
         return None
+
+    def _late_anyway(self, ticket: Ticket, placed: Placed) -> bool:
+        """Whether it would miss its target on an idle worker, too: it is served as long as that harms nobody."""
+        predicted = placed.predicted
+        own_s = max(ticket.work_s, predicted.total_s() - predicted.queue_s - predicted.decode_queue_s)
+        return own_s > self._policy.late_ratio * ticket.need.targets.ttft_s
 
     def _begin(self, ticket: Ticket, placed: Placed) -> None:
         assert ticket.line is not None

@@ -130,8 +130,7 @@ class ClusterView:
         view.heard_at = now
         view.lost = False
         view.own.reported(now)
-        tokens_per_s = view.prompts.told(load.computed_tokens_total, now)
-        self.table.numbers[t.BUSY, view.row] = tokens_per_s * self.table.numbers[t.PREFILL_S_PER_TOKEN, view.row]
+        self.table.numbers[t.PROMPTS_PER_S, view.row] = view.prompts.told(load.computed_tokens_total, now)
         if view.record.role is not load.role:
             view.record = msgspec.structs.replace(view.record, role=load.role)
         self._write(view)

@@ -124,17 +124,23 @@ def pace(n: Value, prompt: Prompt, do: Arithmetic) -> Pace:
         + n[t.DECODE_S_PER_REQUEST] * decoding
         + n[t.DECODE_S_PER_CONTEXT_TOKEN] * n[t.CONTEXT_TOKENS]
     )
-    itl_s = (step_s + more_s) / (1.0 - do.least(n[t.BUSY], BUSY_MAX))
+    itl_s = (step_s + more_s) / (1.0 - do.least(n[t.PROMPTS_PER_S] * usual_token_s(n), BUSY_MAX))
     minding = do.choose(itl_s > prompt.itl_target_s, decoding * n[t.ANSWERS], 0.0)
     shared_s = do.choose(decoding > 0, step_s, 0.0)
     return Pace(shared_s / n[t.STEP_TOKENS], shared_s, itl_s, more_s, minding)
+
+
+def usual_token_s(n: Value) -> Value:
+    """The engine's time for each prompt token, in prompts as long as they usually are there."""
+    each_s = n[t.PREFILL_S_PER_TOKEN] + n[t.PREFILL_S_PER_PAIR] * n[t.PAIRS_PER_TOKEN]
+    return each_s + n[t.PREFILL_BASE_S] / n[t.STEP_TOKENS]
 
 
 def waiting_s(n: Value, going: Pace, now: float, do: Arithmetic) -> Value:
     """Until a new prompt is begun: what its last report told of has gone on since then. With no prompt before it, a
     step of those that decode is half over.
     """
-    token_s = n[t.PREFILL_S_PER_TOKEN] + n[t.PREFILL_BASE_S] / n[t.STEP_TOKENS] + going.between_s
+    token_s = usual_token_s(n) + going.between_s
     told_s = (n[t.WAITING_TOKENS] - n[t.SENT_TOKENS]) * token_s
     left_s = do.most(told_s - (now - n[t.HEARD_AT]), 0.0) + n[t.SENT_TOKENS] * token_s
     return do.most(left_s, 0.5 * going.step_s)

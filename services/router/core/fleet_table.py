@@ -31,8 +31,8 @@ ROOM_TOKENS: Final = 7
 BLOCK_SIZE: Final = 8
 STEP_TOKENS: Final = 9
 """Prompt tokens that its engine computes in one step, at most."""
-BUSY: Final = 10
-"""Share of its time that it spends on prompts, lately."""
+PROMPTS_PER_S: Final = 10
+"""Prompt tokens that it computes in a second, lately."""
 ANSWERS: Final = 11
 """1 if it is placed for decode, else 0: who only computes prompts disturbs nobody's decoding."""
 SENT_TOKENS: Final = 12
@@ -47,6 +47,7 @@ DECODE_S_PER_REQUEST: Final = COEFFICIENTS + 4
 DECODE_S_PER_CONTEXT_TOKEN: Final = COEFFICIENTS + 5
 TRANSFER_BASE_S: Final = COEFFICIENTS + 6
 TRANSFER_S_PER_TOKEN: Final = COEFFICIENTS + 7
+PAIRS_PER_TOKEN: Final = COEFFICIENTS + 8
 WAY_S: Final = COEFFICIENTS + 9
 NUMBERS: Final = COEFFICIENTS + len(Coefficients.__struct_fields__)
 

@@ -18,6 +18,8 @@ ANYBODY = WorkerId("")
 """Wanted by who found all workers full."""
 DRAIN_MEMORY_S = 20.0
 """How fast a line moves is remembered for so long."""
+STRAIN_S_MIN = 0.02
+"""Of waiting, lately, from which a line counts as strained."""
 DRAIN_S_MIN = 0.5
 """Of waiting, before the speed of a line is believed."""
 WORK_AT_FIRST_S = 0.05
@@ -173,6 +175,11 @@ class Drain:
         self._waited_s = self._waited_s * kept + (took_s if self._waiting else 0.0)
         self._at = now
         self._waiting = True
+
+    def strained(self, now: float) -> bool:
+        """Whether somebody waits, or did lately."""
+        faded_s = self._waited_s * math.exp(-max(0.0, now - self._at) / DRAIN_MEMORY_S)
+        return self._waiting or faded_s >= STRAIN_S_MIN
 
     def rest(self) -> None:
         """From here on nobody waits."""
