@@ -49,6 +49,8 @@ TRANSFER_BASE_S: Final = COEFFICIENTS + 6
 TRANSFER_S_PER_TOKEN: Final = COEFFICIENTS + 7
 PAIRS_PER_TOKEN: Final = COEFFICIENTS + 8
 WAY_S: Final = COEFFICIENTS + 9
+DIVISORS = [BLOCK_SIZE, STEP_TOKENS]
+"""Never 0, not even in a row that nobody has: formulas are worked out for all rows at once."""
 NUMBERS: Final = COEFFICIENTS + len(Coefficients.__struct_fields__)
 
 READY: Final = 0
@@ -69,6 +71,7 @@ class FleetTable:
 
     def __init__(self) -> None:
         self.numbers: Floats = np.zeros((NUMBERS, ROWS_AT_FIRST))
+        self.numbers[DIVISORS] = 1.0
         self.flags: Bools = np.zeros((FLAGS, ROWS_AT_FIRST), dtype=np.bool_)
         self.groups: Ints = np.full(ROWS_AT_FIRST, -1, dtype=np.int64)
         self.count = 0
@@ -89,6 +92,7 @@ class FleetTable:
     def give_back(self, row: int) -> None:
         """Nobody has this row any more."""
         self.numbers[:, row] = 0.0
+        self.numbers[DIVISORS, row] = 1.0
         self.flags[:, row] = False
         self.groups[row] = -1
         self.moves += 1
@@ -106,3 +110,4 @@ class FleetTable:
             new = np.full((*old.shape[:-1], rows), empty, dtype=old.dtype)
             new[..., : old.shape[-1]] = old
             setattr(self, name, new)
+        self.numbers[DIVISORS, rows // 2 :] = 1.0

@@ -45,14 +45,6 @@ class Holders:
             return 0
         return min(int(self._blocks[row]), max(0, prompt_tokens - 1) // block_size) * block_size
 
-    def held(self, rows: t.Ints, block_sizes: t.Floats, prompt_tokens: int) -> t.Ints:
-        """``held_by`` of many."""
-        if self._blocks is None:
-            return np.zeros(len(rows), dtype=np.int64)
-        sizes = block_sizes.astype(np.int64)
-        held: t.Ints = np.minimum(self._blocks[rows], max(0, prompt_tokens - 1) // sizes) * sizes
-        return held
-
     def reachable_by(self, view: WorkerView, group: int, held: int, prompt_tokens: int) -> int:
         """Tokens that a worker that holds ``held`` may have with what one other holds; ``held`` if nobody helps."""
         block_size = view.record.hashing.block_size
@@ -60,20 +52,24 @@ class Holders:
         reach = min(most, max(0, prompt_tokens - 1) // block_size) * block_size
         return reach if reach - held >= self._tokens_min else held
 
-    def reachable(self, on: tuple[t.Ints, t.Ints, t.Floats], held: t.Ints, able: t.Bools, prompt_tokens: int) -> t.Ints:
-        """``reachable_by`` of many: rows, groups and block sizes; only those that are ``able`` can be helped."""
-        if not self._ranked:
-            return held
-        rows, groups, block_sizes = on
-        most = np.zeros(len(rows), dtype=np.int64)
-        for group, ranked in self._ranked.items():
-            here = groups == group
-            most[here] = ranked[0].blocks
-            most[here & (rows == ranked[0].row)] = ranked[1].blocks if len(ranked) > 1 else 0
+    def of_all(self, block_sizes: t.Floats, groups: t.Ints, able: t.Bools, prompt_tokens: int) -> tuple[t.Ints, t.Ints]:
+        """``held_by`` and ``reachable_by`` of every row of the table, one and the same when nobody helps; only those
+        that are ``able`` can be helped.
+        """
+        if self._blocks is None:
+            nothing = np.zeros(len(groups), dtype=np.int64)
+            return nothing, nothing
         sizes = block_sizes.astype(np.int64)
-        reach = np.minimum(most, max(0, prompt_tokens - 1) // sizes) * sizes
-        reached: t.Ints = np.where(able & (reach - held >= self._tokens_min), reach, held)
-        return reached
+        most = max(0, prompt_tokens - 1) // sizes
+        held: t.Ints = np.minimum(self._blocks, most) * sizes
+        if not self._ranked:
+            return held, held
+        reach = np.zeros(len(groups), dtype=np.int64)
+        for group, ranked in self._ranked.items():
+            reach[groups == group] = ranked[0].blocks
+            reach[ranked[0].row] = ranked[1].blocks if len(ranked) > 1 else 0
+        reach = np.minimum(reach, most) * sizes
+        return held, np.where(able & (reach - held >= self._tokens_min), reach, held)
 
     def sources(
         self, view: WorkerView, views: list[WorkerView | None], group: int, span: tuple[int, int]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -34,7 +33,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """Decode is not dispatched with a prefill that, with its time in the queue, is predicted to take longer: it would
     hold room for the prompt all the while.
     """
-    weighed_max: int = 16
+    weighed_max: int = 12
     """So many workers are all weighed one by one; more are first cut down to those that can be best."""
     fetch_tokens_min: int = 256
     """Fewer tokens than this are computed, not fetched from another worker; a request may say otherwise."""
@@ -65,8 +64,7 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class Placed(msgspec.Struct, frozen=True, kw_only=True):
     """Where the request goes, and what is expected of it."""
 
     mode: Mode
@@ -97,8 +95,7 @@ class Placed:
     considered: Considered = NOTHING_CONSIDERED
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
+class Refused(msgspec.Struct, frozen=True, kw_only=True):
     """Nobody can serve it just now."""
 
     reason: Reason

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Protocol
+
+import msgspec
 
 from services.router.core.cluster_view import ClusterView, exchanges_kv
 from services.router.core.considered import Considered, Seen
@@ -140,7 +141,7 @@ class Choice:
         share = HIT_SHARE_SLACK * (one.cached + one.fetched) / max(1, need.prompt_tokens)
         asked = need.cache_hit_threshold if need.mode is Mode.DECODE_FIRST else None
         self._cluster.picked(option.view)
-        return replace(
+        return msgspec.structs.replace(
             self._computed_by(option),
             mode=Mode.DECODE_FIRST if guarded else Mode.AGGREGATED,
             hit_share_min=(share if asked is None else asked) if guarded else 0.0,
@@ -168,7 +169,7 @@ class Choice:
             first_token_s=two.first_s,
             transit_s=prefill.way_s + decode.way_s,
         )
-        return replace(
+        return msgspec.structs.replace(
             placed,
             mode=Mode.DISAGGREGATED,
             prefill=prefill.view,

@@ -13,7 +13,7 @@ from services.router.core.cost_model import ARRAYS, Prompt
 from services.router.core.kv_sources import Holders
 from services.router.core.prefix_index import PrefixIndex
 
-SHORTLISTED = 6
+SHORTLISTED = 4
 """Of each part. More than one, for those that are equal take turns, and some may have to be left out."""
 NEVER_S = 1e9
 
@@ -54,33 +54,31 @@ class Depths:
 
 
 def shortlist(
-    rows: t.Ints, table: t.FleetTable, holders: Holders, prompt: Prompt, targets_s: tuple[float, float]
+    free: t.Bools, table: t.FleetTable, holders: Holders, prompt: Prompt, targets_s: tuple[float, float]
 ) -> list[int]:
-    """The cheapest of ``rows`` for each part, those first that keep the targets (time to the first token, and between
-    tokens).
+    """The cheapest of the ``free`` rows for each part, those first that keep the targets (time to the first token, and
+    between tokens). All rows are worked out, since picking some out first takes longer than that.
     """
-    n, groups = table.numbers[:, rows], table.groups[rows]
-    held = holders.held(rows, n[t.BLOCK_SIZE], prompt.tokens)
-    on = (rows, groups, n[t.BLOCK_SIZE])
-    reachable = holders.reachable(on, held, table.flags[t.EXCHANGES, rows], prompt.tokens)
+    n, flags, groups = table.numbers[:, : table.count], table.flags[:, : table.count], table.groups[: table.count]
+    held, reachable = holders.of_all(n[t.BLOCK_SIZE], groups, flags[t.EXCHANGES], prompt.tokens)
     one, two, costs = cost_model.weigh(n, prompt, held, reachable, ARRAYS)
-    late = np.where(one.ttft_s() > targets_s[0], NEVER_S, 0.0)
-    slow = np.where(two.itl_s > targets_s[1], NEVER_S, 0.0)
-    prefills, decodes = table.flags[t.PREFILLS, rows], table.flags[t.DECODES, rows]
+    prefill_s, decode_s, whole_s = costs
+    if targets_s[0] < np.inf:
+        late_s = np.where(one.ttft_s() > targets_s[0], NEVER_S, 0.0)
+        prefill_s, whole_s = prefill_s + late_s, whole_s + late_s
+    if targets_s[1] < np.inf:
+        slow_s = np.where(two.itl_s > targets_s[1], NEVER_S, 0.0)
+        decode_s, whole_s = decode_s + slow_s, whole_s + slow_s
+    prefills, decodes = flags[t.PREFILLS] & free, flags[t.DECODES] & free
     chosen: dict[int, None] = {}
-    for group in set(groups.tolist()) if (groups != groups[0]).any() else (groups[0],):
+    for group in set(groups[free].tolist()):
         here = groups == group
-        for cost_s, able in (
-            (costs.prefill_s + late, prefills & here),
-            (costs.decode_s + slow, decodes & here),
-            (costs.whole_s + late + slow, decodes & here),
-            (costs.whole_s + late + slow, here),
-        ):
-            chosen.update(dict.fromkeys(_cheapest(np.where(able, cost_s, np.inf), rows)))
+        for cost_s, able in ((prefill_s, prefills), (decode_s, decodes), (whole_s, decodes), (whole_s, free)):
+            chosen.update(dict.fromkeys(_cheapest(np.where(able & here, cost_s, np.inf))))
     return list(chosen)
 
 
-def _cheapest(cost_s: t.Floats, rows: t.Ints) -> list[int]:
+def _cheapest(cost_s: t.Floats) -> list[int]:
     few = np.argpartition(cost_s, SHORTLISTED)[:SHORTLISTED] if len(cost_s) > SHORTLISTED else np.arange(len(cost_s))
-    cheapest: list[int] = rows[few[cost_s[few] < np.inf]].tolist()
+    cheapest: list[int] = few[cost_s[few] < np.inf].tolist()
     return cheapest

@@ -70,7 +70,8 @@ class Weighing:
         self.need, self.policy = need, policy
         table, fit = cluster.table, fit_rows(need, cluster, policy, now)
         room = table.numbers[t.LEGS, : table.count] < table.numbers[t.LEGS_MAX, : table.count]
-        rows = np.flatnonzero(fit & room)
+        free = fit & room
+        rows = np.flatnonzero(free)
         self.full = fit & ~room
         """Rows that could serve it and have no room."""
         self.count = len(rows)
@@ -93,7 +94,7 @@ class Weighing:
         chosen: Iterable[int] = rows.tolist()
         if self.count > policy.weighed_max:
             targets_s = (need.targets.ttft_s, need.targets.itl_s)
-            chosen = [*shortlist(rows, table, self.holders, prompt, targets_s), *self._asked_for(cluster, rows)]
+            chosen = [*shortlist(free, table, self.holders, prompt, targets_s), *self._asked_for(cluster, rows)]
         self._weigh(list(dict.fromkeys(chosen)), cluster, prompt)
 
     def pick(self, part: Part, options: Iterable[Option]) -> Option | None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+import msgspec
 import pytest
 
 from services.router.core.placement import Need, Placed, Refused
@@ -54,4 +53,6 @@ class AsIfCached:
         placed = self.placer.place(need, now)
         if isinstance(placed, Refused) or not need.may_decode_first:
             return placed
-        return replace(placed, mode=Mode.DECODE_FIRST, prefill=None, handoff=(), streamed=False, hit_share_min=0.6)
+        return msgspec.structs.replace(
+            placed, mode=Mode.DECODE_FIRST, prefill=None, handoff=(), streamed=False, hit_share_min=0.6
+        )
