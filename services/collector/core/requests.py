@@ -11,7 +11,7 @@ from shared.contracts.inference import RequestFinished
 
 MODELS_MAX = 64
 STREAMED, OFFERED = HANDOFFS = ("streamed", "offered")
-MODES = ("aggregated", "disaggregated")
+MODES = ("aggregated", "disaggregated", "decode_first")
 REASONS = frozenset(reason.value for reason in Reason)
 
 
