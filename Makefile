@@ -54,6 +54,9 @@ bench-kv: setup-dev ## What the KV exchange costs and saves, on real engines; ab
 bench-placement: setup-dev ## Index, hashing, tokenization and placement; PEER_PYTHON=/a/venv/bin/python with ai-dynamo-runtime compares
 	@$(PYTHON) -m tests.bench.bench_index $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))
 	@$(PYTHON) -m tests.bench.bench_tokenize
+	@$(PYTHON) -m tests.bench.bench_place
+	@$(PYTHON) -m tests.bench.bench_explain
+	@$(PYTHON) -m tests.bench.bench_learning
 
 bench-replay: setup-dev ## A trace of requests in virtual time, all policies at light, knee and overload; TRACE=FILE, OUT=FOLDER
 	@test -n "$(TRACE)" || { echo "TRACE=FILE is missing: a trace of Mooncake's (.jsonl) or Azure's (.csv)" >&2; exit 2; }
