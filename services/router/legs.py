@@ -89,7 +89,7 @@ class LegRunner:
         self._tracing = parts.tracing
         self._starts = Starts(parts.router_id, parts.clock.now)
         self._pulse = Pulse()
-        self._fixed_headers: dict[tuple[str, str, str, bool], list[Header]] = {}
+        self._fixed_headers: dict[tuple[Mode, str, str, str, bool], list[Header]] = {}
 
     async def run(self, flight: Flight, placed: Placed) -> None:
         """All legs of this placement. Raises NOT_ANSWERED."""
@@ -108,12 +108,12 @@ class LegRunner:
     def headers(self, flight: Flight, placed: Placed, content_type: str) -> list[Header]:
         """What the client is told beside the answer: who served it."""
         prefill = placed.prefill.record.worker_id if placed.prefill is not None else ""
-        key = (content_type, placed.decode.record.worker_id, prefill, placed.streamed)
+        key = (placed.mode, content_type, placed.decode.record.worker_id, prefill, placed.streamed)
         fixed = self._fixed_headers.get(key)
         if fixed is None:
             if len(self._fixed_headers) >= FIXED_HEADERS_MAX:
                 self._fixed_headers.clear()
-            fixed = self._fixed_headers[key] = _fixed_headers(placed, *key)
+            fixed = self._fixed_headers[key] = _fixed_headers(*key)
         named = (b"x-request-id", flight.exchange.head.request_id.encode())
         return [*fixed, named, *flight.decision_headers()]
 
@@ -265,10 +265,10 @@ FIXED_HEADERS_MAX = 4096
 """Combinations of workers whose headers are kept ready."""
 
 
-def _fixed_headers(placed: Placed, content_type: str, decode: str, prefill: str, streamed: bool) -> list[Header]:
+def _fixed_headers(mode: Mode, content_type: str, decode: str, prefill: str, streamed: bool) -> list[Header]:
     headers = [
         (b"content-type", content_type.encode("latin-1")),
-        (b"x-baton-mode", placed.mode.value.encode()),
+        (b"x-baton-mode", mode.value.encode()),
         (b"x-baton-decode-worker", decode.encode()),
     ]
     if prefill:

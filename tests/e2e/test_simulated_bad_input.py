@@ -103,7 +103,8 @@ def test_a_prompt_of_100k_tokens_travels_in_parts_and_works(simulated: System, s
     body = json.dumps({"model": MODEL, "prompt": prompt, "max_tokens": 8, "stream": stream, "ignore_eos": True})
     filled = body + " " * (1_500_000 - len(body))
 
-    answer = simulated.http.post("/v1/completions", content=filled, headers={"content-type": "application/json"})
+    headers = {"content-type": "application/json", "x-baton-mode": "disaggregated"}
+    answer = simulated.http.post("/v1/completions", content=filled, headers=headers)
 
     assert answer.status_code == 200, answer.text
     assert answer.headers["x-baton-mode"] == "disaggregated"

@@ -81,7 +81,7 @@ def test_a_repeated_prompt_goes_to_the_worker_that_has_it(simulated: System):
     draw = random.Random(13)
     prompts = [draw.choices(VOCABULARY, k=1000) for _ in range(12)]
     with ThreadPoolExecutor(len(prompts)) as clients:  # at once, so that both workers get some
-        answers = list(clients.map(lambda prompt: send(simulated, prompt, "auto"), prompts))
+        answers = list(clients.map(lambda prompt: send(simulated, prompt, "disaggregated"), prompts))
     homes = [answer.headers["x-baton-prefill-worker"] for answer in answers]
     simulated.until_idle()
     simulated.until_exact(4)
@@ -89,7 +89,7 @@ def test_a_repeated_prompt_goes_to_the_worker_that_has_it(simulated: System):
 
     again = []
     for prompt in prompts:
-        again.append(send(simulated, prompt, "auto").headers["x-baton-prefill-worker"])
+        again.append(send(simulated, prompt, "disaggregated").headers["x-baton-prefill-worker"])
         simulated.until_idle()  # a load report may be a tenth of a second old, and queues count, too
 
     assert again == homes
@@ -107,7 +107,8 @@ def test_a_longer_chat_goes_where_its_beginning_is(simulated: System):
     workers, cached = set(), []
     for _ in range(4):
         body = {"model": MODEL, "messages": messages, "max_tokens": 16}
-        answer = simulated.http.post("/v1/chat/completions", json=body)
+        apart = {"x-baton-mode": "disaggregated"}
+        answer = simulated.http.post("/v1/chat/completions", json=body, headers=apart)
         workers.add(answer.headers["x-baton-prefill-worker"])
         cached.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
         simulated.until_idle()
@@ -118,6 +119,20 @@ def test_a_longer_chat_goes_where_its_beginning_is(simulated: System):
     assert cached[0] == 0
     assert sorted(cached) == cached
     assert cached[-1] > 500
+
+
+def test_what_a_decode_worker_has_most_of_it_answers_alone(simulated: System):
+    prompt = random.Random(17).choices(VOCABULARY, k=40 * BLOCK + 5)
+    first = send(simulated, prompt, "disaggregated")
+    simulated.until_idle()
+    simulated.until_exact(4)
+
+    again = send(simulated, prompt, "auto")
+
+    assert again.headers["x-baton-mode"] == "decode_first"
+    assert again.headers["x-baton-decode-worker"] == first.headers["x-baton-decode-worker"]
+    assert again.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 40 * BLOCK
+    assert tokens(again) == tokens(first)
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_what_a_decode_worker_holds_of_a_conversation_is_read_back(simulated: Sy
     simulated.until_exact(4)
     before = simulated.fleet_metrics()
 
-    answer = ask(simulated, history + question)
+    answer = ask(simulated, history + question, "disaggregated")
 
     until(lambda: grown(simulated, before, "baton_fleet_readback_tokens_total") > 0, "what was read back is told")
     assert grown(simulated, before, "baton_fleet_readback_tokens_total") == HISTORY
