@@ -39,7 +39,7 @@ def system(tmp_path_factory: pytest.TempPathFactory, nats: NatsServer) -> Iterat
 def ask(system: System, number: int, **fields) -> httpx.Response:
     prompt = [10 + number * 7 % 2000] * 400
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 20, "ignore_eos": True, **fields}
-    return system.http.post("/v1/completions", json=body)
+    return system.http.post("/v1/completions", json=body, headers={"x-baton-mode": "disaggregated"})
 
 
 def well_again(system: System) -> bool:
