@@ -43,7 +43,8 @@ def draw(results: Sequence[Result], folder: Path) -> list[Path]:
         raise NoPlots(MISSING) from error
     paths = []
     for name, (unit, measures) in PICTURES.items():
-        figure, axes = plt.subplots(1, len(measures), figsize=(4.6 * len(measures), 3.6), squeeze=False)
+        size = (4.6 * len(measures), 4.2)
+        figure, axes = plt.subplots(1, len(measures), figsize=size, squeeze=False, layout="constrained")
         for axis, (title, measure) in zip(axes[0], measures, strict=True):
             draw_lines(axis, results, measure)
             axis.set_title(title)
@@ -51,8 +52,7 @@ def draw(results: Sequence[Result], folder: Path) -> list[Path]:
             axis.set_ylabel(unit)
             if name == "ttft":
                 axis.set_yscale("log")
-        axes[0][-1].legend(fontsize="x-small", ncols=2)
-        figure.tight_layout()
+        figure.legend(*axes[0][-1].get_legend_handles_labels(), fontsize="x-small", ncols=4, loc="outside lower center")
         paths.append(folder / f"{name}.png")
         figure.savefig(paths[-1], dpi=90)
         plt.close(figure)
