@@ -51,10 +51,10 @@ class Costs:
         if not weighing.count:
             fit = fit_rows(need, self._cluster, self._policy, now)
             return refuse(need, self._cluster, busy=bool(fit.any()))
-        return Choice(weighing, self._cluster).made()
+        return Chooser(weighing, self._cluster).made()
 
 
-class Choice:
+class Chooser:
     """One request's choice, from what was weighed."""
 
     def __init__(self, weighing: Weighing, cluster: ClusterView) -> None:
