@@ -75,10 +75,12 @@ class Candidate:
         return Renew(self._words(self._lease.term), self._lease.revision)
 
     def heard(self, term: int) -> None:
-        """Somebody spoke as the leader of ``term``: the seat forgets, those who listen do not."""
-        if self._lease is None and term > self.term:
+        """Somebody spoke as the leader of ``term``: the seat forgets, those who listen do not. Whoever led before has
+        lost its lease, whether it knows already or not.
+        """
+        if term > self.term:
             self.term = term
-            self._next = None
+            self._next = self._lease = None
 
     def doubt(self) -> None:
         """The server was away and may have forgotten the lease: lead again only when a renewal has proved it."""

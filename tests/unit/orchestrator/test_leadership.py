@@ -1,6 +1,6 @@
 """One leads, and never two: whatever is delayed, lost or suspended."""
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from services.orchestrator.core.leadership import Candidate, Claim, Look, Renew
@@ -105,6 +105,14 @@ class Seat:
         return fits
 
 
+# A leader whose renewal is on its way when another takes over heard of that term and must not use it again.
+OVERTAKEN = [
+    (0, 0.0, 0.5, "works"), (0, 0.5, 1.0, "works"), (2, 3.0, 3.0, "works"), (2, 0.0, 3.0, "works"),
+    (0, 0.0, 2.0, "works"), (0, 3.0, 3.0, "works"), (0, 4.0, 0.0, "works"),
+]  # fmt: skip
+
+
+@example(OVERTAKEN)
 @given(
     st.lists(
         st.tuples(
