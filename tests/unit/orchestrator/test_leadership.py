@@ -107,8 +107,9 @@ class Seat:
 
 # A leader whose renewal is on its way when another takes over heard of that term and must not use it again.
 OVERTAKEN = [
-    (0, 0.0, 0.5, "works"), (0, 0.5, 1.0, "works"), (2, 3.0, 3.0, "works"), (2, 0.0, 3.0, "works"),
-    (0, 0.0, 2.0, "works"), (0, 3.0, 3.0, "works"), (0, 4.0, 0.0, "works"),
+    (0, 1.0, 3.0, "answer lost"), (0, 0.0, 0.5, "works"), (0, 0.5, 1.0, "works"), (2, 3.0, 3.0, "works"),
+    (2, 0.0, 3.0, "works"), (0, 0.5, 0.0, "answer lost"), (0, 0.0, 2.0, "works"), (0, 3.0, 3.0, "works"),
+    (0, 0.5, 3.0, "never arrives"), (0, 4.0, 0.0, "works"),
 ]  # fmt: skip
 
 
