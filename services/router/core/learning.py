@@ -122,19 +122,6 @@ class Learner:
             self._prompts_were(done.prefill_pairs / done.prefill_tokens)
         return True
 
-    def prefill_took(self, computed_tokens: int, cached_tokens: int, seconds: float) -> bool:
-        """A prompt was computed in one step that did nothing else."""
-        pairs = computed_tokens * (cached_tokens + computed_tokens / 2)
-        return self.worked(
-            StepTotals(seconds=seconds, prefill_steps=1, prefill_tokens=computed_tokens, prefill_pairs=pairs)
-        )
-
-    def step_took(self, running: int, context_tokens: int, seconds: float) -> bool:
-        """A step did nothing but decode."""
-        return self.worked(
-            StepTotals(seconds=seconds, decode_steps=1, decode_requests=running, decode_context_tokens=context_tokens)
-        )
-
     def transfer_took(self, tokens: int, seconds: float, *, asked: bool = True) -> bool:
         """KV came from another worker; ``asked``: the time includes asking for it."""
         self._reads += 1

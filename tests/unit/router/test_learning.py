@@ -13,6 +13,18 @@ from services.router.core.learning import GROWN_SAMPLE_S, Learner
 from services.router.core.speeds import Typical
 from shared.contracts.load import StepTotals
 
+
+def prefill(computed_tokens: int, cached_tokens: int, seconds: float) -> StepTotals:
+    """A prompt that was computed in one step that did nothing else."""
+    pairs = computed_tokens * (cached_tokens + computed_tokens / 2)
+    return StepTotals(seconds=seconds, prefill_steps=1, prefill_tokens=computed_tokens, prefill_pairs=pairs)
+
+
+def decode(running: int, context_tokens: int, seconds: float) -> StepTotals:
+    """A step that did nothing but decode."""
+    return StepTotals(seconds=seconds, decode_steps=1, decode_requests=running, decode_context_tokens=context_tokens)
+
+
 SIMULATED = Coefficients(
     prefill_base_s=0.002,
     prefill_s_per_token=1 / 8000,
@@ -169,7 +181,7 @@ def test_one_prompt_scales_everything_about_prompts_and_nothing_about_decoding()
     learner, before = Learner(), Learner().coefficients()
     expected_s = before.prefill_base_s + 1000 * before.prefill_s_per_token + 500_000 * before.prefill_s_per_pair
 
-    learner.prefill_took(1000, 0, 10 * expected_s)
+    learner.worked(prefill(1000, 0, 10 * expected_s))
 
     known = learner.coefficients()
     assert 1000 * known.prefill_s_per_token == pytest.approx(10 * 1000 * before.prefill_s_per_token, rel=0.3)
@@ -181,7 +193,7 @@ def test_one_prompt_scales_everything_about_prompts_and_nothing_about_decoding()
 def test_one_decode_step_scales_everything_about_decoding():
     learner, before = Learner(), Learner().coefficients()
 
-    learner.step_took(1, 100, 0.1 * before.decode_base_s)
+    learner.worked(decode(1, 100, 0.1 * before.decode_base_s))
 
     known = learner.coefficients()
     assert known.decode_base_s == pytest.approx(0.1 * before.decode_base_s, rel=0.3)
@@ -284,21 +296,21 @@ def test_totals_that_begin_anew_are_no_sample_but_the_next_ones_are():
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, 0.0, 1e30])
 def test_nonsense_changes_nothing(seconds):
     learner = Learner()
-    learner.prefill_took(1000, 0, 0.1)
+    learner.worked(prefill(1000, 0, 0.1))
     known = learner.coefficients()
 
-    assert not learner.prefill_took(1000, 0, seconds)
-    assert not learner.step_took(5, 1000, seconds)
+    assert not learner.worked(prefill(1000, 0, seconds))
+    assert not learner.worked(decode(5, 1000, seconds))
     assert not learner.transfer_took(1000, seconds)
     assert not learner.told(StepTotals(seconds=seconds, prefill_steps=1, prefill_tokens=1))
-    assert not learner.prefill_took(-5, 0, 0.1)
+    assert not learner.worked(prefill(-5, 0, 0.1))
     assert learner.coefficients() == known
 
 
 def test_how_much_prompts_attend_to_is_known_for_those_that_wait():
     learner = Learner()
     for _ in range(50):
-        learner.prefill_took(1000, 3000, 0.2)
+        learner.worked(prefill(1000, 3000, 0.2))
 
     assert learner.coefficients().pairs_per_token == pytest.approx(3500.0)
 
