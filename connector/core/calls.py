@@ -36,6 +36,17 @@ class StartFetch(Message, frozen=True, kw_only=True):
     fetch: FetchKv
 
 
+class Chain(Message, frozen=True, kw_only=True):
+    """A prefix that an engine holds, as those see it who may want a copy."""
+
+    hashes: bytes
+    """Full hashes of its blocks from the first on (see ``kv_exchange.pack_full_hashes``)."""
+    uses: int = 1
+    """Requests that began with it, lately."""
+    idle_s: float = 0.0
+    """Since the last of them."""
+
+
 class EngineCall(Message, frozen=True, kw_only=True):
     """Everything that a worker may ask of its engine's exchange; done in the order of the fields."""
 
@@ -50,6 +61,8 @@ class EngineCall(Message, frozen=True, kw_only=True):
     grants: list[KvGrant] = msgspec.field(default_factory=list)
     """Given to this engine."""
     fetches: list[StartFetch] = msgspec.field(default_factory=list)
+    chains_max: int = 0
+    """Answer with ``EngineNews.chains``: so many at most."""
     release_all: bool = False
     """Before the engine ends: unpin everything, grant nothing more."""
 
@@ -83,5 +96,7 @@ class EngineNews(Message, frozen=True, kw_only=True):
     releases: list[ReleaseKv] = msgspec.field(default_factory=list)
     connected: list[PeerConnected] = msgspec.field(default_factory=list)
     fetched: list[FetchEnded] = msgspec.field(default_factory=list)
+    chains: list[Chain] = msgspec.field(default_factory=list)
+    """Those that are used most, the hottest first; no chain is the beginning of another one here."""
     state: KvLedgerState | None = None
     """With all news: the ledger after it."""

@@ -47,8 +47,10 @@ QUEUE_MAX = 65536
 CONNECT_ATTEMPT_S_MAX = 2
 RECONNECT_WAIT_S = 0.2
 PING_INTERVAL_S = 1
-UNANSWERED_PINGS_MAX = 2
-"""A server that went silent is noticed after about three seconds."""
+UNANSWERED_PINGS_MAX = 5
+"""A server that went silent is noticed after about six seconds; one that ended, at once. Less would cut off healthy
+processes on a machine that stands still for a moment.
+"""
 UNSENT_BYTES_MAX = 16 * 1024 * 1024
 """Above this a sender waits until the socket takes more."""
 SEND_S_MAX = 10.0

@@ -25,6 +25,7 @@ class DirectClient(Client):
         """Functions by subscription id."""
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        self._pings_outstanding = 0  # Whoever sends messages lives, even if a PONG waits behind many of them.
         take = self.direct.get(sid)
         if take is None:
             await super()._process_msg(sid, subject, reply, data, headers)

@@ -17,12 +17,25 @@ import msgspec
 
 from shared.contracts.control import AskTokenizer, AskTokens, Leadership, ServiceStatus, TokenizerAsset, TokensFound
 from shared.contracts.decisions import AskDecision, FoundDecision
+from shared.contracts.fleet_orders import (
+    AskCanary,
+    Canary,
+    CanaryTried,
+    ChangeRole,
+    DrainWorker,
+    OrderTaken,
+    RoleChanged,
+    TryCanary,
+    WorkerDrained,
+)
 from shared.contracts.inference import CancelLeg, FrameBatch, RequestsFinished, StartLeg
 from shared.contracts.kv_events import AskKvSnapshot, KvEventBatch, KvSnapshot
 from shared.contracts.kv_exchange import FetchedKv, FetchKv, KvGrant, LeaseKv, ReleaseKv
 from shared.contracts.kv_handshake import AskKvHandshake, KvHandshake
 from shared.contracts.load import LoadReport
+from shared.contracts.planning import AskPlans, FleetScaled, PlanDecision, Plans, ScaleFleet
 from shared.contracts.reservations import Reservations
+from shared.contracts.verdict import AskVerdict, Verdict
 from shared.contracts.workers import DescribeFleet, FleetState, WorkerLost, WorkerRecord
 
 M = TypeVar("M", bound=msgspec.Struct)
@@ -147,8 +160,23 @@ DESCRIBE_FLEET = AskChannel(
     "fleet.describe", DescribeFleet, Delivery.ASK, EVERYONE, (Party.ORCHESTRATOR,), answer=FleetState
 )
 
+COMMANDERS = (Party.ORCHESTRATOR, Party.COLLECTOR, Party.LAUNCHER)
+"""Who may tell a worker what to do with itself."""
+DRAIN = AskChannel("worker.{worker_id}.drain", DrainWorker, Delivery.ASK, COMMANDERS, WORKERS, answer=OrderTaken)
+DRAINED = Channel("worker.{worker_id}.drained", WorkerDrained, Delivery.EVENT, WORKERS, COMMANDERS)
+CHANGE_ROLE = AskChannel("worker.{worker_id}.role", ChangeRole, Delivery.ASK, COMMANDERS, WORKERS, answer=RoleChanged)
+CANARY = AskChannel("worker.{worker_id}.canary", AskCanary, Delivery.ASK, WORKERS, WORKERS, answer=Canary)
+TRY_CANARY = AskChannel("worker.{worker_id}.try", TryCanary, Delivery.ASK, WORKERS, WORKERS, answer=CanaryTried)
+
+PLAN = Channel("fleet.plan", PlanDecision, Delivery.EVENT, (Party.ORCHESTRATOR,), (Party.COLLECTOR, Party.LAUNCHER))
+PLANS = AskChannel("fleet.plans", AskPlans, Delivery.ASK, EVERYONE, (Party.ORCHESTRATOR,), answer=Plans)
+SCALE = AskChannel(
+    "fleet.scale", ScaleFleet, Delivery.ASK, (Party.ORCHESTRATOR,), (Party.LAUNCHER,), answer=FleetScaled
+)
+VERDICT = AskChannel("fleet.verdict", AskVerdict, Delivery.ASK, EVERYONE, (Party.COLLECTOR,), answer=Verdict)
+
 REQUESTS_FINISHED = Channel(
-    "request.{router_id}.finished", RequestsFinished, Delivery.EVENT, ROUTERS, (Party.COLLECTOR,)
+    "request.{router_id}.finished", RequestsFinished, Delivery.EVENT, ROUTERS, (Party.COLLECTOR, Party.ORCHESTRATOR)
 )
 SERVICE_STATUS = Channel(
     "service.{service}.{instance}",

@@ -7,6 +7,8 @@ frame, DATA frames and then exactly one END or FAILURE frame, numbered from 0. F
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
 from enum import IntEnum, StrEnum
 
 import msgspec
@@ -59,6 +61,20 @@ class StartLeg(Message, frozen=True, kw_only=True):
     """The client's; None: the worker's own. Prefill legs are exempt."""
     kv_fetch_min_tokens: int | None = None
     """The client's; None: the worker's own."""
+    resume: bytes | None = None
+    """Token ids that the client has already had from a leg that broke off, packed (see ``pack_tokens``). The engine
+    goes on behind them, and the answer holds only what comes after them. None: from the beginning.
+    """
+
+
+def pack_tokens(tokens: Iterable[int]) -> bytes:
+    """Token ids as 32-bit integers, little-endian on every machine that vLLM runs on."""
+    return array("I", tokens).tobytes()
+
+
+def unpack_tokens(packed: bytes) -> list[int]:
+    """The ids in ``packed``. Raises ValueError when its length is no multiple of 4."""
+    return array("I", packed).tolist()
 
 
 class CancelLeg(Message, frozen=True, kw_only=True):
@@ -151,6 +167,10 @@ class RequestFinished(Message, frozen=True, kw_only=True):
     reason: str = ""
     """Empty, or the ``Reason`` that ended it."""
     attempts: int = 1
+    resumes: int = 0
+    """How often its stream broke off and went on elsewhere."""
+    resumed_tokens: int = 0
+    """Tokens that the client had already had at those times, all together."""
     prompt_tokens: int = -1
     completion_tokens: int = -1
     cached_tokens: int = -1

@@ -14,17 +14,21 @@ WORKER_RECORD_TTL_S = 10.0
 
 
 class Role(StrEnum):
-    """Which legs a worker is placed for. Every engine can do both."""
+    """Which legs a worker is placed for. Every engine can do both; a store has no engine."""
 
     PREFILL = "prefill"
     DECODE = "decode"
     BOTH = "both"
+    STORE = "store"
+    """Keeps copies of KV blocks and serves them to others; no legs."""
 
 
 class WorkerPhase(StrEnum):
     """Where a worker is in its life, as it says itself (LOST is said by the orchestrator)."""
 
     STARTING = "starting"
+    PROBING = "probing"
+    """Its engine runs; it proves that it can exchange KV before it gets traffic."""
     READY = "ready"
     DRAINING = "draining"
     GONE = "gone"
