@@ -6,7 +6,7 @@ neighbours on both sides they are copied as one: bigger pieces move faster.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,6 +49,8 @@ class Route:
     local: Numbers
     local_stride: Numbers
     lengths: Numbers
+    is_dense: bool
+    """Of each piece, the next block's lies right behind this one's, on both sides."""
 
 
 def routes_to(reader: Reader, peer: KvHandshake) -> list[Route]:
@@ -73,9 +75,18 @@ def _route(reader: Reader, peer: KvHandshake, rank: int) -> Route:
     ours = reader.heads
     common = range(max(ours.start, theirs.start), min(ours.stop, theirs.stop))
     layers = list(zip(peer.ranks[rank].layers, reader.memory.layers, strict=True))
-    rows = [row for remote, local in layers for row in _pieces(remote, local, common, (theirs, ours))]
-    columns = np.array(rows, dtype=np.uint64).T
-    return Route(rank, (peer.ranks[rank].device_id, reader.memory.device_id), *columns)
+    rows = [row for remote, local in layers for row in _joined(_pieces(remote, local, common, (theirs, ours)))]
+    there, remote_stride, here, local_stride, lengths = np.array(rows, dtype=np.uint64).T
+    return Route(
+        rank=rank,
+        devices=(peer.ranks[rank].device_id, reader.memory.device_id),
+        remote=there,
+        remote_stride=remote_stride,
+        local=here,
+        local_stride=local_stride,
+        lengths=lengths,
+        is_dense=bool((remote_stride == lengths).all() and (local_stride == lengths).all()),
+    )
 
 
 def _pieces(remote: KvLayer, local: KvLayer, common: range, heads: tuple[range, range]) -> Iterator[tuple[int, ...]]:
@@ -89,11 +100,26 @@ def _pieces(remote: KvLayer, local: KvLayer, common: range, heads: tuple[range, 
         )
 
 
+def _joined(pieces: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Of one block: pieces that are neighbours on both sides are one."""
+    joined: list[tuple[int, ...]] = []
+    for there, there_stride, here, here_stride, length in pieces:
+        last = joined[-1] if joined else (-1, 0, -1, 0, 0)
+        if last == (there - last[4], there_stride, here - last[4], here_stride, last[4]):
+            joined[-1] = (*last[:4], last[4] + length)
+        else:
+            joined.append((there, there_stride, here, here_stride, length))
+    return joined
+
+
 def spans_of(route: Route, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> tuple[Numbers, Numbers]:
     """Address, length and device of what to copy from and to, place by place; neighbours on both sides are one."""
-    there = _addresses(route.remote, route.remote_stride, remote_blocks)
-    here = _addresses(route.local, route.local_stride, local_blocks)
-    lengths = np.repeat(route.lengths, len(remote_blocks))
+    runs = (
+        _runs(remote_blocks, local_blocks) if route.is_dense else [remote_blocks, local_blocks, [1] * len(local_blocks)]
+    )
+    there = _addresses(route.remote, route.remote_stride, runs[0])
+    here = _addresses(route.local, route.local_stride, runs[1])
+    lengths = (route.lengths[:, None] * np.array(runs[2], dtype=np.uint64)).ravel()
     if (there[1:] < there[:-1]).any():
         order = np.argsort(there)
         there, here, lengths = there[order], here[order], lengths[order]
@@ -102,6 +128,25 @@ def spans_of(route: Route, remote_blocks: Sequence[int], local_blocks: Sequence[
     firsts = np.flatnonzero(begins)
     joined = np.add.reduceat(lengths, firsts)
     return _spans(there[firsts], joined, route.devices[0]), _spans(here[firsts], joined, route.devices[1])
+
+
+def _runs(remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> list[list[int]]:
+    """First blocks there, first blocks here, and how many: as far as blocks are neighbours on both sides. A prompt's
+    blocks are few runs, and counting them is quicker than arrays of all of them.
+    """
+    there: list[int] = []
+    here: list[int] = []
+    counts: list[int] = []
+    next_there = next_here = -1
+    for remote, local in sorted(zip(remote_blocks, local_blocks, strict=True)):
+        if remote == next_there and local == next_here:
+            counts[-1] += 1
+        else:
+            there.append(remote)
+            here.append(local)
+            counts.append(1)
+        next_there, next_here = remote + 1, local + 1
+    return [there, here, counts]
 
 
 def _addresses(base: Numbers, stride: Numbers, blocks: Sequence[int]) -> Numbers:
