@@ -21,6 +21,8 @@ class FetchDesk:
     """Answers KV_FETCH."""
 
     def __init__(self, line: EngineLine) -> None:
+        self.is_closed = False
+        """The worker leaves: what it would fetch would go with it."""
         self._line = line
         self._under_way: dict[str, asyncio.Future[FetchedKv]] = {}
 
@@ -48,6 +50,8 @@ class FetchDesk:
                 done.set_result(end.result)
 
     def _refusal(self, fetch: FetchKv) -> Failure | None:
+        if self.is_closed:
+            return Failure(reason=Reason.WORKER_DRAINING, message="this worker leaves")
         if len(self._under_way) >= FETCHES_AT_ONCE_MAX or self._line.full:
             return Failure(reason=Reason.WORKER_BUSY, message=f"{len(self._under_way)} fetches are under way already")
         blocks, rest = divmod(len(fetch.hashes), FULL_HASH_BYTES)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from connector.core.calls import EngineCall, EngineNews
+from connector.core.calls import Chain, EngineCall, EngineNews
 from services.worker.engines.port import EngineDead, EngineExchange, Identity
 from services.worker.exchange.core.peer_book import PeerBook
 from services.worker.exchange.desk import Desk
@@ -76,6 +76,18 @@ class WorkerExchange:
         while self.state.pinned_blocks:
             changed.clear()
             await changed.wait()
+
+    async def hot_chains(self, chains_max: int) -> list[Chain]:
+        """The prefixes that the engine's requests used most lately, the hottest first; none, if it does not answer."""
+        try:
+            return (await self._line.ask(EngineCall(chains_max=chains_max))).chains
+        except (TimeoutError, EngineDead) as error:
+            log.info("the engine does not tell its hot prefixes: %s", error or "it does not answer")
+            return []
+
+    def take_no_more(self) -> None:
+        """For a worker that leaves: what others want it to fetch is refused from now on."""
+        self._fetches.is_closed = True
 
     async def release_all(self) -> None:
         """Grant nothing more and unpin everything: the engine is about to end."""
