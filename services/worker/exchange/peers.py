@@ -13,7 +13,7 @@ from shared.bus.port import Bus, BusError, Envelope
 from shared.contracts.channels import KV_HANDSHAKE, WORKER_LOST, WORKER_RECORDS
 from shared.contracts.ids import WorkerId
 from shared.contracts.kv_handshake import AskKvHandshake
-from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerLost
+from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerLost, WorkerRecord
 from shared.runtime.clock import Clock
 
 log = logging.getLogger("baton.worker")
@@ -34,6 +34,23 @@ class PeerWatch:
         self._book = book
         self._tell = tell
         self._changed = asyncio.Event()
+        self._all_read = asyncio.Event()
+        self._listeners: list[Callable[[], None]] = []
+        self._told = 0
+        """The revision of the records that the listeners know."""
+
+    @property
+    def records(self) -> list[WorkerRecord]:
+        """Of those whose KV can be read here, as they registered."""
+        return self._book.records
+
+    def on_records(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` when a worker has joined, changed or left."""
+        self._listeners.append(listener)
+
+    async def all_read(self) -> None:
+        """Wait until everybody who is registered is known."""
+        await self._all_read.wait()
 
     async def open(self) -> None:
         """Listen; live when it returns."""
@@ -80,12 +97,14 @@ class PeerWatch:
                 kept = await self._bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
                 async for entry in kept.watch():
                     if entry is None:
+                        self._all_read.set()
                         continue
                     if entry.value is None:
                         self._book.missing(WorkerId(entry.key), self._clock.now())
                     else:
                         self._end(self._book.record(entry.value, self._clock.now()))
                     self._changed.set()
+                    self._tell_records()
             except BusError as error:
                 log.warning("the registry cannot be watched, trying again: %s", error)
                 await asyncio.sleep(RETRY_S)
@@ -107,6 +126,14 @@ class PeerWatch:
 
     def _on_lost(self, lost: WorkerLost, _envelope: Envelope) -> None:
         self._end(self._book.lost(lost.worker_id, lost.epoch))
+        self._tell_records()
+
+    def _tell_records(self) -> None:
+        if self._told == self._book.revision:
+            return
+        self._told = self._book.revision
+        for listener in self._listeners:
+            listener()
 
     def _end(self, gone: list[PeerGone]) -> None:
         if gone:

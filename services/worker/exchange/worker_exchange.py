@@ -43,7 +43,7 @@ class WorkerExchange:
         self._desk = Desk(bus, identity, self._line)
         self._fetches = FetchDesk(self._line)
         book = PeerBook(identity.worker_id, fingerprint)
-        self._peers = PeerWatch(bus, clock, identity.worker_id, book, self._desk.tell_engine)
+        self.peers = PeerWatch(bus, clock, identity.worker_id, book, self._desk.tell_engine)
         engine.on_news(self._on_news)
 
     async def open(self) -> None:
@@ -53,7 +53,7 @@ class WorkerExchange:
             raise EngineDead("the engine does not describe its KV memory")
         self._handshake = news.handshake
         await self._desk.open()
-        await self._peers.open()
+        await self.peers.open()
         await self._bus.answer(KV_HANDSHAKE, self._describe, worker_id=self._me.worker_id)
         await self._bus.answer(KV_FETCH, self._fetches.answer, worker_id=self._me.worker_id)
 
@@ -62,7 +62,7 @@ class WorkerExchange:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._line.follow(), name="call-engine")
             tasks.create_task(self._desk.follow(), name="send-exchange")
-            tasks.create_task(self._peers.follow(), name="follow-peers")
+            tasks.create_task(self.peers.follow(), name="follow-peers")
             tasks.create_task(self._watch_expiry(), name="watch-expiry")
 
     def on_changed(self, listener: Callable[[], None]) -> None:
@@ -111,8 +111,8 @@ class WorkerExchange:
         self._desk.send(news)
         self._fetches.ended(news.fetched)
         if news.wanted:
-            self._peers.want(news.wanted)
-        self._peers.connected(news.connected)
+            self.peers.want(news.wanted)
+        self.peers.connected(news.connected)
         if news.state is not None and events(news.state) >= events(self.state):
             self.state = news.state
             for listener in self._listeners:

@@ -1,6 +1,6 @@
 """Whom this worker may exchange KV with, and whose handshake is due.
 
-A peer is asked as soon as its record says READY, again in ``KEEP_ALIVE_S``, sooner after a failure, and at once when a
+A peer is asked as soon as its record says PROBING, again in ``KEEP_ALIVE_S``, sooner after a failure, and at once when a
 request wants it. Nobody is asked twice at a time.
 """
 
@@ -25,8 +25,8 @@ RECONNECT_S = 5.0
 """After an engine could not connect to a peer that described itself."""
 MISSING_S_MAX = 5.0
 """A peer whose record vanished is given up after that: when NATS lost its memory, its record is back sooner."""
-EXCHANGING = frozenset({WorkerPhase.READY, WorkerPhase.DRAINING})
-"""A draining worker still holds what others may want."""
+EXCHANGING = frozenset({WorkerPhase.PROBING, WorkerPhase.READY, WorkerPhase.DRAINING})
+"""A probing worker reads and is read to prove that it can; a draining one still holds what others may want."""
 
 
 @dataclass(slots=True)
@@ -50,6 +50,14 @@ class PeerBook:
         self._worker_id = worker_id
         self._fingerprint = fingerprint
         self._known: dict[WorkerId, Known] = {}
+        self.revision = 0
+        """Grows when ``records`` change."""
+        self._records: dict[WorkerId, WorkerRecord] = {}
+
+    @property
+    def records(self) -> list[WorkerRecord]:
+        """Of those whose KV can be read here, and who can read ours, as they registered."""
+        return list(self._records.values())
 
     @property
     def connected(self) -> int:
@@ -64,6 +72,7 @@ class PeerBook:
         known = self._known.get(record.worker_id)
         if known is not None and record.epoch < known.epoch:
             return []
+        self._note(record.worker_id, record if fits else None)
         if known is not None and record.epoch == known.epoch and fits:
             known.missing_since = math.inf
             return []
@@ -74,11 +83,14 @@ class PeerBook:
 
     def missing(self, worker_id: WorkerId, now: float) -> None:
         """A worker's record was removed or expired."""
+        self._note(worker_id, None)
         if known := self._known.get(worker_id):
             known.missing_since = min(known.missing_since, now)
 
     def lost(self, worker_id: WorkerId, epoch: Epoch) -> list[PeerGone]:
         """That life of it is over for certain."""
+        if (record := self._records.get(worker_id)) is not None and record.epoch <= epoch:
+            self._note(worker_id, None)
         known = self._known.get(worker_id)
         return self._forget(worker_id) if known is not None and known.epoch <= epoch else []
 
@@ -141,6 +153,14 @@ class PeerBook:
         dues = [known.due_at for known in self._known.values() if not known.is_asked] if self._free() else []
         ends = [known.missing_since + MISSING_S_MAX for known in self._known.values()]
         return min([*dues, *ends], default=math.inf)
+
+    def _note(self, worker_id: WorkerId, record: WorkerRecord | None) -> None:
+        if self._records.get(worker_id) == record:
+            return
+        self.revision += 1
+        self._records.pop(worker_id, None)
+        if record is not None and len(self._records) < PEERS_MAX:
+            self._records[worker_id] = record
 
     def _free(self) -> int:
         """How many may be asked beside those that are."""
