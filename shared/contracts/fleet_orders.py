@@ -45,6 +45,8 @@ class WorkerDrained(Message, frozen=True, kw_only=True):
     blocks: int = 0
     bytes: int = 0
     evacuation_s: float = 0.0
+    ordered: bool = False
+    """By DrainWorker: whoever supervises the process need not start it again."""
 
 
 class ChangeRole(Message, frozen=True, kw_only=True):
@@ -78,14 +80,12 @@ class AskCanary(Message, frozen=True, kw_only=True):
 
 
 class Canary(Message, frozen=True, kw_only=True):
-    """The prompt, its blocks, and what its own engine answers to it."""
+    """The prompt, and what its own engine answers to it."""
 
     worker_id: WorkerId
     epoch: Epoch
     tokens: list[int]
     """A few full blocks and a tail."""
-    hashes: bytes
-    """Full hashes of the full blocks, packed (see ``kv_exchange.pack_full_hashes``)."""
     answer: list[int]
     """Token ids that follow, greedily."""
 

@@ -1,7 +1,7 @@
 """Whom this worker may exchange KV with, and whose handshake is due.
 
-A peer is asked as soon as its record says PROBING, again in ``KEEP_ALIVE_S``, sooner after a failure, and at once when a
-request wants it. Nobody is asked twice at a time.
+A peer is asked as soon as its record says PROBING, again in ``KEEP_ALIVE_S``, sooner after a failure, and at once when
+a request wants it. Nobody is asked twice at a time.
 """
 
 from __future__ import annotations

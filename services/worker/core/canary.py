@@ -1,0 +1,149 @@
+"""Whether two workers exchange KV as they should: a canary is a short prompt of one whose KV the other one reads.
+
+A worker proves itself with one partner of each kind, in both directions. Who fails with one partner tries the next: a
+partner may be ill itself. Who finds nobody that answers has proved nothing, and nothing speaks against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from zlib import crc32
+
+from shared.contracts.ids import WorkerId
+from shared.contracts.kv_exchange import KvProof, NoGrant
+from shared.contracts.workers import Role, WorkerPhase, WorkerRecord
+
+FULL_BLOCKS = 2
+TAIL_TOKENS = 5
+"""Behind the full blocks: what a reader computes itself."""
+ANSWER_TOKENS = 4
+ATTEMPTS_MAX = 3
+"""For one kind of partner, before the worker waits and begins again."""
+NUMBERS_MAX = 1000
+"""The prompt's words are numbers below that."""
+PAUSE_S = 1.0
+"""After all attempts have failed; twice as long each time."""
+PAUSE_S_MAX = 30.0
+
+
+class Kind(StrEnum):
+    """What a partner is to others: where prompts are computed, or where answers are."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+KIND_OF: Mapping[Role, Kind] = {Role.PREFILL: Kind.PREFILL, Role.DECODE: Kind.DECODE, Role.BOTH: Kind.DECODE}
+"""A store has no engine that could answer."""
+NEW_TO: Mapping[Role, frozenset[Kind]] = {
+    Role.PREFILL: frozenset({Kind.DECODE}),
+    Role.DECODE: frozenset({Kind.PREFILL}),
+    Role.BOTH: frozenset(Kind),
+}
+"""With whom a worker deals that takes on that role. It cannot become a store, nor a store anything else."""
+
+
+class Outcome(StrEnum):
+    """Of one attempt, or of all with one kind of partner."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    UNANSWERED = "unanswered"
+    """The partner had no time, or is gone: that proves nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one look at it has shown."""
+
+    outcome: Outcome
+    why: str = ""
+
+
+FINE = Finding(Outcome.PASSED)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A canary in both directions with one partner."""
+
+    partner: WorkerId
+    found: Finding
+
+
+def partners(me: WorkerId, records: Iterable[WorkerRecord], kind: Kind) -> list[WorkerRecord]:
+    """Who could be tried, the best first: those that serve already; among equals each worker prefers others, so that
+    many that start together do not all ask the same one.
+    """
+    able = [record for record in records if KIND_OF.get(record.role) is kind and record.prefix_caching]
+    serving = [record for record in able if record.phase in {WorkerPhase.READY, WorkerPhase.PROBING}]
+    return sorted(
+        serving,
+        key=lambda it: (it.phase is not WorkerPhase.READY, crc32(f"{me} {it.worker_id}".encode()), it.worker_id),
+    )
+
+
+def next_partner(able: Sequence[WorkerRecord], attempts: Sequence[Attempt]) -> WorkerRecord | None:
+    """Whom to try now; None: this kind is settled. Who did not answer is not asked again this time."""
+    if len(attempts) >= ATTEMPTS_MAX or any(attempt.found.outcome is Outcome.PASSED for attempt in attempts):
+        return None
+    silent = {attempt.partner for attempt in attempts if attempt.found.outcome is Outcome.UNANSWERED}
+    tried = [attempt.partner for attempt in attempts]
+    waiting = [record for record in able if record.worker_id not in silent]
+    return min(waiting, key=lambda record: tried.count(record.worker_id), default=None)
+
+
+def verdict(attempts: Sequence[Attempt]) -> Outcome:
+    """Of all attempts with one kind of partner; no partner at all proves nothing either."""
+    outcomes = {attempt.found.outcome for attempt in attempts}
+    return next((it for it in (Outcome.PASSED, Outcome.FAILED) if it in outcomes), Outcome.UNANSWERED)
+
+
+def in_words(found: Mapping[Kind, Sequence[Attempt]]) -> str:
+    """What a person should know of it: the last reason for each kind that did not pass. Empty: all is well."""
+    parts = []
+    for kind, attempts in found.items():
+        outcome = verdict(attempts)
+        if outcome is Outcome.PASSED:
+            continue
+        said = [attempt for attempt in attempts if attempt.found.outcome is outcome]
+        parts.append(
+            f"{said[-1].partner}: {said[-1].found.why}" if said else f"no {kind.value} partner to prove itself with"
+        )
+    return "; ".join(parts)
+
+
+def pause_s(rounds: int) -> float:
+    """After so many rounds that failed."""
+    return float(min(PAUSE_S_MAX, PAUSE_S * 2.0 ** min(rounds - 1, 16)))
+
+
+def prompt_tokens(block_size: int, max_model_len: int) -> int:
+    """How long a canary is; 0: the model is too small for one."""
+    tail = min(TAIL_TOKENS, max(1, block_size - 1))
+    for blocks in range(FULL_BLOCKS, 0, -1):
+        if blocks * block_size + tail + ANSWER_TOKENS <= max_model_len:
+            return blocks * block_size + tail
+    return 0
+
+
+def read_well(proof: KvProof | None, full_tokens: int) -> Finding:
+    """What the reader's engine says of the KV that it was to read: whether all came, and only the tail was computed."""
+    if proof is None:
+        return Finding(Outcome.FAILED, "the engine does not tell where KV comes from")
+    if proof.fetched_tokens >= full_tokens:
+        return FINE
+    why = next((read.failure for read in proof.reads if read.failure), "") or "nothing could be asked for"
+    # A holder in a long step answers too late for a prompt that somebody waits for.
+    outcome = Outcome.UNANSWERED if why == NoGrant.UNREACHABLE else Outcome.FAILED
+    return Finding(outcome, f"{proof.fetched_tokens} of {full_tokens} tokens' KV came: {why}")
+
+
+def answered_alike(expected: Sequence[int], answered: Sequence[int]) -> Finding:
+    """Whether the KV that was read gives the very tokens that its holder gave."""
+    if list(expected) == list(answered):
+        return FINE
+    words = f"with the KV that was read the answer is {list(answered)}, its holder's was {list(expected)}"
+    return Finding(Outcome.FAILED, words)
