@@ -20,11 +20,9 @@ from services.router.core.targets import PRIORITY_MAX, PRIORITY_MIN, TARGET_S_MA
 from services.router.core.terms import CLASS_HEADER, TENANT_HEADER
 from services.router.decision_routes import add_decisions
 from services.router.edge import PASSED_THROUGH
-from services.router.fleet import Fleet
 from services.router.http_answers import error_body
+from services.router.models import list_models
 from services.router.parts import Parts
-from shared.bus.port import Bus
-from shared.runtime.clock import Clock
 
 JSON = "application/json"
 
@@ -176,7 +174,7 @@ def make_app(parts: Parts) -> FastAPI:
     """Everything but the hot path."""
     app = FastAPI(title="Baton", description="OpenAI-compatible inference over prefill and decode workers.")
     _add_inference(app)
-    _add_state(app, parts.fleet, parts.bus, parts.clock)
+    _add_state(app, parts)
     add_decisions(app, parts.decisions)
     _add_errors(app)
 
@@ -211,15 +209,15 @@ def _add_inference(app: FastAPI) -> None:
         )
 
 
-def _add_state(app: FastAPI, fleet: Fleet, bus: Bus, clock: Clock) -> None:
+def _add_state(app: FastAPI, parts: Parts) -> None:
+    fleet, bus, clock = parts.fleet, parts.bus, parts.clock
     created = int(time.time())
 
     @app.get("/v1/models", tags=["inference"])
     async def models() -> Response:
-        """The models that ready workers offer."""
-        return Response(
-            msgspec.json.encode({"object": "list", "data": list_models(fleet, clock, created)}), media_type=JSON
-        )
+        """The models that ready workers offer, the revisions of each, and their shares of its conversations."""
+        data = list_models(fleet, parts.terms.shares, clock.now(), created)
+        return Response(msgspec.json.encode({"object": "list", "data": data}), media_type=JSON)
 
     @app.get("/health", tags=["state"])
     async def health() -> dict[str, str]:
@@ -234,26 +232,6 @@ def _add_state(app: FastAPI, fleet: Fleet, bus: Bus, clock: Clock) -> None:
             why = "NATS is not connected"
         body = {"status": "ready"} if not why else {"status": "not ready", "reason": why}
         return Response(msgspec.json.encode(body), 503 if why else 200, media_type=JSON)
-
-
-def list_models(fleet: Fleet, clock: Clock, created: int) -> list[dict[str, Any]]:
-    """OpenAI's model objects of everything that can be asked for just now."""
-    listed: dict[str, dict[str, Any]] = {}
-    now = clock.now()
-    for view in fleet.cluster.workers.values():
-        if view.fit(now, fleet.policy.silent_s_max):
-            for model in view.record.models:
-                listed[model] = {
-                    "id": model,
-                    "object": "model",
-                    "created": created,
-                    "owned_by": "baton",
-                    "root": view.record.fingerprint.model,
-                    "parent": None,
-                    "max_model_len": view.record.max_model_len,
-                    "permission": [],
-                }
-    return list(listed.values())
 
 
 def _add_errors(app: FastAPI) -> None:

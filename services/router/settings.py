@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from services.router.core.admission import AdmissionPolicy
+from services.router.core.revisions import read_shares
 from services.router.core.terms import Forcing, Terms, read_terms, read_weights
 from shared.runtime.settings import SettingsError
 
@@ -88,6 +89,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The most urgent that a body may ask for by itself; classes may be more urgent."""
     tenant_weights: str = ""
     """JSON: ``{"paying": 4}``. A tenant of weight 4 may have four times as much as others, who have 1."""
+    revision_shares: str = ""
+    """JSON: ``{"my-model": {"v1": 90, "v2": 10}}``. Of a model's conversations, how many each revision serves, while
+    all have workers; all turns of one stay together. Commits and digests may be cut to their first 7 digits or more. A
+    revision with a share of 0, or none, serves only while no worker of the others is ready.
+    """
     force_placement: Forcing = "auto"
     """Who may choose workers and sources in a body; ``auto``: anyone, while only this machine can be a client."""
 
@@ -117,11 +123,15 @@ def check(settings: Settings) -> None:
 def terms_of(settings: Settings) -> Terms:
     """On what terms requests are served. Raises SettingsError."""
     try:
-        return read_terms(
+        terms = read_terms(
             settings.slos, settings.force_placement, settings.priority_min, local=_is_this_machine(settings.host)
         )
     except ValueError as error:
         raise SettingsError(f"ROUTER_SLOS: {error}; correct it or unset it") from error
+    try:
+        return msgspec.structs.replace(terms, shares=read_shares(settings.revision_shares))
+    except ValueError as error:
+        raise SettingsError(f"ROUTER_REVISION_SHARES: {error}; correct it or unset it") from error
 
 
 def admission_policy(settings: Settings) -> AdmissionPolicy:

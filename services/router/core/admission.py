@@ -18,7 +18,7 @@ import msgspec
 
 from services.router.core.fair_share import cost_of
 from services.router.core.look import Look, Place, prompt_worker
-from services.router.core.placement import Placed, Refused
+from services.router.core.placement import Need, Placed, Refused
 from services.router.core.waiting_lines import Lane, Line, Ticket
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
@@ -87,7 +87,7 @@ class Admission:
         placed = self._place(need, now)
         if isinstance(placed, Refused) and placed.reason is not Reason.WORKER_BUSY:
             return placed
-        lane = self._lane(need.model)
+        lane = self._lane(lane_of(need))
         line = ticket.line = lane.line(need.priority, self._policy.tenant_weights)
         self._judge(ticket, placed)
         if isinstance(placed, Placed):
@@ -284,6 +284,11 @@ class Admission:
         if now >= ticket.ends_at:
             return Refused(reason=Reason.DEADLINE, message="The request took too long.")
         return refused(ticket, Reason.OVERLOADED, "It waited too long to be of use. Try again later.")
+
+
+def lane_of(need: Need) -> str:
+    """With whom it stands in line: with those who want the same workers."""
+    return f"{need.model} {need.revisions[0]}" if need.revisions else need.model
 
 
 def refused(ticket: Ticket, reason: Reason, message: str) -> Refused:

@@ -11,6 +11,7 @@ from services.router.core import fleet_table as t
 from services.router.core.coefficients import Coefficients
 from services.router.core.own_work import OwnWork, Sent
 from services.router.core.rates import TokenRate
+from services.router.core.revisions import ANY, means
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.load import LoadReport
 from shared.contracts.workers import Role, WorkerPhase, WorkerRecord
@@ -50,14 +51,19 @@ class WorkerView:
         return max(reported + self.own.sent_legs, self.own.legs)
 
     @property
+    def serves(self) -> bool:
+        """Whether legs are its business: a store has no engine."""
+        return self.record.role is not Role.STORE
+
+    @property
     def ready(self) -> bool:
-        """Whether it takes new legs, as far as it said."""
+        """Whether it is there for others, as far as it said."""
         phase = self.load.phase if self.load is not None else self.record.phase
         return phase is WorkerPhase.READY and self.record.phase is WorkerPhase.READY and not self.lost
 
     def fit(self, now: float, silent_s_max: float) -> bool:
         """Whether new legs may be placed there."""
-        return self.ready and now - self.heard_at <= silent_s_max
+        return self.serves and self.ready and now - self.heard_at <= silent_s_max
 
     def busy(self) -> tuple[float, float, float, float]:
         """Requests in its batch or about to be, prompt tokens before a new one, tokens of context, and room for more.
@@ -90,7 +96,8 @@ class ClusterView:
         """By fingerprint: what the last of these workers that was measured came to. A new one is taken for its like,
         or it would look slow and never get what it could be measured by.
         """
-        self._masks: dict[str, t.Bools] = {}
+        self._masks: dict[tuple[str, str], t.Bools] = {}
+        """By model and revision."""
         self._groups: dict[str, int] = {}
         self._turn = 0
 
@@ -172,15 +179,16 @@ class ClusterView:
             return self.workers.values()
         return [view for view in self.workers.values() if model in view.record.models]
 
-    def mask(self, model: str) -> t.Bools:
-        """Which rows offer a model; any model when ``model`` is empty."""
+    def mask(self, model: str, revision: str = ANY) -> t.Bools:
+        """Which rows offer a model, in a revision that the operator named; any model when ``model`` is empty."""
         if model and model not in self.models_known:
             return np.zeros(self.table.count, dtype=np.bool_)  # and nothing to remember of what clients make up
-        mask = self._masks.get(model)
+        mask = self._masks.get((model, revision))
         if mask is None or len(mask) != self.table.count:
             mask = np.zeros(self.table.count, dtype=np.bool_)
-            mask[[view.row for view in self.offering(model)]] = True
-            self._masks[model] = mask
+            offering = self.offering(model)
+            mask[[view.row for view in offering if means(revision, view.record.fingerprint.revision)]] = True
+            self._masks[model, revision] = mask
         return mask
 
     def picked(self, *views: WorkerView) -> None:
@@ -237,8 +245,9 @@ class ClusterView:
     def _write(self, view: WorkerView) -> None:
         record, row, flags = view.record, view.row, self.table.flags
         flags[t.READY, row] = view.ready
-        flags[t.PREFILLS, row] = record.role is not Role.DECODE
-        flags[t.DECODES, row] = record.role is not Role.PREFILL
+        flags[t.SERVES, row] = view.serves
+        flags[t.PREFILLS, row] = view.serves and record.role is not Role.DECODE
+        flags[t.DECODES, row] = view.serves and record.role is not Role.PREFILL
         flags[t.EXCHANGES, row] = exchanges_kv(record)
         flags[t.FOLLOWED, row] = exchanges_kv(record) and record.prefix_caching
         self.table.groups[row] = self._group(view.pairs_with)
@@ -247,7 +256,7 @@ class ClusterView:
         numbers[t.LEGS_MAX, row] = record.legs_max
         numbers[t.BLOCK_SIZE, row] = max(1, record.hashing.block_size)
         numbers[t.STEP_TOKENS, row] = max(1, record.step_tokens_max)
-        numbers[t.ANSWERS, row] = record.role is not Role.PREFILL
+        numbers[t.ANSWERS, row] = view.serves and record.role is not Role.PREFILL
         self._write_load(view)
 
     def _write_load(self, view: WorkerView) -> None:

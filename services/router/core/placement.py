@@ -62,6 +62,8 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     targets: Targets = NO_TARGETS
     tenant: str = ""
     priority: int = 0
+    revisions: tuple[str, ...] = ()
+    """Which revisions may serve it, the wanted one first (see ``revisions``); empty: any."""
 
 
 class Placed(msgspec.Struct, frozen=True, kw_only=True):

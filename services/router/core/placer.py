@@ -16,6 +16,7 @@ from services.router.core.request import Mode
 from services.router.core.shortlist import Depths
 from services.router.core.weighing import Option, Weighing, fit_rows
 from shared.contracts.decisions import Part, TtftParts
+from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
 from shared.contracts.kv_exchange import KvSource
 from shared.contracts.workers import Role
@@ -46,7 +47,15 @@ class Costs:
         self._policy = policy
 
     def place(self, need: Need, now: float) -> Placed | Refused:
-        """Choose. Remembers whose turn it was, so that equals take turns."""
+        """Choose. Remembers whose turn it was, so that equals take turns. A revision that has workers, but none that
+        can serve it, is passed over.
+        """
+        placed = self._place(need, now)
+        if isinstance(placed, Refused) and placed.reason is Reason.NO_WORKER and len(need.revisions) > 1:
+            return self.place(msgspec.structs.replace(need, revisions=need.revisions[1:]), now)
+        return placed
+
+    def _place(self, need: Need, now: float) -> Placed | Refused:
         weighing = Weighing(need, self._cluster, self._depths, self._policy, now)
         if not weighing.count:
             fit = fit_rows(need, self._cluster, self._policy, now)
@@ -206,7 +215,8 @@ class Chooser:
         forced, one, view = self._need.forced, option.computing, option.view
         if forced is not None and forced.sources is not None:
             asked = [self._cluster.workers.get(worker_id) for worker_id in forced.sources]
-            return [source_of(holder) for holder in asked if holder is not None and holder is not view]
+            others = [holder for holder in asked if holder is not None and holder is not view]
+            return [source_of(holder) for holder in others if holder.pairs_with == view.pairs_with]
         if not one.fetched:
             return []
         span = (one.cached, one.cached + one.fetched)

@@ -76,6 +76,7 @@ class Body(msgspec.Struct, kw_only=True):
     prompt_embeds: msgspec.Raw = msgspec.Raw(b"")
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"")
     cache_salt: Any = None
+    prompt_cache_key: Any = None
     add_special_tokens: Any = None
     add_generation_prompt: Any = None
     continue_final_message: Any = None

@@ -9,6 +9,7 @@ import msgspec
 
 from services.router.core.placement import Need
 from services.router.core.request import Fault, Forced, Mode, RequestFacts, mode_of
+from services.router.core.revisions import NO_SHARES, Shares
 from services.router.core.targets import NO_SLOS, Slos, read_slos
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId, is_subject_token
@@ -32,6 +33,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     """What the operator allows and promises."""
 
     slos: Slos = NO_SLOS
+    shares: Shares = NO_SHARES
     may_force: bool = False
     """Whether clients may choose workers."""
     priority_min: int = 0
@@ -78,6 +80,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
             targets=slos.targets(facts.model, name, ttft_s=wishes.ttft_s, itl_s=wishes.itl_s),
             tenant=headed.tenant,
             priority=priority,
+            revisions=self.shares.order(facts) if wishes.forced is None else (),
         )
 
 

@@ -15,6 +15,7 @@ from services.router.core.cluster_view import ClusterView, WorkerView
 from services.router.core.cost_model import SINGLE, Answering, Computing, Cost, Prompt
 from services.router.core.kv_sources import Holders
 from services.router.core.placement import Need, Policy
+from services.router.core.revisions import ANY
 from services.router.core.shortlist import Depths, shortlist
 from shared.contracts.decisions import Part
 
@@ -50,15 +51,34 @@ Able = Callable[[Option], bool]
 
 
 def fit_rows(need: Need, cluster: ClusterView, policy: Policy, now: float) -> t.Bools:
-    """Which rows could serve it, full or not."""
+    """Which rows could serve it, full or not: those of the first of its revisions that has any."""
+    rows = fit = awake_rows(need, cluster, policy, now) & cluster.table.flags[t.SERVES, : cluster.table.count]
+    for revision in need.revisions or (ANY,):
+        rows = fit & cluster.mask(need.model, revision)
+        if rows.any():
+            break
+    return rows
+
+
+def awake_rows(need: Need, cluster: ClusterView, policy: Policy, now: float) -> t.Bools:
+    """Which rows are there for others: to serve, or, of any model, to give KV to those that may exchange it."""
     table = cluster.table
-    fit = cluster.mask(need.model) & table.flags[t.READY, : table.count]
-    fit &= table.numbers[t.HEARD_AT, : table.count] >= now - policy.silent_s_max
+    awake: t.Bools = table.flags[t.READY, : table.count].copy()
+    awake &= table.numbers[t.HEARD_AT, : table.count] >= now - policy.silent_s_max
     for worker_id in need.excluded:
         view = cluster.workers.get(worker_id)
         if view is not None:
-            fit[view.row] = False
-    return fit
+            awake[view.row] = False
+    return awake
+
+
+def able_rows(fit: t.Bools, need: Need, cluster: ClusterView, policy: Policy, now: float) -> t.Bools:
+    """Of which rows KV may be asked: of those that could serve it, and of stores."""
+    flags = cluster.table.flags[:, : cluster.table.count]
+    stores = ~flags[t.SERVES] & flags[t.EXCHANGES]
+    if stores.any():
+        fit = fit | (stores & awake_rows(need, cluster, policy, now))  # not in place: who serves stays as it is
+    return fit & flags[t.EXCHANGES]
 
 
 class Weighing:
@@ -78,7 +98,7 @@ class Weighing:
         self.options: list[Option] = []
         least = policy.fetch_tokens_min if need.fetch_tokens_min is None else need.fetch_tokens_min
         # What cannot be split may need its prompt computed, such as for the prompt's log probabilities.
-        self.able = None if need.whole else fit & table.flags[t.EXCHANGES, : table.count]
+        self.able = None if need.whole else able_rows(fit, need, cluster, policy, now)
         self.depths = depths
         blocks = depths.of(need.hashes) if need.hashes and self.count else None
         self.holders = Holders(table, blocks, self.able, least)

@@ -11,7 +11,7 @@ from services.router.core.kv_sources import SOURCES_MAX
 from services.router.core.placement import Need, Placed, Policy, Refused
 from services.router.core.placer import Costs
 from services.router.core.prefix_index import PrefixIndex
-from services.router.core.request import Mode
+from services.router.core.request import Forced, Mode
 from shared.contracts.failures import Reason
 from shared.contracts.kv_events import KvSnapshot, pack_hashes
 from shared.contracts.workers import Role, WorkerPhase
@@ -35,7 +35,10 @@ def fleets(draw):
         made = msgspec.structs.replace(
             made,
             fingerprint=msgspec.structs.replace(
-                made.fingerprint, kv_layout=layout, connector=draw(st.sampled_from(["baton-1", "baton-1", "none"]))
+                made.fingerprint,
+                revision=draw(st.sampled_from(["r1", "r1", "r2"])),
+                kv_layout=layout,
+                connector=draw(st.sampled_from(["baton-1", "baton-1", "none"])),
             ),
             legs_max=4,
         )
@@ -62,7 +65,13 @@ def needs(draw):
         hashes=(1, 2, 3, 4)[: draw(st.integers(0, 4))],
         fetch_tokens_min=draw(st.sampled_from([None, None, 0, 1000])),
         excluded=frozenset(draw(st.sets(st.sampled_from(["w0", "w1"])))),
+        forced=draw(st.one_of(st.none(), st.none(), forcings)),
+        revisions=draw(st.sampled_from([(), (), ("r1", ""), ("r2", "r1", ""), ("r3", "")])),
     )
+
+
+workers = st.sampled_from(["", "w2", "w3", "w4"])
+forcings = st.builds(Forced, prefill_worker=workers, decode_worker=workers, sources=st.sampled_from([None, ("w5",)]))
 
 
 @given(fleets(), needs())
@@ -94,6 +103,31 @@ def test_every_placement_keeps_the_rules(fleet, need):
     assert placed.cached_tokens + placed.fetched_tokens + placed.uncached_tokens == need.prompt_tokens
     assert placed.uncached_tokens > 0
     keep_the_rules_of_sources(placed, need, cluster, index)
+    keep_the_rules_of_revisions(placed, need, cluster)
+
+
+def keep_the_rules_of_revisions(placed, need, cluster):
+    """KV never crosses from one to another, and who is wanted serves, as long as it can."""
+    parts = [placed.prefill or placed.decode, placed.decode]
+    parts += [cluster.workers[source.worker_id] for source in (*placed.sources, *placed.handoff)]
+    served_by = {view.record.fingerprint.revision for view in parts}
+    assert len(served_by) == 1
+    if need.mode is not Mode.DISAGGREGATED and need.forced is None:
+        assert placed.decode in wanted(cluster, need)
+
+
+def wanted(cluster, need):
+    """Who may serve it, full or not."""
+    fit = [
+        view
+        for view in cluster.offering(need.model)
+        if view.fit(NOW, POLICY.silent_s_max) and view.record.worker_id not in need.excluded
+    ]
+    for revision in need.revisions:
+        of_this = [view for view in fit if revision in ("", view.record.fingerprint.revision)]
+        if of_this:
+            return of_this
+    return fit
 
 
 def keep_the_rules_of_sources(placed, need, cluster, index):
@@ -121,13 +155,8 @@ def keep_the_rules_of_sources(placed, need, cluster, index):
 @given(fleets(), needs())
 def test_who_can_serve_it_does(fleet, need):
     cluster, index = fleet
-    able = [
-        view
-        for view in cluster.offering(need.model)
-        if view.fit(NOW, POLICY.silent_s_max)
-        and view.legs < view.record.legs_max
-        and view.record.worker_id not in need.excluded
-    ]
+    need = msgspec.structs.replace(need, forced=None)
+    able = [view for view in wanted(cluster, need) if view.legs < view.record.legs_max]
     placed = Costs(cluster, index, POLICY).place(need, NOW)
     if need.mode is not Mode.DISAGGREGATED or need.whole:
         assert isinstance(placed, Placed) == bool(able)
