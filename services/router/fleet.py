@@ -32,7 +32,8 @@ class Fleet:
         choices = 0
         for view in self.cluster.offering(facts.model):
             record = view.record
-            if facts.whole or record.role is not Role.DECODE or (may_fetch and exchanges_kv(record)):
+            computes = view.serves and (facts.whole or record.role is not Role.DECODE)
+            if computes or (may_fetch and exchanges_kv(record)):
                 choices += 1
                 if choices > 1:
                     return True

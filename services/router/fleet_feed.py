@@ -11,7 +11,7 @@ from shared.bus.port import Envelope, KeptValue
 from shared.contracts.channels import LOAD, WORKER_LOST, WORKER_RECORDS
 from shared.contracts.ids import WorkerId
 from shared.contracts.load import LoadReport
-from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerLost, WorkerPhase, WorkerRecord
+from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerLost, WorkerPhase, WorkerRecord
 
 log = logging.getLogger("baton.router")
 
@@ -68,7 +68,8 @@ class FleetFeed:
         if known is None or known.record.epoch < record.epoch:
             log.info("worker %s: %s of %s, %s", record.worker_id, record.role, record.models, record.phase)
         if record.phase is not WorkerPhase.STARTING:  # before, it answers no asks
-            self._prompts.worker_seen(record)
+            if record.role is not Role.STORE:  # it has neither engine nor tokenizer
+                self._prompts.worker_seen(record)
             self._kv.worker_joined(record.worker_id, record.epoch)
 
     def _on_load(self, load: LoadReport, _envelope: Envelope) -> None:

@@ -124,7 +124,7 @@ class Prompts:
         for view in views:
             if view.pairs_with in self._tokenizers or not self._has_room({view.pairs_with for view in views}):
                 continue
-            if view.record.phase is WorkerPhase.STARTING:
+            if view.record.phase is WorkerPhase.STARTING or not view.serves:
                 continue
             if self._clock.now() < self._try_at.get(view.pairs_with, 0.0) or not await self._fetch(view.record):
                 waiting = True

@@ -54,14 +54,16 @@ DIVISORS = [BLOCK_SIZE, STEP_TOKENS]
 NUMBERS: Final = COEFFICIENTS + len(Coefficients.__struct_fields__)
 
 READY: Final = 0
-"""Takes new legs, as far as it said."""
+"""There for others, as far as it said."""
 PREFILLS: Final = 1
 DECODES: Final = 2
 EXCHANGES: Final = 3
 """Its engine can be asked for KV by content."""
 FOLLOWED: Final = 4
 """Its KV can be read while it is being computed."""
-FLAGS: Final = 5
+SERVES: Final = 5
+"""Takes legs; a store only keeps copies of KV for those who do."""
+FLAGS: Final = 6
 
 
 class FleetTable:
