@@ -131,6 +131,7 @@ class BatonConnector(KVConnectorBase_V1):
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Offer what a prefill leg computed; tell where a request's tokens came from. Never delays the free."""
+        self.scheduler_side.used(request.block_hashes, request.num_computed_tokens)
         order = _order_of(request)
         if order is None:
             return False, None

@@ -7,22 +7,36 @@ when they look.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
-from connector.core.calls import EngineCall, EngineNews, Peer, PeerConnected
+from connector.core.calls import Chain, EngineCall, EngineNews, Peer, PeerConnected
 from connector.core.compatibility import why_not
 from connector.core.fetch_plan import Limits
+from connector.core.hot_chains import HotChains
 from connector.core.orders import Connected, Orders, PeerKey, ReadPart
 from connector.core.peers import Peers, key_of
-from connector.holder import Holder, HolderSettings, Pool
+from connector.holder import GROUPS, Holder, HolderSettings, Pool
 from connector.prefetch import Prefetcher, Shelf
 from connector.reader import Reader
 from connector.tally import Tally
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvGrant, KvOffer, KvProof, LegOrder
 from shared.contracts.kv_handshake import KvHandshake
+
+
+@dataclass(slots=True)
+class Said:
+    """What is to be told of the worker's calls, until it is."""
+
+    grants: list[KvGrant] = field(default_factory=list)
+    connected: list[PeerConnected] = field(default_factory=list)
+    chains: list[Chain] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.grants or self.connected or self.chains)
 
 
 class EngineExchange:
@@ -38,16 +52,17 @@ class EngineExchange:
         self._block_tokens = block_tokens
         self._peers = Peers()
         self._tally = Tally()
-        self._grants: list[KvGrant] = []
-        self._connected: list[PeerConnected] = []
+        self._said = Said()
         self.holder = Holder(settings, now)
         self.reader = Reader((settings.worker_id, settings.epoch), block_tokens, self._peers, limits, now)
         self.prefetcher = Prefetcher(self.reader, now)
+        self._hot: HotChains
 
     def bind(self, pool: Pool, shelf: Shelf) -> None:
         """The engine's blocks, once, before anything else."""
         self.holder.bind(pool, self._block_tokens)
         self.prefetcher.bind(shelf)
+        self._hot = HotChains(lambda name: pool.get_cached_block(name, GROUPS) is not None)
 
     def obey(self, call: EngineCall) -> None:
         """Do what the worker asks; the answer is ``news``."""
@@ -57,18 +72,22 @@ class EngineExchange:
             self._forget((gone.worker_id, gone.epoch))
         for release in call.releases:
             self.holder.release(release)
-        self._grants += [self.holder.ask(ask) for ask in call.leases]
+        self._said.grants += [self.holder.ask(ask) for ask in call.leases]
         for grant in call.grants:
             self.reader.on_grant(grant)
             self.prefetcher.on_grant(grant)
         for fetch in call.fetches:
             self.prefetcher.start(fetch)
+        if call.chains_max:
+            self._said.chains = self._hot.hottest(
+                call.chains_max, self._now(), uses_min=call.chains_uses_min, idle_s_max=call.chains_idle_s_max
+            )
         if call.release_all:
             self.holder.release_all()
 
     def grant(self) -> None:
         """What became ready for those who wait for it, and the end of what is over."""
-        self._grants += self.holder.advance()
+        self._said.grants += self.holder.advance()
 
     def on_time(self) -> None:
         """What is overdue is given up, what can begin begins."""
@@ -100,6 +119,12 @@ class EngineExchange:
             self._tally.request(proof, self._block_tokens, handed_over=handed_over)
         return proof
 
+    def used(self, hashes: Sequence[bytes], computed_tokens: int) -> None:
+        """A request has ended that had the KV of so many tokens: its full blocks, prompt and completion, are a chain
+        that others of the same beginning may use.
+        """
+        self._hot.note(list(hashes[: computed_tokens // self._block_tokens]), self._now())
+
     @property
     def reads(self) -> int:
         """Under way, for requests and for nobody's."""
@@ -109,12 +134,12 @@ class EngineExchange:
     def has_news(self) -> bool:
         """Whether there is something to tell the worker."""
         effects, reader = self.reader.effects, self.reader
-        said = effects.asks or effects.releases or self._grants or self._connected or self.prefetcher.ended
+        said = effects.asks or effects.releases or self._said or self.prefetcher.ended
         return bool(said or reader.wanted or self._tally.changed(self.holder, reads=self.reads))
 
     def news(self, *, describe: bool = False) -> EngineNews:
         """All of it, once; with the handshake if it is asked for."""
-        effects, reader = self.reader.effects, self.reader
+        effects, reader, said = self.reader.effects, self.reader, self._said
         handshake = self.handshake if describe else None
         if handshake is not None:
             handshake = msgspec.structs.replace(handshake, clock_s=self._now())
@@ -122,14 +147,15 @@ class EngineExchange:
             handshake=handshake,
             wanted=self._peers.unknown(list(reader.wanted)),
             leases=effects.asks,
-            grants=self._grants,
+            grants=said.grants,
             releases=effects.releases,
-            connected=self._connected,
+            connected=said.connected,
             fetched=self.prefetcher.ended,
+            chains=said.chains,
             state=self._tally.state(self.holder, reads=self.reads),
         )
         effects.asks, effects.releases, self.prefetcher.ended = [], [], []
-        self._grants, self._connected = [], []
+        self._said = Said()
         reader.wanted.clear()
         return news
 
@@ -160,4 +186,4 @@ class EngineExchange:
 
     def _say_connected(self, key: PeerKey, seconds: float, failure: str) -> None:
         said = PeerConnected(worker_id=WorkerId(key[0]), epoch=Epoch(key[1]), seconds=seconds, failure=failure)
-        self._connected.append(said)
+        self._said.connected.append(said)

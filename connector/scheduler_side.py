@@ -7,6 +7,7 @@ call by the worker service that also an idle engine answers.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -94,6 +95,10 @@ class SchedulerSide:
         self._parts.grant()
         self._take_effects()
         return _encode(self._parts.news(describe=call.describe))
+
+    def used(self, hashes: Sequence[bytes], computed_tokens: int) -> None:
+        """A request has ended that had the KV of so many tokens."""
+        self._parts.used(hashes, computed_tokens)
 
     def finished(self, request_id: str, offer: KvOffer | None, order: LegOrder) -> KvProof | None:
         """A request has ended."""

@@ -6,6 +6,8 @@ it: ``EngineNews``, as the call's result, and pushed after a step in which there
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from shared.contracts.ids import Epoch, WorkerId
@@ -63,6 +65,10 @@ class EngineCall(Message, frozen=True, kw_only=True):
     fetches: list[StartFetch] = msgspec.field(default_factory=list)
     chains_max: int = 0
     """Answer with ``EngineNews.chains``: so many at most."""
+    chains_uses_min: int = 1
+    """Only those that so many requests used."""
+    chains_idle_s_max: float = math.inf
+    """Only those whose last use is no longer ago."""
     release_all: bool = False
     """Before the engine ends: unpin everything, grant nothing more."""
 

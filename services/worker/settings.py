@@ -41,6 +41,8 @@ class Settings(SimulatedTiming, frozen=True, kw_only=True, forbid_unknown_fields
     """Legs taken at a time; one more is refused with WORKER_BUSY."""
     drain_s_max: float = 30.0
     """Seconds that running legs get to finish after SIGTERM."""
+    evacuate_s_max: Annotated[float, msgspec.Meta(ge=0.0)] = 10.0
+    """Seconds that a worker that leaves spends on having its hot prefixes fetched by those that stay; 0: none."""
     connector: Literal["baton", "upstream"] = "baton"
     """What moves KV between vLLM engines: the exchange, or vLLM's own NixlConnector, to compare with."""
     cache_hit_threshold: Share = 0.0
@@ -52,6 +54,8 @@ class Settings(SimulatedTiming, frozen=True, kw_only=True, forbid_unknown_fields
     """Seconds that a prompt's blocks are kept for a decode worker that does not come."""
     kv_lease_share_max: Share = 0.5
     """Of the KV blocks, how many leases may pin, 0.0 to 1.0; more are refused."""
+    kv_copy_uses_min: Annotated[int, msgspec.Meta(ge=0)] = 2
+    """Prefixes that so many requests have used are copied to a store, if there is one; 0: none."""
     kv_host: str = "127.0.0.1"
     """With ``connector`` upstream: address at which other workers reach this one's KV side channel."""
     engine_args: str = ""

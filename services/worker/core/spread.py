@@ -1,4 +1,4 @@
-"""Who of the staying workers gets which prefix of one that leaves: little is moved, and nobody loses much of its own."""
+"""Who of the staying workers gets which prefix of one that leaves: little is moved, nobody loses much of its own."""
 
 from __future__ import annotations
 

@@ -73,6 +73,7 @@ class Exchange:
     def finished(self, sequence: Sequence, *, offers: bool) -> None:
         """A sequence has ended, or nobody wants it. Its blocks are still its own."""
         offer = self._offer(sequence) if offers else None
+        self._parts.used(sequence.hashes, sequence.computed)
         sequence.account.proof = self._parts.finished(sequence.request_id, offer, sequence.wish.order)
         self.send()
 

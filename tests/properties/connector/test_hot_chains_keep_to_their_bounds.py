@@ -1,0 +1,55 @@
+"""Whatever requests come and whatever the cache loses: chains are bounded, held, and none begins another."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from connector.core.hot_chains import HotChains
+from shared.contracts.kv_exchange import unpack_full_hashes
+
+CHAINS_MAX, BLOCKS_MAX = 5, 40
+
+branches = st.lists(st.sampled_from("ab"), min_size=0, max_size=12)
+"""A path in a small tree: two of them often begin alike, and often one begins the other."""
+requests = st.lists(st.tuples(branches, st.floats(0.0, 600.0)), max_size=40)
+
+
+def chain(path: list[str]) -> list[bytes]:
+    """A block's name tells its whole path, as a chained hash does."""
+    return ["".join(path[: end + 1]).encode().ljust(32, b".") for end in range(len(path))]
+
+
+@given(requests, st.integers(0, 12), st.integers(1, 8))
+def test_chains_are_bounded_held_and_none_is_the_beginning_of_another(told, held_blocks, count):
+    chains = HotChains(
+        lambda block: len(block.rstrip(b".")) <= held_blocks, chains_max=CHAINS_MAX, blocks_max=BLOCKS_MAX
+    )
+    now = 0.0
+    for path, later_s in told:
+        now += later_s
+        chains.note(chain(path), now)
+        assert len(chains) <= CHAINS_MAX
+        assert chains.blocks <= BLOCKS_MAX
+
+    answer = [unpack_full_hashes(one.hashes) for one in chains.hottest(count, now)]
+
+    known = [chain(path)[:held_blocks] for path, _later_s in told]
+    assert len(answer) <= count
+    assert all(one in known for one in answer)
+    for one in answer:
+        assert not [other for other in answer if other is not one and other[: len(one)] == one]
+
+
+@given(requests)
+def test_as_long_as_nothing_is_forgotten_every_prompt_is_part_of_an_answer_and_no_use_counts_twice(told):
+    chains = HotChains(lambda _block: True)
+    for path, _ in told:
+        chains.note(chain(path), 0.0)
+
+    whole = {tuple(chain(path)) for path, _ in told if path}
+    longest = [one for one in whole if not any(other != one and other[: len(one)] == one for other in whole)]
+    answer = chains.hottest(1000, 0.0)
+
+    assert sorted(tuple(unpack_full_hashes(one.hashes)) for one in answer) == sorted(longest)
+    assert sum(one.uses for one in answer) <= sum(bool(path) for path, _ in told)

@@ -1,0 +1,126 @@
+"""Which prefixes an engine's requests used lately, as those learn who ask for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from connector.core.hot_chains import COOLING_S, LOOK_BACK_BLOCKS_MAX, HotChains
+from shared.contracts.kv_exchange import LEASE_BLOCKS_MAX, unpack_full_hashes
+from tests.unit.connector.holding import chain
+
+ALL = 100
+
+
+class Engine:
+    """Chains over a cache that holds everything but what it lost."""
+
+    def __init__(self, **bounds):
+        self.lost = set()
+        self.chains = HotChains(lambda block: block not in self.lost, **bounds)
+
+    def hottest(self, count=ALL, now=0.0, **wishes):
+        return [unpack_full_hashes(one.hashes) for one in self.chains.hottest(count, now, **wishes)]
+
+
+@pytest.fixture
+def engine():
+    return Engine()
+
+
+def test_a_request_without_a_full_block_leaves_no_chain(engine):
+    engine.chains.note([], 0.0)
+
+    assert engine.hottest() == []
+
+
+def test_the_next_turn_takes_the_place_of_the_turn_before_and_inherits_its_uses(engine):
+    conversation = chain(9)
+    for turn, blocks in enumerate((3, 6, 9), start=1):
+        engine.chains.note(conversation[:blocks], float(turn))
+
+    (one,) = engine.chains.hottest(ALL, 5.0)
+    assert unpack_full_hashes(one.hashes) == conversation
+    assert (one.uses, one.idle_s) == (3, 2.0)
+    assert engine.chains.blocks == 9
+
+
+def test_conversations_that_begin_alike_are_chains_of_their_own(engine):
+    system, one, other = chain(2, "system"), chain(2, "one"), chain(2, "other")
+    engine.chains.note(system, 0.0)
+    engine.chains.note(system + one, 1.0)
+    engine.chains.note(system + other, 2.0)
+
+    assert sorted(engine.hottest()) == sorted([system + one, system + other])
+
+
+def test_the_prompt_that_is_asked_most_comes_first_and_the_newer_one_of_equals(engine):
+    often, once, later = chain(2, "often"), chain(2, "once"), chain(2, "later")
+    for chains in (often, often, once, later):
+        engine.chains.note(chains, 0.0 if chains is not later else 10.0)
+
+    assert engine.hottest(now=10.0) == [often, later, once]
+
+
+def test_what_was_hot_long_ago_is_colder_than_what_is_used_now(engine):
+    old, new = chain(2, "old"), chain(2, "new")
+    for _ in range(4):
+        engine.chains.note(old, 0.0)
+    engine.chains.note(new, 3 * COOLING_S)
+
+    assert engine.hottest(now=3 * COOLING_S) == [new, old]
+
+
+def test_a_chain_is_told_as_far_as_it_is_still_held(engine):
+    hashes, gone = chain(6), chain(4, "gone")
+    engine.chains.note(hashes, 0.0)
+    engine.chains.note(gone, 0.0)
+    engine.lost = {hashes[4], hashes[5], *gone}
+
+    assert engine.hottest() == [hashes[:4]]
+
+
+def test_two_chains_that_are_one_in_what_is_left_of_them_are_told_once(engine):
+    system = chain(2, "system")
+    one, other = system + chain(2, "one"), system + chain(2, "other")
+    engine.chains.note(one, 0.0)
+    engine.chains.note(other, 0.0)
+    engine.lost = {*one[2:], *other[2:]}
+
+    assert engine.hottest() == [system]
+
+
+def test_a_shorter_chain_makes_way_for_a_longer_one_that_begins_with_it_and_is_colder(engine):
+    long = chain(LOOK_BACK_BLOCKS_MAX * 3)
+    short = long[:5]
+    engine.chains.note(long, 0.0)
+    engine.chains.note(short, 0.0)
+    engine.chains.note(short, 0.0)
+
+    assert engine.hottest() == [long]
+
+
+def test_only_what_was_used_often_and_lately_is_told_if_that_is_asked(engine):
+    often, once, old = chain(2, "often"), chain(2, "once"), chain(2, "old")
+    for hashes, at in ((old, 0.0), (old, 0.0), (once, 100.0), (often, 100.0), (often, 100.0)):
+        engine.chains.note(hashes, at)
+
+    assert engine.hottest(now=101.0, uses_min=2, idle_s_max=5.0) == [often]
+    assert engine.hottest(1, now=101.0, uses_min=2) == [often]
+
+
+def test_chains_and_blocks_are_bounded_and_the_least_recently_used_go_first():
+    engine = Engine(chains_max=2, blocks_max=10)
+    first, second, third = chain(4, "1"), chain(4, "2"), chain(4, "3")
+    for hashes in (first, second, first, third):
+        engine.chains.note(hashes, 0.0)
+    assert sorted(engine.hottest()) == sorted([first, third])
+
+    engine.chains.note(chain(7, "long"), 0.0)
+    assert engine.hottest() == [chain(7, "long")]
+
+
+def test_a_chain_beyond_what_one_lease_may_name_is_kept_as_far_as_that(engine):
+    hashes = [index.to_bytes(32, "big") for index in range(LEASE_BLOCKS_MAX + 7)]
+    engine.chains.note(hashes, 0.0)
+
+    assert engine.hottest() == [hashes[:LEASE_BLOCKS_MAX]]
