@@ -9,6 +9,7 @@ from typing import Protocol
 from services.worker.engines.port import AsgiApp, AsgiMessage, LegRecord, Scope
 from shared.contracts.inference import LegKind, StartLeg
 
+OK = 200
 SERVER_ERROR = 500
 JSON = "application/json"
 LEAVE_S_MAX = 0.25
@@ -32,7 +33,8 @@ class AsgiCall:
     """Feeds the app ``body`` and passes on what it answers.
 
     ``on_server_error`` runs before a 5xx answer is passed on: it may raise, so that an engine's death is told as such.
-    A prefill leg's answer is kept back until ``finish``: with its KV ready, nobody needs the one token.
+    A prefill leg's answer is kept back until ``finish``: with its KV ready, nobody needs the one token. Of a resumed
+    leg's answer, what its client has had is dropped.
     """
 
     def __init__(
@@ -95,14 +97,16 @@ class AsgiCall:
         """The app has returned: pass on what was kept back, if the router needs it."""
         if self._held_back is None:
             return
-        succeeded = bool(self._record.kv_transfer) or self.status == 200
-        self._answer.head(200 if succeeded else self.status, self._content_type)
+        succeeded = bool(self._record.kv_transfer) or self.status == OK
+        self._answer.head(OK if succeeded else self.status, self._content_type)
         if not succeeded:
             self._answer.data(b"".join(self._held_back))
 
     async def _pass_on(self, data: bytes) -> None:
         if self._held_back is not None:
             self._held_back.append(data)
+            return
+        if self.status == OK and not self._record.says_news:
             return
         token_ids, self._record.token_ids = self._record.token_ids, []
         if data or token_ids:

@@ -15,6 +15,7 @@ from services.worker.asgi_call import AsgiCall
 from services.worker.core.capacity import Capacity
 from services.worker.core.leg_body import HANDOVER_PATHS, own_body, prepare
 from services.worker.core.leg_order import KvPolicy, moves_kv
+from services.worker.core.resumed_leg import CannotResume, cannot_resume, resumed_tokens
 from services.worker.engines.port import CURRENT_LEG, Engine, LegRecord
 from services.worker.exchange.unread import Unread
 from services.worker.exchange_spans import show_exchange
@@ -22,7 +23,7 @@ from shared.bus.port import Envelope
 from shared.bus.streams import FrameSender, LegFrames, LegGone
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import LegId, is_subject_token
-from shared.contracts.inference import CancelLeg, LegReport, StartLeg
+from shared.contracts.inference import CancelLeg, LegKind, LegReport, StartLeg
 from shared.contracts.kv_exchange import LegOrder
 from shared.contracts.workers import WorkerPhase
 from shared.runtime.service import Service
@@ -31,6 +32,7 @@ from shared.telemetry.span_names import Attribute, SpanName
 
 log = logging.getLogger("baton.worker")
 
+OK = 200
 DEATH_NOTICE_S_MAX = 1.0
 """How long a leg that ended strangely waits to hear that the engine has died."""
 
@@ -144,6 +146,8 @@ class LegServer:
             return True
         except LegGone:
             return False
+        except CannotResume as told:
+            frames.fail(told.failure)
         except EngineDied as died:
             frames.fail(Failure(reason=Reason.ENGINE_DEAD, message=str(died)))
         except asyncio.CancelledError:
@@ -164,7 +168,7 @@ class LegServer:
 
     async def _serve(self, start: StartLeg, frames: LegFrames, span: Span) -> None:
         arrived = self._service.clock.now()
-        body, order = self._orders(start)
+        body, order, resume = self._orders(start)
         if body is None:
             frames.head(200, "application/json")
             frames.end(LegReport())
@@ -176,13 +180,15 @@ class LegServer:
             prefill_cached_tokens=start.prefill_cached_tokens,
             expected_tokens=start.expected_tokens,
             order=order,
+            resume=resume,
         )
         CURRENT_LEG.set(record)
-        call = AsgiCall(start, body, record, frames, self._raise_if_died)
+        call = AsgiCall(start, body, record, frames, lambda: self._explain(record))
         await call.run(self._engine.app)
         is_generation = start.path in HANDOVER_PATHS or record.prompt_tokens > 0
-        if call.status == 200 and is_generation and not record.finish_reason:
-            await self._raise_if_died()
+        if call.status == OK and is_generation and not record.finish_reason:
+            await self._explain(record)
+        check_resumed(record, call.status)
         call.finish()
         cost = report(record, arrived, self._service.clock.now())
         span.set_attributes(span_attributes(cost))
@@ -190,12 +196,16 @@ class LegServer:
             show_exchange(self._service.tracer, span, record.proof, self._service.clock)
         frames.end(cost)
 
-    def _orders(self, start: StartLeg) -> tuple[bytes | None, LegOrder | None]:
-        """The engine's body, and its order beside it if it takes any."""
+    def _orders(self, start: StartLeg) -> tuple[bytes | None, LegOrder | None, list[int] | None]:
+        """The engine's body, its order beside it if it takes any, and behind which tokens it goes on. Raises
+        CannotResume.
+        """
+        own = own_body(start.path, start.body, start.kind, moves_kv=moves_kv(start) or start.resume is not None)
+        resume = resumed_tokens(start, is_plain=own.is_plain)
         if self._engine.exchange is None:
-            return prepare(start.kind, start.path, start.body, start.kv_transfer), None
-        own = own_body(start.path, start.body, start.kind, moves_kv=moves_kv(start))
-        return own.body, self._policy.order(start, is_plain=own.is_plain, answers=start.path in HANDOVER_PATHS)
+            return prepare(start.kind, start.path, start.body, start.kv_transfer), None, resume
+        order = self._policy.order(start, is_plain=own.is_plain, answers=start.path in HANDOVER_PATHS)
+        return own.body, order, resume
 
     def _span(self, start: StartLeg, envelope: Envelope) -> AbstractContextManager[Span]:
         about: dict[str, AttributeValue] = {
@@ -207,11 +217,23 @@ class LegServer:
             SpanName.SERVE_LEG, context=extract(envelope.headers), attributes=about
         )
 
+    async def _explain(self, record: LegRecord) -> None:
+        """Why the engine's server failed, if there is more to say than it did."""
+        if record.cannot_resume:
+            raise CannotResume(cannot_resume(record.cannot_resume))
+        await self._raise_if_died()
+
     async def _raise_if_died(self) -> None:
         """Give the news of the engine's death a moment to arrive; it may be slower than the failure that it caused."""
         await asyncio.wait([self._death], timeout=DEATH_NOTICE_S_MAX)
         if self._death.done():
             raise EngineDied(self._death.result())
+
+
+def check_resumed(record: LegRecord, status: int) -> None:
+    """Raises CannotResume unless the answer went on behind what its client has had."""
+    if status == OK and not record.says_news and record.kind is not LegKind.PREFILL:
+        raise CannotResume(cannot_resume("the engine's server did not get through what was said before"))
 
 
 def report(record: LegRecord, arrived: float, now: float) -> LegReport:

@@ -32,6 +32,8 @@ class Reason(StrEnum):
     """The engine died while the leg ran."""
     FRAMES_LOST = "frames_lost"
     """A frame of the leg is missing or its message could not be read."""
+    CANNOT_RESUME = "cannot_resume"
+    """The stream broke off, and another worker cannot go on with it: what it needs to know was lost with the first."""
     DEADLINE = "deadline"
     """The hop's or the request's deadline passed."""
     TOO_LARGE = "too_large"
@@ -60,6 +62,7 @@ HTTP_STATUS: dict[Reason, int] = {
     Reason.WORKER_LOST: 502,
     Reason.ENGINE_DEAD: 502,
     Reason.FRAMES_LOST: 502,
+    Reason.CANNOT_RESUME: 502,
     Reason.DEADLINE: 504,
     Reason.TOO_LARGE: 413,
     Reason.BUS_DOWN: 503,

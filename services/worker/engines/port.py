@@ -47,8 +47,16 @@ class LegRecord:
     """Prompt tokens that placement expects this engine to compute; -1: not known."""
     order: LegOrder | None = None
     """What to do about KV, for engines with an exchange."""
+    resume: list[int] | None = None
+    """Tokens of the answer that the client has had from a leg that broke off. The engine goes on behind them; its
+    server hears of them first, and what it says of them is thrown away. None: from the beginning."""
     # The engine fills in:
+    caught_up: bool = False
+    """With ``resume``: what the server says from now on is new to the client."""
+    cannot_resume: str = ""
+    """Why the engine will not go on behind these tokens."""
     prompt_tokens: int = 0
+    """Of the client's prompt: resumed tokens are tokens of the completion."""
     cached_tokens: int = 0
     """Prompt tokens found in this engine's own prefix cache."""
     received_tokens: int = 0
@@ -67,6 +75,11 @@ class LegRecord:
     prefill_s: float = 0.0
     first_token_at: float = 0.0
     finish_reason: str = ""
+
+    @property
+    def says_news(self) -> bool:
+        """Whether what the server says now is new to the client, and right."""
+        return self.resume is None or (self.caught_up and not self.cannot_resume)
 
 
 CURRENT_LEG: ContextVar[LegRecord | None] = ContextVar("CURRENT_LEG", default=None)

@@ -179,7 +179,7 @@ class SimulatedEngine:
         """Begin a completion; its tokens arrive in the choice's inbox. Raises EngineDead."""
         if self._died.done():
             raise EngineDead(self._died.result())
-        sequence = self._core.add(choice, list(choice.prompt), wish, time.monotonic())
+        sequence = self._core.add(choice, choice.prompt + choice.token_ids, wish, time.monotonic())
         if not self._core.stepping():
             self._wake_up()
         self._tell_load()

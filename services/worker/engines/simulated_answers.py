@@ -72,9 +72,9 @@ def _event(value: dict[str, Any]) -> bytes:
 class CompletionAnswers:
     """/v1/completions."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, request_id: str) -> None:
         self._head = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
+            "id": f"cmpl-{request_id or uuid.uuid4().hex}",
             "object": "text_completion",
             "created": int(time.time()),
             "model": model,
@@ -120,8 +120,8 @@ class CompletionAnswers:
 class ChatAnswers:
     """/v1/chat/completions."""
 
-    def __init__(self, model: str) -> None:
-        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+    def __init__(self, model: str, request_id: str) -> None:
+        self._id = f"chatcmpl-{request_id or uuid.uuid4().hex}"
         self._rest = {"created": int(time.time()), "model": model}
         self._head = {"id": self._id, "object": "chat.completion.chunk", **self._rest}
 

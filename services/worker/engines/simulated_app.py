@@ -23,6 +23,7 @@ from services.worker.engines.simulated_answers import (
 from services.worker.engines.simulated_choices import Choice, made_up_logprob
 from services.worker.engines.simulated_jobs import Job, JobMaker
 from services.worker.engines.simulated_requests import ApiError
+from services.worker.engines.simulated_resume import caught_up
 from services.worker.engines.simulated_tokenizer import SimulatedTokenizer
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_exchange import KvProof
@@ -79,13 +80,16 @@ class SimulatedApp:
         record = CURRENT_LEG.get() or LegRecord(kind=LegKind.AGGREGATED, request_id="", trace_headers={})
         try:
             job = await make(raw, record)
+            if record.resume is not None:
+                job = caught_up(job, record.resume, self._tokenizer)
         except ApiError as error:
             await _answer(send, error.status, error.body)
             return
         streaming = False
         try:
             for choice in job.choices:
-                choice.sequence = self._engine.submit(choice, job.wish)
+                if not choice.has_ended():
+                    choice.sequence = self._engine.submit(choice, job.wish)
             streaming = job.view.streamed
             await (self._stream(job, send) if streaming else self._collect(job, send))
         except EngineDead as dead:
@@ -100,18 +104,18 @@ class SimulatedApp:
         await send(_start(200, EVENT_STREAM))
         opening = b"".join(job.answers.opening(choice.index) for choice in job.choices)
         opening += b"".join(self._echo_event(job, choice) for choice in job.choices if job.view.echo)
-        if opening:
+        if opening and job.record.resume is None:
             await send(_body(opening))
         # Most events are a piece of text and nothing else: those are three byte strings one behind the other.
         pieces = [split_chunk(job.answers, choice.index) for choice in job.choices]
         plain = job.view.logprobs is None and not job.view.usage_each
-        text_json, record, open_choices = self._text_json, job.record, len(job.choices)
+        text_json, record, open_choices = self._text_json, job.record, _open(job)
         while open_choices:
             events = []
             for choice, token, finish_reason in await job.inbox.take():
                 if choice.has_ended():
                     continue  # a stop string has ended it
-                if not choice.token_ids:
+                if choice.is_at_start():
                     _note_first_token(record, choice)
                     record.proof = _proof(job)
                 _note_token(record, token)
@@ -159,12 +163,12 @@ class SimulatedApp:
         return job.answers.chunk(choice.index, self._tokenizer.decode(choice.prompt), UNFINISHED)
 
     async def _collect(self, job: Job, send: Send) -> None:
-        record, open_choices = job.record, len(job.choices)
+        record, open_choices = job.record, _open(job)
         while open_choices:
             for choice, token, finish_reason in await job.inbox.take():
                 if choice.has_ended():
                     continue
-                if not choice.token_ids:
+                if choice.is_at_start():
                     _note_first_token(record, choice)
                     record.proof = _proof(job)
                 _note_token(record, token)
@@ -204,6 +208,10 @@ class SimulatedApp:
         if sequence is not None:
             self._engine.abort(sequence)  # one that a stop string has ended would go on
             job.record.proof = _proof(job)
+
+
+def _open(job: Job) -> int:
+    return sum(not choice.has_ended() for choice in job.choices)
 
 
 def _note_token(record: LegRecord, token: int | None) -> None:
@@ -247,9 +255,10 @@ def _note_first_token(record: LegRecord, choice: Choice) -> None:
 def _usage(job: Job) -> dict[str, Any]:
     record = job.record
     prompts = {id(choice.prompt): len(choice.prompt) for choice in job.choices}
+    prompt_tokens = sum(prompts.values())
     # For a decode leg it is the prefill leg that knows what was cached: here everything comes from elsewhere.
     cached = _cached_before(record) if record.kind is LegKind.DECODE else record.cached_tokens
-    return usage_of(sum(prompts.values()), record.completion_tokens, cached)
+    return usage_of(prompt_tokens, record.completion_tokens, min(cached, prompt_tokens))
 
 
 def _cached_before(record: LegRecord) -> int:

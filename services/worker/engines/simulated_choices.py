@@ -56,6 +56,8 @@ class Choice:
     stops: StopStrings | None = None
     sequence: Sequence | None = None
     token_ids: list[int] = field(default_factory=list)
+    resumed: int = 0
+    """Of those, how many the client had before; the engine makes what follows."""
     shown: list[str] = field(default_factory=list)
     """The text so far, in pieces."""
     finish_reason: str = ""
@@ -64,6 +66,10 @@ class Choice:
     def has_ended(self) -> bool:
         """Whether it is complete, by the engine or by a stop string."""
         return bool(self.finish_reason)
+
+    def is_at_start(self) -> bool:
+        """Whether the engine has made no token of it yet."""
+        return len(self.token_ids) == self.resumed
 
     def refuse(self, finish_reason: str) -> str:
         """The engine makes no further token; returns what may be shown now."""

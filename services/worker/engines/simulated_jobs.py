@@ -57,6 +57,8 @@ class Job:
     wish: Wish
     view: View
     record: LegRecord
+    room: int
+    """Tokens that may follow the prompt."""
 
 
 class JobMaker:
@@ -82,7 +84,7 @@ class JobMaker:
             prompt_logprobs=body.prompt_logprobs is not None,
             **_streaming(body),
         )
-        return self._job(body, prompts, CompletionAnswers(model), view, record)
+        return self._job(body, prompts, CompletionAnswers(model, record.request_id), view, record)
 
     async def chat(self, raw: bytes, record: LegRecord) -> Job:
         """POST /v1/chat/completions."""
@@ -96,7 +98,7 @@ class JobMaker:
         prompt = await self._encode(text, special=body.add_special_tokens)
         logprobs = partial(chat_logprobs, top=body.top_logprobs or 0) if body.logprobs else None
         view = View(logprobs=logprobs, prompt_logprobs=body.prompt_logprobs is not None, **_streaming(body))
-        return self._job(body, [prompt], ChatAnswers(model), view, record)
+        return self._job(body, [prompt], ChatAnswers(model, record.request_id), view, record)
 
     def _check_model(self, model: str | None) -> str:
         if model is None:
@@ -127,7 +129,7 @@ class JobMaker:
             Choice(index=index, prompt=prompts[index // count], inbox=inbox, stops=_scanner(stops, body))
             for index in range(count * len(prompts))
         ]
-        return Job(answers=answers, inbox=inbox, choices=choices, wish=wish, view=view, record=record)
+        return Job(answers=answers, inbox=inbox, choices=choices, wish=wish, view=view, record=record, room=room)
 
     def _room(self, prompt: list[int]) -> int:
         """Tokens that may follow the prompt, which is checked."""

@@ -79,11 +79,14 @@ class FakeEngine:
         except asyncio.CancelledError:
             self.aborted.set()
             raise
+        record.cannot_resume = asked.get("cannot_resume", "")
         for token in range(asked.get("tokens", 2)):
-            record.token_ids.append(token)
+            record.caught_up = token >= len(record.resume or ())
+            if record.caught_up:
+                record.token_ids.append(token)
             record.completion_tokens += 1
             await send({"type": "http.response.body", "body": b"data: %d\n\n" % token, "more_body": True})
-        record.finish_reason = "length"
+        record.finish_reason = "" if record.cannot_resume else "length"
         record.proof = self.proof
         if record.kind is LegKind.PREFILL and self.exchange is None:
             record.kv_transfer = KV_TRANSFER

@@ -214,7 +214,7 @@ class EngineCore:
                 sequence.account.first_token_at = now
                 sequence.account.proof = self.exchange.proof(sequence)
                 self.measures.prompt_finished(sequence)
-            sequence.finish_reason = sequence.finish_with(token, self._eos)
+            sequence.finish_reason = sequence.wish.ending(token, sequence.generated, self._eos)
             if sequence.finish_reason:
                 self.exchange.finished(sequence, offers=sequence.wish.order.offer)
                 self.batch.remove(sequence)

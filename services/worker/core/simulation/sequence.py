@@ -29,6 +29,12 @@ class Wish:
     order: LegOrder = NO_ORDER
     """What to do about KV."""
 
+    def ending(self, token: int, generated: int, eos: int | None) -> str:
+        """The finish reason of a completion whose newest token, the ``generated``-th, ends it; else empty."""
+        if generated >= self.min_tokens and ((token == eos and not self.ignore_eos) or token in self.stop_token_ids):
+            return STOP
+        return LENGTH if generated >= self.max_tokens else ""
+
 
 @dataclass(slots=True)
 class Account:
@@ -38,7 +44,6 @@ class Account:
     admitted_at: float | None = None
     """When it had room for its prompt: from then on it reads what others have of it."""
     scheduled_at: float | None = None
-    """When it was first part of a step, with all that could be read."""
     """When it was first part of a step, with all that could be read."""
     first_token_at: float | None = None
     cached_tokens: int = 0
@@ -92,10 +97,3 @@ class Sequence:
         left = max(0, self.prompt_tokens - self.computed)
         waits = not self.computed and self.wish.expected_tokens >= 0
         return min(left, self.wish.expected_tokens) if waits else left
-
-    def finish_with(self, token: int, eos: int | None) -> str:
-        """The finish reason if the completion, whose newest token is ``token``, ends here; else empty."""
-        wish, generated = self.wish, self.generated
-        if generated >= wish.min_tokens and ((token == eos and not wish.ignore_eos) or token in wish.stop_token_ids):
-            return STOP
-        return LENGTH if generated >= wish.max_tokens else ""

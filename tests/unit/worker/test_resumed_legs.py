@@ -1,0 +1,135 @@
+"""Legs that go on where another one broke off: which can, and what the shell passes on of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from services.worker.core.resumed_leg import CannotResume, resumed_tokens
+from shared.contracts.failures import Reason
+from shared.contracts.ids import LegId, RequestId, RouterId, WorkerId
+from shared.contracts.inference import FrameKind, LegKind, StartLeg, pack_tokens
+from tests.unit.worker.fakes import running_worker
+
+
+def start(body: dict, kind: LegKind = LegKind.AGGREGATED, **fields) -> StartLeg:
+    return StartLeg(
+        **{
+            "worker_id": WorkerId("w1"),
+            "router_id": RouterId("r1"),
+            "request_id": RequestId("q"),
+            "leg_id": LegId("l"),
+            "kind": kind,
+            "path": "/v1/chat/completions",
+            "body": json.dumps({"stream": True, **body}).encode(),
+            "deadline_s": 5.0,
+            "resume": pack_tokens([5, 6]),
+            **fields,
+        }
+    )
+
+
+def refusal(leg: StartLeg, *, is_plain: bool = True):
+    with pytest.raises(CannotResume) as refused:
+        resumed_tokens(leg, is_plain=is_plain)
+    return refused.value.failure
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"tools": [{"type": "function"}], "tool_choice": "auto"},
+        {"tool_choice": "none"},
+        {"response_format": {"type": "text"}},
+        {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.2},
+        {"seed": 7, "stop": ["x"], "logit_bias": {"5": -100}, "logprobs": True},
+    ],
+)
+def test_what_follows_from_the_tokens_alone_goes_on(body):
+    assert resumed_tokens(start(body), is_plain=True) == [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"frequency_penalty": -1}, "frequency_penalty"),
+        ({"structured_outputs": {"regex": "a*"}}, "structured_outputs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"bad_words": ["no"]}, "bad_words"),
+        ({"stream": False}, "stream"),
+    ],
+)
+def test_what_the_lost_engine_alone_knew_is_refused_by_name(body, word):
+    failure = refusal(start(body))
+
+    assert failure.reason is Reason.CANNOT_RESUME
+    assert word in failure.message
+
+
+def test_several_completions_and_other_paths_are_refused():
+    assert refusal(start({}), is_plain=False).reason is Reason.CANNOT_RESUME
+    assert refusal(start({}, path="/v1/responses")).reason is Reason.CANNOT_RESUME
+
+
+def test_tokens_that_cannot_be_read_are_a_bad_message():
+    assert refusal(start({}, resume=b"abc")).reason is Reason.BAD_MESSAGE
+
+
+def test_a_prefill_leg_need_not_be_a_stream():
+    leg = start({"stream": False}, LegKind.PREFILL)
+
+    assert resumed_tokens(leg, is_plain=True) == [5, 6]
+
+
+def test_no_tokens_at_all_are_tokens_to_resume_from():
+    assert resumed_tokens(start({}, resume=b""), is_plain=True) == []
+    assert resumed_tokens(start({"n": 2}, resume=None), is_plain=False) is None
+
+
+async def test_what_the_client_has_had_is_not_sent_again():
+    async with running_worker() as worker:
+        leg = await worker.leg(body={"stream": True, "tokens": 4}, resume=pack_tokens([0, 1]))
+
+        frames, failure = await worker.read(leg)
+
+        assert failure is None
+        assert [(frame.data, frame.token_ids) for frame in frames[1:-1]] == [
+            (b"data: 2\n\n", [2]),
+            (b"data: 3\n\n", [3]),
+        ]
+
+
+async def test_an_engine_that_will_not_go_on_fails_the_leg_and_nothing_else():
+    async with running_worker() as worker:
+        leg = await worker.leg(body={"stream": True, "cannot_resume": "it forgot"}, resume=pack_tokens([0]))
+
+        frames, failure = await worker.read(leg)
+
+        assert failure.reason is Reason.CANNOT_RESUME
+        assert "it forgot" in failure.message
+        assert all(frame.kind is not FrameKind.DATA for frame in frames)
+
+
+async def test_a_server_that_never_gets_through_the_tokens_is_not_taken_for_an_answer():
+    async with running_worker() as worker:
+        leg = await worker.leg(body={"stream": True, "tokens": 2}, resume=pack_tokens([0, 1, 2]))
+
+        frames, failure = await worker.read(leg)
+
+        assert failure.reason is Reason.CANNOT_RESUME
+        assert all(frame.kind is not FrameKind.DATA for frame in frames)
+
+
+async def test_a_request_with_state_in_the_lost_engine_never_reaches_another():
+    async with running_worker() as worker:
+        leg = await worker.leg(body={"stream": True, "presence_penalty": 1}, resume=pack_tokens([0]))
+
+        _frames, failure = await worker.read(leg)
+
+        assert failure.reason is Reason.CANNOT_RESUME
+        assert worker.engine.bodies == []
