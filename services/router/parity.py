@@ -26,6 +26,8 @@ PROBES_AT_ONCE = 4
 """Workers asked side by side, so that one that hangs does not keep the others waiting."""
 LOOK_S = 1.0
 """Between two rounds that nobody asked for."""
+ANSWERING = frozenset({WorkerPhase.PROBING, WorkerPhase.READY})
+"""Phases in which a worker may be asked: everything is prepared before its first request."""
 
 
 class TokenizerShelf(Protocol):
@@ -86,7 +88,7 @@ class ParityWatch:
     async def _probe(self, worker_id: WorkerId) -> None:
         view = self._fleet.cluster.workers.get(worker_id)
         tokenizer = None if view is None else self._shelf.tokenizer_of(view.record.fingerprint.key())
-        if view is None or tokenizer is None or view.record.phase is not WorkerPhase.READY:
+        if view is None or tokenizer is None or view.record.phase not in ANSWERING:
             self.book.leave(worker_id)
             return
         record = view.record

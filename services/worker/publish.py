@@ -72,10 +72,10 @@ class LoadPublisher:
     def __init__(
         self, bus: Bus, worker_id: WorkerId, epoch: Epoch, role: Role, *, held: HeldBlocks, engine: Engine
     ) -> None:
+        self.role = role
         self._bus = bus
         self._worker_id = worker_id
         self._epoch = epoch
-        self._role = role
         self._held = held
         self._engine = engine
         self._exchange: WorkerExchange | None = None
@@ -117,7 +117,7 @@ class LoadPublisher:
         report = LoadReport(
             worker_id=self._worker_id,
             epoch=self._epoch,
-            role=self._role,
+            role=self.role,
             phase=phase,
             legs=legs,
             kv_blocks_total=self._engine.facts.kv_blocks,

@@ -10,20 +10,22 @@ import socket
 from collections.abc import Awaitable
 from typing import Any, TypeVar, cast
 
-import msgspec
-
+from services.worker.canaries import CanaryDesk
 from services.worker.core.capacity import Capacity
-from services.worker.core.draining import Draining
+from services.worker.core.draining import Departure
 from services.worker.core.leg_order import KvPolicy
 from services.worker.engines.port import Engine, EngineDead, Identity, StartEngine
 from services.worker.exchange.unread import Unread
 from services.worker.exchange.worker_exchange import WorkerExchange
+from services.worker.leaving import FAREWELL_S_MAX, HANDOVER_S_MAX, Leaving
+from services.worker.orders import OrderDesk
+from services.worker.probing import Prober
 from services.worker.publish import CachePublisher, LoadPublisher
 from services.worker.registry import Registration
 from services.worker.serve import LegServer
 from services.worker.settings import Settings
+from services.worker.standing import Standing
 from services.worker.tokenizer import TokenizerDesk
-from shared.bus.port import BusDown
 from shared.bus.streams import FrameSender
 from shared.contracts.channels import CANCEL_LEG, KV_SNAPSHOT, START_LEG
 from shared.contracts.control import ServicePhase
@@ -41,12 +43,8 @@ ENGINES = {"vllm": "services.worker.engines.vllm_engine", "simulated": "services
 """Imported only when chosen: a machine for simulated workers has neither torch nor vLLM."""
 SEEK_ROUTERS_S = 2.0
 """How long an engine works for a router that died."""
-FAREWELL_S_MAX = 2.0
-"""For the last frames to reach NATS."""
-HANDOVER_S_MAX = 3.0
-"""For decode engines to fetch the KV of prefill legs that have ended, before this engine goes."""
 ENGINE_CLOSE_S_MAX = 5.0
-LEAVING_S_MAX = FAREWELL_S_MAX + HANDOVER_S_MAX + ENGINE_CLOSE_S_MAX
+LEAVING_S_MAX = 2 * FAREWELL_S_MAX + HANDOVER_S_MAX + ENGINE_CLOSE_S_MAX
 """What a worker needs after its last leg."""
 
 
@@ -83,46 +81,56 @@ class Worker:
     def __init__(self, service: Service, settings: Settings, engine: Engine, registration: Registration) -> None:
         record = registration.record
         worker_id, epoch = record.worker_id, record.epoch
+        identity = Identity(worker_id, epoch)
         self._service = service
-        self._settings = settings
         self._engine = engine
-        self._registration = registration
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._cache = CachePublisher(service.bus, worker_id, epoch)
-        self._load = LoadPublisher(service.bus, worker_id, epoch, record.role, held=self._cache.held, engine=engine)
-        self._tokenizer = TokenizerDesk(engine, worker_id, epoch)
         self._sender = FrameSender(service.bus, worker_id, epoch)
-        self._exchange = make_exchange(service, engine, Identity(worker_id, epoch))
-        if self._exchange is not None:
-            self._load.tell_of(self._exchange)
+        self._exchange = make_exchange(service, engine, identity)
+        load = LoadPublisher(service.bus, worker_id, epoch, record.role, held=self._cache.held, engine=engine)
         self._server = LegServer(
             service,
             engine,
             self._sender,
             Capacity(epoch, engine.facts.legs_max),
             self._death,
-            self._load.changed,
+            load.changed,
             KvPolicy(settings.cache_hit_threshold, settings.kv_fetch_min_tokens),
         )
+        self._prober = None
+        self._opens = [TokenizerDesk(engine, worker_id, epoch, service.bus).open]
         if self._exchange is not None:
-            self._server.unread = Unread(self._exchange, Identity(worker_id, epoch))
+            load.tell_of(self._exchange)
+            self._server.unread = Unread(self._exchange, identity)
+            canaries = CanaryDesk(service.bus, service.clock, engine, identity)
+            self._prober = Prober(worker_id, self._exchange.peers, canaries)
+            self._opens += [self._exchange.open, canaries.open]
+        self._standing = Standing(service, registration, load, self._server, engine.facts)
+        self._orders = OrderDesk(service, self._server, self._prober, self._standing, settings.drain_s_max)
+        self._leaving = Leaving(
+            service, settings, engine, self._exchange, self._server, self._sender, lambda: registration.record
+        )
 
     async def live(self) -> None:
-        """Serve until the service is to stop, then drain. Raises EngineDead."""
+        """Serve until told to leave, then leave. Raises EngineDead."""
         tasks = self._service.tasks
-        background = [
+        background: list[asyncio.Task[Any]] = [
             tasks.create_task(self._watch_engine(), name="watch-engine"),
             tasks.create_task(self._follow_cache(), name="follow-cache"),
-            tasks.create_task(self._load.follow(lambda: (self._server.phase, self._server.legs)), name="report-load"),
+            tasks.create_task(self._standing.report_load(), name="report-load"),
             tasks.create_task(self._seek_routers(), name="seek-routers"),
         ]
         try:
             await self._until(self._open())
             if self._exchange is not None:
                 background.append(tasks.create_task(self._exchange.follow(), name="follow-exchange"))
-            await self._enter(WorkerPhase.READY, ServicePhase.READY)
-            await self._until(self._service.stopping.wait())
-            await self._drain()
+            told = tasks.create_task(self._orders.told_to_leave(), name="await-orders")
+            background.append(told)
+            await self._until(self._be_ready_unless(told))
+            departure = await self._until(told)
+            await self._standing.enter(WorkerPhase.DRAINING)
+            await self._until(self._leaving.leave(departure))
         except EngineDead as dead:
             await self._die(str(dead))
             raise
@@ -132,63 +140,34 @@ class Worker:
             await asyncio.wait(background)
 
     async def _open(self) -> None:
-        """Every subscription is live before the worker says that it is ready."""
-        bus, worker_id = self._service.bus, self._registration.record.worker_id
-        if self._exchange is not None:
-            await self._exchange.open()
+        """Every subscription is live before the worker says that it is there."""
+        bus, worker_id = self._service.bus, self._standing.record.worker_id
+        for answer in self._opens:
+            await answer()
         await bus.answer(KV_SNAPSHOT, self._cache.answer, worker_id=worker_id)
-        await self._tokenizer.open(bus)
+        await self._orders.open()
         await bus.subscribe(CANCEL_LEG, self._server.cancel, worker_id=worker_id)
         await bus.subscribe(START_LEG, self._server.start, worker_id=worker_id)
 
-    async def _enter(self, phase: WorkerPhase, service_phase: ServicePhase) -> None:
-        self._server.phase = phase
-        self._load.changed()
-        await self._registration.say(ready_record(self._registration.record, self._engine, phase))
-        self._service.set_phase(service_phase)
-
-    async def _drain(self) -> None:
-        draining = Draining(since=self._service.clock.now(), s_max=self._settings.drain_s_max)
-        await self._enter(WorkerPhase.DRAINING, ServicePhase.DRAINING)
-        if not await self._until(self._server.idle(draining.left_s(self._service.clock.now()))):
-            self._server.fail_all(draining.verdict())
-        await self._farewell()
-        await self._until(self._hand_over())
-        if self._exchange is not None:
-            await self._until(self._exchange.release_all())
-
-    async def _hand_over(self) -> None:
-        """KV that decode engines are about to fetch is leased or, without an exchange, in use without a leg."""
-        try:
-            async with asyncio.timeout(HANDOVER_S_MAX):
-                if self._exchange is not None:
-                    await self._exchange.handed_over()
-                else:
-                    await self._blocks_free()
-        except TimeoutError:
-            log.info("some prefilled KV was not fetched; its decode engines will compute it themselves")
-
-    async def _blocks_free(self) -> None:
-        changed = asyncio.Event()
-        self._engine.on_load_changed(changed.set)
-        while self._engine.load().kv_blocks_used:
-            changed.clear()
-            await changed.wait()
+    async def _be_ready_unless(self, told: asyncio.Task[Departure]) -> None:
+        """Take legs as soon as nothing speaks against it, unless told to leave before that."""
+        note = ""
+        if self._prober is not None:
+            await self._standing.probing()
+            proving = asyncio.create_task(self._prober.until_proven(self._standing.probing), name="probe")
+            try:
+                await asyncio.wait([proving, told], return_when=asyncio.FIRST_COMPLETED)
+                note = proving.result() if proving.done() else ""
+            finally:
+                proving.cancel()
+        if not told.done():
+            await self._standing.enter(WorkerPhase.READY, note)
 
     async def _die(self, why: str) -> None:
         log.error("the engine died: %s", why)
         self._server.phase = WorkerPhase.GONE
         self._server.fail_all(Failure(reason=Reason.ENGINE_DEAD, message=why))
-        await self._farewell()
-
-    async def _farewell(self) -> None:
-        """The last frames leave before the process does."""
-        try:
-            async with asyncio.timeout(FAREWELL_S_MAX):
-                await self._sender.close()
-                await self._service.bus.flush(FAREWELL_S_MAX)
-        except (TimeoutError, BusDown) as error:
-            log.warning("the last frames may not have been sent: %s", error or "time is up")
+        await self._leaving.farewell()
 
     async def _until(self, done: Awaitable[T]) -> T:
         """Wait for ``done``. Raises EngineDead if that comes first."""
@@ -267,22 +246,4 @@ def first_record(settings: Settings, epoch: Epoch) -> WorkerRecord:
         host=socket.gethostname(),
         pid=os.getpid(),
         wire_version=WIRE_VERSION,
-    )
-
-
-def ready_record(record: WorkerRecord, engine: Engine, phase: WorkerPhase) -> WorkerRecord:
-    """The same worker, with what its engine says of itself."""
-    facts = engine.facts
-    return msgspec.structs.replace(
-        record,
-        phase=phase,
-        engine=facts.engine,
-        models=facts.models,
-        max_model_len=facts.max_model_len,
-        fingerprint=facts.fingerprint,
-        hashing=facts.hashing,
-        kv_blocks=facts.kv_blocks,
-        legs_max=facts.legs_max,
-        step_tokens_max=facts.step_tokens_max,
-        prefix_caching=facts.prefix_caching,
     )

@@ -25,18 +25,19 @@ TOKENS_S_MAX = 5.0
 class TokenizerDesk:
     """Reads the tokenizer once, at the first ask. Tokenizes for one router at a time."""
 
-    def __init__(self, engine: Engine, worker_id: WorkerId, epoch: Epoch) -> None:
+    def __init__(self, engine: Engine, worker_id: WorkerId, epoch: Epoch, bus: Bus) -> None:
         self._engine = engine
         self._worker_id = worker_id
         self._epoch = epoch
+        self._bus = bus
         self._asset: TokenizerAsset | None = None
         self._reading = asyncio.Lock()
         self._tokenizing = asyncio.Lock()
 
-    async def open(self, bus: Bus) -> None:
+    async def open(self) -> None:
         """Answer from now on; the engine is there."""
-        await bus.answer(TOKENIZER, self.answer, worker_id=self._worker_id)
-        await bus.answer(TOKENS, self.tokens, worker_id=self._worker_id)
+        await self._bus.answer(TOKENIZER, self.answer, worker_id=self._worker_id)
+        await self._bus.answer(TOKENS, self.tokens, worker_id=self._worker_id)
 
     async def answer(self, _ask: AskTokenizer, _envelope: Envelope) -> TokenizerAsset:
         """Answerer of TOKENIZER."""

@@ -1,6 +1,7 @@
 """One worker's life as a table: (phase, event) -> what it becomes and what is announced.
 
-starting -> ready -> draining -> gone, as the worker itself says in its record; silent, unregistered or replaced: lost.
+starting -> probing -> ready -> draining -> gone, as the worker itself says in its record; lost when it falls silent, is
+no longer registered or was replaced.
 A worker that was declared lost and speaks again comes back: it was paused or cut off, and its caches are as they were.
 """
 
@@ -18,6 +19,7 @@ class Event(StrEnum):
     """What can happen to a worker, as ``core.fleet`` reads it from records, load reports and the clock."""
 
     SAYS_STARTING = "says starting"
+    SAYS_PROBING = "says probing"
     SAYS_READY = "says ready"
     SAYS_DRAINING = "says draining"
     SAYS_GONE = "says gone"
@@ -30,6 +32,7 @@ class Event(StrEnum):
 
 SAYS: Mapping[WorkerPhase, Event] = {
     WorkerPhase.STARTING: Event.SAYS_STARTING,
+    WorkerPhase.PROBING: Event.SAYS_PROBING,
     WorkerPhase.READY: Event.SAYS_READY,
     WorkerPhase.DRAINING: Event.SAYS_DRAINING,
     WorkerPhase.GONE: Event.SAYS_GONE,
@@ -91,34 +94,53 @@ def forget(_worker: Worker, _now: float) -> Decision:
     return Decision(None)
 
 
-start, be_ready, drain, leave = (
-    _enter(phase) for phase in (WorkerPhase.STARTING, WorkerPhase.READY, WorkerPhase.DRAINING, WorkerPhase.GONE)
+start, probe, be_ready, drain, leave = (
+    _enter(phase)
+    for phase in (
+        WorkerPhase.STARTING,
+        WorkerPhase.PROBING,
+        WorkerPhase.READY,
+        WorkerPhase.DRAINING,
+        WorkerPhase.GONE,
+    )
 )
 
 TRANSITIONS: Mapping[tuple[WorkerPhase, Event], Handler] = {
+    (WorkerPhase.STARTING, Event.SAYS_PROBING): probe,
     (WorkerPhase.STARTING, Event.SAYS_READY): be_ready,
     (WorkerPhase.STARTING, Event.SAYS_DRAINING): drain,
     (WorkerPhase.STARTING, Event.SAYS_GONE): leave,
     (WorkerPhase.STARTING, Event.STAYS_UNREGISTERED): lose,
     (WorkerPhase.STARTING, Event.REPLACED): lose,
     # A starting worker may be silent: loading weights keeps it busy. Its record's expiry is its deadline.
+    (WorkerPhase.PROBING, Event.SAYS_STARTING): start,
+    (WorkerPhase.PROBING, Event.SAYS_READY): be_ready,
+    (WorkerPhase.PROBING, Event.SAYS_DRAINING): drain,
+    (WorkerPhase.PROBING, Event.SAYS_GONE): leave,
+    (WorkerPhase.PROBING, Event.SILENT): lose,
+    (WorkerPhase.PROBING, Event.STAYS_UNREGISTERED): lose,
+    (WorkerPhase.PROBING, Event.REPLACED): lose,
     (WorkerPhase.READY, Event.SAYS_STARTING): start,
+    (WorkerPhase.READY, Event.SAYS_PROBING): probe,
     (WorkerPhase.READY, Event.SAYS_DRAINING): drain,
     (WorkerPhase.READY, Event.SAYS_GONE): leave,
     (WorkerPhase.READY, Event.SILENT): lose,
     (WorkerPhase.READY, Event.STAYS_UNREGISTERED): lose,
     (WorkerPhase.READY, Event.REPLACED): lose,
+    (WorkerPhase.DRAINING, Event.SAYS_PROBING): probe,
     (WorkerPhase.DRAINING, Event.SAYS_READY): be_ready,
     (WorkerPhase.DRAINING, Event.SAYS_GONE): leave,
     (WorkerPhase.DRAINING, Event.UNREGISTERED): leave,
     (WorkerPhase.DRAINING, Event.SILENT): lose,
     (WorkerPhase.DRAINING, Event.REPLACED): lose,
     (WorkerPhase.LOST, Event.SAYS_STARTING): start,
+    (WorkerPhase.LOST, Event.SAYS_PROBING): probe,
     (WorkerPhase.LOST, Event.SAYS_READY): be_ready,
     (WorkerPhase.LOST, Event.SAYS_DRAINING): drain,
     (WorkerPhase.LOST, Event.SAYS_GONE): leave,
     (WorkerPhase.LOST, Event.FORGETTABLE): forget,
     (WorkerPhase.GONE, Event.SAYS_STARTING): start,
+    (WorkerPhase.GONE, Event.SAYS_PROBING): probe,
     (WorkerPhase.GONE, Event.SAYS_READY): be_ready,
     (WorkerPhase.GONE, Event.SAYS_DRAINING): drain,
     (WorkerPhase.GONE, Event.FORGETTABLE): forget,

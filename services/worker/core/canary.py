@@ -63,6 +63,7 @@ class Finding:
 
 
 FINE = Finding(Outcome.PASSED)
+FROM_BAD_TO_GOOD = (Outcome.FAILED, Outcome.UNANSWERED, Outcome.PASSED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +103,21 @@ def verdict(attempts: Sequence[Attempt]) -> Outcome:
 
 
 def in_words(found: Mapping[Kind, Sequence[Attempt]]) -> str:
-    """What a person should know of it: the last reason for each kind that did not pass. Empty: all is well."""
+    """What a person should know of it: why each kind that was tried did not pass. Empty: all is well."""
+    if not any(found.values()):
+        return "nobody was there to prove itself with"
     parts = []
-    for kind, attempts in found.items():
+    for attempts in found.values():
         outcome = verdict(attempts)
-        if outcome is Outcome.PASSED:
-            continue
-        said = [attempt for attempt in attempts if attempt.found.outcome is outcome]
-        parts.append(
-            f"{said[-1].partner}: {said[-1].found.why}" if said else f"no {kind.value} partner to prove itself with"
-        )
+        last = next((it for it in reversed(attempts) if it.found.outcome is outcome), None)
+        if last is not None and outcome is not Outcome.PASSED:
+            parts.append(f"{last.partner}: {last.found.why}")
     return "; ".join(parts)
+
+
+def worse(one: Finding, other: Finding) -> Finding:
+    """Of the two directions."""
+    return min(one, other, key=lambda found: FROM_BAD_TO_GOOD.index(found.outcome))
 
 
 def pause_s(rounds: int) -> float:

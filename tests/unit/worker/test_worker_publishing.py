@@ -201,7 +201,7 @@ async def test_probes_are_bounded_in_number_size_and_time():
 
 def test_an_engine_that_hangs_on_a_probe_is_not_waited_for():
     async def story() -> list[str]:
-        desk = TokenizerDesk(FakeEngine(), WORKER, Epoch(1))
+        desk = TokenizerDesk(FakeEngine(), WORKER, Epoch(1), MemoryBus(MemoryHub()))
         found = await desk.tokens(asked_tokens('{"hangs": true}', '{"hangs": true}'), Envelope({}, 0))
         return [prompt.refusal for prompt in found.prompts]
 
