@@ -11,6 +11,8 @@ export BATON_ENGINE BATON_PYTHON
 # Passed on to `baton up`, and to pytest.
 ARGS ?=
 K ?=
+# Processes that `make test` shares the tests out to.
+JOBS ?= 2
 
 .PHONY: help setup setup-dev up down test check fix test-vllm compose-test bench-router bench-kv bench-placement bench-replay catalogue lock clean
 
@@ -30,7 +32,7 @@ down: setup ## Stop a system that `make up` started on another terminal
 	@.venv/bin/baton down $(ARGS)
 
 test: setup-dev ## Everything that needs no GPU; K="a word in the test's name" for a part of it
-	@$(PYTHON) -m pytest -m "not gpu" -rs $(if $(K),-k "$(K)") $(ARGS)
+	@$(PYTHON) -m pytest -m "not gpu" -rs -n $(JOBS) --dist loadgroup --no-loadscope-reorder $(if $(K),-k "$(K)") $(ARGS)
 
 check: setup-dev ## The gate: format, lint, types, layers, generated files, fast tests; about a minute
 	@scripts/check.sh
