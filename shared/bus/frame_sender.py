@@ -18,6 +18,8 @@ BATCH_BYTES_MAX = 256 * 1024
 """A batch is cut here, so that one long answer does not hold up the other legs of its router."""
 BUFFER_BYTES_MAX = 16 * 1024 * 1024
 """Above this, ``LegFrames.drain`` waits."""
+ROLLS_AFTER_LEG = 15
+"""So often a router without legs here is still told that there are none: it may wait for one that was lost."""
 FRAME_OVERHEAD_BYTES = 64
 """What a frame takes on the wire besides its data."""
 TOKEN_ID_BYTES = 5
@@ -121,6 +123,10 @@ class FrameSender:
         self._has_room.set()
         self._waiting: dict[RouterId, list[tuple[Frame, int]]] = {}
         self._legs: dict[LegId, LegFrames] = {}
+        self._routers: dict[RouterId, int] = {}
+        """Those that had a leg here lately, and how often they are still told what they have."""
+        self._rolls: set[RouterId] = set()
+        """Those that are to be told with their next frames."""
         self._flusher: asyncio.Task[None] | None = None
         bus.on_unreachable(self._on_unreachable)
         bus.on_disconnect(lambda: self._lose_all(_BUS_DOWN))
@@ -129,6 +135,7 @@ class FrameSender:
         """Begin to answer a leg. ``on_gone`` is called once if nobody can receive its frames any more."""
         frames = LegFrames(self, start.leg_id, start.router_id, on_gone)
         self._legs[start.leg_id] = frames
+        self._routers[start.router_id] = ROLLS_AFTER_LEG
         return frames
 
     def queue(self, router_id: RouterId, frame: Frame, size: int) -> None:
@@ -140,6 +147,9 @@ class FrameSender:
         self._buffered_bytes += size
         if self._buffered_bytes > self._buffer_bytes_max:
             self._has_room.clear()
+        self._flush_soon()
+
+    def _flush_soon(self) -> None:
         if self._flusher is None:
             # The new task runs after everything that is ready in this turn: that is the batching.
             self._flusher = asyncio.get_running_loop().create_task(self._flush(), name="send-frames")
@@ -154,11 +164,22 @@ class FrameSender:
         await self._has_room.wait()
 
     async def seek_routers(self) -> None:
-        """Say something to every router that has a leg here: one that is gone is noticed though there is nothing to say
-        yet, as before the end of an answer that is no stream.
+        """Tell every router which of its legs are served here. One that is gone is noticed though there is nothing to
+        say yet, as before the end of an answer that is no stream; one that has lost a cancel, or waits for frames that
+        were lost, notices that.
         """
-        for router_id in {leg.router_id for leg in self._legs.values()}:
-            await self._publish(router_id, [], 0)
+        served = {leg.router_id for leg in self._legs.values()}
+        for router_id, rolls in list(self._routers.items()):
+            if router_id not in served:
+                self._routers[router_id] = rolls - 1
+                if not rolls:
+                    del self._routers[router_id]
+                    continue
+            self._rolls.add(router_id)
+            self._waiting.setdefault(router_id, [])
+        if self._waiting:
+            self._flush_soon()
+        await self.close()
 
     async def close(self) -> None:
         """Wait until everything queued has been handed to the bus."""
@@ -183,10 +204,22 @@ class FrameSender:
                 batch, batch_bytes = [], 0
             batch.append(frame)
             batch_bytes += size
-        await self._publish(router_id, batch, batch_bytes)
+        await self._publish(router_id, batch, batch_bytes, self._roll(router_id) if self._rolls else None)
 
-    async def _publish(self, router_id: RouterId, frames: list[Frame], size: int) -> None:
-        batch = FrameBatch(router_id=router_id, worker_id=self._worker_id, epoch=self._epoch, frames=frames)
+    def _roll(self, router_id: RouterId) -> list[LegId] | None:
+        """If it is to be told: those that are served, and those that have ended and whose end was not sent yet."""
+        if router_id not in self._rolls:
+            return None
+        self._rolls.remove(router_id)
+        ended = [frame.leg_id for frame, _size in self._waiting.get(router_id, ())]
+        return list(dict.fromkeys([leg.leg_id for leg in self._legs.values() if leg.router_id == router_id] + ended))
+
+    async def _publish(
+        self, router_id: RouterId, frames: list[Frame], size: int, serving: list[LegId] | None = None
+    ) -> None:
+        batch = FrameBatch(
+            router_id=router_id, worker_id=self._worker_id, epoch=self._epoch, frames=frames, serving=serving
+        )
         try:
             await self._bus.publish(FRAMES, batch, key=router_id)
         except BusDown:
@@ -209,6 +242,7 @@ class FrameSender:
         await self._publish(router_id, [told], 0)
 
     def _on_unreachable(self, key: str) -> None:
+        self._routers.pop(RouterId(key), None)
         gone = Failure(reason=Reason.CANCELLED, message=f"router {key} is gone")
         for leg in [leg for leg in self._legs.values() if leg.router_id == key]:
             leg.lose(gone)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from shared.bus.port import Bus, BusDown, Envelope, Subscription
 from shared.contracts.channels import CANCEL_LEG, FRAMES, START_LEG
@@ -18,6 +19,9 @@ FRAME_OVERHEAD_BYTES = 128
 """What an unread frame costs besides its data."""
 CANCELLED_KEPT_MAX = 4096
 """Cancelled legs that are remembered: frames of theirs which were under way need no second cancel."""
+
+ROLLS_MISSED_MAX = 3
+"""A leg that was never answered and is not on so many rolls of its worker, one after the other, was never begun."""
 
 _DATA = FrameKind.DATA
 _FAILURE = FrameKind.FAILURE
@@ -33,6 +37,16 @@ class LegFailed(Exception):
         self.worker_id = worker_id
 
 
+@dataclass(slots=True)
+class Orphans:
+    """Legs that one side knew of and the other did not, since the start."""
+
+    served: int = 0
+    """By a worker, though nobody here waited for them."""
+    awaited: int = 0
+    """Here, though their worker did not serve them."""
+
+
 class Leg:
     """One leg as its router sees it."""
 
@@ -46,6 +60,7 @@ class Leg:
         "ended",
         "epoch",
         "leg_id",
+        "rolls_missed",
         "worker_id",
     )
 
@@ -55,6 +70,7 @@ class Leg:
         self.epoch = epoch
         self.ended = False
         """No more frames will come: END or FAILURE arrived, or the leg was cancelled or lost."""
+        self.rolls_missed = 0
         self._inbox = inbox
         self._frames: list[Frame] = []
         self._buffered_bytes = 0
@@ -82,6 +98,11 @@ class Leg:
         self._frames = []
         self._buffered_bytes = 0
         return frames
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether its worker has answered."""
+        return self._seq > 0
 
     @property
     def unread(self) -> bool:
@@ -135,14 +156,18 @@ class LegInbox:
     """All legs of one router. ``leg_buffer_bytes_max`` bounds what a slow client's leg may hold back."""
 
     def __init__(self, bus: Bus, router_id: RouterId, *, leg_buffer_bytes_max: int) -> None:
+        self.orphans = Orphans()
         self._bus = bus
         self._router_id = router_id
         self._leg_buffer_bytes_max = leg_buffer_bytes_max
         self._legs: dict[LegId, Leg] = {}
-        self._cancelled: dict[LegId, None] = {}
+        self._cancelled: dict[LegId, bool] = {}
+        """And whether they were on a roll after that."""
         self._cancels: list[CancelLeg] = []
         self._canceller: asyncio.Task[None] | None = None
         self._subscription: Subscription | None = None
+        self.closed = False
+        """Nothing new is started any more."""
 
     async def open(self) -> None:
         """Listen for frames. Call once, before the first ``start``."""
@@ -181,6 +206,7 @@ class LegInbox:
 
     async def close(self) -> None:
         """Cancel what still runs and stop listening."""
+        self.closed = True
         for leg in list(self._legs.values()):
             leg.cancel()
         if self._canceller is not None:
@@ -197,12 +223,35 @@ class LegInbox:
                 leg.take(frame, buffer_bytes_max)
             elif frame.kind < _END:
                 self._tell_to_stop(batch.worker_id, frame.leg_id)
+        if batch.serving is not None:
+            self._compare(batch.worker_id, batch.epoch, set(batch.serving))
+
+    def _compare(self, worker_id: WorkerId, epoch: Epoch, serving: set[LegId]) -> None:
+        """A worker tells which legs it serves. Those that nobody here waits for it is told to stop, again if that was
+        said before its last roll; those that it knows nothing of are lost. Its frames come in order, so what it has
+        begun to answer is on every roll until its end.
+        """
+        for leg_id in serving - self._legs.keys():
+            if self._cancelled.get(leg_id) is False:
+                self._cancelled[leg_id] = True
+                continue
+            self._cancelled.pop(leg_id, None)
+            self.orphans.served += 1
+            log.warning("%s serves leg %s, which nobody waits for: it is told to stop", worker_id, leg_id)
+            self._tell_to_stop(worker_id, leg_id)
+        for leg in list(self._legs.values()):
+            if leg.worker_id != worker_id or (leg.epoch is not None and leg.epoch > epoch):
+                continue
+            leg.rolls_missed = 0 if leg.leg_id in serving else leg.rolls_missed + 1
+            if leg.rolls_missed >= (1 if leg.is_begun else ROLLS_MISSED_MAX):
+                self.orphans.awaited += 1
+                self.cancel(leg, _lost(f"{worker_id} does not serve leg {leg.leg_id}"))
 
     def _tell_to_stop(self, worker_id: WorkerId, leg_id: LegId) -> None:
         """Once per leg: cancel it, also when it was given up in an outage and its worker still serves it."""
         if leg_id in self._cancelled:
             return
-        self._cancelled[leg_id] = None
+        self._cancelled[leg_id] = False
         if len(self._cancelled) > CANCELLED_KEPT_MAX:
             del self._cancelled[next(iter(self._cancelled))]
         self._cancels.append(CancelLeg(worker_id=worker_id, leg_id=leg_id))

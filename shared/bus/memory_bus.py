@@ -25,7 +25,7 @@ from shared.bus.port import (
     Subscription,
 )
 from shared.bus.receiver import Receiver, Reply, count_bad, make_reply, read_reply, unreadable
-from shared.bus.wire import BadMessage, pack
+from shared.bus.wire import BadMessage, can_be_sent_to, pack
 from shared.contracts.channels import AskChannel, Channel
 
 M = TypeVar("M", bound=msgspec.Struct)
@@ -59,6 +59,8 @@ class MemoryHub:
         self, subject: str, payload: bytes, headers: Mapping[str, str], answer: asyncio.Future[Reply] | None = None
     ) -> int:
         """Give raw bytes to everyone who listens; answers how many there are."""
+        if not can_be_sent_to(subject):
+            return 0
         found = self._matches.get(subject)
         if found is None:
             found = [one for listed, here in self._listeners.items() if _matches(listed, subject) for one in here]

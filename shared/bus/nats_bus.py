@@ -28,10 +28,11 @@ from shared.bus.port import (
     Envelope,
     Handler,
     Kept,
+    NoResponders,
     Subscription,
 )
 from shared.bus.receiver import Receiver, Reply, count_bad, make_reply, read_reply, unreadable
-from shared.bus.wire import BadMessage, pack
+from shared.bus.wire import BadMessage, can_be_sent_to, pack
 from shared.contracts.channels import AskChannel, Channel
 from shared.contracts.ids import is_subject_token
 from shared.contracts.permissions import inbox_prefix
@@ -56,6 +57,7 @@ UNSENT_BYTES_MAX = 16 * 1024 * 1024
 SEND_S_MAX = 10.0
 """A sender waits no longer than this for the socket."""
 GOODBYE_S_MAX = 2.0
+SUBJECT_SHOWN_MAX = 200
 
 
 async def connect_nats(
@@ -122,9 +124,15 @@ class NatsBus(Connection):
     async def publish(
         self, channel: Channel[M], message: M, *, headers: Mapping[str, str] | None = None, key: str = ""
     ) -> None:
+        subject = channel.address(message)
         payload = pack(message)
+        if not can_be_sent_to(subject):
+            log.warning("nobody can listen on %r: not sent", subject[:SUBJECT_SHOWN_MAX])
+            if key:
+                asyncio.get_running_loop().call_soon(self._tell, self.unreachable, key)
+            return
         reply = self._inbox.for_key(key) if key else ""
-        await self._sender.send(channel.address(message), payload, headers, reply)
+        await self._sender.send(subject, payload, headers, reply)
 
     async def subscribe(
         self,
@@ -154,6 +162,8 @@ class NatsBus(Connection):
         headers: Mapping[str, str] | None = None,
     ) -> A:
         subject = channel.address(message)
+        if not can_be_sent_to(subject):
+            raise NoResponders(f"nobody can listen on {subject[:SUBJECT_SHOWN_MAX]!r}")
         with self._inbox.expect(subject) as (reply_subject, reply):
             try:
                 async with asyncio.timeout(timeout_s):

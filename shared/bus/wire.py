@@ -51,6 +51,13 @@ def unpack(payload: bytes, message_type: type[M]) -> M:
         raise BadMessage(f"{message_type.__name__}: {error}") from error
 
 
+def can_be_sent_to(subject: str) -> bool:
+    """Whether a server reads the subject as one. An id that came from outside may hold a space or a line's end, which
+    would be read as another command, or cost the connection.
+    """
+    return subject.isprintable() and " " not in subject
+
+
 def header_bytes(headers: Mapping[str, str] | None) -> int:
     """What headers take of a NATS message, bytes."""
     if not headers:

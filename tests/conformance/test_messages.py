@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
-from shared.bus.port import BusDown, MessageTooLarge
-from shared.contracts.channels import KV_EVENTS, START_LEG
+from shared.bus.port import BusDown, MessageTooLarge, NoResponders
+from shared.contracts.channels import KV_EVENTS, KV_SNAPSHOT, START_LEG
+from shared.contracts.kv_events import AskKvSnapshot
 from tests.builders import kv_batch, start_leg
 from tests.conformance.worlds import FRAME_BUDGET_BYTES, soon, until
 
@@ -104,6 +105,23 @@ async def test_the_sender_of_a_command_is_told_at_once_that_nobody_listens(world
 
     await until(lambda: unreachable)
     assert unreachable == ["lost"]
+
+
+@pytest.mark.parametrize("name", ["a b", "a\r\nPUB kv.w1.events 0", "a\tb", "a\nb"])
+async def test_an_id_that_is_no_part_of_a_subject_reaches_nobody_and_costs_no_connection(world, name):
+    router, worker = await world.bus(), await world.bus()
+    unreachable, heard = [], []
+    router.on_unreachable(unreachable.append)
+    await worker.subscribe(START_LEG, lambda leg, _: heard.append(leg.leg_id))
+
+    await router.publish(START_LEG, start_leg("lost", worker_id=name), key="lost")
+    with pytest.raises(NoResponders):
+        await soon(router.ask(KV_SNAPSHOT, AskKvSnapshot(worker_id=name), timeout_s=60.0))
+    await router.publish(START_LEG, start_leg("heard", worker_id="w1"))
+
+    await until(lambda: heard and unreachable)
+    assert (heard, unreachable) == (["heard"], ["lost"])
+    assert router.counts.reconnects == 0
 
 
 async def test_bytes_that_are_no_message_are_counted_and_the_next_message_is_handled(world):
