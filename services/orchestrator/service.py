@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from services.orchestrator.core.fleet import Fleet
 from services.orchestrator.core.leadership import Candidate
 from services.orchestrator.leader import stand_for_leadership
+from services.orchestrator.planning import Planning
 from services.orchestrator.settings import Settings
 from shared.bus.port import Bus, BusError, Envelope, KeptValue, Subscription
 from shared.contracts.channels import DESCRIBE_FLEET, FLEET_STATE, LEADERSHIP, LOAD, WORKER_LOST, WORKER_RECORDS
@@ -35,6 +36,7 @@ class Orchestrator:
         self._clock = clock
         self._fleet = Fleet(settings.limits())
         self._candidate = Candidate(ROLE, name, settings.lease_s)
+        self._planning = Planning(bus, clock, settings, leading=lambda: self.leading)
         self._unsaid: list[WorkerLost] = []
         """Losses that nobody was told of. A standby drops them: when it takes over, its fleet still knows."""
         self._fleet_known = asyncio.Event()
@@ -61,14 +63,17 @@ class Orchestrator:
         async with asyncio.TaskGroup() as tasks:
             await self._bus.subscribe(LOAD, self._load_reported)
             await self._bus.subscribe(FLEET_STATE, self._state_heard)
+            await self._planning.listen()
             following = tasks.create_task(self._follow(records.watch()), name="follow-records")
             async with asyncio.timeout(FLEET_KNOWN_S_MAX):
                 await self._fleet_known.wait()
             speaking = tasks.create_task(self._speak(), name="speak")
+            planning = tasks.create_task(self._planning.run(lambda: self.describe().workers), name="plan")
             on_ready()
             await stand_for_leadership(self._candidate, seat, self._clock, stopping)
             following.cancel()
             speaking.cancel()
+            planning.cancel()
 
     async def _follow(self, changes: AsyncIterator[KeptValue[WorkerRecord] | None]) -> None:
         async for change in changes:
@@ -82,6 +87,7 @@ class Orchestrator:
 
     def _load_reported(self, load: LoadReport, _envelope: Envelope) -> None:
         self._unsaid += self._fleet.heard(load, self._clock.now())
+        self._planning.reported(load)
 
     def _state_heard(self, state: FleetState, _envelope: Envelope) -> None:
         self._fleet.bus_heard(self._clock.now())

@@ -1,0 +1,138 @@
+"""How fast the engines of one fingerprint are, learned from their own accounts of their steps.
+
+A step's duration is a sum over what it computes, so the work done between two load reports is one equation of the
+speeds. They are solved by least squares of relative errors. Engines differ by factors of hundreds and in proportions by
+far less, so what the samples do not tell apart keeps usual proportions at the measured scale.
+
+Samples are forgotten only for others of their kind: by how large the batches were. What full batches took is known on
+when the fleet has grown and batches are small; otherwise it would shrink on a guess, grow again, and so on.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from services.orchestrator.core.steps import Steps
+
+Floats = npt.NDArray[np.float64]
+
+USUAL: Floats = np.array([0.005, 2.5e-4, 7.6e-9, 0.015, 2e-4, 5e-8])
+"""Seconds for one of each of what ``Steps`` counts, of some engine: only the proportions are believed."""
+PREFILL, DECODE = slice(0, 3), slice(3, 6)
+SAMPLE_S_MIN = 0.05
+"""Less of steps says more of the clock than of the engine; it counts when there is more."""
+KEPT_PER_SAMPLE = 0.95
+"""So much of what was learned from samples of one kind counts on: the last 20 do."""
+BELIEF = 0.2
+"""How many samples the usual proportions weigh."""
+SHARE_MIN = 0.01
+"""No speed is less than this part of what the usual proportions say: noise must not make work free."""
+MEASURED_MIN = 0.5
+"""Samples' worth of a phase before its speed counts as known."""
+SINGULAR = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Seconds for one of each."""
+
+    prefill_step_s: float
+    prompt_token_s: float
+    pair_s: float
+    decode_step_s: float
+    decode_request_s: float
+    context_token_s: float
+
+    def prefill_s(self, done: Steps) -> float:
+        """What of these steps' time went to prompts."""
+        return (
+            done.prefill_steps * self.prefill_step_s
+            + done.prompt_tokens * self.prompt_token_s
+            + done.pairs * self.pair_s
+        )
+
+    def decode_step_of(self, requests: float, context_tokens: float) -> float:
+        """Duration of a step in which so many completions go on, each with so much context."""
+        return self.decode_step_s + requests * (self.decode_request_s + context_tokens * self.context_token_s)
+
+
+class SpeedLearner:
+    """Of all engines of a fingerprint together: they run the same model on the same kind of machine."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[tuple[int, int], Equations] = {}
+        self._solved: Speeds | None = None
+
+    @property
+    def knows(self) -> bool:
+        """Whether any engine has been measured."""
+        return any(kind.seen.sum() >= MEASURED_MIN for kind in self._kinds.values())
+
+    def worked(self, done: Steps) -> None:
+        """An engine did this in that time. Nonsense is ignored."""
+        parts = np.array(done.values()[1:]) * USUAL
+        whole = float(parts.sum())
+        if not (SAMPLE_S_MIN <= done.seconds < math.inf and 0.0 < whole < math.inf and parts.min() >= 0.0):
+            return
+        self._kinds.setdefault(_kind(done), Equations()).add(parts / done.seconds)
+        self._solved = None
+
+    def speeds(self) -> Speeds | None:
+        """As far as is known; None before anything was measured. A phase that was not has the scale of the other."""
+        if self._solved is None and self._kinds:
+            self._solved = Speeds(*_solve(sum(self._kinds.values(), Equations())).tolist())
+        return self._solved
+
+
+class Equations:
+    """Some samples, as the sums that least squares need."""
+
+    def __init__(self) -> None:
+        self.squares: Floats = np.zeros((6, 6))
+        self.products: Floats = np.zeros(6)
+        self.seen: Floats = np.zeros(2)
+        """Samples' worth of prefill and of decode."""
+
+    def add(self, row: Floats) -> None:
+        """One more; the earlier ones count less for it."""
+        self.squares = self.squares * KEPT_PER_SAMPLE + np.outer(row, row)
+        self.products = self.products * KEPT_PER_SAMPLE + row
+        shares = np.array([row[PREFILL].sum(), row[DECODE].sum()]) / row.sum()
+        self.seen = self.seen * KEPT_PER_SAMPLE + shares
+
+    def __add__(self, other: Equations) -> Equations:
+        both = Equations()
+        both.squares, both.products = self.squares + other.squares, self.products + other.products
+        both.seen = self.seen + other.seen
+        return both
+
+
+def _kind(done: Steps) -> tuple[int, int]:
+    """Prompt tokens in a step and completions in a step, by powers of two."""
+    tokens = done.prompt_tokens / done.prefill_steps if done.prefill_steps else 0.0
+    completions = done.decode_requests / done.decode_steps if done.decode_steps else 0.0
+    return int(tokens).bit_length(), int(completions).bit_length()
+
+
+def _solve(told: Equations) -> Floats:
+    scale = _scales(told)
+    squares = told.squares * np.outer(scale, scale)
+    shares = np.linalg.solve(squares + BELIEF * np.eye(6), told.products * scale + BELIEF)
+    solved: Floats = np.maximum(shares, SHARE_MIN) * scale * USUAL
+    return solved
+
+
+def _scales(told: Equations) -> Floats:
+    """By what factor prefill and decode are slower than usual, with the usual proportions within each."""
+    sums = np.zeros((2, 6))
+    sums[0, PREFILL] = sums[1, DECODE] = 1.0
+    squares, products = sums @ told.squares @ sums.T, sums @ told.products
+    whole = products.sum() / squares.sum()
+    apart = np.linalg.solve(squares + SINGULAR * squares.trace() * np.eye(2), products)
+    is_known = (told.seen >= MEASURED_MIN) & (apart > SHARE_MIN * whole)
+    scales: Floats = sums.T @ np.where(is_known, apart, whole)
+    return scales
