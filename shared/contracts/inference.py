@@ -148,6 +148,10 @@ class FrameBatch(PackedMessage, frozen=True, kw_only=True):
     worker_id: WorkerId
     epoch: Epoch
     frames: list[Frame]
+    serving: list[LegId] | None = None
+    """Every now and then: all legs of this router that are served here, after these frames. What one side knows of and
+    the other does not is an orphan.
+    """
 
 
 class RequestFinished(Message, frozen=True, kw_only=True):
