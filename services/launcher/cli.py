@@ -10,28 +10,24 @@ import sys
 import time
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import msgspec
 import typer
 from rich.console import Console
-from rich.markup import escape
 
-from services.launcher import state_file
+from services.launcher import order_commands, state_file
 from services.launcher.commands import mount
 from services.launcher.core.plan import UpOptions
 from services.launcher.core.sizes import parse_bytes
-from services.launcher.machine import inherited_environment
+from services.launcher.options import WIDTH_OF_FILES, NatsUrl, StateDir, common_settings, fail, find_nats
 from shared.bus.port import BusError
 from shared.contracts.control import ServicePhase
 from shared.contracts.message import in_full
-from shared.runtime.settings import CommonSettings, SettingsError, load_common
 
 DOWN_S_MAX = 120.0
 HEALTH_S = 5.0
 ROUTERS_MAX = 64
-WIDTH_OF_FILES = 200
-"""Columns of a table that goes into a file or a pipe."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -55,12 +51,6 @@ class Connector(StrEnum):
 
     BATON = "baton"
     UPSTREAM = "upstream"
-
-
-StateDir = Annotated[
-    Path | None, typer.Option(help="Where logs and NATS storage lie.", show_default="~/.local/state/baton")
-]
-NatsUrl = Annotated[str, typer.Option(help="A NATS that runs already; otherwise one is started.", show_default=False)]
 
 
 @app.command(
@@ -174,6 +164,9 @@ def workers(
                 console.print(f"{name} {address}", style="dim", highlight=False, soft_wrap=True)
 
 
+order_commands.add_to(app)
+
+
 @app.command(
     epilog="""[bold]Examples[/]
 
@@ -235,33 +228,12 @@ def health(
     sys.exit(0 if status.phase is ServicePhase.READY else 1)
 
 
-def common_settings() -> CommonSettings:
-    """BATON_* settings, less those that are only `make`'s and ours."""
-    try:
-        return load_common(inherited_environment())
-    except SettingsError as error:
-        fail(str(error))
-
-
-def find_nats(nats_url: str, state_dir: Path | None) -> str:
-    """Where the running system's NATS is."""
-    common = common_settings()
-    running = state_file.find(state_dir or Path(common.state_dir))
-    return nats_url or (running.nats_url if running else common.nats_url)
-
-
 def size(text: str) -> int:
     """Bytes of an option; 0 when it is not given."""
     try:
         return parse_bytes(text) if text else 0
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--kv-cache") from error
-
-
-def fail(message: str) -> NoReturn:
-    """Say why and exit with 1."""
-    Console(stderr=True, highlight=False).print(f"[bold red]✗[/] {escape(message)}", soft_wrap=True)
-    sys.exit(1)
 
 
 def main() -> None:

@@ -11,14 +11,16 @@ from typing import Self, TypeVar, cast
 from services.launcher.children import Child, Nursery
 from services.launcher.core.board import Row
 from services.launcher.core.failure_words import last_lines, why_it_died
+from services.launcher.core.order_words import drained
 from services.launcher.core.plan import ProcessPlan, Stage, SystemPlan
 from services.launcher.core.restart import GiveUp, RestartLedger
 from services.launcher.screen import Screen
 from services.launcher.waiting import first_of
 from shared.bus.nats_bus import connect_nats
 from shared.bus.port import Bus, BusError, Envelope
-from shared.contracts.channels import SERVICE_STATUS
+from shared.contracts.channels import DRAINED, SERVICE_STATUS
 from shared.contracts.control import ServicePhase, ServiceStatus
+from shared.contracts.fleet_orders import WorkerDrained
 
 T = TypeVar("T")
 
@@ -83,6 +85,7 @@ class System:
             self._keep(process)
         self._bus = await self._connect()
         await self._bus.subscribe(SERVICE_STATUS, self._hear)
+        await self._bus.subscribe(DRAINED, self._has_drained)
         await self._unless_broken(self._start_all(self.plan.stage(Stage.SERVICES) + self.plan.stage(Stage.WORKERS)))
 
     async def _start_all(self, processes: list[ProcessPlan]) -> None:
@@ -130,6 +133,11 @@ class System:
         if row and row.phase is ServicePhase.READY:
             self._is_ready(row)
 
+    def _has_drained(self, told: WorkerDrained, _envelope: Envelope) -> None:
+        if told.ordered and told.worker_id in self.rows:
+            self.rows[told.worker_id].has_drained = True
+            self._screen.say(f"[yellow]●[/] {drained(told)}")
+
     def _is_ready(self, row: Row) -> None:
         self._ready[row.name].set()
         if row.name in self._restarting:
@@ -153,7 +161,7 @@ class System:
             exit_code = await child.process.wait()
             del self._children[process.name]
             self._nursery.forget(child)
-            if self._stopping.is_set():
+            if self._stopping.is_set() or (self.rows[process.name].has_drained and exit_code == 0):
                 self._screen.board.mark(process.name, ServicePhase.STOPPED, "", self._clock.now())
                 return
             pause_s = self._after_death(process, child, exit_code, ledger)

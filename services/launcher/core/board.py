@@ -22,6 +22,8 @@ class Row:
     settled_at: float = 0.0
     """When it became ready or ended; 0 while it works towards that."""
     url: str = ""
+    has_drained: bool = False
+    """It was ordered to leave, and is not started again when it has."""
 
     def seconds(self, now: float) -> float:
         """How long it took, or has taken so far."""
@@ -47,6 +49,7 @@ class Board:
         """A new life of the process has begun."""
         row = self.rows[name]
         row.pid, row.started_at, row.settled_at, row.url = pid, now, 0.0, ""
+        row.has_drained = False
         self.mark(name, ServicePhase.STARTING, "", now)
 
     def heard(self, status: ServiceStatus, now: float) -> Row | None:

@@ -20,3 +20,11 @@ def duration(seconds: float) -> str:
 def counted(number: int) -> str:
     """With commas."""
     return f"{number:,}"
+
+
+def in_bytes(count: int) -> str:
+    """With the largest unit of which there is a whole one."""
+    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.0f} {units[0]}" if units[0] == "B" or size >= 99.95 else f"{size:.1f} {units[0]}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from zlib import crc32
+from hashlib import blake2b
 
 from shared.contracts.ids import WorkerId
 from shared.contracts.kv_exchange import KvProof, NoGrant
@@ -80,10 +80,11 @@ def partners(me: WorkerId, records: Iterable[WorkerRecord], kind: Kind) -> list[
     """
     able = [record for record in records if KIND_OF.get(record.role) is kind and record.prefix_caching]
     serving = [record for record in able if record.phase in {WorkerPhase.READY, WorkerPhase.PROBING}]
-    return sorted(
-        serving,
-        key=lambda it: (it.phase is not WorkerPhase.READY, crc32(f"{me} {it.worker_id}".encode()), it.worker_id),
-    )
+    return sorted(serving, key=lambda it: (it.phase is not WorkerPhase.READY, _liking(me, it.worker_id)))
+
+
+def _liking(me: WorkerId, other: WorkerId) -> bytes:
+    return blake2b(f"{me} {other}".encode(), digest_size=8).digest()
 
 
 def next_partner(able: Sequence[WorkerRecord], attempts: Sequence[Attempt]) -> WorkerRecord | None:
