@@ -106,6 +106,8 @@ class Pace(NamedTuple):
     """By how much this request slows each step."""
     minding: Value
     """Requests that decode there and mind that it comes."""
+    queue_s: Value
+    """Until a new prompt is begun."""
 
 
 def work_s(n: Value, computed: Value, cached: Value) -> Value:
@@ -116,6 +118,7 @@ def work_s(n: Value, computed: Value, cached: Value) -> Value:
 
 def pace(n: Value, prompt: Prompt, do: Arithmetic) -> Pace:
     """How the batch goes on with this request in it."""
+    usual_s = usual_token_s(n)
     tokens = prompt.tokens + prompt.tokens_out // 2
     more_s = n[t.DECODE_S_PER_REQUEST] + n[t.DECODE_S_PER_CONTEXT_TOKEN] * tokens
     decoding = n[t.DECODING]
@@ -124,10 +127,12 @@ def pace(n: Value, prompt: Prompt, do: Arithmetic) -> Pace:
         + n[t.DECODE_S_PER_REQUEST] * decoding
         + n[t.DECODE_S_PER_CONTEXT_TOKEN] * n[t.CONTEXT_TOKENS]
     )
-    itl_s = (step_s + more_s) / (1.0 - do.least(n[t.PROMPTS_PER_S] * usual_token_s(n), BUSY_MAX))
+    itl_s = (step_s + more_s) / (1.0 - do.least(n[t.PROMPTS_PER_S] * usual_s, BUSY_MAX))
     minding = do.choose(itl_s > prompt.itl_target_s, decoding * n[t.ANSWERS], 0.0)
     shared_s = do.choose(decoding > 0, step_s, 0.0)
-    return Pace(shared_s / n[t.STEP_TOKENS], shared_s, itl_s, more_s, minding)
+    between_s = shared_s / n[t.STEP_TOKENS]
+    queue_s = waiting_s(n, usual_s + between_s, shared_s, prompt.now, do)
+    return Pace(between_s, shared_s, itl_s, more_s, minding, queue_s)
 
 
 def usual_token_s(n: Value) -> Value:
@@ -136,14 +141,13 @@ def usual_token_s(n: Value) -> Value:
     return each_s + n[t.PREFILL_BASE_S] / n[t.STEP_TOKENS]
 
 
-def waiting_s(n: Value, going: Pace, now: float, do: Arithmetic) -> Value:
-    """Until a new prompt is begun: what its last report told of has gone on since then. With no prompt before it, a
-    step of those that decode is half over.
+def waiting_s(n: Value, token_s: Value, step_s: Value, now: float, do: Arithmetic) -> Value:
+    """Until a new prompt is begun, at ``token_s`` for each token before it: what its last report told of has gone on
+    since then. With no prompt before it, a step of those that decode is half over.
     """
-    token_s = usual_token_s(n) + going.between_s
     told_s = (n[t.WAITING_TOKENS] - n[t.SENT_TOKENS]) * token_s
     left_s = do.most(told_s - (now - n[t.HEARD_AT]), 0.0) + n[t.SENT_TOKENS] * token_s
-    return do.most(left_s, 0.5 * going.step_s)
+    return do.most(left_s, 0.5 * step_s)
 
 
 def computing(n: Value, prompt: Prompt, held: Value, reachable: Value, going: Pace, do: Arithmetic) -> Computing:
@@ -161,9 +165,8 @@ def computing(n: Value, prompt: Prompt, held: Value, reachable: Value, going: Pa
         fetched = do.choose(worth, missing, 0)
         fetch_s = do.choose(worth, reading_s, 0.0)
     computed = prompt.tokens - held - fetched
-    queue_s = waiting_s(n, going, prompt.now, do)
     prefill_s = own_s + computed * going.between_s
-    return Computing(held, fetched, computed, queue_s, fetch_s, prefill_s, own_s * going.minding)
+    return Computing(held, fetched, computed, going.queue_s, fetch_s, prefill_s, own_s * going.minding)
 
 
 def answering(n: Value, prompt: Prompt, held: Value, going: Pace, do: Arithmetic) -> Answering:
@@ -175,7 +178,7 @@ def answering(n: Value, prompt: Prompt, held: Value, going: Pace, do: Arithmetic
     crowded = n[t.ROOM_TOKENS] < prompt.tokens + out
     return Answering(
         n[t.TRANSFER_BASE_S] + n[t.TRANSFER_S_PER_TOKEN] * exposed,
-        waiting_s(n, going, prompt.now, do),
+        going.queue_s,
         do.choose(crowded, decode_s, 0.0),
         decode_s,
         out * do.least(going.itl_s, prompt.itl_target_s),
