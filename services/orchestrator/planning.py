@@ -1,4 +1,4 @@
-"""The planner's shell: always listens; while this orchestrator leads it looks, tells, and carries out what is decided."""
+"""The planner's shell: it always listens; while this orchestrator leads it looks, tells, and carries out plans."""
 
 from __future__ import annotations
 
