@@ -55,7 +55,7 @@ class Decisions:
             need,
             flight.exchange.head.request_id,
             self._clock.wall_ms() / 1000,
-            attempt=story.attempts + 1,
+            attempt=flight.attempts.count + 1,
             exact=story.prompt is not None and story.prompt.exact,
         )
         flight.decision = self.log.made(asked, choice_of(placement), flight.decision)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from opentelemetry.trace import Span
 
+from services.router.attempts import Attempts
 from services.router.core.decision_log import Entry
 from services.router.core.kv_story import cached_tokens, kv_numbers
 from services.router.core.placement import Placed
@@ -46,7 +47,7 @@ class Story:
     """What happened, in the terms of ``RequestFinished``. Times are on the monotonic clock; 0 where not reached."""
 
     __slots__ = (
-        "attempts",
+        "answered_at",
         "first_at",
         "last_at",
         "placed",
@@ -64,7 +65,6 @@ class Story:
         self.started_at = started_at
         self.status = 0
         self.reason = ""
-        self.attempts = 0
         self.prompt: Prompt | None = None
         self.placed: Placed | None = None
         self.spent = Spent()
@@ -73,10 +73,11 @@ class Story:
         self.report: LegReport | None = None
         self.first_at = 0.0
         self.last_at = 0.0
+        self.answered_at = 0.0
+        """When the client had its answer, if something was waited for after that."""
 
     def attempted(self, placed: Placed) -> None:
         """A placement is tried; what an earlier one cost is no part of what this one will."""
-        self.attempts += 1
         self.placed = placed
         self.prefill_s = -1.0
         self.prefill_report = None
@@ -86,7 +87,7 @@ class Flight:
     """A request that is being served."""
 
     __slots__ = (
-        "answered_at",
+        "attempts",
         "deadline_at",
         "decision",
         "ends_at",
@@ -100,10 +101,19 @@ class Flight:
         "story",
     )
 
-    def __init__(self, exchange: Exchange, facts: RequestFacts, inbox: LegInbox, now: float, ends_at: float) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        facts: RequestFacts,
+        inbox: LegInbox,
+        attempts: Attempts,
+        now: float,
+        ends_at: float,
+    ) -> None:
         self.exchange = exchange
         self.facts = facts
         self.inbox = inbox
+        self.attempts = attempts
         self.ends_at = ends_at
         """When the request's whole budget is spent."""
         self.deadline_at = ends_at
@@ -114,8 +124,6 @@ class Flight:
         """Why the present attempt goes no further."""
         self.late_at = NEVER
         """When the present hop was found late."""
-        self.answered_at = 0.0
-        """When the client had its answer, if something was waited for after that."""
         self.span: Span | None = None
         """The request's span, when it is traced."""
         self.decision: Entry | None = None
@@ -131,7 +139,13 @@ class Flight:
         """A placement is tried."""
         self.legs.clear()
         self.stopped = LEFT if self.exchange.left else None
+        self.attempts.begin(resumed=self.exchange.begun)
         self.story.attempted(placed)
+
+    def give_up(self, failure: Failure) -> None:
+        """The present attempt has failed: none of its workers is to go on, if it still could, or to keep KV for it."""
+        for leg in self.legs:
+            self.inbox.cancel(leg, failure)
 
     def started(self, leg: Leg) -> None:
         """One more leg; nobody could stop it before it was there."""
@@ -173,11 +187,18 @@ def first_token(flight: Flight) -> tuple[float, TtftParts | None]:
     if not story.first_at:
         return -1.0, None
     whole_s = ttft_s(story.first_at - story.started_at, report, stream=flight.facts.stream)
-    if report is None or report.first_token_s <= 0:
-        return whole_s, None
+    if report is None or report.first_token_s <= 0 or flight.attempts.resumes:
+        return whole_s, None  # What a leg that went on reports is no part of the first token's time.
     streamed = story.placed is not None and story.placed.streamed
     legs = Legs(answering=report, prefill=story.prefill_report, streamed=streamed)
     return whole_s, ttft_parts(whole_s, story.spent.times(), legs)
+
+
+def predicted_cached(flight: Flight) -> int:
+    """Prompt tokens that were expected to be cached; -1 where nothing exact was known, or not of the prompt alone."""
+    story = flight.story
+    exact = story.prompt is not None and story.prompt.exact and not flight.attempts.resumes
+    return story.placed.cached_tokens if story.placed is not None and exact else -1
 
 
 def finished(flight: Flight, now: float) -> RequestFinished:
@@ -198,7 +219,9 @@ def finished(flight: Flight, now: float) -> RequestFinished:
         mode=mode.value,
         status=story.status,
         reason=story.reason,
-        attempts=story.attempts,
+        attempts=flight.attempts.count,
+        resumes=flight.attempts.resumes,
+        resumed_tokens=flight.attempts.resumed_tokens,
         prefill_worker=placed.prefill.record.worker_id if placed is not None and placed.prefill is not None else "",
         decode_worker=placed.decode.record.worker_id if placed is not None else "",
         prompt_tokens=answering.prompt_tokens,
@@ -206,10 +229,10 @@ def finished(flight: Flight, now: float) -> RequestFinished:
         cached_tokens=cached_tokens(story.prefill_report, answering, mode),
         received_tokens=answering.received_tokens,
         received_bytes=answering.received_bytes,
-        predicted_cached_tokens=placed.cached_tokens if placed and story.prompt and story.prompt.exact else -1,
+        predicted_cached_tokens=predicted_cached(flight),
         ttft_s=whole_s,
         ttft_parts=parts,
-        e2e_s=(flight.answered_at or now) - story.started_at,
+        e2e_s=(story.answered_at or now) - story.started_at,
         itl_s=spread_s / (generated - 1) if generated > 1 and spread_s > 0 else -1.0,
         placement_s=story.spent.place_s if flight.decision is not None else -1.0,
         prefill_s=story.prefill_s,

@@ -41,6 +41,7 @@ class Timings:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.placement = histogram(names.ROUTER_PLACEMENT, registry)
+        self.resume = histogram(names.ROUTER_RESUME, registry)
         ttft, itl, e2e = (
             histogram(metric, registry) for metric in (names.ROUTER_TTFT, names.ROUTER_ITL, names.ROUTER_E2E)
         )
@@ -63,6 +64,7 @@ class Counts:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.refusals = counter(names.ROUTER_REFUSALS, registry)
         self.retries = counter(names.ROUTER_RETRIES, registry)
+        self.resumes = counter(names.ROUTER_RESUMES, registry)
         self._requests = counter(names.ROUTER_REQUESTS, registry)
         self._children: dict[tuple[str, int], Any] = {}
 
@@ -92,9 +94,13 @@ class Ledger:
         self.counts.add(Mode.AGGREGATED.value, status)
         self.counts.refusals.labels(reason).inc()
 
-    def retried(self, reason: Reason) -> None:
-        """A request is placed again."""
-        self.counts.retries.labels(str(reason)).inc()
+    def retried(self, reason: Reason, *, resumed: bool) -> None:
+        """A request is placed again; ``resumed``: its client has had some of the answer."""
+        (self.counts.resumes if resumed else self.counts.retries).labels(str(reason)).inc()
+
+    def resumed(self, broken_s: float) -> None:
+        """A stream goes on, so long after it broke off."""
+        self.timings.resume.observe(broken_s)
 
     def finished(self, flight: Flight, now: float) -> RequestFinished:
         """A request is over; answers its story."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Self
 
-from services.router.core.own_work import Sent
+from services.router.account import Account
+from services.router.attempts import NOT_BROKEN
 from services.router.core.placement import Placed
 from services.router.core.request import Mode
+from services.router.core.second_try import hop_s
 from services.router.exchange import Header
 from services.router.flight import Flight
 from services.router.http_answers import EVENT_STREAM
@@ -25,6 +26,10 @@ HEAD, END = FrameKind.HEAD, FrameKind.END
 OK = 200
 REPORT_S_MAX = 1.0
 """For a prefill leg to end when the answer that it ran beside is complete; then only its numbers are missing."""
+WORDS_MAX = 500
+"""Bytes of an engine's refusal that are repeated inside of a stream."""
+DONE = b"data: [DONE]\n\n"
+"""Of a stream that ends so nothing is missing, whatever happens to its leg after that."""
 OTHER_LEG_OVER = Failure(reason=Reason.CANCELLED, message="the leg beside it is over")
 
 
@@ -39,41 +44,12 @@ class EngineRefused(Exception):
         self.content_type = head.content_type
         self.body = b"".join([frame.data for frame in frames])
 
+    def in_words(self) -> str:
+        """For the client of a stream, who cannot be answered with a status any more."""
+        return f"The engine refused to go on ({self.status}): {self.body[:WORDS_MAX].decode(errors='replace')}"
+
 
 NOT_ANSWERED = (LegFailed, EngineRefused, BusDown, MessageTooLarge)
-
-
-class Account:
-    """What a leg of ours adds to its worker's load, as long as it runs; its prompt, until that is computed."""
-
-    __slots__ = ("_cluster", "_context_tokens", "_now", "_ring", "_sent", "_tokens", "_worker_id")
-
-    def __init__(self, parts: Parts, start: StartLeg, context_tokens: int) -> None:
-        self._cluster = parts.fleet.cluster
-        self._ring = parts.room.ring
-        self._worker_id = start.worker_id
-        self._tokens = max(0, start.expected_tokens)
-        self._context_tokens = context_tokens
-        self._now = parts.clock.now
-        self._sent: Sent | None = None
-
-    def __enter__(self) -> Self:
-        self._sent = Sent(self._now(), self._tokens, self._context_tokens)
-        self._cluster.leg_started(self._worker_id, self._sent)
-        return self
-
-    def prompt_computed(self) -> None:
-        """The first token is there."""
-        if self._sent is not None:
-            self._cluster.prompt_computed(self._worker_id, self._sent, self._tokens)
-        self._tokens = 0
-        self._ring()
-
-    def __exit__(self, *_failure: object) -> None:
-        self.prompt_computed()
-        if self._sent is not None:
-            self._cluster.leg_ended(self._worker_id, self._sent, self._context_tokens)
-        self._ring()
 
 
 class LegRunner:
@@ -89,6 +65,7 @@ class LegRunner:
         self._tracing = parts.tracing
         self._starts = Starts(parts.router_id, parts.clock.now)
         self._pulse = Pulse()
+        self._resumed = parts.ledger.resumed
         self._fixed_headers: dict[tuple[Mode, str, str, str, bool], list[Header]] = {}
 
     async def run(self, flight: Flight, placed: Placed) -> None:
@@ -100,7 +77,7 @@ class LegRunner:
         elif placed.streamed:
             await self._side_by_side(flight, placed)
         else:
-            flight.allow(self._now(), self._settings.prefill_s_max)
+            self._allow_prefill(flight)
             report = await self._prefill(flight, placed)
             self._allow_answer(flight)
             await self._answer(flight, placed, self._starts.make(flight, placed, LegKind.DECODE, report))
@@ -121,17 +98,17 @@ class LegRunner:
         """Both legs at once: decode reads the KV as it is computed. A prefill leg that fails takes the decode leg with
         it, unless that has begun to answer: then it matters to nobody.
         """
-        flight.allow(self._now(), self._settings.prefill_s_max)
+        self._allow_prefill(flight)
         prefilling = asyncio.create_task(self._prefill_beside(flight, placed), name="prefill-leg")
         try:
             await self._answer(flight, placed, self._starts.make(flight, placed, LegKind.DECODE))
-            flight.answered_at = self._now()
+            flight.story.answered_at = self._now()
             if not prefilling.done():
                 await asyncio.wait([prefilling], timeout=REPORT_S_MAX)
         except NOT_ANSWERED:
             flight.stop(OTHER_LEG_OVER)
             cause = await prefilling
-            if cause is not None and not flight.exchange.begun:
+            if cause is not None and not flight.attempts.answering:
                 raise cause from None
             raise
         finally:
@@ -143,19 +120,28 @@ class LegRunner:
         try:
             await self._prefill(flight, placed)
         except NOT_ANSWERED as failure:
-            if flight.exchange.begun or flight.stopped is OTHER_LEG_OVER or any(leg.unread for leg in flight.legs):
+            beside = any(leg.unread for leg in flight.legs)
+            if flight.attempts.answering or flight.stopped is OTHER_LEG_OVER or beside:
                 return None
             flight.stop(OTHER_LEG_OVER)
             return failure
-        if not flight.exchange.begun:
+        if not flight.attempts.answering:
             self._allow_answer(flight)
         return None
 
+    def _allow_prefill(self, flight: Flight) -> None:
+        self._allow(flight, self._settings.prefill_s_max)
+
     def _allow_answer(self, flight: Flight) -> None:
         """The answer's first frame is the next to come."""
-        settings = self._settings
-        # A whole answer's head comes with its body, when all tokens are there: only a stream has an early first frame.
-        flight.allow(self._now(), settings.first_frame_s_max if flight.facts.stream else settings.request_s_max)
+        if flight.facts.stream:
+            self._allow(flight, self._settings.first_frame_s_max)
+        else:  # A whole answer's head comes with its body, when all tokens are there.
+            flight.allow(self._now(), self._settings.request_s_max)
+
+    def _allow(self, flight: Flight, hop_s_max: float) -> None:
+        now, may_fail = self._now(), flight.attempts.left(self._settings.attempts_max, begun=flight.exchange.begun)
+        flight.allow(now, hop_s(flight.ends_at - now, hop_s_max, may_fail=may_fail))
 
     async def _open(self, flight: Flight, start: StartLeg, headers: dict[str, str] | None) -> Leg:
         if flight.stopped is not None:
@@ -188,7 +174,7 @@ class LegRunner:
         return report
 
     async def _answer(self, flight: Flight, placed: Placed, start: StartLeg) -> None:
-        begun, story = self._now(), flight.story
+        begun, story, first_at = self._now(), flight.story, None
         with (
             Account(self._parts, start, placed.context_tokens) as account,
             self._tracing.leg(flight, start) as headers,
@@ -200,10 +186,10 @@ class LegRunner:
             streams = status_of(frames[0]) == OK and frames[0].content_type.startswith(EVENT_STREAM)
             if streams:
                 with self._pulse:
-                    await self._stream(flight, placed, leg, frames, account)
+                    first_at = await self._stream(flight, placed, leg, frames, account)
             else:
                 await self._whole(flight, placed, leg, frames)
-        self._measures.leg_ended(start, story.report, story.first_at - begun if streams else None)
+        self._measures.leg_ended(start, story.report, first_at - begun if first_at is not None else None)
 
     async def _find_cached(self, leg: Leg, frames: list[Frame]) -> None:
         """Wait for the first token, or for the end. Raises LegFailed when the worker found too little of the prompt."""
@@ -214,23 +200,29 @@ class LegRunner:
             message = "The worker has too little of the prompt in its cache."
             raise LegFailed(Failure(reason=Reason.CACHE_MISSED, message=message), leg.worker_id)
 
-    async def _stream(self, flight: Flight, placed: Placed, leg: Leg, frames: list[Frame], account: Account) -> None:
+    async def _stream(self, flight: Flight, placed: Placed, leg: Leg, frames: list[Frame], account: Account) -> float:
         """Relay events as they come, all that have arrived in one write. The head waits for the first data, so that
-        a leg that fails before it can still be placed again.
+        a leg that fails before it can still be placed again. Answers when that was.
         """
         exchange, story, now, gap_s = flight.exchange, flight.story, self._now, self._settings.frame_gap_s_max
-        written_at = at = 0.0
+        remember, awaited = flight.attempts.remember, True
+        written_at = at = first_at = 0.0
         while True:
-            data = b"".join([frame.data for frame in frames]) if len(frames) > 1 else frames[0].data
+            if len(frames) > 1:
+                data = b"".join([frame.data for frame in frames])
+                for frame in frames:
+                    remember(frame.token_ids)
+            else:
+                data = frames[0].data
+                remember(frames[0].token_ids)
             last = frames[-1]
             if data:
                 story.last_at = at = now()
                 flight.deadline_at = min(at + gap_s, flight.ends_at)
-            if not exchange.begun and (data or last.kind is END):
-                story.status = OK
-                story.first_at = story.last_at
+            if awaited and (data or last.kind is END):
+                awaited, first_at = False, at or now()
                 account.prompt_computed()
-                exchange.begin(OK, self.headers(flight, placed, EVENT_STREAM))
+                self._begin(flight, placed, first_at)
             if last.kind is END:
                 break
             if data:
@@ -238,9 +230,28 @@ class LegRunner:
                 if at - written_at < self._pulse.period_s:
                     await self._pulse.beat()
                 written_at = at
-            frames = await leg.frames()
+            try:
+                frames = await leg.frames()
+            except LegFailed:
+                if not data.endswith(DONE):
+                    raise
+                data = b""
+                break
         story.report = last.report
         exchange.end(data)
+        return first_at
+
+    def _begin(self, flight: Flight, placed: Placed, at: float) -> None:
+        """The first data of this attempt's stream: of the answer, or of what was missing of it."""
+        story, attempts = flight.story, flight.attempts
+        attempts.answering = True
+        if not flight.exchange.begun:
+            story.status = OK
+            story.first_at = story.last_at
+            flight.exchange.begin(OK, self.headers(flight, placed, EVENT_STREAM))
+        elif attempts.broke_at != NOT_BROKEN:
+            self._resumed(at - attempts.broke_at)
+            attempts.broke_at = NOT_BROKEN
 
     async def _whole(self, flight: Flight, placed: Placed, leg: Leg, frames: list[Frame]) -> None:
         """Collect the answer until its end: until then the request can still be placed again."""
@@ -253,6 +264,8 @@ class LegRunner:
             frames += more
         if frames[0].status != OK:
             raise EngineRefused(leg.worker_id, frames)
+        if flight.exchange.begun:
+            raise LegFailed(Failure(reason=Reason.BAD_MESSAGE, message="The stream went on as something else."))
         story = flight.story
         story.report = frames[-1].report
         story.status = OK

@@ -87,6 +87,12 @@ BATON: dict[str, Any] = {
         },
         "ttft_s": {**SECONDS, "description": "When the first token should be there, at the latest."},
         "itl_s": {**SECONDS, "description": "How long the next token should take, at the most."},
+        "resumes_max": {
+            "type": "integer",
+            "minimum": 0,
+            "description": "How often the stream may go on at another worker when it breaks off; no more than the "
+            "operator allows.",
+        },
     },
 }
 COMMON_PROPERTIES: dict[str, Any] = {

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.router.core.failure_policy import FailurePolicy
 from services.router.core.terms import Terms
 from services.router.decisions import Decisions
 from services.router.fleet import Fleet
 from services.router.ledger import Ledger
 from services.router.measures import Measures
+from services.router.presence import Presence
 from services.router.prompts import Prompts
 from services.router.reservations import ReservationFeed
 from services.router.settings import Settings
@@ -38,3 +40,5 @@ class Parts:
     decisions: Decisions
     tracing: Tracing
     reservations: ReservationFeed
+    presence: Presence
+    failures: FailurePolicy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from services.router.core.request import CHAT, COMPLETIONS, RequestFacts
@@ -53,8 +54,8 @@ class Prompts:
         self._try_at: dict[str, float] = {}
         self._wake = asyncio.Event()
 
-    async def of(self, exchange: Exchange, facts: RequestFacts) -> Prompt:
-        """Exact when it matters and can be known, else a guess from the length."""
+    async def of(self, exchange: Exchange, facts: RequestFacts, more: Sequence[int] = ()) -> Prompt:
+        """Exact when it matters and can be known, else a guess from the length. ``more``: tokens that follow it."""
         body, bytes_per_token = facts.body, BYTES_PER_TOKEN_GUESSED
         if body is not None and facts.path in (CHAT, COMPLETIONS) and self._matters(facts, exchange.upload.size):
             for view in self._fleet.cluster.offering(facts.model):
@@ -62,13 +63,16 @@ class Prompts:
                 if tokenizer is not None and exchange.upload.size <= BYTES_PER_TOKEN_MAX * view.record.max_model_len:
                     held = self._fleet.index.held
                     chars_max = self._settings.tokenize_loop_chars_max
-                    prompt = await tokenizer.prompt(facts, held, threads=self.threads, loop_chars_max=chars_max)
+                    prompt = await tokenizer.prompt(
+                        facts, held, threads=self.threads, loop_chars_max=chars_max, more=more
+                    )
                     if prompt is not None:
                         return prompt
                 known = self._tokenizers.get(view.pairs_with)
                 bytes_per_token = known.chars_per_token if known is not None else bytes_per_token
                 break
-        return guessed(facts, exchange.upload.size, bytes_per_token)
+        guess = guessed(facts, exchange.upload.size, bytes_per_token)
+        return Prompt(guess.tokens + len(more), (), exact=False) if more else guess
 
     def worker_seen(self, record: WorkerRecord) -> None:
         """A worker is there: make sure that its model's tokenizer is, too."""

@@ -145,20 +145,20 @@ class Segments:
             self._tokenize(walk, ends, held)
         return True
 
-    def prompt(self, walk: Walk, *, special: bool) -> Prompt:
-        """What a finished walk found. The length of what was not walked is guessed from what was, and from what all
-        texts of this tokenizer are like.
+    def prompt(self, walk: Walk, *, special: bool, more: Sequence[int] = ()) -> Prompt:
+        """What a finished walk found, and ``more`` tokens behind it. The length of what was not walked is guessed from
+        what was, and from what all texts of this tokenizer are like.
         """
         tokens, hashes = walk.node.tokens, walk.hashes
+        behind = [*(self._after if special else ()), *more]
         left = len(walk.text) - walk.at
         if left:
             chars = walk.at + CHARS_GUESSED
             tokens += 1 + round(left * (tokens + CHARS_GUESSED / self.chars_per_token) / chars)
-        elif special and self._after:
-            tokens += len(self._after)
-            rest = walk.node.over + list(map(PIECES.__getitem__, self._after))
+        elif behind:
+            rest = walk.node.over + list(map(PIECES.__getitem__, behind))
             hashes = hashes + extend_packed(walk.node.digest, rest, self._scheme, salt=walk.salt)[0]
-        return Prompt(tokens, hashes, exact=True)
+        return Prompt(tokens + len(behind), hashes, exact=True)
 
     def _end(self, text: str, at: int) -> int:
         chars = self._segment_chars

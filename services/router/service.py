@@ -23,11 +23,12 @@ from services.router.measures import Measures
 from services.router.openai_api import make_app
 from services.router.parts import Parts
 from services.router.prediction_metrics import LearnedMetrics
+from services.router.presence import Presence
 from services.router.prompts import Prompts
 from services.router.relay import Relay
 from services.router.reservations import ReservationFeed
 from services.router.room_metrics import RoomMetrics
-from services.router.settings import Settings, admission_policy, terms_of
+from services.router.settings import Settings, admission_policy, failure_policy, terms_of
 from services.router.tracing import Tracing
 from services.router.waiting_room import WaitingRoom
 from services.router.watchman import Watchman
@@ -79,6 +80,8 @@ class Router:
             ),
             tracing=tracing,
             reservations=ReservationFeed(router_id, bus, clock, fleet.cluster),
+            presence=Presence(bus, fleet.cluster, clock),
+            failures=failure_policy(settings),
         )
         parts.decisions.others = parts.reservations.book.router_ids
         self.kv = KvFeed(bus, fleet.index)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import tomllib
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from services.router.core.admission import AdmissionPolicy
+from services.router.core.failure_policy import FailurePolicy, read_policy
 from services.router.core.revisions import read_shares
+from services.router.core.second_try import RESUMES_MAX_MAX
 from services.router.core.terms import Forcing, Terms, read_terms, read_weights
 from shared.runtime.settings import SettingsError
 
@@ -52,6 +56,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Between two frames of a stream that has begun."""
     attempts_max: int = 3
     """Placements of one request, the first included, before its failure is told to the client."""
+    resumes_max: int = 3
+    """How often a stream that broke off may go on elsewhere; a body's ``baton.resumes_max`` may ask for less."""
+    failure_policy: str = ""
+    """A TOML file that says what is done about each kind of failure; empty: the defaults."""
+    bus_wait_s_max: float = 5.0
+    """New requests wait so long for NATS to come back, and for the workers behind it; then 503."""
     drain_s_max: float = 30.0
     """After SIGTERM: time for running requests to end."""
     silent_s_max: float = 3.0
@@ -118,6 +128,20 @@ def check(settings: Settings) -> None:
     """Raises SettingsError for what can be read and makes no sense."""
     terms_of(settings)
     admission_policy(settings)
+    failure_policy(settings)
+    if not 0 <= settings.resumes_max <= RESUMES_MAX_MAX:
+        raise SettingsError(f"ROUTER_RESUMES_MAX is {settings.resumes_max}; it must be 0 to {RESUMES_MAX_MAX}")
+
+
+def failure_policy(settings: Settings) -> FailurePolicy:
+    """What is done about failures. Raises SettingsError."""
+    path = settings.failure_policy
+    if not path:
+        return FailurePolicy()
+    try:
+        return read_policy(tomllib.loads(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"ROUTER_FAILURE_POLICY ({path}): {error}; correct it or unset it") from error
 
 
 def terms_of(settings: Settings) -> Terms:

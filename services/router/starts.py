@@ -7,12 +7,13 @@ from collections.abc import Callable
 import msgspec
 
 from services.router.core.placement import Placed
-from services.router.core.request import Mode, RequestFacts
+from services.router.core.request import Mode
 from services.router.flight import Flight
 from shared.contracts.ids import LegId, RouterId
 from shared.contracts.inference import LegKind, LegReport, StartLeg
 
 pack = msgspec.msgpack.Encoder().encode
+NEVER_REFUSED = 0.0
 
 
 class Starts:
@@ -44,14 +45,19 @@ class Starts:
             kv_offer=not placed.streamed,
             kv_sources=list(placed.handoff if kind is LegKind.DECODE else placed.sources),
             expected_tokens=placed.uncached_tokens if kind is not LegKind.DECODE else 0,
-            cache_hit_threshold=threshold_of(facts, placed) if kind is not LegKind.PREFILL else None,
+            cache_hit_threshold=threshold_of(flight, placed) if kind is not LegKind.PREFILL else None,
             kv_fetch_min_tokens=facts.kv_fetch_min_tokens,
+            resume=flight.attempts.packed() if exchange.begun else None,
         )
 
 
-def threshold_of(facts: RequestFacts, placed: Placed) -> float | None:
-    """Below which share of the prompt its worker shall refuse: the client's, or what placement counts on."""
-    return placed.hit_share_min if placed.mode is Mode.DECODE_FIRST else facts.cache_hit_threshold
+def threshold_of(flight: Flight, placed: Placed) -> float | None:
+    """Below which share of the prompt its worker shall refuse: the client's, or what placement counts on. A stream that
+    has begun is not refused any more.
+    """
+    if placed.mode is Mode.DECODE_FIRST:
+        return placed.hit_share_min
+    return NEVER_REFUSED if flight.exchange.begun else flight.facts.cache_hit_threshold
 
 
 def handed_over(prefill: LegReport) -> bytes:

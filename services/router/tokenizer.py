@@ -10,7 +10,7 @@ import asyncio
 import re
 import struct
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any, NamedTuple
 
@@ -100,8 +100,18 @@ class PromptTokenizer:
             return None
         return self._segments.prompt(walk, special=given.special)
 
-    async def prompt(self, facts: RequestFacts, held: Held, *, threads: Executor, loop_chars_max: int) -> Prompt | None:
-        """Its length, and its block hashes as far as ``held`` knows them; None when they cannot be known exactly."""
+    async def prompt(
+        self,
+        facts: RequestFacts,
+        held: Held,
+        *,
+        threads: Executor,
+        loop_chars_max: int,
+        more: Sequence[int] = (),
+    ) -> Prompt | None:
+        """Its length, and its block hashes as far as ``held`` knows them; None when they cannot be known exactly.
+        ``more``: tokens that follow it.
+        """
         body = facts.body
         if body is None or body.truncate_prompt_tokens is not None or not isinstance(body.cache_salt, str | None):
             return None
@@ -111,6 +121,7 @@ class PromptTokenizer:
             if given is None:
                 return None
             if not isinstance(given, Text):
+                given += more
                 return Prompt(len(given), self._hashes(given, salt, held), exact=True)
         except NOT_EXACT:
             return None
@@ -120,7 +131,7 @@ class PromptTokenizer:
                 await self._go_on_in_thread(walk, held, threads)
         except (PieceTooLong, TimeoutError):
             return None
-        return self._segments.prompt(walk, special=given.special)
+        return self._segments.prompt(walk, special=given.special, more=more)
 
     async def _go_on_in_thread(self, walk: Walk, held: Held, threads: Executor) -> None:
         """Raises TimeoutError, after which the thread soon stops, too."""

@@ -91,6 +91,9 @@ def _tell_request(span: Span, flight: Flight) -> None:
     _, parts = first_token(flight)
     if parts is not None:
         span.set_attributes({key: getattr(parts, name) for name, key in TTFT_ATTRIBUTES.items()})
+    if flight.attempts.resumes:
+        span.set_attribute(Attribute.RESUMES, flight.attempts.resumes)
+        span.set_attribute(Attribute.RESUMED_TOKENS, flight.attempts.resumed_tokens)
     placed = story.placed
     if placed is not None:
         span.set_attribute(Attribute.MODE, placed.mode.value)

@@ -64,6 +64,12 @@ ROUTER_REQUESTS = _counter(
 ROUTER_IN_FLIGHT = _gauge("baton_router_requests_in_flight", "requests", "Requests being served now.")
 ROUTER_REFUSALS = _counter("baton_router_refusals_total", "requests", "Requests that failed, by reason.", "reason")
 ROUTER_RETRIES = _counter("baton_router_retries_total", "legs", "Legs that were placed again, by reason.", "reason")
+ROUTER_RESUMES = _counter(
+    "baton_router_resumes_total", "streams", "Streams that went on elsewhere, by why they broke off.", "reason"
+)
+ROUTER_RESUME = _seconds(
+    "baton_router_resume_seconds", "From the last data before a stream broke off to the next data."
+)
 ROUTER_TTFT = _seconds("baton_router_time_to_first_token_seconds", "From request to first token.", "mode")
 ROUTER_ITL = _seconds(
     "baton_router_inter_token_latency_seconds",

@@ -38,6 +38,8 @@ class Attribute(StrEnum):
     DECODE_WORKER = "baton.decode.worker"
     WORKER_ID = "baton.worker.id"
     REASON = "baton.reason"
+    RESUMES = "baton.resumes"
+    RESUMED_TOKENS = "baton.resumed_tokens"
     PREDICTED_CACHED_TOKENS = "baton.cached_tokens.predicted"
     CACHED_TOKENS = "baton.cached_tokens.actual"
     RECEIVED_TOKENS = "baton.received_tokens"

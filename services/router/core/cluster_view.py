@@ -29,7 +29,7 @@ def exchanges_kv(record: WorkerRecord) -> bool:
 class WorkerView:
     """One worker in this life of it."""
 
-    __slots__ = ("heard_at", "load", "lost", "own", "pairs_with", "prompts", "record", "registered", "row")
+    __slots__ = ("away", "heard_at", "load", "lost", "own", "pairs_with", "prompts", "record", "registered", "row")
 
     def __init__(self, record: WorkerRecord, row: int, now: float) -> None:
         self.record = record
@@ -39,6 +39,8 @@ class WorkerView:
         self.heard_at = now
         self.load: LoadReport | None = None
         self.lost = False
+        self.away = False
+        """Not heard since the bus was away: it may not be back on it."""
         self.registered = True
         self.own = OwnWork()
         self.prompts = TokenRate()
@@ -59,7 +61,7 @@ class WorkerView:
     def ready(self) -> bool:
         """Whether it is there for others, as far as it said."""
         phase = self.load.phase if self.load is not None else self.record.phase
-        return phase is WorkerPhase.READY and self.record.phase is WorkerPhase.READY and not self.lost
+        return phase is WorkerPhase.READY and self.record.phase is WorkerPhase.READY and not (self.lost or self.away)
 
     def fit(self, now: float, silent_s_max: float) -> bool:
         """Whether new legs may be placed there."""
@@ -92,6 +94,8 @@ class ClusterView:
         self.table = t.FleetTable()
         self.views: list[WorkerView | None] = []
         """By row."""
+        self.away: set[WorkerId] = set()
+        """Who has not been heard since the bus was away."""
         self.learned_of: dict[str, Coefficients] = {}
         """By fingerprint: what the last of these workers that was measured came to. A new one is taken for its like,
         or it would look slow and never get what it could be measured by.
@@ -110,6 +114,7 @@ class ClusterView:
         known = view is not None and view.record.epoch == record.epoch and view.pairs_with == record.fingerprint.key()
         if view is None or record.epoch > view.record.epoch:
             self._remove(view)
+            self.away.discard(record.worker_id)
             view = self.workers[record.worker_id] = WorkerView(record, self._row(), now)
             self.views[view.row] = view
         else:
@@ -135,12 +140,20 @@ class ClusterView:
             return
         view.load = load
         view.heard_at = now
-        view.lost = False
+        view.lost = view.away = False
+        self.away.discard(load.worker_id)
         view.own.reported(now)
         self.table.numbers[t.PROMPTS_PER_S, view.row] = view.prompts.told(load.computed_tokens_total, now)
         if view.record.role is not load.role:
             view.record = msgspec.structs.replace(view.record, role=load.role)
         self._write(view)
+
+    def disconnected(self) -> None:
+        """Nobody can be heard: who was here has to speak again before it is given anything."""
+        for worker_id, view in self.workers.items():
+            view.away = True
+            self.away.add(worker_id)
+            self._write(view)
 
     def learned(self, worker_id: WorkerId, coefficients: Coefficients) -> None:
         """How fast a worker is, as measured."""
@@ -165,6 +178,7 @@ class ClusterView:
         ]
         for view in gone:
             del self.workers[view.record.worker_id]
+            self.away.discard(view.record.worker_id)
             self._remove(view)
         if gone:
             self._masks.clear()

@@ -50,6 +50,7 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
     priority: int | None = None
     ttft_s: float | None = None
     itl_s: float | None = None
+    resumes_max: int | None = None
 
 
 NO_WISHES = Wishes()
@@ -200,6 +201,7 @@ def read_wishes(raw: msgspec.Raw) -> Wishes | Fault:
         priority=said.get("priority"),
         ttft_s=said.get("ttft_s"),
         itl_s=said.get("itl_s"),
+        resumes_max=said.get("resumes_max"),
     )
 
 
@@ -260,5 +262,6 @@ WISHES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "priority": (is_priority, f"an integer from {PRIORITY_MIN}, the most urgent, to {PRIORITY_MAX}"),
     "ttft_s": (is_target, _SECONDS),
     "itl_s": (is_target, _SECONDS),
+    "resumes_max": (lambda value: type(value) is int and value >= 0, "an integer, 0 or more"),
 }
 """The fields of a ``baton`` object: whether a value makes sense, and what would."""

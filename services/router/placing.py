@@ -1,0 +1,55 @@
+"""Placements of one request: the first when its turn has come, and later ones at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from services.router.core.placement import Need, Placed, Refused
+from services.router.core.waiting_lines import Ticket
+from services.router.flight import Flight
+from services.router.parts import Parts
+from shared.contracts.failures import Reason
+
+BUS_AWAY = Refused(
+    reason=Reason.BUS_DOWN,
+    message="NATS, or the fleet behind it, cannot be reached. Try again shortly.",
+    retry_after_s=1.0,
+)
+
+
+class Placing:
+    """Asks placement and notes what that took."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._now: Callable[[], float] = parts.clock.now
+        self._bus_wait_s_max = parts.settings.bus_wait_s_max
+        self._fleet = parts.fleet
+        self._presence = parts.presence
+        self._room = parts.room
+        self._tracing = parts.tracing
+
+    async def first(self, flight: Flight, ticket: Ticket) -> Placed | Refused:
+        """When its turn has come. What nobody could take because the bus was away has its turn when that is back."""
+        spent, begun = flight.story.spent, self._now()
+        until = min(begun + self._bus_wait_s_max, flight.ends_at)
+        while True:
+            if not self._presence.here and not await self._presence.back(flight, until):
+                return BUS_AWAY
+            spent.admission_s, begun = spent.admission_s + self._now() - begun, self._now()
+            with self._tracing.placement(flight):
+                placement = self._room.offer(ticket)
+            spent.place_s += self._now() - begun
+            begun = self._now()
+            if placement is None:
+                placement = await self._room.turn_of(ticket, flight)
+            if isinstance(placement, Placed) or self._presence.here or flight.exchange.left:
+                spent.admission_s += self._now() - begun
+                return placement
+
+    def again(self, flight: Flight, need: Need) -> Placed | Refused:
+        """Who has had its turn does not stand in line again."""
+        begun = self._now()
+        with self._tracing.placement(flight):
+            placement = self._fleet.place(need, begun)
+        flight.story.spent.place_s += self._now() - begun
+        return placement

@@ -1,0 +1,57 @@
+"""Workers that stream one certain answer, token by token, and go on behind whatever tokens a leg is resumed from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shared.bus.streams import LegFrames
+from shared.contracts.failures import Failure, Reason
+from shared.contracts.inference import LegKind, LegReport, StartLeg, unpack_tokens
+from tests.unit.router.fake_worker import DONE, SSE, FakeWorker, Script, answer_well
+
+TOKENS = [7, 0, 4_000_000_000, 13, 21, 34]
+ROLE = b'data: {"choices":[{"delta":{"role":"assistant"}}]}\n\n'
+FOREVER = 1 << 30
+
+
+def event(number: int) -> bytes:
+    return b'data: {"choices":[{"text":"%d"}]}\n\n' % TOKENS[number]
+
+
+ANSWER = ROLE + b"".join(map(event, range(len(TOKENS)))) + DONE
+
+
+def streams(breaks_after: int = FOREVER, how: Callable[[LegFrames], None] | None = None) -> Script:
+    """The answer, until it has had so many new tokens; then ``how`` happens."""
+
+    def script(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
+        if start.kind is LegKind.PREFILL:
+            answer_well(worker, start, frames)
+            return
+        had = unpack_tokens(start.resume) if start.resume is not None else []
+        assert had == TOKENS[: len(had)]
+        frames.head(200, SSE)
+        if start.resume is None:
+            frames.data(ROLE)
+        for number in range(len(had), min(len(had) + breaks_after, len(TOKENS))):
+            frames.data(event(number), [TOKENS[number]])
+        if how is not None:
+            how(frames)
+            return
+        frames.data(DONE)
+        frames.end(LegReport(prompt_tokens=9, completion_tokens=len(TOKENS)))
+
+    return script
+
+
+def fails(reason: Reason) -> Callable[[LegFrames], None]:
+    return lambda frames: frames.fail(Failure(reason=reason, message="as the test wants"))
+
+
+def falls_silent(_frames: LegFrames) -> None:
+    """No more is ever said."""
+
+
+def loses_a_frame(frames: LegFrames) -> None:
+    frames._seq += 1
+    frames.data(DONE)
