@@ -6,15 +6,17 @@ import asyncio
 import logging
 import time
 
-from services.collector.core.ledger import Ledger
+from services.collector.core.ledger import STALE_S_MAX, Ledger
+from services.collector.core.verdict import Judge
 from services.collector.exposition import BOUNDS, families
 from services.collector.http import HttpServer, make_app
 from services.collector.settings import Settings
 from shared.bus.port import Bus, Envelope
-from shared.contracts.channels import FLEET_STATE, LOAD, REQUESTS_FINISHED, SERVICE_STATUS, WORKER_LOST
+from shared.contracts.channels import FLEET_STATE, LOAD, REQUESTS_FINISHED, SERVICE_STATUS, VERDICT, WORKER_LOST
 from shared.contracts.control import ServicePhase, ServiceStatus
 from shared.contracts.inference import RequestsFinished
 from shared.contracts.load import LoadReport
+from shared.contracts.verdict import AskVerdict, Verdict
 from shared.contracts.workers import FleetState, WorkerLost
 from shared.runtime.clock import Clock
 from shared.runtime.service import Service
@@ -31,14 +33,16 @@ class Collector:
         self._bus = bus
         self._clock = clock
         self._ledger = Ledger(BOUNDS, clock.now())
+        self._judge = Judge(STALE_S_MAX)
 
     async def listen(self) -> None:
-        """Hear everything from now on."""
+        """Hear everything from now on, and judge when asked."""
         await self._bus.subscribe(LOAD, self._load_reported)
         await self._bus.subscribe(REQUESTS_FINISHED, self._requests_finished)
         await self._bus.subscribe(FLEET_STATE, self._fleet_told)
         await self._bus.subscribe(WORKER_LOST, self._worker_lost)
         await self._bus.subscribe(SERVICE_STATUS, self._service_told)
+        await self._bus.answer(VERDICT, self._judged)
 
     def families(self) -> list[Family]:
         """What there is to show now."""
@@ -47,12 +51,15 @@ class Collector:
         return families(self._ledger, self._bus.counts, now)
 
     def _load_reported(self, load: LoadReport, _envelope: Envelope) -> None:
-        self._ledger.load_reported(load, self._clock.now())
+        now = self._clock.now()
+        self._ledger.load_reported(load, now)
+        self._judge.load_reported(load, now)
 
     def _requests_finished(self, message: RequestsFinished, _envelope: Envelope) -> None:
         now = self._clock.now()
         for request in message.requests:
             self._ledger.request_finished(request, now)
+            self._judge.request_finished(request, now)
 
     def _fleet_told(self, fleet: FleetState, _envelope: Envelope) -> None:
         self._ledger.fleet.told(fleet, self._clock.now())
@@ -62,6 +69,11 @@ class Collector:
 
     def _service_told(self, status: ServiceStatus, _envelope: Envelope) -> None:
         self._ledger.service_told(status, self._clock.now())
+
+    async def _judged(self, ask: AskVerdict, _envelope: Envelope) -> Verdict:
+        now = self._clock.now()
+        self._ledger.expire(now)
+        return self._judge.verdict(ask.model, now, self._ledger.fleet.step_tokens)
 
 
 async def run_collector(service: Service, settings: Settings, otlp_endpoint: str) -> None:

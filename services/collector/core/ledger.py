@@ -21,6 +21,7 @@ STALE_S_MAX = 10.0
 """Who has said nothing for so long is no longer shown."""
 FORGET_S = 3600.0
 """Totals of a silent worker are kept for so long, so that they don't count twice when it comes back."""
+STEP_TOKENS_USUAL = 2048
 TOTALS = (
     "prompt_tokens",
     "computed_tokens",
@@ -92,6 +93,12 @@ class FleetView:
         if life not in self._lives_lost:
             self._lives_lost.append(life)
             self.workers_lost += 1
+
+    def step_tokens(self, model: str) -> int:
+        """What a model's engines compute in one step, at most; the wire's own default where nobody knows."""
+        workers = self.state.workers if self.state is not None else []
+        told = [one.record.step_tokens_max for one in workers if model in one.record.models]
+        return max(told, default=STEP_TOKENS_USUAL)
 
     def expire(self, now: float) -> None:
         """Show no fleet that nobody vouches for."""

@@ -8,8 +8,10 @@ import httpx
 import pytest
 
 from shared.bus.nats_bus import connect_nats
-from shared.contracts.channels import LOAD, REQUESTS_FINISHED
+from shared.contracts.channels import LOAD, REQUESTS_FINISHED, VERDICT
+from shared.contracts.decisions import TtftParts
 from shared.contracts.inference import RequestFinished, RequestsFinished
+from shared.contracts.verdict import AskVerdict
 from shared.telemetry import names
 from tests.fleet_builders import load
 from tests.nats_server import free_port
@@ -61,11 +63,16 @@ async def test_reports_are_scraped_and_the_process_stops_cleanly(nats_server, tm
     with collector(nats_server, tmp_path, port) as process:
         await until_scraped(port, names.FLEET_WORKERS_LOST.name)
         await bus.publish(LOAD, load("w1", running=2))
-        await bus.publish(REQUESTS_FINISHED, RequestsFinished(router_id="r1", requests=[finished(ttft_s=0.02)]))
+        one = finished(
+            ttft_s=0.02, itl_s=0.01, e2e_s=0.1, prompt_tokens=300, completion_tokens=9, ttft_parts=TtftParts()
+        )
+        await bus.publish(REQUESTS_FINISHED, RequestsFinished(router_id="r1", requests=[one]))
         wanted = f'{names.WORKER_TTFT.name}_count{{role="both",worker_id="w1"}} 1.0'
         text = await until_scraped(port, wanted)
 
         assert f'{names.WORKER_RUNNING.name}{{role="both",worker_id="w1"}} 2.0' in text
+        verdict = await bus.ask(VERDICT, AskVerdict(), timeout_s=WAIT_S_MAX)
+        assert [(told.model, told.tokens_min, told.worth) for told in verdict.buckets] == [("m", 256, "unsure")]
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
             assert (await client.get("/health")).status_code == 200
             assert (await client.get("/ready")).status_code == 200

@@ -1,0 +1,136 @@
+"""Traffic in virtual time, told to a collector as a fleet would tell it: to hold its verdict against the truth."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from operator import attrgetter
+from statistics import median
+from typing import NamedTuple
+
+import msgspec
+
+from replay.legs import Flight, Leg
+from replay.profile import Profile
+from replay.simworker import MODEL
+from replay.traces import Request
+from replay.world import Shape, World
+from services.collector.core.verdict import Judge
+from services.router.core.placement import Need, Placed, Refused
+from services.router.core.placer import Placer
+from services.router.core.request import Mode
+from shared.contracts.decisions import TtftParts
+from shared.contracts.inference import LegKind, RequestFinished
+from shared.contracts.verdict import VerdictBucket
+
+REPORT_S = 1.0
+SILENT_S_MAX = 1e9
+PROFILE = Profile(kv_blocks=4000)
+
+
+class Truth(NamedTuple):
+    """Medians, in seconds."""
+
+    ttft_s: float
+    itl_s: float
+    e2e_s: float
+
+
+class InMode:
+    """A placer that is asked for one mode always."""
+
+    def __init__(self, placer: Placer, mode: Mode) -> None:
+        self._placer, self._mode = placer, mode
+
+    def place(self, need: Need, now: float) -> Placed | Refused:
+        return self._placer.place(msgspec.structs.replace(need, mode=self._mode), now)
+
+
+class ToldWorld(World):
+    """It remembers its legs, and tells a judge of everything."""
+
+    def __init__(self, shape: Shape, mode: Mode, judge: Judge) -> None:
+        super().__init__(shape, PROFILE)
+        self.fleet.placer = InMode(self.fleet.placer, mode)
+        self.judge = judge
+        self.legs: dict[int, dict[LegKind, Leg]] = defaultdict(dict)
+
+    def serve(self, requests: list[Request]) -> list[Flight]:
+        for second in range(int(requests[-1].at_s)):
+            self.at(second * REPORT_S, self._report)
+        return self.run(requests)
+
+    def _report(self, now: float) -> None:
+        for worker in self.workers.values():
+            self.judge.load_reported(worker._load(), now)
+
+    def _leg(self, kind: LegKind, flight: Flight, placed: Placed, now: float) -> Leg:
+        leg = super()._leg(kind, flight, placed, now)
+        self.legs[flight.number][kind] = leg
+        return leg
+
+    def finished(self, engine, job, now: float) -> None:
+        super().finished(engine, job, now)
+        if job.owner.kind is not LegKind.PREFILL:
+            self.judge.request_finished(self._story(job.owner.flight), now)
+
+    def _story(self, flight: Flight) -> RequestFinished:
+        placed, legs = flight.placed, self.legs[flight.number]
+        assert placed is not None
+        assert flight.first_token_at is not None
+        assert flight.finished_at is not None
+        first = legs.get(LegKind.PREFILL) or legs[LegKind.AGGREGATED]
+        job = first.job
+        queue_s = job.scheduled_at - flight.request.at_s
+        prefill_s = job.first_token_at - job.scheduled_at
+        return RequestFinished(
+            request_id=str(flight.number),
+            model=MODEL,
+            path="/v1/completions",
+            mode=placed.mode.value,
+            status=200,
+            prefill_worker=first.worker.worker_id if placed.prefill else "",
+            decode_worker=placed.decode.record.worker_id,
+            prompt_tokens=flight.request.input_tokens,
+            completion_tokens=flight.request.output_tokens,
+            cached_tokens=flight.cached_tokens,
+            ttft_s=flight.ttft_s,
+            itl_s=flight.tpot_s,
+            e2e_s=flight.finished_at - flight.request.at_s,
+            ttft_parts=TtftParts(
+                queue_s=queue_s,
+                prefill_s=prefill_s,
+                handoff_s=max(0.0, flight.ttft_s - queue_s - prefill_s) if placed.prefill else 0.0,
+            ),
+        )
+
+
+def traffic(
+    seconds: float, per_s: float, tokens: tuple[int, int], out: tuple[int, int], seed: int = 1
+) -> list[Request]:
+    """Prompts that nobody has seen before, at random instants, with lengths in these ranges."""
+    chance, at_s, made = random.Random(seed), 0.0, []
+    while at_s < seconds:
+        at_s += chance.expovariate(per_s)
+        length = chance.randint(*tokens)
+        blocks = tuple(1000 * len(made) + index for index in range(length // PROFILE.block_tokens))
+        made.append(Request(at_s, blocks, length, chance.randint(*out)))
+    return made
+
+
+def judged(requests: list[Request], shape: Shape) -> list[VerdictBucket]:
+    """What a collector says of disaggregated serving."""
+    judge = Judge(SILENT_S_MAX)
+    world = ToldWorld(shape, Mode.DISAGGREGATED, judge)
+    world.serve(requests)
+    return judge.verdict("", world.now, lambda _model: PROFILE.max_num_batched_tokens).buckets
+
+
+def truth(requests: list[Request], engines: int, low: int, high: int) -> Truth:
+    """What aggregated serving really gives, on as many engines, to prompts of these lengths."""
+    world = ToldWorld(Shape(both=engines), Mode.AGGREGATED, Judge(SILENT_S_MAX))
+    flights = [one for one in world.serve(requests) if low <= one.request.input_tokens <= high]
+    assert all(one.finished_at is not None for one in flights)
+    of_each = [attrgetter(name) for name in ("ttft_s", "tpot_s")]
+    ttft_s, itl_s = (median(map(get, flights)) for get in of_each)
+    return Truth(ttft_s, itl_s, median((one.finished_at or 0.0) - one.request.at_s for one in flights))
