@@ -28,9 +28,9 @@ TOKEN_S, PREFILL_STEP_S, STEP_TOKENS = 1 / 8000, 0.002, 2048
 DECODE_STEP_S, DECODE_REQUEST_S = 0.004, 0.0005
 ENGINE_QUEUE_S = 2.0
 """Of prompts; what is more waits in the router."""
-LOOK_S = 5.0
+LOOK_S = 6.0
 SWITCH_S, START_S, LEAVE_S = 3.0, 40.0, 5.0
-TICK_S = 1.0
+TICK_S = 2.0
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,248 @@
+"""The planner on made-up traffic, hours of it: it follows what lasts, leaves alone what does not, and never swings."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import msgspec
+import pytest
+
+from services.orchestrator.core.planner import Planner
+from services.orchestrator.core.rules import Rules
+from shared.contracts.planning import PlanAction
+from shared.contracts.workers import Role, WorkerPhase
+from tests.planner_worlds import Curve, PlannerWorld, Traffic, steady
+
+HOUR_S = 3600.0
+RULES = Rules()
+ROLES_ONLY = {"scaler": lambda _decision: 0}
+
+
+def day_and_night(at: float) -> Traffic:
+    """From 1 to 15 requests a second and back, every hour."""
+    return Traffic(8.0 - 7.0 * math.cos(at / HOUR_S * 2 * math.pi))
+
+
+def spikes(at: float) -> Traffic:
+    """Six times as much for ten seconds of every two minutes."""
+    return Traffic(6.0 if at % 120.0 < 10.0 else 1.0)
+
+
+def prompts_then_answers(at: float) -> Traffic:
+    """Half an hour of long prompts with short answers, then half an hour of the contrary."""
+    return Traffic(8.0, 2000.0, 50.0) if at % HOUR_S < HOUR_S / 2 else Traffic(8.0, 200.0, 800.0)
+
+
+def prompts_come_after_two_minutes(at: float) -> Traffic:
+    """Until then a little of both."""
+    return Traffic(1.0 if at < 120.0 else 8.0, 2000.0, 20.0)
+
+
+def longest_wait(world: PlannerWorld, since: float) -> float:
+    return max(wait for at, wait in world.waits if at >= since)
+
+
+def test_a_fleet_that_fits_its_traffic_is_left_alone():
+    world = PlannerWorld(RULES, steady(2.0), noise=0.3).run(HOUR_S)
+
+    assert world.changes == []
+
+
+def test_more_traffic_gets_more_prefill_and_more_decode_workers_until_nobody_waits():
+    world = PlannerWorld(RULES, steady(12.0)).run(HOUR_S / 2)
+
+    assert {role for _at, role, change in world.scalings() if change > 0} == {Role.PREFILL, Role.DECODE}
+    assert longest_wait(world, HOUR_S / 4) < RULES.ttft_s
+
+
+def test_noise_moves_nothing_to_and_fro():
+    world = PlannerWorld(RULES, steady(10.0), noise=0.3).run(HOUR_S)
+
+    # At first there is too little and a queue to be worked off; then what that took may go.
+    assert all(world.turns(role) <= 1 for role in (Role.PREFILL, Role.DECODE))
+    assert len(world.changes) <= 10
+
+
+def test_the_fleet_follows_day_and_night_with_one_turn_at_noon():
+    world = PlannerWorld(RULES, day_and_night, noise=0.2).run(HOUR_S)
+
+    for role in (Role.PREFILL, Role.DECODE):
+        assert world.turns(role) == 1
+        assert max(size for _at, *sizes in world.sizes for size in sizes) >= 5
+    assert max(world.count(Role.PREFILL), world.count(Role.DECODE)) <= 2
+    assert longest_wait(world, 0.0) < RULES.ttft_s + 1.0
+
+
+def test_short_spikes_change_nothing():
+    world = PlannerWorld(RULES, spikes).run(HOUR_S)
+
+    assert world.scalings() == []
+
+
+def test_without_more_workers_to_be_had_roles_follow_the_traffic_one_switch_at_a_time():
+    world = PlannerWorld(RULES, prompts_then_answers, prefill=3, decode=3, noise=0.2, **ROLES_ONLY).run(1.5 * HOUR_S)
+
+    turns = [role for _at, role in world.switches()]
+    assert Role.DECODE in turns
+    assert Role.PREFILL in turns
+    assert len(turns) <= 4
+    assert all(later - earlier >= RULES.cool_down_s for (earlier, _), (later, _) in pairwise(world.switches()))
+
+
+def test_a_worker_that_can_be_spared_changes_its_role_before_new_ones_are_asked_for():
+    world = PlannerWorld(RULES, prompts_come_after_two_minutes, prefill=2, decode=3).run(300.0)
+
+    _at, first = world.changes[0]
+    assert (first.action, first.role) == (PlanAction.CHANGE_ROLE, Role.PREFILL)
+    assert "can spare one" in first.why
+
+
+def test_workers_that_do_both_are_scaled_as_such():
+    world = PlannerWorld(RULES, day_and_night, prefill=0, decode=0, both=1).run(HOUR_S)
+
+    assert {role for _at, role, _change in world.scalings()} == {Role.BOTH}
+    assert world.turns(Role.BOTH) == 1
+
+
+def test_a_queue_is_demand_that_the_engines_have_not_seen():
+    world = PlannerWorld(RULES, steady(4.0))
+    world.run(40.0)
+    calm = world.last
+    world.queued_tokens += 1_000_000
+    world.run(60.0)
+
+    assert calm is not None
+    assert world.last is not None
+    assert world.last.roles[0].load > 2 * calm.roles[0].load
+    assert world.last.demand.queue_s > 1.0
+
+
+def test_only_the_phase_that_is_full_is_blamed_for_the_queue():
+    world = PlannerWorld(RULES, steady(9.0, completion_tokens=20.0)).run(200.0)
+
+    assert {role for _at, role, _change in world.scalings()} == {Role.PREFILL}
+
+
+@pytest.mark.parametrize("curve", [steady(0.0), steady(0.01)])
+def test_the_last_worker_of_each_role_stays_however_idle_it_is(curve: Curve):
+    world = PlannerWorld(RULES, lambda at: Traffic(2.0) if at < 120 else curve(at), prefill=3, decode=2).run(HOUR_S)
+
+    assert (world.count(Role.PREFILL), world.count(Role.DECODE)) == (1, 1)
+
+
+def test_a_fleet_keeps_its_least_and_its_most():
+    rules = msgspec.structs.replace(RULES, workers_min=4, workers_max=6)
+    calm = PlannerWorld(rules, lambda at: Traffic(3.0) if at < 120 else Traffic(0.0), prefill=3, decode=2)
+    full = PlannerWorld(rules, steady(40.0), prefill=3, decode=2)
+
+    assert len(calm.run(HOUR_S).workers) == 4
+    assert max(sum(sizes) for _at, *sizes in full.run(HOUR_S / 2).sizes) == 6
+
+
+def test_nothing_is_decided_while_a_worker_does_not_tell_what_it_does():
+    world = PlannerWorld(RULES, steady(12.0))
+    world.workers[0].tells = False
+    world.run(300.0)
+
+    assert world.changes == []
+    assert world.last is not None
+    assert "w0 does not tell" in world.last.why
+
+
+def test_nothing_is_decided_before_an_engine_was_seen_at_work():
+    world = PlannerWorld(RULES, steady(0.0), prefill=3, decode=3).run(HOUR_S)
+
+    assert world.changes == []
+    assert world.last is not None
+    assert "speed is not known" in world.last.why
+
+
+def test_a_new_leader_keeps_quiet_until_its_predecessors_changes_have_shown():
+    world = PlannerWorld(RULES, steady(1.0)).run(300.0)
+    world.curve = steady(12.0)
+    world.planner.leads(world.now)
+    began = world.now
+    world.run(120.0)
+
+    assert world.changes[0][0] - began >= RULES.cool_down_s
+
+
+def test_after_a_change_nothing_else_is_changed_before_it_has_shown():
+    world = PlannerWorld(RULES, day_and_night).run(HOUR_S / 2)
+
+    assert all(later - earlier >= RULES.cool_down_s for (earlier, _), (later, _) in pairwise(world.changes))
+
+
+def test_what_was_refused_is_not_asked_for_again_at_once():
+    world = PlannerWorld(RULES, steady(12.0), **ROLES_ONLY).run(600.0)
+
+    assert len(world.scalings()) > 1
+    assert all(later[0] - earlier[0] >= RULES.refused_s for earlier, later in pairwise(world.scalings()))
+
+
+def test_workers_that_were_asked_for_count_before_they_are_there():
+    world = PlannerWorld(msgspec.structs.replace(RULES, step_max=1), steady(7.0, completion_tokens=20.0))
+    world.scaler = lambda _decision: 1
+    world._scale = lambda _role, _change: None  # it was promised, and nothing is to be seen of it yet
+    world.run(RULES.start_s_max / 2)
+
+    # The queue grows all the time, so more are asked for, each time beside those who are on their way.
+    asked_with = [decision.why.rpartition("for ")[2] for _at, decision in world.changes]
+    assert asked_with == [str(count) for count in range(1, len(asked_with) + 1)]
+    assert len(asked_with) > 2
+
+
+def test_a_tight_target_for_the_first_token_wants_emptier_prefill_workers():
+    loose = PlannerWorld(msgspec.structs.replace(RULES, ttft_s=10.0), steady(6.0)).run(HOUR_S / 4)
+    tight = PlannerWorld(msgspec.structs.replace(RULES, ttft_s=0.35), steady(6.0)).run(HOUR_S / 4)
+
+    assert tight.count(Role.PREFILL) > loose.count(Role.PREFILL)
+
+
+def test_a_tight_target_between_tokens_wants_more_decode_workers():
+    loose = PlannerWorld(msgspec.structs.replace(RULES, itl_s=0.1), steady(10.0)).run(HOUR_S / 4)
+    tight = PlannerWorld(msgspec.structs.replace(RULES, itl_s=0.006), steady(10.0)).run(HOUR_S / 4)
+
+    assert tight.count(Role.DECODE) > loose.count(Role.DECODE)
+
+
+def test_the_least_busy_worker_changes_its_role_and_an_unwilling_one_is_not_asked_again_at_once():
+    rules = msgspec.structs.replace(RULES, refused_s=HOUR_S)
+    world = PlannerWorld(rules, prompts_come_after_two_minutes, prefill=2, decode=3)
+    asked = []
+
+    def refuse(decision):
+        asked.append(decision.worker_id)
+        world.planner.came_of(decision, done=False, outcome="stays decode", now=world.now)
+
+    world._carry_out = refuse
+    world.run(400.0)
+
+    assert asked[:3] == ["w2", "w3", "w4"]
+
+
+def test_stores_and_workers_of_other_models_are_not_counted():
+    world = PlannerWorld(RULES, steady(2.0)).run(60.0)
+    fleet = world.fleet()
+    store = msgspec.structs.replace(
+        fleet[0], record=msgspec.structs.replace(fleet[0].record, worker_id="s", role=Role.STORE)
+    )
+    other = msgspec.structs.replace(
+        fleet[0], record=msgspec.structs.replace(fleet[0].record, worker_id="o", models=["other"])
+    )
+
+    decisions = world.planner.look([*fleet, store, other], world.now + 1.0, 0)
+
+    assert [(each.model, sum(role.now for role in each.roles)) for each in decisions] == [("m", 2), ("other", 1)]
+
+
+def test_a_fleet_without_anybody_ready_is_told_and_left_alone():
+    planner = Planner(RULES, 0.0)
+    starting = PlannerWorld(RULES, steady(0.0)).fleet()
+    starting = [msgspec.structs.replace(each, phase=WorkerPhase.STARTING) for each in starting]
+
+    [decision] = planner.look(starting, 1.0, 0)
+
+    assert decision.action is PlanAction.NOTHING
+    assert "no worker is ready" in decision.why
