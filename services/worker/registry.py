@@ -9,11 +9,25 @@ import msgspec
 
 from shared.bus.port import Bus, BusError, Kept
 from shared.contracts.channels import WORKER_RECORDS
+from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerPhase, WorkerRecord
 
 log = logging.getLogger("baton.worker")
 
 RENEWALS_PER_TTL = 3
+
+
+async def new_epoch(bus: Bus, worker_id: WorkerId, wall_ms: int) -> Epoch:
+    """The epoch of a life that begins now. A machine's clock may have been set back since the life before, and nobody
+    listens to an epoch older than the one he knows: as long as the registry knows that, the new one is greater.
+    """
+    try:
+        records = await bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        before = await records.get(worker_id)
+    except BusError as error:
+        log.info("the registry cannot be asked for the life before: %s", error)
+        return Epoch(wall_ms)
+    return Epoch(wall_ms if before is None or before.value is None else max(wall_ms, before.value.epoch + 1))
 
 
 class Registration:

@@ -21,7 +21,7 @@ from services.worker.leaving import FAREWELL_S_MAX, HANDOVER_S_MAX, Leaving
 from services.worker.orders import OrderDesk
 from services.worker.probing import Prober
 from services.worker.publish import CachePublisher, LoadPublisher
-from services.worker.registry import Registration
+from services.worker.registry import Registration, new_epoch
 from services.worker.serve import LegServer
 from services.worker.settings import Settings
 from services.worker.standing import Standing
@@ -55,7 +55,7 @@ def engine_starter(name: str) -> StartEngine:
 
 async def run_worker(service: Service, settings: Settings, common: CommonSettings, start_engine: StartEngine) -> None:
     """The whole life. Raises EngineDead when the engine dies, which ends the process."""
-    epoch = Epoch(service.clock.wall_ms())
+    epoch = await new_epoch(service.bus, WorkerId(settings.worker_id), service.clock.wall_ms())
     registration = Registration(service.bus, first_record(settings, epoch))
     service.tasks.create_task(registration.follow(), name="renew-registration")
 

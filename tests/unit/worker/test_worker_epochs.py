@@ -1,0 +1,41 @@
+"""Each life of a worker has a greater epoch than the one before, whatever the machine's clock says."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.worker.registry import new_epoch
+from shared.bus.memory_bus import MemoryBus, MemoryHub
+from shared.bus.port import Bus
+from shared.contracts.channels import WORKER_RECORDS
+from shared.contracts.ids import WorkerId
+from shared.contracts.workers import WORKER_RECORD_TTL_S
+from tests.fleet_builders import record
+
+W1 = WorkerId("w1")
+BEFORE = 5000
+
+
+@pytest.fixture
+async def bus() -> Bus:
+    return MemoryBus(MemoryHub())
+
+
+async def test_the_first_life_is_named_by_the_clock(bus):
+    assert await new_epoch(bus, W1, 4000) == 4000
+
+
+@pytest.mark.parametrize(("wall_ms", "epoch"), [(6000, 6000), (BEFORE, BEFORE + 1), (10, BEFORE + 1)])
+async def test_a_later_life_is_greater_than_the_registered_one(bus, wall_ms, epoch):
+    records = await bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+    await records.put(record(W1, epoch=BEFORE))
+
+    assert await new_epoch(bus, W1, wall_ms) == epoch
+
+
+async def test_a_life_whose_record_was_removed_binds_nobody(bus):
+    records = await bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+    await records.put(record(W1, epoch=BEFORE))
+    await records.delete(W1)
+
+    assert await new_epoch(bus, W1, 10) == 10
