@@ -1,0 +1,52 @@
+"""``baton verdict`` and ``baton top``: what the running system does, and whether it does it the right way."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from services.launcher.options import NatsUrl, StateDir, fail, find_nats
+from shared.bus.port import BusError
+from shared.contracts.message import in_full
+
+Json = Annotated[bool, typer.Option("--json", help="For programs.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Both commands."""
+    app.command(
+        epilog="""[bold]Examples[/]
+
+[cyan]baton verdict[/]   all models of the system that runs here
+
+[cyan]baton verdict --model my-model --json[/]   one model, for programs
+
+One worker is the measure where enough requests of that length were served so, such as with the header
+x-baton-mode: aggregated. Elsewhere it is estimated from how long the engines' steps take."""
+    )(verdict)
+
+
+def verdict(
+    model: Annotated[str, typer.Option(help="Only this one.")] = "",
+    nats_url: NatsUrl = "",
+    state_dir: StateDir = None,
+    json: Json = False,
+) -> None:
+    """Say whether prefill and decode apart are worth it here, by length of prompt."""
+    from services.launcher.verdict import NoVerdict, ask_verdict, draw
+
+    url = find_nats(nats_url, state_dir)
+    try:
+        told = asyncio.run(ask_verdict(url, model))
+    except NoVerdict as error:
+        fail(str(error))
+    except BusError as error:
+        fail(f"NATS at {url} does not answer ({error}). Is the system running?")
+    if json:
+        print(msgspec.json.format(msgspec.json.encode(in_full(told))).decode())
+    else:
+        draw(told, Console())
