@@ -52,6 +52,8 @@ class Leaving:
         """From the first refused leg to the last word. Raises EngineDead."""
         clock, legs = self._service.clock, self._server.legs
         draining = Draining(since=clock.now(), s_max=departure.s_max)
+        if self._exchange is not None:
+            self._exchange.take_no_more()
         gone = await self._evacuate_beside(self._legs_end(draining), departure)
         legs_cut = self._server.legs
         self._server.fail_all(draining.verdict())
