@@ -176,7 +176,11 @@ SCALE = AskChannel(
 VERDICT = AskChannel("fleet.verdict", AskVerdict, Delivery.ASK, EVERYONE, (Party.COLLECTOR,), answer=Verdict)
 
 REQUESTS_FINISHED = Channel(
-    "request.{router_id}.finished", RequestsFinished, Delivery.EVENT, ROUTERS, (Party.COLLECTOR, Party.ORCHESTRATOR)
+    "request.{router_id}.finished",
+    RequestsFinished,
+    Delivery.EVENT,
+    ROUTERS,
+    (Party.COLLECTOR, Party.ORCHESTRATOR, Party.LAUNCHER),
 )
 SERVICE_STATUS = Channel(
     "service.{service}.{instance}",
