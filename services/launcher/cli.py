@@ -66,6 +66,8 @@ class Connector(StrEnum):
 
 [cyan]baton up --join --decode 1[/]   on a second terminal: one more worker
 
+[cyan]baton up --workers-max 4[/]   as many of each role as the traffic wants, up to four
+
 [cyan]baton up --engine-args "--max-num-seqs 64"[/]   anything else vLLM understands
 
 Services take further settings from the environment: ROUTER_*, WORKER_*, COLLECTOR_*,
@@ -93,6 +95,11 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
     kv_cache: Annotated[str, typer.Option(help="KV cache per worker, like 512M or 8G.", show_default="vLLM's")] = "",
     engine_args: Annotated[str, typer.Option(help="Further vLLM arguments, in quotes.", show_default=False)] = "",
     join: Annotated[bool, typer.Option("--join", help="Only add workers to the system that runs already.")] = False,
+    workers_min: Annotated[int, typer.Option(min=1, help="Workers that the planner leaves running.")] = 1,
+    workers_max: Annotated[
+        int,
+        typer.Option(min=0, help="Let the planner start and drain workers, up to so many.", show_default="it does not"),
+    ] = 0,
 ) -> None:
     """Start the whole system on this machine and stay until Ctrl-C."""
     common = common_settings()
@@ -117,6 +124,8 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
         kv_cache_bytes=size(kv_cache),
         engine_args=engine_args,
         join=join,
+        workers_min=workers_min,
+        workers_max=workers_max,
     )
     from services.launcher.up import run_up  # here, so that `baton --help` is quick
 

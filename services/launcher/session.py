@@ -18,7 +18,8 @@ from rich.markup import escape
 
 from services.launcher.children import open_nursery
 from services.launcher.core.plan import Stage, SystemPlan, UpOptions
-from services.launcher.machine import inherited_environment
+from services.launcher.machine import inherited_environment, look
+from services.launcher.scaling import Scaling
 from services.launcher.screen import Screen
 from services.launcher.system import StartFailed, System
 from services.launcher.waiting import first_of
@@ -65,6 +66,8 @@ class Session:
         try:
             with self.screen.watching():
                 await first_of(system.bring_up(), stop.wait())
+            if not stop.is_set() and self.options.workers_max:
+                await Scaling(system, self.options, look(), self.screen).listen()
             if not stop.is_set():
                 await first_of(self._announce(), stop.wait())
         except StartFailed as failure:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable
+from dataclasses import replace
 from types import TracebackType
 from typing import Self, TypeVar, cast
 
@@ -78,6 +79,41 @@ class System:
     def is_broken(self) -> bool:
         """Whether the system cannot go on."""
         return self._broken.done()
+
+    @property
+    def bus(self) -> Bus:
+        """The launcher's own connection; there is one once the system is up."""
+        assert self._bus is not None
+        return self._bus
+
+    @property
+    def workers(self) -> list[ProcessPlan]:
+        """Those that run or are being started, in the order in which they came."""
+        return [process for process in self.plan.stage(Stage.WORKERS) if self._is_kept(process.name)]
+
+    def _is_kept(self, name: str) -> bool:
+        row = self.rows[name]
+        is_over = row.phase is ServicePhase.STOPPED or (
+            row.phase is ServicePhase.FAILED and name not in self._restarting
+        )
+        return not (is_over or row.has_drained)
+
+    def add(self, process: ProcessPlan) -> None:
+        """One process more, of which the system does not depend. One of the same name that has ended is forgotten."""
+        others = tuple(each for each in self.plan.processes if each.name != process.name)
+        extra = replace(process, is_extra=True)
+        self.plan = replace(self.plan, processes=(*others, extra))
+        self._screen.board.plan(extra.name, extra.note)
+        self._ready[extra.name] = asyncio.Event()
+        self._keep(extra)
+        self._tasks.create_task(self._greet(extra), name=f"greet-{extra.name}")
+
+    async def _greet(self, process: ProcessPlan) -> None:
+        """Say when it is ready, unless all ends before."""
+        await first_of(self._ready[process.name].wait(), self._stopping.wait(), within_s=ENGINE_START_S_MAX)
+        if self._ready[process.name].is_set():
+            seconds = self.rows[process.name].seconds(self._clock.now())
+            self._screen.say(f"[green]●[/] {process.name} is ready, {seconds:.1f} s after its start.")
 
     async def bring_up(self) -> None:
         """Start everything; returns when all are ready. Raises StartFailed."""
@@ -192,7 +228,8 @@ class System:
         self._screen.board.mark(process.name, ServicePhase.FAILED, why, now)
         story = f"{process.name}: {why}\n" + "".join(f"    {line}\n" for line in last_lines(lines))
         if not self._ready[process.name].is_set():
-            self._break(f"{process.name} did not start. {why}\nIts log: {child.log}")
+            words = f"{process.name} did not start. {why}\nIts log: {child.log}"
+            (self._screen.complain if process.is_extra else self._break)(words)
             return None
         verdict = ledger.died(now)
         if not isinstance(verdict, GiveUp):

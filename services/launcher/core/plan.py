@@ -42,6 +42,9 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int = 0
     engine_args: str = ""
     join: bool = False
+    workers_min: int = 1
+    workers_max: int = 0
+    """Above 0: the planner may start and drain workers up to so many; 0: what was started stays."""
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +78,8 @@ class ProcessPlan:
     env: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
     """Where it runs, for a person: "core 0"."""
+    is_extra: bool = False
+    """The system runs on if it cannot be started."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +112,9 @@ def plan_system(options: UpOptions, machine: Machine, names_taken: Sequence[str]
     nats_url = options.nats_url or f"nats://127.0.0.1:{options.nats_port}"
     base = {"BATON_NATS_URL": nats_url, "BATON_STATE_DIR": options.state_dir}
     workers, notes = plan_workers(options, machine, base, names_taken)
-    if options.join and options.routers > 1:
-        raise PlanRefused("--routers is for a new system: --join adds workers only.")
+    if options.join and (options.routers > 1 or options.workers_max):
+        given = "--routers" if options.routers > 1 else "--workers-max"
+        raise PlanRefused(f"{given} is for a new system: --join adds workers only.")
     if options.join:
         return SystemPlan(processes=tuple(workers), ports=(), nats_url=nats_url, notes=tuple(notes))
     ports = [
@@ -116,7 +122,7 @@ def plan_system(options: UpOptions, machine: Machine, names_taken: Sequence[str]
         PortNeed(host=options.host, port=options.collector_port, option="--collector-port", purpose="metrics"),
     ]
     services = [
-        service(machine, "orchestrator", base),
+        plan_orchestrator(options, machine, base),
         service(machine, "collector", base, host=options.host, port=options.collector_port),
         *plan_routers(options, machine, base),
     ]
@@ -147,6 +153,16 @@ def service(machine: Machine, name: str, base: Mapping[str, str], *, host: str =
     return ProcessPlan(name=name, stage=Stage.SERVICES, command=command, env={**base, **listens})
 
 
+def plan_orchestrator(options: UpOptions, machine: Machine, base: Mapping[str, str]) -> ProcessPlan:
+    """It plans for as many workers as it may have, if it may have others than those it begins with."""
+    limits = {
+        "ORCHESTRATOR_PLANNER": "act",
+        "ORCHESTRATOR_PLANNER_WORKERS_MIN": str(options.workers_min),
+        "ORCHESTRATOR_PLANNER_WORKERS_MAX": str(options.workers_max),
+    }
+    return service(machine, "orchestrator", {**base, **limits} if options.workers_max else base)
+
+
 def plan_routers(options: UpOptions, machine: Machine, base: Mapping[str, str]) -> list[ProcessPlan]:
     """One router on the port, or several that share it and have each a port of its own, to be asked by itself."""
     if options.routers == 1:
@@ -170,23 +186,39 @@ def plan_workers(
     if not options.join and not options.both and not (options.prefill and options.decode):
         missing, given = ("decode", "--prefill") if options.prefill else ("prefill", "--decode")
         raise PlanRefused(f"Only {given} workers: nobody would {missing}. Add --{missing} 1 or --both 1.")
+    if options.workers_max and not options.workers_min <= len(roles) <= options.workers_max:
+        raise PlanRefused(
+            f"{len(roles)} workers are not between --workers-min {options.workers_min} and "
+            f"--workers-max {options.workers_max}."
+        )
     names = fresh_names(roles, names_taken)
-    devices, notes = devices_for(options, machine, len(roles), len(names_taken))
-    workers = []
-    for role, name, device in zip(roles, names, devices, strict=True):
-        env = {**base, "WORKER_WORKER_ID": name, "WORKER_ROLE": role.value, "WORKER_ENGINE": options.engine}
-        engine_args = " ".join(part for part in (device.engine_args, options.engine_args) if part)
-        optional = {
-            "WORKER_MODEL": options.model,
-            "WORKER_CONNECTOR": options.connector,
-            "WORKER_KV_CACHE_BYTES": str(options.kv_cache_bytes) if options.kv_cache_bytes else "",
-            "WORKER_ENGINE_ARGS": engine_args,
-            **device.env,
-        }
-        env.update({key: value for key, value in optional.items() if value})
-        command = (machine.python, "-m", "services.worker")
-        workers.append(ProcessPlan(name=name, stage=Stage.WORKERS, command=command, env=env, note=device.words))
-    return workers, notes
+    # Those that may come later get their parts of the machine now, for the first ones would have all of it.
+    devices, notes = devices_for(options, machine, max(len(roles), options.workers_max), len(names_taken))
+    settings = worker_settings(options, base)
+    return [
+        plan_worker(machine, settings, role, name, device)
+        for role, name, device in zip(roles, names, devices, strict=False)
+    ], notes
+
+
+def worker_settings(options: UpOptions, base: Mapping[str, str]) -> dict[str, str]:
+    """What all workers are told."""
+    optional = {
+        "WORKER_MODEL": options.model,
+        "WORKER_CONNECTOR": options.connector,
+        "WORKER_KV_CACHE_BYTES": str(options.kv_cache_bytes) if options.kv_cache_bytes else "",
+        "WORKER_ENGINE_ARGS": options.engine_args,
+    }
+    return {**base, "WORKER_ENGINE": options.engine, **{name: value for name, value in optional.items() if value}}
+
+
+def plan_worker(machine: Machine, settings: Mapping[str, str], role: Role, name: str, device: Device) -> ProcessPlan:
+    """One worker with its part of the machine."""
+    env = {**settings, "WORKER_WORKER_ID": name, "WORKER_ROLE": role.value, **device.env}
+    if device.engine_args:
+        env["WORKER_ENGINE_ARGS"] = f"{device.engine_args} {settings.get('WORKER_ENGINE_ARGS', '')}".rstrip()
+    command = (machine.python, "-m", "services.worker")
+    return ProcessPlan(name=name, stage=Stage.WORKERS, command=command, env=env, note=device.words)
 
 
 def devices_for(options: UpOptions, machine: Machine, count: int, running: int) -> tuple[list[Device], list[str]]:

@@ -1,0 +1,109 @@
+"""Workers come and go as the planner wishes, within --workers-min and --workers-max."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from services.launcher.core.placement import Device
+from services.launcher.core.plan import Machine, UpOptions, devices_for, fresh_names, plan_worker, worker_settings
+from services.launcher.core.scaling import Own, steps_for
+from services.launcher.screen import Screen
+from services.launcher.system import System
+from shared.bus.port import BusError, Envelope
+from shared.contracts.channels import DRAIN, SCALE, WORKER_RECORDS
+from shared.contracts.fleet_orders import DrainWorker
+from shared.contracts.ids import WorkerId
+from shared.contracts.planning import FleetScaled, ScaleFleet
+from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerRecord
+
+TAKE_S_MAX = 5.0
+"""For a worker to take the order to leave."""
+
+
+class Scaling:
+    """Answers the planner, one wish at a time."""
+
+    def __init__(self, system: System, options: UpOptions, machine: Machine, screen: Screen) -> None:
+        self._system = system
+        self._options = options
+        self._machine = machine
+        self._screen = screen
+        self._turn = asyncio.Lock()
+        self._leaving: set[str] = set()
+        devices, _notes = devices_for(options, machine, options.workers_max, 0)
+        self._devices = devices
+        self._device_of: dict[str, int] = {each.name: index for index, each in enumerate(system.workers)}
+        """Which part of the machine a worker has."""
+
+    async def listen(self) -> None:
+        """Take wishes from now on."""
+        await self._system.bus.answer(SCALE, self._answer)
+
+    async def _answer(self, wish: ScaleFleet, _envelope: Envelope) -> FleetScaled:
+        async with self._turn:
+            try:
+                return await self._scale(wish)
+            except BusError as error:
+                return FleetScaled(refusal=f"the launcher cannot read the registry: {error}")
+
+    async def _scale(self, wish: ScaleFleet) -> FleetScaled:
+        records = await self._records()
+        served = {model for each in self._system.workers if each.name in records for model in records[each.name].models}
+        if wish.model not in served:
+            return FleetScaled(refusal=f"this launcher runs {', '.join(sorted(served)) or 'no model'}")
+        steps = steps_for(
+            wish, self._own(records), workers_min=self._options.workers_min, workers_max=self._options.workers_max
+        )
+        if steps.start:
+            return self._start(wish, steps.start, steps.refusal, records)
+        gone, refusal = 0, steps.refusal
+        for worker_id in steps.stop:
+            if refused := await self._have_leave(worker_id, wish.why):
+                refusal = refused
+            else:
+                gone += 1
+        return FleetScaled(change=-gone, refusal=refusal)
+
+    async def _records(self) -> dict[str, WorkerRecord]:
+        kept = await (await self._system.bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)).all()
+        return {each.key: each.value for each in kept if each.value is not None}
+
+    def _own(self, records: Mapping[str, WorkerRecord]) -> list[Own]:
+        """With the roles that they have now; who is not registered yet has the one that it was started for."""
+        names = {each.name: Role(each.env["WORKER_ROLE"]) for each in self._system.workers}
+        self._leaving &= names.keys()
+        return [
+            Own(name, records[name].role if name in records else first_role, name in self._leaving)
+            for name, first_role in names.items()
+        ]
+
+    def _start(self, wish: ScaleFleet, count: int, refusal: str, records: Mapping[str, WorkerRecord]) -> FleetScaled:
+        running = [each.name for each in self._system.workers]
+        base = {"BATON_NATS_URL": self._system.plan.nats_url, "BATON_STATE_DIR": self._options.state_dir}
+        settings = worker_settings(self._options, base)
+        for name in fresh_names([wish.role] * count, [*records, *running]):
+            self._system.add(plan_worker(self._machine, settings, wish.role, name, self._free_device(name)))
+            self._screen.say(f"[cyan]●[/] {name} is being started: {wish.why}.")
+        return FleetScaled(change=count, refusal=refusal)
+
+    def _free_device(self, name: str) -> Device:
+        """A part of the machine that nobody has; while one that leaves still has its own, the least used one."""
+        running = [each.name for each in self._system.workers]
+        taken = [index for each, index in self._device_of.items() if each in running]
+        index = min(range(len(self._devices)), key=taken.count)
+        self._device_of[name] = index
+        return self._devices[index]
+
+    async def _have_leave(self, worker_id: str, why: str) -> str:
+        """Answers why it does not, in words."""
+        order = DrainWorker(worker_id=WorkerId(worker_id))
+        try:
+            taken = await self._system.bus.ask(DRAIN, order, timeout_s=TAKE_S_MAX)
+        except BusError as error:
+            return f"{worker_id} does not take the order to leave: {error or type(error).__name__}"
+        if taken.refusal:
+            return f"{worker_id} does not leave: {taken.refusal}"
+        self._leaving.add(worker_id)
+        self._screen.say(f"[yellow]●[/] {worker_id} leaves: {why}.")
+        return ""
