@@ -6,9 +6,10 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from services.worker.copying import Copied
 from services.worker.core.draining import Departure, Draining, hurried
 from services.worker.engines.port import Engine
-from services.worker.evacuation import Evacuated, evacuate
+from services.worker.evacuation import evacuate
 from services.worker.exchange.worker_exchange import WorkerExchange
 from services.worker.serve import LegServer
 from services.worker.settings import Settings
@@ -101,7 +102,7 @@ class Leaving:
             for waiting in (idle, stopping):
                 waiting.cancel()
 
-    async def _evacuate_beside(self, legs_end: Awaitable[None], departure: Departure) -> Evacuated:
+    async def _evacuate_beside(self, legs_end: Awaitable[None], departure: Departure) -> Copied:
         """What nobody uses just now goes while legs still run."""
         evacuating = asyncio.create_task(self._evacuate(departure), name="evacuate")
         try:
@@ -110,9 +111,9 @@ class Leaving:
         finally:
             evacuating.cancel()
 
-    async def _evacuate(self, departure: Departure) -> Evacuated:
+    async def _evacuate(self, departure: Departure) -> Copied:
         if self._exchange is None or not departure.evacuate or self._service.stopping.is_set():
-            return Evacuated()
+            return Copied()
         bus, clock, s_max = self._service.bus, self._service.clock, self._settings.evacuate_s_max
         return await evacuate(bus, clock, self._exchange, self._record(), s_max=s_max)
 
@@ -142,9 +143,9 @@ class Leaving:
             log.info("nobody hears how it left: %s", error or "time is up")
 
 
-def together(first: Evacuated, second: Evacuated) -> Evacuated:
+def together(first: Copied, second: Copied) -> Copied:
     """Two passes over the same prefixes: the second one finds moved what the first has moved."""
-    return Evacuated(
+    return Copied(
         prefixes=second.prefixes,
         prefixes_left=second.prefixes_left,
         blocks=first.blocks + second.blocks,

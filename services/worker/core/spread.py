@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from zlib import crc32
 
 from shared.contracts.ids import WorkerId
 from shared.contracts.workers import Role, WorkerPhase, WorkerRecord
@@ -46,8 +47,8 @@ class Spread:
         for taker in self._takers.values():
             share = (taker.taken + taker.misses(chain)) / taker.blocks
             if share <= TAKEN_SHARE_MAX:
-                ranked.append((taker.rank, share, taker.worker_id))
-        return [worker_id for _rank, _share, worker_id in sorted(ranked)]
+                ranked.append((taker.rank, share, _lot(taker.worker_id, chain), taker.worker_id))
+        return [worker_id for *_reasons, worker_id in sorted(ranked)]
 
     def found(self, worker_id: WorkerId, blocks: Sequence[bytes]) -> None:
         """That worker has these without our doing."""
@@ -85,6 +86,11 @@ def takers(me: WorkerRecord, records: Iterable[WorkerRecord]) -> list[Taker]:
         and record.prefix_caching
         and record.fingerprint.key() == key
     ]
+
+
+def _lot(worker_id: WorkerId, chain: Sequence[bytes]) -> int:
+    """Among equals: the same for every worker that has this chain to give."""
+    return crc32(chain[-1] + worker_id.encode())
 
 
 def _rank(mine: Role, its: Role) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 
 import msgspec
@@ -77,10 +78,11 @@ class WorkerExchange:
             changed.clear()
             await changed.wait()
 
-    async def hot_chains(self, chains_max: int) -> list[Chain]:
+    async def hot_chains(self, chains_max: int, *, uses_min: int = 1, idle_s_max: float = math.inf) -> list[Chain]:
         """The prefixes that the engine's requests used most lately, the hottest first; none, if it does not answer."""
+        call = EngineCall(chains_max=chains_max, chains_uses_min=uses_min, chains_idle_s_max=idle_s_max)
         try:
-            return (await self._line.ask(EngineCall(chains_max=chains_max))).chains
+            return (await self._line.ask(call)).chains
         except (TimeoutError, EngineDead) as error:
             log.info("the engine does not tell its hot prefixes: %s", error or "it does not answer")
             return []

@@ -3,51 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 import pytest
 
-from connector.core.calls import Chain, EngineCall, EngineNews, FetchEnded
-from services.worker.evacuation import CHAINS_AT_ONCE_MAX, Evacuated, evacuate
+from connector.core.calls import Chain, EngineNews
+from services.worker.copying import Copied
+from services.worker.evacuation import CHAINS_AT_ONCE_MAX, evacuate
 from shared.bus.memory_bus import MemoryHub
-from shared.contracts.kv_exchange import FetchedKv, FetchKv, pack_full_hashes, unpack_full_hashes
+from shared.contracts.kv_exchange import pack_full_hashes
 from shared.contracts.workers import WorkerPhase
 from shared.runtime.clock import SystemClock
 from tests.fleet_builders import record
 from tests.unit.connector.holding import chain
 from tests.unit.worker.exchange_fakes import OneWorker, exchanging
+from tests.unit.worker.staying import BLOCK_BYTES, Stayer
 from tests.virtual_time import LoopClock, run_in_virtual_time
 
 S_MAX = 10.0
-BLOCK_BYTES = 7
-
-
-class Stayer(OneWorker):
-    """Fetches what it is told to, and has in ``held`` what it has."""
-
-    def __init__(self, hub: MemoryHub, worker_id: str) -> None:
-        super().__init__(hub, worker_id)
-        self.held: set[bytes] = set()
-        self.fetches: list[FetchKv] = []
-        self.takes: Callable[[int], int] = lambda wanted: wanted
-        """How many blocks it has room for."""
-        self.engine.answer = self._answer
-
-    def _answer(self, call: EngineCall) -> EngineNews:
-        return EngineNews(
-            fetched=[FetchEnded(fetch_id=one.fetch_id, result=self._fetch(one.fetch)) for one in call.fetches]
-        )
-
-    def _fetch(self, fetch: FetchKv) -> FetchedKv:
-        hashes = unpack_full_hashes(fetch.hashes)
-        held = next((at for at, block in enumerate(hashes) if block not in self.held), len(hashes))
-        if not fetch.sources:
-            return FetchedKv(held=held)
-        self.fetches.append(fetch)
-        fetched = self.takes(len(hashes) - held)
-        self.held.update(hashes[: held + fetched])
-        return FetchedKv(held=held, fetched=fetched, bytes=fetched * BLOCK_BYTES)
 
 
 class Leaving:
@@ -65,7 +38,7 @@ class Leaving:
         await self._stack.enter_async_context(exchanging(self.me))
         return stayers
 
-    async def leave(self, clock=None) -> Evacuated:
+    async def leave(self, clock=None) -> Copied:
         me = record("leaving", WorkerPhase.DRAINING)
         return await evacuate(self.me.bus, clock or SystemClock(), self.me.exchange, me, s_max=S_MAX)
 
@@ -142,12 +115,12 @@ async def test_a_worker_without_hot_prefixes_asks_nobody():
         worker, (a,) = await leaving(stack, [], "a")
         done = await worker.leave()
 
-    assert done == Evacuated(seconds=done.seconds)
+    assert done == Copied(seconds=done.seconds)
     assert not a.engine.every("fetches")
 
 
 def test_evacuation_ends_at_its_deadline_whoever_does_not_answer():
-    async def main() -> Evacuated:
+    async def main() -> Copied:
         async with AsyncExitStack() as stack:
             worker, (a,) = await leaving(stack, [chain(4, "1"), chain(4, "2")], "a")
             a.engine.gate.clear()

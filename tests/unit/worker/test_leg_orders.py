@@ -9,9 +9,12 @@ import msgspec
 import pytest
 
 from services.worker.core.leg_order import KvPolicy, moves_kv
+from shared.bus.port import AskRefused
+from shared.contracts.channels import KV_FETCH
+from shared.contracts.failures import Reason
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegKind, StartLeg
-from shared.contracts.kv_exchange import KvOffer, KvProof, KvSource, LegOrder
+from shared.contracts.kv_exchange import FetchKv, KvOffer, KvProof, KvSource, LegOrder
 from tests.unit.worker.exchange_fakes import HASH, FakeExchange, ledger
 from tests.unit.worker.fakes import WAIT_S_MAX, running_worker
 
@@ -114,7 +117,7 @@ async def test_the_report_says_where_the_prompts_kv_came_from():
         assert frames[-1].report.kv_transfer == b""
 
 
-async def test_a_worker_with_leased_blocks_stays_until_they_are_read_and_then_unpins_everything():
+async def test_a_worker_with_leased_blocks_fetches_no_more_stays_until_they_are_read_and_then_unpins_everything():
     exchange = FakeExchange("w1")
     async with running_worker(exchange) as worker:
         exchange.tell(state=ledger(pinned_blocks=3, next_expiry_s=time.monotonic() + 60.0))
@@ -124,6 +127,10 @@ async def test_a_worker_with_leased_blocks_stays_until_they_are_read_and_then_un
         for _turn in range(20):
             await asyncio.sleep(0)
         assert not any(call.release_all for call in exchange.calls)
+        fetch = FetchKv(worker_id="w1", hashes=bytes(32), sources=[], deadline_s=1.0)
+        with pytest.raises(AskRefused) as refused:
+            await worker.bus.ask(KV_FETCH, fetch, timeout_s=WAIT_S_MAX)
+        assert refused.value.failure.reason is Reason.WORKER_DRAINING
 
         exchange.tell(state=ledger())
 
