@@ -34,7 +34,8 @@ class AsgiCall:
 
     ``on_server_error`` runs before a 5xx answer is passed on: it may raise, so that an engine's death is told as such.
     A prefill leg's answer is kept back until ``finish``: with its KV ready, nobody needs the one token. Of a resumed
-    leg's answer, what its client has had is dropped.
+    leg's answer, what its client has had is dropped. What follows the last token (usage, the end of a stream, or that
+    the engine died) goes with the leg's end or not at all: whoever takes up an answer knows by its tokens what was said.
     """
 
     def __init__(
@@ -52,6 +53,8 @@ class AsgiCall:
         self._answer = answer
         self._on_server_error = on_server_error
         self._held_back: list[bytes] | None = [] if start.kind is LegKind.PREFILL else None
+        self._tail: list[bytes] = []
+        """Behind the last token."""
         self._content_type = ""
         self._left = asyncio.Event()
 
@@ -96,6 +99,8 @@ class AsgiCall:
     def finish(self) -> None:
         """The app has returned: pass on what was kept back, if the router needs it."""
         if self._held_back is None:
+            if tail := b"".join(self._tail):
+                self._answer.data(tail)
             return
         succeeded = bool(self._record.kv_transfer) or self.status == OK
         self._answer.head(OK if succeeded else self.status, self._content_type)
@@ -109,6 +114,12 @@ class AsgiCall:
         if self.status == OK and not self._record.says_news:
             return
         token_ids, self._record.token_ids = self._record.token_ids, []
+        if self._record.is_over and not token_ids:
+            self._tail.append(data)
+            return
+        if self._tail:
+            data = b"".join([*self._tail, data])
+            self._tail.clear()
         if data or token_ids:
             self._answer.data(data, token_ids)
             await self._answer.drain()

@@ -176,6 +176,7 @@ class LegServer:
         record = LegRecord(
             kind=start.kind,
             request_id=start.request_id,
+            path=start.path,
             trace_headers=inject(span) or {},
             prefill_cached_tokens=start.prefill_cached_tokens,
             expected_tokens=start.expected_tokens,

@@ -41,6 +41,8 @@ class LegRecord:
     kind: LegKind
     request_id: str
     trace_headers: dict[str, str]
+    path: str = ""
+    """Of the request."""
     prefill_cached_tokens: int = 0
     """DECODE: what the prefill leg had cached: the request's cached tokens, unless ``kv_transfer_params`` tell them."""
     expected_tokens: int = -1
@@ -55,6 +57,10 @@ class LegRecord:
     """With ``resume``: what the server says from now on is new to the client."""
     cannot_resume: str = ""
     """Why the engine will not go on behind these tokens."""
+    sequences: int = 0
+    """Being generated for it now."""
+    is_over: bool = False
+    """Every token has been generated and told: what the server still says, the shell sends with the leg's end."""
     prompt_tokens: int = 0
     """Of the client's prompt: resumed tokens are tokens of the completion."""
     cached_tokens: int = 0
@@ -75,6 +81,16 @@ class LegRecord:
     prefill_s: float = 0.0
     first_token_at: float = 0.0
     finish_reason: str = ""
+
+    def sequence_began(self) -> None:
+        """One more is being generated."""
+        self.sequences += 1
+        self.is_over = False
+
+    def sequence_ended(self) -> None:
+        """One of them will say no more."""
+        self.sequences -= 1
+        self.is_over = self.sequences == 0
 
     @property
     def says_news(self) -> bool:
@@ -107,6 +123,8 @@ class EngineFacts:
     step_tokens_max: int = 2048
     """Tokens computed in one step."""
     prefix_caching: bool = True
+    note: str = ""
+    """What else a person may want to know of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

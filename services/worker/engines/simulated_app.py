@@ -130,6 +130,7 @@ class SimulatedApp:
                     self._note_end(job, choice)
             if events:
                 await send(_body(b"".join(events) if len(events) > 1 else events[0]))
+        record.is_over = True
         end = job.answers.usage(_usage(job)) + DONE if job.view.usage else DONE
         await send(_body(end, more=False))
 

@@ -16,6 +16,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from services.worker.engines.port import CURRENT_LEG, LegRecord
 from services.worker.engines.vllm_arguments import OWN_CONNECTOR
 from services.worker.engines.vllm_orders import give_order, take_proof, tell_truth
+from services.worker.engines.vllm_resume import CatchUp, opening, taken_up
 from services.worker.engines.vllm_stats import EngineMeter, PromptSources
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_exchange import LegOrder
@@ -34,12 +35,15 @@ class LegEngine(AsyncLLM):
     traced: bool = False
     has_exchange: bool = False
     """Its connector is ours."""
+    catching_up: dict[str, CatchUp | None]
+    """What each request goes on behind, by the name that it has here."""
 
     def attach(self, meter: EngineMeter, block_bytes: int) -> None:
         """Bind to the running event loop. Call once, before the first request."""
         self.meter = meter
         self.block_bytes = block_bytes
         self.numbers = count()
+        self.catching_up = {}
         self.traced = self.vllm_config.observability_config.otlp_traces_endpoint is not None
         self.has_exchange = self.vllm_config.kv_transfer_config.kv_connector == OWN_CONNECTOR
         self.died = asyncio.get_running_loop().create_future()
@@ -50,6 +54,9 @@ class LegEngine(AsyncLLM):
     ) -> AsyncGenerator[RequestOutput, None]:
         """One sequence of the current leg."""
         record = CURRENT_LEG.get() or LegRecord(kind=LegKind.AGGREGATED, request_id=request_id, trace_headers={})
+        catch_up = taken_up(prompt, sampling_params, record, self.model_config)
+        if record.cannot_resume:
+            return
         guard(sampling_params, record.kind)
         if self.has_exchange:
             give_order(sampling_params, record.order or LegOrder())
@@ -57,27 +64,51 @@ class LegEngine(AsyncLLM):
             options["trace_headers"] = record.trace_headers
         # Clients name their requests as they like, several alike perhaps; what is noted about one is not another's.
         request_id = f"{request_id}-{next(self.numbers)}"
-        waiting = self.meter.expect(prompt, record.expected_tokens)
+        self.catching_up[request_id] = catch_up
+        waiting = self.meter.expect(prompt, record.expected_tokens, more=len(record.resume or ()))
         outputs = super().generate(prompt, sampling_params, request_id, **options)
         first = True
+        record.sequence_began()
         try:
             async for output in outputs:
                 if first:
                     waiting.over()
                     self._note_prompt(record, output, self.meter.sources.take(request_id))
+                self._tell_truth(record, request_id, output)
+                if first:
                     first = False
-                if self.has_exchange:
-                    take_proof(record, request_id, output)
-                    tell_truth(record, output)
+                    async for earlier in opening(record, output, sampling_params, catch_up):
+                        yield earlier
+                    record.caught_up = True
+                    if catch_up is not None and catch_up.has_ended:
+                        continue
                 _note_output(record, output)
                 yield output
         except EngineDeadError as error:
             self.note_death(str(error))
             raise
         finally:
+            record.sequence_ended()
             waiting.over()
+            self.catching_up.pop(request_id, None)
             self.meter.sources.take(request_id)
             await outputs.aclose()
+
+    async def _add_request(self, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any) -> None:
+        """The step of vLLM's own that tells its output processor of a request, and then its engine."""
+        catch_up = self.catching_up.get(request.external_req_id)
+        if catch_up is None:
+            await super()._add_request(request, prompt, parent_req, index, queue)
+            return
+        self.check_admission(request_id=request.request_id)
+        self.output_processor.add_request(request, prompt, parent_req, index, queue)
+        if await catch_up.begin(self.output_processor, request, queue):
+            await self.engine_core.add_request_async(request)
+
+    def _tell_truth(self, record: LegRecord, request_id: str, output: RequestOutput) -> None:
+        if self.has_exchange:
+            take_proof(record, request_id, output)
+            tell_truth(record, output)
 
     def _note_prompt(self, record: LegRecord, output: RequestOutput, sources: PromptSources) -> None:
         record.prompt_tokens += len(output.prompt_token_ids or ())

@@ -97,10 +97,12 @@ class EngineMeter(StatLoggerBase):
         """Call ``listener`` after each step of the engine."""
         self._listeners.append(listener)
 
-    def expect(self, prompt: Any, expected_tokens: int) -> Waiting:
-        """A prompt is on its way to the engine, which will have to compute so many of its tokens; -1: not known."""
+    def expect(self, prompt: Any, expected_tokens: int, more: int = 0) -> Waiting:
+        """A prompt is on its way to the engine, which will have to compute so many of its tokens; -1: not known. It is
+        longer by ``more`` tokens than it looks.
+        """
         ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
-        tokens = len(ids or ())
+        tokens = len(ids or ()) + more
         return Waiting(self, min(tokens, expected_tokens) if expected_tokens >= 0 else tokens)
 
     def prefilled(self, tokens: int, seconds: float) -> None:

@@ -90,6 +90,12 @@ class FakeEngine:
         record.proof = self.proof
         if record.kind is LegKind.PREFILL and self.exchange is None:
             record.kv_transfer = KV_TRANSFER
+        record.is_over = True
+        for more in asked.get("more", ()):
+            await send({"type": "http.response.body", "body": more.encode(), "more_body": True})
+        if asked.get("dies_at_the_end"):
+            record.finish_reason = ""
+            self.reason.set_result("out of memory")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def load(self) -> EngineLoad:

@@ -34,6 +34,25 @@ async def test_a_leg_is_answered_with_head_data_and_end():
         assert report.finish_reason == "length"
 
 
+async def test_what_follows_the_last_token_comes_in_one_piece_with_the_end():
+    async with running_worker() as worker:
+        frames, _failure = await worker.read(await worker.leg(body={"tokens": 1, "more": ["usage ", "done"]}))
+
+        assert [(frame.data, frame.token_ids) for frame in frames[1:3]] == [(b"data: 0\n\n", [0]), (b"usage done", [])]
+        assert kinds(frames[3:]) == [FrameKind.END]
+
+
+async def test_what_the_server_says_of_an_engine_that_died_is_not_passed_on():
+    """The router answers for that, or has the answer taken up elsewhere."""
+    async with running_worker() as worker:
+        leg = await worker.leg(body={"tokens": 1, "more": ["error"], "dies_at_the_end": True})
+
+        frames, failure = await worker.read(leg)
+
+        assert failure.reason is Reason.ENGINE_DEAD
+        assert [frame.data for frame in frames if frame.kind is FrameKind.DATA] == [b"data: 0\n\n"]
+
+
 async def test_a_prefill_leg_answers_with_its_kv_and_no_data():
     async with running_worker() as worker:
         frames, _failure = await worker.read(await worker.leg(LegKind.PREFILL))
