@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
+from rich.markup import escape
+
 from services.launcher.core.placement import Device
 from services.launcher.core.plan import Machine, UpOptions, devices_for, fresh_names, plan_worker, worker_settings
 from services.launcher.core.scaling import Own, steps_for
@@ -84,7 +86,7 @@ class Scaling:
         settings = worker_settings(self._options, base)
         for name in fresh_names([wish.role] * count, [*records, *running]):
             self._system.add(plan_worker(self._machine, settings, wish.role, name, self._free_device(name)))
-            self._screen.say(f"[cyan]●[/] {name} is being started: {wish.why}.")
+            self._screen.say(f"[cyan]●[/] {name} is being started: {escape(wish.why)}.")
         return FleetScaled(change=count, refusal=refusal)
 
     def _free_device(self, name: str) -> Device:
@@ -105,5 +107,5 @@ class Scaling:
         if taken.refusal:
             return f"{worker_id} does not leave: {taken.refusal}"
         self._leaving.add(worker_id)
-        self._screen.say(f"[yellow]●[/] {worker_id} leaves: {why}.")
+        self._screen.say(f"[yellow]●[/] {worker_id} leaves: {escape(why)}.")
         return ""
