@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from services.router.service import Router
 from services.router.settings import Settings
 from services.router.tracing import Tracing
 from shared.bus.memory_bus import MemoryBus, MemoryHub
+from shared.bus.port import BusDown
 from shared.contracts.ids import WorkerId
 from shared.contracts.workers import Role
 from tests.unit.router.fake_worker import FakeWorker, Script, answer_well
@@ -120,7 +122,8 @@ class World:
     async def _keep_reporting(self, worker: FakeWorker) -> None:
         while worker.alive:
             await asyncio.sleep(0.5)
-            await worker.report()
+            with contextlib.suppress(BusDown):
+                await worker.report()
 
     def begin(
         self, body: bytes, *, path: str = COMPLETIONS, **headers: str
