@@ -1,4 +1,4 @@
-"""NIXL behind the port: the one file that imports it. UCX moves the bytes, over whatever both machines have.
+"""NIXL behind the port: the one place that imports it. UCX moves the bytes, over whatever both machines have.
 
 Over shared memory a read is copied inside ``read``, by the calling thread and without Python's lock.
 
@@ -57,7 +57,7 @@ class NixlAgent:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._agent = _make_agent(name, progress=True)
+        self._agent = make_agent(name, progress=True)
         self._regions: list[Region] = []
         self._registered: list[Any] = []
         self._connections: dict[str, _Connection] = {}
@@ -75,7 +75,7 @@ class NixlAgent:
     def connect(self, metadata: bytes) -> str:
         """Know that agent, wire up, answer its name. Raises TransferFailed."""
         self._connected += 1
-        agent = _make_agent(f"{self._name}-{self._connected}", progress=False)
+        agent = make_agent(f"{self._name}-{self._connected}", progress=False)
         registered = _register(agent, self._regions)
         with _failing("connecting"):
             added = agent.add_remote_agent(metadata)
@@ -141,9 +141,10 @@ class NixlAgent:
         self._agent = None
 
 
-def _make_agent(name: str, *, progress: bool) -> Any:
+def make_agent(name: str, *, progress: bool, backends: Sequence[str] = BACKENDS) -> Any:
+    """NIXL's own. Raises TransferFailed."""
     with _sleeping_progress_threads(), _cores_kept(), _failing("starting an agent"):
-        config = nixl_api.nixl_agent_config(enable_prog_thread=progress, num_threads=0, backends=BACKENDS)
+        config = nixl_api.nixl_agent_config(enable_prog_thread=progress, num_threads=0, backends=list(backends))
         return nixl_api.nixl_agent(name, config)
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 
 import msgspec
 
+from services.worker.engines.port import StartEngine
 from services.worker.service import LEAVING_S_MAX, engine_starter, run_worker
 from services.worker.settings import Settings
+from shared.bus.port import Bus
 from shared.contracts.ids import is_subject_token
+from shared.contracts.workers import Role
 from shared.runtime.service import Service, run_service
 from shared.runtime.settings import SettingsError, load, load_common
 
@@ -22,9 +26,18 @@ def main() -> None:
         sys.exit(f"worker: {error}")
 
     async def live(service: Service) -> None:
-        await run_worker(service, settings, common, engine_starter(settings.engine))
+        await run_worker(service, settings, common, starter_of(settings, service.bus))
 
     run_service("worker", settings.worker_id, common, live, drain_s_max=settings.drain_s_max + LEAVING_S_MAX)
+
+
+def starter_of(settings: Settings, bus: Bus) -> StartEngine:
+    """What starts the engine, or the store that stands in its place and looks for its partner on the bus."""
+    if settings.role is not Role.STORE:
+        return engine_starter(settings.engine)
+    from services.worker.engines.store import start_store  # only a store reads this
+
+    return partial(start_store, bus=bus)
 
 
 def with_id(settings: Settings) -> Settings:

@@ -32,7 +32,7 @@ from shared.contracts.control import ServicePhase
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.version import WIRE_VERSION
-from shared.contracts.workers import Fingerprint, HashScheme, WorkerPhase, WorkerRecord
+from shared.contracts.workers import Fingerprint, HashScheme, Role, WorkerPhase, WorkerRecord
 from shared.runtime.service import Service
 from shared.runtime.settings import CommonSettings
 
@@ -103,9 +103,11 @@ class Worker:
         if self._exchange is not None:
             load.tell_of(self._exchange)
             self._server.unread = Unread(self._exchange, identity)
+            self._opens.append(self._exchange.open)
+        if self._exchange is not None and record.role is not Role.STORE:  # which has nothing to answer canaries with
             canaries = CanaryDesk(service.bus, service.clock, engine, identity)
             self._prober = Prober(worker_id, self._exchange.peers, canaries)
-            self._opens += [self._exchange.open, canaries.open]
+            self._opens.append(canaries.open)
         self._standing = Standing(service, registration, load, self._server, engine.facts)
         self._orders = OrderDesk(service, self._server, self._prober, self._standing, settings.drain_s_max)
         self._leaving = Leaving(
@@ -151,7 +153,7 @@ class Worker:
 
     async def _be_ready_unless(self, told: asyncio.Task[Departure]) -> None:
         """Take legs as soon as nothing speaks against it, unless told to leave before that."""
-        note = ""
+        note = self._engine.facts.note
         if self._prober is not None:
             await self._standing.probing()
             proving = asyncio.create_task(self._prober.until_proven(self._standing.probing), name="probe")
@@ -236,7 +238,7 @@ def first_record(settings: Settings, epoch: Epoch) -> WorkerRecord:
         epoch=epoch,
         role=settings.role,
         phase=WorkerPhase.STARTING,
-        engine=settings.engine,
+        engine=settings.engine if settings.role is not Role.STORE else Role.STORE.value,
         models=[model],
         max_model_len=settings.max_model_len,
         fingerprint=fingerprint,

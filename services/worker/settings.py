@@ -56,6 +56,14 @@ class Settings(SimulatedTiming, frozen=True, kw_only=True, forbid_unknown_fields
     """Of the KV blocks, how many leases may pin, 0.0 to 1.0; more are refused."""
     kv_copy_uses_min: Annotated[int, msgspec.Meta(ge=0)] = 2
     """Prefixes that so many requests have used are copied to a store, if there is one; 0: none."""
+    store_memory_bytes: Annotated[int, msgspec.Meta(gt=0)] = 1 << 30
+    """With ``role`` store: memory for copies of KV blocks."""
+    store_files_bytes: Annotated[int, msgspec.Meta(ge=0)] = 4 << 30
+    """With ``role`` store: the most that its files may take, so that copies survive a restart; 0: no files."""
+    store_dir: str = ""
+    """With ``role`` store: where each store has a folder by its worker id; empty: ``kv-store`` in BATON_STATE_DIR."""
+    store_io: Literal["auto", "nixl", "plain"] = "auto"
+    """With ``role`` store: NIXL's POSIX plugin, plain file calls, or the latter where the former cannot run."""
     kv_host: str = "127.0.0.1"
     """With ``connector`` upstream: address at which other workers reach this one's KV side channel."""
     engine_args: str = ""

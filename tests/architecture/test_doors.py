@@ -14,7 +14,7 @@ from tests.architecture.test_purity import DECIDERS
 DOORS = {
     "nats": ("shared/bus/nats_*.py",),
     "vllm": ("services/worker/engines/vllm_*.py", "connector/*"),
-    "nixl": ("connector/nixl_agent.py", "services/worker/engines/vllm_*.py"),
+    "nixl": ("connector/nixl_*.py", "services/worker/engines/vllm_*.py"),
     "opentelemetry.sdk": ("shared/telemetry/setup.py",),
     "opentelemetry.exporter": ("shared/telemetry/setup.py",),
 }
@@ -41,6 +41,7 @@ KNOWN_TO_WORKERS = (
     "connector.transfer_port",
     "connector.memory_agent",
     "connector.nixl_agent",
+    "connector.nixl_files",
 )
 """What also a simulated engine uses: it runs where there is no vLLM."""
 

@@ -43,6 +43,11 @@ class BlockCache:
         """Blocks that nobody holds."""
         return len(self._free)
 
+    @property
+    def named(self) -> int:
+        """Blocks that are cached."""
+        return len(self._named)
+
     def hashes(self) -> Iterable[bytes]:
         """The full hash of every cached block."""
         return self._named.keys()

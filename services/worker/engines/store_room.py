@@ -1,0 +1,42 @@
+"""Where a store keeps its blocks: memory that never moves, and files."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from connector.connections import PROBE_BYTES
+from services.worker.engines.store_files import StoreFiles
+
+
+class Arena:
+    """Memory for blocks, and a place behind them for probes; it never moves. Pages are made when first written."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._memory = mmap.mmap(-1, size + PROBE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Where a store keeps its blocks."""
+
+    arena: Arena
+    files: StoreFiles | None
+    thread: ThreadPoolExecutor
+    """Whoever calls ``files``."""
+
+    def in_words(self, blocks: int, block_bytes: int) -> str:
+        """How much there is, for a person."""
+        memory = f"{blocks} blocks in memory ({in_gib(blocks * block_bytes)})"
+        if self.files is None:
+            return f"{memory}, none in files"
+        return f"{memory}, {self.files.slots} in files ({in_gib(self.files.slots * block_bytes)}) by {self.files.words}"
+
+
+def in_gib(size: int) -> str:
+    """Roughly."""
+    return f"{size / (1 << 30):.1f} GiB" if size >= (1 << 30) // 10 else f"{size / (1 << 20):.1f} MiB"
