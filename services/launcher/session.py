@@ -72,10 +72,11 @@ class Session:
                 await first_of(self._announce(), stop.wait())
         except StartFailed as failure:
             return str(failure)
-        return await first_of(system.until_broken(), self._until_told(stop)) or ""
+        return await first_of(system.until_broken(), self._until_told(stop, system)) or ""
 
-    async def _until_told(self, stop: asyncio.Event) -> None:
-        while not stop.is_set() and not self.gone():
+    async def _until_told(self, stop: asyncio.Event, system: System) -> None:
+        """Workers that joined alone are all that there is to stay for."""
+        while not stop.is_set() and not self.gone() and not (self.options.join and system.is_drained):
             await first_of(stop.wait(), asyncio.sleep(GONE_POLL_S))
 
     async def _announce(self) -> None:

@@ -115,6 +115,12 @@ class System:
             seconds = self.rows[process.name].seconds(self._clock.now())
             self._screen.say(f"[green]●[/] {process.name} is ready, {seconds:.1f} s after its start.")
 
+    @property
+    def is_drained(self) -> bool:
+        """Whether every worker was ordered to leave, and has left."""
+        rows = [self.rows[process.name] for process in self.plan.stage(Stage.WORKERS)]
+        return all(row.has_drained and row.phase is ServicePhase.STOPPED for row in rows)
+
     async def bring_up(self) -> None:
         """Start everything; returns when all are ready. Raises StartFailed."""
         for process in self.plan.stage(Stage.NATS):

@@ -141,7 +141,7 @@ class CanaryDesk:
         except (CannotTry, TimeoutError) as error:
             words = str(error) or f"our engine did not answer within {READ_S_MAX:g} s"
             return Finding(Outcome.FAILED, words), None
-        full_tokens = len(canary.tokens) // self._block_size * self._block_size
+        full_tokens = (len(canary.tokens) - 1) // self._block_size * self._block_size
         read = core.read_well(answer.record.proof, full_tokens)
         return (read if read is not core.FINE else core.answered_alike(canary.answer, answer.tokens)), answer
 

@@ -73,7 +73,6 @@ class Prober:
                 if not failed(found):
                     return words
                 rounds += 1
-                log.warning("this worker gets no traffic yet: %s", words)
                 await say(words)
                 await self._pause(pause_s(rounds))
 
@@ -87,7 +86,10 @@ class Prober:
     async def _prove_with(self, kind: Kind) -> list[Attempt]:
         attempts: list[Attempt] = []
         while partner := next_partner(partners(self._worker_id, self._neighbours.records, kind), attempts):
-            attempts.append(Attempt(partner.worker_id, await self._canaries.try_with(partner)))
+            found = await self._canaries.try_with(partner)
+            attempts.append(Attempt(partner.worker_id, found))
+            if found.outcome is not Outcome.PASSED:
+                log.warning("a canary with %s %s: %s", partner.worker_id, found.outcome.value, found.why)
         return attempts
 
     def _look_again(self) -> None:
