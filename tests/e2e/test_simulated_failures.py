@@ -94,8 +94,9 @@ def test_requests_whose_prefill_worker_is_killed_are_answered_by_the_other(syste
     assert statuses == [200] * CLIENTS
 
 
-def test_a_stream_whose_worker_is_killed_ends_with_an_error_event(system: System):
+def test_a_stream_that_may_not_go_on_elsewhere_ends_with_an_error_event_when_its_worker_is_killed(system: System):
     body = {"model": MODEL, "prompt": "Run!", "max_tokens": 5000, "ignore_eos": True, "stream": True}
+    body["baton"] = {"resumes_max": 0}
     with system.http.stream("POST", "/v1/completions", json=body) as answer:
         events = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
         assert "choices" in json.loads(next(events))
