@@ -64,6 +64,8 @@ class Connector(StrEnum):
 
 [cyan]baton up --routers 2[/]   two routers behind one address
 
+[cyan]baton up --store 1[/]   what engines forget or take with them is kept; WORKER_STORE_* says how much
+
 [cyan]baton up --join --decode 1[/]   on a second terminal: one more worker
 
 [cyan]baton up --workers-max 4[/]   as many of each role as the traffic wants, up to four
@@ -79,6 +81,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
     prefill: Annotated[int | None, typer.Option(min=0, help="Prefill workers.", show_default="1")] = None,
     decode: Annotated[int | None, typer.Option(min=0, help="Decode workers.", show_default="1")] = None,
     both: Annotated[int | None, typer.Option(min=0, help="Workers that do both.", show_default="0")] = None,
+    store: Annotated[int, typer.Option(min=0, help="Workers that keep copies of KV, in memory and in files.")] = 0,
     model: Annotated[str, typer.Option(help="Hugging Face id or local path.", show_default="baton-tiny")] = "",
     engine: Annotated[EngineKind | None, typer.Option(help="What computes.", show_default="vllm")] = None,
     connector: Annotated[
@@ -106,11 +109,12 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
     running = state_file.find(state_dir or Path(common.state_dir)) if join else None
     counts = {"prefill": prefill, "decode": decode, "both": both}
     if all(count is None for count in counts.values()):
-        counts = {"both": 1} if join else {"prefill": 1, "decode": 1}
+        counts = {"both": 0 if store else 1} if join else {"prefill": 1, "decode": 1}
     options = UpOptions(
         prefill=counts.get("prefill") or 0,
         decode=counts.get("decode") or 0,
         both=counts.get("both") or 0,
+        store=store,
         model=model,
         engine=engine.value if engine else ("simulated" if running and running.engine == "simulated" else "vllm"),
         connector=connector.value if connector else "",

@@ -75,6 +75,7 @@ def fleet_table(fleet: Fleet) -> Table:
         table.add_column(heading, no_wrap=True)
     for heading in ("run", "wait", "KV", "for"):
         table.add_column(heading, no_wrap=True, justify="right")
+    table.add_column("note")
     for worker in sorted(fleet.state.workers, key=lambda w: w.record.worker_id):
         record = worker.record
         live = not fleet.from_registry
@@ -89,6 +90,7 @@ def fleet_table(fleet: Fleet) -> Table:
             str(worker.waiting) if live else "?",
             f"{worker.kv_used:.0%}" if live else "?",
             duration(worker.since_s) if live else "?",
+            Text(record.note, "dim"),
         )
     return table
 

@@ -112,7 +112,8 @@ class LoadPublisher:
         if exchange is not None:
             numbers["received_bytes_total"] = exchange.read_bytes_total
             numbers["received_seconds_total"] = exchange.read_seconds_total
-            if not load.running and not load.waiting:  # An idle engine takes no step that would say what it uses.
+            is_idle = not load.running and not load.waiting and self.role is not Role.STORE
+            if is_idle:  # An idle engine takes no step that would say what it uses.
                 numbers["kv_blocks_used"] = exchange.pinned_blocks
         report = LoadReport(
             worker_id=self._worker_id,

@@ -23,6 +23,8 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     prefill: int = 0
     decode: int = 0
     both: int = 0
+    store: int = 0
+    """Workers that keep copies of KV blocks and compute nothing."""
     model: str = ""
     """Empty: the worker's default."""
     engine: Literal["vllm", "simulated"] = "vllm"
@@ -57,6 +59,11 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """One logical CPU per physical core that this process may use."""
     gpus: tuple[str, ...] = ()
     """GPU indexes; empty when the installed engine is the CPU one."""
+
+
+STORES = f"{Role.STORE.value}-"
+"""With which their names begin: they take no part of what engines compute on."""
+STORE = Device(words="no engine")
 
 
 class Stage(IntEnum):
@@ -181,9 +188,11 @@ def plan_workers(
 ) -> tuple[list[ProcessPlan], list[str]]:
     """The workers, each with a part of the machine of its own where there is enough of it."""
     roles = [Role.PREFILL] * options.prefill + [Role.DECODE] * options.decode + [Role.BOTH] * options.both
-    if not roles:
+    if not roles and not (options.join and options.store):
         raise PlanRefused("No workers: ask for at least one with --prefill, --decode or --both.")
-    if not options.join and not options.both and not (options.prefill and options.decode):
+    if options.store and options.connector == "upstream":
+        raise PlanRefused("--store keeps what the KV exchange moves: leave --connector upstream out.")
+    if roles and not options.join and not options.both and not (options.prefill and options.decode):
         missing, given = ("decode", "--prefill") if options.prefill else ("prefill", "--decode")
         raise PlanRefused(f"Only {given} workers: nobody would {missing}. Add --{missing} 1 or --both 1.")
     if options.workers_max and not options.workers_min <= len(roles) <= options.workers_max:
@@ -191,14 +200,17 @@ def plan_workers(
             f"{len(roles)} workers are not between --workers-min {options.workers_min} and "
             f"--workers-max {options.workers_max}."
         )
-    names = fresh_names(roles, names_taken)
+    names = list(fresh_names([*roles, *[Role.STORE] * options.store], names_taken))
     # Those that may come later get their parts of the machine now, for the first ones would have all of it.
-    devices, notes = devices_for(options, machine, max(len(roles), options.workers_max), len(names_taken))
+    count, running = max(len(roles), options.workers_max), sum(not name.startswith(STORES) for name in names_taken)
+    devices, notes = devices_for(options, machine, count, running) if count else ([], [])
     settings = worker_settings(options, base)
-    return [
+    engines = [
         plan_worker(machine, settings, role, name, device)
         for role, name, device in zip(roles, names, devices, strict=False)
-    ], notes
+    ]
+    # Behind those whose copies they keep, for they are ready only when there is somebody to keep copies for.
+    return [*engines, *(plan_worker(machine, settings, Role.STORE, name, STORE) for name in names[len(roles) :])], notes
 
 
 def worker_settings(options: UpOptions, base: Mapping[str, str]) -> dict[str, str]:

@@ -31,12 +31,12 @@ class Room:
 
     def in_words(self, blocks: int, block_bytes: int) -> str:
         """How much there is, for a person."""
-        memory = f"{blocks} blocks in memory ({in_gib(blocks * block_bytes)})"
+        memory = f"{in_words(blocks * block_bytes)} of memory"
         if self.files is None:
-            return f"{memory}, none in files"
-        return f"{memory}, {self.files.slots} in files ({in_gib(self.files.slots * block_bytes)}) by {self.files.words}"
+            return f"{memory}, no files"
+        return f"{memory}, {in_words(self.files.slots * block_bytes)} of files ({self.files.words})"
 
 
-def in_gib(size: int) -> str:
+def in_words(size: int) -> str:
     """Roughly."""
     return f"{size / (1 << 30):.1f} GiB" if size >= (1 << 30) // 10 else f"{size / (1 << 20):.1f} MiB"

@@ -116,3 +116,33 @@ def test_a_fleet_that_could_serve_nobody_is_refused_with_advice(changes: dict[st
 def test_without_a_nats_server_the_user_hears_how_to_get_one():
     with pytest.raises(PlanRefused, match="BATON_NATS_SERVER"):
         plan_system(OPTIONS, msgspec.structs.replace(MACHINE, nats_server=""))
+
+
+def test_stores_come_last_and_take_no_core_from_the_engines():
+    system = plan(store=2)
+
+    assert [p.name for p in system.stage(Stage.WORKERS)] == ["prefill-1", "decode-1", "store-1", "store-2"]
+    assert [worker_env(system, name, "WORKER_CPU_CORES") for name in ("prefill-1", "decode-1", "store-1")] == [
+        "0",
+        "1",
+        "",
+    ]
+    assert worker_env(system, "store-1", "WORKER_ROLE") == "store"
+
+
+def test_a_store_may_join_alone_but_begins_no_system():
+    joined = plan_system(UpOptions(store=1, join=True, nats_url="nats://n", state_dir="/state"), MACHINE, ["store-1"])
+
+    assert [process.name for process in joined.processes] == ["store-2"]
+    with pytest.raises(PlanRefused, match="at least one with --prefill"):
+        plan(prefill=0, decode=0, store=1)
+    with pytest.raises(PlanRefused, match="--connector upstream"):
+        plan(store=1, connector="upstream")
+
+
+def test_a_store_that_is_there_takes_no_core_from_an_engine_that_joins():
+    joined = plan_system(
+        UpOptions(decode=1, join=True, nats_url="nats://n", state_dir="/state"), MACHINE, ["prefill-1", "store-1"]
+    )
+
+    assert worker_env(joined, "decode-1", "WORKER_CPU_CORES") == "1"
