@@ -19,6 +19,7 @@ from shared.contracts.planning import AskPlans, Demand, PlanAction, PlanDecision
 ASK_S_MAX = 3.0
 LOAD_FULL = 0.85
 """From there on a role's load stands out."""
+INDENT = (0, 0, 0, 2)
 MODES = {
     "off": "The planner is off: ORCHESTRATOR_PLANNER=advise or act turns it on.",
     "advise": "The planner gives advice and changes nothing: ORCHESTRATOR_PLANNER=act lets it.",
@@ -52,14 +53,14 @@ def _sections(told: Plans, now_unix_s: float) -> Iterator[RenderableType]:
         latest.setdefault((decision.model, decision.fingerprint), decision)
     for decision in latest.values():
         yield Text(f"\n{decision.model}", "bold", overflow="fold")
-        yield Padding(Text(_wanted(decision.demand), "dim"), (0, 0, 0, 2))
+        yield Padding(Text(_wanted(decision.demand), "dim"), INDENT, expand=False)
         if decision.roles:
-            yield Padding(_roles(decision), (0, 0, 0, 2))
-        yield Padding(Text(_sentence(decision.why)), (0, 0, 0, 2))
+            yield Padding(_roles(decision), INDENT, expand=False)
+        yield Padding(Text(_sentence(decision.why)), INDENT, expand=False)
     changes = [decision for decision in told.decisions if decision.action is not PlanAction.NOTHING]
     if changes:
         yield Text("\nChanges", "bold")
-        yield Padding(_changes(changes, now_unix_s), (0, 0, 0, 2))
+        yield Padding(_changes(changes, now_unix_s), INDENT, expand=False)
     elif told.mode != "off":
         yield Text("\nNothing was changed yet.")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.orchestrator.core.choice import RoleLoad
@@ -21,6 +21,34 @@ from shared.contracts.workers import FleetWorker, Role, WorkerPhase
 COMING = (WorkerPhase.STARTING, WorkerPhase.PROBING)
 PLANNED = (Role.PREFILL, Role.DECODE, Role.BOTH)
 """The roles that compute."""
+Key = tuple[str, str]
+"""Model and fingerprint."""
+
+
+def by_family(workers: Iterable[FleetWorker]) -> dict[Key, list[FleetWorker]]:
+    """Those that compute. Who is starting may not know its fingerprint yet: it is counted where its model is served."""
+    families: dict[Key, list[FleetWorker]] = {}
+    coming = []
+    for worker in workers:
+        if worker.record.models and worker.record.role in PLANNED:
+            if worker.phase in COMING:
+                coming.append(worker)
+            else:
+                families.setdefault(_key(worker), []).append(worker)
+    for worker in coming:
+        model = worker.record.models[0]
+        served = [key for key in families if key[0] == model]
+        key = (
+            _key(worker)
+            if _key(worker) in families or not served
+            else max(served, key=lambda each: len(families[each]))
+        )
+        families.setdefault(key, []).append(worker)
+    return families
+
+
+def _key(worker: FleetWorker) -> Key:
+    return worker.record.models[0], worker.record.fingerprint.key()
 
 
 @dataclass(frozen=True, slots=True)

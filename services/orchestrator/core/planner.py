@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.orchestrator.core.choice import Choice, RoleLoad, choose
-from services.orchestrator.core.family import PLANNED, Count, Crew, Family, crew_of
+from services.orchestrator.core.family import Count, Crew, Family, Key, by_family, crew_of
 from services.orchestrator.core.plan_log import PlanLog
 from services.orchestrator.core.rules import Rules
 from shared.contracts.ids import WorkerId
@@ -18,9 +18,6 @@ from shared.contracts.inference import RequestFinished
 from shared.contracts.load import LoadReport
 from shared.contracts.planning import Demand, PlanAction, PlanDecision, RoleCount
 from shared.contracts.workers import FleetWorker, Role
-
-Key = tuple[str, str]
-"""Model and fingerprint."""
 
 
 @dataclass(slots=True)
@@ -71,11 +68,7 @@ class Planner:
 
     def knows(self, workers: Sequence[FleetWorker], now: float) -> dict[Key, list[FleetWorker]]:
         """The fleet as it is now, by family."""
-        by_key: dict[Key, list[FleetWorker]] = {}
-        for worker in workers:
-            record = worker.record
-            if record.models and record.role in PLANNED:
-                by_key.setdefault((record.models[0], record.fingerprint.key()), []).append(worker)
+        by_key = by_family(workers)
         self._families = {key: self._families.get(key) or Family(self._rules, now) for key in by_key}
         self._key_of = {each.record.worker_id: key for key, family in by_key.items() for each in family}
         return by_key
@@ -86,8 +79,7 @@ class Planner:
             self._look_at(key, crew_of(mine, self._rules.start_s_max), now, wall_ms)
             for key, mine in self.knows(workers, now).items()
         ]
-        for decision in decisions:
-            self.log.add(decision)
+        self.log.looked(decisions)
         return decisions
 
     def came_of(self, decision: PlanDecision, *, done: bool, outcome: str, now: float) -> PlanDecision:
