@@ -7,7 +7,7 @@ import importlib
 import logging
 import os
 import socket
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar, cast
 
 from services.worker.canaries import CanaryDesk
@@ -25,6 +25,7 @@ from services.worker.registry import Registration, new_epoch
 from services.worker.serve import LegServer
 from services.worker.settings import Settings
 from services.worker.standing import Standing
+from services.worker.store_copies import StoreCopies
 from services.worker.tokenizer import TokenizerDesk
 from shared.bus.streams import FrameSender
 from shared.contracts.channels import CANCEL_LEG, KV_SNAPSHOT, START_LEG
@@ -87,7 +88,7 @@ class Worker:
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._cache = CachePublisher(service.bus, worker_id, epoch)
         self._sender = FrameSender(service.bus, worker_id, epoch)
-        self._exchange = make_exchange(service, engine, identity)
+        exchange = make_exchange(service, engine, identity)
         load = LoadPublisher(service.bus, worker_id, epoch, record.role, held=self._cache.held, engine=engine)
         self._server = LegServer(
             service,
@@ -100,18 +101,22 @@ class Worker:
         )
         self._prober = None
         self._opens = [TokenizerDesk(engine, worker_id, epoch, service.bus).open]
-        if self._exchange is not None:
-            load.tell_of(self._exchange)
-            self._server.unread = Unread(self._exchange, identity)
-            self._opens.append(self._exchange.open)
-        if self._exchange is not None and record.role is not Role.STORE:  # which has nothing to answer canaries with
+        self._follows: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        if exchange is not None:
+            load.tell_of(exchange)
+            self._server.unread = Unread(exchange, identity)
+            self._opens.append(exchange.open)
+            self._follows.append(exchange.follow)
+        if exchange is not None and record.role is not Role.STORE:  # which has nothing to answer canaries with
             canaries = CanaryDesk(service.bus, service.clock, engine, identity)
-            self._prober = Prober(worker_id, self._exchange.peers, canaries)
+            self._prober = Prober(worker_id, exchange.peers, canaries)
             self._opens.append(canaries.open)
+            copies = StoreCopies(service.bus, service.clock, exchange, lambda: registration.record, settings)
+            self._follows.append(copies.follow)
         self._standing = Standing(service, registration, load, self._server, engine.facts)
         self._orders = OrderDesk(service, self._server, self._prober, self._standing, settings.drain_s_max)
         self._leaving = Leaving(
-            service, settings, engine, self._exchange, self._server, self._sender, lambda: registration.record
+            service, settings, engine, exchange, self._server, self._sender, lambda: registration.record
         )
 
     async def live(self) -> None:
@@ -125,8 +130,7 @@ class Worker:
         ]
         try:
             await self._until(self._open())
-            if self._exchange is not None:
-                background.append(tasks.create_task(self._exchange.follow(), name="follow-exchange"))
+            background += [tasks.create_task(follow(), name="follow-exchange") for follow in self._follows]
             told = tasks.create_task(self._orders.told_to_leave(), name="await-orders")
             background.append(told)
             await self._until(self._be_ready_unless(told))

@@ -12,6 +12,7 @@ from services.worker.copying import Copied, Copying
 from services.worker.core.spread import Spread, takers
 from services.worker.engines.port import Identity
 from services.worker.exchange.worker_exchange import WorkerExchange
+from services.worker.settings import Settings
 from shared.bus.port import Bus
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import unpack_full_hashes
@@ -34,21 +35,21 @@ class StoreCopies:
     """See the module. ``record`` answers what this worker has registered."""
 
     def __init__(
-        self, bus: Bus, clock: Clock, exchange: WorkerExchange, record: Callable[[], WorkerRecord], uses_min: int
+        self, bus: Bus, clock: Clock, exchange: WorkerExchange, record: Callable[[], WorkerRecord], settings: Settings
     ) -> None:
         self._bus = bus
         self._clock = clock
         self._exchange = exchange
         self._record = record
-        self._uses_min = uses_min
+        self._uses_min = settings.kv_copy_uses_min
         self._stores: set[tuple[WorkerId, Epoch]] = set()
         self._copied: OrderedDict[bytes, None] = OrderedDict()
         """Last blocks of the chains that a store has."""
         self._looked_at = -math.inf
 
     async def follow(self) -> None:
-        """For ever."""
-        while True:
+        """For ever, unless nothing is to be copied."""
+        while self._uses_min:
             await asyncio.sleep(LOOK_S)
             await self.look()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from zlib import crc32
 
 from shared.contracts.ids import WorkerId
 from shared.contracts.workers import Role, WorkerPhase, WorkerRecord
@@ -36,7 +35,8 @@ class Spread:
     """Gives each chain to whoever then has the smallest share of its memory filled with such gifts."""
 
     def __init__(self, takers: Iterable[Taker]) -> None:
-        self._takers = {taker.worker_id: taker for taker in takers if taker.blocks > 0}
+        known = sorted(takers, key=lambda taker: taker.worker_id)
+        self._takers = {taker.worker_id: taker for taker in known if taker.blocks > 0}
 
     def __bool__(self) -> bool:
         return bool(self._takers)
@@ -44,10 +44,11 @@ class Spread:
     def best(self, chain: Sequence[bytes]) -> list[WorkerId]:
         """Who could take the chain, the best first."""
         ranked = []
-        for taker in self._takers.values():
+        lot = int.from_bytes(chain[-1][-4:])  # Among equals: the same for every worker that has this chain to give.
+        for place, taker in enumerate(self._takers.values()):
             share = (taker.taken + taker.misses(chain)) / taker.blocks
             if share <= TAKEN_SHARE_MAX:
-                ranked.append((taker.rank, share, _lot(taker.worker_id, chain), taker.worker_id))
+                ranked.append((taker.rank, share, (place + lot) % len(self._takers), taker.worker_id))
         return [worker_id for *_reasons, worker_id in sorted(ranked)]
 
     def found(self, worker_id: WorkerId, blocks: Sequence[bytes]) -> None:
@@ -86,11 +87,6 @@ def takers(me: WorkerRecord, records: Iterable[WorkerRecord]) -> list[Taker]:
         and record.prefix_caching
         and record.fingerprint.key() == key
     ]
-
-
-def _lot(worker_id: WorkerId, chain: Sequence[bytes]) -> int:
-    """Among equals: the same for every worker that has this chain to give."""
-    return crc32(chain[-1] + worker_id.encode())
 
 
 def _rank(mine: Role, its: Role) -> int:

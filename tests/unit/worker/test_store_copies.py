@@ -6,6 +6,7 @@ import math
 from contextlib import AsyncExitStack
 
 from connector.core.calls import Chain, EngineCall, EngineNews
+from services.worker.settings import Settings
 from services.worker.store_copies import StoreCopies
 from shared.bus.memory_bus import MemoryHub
 from shared.contracts.kv_exchange import pack_full_hashes
@@ -17,6 +18,7 @@ from tests.unit.worker.exchange_fakes import OneWorker, exchanging
 from tests.unit.worker.staying import Stayer
 
 USES_MIN = 2
+SETTINGS = Settings(kv_copy_uses_min=USES_MIN)
 
 
 class Copier:
@@ -28,7 +30,7 @@ class Copier:
         self.me = OneWorker(hub, "me")
         self.chains: list[list[bytes]] = []
         self.me.engine.answer = self._answer
-        self.copies = StoreCopies(self.me.bus, SystemClock(), self.me.exchange, lambda: record("me"), USES_MIN)
+        self.copies = StoreCopies(self.me.bus, SystemClock(), self.me.exchange, lambda: record("me"), SETTINGS)
 
     def _answer(self, call: EngineCall) -> EngineNews:
         told = self.chains if call.chains_max else []
@@ -96,7 +98,7 @@ async def test_two_workers_with_the_same_prefix_choose_the_same_store():
         copier.chains = [chain(4, str(number)) for number in range(12)]
         await copier.copies.look()
         before = [len(store.held) for store in stores]
-        other = StoreCopies(copier.me.bus, SystemClock(), copier.me.exchange, lambda: record("me"), USES_MIN)
+        other = StoreCopies(copier.me.bus, SystemClock(), copier.me.exchange, lambda: record("me"), SETTINGS)
         done = await other.look()
 
     assert done.blocks == 0
