@@ -7,6 +7,7 @@ reconnection those count that have spoken since; when all have, or those that ha
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 
 from services.router.core.cluster_view import ClusterView
@@ -61,6 +62,7 @@ class Presence:
                 flight.client_left()
 
     def _on_disconnect(self) -> None:
+        self._given_up_at = math.inf  # The connection may be up a moment before anybody is told that it is back.
         self._cluster.disconnected()
 
     def _on_reconnect(self) -> None:

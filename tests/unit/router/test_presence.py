@@ -1,0 +1,43 @@
+"""After an outage the fleet is here when its workers were heard again, however the bus tells of its return."""
+
+from __future__ import annotations
+
+from services.router.core.cluster_view import ClusterView
+from services.router.presence import RETURN_S_MAX, Presence
+from shared.bus.memory_bus import MemoryBus, MemoryHub
+from shared.contracts.ids import WorkerId
+from shared.runtime.clock import FakeClock
+from tests.fleet_builders import load, record
+
+W1 = WorkerId("w1")
+
+
+def presence_of_one_worker() -> tuple[Presence, MemoryBus, ClusterView, FakeClock]:
+    bus, cluster, clock = MemoryBus(MemoryHub()), ClusterView(), FakeClock()
+    cluster.record(record(W1), clock.now())
+    return Presence(bus, cluster, clock), bus, cluster, clock
+
+
+async def test_a_bus_that_is_back_and_has_told_nobody_yet_has_no_fleet_behind_it():
+    presence, bus, _cluster, clock = presence_of_one_worker()
+    bus.lose()
+    clock.advance(RETURN_S_MAX + 1.0)
+
+    bus.connected = True
+
+    assert not presence.here
+
+
+async def test_the_fleet_is_here_when_its_workers_have_spoken_or_were_given_up():
+    presence, bus, cluster, clock = presence_of_one_worker()
+    bus.lose()
+    bus.restore()
+    assert not presence.here
+
+    cluster.report(load(W1), clock.now())
+    assert presence.here
+
+    bus.lose()
+    bus.restore()
+    clock.advance(RETURN_S_MAX)
+    assert presence.here
