@@ -25,6 +25,7 @@ SETTLE_S_MAX = 45.0
 """From the last answer until everything is as if nothing had been: leases end, silence is noticed, indexes are exact."""
 DEADLINE_SLACK_S = 8.0
 """What a client allows beside the request's budget: the router's own last look, and a machine that stands still."""
+TOLD_MAX = 60
 LIMITS = Limits(deadline_s=REQUEST_S_MAX + DEADLINE_SLACK_S)
 
 
@@ -54,7 +55,9 @@ class Report:
             f"{len(self.happened)} faults: " + ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items())),
             f"settled after {self.settled_s:.1f} s" if not self.unsettled else "never settled",
             f"{len(self.verdict())} broken promises",
-            *self.verdict()[:60],
+            *self.verdict()[:TOLD_MAX],
+            *(["not answered:", *self.failures[:TOLD_MAX]] if self.failures else []),
+            *(f"{one.began_s:.2f}..{one.ended_s:.2f} s: {one.fault.kind} {one.fault.target}" for one in self.happened),
         ]
         return "\n".join(lines)
 

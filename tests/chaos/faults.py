@@ -59,28 +59,29 @@ class Row:
 
     kind: Kind
     part: Part
-    weight: float
+    cards: int
+    """How often it comes while the whole menu comes once."""
     least_s: float
     most_s: float
 
 
 MENU = (
-    Row(kind=Kind.KILL, part=Part.WORKER, weight=8, least_s=0.0, most_s=2.0),
-    Row(kind=Kind.FREEZE, part=Part.WORKER, weight=4, least_s=0.2, most_s=6.0),
-    Row(kind=Kind.CUT, part=Part.WORKER, weight=2, least_s=0.2, most_s=5.0),
-    Row(kind=Kind.LOSE, part=Part.WORKER, weight=2, least_s=1.0, most_s=3.0),
-    Row(kind=Kind.DELAY, part=Part.WORKER, weight=2, least_s=1.0, most_s=3.0),
-    Row(kind=Kind.KILL, part=Part.ROUTER, weight=2, least_s=0.0, most_s=2.0),
-    Row(kind=Kind.FREEZE, part=Part.ROUTER, weight=1, least_s=0.2, most_s=3.0),
-    Row(kind=Kind.CUT, part=Part.ROUTER, weight=1, least_s=0.2, most_s=2.0),
-    Row(kind=Kind.LOSE, part=Part.ROUTER, weight=1, least_s=1.0, most_s=3.0),
-    Row(kind=Kind.DELAY, part=Part.ROUTER, weight=1, least_s=1.0, most_s=3.0),
-    Row(kind=Kind.KILL, part=Part.ORCHESTRATOR, weight=2, least_s=0.0, most_s=3.0),
-    Row(kind=Kind.FREEZE, part=Part.ORCHESTRATOR, weight=1, least_s=1.0, most_s=8.0),
-    Row(kind=Kind.KILL, part=Part.COLLECTOR, weight=1, least_s=0.0, most_s=2.0),
-    Row(kind=Kind.KILL, part=Part.NATS, weight=1, least_s=0.0, most_s=2.0),
-    Row(kind=Kind.FORGET, part=Part.NATS, weight=1, least_s=0.0, most_s=2.0),
-    Row(kind=Kind.FREEZE, part=Part.NATS, weight=1, least_s=0.2, most_s=3.0),
+    Row(kind=Kind.KILL, part=Part.WORKER, cards=4, least_s=0.0, most_s=2.0),
+    Row(kind=Kind.FREEZE, part=Part.WORKER, cards=2, least_s=0.2, most_s=6.0),
+    Row(kind=Kind.CUT, part=Part.WORKER, cards=1, least_s=0.2, most_s=5.0),
+    Row(kind=Kind.LOSE, part=Part.WORKER, cards=1, least_s=1.0, most_s=3.0),
+    Row(kind=Kind.DELAY, part=Part.WORKER, cards=1, least_s=1.0, most_s=3.0),
+    Row(kind=Kind.KILL, part=Part.ROUTER, cards=2, least_s=0.0, most_s=2.0),
+    Row(kind=Kind.FREEZE, part=Part.ROUTER, cards=1, least_s=0.2, most_s=3.0),
+    Row(kind=Kind.CUT, part=Part.ROUTER, cards=1, least_s=0.2, most_s=2.0),
+    Row(kind=Kind.LOSE, part=Part.ROUTER, cards=1, least_s=1.0, most_s=3.0),
+    Row(kind=Kind.DELAY, part=Part.ROUTER, cards=1, least_s=1.0, most_s=3.0),
+    Row(kind=Kind.KILL, part=Part.ORCHESTRATOR, cards=1, least_s=0.0, most_s=3.0),
+    Row(kind=Kind.FREEZE, part=Part.ORCHESTRATOR, cards=1, least_s=1.0, most_s=8.0),
+    Row(kind=Kind.KILL, part=Part.COLLECTOR, cards=1, least_s=0.0, most_s=2.0),
+    Row(kind=Kind.KILL, part=Part.NATS, cards=1, least_s=0.0, most_s=2.0),
+    Row(kind=Kind.FORGET, part=Part.NATS, cards=1, least_s=0.0, most_s=2.0),
+    Row(kind=Kind.FREEZE, part=Part.NATS, cards=1, least_s=0.2, most_s=3.0),
 )
 WORKERS_ONLY = tuple(row for row in MENU if row.part is Part.WORKER and row.kind in (Kind.KILL, Kind.FREEZE))
 """What may cost no request at all, as long as capacity remains."""
@@ -108,7 +109,7 @@ class Rhythm:
     calm_after_s: float = 3.0
     down_share_max: float = 0.34
     """Of the workers of a role, how many may be hit at a time."""
-    recovers_s: float = 6.0
+    recovers_s: float = 4.0
     """After its fault a process is left alone for so long; until then it counts as hit."""
 
 
@@ -116,15 +117,20 @@ def schedule(seed: int, cast: Cast, rhythm: Rhythm, menu: Sequence[Row] = MENU) 
     """Equal arguments give equal faults."""
     chance = random.Random(seed)
     faults: list[Fault] = []
+    deck: list[Row] = []
+    last_s = rhythm.seconds - rhythm.calm_after_s
     at_s = CALM_S
-    while at_s < rhythm.seconds - rhythm.calm_after_s:
-        row = chance.choices(menu, [row.weight for row in menu])[0]
-        for_s = min(chance.uniform(row.least_s, row.most_s), rhythm.seconds - rhythm.calm_after_s - at_s)
+    while at_s < last_s:
+        if not deck:
+            deck = chance.sample([row for row in menu for _ in range(row.cards)], sum(row.cards for row in menu))
         busy = [fault for fault in faults if fault.over_s + rhythm.recovers_s > at_s]
-        if targets := _targets(row, cast, rhythm, busy):
-            target = chance.choice(targets)
+        row = next((row for row in deck if _targets(row, cast, rhythm, busy)), None)
+        if row is not None:
+            deck.remove(row)
+            for_s = min(chance.uniform(row.least_s, row.most_s), last_s - at_s)
+            target = chance.choice(_targets(row, cast, rhythm, busy))
             faults.append(Fault(at_s=at_s, kind=row.kind, part=row.part, target=target, for_s=for_s))
-        at_s += chance.expovariate(1.0 / rhythm.every_s)
+        at_s += chance.uniform(0.5, 1.5) * rhythm.every_s
     return faults
 
 

@@ -17,8 +17,7 @@ from tests.nats_server import NatsServer, free_port
 from tests.processes import ServiceProcess
 
 SKEWED = Path(__file__).parent / "skewed"
-SKEW_S_MAX = 300.0
-SET_BY_S_MAX = 60.0
+SKEW_S_MAX, SET_BY_S_MAX = 300.0, 60.0
 UPTIME_S_MAX = 1e6
 LEASE_S = 8.0
 DEADLINES = {
@@ -63,6 +62,33 @@ class Size:
         return {f"{role}-{n}": role for role, count in counts.items() for n in range(1, count + 1)}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skew:
+    """How the clocks of a process differ from ours, in seconds."""
+
+    wall_s: float
+    uptime_s: float
+    """Of the monotonic clock: two machines were not started together."""
+    set_after_s: float
+    """From the beginning of each life until the wall clock is set, as a time service does it."""
+    set_by_s: float
+
+    def settings(self, life: int) -> dict[str, str]:
+        """For the so-manieth life: the clock was set in each one before."""
+        numbers = (self.wall_s + self.set_by_s * (life - 1), self.uptime_s, self.set_after_s, self.set_by_s)
+        return {"CHAOS_CLOCK": ",".join(f"{number:.3f}" for number in numbers), "PYTHONPATH": str(SKEWED)}
+
+
+def skew_of(chance: random.Random) -> Skew:
+    """The clock of some other machine."""
+    return Skew(
+        wall_s=chance.uniform(-SKEW_S_MAX, SKEW_S_MAX),
+        uptime_s=chance.uniform(0.0, UPTIME_S_MAX),
+        set_after_s=chance.uniform(1.0, 20.0),
+        set_by_s=chance.uniform(-SET_BY_S_MAX, SET_BY_S_MAX),
+    )
+
+
 class Actor:
     """One process, life after life, with the same settings."""
 
@@ -70,6 +96,7 @@ class Actor:
         self.name = name
         self.line = line
         self.lives = 0
+        self.skew: Skew | None = None
         self._service = service
         self._folder = folder
         self._settings = settings
@@ -81,11 +108,13 @@ class Actor:
         assert self._process is not None
         return self._process.process.pid
 
-    def start(self) -> None:
-        """A new life."""
+    def start(self, skew: Skew | None = None) -> None:
+        """A new life; in the first one it is given its clock."""
+        self.skew = self.skew or skew
         self.lives += 1
         self._is_expected = False
-        self._process = ServiceProcess(self._service, self._folder / f"{self.name}-{self.lives}.log", self._settings)
+        settings = self._settings | (self.skew.settings(self.lives) if self.skew is not None else {})
+        self._process = ServiceProcess(self._service, self._folder / f"{self.name}-{self.lives}.log", settings)
 
     def kill(self) -> None:
         """SIGKILL, by us."""
@@ -139,30 +168,29 @@ class Fleet:
         """Start everybody."""
         chance = random.Random(self.size.seed)
         for worker_id, role in self.size.roles.items():
-            skewed = chance.random() < self.size.skewed_share
-            clock = clock_of(chance) if skewed else {}
+            skew = skew_of(chance) if chance.random() < self.size.skewed_share else None
             proxied = chance.random() < self.size.proxied_share
-            own = {**PACE, "WORKER_WORKER_ID": worker_id, "WORKER_ROLE": role, **clock}
-            await self.add("worker", worker_id, own, lines if proxied else None)
+            own = {**PACE, "WORKER_WORKER_ID": worker_id, "WORKER_ROLE": role}
+            (await self.add("worker", worker_id, own, lines if proxied else None)).start(skew)
         for number in range(1, self.size.routers + 1):
             name, port = f"router-{number}", free_port()
             self.routers.append((name, f"http://127.0.0.1:{port}"))
-            own = {**DEADLINES, "ROUTER_PORT": str(port), "ROUTER_INSTANCE": name, **clock_of(chance)}
-            await self.add("router", name, own, lines)
+            own = {**DEADLINES, "ROUTER_PORT": str(port), "ROUTER_INSTANCE": name}
+            (await self.add("router", name, own, lines)).start(skew_of(chance))
         for number in range(1, self.size.orchestrators + 1):
             name = f"orchestrator-{number}"
-            await self.add("orchestrator", name, {"ORCHESTRATOR_INSTANCE": name, **clock_of(chance)}, lines)
+            (await self.add("orchestrator", name, {"ORCHESTRATOR_INSTANCE": name}, lines)).start(skew_of(chance))
         port = free_port()
         self.collector_url = f"http://127.0.0.1:{port}"
         await self.add("collector", "collector", {"COLLECTOR_PORT": str(port)}, lines)
+        self.actors["collector"].start()
 
     async def add(self, service: str, name: str, settings: Mapping[str, str], lines: AsyncExitStack | None) -> Actor:
-        """One more process, behind a line of its own if ``lines`` keeps it."""
+        """One more process, not started, behind a line of its own if ``lines`` keeps it."""
         line = None if lines is None else await lines.enter_async_context(Line(self.nats.port, name))
         url = self.nats.url if line is None else line.url
         whole = {"BATON_NATS_URL": url, **settings, **self.size.settings}
         actor = self.actors[name] = Actor(service, name, self.folder, whole, line)
-        actor.start()
         return actor
 
     def deaths(self) -> list[str]:
@@ -186,14 +214,3 @@ async def running_fleet(size: Size, folder: Path) -> AsyncIterator[Fleet]:
         await fleet.add_all(lines)
         yield fleet
         await asyncio.sleep(0)
-
-
-def clock_of(chance: random.Random) -> dict[str, str]:
-    """The clock of another machine: off, started at another time, and set while the process runs."""
-    numbers = (
-        chance.uniform(-SKEW_S_MAX, SKEW_S_MAX),
-        chance.uniform(0.0, UPTIME_S_MAX),
-        chance.uniform(5.0, 30.0),
-        chance.uniform(-SET_BY_S_MAX, SET_BY_S_MAX),
-    )
-    return {"CHAOS_CLOCK": ",".join(f"{number:.3f}" for number in numbers), "PYTHONPATH": str(SKEWED)}

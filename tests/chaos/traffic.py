@@ -18,6 +18,8 @@ PATIENCE_S = 90.0
 NOBODY_THERE_S_MAX = 20.0
 """For any router to take a connection."""
 LOOK_S = 0.1
+HEALTH_S, HEALTH_S_MAX = 0.25, 1.0
+"""A router that is not ready, or does not say so in time, gets no new connections: as load balancers have it."""
 DATA = "data: "
 DONE = "[DONE]"
 
@@ -29,6 +31,7 @@ class Traffic:
         self.outcomes: list[Outcome] = []
         self.under_way = 0
         self._routers = list(routers)
+        self._fit: list[tuple[str, str]] = []
         self._turns = itertools.count()
         self._now = now
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
@@ -37,10 +40,14 @@ class Traffic:
 
     async def send_all(self, asks: Sequence[Ask]) -> None:
         """Every request at its time, whatever became of those before; returns when the last has ended."""
-        async with asyncio.TaskGroup() as clients:
-            for ask in asks:
-                await asyncio.sleep(max(0.0, ask.at_s - self._now()))
-                clients.create_task(self.send(ask), name=f"ask-{ask.number}")
+        looking = asyncio.create_task(self._look(), name="health")
+        try:
+            async with asyncio.TaskGroup() as clients:
+                for ask in asks:
+                    await asyncio.sleep(max(0.0, ask.at_s - self._now()))
+                    clients.create_task(self.send(ask), name=f"ask-{ask.number}")
+        finally:
+            looking.cancel()
 
     async def send(self, ask: Ask) -> Outcome:
         """One request, to the next router that takes connections."""
@@ -60,12 +67,13 @@ class Traffic:
     async def _send(self, ask: Ask) -> Outcome:
         until = self._now() + NOBODY_THERE_S_MAX
         while True:
-            name, url = self._routers[next(self._turns) % len(self._routers)]
+            choice = self._fit or self._routers
+            name, url = choice[next(self._turns) % len(choice)]
             outcome = Outcome(number=ask.number, router=name, sent_s=self._now())
             try:
                 async with asyncio.timeout(PATIENCE_S):
                     await self._relay(ask, url, outcome)
-            except (httpx.ConnectError, httpx.ConnectTimeout):
+            except httpx.ConnectError:
                 if self._now() < until:
                     await asyncio.sleep(LOOK_S)  # Nothing was asked yet: as a load balancer does, take another one.
                     continue
@@ -75,6 +83,18 @@ class Traffic:
             except TimeoutError:
                 outcome.code = "never ended"
             return outcome
+
+    async def _look(self) -> None:
+        while True:
+            fit = await asyncio.gather(*(self._is_ready(url) for _, url in self._routers))
+            self._fit = [router for router, is_fit in zip(self._routers, fit, strict=True) if is_fit]
+            await asyncio.sleep(HEALTH_S)
+
+    async def _is_ready(self, url: str) -> bool:
+        try:
+            return (await self._http.get(f"{url}/ready", timeout=HEALTH_S_MAX)).status_code == OK
+        except httpx.TransportError:
+            return False
 
     async def _relay(self, ask: Ask, url: str, outcome: Outcome) -> None:
         body = {
