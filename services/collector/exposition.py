@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from services.collector.core.ledger import Ledger, WorkerView
+from services.collector.core.plans import PlanView
 from services.collector.core.requests import Bounds, Handoffs, Latencies, Requests
 from services.collector.core.windows import Histogram
 from shared.bus.port import BusCounts
@@ -68,6 +69,7 @@ def families(ledger: Ledger, bus: BusCounts, now: float) -> list[Family]:
         *_workers(ledger, now),
         *_exchange(ledger, now),
         *_fleet(ledger),
+        *_plans(ledger.plans),
         *_requests(ledger.requests, now),
         *_services(ledger),
         *_bus(bus),
@@ -136,6 +138,12 @@ def _fleet(ledger: Ledger) -> Iterator[Family]:
             names.FLEET_RECEIVED_BYTES: totals["received_bytes"],
         }
     )
+
+
+def _plans(plans: PlanView) -> Iterator[Family]:
+    yield Family(names.PLANNER_WANTED, [Sample(labels, float(wanted)) for labels, wanted in plans.wanted().items()])
+    yield Family(names.PLANNER_LOAD, [Sample(labels, load) for labels, load in plans.load().items()])
+    yield Family(names.PLANNER_CHANGES, [Sample(labels, float(count)) for labels, count in plans.changes.items()])
 
 
 def _requests(requests: Requests, now: float) -> Iterator[Family]:

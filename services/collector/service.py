@@ -12,10 +12,11 @@ from services.collector.exposition import BOUNDS, families
 from services.collector.http import HttpServer, make_app
 from services.collector.settings import Settings
 from shared.bus.port import Bus, Envelope
-from shared.contracts.channels import FLEET_STATE, LOAD, REQUESTS_FINISHED, SERVICE_STATUS, VERDICT, WORKER_LOST
+from shared.contracts.channels import FLEET_STATE, LOAD, PLAN, REQUESTS_FINISHED, SERVICE_STATUS, VERDICT, WORKER_LOST
 from shared.contracts.control import ServicePhase, ServiceStatus
 from shared.contracts.inference import RequestsFinished
 from shared.contracts.load import LoadReport
+from shared.contracts.planning import PlanDecision
 from shared.contracts.verdict import AskVerdict, Verdict
 from shared.contracts.workers import FleetState, WorkerLost
 from shared.runtime.clock import Clock
@@ -42,6 +43,7 @@ class Collector:
         await self._bus.subscribe(FLEET_STATE, self._fleet_told)
         await self._bus.subscribe(WORKER_LOST, self._worker_lost)
         await self._bus.subscribe(SERVICE_STATUS, self._service_told)
+        await self._bus.subscribe(PLAN, self._planned)
         await self._bus.answer(VERDICT, self._judged)
 
     def families(self) -> list[Family]:
@@ -69,6 +71,9 @@ class Collector:
 
     def _service_told(self, status: ServiceStatus, _envelope: Envelope) -> None:
         self._ledger.service_told(status, self._clock.now())
+
+    def _planned(self, decision: PlanDecision, _envelope: Envelope) -> None:
+        self._ledger.plans.told(decision, self._clock.now())
 
     async def _judged(self, ask: AskVerdict, _envelope: Envelope) -> Verdict:
         now = self._clock.now()

@@ -221,6 +221,9 @@ WORKER_RECOMPUTED = _counter(
 FLEET_WORKERS = _gauge("baton_fleet_workers", "workers", "Workers by role and phase.", "role", "phase")
 FLEET_WORKERS_LOST = _counter("baton_fleet_workers_lost_total", "workers", "Workers that were declared lost.")
 FLEET_TERM = _gauge("baton_fleet_term", "terms", "How often the lead over the fleet changed hands.")
+PLANNER_WANTED = _gauge("baton_planner_workers_wanted", "workers", "Workers that the planner wants.", "model", "role")
+PLANNER_LOAD = _gauge("baton_planner_load_ratio", "ratio", "Work over what its workers can do.", "model", "role")
+PLANNER_CHANGES = _counter("baton_planner_changes_total", "changes", "Changes that it decided.", "action", "role")
 FLEET_REQUESTS = _counter(
     "baton_fleet_requests_total", "requests", "Requests that ended, by HTTP status.", "model", "mode", "status"
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
+from services.collector.core.plans import PlanView
 from services.collector.core.requests import Bounds, CachePredictions, Latencies, Requests, mode_of
 from services.collector.core.windows import Rate, Totals
 from shared.contracts.control import ServiceStatus
@@ -117,6 +118,7 @@ class Ledger:
         """By service and instance: what it said last, and when."""
         self.requests = Requests(bounds, now)
         self.fleet = FleetView()
+        self.plans = PlanView()
         self._bounds = bounds
 
     def load_reported(self, load: LoadReport, now: float) -> None:
@@ -155,6 +157,7 @@ class Ledger:
     def expire(self, now: float) -> None:
         """Drop what nobody speaks for any more."""
         self.fleet.expire(now)
+        self.plans.expire(now)
         for key in [key for key, (_status, heard) in self.services.items() if now - heard >= STALE_S_MAX]:
             del self.services[key]
         for worker_id in [each for each, view in self.workers.items() if now - view.heard >= FORGET_S]:
