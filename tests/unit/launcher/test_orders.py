@@ -1,0 +1,74 @@
+"""``baton drain`` and ``baton role``: what is understood, and what is said."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from services.launcher.cli import app
+from services.launcher.core.order_words import drained, draining, role_changed
+from services.launcher.core.quantities import in_bytes
+from shared.contracts.fleet_orders import RoleChanged, WorkerDrained
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.workers import Role
+
+NOTHING_RAN = "d2 has left after 3.2 s: nothing ran"
+
+
+def left(**numbers) -> WorkerDrained:
+    return WorkerDrained(worker_id=WorkerId("d2"), epoch=Epoch(1), seconds=3.25, **numbers)
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        (left(), f"{NOTHING_RAN}."),
+        (left(legs=1), "d2 has left after 3.2 s: 1 leg ran, all to their end."),
+        (
+            left(legs=5, legs_cut=2),
+            "d2 has left after 3.2 s: 5 legs ran, 3 of them to their end; 2 had to go on elsewhere.",
+        ),
+        (
+            left(prefixes=2, prefixes_left=1, blocks=40, bytes=5 << 20, evacuation_s=0.5),
+            f"{NOTHING_RAN}; 2 hot prefixes moved (40 blocks, 5.0 MiB, 0.5 s); 1 found nobody to take them.",
+        ),
+    ],
+)
+def test_how_a_worker_left_is_said(told: WorkerDrained, words: str):
+    assert drained(told) == words
+
+
+def test_while_a_worker_drains_its_legs_are_counted():
+    assert draining("d2", None, evacuate=True) == "d2 drains, its hot prefixes go to those that stay"
+    assert draining("d2", 2, evacuate=False) == "d2 drains: 2 legs still running"
+    assert draining("d2", 0, evacuate=False) == "d2 drains: no leg runs any more"
+
+
+def test_another_role_is_said_with_its_price():
+    told = RoleChanged(
+        worker_id=WorkerId("p1"), epoch=Epoch(1), before=Role.PREFILL, role=Role.DECODE, seconds=0.123, legs=3
+    )
+
+    assert role_changed(told) == (
+        "p1 is a decode worker now, no longer prefill: verified and registered in 0.12 s; "
+        "3 running legs went on undisturbed."
+    )
+
+
+@pytest.mark.parametrize(
+    ("count", "words"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (200 << 20, "200 MiB"), (3 << 40, "3.0 TiB")]
+)
+def test_bytes_have_a_unit_that_fits(count: int, words: str):
+    assert in_bytes(count) == words
+
+
+@pytest.mark.parametrize("command", [["drain", "p 1.>"], ["role", "p.1", "decode"]])
+def test_an_id_that_cannot_be_addressed_is_refused_before_anything_is_sent(command: list[str]):
+    done = CliRunner().invoke(app, command)
+
+    assert done.exit_code == 1
+    assert "is no worker's id" in done.output
+
+
+def test_a_worker_with_an_engine_cannot_be_made_a_store():
+    assert CliRunner().invoke(app, ["role", "p1", "store"]).exit_code == 2
