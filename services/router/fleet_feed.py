@@ -65,6 +65,10 @@ class FleetFeed:
         self._fleet.cluster.record(record, self._clock.now())
         self._measures.joined(record)
         self._room.ring()
+        if known is not None and known.record.epoch < record.epoch:
+            self._inbox.worker_lost(
+                record.worker_id, known.record.epoch
+            )  # Started anew before its silence was noticed.
         if known is None or known.record.epoch < record.epoch:
             log.info("worker %s: %s of %s, %s", record.worker_id, record.role, record.models, record.phase)
         if record.phase is not WorkerPhase.STARTING:  # before, it answers no asks

@@ -343,3 +343,20 @@ def test_the_view_of_the_workers_is_even_after_a_resume():
         assert [(view.own.legs, view.own.tokens) for view in views] == [(0, 0), (0, 0)]
 
     in_world(story)
+
+
+def test_a_worker_that_was_started_anew_has_lost_its_legs_before_anybody_notices_its_silence():
+    async def story(world: World) -> None:
+        first = await world.worker("w1", script=streams(2, falls_silent))
+        connection, answering = world.begin(b'{"model":"m","prompt":"x","stream":true}')
+        await settle()
+        await first.vanish()
+        begun = asyncio.get_running_loop().time()
+
+        await world.worker("w1", script=streams(), epoch=2)
+        await answering
+
+        assert parse(connection.written).body == ANSWER
+        assert asyncio.get_running_loop().time() - begun < 1.0
+
+    in_world(story)
