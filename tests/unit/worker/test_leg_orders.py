@@ -73,6 +73,11 @@ def test_prefill_legs_and_paths_that_cannot_say_so_are_exempt_from_the_threshold
     assert order(LegKind.AGGREGATED, policy, is_plain=False).cache_hit_threshold == 0.8
 
 
+def test_a_stream_that_goes_on_is_not_refused_for_what_is_cached():
+    """Its client has had some of it: an end with ``cache_threshold`` would be taken for the answer's."""
+    assert order(LegKind.AGGREGATED, KvPolicy(cache_hit_threshold=0.8), resume=b"").cache_hit_threshold == 0.0
+
+
 def test_nobody_waits_longer_for_kv_than_for_the_leg():
     assert order(LegKind.DECODE, deadline_s=2.0).wait_s_max == 2.0
     assert order(LegKind.DECODE, deadline_s=600.0).wait_s_max == LegOrder().wait_s_max
