@@ -20,8 +20,8 @@ class KvPolicy:
     fetch_min_tokens: int = 0
 
     def order(self, start: StartLeg, *, is_plain: bool, answers: bool) -> LegOrder:
-        """``is_plain``: KV may be moved for it. ``answers``: its path can say that the threshold was not met; a stream of
-        which the client has had some can no longer.
+        """``is_plain``: KV may be moved for it. ``answers``: its path can say that the threshold was not met; but a
+        stream of which the client has had some can no longer.
         """
         threshold = self.cache_hit_threshold if start.cache_hit_threshold is None else start.cache_hit_threshold
         least = self.fetch_min_tokens if start.kv_fetch_min_tokens is None else start.kv_fetch_min_tokens
