@@ -18,9 +18,9 @@ class Oracle:
 
     def __init__(self, cache_dir: Path) -> None:
         tokenizer = SimulatedTokenizer(ensure_tiny_tokenizer(cache_dir))
-        self.vocabulary = tokenizer.model.size
+        self.model = tokenizer.model
         self._texts = tokenizer.texts
-        self._sampler = TokenSampler(tokenizer.model.sayable, tokenizer.model.eos)
+        self._sampler = TokenSampler(self.model.sayable, self.model.eos)
 
     def answer(self, prompt: Sequence[int], count: int) -> list[int]:
         """The ``count`` tokens that follow."""

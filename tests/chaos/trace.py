@@ -51,7 +51,7 @@ class Ask:
 def make_trace(shape: Shape, oracle: Oracle) -> list[Ask]:
     """All requests in the order in which they are sent."""
     chance = random.Random(shape.seed)
-    tokens = _Tokens(chance, oracle.vocabulary)
+    tokens = _Tokens(chance, oracle.model.size)
     systems = [tokens.some(chance.randint(40, 500)) for _ in range(shape.systems)]
     asks: list[Ask] = []
     for conversation, begins_at in enumerate(_starts(shape, chance)):

@@ -1,0 +1,81 @@
+"""Schedules and traces follow from their seeds, and leave somebody of each kind alive."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.worker.core.simulation.engine_core import EngineCore
+from services.worker.core.simulation.sequence import Wish
+from services.worker.core.simulation.settings import SimulationSettings
+from tests.chaos.chaos import make_oracle
+from tests.chaos.faults import MENU, WORKERS_ONLY, Cast, Part, Rhythm, schedule
+from tests.chaos.oracle import Oracle
+from tests.chaos.trace import Shape, make_trace
+
+ROLES = {"p1": "prefill", "p2": "prefill", "p3": "prefill", "d1": "decode", "d2": "decode"}
+CAST = Cast(
+    names={
+        Part.WORKER: tuple(ROLES),
+        Part.ROUTER: ("r1", "r2"),
+        Part.ORCHESTRATOR: ("o1", "o2"),
+        Part.COLLECTOR: ("collector",),
+        Part.NATS: ("nats",),
+    },
+    roles=ROLES,
+    proxied=frozenset({"p1", "r1"}),
+)
+SHAPE = Shape(seed=3, seconds=20.0, requests_per_s=5.0)
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Oracle:
+    return make_oracle()
+
+
+@given(seed=st.integers(0, 10_000), menu=st.sampled_from([MENU, WORKERS_ONLY]))
+def test_somebody_of_each_kind_is_always_left_and_all_is_over_before_the_end(seed, menu):
+    rhythm = Rhythm(seconds=60.0, every_s=1.0)
+    faults = schedule(seed, CAST, rhythm, menu)
+
+    assert faults == schedule(seed, CAST, rhythm, menu)
+    assert all(fault.over_s <= rhythm.seconds - rhythm.calm_after_s for fault in faults)
+    for fault in faults:
+        hit = {other.target for other in faults if other.at_s <= fault.at_s < other.over_s + rhythm.recovers_s}
+        assert {ROLES[name] for name in ROLES.keys() - hit} == set(ROLES.values())
+        assert {"r1", "r2"} - hit
+        assert {"o1", "o2"} - hit
+
+
+def test_a_long_schedule_has_every_kind_of_fault():
+    faults = schedule(1, CAST, Rhythm(seconds=300.0, every_s=1.0))
+
+    assert {(fault.kind, fault.part) for fault in faults} == {(row.kind, row.part) for row in MENU}
+
+
+def test_a_trace_follows_from_its_shape_and_later_turns_hold_the_earlier_ones(oracle):
+    asks = make_trace(SHAPE, oracle)
+
+    assert asks == make_trace(SHAPE, oracle)
+    assert 0.5 * 100 < len(asks) < 2 * 100
+    assert [ask.number for ask in asks] == list(range(len(asks)))
+    turns = [ask for ask in asks if ask.conversation == asks[0].conversation]
+    for before, after in itertools.pairwise(turns):
+        assert after.prompt[: len(before.prompt)] == before.prompt
+        assert len(after.prompt) > len(before.prompt) + before.max_tokens
+
+
+@pytest.mark.parametrize("prompt_tokens", [1, 31, 32, 33, 64, 200])
+def test_the_oracle_says_what_an_engine_says(oracle, prompt_tokens):
+    prompt = [10 + n % 900 for n in range(prompt_tokens)]
+    core = EngineCore(SimulationSettings(), oracle.model)
+    core.add(None, list(prompt), Wish(max_tokens=70, ignore_eos=True), 0.0)
+    said, now = [], 0.0
+    while (wakes_at := core.wakes_at()) is not None or not said:
+        now = wakes_at or now
+        said += [token for _, token in core.advance(now)]
+
+    assert oracle.answer(prompt, 70) == said
