@@ -33,6 +33,8 @@ from shared.telemetry.span_names import Attribute, SpanName
 log = logging.getLogger("baton.worker")
 
 OK = 200
+TOKEN_BYTES = 4
+"""Of a packed token id."""
 DEATH_NOTICE_S_MAX = 1.0
 """How long a leg that ended strangely waits to hear that the engine has died."""
 
@@ -214,6 +216,8 @@ class LegServer:
             Attribute.LEG_ID: start.leg_id,
             Attribute.LEG_KIND: start.kind.value,
         }
+        if start.resume is not None:
+            about[Attribute.RESUMED_TOKENS] = len(start.resume) // TOKEN_BYTES
         return self._service.tracer.start_as_current_span(
             SpanName.SERVE_LEG, context=extract(envelope.headers), attributes=about
         )
@@ -238,11 +242,12 @@ def check_resumed(record: LegRecord, status: int) -> None:
 
 
 def report(record: LegRecord, arrived: float, now: float) -> LegReport:
-    """What the leg cost."""
+    """What the leg cost. To an engine that goes on behind an answer's tokens, these are prompt; to the client not."""
+    cached = min(record.cached_tokens, record.prompt_tokens)
     return LegReport(
         prompt_tokens=record.prompt_tokens,
-        cached_tokens=record.cached_tokens,
-        received_tokens=record.received_tokens,
+        cached_tokens=cached,
+        received_tokens=min(record.received_tokens, record.prompt_tokens - cached),
         completion_tokens=record.completion_tokens,
         received_bytes=record.received_bytes,
         queue_s=record.queue_s,

@@ -92,11 +92,13 @@ class LegReport(Message, frozen=True, kw_only=True):
     """Worker -> router, in the END frame: what the leg cost. Times are seconds on the worker's monotonic clock."""
 
     prompt_tokens: int = 0
+    """The client's. What an engine went on behind (``StartLeg.resume``) is in ``kv`` only, where its prompt is told."""
     cached_tokens: int = 0
     """Prompt tokens found in this worker's own prefix cache."""
     received_tokens: int = 0
     """Prompt tokens whose KV came from another worker."""
     completion_tokens: int = 0
+    """Of the whole answer: those that this leg went on behind are among them."""
     received_bytes: int = 0
     queue_s: float = 0.0
     prefill_s: float = 0.0

@@ -104,6 +104,16 @@ async def test_what_the_client_has_had_is_not_sent_again():
         ]
 
 
+async def test_the_report_counts_the_prompt_and_the_answer_as_their_client_does():
+    async with running_worker() as worker:
+        leg = await worker.leg(body={"stream": True, "tokens": 8}, resume=pack_tokens(range(6)))
+
+        frames, _failure = await worker.read(leg)
+
+        report = frames[-1].report
+        assert (report.prompt_tokens, report.cached_tokens, report.completion_tokens) == (7, 7, 8)
+
+
 async def test_an_engine_that_will_not_go_on_fails_the_leg_and_nothing_else():
     async with running_worker() as worker:
         leg = await worker.leg(body={"stream": True, "cannot_resume": "it forgot"}, resume=pack_tokens([0]))
