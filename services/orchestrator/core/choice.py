@@ -82,8 +82,8 @@ class Choice:
     why: str = ""
 
 
-def choose(roles: Sequence[RoleLoad], rules: Rules, *, can_scale: bool) -> Choice:
-    """The one change that helps most. ``can_scale``: whether workers may be asked for now."""
+def choose(roles: Sequence[RoleLoad], rules: Rules, *, can_grow: bool, can_shrink: bool) -> Choice:
+    """The one change that helps most. ``can_grow``, ``can_shrink``: whether more or fewer workers may be asked for."""
     short = sorted(
         (each for each in roles if each.is_short), key=lambda each: -each.fullness(each.seen.lasting, each.size)
     )
@@ -91,7 +91,7 @@ def choose(roles: Sequence[RoleLoad], rules: Rules, *, can_scale: bool) -> Choic
         short = [*missing, *(each for each in short if each not in missing)]
     whys = []
     for one in short:
-        choice = _help(one, roles, rules, can_scale=can_scale)
+        choice = _help(one, roles, rules, can_grow=can_grow)
         if choice.action is not PlanAction.NOTHING:
             return choice
         whys.append(choice.why)
@@ -99,10 +99,10 @@ def choose(roles: Sequence[RoleLoad], rules: Rules, *, can_scale: bool) -> Choic
         return Choice(why="; ".join(whys))
     if any(each.coming for each in roles):
         return Choice(why="workers are starting")
-    return _spare(roles, rules, can_scale=can_scale)
+    return _spare(roles, rules, can_shrink=can_shrink)
 
 
-def _help(one: RoleLoad, roles: Sequence[RoleLoad], rules: Rules, *, can_scale: bool) -> Choice:
+def _help(one: RoleLoad, roles: Sequence[RoleLoad], rules: Rules, *, can_grow: bool) -> Choice:
     """A worker of the other role if that has one to spare, else new ones, else the lesser evil."""
     full = f"{one.role} has {one.seen.lasting:.1f} workers' worth of work for {one.size:.3g}"
     giver = next((each for each in roles if each.role is not one.role and each.ready > each.minimum), None)
@@ -110,7 +110,7 @@ def _help(one: RoleLoad, roles: Sequence[RoleLoad], rules: Rules, *, can_scale: 
         return _switch(giver, one, f"{full}, and {giver.role} can spare one")
     room = rules.workers_max - sum(each.ready + each.coming for each in roles) if rules.workers_max else rules.step_max
     more = min(one.wanted() - one.ready - one.coming, rules.step_max, room)
-    if can_scale and more > 0:
+    if can_grow and more > 0:
         return Choice(action=PlanAction.SCALE, role=one.role, change=more, why=full)
     if giver is not None:
         after = max(one.fullness(one.seen.lasting, one.size + 1), _without(giver, giver.seen.lasting, one))
@@ -129,14 +129,14 @@ def _switch(giver: RoleLoad, taker: RoleLoad, why: str) -> Choice:
     return Choice(action=PlanAction.CHANGE_ROLE, role=taker.role, giver=giver.role, why=why)
 
 
-def _spare(roles: Sequence[RoleLoad], rules: Rules, *, can_scale: bool) -> Choice:
+def _spare(roles: Sequence[RoleLoad], rules: Rules, *, can_shrink: bool) -> Choice:
     total = sum(each.ready for each in roles)
     spare = [each for each in roles if each.wanted() < each.ready]
     if not spare:
         return Choice(why="as it should be")
     if total <= rules.workers_min:
         return Choice(why=f"some could be spared, but {rules.workers_min} is the least")
-    if not can_scale:
+    if not can_shrink:
         return Choice(why="some could be spared, but nobody takes them")
     one = min(spare, key=lambda each: each.fullness(each.seen.hold, each.size - 1))
     why = (

@@ -19,6 +19,17 @@ from shared.contracts.load import LoadReport
 from shared.contracts.planning import Demand, PlanAction, PlanDecision, RoleCount
 from shared.contracts.workers import FleetWorker, Role
 
+REFUSED_S_MAX = 3600.0
+"""However often a wish was refused, so long after it is told again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """So often in a row, and not to be wished again until then."""
+
+    times: int = 0
+    until: float = 0.0
+
 
 @dataclass(slots=True)
 class Restraint:
@@ -27,7 +38,8 @@ class Restraint:
     under_way: int = 0
     """Number of the decision that is being carried out."""
     quiet_until: float = 0.0
-    no_scale_until: float = 0.0
+    refused: dict[bool, Refused] = field(default_factory=dict)
+    """By whether it was for more workers or for fewer."""
     expected: dict[Role, tuple[int, float]] = field(default_factory=dict)
     """How many workers there should soon be, and until when that is believed."""
     unwilling: dict[WorkerId, float] = field(default_factory=dict)
@@ -86,12 +98,18 @@ class Planner:
         """A change was carried out, or was refused. Answers the decision with its outcome."""
         restraint = self._restraints.setdefault((decision.model, decision.fingerprint), Restraint())
         restraint.under_way = 0
-        restraint.quiet_until = now + self._rules.cool_down_s
-        if not done and decision.action is PlanAction.SCALE:
-            restraint.no_scale_until = now + self._rules.refused_s
-            restraint.expected.clear()
-        if not done and decision.action is PlanAction.CHANGE_ROLE:
+        if done or decision.action is PlanAction.CHANGE_ROLE:
+            # An order whose answer was lost may have been carried out.
+            restraint.quiet_until = now + self._rules.cool_down_s
+        if decision.action is PlanAction.CHANGE_ROLE and not done:
             restraint.unwilling[decision.worker_id] = now + self._rules.refused_s
+        if decision.action is PlanAction.SCALE:
+            for_more = decision.change > 0
+            times = restraint.refused.get(for_more, Refused()).times
+            pause_s = min(self._rules.refused_s * 2.0**times, REFUSED_S_MAX)
+            restraint.refused[for_more] = Refused() if done else Refused(times + 1, now + pause_s)
+            if not done:
+                restraint.expected.clear()
         return self.log.came_of(decision.number, outcome) or decision
 
     def advised(self, decision: PlanDecision, now: float) -> PlanDecision:
@@ -139,7 +157,8 @@ class Planner:
             return Choice(why=f"nothing is decided before {self._rules.lasting_s:.0f} s of looking")
         if restraint.under_way:
             return Choice(why=f"decision {restraint.under_way} is being carried out")
-        choice = choose(roles, self._rules, can_scale=now >= restraint.no_scale_until)
+        can_grow, can_shrink = (now >= restraint.refused.get(more, Refused()).until for more in (True, False))
+        choice = choose(roles, self._rules, can_grow=can_grow, can_shrink=can_shrink)
         if wait_s > 0.0 and choice.action is not PlanAction.NOTHING:
             return Choice(why=f"{choice.why}; decided in {wait_s:.0f} s, if it is so then")
         return choice

@@ -27,7 +27,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     cool_down_s: float = 60.0
     """After a change, and after a new leader's begin, so long nothing is changed: first its effect must show."""
     refused_s: float = 120.0
-    """A change that was refused is not asked for again for so long."""
+    """A change that was refused is not asked for again for so long; each time in a row for twice as long."""
     start_s_max: float = 600.0
     """A worker that was asked for and has not come by then is no longer counted on."""
     prefill_min: int = 1

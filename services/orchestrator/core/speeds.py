@@ -27,8 +27,10 @@ SAMPLE_S_MIN = 0.05
 """Less of steps says more of the clock than of the engine; it counts when there is more."""
 KEPT_PER_SAMPLE = 0.95
 """So much of what was learned from samples of one kind counts on: the last 20 do."""
-BELIEF = 0.2
-"""How many samples the usual proportions weigh."""
+BELIEF = 0.02
+"""How many samples the usual proportions weigh, ..."""
+STEPS = 4
+"""... each time that they are corrected: proportions that samples tell apart end where those want them."""
 SHARE_MIN = 0.01
 """No speed is less than this part of what the usual proportions say: noise must not make work free."""
 MEASURED_MIN = 0.5
@@ -120,10 +122,13 @@ def _kind(done: Steps) -> tuple[int, int]:
 
 def _solve(told: Equations) -> Floats:
     scale = _scales(told)
-    squares = told.squares * np.outer(scale, scale)
-    shares = np.linalg.solve(squares + BELIEF * np.eye(6), told.products * scale + BELIEF)
-    solved: Floats = np.maximum(shares, SHARE_MIN) * scale * USUAL
-    return solved
+    shares: Floats = np.ones(6)
+    for _step in range(STEPS):
+        each = scale * shares
+        squares = told.squares * np.outer(each, each)
+        factors = np.linalg.solve(squares + BELIEF * np.eye(6), told.products * each + BELIEF)
+        shares = np.maximum(shares * np.maximum(factors, SHARE_MIN), SHARE_MIN)
+    return shares * scale * USUAL
 
 
 def _scales(told: Equations) -> Floats:

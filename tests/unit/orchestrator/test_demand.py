@@ -1,0 +1,52 @@
+"""What clients want, from requests that ended."""
+
+from __future__ import annotations
+
+from services.orchestrator.core.demand import RequestWindow
+from shared.contracts.decisions import TtftParts
+from shared.contracts.ids import RequestId
+from shared.contracts.inference import RequestFinished
+
+
+def ended(status: int = 200, **numbers) -> RequestFinished:
+    usual = {"prompt_tokens": 100, "completion_tokens": 10, "cached_tokens": 40, "mode": "disaggregated"}
+    return RequestFinished(request_id=RequestId("r"), model="m", path="/", status=status, **{**usual, **numbers})
+
+
+def test_demand_is_rates_and_means_of_the_window():
+    window = RequestWindow(10.0, now=0.0)
+    window.ended(ended(prompt_tokens=9999), 1.0)
+    for at in range(12, 20):
+        window.ended(ended(readback_tokens=20, ttft_s=0.5, itl_s=0.01), float(at))
+
+    demand = window.wish(20.0).demand
+    assert demand.requests_per_s == 0.8
+    assert (demand.prompt_tokens, demand.uncached_tokens, demand.completion_tokens) == (100.0, 40.0, 10.0)
+    assert (demand.ttft_s_p95, demand.itl_s_p95, demand.seconds) == (0.5, 0.01, 10.0)
+
+
+def test_waiting_in_the_router_tells_how_many_wait_there():
+    window = RequestWindow(10.0, now=0.0)
+    for at in range(10):
+        parts = TtftParts(admission_s=4.0, queue_s=1.0, decode_queue_s=0.5)
+        window.ended(ended(ttft_parts=parts), float(at))
+
+    wish = window.wish(10.0)
+    assert wish.waiting == 4.0
+    assert wish.demand.queue_s == 5.5
+
+
+def test_who_was_turned_away_wanted_to_be_served_and_who_was_wrong_or_left_did_not():
+    window = RequestWindow(10.0, now=0.0)
+    for status in (200, 503, 429, 400, 499, 500):
+        window.ended(ended(status), 5.0)
+
+    wish = window.wish(10.0)
+    assert wish.demand.requests_per_s == 0.3
+    assert wish.turned_away_per_s == 0.2
+    assert wish.demand.prompt_tokens == 100.0
+
+
+def test_no_requests_are_a_demand_of_nothing_over_the_time_that_was_listened():
+    assert RequestWindow(10.0, now=5.0).wish(8.0).demand.seconds == 3.0
+    assert RequestWindow(10.0, now=5.0).wish(8.0).demand.requests_per_s == 0.0
