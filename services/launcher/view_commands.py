@@ -9,7 +9,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from services.launcher.options import NatsUrl, StateDir, fail, find_nats
+from services.launcher.options import WIDTH_OF_FILES, NatsUrl, StateDir, fail, find_nats
 from shared.bus.port import BusError
 from shared.contracts.message import in_full
 
@@ -28,6 +28,7 @@ def add_to(app: typer.Typer) -> None:
 One worker is the measure where enough requests of that length were served so, such as with the header
 x-baton-mode: aggregated. Elsewhere it is estimated from how long the engines' steps take."""
     )(verdict)
+    app.command(epilog="[bold]Keys[/]\n\n[cyan]q[/] ends it, [cyan]j[/] and [cyan]k[/] scroll the workers")(top)
 
 
 def verdict(
@@ -50,3 +51,21 @@ def verdict(
         print(msgspec.json.format(msgspec.json.encode(in_full(told))).decode())
     else:
         draw(told, Console())
+
+
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Listen for a moment, show one frame, and end.")] = False,
+    nats_url: NatsUrl = "",
+    state_dir: StateDir = None,
+) -> None:
+    """Watch the system at work: workers and their load, who works for whom, requests, plans, and what happens."""
+    from services.launcher.top import run_top
+
+    url = find_nats(nats_url, state_dir)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH_OF_FILES)
+    try:
+        asyncio.run(run_top(url, console, once=once))
+    except* BusError as errors:
+        fail(f"NATS at {url} does not answer ({errors.exceptions[0]}). Is the system running?")

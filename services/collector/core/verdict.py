@@ -88,7 +88,7 @@ class Judge:
             return
         self._engines.served(told.model, filter(None, (told.prefill_worker, told.decode_worker)))
         smooth = told.status == OK and told.attempts == 1 and not told.resumes and told.completion_tokens > 1
-        if not smooth or min(told.ttft_s, told.itl_s, told.e2e_s) < 0 or told.prompt_tokens < 1:
+        if not smooth or min(told.ttft_s, told.e2e_s) < 0 or told.prompt_tokens < 1:
             return
         sample = sample_of(told)
         bucket = self._buckets.setdefault((told.model, bisect_right(STARTS, told.prompt_tokens) - 1), Bucket())
@@ -130,7 +130,8 @@ def sample_of(told: RequestFinished) -> Sample | None:
     had = max(0, told.cached_tokens) + max(0, told.readback_tokens)
     return Sample(
         ttft_s=told.ttft_s,
-        itl_s=told.itl_s,
+        # Of an answer that is no stream nobody has seen its tokens come.
+        itl_s=told.itl_s if told.itl_s >= 0 else max(0.0, told.e2e_s - told.ttft_s) / (told.completion_tokens - 1),
         e2e_s=told.e2e_s,
         completion_tokens=told.completion_tokens,
         computed_tokens=max(1, told.prompt_tokens - had),

@@ -205,7 +205,6 @@ def test_only_requests_that_went_well_count():
         {"attempts": 2},
         {"resumes": 1},
         {"completion_tokens": 1},
-        {"itl_s": -1.0},
         {"ttft_parts": None},
         {"reason": "model_unknown", "model": "invented"},
     ):
@@ -213,6 +212,13 @@ def test_only_requests_that_went_well_count():
 
     assert fleet.verdict().buckets == []
     assert fleet.verdict().words == "Nothing was served lately."
+
+
+def test_an_answer_that_is_no_stream_has_a_time_between_tokens_too():
+    fleet = Fleet()
+    fleet.finish(ENOUGH, itl_s=-1.0)
+
+    assert fleet.only().itl_s == pytest.approx(0.009)
 
 
 def test_ranges_have_no_gaps_and_each_request_is_in_its_own():
