@@ -19,6 +19,7 @@ from services.router.flight import Flight, finished
 from services.router.kv_feed import KvFeed
 from services.router.prediction_metrics import PredictionTimings
 from shared.bus.port import Bus, BusDown
+from shared.bus.streams import Orphans
 from shared.contracts.channels import REQUESTS_FINISHED
 from shared.contracts.failures import Reason
 from shared.contracts.ids import RouterId
@@ -173,8 +174,11 @@ def line(told: RequestFinished) -> dict[str, object]:
 class LiveMetrics(Collector):  # type: ignore[misc]  # prometheus_client is not typed for us
     """What is read when somebody asks: requests in flight, the index, the bus."""
 
-    def __init__(self, flights: set[Flight], fleet: Fleet, kv: KvFeed, parity: ParityBook, bus: Bus) -> None:
+    def __init__(
+        self, flights: set[Flight], fleet: Fleet, kv: KvFeed, parity: ParityBook, bus: Bus, orphans: Orphans
+    ) -> None:
         self._flights = flights
+        self._orphans = orphans
         self._parity = parity
         self._fleet = fleet
         self._kv = kv
@@ -194,9 +198,13 @@ class LiveMetrics(Collector):  # type: ignore[misc]  # prometheus_client is not 
                 parities.add_metric([worker_id, parity.value], float(self._parity.parity(worker_id) is parity))
         in_flight = gauge_family(names.ROUTER_IN_FLIGHT)
         in_flight.add_metric([], len(self._flights))
+        orphans = CounterMetricFamily(names.ROUTER_ORPHANS.name, names.ROUTER_ORPHANS.meaning, labels=("kind",))
+        orphans.add_metric(["served"], self._orphans.served)
+        orphans.add_metric(["awaited"], self._orphans.awaited)
         counts = self._bus.counts
         return [
             in_flight,
+            orphans,
             states,
             blocks,
             parities,

@@ -94,7 +94,8 @@ class Router:
         others = gauge(names.ROUTER_OTHERS, parts.ledger.registry)
         others.set_function(lambda: parts.reservations.book.others)
         parts.ledger.registry.register(LearnedMetrics(parts.measures))
-        parts.ledger.registry.register(LiveMetrics(self.relay.flights, fleet, self.kv, parts.prompts.parity.book, bus))
+        parity, orphans = parts.prompts.parity.book, parts.inbox.orphans
+        parts.ledger.registry.register(LiveMetrics(self.relay.flights, fleet, self.kv, parity, bus, orphans))
 
     async def open(self) -> None:
         """Subscribe to everything; live when it returns."""

@@ -7,6 +7,6 @@ number of streams, and does per frame one dictionary look-up and one append. A w
 from __future__ import annotations
 
 from shared.bus.frame_sender import FrameSender, LegFrames, LegGone
-from shared.bus.leg_inbox import Leg, LegFailed, LegInbox
+from shared.bus.leg_inbox import Leg, LegFailed, LegInbox, Orphans
 
-__all__ = ["FrameSender", "Leg", "LegFailed", "LegFrames", "LegGone", "LegInbox"]
+__all__ = ["FrameSender", "Leg", "LegFailed", "LegFrames", "LegGone", "LegInbox", "Orphans"]

@@ -135,6 +135,12 @@ ROUTER_TOKEN_PARITY = _gauge(
 ROUTER_SNAPSHOTS = _counter(
     "baton_router_snapshots_total", "asks", "KV snapshots asked for: a worker came, or events were missed."
 )
+ROUTER_ORPHANS = _counter(
+    "baton_router_orphaned_legs_total",
+    "legs",
+    "Legs that a worker served and nobody awaited (served), or that were awaited and their worker did not serve (awaited).",
+    "kind",
+)
 ROUTER_OTHERS = _gauge("baton_router_others", "routers", "Other routers that this one hears: none when it is alone.")
 
 OF_WORKER = ("worker_id", "role")
