@@ -1,5 +1,5 @@
 """A whole system with real engines whose NATS belongs to the test: one endpoint that streams each handoff and one that
-does not, and a worker that serves a second name with a cache hit threshold of its own.
+does not, a worker that serves a second name with a cache hit threshold of its own, and a store.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import httpx
 from tests.e2e.kv_driver import Driver, body, driving
 from tests.e2e.kv_tap import Tap
 from tests.e2e.system import System, until
-from tests.integration.worker.pair import start_worker
+from tests.integration.worker.pair import WorkerProcess, start_worker
 from tests.nats_server import NatsServer, free_port
 from tests.processes import service_process
 
-PREFILL, DECODE, PICKY = "prefill-1", "decode-1", "decode-2"
+PREFILL, DECODE, PICKY, STORE = "prefill-1", "decode-1", "decode-2", "store-1"
+STORE_BYTES = str(64 << 20)
+"""Of memory, and of files."""
 PICKY_MODEL = "picky"
 """A second name of the model that only the picky worker has."""
 PICKY_THRESHOLD = 0.8
@@ -39,6 +41,19 @@ class Fleet:
     system: System
     endpoints: dict[str, str]
     """``streamed`` and ``offered``: how the handoff goes there."""
+    folder: Path
+    store: WorkerProcess
+
+    def restart_store(self) -> None:
+        """Killed, and started again as it was."""
+        self.store.kill()
+        self.store = start_store(self.nats, self.folder)
+
+
+def start_store(nats: NatsServer, folder: Path) -> WorkerProcess:
+    """Whatever the files of an earlier one hold, it has."""
+    sizes = {"store_memory_bytes": STORE_BYTES, "store_files_bytes": STORE_BYTES}
+    return start_worker(nats.url, STORE, folder, role="store", store_dir=str(folder / "kv-store"), **sizes)
 
 
 @contextmanager
@@ -67,13 +82,15 @@ def kv_fleet(folder: Path, **variables: str) -> Iterator[Fleet]:
             engine_args=f"--served-model-name baton-tiny {PICKY_MODEL}",
             cpu_cores=str(max(os.sched_getaffinity(0))),
         )
+        endpoints = {"streamed": system.endpoint, "offered": f"http://127.0.0.1:{offered}"}
+        fleet = Fleet(nats, system, endpoints, folder, start_store(nats, folder))
         try:
             system.wait_ready(ENGINES_START_S_MAX)
-            endpoints = {"streamed": system.endpoint, "offered": f"http://127.0.0.1:{offered}"}
-            until(lambda: all(exact(url) == 3 for url in endpoints.values()), "all indexes are exact", 120.0)
-            yield Fleet(nats, system, endpoints)
+            until(lambda: all(exact(url) == 4 for url in endpoints.values()), "all indexes are exact", 120.0)
+            yield fleet
         finally:
             picky.kill()
+            fleet.store.kill()
 
 
 def exact(url: str) -> int:

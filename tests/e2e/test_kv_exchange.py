@@ -15,8 +15,10 @@ import psutil
 import pytest
 
 from shared.contracts.inference import LegKind
+from shared.contracts.load import LoadReport
+from shared.contracts.workers import WorkerPhase
 from tests.e2e.kv_driver import BLOCK, proof_of
-from tests.e2e.kv_fleet import DECODE, PICKY, PREFILL, Client, Fleet, client_of, kv_fleet
+from tests.e2e.kv_fleet import DECODE, PICKY, PREFILL, STORE, Client, Fleet, client_of, kv_fleet
 from tests.e2e.prompts import VOCABULARY, prompts_with_shared_prefixes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nats]
@@ -263,3 +265,35 @@ def worker_pids(fleet: Fleet) -> list[int]:
 def cpu_s(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)
+
+
+async def test_a_prompt_goes_from_its_prefill_worker_to_a_store_and_after_its_restart_to_decode_workers(client: Client):
+    driver, tap, prompt = client.driver, client.tap, draw(171, 20 * BLOCK + 9)
+    alone = await client.alone(prompt)
+    await driver.leg(PREFILL, LegKind.PREFILL, prompt)
+
+    copied = await driver.fetch(STORE, prompt, driver.source(PREFILL))
+    assert (copied.held, copied.fetched, copied.failure) == (0, 20, "")
+    assert copied.bytes == 20 * BLOCK * KV_BYTES_PER_TOKEN
+    await tap.until(lambda: tap.loads[STORE].digest.count == 40, "each block is in memory and in files")
+    assert (await driver.fetch(STORE, prompt, driver.source(PREFILL))).held == 20
+
+    for reader, kind in ((DECODE, "memory"), (PICKY, "files")):
+        answer = await driver.leg(
+            reader, LegKind.AGGREGATED, prompt, kv_sources=[driver.source(STORE)], cache_hit_threshold=0.0
+        )
+        proof = proof_of(answer)
+        assert answer.token_ids == alone, (kind, proof)
+        assert (proof.fetched_tokens, proof.recomputed_tokens) == (20 * BLOCK, 9), (kind, proof)
+        if kind == "memory":
+            before = tap.loads[STORE].epoch
+            client.fleet.restart_store()
+            await tap.until(lambda before=before: is_ready_since(tap.loads[STORE], before), "the store is back", 60.0)
+            assert tap.loads[STORE].digest.count == 20
+    await tap.until_settled(*WORKERS)
+    await tap.until(lambda: not tap.loads[STORE].exchange.pinned_blocks, "the store pins nothing")
+
+
+def is_ready_since(load: LoadReport, epoch: int) -> bool:
+    """Whether a later life of the worker is ready."""
+    return load.epoch > epoch and load.phase is WorkerPhase.READY
