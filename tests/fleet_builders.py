@@ -20,6 +20,7 @@ def record(
     role: Role = Role.BOTH,
     models: tuple[str, ...] = ("m",),
     connector: str = FINGERPRINT.connector,
+    revision: str = FINGERPRINT.revision,
 ) -> WorkerRecord:
     return WorkerRecord(
         worker_id=WorkerId(worker_id),
@@ -29,7 +30,7 @@ def record(
         engine="simulated",
         models=list(models),
         max_model_len=4096,
-        fingerprint=msgspec.structs.replace(FINGERPRINT, connector=connector),
+        fingerprint=msgspec.structs.replace(FINGERPRINT, connector=connector, revision=revision),
         hashing=HashScheme(block_size=32),
         kv_blocks=100,
         legs_max=16,

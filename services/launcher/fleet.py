@@ -18,7 +18,7 @@ CONNECT_S_MAX = 5.0
 ASK_S_MAX = 3.0
 PHASE_STYLES = {
     WorkerPhase.STARTING: "cyan",
-    WorkerPhase.PROBING: "magenta",
+    WorkerPhase.PROBING: "cyan",
     WorkerPhase.READY: "green",
     WorkerPhase.DRAINING: "yellow",
     WorkerPhase.GONE: "dim",

@@ -25,7 +25,7 @@ WIDE = 140
 BELOW_MIN = 9
 """Lines that workers leave for the rest, if there is a rest."""
 FLOW_BAR = 12
-FLOWS_MAX = 8
+FLOWS_MAX = 16
 LISTENED_S = 2.5
 """After so long everybody has said something."""
 TRAFFIC_LINES_MAX = 6

@@ -7,12 +7,14 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from services.router.core.cluster_view import WorkerView
 from services.router.core.request import CHAT, COMPLETIONS, RequestFacts
+from services.router.core.revisions import means
 from services.router.exchange import Exchange
 from services.router.fleet import Fleet
 from services.router.parity import ParityWatch
 from services.router.segments import Prompt
-from services.router.settings import Settings
+from services.router.settings import Settings, terms_of
 from services.router.tokenizer import BYTES_PER_TOKEN_GUESSED, PromptTokenizer, guessed
 from shared.bus.port import Bus, BusError
 from shared.contracts.channels import TOKENIZER
@@ -52,27 +54,34 @@ class Prompts:
         self._sources: dict[str, tuple[WorkerId, Epoch]] = {}
         """Whose tokenizer it is, by fingerprint."""
         self._try_at: dict[str, float] = {}
+        self._shares = terms_of(settings).shares
         self._wake = asyncio.Event()
 
     async def of(self, exchange: Exchange, facts: RequestFacts, more: Sequence[int] = ()) -> Prompt:
         """Exact when it matters and can be known, else a guess from the length. ``more``: tokens that follow it."""
         body, bytes_per_token = facts.body, BYTES_PER_TOKEN_GUESSED
         if body is not None and facts.path in (CHAT, COMPLETIONS) and self._matters(facts, exchange.upload.size):
-            for view in self._fleet.cluster.offering(facts.model):
-                tokenizer = self._tokenizers.get(view.pairs_with) if self.parity.trusted(view.pairs_with) else None
-                if tokenizer is not None and exchange.upload.size <= BYTES_PER_TOKEN_MAX * view.record.max_model_len:
-                    held = self._fleet.index.held
-                    chars_max = self._settings.tokenize_loop_chars_max
-                    prompt = await tokenizer.prompt(
-                        facts, held, threads=self.threads, loop_chars_max=chars_max, more=more
-                    )
+            view = self._like_whom(facts)
+            known = self._tokenizers.get(view.pairs_with) if view is not None else None
+            if view is not None and known is not None:
+                bytes_per_token = known.chars_per_token
+                readable = exchange.upload.size <= BYTES_PER_TOKEN_MAX * view.record.max_model_len
+                if readable and self.parity.trusted(view.pairs_with):
+                    held, chars_max = self._fleet.index.held, self._settings.tokenize_loop_chars_max
+                    prompt = await known.prompt(facts, held, threads=self.threads, loop_chars_max=chars_max, more=more)
                     if prompt is not None:
                         return prompt
-                known = self._tokenizers.get(view.pairs_with)
-                bytes_per_token = known.chars_per_token if known is not None else bytes_per_token
-                break
         guess = guessed(facts, exchange.upload.size, bytes_per_token)
         return Prompt(guess.tokens + len(more), (), exact=False) if more else guess
+
+    def _like_whom(self, facts: RequestFacts) -> WorkerView | None:
+        """Some worker of those that are to serve it: another revision may make other tokens of the same prompt."""
+        views = self._fleet.cluster.offering(facts.model)
+        for revision in self._shares.order(facts):
+            for view in views:
+                if means(revision, view.record.fingerprint.revision):
+                    return view
+        return next(iter(views), None)
 
     def worker_seen(self, record: WorkerRecord) -> None:
         """A worker is there: make sure that its model's tokenizer is, too."""

@@ -28,10 +28,9 @@ FLEET = {
 
 
 def join(watch: Watch, worker_id: str, role: Role, phase: WorkerPhase, now: float, revision: str = "r") -> None:
-    made = record(worker_id, phase=phase, role=role)
-    fingerprint = msgspec.structs.replace(made.fingerprint, revision=revision)
+    made = record(worker_id, phase=phase, role=role, revision=revision)
     note = "reads a canary from prefill-1" if phase is WorkerPhase.PROBING else ""
-    watch.record(msgspec.structs.replace(made, fingerprint=fingerprint, note=note), now)
+    watch.record(msgspec.structs.replace(made, note=note), now)
 
 
 def request(number: int, **facts: object) -> RequestFinished:

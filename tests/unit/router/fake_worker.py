@@ -70,6 +70,7 @@ class FakeWorker:
         script: Script = answer_well,
         asset: TokenizerAsset | None = None,
         connector: str = "none",
+        revision: str = "r",
     ) -> None:
         self.bus = bus
         self.worker_id = WorkerId(worker_id)
@@ -77,6 +78,7 @@ class FakeWorker:
         self.epoch = Epoch(epoch)
         self.script = script
         self.connector = connector
+        self.revision = revision
         self.started: list[StartLeg] = []
         self.headers: list[dict[str, str]] = []
         self.cancelled: list[LegId] = []
@@ -90,7 +92,8 @@ class FakeWorker:
         self._subscriptions: list[Any] = []
 
     def record(self, phase: WorkerPhase = WorkerPhase.READY) -> WorkerRecord:
-        return record(self.worker_id, phase, self.epoch, self.role, connector=self.connector)
+        of_it = {"connector": self.connector, "revision": self.revision}
+        return record(self.worker_id, phase, self.epoch, self.role, **of_it)
 
     async def join(self) -> None:
         """Listen, then be known to the registry."""

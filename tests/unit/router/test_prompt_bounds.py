@@ -116,3 +116,26 @@ def test_a_tokenizer_that_nobody_needs_makes_room_for_one_that_somebody_does(ass
         assert len(known) == 1
 
     in_world(story)
+
+
+def test_a_prompt_is_read_as_the_revision_reads_it_that_is_to_serve_it(asset):
+    async def story(world: World) -> None:
+        await world.worker("w1", revision="v1")
+        await world.worker("w2", revision="v2")
+        known = world.router.parts.prompts._tokenizers
+        known.update({view.pairs_with: None for view in world.router.parts.fleet.cluster.workers.values()})
+        body = json.dumps({"model": "m", "prompt": [7] * 100}).encode()
+
+        exact = []
+        for worker_id in ("w1", "w2"):
+            key = world.router.parts.fleet.cluster.workers[worker_id].pairs_with
+            known[key] = PromptTokenizer(asset, SCHEME, cache_bytes_max=1 << 20)
+            connection, answering = world.begin(body)
+            exact.append(
+                (await world.router.parts.prompts.of(connection.exchange, read_request(COMPLETIONS, body))).exact
+            )
+            await answering
+
+        assert exact == [False, True]
+
+    in_world(story, tokenize="always", revision_shares='{"m": {"v2": 1}}')

@@ -145,9 +145,7 @@ class Upgrade:
         return self.fleet.cluster
 
     def add(self, worker_id: str, role: Role, revision: str) -> None:
-        made = record(worker_id, role=role, connector="baton-1")
-        fingerprint = msgspec.structs.replace(made.fingerprint, revision=revision)
-        self.cluster.record(msgspec.structs.replace(made, fingerprint=fingerprint), NOW)
+        self.cluster.record(record(worker_id, role=role, connector="baton-1", revision=revision), NOW)
         self.cluster.report(load(worker_id, role=role), NOW)
 
     def lose(self, *worker_ids: str) -> None:
