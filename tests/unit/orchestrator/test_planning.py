@@ -1,0 +1,194 @@
+"""The planner's shell in virtual time: who may act, what is told, and whom it asks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from services.orchestrator.service import Orchestrator
+from services.orchestrator.settings import Settings
+from shared.bus.memory_bus import MemoryBus, MemoryHub
+from shared.bus.port import NoResponders
+from shared.contracts.channels import PLAN, PLANS, SCALE
+from shared.contracts.planning import AskPlans, FleetScaled, PlanAction, PlanDecision, Plans, ScaleFleet
+from shared.contracts.workers import Role
+from shared.runtime.settings import SettingsError, load
+from tests.planned_workers import PlannedWorker, planned_fleet
+from tests.virtual_time import LoopClock, run_in_virtual_time
+
+ACT: dict[str, Any] = {
+    "planner": "act",
+    "planner_lasting_s": 10.0,
+    "planner_spare_s": 20.0,
+    "planner_cool_down_s": 30.0,
+}
+
+
+@dataclass
+class Heard:
+    """A fleet with orchestrators, and all that was said of plans."""
+
+    hub: MemoryHub = field(default_factory=MemoryHub)
+    told: list[PlanDecision] = field(default_factory=list)
+    wishes: list[ScaleFleet] = field(default_factory=list)
+    workers: dict[str, PlannedWorker] = field(default_factory=dict)
+    buses: dict[str, MemoryBus] = field(default_factory=dict)
+    """Of the orchestrators."""
+
+    @property
+    def changes(self) -> list[PlanDecision]:
+        return [each for each in self.told if each.action is not PlanAction.NOTHING]
+
+    async def plans(self) -> Plans:
+        return await MemoryBus(self.hub).ask(PLANS, AskPlans(), timeout_s=1.0)
+
+
+@asynccontextmanager
+async def orchestrators(*names: str, refuses: str = "", **settings: Any) -> AsyncIterator[Heard]:
+    heard = Heard()
+    ear = MemoryBus(heard.hub)
+    await ear.subscribe(PLAN, lambda decision, _envelope: heard.told.append(decision))
+    ends = []
+    fleet = planned_fleet(lambda: MemoryBus(heard.hub), refuses=refuses)
+    async with fleet as heard.workers, asyncio.TaskGroup() as lives:
+        for name in names:
+            end = asyncio.Event()
+            bus = heard.buses[name] = MemoryBus(heard.hub)
+            one = Orchestrator(bus, LoopClock(), name, Settings(**{**ACT, **settings}))
+            lives.create_task(one.run(end, lambda: None))
+            ends.append(end)
+            await asyncio.sleep(0.1)
+        yield heard
+        for end in ends:
+            end.set()
+
+
+def in_virtual_time(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    run_in_virtual_time(story())
+
+
+def test_only_the_leader_orders_and_each_change_is_told_with_its_outcome():
+    async def story() -> None:
+        async with orchestrators("o1", "o2") as heard:
+            await asyncio.sleep(45.0)
+
+            assert heard.workers["d1"].orders == [Role.PREFILL]
+            assert [each.outcome for each in heard.changes] == ["", "d1 is prefill after 0.25 s, 3 legs went on"]
+            assert [each.number for each in heard.changes] == [heard.changes[0].number] * 2
+
+    in_virtual_time(story)
+
+
+def test_a_new_leader_orders_nothing_before_its_predecessors_change_has_shown():
+    async def story() -> None:
+        async with orchestrators("o1", "o2") as heard:
+            await asyncio.sleep(20.0)
+            heard.buses["o1"].lose()
+            await asyncio.sleep(5.0 + ACT["planner_cool_down_s"])
+
+            assert heard.workers["d1"].orders == []
+            assert (await heard.plans()).decisions
+            await asyncio.sleep(15.0)
+            assert heard.workers["d1"].orders == [Role.PREFILL]
+
+    in_virtual_time(story)
+
+
+def test_advice_is_told_and_nothing_is_done():
+    async def story() -> None:
+        async with orchestrators("o1", planner="advise") as heard:
+            await asyncio.sleep(45.0)
+
+            assert [each.outcome for each in heard.changes] == ["", "advice only"]
+            assert all(worker.orders == [] for worker in heard.workers.values())
+            assert (await heard.plans()).mode == "advise"
+
+    in_virtual_time(story)
+
+
+def test_a_planner_that_is_off_says_so_and_looks_at_nothing():
+    async def story() -> None:
+        async with orchestrators("o1", planner="off") as heard:
+            await asyncio.sleep(45.0)
+
+            assert heard.told == []
+            assert await heard.plans() == Plans(mode="off", decisions=[])
+
+    in_virtual_time(story)
+
+
+def test_without_a_leader_nobody_answers_for_the_plan():
+    async def story() -> None:
+        async with orchestrators() as heard:
+            with pytest.raises(NoResponders):
+                await heard.plans()
+
+    in_virtual_time(story)
+
+
+def test_a_worker_that_does_not_change_its_role_is_told_with_its_reason_and_left_alone():
+    async def story() -> None:
+        async with orchestrators("o1", refuses="no canary came through") as heard:
+            await asyncio.sleep(95.0)
+
+            assert [each.outcome for each in heard.changes if each.outcome][:2] == [
+                "d1 stays decode: no canary came through",
+                "d2 stays decode: no canary came through",
+            ]
+            assert len(heard.workers["d1"].orders) == 1
+
+    in_virtual_time(story)
+
+
+@pytest.mark.parametrize(
+    ("answer", "outcome"),
+    [
+        (FleetScaled(change=2), "+2 prefill begun"),
+        (FleetScaled(change=1, refusal="there is one GPU left"), "+1 prefill begun: there is one GPU left"),
+        (FleetScaled(refusal="no GPU is left"), "no GPU is left"),
+        (None, "no launcher takes orders: `baton up --workers-max N` would"),
+    ],
+)
+def test_when_nobody_can_be_spared_the_launcher_is_asked_for_workers(answer: FleetScaled | None, outcome: str):
+    async def story() -> None:
+        async with orchestrators("o1", planner_decode_min=3, planner_step_max=2) as heard:
+
+            async def scale(wish: ScaleFleet, _envelope: object) -> FleetScaled:
+                heard.wishes.append(wish)
+                assert answer is not None
+                return answer
+
+            if answer is not None:
+                await MemoryBus(heard.hub).answer(SCALE, scale)
+            await asyncio.sleep(45.0)
+
+            assert heard.changes[1].outcome == outcome
+            if answer is not None:
+                assert (heard.wishes[0].model, heard.wishes[0].role, heard.wishes[0].change) == ("m", Role.PREFILL, 2)
+
+    in_virtual_time(story)
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"SCALER": "webhook"}, "ORCHESTRATOR_SCALER_URL"),
+        ({"PLANNER_LOAD_MAX": "1.5"}, "load_max"),
+        ({"PLANNER_PREFILL_MIN": "0"}, "at least one"),
+        ({"PLANNER": "yes"}, "ORCHESTRATOR_PLANNER"),
+    ],
+)
+def test_settings_that_cannot_work_stop_the_start(variables: dict[str, str], words: str):
+    with pytest.raises(SettingsError, match=words):
+        load(Settings, "ORCHESTRATOR_", {f"ORCHESTRATOR_{name}": value for name, value in variables.items()})
+
+
+def test_every_rule_has_its_variable():
+    rules = load(Settings, "ORCHESTRATOR_", {"ORCHESTRATOR_PLANNER_HOLD_S": "7"}).planner_rules()
+
+    assert rules.hold_s == 7.0

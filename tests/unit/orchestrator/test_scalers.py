@@ -1,0 +1,78 @@
+"""The webhook as a scaler: what is posted, and what is made of the answers."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from services.orchestrator.scalers import WebhookScaler
+from shared.contracts.planning import FleetScaled, ScaleFleet
+from shared.contracts.workers import Role
+from tests.nats_server import free_port
+
+WISH = ScaleFleet(model="m", role=Role.DECODE, change=2, why="decode is full")
+ANSWER_S_MAX = 10.0
+POLL_S = 0.02
+
+
+@contextmanager
+def endpoint(status: int, body: bytes) -> Iterator[tuple[str, list[dict]]]:
+    """Its URL, and what was posted to it."""
+    posted: list[dict] = []
+
+    class Hook(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            posted.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_words: object) -> None:
+            """Nothing."""
+
+    server = HTTPServer(("127.0.0.1", 0), Hook)
+    thread = threading.Thread(target=server.serve_forever, args=(POLL_S,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/scale", posted
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+async def test_the_wish_is_posted_as_json_and_an_empty_answer_is_a_yes():
+    with endpoint(204, b"") as (url, posted):
+        assert await WebhookScaler(url, ANSWER_S_MAX).scale(WISH) == FleetScaled(change=2)
+
+    assert posted == [{"model": "m", "role": "decode", "change": 2, "why": "decode is full"}]
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "change", "words"),
+    [
+        (200, b'{"change": 1, "refusal": "quota"}', 1, "quota"),
+        (409, b"not now", 0, "answers 409: not now"),
+        (200, b"<html>", 0, "not understood"),
+        (200, b'{"change": "many"}', 0, "not understood"),
+    ],
+)
+async def test_an_endpoint_may_do_less_or_nothing(status: int, body: bytes, change: int, words: str):
+    with endpoint(status, body) as (url, _posted):
+        scaled = await WebhookScaler(url, ANSWER_S_MAX).scale(WISH)
+
+    assert scaled.change == change
+    assert words in scaled.refusal
+
+
+async def test_an_endpoint_that_is_not_there_is_a_refusal_and_no_error():
+    scaled = await WebhookScaler(f"http://127.0.0.1:{free_port()}/", ANSWER_S_MAX).scale(WISH)
+
+    assert scaled.change == 0
+    assert "cannot be reached" in scaled.refusal
