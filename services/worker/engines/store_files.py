@@ -124,14 +124,20 @@ class StoreFiles:
             return [b""] * len(job.names)
 
     def close(self, records: Sequence[SlotRecord]) -> None:
-        """Note in which order blocks were used, have everything on the disk, and let go."""
+        """Note what is kept, and in which order it was used, have everything on the disk, and let go."""
+        packed = bytearray(self.slots * RECORD.size)
+        for record in records:
+            packed[record.slot * RECORD.size : (record.slot + 1) * RECORD.size] = pack_record(self._identity, record)
         try:
-            for record in records:
-                self._note(record)
+            os.pwrite(self._index, packed, offset_of(0))
             os.fsync(self._blocks)
             os.fsync(self._index)
         except OSError as error:
             log.warning("the store's files were not closed well: %s", error)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Leave everything as it is."""
         self._file.close()
         for descriptor in (self._blocks, self._index, self._lock):
             os.close(descriptor)

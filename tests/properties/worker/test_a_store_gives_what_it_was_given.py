@@ -152,9 +152,10 @@ class StoreLife(RuleBasedStateMachine):
     def ends_and_begins_anew(self, killed, written, damage, other_model, first, asked) -> None:
         """Killed or stopped; what lies on the disk may suffer before the next life, which is asked for some of it."""
         assert self.files is not None
-        if killed or self.job is not None:
+        was_killed = killed or self.job is not None
+        if was_killed:
             self.killed_while_saving(written)
-            self.files.close([])  # a process that is killed closes its files, and writes no order of use
+            self.files.let_go()
         else:
             self.files.close(self.tiers.files.records())
         kept = self.tiers.files.names()
@@ -164,8 +165,8 @@ class StoreLife(RuleBasedStateMachine):
         self.open()
         if other_model:
             assert self.tiers.files.names() == []
-        elif not killed and damage is not bytes_lost:
-            assert set(kept) >= set(self.tiers.files.names())
+        elif not was_killed and damage is not bytes_lost:
+            assert self.tiers.files.names() == kept
         for chain in asked:
             self.is_asked_for(chain, copied=True)
 
