@@ -138,7 +138,7 @@ ROUTER_SNAPSHOTS = _counter(
 ROUTER_ORPHANS = _counter(
     "baton_router_orphaned_legs_total",
     "legs",
-    "Legs that a worker served and nobody awaited (served), or that were awaited and their worker did not serve (awaited).",
+    "Legs that a worker served and nobody awaited (served), or that were awaited and not served (awaited).",
     "kind",
 )
 ROUTER_OTHERS = _gauge("baton_router_others", "routers", "Other routers that this one hears: none when it is alone.")
