@@ -18,7 +18,7 @@ import pytest
 from openai import OpenAI
 
 from tests.e2e.prompts import VOCABULARY, prompts_with_shared_prefixes
-from tests.e2e.system import Metrics, System, until
+from tests.e2e.system import Metrics, System, baton, until
 from tests.nats_server import NatsServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nats]
@@ -85,6 +85,28 @@ def grown(system: System, before: Metrics, worker_id: str, **sums: float) -> dic
 
     until(lambda: sum(growth().values()) >= sums["all"], f"{worker_id} has told of {sums['all']} tokens")
     return growth()
+
+
+def test_both_workers_are_ready_and_no_canary_between_them_failed(system: System):
+    fleet = system.fleet()
+
+    assert {worker["phase"] for worker in fleet.values()} == {"ready"}
+    # Whoever was ready first had nobody to prove itself with, and answered the other one.
+    notes = sorted(worker["record"].get("note", "") for worker in fleet.values())
+    assert notes == ["", "nobody was there to prove itself with"]
+
+
+def test_a_decode_worker_does_both_and_only_decodes_again_without_a_restart(system: System, client: OpenAI):
+    pid = system.worker_pid("decode-1")
+    for role in ("both", "decode"):
+        code, out, err = baton("role", "decode-1", role, "--json", "--state-dir", str(system.folder))
+        assert code == 0, err
+        told = json.loads(out)
+        print(f"decode-1 is {role} after {told['seconds']:.3f} s")
+
+        assert told["role"] == role
+        assert send(client, "Once upon a time", mode="aggregated" if role == "both" else "auto").choices[0].text
+    assert system.worker_pid("decode-1") == pid
 
 
 def test_twenty_prompts_give_the_same_tokens_on_two_engines_as_on_one(system: System, client: OpenAI):
