@@ -8,7 +8,15 @@ from collections.abc import Mapping
 from rich.markup import escape
 
 from services.launcher.core.placement import Device
-from services.launcher.core.plan import Machine, UpOptions, devices_for, fresh_names, plan_worker, worker_settings
+from services.launcher.core.plan import (
+    Machine,
+    ProcessPlan,
+    UpOptions,
+    devices_for,
+    fresh_names,
+    plan_worker,
+    worker_settings,
+)
 from services.launcher.core.scaling import Own, steps_for
 from services.launcher.screen import Screen
 from services.launcher.system import System
@@ -35,12 +43,17 @@ class Scaling:
         self._leaving: set[str] = set()
         devices, _notes = devices_for(options, machine, options.workers_max, 0)
         self._devices = devices
-        self._device_of: dict[str, int] = {each.name: index for index, each in enumerate(system.workers)}
+        self._device_of: dict[str, int] = {each.name: index for index, each in enumerate(self._engines)}
         """Which part of the machine a worker has."""
 
     async def listen(self) -> None:
         """Take wishes from now on."""
         await self._system.bus.answer(SCALE, self._answer)
+
+    @property
+    def _engines(self) -> list[ProcessPlan]:
+        """The workers that it scales: stores are not among them."""
+        return [each for each in self._system.workers if _role_at_start(each) is not Role.STORE]
 
     async def _answer(self, wish: ScaleFleet, _envelope: Envelope) -> FleetScaled:
         async with self._turn:
@@ -51,7 +64,7 @@ class Scaling:
 
     async def _scale(self, wish: ScaleFleet) -> FleetScaled:
         records = await self._records()
-        served = {model for each in self._system.workers if each.name in records for model in records[each.name].models}
+        served = {model for each in self._engines if each.name in records for model in records[each.name].models}
         if wish.model not in served:
             return FleetScaled(refusal=f"this launcher runs {', '.join(sorted(served)) or 'no model'}")
         steps = steps_for(
@@ -73,7 +86,7 @@ class Scaling:
 
     def _own(self, records: Mapping[str, WorkerRecord]) -> list[Own]:
         """With the roles that they have now; who is not registered yet has the one that it was started for."""
-        names = {each.name: Role(each.env["WORKER_ROLE"]) for each in self._system.workers}
+        names = {each.name: _role_at_start(each) for each in self._engines}
         self._leaving &= names.keys()
         return [
             Own(name, records[name].role if name in records else first_role, name in self._leaving)
@@ -81,7 +94,7 @@ class Scaling:
         ]
 
     def _start(self, wish: ScaleFleet, count: int, refusal: str, records: Mapping[str, WorkerRecord]) -> FleetScaled:
-        running = [each.name for each in self._system.workers]
+        running = [each.name for each in self._engines]
         base = {"BATON_NATS_URL": self._system.plan.nats_url, "BATON_STATE_DIR": self._options.state_dir}
         settings = worker_settings(self._options, base)
         for name in fresh_names([wish.role] * count, [*records, *running]):
@@ -91,7 +104,7 @@ class Scaling:
 
     def _free_device(self, name: str) -> Device:
         """A part of the machine that nobody has; while one that leaves still has its own, the least used one."""
-        running = [each.name for each in self._system.workers]
+        running = [each.name for each in self._engines]
         taken = [index for each, index in self._device_of.items() if each in running]
         index = min(range(len(self._devices)), key=taken.count)
         self._device_of[name] = index
@@ -109,3 +122,7 @@ class Scaling:
         self._leaving.add(worker_id)
         self._screen.say(f"[yellow]●[/] {worker_id} leaves: {escape(why)}.")
         return ""
+
+
+def _role_at_start(process: ProcessPlan) -> Role:
+    return Role(process.env["WORKER_ROLE"])

@@ -93,6 +93,24 @@ def test_a_joining_worker_takes_a_name_that_nobody_has():
     assert system.ports == ()
 
 
+def test_a_planner_that_may_scale_is_told_its_limits_and_the_machine_is_shared_out_for_the_most():
+    machine = msgspec.structs.replace(MACHINE, gpus=("0", "1"))
+    system = plan_system(msgspec.structs.replace(OPTIONS, workers_min=2, workers_max=4), machine)
+
+    planner = {"ORCHESTRATOR_PLANNER": "act", "ORCHESTRATOR_PLANNER_WORKERS_MIN": "2"}
+    planner |= {"ORCHESTRATOR_PLANNER_WORKERS_MAX": "4"}
+    told = next(process for process in system.processes if process.name == "orchestrator").env
+    assert planner.items() <= told.items()
+    assert len(system.stage(Stage.WORKERS)) == 2
+    assert worker_env(system, "prefill-1", "WORKER_ENGINE_ARGS") == "--gpu-memory-utilization 0.45"
+
+
+def test_a_planner_that_may_not_scale_is_as_the_operator_set_it():
+    told = next(process for process in plan().processes if process.name == "orchestrator").env
+
+    assert not [name for name in told if name.startswith("ORCHESTRATOR_")]
+
+
 def test_a_nats_that_runs_already_is_not_started_again():
     system = plan(nats_url="nats://elsewhere:4222")
 
@@ -106,6 +124,9 @@ def test_a_nats_that_runs_already_is_not_started_again():
         ({"prefill": 0, "decode": 0}, "at least one"),
         ({"decode": 0}, "Add --decode 1 or --both 1"),
         ({"prefill": 0}, "Add --prefill 1 or --both 1"),
+        ({"workers_max": 1}, "2 workers are not between --workers-min 1 and --workers-max 1"),
+        ({"workers_min": 3, "workers_max": 4}, "2 workers are not between"),
+        ({"join": True, "workers_max": 4}, "--workers-max is for a new system"),
     ],
 )
 def test_a_fleet_that_could_serve_nobody_is_refused_with_advice(changes: dict[str, int], words: str):

@@ -1,0 +1,58 @@
+"""`baton plan` as a person reads it."""
+
+from __future__ import annotations
+
+import io
+
+import msgspec
+from rich.console import Console
+
+from services.launcher.fleet_plan import draw
+from shared.contracts.ids import WorkerId
+from shared.contracts.planning import Demand, PlanAction, PlanDecision, Plans, RoleCount
+from shared.contracts.workers import Role
+
+LOOK = PlanDecision(
+    number=3,
+    at_ms=0,
+    model="tiny",
+    demand=Demand(requests_per_s=2.5, prompt_tokens=900, uncached_tokens=300, completion_tokens=40, seconds=30),
+    roles=[RoleCount(role=Role.PREFILL, now=1, wanted=2, load=0.91), RoleCount(role=Role.DECODE, now=2, wanted=2)],
+    action=PlanAction.NOTHING,
+    why="decision 2 is being carried out",
+)
+SWITCH = msgspec.structs.replace(
+    LOOK,
+    number=2,
+    action=PlanAction.CHANGE_ROLE,
+    worker_id=WorkerId("decode-2"),
+    role=Role.PREFILL,
+    why="prefill is full",
+    outcome="decode-2 is prefill after 0.25 s, 3 legs went on",
+)
+GROWTH = msgspec.structs.replace(LOOK, number=1, action=PlanAction.SCALE, role=Role.DECODE, change=1, why="more")
+
+
+def drawn(told: Plans) -> str:
+    console = Console(file=io.StringIO(), width=120, no_color=True)
+    draw(told, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_demand_roles_and_the_reason_are_told_and_then_the_changes_with_what_came_of_them():
+    lines = [" ".join(line.split()) for line in drawn(Plans(mode="act", decisions=[LOOK, SWITCH, GROWTH])).splitlines()]
+
+    assert any(line.startswith("2.5 requests/s of 900 prompt tokens (300 to compute)") for line in lines)
+    assert "prefill 1 2 91%" in lines
+    assert "Decision 2 is being carried out." in lines
+    assert any(line.endswith("ago decode-2 becomes prefill prefill is full") for line in lines)
+    assert "decode-2 is prefill after 0.25 s, 3 legs went on" in lines
+    assert any(line.endswith("ago +1 decode more") for line in lines)
+    assert "under way" in lines
+
+
+def test_a_planner_that_only_advises_or_is_off_says_how_to_change_that():
+    assert "ORCHESTRATOR_PLANNER=act" in drawn(Plans(mode="advise", decisions=[LOOK]))
+    assert "Nothing was changed yet." in drawn(Plans(mode="advise", decisions=[LOOK]))
+    assert "ORCHESTRATOR_PLANNER=advise" in drawn(Plans(mode="off"))
