@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 
+from services.worker.service import SEEK_ROUTERS_S
 from shared.bus.memory_bus import MemoryHub
 from shared.contracts.failures import Reason
 from shared.contracts.ids import Epoch, RouterId
 from shared.contracts.inference import FrameKind, LegKind
 from shared.runtime.service import live
 from tests.unit.worker.fakes import KV_TRANSFER, WAIT_S_MAX, FakeEngine, RunningWorker, running_worker
+from tests.virtual_time import run_in_virtual_time
 
 
 def kinds(frames) -> list[FrameKind]:
@@ -230,3 +232,17 @@ async def test_a_worker_that_is_stopped_while_its_engine_starts_leaves_at_once()
 
     assert await exit_code == 0
     assert cancelled.is_set()
+
+
+def test_a_leg_that_its_router_has_forgotten_is_aborted_though_it_never_says_anything():
+    async def story() -> int:
+        async with running_worker() as worker:
+            worker.engine.gate.clear()
+            leg = await worker.leg()
+            await leg.frames()
+            worker.inbox.forget(leg)
+            async with asyncio.timeout(2 * SEEK_ROUTERS_S):
+                await worker.engine.aborted.wait()
+            return worker.inbox.orphans.served
+
+    assert run_in_virtual_time(story()) == 1
