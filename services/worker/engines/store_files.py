@@ -10,7 +10,7 @@ import fcntl
 import logging
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
@@ -100,7 +100,7 @@ class StoreFiles:
         self.restored = self._read_index()
         self._used = max((record.used for record in self.restored), default=0)
         os.ftruncate(self._blocks, slots * block_bytes)  # space is taken as it is written
-        self._file = self._open_file(io, memory)
+        self._file = open_file(io, self._blocks, lambda: nixl_file(self._blocks, slots * block_bytes, memory))
         self.words = self._file.words
 
     def perform(self, job: Job) -> list[bytes]:
@@ -167,18 +167,25 @@ class StoreFiles:
         os.ftruncate(self._index, offset_of(self.slots))
         return []
 
-    def _open_file(self, io: str, memory: tuple[int, int]) -> BlockFile:
-        if io == "plain" or (io == "auto" and not find_spec("nixl")):
-            return PlainFile(self._blocks)
-        from connector.nixl_files import NixlFile  # a machine for simulated workers may have no NIXL
 
-        try:
-            return NixlFile(f"files-{uuid.uuid4().hex}", self._blocks, self.slots * self._block_bytes, memory)
-        except TransferFailed as error:
-            if io == "nixl":
-                raise
-            log.warning("blocks go to plain files: %s", error)
-            return PlainFile(self._blocks)
+def open_file(io: str, descriptor: int, by_nixl: Callable[[], BlockFile]) -> BlockFile:
+    """What moves blocks of that open file. Raises TransferFailed when it must be NIXL and that cannot run."""
+    if io == "plain" or (io == "auto" and not find_spec("nixl")):
+        return PlainFile(descriptor)
+    try:
+        return by_nixl()
+    except TransferFailed as error:
+        if io == "nixl":
+            raise
+        log.warning("blocks go to plain files: %s", error)
+        return PlainFile(descriptor)
+
+
+def nixl_file(descriptor: int, size: int, memory: tuple[int, int]) -> BlockFile:
+    """NIXL's file plugin. Raises TransferFailed where it cannot run."""
+    from connector.nixl_files import NixlFile  # a machine for simulated workers may have no NIXL
+
+    return NixlFile(f"files-{uuid.uuid4().hex}", descriptor, size, memory)
 
 
 def _lock(path: Path) -> int:

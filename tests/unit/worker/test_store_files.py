@@ -1,0 +1,155 @@
+"""A store's files: what moves blocks there and back, who may have the folder, and what is believed of it later."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+import pytest
+
+from connector.transfer_port import TransferFailed
+from services.worker.core.store.slot_records import SlotRecord
+from services.worker.core.store.tiers import Job, JobKind
+from services.worker.engines.store_files import FolderTaken, PlainFile, StoreFiles, open_file
+
+BLOCKS, SLOTS, BLOCK_BYTES = 4, 8, 4096
+MINE = b"m" * 32
+NAMES = tuple(bytes([number]) * 32 for number in range(BLOCKS))
+
+
+class Memory:
+    def __init__(self) -> None:
+        self.buffer = ctypes.create_string_buffer(BLOCKS * BLOCK_BYTES)
+        self.at = (ctypes.addressof(self.buffer), BLOCKS * BLOCK_BYTES)
+
+
+@pytest.fixture
+def memory():
+    return Memory()
+
+
+def opened(folder, memory, **changes):
+    fields = {
+        "identity": MINE,
+        "block_bytes": BLOCK_BYTES,
+        "slots": SLOTS,
+        "memory": memory.at,
+        "io": "plain",
+        **changes,
+    }
+    return StoreFiles(folder, **fields)
+
+
+def job(kind, slots=(6, 0, 3, 1)):
+    return Job(kind, NAMES, tuple(range(BLOCKS)), tuple(slots))
+
+
+def records(checksums, slots=(6, 0, 3, 1)):
+    return [SlotRecord(*each, at) for at, each in enumerate(zip(NAMES, slots, checksums, strict=True), 1)]
+
+
+@pytest.mark.parametrize("io", ["plain", "nixl"])
+def test_what_is_saved_is_loaded_as_it_was_in_this_life_and_the_next(tmp_path, memory, io):
+    if io == "nixl":
+        pytest.importorskip("nixl")
+    content = os.urandom(BLOCKS * BLOCK_BYTES)
+    memory.buffer[:] = content
+    files = opened(tmp_path, memory, io=io)
+    checksums = files.perform(job(JobKind.SAVE))
+    files.let_go()  # as a process that is killed
+    ctypes.memset(memory.at[0], 0, memory.at[1])
+
+    files = opened(tmp_path, memory, io=io)
+
+    assert [(record.name, record.slot, record.checksum) for record in files.restored] == [
+        (record.name, record.slot, record.checksum) for record in records(checksums)
+    ]
+    assert files.perform(job(JobKind.LOAD)) == checksums
+    assert memory.buffer.raw == content
+    files.close([])
+
+
+def test_both_ways_write_the_same_files(tmp_path, memory):
+    pytest.importorskip("nixl")
+    memory.buffer[:] = os.urandom(BLOCKS * BLOCK_BYTES)
+    for io in ("plain", "nixl"):
+        files = opened(tmp_path / io, memory, io=io)
+        files.close(records(files.perform(job(JobKind.SAVE))))
+
+    for name in ("blocks", "index"):
+        assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "nixl" / name).read_bytes()
+
+
+def test_one_store_at_a_time_has_the_folder(tmp_path, memory):
+    files = opened(tmp_path, memory)
+    with pytest.raises(FolderTaken):
+        opened(tmp_path, memory)
+    files.close([])
+
+    opened(tmp_path, memory).close([])
+
+
+@pytest.mark.parametrize("changes", [{"identity": b"o" * 32}, {"block_bytes": BLOCK_BYTES // 2}])
+def test_of_another_kind_of_blocks_nothing_is_left(tmp_path, memory, changes):
+    files = opened(tmp_path, memory)
+    files.close(records(files.perform(job(JobKind.SAVE))))
+
+    opened(tmp_path, memory, **changes).close([])
+    again = opened(tmp_path, memory)
+
+    assert again.restored == []
+    again.close([])
+
+
+def test_with_less_room_than_before_the_places_beyond_are_forgotten_and_their_bytes_given_back(tmp_path, memory):
+    files = opened(tmp_path, memory)
+    files.close(records(files.perform(job(JobKind.SAVE))))
+
+    smaller = opened(tmp_path, memory, slots=2)
+
+    assert sorted(record.slot for record in smaller.restored) == [0, 1]
+    assert (tmp_path / "blocks").stat().st_size == 2 * BLOCK_BYTES
+    smaller.close([])
+
+
+def test_the_order_of_use_outlives_a_good_end(tmp_path, memory):
+    files = opened(tmp_path, memory)
+    kept = records(files.perform(job(JobKind.SAVE)))
+    files.close([SlotRecord(one.name, one.slot, one.checksum, 9 - one.used) for one in kept])
+
+    again = opened(tmp_path, memory)
+
+    assert [record.name for record in again.restored] == list(reversed(NAMES))
+    again.close([])
+
+
+def test_a_record_copied_to_another_place_is_not_believed(tmp_path, memory):
+    files = opened(tmp_path, memory)
+    files.close(records(files.perform(job(JobKind.SAVE))))
+    index = bytearray((tmp_path / "index").read_bytes())
+    index[64 + 2 * 64 : 64 + 3 * 64] = index[64 + 6 * 64 : 64 + 7 * 64]
+    (tmp_path / "index").write_bytes(index)
+
+    again = opened(tmp_path, memory)
+
+    assert sorted(record.slot for record in again.restored) == [0, 1, 3, 6]
+    again.close([])
+
+
+def test_a_file_that_cannot_be_written_or_read_costs_the_blocks_and_not_the_store(tmp_path, memory):
+    files = opened(tmp_path, memory)
+    os.ftruncate(files._blocks, 0)
+
+    assert files.perform(job(JobKind.LOAD)) == [b""] * BLOCKS
+    files.close([])
+
+
+def test_where_nixl_s_plugin_cannot_run_plain_files_take_its_place_unless_it_must_be_nixl():
+    pytest.importorskip("nixl")
+
+    def refuses():
+        raise TransferFailed("no such plugin")
+
+    assert isinstance(open_file("auto", 0, refuses), PlainFile)
+    with pytest.raises(TransferFailed):
+        open_file("nixl", 0, refuses)
