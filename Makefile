@@ -14,7 +14,7 @@ K ?=
 # Processes that `make test` shares the tests out to.
 JOBS ?= 2
 
-.PHONY: help setup setup-dev up down test check fix test-vllm compose-test bench-router bench-kv bench-placement bench-replay catalogue lock clean
+.PHONY: help setup setup-dev up down test check fix test-vllm compose-test chaos bench-router bench-kv bench-placement bench-replay bench-fleet catalogue lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-14s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +44,9 @@ fix: setup-dev ## Formatter and safe automatic fixes
 test-vllm: setup-dev ## Only the tests with real vLLM engines and NIXL
 	@$(PYTHON) -m pytest -m "vllm and not gpu" -rs $(ARGS)
 
+chaos: setup-dev ## 50 simulated workers under load, and everything breaks; ten minutes; ARGS="--workers 8 --minutes 1 --seed 2"
+	@$(PYTHON) -m tests.chaos $(ARGS)
+
 compose-test: setup-dev ## Containers with simulated engines: up, requests, lose one, down (skips where no docker daemon runs)
 	@$(PYTHON) -m pytest -m compose -rs tests/compose $(ARGS)
 
@@ -63,6 +66,9 @@ bench-placement: setup-dev ## Index, hashing, tokenization and placement; PEER_P
 bench-replay: setup-dev ## A trace of requests in virtual time, all policies at light, knee and overload; TRACE=FILE, OUT=FOLDER
 	@test -n "$(TRACE)" || { echo "TRACE=FILE is missing: a trace of Mooncake's (.jsonl) or Azure's (.csv)" >&2; exit 2; }
 	@.venv/bin/baton bench replay "$(TRACE)" --seed 1 --loads light,knee,overload --sweep --out "$(or $(OUT),replay-results)" $(ARGS)
+
+bench-fleet: setup-dev ## How soon what breaks is noticed, resumed and as before; how long drain and role changes take
+	@$(PYTHON) -m tests.bench.bench_fleet $(ARGS)
 
 catalogue: setup-dev ## Write the generated files anew: catalogue, AsyncAPI, NATS permissions, metrics, dashboards, diagram
 	@$(PYTHON) -m shared.contracts.catalogue

@@ -22,7 +22,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not hasattr(config, "workerinput"):
         return
     for item in items:
-        group = "engines" if item.get_closest_marker("vllm") else str(item.path)
+        one_fleet = item.path.parent.name == "chaos"  # of all its files
+        group = "engines" if item.get_closest_marker("vllm") else "chaos" if one_fleet else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=_turn)
 

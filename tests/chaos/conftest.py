@@ -15,7 +15,7 @@ from tests.chaos.fleet import Size
 T = TypeVar("T")
 
 SHORT = Size(prefill=3, decode=3, both=2)
-RUN_S_MAX = 300.0
+RUN_S_MAX = 700.0
 
 
 class Stage:

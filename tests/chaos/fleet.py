@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import signal
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -122,9 +121,12 @@ class Actor:
         if self._process is not None:
             self._process.kill()
 
+    def expect_end(self) -> None:
+        """It is told to leave."""
+        self._is_expected = True
+
     def signal(self, number: int) -> None:
-        """SIGSTOP, SIGCONT, or SIGTERM, after which it may go."""
-        self._is_expected |= number == signal.SIGTERM
+        """SIGSTOP or SIGCONT."""
         os.kill(self.pid, number)
 
     def died(self) -> str:

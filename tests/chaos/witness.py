@@ -47,20 +47,35 @@ class Witness:
         await self._http.aclose()
 
     def ready(self) -> set[str]:
-        """Workers that may be given requests now."""
+        """Workers that may be given requests now, and whose present life is the one that is known."""
         cluster, silent_s_max = self._router.parts.fleet.cluster, self._router.parts.fleet.policy.silent_s_max
-        now = self._router.parts.clock.now()
-        return {str(worker_id) for worker_id, view in cluster.workers.items() if view.fit(now, silent_s_max)}
+        now, actors = self._router.parts.clock.now(), self._fleet.actors
+        fit = [view.record for view in cluster.workers.values() if view.fit(now, silent_s_max)]
+        return {str(one.worker_id) for one in fit if one.worker_id in actors and actors[one.worker_id].pid == one.pid}
+
+    def busiest(self) -> str:
+        """The worker that serves the most legs just now."""
+        return max(self._loads, key=lambda worker_id: self._loads[worker_id].legs)
 
     async def complaints(self) -> list[str]:
         """Everything that is not as it should be when nothing goes on."""
-        expected = set(self._fleet.size.roles)
-        found = [f"{worker_id} is not ready" for worker_id in sorted(expected - self.ready())]
-        for worker_id in sorted(expected):
+        found = await self.incomplete()
+        for worker_id in sorted(self._fleet.size.roles):
             found += self._not_idle(worker_id)
             found += await self._untrue(WorkerId(worker_id))
         for name, url in self._fleet.routers:
-            found += await self._router_complaints(name, url, len(expected))
+            found += await self._not_at_rest(name, url)
+        return found
+
+    async def incomplete(self) -> list[str]:
+        """What a fleet lacks that may be at work: workers that are ready, routers that know all of them, a leader."""
+        expected = set(self._fleet.size.roles)
+        found = [f"{worker_id} is not ready" for worker_id in sorted(expected - self.ready())]
+        for name, url in self._fleet.routers:
+            metrics = await self._metrics(url)
+            exact = 0.0 if metrics is None else metrics.sum("baton_router_index_state", state=EXACT)
+            if exact != len(expected):
+                found.append(f"{name}: {exact:g} of {len(expected)} indexes are exact")
         return found + await self._leader_complaints(expected)
 
     async def settled(self, s_max: float) -> list[str]:
@@ -107,15 +122,12 @@ class Witness:
             if set(unpack_hashes(index.table.blocks(slot, number))) != set(unpack_hashes(hashes))
         ]
 
-    async def _router_complaints(self, name: str, url: str, workers: int) -> list[str]:
-        """A router's own view: each index exact, of as many blocks as the witness knows; nothing under way."""
-        try:
-            metrics = Metrics((await self._http.get(f"{url}/metrics")).raise_for_status().text)
-        except httpx.HTTPError as error:
-            return [f"{name}: {error!r}"]
+    async def _not_at_rest(self, name: str, url: str) -> list[str]:
+        """A router's own view: of as many blocks as the witness knows; nothing under way."""
+        metrics = await self._metrics(url)
+        if metrics is None:
+            return [f"{name} does not answer"]
         found = []
-        if (exact := metrics.sum("baton_router_index_state", state=EXACT)) != workers:
-            found.append(f"{name}: {exact:g} of {workers} indexes are exact")
         for labels, blocks in metrics.each("baton_router_index_blocks"):
             truth = self._router.parts.fleet.index.count(WorkerId(labels["worker_id"]))
             if blocks != truth:
@@ -124,6 +136,12 @@ class Witness:
             if value := metrics.sum(gauge):
                 found.append(f"{name}: {gauge} is {value:g}")
         return found
+
+    async def _metrics(self, url: str) -> Metrics | None:
+        try:
+            return Metrics((await self._http.get(f"{url}/metrics")).raise_for_status().text)
+        except httpx.HTTPError:
+            return None
 
     async def _leader_complaints(self, expected: set[str]) -> list[str]:
         try:
