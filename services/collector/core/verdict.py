@@ -230,14 +230,13 @@ def compared(mine: Latencies, other: Latencies, margin: float) -> tuple[str, str
         )
     )
     if whole:
-        return (YES, "whole answers are sooner") if whole > 0 else (NO, "whole answers are later")
+        return (YES, "whole answers come sooner apart") if whole > 0 else (NO, "whole answers come later apart")
     if first * between < 0:
         sooner, later = ("the first token", "those after it") if first > 0 else ("tokens after the first", "the first")
-        return UNSURE, f"{sooner} sooner, {later} later: it depends on which matters more"
+        return UNSURE, f"apart, {sooner} sooner and {later} later: it depends on which matters more"
     if first + between:
-        which = "the first token" if first else "tokens after the first"
-        which = "all tokens" if first and between else which
-        return (YES, f"{which} sooner") if first + between > 0 else (NO, f"{which} later")
+        which = "all tokens come" if first and between else "the first token comes" if first else "later tokens come"
+        return (YES, f"{which} sooner apart") if first + between > 0 else (NO, f"{which} later apart")
     return NO, "about the same, and one engine for both is simpler"
 
 
