@@ -161,7 +161,7 @@ class Family:
                 helped,
                 prefill,
                 work.prefill_load_max,
-                self.rules.prefill_min,
+                self.rules.prefill_min if not both.ready else 0,
             ),
             RoleLoad(
                 Role.DECODE,
@@ -170,7 +170,7 @@ class Family:
                 both.ready - helped,
                 decode,
                 work.decode_load_max,
-                self.rules.decode_min,
+                self.rules.decode_min if not both.ready else 0,
             ),
         ]
 

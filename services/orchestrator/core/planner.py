@@ -35,6 +35,8 @@ class Refused:
 class Restraint:
     """Why a family is left alone for a while. Instants."""
 
+    has_sibling: bool = False
+    """Another revision of its model is served: who scales does not tell them apart, so it is not asked."""
     under_way: int = 0
     """Number of the decision that is being carried out."""
     quiet_until: float = 0.0
@@ -87,10 +89,12 @@ class Planner:
 
     def look(self, workers: Sequence[FleetWorker], now: float, wall_ms: int) -> list[PlanDecision]:
         """One decision for each family."""
-        decisions = [
-            self._look_at(key, crew_of(mine, self._rules.start_s_max), now, wall_ms)
-            for key, mine in self.knows(workers, now).items()
-        ]
+        families = self.knows(workers, now)
+        decisions = []
+        for key, mine in families.items():
+            restraint = self._restraints.setdefault(key, Restraint())
+            restraint.has_sibling = sum(model == key[0] for model, _fingerprint in families) > 1
+            decisions.append(self._look_at(key, crew_of(mine, self._rules.start_s_max), now, wall_ms))
         self.log.looked(decisions)
         return decisions
 
@@ -119,7 +123,7 @@ class Planner:
         return told
 
     def _look_at(self, key: Key, crew: Crew, now: float, wall_ms: int) -> PlanDecision:
-        family, restraint = self._families[key], self._restraints.setdefault(key, Restraint())
+        family, restraint = self._families[key], self._restraints[key]
         roles: list[RoleLoad] = []
         demand = Demand()
         if unknown := family.unknown(crew, now):
@@ -157,7 +161,9 @@ class Planner:
             return Choice(why=f"nothing is decided before {self._rules.lasting_s:.0f} s of looking")
         if restraint.under_way:
             return Choice(why=f"decision {restraint.under_way} is being carried out")
-        can_grow, can_shrink = (now >= restraint.refused.get(more, Refused()).until for more in (True, False))
+        can_grow, can_shrink = (
+            not restraint.has_sibling and now >= restraint.refused.get(more, Refused()).until for more in (True, False)
+        )
         choice = choose(roles, self._rules, can_grow=can_grow, can_shrink=can_shrink)
         if wait_s > 0.0 and choice.action is not PlanAction.NOTHING:
             return Choice(why=f"{choice.why}; decided in {wait_s:.0f} s, if it is so then")

@@ -11,7 +11,8 @@ import pytest
 from services.orchestrator.core.planner import Planner
 from services.orchestrator.core.rules import Rules
 from shared.contracts.planning import PlanAction
-from shared.contracts.workers import Role, WorkerPhase
+from shared.contracts.workers import FleetWorker, Role, WorkerPhase
+from tests.fleet_builders import record
 from tests.planner_worlds import Curve, PlannerWorld, Traffic, steady
 
 HOUR_S = 3600.0
@@ -232,6 +233,23 @@ def test_stores_and_workers_of_other_models_are_not_counted():
     decisions = world.planner.look([*fleet, store, other], world.now + 1.0, 0)
 
     assert [(each.model, sum(role.now for role in each.roles)) for each in decisions] == [("m", 2), ("other", 1)]
+
+
+def test_while_two_revisions_of_a_model_are_served_nobody_is_asked_for_workers():
+    world = PlannerWorld(RULES, steady(12.0))
+    alone = world.fleet
+    other = record("new", WorkerPhase.READY, 1, Role.BOTH, connector="another")
+    world.fleet = lambda: [*alone(), FleetWorker(record=other, phase=WorkerPhase.READY, since_s=1.0, silent_s=0.0)]
+    world.run(300.0)
+
+    assert world.changes == []
+    assert world.last is not None
+
+
+def test_beside_workers_that_do_both_a_role_needs_no_worker_of_its_own():
+    world = PlannerWorld(RULES, steady(2.0), prefill=0, decode=1, both=2).run(300.0)
+
+    assert world.changes == []
 
 
 def test_a_fleet_without_anybody_ready_is_told_and_left_alone():
