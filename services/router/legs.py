@@ -12,6 +12,7 @@ from services.router.core.request import Mode
 from services.router.core.second_try import hop_s
 from services.router.exchange import Header
 from services.router.flight import Flight
+from services.router.guarded_leg import Frames, GuardedLeg
 from services.router.http_answers import EVENT_STREAM
 from services.router.parts import Parts
 from services.router.pulse import Pulse
@@ -20,7 +21,7 @@ from shared.bus.port import BusDown, MessageTooLarge
 from shared.bus.streams import Leg, LegFailed
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import WorkerId
-from shared.contracts.inference import CACHE_THRESHOLD, Frame, FrameKind, LegKind, LegReport, StartLeg
+from shared.contracts.inference import Frame, FrameKind, LegKind, LegReport, StartLeg
 
 HEAD, END = FrameKind.HEAD, FrameKind.END
 OK = 200
@@ -63,7 +64,7 @@ class LegRunner:
         self._measures = parts.measures
         self._reservations = parts.reservations
         self._tracing = parts.tracing
-        self._starts = Starts(parts.router_id, parts.clock.now)
+        self._starts = Starts(parts.router_id, parts.clock.now, guards_handoffs=parts.failures.guards_handoffs)
         self._pulse = Pulse()
         self._resumed = parts.ledger.resumed
         self._fixed_headers: dict[tuple[Mode, str, str, str, bool], list[Header]] = {}
@@ -179,10 +180,12 @@ class LegRunner:
             Account(self._parts, start, placed.context_tokens) as account,
             self._tracing.leg(flight, start) as headers,
         ):
-            leg = await self._open(flight, start, headers)
+            leg: Frames = await self._open(flight, start, headers)
+            guarded = placed.mode is Mode.DECODE_FIRST or self._starts.guards(flight, placed)
+            leg = GuardedLeg(leg) if guarded else leg
             frames = await leg.frames()
-            if placed.mode is Mode.DECODE_FIRST:
-                await self._find_cached(leg, frames)
+            while guarded and frames[-1].kind is not END and not any(frame.token_ids for frame in frames):
+                frames += await leg.frames()  # Until the first token, or the refusal.
             streams = status_of(frames[0]) == OK and frames[0].content_type.startswith(EVENT_STREAM)
             if streams:
                 with self._pulse:
@@ -191,16 +194,9 @@ class LegRunner:
                 await self._whole(flight, placed, leg, frames)
         self._measures.leg_ended(start, story.report, first_at - begun if first_at is not None else None)
 
-    async def _find_cached(self, leg: Leg, frames: list[Frame]) -> None:
-        """Wait for the first token, or for the end. Raises LegFailed when the worker found too little of the prompt."""
-        while frames[-1].kind is not END and not any(frame.token_ids for frame in frames):
-            frames += await leg.frames()
-        report = frames[-1].report
-        if report is not None and report.finish_reason == CACHE_THRESHOLD:
-            message = "The worker has too little of the prompt in its cache."
-            raise LegFailed(Failure(reason=Reason.CACHE_MISSED, message=message), leg.worker_id)
-
-    async def _stream(self, flight: Flight, placed: Placed, leg: Leg, frames: list[Frame], account: Account) -> float:
+    async def _stream(
+        self, flight: Flight, placed: Placed, leg: Frames, frames: list[Frame], account: Account
+    ) -> float:
         """Relay events as they come, all that have arrived in one write. The head waits for the first data, so that
         a leg that fails before it can still be placed again. Answers when that was.
         """
@@ -253,7 +249,7 @@ class LegRunner:
             self._resumed(at - attempts.broke_at)
             attempts.broke_at = NOT_BROKEN
 
-    async def _whole(self, flight: Flight, placed: Placed, leg: Leg, frames: list[Frame]) -> None:
+    async def _whole(self, flight: Flight, placed: Placed, leg: Frames, frames: list[Frame]) -> None:
         """Collect the answer until its end: until then the request can still be placed again."""
         size = sum([len(frame.data) for frame in frames])
         while frames[-1].kind is not END:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from services.router.core.failure_policy import WITHOUT_IT, FailureKind, Plan, kind_of
+from services.router.core.failure_policy import NO_ROOM, WITHOUT_IT, FailureKind, Plan, kind_of
 from services.router.core.placement import Need, Placed, Refused
 from services.router.core.second_try import excluded, needs, resumed, suits
 from services.router.flight import Flight
@@ -39,14 +39,19 @@ class Recovery:
         """``lost`` ended the last attempt. Answers the next one, or the failure that the client is to be told."""
         attempts, begun = flight.attempts, flight.exchange.begun
         failure = lost.failure
-        kind = kind_of(failure.reason, prefill=of_prefill(flight, lost), answering=attempts.answering)
+        kind = kind_of(
+            failure.reason,
+            prefill=of_prefill(flight, lost),
+            answering=attempts.answering,
+            after_prefill=flight.story.placed is not None and flight.story.placed.prefill is not None,
+        )
         over = flight.exchange.left or self._inbox.closed or self._now() >= flight.ends_at
         if kind is None or over or not attempts.left(self._attempts_max, begun=begun):
             return told(failure, attempts.why_not) if begun and kind is not None else failure
         plan = self._policy.plan(kind if self._presence.here else FailureKind.BUS_DOWN, begun=begun)
         if not plan.answers:
             return failure
-        self._note(flight, lost)
+        self._note(flight, lost, kind)
         self._ledger.retried(failure.reason, resumed=begun)
         flight.give_up(failure)
         if begun:
@@ -86,15 +91,17 @@ class Recovery:
                     return asked, placed
         return last or (need, NOBODY_SUITS)
 
-    def _note(self, flight: Flight, lost: LegFailed) -> None:
-        """Whom not to ask again."""
+    def _note(self, flight: Flight, lost: LegFailed, kind: FailureKind) -> None:
+        """Whom not to ask again: for this request, or for a while."""
         attempts, placed, reason = flight.attempts, flight.story.placed, lost.failure.reason
         if attempts.like is None and placed is not None and flight.exchange.begun:
             attempts.like = placed.decode.record.fingerprint
-        if lost.worker_id is None or placed is None or reason not in WITHOUT_IT:
+        if lost.worker_id is None or placed is None:
             return
-        if reason is Reason.WORKER_BUSY:
+        if kind in NO_ROOM:
             attempts.busy.add(lost.worker_id)
+            return
+        if reason not in WITHOUT_IT:
             return
         for view in (placed.decode, placed.prefill):
             if view is not None and view.record.worker_id == lost.worker_id:

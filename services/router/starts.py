@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from services.router.core.failure_policy import HANDOFF_SHARE_MIN
 from services.router.core.placement import Placed
 from services.router.core.request import Mode
 from services.router.flight import Flight
@@ -19,9 +20,10 @@ NEVER_REFUSED = 0.0
 class Starts:
     """Makes the legs of one router, each with a name of its own."""
 
-    def __init__(self, router_id: RouterId, now: Callable[[], float]) -> None:
+    def __init__(self, router_id: RouterId, now: Callable[[], float], *, guards_handoffs: bool) -> None:
         self._router_id = router_id
         self._now = now
+        self._guards_handoffs = guards_handoffs
         self._made = 0
 
     def make(self, flight: Flight, placed: Placed, kind: LegKind, prefill: LegReport | None = None) -> StartLeg:
@@ -45,19 +47,24 @@ class Starts:
             kv_offer=not placed.streamed,
             kv_sources=list(placed.handoff if kind is LegKind.DECODE else placed.sources),
             expected_tokens=placed.uncached_tokens if kind is not LegKind.DECODE else 0,
-            cache_hit_threshold=threshold_of(flight, placed) if kind is not LegKind.PREFILL else None,
+            cache_hit_threshold=self._threshold(flight, placed) if kind is not LegKind.PREFILL else None,
             kv_fetch_min_tokens=facts.kv_fetch_min_tokens,
             resume=flight.attempts.packed() if exchange.begun else None,
         )
 
+    def guards(self, flight: Flight, placed: Placed) -> bool:
+        """Whether the decode worker shall refuse to compute what it does not get, unless its client says what share."""
+        return self._guards_handoffs and placed.prefill is not None and flight.facts.cache_hit_threshold is None
 
-def threshold_of(flight: Flight, placed: Placed) -> float | None:
-    """Below which share of the prompt its worker shall refuse: the client's, or what placement counts on. A stream that
-    has begun is not refused any more.
-    """
-    if placed.mode is Mode.DECODE_FIRST:
-        return placed.hit_share_min
-    return NEVER_REFUSED if flight.exchange.begun else flight.facts.cache_hit_threshold
+    def _threshold(self, flight: Flight, placed: Placed) -> float | None:
+        """Below which share of the prompt its worker shall refuse: the client's, or what placement counts on. A stream
+        that has begun is not refused for the client's sake any more.
+        """
+        if placed.mode is Mode.DECODE_FIRST:
+            return placed.hit_share_min
+        if self.guards(flight, placed):
+            return HANDOFF_SHARE_MIN
+        return NEVER_REFUSED if flight.exchange.begun else flight.facts.cache_hit_threshold
 
 
 def handed_over(prefill: LegReport) -> bytes:

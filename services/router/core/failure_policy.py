@@ -22,7 +22,7 @@ class FailureKind(StrEnum):
     HANDOFF_REFUSED = "handoff_refused"
     """The decode worker was granted none of the KV that the prefill worker computed."""
     READ_FAILED = "read_failed"
-    """It was granted, but could not be read."""
+    """It was granted, but could not be read. The engine has its turn already: it computes what did not come."""
     DECODE_PREEMPTED = "decode_preempted"
     """The decode worker took the request out of its batch, and its KV is gone."""
     DECODE_LOST = "decode_lost"
@@ -60,12 +60,14 @@ PLACING = (Answer.ANOTHER_PREFILL, Answer.ANOTHER_DECODE, Answer.PREFILL_ON_DECO
 """For requests of which the client has seen nothing."""
 IN_THE_ENGINE = (FailureKind.HANDOFF_REFUSED, FailureKind.READ_FAILED, FailureKind.DECODE_PREEMPTED)
 """What an engine answers by itself with PREFILL_ON_DECODE, as long as that is the first answer."""
+HANDOFF_SHARE_MIN = 0.5
+"""Of the prompt, what a decode worker must have or be given if it shall not compute it."""
 
 _A, _K = Answer, FailureKind
 DEFAULT_ANSWERS: dict[FailureKind, tuple[Answer, ...]] = {
     _K.PREFILL_LOST: (_A.ANOTHER_PREFILL, _A.PREFILL_ON_DECODE, _A.RESUME, _A.WAIT, _A.REFUSE),
     _K.HANDOFF_REFUSED: (_A.PREFILL_ON_DECODE, _A.BOUNCE_TO_PREFILL, _A.RESUME, _A.WAIT, _A.REFUSE),
-    _K.READ_FAILED: (_A.PREFILL_ON_DECODE, _A.BOUNCE_TO_PREFILL, _A.RESUME, _A.WAIT, _A.REFUSE),
+    _K.READ_FAILED: (_A.PREFILL_ON_DECODE, _A.RESUME, _A.REFUSE),
     _K.DECODE_PREEMPTED: (_A.PREFILL_ON_DECODE, _A.RESUME, _A.WAIT, _A.REFUSE),
     _K.DECODE_LOST: (_A.ANOTHER_DECODE, _A.PREFILL_ON_DECODE, _A.RESUME, _A.WAIT, _A.REFUSE),
     _K.QUEUE_DEADLINE: (_A.ANOTHER_DECODE, _A.RESUME, _A.REFUSE),
@@ -100,9 +102,9 @@ class FailurePolicy(msgspec.Struct, frozen=True, kw_only=True):
         return Plan(fit, wait_s if Answer.WAIT in answers else 0.0)
 
     @property
-    def engine_decides(self) -> bool:
-        """Whether engines compute what they do not get, or are to refuse it."""
-        return all(self.answers[kind][0] is Answer.PREFILL_ON_DECODE for kind in IN_THE_ENGINE)
+    def guards_handoffs(self) -> bool:
+        """Whether a decode worker shall refuse what it would have to compute, so that the router can answer it."""
+        return any(self.answers[kind][0] is not Answer.PREFILL_ON_DECODE for kind in IN_THE_ENGINE)
 
 
 BROKEN_OFF = frozenset(
@@ -116,7 +118,6 @@ OF_REASON = {
 WITHOUT_IT = frozenset(
     {
         Reason.WORKER_DRAINING,
-        Reason.WORKER_BUSY,
         Reason.WORKER_LOST,
         Reason.ENGINE_DEAD,
         Reason.DEADLINE,
@@ -124,12 +125,17 @@ WITHOUT_IT = frozenset(
     }
 )
 """The worker cannot serve this request any more; another one may."""
+NO_ROOM = frozenset({FailureKind.WORKER_BUSY, FailureKind.DECODE_PREEMPTED})
+"""The worker may have room again in a moment."""
 
 
-def kind_of(reason: Reason, *, prefill: bool, answering: bool) -> FailureKind | None:
+def kind_of(reason: Reason, *, prefill: bool, answering: bool, after_prefill: bool) -> FailureKind | None:
     """What kind of failure it is that a leg ended so; ``prefill``: it was a prefill leg; ``answering``: it had begun to
-    answer. None: another worker would do no better, or nobody wants an answer.
+    answer; ``after_prefill``: it was to take its KV from a prefill leg. None: another worker would do no better, or
+    nobody wants an answer.
     """
+    if reason is Reason.CACHE_MISSED and after_prefill:
+        return FailureKind.DECODE_PREEMPTED if answering else FailureKind.HANDOFF_REFUSED
     if reason in BROKEN_OFF or (reason is Reason.DEADLINE and answering):
         return FailureKind.PREFILL_LOST if prefill else FailureKind.DECODE_LOST
     return FailureKind.QUEUE_DEADLINE if reason is Reason.DEADLINE else OF_REASON.get(reason)
@@ -170,6 +176,8 @@ def _answers(name: str, given: Any) -> tuple[Answer, ...]:
         if one not in list(Answer):
             raise ValueError(f"`answers.{name}` has {one!r}; there are {', '.join(Answer)}")
     answers = tuple(Answer(one) for one in given)
+    if name == FailureKind.READ_FAILED and answers[0] is not Answer.PREFILL_ON_DECODE:
+        raise ValueError(f"`answers.{name}` must begin with prefill_on_decode: an engine computes what it cannot read")
     if len(set(answers)) < len(answers):
         raise ValueError(f"`answers.{name}` names an answer twice; the first time is all that counts")
     if Answer.REFUSE in answers[:-1]:

@@ -67,6 +67,8 @@ def needs(need: Need, answer: Answer, without: frozenset[WorkerId]) -> tuple[Nee
     """What to ask placement for, one after the other, to give this answer."""
     replace = msgspec.structs.replace
     if answer is Answer.BOUNCE_TO_PREFILL:
+        if not need.may_decode_first:  # It was sent back once; the second time would end as the first.
+            return ()
         mode = Mode.AUTO if need.mode is Mode.DECODE_FIRST else need.mode
         return (replace(need, mode=mode, may_decode_first=False, excluded=without),)
     again = replace(need, excluded=without)

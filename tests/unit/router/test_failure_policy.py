@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,9 +18,11 @@ from services.router.core.failure_policy import (
     kind_of,
     read_policy,
 )
-from services.router.settings import Settings, check
+from services.router.settings import Settings, check, failure_policy
 from shared.contracts.failures import Reason
 from shared.runtime.settings import SettingsError
+
+DOCUMENTED = Path(__file__).parents[3] / "docs" / "failure-policy.toml"
 
 
 def test_every_kind_of_failure_has_answers_and_ends_with_a_refusal():
@@ -50,7 +55,7 @@ def test_by_default_every_failure_may_be_survived_before_the_first_byte_and_afte
     ],
 )
 def test_what_a_leg_says_is_a_kind_of_failure_or_another_worker_would_do_no_better(reason, prefill, answering, kind):
-    assert kind_of(reason, prefill=prefill, answering=answering) is kind
+    assert kind_of(reason, prefill=prefill, answering=answering, after_prefill=False) is kind
 
 
 def test_an_operators_list_replaces_the_default_one_and_leaves_the_others():
@@ -69,8 +74,8 @@ def test_nobody_waits_where_the_list_does_not_say_so():
 
 
 def test_engines_compute_what_they_do_not_get_unless_the_operator_wants_it_otherwise():
-    assert FailurePolicy().engine_decides
-    assert not read_policy({"answers": {"read_failed": ["bounce_to_prefill", "refuse"]}}).engine_decides
+    assert not FailurePolicy().guards_handoffs
+    assert read_policy({"answers": {"handoff_refused": ["bounce_to_prefill", "refuse"]}}).guards_handoffs
 
 
 @pytest.mark.parametrize(
@@ -85,6 +90,7 @@ def test_engines_compute_what_they_do_not_get_unless_the_operator_wants_it_other
         ({"answers": {"decode_lost": ["resume", "resume"]}}, "names an answer twice"),
         ({"answers": {"decode_lost": ["refuse", "resume"]}}, "goes on after `refuse`"),
         ({"answers": {"decode_lost": ["wait", "refuse"]}}, "what to wait for"),
+        ({"answers": {"read_failed": ["bounce_to_prefill"]}}, "must begin with prefill_on_decode"),
         ({"wait_s_max": -1}, "`wait_s_max` is -1"),
         ({"stream_wait_s_max": True}, "`stream_wait_s_max` is True"),
     ],
@@ -100,16 +106,16 @@ def test_what_makes_no_sense_is_refused_in_words_that_say_what_would(told, words
     ),
     st.booleans(),
     st.booleans(),
-    st.sampled_from(FailureKind),
+    st.sampled_from([kind for kind in FailureKind if kind is not FailureKind.READ_FAILED]),
 )
 def test_a_stream_is_only_ever_resumed_and_a_request_only_ever_placed_in_the_operators_order(
-    given_, waits, begun, kind
+    listed, waits, begun, kind
 ):
-    told = [*given_, *([Answer.WAIT] if waits else [])]
+    told = [*listed, *([Answer.WAIT] if waits else [])]
     plan = read_policy({"answers": {str(kind): [str(one) for one in told]}}).plan(kind, begun=begun)
 
     wanted = [Answer.RESUME] if begun else PLACING
-    assert list(plan.answers) == [one for one in given_ if one in wanted]
+    assert list(plan.answers) == [one for one in listed if one in wanted]
     assert (plan.wait_s > 0) is waits
 
 
@@ -125,3 +131,9 @@ def test_a_file_is_read_at_the_start_and_what_is_wrong_with_it_is_said_with_its_
         check(Settings(failure_policy=str(tmp_path / "nowhere")))
     with pytest.raises(SettingsError, match="ROUTER_RESUMES_MAX is 65"):
         check(Settings(resumes_max=65))
+
+
+def test_the_file_in_the_documentation_says_what_is_done_without_one():
+    assert failure_policy(Settings(failure_policy=str(DOCUMENTED))) == FailurePolicy()
+    assert read_policy({}) == FailurePolicy()
+    assert set(tomllib.loads(DOCUMENTED.read_text())["answers"]) == set(FailureKind)
