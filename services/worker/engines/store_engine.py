@@ -67,7 +67,7 @@ class StoreEngine:
     """An ``Engine``, and an ``EngineExchange``. Must be made on a running event loop."""
 
     def __init__(self, plan: Plan, shape: BlockShape, blocks: int, room: Room, make_mover: MoverOf) -> None:
-        self._facts = facts_of(plan, blocks, room.in_words(blocks, shape.block_bytes))
+        self._facts = facts_of(plan, blocks, room.in_words(blocks))
         tiers = Tiers(
             BlockCache(blocks), FileTier(room.files.slots if room.files else 0), max(1, JOB_BYTES // shape.block_bytes)
         )

@@ -29,14 +29,7 @@ class Room:
     thread: ThreadPoolExecutor
     """Whoever calls ``files``."""
 
-    def in_words(self, blocks: int, block_bytes: int) -> str:
+    def in_words(self, blocks: int) -> str:
         """How much there is, for a person."""
-        memory = f"{in_words(blocks * block_bytes)} of memory"
-        if self.files is None:
-            return f"{memory}, no files"
-        return f"{memory}, {in_words(self.files.slots * block_bytes)} of files ({self.files.words})"
-
-
-def in_words(size: int) -> str:
-    """Roughly."""
-    return f"{size / (1 << 30):.1f} GiB" if size >= (1 << 30) // 10 else f"{size / (1 << 20):.1f} MiB"
+        files = "none in files" if self.files is None else f"{self.files.slots} in files ({self.files.words})"
+        return f"{blocks} blocks in memory, {files}"

@@ -1,0 +1,215 @@
+"""What a store answers: blocks in memory at once, blocks in files when they are loaded or as far as they are in time."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from connector.core.calls import EngineCall
+from connector.core.layout import heads_of
+from connector.holder import HolderSettings
+from services.worker.core.simulation.block_cache import BlockCache
+from services.worker.core.store.exchange import LOAD_S_MAX, StoreExchange
+from services.worker.core.store.file_tier import FileTier
+from services.worker.core.store.shape import shape_of
+from services.worker.core.store.slot_records import SlotRecord
+from services.worker.core.store.tiers import Tiers
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.kv_exchange import LeaseKv, NoGrant, ReleaseKv, pack_full_hashes, unpack_block_ids
+from tests.kv_engines import RankMemory, Shape, handshake
+
+STORE, READER = WorkerId("s1"), WorkerId("d1")
+BLOCKS, SLOTS, JOB_BLOCKS = 8, 32, 3
+SUM = b"c" * 16
+
+
+def chain(number: int, length: int) -> list[bytes]:
+    return [hashlib.sha256(bytes([number, at])).digest() for at in range(length)]
+
+
+class Store:
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.tiers = Tiers(BlockCache(BLOCKS), FileTier(SLOTS), JOB_BLOCKS)
+        holding = HolderSettings(worker_id=STORE, epoch=Epoch(1), lease_share_max=1.0)
+        self.exchange = StoreExchange(holding, 32, self.tiers, lambda: self.now)
+        self.asks = 0
+
+    def in_files(self, names: list[bytes]) -> None:
+        self.tiers.files.restore(SlotRecord(name, slot, SUM, slot + 1) for slot, name in enumerate(names))
+
+    def in_memory(self, names: list[bytes]) -> None:
+        blocks = self.tiers.take(len(names))
+        self.tiers.name(names, 0, blocks)
+        self.tiers.give_back(blocks)
+
+    def ask(self, names: list[bytes], **fields):
+        self.asks += 1
+        lease = LeaseKv(
+            worker_id=STORE,
+            epoch=Epoch(1),
+            reader_id=READER,
+            ask_id=f"a{self.asks}",
+            hashes=pack_full_hashes(names),
+            hold_s=5.0,
+        )
+        return self.exchange.call(EngineCall(leases=[lease], **fields)).grants
+
+    def load(self, checksum: bytes = SUM, jobs: int = 9):
+        """Carry out so many jobs; what the store says then."""
+        for _ in range(jobs):
+            if (job := self.exchange.next_job()) is None:
+                break
+            self.exchange.ended(job, [checksum] * len(job.names))
+        return self.look()
+
+    def look(self):
+        self.exchange.look()
+        news = self.exchange.take_news()
+        return news.grants if news is not None else []
+
+    @property
+    def pinned(self) -> int:
+        return BLOCKS - self.tiers.memory.free
+
+
+@pytest.fixture
+def store():
+    return Store()
+
+
+def blocks_of(grant) -> list[int]:
+    return unpack_block_ids(grant.block_ids)
+
+
+def test_what_is_in_memory_is_granted_at_once(store):
+    store.in_memory(chain(1, 4))
+
+    (grant,) = store.ask(chain(1, 4))
+
+    assert (len(blocks_of(grant)), grant.reason, grant.last_hash) == (4, None, chain(1, 4)[-1])
+    assert store.pinned == 4
+
+
+def test_what_is_in_files_is_granted_when_it_is_loaded(store):
+    store.in_files(chain(1, 5))
+
+    assert store.ask(chain(1, 5)) == []
+    assert store.load(jobs=1) == []
+    (grant,) = store.load()
+
+    assert (len(blocks_of(grant)), grant.reason) == (5, None)
+    assert [store.tiers.memory.block_of(name) for name in chain(1, 5)] == blocks_of(grant)
+
+
+def test_what_is_not_loaded_in_time_is_not_granted_and_is_there_for_the_next(store):
+    store.in_files(chain(1, 6))
+    assert store.ask(chain(1, 6)) == []
+    assert store.load(jobs=1) == []
+
+    store.now += LOAD_S_MAX
+    (grant,) = store.look()
+    assert (len(blocks_of(grant)), grant.reason) == (JOB_BLOCKS, NoGrant.NOT_HELD)
+
+    store.load()
+    (whole,) = store.ask(chain(1, 6))
+    assert len(blocks_of(whole)) == 6
+
+
+def test_the_wait_ends_without_anybody_s_help(store):
+    store.in_files(chain(1, 2))
+    store.ask(chain(1, 2))
+
+    assert store.exchange.wakes_at() == pytest.approx(store.now + LOAD_S_MAX)
+
+
+def test_two_who_ask_for_the_same_wait_for_one_load(store):
+    store.in_files(chain(1, 3))
+    assert store.ask(chain(1, 3)) == []
+    assert store.ask(chain(1, 3)) == []
+
+    grants = store.load(jobs=1)
+
+    assert [len(blocks_of(grant)) for grant in grants] == [3, 3]
+    assert store.exchange.next_job() is None
+
+
+def test_a_damaged_block_ends_the_grant_and_is_forgotten(store):
+    store.in_files(chain(1, 3))
+    store.ask(chain(1, 3))
+
+    (grant,) = store.load(checksum=b"x" * 16)
+
+    assert (grant.block_ids, grant.reason) == (b"", NoGrant.NOT_HELD)
+    assert (len(store.tiers.files), store.tiers.damaged_total, store.pinned) == (0, 3, 0)
+
+
+def test_loading_takes_no_room_from_the_beginning_of_the_same_prompt_nor_from_what_is_leased(store):
+    store.in_memory(chain(2, 4))
+    (leased,) = store.ask(chain(2, 4))
+    store.in_files(chain(1, 7))
+    store.ask(chain(1, 2))
+    store.load()
+
+    store.ask(chain(1, 7))
+    store.now += LOAD_S_MAX
+    (grant,) = store.load()
+
+    assert len(blocks_of(grant)) == BLOCKS - 4
+    assert not set(blocks_of(grant)) & set(blocks_of(leased))
+
+
+def test_an_ask_that_is_taken_back_while_it_waits_pins_nothing(store):
+    store.in_files(chain(1, 3))
+    store.ask(chain(1, 3))
+
+    store.exchange.call(
+        EngineCall(releases=[ReleaseKv(worker_id=STORE, epoch=Epoch(1), reader_id=READER, ask_ids=["a1"])])
+    )
+
+    assert store.load() == []
+    assert store.pinned == 0
+
+
+def test_a_store_that_ends_grants_nothing_to_those_who_wait(store):
+    store.in_files(chain(1, 3))
+    store.ask(chain(1, 3))
+    store.exchange.call(EngineCall(release_all=True))
+
+    (grant,) = store.load()
+
+    assert (grant.block_ids, grant.reason, store.pinned) == (b"", NoGrant.DRAINING, 0)
+
+
+def test_a_store_s_block_is_all_heads_of_all_layers_of_all_ranks_in_one_piece():
+    shape = Shape(ranks=2, kv_heads=4, layers=3)
+    ranks = [RankMemory(shape, rank).described() for rank in range(2)]
+
+    mine = shape_of(handshake(ranks, shape))
+    layers = mine.at(1 << 20)
+
+    sizes = [
+        plane.head_bytes * len(heads_of(rank.rank, 2, 4))
+        for rank in ranks
+        for layer in rank.layers
+        for plane in layer.planes
+    ]
+    assert mine.block_bytes == sum(sizes)
+    assert {layer.block_stride for layer in layers} == {mine.block_bytes}
+    spans = sorted(
+        (layer.base + plane.offset, plane.head_bytes * plane.heads) for layer in layers for plane in layer.planes
+    )
+    ends = [start + length for start, length in spans]
+    assert [start for start, _length in spans] == [1 << 20, *ends[:-1]]
+    assert ends[-1] == (1 << 20) + mine.block_bytes
+
+
+def test_blocks_of_another_fingerprint_shape_or_length_have_another_identity():
+    shape = Shape()
+    one = handshake([RankMemory(shape, 0).described()], shape)
+    others = [Shape(layers=4), Shape(kv_heads=2), Shape(block_size=16), Shape(content=32)]
+    identities = {shape_of(handshake([RankMemory(other, 0).described()], other)).identity() for other in others}
+    renamed = shape_of(type(one)(**{name: getattr(one, name) for name in one.__struct_fields__} | {"fingerprint": "f"}))
+
+    assert len({shape_of(one).identity(), renamed.identity(), *identities}) == 6
