@@ -95,7 +95,7 @@ class ClusterView:
         self.views: list[WorkerView | None] = []
         """By row."""
         self.away: set[WorkerId] = set()
-        """Who has not been heard since the bus was away."""
+        """Who was ready, and has not been heard since the bus was away."""
         self.learned_of: dict[str, Coefficients] = {}
         """By fingerprint: what the last of these workers that was measured came to. A new one is taken for its like,
         or it would look slow and never get what it could be measured by.
@@ -151,8 +151,9 @@ class ClusterView:
     def disconnected(self) -> None:
         """Nobody can be heard: who was here has to speak again before it is given anything."""
         for worker_id, view in self.workers.items():
+            if view.ready:  # One that is still starting has said nothing of itself yet.
+                self.away.add(worker_id)
             view.away = True
-            self.away.add(worker_id)
             self._write(view)
 
     def learned(self, worker_id: WorkerId, coefficients: Coefficients) -> None:
