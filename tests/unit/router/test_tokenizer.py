@@ -51,10 +51,10 @@ def prompts(tokenizer_json) -> PromptTokenizer:
     return PromptTokenizer(asset, SCHEME, cache_bytes_max=CACHE_BYTES_MAX)
 
 
-def prompt_of(prompts: PromptTokenizer, path: str, held=lambda _block: True, **fields):
+def prompt_of(prompts: PromptTokenizer, path: str, held=lambda _block: True, more=(), **fields):
     facts = read_request(path, json.dumps({"model": "m", **fields}).encode())
     with ThreadPoolExecutor(1) as threads:
-        return asyncio.run(prompts.prompt(facts, held, threads=threads, loop_chars_max=500))
+        return asyncio.run(prompts.prompt(facts, held, threads=threads, loop_chars_max=500, more=more))
 
 
 def test_a_prompt_that_nobody_holds_is_not_tokenized_to_its_end(prompts):
@@ -163,3 +163,15 @@ def test_templates_render_as_hugging_face_renders_them():
     ours = ChatTemplate(source, {"bos_token": "<s>"}).render(messages, {"add_generation_prompt": True})
 
     assert ours == theirs[0]
+
+
+@pytest.mark.parametrize("chars", [30, 3000])
+def test_the_tokens_of_an_answer_are_hashed_behind_its_prompt(prompts, whole, chars):
+    text, more = "going on where it broke off " * (chars // 28), [5, 0, 77, 1999] * 20
+    ids = [*whole.encode(text).ids, *more]
+
+    found = prompt_of(prompts, COMPLETIONS, prompt=text, more=more)
+    given_as_ids = prompt_of(prompts, COMPLETIONS, prompt=ids[: -len(more)], more=more)
+
+    assert (found.tokens, list(found.hashes)) == (len(ids), block_hashes(ids, SCHEME))
+    assert list(given_as_ids.hashes) == list(found.hashes)
