@@ -1,0 +1,99 @@
+"""How much work a measured load is, in workers' worth, and what the targets make of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.orchestrator.core.demand import Wish
+from services.orchestrator.core.rules import Rules
+from services.orchestrator.core.speeds import Speeds
+from services.orchestrator.core.steps import Steps
+from services.orchestrator.core.work import Engines, Queues, Work, batch_max, work_of
+from shared.contracts.planning import Demand
+
+RULES = Rules()
+SPEEDS = Speeds(
+    prefill_step_s=0.0,
+    prompt_token_s=1e-4,
+    pair_s=0.0,
+    decode_step_s=0.01,
+    decode_request_s=0.001,
+    context_token_s=0.0,
+)
+"""10,000 prompt tokens a second; 40 completions at a time take 50 ms for a step."""
+ENGINES = Engines(kv_tokens=1_000_000, requests_max=256, prefill=1, decode=1)
+DEMAND = Demand(requests_per_s=1.0, prompt_tokens=2000, uncached_tokens=1000, completion_tokens=100, seconds=30)
+BUSY_PREFILL = Steps(prompt_tokens=9000.0, decode_requests=80.0)
+"""Of one second: 0.9 of a prefill worker, and 0.1 of a decode worker."""
+NOTHING_WAITS = Queues()
+
+
+def work(rate: Steps = BUSY_PREFILL, queues: Queues = NOTHING_WAITS, **wish: float) -> Work:
+    return work_of(rate, queues, Wish(DEMAND, **wish), SPEEDS, ENGINES, RULES)
+
+
+def test_what_engines_did_is_measured_in_workers():
+    assert (work().prefill, work().decode) == (pytest.approx(0.9), pytest.approx(0.1))
+    assert work().batch == pytest.approx(40.0)
+    assert work().prompt_s == pytest.approx(0.1)
+
+
+def test_what_waits_in_engines_is_work_of_its_own_phase():
+    queued = work(queues=Queues(prompt_tokens=int(6e4 * RULES.clear_s), requests=int(4 * RULES.clear_s)))
+
+    assert queued.prefill - work().prefill == pytest.approx(6.0)
+    assert queued.decode - work().decode == pytest.approx(400 * 0.05 / 40)
+
+
+def test_who_waits_in_a_router_waits_for_the_phase_that_is_full():
+    for_prefill = work(waiting=RULES.clear_s)
+    for_decode = work(Steps(prompt_tokens=1000.0, decode_requests=720.0), waiting=RULES.clear_s)
+    for_both = work(Steps(prompt_tokens=9000.0, decode_requests=720.0), waiting=RULES.clear_s)
+
+    assert for_prefill.prefill == pytest.approx(0.9 + 0.1)
+    assert for_prefill.decode == pytest.approx(0.1)
+    assert (for_decode.prefill, for_decode.decode) == (pytest.approx(0.1), pytest.approx(0.9 + 0.125))
+    assert (for_both.prefill, for_both.decode) == (pytest.approx(1.0), pytest.approx(0.9 + 0.125))
+
+
+def test_who_was_turned_away_would_have_needed_both_phases():
+    turned_away = work(turned_away_per_s=10.0)
+
+    assert turned_away.prefill == pytest.approx(0.9 + 1.0)
+    assert turned_away.decode == pytest.approx(0.1 + 1.25)
+
+
+@pytest.mark.parametrize(
+    ("itl_s", "context", "engines", "batch"),
+    [
+        (0.05, 0.0, ENGINES, 40.0),
+        (0.03, 0.0, ENGINES, 20.0),
+        (0.0, 0.0, ENGINES, 256.0),
+        (0.05, 50_000.0, ENGINES, 20.0),
+        (0.05, 0.0, Engines(kv_tokens=1, requests_max=8, prefill=1, decode=1), 8.0),
+        (0.001, 0.0, ENGINES, 256.0),
+        (0.05, 9e9, ENGINES, 1.0),
+    ],
+)
+def test_a_batch_is_as_large_as_target_cache_and_engine_allow(
+    itl_s: float, context: float, engines: Engines, batch: float
+):
+    assert batch_max(SPEEDS, context, engines, itl_s) == pytest.approx(batch)
+
+
+def test_the_load_that_prefill_workers_may_have_follows_from_the_target_and_their_number():
+    loose = work()
+    tight = Work(prefill=0.9, decode=0.1, prompt_s=0.5, batch=40.0, ttft_s=2.0, load_max=0.85)
+
+    assert loose.prefill_load_max(1) == pytest.approx(0.85)
+    assert tight.prefill_load_max(1) == pytest.approx(0.5)
+    assert tight.prefill_load_max(2) == pytest.approx(2 / 3)
+    assert tight.prefill_load_max(100) == pytest.approx(0.85)
+
+
+def test_a_target_that_no_engine_can_meet_does_not_empty_them():
+    hopeless = Work(prefill=0.9, decode=0.1, prompt_s=3.0, batch=40.0, ttft_s=2.0, load_max=0.85)
+    hardly = Work(prefill=0.9, decode=0.1, prompt_s=1.99, batch=40.0, ttft_s=2.0, load_max=0.85)
+
+    assert hopeless.prefill_load_max(1) == 0.85
+    assert hardly.prefill_load_max(1) == pytest.approx(0.3)
