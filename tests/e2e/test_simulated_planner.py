@@ -16,7 +16,7 @@ from tests.e2e.system import System, baton, until
 pytestmark = pytest.mark.nats
 
 CLIENTS = 4
-GROWN_S_MAX, SHRUNK_S_MAX = 60.0, 60.0
+GROWN_S_MAX, SHRUNK_S_MAX = 120.0, 120.0
 HASTY = {
     "ORCHESTRATOR_PLANNER_LOOK_S": "0.5",
     "ORCHESTRATOR_PLANNER_WINDOW_S": "3",
