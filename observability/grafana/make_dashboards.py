@@ -113,7 +113,14 @@ REQUESTS = (
         "reqps",
         {WORKER + " {{mode}}": rate(names.WORKER_REQUESTS, "worker_id, role, mode")},
     ),
-    Panel("Placed again", "short", {"{{reason}}": rate(names.ROUTER_RETRIES, "reason")}),
+    Panel(
+        "Placed again, and resumed",
+        "short",
+        {
+            "{{reason}}": rate(names.ROUTER_RETRIES, "reason"),
+            "{{reason}}, resumed": rate(names.ROUTER_RESUMES, "reason"),
+        },
+    ),
     Panel("Time to choose workers", "s", quantiles(names.ROUTER_PLACEMENT, "instance")),
 )
 
