@@ -97,7 +97,7 @@ async def _page(run: Run, deeds: Deeds, times: int, remark: str) -> list[str]:
     changed = [
         ("a worker is added: from its process's start until it is ready", deeds.add_worker),
         ("a role changes, decode to both and back, verified", deeds.change_role),
-        ("a worker drains and evacuates its prefixes", deeds.drain_worker),
+        ("the worker with the most streams drains and evacuates its prefixes", deeds.drain_worker),
     ]
     rows = []
     for what, deed in changed:
