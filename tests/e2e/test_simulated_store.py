@@ -36,6 +36,7 @@ SETTINGS = {
     "sim_prefill_base_s": "0",
     "sim_decode_base_s": "0",
     "sim_transfer_base_s": "0",
+    "kv_copy_uses_min": "0",
 }
 STORE = {
     "role": "store",
@@ -125,7 +126,7 @@ async def test_copies_survive_their_source_and_the_store_s_own_death(world: Worl
     async with driver_of(world) as driver:
         assert driver.tap.loads["s1"].role is Role.STORE
         for prompt in prompts:
-            await driver.leg("p1", LegKind.PREFILL, prompt)
+            await driver.leg("p1", LegKind.AGGREGATED, prompt)
             copied = await driver.fetch("s1", prompt, driver.source("p1"))
             assert (copied.held, copied.fetched, copied.failure) == (0, full, "")
             await until_saved(driver, full * (prompts.index(prompt) + 1))
@@ -154,3 +155,18 @@ async def test_copies_survive_their_source_and_the_store_s_own_death(world: Worl
         await driver.tap.until_settled("p1", "d1", "s1")
         left = await snapshot(driver)
         assert (left.host_hashes, len(left.disk_hashes)) == (b"", 3 * full * HASH_BYTES)
+
+
+async def test_workers_copy_to_a_store_what_is_used_twice_and_nothing_else(world: World):
+    world.start("p1", kv_copy_uses_min="2")
+    world.start_store()
+    once, twice = draw(10), draw(11)
+    full = PROMPT_TOKENS // BLOCK
+    async with driver_of(world) as driver:
+        for prompt in (twice, once, twice):
+            await driver.leg("p1", LegKind.AGGREGATED, prompt)
+
+        told = await until_saved(driver, full)
+        assert len(told.disk_hashes) == full * HASH_BYTES
+        assert (await driver.fetch("s1", twice)).held == full
+        assert (await driver.fetch("s1", once)).held == 0

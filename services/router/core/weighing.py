@@ -78,7 +78,8 @@ def able_rows(fit: t.Bools, need: Need, cluster: ClusterView, policy: Policy, no
     stores = ~flags[t.SERVES] & flags[t.EXCHANGES]
     if stores.any():
         fit = fit | (stores & awake_rows(need, cluster, policy, now))  # not in place: who serves stays as it is
-    return fit & flags[t.EXCHANGES]
+    able: t.Bools = fit & flags[t.EXCHANGES]
+    return able
 
 
 class Weighing:
