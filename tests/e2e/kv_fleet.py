@@ -60,7 +60,7 @@ def start_store(nats: NatsServer, folder: Path) -> WorkerProcess:
 def kv_fleet(folder: Path, **variables: str) -> Iterator[Fleet]:
     """Three engines: start it once."""
     offered = free_port()
-    env = {"ROUTER_STREAM_TOKENS_MIN": STREAM_ALL, **variables}
+    env = {"ROUTER_STREAM_TOKENS_MIN": STREAM_ALL, "WORKER_KV_COPY_USES_MIN": "0", **variables}
     with (
         NatsServer(folder) as nats,
         System(folder / "state", "--prefill", "1", "--decode", "1", nats_url=nats.url, env=env) as system,

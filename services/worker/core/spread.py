@@ -10,7 +10,9 @@ from shared.contracts.ids import WorkerId
 from shared.contracts.workers import Role, WorkerPhase, WorkerRecord
 
 TAKEN_SHARE_MAX = 0.5
-"""Of a worker's blocks, that one other worker's prefixes may fill: it has hot prefixes of its own."""
+"""Of an engine's blocks, that one other worker's prefixes may fill: it has hot prefixes of its own."""
+STORE = 2
+"""The rank of stores."""
 
 
 @dataclass(slots=True)
@@ -21,7 +23,7 @@ class Taker:
     rank: int
     """Smaller ones are asked first, whatever it costs."""
     blocks: int
-    """Of its memory."""
+    """Of its memory: all of a store's are for such prefixes."""
     taken: int = 0
     holds: set[bytes] = field(default_factory=set)
     """Blocks of ours that it is known to have."""
@@ -47,7 +49,7 @@ class Spread:
         lot = int.from_bytes(chain[-1][-4:])  # Among equals: the same for every worker that has this chain to give.
         for place, taker in enumerate(self._takers.values()):
             share = (taker.taken + taker.misses(chain)) / taker.blocks
-            if share <= TAKEN_SHARE_MAX:
+            if share <= (1.0 if taker.rank == STORE else TAKEN_SHARE_MAX):
                 ranked.append((taker.rank, share, (place + lot) % len(self._takers), taker.worker_id))
         return [worker_id for *_reasons, worker_id in sorted(ranked)]
 
@@ -91,5 +93,5 @@ def takers(me: WorkerRecord, records: Iterable[WorkerRecord]) -> list[Taker]:
 
 def _rank(mine: Role, its: Role) -> int:
     if its is Role.STORE:
-        return 2
+        return STORE
     return 0 if its is mine or Role.BOTH in (mine, its) else 1

@@ -10,8 +10,9 @@ import msgspec
 import psutil
 import pytest
 
-from shared.contracts.channels import WORKER_RECORDS
+from shared.contracts.channels import DRAIN, DRAINED, WORKER_RECORDS
 from shared.contracts.failures import Reason
+from shared.contracts.fleet_orders import DrainWorker
 from shared.contracts.inference import FrameKind, LegKind
 from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerPhase
 from tests.integration.worker.pair import handoff, start_worker, wait_ready
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.vllm
 LONG = {"max_tokens": 4000, "stream": True}
 IDLE_LOOK_S = 3.0
 GONE_S_MAX = 5.0
+BLOCK = 32
 
 
 async def first_data(leg) -> None:
@@ -94,15 +96,21 @@ async def test_kv_that_is_gone_is_computed_anew_by_the_decode_engine(pair, route
     assert second.token_ids == alone.token_ids
 
 
-async def test_sigterm_lets_running_legs_finish_and_offers_be_read_and_leaves_nothing_behind(pair, router):
+async def test_who_is_told_to_leave_ends_its_legs_has_its_offers_read_gives_its_cache_to_who_stays_and_is_gone(
+    pair, router
+):
     prefill, decode = pair
     children = prefill.children()
-    body = completion(prompt_of(300, seed=38))
+    body, conversation = completion(prompt_of(300, seed=38)), completion(prompt_of(500, seed=39))
+    its_own = await router.leg(prefill, LegKind.AGGREGATED, conversation)
     offered = await router.leg(prefill, LegKind.PREFILL, body)
     leg = await router.start(prefill, LegKind.AGGREGATED, completion(prompt_of(30, seed=36), stream=True))
     await first_data(leg)
+    drained = asyncio.get_running_loop().create_future()
+    await router.bus.subscribe(DRAINED, lambda told, _: drained.set_result(told), worker_id=prefill.worker_id)
 
-    prefill.process.send_signal(signal.SIGTERM)
+    order = DrainWorker(worker_id=prefill.worker_id)
+    assert not (await router.bus.ask(DRAIN, order, timeout_s=GONE_S_MAX)).refusal
 
     taken = await router.leg(decode, LegKind.DECODE, body, kv_transfer=handoff(offered.report))
     assert taken.report.received_tokens > 0
@@ -114,6 +122,14 @@ async def test_sigterm_lets_running_legs_finish_and_offers_be_read_and_leaves_no
     records = await router.bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
     found = await records.get(prefill.worker_id)
     assert found is None or found.value is None
+    told = await asyncio.wait_for(drained, GONE_S_MAX)
+    assert (told.legs, told.legs_cut, told.prefixes_left) == (1, 0, 0)
+    assert told.blocks >= its_own.report.prompt_tokens // BLOCK > 0
+    assert told.bytes > 0
+    elsewhere = await router.leg(decode, LegKind.AGGREGATED, conversation)
+    assert elsewhere.token_ids == its_own.token_ids
+    assert elsewhere.report.cached_tokens == elsewhere.report.kv.local_tokens
+    assert elsewhere.report.prompt_tokens - BLOCK <= elsewhere.report.cached_tokens < elsewhere.report.prompt_tokens
 
 
 async def test_an_engine_that_dies_takes_its_worker_with_it_after_telling_every_leg(pair, router):

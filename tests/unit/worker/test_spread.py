@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from services.worker.core.spread import Spread, Taker, takers
+from services.worker.core.spread import STORE, Spread, Taker, takers
 from shared.contracts.workers import Role, WorkerPhase
 from tests.fleet_builders import record
 from tests.unit.connector.holding import chain
@@ -71,7 +71,7 @@ def test_what_did_not_arrive_takes_no_room():
 
 
 def test_stores_take_what_no_engine_has_room_for():
-    to = Spread([Taker("store", 2, 1000), Taker("same", 0, 20), Taker("other", 1, 20)])
+    to = Spread([Taker("store", STORE, 1000), Taker("same", 0, 20), Taker("other", 1, 20)])
     order = []
     for number in range(3):
         hashes = chain(10, str(number))
@@ -107,3 +107,10 @@ def test_only_ready_workers_that_read_the_same_kv_and_remember_it_take_any():
     ]
 
     assert [taker.worker_id for taker in takers(ME, others)] == ["stays"]
+
+
+def test_a_store_may_be_filled_to_the_last_block():
+    to = Spread([Taker("store", STORE, 20)])
+
+    assert to.best(chain(20)) == ["store"]
+    assert to.best(chain(21)) == []
