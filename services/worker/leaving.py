@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from services.worker.copying import Copied
 from services.worker.core.draining import Departure, Draining, hurried
@@ -55,9 +55,12 @@ class Leaving:
         draining = Draining(since=clock.now(), s_max=departure.s_max)
         if self._exchange is not None:
             self._exchange.take_no_more()
-        gone = await self._evacuate_beside(self._legs_end(draining), departure)
-        legs_cut = self._server.legs
-        self._server.fail_all(draining.verdict())
+        evacuating = asyncio.create_task(self._evacuate(departure), name="evacuate")
+        try:  # What nobody uses just now goes while legs still run.
+            legs_cut = await self._end_legs(draining)
+            gone = await evacuating
+        finally:
+            evacuating.cancel()
         if legs:  # What they have just written is hot, too.
             gone = together(gone, await self._evacuate(departure))
         await self.farewell()
@@ -89,8 +92,10 @@ class Leaving:
         except (TimeoutError, BusDown) as error:
             log.warning("the last frames may not have been sent: %s", error or "time is up")
 
-    async def _legs_end(self, draining: Draining) -> None:
-        """All of them, or their time. An end of the process that is wanted meanwhile leaves them less of it."""
+    async def _end_legs(self, draining: Draining) -> int:
+        """They end, or their time does; answers how many had to be cut. An end of the process that is wanted meanwhile
+        leaves them less of it.
+        """
         stopping = asyncio.ensure_future(self._service.stopping.wait())
         idle = asyncio.ensure_future(self._server.idle(draining.left_s(self._service.clock.now())))
         try:
@@ -101,15 +106,9 @@ class Leaving:
         finally:
             for waiting in (idle, stopping):
                 waiting.cancel()
-
-    async def _evacuate_beside(self, legs_end: Awaitable[None], departure: Departure) -> Copied:
-        """What nobody uses just now goes while legs still run."""
-        evacuating = asyncio.create_task(self._evacuate(departure), name="evacuate")
-        try:
-            await legs_end
-            return await evacuating
-        finally:
-            evacuating.cancel()
+        legs = self._server.legs
+        self._server.fail_all(draining.verdict())
+        return legs
 
     async def _evacuate(self, departure: Departure) -> Copied:
         if self._exchange is None or not departure.evacuate or self._service.stopping.is_set():
