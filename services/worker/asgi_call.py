@@ -35,7 +35,7 @@ class AsgiCall:
     ``on_server_error`` runs before a 5xx answer is passed on: it may raise, so that an engine's death is told as such.
     A prefill leg's answer is kept back until ``finish``: with its KV ready, nobody needs the one token. Of a resumed
     leg's answer, what its client has had is dropped. What follows the last token (usage, the end of a stream, or that
-    the engine died) goes with the leg's end or not at all: whoever takes up an answer knows by its tokens what was said.
+    the engine died) goes with the leg's end or not at all: whoever takes it up knows by its tokens what was said.
     """
 
     def __init__(
