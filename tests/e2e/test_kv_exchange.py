@@ -32,6 +32,7 @@ ABORTS, ABORTING_AT_ONCE, PATIENCE_S_MAX = 200, 8, 1.0
 UNPINNED_S_MAX = 10.0
 """After the last abort: less than a lease, so what nobody wants is given back and not waited for."""
 IDLE_S, IDLE_CPU_MAX = 3.0, 0.1
+CONNECTED_S_MAX, AGAIN_S = 60.0, 0.2
 
 
 @pytest.fixture(scope="module")
@@ -270,15 +271,19 @@ def cpu_s(process: psutil.Process) -> float:
 async def test_a_prompt_goes_from_its_prefill_worker_to_a_store_and_after_its_restart_to_decode_workers(client: Client):
     driver, tap, prompt = client.driver, client.tap, draw(171, 20 * BLOCK + 9)
     alone = await client.alone(prompt)
-    await driver.leg(PREFILL, LegKind.AGGREGATED, prompt, cache_hit_threshold=0.0)
+    warm = draw(172, BLOCK)
+    for one in (warm, prompt):
+        await driver.leg(PREFILL, LegKind.AGGREGATED, one, cache_hit_threshold=0.0)
+    await until_read(client, STORE, PREFILL, warm)
 
     copied = await driver.fetch(STORE, prompt, driver.source(PREFILL))
     assert (copied.held, copied.fetched, copied.failure) == (0, 20, "")
     assert copied.bytes == 20 * BLOCK * KV_BYTES_PER_TOKEN
-    await tap.until(lambda: tap.loads[STORE].digest.count == 40, "each block is in memory and in files")
+    await tap.until(lambda: tap.loads[STORE].digest.count == 42, "each block is in memory and in files")
     assert (await driver.fetch(STORE, prompt, driver.source(PREFILL))).held == 20
 
     for reader, kind in ((DECODE, "memory"), (PICKY, "files")):
+        await until_read(client, reader, STORE, warm)
         answer = await driver.leg(
             reader, LegKind.AGGREGATED, prompt, kv_sources=[driver.source(STORE)], cache_hit_threshold=0.0
         )
@@ -289,8 +294,15 @@ async def test_a_prompt_goes_from_its_prefill_worker_to_a_store_and_after_its_re
             before = tap.loads[STORE].epoch
             client.fleet.restart_store()
             await tap.until(lambda before=before: is_ready_since(tap.loads[STORE], before), "the store is back", 60.0)
-            assert tap.loads[STORE].digest.count == 20
+            assert tap.loads[STORE].digest.count == 21
     await tap.until_settled(STORE, *WORKERS)
+
+
+async def until_read(client: Client, reader: str, source: str, prompt: list[int]) -> None:
+    """Until ``reader`` has the prompt's blocks from ``source``: on a busy machine it takes time to be connected."""
+    async with asyncio.timeout(CONNECTED_S_MAX):
+        while (await client.driver.fetch(reader, prompt, client.driver.source(source))).failure:
+            await asyncio.sleep(AGAIN_S)
 
 
 def is_ready_since(load: LoadReport, epoch: int) -> bool:
