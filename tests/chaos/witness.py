@@ -17,6 +17,7 @@ from shared.contracts.ids import WorkerId
 from shared.contracts.kv_events import AskKvSnapshot, KvTier, unpack_hashes
 from shared.contracts.load import LoadReport
 from shared.contracts.workers import DescribeFleet, WorkerPhase
+from tests.chaos.faults import Fault, Part
 from tests.chaos.fleet import Fleet
 from tests.e2e.system import EXACT, Metrics
 from tests.integration.router.told_workers import running_router
@@ -52,6 +53,22 @@ class Witness:
         now, actors = self._router.parts.clock.now(), self._fleet.actors
         fit = [view.record for view in cluster.workers.values() if view.fit(now, silent_s_max)]
         return {str(one.worker_id) for one in fit if one.worker_id in actors and actors[one.worker_id].pid == one.pid}
+
+    async def spares(self, fault: Fault) -> bool:
+        """Whether this must not happen now, because too few would be left of its kind."""
+        if fault.part is Part.WORKER:
+            roles = self._fleet.size.roles
+            peers = {name for name, role in roles.items() if role == roles[fault.target]}
+            return 2 * len(self.ready() & peers - {fault.target}) < len(peers)
+        if fault.part is Part.ROUTER:
+            others = [url for name, url in self._fleet.routers if name != fault.target]
+            return not all([await self._is_whole(url) for url in others])
+        return False
+
+    async def _is_whole(self, url: str) -> bool:
+        metrics = await self._metrics(url)
+        exact = 0.0 if metrics is None else metrics.sum("baton_router_index_state", state=EXACT)
+        return 2 * exact > len(self._fleet.size.roles)
 
     def busiest(self) -> str:
         """The worker that serves the most legs just now."""
