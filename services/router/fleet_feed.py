@@ -35,6 +35,7 @@ class FleetFeed:
 
     async def open(self) -> None:
         """Listen; live when it returns."""
+        self._fleet.cluster.is_whole = False
         await self._bus.subscribe(LOAD, self._on_load)
         await self._bus.subscribe(WORKER_LOST, self._on_lost)
 
@@ -42,7 +43,9 @@ class FleetFeed:
         """Watch the workers' records, for ever."""
         kept = await self._bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
         async for entry in kept.watch():
-            if entry is not None:
+            if entry is None:
+                self._fleet.cluster.is_whole = True
+            else:
                 self._on_record(entry)
 
     async def sweep(self) -> None:

@@ -91,6 +91,8 @@ class ClusterView:
     def __init__(self) -> None:
         self.workers: dict[WorkerId, WorkerView] = {}
         self.models_known: dict[str, None] = {}
+        self.is_whole = True
+        """Whether everybody who is registered is here: what nobody here offers, nobody offers."""
         self.table = t.FleetTable()
         self.views: list[WorkerView | None] = []
         """By row."""

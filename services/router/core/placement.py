@@ -107,7 +107,7 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
 
 def refuse(need: Need, cluster: ClusterView, *, busy: bool) -> Refused:
     """Why nobody is free: the three cases have three answers."""
-    if need.model and need.model not in cluster.models_known:
+    if need.model and need.model not in cluster.models_known and cluster.is_whole:
         return Refused(reason=Reason.MODEL_UNKNOWN, message=f"The model `{need.model}` does not exist.")
     if busy:
         message = "All workers of this model are full. Try again shortly."

@@ -127,6 +127,18 @@ def test_an_unknown_model_is_404_and_nobody_is_asked():
     in_world(story)
 
 
+def test_a_router_that_has_not_read_the_registry_does_not_say_what_is_not_served():
+    async def story(world: World) -> None:
+        await world.worker("w1")
+        world.router.parts.fleet.cluster.is_whole = False
+
+        answer = await world.ask(prompt(model="nope"))
+
+        assert (answer.status, answer.error["code"]) == (503, "no_worker")
+
+    in_world(story)
+
+
 def test_without_workers_the_client_is_told_when_to_try_again():
     async def story(world: World) -> None:
         worker = await world.worker("w1")
