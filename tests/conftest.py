@@ -15,6 +15,7 @@ settings.register_profile("baton", deadline=None)
 settings.load_profile("baton")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With two processes, one has all real engines, which are many cores' work already; the others' files are shared
     out, those that wait most first.

@@ -22,6 +22,7 @@ from shared.contracts.inference import LegKind
 from shared.contracts.kv_exchange import KvSource, LegOrder
 from shared.contracts.workers import WorkerRecord
 from shared.runtime.clock import Clock
+from shared.telemetry.propagation import NOT_TRACED
 
 log = logging.getLogger("baton.worker")
 
@@ -166,7 +167,7 @@ class CanaryDesk:
         record = LegRecord(
             kind=LegKind.AGGREGATED,
             request_id=RequestId(f"canary-{self._me.worker_id}-{self._number}"),
-            trace_headers={},
+            trace_headers=dict(NOT_TRACED),
             order=order,
         )
         asked = {"max_tokens": core.ANSWER_TOKENS, "temperature": 0.0, "ignore_eos": True}

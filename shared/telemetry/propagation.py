@@ -10,6 +10,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 _W3C = TraceContextTextMapPropagator()
 
+NOT_TRACED: Mapping[str, str] = {"traceparent": f"00-{1:032x}-{1:016x}-00"}
+"""Headers of what nobody wants to see in a trace."""
+
 
 def inject(span: trace.Span | None = None) -> dict[str, str] | None:
     """Headers that carry this span (or the current one) on; None when there is nothing to carry."""
