@@ -32,7 +32,7 @@ down: setup ## Stop a system that `make up` started on another terminal
 	@.venv/bin/baton down $(ARGS)
 
 test: setup-dev ## Everything that needs no GPU; K="a word in the test's name" for a part of it
-	@$(PYTHON) -m pytest -m "not gpu" -rs -n $(JOBS) --dist loadgroup --no-loadscope-reorder $(if $(K),-k "$(K)") $(ARGS)
+	@$(PYTHON) -m pytest -m "not gpu" -rs -n $(JOBS) --no-loadscope-reorder $(if $(K),-k "$(K)") $(ARGS)
 
 check: setup-dev ## The gate: format, lint, types, layers, generated files, fast tests; about a minute
 	@scripts/check.sh

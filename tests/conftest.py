@@ -3,36 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.nats_server import NatsServer
+
+ROOT = Path(__file__).parents[1]
 
 # How long an example takes says how busy the machine is, and nothing about what is promised.
 settings.register_profile("baton", deadline=None)
 settings.load_profile("baton")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    """Of the processes that share the tests out, one has all real engines, which are many cores' work already."""
+    return _ByFile(config, log)
+
+
+class _ByFile(LoadScopeScheduling):
+    """A file's tests stay together, and so do those of all files that share something costly."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return _group(nodeid.partition("::")[0])
+
+
+@cache
+def _group(path: str) -> str:
+    if Path(path).parent.name == "chaos":
+        return "chaos"
+    return "engines" if "mark.vllm" in (ROOT / path).read_text(encoding="utf-8") else path
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With two processes, one has all real engines, which are many cores' work already; the others' files are shared
-    out, those that wait most first.
-    """
-    if not hasattr(config, "workerinput"):
-        return
-    for item in items:
-        one_fleet = item.path.parent.name == "chaos"  # of all its files
-        group = "engines" if item.get_closest_marker("vllm") else "chaos" if one_fleet else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=_turn)
+    """What waits most comes first, where tests are shared out."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=_turn)
 
 
 def _turn(item: pytest.Item) -> int:
-    if item.get_closest_marker("vllm"):
-        return 0
-    return 1 if "e2e" in item.path.parts else 2
+    path = item.path.relative_to(ROOT)
+    return 0 if _group(str(path)) == "engines" else 1 if path.parts[1] in ("e2e", "chaos") else 2
 
 
 @pytest.fixture
