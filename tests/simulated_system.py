@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,11 @@ def until_disaggregated(system: SimulatedSystem) -> None:
     """Until both workers take part in a request: a router is ready as soon as it knows one of them."""
     until_ready(f"{system.router_url}/ready")
     deadline = time.monotonic() + READY_S_MAX
-    while system.complete("Are both of you there?" * 20).headers.get("x-baton-mode") != "disaggregated":
-        assert time.monotonic() < deadline, "no disaggregated answer"
+    for number in count():  # another prompt each time: what one worker has answered alone it answers alone again
+        answer = system.complete(f"Are both of you there, {number}? " * 20)
+        if answer.headers.get("x-baton-mode") == "disaggregated":
+            return
+        assert time.monotonic() < deadline, f"no disaggregated answer, but {answer.status_code} {answer.headers}"
         time.sleep(LOOK_S)
 
 
