@@ -128,7 +128,7 @@ class Router:
         self.parts.prompts.close()
 
 
-def _leave_garbage_alone() -> None:
+def leave_garbage_alone() -> None:
     """Frames are made and dropped by the hundred thousand, without cycles: look for those seldom, and never among what
     start-up made.
     """
@@ -165,7 +165,7 @@ async def live(router: Router, service: Service, listener: socket.socket, shared
     server = make_server(router.edge, router.parts.settings)
     serving = service.tasks.create_task(server.serve(sockets=[listener]), name="serve-http")
     await server.listening.wait()
-    _leave_garbage_alone()
+    leave_garbage_alone()
     sys.setswitchinterval(TURN_S_MAX)
     service.set_phase(ServicePhase.READY)
     if shared is not None and await first_worker(router, service):

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
 
 from services.router.core.cluster_view import ClusterView, exchanges_kv
-from services.router.core.considered import Considered, Seen
+from services.router.core.considered import Among, Considered
 from services.router.core.kv_sources import SOURCES_MAX, source_of
+from services.router.core.option import Option
 from services.router.core.placement import Need, Placed, Policy, Refused, refuse, refuse_pair
 from services.router.core.prefix_index import PrefixIndex
 from services.router.core.request import Mode
 from services.router.core.shortlist import Depths
-from services.router.core.weighing import Option, Weighing, fit_rows
+from services.router.core.weighing import Weighing, fit_rows
 from shared.contracts.decisions import Part, TtftParts
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
@@ -25,10 +26,6 @@ HIT_SHARE_OF_DECODE_FIRST = 0.5
 """Of the prompt, what a decode worker must be believed to have before it is asked to answer alone."""
 HIT_SHARE_SLACK = 0.8
 """What is found there may be so much less than was believed: some was evicted meanwhile."""
-
-
-Among = tuple[Part, Iterable[Option], Option | None]
-"""Who was weighed for a part, and who was chosen for it."""
 
 
 class Placer(Protocol):
@@ -75,6 +72,8 @@ class Chooser:
         self._decode_asked = forced.decode_worker if forced is not None else WorkerId("")
         self._alone: Sequence[Option] = ()
         """Who could have done all of it, where that was weighed against a pair."""
+        self._prefills: Sequence[Option] = ()
+        self._decodes: Sequence[Option] = ()
         self._may_pair = False
 
     def made(self) -> Placed | Refused:
@@ -82,7 +81,9 @@ class Chooser:
         need, weighing = self._need, self._weighing
         if need.whole or need.mode is Mode.AGGREGATED:
             return self._by_anybody(need.whole or "asked for")
-        alone = [] if self._prefill_asked else [option for option in weighing.options if self._may_alone(option)]
+        self._prefills = list(filter(self._computes, weighing.options))
+        self._decodes = list(filter(self._goes_on, weighing.options))
+        alone = [] if self._prefill_asked else [option for option in self._decodes if self._may_alone(option)]
         pair = weighing.pair(self._prefills, self._decodes)
         self._alone = alone
         self._may_pair = pair is not None
@@ -103,23 +104,23 @@ class Chooser:
         """Two workers that do both hold a prompt's KV twice, which no time tells of: only for the targets' sake."""
         both = pair[0].view.record.role is Role.BOTH and pair[1].view.record.role is Role.BOTH
         auto = self._need.mode is Mode.AUTO and not self._prefill_asked
-        return auto and both and whole is not None and whole.fine(Part.WHOLE, self._need)
+        return auto and both and whole is not None and whole.fine(Part.WHOLE, self._need.targets)
 
-    def _prefills(self, option: Option) -> bool:
+    def _computes(self, option: Option) -> bool:
         asked = self._prefill_asked in ("", option.view.record.worker_id)
         return asked and option.view.record.role is not Role.DECODE
 
     def _answers(self, option: Option) -> bool:
         return self._decode_asked in ("", option.view.record.worker_id)
 
-    def _decodes(self, option: Option) -> bool:
+    def _goes_on(self, option: Option) -> bool:
         return self._answers(option) and option.view.record.role is not Role.PREFILL
 
     def _may_alone(self, option: Option) -> bool:
-        """Who may answer without a prefill worker: those that do both, and decode workers that have most of it."""
+        """Who of those that may decode may answer without a prefill worker: those that do both, and decode workers that
+        have most of it.
+        """
         need, record, one = self._need, option.view.record, option.computing
-        if not self._decodes(option):
-            return False
         if need.mode is not Mode.DECODE_FIRST:
             if record.role is Role.BOTH:
                 return True
@@ -130,7 +131,7 @@ class Chooser:
 
     def _by_anybody(self, why: str) -> Placed | Refused:
         options = self._weighing.options
-        among = list(filter(self._decodes, options)) or list(filter(self._answers, options))
+        among = list(filter(self._goes_on, options)) or list(filter(self._answers, options))
         option = self._weighing.pick(Part.WHOLE, among)
         return self._whole(option, among, why) if option is not None else refuse_pair(self._need, busy=self._full())
 
@@ -146,7 +147,7 @@ class Chooser:
         need, one, two = self._need, option.computing, option.answering
         split = not need.whole and need.mode is not Mode.AGGREGATED
         guarded = split and (need.mode is Mode.DECODE_FIRST or option.view.record.role is Role.DECODE)
-        guarded = guarded and self._may_alone(option)
+        guarded = guarded and self._goes_on(option) and self._may_alone(option)
         share = HIT_SHARE_SLACK * (one.cached + one.fetched) / max(1, need.prompt_tokens)
         asked = need.cache_hit_threshold if need.mode is Mode.DECODE_FIRST else None
         self._cluster.picked(option.view)
@@ -239,18 +240,7 @@ class Chooser:
 
     def _parts(self, prefill: Option | None, decode: Option | None) -> tuple[Among, Among]:
         """Of a pair."""
-        options = self._weighing.options
-        prefills, decodes = filter(self._prefills, options), filter(self._decodes, options)
-        return (Part.PREFILL, prefills, prefill), (Part.DECODE, decodes, decode)
+        return (Part.PREFILL, self._prefills, prefill), (Part.DECODE, self._decodes, decode)
 
     def _considered(self, *parts: Among) -> Considered:
-        told = []
-        for part, options, chosen in parts:
-            seen = [
-                Seen(
-                    one.view.record.worker_id, one is chosen, one.cost_s(part), one.way_s, one.computing, one.answering
-                )
-                for one in options
-            ]
-            told.append((part, seen))
-        return Considered(self._weighing.count, told, self._need.targets)
+        return Considered(self._weighing.count, parts, self._need.targets)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from services.router.core import cost_model
 from services.router.core import fleet_table as t
 from services.router.core.cluster_view import ClusterView
-from services.router.core.cost_model import ARRAYS, Prompt
+from services.router.core.cost_model import ARRAYS, Answering, Computing, Cost, Prompt
 from services.router.core.kv_sources import Holders
+from services.router.core.option import Weighed
 from services.router.core.prefix_index import PrefixIndex
 
 SHORTLISTED = 4
@@ -53,32 +55,61 @@ class Depths:
         return [(rows[slot], begin, stop) for slot, begin, stop in self._index.cover(hashes, first, end, mask)]
 
 
-def shortlist(
-    free: t.Bools, table: t.FleetTable, holders: Holders, prompt: Prompt, targets_s: tuple[float, float]
-) -> list[int]:
-    """The cheapest of the ``free`` rows for each part, those first that keep the targets (time to the first token, and
-    between tokens). All rows are worked out, since picking some out first takes longer than that.
-    """
-    n, flags, groups = table.numbers[:, : table.count], table.flags[:, : table.count], table.groups[: table.count]
-    held, reachable = holders.of_all(n[t.BLOCK_SIZE], groups, flags[t.EXCHANGES], prompt.tokens)
-    one, two, costs = cost_model.weigh(n, prompt, held, reachable, ARRAYS)
-    prefill_s, decode_s, whole_s = costs
-    if targets_s[0] < np.inf:
-        late_s = np.where(one.ttft_s() > targets_s[0], NEVER_S, 0.0)
-        prefill_s, whole_s = prefill_s + late_s, whole_s + late_s
-    if targets_s[1] < np.inf:
-        slow_s = np.where(two.itl_s > targets_s[1], NEVER_S, 0.0)
-        decode_s, whole_s = decode_s + slow_s, whole_s + slow_s
-    prefills, decodes = flags[t.PREFILLS] & free, flags[t.DECODES] & free
-    chosen: dict[int, None] = {}
-    for group in set(groups[free].tolist()):
-        here = groups == group
-        for cost_s, able in ((prefill_s, prefills), (decode_s, decodes), (whole_s, decodes), (whole_s, free)):
-            chosen.update(dict.fromkeys(_cheapest(np.where(able & here, cost_s, np.inf))))
-    return list(chosen)
+class Shortlist:
+    """All rows of the table worked out for one prompt, since picking some out first takes longer than that."""
+
+    def __init__(self, table: t.FleetTable, holders: Holders, prompt: Prompt) -> None:
+        self._numbers, self._flags = table.numbers[:, : table.count], table.flags[:, : table.count]
+        self._groups = table.groups[: table.count]
+        held, reachable = holders.of_all(
+            self._numbers[t.BLOCK_SIZE], self._groups, self._flags[t.EXCHANGES], prompt.tokens
+        )
+        self._one, self._two, self._costs = cost_model.weigh(self._numbers, prompt, held, reachable, ARRAYS)
+
+    def rows(self, free: t.Bools, targets_s: tuple[float, float]) -> list[int]:
+        """The cheapest of the ``free`` rows for each part, those first that keep the targets (time to the first token,
+        and between tokens).
+        """
+        prefill_s, decode_s, whole_s = self._costs
+        if targets_s[0] < np.inf:
+            late_s = np.where(self._one.ttft_s() > targets_s[0], NEVER_S, 0.0)
+            prefill_s, whole_s = prefill_s + late_s, whole_s + late_s
+        if targets_s[1] < np.inf:
+            slow_s = np.where(self._two.itl_s > targets_s[1], NEVER_S, 0.0)
+            decode_s, whole_s = decode_s + slow_s, whole_s + slow_s
+        parts = ((prefill_s, t.PREFILLS), (decode_s, t.DECODES), (whole_s, t.DECODES), (whole_s, None))
+        chosen: dict[int, None] = {}
+        for here in self._apart(np.flatnonzero(free)):
+            able: dict[int | None, t.Ints] = {None: here}
+            for cost_s, flag in parts:
+                if flag not in able:
+                    able[flag] = here[self._flags[flag, here]]
+                chosen.update(dict.fromkeys(_cheapest(able[flag], cost_s)))
+        return list(chosen)
+
+    def _apart(self, rows: t.Ints) -> list[t.Ints]:
+        """By group: mostly there is one."""
+        groups = self._groups[rows]
+        if len(rows) and (groups == groups[0]).all():
+            return [rows]
+        return [rows[groups == group] for group in set(groups.tolist())]
+
+    def weighed(self, rows: list[int]) -> list[Weighed]:
+        """These rows, each for itself."""
+        at = np.array(rows, dtype=np.int64)
+        columns = [_at(column, at) for column in (*self._one, *self._two)]
+        costs = [_at(column, at) for column in self._costs]
+        ones, twos = columns[: len(self._one)], columns[len(self._one) :]
+        parts = zip(zip(*ones, strict=True), zip(*twos, strict=True), zip(*costs, strict=True), strict=True)
+        return [(Computing._make(one), Answering._make(two), Cost._make(cost)) for one, two, cost in parts]
 
 
-def _cheapest(cost_s: t.Floats) -> list[int]:
-    few = np.argpartition(cost_s, SHORTLISTED)[:SHORTLISTED] if len(cost_s) > SHORTLISTED else np.arange(len(cost_s))
-    cheapest: list[int] = few[cost_s[few] < np.inf].tolist()
+def _at(column: Any, rows: t.Ints) -> list[Any]:
+    """Where nobody can be helped, some columns are one number for all."""
+    return list(column[rows].tolist()) if isinstance(column, np.ndarray) else [column] * len(rows)
+
+
+def _cheapest(rows: t.Ints, cost_s: t.Floats) -> list[int]:
+    few = rows[np.argpartition(cost_s[rows], SHORTLISTED)[:SHORTLISTED]] if len(rows) > SHORTLISTED else rows
+    cheapest: list[int] = few.tolist()
     return cheapest

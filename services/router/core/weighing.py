@@ -2,52 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from itertools import groupby
+from collections.abc import Iterable, Sequence
 from math import inf
-from operator import attrgetter
 
 import numpy as np
 
 from services.router.core import cost_model
 from services.router.core import fleet_table as t
-from services.router.core.cluster_view import ClusterView, WorkerView
-from services.router.core.cost_model import SINGLE, Answering, Computing, Cost, Prompt
+from services.router.core.cluster_view import ClusterView
+from services.router.core.cost_model import SINGLE, Prompt
 from services.router.core.kv_sources import Holders
+from services.router.core.option import OF_OPTIONS, Option, Weighed
 from services.router.core.placement import Need, Policy
 from services.router.core.revisions import ANY
-from services.router.core.shortlist import Depths, shortlist
+from services.router.core.shortlist import Depths, Shortlist
 from shared.contracts.decisions import Part
-
-
-class Option:
-    """One worker, and what it would cost there."""
-
-    __slots__ = ("answering", "computing", "cost", "group", "legs", "turn", "view", "way_s")
-
-    def __init__(self, view: WorkerView, group: int, numbers: list[float]) -> None:
-        self.view = view
-        self.group = group
-        """Who may exchange KV with it is of the same group."""
-        self.legs = numbers[t.LEGS]
-        self.turn = numbers[t.TURN]
-        self.way_s = numbers[t.WAY_S]
-        self.computing: Computing
-        self.answering: Answering
-        self.cost: Cost
-
-    def cost_s(self, part: Part) -> float:
-        """What is compared."""
-        return float(self.cost[0 if part is Part.PREFILL else 1 if part is Part.DECODE else 2])
-
-    def fine(self, part: Part, need: Need) -> bool:
-        """Whether the targets are kept."""
-        late = part is not Part.DECODE and self.computing.ttft_s() > need.targets.ttft_s
-        slow = part is not Part.PREFILL and self.answering.itl_s > need.targets.itl_s
-        return not late and not slow
-
-
-Able = Callable[[Option], bool]
 
 
 def fit_rows(need: Need, cluster: ClusterView, policy: Policy, now: float) -> t.Bools:
@@ -112,11 +81,14 @@ class Weighing:
             now,
             need.targets.itl_s if need.targets.itl_s < inf else 0.0,
         )
-        chosen: Iterable[int] = rows.tolist()
         if self.count > policy.weighed_max:
-            targets_s = (need.targets.ttft_s, need.targets.itl_s)
-            chosen = [*shortlist(free, table, self.holders, prompt, targets_s), *self._asked_for(cluster, rows)]
-        self._weigh(list(dict.fromkeys(chosen)), cluster, prompt)
+            shortlist = Shortlist(table, self.holders, prompt)
+            chosen = shortlist.rows(free, (need.targets.ttft_s, need.targets.itl_s))
+            chosen = list(dict.fromkeys([*chosen, *self._asked_for(cluster, rows)]))
+            self._add(chosen, cluster, shortlist.weighed(chosen))
+        else:
+            chosen = rows.tolist()
+            self._add(chosen, cluster, [self._weighed(row, cluster, prompt) for row in chosen])
 
     def pick(self, part: Part, options: Iterable[Option]) -> Option | None:
         """The cheapest that keeps the targets, or the cheapest if none does; among equals the one with the fewest
@@ -124,19 +96,19 @@ class Weighing:
         """
         among = list(options)
         if len(among) > 1 and (self.need.targets.ttft_s < inf or self.need.targets.itl_s < inf):
-            among = [option for option in among if option.fine(part, self.need)] or among
+            among = [option for option in among if option.fine(part, self.need.targets)] or among
         if len(among) < 2:
             return among[0] if among else None
         limit = min([option.cost_s(part) for option in among]) + self.policy.tie_s
         near = [option for option in among if option.cost_s(part) <= limit]
         return min(near, key=lambda option: (option.legs, option.turn))
 
-    def pair(self, prefills: Able, decodes: Able) -> tuple[Option, Option] | None:
+    def pair(self, prefills: Sequence[Option], decodes: Sequence[Option]) -> tuple[Option, Option] | None:
         """The cheapest two different workers that may exchange KV."""
         best, best_s = None, inf
-        for _group, members in groupby(sorted(self.options, key=attrgetter("group")), key=attrgetter("group")):
-            here = list(members)
-            ones, others = list(filter(prefills, here)), list(filter(decodes, here))
+        for group in sorted({option.group for option in prefills}):
+            ones = [option for option in prefills if option.group == group]
+            others = [option for option in decodes if option.group == group]
             prefill, decode = self.pick(Part.PREFILL, ones), self.pick(Part.DECODE, others)
             pairs = [(prefill, decode)]
             if prefill is decode:
@@ -156,14 +128,19 @@ class Weighing:
         views = [cluster.workers.get(worker_id) for worker_id in asked]
         return [view.row for view in views if view is not None and view.row in rows]
 
-    def _weigh(self, rows: list[int], cluster: ClusterView, prompt: Prompt) -> None:
-        table, holders = cluster.table, self.holders
-        for row, numbers in zip(rows, table.numbers[:, rows].T.tolist(), strict=True):
+    def _weighed(self, row: int, cluster: ClusterView, prompt: Prompt) -> Weighed:
+        table, holders, view = cluster.table, self.holders, cluster.views[row]
+        assert view is not None
+        numbers = table.numbers[:, row].tolist()
+        held = reach = holders.held_by(row, int(numbers[t.BLOCK_SIZE]), prompt.tokens)
+        if table.flags[t.EXCHANGES, row]:
+            reach = holders.reachable_by(view, int(table.groups[row]), held, prompt.tokens)
+        return cost_model.weigh(numbers, prompt, held, reach, SINGLE)
+
+    def _add(self, rows: list[int], cluster: ClusterView, weighed: Sequence[Weighed]) -> None:
+        numbers = cluster.table.numbers[OF_OPTIONS][:, rows].T.tolist()
+        groups = cluster.table.groups[rows].tolist()
+        for row, group, of_row, costs in zip(rows, groups, numbers, weighed, strict=True):
             view = cluster.views[row]
             assert view is not None
-            option = Option(view, int(table.groups[row]), numbers)
-            held = reach = holders.held_by(row, int(numbers[t.BLOCK_SIZE]), prompt.tokens)
-            if table.flags[t.EXCHANGES, row]:
-                reach = holders.reachable_by(view, option.group, held, prompt.tokens)
-            option.computing, option.answering, option.cost = cost_model.weigh(numbers, prompt, held, reach, SINGLE)
-            self.options.append(option)
+            self.options.append(Option(view, group, of_row, costs))
