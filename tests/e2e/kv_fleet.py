@@ -60,7 +60,8 @@ def start_store(nats: NatsServer, folder: Path) -> WorkerProcess:
 def kv_fleet(folder: Path, **variables: str) -> Iterator[Fleet]:
     """Three engines: start it once."""
     offered = free_port()
-    env = {"ROUTER_STREAM_TOKENS_MIN": STREAM_ALL, "WORKER_KV_COPY_USES_MIN": "0", **variables}
+    by_nobody = {"WORKER_KV_COPY_USES_MIN": "0"}  # the store has what a test tells it to take, and nothing else
+    env = {"ROUTER_STREAM_TOKENS_MIN": STREAM_ALL, **by_nobody, **variables}
     with (
         NatsServer(folder) as nats,
         System(folder / "state", "--prefill", "1", "--decode", "1", nats_url=nats.url, env=env) as system,
@@ -76,7 +77,7 @@ def kv_fleet(folder: Path, **variables: str) -> Iterator[Fleet]:
             nats.url,
             PICKY,
             folder,
-            environ=variables,
+            environ={**by_nobody, **variables},
             role="decode",
             cache_hit_threshold=str(PICKY_THRESHOLD),
             engine_args=f"--served-model-name baton-tiny {PICKY_MODEL}",

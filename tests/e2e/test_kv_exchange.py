@@ -109,7 +109,7 @@ async def test_the_next_turn_fetches_what_the_decode_engine_generated(client: Cl
 
 async def test_an_edited_and_a_shortened_history_match_less_and_are_never_wrong(client: Client):
     first = draw(51, 20 * BLOCK)
-    said = await client.ask(first, "disaggregated", max_tokens=15 * BLOCK)
+    said = await client.ask(first, "disaggregated", max_tokens=15 * BLOCK, baton={"decode_worker": DECODE})
     await asyncio.sleep(CACHED_SOON_S)
     history = first + said.token_ids
     edited = [*history[: 26 * BLOCK + 7], 77, *history[26 * BLOCK + 8 :], *draw(52, 40)]

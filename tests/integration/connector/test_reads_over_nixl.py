@@ -229,8 +229,16 @@ def test_an_engine_that_reads_nothing_uses_no_cpu(engines, holders):
     holder = holders(Shape())
     engine = engines(Shape())
     engine.connect(holder.handshake)
+
+    used = [cpu_of_a_second() for _ in range(4)]
+
+    assert min(used) < 0.03, (
+        used
+    )  # of this process's other threads one second may see something; who polls, polls in each
+
+
+def cpu_of_a_second() -> float:
+    """Seconds of CPU that this process uses in one second."""
     before = time.process_time()
-
-    time.sleep(2.0)  # what is measured
-
-    assert time.process_time() - before < 0.06
+    time.sleep(1.0)  # what is measured
+    return time.process_time() - before

@@ -74,16 +74,19 @@ def source_and_publisher(run_dir: Path, missed: int, buffer_steps: int) -> Itera
         publisher.inner.shutdown()
 
 
-async def events_after(source, publisher) -> list[KvEvent]:
-    """What the source tells when more is published; the first may come before the connection stands."""
+async def events_after(source, publisher, count: int = 1) -> list[KvEvent]:
+    """What the source tells when more is published, ``count`` or more; the first may come before the connection stands."""
     batches = source.batches()
-    first = asyncio.ensure_future(anext(batches))
+    events: list[KvEvent] = []
     async with asyncio.timeout(WAIT_S_MAX):
-        while not first.done():
-            publisher.stored(1000)
-            await asyncio.wait([first], timeout=0.1)
+        while len(events) < count:
+            following = asyncio.ensure_future(anext(batches))
+            while not following.done():
+                publisher.stored(1000)
+                await asyncio.wait([following], timeout=0.1)
+            events += following.result()
     await batches.aclose()
-    return first.result()
+    return events
 
 
 async def test_what_was_told_before_anyone_listened_is_replayed(tmp_path):
@@ -98,12 +101,7 @@ async def test_the_memory_of_a_block_is_told_and_what_lies_in_a_shared_store_is_
         publisher.stored(1, "CPU")
         publisher.stored(2, "STORAGE")
         publisher.stored(3, "STORAGE", "REMOTE")
-        batches = source.batches()
-        events: list[KvEvent] = []
-        async with asyncio.timeout(WAIT_S_MAX):
-            while len(events) < 3:
-                publisher.stored(1000)
-                events += await anext(batches)
+        events = await events_after(source, publisher, count=3)
 
     assert [(unpack_hashes(event.hashes)[0], event.tier) for event in events][:3] == [
         (1, KvTier.HOST),
