@@ -22,6 +22,10 @@ PART_BYTES = 32 << 20
 millisecond; over shared memory this much takes two to three."""
 
 
+FEW_PIECES = 256
+"""Up to so many are counted sooner one by one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reader:
     """The rank that reads."""
@@ -51,6 +55,8 @@ class Route:
     lengths: Numbers
     is_dense: bool
     """Of each piece, the next block's lies right behind this one's, on both sides."""
+    rows: list[tuple[int, ...]]
+    """The same numbers piece by piece, in the order of the peer's addresses."""
 
 
 def routes_to(reader: Reader, peer: KvHandshake) -> list[Route]:
@@ -75,7 +81,7 @@ def _route(reader: Reader, peer: KvHandshake, rank: int) -> Route:
     ours = reader.heads
     common = range(max(ours.start, theirs.start), min(ours.stop, theirs.stop))
     layers = list(zip(peer.ranks[rank].layers, reader.memory.layers, strict=True))
-    rows = [row for remote, local in layers for row in _joined(_pieces(remote, local, common, (theirs, ours)))]
+    rows = sorted(row for remote, local in layers for row in _joined(_pieces(remote, local, common, (theirs, ours))))
     there, remote_stride, here, local_stride, lengths = np.array(rows, dtype=np.uint64).T
     return Route(
         rank=rank,
@@ -86,6 +92,7 @@ def _route(reader: Reader, peer: KvHandshake, rank: int) -> Route:
         local_stride=local_stride,
         lengths=lengths,
         is_dense=bool((remote_stride == lengths).all() and (local_stride == lengths).all()),
+        rows=rows,
     )
 
 
@@ -114,9 +121,11 @@ def _joined(pieces: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 def spans_of(route: Route, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> tuple[Numbers, Numbers]:
     """Address, length and device of what to copy from and to, place by place; neighbours on both sides are one."""
-    runs = (
-        _runs(remote_blocks, local_blocks) if route.is_dense else [remote_blocks, local_blocks, [1] * len(local_blocks)]
-    )
+    runs: Sequence[Sequence[int]] = (remote_blocks, local_blocks, [1] * len(local_blocks))
+    if route.is_dense:
+        runs = _runs(remote_blocks, local_blocks)
+        if len(runs[0]) * len(route.rows) <= FEW_PIECES:
+            return _few_spans(route, runs)
     there = _addresses(route.remote, route.remote_stride, runs[0])
     here = _addresses(route.local, route.local_stride, runs[1])
     lengths = (route.lengths[:, None] * np.array(runs[2], dtype=np.uint64)).ravel()
@@ -128,6 +137,25 @@ def spans_of(route: Route, remote_blocks: Sequence[int], local_blocks: Sequence[
     firsts = np.flatnonzero(begins)
     joined = np.add.reduceat(lengths, firsts)
     return _spans(there[firsts], joined, route.devices[0]), _spans(here[firsts], joined, route.devices[1])
+
+
+def _few_spans(route: Route, runs: Sequence[Sequence[int]]) -> tuple[Numbers, Numbers]:
+    """The same without arrays, whose machinery a copy of many megabytes has just driven out of the core's caches."""
+    there: list[tuple[int, int, int]] = []
+    here: list[tuple[int, int, int]] = []
+    next_there = next_here = -1
+    for remote, remote_stride, local, local_stride, length in route.rows:
+        for first_there, first_here, count in zip(*runs, strict=True):
+            begin_there, begin_here = remote + remote_stride * first_there, local + local_stride * first_here
+            size = length * count
+            if begin_there == next_there and begin_here == next_here:
+                size += there[-1][1]
+                there[-1], here[-1] = (there[-1][0], size, route.devices[0]), (here[-1][0], size, route.devices[1])
+            else:
+                there.append((begin_there, size, route.devices[0]))
+                here.append((begin_here, size, route.devices[1]))
+            next_there, next_here = there[-1][0] + size, here[-1][0] + size
+    return np.array(there, dtype=np.uint64), np.array(here, dtype=np.uint64)
 
 
 def _runs(remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> list[list[int]]:
