@@ -84,8 +84,9 @@ def handoff_lines(found: dict[tuple[int, str], list[Handoff]], size: Size) -> li
         "## Handoff: time to first token, and how much of it is the handoff",
         "",
         "One request at a time, prompts nobody has seen, 32 KB of KV per token, prefill in chunks of 512 tokens. The engines of",
-        "all three ways run side by side and take turns, in every order; a difference is between requests of the same",
-        "turn: the median, and between what values it lies (sign test, 95%). Less than nothing: faster than upstream.",
+        "all three ways run side by side and take turns, in every order, each when the others are at rest; a difference is",
+        "between requests of the same turn: the median, and between what values it lies (sign test, 95%). Less than nothing:",
+        "faster than upstream.",
         "",
         *table(
             "prompt tokens | KV MB | turns | TTFT ms streamed | offered | upstream | streamed less upstream | offered less upstream",

@@ -122,7 +122,9 @@ async def measure(
 
 async def _one(fleet: BenchFleet, prompt: list[int], how: str, plain: PlainReader) -> Handoff:
     if how == UPSTREAM:
-        return await hand_off(fleet, prompt, how)
+        handoff = await hand_off(fleet, prompt, how)
+        await fleet.until_at_rest()
+        return handoff
     if how == OFFERED:
         plain.begin()
     handoff = await hand_off(fleet, prompt, how)
