@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.telemetry import names
-from shared.telemetry.names import Metric
+from shared.telemetry.metrics import Metric
 
 DASHBOARDS = Path(__file__).parent / "dashboards"
 PROMETHEUS = {"type": "prometheus", "uid": "prometheus"}
@@ -61,12 +61,16 @@ def quantiles(metric: Metric, by: str) -> dict[str, str]:
 
 
 WORKER = "{{worker_id}} ({{role}})"
+STORE = "{{worker_id}}"
 BY_WORKER = "worker_id, role"
 READY = f'sum ({names.FLEET_WORKERS.name}{{phase="ready"}})'
 DECODE_COMPUTED = rate(names.WORKER_PROMPT_TOKENS, BY_WORKER, 'role="decode",source="computed"')
 DECODE_REQUESTS = rate(names.WORKER_REQUESTS, BY_WORKER, 'role="decode"')
 RECEIVED_BYTES = rate(names.WORKER_RECEIVED_BYTES, BY_WORKER)
 RECEIVING_SECONDS = rate(names.WORKER_RECEIVED_SECONDS, BY_WORKER)
+BY_TIER, BY_KIND = "worker_id, tier", "worker_id, kind, outcome"
+STORE_FULL = f"{gauge(names.STORE_BLOCKS, BY_TIER)} / ({gauge(names.STORE_BLOCKS_MAX, BY_TIER)} > 0)"
+STORE_LOSSES = f'sum by ({BY_KIND}) (increase({names.STORE_MOVED.name}{{outcome!="done"}}[1h]))'
 
 FLEET = (
     stat("Ready workers", READY),
@@ -168,6 +172,29 @@ KV_EXCHANGE = (
     ),
     Panel("Read back instead of computed (tokens/s)", "short", {"read back": rate(names.FLEET_READBACK)}),
     Panel("Refused for lack of cache", "reqps", {WORKER: rate(names.WORKER_REFUSED, BY_WORKER)}),
+    Panel("Blocks in stores", "short", {STORE + " {{tier}}": gauge(names.STORE_BLOCKS, BY_TIER)}),
+    Panel("KV in stores", "bytes", {STORE + " {{tier}}": gauge(names.STORE_BYTES, BY_TIER)}),
+    Panel("How full stores are", "percentunit", {STORE + " {{tier}}": STORE_FULL}),
+    Panel(
+        "KV that stores take and give",
+        "Bps",
+        {
+            STORE + " takes": rate(names.WORKER_RECEIVED_BYTES, "worker_id", 'role="store"'),
+            STORE + " gives": rate(names.STORE_GRANTED, "worker_id"),
+        },
+    ),
+    Panel(
+        "Blocks/s that stores load and save",
+        "short",
+        {STORE + " {{kind}} {{outcome}}": rate(names.STORE_MOVED, BY_KIND)},
+    ),
+    Panel(
+        "Blocks that stores are to load and save",
+        "short",
+        {STORE + " {{kind}}": gauge(names.STORE_WAITING, "worker_id, kind")},
+    ),
+    Panel("Blocks/s that stores evict", "short", {STORE + " {{tier}}": rate(names.STORE_EVICTED, BY_TIER)}),
+    Panel("Blocks that stores lost in an hour", "short", {STORE + " {{kind}} {{outcome}}": STORE_LOSSES}),
 )
 
 PAGES: Mapping[str, Sequence[Panel]] = {"Fleet": FLEET, "Requests": REQUESTS, "KV exchange": KV_EXCHANGE}

@@ -10,11 +10,13 @@ from services.collector.core.plans import PlanView
 from services.collector.core.requests import Bounds, Handoffs, Latencies, Requests
 from services.collector.core.windows import Histogram
 from shared.bus.port import BusCounts
+from shared.contracts.kv_events import KvTier
 from shared.contracts.kv_exchange import KvLedgerState
+from shared.contracts.load import LoadReport, StoreState
 from shared.contracts.workers import FleetWorker
 from shared.telemetry import names
 from shared.telemetry.families import Distribution, Family, Sample
-from shared.telemetry.names import Metric
+from shared.telemetry.metrics import Metric
 
 BOUNDS = Bounds(
     ttft=names.FLEET_TTFT.buckets,
@@ -51,6 +53,28 @@ EXCHANGE_NUMBERS: Mapping[Metric, Callable[[KvLedgerState], float]] = {
     names.WORKER_READS_RUNNING: lambda exchange: exchange.reads,
 }
 LEASE_OUTCOMES = ("granted", "refused", "released", "expired")
+HOST, DISK = KvTier.HOST.value, KvTier.DISK.value
+STORE_NUMBERS: Mapping[Metric, Callable[[LoadReport, StoreState], Mapping[str, int]]] = {
+    names.STORE_BLOCKS: lambda _load, store: {HOST: store.host_blocks, DISK: store.disk_blocks},
+    names.STORE_BLOCKS_MAX: lambda load, store: {HOST: load.kv_blocks_total, DISK: store.disk_blocks_max},
+    names.STORE_BYTES: lambda _load, store: {
+        HOST: store.host_blocks * store.block_bytes,
+        DISK: store.disk_blocks * store.block_bytes,
+    },
+    names.STORE_WAITING: lambda _load, store: {"load": store.loads_waiting, "save": store.saves_waiting},
+}
+"""What a store says of itself now, by tier or kind of copying."""
+STORE_OUTCOMES: Mapping[Metric, Mapping[tuple[str, ...], str]] = {
+    names.STORE_MOVED: {
+        ("load", "done"): "loaded_blocks",
+        ("load", "damaged"): "damaged_blocks",
+        ("save", "done"): "saved_blocks",
+        ("save", "failed"): "unsaved_blocks",
+    },
+    names.STORE_EVICTED: {(HOST,): "evicted_host_blocks", (DISK,): "evicted_disk_blocks"},
+    names.STORE_GRANTED: {(): "granted_bytes"},
+}
+"""Which of its totals goes under which labels."""
 WORKER_LATENCIES: Mapping[Metric, Callable[[Latencies], Histogram]] = {
     names.WORKER_TTFT: lambda latencies: latencies.ttft,
     names.WORKER_ITL: lambda latencies: latencies.itl,
@@ -68,6 +92,7 @@ def families(ledger: Ledger, bus: BusCounts, now: float) -> list[Family]:
     return [
         *_workers(ledger, now),
         *_exchange(ledger, now),
+        *_stores(ledger, now),
         *_fleet(ledger),
         *_plans(ledger.plans),
         *_requests(ledger.requests, now),
@@ -116,6 +141,32 @@ def _exchange(ledger: Ledger, now: float) -> Iterator[Family]:
     yield Family(names.WORKER_READS, reads)
     for metric, total in ((names.WORKER_REFUSED, "refused_requests"), (names.WORKER_RECOMPUTED, "recomputed_tokens")):
         yield Family(metric, [Sample(labels, totals[total]) for labels, _exchange_now, totals in told])
+
+
+def _stores(ledger: Ledger, now: float) -> Iterator[Family]:
+    stores = [
+        (worker_id, view.load, view.load.store, view.totals.values)
+        for worker_id, view in ledger.live_workers(now).items()
+        if view.load.store is not None
+    ]
+    for metric, read in STORE_NUMBERS.items():
+        yield Family(
+            metric,
+            [
+                Sample((worker_id, label), float(number))
+                for worker_id, load, store, _totals in stores
+                for label, number in read(load, store).items()
+            ],
+        )
+    for metric, outcomes in STORE_OUTCOMES.items():
+        yield Family(
+            metric,
+            [
+                Sample((worker_id, *labels), totals[total])
+                for worker_id, _load, _store, totals in stores
+                for labels, total in outcomes.items()
+            ],
+        )
 
 
 def _fleet(ledger: Ledger) -> Iterator[Family]:

@@ -144,7 +144,8 @@ def _kv(one: Worker, columns: int) -> Text:
     if one.load is None or one.phase in ENDED:
         return Text("")
     used = one.kv_used
-    style = "red" if used >= FULL else "yellow" if used >= NEARLY_FULL else "green"
+    is_short = one.record.role is not Role.STORE  # whose memory is there to be full
+    style = "red" if is_short and used >= FULL else "yellow" if is_short and used >= NEARLY_FULL else "green"
     return Text.assemble(bar(used, columns, style), f"{used:>4.0%}")
 
 

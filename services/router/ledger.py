@@ -25,6 +25,7 @@ from shared.contracts.failures import Reason
 from shared.contracts.ids import RouterId
 from shared.contracts.inference import RequestFinished, RequestsFinished
 from shared.telemetry import names
+from shared.telemetry.metrics import Metric
 from shared.telemetry.prometheus import counter, histogram
 
 log = logging.getLogger("baton.request")
@@ -216,11 +217,11 @@ class LiveMetrics(Collector):  # type: ignore[misc]  # prometheus_client is not 
         ]
 
 
-def gauge_family(metric: names.Metric) -> GaugeMetricFamily:
+def gauge_family(metric: Metric) -> GaugeMetricFamily:
     """An empty family, to be filled."""
     return GaugeMetricFamily(metric.name, metric.meaning, labels=metric.labels)
 
 
-def counter_family(metric: names.Metric, value: float) -> CounterMetricFamily:
+def counter_family(metric: Metric, value: float) -> CounterMetricFamily:
     """A family of one value."""
     return CounterMetricFamily(metric.name, metric.meaning, value=value)

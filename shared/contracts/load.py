@@ -35,6 +35,32 @@ class StepTotals(Message, frozen=True, kw_only=True):
     """Of those steps, the tokens that these completions attended to, added up."""
 
 
+class StoreState(Message, frozen=True, kw_only=True):
+    """What a store keeps, and what it has done since it started. In memory is host, in files is disk."""
+
+    block_bytes: int = 0
+    """Of one block, whole."""
+    host_blocks: int = 0
+    disk_blocks: int = 0
+    disk_blocks_max: int = 0
+    """What its files have room for; what memory has is the report's ``kv_blocks_total``."""
+    loads_waiting: int = 0
+    """Blocks that were asked for and lie in files alone."""
+    saves_waiting: int = 0
+    """Blocks that arrived in memory and are not in files yet."""
+    loaded_blocks_total: int = 0
+    saved_blocks_total: int = 0
+    damaged_blocks_total: int = 0
+    """Blocks that could not be read back from files as they were written: forgotten, never given."""
+    unsaved_blocks_total: int = 0
+    """Blocks that could not be written to files: they are in memory alone."""
+    evicted_host_blocks_total: int = 0
+    """Blocks that made room for others."""
+    evicted_disk_blocks_total: int = 0
+    granted_bytes_total: int = 0
+    """Given to readers: a block that is granted twice counts twice."""
+
+
 class LoadReport(Message, frozen=True, kw_only=True):
     """Worker -> everyone: how busy it is, and that it lives. Totals count from the epoch's start."""
 
@@ -73,3 +99,5 @@ class LoadReport(Message, frozen=True, kw_only=True):
     """What its engine leases and reads; None where the engine's connector does not tell."""
     steps: StepTotals | None = None
     """From which routers learn how fast the engine is; None where it does not tell."""
+    store: StoreState | None = None
+    """What a store keeps; None of whoever is none."""

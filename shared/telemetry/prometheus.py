@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from shared.telemetry.names import Metric
+from shared.telemetry.metrics import Metric
 
 
 def counter(metric: Metric, registry: CollectorRegistry) -> Counter:

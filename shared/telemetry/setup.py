@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from shared.telemetry.families import Distribution, Family, Sample
-from shared.telemetry.names import Kind
+from shared.telemetry.metrics import Kind
 
 log = logging.getLogger("baton.telemetry")
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.nats
 BLOCKS_IN_MEMORY, PLACES_IN_FILES = 32, 256
 PROMPT_TOKENS = 20 * BLOCK + 5
 HASH_BYTES = 8
-START_S_MAX = 60.0
+START_S_MAX = 120.0
 SETTINGS = {
     "engine": "simulated",
     "sim_prefill_tokens_per_s": "0",
@@ -98,7 +98,7 @@ async def driver_of(world: World) -> AsyncIterator[Driver]:
 
 
 async def snapshot(driver: Driver) -> KvSnapshot:
-    return await driver.bus.ask(KV_SNAPSHOT, AskKvSnapshot(worker_id=WorkerId("s1")), timeout_s=5.0)
+    return await driver.bus.ask(KV_SNAPSHOT, AskKvSnapshot(worker_id=WorkerId("s1")), timeout_s=START_S_MAX)
 
 
 async def until_saved(driver: Driver, blocks: int) -> KvSnapshot:
@@ -108,6 +108,11 @@ async def until_saved(driver: Driver, blocks: int) -> KvSnapshot:
         before = heard()
         await driver.tap.until(lambda before=before: heard() != before, "more is saved")
     return found
+
+
+def damaged(driver: Driver) -> int:
+    state = driver.tap.loads["s1"].store
+    return state.damaged_blocks_total if state is not None else 0
 
 
 async def read(driver: Driver, prompt: list[int]) -> int:
@@ -155,6 +160,7 @@ async def test_copies_survive_their_source_and_the_store_s_own_death(world: Worl
         await driver.tap.until_settled("p1", "d1", "s1")
         left = await snapshot(driver)
         assert (left.host_hashes, len(left.disk_hashes)) == (b"", 3 * full * HASH_BYTES)
+        await driver.tap.until(lambda: damaged(driver) == full, "what was damaged is told")
 
 
 async def test_workers_copy_to_a_store_what_is_used_twice_and_nothing_else(world: World):

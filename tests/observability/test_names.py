@@ -11,7 +11,8 @@ import yaml
 from observability.grafana.make_dashboards import DASHBOARDS, pages
 from observability.make_metrics_page import PAGE, page
 from shared.telemetry import names
-from shared.telemetry.names import METRICS, Kind, Metric
+from shared.telemetry.metrics import Kind, Metric
+from shared.telemetry.names import METRICS
 from tests.observability.expressions import (
     ROOT,
     alert_expressions,

@@ -14,6 +14,7 @@ import yaml
 
 from tests.nats_server import free_port
 from tests.observability.expressions import ALERTS, alert_expressions, dashboard_expressions
+from tests.processes import service_process
 from tests.simulated_system import simulated_system, until_ready
 
 PROMETHEUS = shutil.which("prometheus")
@@ -25,7 +26,7 @@ pytestmark = [
 
 FILLED_S_MAX = 60.0
 LOOK_S = 0.5
-ONLY_AFTER_TROUBLE = {"requests: Placed again"}
+ONLY_AFTER_TROUBLE = {"requests: Placed again, and resumed"}
 """Panels that are empty as long as nothing goes wrong that this test cannot bring about."""
 
 
@@ -76,7 +77,9 @@ def ask(url: str, promql: str) -> list[dict]:
 
 def test_every_panel_shows_something_and_no_alert_fires(tmp_path, nats_server, prometheus):
     url, targets = prometheus
-    with simulated_system(tmp_path, nats_server) as system:
+    store = {"WORKER_ROLE": "store", "WORKER_WORKER_ID": "s1", "WORKER_ENGINE": "simulated"}
+    where = {"BATON_NATS_URL": nats_server.url, "BATON_STATE_DIR": str(tmp_path)}
+    with simulated_system(tmp_path, nats_server) as system, service_process("worker", tmp_path, **store, **where):
         for job, target in (("baton-collector", system.collector_url), ("baton-router", system.router_url)):
             (targets / f"{job}.yaml").write_text(yaml.safe_dump([{"targets": [target.removeprefix("http://")]}]))
         until_ready(f"{url}/-/ready")

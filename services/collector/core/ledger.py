@@ -11,7 +11,7 @@ from shared.contracts.control import ServiceStatus
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import RequestFinished
 from shared.contracts.kv_exchange import KvLedgerState
-from shared.contracts.load import LoadReport
+from shared.contracts.load import LoadReport, StoreState
 from shared.contracts.workers import FleetState, WorkerLost
 
 WORKERS_MAX = 1024
@@ -45,6 +45,16 @@ EXCHANGE_TOTALS = (
     "recomputed_tokens",
 )
 """The same of their ``exchange``."""
+STORE_TOTALS = (
+    "loaded_blocks",
+    "saved_blocks",
+    "damaged_blocks",
+    "unsaved_blocks",
+    "evicted_host_blocks",
+    "evicted_disk_blocks",
+    "granted_bytes",
+)
+"""The same of their ``store``."""
 
 
 class WorkerView:
@@ -66,9 +76,10 @@ class WorkerView:
     def grow(self, load: LoadReport, now: float) -> dict[str, float]:
         """Take a newer report; answers what was added to each total."""
         self.load, self.heard = load, now
-        exchange = load.exchange or KvLedgerState()
+        exchange, store = load.exchange or KvLedgerState(), load.store or StoreState()
         totals = {name: float(getattr(load, f"{name}_total")) for name in TOTALS}
         totals |= {name: float(getattr(exchange, f"{name}_total")) for name in EXCHANGE_TOTALS}
+        totals |= {name: float(getattr(store, f"{name}_total")) for name in STORE_TOTALS}
         return self.totals.grow(load.epoch, totals)
 
 

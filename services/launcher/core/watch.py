@@ -16,7 +16,7 @@ from shared.contracts.control import ServiceStatus
 from shared.contracts.fleet_orders import WorkerDrained
 from shared.contracts.ids import WorkerId
 from shared.contracts.inference import RequestFinished
-from shared.contracts.load import LoadReport
+from shared.contracts.load import LoadReport, StoreState
 from shared.contracts.planning import PlanAction, PlanDecision
 from shared.contracts.workers import FleetState, Role, WorkerLost, WorkerPhase, WorkerRecord
 
@@ -28,6 +28,8 @@ SILENT_S_MAX = 10.0
 """A worker that neither speaks nor has a record is shown for so long."""
 GONE_SHOWN_S = 30.0
 """A lost worker is."""
+TROUBLE_S = 60.0
+"""What a store loses is told no more often."""
 WORKERS_MAX = 2048
 REQUESTS_MAX = 4096
 HAPPENED_MAX = 64
@@ -47,6 +49,10 @@ class Worker:
     ended: float | None = None
     """When it was lost, or its record went."""
     told: deque[tuple[float, LoadReport]] = field(default_factory=lambda: deque(maxlen=64))
+    blocks_lost: int = 0
+    """Of a store: as many have been told of."""
+    quiet_until: float = 0.0
+    """Until then nothing more is told of that."""
 
     def per_s(self, name: str) -> float:
         """By how much a total of its load reports grows in a second, lately."""
@@ -134,6 +140,8 @@ class Watch:
         self._changed(worker, load.phase, load.role, now)
         worker.load, worker.heard, worker.ended = load, now, None
         worker.told.append((now, load))
+        if load.store is not None:
+            self._note_losses(worker, load.store, now)
         while len(worker.told) > 2 and worker.told[1][0] <= now - SPEED_S:
             worker.told.popleft()
 
@@ -248,8 +256,20 @@ class Watch:
             # A report and the registry may tell of it in any order.
             worker.record = msgspec.structs.replace(worker.record, role=role)
 
+    def _note_losses(self, worker: Worker, store: StoreState, now: float) -> None:
+        lost = store.damaged_blocks_total + store.unsaved_blocks_total
+        if lost > worker.blocks_lost and now >= worker.quiet_until:
+            worker.blocks_lost, worker.quiet_until = lost, now + TROUBLE_S
+            self._note(now, worker.record.worker_id, loss_words(store), bad=True)
+
     def _note(self, now: float, what: str, words: str, *, bad: bool = False) -> None:
         self.happened.append(Happened(now, what, words, bad))
+
+
+def loss_words(store: StoreState) -> str:
+    """What a store has lost since it started."""
+    losses = ((store.damaged_blocks_total, "damaged in its files"), (store.unsaved_blocks_total, "not saved"))
+    return f"blocks lost so far: {', '.join(f'{count} {how}' for count, how in losses if count)}"
 
 
 def plan_words(plan: PlanDecision) -> str:

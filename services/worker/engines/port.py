@@ -8,7 +8,7 @@ leg the engine makes one token, whatever the body asks for.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_events import KvEvent
 from shared.contracts.kv_exchange import KvProof, LegOrder
-from shared.contracts.load import StepTotals
+from shared.contracts.load import StepTotals, StoreState
 from shared.contracts.workers import Fingerprint, HashScheme
 from shared.runtime.settings import CommonSettings
 
@@ -52,6 +52,8 @@ class LegRecord:
     resume: list[int] | None = None
     """Tokens of the answer that the client has had from a leg that broke off. The engine goes on behind them; its
     server hears of them first, and what it says of them is thrown away. None: from the beginning."""
+    resume_joined: frozenset[int] = frozenset()
+    """Which of them, by index, its server shall hear of together with the one before."""
     # The engine fills in:
     caught_up: bool = False
     """With ``resume``: what the server says from now on is new to the client."""
@@ -71,6 +73,8 @@ class LegRecord:
     completion_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
     """Generated and not yet put into a frame: the shell takes them when it sends data."""
+    joined: list[int] = field(default_factory=list)
+    """Which of ``token_ids``, by index, the server has heard of together with the one before."""
     kv_transfer: bytes = b""
     """PREFILL: JSON of the ``kv_transfer_params`` that a decode engine needs; for engines without an exchange."""
     proof: KvProof | None = None
@@ -91,6 +95,22 @@ class LegRecord:
         """One of them will say no more."""
         self.sequences -= 1
         self.is_over = self.sequences == 0
+
+    def heard(self, token_ids: Sequence[int], *, last: bool) -> None:
+        """The server hears of these at once; of the ``last`` ones nobody needs to know that."""
+        if not last and len(token_ids) > 1:
+            said = len(self.token_ids)
+            self.joined.extend(range(said + 1, said + len(token_ids)))
+        self.token_ids.extend(token_ids)
+        self.completion_tokens += len(token_ids)
+
+    def take_tokens(self) -> tuple[list[int], list[int] | None]:
+        """For the next frame: the tokens, and which of them were heard of together with the one before."""
+        token_ids, self.token_ids = self.token_ids, []
+        if not self.joined:
+            return token_ids, None
+        joined, self.joined = self.joined, []
+        return token_ids, joined
 
     @property
     def says_news(self) -> bool:
@@ -146,6 +166,7 @@ class EngineLoad:
     prefill_tokens_per_s: float = 0.0
     decode_s_per_token: float = 0.0
     steps: StepTotals | None = None
+    store: StoreState | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

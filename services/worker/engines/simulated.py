@@ -14,6 +14,7 @@ import msgspec
 from services.worker.core.simulation.engine_core import EngineCore
 from services.worker.core.simulation.sequence import Sequence, Wish
 from services.worker.core.simulation.settings import SimulatedTiming, SimulationSettings
+from services.worker.engines.kv_event_feed import KvEventFeed
 from services.worker.engines.port import (
     AsgiApp,
     Engine,
@@ -37,9 +38,6 @@ from shared.contracts.kv_events import KvEvent
 from shared.runtime.settings import CommonSettings
 
 log = logging.getLogger("baton.worker")
-
-KV_EVENTS_MAX = 10_000
-"""Events kept for the consumer; one that is further behind gets the whole cache told anew."""
 
 
 async def start_engine(
@@ -100,10 +98,9 @@ class SimulatedEngine:
         self._jobs = JobMaker(tokenizer, model.names, settings.max_model_len)
         self._app = SimulatedApp(self, tokenizer, self._jobs, models_answer(model.names, settings.max_model_len))
         self._load_listeners: list[Callable[[], None]] = []
-        self._events: list[KvEvent] = []
-        self._new_events = asyncio.Event()
         self._wake: asyncio.Future[None] = loop.create_future()
         self._died: asyncio.Future[str] = loop.create_future()
+        self._feed = KvEventFeed(self._died, self._core.cache.whole_as_events)
         self._running = loop.create_task(self._run(), name="simulated-engine")
         self._running.add_done_callback(self._ended)
 
@@ -147,15 +144,9 @@ class SimulatedEngine:
         """Call ``listener`` after each step."""
         self._load_listeners.append(listener)
 
-    async def kv_events(self) -> AsyncIterator[list[KvEvent]]:
+    def kv_events(self) -> AsyncIterator[list[KvEvent]]:
         """Changes of the prefix cache from the first on. Raises EngineDead."""
-        while True:
-            await self._new_events.wait()
-            self._new_events.clear()
-            if self._died.done():
-                raise EngineDead(self._died.result())
-            events, self._events = self._events, []
-            yield events
+        return self._feed.batches()
 
     def tokenizer_files(self) -> TokenizerFiles:
         """The model's."""
@@ -202,7 +193,7 @@ class SimulatedEngine:
                 choice: Choice = sequence.owner
                 choice.inbox.put(choice, token, sequence.finish_reason)
             has_moved = self._exchange.turn()
-            self._tell_events()
+            self._feed.tell(self._core.cache.take_events())
             self._tell_load()
             wakes_at = now if has_moved else core.wakes_at()
             if self._exchange.moving:
@@ -226,15 +217,6 @@ class SimulatedEngine:
         if not self._wake.done():
             self._wake.set_result(None)
 
-    def _tell_events(self) -> None:
-        events = self._core.cache.take_events()
-        if not events:
-            return
-        self._events += events
-        if len(self._events) > KV_EVENTS_MAX:
-            self._events = self._core.cache.whole_as_events()
-        self._new_events.set()
-
     def _tell_load(self) -> None:
         for listener in self._load_listeners:
             listener()
@@ -245,6 +227,5 @@ class SimulatedEngine:
         if error is not None:
             log.error(reason, exc_info=error)
         self._died.set_result(reason)
-        self._new_events.set()
         for sequence in self._core.batch.everyone():
             sequence.owner.inbox.fail(reason)

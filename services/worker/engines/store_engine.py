@@ -17,6 +17,7 @@ from services.worker.core.store.exchange import StoreExchange
 from services.worker.core.store.file_tier import FileTier
 from services.worker.core.store.shape import BlockShape
 from services.worker.core.store.tiers import Tiers
+from services.worker.engines.kv_event_feed import KvEventFeed
 from services.worker.engines.port import (
     AsgiApp,
     AsgiMessage,
@@ -40,8 +41,6 @@ LEASE_SHARE_MAX = 0.8
 """Of the memory, that readers may pin: a store has no requests of its own, but must load and take copies."""
 JOB_BYTES = 8 << 20
 """Copied between memory and files at a time: what is asked for meanwhile waits for no more than that."""
-KV_EVENTS_MAX = 10_000
-"""Events kept for the consumer; one that is further behind gets everything told anew."""
 SAVE_S_MAX = 4.0
 """Before it ends, for what has arrived and is not saved yet."""
 POLL_S = 0.002
@@ -79,17 +78,17 @@ class StoreEngine:
             lease_s_max=plan.lease_s_max,
             lease_share_max=LEASE_SHARE_MAX,
         )
+        self._shape = shape
         self._core = StoreExchange(holding, shape.block_tokens, tiers, time.monotonic)
         self._mover, handshake = make_mover(plan.identity, shape, room.arena.address, blocks, self._ring)
         self._core.describe(handshake)
         self._listeners: list[Callable[[EngineNews], None]] = []
         self._load_listeners: list[Callable[[], None]] = []
-        self._events: list[KvEvent] = []
-        self._new_events = asyncio.Event()
         self._wake = asyncio.Event()
         self._jobs = FileJobs(self._core, room, ring=self._wake.set, fail=self._die)
         self._loop = asyncio.get_running_loop()
         self._died: asyncio.Future[str] = self._loop.create_future()
+        self._feed = KvEventFeed(self._died, tiers.whole_as_events)
         self._tasks = [self._loop.create_task(self._run(), name="store")]
         self._tasks[0].add_done_callback(self._ended)
 
@@ -127,21 +126,15 @@ class StoreEngine:
 
     def load(self) -> EngineLoad:
         """Now: the memory that holds blocks counts as used."""
-        return EngineLoad(kv_blocks_used=self._core.tiers.memory.named)
+        return EngineLoad(kv_blocks_used=self._core.tiers.memory.named, store=self._core.state(self._shape.block_bytes))
 
     def on_load_changed(self, listener: Callable[[], None]) -> None:
         """Call ``listener`` after each change."""
         self._load_listeners.append(listener)
 
-    async def kv_events(self) -> AsyncIterator[list[KvEvent]]:
+    def kv_events(self) -> AsyncIterator[list[KvEvent]]:
         """Changes of both tiers from the first on. Raises EngineDead."""
-        while True:
-            await self._new_events.wait()
-            self._new_events.clear()
-            if self._died.done():
-                raise EngineDead(self._died.result())
-            events, self._events = self._events, []
-            yield events
+        return self._feed.batches()
 
     def tokenizer_files(self) -> TokenizerFiles:
         """Nobody asks a store."""
@@ -211,10 +204,7 @@ class StoreEngine:
             for listener in self._listeners:
                 listener(news)
         if events := self._core.tiers.take_events():
-            self._events += events
-            if len(self._events) > KV_EVENTS_MAX:
-                self._events = self._core.tiers.whole_as_events()
-            self._new_events.set()
+            self._feed.tell(events)
             for changed in self._load_listeners:
                 changed()
 
@@ -227,7 +217,6 @@ class StoreEngine:
     def _die(self, why: str) -> None:
         if not self._died.done():
             self._died.set_result(why)
-            self._new_events.set()
 
 
 def facts_of(plan: Plan, blocks: int, note: str) -> EngineFacts:

@@ -62,8 +62,8 @@ class FileJobs:
             self._broken = True
             self._fail(f"its files cannot be used any more: {error!r}")
             return
-        known = self._core.tiers.damaged_total
+        known = self._core.tiers.counts.damaged
         self._core.ended(job, done.result())
-        if damaged := self._core.tiers.damaged_total - known:
+        if damaged := self._core.tiers.counts.damaged - known:
             log.warning("%d blocks in files are not what was written there, and are forgotten", damaged)
         self._ring()

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from services.launcher.core.watch import GONE_SHOWN_S, REQUESTS_MAX, SILENT_S_MAX, SPEED_S, WINDOW_S, Watch
+from services.launcher.core.watch import (
+    GONE_SHOWN_S,
+    REQUESTS_MAX,
+    SILENT_S_MAX,
+    SPEED_S,
+    TROUBLE_S,
+    WINDOW_S,
+    Watch,
+)
 from shared.contracts.control import ServicePhase, ServiceStatus
 from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.load import StoreState
 from shared.contracts.workers import FleetState, Role, WorkerLost, WorkerPhase
 from tests.fleet_builders import load, record
 from tests.unit.launcher.watched import join, request
@@ -142,3 +151,23 @@ def test_numbers_in_names_count_as_numbers():
         join(of, name, Role.DECODE, WorkerPhase.READY, 1.0)
 
     assert [one.record.worker_id for one in of.ordered()] == ["decode", "decode-1", "decode-9", "decode-10", "x", "7"]
+
+
+def test_what_a_store_loses_is_told_but_not_with_each_of_its_reports():
+    of = Watch(0.0)
+    join(of, "s1", Role.STORE, WorkerPhase.READY, 1.0)
+
+    def report(now: float, **numbers: int) -> None:
+        of.reported(load("s1", role=Role.STORE, store=StoreState(**numbers)), now)
+
+    report(2.0, saved_blocks_total=50)
+    assert news(of) == []
+
+    report(3.0, damaged_blocks_total=2)
+    report(4.0, damaged_blocks_total=2, unsaved_blocks_total=8)
+    assert news(of) == ["s1 blocks lost so far: 2 damaged in its files"]
+
+    report(3.0 + TROUBLE_S, damaged_blocks_total=2, unsaved_blocks_total=8)
+    report(4.0 + 2 * TROUBLE_S, damaged_blocks_total=2, unsaved_blocks_total=8)
+    assert news(of)[1:] == ["s1 blocks lost so far: 2 damaged in its files, 8 not saved"]
+    assert all(one.bad for one in of.happened)

@@ -11,7 +11,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from shared.telemetry import names
 from shared.telemetry.log import JsonLines, Text
-from shared.telemetry.names import METRICS, Kind
+from shared.telemetry.metrics import Kind
+from shared.telemetry.names import METRICS
 from shared.telemetry.prometheus import counter, gauge, histogram
 from shared.telemetry.propagation import extract, inject
 from shared.telemetry.setup import setup

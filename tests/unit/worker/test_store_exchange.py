@@ -14,9 +14,10 @@ from services.worker.core.store.exchange import LOAD_S_MAX, StoreExchange
 from services.worker.core.store.file_tier import FileTier
 from services.worker.core.store.shape import shape_of
 from services.worker.core.store.slot_records import SlotRecord
-from services.worker.core.store.tiers import Tiers
+from services.worker.core.store.tiers import SAVE_AGAIN_S, Tiers
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import LeaseKv, NoGrant, ReleaseKv, pack_full_hashes, unpack_block_ids
+from shared.contracts.load import StoreState
 from tests.kv_engines import RankMemory, Shape, handshake
 
 STORE, READER = WorkerId("s1"), WorkerId("d1")
@@ -142,7 +143,7 @@ def test_a_damaged_block_ends_the_grant_and_is_forgotten(store):
     (grant,) = store.load(checksum=b"x" * 16)
 
     assert (grant.block_ids, grant.reason) == (b"", NoGrant.NOT_HELD)
-    assert (len(store.tiers.files), store.tiers.damaged_total, store.pinned) == (0, 3, 0)
+    assert (len(store.tiers.files), store.tiers.counts.damaged, store.pinned) == (0, 3, 0)
 
 
 def test_loading_takes_no_room_from_the_beginning_of_the_same_prompt_nor_from_what_is_leased(store):
@@ -180,6 +181,50 @@ def test_a_store_that_ends_grants_nothing_to_those_who_wait(store):
     (grant,) = store.load()
 
     assert (grant.block_ids, grant.reason, store.pinned) == (b"", NoGrant.DRAINING, 0)
+
+
+def test_a_store_says_what_it_keeps_and_what_it_gave(store):
+    store.in_files(chain(1, 5))
+    store.in_memory(chain(2, 4))
+    store.ask(chain(2, 4))
+    store.ask(chain(1, 5))
+    store.exchange.next_job()
+
+    assert store.exchange.state(1000) == StoreState(
+        block_bytes=1000,
+        host_blocks=4,
+        disk_blocks=5,
+        disk_blocks_max=SLOTS,
+        loads_waiting=4,  # as many as there is room for beside what is leased
+        saves_waiting=4,
+        granted_bytes_total=4000,
+    )
+
+
+def test_a_store_counts_what_it_copied_lost_and_forgot(store):
+    store.in_memory(chain(1, BLOCKS))
+    store.load()
+    store.in_memory(chain(2, 3))
+    store.load(checksum=b"")
+    store.now += SAVE_AGAIN_S
+    store.ask(chain(1, BLOCKS))
+    store.load(checksum=b"x" * 16)
+    told = store.exchange.state(1000)
+
+    assert (told.saved_blocks_total, told.unsaved_blocks_total) == (BLOCKS, 3)
+    assert (told.damaged_blocks_total, told.loaded_blocks_total) == (3, 0)
+    assert (told.disk_blocks, told.evicted_disk_blocks_total) == (BLOCKS - 3, 0)
+    assert told.evicted_host_blocks_total == 3 + 3
+
+
+def test_no_more_blocks_wait_to_be_saved_than_memory_holds_while_nothing_can_be_saved(store):
+    store.in_memory(chain(0, 1))
+    store.load(checksum=b"", jobs=1)
+    for number in range(1, 20):
+        store.in_memory(chain(number, 4))
+
+    assert store.exchange.next_job() is None
+    assert store.exchange.state(1000).saves_waiting == BLOCKS
 
 
 def test_a_store_s_block_is_all_heads_of_all_layers_of_all_ranks_in_one_piece():

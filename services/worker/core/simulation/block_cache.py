@@ -37,6 +37,8 @@ class BlockCache:
         self._named: dict[bytes, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))
         self._changes: list[_Change] = []
+        self.evicted_total = 0
+        """Cached blocks that made room for new content."""
 
     @property
     def free(self) -> int:
@@ -95,6 +97,7 @@ class BlockCache:
             self._names[block] = None
             del self._named[name]
             self._tell_removed(name)
+            self.evicted_total += 1
         self._holders[block] = 1
         return block
 

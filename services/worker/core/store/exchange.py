@@ -17,8 +17,9 @@ from connector.engine_exchange import EngineExchange
 from connector.holder import HolderSettings
 from services.worker.core.simulation.leasable import LeasablePool
 from services.worker.core.store.tiers import Job, Tiers
-from shared.contracts.kv_exchange import LeaseKv, ReleaseKv, unpack_full_hashes
+from shared.contracts.kv_exchange import LeaseKv, ReleaseKv, unpack_block_ids, unpack_full_hashes
 from shared.contracts.kv_handshake import KvHandshake
+from shared.contracts.load import StoreState
 
 LOOK_S = 0.05
 """While something is fetched or followed, how often to look whether its time is over."""
@@ -44,6 +45,7 @@ class StoreExchange:
         self._parts = EngineExchange(holding, block_tokens, Limits(), now)
         self._parts.bind(LeasablePool(tiers.memory), tiers)
         self._waiting: list[_Waiting] = []
+        self._granted_blocks = 0
 
     def describe(self, handshake: KvHandshake) -> None:
         """The memory is registered; this is what others need to read it."""
@@ -56,7 +58,7 @@ class StoreExchange:
         ready = [lease for lease in call.leases if not self._waits(lease)]
         self._parts.obey(msgspec.structs.replace(call, leases=ready))
         self.look()
-        return self._parts.news(describe=call.describe)
+        return self._noted(self._parts.news(describe=call.describe))
 
     def look(self) -> None:
         """End what is over, and answer what can be answered: after whatever happened, and when it wants to be woken."""
@@ -107,7 +109,31 @@ class StoreExchange:
 
     def take_news(self) -> EngineNews | None:
         """For the worker, if there is any."""
-        return self._parts.news() if self._parts.has_news else None
+        return self._noted(self._parts.news()) if self._parts.has_news else None
+
+    def state(self, block_bytes: int) -> StoreState:
+        """What it keeps and has done; ``block_bytes`` is what a block takes."""
+        tiers, counts = self.tiers, self.tiers.counts
+        loads_waiting, saves_waiting = tiers.waiting
+        return StoreState(
+            block_bytes=block_bytes,
+            host_blocks=tiers.memory.named,
+            disk_blocks=len(tiers.files),
+            disk_blocks_max=tiers.files.slots,
+            loads_waiting=loads_waiting,
+            saves_waiting=saves_waiting,
+            loaded_blocks_total=counts.loaded,
+            saved_blocks_total=counts.saved,
+            damaged_blocks_total=counts.damaged,
+            unsaved_blocks_total=counts.unsaved,
+            evicted_host_blocks_total=tiers.memory.evicted_total,
+            evicted_disk_blocks_total=tiers.files.evicted_total,
+            granted_bytes_total=self._granted_blocks * block_bytes,
+        )
+
+    def _noted(self, news: EngineNews) -> EngineNews:
+        self._granted_blocks += sum(len(unpack_block_ids(grant.block_ids)) for grant in news.grants)
+        return news
 
     def _waits(self, lease: LeaseKv) -> bool:
         missing = self.tiers.asked_for(unpack_full_hashes(lease.hashes))

@@ -29,6 +29,8 @@ class FileTier:
         self._forgotten: set[int] = set()
         """Held places whose block has no name any more: free when nobody holds them."""
         self._changes: list[tuple[KvEventKind, bytes]] = []
+        self.evicted_total = 0
+        """Blocks that made room for others."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -88,6 +90,7 @@ class FileTier:
                 if kept.slot not in self._holders:
                     going.append(name)
             taken += [self._forget(name) for name in going]
+            self.evicted_total += len(going)
         return taken
 
     def give_back(self, slots: Iterable[int]) -> None:

@@ -38,6 +38,18 @@ class Job:
     slots: tuple[int, ...]
 
 
+@dataclass(slots=True)
+class Counts:
+    """Blocks since the store began."""
+
+    loaded: int = 0
+    saved: int = 0
+    damaged: int = 0
+    """They could not be read back as they were written."""
+    unsaved: int = 0
+    """They could not be written."""
+
+
 class Tiers:
     """A ``connector.prefetch.Shelf``: a block of the file has a number, too, behind those of memory."""
 
@@ -48,11 +60,10 @@ class Tiers:
         self._job_blocks_max = job_blocks_max
         self._to_load: dict[bytes, None] = {}
         self._to_save: dict[bytes, None] = {}
-        """In order. Of those that left memory meanwhile nothing is saved."""
+        """In order, no more than memory holds. Of those that left it meanwhile nothing is saved."""
         self._loading: set[bytes] = set()
         self._saves_at = 0.0
-        self.damaged_total = 0
-        """Blocks whose bytes, read back, were not what had been written."""
+        self.counts = Counts()
 
     def hold(self, hashes: Sequence[bytes]) -> list[int]:
         """Keep the longest prefix of these that is here, in memory or in files, where it is."""
@@ -78,6 +89,8 @@ class Tiers:
         self._shelf.name(hashes, first, blocks)
         if self.files.slots:
             self._to_save.update(dict.fromkeys(hashes[first : first + len(blocks)]))
+            while len(self._to_save) > self.memory.blocks:
+                del self._to_save[next(iter(self._to_save))]
 
     def give_back(self, blocks: Sequence[int]) -> None:
         """Held or taken, they are not needed any more."""
@@ -176,9 +189,10 @@ class Tiers:
             self._loading.discard(name)
             if self.files.slot_of(name) != slot or checksum != self.files.checksum_of(name):
                 self.files.drop(name)
-                self.damaged_total += 1
+                self.counts.damaged += 1
             else:
                 self.memory.name(block, name, None)
+                self.counts.loaded += 1
         self.memory.release(job.blocks)
         self.files.release(job.slots)
 
@@ -186,14 +200,21 @@ class Tiers:
         for name, slot, checksum in zip(job.names, job.slots, checksums, strict=True):
             if checksum:
                 self.files.put(name, slot, checksum)
+                self.counts.saved += 1
             else:
                 self.files.give_back([slot])
                 self._saves_at = now + SAVE_AGAIN_S
+                self.counts.unsaved += 1
         self.memory.release(job.blocks)
 
     def is_coming(self, name: bytes) -> bool:
         """Whether it is being loaded, or about to be."""
         return name in self._loading or name in self._to_load
+
+    @property
+    def waiting(self) -> tuple[int, int]:
+        """Blocks that are to be loaded, and to be saved."""
+        return len(self._to_load) + len(self._loading), len(self._to_save)
 
     def _apart(self, numbers: Iterable[int]) -> tuple[list[int], list[int]]:
         """Blocks of memory, and places in the file."""

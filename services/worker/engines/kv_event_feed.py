@@ -1,0 +1,42 @@
+"""KV events on their way from an engine of ours to the one who follows it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from services.worker.engines.port import EngineDead
+from shared.contracts.kv_events import KvEvent
+
+KV_EVENTS_MAX = 10_000
+"""Events kept for the consumer; one that is further behind gets the whole cache told anew."""
+
+
+class KvEventFeed:
+    """Of an engine that has ``died`` when that future is done. Must be made on a running event loop."""
+
+    def __init__(self, died: asyncio.Future[str], whole_as_events: Callable[[], list[KvEvent]]) -> None:
+        self._died = died
+        self._whole_as_events = whole_as_events
+        self._events: list[KvEvent] = []
+        self._arrived = asyncio.Event()
+        died.add_done_callback(lambda _died: self._arrived.set())
+
+    def tell(self, events: Sequence[KvEvent]) -> None:
+        """These are new, and what ``whole_as_events`` says includes them."""
+        if not events:
+            return
+        self._events += events
+        if len(self._events) > KV_EVENTS_MAX:
+            self._events = self._whole_as_events()
+        self._arrived.set()
+
+    async def batches(self) -> AsyncIterator[list[KvEvent]]:
+        """All that came since the last batch, from the first event on. Raises EngineDead."""
+        while True:
+            await self._arrived.wait()
+            self._arrived.clear()
+            if self._died.done():
+                raise EngineDead(self._died.result())
+            events, self._events = self._events, []
+            yield events

@@ -1,0 +1,66 @@
+"""How an engine's KV events come to their follower: all of them in order, or the whole cache anew."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.worker.engines.kv_event_feed import KV_EVENTS_MAX, KvEventFeed
+from services.worker.engines.port import EngineDead
+from shared.contracts.kv_events import KvEvent, KvEventKind, pack_hashes
+
+WHOLE = [KvEvent(kind=KvEventKind.CLEARED), KvEvent(kind=KvEventKind.STORED, hashes=pack_hashes([99]))]
+
+
+def stored(block: int) -> KvEvent:
+    return KvEvent(kind=KvEventKind.STORED, hashes=pack_hashes([block]))
+
+
+@pytest.fixture
+async def died() -> asyncio.Future[str]:
+    return asyncio.get_running_loop().create_future()
+
+
+@pytest.fixture
+async def feed(died: asyncio.Future[str]) -> KvEventFeed:
+    return KvEventFeed(died, lambda: list(WHOLE))
+
+
+async def test_what_was_told_before_anybody_followed_comes_first_and_all_at_once(feed: KvEventFeed):
+    feed.tell([stored(1)])
+    feed.tell([stored(2), stored(3)])
+    following = feed.batches()
+
+    assert await anext(following) == [stored(1), stored(2), stored(3)]
+
+    feed.tell([stored(4)])
+    assert await anext(following) == [stored(4)]
+
+
+async def test_nothing_new_wakes_nobody(feed: KvEventFeed):
+    following = asyncio.ensure_future(anext(feed.batches()))
+    feed.tell([])
+    await asyncio.sleep(0)
+    feed.tell([stored(1)])
+
+    assert await following == [stored(1)]
+
+
+async def test_who_is_too_far_behind_is_told_everything_anew_and_what_comes_after_that(feed: KvEventFeed):
+    for block in range(KV_EVENTS_MAX):
+        feed.tell([stored(block)])
+    feed.tell([stored(KV_EVENTS_MAX)])
+    feed.tell([stored(1)])
+
+    assert await anext(feed.batches()) == [*WHOLE, stored(1)]
+
+
+async def test_who_follows_an_engine_that_dies_is_told_why(feed: KvEventFeed, died: asyncio.Future[str]):
+    following = asyncio.ensure_future(anext(feed.batches()))
+    await asyncio.sleep(0)
+
+    died.set_result("it fell over")
+
+    with pytest.raises(EngineDead, match="it fell over"):
+        await following
