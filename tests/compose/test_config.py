@@ -14,6 +14,7 @@ from tests.compose.conftest import ROOT
 pytestmark = [pytest.mark.compose, pytest.mark.usefixtures("compose_client")]
 
 LIGHT = {"nats", "router", "orchestrator", "collector"}
+ALL_WORKERS = "engines,simulated,store,simulated-store"
 
 
 def services(profiles: str, *files: str) -> dict[str, dict[str, object]]:
@@ -35,6 +36,12 @@ def test_the_simulated_profile_needs_only_the_light_image():
     assert {str(service["image"]) for name, service in system.items() if name != "nats"} == {"baton-light:dev"}
 
 
+def test_a_store_is_added_by_a_profile_of_its_own():
+    for workers, store in (("engines", "store"), ("simulated", "simulated-store")):
+        added = set(services(f"{workers},{store}")) - set(services(workers))
+        assert added == {store.replace("simulated", "sim")}
+
+
 def test_the_observability_profile_adds_its_four_services():
     added = set(services("engines,observability")) - set(services("engines"))
 
@@ -49,13 +56,13 @@ def test_the_cuda_file_gives_each_worker_a_gpu_of_its_own():
 
 
 def test_every_service_of_ours_is_checked_restarted_and_unprivileged():
-    for name, service in services("engines,simulated").items():
+    for name, service in services(ALL_WORKERS).items():
         assert service["restart"] == "unless-stopped", name
         assert "healthcheck" in service, name
         assert name == "nats" or service["cap_drop"] == ["ALL"], name
 
 
 def test_every_file_that_a_container_mounts_is_in_the_repository():
-    for name, service in services("engines,observability").items():
+    for name, service in services(f"{ALL_WORKERS},observability").items():
         for volume in service.get("volumes", []):
             assert volume["type"] == "volume" or Path(volume["source"]).exists(), (name, volume["source"])

@@ -1,0 +1,50 @@
+"""What the compose file tells our processes is what they understand; not even docker is needed for that."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import yaml
+
+from services.worker.settings import Settings
+from shared.contracts.workers import Role
+from shared.runtime.settings import load, load_common
+from tests.compose.conftest import ROOT
+
+WORKERS = ["prefill", "decode", "store", "sim-prefill", "sim-decode", "sim-store"]
+DEFAULT = re.compile(r"\$\{\w+:-([^}]*)\}")
+SERVICES = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+
+
+def environment(service: str) -> dict[str, str]:
+    """As it is when nobody has set anything."""
+    return {name: DEFAULT.sub(r"\1", value) for name, value in SERVICES[service]["environment"].items()}
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_a_worker_understands_what_it_is_told(name: str):
+    settings = load(Settings, "WORKER_", environment(name))
+
+    assert load_common(environment(name)).nats_url == "nats://nats:4222"
+    assert settings.role is Role(name.removeprefix("sim-"))
+    assert settings.engine == ("simulated" if name.startswith("sim-") else "vllm")
+
+
+@pytest.mark.parametrize("name", ["store", "sim-store"])
+def test_a_store_finds_its_files_again_in_another_container(name: str):
+    service = SERVICES[name]
+    (volume,) = service["volumes"]
+    source, folder = volume.split(":")
+
+    assert source in yaml.safe_load((ROOT / "compose.yaml").read_text())["volumes"]
+    assert environment(name)["WORKER_WORKER_ID"] == "store"
+    assert "WORKER_WORKER_ID" not in " ".join(service["command"])
+    assert not environment(name).keys() & {"WORKER_STORE_DIR", "BATON_STATE_DIR"}  # so its home is where they are
+    # A new volume belongs to whom the image's folder belongs to, who is not root.
+    image = (ROOT / service["build"]["dockerfile"]).read_text()
+    made, owned, user = f"mkdir -p /home/baton/.cache {folder}", "chown -R baton /home/baton", "USER baton"
+    assert made in image
+    assert owned in image
+    assert user in image.split("FROM")[-1]
+    assert "user" not in service
