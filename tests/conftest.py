@@ -52,6 +52,14 @@ def _turn(item: pytest.Item) -> int:
     return 0 if _group(str(path)) == "engines" else 1 if path.parts[1] in ("e2e", "chaos") else 2
 
 
+@pytest.fixture(scope="session", autouse=True)
+def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What a worker has kept in this user's state folder is no concern of a test, nor the other way round."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 @pytest.fixture
 def nats_server(tmp_path: Path) -> Iterator[NatsServer]:
     with NatsServer(tmp_path) as server:

@@ -22,6 +22,7 @@ from shared.bus.port import Bus, BusError, Envelope
 from shared.contracts.channels import DRAINED, SERVICE_STATUS
 from shared.contracts.control import ServicePhase, ServiceStatus
 from shared.contracts.fleet_orders import WorkerDrained
+from shared.runtime.kept_role import kept_role_file
 
 T = TypeVar("T")
 
@@ -189,6 +190,7 @@ class System:
             )
 
     def _keep(self, process: ProcessPlan) -> None:
+        begin_anew(process)
         self._tasks.create_task(self._keep_running(process), name=f"keep-{process.name}")
 
     async def _keep_running(self, process: ProcessPlan) -> None:
@@ -273,3 +275,9 @@ class System:
             else ("killed" if self._hurry.is_set() else f"killed: it was still there after {grace_s:.0f} s")
         )
         self._screen.board.mark(name, ServicePhase.STOPPED, words, self._clock.now())
+
+
+def begin_anew(process: ProcessPlan) -> None:
+    """Whatever role an earlier worker of that name was told to take on, this one was asked for with its own."""
+    if process.stage is Stage.WORKERS and "BATON_STATE_DIR" in process.env:
+        kept_role_file(process.env["BATON_STATE_DIR"], process.name).unlink(missing_ok=True)

@@ -10,6 +10,8 @@ import socket
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar, cast
 
+import msgspec
+
 from services.worker.canaries import CanaryDesk
 from services.worker.core.capacity import Capacity
 from services.worker.core.draining import Departure
@@ -17,6 +19,7 @@ from services.worker.core.leg_order import KvPolicy
 from services.worker.engines.port import Engine, EngineDead, Identity, StartEngine
 from services.worker.exchange.unread import Unread
 from services.worker.exchange.worker_exchange import WorkerExchange
+from services.worker.kept_role import KeptRole
 from services.worker.leaving import FAREWELL_S_MAX, HANDOVER_S_MAX, Leaving
 from services.worker.orders import OrderDesk
 from services.worker.probing import Prober
@@ -56,6 +59,8 @@ def engine_starter(name: str) -> StartEngine:
 
 async def run_worker(service: Service, settings: Settings, common: CommonSettings, start_engine: StartEngine) -> None:
     """The whole life. Raises EngineDead when the engine dies, which ends the process."""
+    kept_role = KeptRole(common.state_dir, settings.worker_id, settings.role)
+    settings = msgspec.structs.replace(settings, role=kept_role.role)
     epoch = await new_epoch(service.bus, WorkerId(settings.worker_id), service.clock.wall_ms())
     registration = Registration(service.bus, first_record(settings, epoch))
     service.tasks.create_task(registration.follow(), name="renew-registration")
@@ -67,9 +72,10 @@ async def run_worker(service: Service, settings: Settings, common: CommonSetting
         starting = start_engine(settings, common, say, identity=Identity(registration.record.worker_id, epoch))
         engine = await _unless_stopped(starting, service.stopping)
         if engine is None:
+            kept_role.forget()
             return
         try:
-            await Worker(service, settings, engine, registration).live()
+            await Worker(service, settings, engine, registration, kept_role).live()
         finally:
             await engine.close(ENGINE_CLOSE_S_MAX)
     finally:
@@ -79,7 +85,9 @@ async def run_worker(service: Service, settings: Settings, common: CommonSetting
 class Worker:
     """One running engine on the bus."""
 
-    def __init__(self, service: Service, settings: Settings, engine: Engine, registration: Registration) -> None:
+    def __init__(
+        self, service: Service, settings: Settings, engine: Engine, registration: Registration, kept_role: KeptRole
+    ) -> None:
         record = registration.record
         worker_id, epoch = record.worker_id, record.epoch
         identity = Identity(worker_id, epoch)
@@ -113,7 +121,7 @@ class Worker:
             self._opens.append(canaries.open)
             copies = StoreCopies(service.bus, service.clock, exchange, lambda: registration.record, settings)
             self._follows.append(copies.follow)
-        self._standing = Standing(service, registration, load, self._server, engine.facts)
+        self._standing = Standing(service, registration, load, self._server, engine.facts, kept_role)
         self._orders = OrderDesk(service, self._server, self._prober, self._standing, settings.drain_s_max)
         self._leaving = Leaving(
             service, settings, engine, exchange, self._server, self._sender, lambda: registration.record
@@ -135,7 +143,7 @@ class Worker:
             background.append(told)
             await self._until(self._be_ready_unless(told))
             departure = await self._until(told)
-            await self._standing.enter(WorkerPhase.DRAINING)
+            await self._standing.leaving()
             await self._until(self._leaving.leave(departure))
         except EngineDead as dead:
             await self._die(str(dead))
@@ -167,7 +175,7 @@ class Worker:
             finally:
                 proving.cancel()
         if not told.done():
-            await self._standing.enter(WorkerPhase.READY, note)
+            await self._standing.ready(note)
 
     async def _die(self, why: str) -> None:
         log.error("the engine died: %s", why)

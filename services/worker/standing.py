@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from services.worker.engines.port import EngineFacts
+from services.worker.kept_role import KeptRole
 from services.worker.publish import LoadPublisher
 from services.worker.registry import Registration
 from services.worker.serve import LegServer
@@ -29,12 +30,14 @@ class Standing:
         load: LoadPublisher,
         server: LegServer,
         facts: EngineFacts,
+        kept_role: KeptRole,
     ) -> None:
         self._service = service
         self._registration = registration
         self._load = load
         self._server = server
         self._facts = facts
+        self._kept_role = kept_role
 
     @property
     def record(self) -> WorkerRecord:
@@ -61,8 +64,18 @@ class Standing:
         """It proves itself; what has spoken against it so far."""
         await self.enter(WorkerPhase.PROBING, why_not)
 
+    async def ready(self, note: str) -> None:
+        """It takes legs; ``note`` is what its start has shown."""
+        await self.enter(WorkerPhase.READY, "; ".join(filter(None, (self._kept_role.note, note))))
+
+    async def leaving(self) -> None:
+        """It goes because it was told to, so its next life begins as its settings say."""
+        self._kept_role.forget()
+        await self.enter(WorkerPhase.DRAINING)
+
     async def take_on(self, role: Role, note: str) -> None:
-        """Be placed for other legs from now on."""
+        """Be placed for other legs from now on, in the next life too if this one ends in a crash."""
+        self._kept_role.take_on(role)
         self._load.role = role
         self._load.changed()
         await self._registration.say(msgspec.structs.replace(self.record, role=role, note=note))

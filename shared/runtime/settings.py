@@ -37,7 +37,7 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "text"] = "text"
     state_dir: str = msgspec.field(default_factory=lambda: _xdg("XDG_STATE_HOME", ".local/state"))
-    """What must survive a restart: NATS storage, logs."""
+    """What must survive a restart: NATS storage, copies of a store, roles that workers were told to take on, logs."""
     cache_dir: str = msgspec.field(default_factory=lambda: _xdg("XDG_CACHE_HOME", ".cache"))
     """What can be made anew: models, tokenizers."""
     trace_sample_ratio: float = 1.0

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -167,6 +169,21 @@ def test_an_order_that_nobody_can_take_is_said_in_one_sentence(system: System):
     assert code == 1
     assert "No worker of the id nobody listens. Workers that are there: decode-1" in out + err
     assert "Traceback" not in err
+
+
+def test_a_role_that_was_changed_outlives_the_process(system: System):
+    order(system, "role", "prefill-1", "both")
+    before = system.fleet()["prefill-1"]["record"]
+    os.kill(before["pid"], signal.SIGKILL)
+
+    def next_life() -> dict[str, Any]:
+        worker = system.fleet().get("prefill-1", {"phase": "gone"})
+        is_next = worker["phase"] == "ready" and worker["record"]["epoch"] > before["epoch"]
+        return worker["record"] if is_next else {}
+
+    after = until(next_life, "prefill-1 is ready again", START_S_MAX)
+    assert (before["role"], after["role"]) == ("both", "both")
+    assert "before it was started again" in after["note"]
 
 
 def test_a_worker_whose_canary_fails_is_kept_out_until_nobody_speaks_against_it(tmp_path: Path):

@@ -28,7 +28,7 @@ from tests.unit.worker.exchange_fakes import FakeExchange
 
 WORKER = WorkerId("w1")
 KV_TRANSFER = b'{"do_remote_prefill":true}'
-WAIT_S_MAX = 5.0
+WAIT_S_MAX = 30.0
 
 
 class FakeEngine:
@@ -135,10 +135,11 @@ async def _answer(send, status: int, body: bytes) -> None:
 class RunningWorker:
     """A worker in this process, and the router's end of it."""
 
-    def __init__(self, hub: MemoryHub, engine: FakeEngine, **settings) -> None:
+    def __init__(self, hub: MemoryHub, engine: FakeEngine, common: CommonSettings | None = None, **settings) -> None:
         self.hub = hub
         self.engine = engine
         self.settings = Settings(worker_id=WORKER, model="m", **settings)
+        self.common = common or CommonSettings()
         facts = ServiceFacts(name="worker", instance=WORKER)
         self.service = Service(facts, MemoryBus(hub), SystemClock(), NoOpTracer())
         self.bus = MemoryBus(hub)
@@ -152,7 +153,7 @@ class RunningWorker:
         return self.engine
 
     async def main(self, service: Service) -> None:
-        await run_worker(service, self.settings, CommonSettings(), self.start_engine)
+        await run_worker(service, self.settings, self.common, self.start_engine)
 
     async def leg(self, kind: LegKind = LegKind.AGGREGATED, **options) -> Leg:
         self._count += 1
