@@ -17,7 +17,7 @@ from services.launcher.core.plan import (
     plan_worker,
     worker_settings,
 )
-from services.launcher.core.scaling import Own, steps_for
+from services.launcher.core.scaling import Own, own_of, steps_for
 from services.launcher.screen import Screen
 from services.launcher.system import System
 from shared.bus.port import BusError, Envelope
@@ -85,12 +85,10 @@ class Scaling:
         return {each.key: each.value for each in kept if each.value is not None}
 
     def _own(self, records: Mapping[str, WorkerRecord]) -> list[Own]:
-        """With the roles that they have now; who is not registered yet has the one that it was started for."""
-        names = {each.name: _role_at_start(each) for each in self._engines}
-        self._leaving &= names.keys()
+        self._leaving &= {each.name for each in self._engines}
         return [
-            Own(name, records[name].role if name in records else first_role, name in self._leaving)
-            for name, first_role in names.items()
+            own_of(each.name, _role_at_start(each), records.get(each.name), is_leaving=each.name in self._leaving)
+            for each in self._engines
         ]
 
     def _start(self, wish: ScaleFleet, count: int, refusal: str, records: Mapping[str, WorkerRecord]) -> FleetScaled:

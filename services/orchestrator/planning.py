@@ -105,7 +105,13 @@ class Planning:
         if decision.action is PlanAction.CHANGE_ROLE:
             return await self._change_role(decision)
         assert decision.role is not None
-        wish = ScaleFleet(model=decision.model, role=decision.role, change=decision.change, why=decision.why)
+        wish = ScaleFleet(
+            model=decision.model,
+            revision=decision.revision,
+            role=decision.role,
+            change=decision.change,
+            why=decision.why,
+        )
         scaled = await self._scaler.scale(wish)
         if not scaled.change:
             return False, scaled.refusal or "refused"

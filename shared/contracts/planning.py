@@ -57,6 +57,8 @@ class PlanDecision(Message, frozen=True, kw_only=True):
     """Wall clock."""
     model: str
     fingerprint: str = ""
+    revision: str = ""
+    """Of the workers that it is about."""
     demand: Demand
     roles: list[RoleCount]
     action: PlanAction
@@ -76,6 +78,8 @@ class ScaleFleet(Message, frozen=True, kw_only=True):
     """Orchestrator -> launcher: start or stop workers."""
 
     model: str
+    revision: str = ""
+    """Workers of which revision; empty: of whichever the launcher starts."""
     role: Role
     change: int
     """Workers more; below 0: fewer. Those to go are drained."""

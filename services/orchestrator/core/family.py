@@ -26,7 +26,9 @@ Key = tuple[str, str]
 
 
 def by_family(workers: Iterable[FleetWorker]) -> dict[Key, list[FleetWorker]]:
-    """Those that compute. Who is starting may not know its fingerprint yet: it is counted where its model is served."""
+    """Those that compute. Who is starting may not know its fingerprint yet: it is counted where its model is served,
+    in its revision if its settings name one that is.
+    """
     families: dict[Key, list[FleetWorker]] = {}
     coming = []
     for worker in workers:
@@ -36,15 +38,19 @@ def by_family(workers: Iterable[FleetWorker]) -> dict[Key, list[FleetWorker]]:
             else:
                 families.setdefault(_key(worker), []).append(worker)
     for worker in coming:
-        model = worker.record.models[0]
-        served = [key for key in families if key[0] == model]
-        key = (
-            _key(worker)
-            if _key(worker) in families or not served
-            else max(served, key=lambda each: len(families[each]))
-        )
+        key = _key(worker)
+        served = [each for each in families if each[0] == key[0]]
+        if key not in families and served:
+            revision = worker.record.fingerprint.revision
+            alike = [each for each in served if revision_of(each, families[each]) == revision]
+            key = max(alike or served, key=lambda each: len(families[each]))
         families.setdefault(key, []).append(worker)
     return families
+
+
+def revision_of(key: Key, family: Iterable[FleetWorker]) -> str:
+    """Of those that have its fingerprint: who is starting and is only counted there may turn out to be of another."""
+    return next(each.record.fingerprint.revision for each in family if _key(each) == key)
 
 
 def _key(worker: FleetWorker) -> Key:
@@ -94,6 +100,8 @@ class Family:
 
     rules: Rules
     since: float
+    revision: str
+    """Of its workers' model; whoever scales is told it."""
     learner: SpeedLearner = field(init=False)
     engines: FleetWork = field(init=False)
     requests: RequestWindow = field(init=False)

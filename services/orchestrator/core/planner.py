@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.orchestrator.core.choice import Choice, RoleLoad, choose
-from services.orchestrator.core.family import Count, Crew, Family, Key, by_family, crew_of
+from services.orchestrator.core.family import Count, Crew, Family, Key, by_family, crew_of, revision_of
 from services.orchestrator.core.plan_log import PlanLog
 from services.orchestrator.core.rules import Rules
 from shared.contracts.ids import WorkerId
@@ -35,8 +35,10 @@ class Refused:
 class Restraint:
     """Why a family is left alone for a while. Instants."""
 
-    has_sibling: bool = False
-    """Another revision of its model is served: who scales does not tell them apart, so it is not asked."""
+    has_double: bool = False
+    """Others of its model and revision are served that differ in something else: who scales cannot tell them apart, so
+    it is not asked.
+    """
     under_way: int = 0
     """Number of the decision that is being carried out."""
     quiet_until: float = 0.0
@@ -83,7 +85,10 @@ class Planner:
     def knows(self, workers: Sequence[FleetWorker], now: float) -> dict[Key, list[FleetWorker]]:
         """The fleet as it is now, by family."""
         by_key = by_family(workers)
-        self._families = {key: self._families.get(key) or Family(self._rules, now) for key in by_key}
+        self._families = {
+            key: self._families.get(key) or Family(self._rules, now, revision_of(key, mine))
+            for key, mine in by_key.items()
+        }
         self._key_of = {each.record.worker_id: key for key, family in by_key.items() for each in family}
         return by_key
 
@@ -93,7 +98,7 @@ class Planner:
         decisions = []
         for key, mine in families.items():
             restraint = self._restraints.setdefault(key, Restraint())
-            restraint.has_sibling = sum(model == key[0] for model, _fingerprint in families) > 1
+            restraint.has_double = self._has_double(key)
             decisions.append(self._look_at(key, crew_of(mine, self._rules.start_s_max), now, wall_ms))
         self.log.looked(decisions)
         return decisions
@@ -143,6 +148,7 @@ class Planner:
             at_ms=wall_ms,
             model=key[0],
             fingerprint=key[1],
+            revision=family.revision,
             demand=demand,
             roles=_told(roles, crew),
             action=choice.action,
@@ -154,6 +160,12 @@ class Planner:
         self._begin(decision, crew, restraint, now)
         return decision
 
+    def _has_double(self, key: Key) -> bool:
+        """Whether its model and its revision do not say which family is meant."""
+        model, revision = key[0], self._families[key].revision
+        siblings = [each.revision for other, each in self._families.items() if other[0] == model and other != key]
+        return bool(siblings) and (not revision or revision in siblings)
+
     def _choose(self, roles: list[RoleLoad], restraint: Restraint, now: float) -> Choice:
         """What would help, unless this is not the time for it."""
         wait_s = max(restraint.quiet_until, self._leads_since + self._rules.cool_down_s) - now
@@ -162,7 +174,7 @@ class Planner:
         if restraint.under_way:
             return Choice(why=f"decision {restraint.under_way} is being carried out")
         can_grow, can_shrink = (
-            not restraint.has_sibling and now >= restraint.refused.get(more, Refused()).until for more in (True, False)
+            not restraint.has_double and now >= restraint.refused.get(more, Refused()).until for more in (True, False)
         )
         choice = choose(roles, self._rules, can_grow=can_grow, can_shrink=can_shrink)
         if wait_s > 0.0 and choice.action is not PlanAction.NOTHING:

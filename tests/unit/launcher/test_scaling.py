@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from services.launcher.core.scaling import Own, steps_for
+from services.launcher.core.plan import ProcessPlan, Stage
+from services.launcher.core.scaling import Own, own_of, steps_for
+from services.launcher.system import begin_anew
 from shared.contracts.planning import ScaleFleet
-from shared.contracts.workers import Role
+from shared.contracts.workers import Role, WorkerPhase
+from shared.runtime.kept_role import kept_role_file
+from tests.fleet_builders import record
 
 OWN = [
     Own("prefill-1", Role.PREFILL),
@@ -54,3 +58,55 @@ def test_nobody_of_another_role_goes(change: int):
 
     assert not steps.stop
     assert "0 both workers" in steps.refusal
+
+
+OLD, NEW = "0a" * 20, "1b" * 20
+
+
+def of_revision(name: str, revision: str, epoch: int, phase: WorkerPhase = WorkerPhase.READY) -> Own:
+    return own_of(name, Role.DECODE, record(name, phase, epoch, Role.DECODE, revision=revision), is_leaving=False)
+
+
+def wish_of(revision: str, change: int) -> ScaleFleet:
+    return ScaleFleet(model="m", revision=revision, role=Role.DECODE, change=change)
+
+
+def test_more_workers_are_started_of_the_revision_that_whoever_came_last_is_of():
+    own = [of_revision("decode-1", NEW, 9), of_revision("decode-2", OLD, 5)]
+
+    assert steps_for(wish_of(NEW, 1), own, workers_min=1, workers_max=8).start == 1
+    assert steps_for(wish_of("", 1), own, workers_min=1, workers_max=8).start == 1
+    refused = steps_for(wish_of(OLD, 1), own, workers_min=1, workers_max=8)
+    assert refused.start == 0
+    assert f"of revision {NEW[:12]}, not {OLD[:12]}" in refused.refusal
+
+
+def test_a_revision_that_no_engine_has_said_yet_is_not_known_to_be_the_one():
+    own = [Own("decode-1", Role.DECODE), of_revision("decode-2", NEW, 5, WorkerPhase.STARTING)]
+
+    refused = steps_for(wish_of(NEW, 1), own, workers_min=1, workers_max=8)
+
+    assert refused.start == 0
+    assert f"no worker that runs here says yet whether it is of revision {NEW[:12]}" in refused.refusal
+
+
+def test_only_workers_of_the_revision_go():
+    own = [of_revision("decode-1", OLD, 3), of_revision("decode-2", OLD, 4), of_revision("decode-3", NEW, 5)]
+
+    assert steps_for(wish_of(OLD, -1), own, workers_min=1, workers_max=8).stop == ["decode-2"]
+    assert steps_for(wish_of("", -1), own, workers_min=1, workers_max=8).stop == ["decode-3"]
+    short = steps_for(wish_of(NEW, -2), own, workers_min=1, workers_max=8)
+    assert short.stop == ["decode-3"]
+    assert f"1 decode workers of revision {NEW[:12]} run here" in short.refusal
+
+
+def test_a_worker_that_is_started_anew_has_no_role_of_an_earlier_one_of_its_name(tmp_path):
+    kept, other = (kept_role_file(str(tmp_path), name) for name in ("prefill-1", "prefill-2"))
+    kept.parent.mkdir()
+    kept.touch()
+    other.touch()
+
+    begin_anew(ProcessPlan(name="prefill-1", stage=Stage.WORKERS, command=(), env={"BATON_STATE_DIR": str(tmp_path)}))
+
+    assert not kept.exists()
+    assert other.exists()

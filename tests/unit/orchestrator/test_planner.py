@@ -8,11 +8,12 @@ from itertools import groupby, pairwise
 import msgspec
 import pytest
 
+from services.orchestrator.core.family import by_family
 from services.orchestrator.core.planner import Planner
 from services.orchestrator.core.rules import Rules
 from shared.contracts.planning import PlanAction
 from shared.contracts.workers import FleetWorker, Role, WorkerPhase
-from tests.fleet_builders import record
+from tests.fleet_builders import FINGERPRINT, record
 from tests.planner_worlds import Curve, PlannerWorld, Traffic, steady
 
 HOUR_S = 3600.0
@@ -235,12 +236,23 @@ def test_stores_and_workers_of_other_models_are_not_counted():
     assert [(each.model, sum(role.now for role in each.roles)) for each in decisions] == [("m", 2), ("other", 1)]
 
 
-def test_while_two_revisions_of_a_model_are_served_nobody_is_asked_for_workers():
+def beside(**differs: str) -> PlannerWorld:
+    """A fleet that has too much to do, and a worker of its model that is of another fingerprint."""
     world = PlannerWorld(RULES, steady(12.0))
     alone = world.fleet
-    other = record("new", WorkerPhase.READY, 1, Role.BOTH, connector="another")
+    other = record("new", WorkerPhase.READY, 1, Role.BOTH, **differs)
     world.fleet = lambda: [*alone(), FleetWorker(record=other, phase=WorkerPhase.READY, since_s=1.0, silent_s=0.0)]
-    world.run(300.0)
+    return world.run(300.0)
+
+
+def test_of_two_revisions_of_a_model_the_one_that_is_full_asks_for_workers_of_its_own():
+    world = beside(revision="another")
+
+    assert {(each.action, each.revision) for _at, each in world.changes} == {(PlanAction.SCALE, FINGERPRINT.revision)}
+
+
+def test_while_a_revision_does_not_say_which_fingerprint_is_meant_nobody_is_asked_for_workers():
+    world = beside(connector="another")
 
     assert world.changes == []
     assert world.last is not None
@@ -261,3 +273,23 @@ def test_a_fleet_without_anybody_ready_is_told_and_left_alone():
 
     assert decision.action is PlanAction.NOTHING
     assert "no worker is ready" in decision.why
+
+
+def test_who_starts_is_counted_at_the_revision_that_its_settings_name():
+    def worker(name: str, phase: WorkerPhase, **more: str) -> FleetWorker:
+        written = record(name, phase, 1, Role.BOTH, **more)
+        return FleetWorker(record=written, phase=phase, since_s=1.0, silent_s=0.0)
+
+    served = [worker(f"old{n}", WorkerPhase.READY, revision="v1") for n in range(2)]
+    served.append(worker("new0", WorkerPhase.READY, revision="v2"))
+    starting = [
+        worker("new1", WorkerPhase.STARTING, revision="v2", connector=""),
+        worker("any", WorkerPhase.STARTING, revision="", connector=""),
+    ]
+
+    families = {
+        served[0].record.fingerprint.revision: [each.record.worker_id for each in served]
+        for served in by_family([*starting, *served]).values()
+    }
+
+    assert families == {"v1": ["old0", "old1", "any"], "v2": ["new0", "new1"]}

@@ -169,7 +169,8 @@ def test_when_nobody_can_be_spared_the_launcher_is_asked_for_workers(answer: Fle
 
             assert heard.changes[1].outcome == outcome
             if answer is not None:
-                assert (heard.wishes[0].model, heard.wishes[0].role, heard.wishes[0].change) == ("m", Role.PREFILL, 2)
+                wish = heard.wishes[0]
+                assert (wish.model, wish.revision, wish.role, wish.change) == ("m", "r", Role.PREFILL, 2)
 
     in_virtual_time(story)
 

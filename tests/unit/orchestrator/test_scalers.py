@@ -15,7 +15,7 @@ from shared.contracts.planning import FleetScaled, ScaleFleet
 from shared.contracts.workers import Role
 from tests.nats_server import free_port
 
-WISH = ScaleFleet(model="m", role=Role.DECODE, change=2, why="decode is full")
+WISH = ScaleFleet(model="m", revision="r2", role=Role.DECODE, change=2, why="decode is full")
 ANSWER_S_MAX = 10.0
 POLL_S = 0.02
 
@@ -51,7 +51,7 @@ async def test_the_wish_is_posted_as_json_and_an_empty_answer_is_a_yes():
     with endpoint(204, b"") as (url, posted):
         assert await WebhookScaler(url, ANSWER_S_MAX).scale(WISH) == FleetScaled(change=2)
 
-    assert posted == [{"model": "m", "role": "decode", "change": 2, "why": "decode is full"}]
+    assert posted == [{"model": "m", "revision": "r2", "role": "decode", "change": 2, "why": "decode is full"}]
 
 
 @pytest.mark.parametrize(
