@@ -14,8 +14,8 @@ import msgspec
 from shared.contracts.kv_handshake import KvHandshake
 from tests.kv_engines import RankMemory, Shape, handshake
 
-START_S_MAX = 60.0
-END_S_MAX = 10.0
+START_S_MAX = 120.0
+END_S_MAX = 60.0
 
 
 @dataclass

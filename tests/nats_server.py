@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Self
 
-READY_S_MAX = 10.0
+READY_S_MAX = 60.0
 
 
 def find_nats_server() -> str:

@@ -49,7 +49,7 @@ class OtlpReceiver:
         self._thread.join()
         self._server.server_close()
 
-    def wait_for(self, holds: Any, s_max: float = 15.0) -> bool:
+    def wait_for(self, holds: Any, s_max: float = 60.0) -> bool:
         """Until ``holds()``, looked at after each message; whether it came to hold in time."""
         with self.changed:
             return self.changed.wait_for(holds, s_max)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-THREADS_S_MAX = 5.0
+THREADS_S_MAX = 30.0
 """With no timer set, only a thread can wake the loop: so long it may take, in real time."""
 
 

@@ -28,14 +28,15 @@ from shared.contracts.inference import FrameBatch, LegReport
 from shared.contracts.kv_events import AskKvSnapshot, KvSnapshot
 from shared.contracts.workers import DescribeFleet, FleetState, WorkerRecord
 from tests.builders import kv_batch, start_leg
+from tests.conformance.worlds import until
 from tests.contracts.examples import example
 from tests.nats_server import NatsServer
 
 pytestmark = pytest.mark.nats
 
-SOON_S = 5.0
+SOON_S = 30.0
 QUIET_S = 0.3
-"""Long enough for a message on this machine to arrive, if it were let through."""
+"""Nobody answers within so long who was not asked."""
 
 
 @pytest.fixture
@@ -146,10 +147,9 @@ async def test_a_router_cannot_publish_a_workers_kv_events_or_frames(guarded):
         await router.publish(FRAMES, FrameBatch(router_id="r1", worker_id="w1", epoch=1, frames=[]))
         await router.flush(SOON_S)
         await worker.publish(KV_EVENTS, kv_batch(2))
-        await worker.flush(SOON_S)
-        await asyncio.sleep(QUIET_S)
+        await until(lambda: heard)
 
-        assert heard == [2]
+        assert heard == [2]  # what came before it was on the same connection
         assert router.connected
 
 
@@ -161,10 +161,9 @@ async def test_a_worker_cannot_read_another_workers_or_a_routers_mail(guarded, c
 
         await worker.publish(FRAMES, FrameBatch(router_id="r1", worker_id="w1", epoch=1, frames=[]))
         await worker.flush(SOON_S)
-        await asyncio.sleep(QUIET_S)
+        await until(lambda: "ermissions violation" in caplog.text)
 
         assert heard == []
-        assert "ermissions violation" in caplog.text
 
 
 async def test_a_collector_cannot_ask_a_worker(guarded):

@@ -22,7 +22,7 @@ from shared.runtime.clock import SystemClock
 from tests.unit.router.fake_worker import DONE, EVENTS, SSE, WHOLE_ANSWER, FakeWorker, answer_well
 from tests.unit.router.world import COMPLETIONS, prompt
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 class Running:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+import sys
+from concurrent.futures import Executor, Future
 
 import pytest
 
@@ -21,8 +21,6 @@ from tests.unit.router.world import World, in_world
 from tests.virtual_time import run_in_virtual_time
 
 SCHEME = HashScheme(block_size=16)
-QUICKLY_S = 5.0
-"""On a busy machine; to tokenize it would take minutes."""
 
 
 async def fetch_tokenizer(world: World, asset: TokenizerAsset) -> None:
@@ -54,32 +52,29 @@ def prompts(asset) -> PromptTokenizer:
     return PromptTokenizer(asset, SCHEME, cache_bytes_max=1 << 20)
 
 
-async def found(prompts: PromptTokenizer, prompt: object, threads: Executor, *, held: bool = True) -> Prompt | None:
+async def found(
+    prompts: PromptTokenizer, prompt: object, *, held: bool = True, loop_chars_max: int = sys.maxsize
+) -> Prompt | None:
+    """On the event loop as far as that many characters; there is no thread."""
     facts = read_request(COMPLETIONS, json.dumps({"model": "m", "prompt": prompt}).encode())
-    return await prompts.prompt(facts, lambda _block: held, threads=threads, loop_chars_max=500)
+    return await prompts.prompt(facts, lambda _block: held, threads=Stuck(), loop_chars_max=loop_chars_max)
 
 
 async def test_text_that_cannot_be_divided_is_not_tokenized_beyond_a_bound(prompts):
-    with ThreadPoolExecutor(1) as threads:
-        begun = time.monotonic()
-        too_long = await found(prompts, "a" * (64 * PIECE_CHARS_MAX), threads)
-        took_s = time.monotonic() - begun
-
-        assert too_long is None
-        assert took_s < QUICKLY_S
-        assert await found(prompts, "word " * PIECE_CHARS_MAX, threads) is not None
+    assert await found(prompts, "a" * (64 * PIECE_CHARS_MAX)) is None  # to tokenize it would take minutes
+    assert await found(prompts, "word " * PIECE_CHARS_MAX) is not None
 
 
 def test_a_prompt_waits_only_so_long_for_its_turn_in_the_thread(prompts):
-    assert run_in_virtual_time(found(prompts, "a few words " * 1000, Stuck())) is None
+    assert run_in_virtual_time(found(prompts, "a few words " * 1000, loop_chars_max=500)) is None
 
 
 async def test_token_ids_are_hashed_as_far_as_anybody_holds_their_blocks(prompts):
     ids = [number % 1000 for number in range(3 * HASHED_AT_ONCE + 100)]
     all_hashes = block_hashes(ids, SCHEME)
 
-    everything = await found(prompts, ids, Stuck())
-    beginning = await found(prompts, ids, Stuck(), held=False)
+    everything = await found(prompts, ids)
+    beginning = await found(prompts, ids, held=False)
 
     assert everything == Prompt(len(ids), all_hashes, exact=True)
     assert beginning == Prompt(len(ids), all_hashes[: HASHED_AT_ONCE // SCHEME.block_size], exact=True)

@@ -13,6 +13,7 @@ from shared.runtime.clock import FakeClock
 from shared.runtime.service import Service, ServiceFacts, live
 
 SOON_S = 5.0
+ENDED_S_MAX = 30.0
 
 
 class Stage:
@@ -28,7 +29,7 @@ class Stage:
         listener = MemoryBus(self.hub)
         await listener.subscribe(SERVICE_STATUS, self._hear)
         try:
-            async with asyncio.timeout(SOON_S):
+            async with asyncio.timeout(ENDED_S_MAX):
                 code = await live(self.service, main, drain_s_max=drain_s_max)
             await asyncio.sleep(0)
             return code

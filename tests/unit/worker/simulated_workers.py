@@ -24,7 +24,7 @@ from shared.runtime.service import Service, ServiceFacts, live
 from shared.runtime.settings import CommonSettings
 from tests.unit.worker.simulation.builders import INSTANT
 
-SOON_S_MAX = 10.0
+SOON_S_MAX = 60.0
 LEAVE_S_MAX = 10.0
 
 

@@ -10,7 +10,7 @@ from services.worker.asgi_call import AsgiCall
 from services.worker.engines.port import LegRecord
 from shared.contracts.inference import LegKind, StartLeg
 
-SOON_S = 2.0
+SOON_S = 30.0
 
 
 class Nobody:
@@ -19,7 +19,7 @@ class Nobody:
     def head(self, status: int, content_type: str) -> None:
         raise AssertionError("nobody waits")
 
-    def data(self, data: bytes, token_ids=()) -> None:
+    def data(self, data: bytes, token_ids=(), joined=None) -> None:
         raise AssertionError("nobody waits")
 
     async def drain(self) -> None:

@@ -29,7 +29,7 @@ def test_two_machines_make_the_same_model_within_seconds(tmp_path):
 
     assert first.name == second.name
     assert contents(first) == contents(second)
-    assert time.monotonic() - started < 20.0
+    assert time.monotonic() - started < 60.0
 
 
 def test_processes_that_need_the_model_at_once_make_it_once_and_leave_nothing_else(tmp_path):
