@@ -14,7 +14,7 @@ K ?=
 # Processes that `make test` shares the tests out to.
 JOBS ?= 2
 
-.PHONY: help setup setup-dev up down test check fix test-vllm compose-test chaos bench-router bench-kv bench-placement bench-replay bench-fleet catalogue lock clean
+.PHONY: help setup setup-dev up down test check fix test-vllm compose-test chaos bench-router bench-kv bench-placement bench-replay bench-planner bench-fleet catalogue lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-14s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,6 +66,10 @@ bench-placement: setup-dev ## Index, hashing, tokenization and placement; PEER_P
 bench-replay: setup-dev ## A trace of requests in virtual time, all policies at light, knee and overload; TRACE=FILE, OUT=FOLDER
 	@test -n "$(TRACE)" || { echo "TRACE=FILE is missing: a trace of Mooncake's (.jsonl) or Azure's (.csv)" >&2; exit 2; }
 	@.venv/bin/baton bench replay "$(TRACE)" --seed 1 --loads light,knee,overload --sweep --out "$(or $(OUT),replay-results)" $(ARGS)
+
+bench-planner: setup-dev ## The planner on a trace in virtual time, against fixed fleets; TRACE=FILE, ARGS="--load 2 --hours 2 --swing 0.7"
+	@test -n "$(TRACE)" || { echo "TRACE=FILE is missing: a trace of Mooncake's (.jsonl) or Azure's (.csv)" >&2; exit 2; }
+	@$(PYTHON) -m tests.bench.bench_planner "$(TRACE)" $(ARGS)
 
 bench-fleet: setup-dev ## How soon what breaks is noticed, resumed and as before; how long drain and role changes take
 	@$(PYTHON) -m tests.bench.bench_fleet $(ARGS)

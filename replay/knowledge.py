@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 
@@ -24,15 +25,29 @@ class Knowledge:
     def __init__(self, fleet: Fleet, workers: Iterable[SimWorker]) -> None:
         self._fleet = fleet
         self._measures = Measures(fleet.cluster)
-        self._workers = list(workers)
+        self._workers: list[SimWorker] = []
         self._batches: deque[tuple[float, KvEventBatch]] = deque()
-        for worker in self._workers:
-            fleet.cluster.record(worker.record, 0.0)
-            self._measures.joined(worker.record)
-            fleet.index.join(worker.worker_id, worker.record.epoch)
-            nothing = KvSnapshot(worker_id=worker.worker_id, epoch=worker.record.epoch, seq=0, hashes=b"")
-            fleet.index.restore(nothing)
-            self._tell(worker, 0.0)
+        for worker in workers:
+            self.joined(worker, 0.0)
+
+    def joined(self, worker: SimWorker, now: float) -> None:
+        """A worker is ready for the first time."""
+        self._workers.append(worker)
+        self._fleet.cluster.record(worker.record, now)
+        self._measures.joined(worker.record)
+        self._fleet.index.join(worker.worker_id, worker.record.epoch)
+        nothing = KvSnapshot(worker_id=worker.worker_id, epoch=worker.record.epoch, seq=0, hashes=b"")
+        self._fleet.index.restore(nothing)
+        self._tell(worker, now)
+
+    def left(self, worker: SimWorker, now: float) -> None:
+        """It has drained and is heard no more."""
+        self._workers.remove(worker)
+        self._fleet.cluster.unregister(worker.worker_id)
+        self._fleet.cluster.lose(worker.worker_id, worker.record.epoch)
+        for record in self._fleet.cluster.sweep(now, math.inf):
+            self._fleet.index.drop(record.worker_id)
+            self._measures.gone(record.worker_id)
 
     def changed(self, worker: SimWorker, now: float) -> None:
         """An engine has made a step: its KV events are on their way."""

@@ -45,7 +45,7 @@ class SimWorker:
         """Something about it is about to change: what a report of the last tick says must be known before."""
         tick = self._tick(now)
         if tick > self._past_tick:
-            self._past, self._past_tick = self._load(), tick
+            self._past, self._past_tick = self.load_now(), tick
 
     def report(self, sent_by: float) -> tuple[LoadReport, float] | None:
         """The newest load report not later than ``sent_by`` that has not been given yet, and when it was sent."""
@@ -53,7 +53,7 @@ class SimWorker:
         if tick <= self._told_tick:
             return None
         self._told_tick = tick
-        load = self._past if self._past_tick >= tick and self._past is not None else self._load()
+        load = self._past if self._past_tick >= tick and self._past is not None else self.load_now()
         return load, tick * PERIOD_S + self._tick_offset_s
 
     def kv_events(self) -> KvEventBatch | None:
@@ -79,16 +79,14 @@ class SimWorker:
         self.link_free_at = began_at + (tokens * profile.kv_bytes_per_token / rate if rate else 0.0)
         return self.link_free_at + profile.transfer_base_s
 
-    def _tick(self, now: float) -> int:
-        return math.floor((now - self._tick_offset_s) / PERIOD_S)
-
-    def _load(self) -> LoadReport:
+    def load_now(self) -> LoadReport:
+        """What it would say of itself at this instant."""
         engine, totals = self.engine, self._totals
         return LoadReport(
             worker_id=self.worker_id,
             epoch=self.record.epoch,
             role=self.record.role,
-            phase=WorkerPhase.READY,
+            phase=self.record.phase,
             running=len(engine.running),
             waiting=engine.queued,
             waiting_tokens=engine.waiting_tokens,
@@ -105,6 +103,9 @@ class SimWorker:
             decode_s_per_token=engine.speeds.decode_s_per_token,
             steps=engine.speeds.totals(),
         )
+
+    def _tick(self, now: float) -> int:
+        return math.floor((now - self._tick_offset_s) / PERIOD_S)
 
 
 class Totals:

@@ -25,7 +25,7 @@ from services.router.core.placement import Need, Placed, Policy, Refused
 from services.router.core.targets import NO_TARGETS, Targets
 from services.router.fleet import Fleet
 from shared.contracts.inference import LegKind
-from shared.contracts.workers import Role
+from shared.contracts.workers import Role, WorkerRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +87,24 @@ class World:
             self.at(flight.request.at_s, self._next_arrival, arriving, progress)
             progress(flight.number)
             break
+
+    def join(self, worker: SimWorker) -> None:
+        """One more is ready."""
+        self.workers[worker.worker_id] = worker
+        self._knowledge.joined(worker, self.now)
+        self._ring(self.now)
+
+    def rewrite(self, worker: SimWorker, record: WorkerRecord) -> None:
+        """Its entry in the registry says something else now, such as another role or phase."""
+        worker.changes(self.now)
+        worker.record = record
+        self.fleet.cluster.record(record, self.now)
+        self._ring(self.now)
+
+    def leave(self, worker: SimWorker) -> None:
+        """Nobody needs it any more. Expects that no leg is or will be there."""
+        del self.workers[worker.worker_id]
+        self._knowledge.left(worker, self.now)
 
     def admit(self, policy: AdmissionPolicy) -> None:
         """From now on requests wait for their turn at the router, and may be refused."""
