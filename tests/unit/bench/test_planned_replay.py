@@ -71,7 +71,7 @@ def test_a_fleet_follows_the_day_and_nothing_is_lost_and_nothing_undone():
 
 def test_roles_follow_a_mix_that_turns_once_for_each_turn():
     rules = msgspec.structs.replace(RULES, workers_min=4, workers_max=4)
-    outcome, world = run(course(Traffic(load=1.1, hours=0.34, turn_hours=0.34)), Shape(prefill=2, decode=2), "", rules)
+    outcome, world = run(course(Traffic(load=1.1, hours=0.4, turn_hours=0.4)), Shape(prefill=2, decode=2), "", rules)
 
     assert {size.all for size in world.sizes} == {4}
     assert 2 <= outcome.switches <= 4
