@@ -15,9 +15,9 @@ import httpx
 from tests.nats_server import NatsServer, free_port
 from tests.processes import ServiceProcess, service_process
 
-READY_S_MAX = 60.0
+READY_S_MAX = 120.0
 LOOK_S = 0.1
-REQUEST_S_MAX = 30.0
+REQUEST_S_MAX = 60.0
 
 
 @dataclass
@@ -82,6 +82,6 @@ def until_disaggregated(system: SimulatedSystem) -> None:
 
 def _answers(url: str) -> bool:
     try:
-        return httpx.get(url, timeout=5.0).status_code == 200
+        return httpx.get(url, timeout=REQUEST_S_MAX).status_code == 200
     except httpx.TransportError:
         return False

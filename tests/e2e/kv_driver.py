@@ -37,7 +37,7 @@ BLOCK = 32
 TOKENS = 16
 """Of an answer, where its length does not matter."""
 ANSWER_S_MAX = 60.0
-GRANT_S_MAX = 10.0
+GRANT_S_MAX = 30.0
 ALONE = "alone"
 """A cache salt: what it computes, it computes from nothing."""
 

@@ -16,7 +16,9 @@ from shared.contracts.inference import FrameBatch, FrameKind, LegKind, LegReport
 from shared.contracts.kv_exchange import KvGrant, KvLedgerState, KvProof, LeaseKv, ReleaseKv
 from shared.contracts.load import LoadReport
 
-SOON_S_MAX = 20.0
+SOON_S_MAX = 60.0
+SETTLED_S_MAX = 25.0
+"""Less than a lease: what nobody wants is given back and not waited for."""
 
 
 @dataclass
@@ -47,7 +49,7 @@ class Tap:
 
     async def __aenter__(self) -> Self:
         self._changed = asyncio.Event()
-        self.bus: Bus = await connect_nats(self.url, name="tap", connect_s_max=10.0)
+        self.bus: Bus = await connect_nats(self.url, name="tap", connect_s_max=30.0)
         await self.bus.subscribe(START_LEG, self._on_start)
         await self.bus.subscribe(FRAMES, self._on_frames)
         await self.bus.subscribe(LOAD, self._on_load)
@@ -106,7 +108,7 @@ class Tap:
         assert state is not None, f"{worker_id} tells nothing of its KV exchange"
         return state
 
-    async def until_settled(self, *worker_ids: str, s_max: float = SOON_S_MAX) -> None:
+    async def until_settled(self, *worker_ids: str, s_max: float = SETTLED_S_MAX) -> None:
         """Until these workers pin nothing, read nothing and serve nobody, as they say from now on."""
         for worker_id in worker_ids:
             self.loads.pop(worker_id, None)

@@ -23,9 +23,9 @@ from tests.nats_server import free_port
 
 STOP_S_MAX = 60.0
 """From the signal to the launcher's end: drains included."""
-GUARD_S_MAX = 15.0
+GUARD_S_MAX = 45.0
 """From the launcher's SIGKILL until its guard has ended everything."""
-SOON_S_MAX = 20.0
+SOON_S_MAX = 60.0
 """What the system does by itself is done by then."""
 POLL_S = 0.05
 PR_SET_PDEATHSIG = 1

@@ -21,10 +21,11 @@ MODEL = "baton-tiny"
 TOKENS = 500
 PROMPT_S = 0.25
 """Such a prompt takes its engine so long."""
-TARGET_S = 3.0
+TARGET_S = 6.0
 SLOS = {"classes": {"quick": {"ttft_s": TARGET_S}, "patient": {"priority": 10}}}
 BURST = 48
 """Requests at once: 12 s of work."""
+SOME = 4
 ENGINE = {"WORKER_SIM_PREFILL_TOKENS_PER_S": str(TOKENS / PROMPT_S), "WORKER_SIM_DECODE_BASE_S": "0.001"}
 
 
@@ -56,10 +57,14 @@ def burst(clients: ThreadPoolExecutor, system: System, **fields: Any) -> list[Fu
     return asks
 
 
+def served(system: System) -> float:
+    return system.metrics().sum("baton_router_requests_total", status="200")
+
+
 def test_in_an_overload_those_that_are_served_are_served_in_time(system: System):
     with ThreadPoolExecutor(BURST + 1) as clients:
         asks = burst(clients, system, baton={"class": "quick"})
-        time.sleep(1.0)  # until it is known how fast the line moves
+        until(lambda: served(system) >= SOME, "it is known how fast the line moves")
         begun = time.monotonic()
         late = ask(system, baton={"class": "quick"})
         told_after_s = time.monotonic() - begun
@@ -67,13 +72,13 @@ def test_in_an_overload_those_that_are_served_are_served_in_time(system: System)
 
     statuses = [answer.status_code for answer in answers]
     assert set(statuses) == {200, 503}
-    assert statuses.count(200) >= 0.5 * TARGET_S / PROMPT_S
+    assert statuses.count(200) >= 0.25 * TARGET_S / PROMPT_S
     assert (late.status_code, told_after_s < TARGET_S / 2) == (503, True)
-    # About 9 s of work were before it.
+    # About 11 s of work were before it.
     assert 2 <= int(late.headers["retry-after"]) <= 30
     assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers if answer.status_code == 503)
     metrics = system.metrics()
-    in_time = metrics.sum("baton_router_time_to_first_token_seconds_bucket", le="5.0")
+    in_time = metrics.sum("baton_router_time_to_first_token_seconds_bucket", le="10.0")
     assert in_time == metrics.sum("baton_router_time_to_first_token_seconds_count")
     assert metrics.sum("baton_router_refusals_total", reason="overloaded") == statuses.count(503) + 1
 

@@ -17,7 +17,6 @@ MODEL = "baton-tiny"
 BLOCK = 32
 LONG = 40 * BLOCK + 5
 HISTORY = 80 * BLOCK
-"""So long that even these fast engines read it sooner than they compute it."""
 
 
 def ask(system: System, prompt: list[int], mode: str = "disaggregated", **fields: Any) -> httpx.Response:
@@ -55,12 +54,13 @@ def test_long_prompts_are_handed_over_as_they_are_computed(simulated: System, le
 def test_what_a_decode_worker_holds_of_a_conversation_is_read_back(simulated: System):
     draw = random.Random(31)
     history, question = draw.choices(VOCABULARY, k=HISTORY), draw.choices(VOCABULARY, k=40)
-    tokens(ask(simulated, history, "aggregated"))
+    tokens(ask(simulated, history, "aggregated", baton={"decode_worker": "decode-1"}))
     simulated.until_idle()
     simulated.until_exact(4)
     before = simulated.fleet_metrics()
 
-    answer = ask(simulated, history + question, "disaggregated")
+    # Whether that ends sooner than to compute it is placement's to decide, by what it has seen: here it is told to.
+    answer = ask(simulated, history + question, "disaggregated", baton={"sources": ["decode-1"]})
 
     until(lambda: grown(simulated, before, "baton_fleet_readback_tokens_total") > 0, "what was read back is told")
     assert grown(simulated, before, "baton_fleet_readback_tokens_total") == HISTORY

@@ -21,7 +21,7 @@ from tests.kv_holders import Holder, start_holder
 
 pytest.importorskip("nixl")
 
-REPORT_S_MAX = 20.0
+REPORT_S_MAX = 60.0
 BIG = Shape(blocks=128, layers=2, block_size=64, content=512)
 """128 MB: 1 MB a block."""
 PART_BLOCKS = read_plan.PART_BYTES // (1 << 20)
