@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
+import re
 from array import array
+from collections.abc import Iterable
 
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.inference import pack_tokens
 from shared.contracts.workers import Fingerprint
 
 NOT_BROKEN = -1.0
+CREATED = re.compile(rb'"created":(\d{1,18})')
+
+
+class Had:
+    """What the client has had of its stream. ``remember`` is called for every frame."""
+
+    __slots__ = ("created", "joined", "remember", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens = array("I")
+        """In order: all tokens of the frames that were relayed."""
+        self.remember = self.tokens.fromlist
+        """Takes a frame's token ids: the array's own method, because nothing is cheaper."""
+        self.joined = array("I")
+        """Which of them, by index, an engine's server has heard of together with the one before."""
+        self.created = 0
+        """When the answer began, as its first event says; 0: it does not."""
+
+    def join(self, joined: Iterable[int]) -> None:
+        """As the frame says whose token ids are remembered next."""
+        before = len(self.tokens)
+        self.joined.extend([before + index for index in joined])
+
+    def begin(self, events: bytes) -> None:
+        """The first of the stream."""
+        if said := CREATED.search(events):
+            self.created = int(said[1])
 
 
 class Attempts:
-    """``remember`` is called for every frame of every stream."""
+    """Of one request."""
 
     __slots__ = (
         "answering",
@@ -20,12 +48,11 @@ class Attempts:
         "busy",
         "count",
         "failed",
+        "had",
         "like",
-        "remember",
         "resumed_tokens",
         "resumes",
         "resumes_max",
-        "tokens",
         "why_not",
     )
 
@@ -37,10 +64,7 @@ class Attempts:
         """Lives of workers that failed this request."""
         self.busy: set[WorkerId] = set()
         """Workers that had no room, lately."""
-        self.tokens = array("I")
-        """What the client has had, in order: all tokens of the frames that were relayed."""
-        self.remember = self.tokens.fromlist
-        """Takes a frame's token ids: the array's own method, because nothing is cheaper."""
+        self.had = Had()
         self.resumes_max = resumes_max
         """How often the stream may go on elsewhere."""
         self.why_not = why_not
@@ -59,14 +83,10 @@ class Attempts:
         self.answering = False
         if resumed:
             self.resumes += 1
-            self.resumed_tokens += len(self.tokens)
+            self.resumed_tokens += len(self.had.tokens)
 
     def left(self, attempts_max: int, *, begun: bool) -> bool:
         """Whether another one is allowed; ``begun``: the client has had some of the answer."""
         if begun:
             return not self.why_not and self.resumes < self.resumes_max
         return self.count < attempts_max
-
-    def packed(self) -> bytes:
-        """What the client has had, as a leg is told of it."""
-        return pack_tokens(self.tokens)

@@ -201,16 +201,15 @@ class LegRunner:
         a leg that fails before it can still be placed again. Answers when that was.
         """
         exchange, story, now, gap_s = flight.exchange, flight.story, self._now, self._settings.frame_gap_s_max
-        remember, awaited = flight.attempts.remember, True
+        had, awaited = flight.attempts.had, True
+        remember = had.remember
         written_at = at = first_at = 0.0
         while True:
-            if len(frames) > 1:
-                data = b"".join([frame.data for frame in frames])
-                for frame in frames:
-                    remember(frame.token_ids)
-            else:
-                data = frames[0].data
-                remember(frames[0].token_ids)
+            data = b"".join([frame.data for frame in frames]) if len(frames) > 1 else frames[0].data
+            for frame in frames:
+                if frame.joined:
+                    had.join(frame.joined)
+                remember(frame.token_ids)
             last = frames[-1]
             if data:
                 story.last_at = at = now()
@@ -218,7 +217,7 @@ class LegRunner:
             if awaited and (data or last.kind is END):
                 awaited, first_at = False, at or now()
                 account.prompt_computed()
-                self._begin(flight, placed, first_at)
+                self._begin(flight, placed, first_at, data)
             if last.kind is END:
                 break
             if data:
@@ -237,13 +236,14 @@ class LegRunner:
         exchange.end(data)
         return first_at
 
-    def _begin(self, flight: Flight, placed: Placed, at: float) -> None:
+    def _begin(self, flight: Flight, placed: Placed, at: float, data: bytes) -> None:
         """The first data of this attempt's stream: of the answer, or of what was missing of it."""
         story, attempts = flight.story, flight.attempts
         attempts.answering = True
         if not flight.exchange.begun:
             story.status = OK
             story.first_at = story.last_at
+            attempts.had.begin(data)
             flight.exchange.begin(OK, self.headers(flight, placed, EVENT_STREAM))
         elif attempts.broke_at != NOT_BROKEN:
             self._resumed(at - attempts.broke_at)

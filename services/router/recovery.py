@@ -109,7 +109,7 @@ class Recovery:
 
     async def _behind_its_tokens(self, flight: Flight, need: Need) -> Need:
         """As the workers will see it: the prompt, and behind it what the client has had."""
-        tokens = flight.attempts.tokens
+        tokens = flight.attempts.had.tokens
         prompt = await self._prompts.of(flight.exchange, flight.facts, tokens)
         return resumed(need, prompt.tokens, prompt.hashes, len(tokens))
 

@@ -11,7 +11,7 @@ from services.router.core.placement import Placed
 from services.router.core.request import Mode
 from services.router.flight import Flight
 from shared.contracts.ids import LegId, RouterId
-from shared.contracts.inference import LegKind, LegReport, StartLeg
+from shared.contracts.inference import LegKind, LegReport, StartLeg, pack_tokens
 
 pack = msgspec.msgpack.Encoder().encode
 NEVER_REFUSED = 0.0
@@ -29,7 +29,7 @@ class Starts:
     def make(self, flight: Flight, placed: Placed, kind: LegKind, prefill: LegReport | None = None) -> StartLeg:
         """A leg of this placement; a decode leg with what its prefill leg reported, if that has ended."""
         self._made += 1
-        exchange, facts = flight.exchange, flight.facts
+        exchange, facts, had = flight.exchange, flight.facts, flight.attempts.had
         view = placed.prefill if kind is LegKind.PREFILL and placed.prefill is not None else placed.decode
         return StartLeg(
             worker_id=view.record.worker_id,
@@ -49,7 +49,9 @@ class Starts:
             expected_tokens=placed.uncached_tokens if kind is not LegKind.DECODE else 0,
             cache_hit_threshold=self._threshold(flight, placed) if kind is not LegKind.PREFILL else None,
             kv_fetch_min_tokens=facts.kv_fetch_min_tokens,
-            resume=flight.attempts.packed() if exchange.begun else None,
+            resume=pack_tokens(had.tokens) if exchange.begun else None,
+            resume_joined=pack_tokens(had.joined),
+            created=had.created,
         )
 
     def guards(self, flight: Flight, placed: Placed) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
+from services.worker.core.resumed_leg import dated
 from services.worker.engines.port import AsgiApp, AsgiMessage, LegRecord, Scope
 from shared.contracts.inference import LegKind, StartLeg
 
@@ -22,7 +23,7 @@ class Answer(Protocol):
     def head(self, status: int, content_type: str) -> None:
         """First."""
 
-    def data(self, data: bytes, token_ids: Sequence[int] = ()) -> None:
+    def data(self, data: bytes, token_ids: Sequence[int] = (), joined: list[int] | None = None) -> None:
         """Then any number."""
 
     async def drain(self) -> None:
@@ -56,6 +57,7 @@ class AsgiCall:
         self._tail: list[bytes] = []
         """Behind the last token."""
         self._content_type = ""
+        self._created = start.created if start.resume is not None else 0
         self._left = asyncio.Event()
 
     async def run(self, app: AsgiApp) -> None:
@@ -113,7 +115,8 @@ class AsgiCall:
             return
         if self.status == OK and not self._record.says_news:
             return
-        token_ids, self._record.token_ids = self._record.token_ids, []
+        data = dated(data, self._created) if self._created else data
+        token_ids, joined = self._record.take_tokens()
         if self._record.is_over and not token_ids:
             self._tail.append(data)
             return
@@ -121,7 +124,7 @@ class AsgiCall:
             data = b"".join([*self._tail, data])
             self._tail.clear()
         if data or token_ids:
-            self._answer.data(data, token_ids)
+            self._answer.data(data, token_ids, joined)
             await self._answer.drain()
 
 

@@ -15,7 +15,7 @@ from services.worker.asgi_call import AsgiCall
 from services.worker.core.capacity import Capacity
 from services.worker.core.leg_body import HANDOVER_PATHS, own_body, prepare
 from services.worker.core.leg_order import KvPolicy, moves_kv
-from services.worker.core.resumed_leg import CannotResume, cannot_resume, resumed_tokens
+from services.worker.core.resumed_leg import CannotResume, cannot_resume, joined_tokens, resumed_tokens
 from services.worker.engines.port import CURRENT_LEG, Engine, LegRecord
 from services.worker.exchange.unread import Unread
 from services.worker.exchange_spans import show_exchange
@@ -184,6 +184,7 @@ class LegServer:
             expected_tokens=start.expected_tokens,
             order=order,
             resume=resume,
+            resume_joined=joined_tokens(start),
         )
         CURRENT_LEG.set(record)
         call = AsgiCall(start, body, record, frames, lambda: self._explain(record))

@@ -58,13 +58,18 @@ class LegFrames:
             )
             self._sender.queue(self.router_id, frame, FRAME_OVERHEAD_BYTES)
 
-    def data(self, data: bytes, token_ids: Sequence[int] = ()) -> None:
-        """Bytes for the client, and the tokens that they stand for."""
+    def data(self, data: bytes, token_ids: Sequence[int] = (), joined: list[int] | None = None) -> None:
+        """Bytes for the client, and the tokens that they stand for (see ``Frame`` for ``joined``)."""
         if not self.ended:
             frame = Frame(
-                leg_id=self.leg_id, seq=self._next(), kind=FrameKind.DATA, data=data, token_ids=list(token_ids)
+                leg_id=self.leg_id,
+                seq=self._next(),
+                kind=FrameKind.DATA,
+                data=data,
+                token_ids=list(token_ids),
+                joined=joined,
             )
-            size = FRAME_OVERHEAD_BYTES + len(data) + TOKEN_ID_BYTES * len(token_ids)
+            size = FRAME_OVERHEAD_BYTES + len(data) + TOKEN_ID_BYTES * (len(token_ids) + len(joined or ()))
             self._sender.queue(self.router_id, frame, size)
 
     def end(self, report: LegReport) -> None:

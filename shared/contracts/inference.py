@@ -65,6 +65,11 @@ class StartLeg(Message, frozen=True, kw_only=True):
     """Token ids that the client has already had from a leg that broke off, packed (see ``pack_tokens``). The engine
     goes on behind them, and the answer holds only what comes after them. None: from the beginning.
     """
+    resume_joined: bytes = b""
+    """Indexes of those of them that the first engine's server heard of together with the one before, packed (see
+    ``Frame.joined``)."""
+    created: int = 0
+    """With ``resume``: when the answer began, as its events say (Unix seconds); 0: not known."""
 
 
 def pack_tokens(tokens: Iterable[int]) -> bytes:
@@ -141,6 +146,10 @@ class Frame(PackedMessage, frozen=True, kw_only=True):
     """END: what the leg cost."""
     failure: Failure | None = None
     """FAILURE: why there is no more."""
+    joined: list[int] | None = None
+    """DATA: indexes of those ``token_ids`` that the engine's server heard of together with the one before. What its
+    parsers have said of a tool call may depend on that: whoever goes on behind these tokens tells them alike.
+    """
 
 
 class FrameBatch(PackedMessage, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ to where it was.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -36,6 +37,8 @@ STATEFUL = (
 FREE_FORMS = (None, "text")
 """Kinds of ``response_format`` that need no grammar."""
 FREE_TOOL_CHOICES = (None, "auto", "none")
+CREATED = re.compile(rb'"created":\d+')
+"""When an answer began, as each of its events says."""
 
 
 class CannotResume(Exception):
@@ -53,14 +56,20 @@ def resumed_tokens(start: StartLeg, *, is_plain: bool) -> list[int] | None:
     """
     if start.resume is None:
         return None
-    try:
-        tokens = unpack_tokens(start.resume)
-    except ValueError as error:
-        failure = Failure(reason=Reason.BAD_MESSAGE, message=f"the resumed tokens cannot be read: {error}")
-        raise CannotResume(failure) from error
+    tokens = _unpacked(start.resume)
     if why := _obstacle(start, is_plain=is_plain):
         raise CannotResume(cannot_resume(why))
     return tokens
+
+
+def joined_tokens(start: StartLeg) -> frozenset[int]:
+    """Which of them, by index, were heard of together with the one before. Raises CannotResume."""
+    return frozenset(_unpacked(start.resume_joined))
+
+
+def dated(events: bytes, created: int) -> bytes:
+    """The events, as of an answer that began at ``created``. In text they would have their quotes escaped."""
+    return CREATED.sub(b'"created":%d' % created, events)
 
 
 def cannot_resume(why: str) -> Failure:
@@ -84,6 +93,14 @@ def _obstacle(start: StartLeg, *, is_plain: bool) -> str:
     if _kind(fields.get("tool_choice")) not in FREE_TOOL_CHOICES:
         return "the state of the grammar of tool_choice is lost"
     return ""
+
+
+def _unpacked(packed: bytes) -> list[int]:
+    try:
+        return unpack_tokens(packed)
+    except ValueError as error:
+        failure = Failure(reason=Reason.BAD_MESSAGE, message=f"the resumed tokens cannot be read: {error}")
+        raise CannotResume(failure) from error
 
 
 def _kind(value: Any) -> Any:

@@ -38,7 +38,7 @@ def taken_up(prompt: Any, params: SamplingParams, record: LegRecord, model: Mode
     if record.resume is None:
         return None
     record.cannot_resume = _obstacle(prompt, params, record, model)
-    return None if record.cannot_resume else CatchUp(record.resume, record.kind)
+    return None if record.cannot_resume else CatchUp(record.resume, record.kind, record.resume_joined)
 
 
 def _obstacle(prompt: Any, params: SamplingParams, record: LegRecord, model: ModelConfig) -> str:
@@ -61,10 +61,13 @@ def _obstacle(prompt: Any, params: SamplingParams, record: LegRecord, model: Mod
 
 
 class CatchUp:
-    """One request behind ``tokens`` of its answer."""
+    """One request behind ``tokens`` of its answer. Its server hears of those in ``joined`` together with the one before
+    them, as the first one did: some parsers say one thing at a time, and the rest when they hear of the next token.
+    """
 
-    def __init__(self, tokens: list[int], kind: LegKind) -> None:
+    def __init__(self, tokens: list[int], kind: LegKind, joined: frozenset[int] = frozenset()) -> None:
         self.tokens = tokens
+        self.joined = joined
         self.outputs: list[RequestOutput] = []
         """What the server has to hear before it hears of the engine."""
         self.has_ended = False
@@ -98,10 +101,13 @@ class CatchUp:
                 if count % TURN_TOKENS_MAX == 0:
                     await asyncio.sleep(0)
                 _tell(processor, _said(name, token, count, params))
+                ended = name not in processor.request_states
+                if count in self.joined and count < len(self.tokens) and not ended:
+                    continue  # The queue adds the next one to it.
                 output = queue.get_nowait()
                 if isinstance(output, RequestOutput):
                     self.outputs.append(output)
-                if name not in processor.request_states:
+                if ended:
                     self.has_ended = True
                     queue.put(self.outputs[-1])
                     return

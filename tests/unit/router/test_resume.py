@@ -13,7 +13,7 @@ from shared.contracts.channels import REQUESTS_FINISHED
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import LegKind, LegReport, RequestFinished, RequestsFinished, StartLeg, pack_tokens
 from shared.contracts.workers import Role
-from tests.unit.router.fake_worker import DONE, JSON, FakeWorker
+from tests.unit.router.fake_worker import DONE, JSON, SSE, FakeWorker
 from tests.unit.router.streams import ANSWER, ROLE, TOKENS, event, fails, falls_silent, loses_a_frame, streams
 from tests.unit.router.world import CHAT, World, give_legs, in_world, parse, prompt, settle
 
@@ -97,6 +97,33 @@ def test_both_legs_of_a_stream_that_goes_on_know_its_tokens():
         assert [leg.resume for leg in p1.started] == [None, pack_tokens(TOKENS[:2])]
         assert [(leg.kind, leg.resume) for leg in d2.started] == [(LegKind.DECODE, pack_tokens(TOKENS[:2]))]
         assert d1.started[0].resume is None
+
+    in_world(story)
+
+
+def test_whoever_goes_on_knows_which_tokens_came_together_and_when_the_answer_began():
+    def first(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
+        frames.head(200, SSE)
+        frames.data(b'data: {"created":17,"choices":[]}\n\n')
+        frames.data(event(0), TOKENS[:1])
+        frames.data(event(1), TOKENS[1:4], [1, 2])
+        frames.fail(Failure(reason=Reason.ENGINE_DEAD, message="as the test wants"))
+
+    def second(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
+        frames.head(200, SSE)
+        frames.data(b'data: {"created":18,"choices":[]}\n\n', TOKENS[4:6], [1])
+        frames.fail(Failure(reason=Reason.ENGINE_DEAD, message="as the test wants"))
+
+    async def story(world: World) -> None:
+        w1, w2 = await both(world, first, second)
+        w3 = await world.worker("w3", script=streams())
+        give_legs(world, "w3", 9)
+
+        await world.ask(prompt(stream=True))
+
+        legs = [*w1.started, *w2.started, *w3.started]
+        assert [leg.resume_joined for leg in legs] == [b"", pack_tokens([2, 3]), pack_tokens([2, 3, 5])]
+        assert [leg.created for leg in legs] == [0, 17, 17]
 
     in_world(story)
 

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from services.worker.core.resumed_leg import CannotResume, resumed_tokens
+from services.worker.core.resumed_leg import CannotResume, dated, joined_tokens, resumed_tokens
+from services.worker.engines.port import LegRecord
 from shared.contracts.failures import Reason
 from shared.contracts.ids import LegId, RequestId, RouterId, WorkerId
 from shared.contracts.inference import FrameKind, LegKind, StartLeg, pack_tokens
@@ -78,6 +79,35 @@ def test_several_completions_and_other_paths_are_refused():
 
 def test_tokens_that_cannot_be_read_are_a_bad_message():
     assert refusal(start({}, resume=b"abc")).reason is Reason.BAD_MESSAGE
+
+
+def test_which_tokens_came_together_is_read_alike():
+    assert joined_tokens(start({}, resume_joined=pack_tokens([1, 4]))) == {1, 4}
+    assert joined_tokens(start({})) == set()
+    with pytest.raises(CannotResume) as refused:
+        joined_tokens(start({}, resume_joined=b"abc"))
+    assert refused.value.failure.reason is Reason.BAD_MESSAGE
+
+
+def test_tokens_that_a_server_hears_of_at_once_are_told_as_such():
+    record = LegRecord(kind=LegKind.AGGREGATED, request_id="q", trace_headers={})
+    record.heard([1], last=False)
+    record.heard([2, 3, 4], last=False)
+    record.heard([5, 6], last=False)
+    first = record.take_tokens()
+    record.heard([7, 8], last=True)
+
+    assert first == ([1, 2, 3, 4, 5, 6], [2, 3, 5])
+    assert record.take_tokens() == ([7, 8], None)
+    assert record.completion_tokens == 8
+
+
+def test_all_events_say_when_the_answer_began_and_no_text_is_taken_for_that():
+    text = json.dumps({"created": 5, "text": '"created":6 and {"created":7}'}, separators=(",", ":")).encode()
+
+    assert dated(b"data: %b\n\ndata: %b\n\n" % (text, text), 12) == (
+        b"data: %b\n\ndata: %b\n\n" % ((text.replace(b":5,", b":12,"),) * 2)
+    )
 
 
 def test_a_prefill_leg_need_not_be_a_stream():

@@ -47,7 +47,7 @@ class Frames:
     def head(self, status, _content_type) -> None:
         self.status = status
 
-    def data(self, data, token_ids=()) -> None:
+    def data(self, data, token_ids=(), _joined=None) -> None:
         self.pieces.append((data, list(token_ids)))
 
     async def drain(self) -> None:

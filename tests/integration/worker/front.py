@@ -1,0 +1,204 @@
+"""vLLM's server, parsers and front end without its engine: a test says which tokens the engine makes, and how many of
+them the server hears of at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from services.worker.asgi_call import AsgiCall
+from services.worker.engines.port import CURRENT_LEG, AsgiApp, LegRecord
+from services.worker.settings import Settings
+from services.worker.tiny_model import _config, ensure_tiny_tokenizer
+from shared.contracts.ids import LegId, RequestId, RouterId, WorkerId
+from shared.contracts.inference import LegKind, StartLeg
+
+MODEL = "m"
+CHAT = "/v1/chat/completions"
+MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>")
+"""Words of one token in the vocabularies of models that think and call tools."""
+
+
+def model_with_marks(folder: Path) -> Path:
+    """A model's directory without weights: baton-tiny's tokenizer and the marks."""
+    made = folder / "model"
+    made.mkdir()
+    plain = ensure_tiny_tokenizer(folder)
+    shutil.copy(plain / "tokenizer_config.json", made)
+    tokenizer = Tokenizer.from_file(str(plain / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in MARKS])
+    tokenizer.save(str(made / "tokenizer.json"))
+    (made / "config.json").write_text(json.dumps(_config(tokenizer.get_vocab_size())))
+    return made
+
+
+class Core:
+    """In the place of the engine: says ``answer``, whatever was asked."""
+
+    def __init__(self, engine: Any, answer: list[int]) -> None:
+        self.resources = SimpleNamespace(engine_dead=False)
+        self.answer = answer
+        self.joined: Collection[int] = ()
+        """Which tokens the server hears of together with the one before."""
+        self.prompt_tokens = 0
+        """Of the first request; what others have beyond them has been said before."""
+        self._engine = engine
+        self._talks: set[asyncio.Task[None]] = set()
+
+    async def get_supported_tasks_async(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    async def reset_mm_cache_async(self) -> None:
+        return
+
+    async def abort_requests_async(self, _names: list[str]) -> None:
+        return
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        return
+
+    async def add_request_async(self, request: Any) -> None:
+        self.prompt_tokens = self.prompt_tokens or len(request.prompt_token_ids)
+        talk = asyncio.create_task(self._talk(request), name="talk")
+        self._talks.add(talk)
+        talk.add_done_callback(self._talks.discard)
+
+    async def _talk(self, request: Any) -> None:
+        from services.worker.engines.vllm_resume import _said
+
+        had = request.prompt_token_ids[self.prompt_tokens :]
+        assert had == self.answer[: len(had)]
+        processor, name = self._engine.output_processor, request.request_id
+        queue = processor.request_states[name].queue
+        for index in range(len(had), len(self.answer)):
+            processor.process_outputs([_said(name, self.answer[index], 0, request.sampling_params)])
+            while index + 1 not in self.joined and queue.output is not None:
+                await asyncio.sleep(0)
+
+
+class Pieces:
+    """What a router would get: pieces of the answer, each with its tokens."""
+
+    def __init__(self) -> None:
+        self.data_of: list[bytes] = []
+        self.tokens_of: list[list[int]] = []
+        self.joined_of: list[list[int]] = []
+
+    def head(self, status: int, _content_type: str) -> None:
+        assert status == 200
+
+    def data(self, data: bytes, token_ids: Any = (), joined: list[int] | None = None) -> None:
+        self.data_of.append(data)
+        self.tokens_of.append(list(token_ids))
+        self.joined_of.append(joined or [])
+
+    async def drain(self) -> None:
+        return
+
+    def had(self, cut: int) -> tuple[list[int], frozenset[int]]:
+        """The tokens of the first ``cut`` pieces, and which of them were heard of together with the one before."""
+        tokens: list[int] = []
+        joined: list[int] = []
+        for said, together in zip(self.tokens_of[:cut], self.joined_of[:cut], strict=True):
+            joined += [len(tokens) + index for index in together]
+            tokens += said
+        return tokens, frozenset(joined)
+
+
+class Front:
+    """A worker's front end and shell, with ``core`` behind them."""
+
+    def __init__(self, app: AsgiApp, core: Core) -> None:
+        self.app = app
+        self.core = core
+
+    async def serve(
+        self,
+        body: dict[str, Any],
+        resume: tuple[list[int], frozenset[int]] | None = None,
+        created: int = 0,
+    ) -> tuple[Pieces, LegRecord]:
+        """One leg."""
+        raw = json.dumps({"model": MODEL, "stream": True, "stream_options": {"include_usage": True}, **body}).encode()
+        start = StartLeg(
+            worker_id=WorkerId("w1"),
+            router_id=RouterId("r1"),
+            request_id=RequestId("q"),
+            leg_id=LegId("l"),
+            kind=LegKind.AGGREGATED,
+            path=CHAT,
+            body=raw,
+            deadline_s=60.0,
+            resume=b"" if resume is not None else None,
+            created=created,
+        )
+        tokens, joined = resume or (None, frozenset())
+        record = LegRecord(
+            kind=start.kind, request_id="q", trace_headers={}, path=CHAT, resume=tokens, resume_joined=joined
+        )
+        pieces = Pieces()
+        await asyncio.create_task(self._call(AsgiCall(start, raw, record, pieces, _no_server_error), record))
+        return pieces, record
+
+    async def _call(self, call: AsgiCall, record: LegRecord) -> None:
+        CURRENT_LEG.set(record)
+        await call.run(self.app)
+        call.finish()
+
+
+async def _no_server_error() -> None:
+    return
+
+
+@asynccontextmanager
+async def front(model: Path, engine_args: str, answer: list[int]) -> AsyncIterator[Front]:
+    """vLLM's own server with these arguments."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from services.worker.engines.vllm_arguments import arguments
+    from services.worker.engines.vllm_engine import _openai_app
+    from services.worker.engines.vllm_stats import EngineMeter
+
+    settings = Settings(model=str(model), served_model_name=MODEL, max_model_len=4096, engine_args=engine_args)
+    line = arguments(settings, settings.model, on_cpu=True, events=("", ""), otlp_endpoint="")
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(line)
+    engine = _bare_engine(AsyncEngineArgs.from_cli_args(args).create_engine_config())
+    engine.engine_core = core = Core(engine, answer)
+    try:
+        yield Front(await _openai_app(engine, args, EngineMeter()), core)
+    finally:
+        engine.output_handler = None
+        engine.shutdown()
+
+
+def _bare_engine(config: Any) -> Any:
+    """All of our engine client but the engine's process, which vLLM starts when it makes one."""
+    from vllm.renderers import renderer_from_config
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    from services.worker.engines.vllm_client import LegEngine
+
+    engine = LegEngine.__new__(LegEngine)
+    engine.vllm_config = config
+    engine.model_config = config.model_config
+    engine.scheduler_config = config.scheduler_config
+    engine.observability_config = config.observability_config
+    engine.log_requests = False
+    engine.renderer = renderer_from_config(config)
+    engine.input_processor = InputProcessor(config, engine.renderer)
+    engine.output_processor = OutputProcessor(engine.renderer.tokenizer, log_stats=False)
+    engine.admission_stats = None
+    engine.output_handler = SimpleNamespace(done=lambda: False)
+    return engine
