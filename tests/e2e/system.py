@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.nats_server import free_port
 
-STOP_S_MAX = 60.0
+STOP_S_MAX = 120.0
 """From the signal to the launcher's end: drains included."""
 GUARD_S_MAX = 45.0
 """From the launcher's SIGKILL until its guard has ended everything."""

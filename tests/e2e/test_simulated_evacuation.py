@@ -13,9 +13,11 @@ import httpx
 import pytest
 
 from shared.bus.nats_bus import connect_nats
-from shared.contracts.channels import DRAIN, DRAINED, WORKER_RECORDS
+from shared.bus.port import Bus, Envelope
+from shared.contracts.channels import DRAIN, DRAINED, LOAD, WORKER_RECORDS
 from shared.contracts.fleet_orders import DrainWorker, WorkerDrained
 from shared.contracts.ids import WorkerId
+from shared.contracts.load import LoadReport
 from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerPhase
 from tests.e2e.conftest import FAST
 from tests.e2e.prompts import VOCABULARY
@@ -30,7 +32,7 @@ BLOCK = 32
 HISTORY_BLOCKS = 20
 CONVERSATIONS = 6
 START_S_MAX = 120.0
-LEAVE_S_MAX = 30.0
+LEAVE_S_MAX = 60.0
 WORKERS = ("w1", "w2", "w3")
 
 
@@ -40,6 +42,8 @@ class Fleet:
 
     nats_url: str
     http: httpx.Client
+    of_canaries: int = 0
+    """Blocks that workers hold before they are asked anything."""
 
     def ask(self, prompt: list[int]) -> tuple[str, int]:
         """Who answered, and how many of the prompt's tokens were cached there."""
@@ -63,12 +67,13 @@ class Fleet:
         promise = f"{blocks} blocks of {workers} workers are known"
         until(lambda: (len(self.exact()), sum(self.exact().values())) == (workers, blocks), promise, START_S_MAX)
 
-    def until_proven(self) -> None:
-        """Until all workers are ready: then their canaries are over, too."""
-        asyncio.run(self._until_proven())
-        until(lambda: len(self.exact()) == len(WORKERS), "the router knows all workers", START_S_MAX)
+    def until_proven(self) -> int:
+        """Until all workers are ready: then their canaries are over, too. Answers how many blocks these have left."""
+        blocks = asyncio.run(self._until_proven())
+        self.until_known(len(WORKERS), blocks)
+        return blocks
 
-    async def _until_proven(self) -> None:
+    async def _until_proven(self) -> int:
         bus = await connect_nats(self.nats_url, name="operator")
         try:
             async with asyncio.timeout(START_S_MAX):
@@ -77,7 +82,8 @@ class Fleet:
                     if entry is not None and entry.value is not None and entry.value.phase is WorkerPhase.READY:
                         waiting.discard(entry.key)
                     if not waiting:
-                        return
+                        return await blocks_of_all(bus)
+            raise AssertionError("the registry is watched for ever")
         finally:
             await bus.close()
 
@@ -108,8 +114,24 @@ def fleet(tmp_path: Path, nats_server: NatsServer) -> Iterator[Fleet]:
             stack.enter_context(service_process("worker", tmp_path, **settings, **common))
         client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60.0, trust_env=False)
         fleet = Fleet(nats_server.url, stack.enter_context(client))
-        fleet.until_proven()
+        fleet.of_canaries = fleet.until_proven()
         yield fleet
+
+
+async def blocks_of_all(bus: Bus) -> int:
+    """How many blocks the workers hold, by what they say from now on."""
+    told: dict[str, int] = {}
+    complete = asyncio.Event()
+
+    def hear(load: LoadReport, _envelope: Envelope) -> None:
+        if load.digest is not None:
+            told[load.worker_id] = load.digest.count
+        if len(told) == len(WORKERS):
+            complete.set()
+
+    await bus.subscribe(LOAD, hear)
+    await complete.wait()
+    return sum(told.values())
 
 
 def history(seed: int) -> list[int]:
@@ -121,13 +143,12 @@ def question(seed: int) -> list[int]:
 
 
 def test_conversations_find_their_cache_with_those_who_stay_unless_it_was_to_be_left(fleet: Fleet):
-    of_canaries = sum(fleet.exact().values())
     homes: dict[str, list[int]] = {}
     for seed in range(CONVERSATIONS):
         worker_id, cached = fleet.ask(history(seed))
         assert cached == 0
         homes.setdefault(worker_id, []).append(seed)
-        fleet.until_known(3, of_canaries + (seed + 1) * HISTORY_BLOCKS)
+        fleet.until_known(3, fleet.of_canaries + (seed + 1) * HISTORY_BLOCKS)
     leaving, conversations = max(homes.items(), key=lambda home: len(home[1]))
     stayed = sum(blocks for worker_id, blocks in fleet.exact().items() if worker_id != leaving)
 

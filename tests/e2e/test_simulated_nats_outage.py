@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,12 +11,14 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import FAST, START_S_MAX
+from tests.e2e.prompts import VOCABULARY
 from tests.e2e.system import System, until
 from tests.nats_server import NatsServer
 
 pytestmark = pytest.mark.nats
 
 MODEL = "baton-tiny"
+BLOCK = 32
 WORKERS = {"prefill-1", "prefill-2", "decode-1", "decode-2"}
 IMPATIENT = {"ROUTER_BUS_WAIT_S_MAX": "1"}
 CLIENTS = 8
@@ -105,7 +108,7 @@ def test_a_stream_that_may_not_go_on_ends_with_an_error_event_when_nats_dies(sys
 
 def test_a_prefix_cached_before_the_outage_is_found_after_it(system: System, nats: NatsServer):
     until(lambda: well_again(system), "all is well before")
-    prompt = list(range(100, 1124))
+    prompt = random.Random(3).choices(VOCABULARY, k=160 * BLOCK)
     home = ask(system, 0, prompt=prompt).headers["x-baton-prefill-worker"]
     system.until_idle()
 
@@ -115,6 +118,6 @@ def test_a_prefix_cached_before_the_outage_is_found_after_it(system: System, nat
     nats.start()
     until(lambda: well_again(system), "all is well again")
 
-    again = ask(system, 0, prompt=prompt)
+    again = ask(system, 0, prompt=prompt, kv_fetch_min_tokens=1_000_000)
     assert again.headers["x-baton-prefill-worker"] == home
-    assert again.json()["usage"]["prompt_tokens_details"]["cached_tokens"] >= 31 * 32
+    assert again.json()["usage"]["prompt_tokens_details"]["cached_tokens"] >= 159 * BLOCK

@@ -100,17 +100,16 @@ def answers(url: str) -> bool:
         return False
 
 
-def test_down_leaves_nothing(tmp_path: Path):
-    with System(tmp_path, *TWO) as system:
-        system.wait_ready(START_S_MAX)
-        ports = [system.port, *(int(url.rsplit(":", 1)[1]) for url in own_urls(system).values())]
+def test_down_leaves_nothing(system: System):
+    """The last of them: it uses the system up."""
+    ports = [system.port, *(int(url.rsplit(":", 1)[1]) for url in own_urls(system).values())]
 
-        code, out, _err = baton("down", "--state-dir", str(tmp_path))
+    code, out, _err = baton("down", "--state-dir", str(system.folder))
 
-        assert code == 0
-        assert system.endpoint in out
-        until(lambda: not system.processes(), "no process is left", GUARD_S_MAX)
-        assert all(is_free(port) for port in ports)
+    assert code == 0
+    assert system.endpoint in out
+    until(lambda: not system.processes(), "no process is left", GUARD_S_MAX)
+    assert all(is_free(port) for port in ports)
 
 
 def is_free(port: int) -> bool:

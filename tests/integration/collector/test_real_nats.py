@@ -20,7 +20,7 @@ from tests.processes import service_process
 
 pytestmark = pytest.mark.nats
 
-WAIT_S_MAX = 20.0
+WAIT_S_MAX = 60.0
 
 
 def finished(**facts):

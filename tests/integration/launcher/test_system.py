@@ -29,7 +29,7 @@ from shared.runtime.clock import SystemClock
 pytestmark = pytest.mark.nats
 
 FAKE = Path(__file__).with_name("fake_service.py")
-WAIT_S_MAX = 30.0
+WAIT_S_MAX = 60.0
 
 
 def free_port() -> int:

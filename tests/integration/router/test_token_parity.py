@@ -15,7 +15,7 @@ from tests.simulated_system import until_ready
 
 pytestmark = pytest.mark.nats
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 def parity(url: str) -> dict[str, str]:

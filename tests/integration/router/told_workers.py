@@ -32,7 +32,7 @@ from tests.fleet_builders import record
 
 CHAINS, CHAIN_BLOCKS = 40, 60
 STEP_S = 0.003
-SETTLE_S_MAX = 20.0
+SETTLE_S_MAX = 60.0
 LOST_SHARE = 0.01
 CANCELS_MAX = 5
 
