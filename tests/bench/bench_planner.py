@@ -2,8 +2,8 @@
 
     python -m tests.bench.bench_planner TRACE [--load 2 --hours 2 --swing 0.7 --day-hours 1] [--fixed-size 8] ...
 
-A table: the planned fleet, fixed fleets of its mean size (split as the planner did on average, and as would have been
-best), and one of its largest size. ``--fixed-size``: nobody can be started, so the planner can only change roles.
+A table: the planned fleet, fixed fleets of its mean size (split as the planner did on average, and otherwise until that
+gets worse, so that the best split is among them), and one of its largest size. ``--fixed-size``: nobody can be started, so the planner can only change roles.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from replay.world import Shape
 from services.orchestrator.core.rules import Rules
 from services.router.core.admission import AdmissionPolicy
 from tests.bench.planned_replay import Delays, PlannedWorld
-from tests.bench.planned_runs import UNDONE_S, Course, Outcome, best_split, run, split, undone
+from tests.bench.planned_runs import UNDONE_S, Course, Outcome, run, split, splits, undone
 from tests.bench.planned_traffic import Traffic, traffic
 
 WORKERS_MAX = 64
@@ -84,11 +84,11 @@ def compare(course: Course, options: argparse.Namespace) -> Iterator[str]:
     yield line(planned, course.hours, planned=True)
     if options.alone:
         return
-    mean = planned.shape
-    tried: list[Outcome] = []
-    best = best_split(course, mean, tried.append)
-    yield line(next(one for one in tried if one.shape == mean), course.hours, planned=False)
-    yield line(best, course.hours, planned=False)
+    tried = []
+    for fixed in splits(course, planned.shape):
+        tried.append(fixed)
+        yield line(fixed, course.hours, planned=False)
+    best = max(tried, key=lambda one: one.good)
     if planned.workers_max > planned.workers_mean + 1:
         share = best.shape.prefill / (best.shape.prefill + best.shape.decode)
         most, _world = run(course, split(planned.workers_max, share), "fixed, as large as ever")

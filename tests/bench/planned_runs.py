@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from replay.profile import Profile
@@ -90,23 +90,19 @@ def run(course: Course, shape: Shape, name: str, rules: Rules | None = None) -> 
     return outcome, world
 
 
-def best_split(course: Course, start: Shape, told: Callable[[Outcome], None]) -> Outcome:
-    """The fixed fleet of this size with the most good requests, in hindsight; found by going uphill from ``start``."""
-    known: dict[int, Outcome] = {}
-
-    def at(prefill: int) -> Outcome:
-        if prefill not in known:
-            shape = Shape(prefill=prefill, decode=size - prefill)
-            known[prefill] = run(course, shape, "fixed, best split")[0]
-            told(known[prefill])
-        return known[prefill]
-
+def splits(course: Course, start: Shape) -> Iterator[Outcome]:
+    """Fixed fleets of one size: uphill from ``start``, for as long as more requests are good than before."""
     size = start.prefill + start.decode
-    best = at(start.prefill)
+    first = best = run(course, start, "fixed")[0]
+    yield first
     for way in (-1, 1):
-        while 0 < best.shape.prefill + way < size and at(best.shape.prefill + way).good > best.good:
-            best = at(best.shape.prefill + way)
-    return best
+        prefill = start.prefill + way
+        while 0 < prefill < size and (best is first or best.shape.prefill == prefill - way):
+            tried = run(course, Shape(prefill=prefill, decode=size - prefill), "fixed")[0]
+            yield tried
+            if tried.good <= best.good:
+                break
+            best, prefill = tried, prefill + way
 
 
 def split(size: int, share: float) -> Shape:

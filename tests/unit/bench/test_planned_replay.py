@@ -15,7 +15,7 @@ from services.orchestrator.core.rules import Rules
 from shared.contracts.planning import Demand, PlanAction, PlanDecision
 from shared.contracts.workers import Role
 from tests.bench.planned_replay import Delays
-from tests.bench.planned_runs import UNDONE_S, Course, best_split, run, undone
+from tests.bench.planned_runs import UNDONE_S, Course, run, splits, undone
 from tests.bench.planned_traffic import Traffic, traffic
 
 SLOW = Profile(
@@ -82,7 +82,7 @@ def test_the_best_split_is_found_from_any_other():
     of = course(Traffic(load=0.9, hours=0.05))
     goods = {prefill: run(of, Shape(prefill=prefill, decode=4 - prefill), "")[0].good for prefill in (1, 2, 3)}
 
-    assert best_split(of, Shape(prefill=1, decode=3), lambda _tried: None).good == max(goods.values())
+    assert max(one.good for one in splits(of, Shape(prefill=1, decode=3))) == max(goods.values())
 
 
 def test_a_days_requests_come_in_the_traces_order_with_new_contents_in_each_lap():
