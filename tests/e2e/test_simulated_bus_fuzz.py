@@ -20,7 +20,7 @@ from tests.e2e.system import SOON_S_MAX, System, until
 
 pytestmark = pytest.mark.nats
 
-PAYLOADS_PER_CHANNEL = 150
+PAYLOADS_PER_CHANNEL = 60
 PART_HEADERS = [
     "",
     "x",

@@ -15,7 +15,7 @@ from tests.e2e.system import System, until
 
 pytestmark = pytest.mark.nats
 
-ANSWER_S_MAX = 10.0
+ANSWER_S_MAX = 60.0
 EXAMPLES = 150
 
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.nats
 
 REQUESTS = 3
 LINES, COLUMNS = 30, 100
-DRAWN_S_MAX = 30.0
+DRAWN_S_MAX = 60.0
 WORKERS = ("prefill-1", "prefill-2", "decode-1", "decode-2")
 
 
