@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 
 from services.router.core.learning import Learner
-from shared.contracts.load import StepTotals
+from shared.engine_speed import Steps
 from tests.e2e.system import System
 from tests.scenarios.predicted_fleet import APART, TOGETHER, Errors, PredictedFleet, itl_errors, mixed, ttft_errors
 
@@ -51,7 +51,7 @@ def virtual(requests: int) -> Iterator[str]:
 
 def cost(rounds: int = 20_000) -> Iterator[str]:
     """Microseconds of CPU."""
-    step = StepTotals(seconds=0.1, prefill_steps=1, prefill_tokens=500, prefill_pairs=1e5, decode_steps=3)
+    step = Steps(seconds=0.1, prefill_steps=1, prefill_tokens=500, prefill_pairs=1e5, decode_steps=3)
     family = Learner()
     learner = Learner(family)
     for name, work in (

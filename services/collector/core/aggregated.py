@@ -18,8 +18,8 @@ import math
 from dataclasses import dataclass
 
 from services.collector.core.engine_work import FleetWork
-from services.collector.core.step_law import Law
 from shared.contracts.decisions import TtftParts
+from shared.engine_speed import Law
 
 ROOM_MIN = 0.05
 """Of an engine's time: with less to spare, no queue is steady."""
@@ -86,14 +86,15 @@ class Aggregated:
 
 def aggregated(work: FleetWork, law: Law, step_tokens: int) -> Aggregated | None:
     """``work`` must have engines of both kinds."""
-    busy = work.prefill_s(work.work, law) / work.engines
-    per_engine = work.completions_per_s() / work.engines
+    busy = law.prefill_s(work.work) / work.engines
+    tokens_per_s = work.work.decode_requests
+    per_engine = tokens_per_s / work.engines
     step_s = law.decode_step_s + law.decode_request_s
     room = 1.0 - busy - law.decode_request_s * per_engine
     if room < ROOM_MIN:
         return None
-    room_now = 1.0 - work.prefill_s(work.decode_work, law) / work.decodes
-    room_now -= law.decode_request_s * work.completions_per_s() / work.decodes
+    room_now = 1.0 - law.prefill_s(work.decode_work) / work.decodes
+    room_now -= law.decode_request_s * tokens_per_s / work.decodes
     itl_s, itl_now_s = step_s / room, step_s / max(room_now, ROOM_MIN)
     batch = per_engine * itl_s
     return Aggregated(
@@ -102,6 +103,6 @@ def aggregated(work: FleetWork, law: Law, step_tokens: int) -> Aggregated | None
         shared_s=law.decode_step_s * (1.0 - math.exp(-batch)) + law.decode_request_s * batch,
         queue_ratio=work.prefills / work.engines,
         busy=busy,
-        busy_now=work.prefill_s(work.prefill_work, law) / work.prefills,
+        busy_now=law.prefill_s(work.prefill_work) / work.prefills,
         step_tokens=max(1, step_tokens),
     )

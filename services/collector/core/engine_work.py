@@ -6,12 +6,11 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
-from services.collector.core.step_law import DECODE_REQUESTS, FEATURES, Law, StepLaw, Vector, work_between
+from services.collector.core.step_law import StepLaw
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.load import LoadReport, StepTotals
 from shared.contracts.workers import Role
+from shared.engine_speed import NO_STEPS, Law, Steps
 
 WINDOW_S = 600.0
 """What a verdict looks back on."""
@@ -21,7 +20,6 @@ SLOT_S = 5.0
 """Work is kept in sums over so many seconds."""
 ENGINES_MAX = 1024
 MODELS_MAX = 64
-PREFILL = slice(0, 2)
 
 
 class EngineWork:
@@ -35,10 +33,10 @@ class EngineWork:
         self._epoch: Epoch = load.epoch
         self._steps = load.steps or StepTotals()
         self._told_at = now
-        self._slots: deque[tuple[float, float, Vector]] = deque()
+        self._slots: deque[tuple[float, float, Steps]] = deque()
         """When each began, the seconds that it covers, and the work."""
 
-    def told(self, load: LoadReport, now: float) -> tuple[Vector, float] | None:
+    def told(self, load: LoadReport, now: float) -> Steps | None:
         """A report. Answers an equation of the engine's law, now and then."""
         self.role, self.heard = load.role, now
         if load.steps is None or load.epoch < self._epoch:
@@ -49,22 +47,20 @@ class EngineWork:
         span_s = now - self._told_at
         if span_s < EQUATION_S:
             return None
-        work, seconds = work_between(self._steps, load.steps)
+        done = Steps.between(self._steps, load.steps)
         self._steps, self._told_at = load.steps, now
-        if seconds < 0 or work.min() < 0:
+        if not done.is_possible:
             return None
-        self._keep(work, span_s, now)
-        return (work, seconds) if seconds > 0 else None
+        self._keep(done, span_s, now)
+        return done if done.seconds > 0 else None
 
-    def lately(self, now: float) -> tuple[Vector, float]:
+    def lately(self, now: float) -> tuple[Steps, float]:
         """The work of the window, and how many seconds of it were watched."""
         self._forget(now)
-        total = np.zeros(len(FEATURES))
-        for _at, _span_s, work in self._slots:
-            total = total + work
-        return total, sum(span_s for _at, span_s, _work in self._slots)
+        work = sum((work for _at, _span_s, work in self._slots), NO_STEPS)
+        return work, sum(span_s for _at, span_s, _work in self._slots)
 
-    def _keep(self, work: Vector, span_s: float, now: float) -> None:
+    def _keep(self, work: Steps, span_s: float, now: float) -> None:
         if self._slots and now - self._slots[-1][0] < SLOT_S:
             at, before_s, before = self._slots.pop()
             self._slots.append((at, before_s + span_s, before + work))
@@ -85,19 +81,10 @@ class FleetWork:
     prefills: int
     """Of them, those that prompts are placed on; likewise ``decodes``."""
     decodes: int
-    work: Vector
-    prefill_work: Vector
+    work: Steps
+    prefill_work: Steps
     """Of those that only compute prompts, or do both; likewise ``decode_work``."""
-    decode_work: Vector
-
-    def completions_per_s(self) -> float:
-        """Tokens that completions grow by."""
-        return float(self.work[DECODE_REQUESTS])
-
-    @staticmethod
-    def prefill_s(work: Vector, law: Law) -> float:
-        """Seconds of engines spent on prompts, in each second."""
-        return float(work[PREFILL] @ np.array(law[PREFILL]))
+    decode_work: Steps
 
 
 class Engines:
@@ -120,7 +107,7 @@ class Engines:
         if equation is not None and engine.model:
             if len(self._laws) >= MODELS_MAX and engine.model not in self._laws:
                 return
-            self._laws.setdefault(engine.model, StepLaw()).add(*equation, now)
+            self._laws.setdefault(engine.model, StepLaw()).add(equation, now)
 
     def served(self, model: str, worker_ids: Iterable[str]) -> None:
         """These workers took part in a request for that model."""
@@ -160,10 +147,6 @@ class Engines:
             del self._engines[silent]
 
 
-def _per_s(engines: Iterable[EngineWork], now: float) -> Vector:
-    total = np.zeros(len(FEATURES))
-    for engine in engines:
-        work, seconds = engine.lately(now)
-        if seconds > 0:
-            total = total + work / seconds
-    return total
+def _per_s(engines: Iterable[EngineWork], now: float) -> Steps:
+    lately = (engine.lately(now) for engine in engines)
+    return sum((work.per(seconds) for work, seconds in lately if seconds > 0), NO_STEPS)

@@ -1,7 +1,4 @@
-"""How long an engine's steps take, by what they compute: learned from load reports, as equations of one law.
-
-    seconds = prefill_step_s * steps with prompt tokens + prefill_token_s * prompt tokens
-            + decode_step_s * steps with completions + decode_request_s * completions in these steps
+"""The law of one model's engines, as far as a verdict asks for it: without pairs and context.
 
 Nothing in it is negative. Where batches have hardly varied nobody can tell what a step costs from what each completion
 in it costs; then there are two laws, the extremes, and whoever asks has to live with both.
@@ -11,15 +8,16 @@ from __future__ import annotations
 
 import math
 from itertools import combinations
-from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from shared.contracts.load import StepTotals
+from shared.engine_speed import Law, Steps
 
-FEATURES = ("prefill_steps", "prefill_tokens", "decode_steps", "decode_requests")
-DECODE_STEPS, DECODE_REQUESTS = 2, 3
+PARTS = len(Law._fields)
+DECODE_STEPS, DECODE_REQUESTS = 3, 4
+FITTED = (0, 1, DECODE_STEPS, DECODE_REQUESTS)
+"""The others stay 0."""
 MEMORY_S = 600.0
 """Equations are forgotten by and by."""
 ROWS_MIN = 20
@@ -31,44 +29,36 @@ SECONDS_MIN = 1e-3
 Vector = npt.NDArray[np.float64]
 
 
-class Law(NamedTuple):
-    """See the module."""
-
-    prefill_step_s: float
-    prefill_token_s: float
-    decode_step_s: float
-    decode_request_s: float
-
-
 class StepLaw:
     """The law of one model's engines."""
 
     def __init__(self) -> None:
         self.rows = 0
-        self._products: Vector = np.zeros((len(FEATURES), len(FEATURES)))
-        self._seconds: Vector = np.zeros(len(FEATURES))
+        self._products: Vector = np.zeros((PARTS, PARTS))
+        self._seconds: Vector = np.zeros(PARTS)
         self._at = 0.0
 
-    def add(self, work: Vector, seconds: float, now: float) -> None:
-        """One equation more: some engine did this work in so many seconds of steps."""
+    def add(self, done: Steps, now: float) -> None:
+        """One equation more: some engine did this."""
         kept = math.exp(-max(0.0, now - self._at) / MEMORY_S)
         self._at = max(self._at, now)
-        weight = 1.0 / max(seconds, SECONDS_MIN)
+        weight = 1.0 / max(done.seconds, SECONDS_MIN)
+        work = np.array(done.work(), dtype=np.float64)
         self._products = kept * self._products + weight * np.outer(work, work)
-        self._seconds = kept * self._seconds + weight * seconds * work
+        self._seconds = kept * self._seconds + weight * done.seconds * work
         self.rows += 1
 
     def laws(self) -> tuple[Law, ...]:
         """None while too little is known, one, or two where what was seen fits both."""
         if self.rows < ROWS_MIN or not self._products[DECODE_STEPS, DECODE_STEPS]:
             return ()
-        everything = set(range(len(FEATURES)))
+        everything = set(FITTED)
         if self._tells_apart():
             return (self._fit(everything),)
         return self._fit(everything - {DECODE_REQUESTS}), self._fit(everything - {DECODE_STEPS})
 
     def _tells_apart(self) -> bool:
-        others = [one for one in range(len(FEATURES)) if one != DECODE_REQUESTS and self._products[one, one] > 0]
+        others = [one for one in FITTED if one != DECODE_REQUESTS and self._products[one, one] > 0]
         own = self._products[DECODE_REQUESTS, DECODE_REQUESTS]
         shared = self._products[others, DECODE_REQUESTS]
         explained = shared @ np.linalg.pinv(self._products[np.ix_(others, others)]) @ shared
@@ -77,19 +67,13 @@ class StepLaw:
     def _fit(self, features: set[int]) -> Law:
         """Least squares without negative parts: of the few ways to leave some out, the best that has none."""
         seen = [one for one in sorted(features) if self._products[one, one] > 0]
-        best, best_gain = np.zeros(len(FEATURES)), 0.0
+        best, best_gain = np.zeros(PARTS), 0.0
         for count in range(1, len(seen) + 1):
             for chosen in combinations(seen, count):
                 rows = list(chosen)
                 parts = np.linalg.pinv(self._products[np.ix_(rows, rows)]) @ self._seconds[rows]
                 gain = float(parts @ self._seconds[rows])
                 if parts.min() >= 0 and gain > best_gain:
-                    best, best_gain = np.zeros(len(FEATURES)), gain
+                    best, best_gain = np.zeros(PARTS), gain
                     best[rows] = parts
         return Law(*best.tolist())
-
-
-def work_between(earlier: StepTotals, later: StepTotals) -> tuple[Vector, float]:
-    """What was computed from one to the other, in the order of ``FEATURES``, and the seconds of it."""
-    values: list[Any] = [getattr(later, name) - getattr(earlier, name) for name in FEATURES]
-    return np.array(values, dtype=np.float64), later.seconds - earlier.seconds

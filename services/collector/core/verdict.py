@@ -15,12 +15,12 @@ import numpy as np
 
 from services.collector.core.aggregated import Latencies, Sample, aggregated
 from services.collector.core.engine_work import MODELS_MAX, WINDOW_S, Engines, FleetWork
-from services.collector.core.step_law import Law
 from shared.contracts.failures import Reason
 from shared.contracts.inference import RequestFinished
 from shared.contracts.load import LoadReport
 from shared.contracts.verdict import Verdict, VerdictBucket
 from shared.contracts.workers import Role
+from shared.engine_speed import Law
 
 STARTS = (1, 256, 1024, 4096, 16384)
 """Where each range of prompt lengths begins, in tokens."""

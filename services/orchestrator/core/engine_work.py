@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from services.orchestrator.core.speeds import SAMPLE_S_MIN, SpeedLearner
-from services.orchestrator.core.steps import NO_STEPS, Steps
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.load import LoadReport
+from shared.contracts.load import LoadReport, StepTotals
+from shared.engine_speed import NO_STEPS, Steps, Untaught
 
 READING_S_MIN = 0.5
 """Between two readings of one worker that are kept."""
@@ -28,16 +28,15 @@ class EngineWork:
     """Requests in the engine's queue."""
     waiting_tokens: int = 0
     tells_steps: bool = False
-    readings: deque[tuple[float, Steps]] = field(default_factory=deque)
-    taught: Steps = NO_STEPS
-    """Up to here its steps have taught the speeds."""
+    readings: deque[tuple[float, StepTotals]] = field(default_factory=deque)
+    untaught: Untaught = field(default_factory=Untaught)
 
     def rate(self) -> Steps:
         """What it did per second in the window."""
         if len(self.readings) < 2:
             return NO_STEPS
         (first_at, first), (last_at, last) = self.readings[0], self.readings[-1]
-        return (last - first).per(last_at - first_at)
+        return Steps.between(first, last).per(last_at - first_at)
 
 
 class FleetWork:
@@ -58,13 +57,11 @@ class FleetWork:
         engine.tells_steps = load.steps is not None
         if load.steps is None or (engine.readings and now - engine.readings[-1][0] < READING_S_MIN):
             return
-        totals = Steps.told(load.steps)
-        engine.readings.append((now, totals))
+        engine.readings.append((now, load.steps))
         while len(engine.readings) > 2 and engine.readings[1][0] <= now - self._window_s:
             engine.readings.popleft()
-        done = totals - engine.taught
-        if done.seconds >= SAMPLE_S_MIN or done.seconds < 0.0:
-            engine.taught = totals
+        done = engine.untaught.sample(load.steps, SAMPLE_S_MIN)
+        if done is not None:
             learner.worked(done)
 
     def forget(self, now: float) -> None:

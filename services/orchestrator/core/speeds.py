@@ -1,8 +1,7 @@
 """How fast the engines of one fingerprint are, learned from their own accounts of their steps.
 
-A step's duration is a sum over what it computes, so the work done between two load reports is one equation of the
-speeds. They are solved by least squares of relative errors. Engines differ by factors of hundreds and in proportions by
-far less, so what the samples do not tell apart keeps usual proportions at the measured scale.
+Their equations are solved by least squares of relative errors. What the samples do not tell apart keeps the usual
+proportions at the measured scale.
 
 Samples are forgotten only for others of their kind: by how large the batches were. What full batches took is known on
 when the fleet has grown and batches are small; otherwise it would shrink on a guess, grow again, and so on.
@@ -11,17 +10,16 @@ when the fleet has grown and batches are small; otherwise it would shrink on a g
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from services.orchestrator.core.steps import Steps
+from shared.engine_speed import USUAL, Law, Steps
 
 Floats = npt.NDArray[np.float64]
 
-USUAL: Floats = np.array([0.005, 2.5e-4, 7.6e-9, 0.015, 2e-4, 5e-8])
-"""Seconds for one of each of what ``Steps`` counts, of some engine: only the proportions are believed."""
+PROPORTIONS: Floats = np.array(USUAL)
+"""Of the usual speeds nothing else is believed."""
 PREFILL, DECODE = slice(0, 3), slice(3, 6)
 SAMPLE_S_MIN = 0.05
 """Less of steps says more of the clock than of the engine; it counts when there is more."""
@@ -38,36 +36,12 @@ MEASURED_MIN = 0.5
 SINGULAR = 1e-9
 
 
-@dataclass(frozen=True, slots=True)
-class Speeds:
-    """Seconds for one of each."""
-
-    prefill_step_s: float
-    prompt_token_s: float
-    pair_s: float
-    decode_step_s: float
-    decode_request_s: float
-    context_token_s: float
-
-    def prefill_s(self, done: Steps) -> float:
-        """What of these steps' time went to prompts."""
-        return (
-            done.prefill_steps * self.prefill_step_s
-            + done.prompt_tokens * self.prompt_token_s
-            + done.pairs * self.pair_s
-        )
-
-    def decode_step_of(self, requests: float, context_tokens: float) -> float:
-        """Duration of a step in which so many completions go on, each with so much context."""
-        return self.decode_step_s + requests * (self.decode_request_s + context_tokens * self.context_token_s)
-
-
 class SpeedLearner:
     """Of all engines of a fingerprint together: they run the same model on the same kind of machine."""
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[int, int], Equations] = {}
-        self._solved: Speeds | None = None
+        self._solved: Law | None = None
 
     @property
     def knows(self) -> bool:
@@ -76,17 +50,17 @@ class SpeedLearner:
 
     def worked(self, done: Steps) -> None:
         """An engine did this in that time. Nonsense is ignored."""
-        parts = np.array(done.values()[1:]) * USUAL
+        parts = np.array(done.work(), dtype=np.float64) * PROPORTIONS
         whole = float(parts.sum())
         if not (SAMPLE_S_MIN <= done.seconds < math.inf and 0.0 < whole < math.inf and parts.min() >= 0.0):
             return
         self._kinds.setdefault(_kind(done), Equations()).add(parts / done.seconds)
         self._solved = None
 
-    def speeds(self) -> Speeds | None:
+    def speeds(self) -> Law | None:
         """As far as is known; None before anything was measured. A phase that was not has the scale of the other."""
         if self._solved is None and self._kinds:
-            self._solved = Speeds(*_solve(sum(self._kinds.values(), Equations())).tolist())
+            self._solved = Law(*_solve(sum(self._kinds.values(), Equations())).tolist())
         return self._solved
 
 
@@ -115,7 +89,7 @@ class Equations:
 
 def _kind(done: Steps) -> tuple[int, int]:
     """Prompt tokens in a step and completions in a step, by powers of two."""
-    tokens = done.prompt_tokens / done.prefill_steps if done.prefill_steps else 0.0
+    tokens = done.prefill_tokens / done.prefill_steps if done.prefill_steps else 0.0
     completions = done.decode_requests / done.decode_steps if done.decode_steps else 0.0
     return int(tokens).bit_length(), int(completions).bit_length()
 
@@ -128,7 +102,7 @@ def _solve(told: Equations) -> Floats:
         squares = told.squares * np.outer(each, each)
         factors = np.linalg.solve(squares + BELIEF * np.eye(6), told.products * each + BELIEF)
         shares = np.maximum(shares * np.maximum(factors, SHARE_MIN), SHARE_MIN)
-    return shares * scale * USUAL
+    return shares * scale * PROPORTIONS
 
 
 def _scales(told: Equations) -> Floats:

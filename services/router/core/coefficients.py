@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import msgspec
 
+from shared.engine_speed import USUAL
+
 
 class Coefficients(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds. The defaults are assumed of a worker until it, or one like it, has been measured."""
 
-    prefill_base_s: float = 0.005
+    prefill_base_s: float = USUAL.prefill_step_s
     """For each step that computes prompt tokens, however few."""
-    prefill_s_per_token: float = 1 / 4000
+    prefill_s_per_token: float = USUAL.prefill_token_s
     prefill_s_per_pair: float = 0.0
     """For each earlier token that a computed token attends to (the square in attention)."""
-    decode_base_s: float = 0.015
+    decode_base_s: float = USUAL.decode_step_s
     """One step of a batch of one."""
-    decode_s_per_request: float = 0.000_2
+    decode_s_per_request: float = USUAL.decode_request_s
     """By how much each request in the batch slows the step."""
     decode_s_per_context_token: float = 0.0
     """By how much each token of context, of all requests in the batch, slows the step."""

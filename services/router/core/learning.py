@@ -12,32 +12,16 @@ Only what no step has in it comes from single requests: the reading of KV, and t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from services.router.core.coefficients import Coefficients
 from services.router.core.speeds import Prior, Speeds, Typical
 from shared.contracts.load import StepTotals
+from shared.engine_speed import USUAL, Steps, Untaught
 
 AT_FIRST = Coefficients()
-PAIRS_AT_FIRST = AT_FIRST.prefill_s_per_token / 32_768
-"""A token that attends to so many others takes twice as long."""
-CONTEXT_AT_FIRST = 5e-8
 PREFILL, DECODE = 0, 1
-STEPS_AT_FIRST = Prior(
-    [
-        AT_FIRST.prefill_base_s,
-        AT_FIRST.prefill_s_per_token,
-        PAIRS_AT_FIRST,
-        AT_FIRST.decode_base_s,
-        AT_FIRST.decode_s_per_request,
-        CONTEXT_AT_FIRST,
-    ],
-    [PREFILL, PREFILL, PREFILL, DECODE, DECODE, DECODE],
-    together=3.0,
-    apart=1.0,
-)
-"""Engines differ by factors of hundreds, their proportions by far less."""
+STEPS_AT_FIRST = Prior(USUAL, [PREFILL, PREFILL, PREFILL, DECODE, DECODE, DECODE], together=3.0, apart=1.0)
 TRANSFERS_AT_FIRST = Prior([AT_FIRST.transfer_base_s, AT_FIRST.transfer_s_per_token], [0, 0], together=3.0, apart=1.0)
 ALIKE_TOGETHER, ALIKE_APART = 0.25, 0.02
 """Variances between workers of one fingerprint: one may well be half again as fast as another."""
@@ -90,11 +74,11 @@ class Believed:
 class Learner:
     """Of one life of a worker, or of all workers of a fingerprint."""
 
-    __slots__ = ("_family", "_pairs_per_token", "_reads", "_told", "_way", "steps", "transfers")
+    __slots__ = ("_family", "_pairs_per_token", "_reads", "_untaught", "_way", "steps", "transfers")
 
     def __init__(self, family: Learner | None = None) -> None:
         self._family = family
-        self._told = StepTotals()
+        self._untaught = Untaught()
         self._pairs_per_token: float = family._pairs_per_token if family else 0.0
         self._reads = 0
         self._way: Typical = family._way.like() if family else Typical(AT_FIRST.way_s)
@@ -103,20 +87,12 @@ class Learner:
 
     def told(self, totals: StepTotals) -> bool:
         """The worker reports; answers whether anything was learned."""
-        if not (math.isfinite(totals.seconds) and math.isfinite(totals.prefill_pairs)):
-            return False
-        done = _between(self._told, totals)
-        if done.seconds < 0.0:
-            self._told = totals  # Its totals began anew.
-            return False
-        if done.seconds < (SAMPLE_S_MIN if self.steps.is_young else GROWN_SAMPLE_S):
-            return False
-        self._told = totals
-        return self.worked(done)
+        done = self._untaught.sample(totals, SAMPLE_S_MIN if self.steps.is_young else GROWN_SAMPLE_S)
+        return done is not None and self.worked(done)
 
-    def worked(self, done: StepTotals) -> bool:
+    def worked(self, done: Steps) -> bool:
         """Some steps of the engine; answers whether that could be."""
-        if not self.steps.learn(_work(done), done.seconds):
+        if not self.steps.learn(done.work(), done.seconds):
             return False
         if done.prefill_tokens:
             self._prompts_were(done.prefill_pairs / done.prefill_tokens)
@@ -158,26 +134,3 @@ class Learner:
         self._pairs_per_token = before + PAIRS_STEP * (pairs_per_token - before) if before else pairs_per_token
         if self._family is not None:
             self._family._prompts_were(pairs_per_token)
-
-
-def _between(earlier: StepTotals, later: StepTotals) -> StepTotals:
-    return StepTotals(
-        seconds=later.seconds - earlier.seconds,
-        prefill_steps=later.prefill_steps - earlier.prefill_steps,
-        prefill_tokens=later.prefill_tokens - earlier.prefill_tokens,
-        prefill_pairs=later.prefill_pairs - earlier.prefill_pairs,
-        decode_steps=later.decode_steps - earlier.decode_steps,
-        decode_requests=later.decode_requests - earlier.decode_requests,
-        decode_context_tokens=later.decode_context_tokens - earlier.decode_context_tokens,
-    )
-
-
-def _work(done: StepTotals) -> list[float]:
-    return [
-        done.prefill_steps,
-        done.prefill_tokens,
-        done.prefill_pairs,
-        done.decode_steps,
-        done.decode_requests,
-        done.decode_context_tokens,
-    ]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.core.coefficients import Coefficients
 from services.router.core.learning import Learner
 from shared.contracts.load import StepTotals
+from shared.engine_speed import Steps
 
 COUNTS = st.integers(0, 10**9) | st.integers(-5, 2**63)
 DURATIONS = st.floats(0.0, 1e4) | st.floats(allow_nan=True, allow_infinity=True)
@@ -37,7 +37,7 @@ def claim(learner: Learner, kind: str, what) -> None:
     if kind == "told":
         learner.told(what)
     elif kind == "worked":
-        learner.worked(what)
+        learner.worked(Steps.between(StepTotals(), what))
     elif kind == "transfer":
         learner.transfer_took(what[0], what[1], asked=what[2])
     else:
@@ -70,7 +70,7 @@ def test_the_same_claims_teach_the_same(claims):
 
 
 STEPS = st.builds(
-    StepTotals,
+    Steps,
     prefill_steps=st.integers(1, 4),
     prefill_tokens=st.integers(1, 16_000),
     prefill_pairs=st.floats(0.0, 1e8),
@@ -89,7 +89,7 @@ def test_one_sample_brings_the_prediction_of_it_near_to_it(step):
 
     known = learner.coefficients()
     speeds = list(values(known).values())[:6]
-    work = msgspec.structs.astuple(step)[1:]
+    work = step.work()
     predicted = sum(speed * amount for speed, amount in zip(speeds, work, strict=True))
     assumed = sum(
         speed * amount for speed, amount in zip(list(values(Learner().coefficients()).values())[:6], work, strict=True)

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import random
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.collector.core.step_law import ROWS_MIN, Law, StepLaw, work_between
-from shared.contracts.load import StepTotals
+from services.collector.core.step_law import ROWS_MIN, StepLaw
+from shared.engine_speed import Law, Steps
 
 TRUE = Law(prefill_step_s=0.002, prefill_token_s=4e-5, decode_step_s=0.008, decode_request_s=5e-5)
+
+
+def did(law: Law, prompts: float, tokens: float, steps: float, completions: float) -> Steps:
+    work = (prompts, tokens, 50.0 * tokens, steps, completions, 900.0 * completions)
+    return Steps(sum(part * amount for part, amount in zip(law, work, strict=True)), *work)
 
 
 def learned(rows: int = 200, batches: tuple[int, int] = (1, 64), noise: float = 0.0, law: Law = TRUE) -> StepLaw:
     chance, of = random.Random(7), StepLaw()
     for number in range(rows):
         steps, prompts = chance.randint(20, 60), chance.randint(0, 5)
-        work = np.array([prompts, prompts * chance.randint(50, 2000), steps, steps * chance.randint(*batches)], float)
-        seconds = float(work @ np.array(law)) * (1 + noise * chance.uniform(-1, 1))
-        of.add(work, seconds, float(number))
+        done = did(law, prompts, prompts * chance.randint(50, 2000), steps, steps * chance.randint(*batches))
+        seconds = done.seconds * (1 + noise * chance.uniform(-1, 1))
+        of.add(Steps(seconds, *done.work()), float(number))
     return of
 
 
@@ -56,7 +61,7 @@ def test_little_is_no_law():
 def test_engines_that_only_compute_prompts_say_nothing_of_completions():
     of = StepLaw()
     for number in range(100):
-        of.add(np.array([2.0, 100.0 + number, 0.0, 0.0]), 0.1, float(number))
+        of.add(Steps(0.1, 2.0, 100.0 + number), float(number))
 
     assert of.laws() == ()
 
@@ -66,27 +71,17 @@ def test_what_changed_is_learned_again():
     slower = Law(*(2 * part for part in TRUE))
     for number in range(20_000):
         steps = 20 + number % 40
-        work = np.array([1, 500 + number % 700, steps, steps * (1 + number % 50)], float)
-        of.add(work, float(work @ np.array(slower)), 500 + 0.5 * number)
+        of.add(did(slower, 1, 500 + number % 700, steps, steps * (1 + number % 50)), 500 + 0.5 * number)
 
     (law,) = of.laws()
     assert law == pytest.approx(slower, rel=0.05)
 
 
-@given(st.lists(st.tuples(*[st.integers(0, 1000)] * 4, st.floats(0, 100)), max_size=60))
+@given(st.lists(st.tuples(st.floats(0, 100), *[st.integers(0, 1000)] * 6), max_size=60))
 def test_whatever_is_reported_nothing_is_negative_and_nothing_fails(rows):
     of = StepLaw()
-    for number, (*work, seconds) in enumerate(rows):
-        of.add(np.array(work, float), seconds, float(number))
+    for number, row in enumerate(rows):
+        of.add(Steps(*row), float(number))
 
     for law in of.laws():
-        assert all(np.isfinite(part) and part >= 0 for part in law)
-
-
-def test_work_is_what_lies_between_two_reports():
-    earlier = StepTotals(seconds=1.0, prefill_steps=1, prefill_tokens=10, decode_steps=2, decode_requests=4)
-    later = StepTotals(seconds=3.0, prefill_steps=2, prefill_tokens=30, decode_steps=5, decode_requests=9)
-
-    work, seconds = work_between(earlier, later)
-
-    assert (work.tolist(), seconds) == ([1, 20, 3, 5], 2.0)
+        assert all(math.isfinite(part) and part >= 0 for part in law)

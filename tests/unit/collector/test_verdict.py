@@ -5,14 +5,12 @@ from __future__ import annotations
 import random
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.collector.core.aggregated import Latencies
 from services.collector.core.engine_work import WINDOW_S, FleetWork
-from services.collector.core.step_law import Law
 from services.collector.core.verdict import (
     ENOUGH,
     STARTS,
@@ -30,6 +28,7 @@ from shared.contracts.inference import RequestFinished
 from shared.contracts.load import StepTotals
 from shared.contracts.verdict import Verdict, VerdictBucket
 from shared.contracts.workers import Role
+from shared.engine_speed import Law, Steps
 from tests.fleet_builders import load
 
 LAW = Law(prefill_step_s=0.002, prefill_token_s=4e-5, decode_step_s=0.008, decode_request_s=5e-5)
@@ -164,7 +163,8 @@ def test_an_idle_fleet_has_no_use_for_two_engines():
 
 
 def test_prompts_and_completions_that_would_fill_engines_that_do_both_make_it_worth_it():
-    prompts, completions = np.array([36.0, 70_000.0, 0.0, 0.0]), np.array([0.0, 0.0, 40.0, 20_000.0])
+    prompts = Steps(prefill_steps=36.0, prefill_tokens=70_000.0)
+    completions = Steps(decode_steps=40.0, decode_requests=20_000.0)
     work = FleetWork(
         engines=4, prefills=3, decodes=1, work=prompts + completions, prefill_work=prompts, decode_work=completions
     )

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.orchestrator.core.speeds import SpeedLearner
-from services.orchestrator.core.steps import NO_STEPS, Steps
+from shared.engine_speed import NO_STEPS, Steps
 
 SCALES = st.floats(0.05, 50.0)
 
@@ -20,7 +20,7 @@ def worked(prompt_tokens: float, batch: float, steps: int, *, token_s: float, st
     return Steps(
         seconds=prompt_tokens * token_s + (steps * step_s if batch else 0.0) + steps * batch * request_s,
         prefill_steps=float(prefill_steps),
-        prompt_tokens=prompt_tokens,
+        prefill_tokens=prompt_tokens,
         decode_steps=float(steps if batch else 0),
         decode_requests=steps * batch,
     )
@@ -77,8 +77,8 @@ def test_a_phase_that_was_never_seen_is_as_much_slower_than_usual_as_the_other()
         Steps(seconds=-1.0, decode_steps=10.0),
         Steps(seconds=float("nan"), decode_steps=10.0),
         Steps(seconds=float("inf"), decode_steps=10.0),
-        Steps(seconds=1.0, decode_steps=10.0, prompt_tokens=-5.0),
-        Steps(seconds=1.0, decode_steps=10.0, pairs=float("nan")),
+        Steps(seconds=1.0, decode_steps=10.0, prefill_tokens=-5.0),
+        Steps(seconds=1.0, decode_steps=10.0, prefill_pairs=float("nan")),
     ],
 )
 def test_nonsense_teaches_nothing(nonsense: Steps):

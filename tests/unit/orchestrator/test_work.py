@@ -6,30 +6,22 @@ import pytest
 
 from services.orchestrator.core.demand import Wish
 from services.orchestrator.core.rules import Rules
-from services.orchestrator.core.speeds import Speeds
-from services.orchestrator.core.steps import Steps
 from services.orchestrator.core.work import Engines, Queues, Work, batch_max, work_of
 from shared.contracts.planning import Demand
+from shared.engine_speed import Law, Steps
 
 RULES = Rules()
-SPEEDS = Speeds(
-    prefill_step_s=0.0,
-    prompt_token_s=1e-4,
-    pair_s=0.0,
-    decode_step_s=0.01,
-    decode_request_s=0.001,
-    context_token_s=0.0,
-)
+LAW = Law(prefill_token_s=1e-4, decode_step_s=0.01, decode_request_s=0.001)
 """10,000 prompt tokens a second; 40 completions at a time take 50 ms for a step."""
 ENGINES = Engines(kv_tokens=1_000_000, requests_max=256, prefill=1, decode=1)
 DEMAND = Demand(requests_per_s=1.0, prompt_tokens=2000, uncached_tokens=1000, completion_tokens=100, seconds=30)
-BUSY_PREFILL = Steps(prompt_tokens=9000.0, decode_requests=80.0)
+BUSY_PREFILL = Steps(prefill_tokens=9000.0, decode_requests=80.0)
 """Of one second: 0.9 of a prefill worker, and 0.1 of a decode worker."""
 NOTHING_WAITS = Queues()
 
 
 def work(rate: Steps = BUSY_PREFILL, queues: Queues = NOTHING_WAITS, **wish: float) -> Work:
-    return work_of(rate, queues, Wish(DEMAND, **wish), SPEEDS, ENGINES, RULES)
+    return work_of(rate, queues, Wish(DEMAND, **wish), LAW, ENGINES, RULES)
 
 
 def test_what_engines_did_is_measured_in_workers():
@@ -47,8 +39,8 @@ def test_what_waits_in_engines_is_work_of_its_own_phase():
 
 def test_who_waits_in_a_router_waits_for_the_phase_that_is_full():
     for_prefill = work(waiting=RULES.clear_s)
-    for_decode = work(Steps(prompt_tokens=1000.0, decode_requests=720.0), waiting=RULES.clear_s)
-    for_both = work(Steps(prompt_tokens=9000.0, decode_requests=720.0), waiting=RULES.clear_s)
+    for_decode = work(Steps(prefill_tokens=1000.0, decode_requests=720.0), waiting=RULES.clear_s)
+    for_both = work(Steps(prefill_tokens=9000.0, decode_requests=720.0), waiting=RULES.clear_s)
 
     assert for_prefill.prefill == pytest.approx(0.9 + 0.1)
     assert for_prefill.decode == pytest.approx(0.1)
@@ -78,7 +70,7 @@ def test_who_was_turned_away_would_have_needed_both_phases():
 def test_a_batch_is_as_large_as_target_cache_and_engine_allow(
     itl_s: float, context: float, engines: Engines, batch: float
 ):
-    assert batch_max(SPEEDS, context, engines, itl_s) == pytest.approx(batch)
+    assert batch_max(LAW, context, engines, itl_s) == pytest.approx(batch)
 
 
 def test_the_load_that_prefill_workers_may_have_follows_from_the_target_and_their_number():

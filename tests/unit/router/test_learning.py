@@ -12,17 +12,18 @@ from services.router.core.coefficients import Coefficients
 from services.router.core.learning import GROWN_SAMPLE_S, Learner
 from services.router.core.speeds import Typical
 from shared.contracts.load import StepTotals
+from shared.engine_speed import Steps
 
 
-def prefill(computed_tokens: int, cached_tokens: int, seconds: float) -> StepTotals:
+def prefill(computed_tokens: int, cached_tokens: int, seconds: float) -> Steps:
     """A prompt that was computed in one step that did nothing else."""
     pairs = computed_tokens * (cached_tokens + computed_tokens / 2)
-    return StepTotals(seconds=seconds, prefill_steps=1, prefill_tokens=computed_tokens, prefill_pairs=pairs)
+    return Steps(seconds=seconds, prefill_steps=1, prefill_tokens=computed_tokens, prefill_pairs=pairs)
 
 
-def decode(running: int, context_tokens: int, seconds: float) -> StepTotals:
+def decode(running: int, context_tokens: int, seconds: float) -> Steps:
     """A step that did nothing but decode."""
-    return StepTotals(seconds=seconds, decode_steps=1, decode_requests=running, decode_context_tokens=context_tokens)
+    return Steps(seconds=seconds, decode_steps=1, decode_requests=running, decode_context_tokens=context_tokens)
 
 
 SIMULATED = Coefficients(
@@ -58,7 +59,7 @@ SMALL_CPU = Coefficients(
 ENGINES = pytest.mark.parametrize("true", [SIMULATED, BIG_GPU, SMALL_CPU], ids=["simulated", "gpu", "cpu"])
 
 
-def seconds_of(speeds: Coefficients, done: StepTotals) -> float:
+def seconds_of(speeds: Coefficients, done: Steps) -> float:
     return (
         speeds.prefill_base_s * done.prefill_steps
         + speeds.prefill_s_per_token * done.prefill_tokens
@@ -73,7 +74,7 @@ def transfer_s_of(speeds: Coefficients, tokens: int) -> float:
     return speeds.transfer_base_s + speeds.transfer_s_per_token * tokens
 
 
-def some_steps(draw: random.Random, kind: str = "") -> StepTotals:
+def some_steps(draw: random.Random, kind: str = "") -> Steps:
     """What an engine may have done between two reports: prompts, decoding, or both."""
     kind = kind or draw.choice(["prompts", "decoding", "both"])
     tokens = steps = batch = 0
@@ -84,7 +85,7 @@ def some_steps(draw: random.Random, kind: str = "") -> StepTotals:
     if kind != "prompts":
         steps, batch = draw.randrange(1, 40), draw.randrange(1, 60)
         context = steps * batch * draw.randrange(100, 4000)
-    return StepTotals(
+    return Steps(
         prefill_steps=-(-tokens // 2048),
         prefill_tokens=tokens,
         prefill_pairs=pairs,
@@ -240,7 +241,7 @@ def test_a_slower_machine_among_its_like_is_found_out_and_leaves_the_others_alon
     assert median(errors(fast, BIG_GPU)) < 0.15
 
 
-def totals_after(*steps: StepTotals) -> StepTotals:
+def totals_after(*steps: Steps | StepTotals) -> StepTotals:
     return StepTotals(**{name: sum(getattr(one, name) for one in steps) for name in StepTotals.__struct_fields__})
 
 
@@ -248,28 +249,19 @@ def test_the_first_report_of_a_worker_covers_its_whole_life():
     done = some_steps(random.Random(1), "both")
     learner = Learner()
 
-    assert learner.told(msgspec.structs.replace(done, seconds=seconds_of(BIG_GPU, done)))
+    assert learner.told(totals_after(msgspec.structs.replace(done, seconds=seconds_of(BIG_GPU, done))))
     assert learner.steps.is_own
 
 
 def test_reports_of_an_idle_worker_teach_nothing():
     done = some_steps(random.Random(1), "both")
-    told = msgspec.structs.replace(done, seconds=1.0)
+    told = totals_after(msgspec.structs.replace(done, seconds=1.0))
     learner = Learner()
     learner.told(told)
     known = learner.coefficients()
 
     assert not learner.told(told)
     assert learner.coefficients() == known
-
-
-def test_steps_too_short_to_be_a_sample_count_with_those_that_follow():
-    step = StepTotals(seconds=0.004, decode_steps=1, decode_requests=1, decode_context_tokens=100)
-    learner = Learner()
-    taught = [learner.told(totals_after(*[step] * count)) for count in range(1, 7)]
-
-    assert taught == [False, False, False, False, True, False]
-    assert learner.coefficients().decode_base_s == pytest.approx(0.004, rel=0.2)
 
 
 def test_a_worker_that_is_known_is_learned_from_less_often():
@@ -281,16 +273,6 @@ def test_a_worker_that_is_known_is_learned_from_less_often():
         taught += learner.told(told)
 
     assert 50 < taught < 60 + 1000 * step.seconds / GROWN_SAMPLE_S
-
-
-def test_totals_that_begin_anew_are_no_sample_but_the_next_ones_are():
-    learner = Learner()
-    long_ago = StepTotals(seconds=100.0, decode_steps=1000, decode_requests=1000, decode_context_tokens=10_000)
-    learner.told(long_ago)
-    again = StepTotals(seconds=1.0, decode_steps=250, decode_requests=250, decode_context_tokens=2500)
-
-    assert not learner.told(again)
-    assert learner.told(totals_after(again, again))
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, 0.0, 1e30])

@@ -1,0 +1,83 @@
+"""What lies between two reports, and when there is enough of it to learn from."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.contracts.load import StepTotals
+from shared.engine_speed import NO_STEPS, Law, Steps, Untaught
+
+ADDED = st.tuples(*[st.integers(0, 10**6)] * 7).map(lambda counts: Steps(*counts))
+
+
+def totals_of(steps: Steps) -> StepTotals:
+    return StepTotals(**msgspec.structs.asdict(steps))
+
+
+def decoded(seconds: float) -> StepTotals:
+    return StepTotals(seconds=seconds, decode_steps=round(250 * seconds), decode_requests=round(250 * seconds))
+
+
+def test_steps_count_what_load_reports_count_and_a_law_has_a_part_for_each():
+    assert Steps.__struct_fields__ == StepTotals.__struct_fields__
+    assert len(Law._fields) == len(NO_STEPS.work())
+
+
+def test_steps_are_what_lies_between_two_reports():
+    earlier = StepTotals(seconds=1.0, prefill_steps=1, prefill_tokens=10, decode_steps=2, decode_requests=4)
+    later = StepTotals(seconds=3.0, prefill_steps=2, prefill_tokens=30, decode_steps=5, decode_requests=9)
+
+    done = Steps.between(earlier, later)
+
+    assert (done.seconds, done.work()) == (2.0, (1, 20, 0, 3, 5, 0))
+    assert done.per(2.0) == Steps(1.0, 0.5, 10.0, 0.0, 1.5, 2.5, 0.0)
+
+
+@given(st.lists(ADDED, max_size=20), st.floats(0.0, 10.0))
+def test_each_step_is_in_one_sample_and_none_is_lost(added: list[Steps], seconds_min: float):
+    untaught, told, learned = Untaught(), NO_STEPS, NO_STEPS
+    for steps in added:
+        told += steps
+        sample = untaught.sample(totals_of(told), seconds_min)
+        assert sample is None or sample.seconds >= seconds_min
+        learned += sample or NO_STEPS
+
+    rest = untaught.sample(totals_of(told), 0.0)
+    assert rest is not None
+    assert learned + rest == told
+
+
+def test_steps_too_short_to_be_a_sample_count_with_those_that_follow():
+    untaught = Untaught()
+
+    samples = [untaught.sample(decoded(0.004 * count), 0.02) for count in range(1, 7)]
+
+    assert [sample is not None for sample in samples] == [False, False, False, False, True, False]
+    assert samples[4] == Steps.between(StepTotals(), decoded(0.02))
+
+
+def test_totals_that_begin_anew_are_no_sample_but_the_next_ones_are():
+    untaught = Untaught()
+    untaught.sample(decoded(100.0), 0.02)
+
+    assert untaught.sample(decoded(1.0), 0.02) is None
+    assert untaught.sample(decoded(3.0), 0.02) == Steps.between(decoded(1.0), decoded(3.0))
+
+
+@pytest.mark.parametrize("nonsense", [{"seconds": math.nan}, {"seconds": math.inf}, {"prefill_pairs": math.nan}])
+def test_a_report_that_makes_no_sense_is_as_if_it_had_not_been(nonsense: dict[str, float]):
+    untaught = Untaught()
+
+    assert untaught.sample(msgspec.structs.replace(decoded(1.0), **nonsense), 0.02) is None
+    assert untaught.sample(decoded(2.0), 0.02) == Steps.between(StepTotals(), decoded(2.0))
+
+
+def test_only_what_has_grown_and_is_a_number_is_possible():
+    assert NO_STEPS.is_possible
+    assert not Steps(seconds=1.0, decode_steps=-1).is_possible
+    assert not Steps(seconds=1.0, prefill_pairs=math.nan).is_possible
