@@ -15,7 +15,7 @@ from tests.chaos.trace import Ask
 MODEL = "baton-tiny"
 PATIENCE_S = 90.0
 """A client that still waits then goes home: the request has not ended in any way that is promised."""
-NOBODY_THERE_S_MAX = 20.0
+NOBODY_THERE_S_MAX = 40.0
 """For any router to take a connection."""
 LOOK_S = 0.1
 HEALTH_S, HEALTH_S_MAX = 0.25, 1.0

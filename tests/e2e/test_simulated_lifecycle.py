@@ -27,7 +27,7 @@ from shared.contracts.fleet_orders import AskCanary, Canary, CanaryTried, TryCan
 from shared.contracts.ids import WorkerId
 from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerPhase, WorkerRecord
 from tests.e2e.conftest import START_S_MAX
-from tests.e2e.system import Launched, System, baton, until
+from tests.e2e.system import STOP_S_MAX, Launched, System, baton, until
 from tests.nats_server import NatsServer
 from tests.processes import service_process
 
@@ -130,7 +130,7 @@ def test_a_worker_joins_under_traffic_takes_load_and_is_drained_and_nothing_is_l
             assert told.get("legs_cut", 0) == told.get("legs", 0), "their streams went on elsewhere"
             print(f"drained in {told['seconds']:.2f} s, {told.get('legs', 0)} legs cut")
             assert terminal.process is not None
-            assert terminal.process.wait(20.0) == 0, "a launcher whose workers have all left has no more to do"
+            assert terminal.process.wait(STOP_S_MAX) == 0, "a launcher whose workers have all left has no more to do"
         assert "decode-2 has left after" in terminal.said()
     until(lambda: phases(system).get("decode-2", "gone") == "gone", "the fleet knows")
 
@@ -214,7 +214,7 @@ class Liar:
 
     @classmethod
     async def like(cls, other: str, url: str) -> Liar:
-        bus = await connect_nats(url, name="liar", connect_s_max=5.0)
+        bus = await connect_nats(url, name="liar", connect_s_max=START_S_MAX)
         registry = await bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
         known = await record_of(registry, other, lambda record: record.phase is WorkerPhase.READY)
         return cls(bus, registry, msgspec.structs.replace(known, worker_id=WorkerId("liar"), role=Role.DECODE))

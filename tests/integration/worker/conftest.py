@@ -53,7 +53,7 @@ def pair(nats_url: str, run_dir: Path, receiver: OtlpReceiver) -> Iterator[tuple
 
 @pytest.fixture
 async def router(nats_url: str) -> AsyncIterator[Router]:
-    bus = await connect_nats(nats_url, name="test-router", connect_s_max=10.0)
+    bus = await connect_nats(nats_url, name="test-router", connect_s_max=30.0)
     router = Router(bus)
     await router.open()
     yield router

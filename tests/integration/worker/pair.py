@@ -30,8 +30,9 @@ from shared.contracts.kv_events import AskKvSnapshot, KvEventBatch, KvSnapshot
 from shared.contracts.load import LoadReport
 from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerPhase, WorkerRecord
 
-READY_S_MAX = 180.0
-STOP_S_MAX = 30.0
+READY_S_MAX = 360.0
+STOP_S_MAX = 60.0
+GONE_S_MAX = 30.0
 
 
 def free_port() -> int:
@@ -92,6 +93,12 @@ class WorkerProcess:
             self.process.wait()
 
 
+async def gone(processes: list[psutil.Process]) -> bool:
+    """Whether these processes are gone, now or soon."""
+    _ended, alive = await asyncio.to_thread(psutil.wait_procs, processes, GONE_S_MAX)
+    return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
 def start_worker(
     nats_url: str, worker_id: str, run_dir: Path, *, environ: Mapping[str, str] | None = None, **settings: str
 ) -> WorkerProcess:
@@ -115,7 +122,7 @@ def start_worker(
 
 async def wait_ready(nats_url: str, workers: list[WorkerProcess]) -> None:
     """Until every worker's record says READY; fails at once with its log when one has ended."""
-    bus = await connect_nats(nats_url, name="wait-ready", connect_s_max=10.0)
+    bus = await connect_nats(nats_url, name="wait-ready", connect_s_max=30.0)
     try:
         kept = await bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
         async with asyncio.timeout(READY_S_MAX):
@@ -184,7 +191,7 @@ class Router:
         self.loads[report.worker_id] = report
         self._reported.set()
 
-    async def load_where(self, worker: WorkerProcess, condition, s_max: float = 10.0) -> LoadReport:
+    async def load_where(self, worker: WorkerProcess, condition, s_max: float = 60.0) -> LoadReport:
         """The first load report from now on for which ``condition`` holds."""
         async with asyncio.timeout(s_max):
             while True:
@@ -195,7 +202,7 @@ class Router:
                     return report
 
     async def snapshot(self, worker: WorkerProcess) -> KvSnapshot:
-        return await self.bus.ask(KV_SNAPSHOT, AskKvSnapshot(worker_id=worker.worker_id), timeout_s=5.0)
+        return await self.bus.ask(KV_SNAPSHOT, AskKvSnapshot(worker_id=worker.worker_id), timeout_s=30.0)
 
     async def start(self, worker: WorkerProcess, kind: LegKind, body: dict | bytes, headers=None, **options):
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()

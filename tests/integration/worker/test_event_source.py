@@ -14,7 +14,7 @@ from shared.contracts.kv_events import KvEvent, KvEventKind, KvTier, unpack_hash
 
 pytestmark = pytest.mark.vllm
 
-WAIT_S_MAX = 10.0
+WAIT_S_MAX = 60.0
 
 
 def full(block: int) -> bytes:
