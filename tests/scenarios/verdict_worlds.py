@@ -62,7 +62,7 @@ class ToldWorld(World):
 
     def _report(self, now: float) -> None:
         for worker in self.workers.values():
-            self.judge.load_reported(worker._load(), now)
+            self.judge.load_reported(worker.load_now(), now)
 
     def _leg(self, kind: LegKind, flight: Flight, placed: Placed, now: float) -> Leg:
         leg = super()._leg(kind, flight, placed, now)
