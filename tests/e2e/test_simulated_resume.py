@@ -60,7 +60,8 @@ class Answer:
 
     text: str = ""
     events: int = 0
-    ids: set[str] = field(default_factory=set)
+    names: set[tuple[str, int]] = field(default_factory=set)
+    """Of the answer, and when it began: every event says the same."""
     finish_reasons: list[str] = field(default_factory=list)
     usage: dict[str, int] | None = None
     roles: int = 0
@@ -76,7 +77,7 @@ class Answer:
         if "error" in event:
             self.errors.append(event["error"])
             return
-        self.ids.add(event["id"])
+        self.names.add((event["id"], event["created"]))
         self.events += 1
         if event.get("usage"):
             self.usage = {name: event["usage"][name] for name in ("prompt_tokens", "completion_tokens")}
@@ -96,7 +97,7 @@ class Answer:
             self.roles,
             self.ends,
             self.errors,
-            len(self.ids),
+            len(self.names),
         )
 
 
