@@ -37,10 +37,10 @@ from tests.e2e.kv_pair import (
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nats]
 
-EXPIRED_S_MAX = LEASE_S + 10.0
+EXPIRED_S_MAX = LEASE_S + 30.0
 PROMPT = 12 * BLOCK + 9
 """Small enough that the decode engine holds four of them."""
-NATS_BACK_S_MAX = 15.0
+NATS_BACK_S_MAX = 60.0
 LATE_S = 0.5
 """After the end of a lease. A frozen holder is let go on before the reader hangs up: UCX aborts a process that finds the
 requests of somebody who has hung up.
@@ -150,7 +150,7 @@ async def test_a_client_that_leaves_at_any_phase_leaves_nothing_behind(pair: Pai
         for leg in (asking, waiting, reading):
             leg.cancel()
         await tap.until(lambda: not tap.loads[DECODE].legs, "the legs are over")
-    await tap.until_settled(PREFILL, DECODE, s_max=LEASE_S / 2)
+    await tap.until_settled(PREFILL, DECODE, s_max=0.9 * LEASE_S)
 
     decoding = await driver.start(DECODE, LegKind.DECODE, draw(54, PROMPT), fields={"stream": True, "max_tokens": 900})
     await begun(decoding)
