@@ -95,4 +95,4 @@ def test_one_sample_brings_the_prediction_of_it_near_to_it(step):
         speed * amount for speed, amount in zip(list(values(Learner().coefficients()).values())[:6], work, strict=True)
     )
     before, after = abs(math.log(step.seconds / assumed)), abs(math.log(step.seconds / predicted))
-    assert after <= max(0.3, 0.61 * before)
+    assert after <= max(0.3, 2 / 3 * before)
