@@ -27,7 +27,7 @@ STORE_BYTES = str(64 << 20)
 PICKY_MODEL = "picky"
 """A second name of the model that only the picky worker has."""
 PICKY_THRESHOLD = 0.8
-ENGINES_START_S_MAX = 240.0
+ENGINES_START_S_MAX = 400.0
 ANSWER_S_MAX = 120.0
 STREAM_ALL, STREAM_NONE = "0", "-1"
 """ROUTER_STREAM_TOKENS_MIN of the two endpoints."""
