@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -64,3 +65,9 @@ def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def nats_server(tmp_path: Path) -> Iterator[NatsServer]:
     with NatsServer(tmp_path) as server:
         yield server
+
+
+@pytest.fixture(autouse=True)
+def _heard_logs() -> None:
+    """vLLM's parsers and our own command line silence all loggers of their process, which is every test's here."""
+    logging.disable(logging.NOTSET)

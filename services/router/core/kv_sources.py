@@ -95,7 +95,7 @@ class Holders:
         assert self._blocks is not None
         for group in set(groups[rows].tolist()):
             best = rows[groups[rows] == group][:RANKED_MAX]
-            self._ranked[group] = [Holder(int(self._blocks[row]), int(row)) for row in best]
+            self._ranked[group] = list(map(Holder, self._blocks[best].tolist(), best.tolist()))
 
 
 def source_of(view: WorkerView, *, first: int = 0, end: int = 0, follow: bool = False) -> KvSource:

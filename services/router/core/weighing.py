@@ -99,8 +99,9 @@ class Weighing:
             among = [option for option in among if option.fine(part, self.need.targets)] or among
         if len(among) < 2:
             return among[0] if among else None
-        limit = min([option.cost_s(part) for option in among]) + self.policy.tie_s
-        near = [option for option in among if option.cost_s(part) <= limit]
+        costs_s = [option.cost_s(part) for option in among]
+        limit_s = min(costs_s) + self.policy.tie_s
+        near = [option for option, cost_s in zip(among, costs_s, strict=True) if cost_s <= limit_s]
         return min(near, key=lambda option: (option.legs, option.turn))
 
     def pair(self, prefills: Sequence[Option], decodes: Sequence[Option]) -> tuple[Option, Option] | None:
