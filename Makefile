@@ -14,7 +14,7 @@ K ?=
 # Processes that `make test` shares the tests out to.
 JOBS ?= 2
 
-.PHONY: help setup setup-dev up down test check fix test-vllm compose-test chaos bench-router bench-kv bench-placement bench-replay bench-planner bench-fleet catalogue lock clean
+.PHONY: help setup setup-dev test-tools up down test check fix test-vllm compose-test chaos bench-router bench-kv bench-placement bench-replay bench-planner bench-fleet catalogue lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-14s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,13 +25,16 @@ setup: ## Make .venv from the locked requirements (the other targets do it when 
 setup-dev:
 	@scripts/setup.sh --dev
 
+test-tools: # A browser and Prometheus, where they can be installed
+	@scripts/test_tools.sh
+
 up: setup ## Start the whole system here; ARGS="--decode 2 --model ID_OR_PATH ..." (see .venv/bin/baton up --help)
 	@exec .venv/bin/baton up $(ARGS)
 
 down: setup ## Stop a system that `make up` started on another terminal
 	@.venv/bin/baton down $(ARGS)
 
-test: setup-dev ## Everything that needs no GPU; K="a word in the test's name" for a part of it
+test: setup-dev test-tools ## Everything that needs no GPU; K="a word in the test's name" for a part of it
 	@$(PYTHON) -m pytest -m "not gpu" -rs -n $(JOBS) --no-loadscope-reorder $(if $(K),-k "$(K)") $(ARGS)
 
 check: setup-dev ## The gate: format, lint, types, layers, generated files, fast tests; about a minute
