@@ -14,7 +14,7 @@ from typing import Any
 
 from connector.connections import Connection, Connections, Own
 from connector.core.orders import Orders, PeerKey, Read, ReadPart, Results
-from connector.core.read_plan import block_bytes_of, parts_of, spans_of
+from connector.core.read_plan import PART_BYTES, block_bytes_of, parts_of, spans_of
 from connector.transfer_port import TransferAgent, TransferFailed, TransferState
 
 READ_S_MAX = 10.0
@@ -42,11 +42,14 @@ class _Part:
 class Copier:
     """Moves what it is told to; ``advance`` is called until ``busy`` is false."""
 
-    def __init__(self, agent: TransferAgent, own: Own, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, agent: TransferAgent, own: Own, clock: Callable[[], float], part_bytes: int = PART_BYTES
+    ) -> None:
         self._agent = agent
         self._own = own
         self._block_bytes = block_bytes_of(own.memory)
         self._clock = clock
+        self._part_bytes = part_bytes
         self._connections = Connections(agent, own, clock)
         self._waiting: dict[PeerKey, deque[_Part]] = {}
         self._running: list[_Part] = []
@@ -94,7 +97,7 @@ class Copier:
 
     def _take_on(self, read: Read) -> None:
         self._left[read.read_id] = len(read.remote_blocks)
-        for first, count in parts_of(len(read.remote_blocks), self._block_bytes):
+        for first, count in parts_of(len(read.remote_blocks), self._block_bytes, self._part_bytes):
             part = _Part(read, first, count, count * self._block_bytes)
             if sum(map(len, self._waiting.values())) >= PARTS_WAITING_MAX:
                 part.failure = "too many reads wait"

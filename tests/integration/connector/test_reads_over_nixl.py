@@ -11,7 +11,6 @@ import psutil
 import pytest
 
 from connector.copier import LET_GO_S_MAX, Copier
-from connector.core import read_plan
 from connector.core.calls import Peer
 from connector.core.orders import Orders, PeerKey, Read, Results
 from connector.transfers import Transfers
@@ -28,7 +27,7 @@ IDLE_CPU_MAX = 0.1
 """Cores: of this process, which has threads of other tests, too."""
 BIG = Shape(blocks=128, layers=2, block_size=64, content=512)
 """128 MB: 1 MB a block."""
-PART_BLOCKS = read_plan.PART_BYTES // (1 << 20)
+PART_BLOCKS = 32
 
 
 @dataclass
@@ -48,7 +47,7 @@ class ReadingEngine:
         for rank in range(self.shape.ranks):
             agent = FaultyAgent(NixlAgent(f"reader-{os.getpid()}-{time.monotonic_ns()}"), self.before_read)
             reading = ReadingRank(RankMemory(self.shape, rank))
-            copier = Copier(agent, reading.own(agent), time.monotonic)
+            copier = Copier(agent, reading.own(agent), time.monotonic, part_bytes=PART_BLOCKS << 20)
             self.ranks.append(reading)
             self.transfers.append(Transfers(lambda copier=copier: copier))
             self.reports.append(Results())

@@ -9,7 +9,6 @@ import pytest
 
 from connector.connections import CONNECT_S_MAX
 from connector.copier import AT_ONCE_MAX, LET_GO_S_MAX, READ_S_MAX, Copier
-from connector.core import read_plan
 from connector.core.calls import Peer
 from connector.core.orders import Orders, PeerKey, Read, Results
 from connector.memory_agent import MemoryAgent, MemoryNetwork
@@ -18,7 +17,7 @@ from tests.kv_engines import RankMemory, ReadingRank, Shape, handshake
 
 BIG = Shape(blocks=64, layers=2, block_size=64, content=512)
 """2 x 4 x 64 x 512 x 4 bytes: 1 MB a block, 32 blocks a part."""
-PART_BLOCKS = read_plan.PART_BYTES // (1 << 20)
+PART_BLOCKS = 32
 
 
 @dataclass
@@ -32,7 +31,7 @@ class World:
         self.network = MemoryNetwork()
         self.agent: MemoryAgent = self.network.agent("reader")
         self.reading = ReadingRank(RankMemory(self.shape, 0))
-        self.copier = Copier(self.agent, self.reading.own(self.agent), lambda: self.now)
+        self.copier = Copier(self.agent, self.reading.own(self.agent), lambda: self.now, PART_BLOCKS << 20)
         self.kept: list[RankMemory] = []
 
     def holder(self, worker_id: str = "holder", epoch: int = 1) -> KvHandshake:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from connector.copier import Copier
-from connector.core import read_plan
 from connector.core.calls import Peer
 from connector.core.orders import Orders, Read, Results
 from connector.memory_agent import MemoryNetwork
@@ -22,7 +21,8 @@ SOON_S = 60.0
 PEER = ("holder", 1)
 BIG = Shape(blocks=64, layers=2, block_size=64, content=512)
 """A block is 1 MB."""
-BLOCKS = list(range((read_plan.PART_BYTES >> 20) + 1))
+PART_BYTES = 8 << 20
+BLOCKS = list(range((PART_BYTES >> 20) + 1))
 """Of a read in two parts."""
 
 
@@ -39,7 +39,7 @@ class Side:
         self.reading = ReadingRank(RankMemory(shape, 0))
         agent = FaultyAgent(network.agent("reader"), before_read)
         own = self.reading.own(agent)
-        self.transfers = Transfers(lambda: Copier(agent, own, time.monotonic))
+        self.transfers = Transfers(lambda: Copier(agent, own, time.monotonic, part_bytes=PART_BYTES))
 
     def read(self, read_id: int = 1) -> None:
         self.transfers.obey(Orders(reads=[Read(read_id, PEER, [3], [4], time.monotonic() + 60.0)]))
