@@ -90,7 +90,7 @@ async def run_collector(service: Service, settings: Settings, otlp_endpoint: str
     serving = service.tasks.create_task(server.serve(), name="serve-http")
     await server.listening()
     if otlp_endpoint:
-        push = MetricsPush("collector", service.instance, otlp_endpoint=otlp_endpoint, started_ns=time.time_ns())
+        push = MetricsPush("collector", service.facts.instance, otlp_endpoint=otlp_endpoint, started_ns=time.time_ns())
         service.tasks.create_task(_push(collector, push, settings.push_s), name="push-metrics")
     service.set_phase(ServicePhase.READY)
     await service.stopping.wait()

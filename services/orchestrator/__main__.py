@@ -23,7 +23,7 @@ def main() -> None:
         def on_ready() -> None:
             service.set_phase(ServicePhase.READY)
 
-        await Orchestrator(service.bus, service.clock, service.instance, settings).run(service.stopping, on_ready)
+        await Orchestrator(service.bus, service.clock, service.facts.instance, settings).run(service.stopping, on_ready)
 
     # Random, not the process id: two containers have the same ids, and two names that are one would both lead.
     run_service("orchestrator", settings.instance or f"orchestrator-{secrets.token_hex(3)}", common, live)

@@ -29,6 +29,7 @@ from services.router.relay import Relay
 from services.router.reservations import ReservationFeed
 from services.router.room_metrics import RoomMetrics
 from services.router.settings import Settings, admission_policy, failure_policy, terms_of
+from services.router.standing import teller
 from services.router.tracing import Tracing
 from services.router.waiting_room import WaitingRoom
 from services.router.watchman import Watchman
@@ -161,6 +162,7 @@ async def live(router: Router, service: Service, listener: socket.socket, shared
     place their requests.
     """
     await router.open()
+    service.standing = teller(router.parts.fleet.index, router.parts.prompts.parity.book)
     router.start(service.tasks)
     server = make_server(router.edge, router.parts.settings)
     serving = service.tasks.create_task(server.serve(sockets=[listener]), name="serve-http")

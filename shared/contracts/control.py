@@ -23,6 +23,20 @@ class ServicePhase(StrEnum):
     FAILED = "failed"
 
 
+ROUTER_TROUBLES_MAX = 32
+"""Workers that a router names in its standing; with more, the others are of the same kind."""
+
+
+class RouterStanding(Message, frozen=True, kw_only=True):
+    """What a router does not know of its workers and should. Where all is well it names nobody."""
+
+    not_exact: dict[str, str] = msgspec.field(default_factory=dict)
+    """Workers whose prefix index is not exact, and the state that it is in: degraded or fallback."""
+    tokens_differ: list[WorkerId] = msgspec.field(default_factory=list)
+    """Workers whose engines make other tokens of a text than this router."""
+    is_index_compiled: bool = True
+
+
 class ServiceStatus(Message, frozen=True, kw_only=True):
     """Any service -> launcher and health checks: where this process is, on each change and every two seconds."""
 
@@ -36,6 +50,14 @@ class ServiceStatus(Message, frozen=True, kw_only=True):
     pid: int = 0
     url: str = ""
     """Where it listens for HTTP, if it does."""
+    version: str = ""
+    """Of Baton."""
+    host: str = ""
+    """The machine's name."""
+    at_ms: int = 0
+    """The machine's wall clock when it said this."""
+    router: RouterStanding | None = None
+    """Of a router."""
 
 
 class AskTokenizer(Message, frozen=True, kw_only=True):

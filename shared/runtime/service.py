@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -19,9 +20,10 @@ from opentelemetry.trace import NoOpTracer, Tracer
 from shared.bus.nats_bus import connect_nats
 from shared.bus.port import Bus, BusError
 from shared.contracts.channels import SERVICE_STATUS
-from shared.contracts.control import ServicePhase, ServiceStatus
+from shared.contracts.control import RouterStanding, ServicePhase, ServiceStatus
 from shared.runtime.clock import Clock, SystemClock
 from shared.runtime.settings import CommonSettings
+from shared.runtime.version import baton_version
 from shared.telemetry.log import setup_logging
 
 log = logging.getLogger("baton.service")
@@ -59,15 +61,15 @@ class Service:
     """What a main function works with. ``tasks`` end when it returns; ``stopping`` is set on SIGTERM and SIGINT."""
 
     def __init__(self, facts: ServiceFacts, bus: Bus, clock: Clock, tracer: Tracer) -> None:
-        self.name = facts.name
-        self.instance = facts.instance
-        self.url = facts.url
+        self.facts = facts
         self.bus = bus
         self.clock = clock
         self.tracer = tracer
         self.tasks = asyncio.TaskGroup()
         self.stopping = asyncio.Event()
         self.phase = ServicePhase.STARTING
+        self.standing: Callable[[], RouterStanding | None] = lambda: None
+        """What a router has to tell with its status."""
         self._detail = ""
         self._changed = asyncio.Event()
 
@@ -93,12 +95,16 @@ class Service:
     async def publish_status(self) -> None:
         """Publish the status once; nobody is told while NATS is down."""
         status = ServiceStatus(
-            service=self.name,
-            instance=self.instance,
+            service=self.facts.name,
+            instance=self.facts.instance,
             phase=self.phase,
             detail=self._detail,
             pid=os.getpid(),
-            url=self.url,
+            url=self.facts.url,
+            version=baton_version(),
+            host=socket.gethostname(),
+            at_ms=self.clock.wall_ms(),
+            router=self.standing(),
         )
         try:
             await self.bus.publish(SERVICE_STATUS, status)
