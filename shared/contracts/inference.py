@@ -70,6 +70,9 @@ class StartLeg(Message, frozen=True, kw_only=True):
     ``Frame.joined``)."""
     created: int = 0
     """With ``resume``: when the answer began, as its events say (Unix seconds); 0: not known."""
+    cache_salt: str = ""
+    """Replaces the body's own, from which it was made: only requests of one tenant share cached KV. Empty: the body stays
+    as it is."""
 
 
 def pack_tokens(tokens: Iterable[int]) -> bytes:
@@ -176,6 +179,8 @@ class RequestFinished(Message, frozen=True, kw_only=True):
     status: int
     decision_id: DecisionId = DecisionId("")
     """The last placement."""
+    trace_id: str = ""
+    """Its trace, 32 hexadecimal digits; empty when none was kept."""
     tenant: str = ""
     prefill_worker: str = ""
     decode_worker: str = ""
