@@ -10,11 +10,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from services.launcher.core.quantities import duration
 from services.launcher.fleet import open_bus
 from shared.bus.port import AskTimedOut, NoResponders
 from shared.contracts.channels import PLANS
 from shared.contracts.planning import AskPlans, Demand, PlanAction, PlanDecision, Plans
+from shared.words.quantities import duration
 
 ASK_S_MAX = 3.0
 LOAD_FULL = 0.85

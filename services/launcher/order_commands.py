@@ -10,12 +10,12 @@ import msgspec
 import typer
 from rich.console import Console
 
-from services.launcher.core import order_words
 from services.launcher.options import NatsUrl, StateDir, fail, find_nats
 from shared.bus.port import BusError
 from shared.contracts.fleet_orders import ChangeRole, DrainWorker, RoleChanged, WorkerDrained
 from shared.contracts.ids import WorkerId, is_subject_token
 from shared.contracts.workers import Role
+from shared.words import order_words
 
 
 class NewRole(StrEnum):

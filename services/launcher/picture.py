@@ -11,9 +11,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from services.launcher.core import explanation as words
-from services.launcher.core.quantities import counted, duration
 from shared.contracts.decisions import Candidate, Decision, Part
+from shared.words import explanation as words
+from shared.words.quantities import counted, duration
 
 PREDICTED, MEASURED = "cyan", "green"
 MISSED, QUIET = "bold red", "dim"

@@ -12,7 +12,6 @@ from typing import Self, TypeVar, cast
 from services.launcher.children import Child, Nursery
 from services.launcher.core.board import Row
 from services.launcher.core.failure_words import last_lines, why_it_died
-from services.launcher.core.order_words import drained
 from services.launcher.core.plan import ProcessPlan, Stage, SystemPlan
 from services.launcher.core.restart import GiveUp, RestartLedger
 from services.launcher.screen import Screen
@@ -23,6 +22,7 @@ from shared.contracts.channels import DRAINED, SERVICE_STATUS
 from shared.contracts.control import ServicePhase, ServiceStatus
 from shared.contracts.fleet_orders import WorkerDrained
 from shared.runtime.kept_role import kept_role_file
+from shared.words.order_words import drained
 
 T = TypeVar("T")
 

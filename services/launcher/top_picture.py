@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from services.launcher.core.quantities import counted, duration, in_bytes
 from services.launcher.core.watch import WINDOW_S, Happened, Traffic, Watch
 from services.launcher.fleet import PHASE_STYLES
 from services.launcher.top_workers import Drawing, bar, rates, shortened, worker_table
 from shared.contracts.inference import RequestFinished
 from shared.contracts.planning import PlanDecision
 from shared.contracts.workers import WorkerPhase
+from shared.words.quantities import counted, duration, in_bytes
 
 SPARKS = "▁▂▃▄▅▆▇█"
 LETTERS = str.maketrans("→…●━╸─" + SPARKS, ">.*#--" + "._-=+*%#")

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from services.launcher.core.quantities import counted, duration
 from services.launcher.core.watch import Watch, Worker
 from services.launcher.fleet import PHASE_STYLES
 from shared.contracts.workers import Role, WorkerPhase
+from shared.words.quantities import counted, duration
 
 ENDED = (WorkerPhase.GONE, WorkerPhase.LOST)
 BAR = ("━", "╸", "─")

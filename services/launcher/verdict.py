@@ -11,11 +11,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from services.launcher.core.quantities import counted, duration
 from services.launcher.fleet import open_bus
 from shared.bus.port import AskTimedOut, NoResponders
 from shared.contracts.channels import VERDICT
 from shared.contracts.verdict import AskVerdict, Verdict, VerdictBucket
+from shared.words.quantities import counted, duration
 
 ASK_S_MAX = 10.0
 OPEN_ENDED = 1 << 30

@@ -16,9 +16,13 @@ DECIDERS = (
     "connector.tally",
 )
 """As pure as a core, and outside of one because they are given an engine's own objects, of which they know a port."""
-OF_ALL_CORES = "shared.engine_speed"
+OF_ALL_CORES = ("shared.engine_speed", "shared.words")
 """What several services' cores would say each for itself."""
-CORES = [source for source in sources() if "/core/" in source.path or source.module in (*DECIDERS, OF_ALL_CORES)]
+CORES = [
+    source
+    for source in sources()
+    if "/core/" in source.path or source.module in DECIDERS or source.module.startswith(OF_ALL_CORES)
+]
 ALLOWED = {
     "__future__", "msgspec", "dataclasses", "enum", "typing", "collections", "math", "heapq", "bisect", "hashlib",
     "itertools", "functools", "operator", "struct", "array", "re", "json", "cbor2",
@@ -29,7 +33,7 @@ REFUSED_CALLS = {"open", "print", "input", "exec", "eval", "__import__"}
 
 
 def allowed(source: Source, module: str) -> bool:
-    cores = [source.path.partition("/core/")[0].replace("/", ".") + ".core", "shared.contracts", OF_ALL_CORES]
+    cores = [source.path.partition("/core/")[0].replace("/", ".") + ".core", "shared.contracts", *OF_ALL_CORES]
     if source.path.startswith(("services/worker/", "connector/")):
         cores += ["connector.core", *DECIDERS]  # What a worker decides about KV, the connector has decided before.
     top = module.partition(".")[0]

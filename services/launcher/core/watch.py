@@ -19,6 +19,7 @@ from shared.contracts.inference import RequestFinished
 from shared.contracts.load import LoadReport, StoreState
 from shared.contracts.planning import PlanAction, PlanDecision
 from shared.contracts.workers import FleetState, Role, WorkerLost, WorkerPhase, WorkerRecord
+from shared.words.fleet_words import loss_words, plan_words
 
 WINDOW_S = 60
 """Requests and flows are those of so many seconds."""
@@ -264,22 +265,6 @@ class Watch:
 
     def _note(self, now: float, what: str, words: str, *, bad: bool = False) -> None:
         self.happened.append(Happened(now, what, words, bad))
-
-
-def loss_words(store: StoreState) -> str:
-    """What a store has lost since it started."""
-    losses = ((store.damaged_blocks_total, "damaged in its files"), (store.unsaved_blocks_total, "not saved"))
-    return f"blocks lost so far: {', '.join(f'{count} {how}' for count, how in losses if count)}"
-
-
-def plan_words(plan: PlanDecision) -> str:
-    """What was decided."""
-    role = plan.role.value if plan.role is not None else "worker"
-    if plan.action is PlanAction.CHANGE_ROLE:
-        return f"{plan.worker_id} becomes {role}"
-    if plan.action is PlanAction.SCALE:
-        return f"{abs(plan.change)} {'more' if plan.change > 0 else 'fewer'} {role}"
-    return "nothing to do"
 
 
 def _spread(values: list[float]) -> tuple[float, float]:

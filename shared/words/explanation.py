@@ -6,8 +6,8 @@ from operator import attrgetter
 
 import msgspec
 
-from services.launcher.core.quantities import counted, duration
 from shared.contracts.decisions import Candidate, Decision, Part, TtftParts
+from shared.words.quantities import counted, duration
 
 DISAGGREGATED, DECODE_FIRST = "disaggregated", "decode_first"
 TIE_RATIO = 0.05

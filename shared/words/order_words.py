@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.launcher.core.quantities import in_bytes
 from shared.contracts.fleet_orders import RoleChanged, WorkerDrained
+from shared.words.quantities import in_bytes
 
 
 def draining(worker_id: str, legs: int | None, *, evacuate: bool) -> str:
