@@ -34,7 +34,8 @@ A = TypeVar("A", bound=msgspec.Struct)
 MAX_PAYLOAD_BYTES = 1024 * 1024
 FRAME_BUDGET_BYTES = 64 * 1024 * 1024
 
-Take = Callable[[bytes, Mapping[str, str], "asyncio.Future[Reply] | None"], Awaitable[None]]
+Take = Callable[[bytes, Mapping[str, str], str, "asyncio.Future[Reply] | None"], Awaitable[None]]
+"""Payload, headers, subject, and where an answer goes."""
 
 
 class MemoryHub:
@@ -67,7 +68,7 @@ class MemoryHub:
             self._matches[subject] = found
         reached = [one for one in found if one.bus.connected]
         for one in reached:
-            one.offer(payload, headers, answer)
+            one.offer(payload, headers, subject, answer)
         return len(reached)
 
 
@@ -85,15 +86,17 @@ class _MemorySubscription:
         self.dropped = 0
         self._take = take
         self._on_dropped = on_dropped
-        self._queue: asyncio.Queue[tuple[bytes, Mapping[str, str], asyncio.Future[Reply] | None]] = asyncio.Queue(
+        self._queue: asyncio.Queue[tuple[bytes, Mapping[str, str], str, asyncio.Future[Reply] | None]] = asyncio.Queue(
             queue_max
         )
         self._pump = bus.spawn(self._run(), f"memory-bus {subject}")
         bus.hub.join(self)
 
-    def offer(self, payload: bytes, headers: Mapping[str, str], answer: asyncio.Future[Reply] | None) -> None:
+    def offer(
+        self, payload: bytes, headers: Mapping[str, str], subject: str, answer: asyncio.Future[Reply] | None
+    ) -> None:
         try:
-            self._queue.put_nowait((payload, headers, answer))
+            self._queue.put_nowait((payload, headers, subject, answer))
         except asyncio.QueueFull:
             self.dropped += 1
             self.bus.counts.dropped += 1
@@ -170,13 +173,13 @@ class MemoryBus(Connection):
         on_dropped: Callable[[], None] | None = None,
         **ids: str,
     ) -> Subscription:
-        receiver = Receiver(channel.subject, channel.message, handler, self.counts, self.fail)
+        receiver = Receiver(channel, handler, self.counts, self.fail)
 
-        async def take(payload: bytes, headers: Mapping[str, str], _answer: object) -> None:
+        async def take(payload: bytes, headers: Mapping[str, str], subject: str, _answer: object) -> None:
             if receiver.waits:
-                await receiver.take(payload, headers)
+                await receiver.take(payload, headers, subject)
             else:
-                receiver.take_now(payload, headers)
+                receiver.take_now(payload, headers, subject)
 
         return _MemorySubscription(self, channel.filter(**ids), take, queue_max, on_dropped)
 
@@ -202,12 +205,14 @@ class MemoryBus(Connection):
     async def answer(self, channel: AskChannel[M, A], answerer: Answerer[M, A], **ids: str) -> Subscription:
         side_by_side = asyncio.Semaphore(ASKS_AT_ONCE_MAX)
 
-        async def reply(payload: bytes, headers: Mapping[str, str], answer: asyncio.Future[Reply]) -> None:
+        async def reply(
+            payload: bytes, headers: Mapping[str, str], subject: str, answer: asyncio.Future[Reply]
+        ) -> None:
             try:
                 envelope = Envelope(headers, len(payload))
-                made = await make_reply(channel, answerer, payload, envelope, self.frame_budget_bytes)
+                made = await make_reply(channel, answerer, payload, subject, envelope, self.frame_budget_bytes)
             except BadMessage as bad:
-                count_bad(self.counts, channel.subject, bad)
+                count_bad(self.counts, subject, bad)
                 made = unreadable(bad)
             except Exception as bug:
                 self.fail(bug)
@@ -217,10 +222,12 @@ class MemoryBus(Connection):
             if not answer.done():
                 answer.set_result(made)
 
-        async def take(payload: bytes, headers: Mapping[str, str], answer: asyncio.Future[Reply] | None) -> None:
+        async def take(
+            payload: bytes, headers: Mapping[str, str], subject: str, answer: asyncio.Future[Reply] | None
+        ) -> None:
             if answer is not None:
                 await side_by_side.acquire()
-                self.spawn(reply(payload, headers, answer), f"answer {channel.subject}")
+                self.spawn(reply(payload, headers, subject, answer), f"answer {channel.subject}")
 
         return _MemorySubscription(self, channel.filter(**ids), take, 65536, None)
 

@@ -10,8 +10,8 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from shared.bus.port import BusCounts, BusDown, KeptValue, WrongRevision
-from shared.bus.receiver import count_bad
-from shared.bus.wire import BadMessage, pack, unpack
+from shared.bus.receiver import count_bad, read_kept
+from shared.bus.wire import BadMessage, pack
 from shared.contracts.channels import Channel
 
 M = TypeVar("M", bound=msgspec.Struct)
@@ -149,7 +149,7 @@ class MemoryKept(Generic[M]):
 
     def _read(self, key: str, payload: bytes, revision: int) -> KeptValue[M] | None:
         try:
-            return KeptValue(key, unpack(payload, self._channel.message), revision)
+            return KeptValue(key, read_kept(self._channel, key, payload), revision)
         except BadMessage as bad:
             count_bad(self._owner.counts, self._channel.subject, bad)
             return None

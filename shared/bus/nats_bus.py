@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 from uuid import uuid4
 from weakref import WeakSet
 
@@ -14,10 +13,12 @@ import msgspec
 import nats.errors
 
 from shared.bus.connection import Connection
+from shared.bus.nats_access import OPEN, Access, Credentials, credentials
 from shared.bus.nats_client import DirectClient
 from shared.bus.nats_inbox import REFUSED_HEADER, Inbox
 from shared.bus.nats_kept import NatsKept
-from shared.bus.nats_listening import Listening, Take
+from shared.bus.nats_listening import Listening, Take, filter_of
+from shared.bus.nats_refusals import Complaints, without_password
 from shared.bus.nats_sender import Sender
 from shared.bus.port import (
     ASKS_AT_ONCE_MAX,
@@ -31,11 +32,9 @@ from shared.bus.port import (
     NoResponders,
     Subscription,
 )
-from shared.bus.receiver import Receiver, Reply, count_bad, make_reply, read_reply, unreadable
+from shared.bus.receiver import SUBJECT_SHOWN_MAX, Receiver, Reply, count_bad, make_reply, read_reply, unreadable
 from shared.bus.wire import BadMessage, can_be_sent_to, pack
 from shared.contracts.channels import AskChannel, Channel
-from shared.contracts.ids import is_subject_token
-from shared.contracts.permissions import inbox_prefix
 
 log = logging.getLogger("baton.bus")
 
@@ -57,15 +56,20 @@ UNSENT_BYTES_MAX = 16 * 1024 * 1024
 SEND_S_MAX = 10.0
 """A sender waits no longer than this for the socket."""
 GOODBYE_S_MAX = 2.0
-SUBJECT_SHOWN_MAX = 200
 
 
 async def connect_nats(
-    url: str, *, name: str, connect_s_max: float = 30.0, frame_budget_bytes: int = FRAME_BUDGET_BYTES
+    url: str,
+    *,
+    name: str,
+    connect_s_max: float = 30.0,
+    frame_budget_bytes: int = FRAME_BUDGET_BYTES,
+    access: Access = OPEN,
 ) -> NatsBus:
-    """Connect, trying again until ``connect_s_max`` has passed. Raises BusDown with the last error."""
-    user = urlsplit(url).username or ""
-    bus = NatsBus(frame_budget_bytes, inbox_prefix(user) if is_subject_token(user) else "_INBOX")
+    """Connect, trying again until ``connect_s_max`` has passed. Raises BusDown with the last error, and at once when
+    NATS refuses us or is not the right one.
+    """
+    bus = NatsBus(frame_budget_bytes, credentials(url, access), Complaints(url, access))
     await bus.open(url, name, connect_s_max)
     return bus
 
@@ -73,13 +77,14 @@ async def connect_nats(
 class NatsBus(Connection):
     """One connection. See ``port.Bus``."""
 
-    def __init__(self, frame_budget_bytes: int, inboxes: str) -> None:
+    def __init__(self, frame_budget_bytes: int, known_by: Credentials, complaints: Complaints) -> None:
         super().__init__()
         self.frame_budget_bytes = frame_budget_bytes
         self.counts = BusCounts()
         self._nc = DirectClient()
-        self._inboxes = inboxes
-        self._inbox = Inbox(f"{inboxes}.{uuid4().hex}", lambda key: self._tell(self.unreachable, key))
+        self._known_by = known_by
+        self._complaints = complaints
+        self._inbox = Inbox(f"{known_by.inboxes}.{uuid4().hex}", lambda key: self._tell(self.unreachable, key))
         self._sender = Sender(self._nc, frame_budget_bytes, self._inbox.token)
         self._listenings: WeakSet[Listening] = WeakSet()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -90,7 +95,7 @@ class NatsBus(Connection):
         connecting = self._nc.connect(
             url,
             name=name,
-            inbox_prefix=self._inboxes,
+            inbox_prefix=self._known_by.inboxes,
             connect_timeout=CONNECT_ATTEMPT_S_MAX,
             max_reconnect_attempts=-1,
             reconnect_time_wait=RECONNECT_WAIT_S,  # type: ignore[arg-type]  # nats-py says int and sleeps any number
@@ -103,14 +108,18 @@ class NatsBus(Connection):
             disconnected_cb=self._on_disconnected,
             reconnected_cb=self._on_reconnected,
             closed_cb=self._on_closed,
+            **self._known_by.options,
         )
         try:
             async with asyncio.timeout(connect_s_max):
                 await connecting
-        except (TimeoutError, OSError, nats.errors.Error) as error:
+        except (BusDown, TimeoutError, OSError, nats.errors.Error) as error:
             why = self._nc.last_error or error
             await self.close()
-            raise BusDown(f"no NATS at {_without_password(url)} within {connect_s_max:g} s: {why}") from error
+            if isinstance(error, BusDown):
+                raise
+            raise BusDown(f"no NATS at {without_password(url)} within {connect_s_max:g} s: {why}") from error
+        self._complaints.is_first_attempt = False
         await self._listen(self._inbox.subject, self._inbox.on_message, QUEUE_MAX, None)
 
     @property
@@ -143,15 +152,15 @@ class NatsBus(Connection):
         on_dropped: Callable[[], None] | None = None,
         **ids: str,
     ) -> Subscription:
-        receiver = Receiver(channel.subject, channel.message, handler, self.counts, self.fail)
+        receiver = Receiver(channel, handler, self.counts, self.fail)
 
-        async def take(payload: bytes, headers: dict[str, str], _subject: str, _reply: str) -> None:
-            await receiver.take(payload, headers)
+        async def take(payload: bytes, headers: dict[str, str], subject: str, _reply: str) -> None:
+            await receiver.take(payload, headers, subject)
 
-        def take_now(payload: bytes, headers: dict[str, str], _subject: str, _reply: str) -> None:
-            receiver.take_now(payload, headers)
+        def take_now(payload: bytes, headers: dict[str, str], subject: str, _reply: str) -> None:
+            receiver.take_now(payload, headers, subject)
 
-        return await self._listen(_filter(channel, ids), take if receiver.waits else take_now, queue_max, on_dropped)
+        return await self._listen(filter_of(channel, ids), take if receiver.waits else take_now, queue_max, on_dropped)
 
     async def ask(
         self,
@@ -175,12 +184,12 @@ class NatsBus(Connection):
     async def answer(self, channel: AskChannel[M, A], answerer: Answerer[M, A], **ids: str) -> Subscription:
         side_by_side = asyncio.Semaphore(ASKS_AT_ONCE_MAX)
 
-        async def work(payload: bytes, headers: dict[str, str], reply: str) -> None:
+        async def work(payload: bytes, headers: dict[str, str], subject: str, reply: str) -> None:
             try:
                 envelope = Envelope(headers, len(payload))
-                made = await make_reply(channel, answerer, payload, envelope, self.frame_budget_bytes)
+                made = await make_reply(channel, answerer, payload, subject, envelope, self.frame_budget_bytes)
             except BadMessage as bad:
-                count_bad(self.counts, channel.subject, bad)
+                count_bad(self.counts, subject, bad)
                 made = unreadable(bad)
             except Exception as bug:
                 log.exception("the answerer of %s raised: the bus ends", channel.subject)
@@ -190,11 +199,11 @@ class NatsBus(Connection):
                 side_by_side.release()
             await self._reply(reply, made)
 
-        async def take(payload: bytes, headers: dict[str, str], _subject: str, reply: str) -> None:
+        async def take(payload: bytes, headers: dict[str, str], subject: str, reply: str) -> None:
             await side_by_side.acquire()
-            self._spawn(work(payload, headers, reply), f"answer {channel.subject}")
+            self._spawn(work(payload, headers, subject, reply), f"answer {channel.subject}")
 
-        return await self._listen(_filter(channel, ids), take, QUEUE_MAX, None)
+        return await self._listen(filter_of(channel, ids), take, QUEUE_MAX, None)
 
     async def kept(self, channel: Channel[M], *, ttl_s: float | None) -> Kept[M]:
         return await NatsKept.open(self, self._nc, channel, ttl_s)
@@ -258,8 +267,7 @@ class NatsBus(Connection):
                 if listening.nats is error.sub:
                     listening.on_slow()
             return
-        level = logging.ERROR if "permissions violation" in str(error).lower() else logging.DEBUG
-        log.log(level, "NATS: %s", error)
+        self._complaints.hear(error)
 
     async def _on_disconnected(self) -> None:
         if self._closing:
@@ -284,14 +292,3 @@ class NatsBus(Connection):
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _filter(channel: Channel[M], ids: Mapping[str, str]) -> str:
-    if wrong := [text for text in ids.values() if not is_subject_token(text)]:
-        raise ValueError(f"{channel.subject}: {wrong[0]!r} cannot be part of a subject")
-    return channel.filter(**ids)
-
-
-def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

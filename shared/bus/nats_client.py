@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import nats.errors
 from nats.aio.client import Client
 
 Direct = Callable[[bytes, dict[str, str], str, str], None]
@@ -14,6 +15,10 @@ UNSENT_BYTES_MAX = 256 * 1024
 """Above this the flusher task takes over, which waits for the socket."""
 
 _NO_HEADERS: dict[str, str] = {}
+
+
+class NotEncrypted(nats.errors.Error):
+    """The server offers no TLS, and we were told to speak to nobody without it."""
 
 
 class DirectClient(Client):
@@ -33,6 +38,15 @@ class DirectClient(Client):
             take(data, await self._process_headers(headers) or _NO_HEADERS, subject.decode(), reply.decode())
         else:
             take(data, _NO_HEADERS, subject.decode(), reply.decode())
+
+    def _connect_command(self) -> bytes:
+        """The first thing that we say, and nothing is said in clear that was to be encrypted, whatever the server
+        offers: nats-py encrypts when the server asks for it, which whoever stands between could leave out.
+        """
+        writer = getattr(self._transport, "_io_writer", None)
+        if "tls" in self.options and (writer is None or writer.get_extra_info("ssl_object") is None):
+            raise NotEncrypted
+        return super()._connect_command()
 
     async def _flush_pending(self, force_flush: bool = False) -> Any:
         """Hand what is pending to the transport at once: its own buffer gathers the writes of one turn of the loop,

@@ -22,8 +22,8 @@ from nats.js.api import KeyValueConfig, StorageType
 from nats.js.kv import KeyValue
 
 from shared.bus.port import BusCounts, BusDown, BusError, KeptValue, WrongRevision
-from shared.bus.receiver import count_bad
-from shared.bus.wire import BadMessage, pack, unpack
+from shared.bus.receiver import count_bad, read_kept
+from shared.bus.wire import BadMessage, pack
 from shared.contracts.channels import Channel
 
 log = logging.getLogger("baton.bus")
@@ -216,7 +216,7 @@ class NatsKept(Generic[M]):
         if not entry.value:
             return None
         try:
-            return KeptValue(entry.key, unpack(entry.value, self._channel.message), entry.revision or 0)
+            return KeptValue(entry.key, read_kept(self._channel, entry.key, entry.value), entry.revision or 0)
         except BadMessage as bad:
             count_bad(self._owner.counts, self._channel.subject, bad)
             return None

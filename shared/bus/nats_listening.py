@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import nats.errors
@@ -16,6 +16,8 @@ from shared.bus.nats_client import Direct, DirectClient
 from shared.bus.port import BusCounts
 from shared.bus.receiver import count_bad
 from shared.bus.wire import PART_HEADER, Assembler, BadMessage
+from shared.contracts.channels import Channel
+from shared.contracts.ids import is_subject_token
 
 log = logging.getLogger("baton.bus")
 
@@ -105,3 +107,10 @@ class Listening:
             return None
         finally:
             self._counts.parts_lost += self._assembler.lost - lost
+
+
+def filter_of(channel: Channel[Any], ids: Mapping[str, str]) -> str:
+    """The subject to subscribe to. Raises ValueError for an id that would say something else there."""
+    if wrong := [text for text in ids.values() if not is_subject_token(text)]:
+        raise ValueError(f"{channel.subject}: {wrong[0]!r} cannot be part of a subject")
+    return channel.filter(**ids)

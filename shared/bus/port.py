@@ -9,7 +9,8 @@ Promises:
   refused with ``MessageTooLarge`` before anything is sent.
 * A subscription is live when ``subscribe`` or ``answer`` returns.
 * A handler runs on the event loop, one message at a time per subscription, in order. A handler that raises ends the
-  bus (see ``failed``): a bug is not hidden. Messages that cannot be unpacked are counted and logged, never raised.
+  bus (see ``failed``): a bug is not hidden. Messages that cannot be unpacked, or that name
+  other ids than their subject does, are counted and logged, never raised.
 * When the connection is lost, subscriptions come back by themselves; kept values are watched anew.
 * Nothing is buffered for a connection that is down: ``publish`` and ``ask`` raise ``BusDown`` at once, and what had
   not left the process when the connection broke is thrown away. No command arrives minutes after its sender gave up.
@@ -88,7 +89,7 @@ class BusCounts:
     dropped: int = 0
     """Messages lost because a subscriber of this process was too slow."""
     bad_messages: int = 0
-    """Messages that could not be unpacked."""
+    """Messages that could not be unpacked, or whose ids were not those of their subject."""
     parts_lost: int = 0
     """Messages in parts of which a part never came."""
     reconnects: int = 0

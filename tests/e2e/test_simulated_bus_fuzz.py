@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
+import msgspec
 import nats
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shared.bus.nats_bus import connect_nats
-from shared.bus.wire import pack
+from shared.bus.wire import BadMessage, pack, unpack
 from shared.contracts.channels import CHANGE_ROLE, CHANNELS, DRAIN, PLACEHOLDER, REQUESTS_FINISHED, Channel, Delivery
 from shared.contracts.inference import RequestsFinished
 from tests.contracts.examples import strategy
@@ -35,6 +37,7 @@ PART_HEADERS = [
 ]
 """Of parts: without meaning, out of order, never complete."""
 FLUSH_S_MAX = 10
+NOBODY = "nobody"
 OBEYED = (DRAIN, CHANGE_ROLE)
 """Orders: whom a sound one reaches does what it says."""
 
@@ -65,13 +68,26 @@ def payloads(channel: Channel) -> list[bytes]:
     return made
 
 
-def subjects(channel: Channel, ids: dict[str, list[str]]) -> Iterator[str]:
-    """The channel's subject with each combination of ids that exist and one that does not."""
-    choices = [[(part, value) for value in [*ids.get(part, []), "nobody"]] for part in channel.parts]
+def subjects(channel: Channel, ids: dict[str, list[str]]) -> Iterator[tuple[str, dict[str, str]]]:
+    """The channel's subject with each combination of ids that exist and one that does not, and those ids."""
+    choices = [[(part, value) for value in [*ids.get(part, []), NOBODY]] for part in channel.parts]
     prefix = "$KV." if channel.delivery is Delivery.KEPT else ""
     for combination in itertools.product(*choices):
         named = dict(combination)
-        yield prefix + PLACEHOLDER.sub(lambda found, named=named: named[found[1]], channel.subject)
+        yield prefix + PLACEHOLDER.sub(lambda found, named=named: named[found[1]], channel.subject), named
+
+
+def addressed(payload: bytes, channel: Channel, ids: dict[str, str]) -> bytes:
+    """A payload that can be read says the ids of the subject that it is sent to: else nobody would look into it. Only
+    what a worker or router says of itself stays forged: nobody is to believe it.
+    """
+    if channel.delivery in (Delivery.EVENT, Delivery.KEPT) and NOBODY not in ids.values():
+        return payload
+    try:
+        message: Any = unpack(payload, channel.message)
+        return pack(msgspec.structs.replace(message, **ids))
+    except BadMessage:
+        return payload
 
 
 async def router_id_of(system: System) -> str:
@@ -99,9 +115,9 @@ async def test_nothing_that_is_published_ends_a_process(simulated: System):
 
     for channel in CHANNELS.values():
         reached = {} if channel in OBEYED else ids
-        for subject, payload in itertools.product(subjects(channel, reached), payloads(channel)):
-            await stranger.publish(subject, payload)
-        for subject, header in itertools.product(subjects(channel, reached), PART_HEADERS):
+        for (subject, named), payload in itertools.product(subjects(channel, reached), payloads(channel)):
+            await stranger.publish(subject, addressed(payload, channel, named))
+        for (subject, _named), header in itertools.product(subjects(channel, reached), PART_HEADERS):
             await stranger.publish(subject, b"part", headers={"Baton-Part": header} if header else None)
         await stranger.flush(FLUSH_S_MAX)
     await stranger.close()
