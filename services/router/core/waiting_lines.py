@@ -20,6 +20,8 @@ DRAIN_MEMORY_S = 20.0
 """How fast a line moves is remembered for so long."""
 STRAIN_S_MIN = 0.02
 """Of waiting, lately, from which a line counts as strained."""
+STRAINED_FOR_S = 300.0
+"""After that it still does for so long: a prompt that takes an engine a minute should not meet the next rush."""
 DRAIN_S_MIN = 0.5
 """Of waiting, before the speed of a line is believed."""
 WORK_AT_FIRST_S = 0.05
@@ -159,11 +161,12 @@ class Line:
 class Drain:
     """How fast a model's lines move: engine seconds of work begun, for each second that somebody waited."""
 
-    __slots__ = ("_at", "_begun_s", "_waited_s", "_waiting")
+    __slots__ = ("_at", "_begun_s", "_strained_until", "_waited_s", "_waiting")
 
     def __init__(self) -> None:
         self._at = 0.0
         self._begun_s = 0.0
+        self._strained_until = 0.0
         self._waited_s = 0.0
         self._waiting = False
 
@@ -175,11 +178,12 @@ class Drain:
         self._waited_s = self._waited_s * kept + (took_s if self._waiting else 0.0)
         self._at = now
         self._waiting = True
+        if self._waited_s >= STRAIN_S_MIN:
+            self._strained_until = now + STRAINED_FOR_S
 
     def strained(self, now: float) -> bool:
-        """Whether somebody waits, or did lately."""
-        faded_s = self._waited_s * math.exp(-max(0.0, now - self._at) / DRAIN_MEMORY_S)
-        return self._waiting or faded_s >= STRAIN_S_MIN
+        """Whether somebody waits, or did in the last minutes."""
+        return self._waiting or now < self._strained_until
 
     def rest(self) -> None:
         """From here on nobody waits."""

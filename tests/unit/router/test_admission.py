@@ -6,7 +6,7 @@ import pytest
 
 from services.router.core.placement import Placed, Refused
 from services.router.core.request import Forced
-from services.router.core.waiting_lines import DRAIN_S_MIN
+from services.router.core.waiting_lines import DRAIN_S_MIN, STRAINED_FOR_S
 from shared.contracts.failures import Reason
 from tests.unit.router.engines import Engine, Engines, ask
 
@@ -276,6 +276,27 @@ def test_a_target_that_even_an_idle_engine_misses_is_no_reason_to_refuse():
     engines.run()
 
     assert engines.reason(ticket) is None
+
+
+def test_what_is_late_anyway_is_refused_until_nobody_has_waited_for_minutes():
+    engines = Engines(Engine("w1"))
+    for _ in range(5):
+        engines.offer(A_SECOND)
+    engines.run()
+
+    rushed = engines.offer(5 * A_SECOND, ttft_s=0.1)
+    engines.run(until=engines.now + STRAINED_FOR_S + 10.0)
+    calm = engines.offer(5 * A_SECOND, ttft_s=0.1)
+    engines.run()
+
+    assert engines.reason(rushed) is Reason.OVERLOADED
+    assert engines.reason(calm) is None
+
+
+def test_what_is_late_anyway_is_always_refused_if_the_operator_says_so():
+    engines = Engines(Engine("w1"), serve_late=False)
+
+    assert engines.reason(engines.offer(5 * A_SECOND, ttft_s=0.1)) is Reason.OVERLOADED
 
 
 def test_nobody_waits_longer_than_the_longest_wait():
