@@ -71,8 +71,9 @@ class StartLeg(Message, frozen=True, kw_only=True):
     created: int = 0
     """With ``resume``: when the answer began, as its events say (Unix seconds); 0: not known."""
     cache_salt: str = ""
-    """Replaces the body's own, from which it was made: only requests of one tenant share cached KV. Empty: the body stays
-    as it is."""
+    """Replaces the body's own, from which it was made: only requests of one tenant share cached KV. Empty: the body
+    stays as it is.
+    """
 
 
 def pack_tokens(tokens: Iterable[int]) -> bytes:
@@ -168,6 +169,19 @@ class FrameBatch(PackedMessage, frozen=True, kw_only=True):
     """
 
 
+KV_MOVES_MAX = 8
+"""That a finished request tells of."""
+
+
+class KvMoved(Message, frozen=True, kw_only=True):
+    """KV that one worker read from another for a request."""
+
+    source_id: WorkerId
+    reader_id: WorkerId
+    tokens: int = 0
+    bytes: int = 0
+
+
 class RequestFinished(Message, frozen=True, kw_only=True):
     """One request's story as its router saw it, for metrics. Seconds; tokens; -1 where not known."""
 
@@ -216,6 +230,11 @@ class RequestFinished(Message, frozen=True, kw_only=True):
     kv_wait_s: float = -1.0
     """From the first ask for KV to the first grant of it."""
     kv_read_s: float = -1.0
+    kv_moves: list[KvMoved] = msgspec.field(default_factory=list)
+    """From whom its workers read, as far as they tell: at most ``KV_MOVES_MAX``."""
+    ttft_target_s: float = -1.0
+    """What it was to experience at most; likewise ``itl_target_s``."""
+    itl_target_s: float = -1.0
 
 
 class RequestsFinished(Message, frozen=True, kw_only=True):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.router.core.request import Mode
-from shared.contracts.inference import LegReport
+from shared.contracts.ids import WorkerId
+from shared.contracts.inference import KV_MOVES_MAX, KvMoved, LegReport
 from shared.contracts.kv_exchange import KvProof, KvRead
 
 
@@ -48,6 +49,19 @@ def cached_tokens(prefill: LegReport | None, answering: LegReport, mode: Mode) -
     if mode is Mode.DISAGGREGATED and answering.kv is not None:
         return answering.kv.prefill_cached_tokens
     return answering.cached_tokens
+
+
+def kv_moves(prefill: LegReport | None, prefill_id: str, answering: LegReport, answering_id: str) -> list[KvMoved]:
+    """What the legs' workers read from others."""
+    proofs = ((prefill.kv if prefill is not None else None, prefill_id), (answering.kv, answering_id))
+    moves = [
+        KvMoved(source_id=read.worker_id, reader_id=WorkerId(reader_id), tokens=read.tokens, bytes=read.bytes)
+        for proof, reader_id in proofs
+        if proof is not None
+        for read in proof.reads
+        if read.tokens
+    ]
+    return moves[:KV_MOVES_MAX]
 
 
 def _waited(proof: KvProof) -> list[float]:
