@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 
+from services.router.connections import allow_open_files
 from services.router.http_server import PortTaken, listen, share
 from services.router.service import serve
 from services.router.settings import Settings, check
@@ -17,6 +18,7 @@ def main() -> None:
     try:
         common, settings = load_common(), load(Settings, "ROUTER_")
         check(settings)
+        allow_open_files(settings.connections_max)
         listener = listen(settings.host, settings.port)
         shared = share(settings.host, settings.shared_port) if settings.shared_port else None
     except (SettingsError, PortTaken) as error:

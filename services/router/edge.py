@@ -8,8 +8,13 @@ import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+import msgspec
+
+from services.router.caller import Caller
+from services.router.connections import Connections
 from services.router.core.request import CHAT, COMPLETIONS, Mode
 from services.router.exchange import Bodies, Connection, Exchange, Head, Header, Upload
+from services.router.gate import Gate
 from services.router.http_answers import HttpError, error_body, error_event, failed
 from services.router.idle_clients import IdleClients
 from services.router.ledger import Ledger
@@ -41,6 +46,7 @@ UPLOAD_DISCARDED_FACTOR = 4
 of a broken connection.
 """
 BAD_MODE = f"x-baton-mode must be one of {', '.join(Mode)}."
+BUG = "The router has a bug; its log says more."
 
 AsgiMessage = MutableMapping[str, Any]
 AsgiApp = Callable[
@@ -52,15 +58,19 @@ AsgiApp = Callable[
 class Edge:
     """Serves exchanges; as an ASGI app, passes everything else on to ``app``."""
 
-    def __init__(self, settings: Settings, clock: Clock, relay: Relay, ledger: Ledger) -> None:
+    def __init__(self, settings: Settings, clock: Clock, relay: Relay, ledger: Ledger, gate: Gate) -> None:
         self._settings = settings
         self._now = clock.now
         self._relay = relay
         self._ledger = ledger
+        self._gate = gate
         self.app: AsgiApp | None = None
         self.uploads: set[Exchange] = set()
         """Requests whose body does not come in one piece."""
         self.bodies = Bodies()
+        self.connections = Connections(
+            count_max=settings.connections_max, per_address_max=settings.connections_per_address_max
+        )
         self.idle = IdleClients(clock.now, head_s_max=settings.head_s_max, read_s_max=settings.read_s_max)
         prefix, numbers = secrets.token_hex(6), itertools.count(1)
         self._new_id = lambda: f"{prefix}-{next(numbers)}"
@@ -68,12 +78,21 @@ class Edge:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """ASGI."""
         assert self.app is not None
-        await self.app(scope, receive, send)
+        refusal = self._gate.refusal(scope)
+        if refusal is None:
+            await self.app(scope, receive, send)
+            return
+        self._ledger.refused(refusal.status, refusal.reason)
+        headers = [*refusal.headers(), (b"content-length", b"%d" % len(refusal.body))]
+        await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+        await send({"type": "http.response.body", "body": refusal.body})
 
     def admit(self, connection: Connection, path: str, headers: list[Header], *, http11: bool, keep: bool) -> Exchange:
         """The head is there. May refuse before any of the body is read."""
         head = Head(path, headers, self._new_id)
         exchange = Exchange(connection, head, Upload(self._now(), self.bodies), http11=http11, keep_alive=keep)
+        if not self._lets_in(exchange, self._gate.caller(headers)):
+            return exchange
         if head.mode is None:
             self._refuse(exchange, HttpError(400, error_body(400, BAD_MODE), reason="bad_request"))
         elif len(self._relay.flights) >= self._settings.requests_at_once_max:
@@ -81,6 +100,20 @@ class Edge:
         else:
             self.bound(exchange, head.length)
         return exchange
+
+    def _lets_in(self, exchange: Exchange, caller: Caller | None) -> bool:
+        """Whether it may have a request served. A large body that nobody will read is not waited for."""
+        refusal = self._gate.request(caller)
+        if refusal is not None:
+            closes = exchange.head.length > UPLOAD_DISCARDED_FACTOR * self._settings.body_bytes_max
+            self._refuse(exchange, msgspec.structs.replace(refusal, closes=closes))
+        elif caller is not None:
+            exchange.caller = caller
+        return refusal is None
+
+    def turned_away(self) -> None:
+        """A connection was one too many."""
+        self._ledger.refused(503, "too_many_connections")
 
     def bound(self, exchange: Exchange, body_bytes: int) -> bool:
         """Refuse a body that is, or says it will be, too large, or one too many; answers whether it was refused."""
@@ -114,14 +147,14 @@ class Edge:
         """One complete request."""
         try:
             await self._relay.serve(exchange)
-        except Exception as bug:
+        except Exception:
             log.exception("a request ended in a bug")
             if exchange.left or exchange.ended:
                 return
             if exchange.begun:
-                exchange.end(error_event(Reason.INTERNAL, repr(bug)))
+                exchange.end(error_event(Reason.INTERNAL, BUG))
             else:
-                exchange.refuse(failed(Reason.INTERNAL, "The router has a bug; its log says more."))
+                exchange.refuse(failed(Reason.INTERNAL, BUG))
         finally:
             exchange.upload.over()
 

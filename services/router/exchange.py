@@ -12,6 +12,7 @@ from typing import Protocol
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
+from services.router.caller import ANYONE
 from services.router.core.request import Mode
 from services.router.http_answers import HttpError
 from shared.contracts.ids import RequestId, is_subject_token
@@ -24,7 +25,13 @@ TRACE_CONTEXT = {
 }
 """What travels on to the workers, if it looks as W3C says."""
 
+UNPRINTABLE = b"unprintable"
 MODES = {mode.value.encode(): mode for mode in Mode}
+
+
+def header_value(text: str) -> bytes:
+    """What a worker said, for a header of the answer: not a byte of it may end that header and begin another."""
+    return text.encode() if text.isascii() and text.isprintable() else UNPRINTABLE
 
 
 class Connection(Protocol):
@@ -134,12 +141,14 @@ class Exchange:
         "_keep_alive",
         "_unsent_head",
         "begun",
+        "caller",
         "ended",
         "head",
         "left",
         "my_turn",
         "on_left",
         "refusal",
+        "slow",
         "upload",
     )
 
@@ -149,6 +158,7 @@ class Exchange:
         self._keep_alive = keep_alive
         self._unsent_head = b""
         self.head = head
+        self.caller = ANYONE
         self.upload = upload
         self.my_turn = False
         """Earlier requests of the same connection have been answered."""
@@ -158,6 +168,8 @@ class Exchange:
         self.ended = False
         self.left = False
         """The client is gone."""
+        self.slow = False
+        """The client did not read in time, and was disconnected for that."""
         self.on_left: Callable[[], None] | None = None
 
     def client_left(self) -> None:

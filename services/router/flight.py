@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from opentelemetry.trace import Span
-
 from services.router.attempts import Attempts
 from services.router.core.decision_log import Entry
-from services.router.core.kv_story import cached_tokens, kv_numbers
+from services.router.core.kv_story import cached_tokens, kv_moves, kv_numbers
 from services.router.core.placement import Placed
 from services.router.core.request import Mode, RequestFacts
 from services.router.core.ttft import Legs, RouterTimes, ttft_parts, ttft_s
 from services.router.exchange import Exchange, Header
 from services.router.segments import Prompt
+from services.router.trace import Trace
 from shared.bus.streams import Leg, LegInbox
 from shared.contracts.decisions import TtftParts
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import DecisionId
 from shared.contracts.inference import LegReport, RequestFinished
+from shared.telemetry.span_names import SpanName
 
 NEVER = float("inf")
 LEFT = Failure(reason=Reason.CANCELLED, message="the client left")
+SLOW = Failure(reason=Reason.CLIENT_SLOW, message="the client reads too slowly")
 
 
 class Spent:
     """Where the router's own time went before the legs of the last attempt: one behind the other, in seconds."""
 
-    __slots__ = ("admission_s", "failed_s", "place_s", "tokenize_s")
+    __slots__ = ("admission_s", "failed_s", "place_s", "tokenize_s", "trace")
 
     def __init__(self) -> None:
         self.admission_s = 0.0
@@ -35,6 +36,8 @@ class Spent:
         """All placements together."""
         self.failed_s = 0.0
         """Attempts that failed, from their placement to their failure."""
+        self.trace: Trace | None = None
+        """What the request's spans will be drawn from, where anybody traces."""
 
     def times(self) -> RouterTimes:
         """As they are now."""
@@ -88,6 +91,7 @@ class Flight:
 
     __slots__ = (
         "attempts",
+        "charged",
         "deadline_at",
         "decision",
         "ends_at",
@@ -96,7 +100,6 @@ class Flight:
         "inbox",
         "late_at",
         "legs",
-        "span",
         "stopped",
         "story",
     )
@@ -114,6 +117,8 @@ class Flight:
         self.facts = facts
         self.inbox = inbox
         self.attempts = attempts
+        self.charged = 0
+        """Tokens taken of its key's allowance until it is known what it used."""
         self.ends_at = ends_at
         """When the request's whole budget is spent."""
         self.deadline_at = ends_at
@@ -124,11 +129,15 @@ class Flight:
         """Why the present attempt goes no further."""
         self.late_at = NEVER
         """When the present hop was found late."""
-        self.span: Span | None = None
-        """The request's span, when it is traced."""
         self.decision: Entry | None = None
         """The last placement, or refusal, in the log."""
         self.story = Story(now)
+
+    def mark(self, name: SpanName, begun_at: float, ended_at: float) -> None:
+        """The router has done something of which a trace tells."""
+        trace = self.story.spent.trace
+        if trace is not None:
+            trace.mark(name, begun_at, ended_at)
 
     def allow(self, now: float, hop_s: float) -> None:
         """The present hop may take ``hop_s`` seconds, but no longer than what is left of the request's budget."""
@@ -171,7 +180,7 @@ class Flight:
 
     def client_left(self) -> None:
         """Nobody waits for the answer any more."""
-        self.stop(LEFT)
+        self.stop(SLOW if self.exchange.slow else LEFT)
 
     def close(self) -> None:
         """Nothing of this request goes on after it."""
@@ -210,10 +219,13 @@ def finished(flight: Flight, now: float) -> RequestFinished:
     mode = placed.mode if placed is not None else Mode.AGGREGATED
     kv = kv_numbers(story.prefill_report, answering, mode)
     whole_s, parts = first_token(flight)
+    asked = flight.decision.asked if flight.decision is not None else None
+    prefill_worker = placed.prefill.record.worker_id if placed is not None and placed.prefill is not None else ""
+    decode_worker = placed.decode.record.worker_id if placed is not None else ""
     return RequestFinished(
         request_id=flight.exchange.head.request_id,
         decision_id=flight.decision.decision_id if flight.decision is not None else DecisionId(""),
-        tenant=flight.decision.asked.tenant if flight.decision is not None else "",
+        tenant=asked.tenant if asked is not None else flight.exchange.caller.key.tenant,
         model=flight.facts.model,
         path=flight.facts.path,
         mode=mode.value,
@@ -222,8 +234,8 @@ def finished(flight: Flight, now: float) -> RequestFinished:
         attempts=flight.attempts.count,
         resumes=flight.attempts.resumes,
         resumed_tokens=flight.attempts.resumed_tokens,
-        prefill_worker=placed.prefill.record.worker_id if placed is not None and placed.prefill is not None else "",
-        decode_worker=placed.decode.record.worker_id if placed is not None else "",
+        prefill_worker=prefill_worker,
+        decode_worker=decode_worker,
         prompt_tokens=answering.prompt_tokens,
         completion_tokens=generated,
         cached_tokens=cached_tokens(story.prefill_report, answering, mode),
@@ -242,4 +254,7 @@ def finished(flight: Flight, now: float) -> RequestFinished:
         readback_tokens=kv.readback_tokens,
         kv_wait_s=kv.wait_s,
         kv_read_s=kv.read_s,
+        kv_moves=kv_moves(story.prefill_report, prefill_worker, answering, decode_worker),
+        ttft_target_s=asked.ttft_target_s if asked is not None else -1.0,
+        itl_target_s=asked.itl_target_s if asked is not None else -1.0,
     )

@@ -11,6 +11,8 @@ from shared.contracts.failures import HTTP_STATUS, Reason
 
 JSON = b"application/json"
 EVENT_STREAM = "text/event-stream"
+NO_SNIFFING = (b"x-content-type-options", b"nosniff")
+"""A browser takes no answer for a page, whatever a model has written into it."""
 
 ERROR_TYPES = {400: "invalid_request_error", 404: "NotFoundError", 413: "invalid_request_error"}
 CODES = {Reason.MODEL_UNKNOWN: "model_not_found", Reason.TOO_LARGE: "request_too_large"}
@@ -40,18 +42,22 @@ class HttpError(msgspec.Struct, frozen=True):
     reason: str = ""
     closes: bool = False
     """End the connection too: there may be more body to come than anybody wants to read."""
+    more: tuple[tuple[bytes, bytes], ...] = ()
+    """Headers."""
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Headers that belong to it, without the length."""
-        headers = [(b"content-type", JSON)]
+        headers = [(b"content-type", JSON), NO_SNIFFING]
         if self.retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % max(1, math.ceil(self.retry_after_s))))
-        return headers
+        return [*headers, *self.more]
 
 
-def error_body(status: int, message: str, *, code: str | int | None = None, param: str | None = None) -> bytes:
+def error_body(
+    status: int, message: str, *, code: str | int | None = None, param: str | None = None, kind: str = ""
+) -> bytes:
     """The JSON of an error."""
-    kind = ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    kind = kind or ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return msgspec.json.encode(ErrorAnswer(ErrorBody(message, kind, param, code if code is not None else status)))
 
 
@@ -73,7 +79,7 @@ def bad_request(message: str, param: str | None = None) -> HttpError:
 def refused_field(fault: Fault) -> HttpError:
     """A field of Baton's own that means nothing, or asks for more than is allowed."""
     if fault.reason is None:
-        return bad_request(fault.message, fault.param)
+        return bad_request(fault.message, fault.param or None)
     status = HTTP_STATUS[fault.reason]
     body = error_body(status, fault.message, code=str(fault.reason), param=fault.param)
     return HttpError(status, body, None, str(fault.reason))

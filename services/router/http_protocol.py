@@ -11,17 +11,19 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from services.router import http_turns as said
 from services.router.edge import RELAYED, Edge
 from services.router.exchange import Exchange
+from services.router.http_answers import HttpError, error_body
+from services.router.http_turns import TooManyHeaders, Turn, head_without_upgrade
 
 HEAD_BYTES_MAX = 64 * 1024
 """Request line and headers; a larger head is answered with 431 and the connection is closed."""
-HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-HEAD_TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-NOT_HTTP = "Invalid HTTP request received."
-OF_UPGRADES = frozenset({b"upgrade", b"http2-settings"})
-
+HEADERS_MAX = 256
+"""Of one request; more are answered with 431 too."""
+MAKES_NO_SENSE = "The body is not what its headers say."
+UNNAMED = "-"
+"""The address of whoever comes without one, by a Unix socket for instance."""
 PATHS = {path.encode(): path for path in RELAYED}
 
 
@@ -39,21 +41,29 @@ class RouterProtocol(HttpToolsProtocol):
     in_head = False
     head_bytes = 0
     """Of the present head, at most."""
+    address = ""
+    """Whose connection it is; empty when it was not let in."""
+    held = False
+    """The next request waits until the client has read what was answered."""
+    last_words: bytes | None = None
+    """What is said, before the connection closes, when all that was asked before has been answered."""
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the client."""
+        if self.last_words is not None or not self.address:
+            return
         self._unset_keepalive_if_required()
         self.head_bytes += len(data)
         try:
             self._parse(data)
-        except httptools.HttpParserError:
-            self.send_400_response(NOT_HTTP)
+        except httptools.HttpParserError as error:
+            self._end_with(said.HEAD_TOO_LARGE if isinstance(error.__context__, TooManyHeaders) else said.NOT_HTTP)
             return
         exchange = self.exchange
         if self.in_head:
             if self.head_bytes > HEAD_BYTES_MAX:
-                self.transport.write(HEAD_TOO_LARGE)
-                self.transport.close()
+                self._end_with(said.HEAD_TOO_LARGE)
+                return
             self.edge.idle.waits_for_head(self)
         elif exchange is not None and not exchange.upload.complete:
             self.edge.uploads.add(exchange)
@@ -64,12 +74,21 @@ class RouterProtocol(HttpToolsProtocol):
         """A client is there."""
         self.edge: Edge = self.app
         super().connection_made(transport)
-        self.edge.idle.waits_for_head(self)
+        address = self.client[0] if self.client else UNNAMED
+        if self.edge.connections.enter(address):
+            self.address = address
+            self.edge.idle.waits_for_head(self)
+            return
+        self.edge.turned_away()
+        self.write(said.TOO_MANY)
+        transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client is gone, and with it everybody who waits for answers on this connection."""
         super().connection_lost(exc)
         self.edge.idle.left(self)
+        if self.address:
+            self.edge.connections.leave(self.address)
         cycles = [self.cycle, *[cycle for cycle, _app in self.pipeline]]
         exchanges = {cycle.exchange for cycle in cycles if isinstance(cycle, Turn)}
         for exchange in exchanges | ({self.serving} if self.serving is not None else set()):
@@ -83,23 +102,38 @@ class RouterProtocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as upgrade:
             # Java's client offers HTTP/2 with every request. The parser skips the body of such a request, so it is
             # read once more as what it is without the offer. One in each read is plenty.
-            head = self._head_without_upgrade()
+            version = self.parser.get_http_version().encode()
+            head = head_without_upgrade(self.parser.get_method(), self.url, version, self.headers)
             self.parser = httptools.HttpRequestParser(self)
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
             try:
                 self.parser.feed_data(head + data[upgrade.args[0] :])
             except httptools.HttpParserUpgrade as again:
-                raise httptools.HttpParserError(NOT_HTTP) from again
+                raise httptools.HttpParserError("two offers at once") from again
 
-    def _head_without_upgrade(self) -> bytes:
-        version = self.parser.get_http_version().encode()
-        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
-        for name, value in self.headers:
-            if name == b"connection":
-                lines += [b"connection: close"] if b"close" in value.lower() else []
-            elif name not in OF_UPGRADES:
-                lines.append(b"%b: %b" % (name, value))
-        return b"\r\n".join([*lines, b"", b""])
+    def _end_with(self, words: bytes) -> None:
+        """Nothing more is understood. What was asked before is answered first, for else a client would take these words
+        for an answer to that.
+        """
+        exchange = self.exchange
+        if exchange is not None and not exchange.upload.complete:  # It is the end of this one that makes no sense.
+            self.last_words = b""
+            self.edge.uploads.discard(exchange)
+            if exchange.ended:
+                self.transport.close()
+            else:
+                exchange.refusal = HttpError(400, error_body(400, MAKES_NO_SENSE), reason="bad_request", closes=True)
+                self._advance(exchange)
+        elif self.busy and (self.in_head or exchange is not None):
+            self.last_words = words
+        else:
+            self.last_words = b"" if self.busy else words
+            self._say_last()
+
+    def _say_last(self) -> None:
+        self.write(self.last_words or b"")
+        self.transport.close()
+        self.edge.idle.waits_for_reader(self)
 
     def on_message_begin(self) -> None:
         """A new request."""
@@ -112,6 +146,8 @@ class RouterProtocol(HttpToolsProtocol):
         self.in_head = False
         if self.parser.should_upgrade():
             return  # See _parse.
+        if len(self.headers) > HEADERS_MAX:
+            raise TooManyHeaders
         self.edge.idle.head_came(self)
         path = PATHS.get(self.url.partition(b"?")[0])
         if path is None or self.parser.get_method() != b"POST":
@@ -121,7 +157,7 @@ class RouterProtocol(HttpToolsProtocol):
         keep_alive = http11 and self.parser.should_keep_alive()
         exchange = self.exchange = self.edge.admit(self, path, self.headers, http11=http11, keep=keep_alive)
         before, self.cycle = self.cycle, Turn(exchange)
-        if before is None or before.response_complete:
+        if (before is None or before.response_complete) and not self.held:
             self._start_asgi_task(self.cycle, self.app)
         else:
             self.flow.pause_reading()
@@ -134,7 +170,7 @@ class RouterProtocol(HttpToolsProtocol):
         self.serving = cycle.exchange
         cycle.exchange.my_turn = True
         if self.expect_100_continue and cycle.exchange.refusal is None and not cycle.exchange.upload.complete:
-            self.transport.write(CONTINUE)
+            self.transport.write(said.CONTINUE)
         self._advance(cycle.exchange)
 
     def on_body(self, body: bytes) -> None:
@@ -171,12 +207,27 @@ class RouterProtocol(HttpToolsProtocol):
             task.add_done_callback(self.tasks.discard)
 
     def on_response_complete(self) -> None:
-        """The next request's turn. Nothing more is read while others wait, or a client could fill our memory."""
-        super().on_response_complete()
+        """The next request's turn, unless the client has not read what it got: it could fill our memory with answers.
+        Nothing more is read while others wait, or it could fill it with questions.
+        """
         if self.flow.write_paused or self.transport.is_closing():
-            self.edge.idle.waits_for_reader(self)
-        elif self.pipeline:
+            self.held = True
             self.flow.pause_reading()
+            self.edge.idle.waits_for_reader(self)
+        elif self.last_words is not None and not self.pipeline:
+            self._say_last()
+        else:
+            super().on_response_complete()
+            if self.pipeline:
+                self.flow.pause_reading()
+
+    def resume_writing(self) -> None:
+        """The client has read most of what it got."""
+        super().resume_writing()
+        if self.held and not self.transport.is_closing():
+            self.held = False
+            self.edge.idle.has_read(self)
+            self.on_response_complete()
 
     def shutdown(self) -> None:
         """Take no more requests on this connection."""
@@ -199,11 +250,17 @@ class RouterProtocol(HttpToolsProtocol):
     def head_is_late(self) -> None:
         """No request came in time, or no whole one."""
         if self.in_head:
-            self.transport.write(HEAD_TOO_SLOW)
+            self.transport.write(said.HEAD_TOO_SLOW)
             self.transport.close()
             self.edge.idle.waits_for_reader(self)
         else:
             self.transport.abort()
+
+    def reader_is_late(self) -> None:
+        """The client does not read. Its legs are cancelled when the connection is gone."""
+        if self.serving is not None:
+            self.serving.slow = True
+        self.transport.abort()
 
     def timeout_keep_alive_handler(self) -> None:
         """The client wants nothing more. If it has not read the last answer by now, it never will."""
@@ -222,8 +279,10 @@ class RouterProtocol(HttpToolsProtocol):
         return self.flow.write_paused
 
     async def drain(self) -> None:
-        """For exchanges: wait for the client."""
+        """For exchanges: wait for the client, who has ``read_s_max`` for it."""
+        self.edge.idle.waits_for_reader(self)
         await self.flow.drain()
+        self.edge.idle.has_read(self)
 
     def answered(self, *, close: bool) -> None:
         """For exchanges: the answer is complete."""
@@ -234,27 +293,3 @@ class RouterProtocol(HttpToolsProtocol):
     def abort(self) -> None:
         """For exchanges: drop the connection."""
         self.transport.abort()
-
-
-class Turn:
-    """An exchange's place among the requests of its connection, in the shape that uvicorn's protocol looks at."""
-
-    __slots__ = ("disconnected", "exchange", "message_event")
-
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
-        self.disconnected = False
-        self.message_event = NOBODY_WAITS
-
-    @property
-    def response_complete(self) -> bool:
-        """Whether the next request may be served."""
-        return self.exchange.ended
-
-
-class _NobodyWaits:
-    def set(self) -> None:
-        """Nothing: an exchange is told directly."""
-
-
-NOBODY_WAITS = _NobodyWaits()

@@ -67,6 +67,7 @@ def make_server(edge: Edge, settings: Settings) -> Server:
         server_header=False,
         date_header=False,
         proxy_headers=False,
+        headers=[("x-content-type-options", "nosniff")],
         timeout_keep_alive=int(settings.keep_alive_s),
         timeout_graceful_shutdown=int(settings.drain_s_max),
     )

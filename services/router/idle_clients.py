@@ -19,8 +19,8 @@ class Client(Protocol):
     def head_is_late(self) -> None:
         """No request came in time: end it."""
 
-    def abort(self) -> None:
-        """Drop the connection with all that it has not sent."""
+    def reader_is_late(self) -> None:
+        """It did not read in time: drop the connection with all that it has not sent."""
 
 
 class IdleClients:
@@ -33,7 +33,7 @@ class IdleClients:
         self._asking: dict[Client, float] = {}
         """Since when nothing is owed to them and the head of their next request is not complete."""
         self._reading: dict[Client, float] = {}
-        """Since when their answer is complete and they have not read it."""
+        """Since when they do not read: their answer is complete, or cannot go on."""
 
     def waits_for_head(self, client: Client) -> None:
         """It may ask, or finish asking, within ``head_s_max``."""
@@ -45,8 +45,12 @@ class IdleClients:
             self._asking.pop(client, None)
 
     def waits_for_reader(self, client: Client) -> None:
-        """It may read the rest of its answer within ``read_s_max``."""
+        """It may read what was written to it within ``read_s_max``."""
         self._reading.setdefault(client, self._now())
+
+    def has_read(self, client: Client) -> None:
+        """It caught up."""
+        self._reading.pop(client, None)
 
     def left(self, client: Client) -> None:
         """Its connection is gone."""
@@ -66,7 +70,7 @@ class IdleClients:
             del self._reading[client]
         for client in _older(self._reading, now - self._read_s_max):
             del self._reading[client]
-            client.abort()
+            client.reader_is_late()
 
 
 def _older(since: dict[Client, float], than: float) -> list[Client]:

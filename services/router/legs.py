@@ -10,10 +10,10 @@ from services.router.attempts import NOT_BROKEN
 from services.router.core.placement import Placed
 from services.router.core.request import Mode
 from services.router.core.second_try import hop_s
-from services.router.exchange import Header
+from services.router.exchange import Header, header_value
 from services.router.flight import Flight
 from services.router.guarded_leg import Frames, GuardedLeg
-from services.router.http_answers import EVENT_STREAM
+from services.router.http_answers import EVENT_STREAM, NO_SNIFFING
 from services.router.parts import Parts
 from services.router.pulse import Pulse
 from services.router.starts import Starts
@@ -22,6 +22,7 @@ from shared.bus.streams import Leg, LegFailed
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import WorkerId
 from shared.contracts.inference import Frame, FrameKind, LegKind, LegReport, StartLeg
+from shared.telemetry.span_names import SpanName
 
 HEAD, END = FrameKind.HEAD, FrameKind.END
 OK = 200
@@ -247,6 +248,7 @@ class LegRunner:
             flight.exchange.begin(OK, self.headers(flight, placed, EVENT_STREAM))
         elif attempts.broke_at != NOT_BROKEN:
             self._resumed(at - attempts.broke_at)
+            flight.mark(SpanName.RESUME, attempts.broke_at, at)
             attempts.broke_at = NOT_BROKEN
 
     async def _whole(self, flight: Flight, placed: Placed, leg: Frames, frames: list[Frame]) -> None:
@@ -276,12 +278,13 @@ FIXED_HEADERS_MAX = 4096
 
 def _fixed_headers(mode: Mode, content_type: str, decode: str, prefill: str, streamed: bool) -> list[Header]:
     headers = [
-        (b"content-type", content_type.encode("latin-1")),
+        (b"content-type", header_value(content_type)),
+        NO_SNIFFING,
         (b"x-baton-mode", mode.value.encode()),
-        (b"x-baton-decode-worker", decode.encode()),
+        (b"x-baton-decode-worker", header_value(decode)),
     ]
     if prefill:
-        headers.append((b"x-baton-prefill-worker", prefill.encode()))
+        headers.append((b"x-baton-prefill-worker", header_value(prefill)))
         headers.append((b"x-baton-handoff", b"streamed" if streamed else b"offered"))
     return headers
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from services.router.attempts import Attempts
+from services.router.core.allowance import tokens_used
 from services.router.core.placement import Need, Placed, Refused
 from services.router.core.request import Mode, read_request
+from services.router.core.salting import salted
 from services.router.core.second_try import resumes_allowed, why_not_resumed
 from services.router.core.terms import Headed
 from services.router.core.waiting_lines import Ticket
 from services.router.exchange import Exchange
 from services.router.flight import LEFT, Flight
+from services.router.gate import limited
 from services.router.http_answers import HttpError, bad_request, error_event, failed, refused_field
 from services.router.legs import EngineRefused, LegRunner
 from services.router.parts import Parts
@@ -20,6 +23,8 @@ from services.router.recovery import Recovery
 from shared.bus.port import BusDown, MessageTooLarge
 from shared.bus.streams import LegFailed
 from shared.contracts.failures import HTTP_STATUS, Failure, Reason
+from shared.contracts.inference import RequestFinished
+from shared.telemetry.span_names import SpanName
 
 SERVICE_UNAVAILABLE = 503
 ENGINE_FULL = Failure(reason=Reason.WORKER_BUSY, message="the engine takes no requests")
@@ -45,33 +50,53 @@ class Relay:
     async def serve(self, exchange: Exchange) -> None:
         """One request from its body to the end of its answer."""
         now = self._now()
-        facts = read_request(exchange.head.path, exchange.upload.body())
+        caller = exchange.caller
+        facts = salted(read_request(exchange.head.path, exchange.upload.body()), caller.key, caller.secret)
         resumes_max = resumes_allowed(self._settings.resumes_max, facts.wishes.resumes_max)
         attempts = Attempts(resumes_max, why_not_resumed(facts))
         flight = Flight(exchange, facts, self._parts.inbox, attempts, now, now + self._settings.request_s_max)
         exchange.on_left = flight.client_left
         self.flights.add(flight)
         try:
-            with self._tracing.request(flight):
-                await self._serve(flight)
+            self._tracing.begin(flight)
+            await self._serve(flight)
         finally:
             self.flights.discard(flight)
             flight.close()
-            self._decisions.finished(flight, self._ledger.finished(flight, self._now()))
+            told = self._ledger.finished(flight, self._now())
+            self._decisions.finished(flight, told)
+            if flight.charged:
+                caller.allowance.settle(self._now(), flight.charged, used(flight, told))
 
     async def _serve(self, flight: Flight) -> None:
         facts, head = flight.facts, flight.exchange.head
-        headed = Headed(mode=head.mode or Mode.AUTO, class_name=head.class_name, tenant=head.tenant)
+        key = flight.exchange.caller.key
+        tenant = key.tenant or head.tenant
+        headed = Headed(mode=head.mode or Mode.AUTO, class_name=head.class_name, tenant=tenant, key=key)
         if (fault := self._parts.terms.fault(facts, headed, self._parts.fleet.cluster.workers)) is not None:
             self._tell(flight, refused_field(fault))
             return
         begun = self._now()
         prompt = await self._prompts.of(flight.exchange, facts)
-        flight.story.spent.tokenize_s = self._now() - begun
+        ended = self._now()
+        flight.story.spent.tokenize_s = ended - begun
+        flight.mark(SpanName.TOKENIZE, begun, ended)
         flight.story.prompt = prompt
+        if (over := self._charge(flight, prompt.tokens)) is not None:
+            self._tell(flight, over)
+            return
         need = self._parts.terms.need(facts, headed, prompt.tokens, prompt.hashes)
         with self._room.ticket(flight, need) as ticket:
             await self._serve_in_turn(flight, need, ticket)
+
+    def _charge(self, flight: Flight, prompt_tokens: int) -> HttpError | None:
+        """Take the prompt's tokens of what its key may use; why not."""
+        caller, now = flight.exchange.caller, self._now()
+        over = caller.allowance.tokens(now, prompt_tokens)
+        if over is not None:
+            return limited(over, caller, now)
+        flight.charged = prompt_tokens
+        return None
 
     async def _serve_in_turn(self, flight: Flight, need: Need, ticket: Ticket) -> None:
         """Wait for its turn, then try until an attempt succeeds; further attempts do not stand in line again."""
@@ -136,7 +161,7 @@ class Relay:
     def _fail(self, flight: Flight, failure: Failure) -> None:
         """The last word on a request that did not end well."""
         exchange, story = flight.exchange, flight.story
-        reason = Reason.CANCELLED if flight.exchange.left else failure.reason
+        reason = (Reason.CLIENT_SLOW if exchange.slow else Reason.CANCELLED) if exchange.left else failure.reason
         if not exchange.begun and not flight.exchange.left:
             self._tell(flight, failed(reason, failure.message, failure.retry_after_s))
             return
@@ -149,3 +174,14 @@ class Relay:
         flight.story.status = error.status
         flight.story.reason = error.reason
         flight.exchange.refuse(error, flight.decision_headers())
+
+
+def used(flight: Flight, told: RequestFinished) -> int:
+    """Tokens that the request has cost whoever asked for it."""
+    return tokens_used(
+        charged=flight.charged,
+        prompt=told.prompt_tokens,
+        completion=told.completion_tokens,
+        relayed=len(flight.attempts.had.tokens),
+        was_placed=flight.story.placed is not None,
+    )

@@ -11,10 +11,15 @@ import msgspec
 
 from services.router.core.admission import AdmissionPolicy
 from services.router.core.failure_policy import FailurePolicy, read_policy
+from services.router.core.keys import SALT_CHARS_MIN, Keyring, read_keys
 from services.router.core.revisions import read_shares
+from services.router.core.salting import salt_key
 from services.router.core.second_try import RESUMES_MAX_MAX
 from services.router.core.terms import Forcing, Terms, read_terms, read_weights
 from shared.runtime.settings import SettingsError
+
+FILE_BYTES_MAX = 32 * 1024 * 1024
+"""A larger file is nothing that an operator wrote."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,6 +32,25 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     instance: str = ""
     """A name unique among routers, one subject token; made up when empty."""
 
+    keys_file: str = ""
+    """A TOML file with the API keys that are let in (``baton keys new`` makes it); read again when it changes. Empty,
+    and no ``keys``: none is asked for, which is allowed only where no other machine can ask.
+    """
+    keys: str = ""
+    """The same, as text."""
+    salt_file: str = ""
+    """A file with a secret of which the tenants' cache salts are made: the same for all routers, or they find nothing
+    that others have had cached. Empty: ``salt`` in the keys' TOML.
+    """
+    insecure: bool = False
+    """Serve other machines, although no key is asked for: whoever reaches this port may use and read everything."""
+    published_host: str = ""
+    """The address at which others reach this port, where it is not ``host``, as with a container's published port."""
+    metrics: Literal["auto", "open", "admin"] = "auto"
+    """Who may read ``/metrics`` where keys are asked for: whoever asks, or keys with the permission admin; ``auto``:
+    whoever asks while only this machine can, or else admin.
+    """
+
     body_bytes_max: int = 32 * 1024 * 1024
     """A larger request body is refused with 413."""
     bodies_bytes_max: int = 512 * 1024 * 1024
@@ -38,13 +62,21 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     body_s_max: float = 60.0
     """A client that takes longer to send its body is refused."""
     read_s_max: float = 60.0
-    """A client that takes longer to read the rest of an answer that is complete is disconnected."""
+    """A client that takes longer to read what was written to it, while more waits or when its answer is complete, is
+    disconnected; its legs are cancelled.
+    """
     answer_bytes_max: int = 256 * 1024 * 1024
     """A buffered answer that grows larger fails its request."""
     leg_buffer_bytes_max: int = 8 * 1024 * 1024
     """Frames that wait for a slow client; more abort the request."""
     requests_at_once_max: int = 8192
     """Requests served at a time; more are refused with 503."""
+    connections_max: int = 16384
+    """Client connections that are open at a time; more are answered 503 and closed. 0: as many as come."""
+    connections_per_address_max: int = 8192
+    """Of these, how many may come from one address (of IPv6: one /64 network). 0: as many as come, for a load balancer
+    stands before this router.
+    """
 
     request_s_max: float = 600.0
     """The whole request, its queueing and all attempts included."""
@@ -118,6 +150,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Placements that are remembered, to be explained; the oldest are forgotten beyond that."""
     decisions_bytes_max: int = 64 * 1024 * 1024
     """Memory for them, about."""
+    trace_slow_s: float = 2.0
+    """A request whose first token takes longer is traced, whatever the share of those that are; one with a target of its
+    own, when it misses that.
+    """
     log_requests: bool = True
     """One line for each finished request."""
     keep_alive_s: float = 75.0
@@ -126,11 +162,68 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 def check(settings: Settings) -> None:
     """Raises SettingsError for what can be read and makes no sense."""
+    check_entrance(settings)
     terms_of(settings)
     admission_policy(settings)
     failure_policy(settings)
     if not 0 <= settings.resumes_max <= RESUMES_MAX_MAX:
         raise SettingsError(f"ROUTER_RESUMES_MAX is {settings.resumes_max}; it must be 0 to {RESUMES_MAX_MAX}")
+
+
+def check_entrance(settings: Settings) -> None:
+    """Strangers need keys. Raises SettingsError."""
+    keyring = keyring_of(settings)
+    if keyring is not None:
+        salt_secret_of(settings, keyring)
+    elif not is_local(settings) and not settings.insecure:
+        raise SettingsError(
+            f"anybody could ask for anything at {settings.published_host or settings.host}, for there are no API keys; "
+            "make one with `baton keys new --tenant NAME --file keys.toml` and set ROUTER_KEYS_FILE=keys.toml, "
+            "or set ROUTER_INSECURE=true (`baton up --insecure`) if only friends can reach it"
+        )
+
+
+def keyring_of(settings: Settings) -> Keyring | None:
+    """The API keys that are let in; None where no key is asked for. Raises SettingsError."""
+    if settings.keys_file and settings.keys:
+        raise SettingsError("ROUTER_KEYS_FILE and ROUTER_KEYS are both set; unset one")
+    if not settings.keys_file and not settings.keys:
+        return None
+    where = f"ROUTER_KEYS_FILE ({settings.keys_file})" if settings.keys_file else "ROUTER_KEYS"
+    try:
+        text = read_text(settings.keys_file) if settings.keys_file else settings.keys
+        return read_keys(tomllib.loads(text))
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{where}: {error}; correct it or unset it") from error
+
+
+def salt_secret_of(settings: Settings, keyring: Keyring) -> bytes:
+    """Of which each tenant's salt is made. Raises SettingsError."""
+    try:
+        text = read_text(settings.salt_file).strip() if settings.salt_file else keyring.salt
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"ROUTER_SALT_FILE ({settings.salt_file}): {error}; correct it or unset it") from error
+    if len(text) < SALT_CHARS_MIN:
+        raise SettingsError(
+            f"tenants cannot be kept apart: the secret for their salts has {len(text)} characters and must have "
+            f'{SALT_CHARS_MIN} random ones or more; put `salt = "..."` on top of the API keys '
+            "(`baton keys new --file` does), or set ROUTER_SALT_FILE, the same for all routers"
+        )
+    return salt_key(text)
+
+
+def read_text(path: str) -> str:
+    """A small file of the operator's. Raises OSError, ValueError."""
+    with Path(path).open("rb") as file:
+        said = file.read(FILE_BYTES_MAX + 1)
+    if len(said) > FILE_BYTES_MAX:
+        raise ValueError(f"it has more than {FILE_BYTES_MAX} bytes")
+    return said.decode()
+
+
+def is_local(settings: Settings) -> bool:
+    """Whether only this machine can be a client."""
+    return _is_this_machine(settings.published_host or settings.host)
 
 
 def failure_policy(settings: Settings) -> FailurePolicy:

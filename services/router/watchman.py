@@ -49,5 +49,5 @@ class Watchman:
             flight.late_at = now
             flight.stop(TOO_LONG)
         elif now - flight.late_at > LATE_S_MAX:
-            flight.story.reason = str(Reason.CLIENT_SLOW)
+            flight.exchange.slow = True
             flight.exchange.abort()

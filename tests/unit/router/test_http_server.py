@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 
 import httpx
 import pytest
-from opentelemetry.trace import NoOpTracer
 
-from services.router.http_server import PortTaken, listen, make_server
+from services.router.http_protocol import RouterProtocol
+from services.router.http_server import PortTaken, Server, listen, make_server
 from services.router.service import Router
 from services.router.settings import Settings
 from services.router.tracing import Tracing
@@ -26,11 +26,16 @@ PATIENCE_S = 60.0
 
 
 class Running:
-    def __init__(self, router: Router, worker: FakeWorker, port: int) -> None:
+    def __init__(self, router: Router, server: Server, worker: FakeWorker, port: int) -> None:
         self.router = router
+        self.server = server
         self.worker = worker
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
+
+    def connections(self) -> list[RouterProtocol]:
+        """Those that are open."""
+        return list(self.server.server_state.connections)
 
     async def raw(self, data: bytes) -> bytes:
         """Send bytes, half-close nothing, read until the server closes."""
@@ -47,7 +52,7 @@ async def running(**settings: object) -> AsyncIterator[Running]:
     hub = MemoryHub()
     bus = MemoryBus(hub)
     router = Router(
-        Settings(log_requests=False, silent_s_max=60.0, **settings), bus, SystemClock(), Tracing(NoOpTracer())
+        Settings(log_requests=False, silent_s_max=60.0, **settings), bus, SystemClock(), Tracing()
     )
     await router.open()
     worker = FakeWorker(MemoryBus(hub), "w1")
@@ -61,7 +66,7 @@ async def running(**settings: object) -> AsyncIterator[Running]:
         while not router.parts.fleet.cluster.workers:
             await asyncio.sleep(0)
         try:
-            yield Running(router, worker, listener.getsockname()[1])
+            yield Running(router, server, worker, listener.getsockname()[1])
         finally:
             server.should_exit = True
             await serving
