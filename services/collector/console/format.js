@@ -1,0 +1,59 @@
+/* Numbers and instants as a person reads them; the same forms as `baton explain` and `baton top` use. */
+
+export const UNKNOWN = "–";
+
+/** Three digits at most, with a unit that fits. */
+export function duration(seconds) {
+  if (!isKnown(seconds)) return UNKNOWN;
+  const ms = seconds * 1000;
+  const size = Math.abs(ms);
+  if (size < 0.05) return "0 ms";
+  if (size < 9.95) return `${ms.toFixed(1)} ms`;
+  if (size < 999.5) return `${ms.toFixed(0)} ms`;
+  if (size < 9995) return `${seconds.toFixed(2)} s`;
+  return size < 99950 ? `${seconds.toFixed(1)} s` : `${seconds.toFixed(0)} s`;
+}
+
+/** With commas. */
+export function counted(number) {
+  return isKnown(number) ? Math.round(number).toLocaleString("en") : UNKNOWN;
+}
+
+/** Of something that happens so often a second. */
+export function rate(number) {
+  if (!isKnown(number)) return UNKNOWN;
+  if (number > 0 && number < 0.05) return "< 0.1";
+  return number < 9.95 ? number.toFixed(number === 0 ? 0 : 1) : counted(number);
+}
+
+/** With the largest unit of which there is a whole one. */
+export function inBytes(count) {
+  if (!isKnown(count)) return UNKNOWN;
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let size = count;
+  while (size >= 1024 && units.length > 1) {
+    size /= 1024;
+    units.shift();
+  }
+  return `${size.toFixed(units[0] === "B" || size >= 99.95 ? 0 : 1)} ${units[0]}`;
+}
+
+/** A ratio in percent. */
+export function percent(ratio) {
+  return isKnown(ratio) ? `${(ratio * 100).toFixed(0)} %` : UNKNOWN;
+}
+
+/** The wall clock of an instant, here. */
+export function clock(atUnixS) {
+  return new Date(atUnixS * 1000).toLocaleTimeString("en-GB");
+}
+
+/** One or many of something. */
+export function plural(number, one, many = `${one}s`) {
+  return `${counted(number)} ${number === 1 ? one : many}`;
+}
+
+/** The system says -1 or null where it does not know. */
+export function isKnown(number) {
+  return typeof number === "number" && Number.isFinite(number) && number >= 0;
+}

@@ -1,0 +1,68 @@
+/* The parts of a request's time: their names, their colours, and bars made of them. */
+
+import { el, svg } from "./dom.js";
+import { duration } from "./format.js";
+
+const UNITS = 1000;
+const SLIVER = 4;
+/* Of UNITS: what took any time at all can be seen. */
+
+/* Few colours: what is alike shares one. The order is that of the legend. */
+const FAMILIES = [
+  ["wait", "waiting"],
+  ["router", "router"],
+  ["kv", "KV transfer"],
+  ["prefill", "prefill"],
+  ["first", "first step"],
+  ["transit", "transit"],
+  ["failed", "failed attempts"],
+  ["decode", "decode"],
+];
+
+const PARTS = {
+  admission: ["wait", "admission"],
+  tokenize: ["router", "tokenize"],
+  place: ["router", "place"],
+  failed: ["failed", "failed attempts"],
+  queue: ["wait", "queue"],
+  fetch: ["kv", "fetch KV"],
+  prefill: ["prefill", "prefill"],
+  handoff: ["kv", "handoff"],
+  decode_queue: ["wait", "decode queue"],
+  first_token: ["first", "first step"],
+  transit: ["transit", "transit"],
+  decode: ["decode", "decode"],
+};
+
+/** Its colour's name and its own; a part that this page does not know is shown by what it came with. */
+export function describe(part) {
+  const [family, label] = PARTS[part.name] ?? ["transit", part.name];
+  return { family, label: part.label ?? label };
+}
+
+/** The items of a legend. */
+export function legendItems() {
+  return FAMILIES.map(([family, label]) => el("li", { class: `key part-${family}` }, label));
+}
+
+/** What the parts add up to. */
+export function totalOf(parts) {
+  return parts.reduce((sum, part) => sum + part.seconds, 0);
+}
+
+/** Parts one behind the other in a bar that stands for `wholeS` seconds, from `fromS` on. */
+export function partsBar(parts, wholeS, fromS = 0) {
+  const bar = svg("svg", { viewBox: `0 0 ${UNITS} 10`, preserveAspectRatio: "none", class: "parts", "aria-hidden": "true" });
+  let at = fromS;
+  for (const part of parts) {
+    if (part.seconds > 0 && wholeS > 0) {
+      const x = Math.min((at / wholeS) * UNITS, UNITS - SLIVER);
+      const width = Math.min(Math.max((part.seconds / wholeS) * UNITS, SLIVER), UNITS - x);
+      const { family, label } = describe(part);
+      const words = svg("title", {}, `${label} ${duration(part.seconds)}`);
+      bar.append(svg("rect", { x, y: 0, width, height: 10, class: `part-${family}` }, words));
+    }
+    at += part.seconds;
+  }
+  return bar;
+}

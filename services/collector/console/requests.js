@@ -1,0 +1,158 @@
+/* Recent requests as rows, each with its parts as two bars; filters, a pause, and arrow keys. */
+
+import { byId, el, keyed, setAttribute, setText } from "./dom.js";
+import { UNKNOWN, clock, counted, duration, isKnown, plural } from "./format.js";
+import { openPanel } from "./panel.js";
+import { legendItems, partsBar } from "./parts.js";
+
+const SCALE_QUANTILE = 0.95;
+/* A bar's full length: what few requests exceed; theirs are cut, and their numbers say so. */
+const PAGE_ROWS = 10;
+const MODES = { aggregated: "one worker", disaggregated: "prefill → decode", decode_first: "decode first" };
+
+const view = { which: "all", tenant: "", model: "", held: null };
+
+/** Once: everything that a person can do with the list. */
+export function watchRequests(store) {
+  byId("parts-legend").append(...legendItems());
+  byId("requests-head").append(
+    ...["Ended", "", "Who", "Tokens", "Time to first token", "", "Then decode", ""].map((word) => el("span", {}, word)),
+  );
+  for (const button of document.querySelectorAll("[data-which]")) {
+    button.addEventListener("click", () => filter(store, { which: button.dataset.which }));
+  }
+  byId("by-tenant").addEventListener("change", (event) => filter(store, { tenant: event.target.value }));
+  byId("by-model").addEventListener("change", (event) => filter(store, { model: event.target.value }));
+  byId("pause").addEventListener("click", () => {
+    view.held = view.held ? null : store.requests;
+    drawRequests(store);
+  });
+  byId("request-rows").addEventListener("keydown", moveFocus);
+}
+
+/** The list as the filters have it. */
+export function drawRequests(store) {
+  const all = view.held ?? store.requests;
+  const shown = all.filter(isShown);
+  drawFilters(store, all);
+  const newer = view.held ? store.requests.findIndex((one) => one === view.held[0]) : 0;
+  const held = view.held ? ` · held, ${newer < 0 ? "many" : counted(newer)} newer` : "";
+  setText(byId("requests-count"), `${shown.length === all.length ? "" : `${shown.length} of `}${all.length}${held}`);
+  const scales = { ttft: scaleOf(shown.map((one) => one.ttft_s)), rest: scaleOf(shown.map(restOf)) };
+  const rows = byId("request-rows");
+  keyed(rows, shown, keyOf, makeRow, (row, one) => drawRow(row, one, scales));
+  keepOneTabStop(rows);
+  const none = all.length ? "No request is like that." : "No request yet. Send one, and it is here as soon as it ends.";
+  setText(byId("requests-empty"), none);
+  for (const id of ["requests-head", "request-rows", "parts-legend"]) byId(id).hidden = shown.length === 0;
+  byId("requests-empty").hidden = shown.length > 0;
+}
+
+/** Whether it did not end well. */
+export function hasFailed(one) {
+  return one.status >= 400 || one.reason !== "";
+}
+
+/** What came after the first token. */
+export function restOf(one) {
+  return isKnown(one.ttft_s) ? Math.max(one.total_s - one.ttft_s, 0) : -1;
+}
+
+/** How it was served, in two words. */
+export function modeWords(mode) {
+  return MODES[mode] ?? (mode || "not placed");
+}
+
+function filter(store, change) {
+  Object.assign(view, change);
+  drawRequests(store);
+}
+
+function isShown(one) {
+  const fits = view.which === "all" || (view.which === "slow" ? one.slow : hasFailed(one));
+  return fits && (!view.tenant || one.tenant === view.tenant) && (!view.model || one.model === view.model);
+}
+
+function drawFilters(store, all) {
+  for (const button of document.querySelectorAll("[data-which]")) {
+    setAttribute(button, "aria-pressed", String(button.dataset.which === view.which));
+  }
+  setAttribute(byId("pause"), "aria-pressed", String(view.held !== null));
+  setText(byId("pause"), view.held ? "Go on" : "Pause");
+  offer(byId("by-tenant"), [...all.map((one) => one.tenant), ...store.tenants.map((one) => one.tenant)], view.tenant);
+  offer(byId("by-model"), [...all.map((one) => one.model), ...store.modelNames], view.model);
+}
+
+function offer(select, names, chosen) {
+  const known = [...new Set([...names, chosen])].filter(Boolean).sort();
+  keyed(select, ["", ...known], (name) => name, (name) => el("option", { value: name }, name || "all"));
+  if (select.value !== chosen) select.value = chosen;
+}
+
+function scaleOf(seconds) {
+  const sorted = seconds.filter((one) => one > 0).sort((one, other) => one - other);
+  return sorted.length ? sorted[Math.min(Math.floor(SCALE_QUANTILE * sorted.length), sorted.length - 1)] : 0;
+}
+
+function keyOf(one) {
+  return one.decision_id || `${one.id} ${one.ended_at}`;
+}
+
+function makeRow(one) {
+  const open = (event) => openPanel("request", one.decision_id || one.id, event.currentTarget, one);
+  return el("li", {}, el("button", { type: "button", class: "row", tabindex: -1, onclick: open }));
+}
+
+/* A row's words never change; its bars do, with the scale that all rows share. */
+function drawRow(row, one, scales) {
+  const drawn = `${scales.ttft} ${scales.rest}`;
+  if (row.dataset.drawn === drawn) return;
+  row.dataset.drawn = drawn;
+  const button = row.firstElementChild;
+  const failed = hasFailed(one);
+  setAttribute(button, "aria-label", sentenceOf(one));
+  button.dataset.state = failed ? "failed" : one.slow ? "slow" : "ok";
+  const rest = restOf(one);
+  const parts = one.parts.length || !isKnown(one.ttft_s) ? one.parts : [{ name: "time to first token", seconds: one.ttft_s }];
+  button.replaceChildren(
+    el("span", { class: "when" }, clock(one.ended_at)),
+    el("span", { class: "mark", title: failed ? "failed" : one.slow ? "slow" : "well" }),
+    el("span", { class: "who" }, el("b", {}, one.tenant || one.model), ` ${failed ? one.reason || one.status : modeWords(one.mode)}`),
+    el("span", { class: "tokens" }, `${counted(one.prompt_tokens)} → ${counted(one.tokens_out)}`),
+    el("span", { class: "bar-ttft" }, partsBar(parts, scales.ttft)),
+    el("span", { class: "ttft" }, duration(one.ttft_s)),
+    el("span", { class: "bar-rest" }, partsBar([{ name: "decode", seconds: Math.max(rest, 0) }], scales.rest)),
+    el("span", { class: "rest" }, rest < 0 ? UNKNOWN : duration(rest)),
+  );
+}
+
+function sentenceOf(one) {
+  const state = hasFailed(one) ? `failed, ${one.reason || one.status}` : one.slow ? "slow" : "well";
+  const first = isKnown(one.ttft_s) ? `first token after ${duration(one.ttft_s)}, ` : "";
+  const who = `${one.tenant ? `tenant ${one.tenant}, ` : ""}${one.model}, ${modeWords(one.mode)}`;
+  return `${clock(one.ended_at)}, ${state}, ${who}, ${first}${plural(one.prompt_tokens, "token")} of prompt, ended after ${duration(one.total_s)}`;
+}
+
+/* The list is one stop of the Tab key; arrows move within it. */
+function keepOneTabStop(rows) {
+  const buttons = [...rows.querySelectorAll(".row")];
+  const stop = buttons.find((button) => button === document.activeElement) ?? buttons.find((one) => one.tabIndex === 0);
+  for (const button of buttons) button.tabIndex = button === (stop ?? buttons[0]) ? 0 : -1;
+}
+
+function moveFocus(event) {
+  const buttons = [...event.currentTarget.querySelectorAll(".row")];
+  const at = buttons.indexOf(document.activeElement);
+  const to = {
+    ArrowDown: at + 1,
+    ArrowUp: at - 1,
+    PageDown: at + PAGE_ROWS,
+    PageUp: at - PAGE_ROWS,
+    Home: 0,
+    End: buttons.length - 1,
+  }[event.key];
+  if (at < 0 || to === undefined) return;
+  event.preventDefault();
+  buttons[Math.min(Math.max(to, 0), buttons.length - 1)].focus();
+  keepOneTabStop(event.currentTarget);
+}
