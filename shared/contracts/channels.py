@@ -187,7 +187,8 @@ SERVICE_STATUS = Channel(
     ServiceStatus,
     Delivery.EVENT,
     (Party.ROUTER, Party.ORCHESTRATOR, Party.COLLECTOR, Party.WORKER),
-    (Party.LAUNCHER, Party.COLLECTOR),
+    # Also those who say it: a health check has the key of the service that it looks after.
+    (*EVERYONE, *WORKERS),
 )
 
 

@@ -21,6 +21,7 @@ from shared.bus.nats_bus import connect_nats
 from shared.bus.port import Bus, BusError
 from shared.contracts.channels import SERVICE_STATUS
 from shared.contracts.control import RouterStanding, ServicePhase, ServiceStatus
+from shared.runtime.access import access_of
 from shared.runtime.clock import Clock, SystemClock
 from shared.runtime.settings import CommonSettings
 from shared.runtime.version import baton_version
@@ -156,7 +157,12 @@ def _tracing(facts: ServiceFacts, common: CommonSettings) -> Iterator[Tracer]:
 async def _run(facts: ServiceFacts, common: CommonSettings, main: Main) -> int:
     stopping = asyncio.Event()
     _on_signals(stopping, facts.drain_s_max)
-    connecting = connect_nats(common.nats_url, name=f"{facts.name}-{facts.instance}", connect_s_max=CONNECT_S_MAX)
+    connecting = connect_nats(
+        common.nats_url,
+        name=f"{facts.name}-{facts.instance}",
+        connect_s_max=CONNECT_S_MAX,
+        access=access_of(common, facts.name),
+    )
     with _tracing(facts, common) as tracer:
         try:
             bus = await _unless_stopped(connecting, stopping)

@@ -32,6 +32,10 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """What every process needs, from BATON_* variables."""
 
     nats_url: str = "nats://127.0.0.1:4222"
+    nats_nkey_file: str = ""
+    """The key by which NATS knows this process, as `baton init` made it; empty: a NATS that asks for none."""
+    nats_ca_file: str = ""
+    """The CA that signed NATS's certificate, and with it TLS: nothing is sent in clear then. Empty: as NATS wants."""
     otlp_endpoint: str = ""
     """Base URL of an OTLP/HTTP receiver, such as ``http://127.0.0.1:4318``; empty: no tracing, at no cost."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
