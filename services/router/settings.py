@@ -121,7 +121,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     late_ratio: float = 1.0
     """A request whose first token would come later than so many times its target is refused with 503."""
     serve_late: bool = True
-    """Whether a request whose target even an idle worker would miss is served while nobody waits, or refused."""
+    """Whether a request whose target even an idle worker would miss is served in calm times, or always refused."""
     slos: str = ""
     """Targets in seconds and priorities, as JSON: ``{"default": {"ttft_s": 2, "itl_s": 0.1}, "models": {"m": {...}},
     "classes": {"batch": {"ttft_s": null, "priority": 10}}}``. A class says more than a model, and that more than the
