@@ -6,11 +6,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from replay.policies.names import BATON, ORACLE
+from replay.policies.names import BATON, BATON_STRICT, BATON_WAITING, ORACLE
 from replay.results import Result
 
 MISSING = "matplotlib is not installed: no pictures. Install it with: pip install 'baton-serve[bench]'"
 Measure = Callable[[Result], float]
+STYLES: dict[str, dict[str, Any]] = {
+    BATON: {"color": "black", "linewidth": 1.2},
+    BATON_WAITING: {"color": "black", "linewidth": 2.5},
+    BATON_STRICT: {"color": "crimson", "linewidth": 2.5},
+    ORACLE: {"color": "grey", "linestyle": "--"},
+}
+OTHERS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan")
+LINES = ("-", ":")
+"""Of those who have no style of their own: all colours, then all again."""
 PICTURES: dict[str, tuple[str, list[tuple[str, Measure]]]] = {
     "ttft": (
         "time to the first token (s)",
@@ -43,7 +52,7 @@ def draw(results: Sequence[Result], folder: Path) -> list[Path]:
         raise NoPlots(MISSING) from error
     paths = []
     for name, (unit, measures) in PICTURES.items():
-        size = (4.6 * len(measures), 4.2)
+        size = (max(6.4, 4.6 * len(measures)), 4.6)
         figure, axes = plt.subplots(1, len(measures), figsize=size, squeeze=False, layout="constrained")
         for axis, (title, measure) in zip(axes[0], measures, strict=True):
             draw_lines(axis, results, measure)
@@ -61,11 +70,9 @@ def draw(results: Sequence[Result], folder: Path) -> list[Path]:
 
 def draw_lines(axis: Any, results: Sequence[Result], measure: Measure) -> None:
     """One for each policy, in the order of loads."""
+    others = ({"linestyle": line, "color": color, "linewidth": 1.0} for line in LINES for color in OTHERS)
     for policy in dict.fromkeys(result.policy for result in results):
         points = sorted((result.offered_per_s, measure(result)) for result in results if result.policy == policy)
-        styles: dict[str, dict[str, Any]] = {
-            BATON: {"linewidth": 2.5, "color": "black"},
-            ORACLE: {"linestyle": "--", "color": "grey"},
-        }
-        axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=policy, **styles.get(policy, {}))
+        style = STYLES.get(policy) or next(others, {})
+        axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=policy, **style)
     axis.grid(alpha=0.3)
