@@ -43,6 +43,7 @@ WORKER_NUMBERS: Mapping[Metric, Callable[[WorkerView, float], float]] = {
     names.WORKER_RECEIVED_BYTES: lambda view, _now: view.totals.values["received_bytes"],
     names.WORKER_RECEIVED_SECONDS: lambda view, _now: view.totals.values["received_seconds"],
     names.WORKER_PREEMPTIONS: lambda view, _now: view.totals.values["preemptions"],
+    names.WORKER_STEP_SECONDS: lambda view, _now: view.totals.values["step_seconds"],
     names.WORKER_TOKENS_IN: lambda view, now: view.tokens_in.per_second(now),
     names.WORKER_TOKENS_OUT: lambda view, now: view.tokens_out.per_second(now),
 }
@@ -117,6 +118,10 @@ def _workers(ledger: Ledger, now: float) -> Iterator[Family]:
         names.WORKER_REQUESTS,
         [Sample((*labels, mode), count) for labels, view in views for mode, count in view.requests.items()],
     )
+    yield Family(
+        names.WORKER_FAILURES,
+        [Sample((*labels, reason), count) for labels, view in views for reason, count in view.failures.items()],
+    )
     yield Family(names.WORKER_CACHED_MISSED, [Sample(labels, float(view.predictions.missed)) for labels, view in views])
     for metric, pick in WORKER_LATENCIES.items():
         yield Family(metric, [Sample(labels, _distribution(pick(view.latencies))) for labels, view in views])
@@ -158,6 +163,10 @@ def _stores(ledger: Ledger, now: float) -> Iterator[Family]:
                 for label, number in read(load, store).items()
             ],
         )
+    free = [(worker_id, store.disk_free_bytes) for worker_id, _load, store, _totals in stores]
+    yield Family(
+        names.STORE_DISK_FREE, [Sample((each,), float(free_bytes)) for each, free_bytes in free if free_bytes >= 0]
+    )
     for metric, outcomes in STORE_OUTCOMES.items():
         yield Family(
             metric,
@@ -175,6 +184,10 @@ def _fleet(ledger: Ledger) -> Iterator[Family]:
     named = [((each.record.worker_id, each.record.role.value), each) for each in workers]
     yield Family(names.WORKER_PHASE, [Sample((*labels, each.phase.value), 1.0) for labels, each in named])
     yield Family(names.WORKER_SILENCE, [Sample(labels, each.silent_s) for labels, each in named])
+    yield Family(
+        names.WORKER_LEGS_MAX,
+        [Sample(labels, float(each.record.legs_max)) for labels, each in named if each.record.legs_max > 0],
+    )
     by_phase = Counter((each.record.role.value, each.phase.value) for each in workers)
     yield Family(names.FLEET_WORKERS, [Sample(labels, count) for labels, count in sorted(by_phase.items())])
     yield Family(names.FLEET_TERM, [Sample((), state.term)] if state else [])

@@ -68,13 +68,21 @@ class Counts:
         self.retries = counter(names.ROUTER_RETRIES, registry)
         self.resumes = counter(names.ROUTER_RESUMES, registry)
         self._requests = counter(names.ROUTER_REQUESTS, registry)
-        self._children: dict[tuple[str, int], Any] = {}
+        self._placements = counter(names.ROUTER_PLACEMENTS, registry)
+        self._children: dict[tuple[str, int | str], Any] = {}
 
     def add(self, mode: str, status: int) -> None:
         """One request ended."""
         child = self._children.get((mode, status))
         if child is None:
             child = self._children[mode, status] = self._requests.labels(mode, str(status))
+        child.inc()
+
+    def placed(self, mode: str, why: str) -> None:
+        """One request had been placed, for a reason out of the few that there are."""
+        child = self._children.get((mode, why))
+        if child is None:
+            child = self._children[mode, why] = self._placements.labels(mode, why)
         child.inc()
 
 
@@ -108,11 +116,13 @@ class Ledger:
         """A request is over; answers its story."""
         told = finished(flight, now)
         self.counts.add(told.mode, told.status)
+        if (placed := flight.story.placed) is not None:
+            self.counts.placed(told.mode, placed.why)
         if told.reason:
             self.counts.refusals.labels(told.reason).inc()
         else:
             self.timings.add(told)
-            self.predictions.add(told, flight.story.placed)
+            self.predictions.add(told, placed)
             self.tokens.add(told)
         if told.placement_s >= 0:
             self.timings.placement.observe(told.placement_s)

@@ -17,7 +17,8 @@ OK = "ok"
 class RoomMetrics:
     """Written by ``WaitingRoom``."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, queue_max: int) -> None:
+        gauge(names.ROUTER_QUEUE_MAX, registry).set(queue_max)
         self.queue = gauge(names.ROUTER_QUEUE, registry)
         self._waits = histogram(names.ROUTER_ADMISSION, registry)
         self._requests = counter(names.ROUTER_TENANT_REQUESTS, registry)

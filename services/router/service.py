@@ -71,7 +71,11 @@ class Router:
             bus=bus,
             fleet=fleet,
             terms=terms_of(settings),
-            room=WaitingRoom(Admission(admission_policy(settings), fleet.place), clock, RoomMetrics(ledger.registry)),
+            room=WaitingRoom(
+                Admission(admission_policy(settings), fleet.place),
+                clock,
+                RoomMetrics(ledger.registry, settings.queue_max),
+            ),
             measures=Measures(fleet.cluster),
             inbox=LegInbox(bus, router_id, leg_buffer_bytes_max=settings.leg_buffer_bytes_max),
             prompts=Prompts(settings, bus, clock, fleet),

@@ -44,6 +44,8 @@ class StoreState(Message, frozen=True, kw_only=True):
     disk_blocks: int = 0
     disk_blocks_max: int = 0
     """What its files have room for; what memory has is the report's ``kv_blocks_total``."""
+    disk_free_bytes: int = -1
+    """On the file system that its files are on; -1 when it has none."""
     loads_waiting: int = 0
     """Blocks that were asked for and lie in files alone."""
     saves_waiting: int = 0

@@ -57,7 +57,11 @@ ROUTER_CACHED_PREDICTED = counter(
 ROUTER_CACHED_ACTUAL = counter(
     "baton_router_cached_tokens_actual_total", "tokens", "Prompt tokens that the engine found cached."
 )
+ROUTER_PLACEMENTS = counter(
+    "baton_router_placements_total", "requests", "Ended requests by how they were placed last, and why.", "mode", "why"
+)
 ROUTER_QUEUE = gauge("baton_router_requests_waiting", "requests", "Requests that wait for their turn.")
+ROUTER_QUEUE_MAX = gauge("baton_router_requests_waiting_max", "requests", "Requests that may wait.")
 ROUTER_ADMISSION = seconds(
     "baton_router_admission_wait_seconds", "Of requests that had to wait for their turn, until that was decided."
 )
@@ -103,6 +107,13 @@ WORKER_WAITING_TOKENS = gauge(
     "baton_worker_waiting_tokens", "tokens", "Prompt tokens accepted and not yet computed.", *OF_WORKER
 )
 WORKER_LEGS = gauge("baton_worker_legs", "legs", "Legs being served.", *OF_WORKER)
+WORKER_LEGS_MAX = gauge("baton_worker_legs_max", "legs", "Legs that it may serve at once.", *OF_WORKER)
+WORKER_STEP_SECONDS = counter(
+    "baton_worker_step_seconds_total",
+    "seconds",
+    "Time that its engine spent in steps; an idle one takes none.",
+    *OF_WORKER,
+)
 WORKER_KV_USED = gauge("baton_worker_kv_used_ratio", "ratio", "Part of the KV blocks in use, 0 to 1.", *OF_WORKER)
 WORKER_PROMPT_TOKENS = counter(
     "baton_worker_prompt_tokens_total",
@@ -140,6 +151,13 @@ WORKER_REQUESTS = counter(
     *OF_WORKER,
     "mode",
 )
+WORKER_FAILURES = counter(
+    "baton_worker_failures_total",
+    "requests",
+    "Requests that did not end well and whose completion this worker was to generate, by reason.",
+    *OF_WORKER,
+    "reason",
+)
 WORKER_TTFT = seconds("baton_worker_time_to_first_token_seconds", "TTFT of the requests that it generated.", *OF_WORKER)
 WORKER_ITL = seconds(
     "baton_worker_inter_token_latency_seconds",
@@ -176,6 +194,9 @@ WORKER_RECOMPUTED = counter(
 STORE_BLOCKS = gauge("baton_store_blocks", "blocks", "Blocks that it keeps.", "worker_id", "tier")
 STORE_BLOCKS_MAX = gauge("baton_store_blocks_max", "blocks", "Blocks that there is room for.", "worker_id", "tier")
 STORE_BYTES = gauge("baton_store_bytes", "bytes", "KV bytes that it keeps.", "worker_id", "tier")
+STORE_DISK_FREE = gauge(
+    "baton_store_disk_free_bytes", "bytes", "Free on the file system that its files are on.", "worker_id"
+)
 STORE_WAITING = gauge(
     "baton_store_blocks_waiting", "blocks", "Blocks to be loaded from files, or saved there.", "worker_id", "kind"
 )
@@ -263,6 +284,10 @@ SERVICE_PHASE = gauge(
 
 # Bus (/metrics of each process that has one).
 BUS_DROPPED = counter("baton_bus_dropped_messages_total", "messages", "Messages lost because a subscriber was slow.")
-BUS_BAD = counter("baton_bus_bad_messages_total", "messages", "Messages that could not be unpacked.")
+BUS_BAD = counter(
+    "baton_bus_bad_messages_total",
+    "messages",
+    "Messages that could not be unpacked, or spoke for others than their subject.",
+)
 BUS_PARTS_LOST = counter("baton_bus_incomplete_messages_total", "messages", "Messages of which a part never came.")
 BUS_RECONNECTS = counter("baton_bus_reconnects_total", "reconnections", "Times the connection to NATS came back.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +27,21 @@ def alert_expressions() -> list[Expression]:
     return [Expression(f"alert {rule['alert']}", rule["expr"]) for group in groups for rule in group["rules"]]
 
 
+VARIABLE = re.compile(r"\$(?!__)\w+")
+
+
+def as_asked(promql: str) -> str:
+    """What Grafana asks when everything is chosen and a minute is looked at."""
+    return VARIABLE.sub(".*", promql.replace("$__rate_interval", "1m"))
+
+
 def dashboard_expressions() -> list[Expression]:
     found = []
     for path in sorted((ROOT / "grafana" / "dashboards").glob("*.json")):
         for panel in json.loads(path.read_text())["panels"]:
-            found += [Expression(f"{path.stem}: {panel['title']}", target["expr"]) for target in panel["targets"]]
+            found += [
+                Expression(f"{path.stem}: {panel['title']}", as_asked(target["expr"])) for target in panel["targets"]
+            ]
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 
 from services.collector.core.plans import PlanView
-from services.collector.core.requests import Bounds, CachePredictions, Latencies, Requests, mode_of
+from services.collector.core.requests import Bounds, CachePredictions, Latencies, Requests, mode_of, reason_of
 from services.collector.core.windows import Rate, Totals
 from shared.contracts.control import ServiceStatus
 from shared.contracts.ids import Epoch, WorkerId
@@ -70,6 +70,8 @@ class WorkerView:
         """Of the requests whose tokens it generated."""
         self.requests: Counter[str] = Counter()
         """Requests that it generated tokens for, by mode."""
+        self.failures: Counter[str] = Counter()
+        """Requests that it was to generate and that did not end well, by reason."""
         self.predictions = CachePredictions()
         """Of the requests whose prompts it computed."""
 
@@ -80,6 +82,7 @@ class WorkerView:
         totals = {name: float(getattr(load, f"{name}_total")) for name in TOTALS}
         totals |= {name: float(getattr(exchange, f"{name}_total")) for name in EXCHANGE_TOTALS}
         totals |= {name: float(getattr(store, f"{name}_total")) for name in STORE_TOTALS}
+        totals["step_seconds"] = load.steps.seconds if load.steps is not None else 0.0
         return self.totals.grow(load.epoch, totals)
 
 
@@ -156,6 +159,8 @@ class Ledger:
         if view := self.workers.get(WorkerId(request.decode_worker)):
             view.latencies.observe(request)
             view.requests[mode_of(request)] += 1
+            if request.reason:
+                view.failures[reason_of(request)] += 1
         if view := self.workers.get(WorkerId(request.prefill_worker or request.decode_worker)):
             view.predictions.compare(request.predicted_cached_tokens, request.cached_tokens)
 

@@ -127,7 +127,7 @@ class Requests:
         model, mode = OTHER if invented else self._models.bounded(request.model), mode_of(request)
         self.finished[model, mode, str(request.status)] += 1
         if request.reason:
-            self.failed[request.reason if request.reason in REASONS else OTHER] += 1
+            self.failed[reason_of(request)] += 1
         if (model, mode) not in self.latencies:
             self.latencies[model, mode] = Latencies(self._bounds)
         self.latencies[model, mode].observe(request)
@@ -141,3 +141,8 @@ class Requests:
 def mode_of(request: RequestFinished) -> str:
     """How it was served, as a label."""
     return request.mode if request.mode in MODES else OTHER
+
+
+def reason_of(request: RequestFinished) -> str:
+    """Why it did not end well, as a label."""
+    return request.reason if request.reason in REASONS else OTHER

@@ -126,7 +126,8 @@ class StoreEngine:
 
     def load(self) -> EngineLoad:
         """Now: the memory that holds blocks counts as used."""
-        return EngineLoad(kv_blocks_used=self._core.tiers.memory.named, store=self._core.state(self._shape.block_bytes))
+        state = self._core.state(self._shape.block_bytes, self._jobs.disk_free_bytes())
+        return EngineLoad(kv_blocks_used=self._core.tiers.memory.named, store=state)
 
     def on_load_changed(self, listener: Callable[[], None]) -> None:
         """Call ``listener`` after each change."""

@@ -89,6 +89,7 @@ class StoreFiles:
         self, folder: Path, *, identity: bytes, block_bytes: int, slots: int, memory: tuple[int, int], io: str = "auto"
     ) -> None:
         """Open or begin. Raises FolderTaken, OSError; TransferFailed when ``io`` is nixl and that cannot run."""
+        self.folder = folder
         self.slots = slots
         self._identity = identity
         self._block_bytes = block_bytes

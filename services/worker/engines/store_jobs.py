@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
 
 from services.worker.core.store.exchange import StoreExchange
@@ -54,6 +55,16 @@ class FileJobs:
         if self._room.files is not None:
             self._room.thread.submit(self._room.files.close, self._core.tiers.files.records())
         await asyncio.to_thread(self._room.thread.shutdown)
+
+    def disk_free_bytes(self) -> int:
+        """On the files' file system, for those who are not root; -1 when there are none, or it cannot be told."""
+        if self._room.files is None:
+            return -1
+        try:
+            told = os.statvfs(self._room.files.folder)
+        except OSError:
+            return -1
+        return told.f_bavail * told.f_frsize
 
     def _ended(self, job: Job, done: asyncio.Future[list[bytes]]) -> None:
         if done.cancelled():

@@ -111,7 +111,7 @@ class StoreExchange:
         """For the worker, if there is any."""
         return self._noted(self._parts.news()) if self._parts.has_news else None
 
-    def state(self, block_bytes: int) -> StoreState:
+    def state(self, block_bytes: int, disk_free_bytes: int = -1) -> StoreState:
         """What it keeps and has done; ``block_bytes`` is what a block takes."""
         tiers, counts = self.tiers, self.tiers.counts
         loads_waiting, saves_waiting = tiers.waiting
@@ -120,6 +120,7 @@ class StoreExchange:
             host_blocks=tiers.memory.named,
             disk_blocks=len(tiers.files),
             disk_blocks_max=tiers.files.slots,
+            disk_free_bytes=disk_free_bytes,
             loads_waiting=loads_waiting,
             saves_waiting=saves_waiting,
             loaded_blocks_total=counts.loaded,
