@@ -18,6 +18,7 @@ from services.router.fleet import Fleet
 from services.router.flight import Flight, finished
 from services.router.kv_feed import KvFeed
 from services.router.prediction_metrics import PredictionTimings
+from services.router.tracing import Tracing
 from shared.bus.port import Bus, BusDown
 from shared.bus.streams import Orphans
 from shared.contracts.channels import REQUESTS_FINISHED
@@ -89,8 +90,9 @@ class Counts:
 class Ledger:
     """What the router remembers of its requests, for operators and for the collector."""
 
-    def __init__(self, router_id: RouterId, *, log_requests: bool) -> None:
+    def __init__(self, router_id: RouterId, tracing: Tracing, *, log_requests: bool) -> None:
         self._router_id = router_id
+        self._tracing = tracing
         self._log_requests = log_requests and log.isEnabledFor(logging.INFO)
         self._unreported: list[RequestFinished] = []
         self.registry = CollectorRegistry()
@@ -114,7 +116,7 @@ class Ledger:
 
     def finished(self, flight: Flight, now: float) -> RequestFinished:
         """A request is over; answers its story."""
-        told = finished(flight, now)
+        told = self._tracing.ended(flight, finished(flight, now))
         self.counts.add(told.mode, told.status)
         if (placed := flight.story.placed) is not None:
             self.counts.placed(told.mode, placed.why)

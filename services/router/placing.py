@@ -9,6 +9,7 @@ from services.router.core.waiting_lines import Ticket
 from services.router.flight import Flight
 from services.router.parts import Parts
 from shared.contracts.failures import Reason
+from shared.telemetry.span_names import SpanName
 
 BUS_AWAY = Refused(
     reason=Reason.BUS_DOWN,
@@ -26,7 +27,6 @@ class Placing:
         self._fleet = parts.fleet
         self._presence = parts.presence
         self._room = parts.room
-        self._tracing = parts.tracing
 
     async def first(self, flight: Flight, ticket: Ticket) -> Placed | Refused:
         """When its turn has come. What nobody could take because the bus was away has its turn when that is back."""
@@ -36,12 +36,11 @@ class Placing:
             if not self._presence.here and not await self._presence.back(flight, until):
                 return BUS_AWAY
             spent.admission_s, begun = spent.admission_s + self._now() - begun, self._now()
-            with self._tracing.placement(flight):
-                placement = self._room.offer(ticket)
-            spent.place_s += self._now() - begun
-            begun = self._now()
+            placement = self._room.offer(ticket)
+            begun = self._placed(flight, begun)
             if placement is None:
                 placement = await self._room.turn_of(ticket, flight)
+                flight.mark(SpanName.ADMISSION, begun, self._now())
             if isinstance(placement, Placed) or self._presence.here or flight.exchange.left:
                 spent.admission_s += self._now() - begun
                 return placement
@@ -49,7 +48,13 @@ class Placing:
     def again(self, flight: Flight, need: Need) -> Placed | Refused:
         """Who has had its turn does not stand in line again."""
         begun = self._now()
-        with self._tracing.placement(flight):
-            placement = self._fleet.place(need, begun)
-        flight.story.spent.place_s += self._now() - begun
+        placement = self._fleet.place(need, begun)
+        self._placed(flight, begun)
         return placement
+
+    def _placed(self, flight: Flight, begun: float) -> float:
+        """Note what it took; answers when it was over."""
+        ended = self._now()
+        flight.story.spent.place_s += ended - begun
+        flight.mark(SpanName.PLACE, begun, ended)
+        return ended

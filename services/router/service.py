@@ -63,7 +63,7 @@ class Router:
             stream_tokens_min=settings.stream_tokens_min,
             fetch_tokens_min=settings.fetch_tokens_min,
         )
-        fleet, ledger = Fleet(policy), Ledger(router_id, log_requests=settings.log_requests)
+        fleet, ledger = Fleet(policy), Ledger(router_id, tracing, log_requests=settings.log_requests)
         self.parts = parts = Parts(
             router_id=router_id,
             settings=settings,
@@ -158,7 +158,8 @@ async def serve(
     service: Service, settings: Settings, listener: socket.socket, shared: socket.socket | None = None
 ) -> None:
     """A router with these settings, from its first moment to its last."""
-    await live(Router(settings, service.bus, service.clock, Tracing(service.tracer)), service, listener, shared)
+    tracing = Tracing(service.spans, service.clock, slow_s=settings.trace_slow_s)
+    await live(Router(settings, service.bus, service.clock, tracing), service, listener, shared)
 
 
 async def live(router: Router, service: Service, listener: socket.socket, shared: socket.socket | None = None) -> None:

@@ -1,111 +1,94 @@
-"""One trace per request: a span for the request, and under it one for each placement and each leg."""
+"""One trace per request. While it runs instants are noted; its spans are drawn when it has ended, if anybody is to see
+them: a share of all requests, and every one that was slow, failed or went on elsewhere.
+
+The workers of a request that its share has chosen draw their own spans below its legs. For one that turned out odd
+the router draws them, from what the workers reported.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
 
-from opentelemetry.trace import NoOpTracer, Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
+import msgspec
 
-from services.router.flight import Flight, first_token
-from shared.contracts.decisions import TtftParts
-from shared.contracts.inference import LegKind, StartLeg
-from shared.telemetry.propagation import extract, inject
-from shared.telemetry.span_names import Attribute, SpanName
-
-SERVER_ERROR = 500
-TTFT_ATTRIBUTES = {name: Attribute(f"baton.ttft.{name}") for name in TtftParts.__struct_fields__}
-SPAN_OF = {LegKind.PREFILL: SpanName.PREFILL_LEG}
+from services.router.core.how_it_went import Kept, kept
+from services.router.core.trace_share import TraceShare
+from services.router.flight import Flight
+from services.router.trace import LegMark, Trace, why
+from services.router.trace_spans import new_id, spans_of
+from shared.contracts.inference import RequestFinished, StartLeg
+from shared.runtime.clock import Clock, SystemClock
+from shared.telemetry.drawn import SpanSink
 
 Headers = dict[str, str] | None
-
-NOTHING: AbstractContextManager[None] = nullcontext()
+TRACE_BITS = 128
+SLOW_S = 2.0
+"""What is slow, unless settings say."""
 
 
 class Tracing:
-    """Spans when there is somebody to send them to; else only the client's own trace context is passed on."""
+    """Without a ``sink`` only the client's own trace context is passed on."""
 
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
-        self.on = not isinstance(tracer, NoOpTracer)
+    def __init__(self, sink: SpanSink | None = None, clock: Clock | None = None, *, slow_s: float = SLOW_S) -> None:
+        self._sink = sink
+        self._now: Callable[[], float] = (clock or SystemClock()).now
+        self._share = TraceShare(sink.sample_ratio if sink is not None else 0.0)
+        self._slow_s = slow_s
 
-    def request(self, flight: Flight) -> AbstractContextManager[None]:
-        """Around a whole request."""
-        return self._request(flight) if self.on else NOTHING
-
-    def placement(self, flight: Flight) -> AbstractContextManager[None]:
-        """Around one placement."""
-        return self._placement(flight) if self.on else NOTHING
+    def begin(self, flight: Flight) -> None:
+        """A request has come. One that its client has traced goes on in the client's trace."""
+        if self._sink is None:
+            return
+        context = flight.exchange.head.trace
+        trace = Trace.below(context, new_id()) if context is not None else None
+        if trace is None:
+            trace = Trace(random.getrandbits(TRACE_BITS) or 1, new_id())
+            trace.sampled = self._share.chosen(trace.trace_id, self._now())
+        elif trace.sampled:
+            trace.sampled = self._share.allowed(self._now())
+        flight.story.spent.trace = trace
 
     def leg(self, flight: Flight, start: StartLeg) -> AbstractContextManager[Headers]:
         """Around one leg; gives the headers that its message carries."""
-        return self._leg(flight, start) if self.on else nullcontext(flight.exchange.head.trace)
+        trace = flight.story.spent.trace
+        return nullcontext(flight.exchange.head.trace) if trace is None else LegTimes(trace, start, self._now)
 
-    @contextmanager
-    def _request(self, flight: Flight) -> Iterator[None]:
-        exchange, story = flight.exchange, flight.story
-        attributes: dict[str, str] = {
-            Attribute.REQUEST_ID: exchange.head.request_id,
-            Attribute.HTTP_ROUTE: exchange.head.path,
-        }
-        context = extract(exchange.head.trace or {})
-        span = self._tracer.start_span(SpanName.REQUEST, context, kind=SpanKind.SERVER, attributes=attributes)
-        flight.span = span
-        try:
-            yield
-        finally:
-            _tell_request(span, flight)
-            if story.status >= SERVER_ERROR:
-                span.set_status(Status(StatusCode.ERROR, story.reason))
-            span.end()
-
-    @contextmanager
-    def _placement(self, flight: Flight) -> Iterator[None]:
-        with self._child(flight, SpanName.PLACE, SpanKind.INTERNAL):
-            yield
-
-    @contextmanager
-    def _leg(self, flight: Flight, start: StartLeg) -> Iterator[Headers]:
-        with self._child(flight, SPAN_OF.get(start.kind, SpanName.DECODE_LEG), SpanKind.CLIENT) as span:
-            span.set_attribute(Attribute.LEG_ID, start.leg_id)
-            span.set_attribute(Attribute.LEG_KIND, start.kind.value)
-            span.set_attribute(Attribute.WORKER_ID, start.worker_id)
-            yield inject(span)
-
-    @contextmanager
-    def _child(self, flight: Flight, name: SpanName, kind: SpanKind) -> Iterator[Span]:
-        parent = flight.span
-        context = set_span_in_context(parent) if parent is not None else None
-        with self._tracer.start_as_current_span(name, context, kind=kind) as span:
-            yield span
+    def ended(self, flight: Flight, told: RequestFinished) -> RequestFinished:
+        """The request's story, with its trace's name when the trace is kept."""
+        trace, sink = flight.story.spent.trace, self._sink
+        if trace is None or sink is None:
+            return told
+        worth = kept(told, self._slow_s)
+        if not trace.sampled and (worth is Kept.SHARE or trace.unwanted or not self._share.allowed(self._now())):
+            return told
+        told = msgspec.structs.replace(told, trace_id=trace.name())
+        sink.draw(trace.trace_id, spans_of(flight, told, worth, self._now()))
+        return told
 
 
-def _tell_request(span: Span, flight: Flight) -> None:
-    story = flight.story
-    span.set_attribute(Attribute.MODEL, flight.facts.model)
-    span.set_attribute(Attribute.HTTP_STATUS, story.status)
-    if story.reason:
-        span.set_attribute(Attribute.REASON, story.reason)
-    if flight.decision is not None:
-        span.set_attribute(Attribute.DECISION_ID, flight.decision.decision_id)
-    _, parts = first_token(flight)
-    if parts is not None:
-        span.set_attributes({key: getattr(parts, name) for name, key in TTFT_ATTRIBUTES.items()})
-    if flight.attempts.resumes:
-        span.set_attribute(Attribute.RESUMES, flight.attempts.resumes)
-        span.set_attribute(Attribute.RESUMED_TOKENS, flight.attempts.resumed_tokens)
-    placed = story.placed
-    if placed is not None:
-        span.set_attribute(Attribute.MODE, placed.mode.value)
-        span.set_attribute(Attribute.DECODE_WORKER, placed.decode.record.worker_id)
-        span.set_attribute(Attribute.PREDICTED_CACHED_TOKENS, placed.cached_tokens)
-        if placed.prefill is not None:
-            span.set_attribute(Attribute.PREFILL_WORKER, placed.prefill.record.worker_id)
-    if story.report is not None:
-        span.set_attribute(Attribute.INPUT_TOKENS, story.report.prompt_tokens)
-        span.set_attribute(Attribute.OUTPUT_TOKENS, story.report.completion_tokens)
-        span.set_attribute(Attribute.CACHED_TOKENS, story.report.cached_tokens)
-        span.set_attribute(Attribute.RECEIVED_TOKENS, story.report.received_tokens)
-        if story.report.kv is not None:
-            span.set_attribute(Attribute.RECOMPUTED_TOKENS, story.report.kv.recomputed_tokens)
-            span.set_attribute(Attribute.REPREFILLED_TOKENS, story.report.kv.reprefilled_tokens)
+class LegTimes:
+    """When a leg began and ended, for its span."""
+
+    __slots__ = ("_begun_at", "_now", "_span_id", "_start", "_trace")
+
+    def __init__(self, trace: Trace, start: StartLeg, now: Callable[[], float]) -> None:
+        self._trace = trace
+        self._start = start
+        self._now = now
+        self._span_id = new_id()
+        self._begun_at = 0.0
+
+    def __enter__(self) -> Headers:
+        self._begun_at = self._now()
+        return self._trace.headers(self._span_id)
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, error: BaseException | None, _tb: TracebackType | None
+    ) -> None:
+        start, failure = self._start, None if error is None else why(error)
+        self._trace.legs.append(
+            LegMark(self._span_id, start.worker_id, start.leg_id, start.kind, self._begun_at, self._now(), failure)
+        )

@@ -18,7 +18,7 @@ from services.worker.core.leg_order import KvPolicy, moves_kv
 from services.worker.core.resumed_leg import CannotResume, cannot_resume, joined_tokens, resumed_tokens
 from services.worker.engines.port import CURRENT_LEG, Engine, LegRecord
 from services.worker.exchange.unread import Unread
-from services.worker.exchange_spans import show_exchange
+from services.worker.leg_spans import show_leg
 from shared.bus.port import Envelope
 from shared.bus.streams import FrameSender, LegFrames, LegGone
 from shared.contracts.failures import Failure, Reason
@@ -195,9 +195,7 @@ class LegServer:
         check_resumed(record, call.status)
         call.finish()
         cost = report(record, arrived, self._service.clock.now())
-        span.set_attributes(span_attributes(cost))
-        if record.proof is not None:
-            show_exchange(self._service.tracer, span, record.proof, self._service.clock)
+        show_leg(self._service.tracer, span, cost, arrived, self._service.clock)
         frames.end(cost)
 
     def _orders(self, start: StartLeg) -> tuple[bytes | None, LegOrder | None, list[int] | None]:
@@ -259,17 +257,3 @@ def report(record: LegRecord, arrived: float, now: float) -> LegReport:
         finish_reason=record.finish_reason,
         kv=record.proof,
     )
-
-
-def span_attributes(cost: LegReport) -> dict[str, AttributeValue]:
-    """The report, where a trace shows it."""
-    return {
-        Attribute.INPUT_TOKENS: cost.prompt_tokens,
-        Attribute.OUTPUT_TOKENS: cost.completion_tokens,
-        Attribute.CACHED_TOKENS: cost.cached_tokens,
-        Attribute.RECEIVED_TOKENS: cost.received_tokens,
-        Attribute.RECEIVED_BYTES: cost.received_bytes,
-        Attribute.QUEUE_S: cost.queue_s,
-        Attribute.PREFILL_S: cost.prefill_s,
-        Attribute.FIRST_TOKEN_S: cost.first_token_s,
-    }

@@ -25,6 +25,7 @@ from shared.runtime.access import access_of
 from shared.runtime.clock import Clock, SystemClock
 from shared.runtime.settings import CommonSettings
 from shared.runtime.version import baton_version
+from shared.telemetry.drawn import SpanSink
 from shared.telemetry.log import setup_logging
 
 log = logging.getLogger("baton.service")
@@ -66,6 +67,8 @@ class Service:
         self.bus = bus
         self.clock = clock
         self.tracer = tracer
+        self.spans: SpanSink | None = None
+        """For spans that are drawn when all is over; None where nobody traces."""
         self.tasks = asyncio.TaskGroup()
         self.stopping = asyncio.Event()
         self.phase = ServicePhase.STARTING
@@ -135,9 +138,9 @@ def run_service(
 
 
 @contextmanager
-def _tracing(facts: ServiceFacts, common: CommonSettings) -> Iterator[Tracer]:
+def _tracing(facts: ServiceFacts, common: CommonSettings) -> Iterator[tuple[Tracer, SpanSink | None]]:
     if not common.otlp_endpoint:
-        yield NoOpTracer()
+        yield NoOpTracer(), None
         return
     # 7 MB and a tenth of a second of start-up, which nobody pays who does not trace.
     from shared.telemetry.setup import setup
@@ -149,7 +152,7 @@ def _tracing(facts: ServiceFacts, common: CommonSettings) -> Iterator[Tracer]:
         trace_sample_ratio=common.trace_sample_ratio,
     )
     try:
-        yield telemetry.tracer
+        yield telemetry.tracer, telemetry.sink
     finally:
         telemetry.shutdown(TELEMETRY_S_MAX)
 
@@ -163,7 +166,7 @@ async def _run(facts: ServiceFacts, common: CommonSettings, main: Main) -> int:
         connect_s_max=CONNECT_S_MAX,
         access=access_of(common, facts.name),
     )
-    with _tracing(facts, common) as tracer:
+    with _tracing(facts, common) as (tracer, spans):
         try:
             bus = await _unless_stopped(connecting, stopping)
         except BusError as error:
@@ -173,6 +176,7 @@ async def _run(facts: ServiceFacts, common: CommonSettings, main: Main) -> int:
             return 0
         service = Service(facts, bus, SystemClock(), tracer)
         service.stopping = stopping
+        service.spans = spans
         return await live(service, main, drain_s_max=facts.drain_s_max)
 
 

@@ -44,8 +44,10 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """What must survive a restart: NATS storage, copies of a store, roles that workers were told to take on, logs."""
     cache_dir: str = msgspec.field(default_factory=lambda: _xdg("XDG_CACHE_HOME", ".cache"))
     """What can be made anew: models, tokenizers."""
-    trace_sample_ratio: float = 1.0
-    """0.0 to 1.0: the part of the requests that are traced, unless the client's trace context decides."""
+    trace_sample_ratio: float = 0.01
+    """0.0 to 1.0: the share of the requests that are traced, unless the client's trace context decides. Of few requests
+    all are, and those that were slow, failed or resumed are in any case.
+    """
 
 
 def load(settings_type: type[S], prefix: str, environ: Mapping[str, str] | None = None) -> S:

@@ -14,11 +14,12 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk import _shared_internal
 from opentelemetry.sdk.metrics import export as otlp
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
+from shared.telemetry.drawn import Drawn, SpanSink
 from shared.telemetry.families import Distribution, Family, Sample
 from shared.telemetry.metrics import Kind
 
@@ -30,15 +31,21 @@ SPANS_WAITING_MAX = 8192
 EXPORT_PERIOD_S = 1.0
 COMPLAINT_PERIOD_S = 60.0
 """How often it is said that a receiver does not take what it is sent."""
+SCOPE = InstrumentationScope("baton")
+SAMPLED = trace.TraceFlags(trace.TraceFlags.SAMPLED)
+WELL = trace.Status()
 UCUM = {"seconds": "s", "bytes": "By", "ratio": "1", "1": "1"}
 """Units as OpenTelemetry writes them; what is counted stands in braces there."""
 
 
 @dataclass(frozen=True)
 class Telemetry:
-    """What a process traces with."""
+    """What a process traces with: ``tracer`` for spans that are carried along, ``sink`` for those that are drawn when
+    all is over.
+    """
 
     tracer: trace.Tracer
+    sink: SpanSink | None = None
     _provider: TracerProvider | None = None
 
     def shutdown(self, deadline_s: float) -> None:
@@ -64,14 +71,47 @@ def setup(
         sampler=ParentBased(TraceIdRatioBased(trace_sample_ratio)),
         shutdown_on_exit=False,
     )
-    provider.add_span_processor(
-        BatchSpanProcessor(
-            SpanExporter(otlp_endpoint, export_s_max=EXPORT_S_MAX, now=time.monotonic),
-            max_queue_size=SPANS_WAITING_MAX,
-            schedule_delay_millis=EXPORT_PERIOD_S * 1000,
-        )
+    processor = BatchSpanProcessor(
+        SpanExporter(otlp_endpoint, export_s_max=EXPORT_S_MAX, now=time.monotonic),
+        max_queue_size=SPANS_WAITING_MAX,
+        schedule_delay_millis=EXPORT_PERIOD_S * 1000,
     )
-    return Telemetry(provider.get_tracer("baton"), provider)
+    provider.add_span_processor(processor)
+    return Telemetry(
+        provider.get_tracer(SCOPE.name), DrawnSpans(processor, provider.resource, trace_sample_ratio), provider
+    )
+
+
+class DrawnSpans:
+    """The ``SpanSink`` before the same exporter. The SDK's own spans, which can be added to while they run, cost three
+    times as much.
+    """
+
+    def __init__(self, processor: SpanProcessor, resource: Resource, sample_ratio: float) -> None:
+        self.sample_ratio = sample_ratio
+        self._processor = processor
+        self._resource = resource
+
+    def draw(self, trace_id: int, spans: Sequence[Drawn]) -> None:
+        """Put them in the exporter's queue."""
+        began_ns = time.time_ns() - time.monotonic_ns()
+        for span in spans:
+            self._processor.on_end(self._readable(trace_id, span, began_ns))
+
+    def _readable(self, trace_id: int, span: Drawn, began_ns: int) -> ReadableSpan:
+        above = trace.SpanContext(trace_id, span.parent_id, span.parent_is_remote, SAMPLED) if span.parent_id else None
+        return ReadableSpan(
+            name=span.name,
+            context=trace.SpanContext(trace_id, span.span_id, is_remote=False, trace_flags=SAMPLED),
+            parent=above,
+            resource=self._resource,
+            attributes=span.about,
+            kind=span.kind,
+            status=WELL if span.error is None else trace.Status(trace.StatusCode.ERROR, span.error),
+            start_time=began_ns + round(span.begun_at * 1e9),
+            end_time=began_ns + round(span.ended_at * 1e9),
+            instrumentation_scope=SCOPE,
+        )
 
 
 class SpanExporter(OTLPSpanExporter):
@@ -123,7 +163,7 @@ class MetricsPush:
     def push(self, families: Iterable[Family], now_ns: int) -> bool:
         """Whether the receiver took them. Blocks for ``EXPORT_S_MAX`` at most: call it in a thread."""
         metrics = [self._metric(family, now_ns) for family in families if family.samples]
-        scope = otlp.ScopeMetrics(InstrumentationScope("baton"), metrics, schema_url="")
+        scope = otlp.ScopeMetrics(SCOPE, metrics, schema_url="")
         message = otlp.MetricsData([otlp.ResourceMetrics(self._resource, [scope], schema_url="")])
         return self._exporter.export(message) is otlp.MetricExportResult.SUCCESS
 

@@ -96,7 +96,7 @@ def main() -> None:
     listener = listen(settings.host, settings.port)
 
     async def serve(service: Service) -> None:
-        router = Router(settings, service.bus, service.clock, Tracing(service.tracer))
+        router = Router(settings, service.bus, service.clock, Tracing(service.spans, service.clock))
         if policy != BATON:
             router.parts.fleet.placer = Replayed(policy, router.parts.fleet, setting)
         await live(router, service, listener)

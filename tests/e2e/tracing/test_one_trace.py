@@ -9,6 +9,7 @@ from shared.telemetry.span_names import Attribute, SpanName
 from tests.nats_server import NatsServer
 from tests.otlp_receiver import OtlpReceiver, Span
 from tests.simulated_system import simulated_system
+from tests.spans import ADD_UP, length, time_to_first_token
 
 pytestmark = pytest.mark.nats
 
@@ -26,8 +27,8 @@ DISAGGREGATED_SPANS = sorted(
         SpanName.SERVE_LEG,
     ]
 )
-EXCHANGE_SPANS = {SpanName.LEASE, SpanName.WAIT, SpanName.READ}
-"""As many as there were things to wait for."""
+STRUCTURE = set(DISAGGREGATED_SPANS)
+"""All others are as many as there were things to do, or to wait for."""
 LONG_PROMPT = "It was a very long story, and nobody had heard it before. " * 400
 """Worth streaming: a router's default is 1,024 tokens."""
 CLOCKS_APART_S = 0.005
@@ -45,20 +46,20 @@ def system(tmp_path_factory, receiver):
     directory = tmp_path_factory.mktemp("tracing")
     with (
         NatsServer(directory) as nats,
-        simulated_system(directory, nats, BATON_OTLP_ENDPOINT=receiver.endpoint) as one,
+        simulated_system(directory, nats, BATON_OTLP_ENDPOINT=receiver.endpoint, BATON_TRACE_SAMPLE_RATIO="1") as one,
     ):
         yield one
 
 
 def trace_of(receiver: OtlpReceiver, request_id: str, spans: int) -> list[Span]:
-    """All spans of the trace that a request belongs to, as soon as there are so many beside those of the exchange."""
+    """All spans of the trace that a request belongs to, as soon as so many of its structure are there."""
 
     def collected() -> list[Span]:
         mine = {each.trace_id for each in receiver.spans if each.attributes.get(Attribute.REQUEST_ID) == request_id}
         return [each for each in receiver.spans if each.trace_id in mine]
 
     def are_there() -> bool:
-        return len([each for each in collected() if each.name not in EXCHANGE_SPANS]) >= spans
+        return len([each for each in collected() if each.name in STRUCTURE]) >= spans
 
     assert receiver.wait_for(are_there), [each.name for each in collected()]
     return collected()
@@ -75,7 +76,7 @@ def test_a_disaggregated_request_is_one_trace_through_both_workers(system, recei
     spans = trace_of(receiver, answer.headers["x-request-id"], len(DISAGGREGATED_SPANS))
 
     assert len({each.trace_id for each in spans}) == 1
-    assert sorted(each.name for each in spans if each.name not in EXCHANGE_SPANS) == DISAGGREGATED_SPANS
+    assert sorted(each.name for each in spans if each.name in STRUCTURE) == DISAGGREGATED_SPANS
     request = only(spans, SpanName.REQUEST)
     prefill, decode = only(spans, SpanName.PREFILL_LEG), only(spans, SpanName.DECODE_LEG)
     at_p1, at_d1 = only(spans, SpanName.SERVE_LEG, "p1"), only(spans, SpanName.SERVE_LEG, "d1")
@@ -122,6 +123,37 @@ def test_the_request_names_its_decision_and_says_where_the_time_to_its_first_tok
     assert set(parts) == set(TtftParts.__struct_fields__)
     assert 0 < sum(parts.values()) <= request.end - request.start + CLOCKS_APART_S
     assert parts["prefill_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "prompt", "handoff"),
+    [
+        ("aggregated", "We run alone. " * 40, None),
+        ("disaggregated", "We run in turns. " * 40, "offered"),
+        ("disaggregated", "We run side by side. " * 800, "streamed"),
+    ],
+    ids=["aggregated", "offered", "streamed handoff"],
+)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_the_parts_of_the_time_to_the_first_token_add_up_in_the_trace(
+    system, receiver, mode: str, prompt: str, handoff: str | None, stream: bool
+):
+    answer = system.complete(f"{stream}: {prompt}", stream=stream, headers={"x-baton-mode": mode})
+    spans = trace_of(receiver, answer.headers["x-request-id"], 4 if handoff is None else len(DISAGGREGATED_SPANS))
+    request = only(spans, SpanName.REQUEST)
+
+    assert request.attributes.get(Attribute.HANDOFF) == handoff
+    ttft_s, parts = time_to_first_token(spans)
+    assert ttft_s == pytest.approx(request.attributes[Attribute.TIME_TO_FIRST_CHUNK], rel=ADD_UP)
+    # What the workers drew on their own clocks says the same as the parts that the router made of their reports.
+    computed_by = "d1" if handoff is None else "p1"
+    assert length(only(spans, SpanName.ENGINE_PREFILL, computed_by)) == pytest.approx(
+        parts[SpanName.TTFT_PREFILL], abs=ADD_UP * ttft_s
+    )
+    if handoff is not None:
+        assert length(only(spans, SpanName.ENGINE_PREFILL, "d1")) == pytest.approx(
+            parts[SpanName.TTFT_FIRST_TOKEN], abs=ADD_UP * ttft_s
+        )
 
 
 def test_the_handoff_is_a_read_below_the_decode_workers_leg_and_tokens_add_up(system, receiver):
@@ -172,7 +204,7 @@ def test_an_aggregated_request_is_one_trace_with_one_leg(system, receiver):
     answer = system.complete("All by myself. " * 20, headers={"x-baton-mode": "aggregated"})
     spans = trace_of(receiver, answer.headers["x-request-id"], 4)
 
-    assert sorted(each.name for each in spans) == sorted(
+    assert sorted(each.name for each in spans if each.name in STRUCTURE) == sorted(
         [SpanName.REQUEST, SpanName.PLACE, SpanName.DECODE_LEG, SpanName.SERVE_LEG]
     )
 

@@ -11,8 +11,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
-from opentelemetry.trace import NoOpTracer
-
 from services.router.core.prefix_index import IndexState, PrefixIndex
 from services.router.service import Router
 from services.router.settings import Settings
@@ -219,7 +217,7 @@ class ToldFleet:
 
 @asynccontextmanager
 async def running_router(bus: Bus) -> AsyncIterator[Router]:
-    router = Router(Settings(log_requests=False, tokenize="never"), bus, SystemClock(), Tracing(NoOpTracer()))
+    router = Router(Settings(log_requests=False, tokenize="never"), bus, SystemClock(), Tracing())
     await router.open()
     async with asyncio.TaskGroup() as tasks:
         before = asyncio.all_tasks()

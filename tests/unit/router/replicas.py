@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
-from opentelemetry.trace import NoOpTracer
 
 from services.router.core.reservation_book import ReservationBook
 from services.router.service import Router
@@ -83,7 +82,7 @@ async def replicas(routers: int, workers: int, *, loses_reservations: bool = Fal
     """All of them know each other, and nobody has anything to do."""
     hub = Hub(loses_reservations=loses_reservations)
     made = [
-        Router(Settings(log_requests=False), MemoryBus(hub), LoopClock(), Tracing(NoOpTracer())) for _ in range(routers)
+        Router(Settings(log_requests=False), MemoryBus(hub), LoopClock(), Tracing()) for _ in range(routers)
     ]
     for number, router in enumerate(made):  # the same names in each run: instants are drawn by them
         router.parts.reservations.book = ReservationBook(RouterId(f"r{number}"))

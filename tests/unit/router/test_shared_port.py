@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 
 import httpx
 import pytest
-from opentelemetry.trace import NoOpTracer
 
 from services.router.http_server import PortTaken, Server, listen, make_server, share
 from services.router.service import Router
@@ -27,7 +26,7 @@ CONNECTIONS_MAX = 200
 async def serving() -> AsyncIterator[tuple[Server, str]]:
     """A router on a port of its own; answers its server and its URL."""
     settings = Settings(log_requests=False)
-    router = Router(settings, MemoryBus(MemoryHub()), SystemClock(), Tracing(NoOpTracer()))
+    router = Router(settings, MemoryBus(MemoryHub()), SystemClock(), Tracing())
     server = make_server(router.edge, settings)
     listener = listen(HOST, 0)
     running = asyncio.create_task(server.serve(sockets=[listener]))

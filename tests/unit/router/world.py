@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from opentelemetry.trace import NoOpTracer
 
 from services.router.exchange import Exchange
 from services.router.service import Router
@@ -20,6 +19,7 @@ from shared.bus.memory_bus import MemoryBus, MemoryHub
 from shared.bus.port import BusDown
 from shared.contracts.ids import WorkerId
 from shared.contracts.workers import Role
+from shared.telemetry.drawn import SpanSink
 from tests.unit.router.fake_worker import FakeWorker, Script, answer_well
 from tests.virtual_time import LoopClock, run_in_virtual_time
 
@@ -92,10 +92,10 @@ def unchunk(rest: bytes) -> bytes:
 
 
 class World:
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, sink: SpanSink | None = None) -> None:
         self.hub = MemoryHub()
         self.bus = MemoryBus(self.hub)
-        self.router = Router(settings, self.bus, LoopClock(), Tracing(NoOpTracer()))
+        self.router = Router(settings, self.bus, LoopClock(), Tracing(sink, LoopClock()))
         self.workers: dict[str, FakeWorker] = {}
         self.tasks = asyncio.TaskGroup()
 
@@ -152,8 +152,8 @@ async def settle() -> None:
 
 
 @asynccontextmanager
-async def open_world(settings: Settings):
-    world = World(settings)
+async def open_world(settings: Settings, sink: SpanSink | None = None):
+    world = World(settings, sink)
     await world.router.open()
     async with world.tasks as tasks:
         world.router.start(tasks)
@@ -165,11 +165,11 @@ async def open_world(settings: Settings):
                 task.cancel()
 
 
-def in_world(story: Callable[[World], Awaitable[None]], **settings: Any) -> None:
-    """Run a story in virtual time."""
+def in_world(story: Callable[[World], Awaitable[None]], sink: SpanSink | None = None, **settings: Any) -> None:
+    """Run a story in virtual time; ``sink``: where its spans go."""
 
     async def main() -> None:
-        async with open_world(Settings(log_requests=False, **settings)) as world:
+        async with open_world(Settings(log_requests=False, **settings), sink) as world:
             await story(world)
 
     run_in_virtual_time(main())

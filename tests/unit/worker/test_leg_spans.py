@@ -1,4 +1,4 @@
-"""What a trace tells of the KV exchange."""
+"""What a trace tells of a leg: what the engine did, and the KV exchange."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import NoOpTracer, StatusCode
 
-from services.worker.exchange_spans import SOURCES_SHOWN_MAX, show_exchange
+from services.worker.leg_spans import show_leg
 from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.inference import LegReport
 from shared.contracts.kv_exchange import KvProof, KvRead
 from shared.runtime.clock import FakeClock
+from shared.telemetry.leg_intervals import SOURCES_SHOWN_MAX
 from shared.telemetry.span_names import Attribute, SpanName
 
 NOW = 1000.0
@@ -31,12 +33,17 @@ READ = KvRead(
 
 def shown(*reads: KvRead, **proof) -> list[ReadableSpan]:
     """The leg's span, and then those of the exchange."""
+    return drawn(LegReport(kv=KvProof(reads=list(reads), **proof)), NOW)
+
+
+def drawn(report: LegReport, arrived_at: float) -> list[ReadableSpan]:
+    """The leg's span, and then its children."""
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracer = provider.get_tracer("test")
     with tracer.start_as_current_span("serve leg") as leg:
-        show_exchange(tracer, leg, KvProof(reads=list(reads), **proof), FakeClock(NOW, WALL_MS))
+        show_leg(tracer, leg, report, arrived_at, FakeClock(NOW, WALL_MS))
     *children, leg = exporter.get_finished_spans()
     return [leg, *children]
 
@@ -115,7 +122,33 @@ def test_a_leg_with_very_many_sources_does_not_flood_the_trace():
     assert len(children) == 3 * SOURCES_SHOWN_MAX
 
 
+def test_the_engines_queue_prefill_and_decode_stand_one_behind_the_other_within_the_leg():
+    report = LegReport(
+        prompt_tokens=100, cached_tokens=32, received_tokens=60, completion_tokens=9, finish_reason="stop",
+        queue_s=0.1, prefill_s=0.2, first_token_s=0.35, total_s=0.95,
+    )  # fmt: skip
+
+    leg, *children = drawn(report, NOW - 1.0)
+
+    assert [each.name for each in children] == [
+        SpanName.ENGINE_QUEUE,
+        SpanName.ENGINE_PREFILL,
+        SpanName.ENGINE_DECODE,
+    ]
+    assert [offsets(each) for each in children] == [(0.95, 0.85), (0.85, 0.65), (0.65, 0.05)]
+    assert children[1].attributes == {Attribute.COMPUTED_TOKENS: 8, Attribute.CACHED_TOKENS: 32}
+    assert leg.attributes[Attribute.FINISH_REASONS] == ("stop",)
+
+
+def test_of_a_prefill_leg_nothing_is_decoded_and_what_made_no_token_shows_no_engine():
+    _leg, *children = drawn(LegReport(completion_tokens=1, prefill_s=0.2, first_token_s=0.3, total_s=0.4), NOW - 0.5)
+    _leg, *none = drawn(LegReport(total_s=0.4), NOW - 0.5)
+
+    assert [each.name for each in children] == [SpanName.ENGINE_QUEUE, SpanName.ENGINE_PREFILL]
+    assert none == []
+
+
 def test_without_tracing_nothing_is_drawn():
     tracer = NoOpTracer()
     with tracer.start_as_current_span("serve leg") as leg:
-        show_exchange(tracer, leg, KvProof(reads=[READ]), FakeClock(NOW, WALL_MS))
+        show_leg(tracer, leg, LegReport(kv=KvProof(reads=[READ])), NOW, FakeClock(NOW, WALL_MS))

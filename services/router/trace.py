@@ -1,0 +1,93 @@
+"""What is noted of a request while it runs, so that its spans can be drawn when it has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, Self
+
+from shared.bus.streams import LegFailed
+from shared.contracts.ids import LegId, WorkerId
+from shared.contracts.inference import LegKind
+from shared.telemetry.span_names import SpanName
+
+MARKS_MAX = 64
+"""Of one request; one that is placed again and again is no better understood by more of them."""
+PARENT, STATE = "traceparent", "tracestate"
+BAD_VERSION = "ff"
+SAMPLED = 1
+
+
+class Mark(NamedTuple):
+    """Something that the router itself did."""
+
+    name: SpanName
+    begun_at: float
+    ended_at: float
+
+
+class LegMark(NamedTuple):
+    """A leg, from its start to its end as the router saw them."""
+
+    span_id: int
+    worker_id: WorkerId
+    leg_id: LegId
+    kind: LegKind
+    begun_at: float
+    ended_at: float
+    error: str | None
+
+
+class Trace:
+    """A request's place in its trace, and its marks."""
+
+    __slots__ = ("legs", "marks", "parent_id", "sampled", "span_id", "state", "trace_id", "unwanted")
+
+    def __init__(self, trace_id: int, span_id: int, parent_id: int = 0) -> None:
+        self.trace_id = trace_id
+        self.span_id = span_id
+        """The request's own."""
+        self.parent_id = parent_id
+        """The client's; 0: it has none."""
+        self.sampled = False
+        """Chosen from the beginning: its workers draw their part."""
+        self.unwanted = False
+        """The client says that it is not to be traced."""
+        self.state = ""
+        self.marks: list[Mark] = []
+        self.legs: list[LegMark] = []
+
+    @classmethod
+    def below(cls, context: Mapping[str, str], span_id: int) -> Self | None:
+        """In the client's trace; None when what it says names none."""
+        version, _, ids = context.get(PARENT, "").partition("-")
+        trace_id, _, rest = ids.partition("-")
+        parent_id, _, flags = rest.partition("-")
+        if not flags or version == BAD_VERSION or not (int(trace_id, 16) and int(parent_id, 16)):
+            return None
+        trace = cls(int(trace_id, 16), span_id, int(parent_id, 16))
+        trace.sampled = bool(int(flags, 16) & SAMPLED)
+        trace.unwanted = not trace.sampled
+        trace.state = context.get(STATE, "")
+        return trace
+
+    def mark(self, name: SpanName, begun_at: float, ended_at: float) -> None:
+        """Something was done."""
+        if len(self.marks) < MARKS_MAX:
+            self.marks.append(Mark(name, begun_at, ended_at))
+
+    def headers(self, span_id: int) -> dict[str, str]:
+        """What a leg's message carries; ``span_id``: the leg's."""
+        above = span_id if self.sampled else self.span_id
+        headers = {PARENT: f"00-{self.trace_id:032x}-{above:016x}-{self.sampled:02x}"}
+        if self.state:
+            headers[STATE] = self.state
+        return headers
+
+    def name(self) -> str:
+        """As people read it."""
+        return f"{self.trace_id:032x}"
+
+
+def why(error: BaseException) -> str:
+    """In a word."""
+    return str(error.failure.reason) if isinstance(error, LegFailed) else type(error).__name__
