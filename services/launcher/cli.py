@@ -16,7 +16,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from services.launcher import order_commands, plan_command, state_file, view_commands
+from services.launcher import doctor_command, order_commands, plan_command, state_file, view_commands
 from services.launcher.commands import mount
 from services.launcher.core.plan import UpOptions
 from services.launcher.core.sizes import parse_bytes
@@ -180,6 +180,7 @@ def workers(
 order_commands.add_to(app)
 plan_command.add_to(app)
 view_commands.add_to(app)
+doctor_command.add_to(app)
 
 
 @app.command(
