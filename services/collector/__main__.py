@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 
+from services.collector.access import Access
 from services.collector.service import run_collector
 from services.collector.settings import Settings
 from shared.runtime.service import Service, run_service
@@ -15,6 +16,7 @@ def main() -> None:
     """Read the settings, then live."""
     try:
         common, settings = load_common(), load(Settings, "COLLECTOR_")
+        Access(settings.host, settings.admin_key_file).check()
     except SettingsError as error:
         sys.exit(f"collector: {error}")
 

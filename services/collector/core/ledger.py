@@ -23,6 +23,8 @@ STALE_S_MAX = 10.0
 FORGET_S = 3600.0
 """Totals of a silent worker are kept for so long, so that they don't count twice when it comes back."""
 STEP_TOKENS_USUAL = 2048
+HITS_S = 60
+"""How much of its prompts a worker found in its cache is told of so many seconds."""
 TOTALS = (
     "prompt_tokens",
     "computed_tokens",
@@ -66,6 +68,8 @@ class WorkerView:
         self.totals = Totals()
         self.tokens_in = Rate(now)
         self.tokens_out = Rate(now)
+        self.prompt, self.cached = Rate(now, HITS_S), Rate(now, HITS_S)
+        """Prompt tokens, and those of them that were in its own prefix cache."""
         self.latencies = Latencies(bounds)
         """Of the requests whose tokens it generated."""
         self.requests: Counter[str] = Counter()
@@ -150,6 +154,8 @@ class Ledger:
             growth = view.grow(load, now)
             view.tokens_in.add(growth["prompt_tokens"], now)
             view.tokens_out.add(growth["generation_tokens"], now)
+            view.prompt.add(growth["prompt_tokens"], now)
+            view.cached.add(growth["cached_tokens"], now)
         for name in TOTALS:
             self.worker_totals[name] += growth[name]
 

@@ -12,17 +12,18 @@ from collections.abc import Mapping, Sequence
 from shared.contracts.ids import Epoch
 
 WINDOW_S = 10
-"""Rates are means over so many seconds."""
+"""Rates are means over so many seconds, unless they say otherwise."""
 OTHER = "other"
 """Stands for every label value beyond a set's maximum."""
 
 
 class Rate:
-    """Amount per second over the last ``WINDOW_S`` seconds, in at most ``WINDOW_S + 1`` slots of a second."""
+    """Amount per second over the last ``window_s`` seconds, in at most ``window_s + 1`` slots of a second."""
 
-    __slots__ = ("_begun", "_slots", "_sum")
+    __slots__ = ("_begun", "_slots", "_sum", "_window_s")
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, window_s: int = WINDOW_S) -> None:
+        self._window_s = window_s
         self._begun = now
         self._slots: deque[tuple[int, float]] = deque()
         self._sum = 0.0
@@ -44,10 +45,10 @@ class Rate:
         if not self._slots:
             # No slots, no drift: what rounding has left in the sum goes too.
             self._sum = 0.0
-        return max(0.0, self._sum) / min(float(WINDOW_S), max(1.0, now - self._begun))
+        return max(0.0, self._sum) / min(float(self._window_s), max(1.0, now - self._begun))
 
     def _forget(self, now: float) -> None:
-        while self._slots and self._slots[0][0] <= int(now) - WINDOW_S:
+        while self._slots and self._slots[0][0] <= int(now) - self._window_s:
             self._sum -= self._slots.popleft()[1]
 
 

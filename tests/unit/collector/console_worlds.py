@@ -1,0 +1,88 @@
+"""A metrics collector with its console, on a memory bus, and what others tell it."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+
+import httpx
+
+from services.collector.access import Access
+from services.collector.console_routes import add_console
+from services.collector.http import make_app
+from services.collector.service import Collector
+from shared.bus.memory_bus import MemoryBus, MemoryHub
+from shared.contracts.channels import FLEET_STATE, REQUESTS_FINISHED, SERVICE_STATUS
+from shared.contracts.control import ServicePhase, ServiceStatus
+from shared.contracts.decisions import TtftParts
+from shared.contracts.inference import KvMoved, RequestFinished, RequestsFinished
+from shared.contracts.workers import FleetState, FleetWorker, Role
+from shared.runtime.clock import FakeClock
+from tests.fleet_builders import record
+
+PARTS = TtftParts(admission_s=0.01, queue_s=0.02, prefill_s=0.1, handoff_s=0.03, first_token_s=0.04)
+
+
+def finished(**facts):
+    defaults = {
+        "request_id": "r1",
+        "decision_id": "router-1-ab-d7",
+        "model": "m",
+        "path": "/v1/completions",
+        "mode": "disaggregated",
+        "status": 200,
+        "prefill_worker": "p1",
+        "decode_worker": "d1",
+        "prompt_tokens": 100,
+        "cached_tokens": 40,
+        "completion_tokens": 10,
+        "received_tokens": 96,
+        "received_bytes": 4096,
+        "ttft_s": PARTS.total_s(),
+        "itl_s": 0.008,
+        "e2e_s": 0.5,
+        "ttft_parts": PARTS,
+        "kv_moves": [KvMoved(source_id="p1", reader_id="d1", tokens=96, bytes=4096)],
+    }
+    return RequestFinished(**{**defaults, **facts})
+
+
+def fleet(*workers, term=1, leader="o1"):
+    """Of ``record``s, each in the phase that it says."""
+    told = [FleetWorker(record=each, phase=each.phase, since_s=0.0, silent_s=0.0) for each in workers]
+    return FleetState(leader=leader, term=term, workers=told)
+
+
+def service(name="router", instance="router-1", phase=ServicePhase.READY, detail=""):
+    return ServiceStatus(service=name, instance=instance, phase=phase, detail=detail)
+
+
+class World:
+    def __init__(self, clock, host, key_file):
+        hub = MemoryHub()
+        self.bus, self.others, self.clock = MemoryBus(hub), MemoryBus(hub), clock
+        self.collector = Collector(self.bus, clock, Access(host, key_file), 2)
+        self.app = make_app(lambda: b"", lambda: self.bus.connected)
+        add_console(self.app, self.collector.desk)
+
+    async def tell(self, channel, message):
+        await self.others.publish(channel, message)
+
+    async def finish(self, *requests):
+        await self.tell(REQUESTS_FINISHED, RequestsFinished(router_id="router-1-ab", requests=list(requests)))
+
+    async def be_well(self):
+        """A prefill and a decode worker, a router, an orchestrator."""
+        await self.tell(SERVICE_STATUS, service())
+        await self.tell(FLEET_STATE, fleet(record("d1", role=Role.DECODE), record("p1", role=Role.PREFILL)))
+
+    def client(self, url="http://127.0.0.1"):
+        return httpx.AsyncClient(transport=httpx.ASGITransport(app=self.app), base_url=url)
+
+
+@asynccontextmanager
+async def world(clock=None, host="127.0.0.1", key_file=""):
+    one = World(clock or FakeClock(), host, key_file)
+    await one.collector.listen()
+    yield one
+    await one.bus.close()
+    await one.others.close()

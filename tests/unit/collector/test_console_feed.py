@@ -1,0 +1,222 @@
+"""Who looks at the console hears what changes, as it changes; who does not read is cut off."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from contextlib import asynccontextmanager
+
+from services.collector.console_feed import CLIENT_FRAMES_MAX, KEEP_ALIVE_S, TELL_S, Feed
+from services.collector.core.console_views import Health, Page
+from services.collector.http_server import HttpServer
+from shared.contracts.channels import WORKER_LOST
+from shared.contracts.workers import WorkerLost
+from tests.nats_server import free_port
+from tests.unit.collector.console_worlds import finished, world
+from tests.virtual_time import LoopClock, run_in_virtual_time
+
+NOTHING = Page(
+    at=0.0,
+    model_names=[],
+    health=Health(status="well", sentences=[]),
+    workers=[],
+    flows=[],
+    requests=[],
+    events=[],
+    tenants=[],
+)
+WAIT_S_MAX = 60.0
+
+
+class Browser:
+    """Reads the app's event stream as ASGI gives it."""
+
+    def __init__(self, app):
+        self._app = app
+        self._sent: asyncio.Queue = asyncio.Queue()
+        self._left = asyncio.Event()
+        self._text = ""
+        self.status = 0
+        self.headers = {}
+        self.over = False
+
+    @asynccontextmanager
+    async def looking(self):
+        scope = {
+            "type": "http", "method": "GET", "path": "/console/events", "raw_path": b"/console/events", "headers": [],
+            "query_string": b"", "http_version": "1.1", "scheme": "http", "server": ("127.0.0.1", 1), "client": ("127.0.0.1", 2),
+            "root_path": "", "asgi": {"version": "3.0"},
+        }  # fmt: skip
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._app(scope, self._receive, self._sent.put))
+            yield self
+            self._left.set()
+
+    async def _receive(self):
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _piece(self):
+        message = await self._sent.get()
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+        else:
+            self._text += message["body"].decode()
+            self.over = not message.get("more_body", False)
+
+    async def event(self):
+        """The next one's name and data; comments are called so."""
+        while "\n\n" not in self._text:
+            await self._piece()
+        block, _, self._text = self._text.partition("\n\n")
+        if block.startswith(":"):
+            return "comment", None
+        name, data = block.split("\n")
+        return name.removeprefix("event: "), json.loads(data.removeprefix("data: "))
+
+    async def until(self, name):
+        while True:
+            found, data = await self.event()
+            if found == name:
+                return data
+
+    async def end(self):
+        while not self.over:
+            await self._piece()
+
+
+@asynccontextmanager
+async def watched_world():
+    async with world(LoopClock()) as one:
+        following = asyncio.get_running_loop().create_task(one.collector.feed.follow())
+        yield one
+        following.cancel()
+
+
+def test_the_page_comes_first_and_then_what_happens_on_the_bus():
+    async def main():
+        async with watched_world() as one, Browser(one.app).looking() as browser:
+            await one.be_well()
+            state = await browser.until("state")
+            assert browser.headers["content-type"] == "text/event-stream"
+            assert state["actions"] is True
+            assert state["requests"] == []
+
+            await one.finish(finished(request_id="the-one"))
+            assert (await browser.until("request"))["id"] == "the-one"
+            await one.tell(WORKER_LOST, WorkerLost(worker_id="d1", epoch=1, silent_s=3.0))
+            assert (await browser.until("event"))["text"] == "lost: silent for 3.0 s"
+
+    run_in_virtual_time(main())
+
+
+def test_what_happens_in_quick_succession_is_told_at_once_and_no_more_than_twice_a_second():
+    async def main():
+        async with watched_world() as one, Browser(one.app).looking() as browser:
+            now = asyncio.get_running_loop().time
+            await browser.until("state")
+            begun = now()
+            for number in range(20):
+                await one.finish(finished(request_id=f"r{number}"))
+                await asyncio.sleep(0.1)
+            told = [(await browser.until("request"), now()) for _ in range(20)]
+
+            assert [row["id"] for row, _at in told] == [f"r{number}" for number in range(20)]
+            turns = {at for _row, at in told}
+            assert len(turns) <= (now() - begun) / TELL_S + 1
+
+    run_in_virtual_time(main())
+
+
+def test_a_quiet_stream_is_kept_alive_and_rates_fall_without_any_event():
+    async def main():
+        async with watched_world() as one, Browser(one.app).looking() as browser:
+            await one.finish(finished())
+            assert (await browser.until("flows"))[0]["per_s"] > 0
+            while await browser.until("flows"):
+                pass
+            begun = asyncio.get_running_loop().time()
+            await browser.until("comment")
+            assert asyncio.get_running_loop().time() - begun <= 60 + KEEP_ALIVE_S + 1
+
+    run_in_virtual_time(main())
+
+
+def test_beyond_the_maximum_nobody_is_let_in_until_somebody_leaves():
+    async def main():
+        async with watched_world() as one, Browser(one.app).looking() as first:
+            async with Browser(one.app).looking() as second, Browser(one.app).looking() as third:
+                await first.until("state")
+                await second.until("state")
+                await third.end()
+                assert (third.status, third.headers["retry-after"]) == (503, "10")
+            async with Browser(one.app).looking() as fourth:
+                await fourth.until("state")
+                assert fourth.status == 200
+
+    run_in_virtual_time(main())
+
+
+def test_when_the_process_stops_streams_end():
+    async def main():
+        async with watched_world() as one, Browser(one.app).looking() as browser:
+            await browser.until("state")
+            one.collector.feed.close()
+            await browser.end()
+            assert one.collector.feed.join(lambda: None) is None
+
+    run_in_virtual_time(main())
+
+
+async def test_a_client_that_does_not_read_is_cut_off_and_the_others_are_not():
+    cut = []
+    feed = Feed(lambda: NOTHING, {}, 2)
+    slow = feed.join(lambda: cut.append("slow"))
+    for _ in range(CLIENT_FRAMES_MAX):
+        assert slow.tell(b"x")
+    assert cut == []
+
+    quick = feed.join(lambda: cut.append("quick"))
+    slow.is_new = True
+    feed.tell()
+
+    assert (cut, len(feed)) == (["slow"], 1)
+    assert await slow.next() is None
+    assert (await quick.next()).startswith(b"event: state\n")
+
+
+async def test_while_nobody_looks_nothing_is_computed():
+    pages = []
+    feed = Feed(lambda: pages.append(1) or NOTHING, {}, 1)
+    following = asyncio.get_running_loop().create_task(feed.follow())
+    for _ in range(5):
+        feed.wake()
+        await asyncio.sleep(0)
+    assert pages == []
+    following.cancel()
+
+
+async def test_the_connection_of_a_client_that_does_not_read_is_dropped_with_what_it_has_not_read():
+    async with world() as one:
+        port = free_port()
+        server = HttpServer(one.app, "127.0.0.1", port)
+        async with asyncio.TaskGroup() as tasks, asyncio.timeout(WAIT_S_MAX):
+            serving = tasks.create_task(server.serve())
+            await server.listening()
+            client = socket.create_connection(("127.0.0.1", port))
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.sendall(b"GET /console/events HTTP/1.1\r\nhost: x\r\n\r\n")
+            feed = one.collector.feed
+            while not len(feed):
+                await asyncio.sleep(0.01)
+            (watcher,) = feed._watchers
+            while watcher.tell(b"x" * 1_000_000):
+                await asyncio.sleep(0)
+            while len(feed):  # The response ends because its connection is gone.
+                await asyncio.sleep(0.01)
+            assert not server.server_state.connections
+            client.close()
+            server.should_exit = True
+            await serving

@@ -1,0 +1,235 @@
+"""The console over HTTP: the page, one request's decision, and orders from whoever may give them."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+import pytest
+
+from services.collector.access import Access, read_digests
+from services.collector.console_routes import BODY_BYTES_MAX, page_files
+from shared.bus.port import AskRefused
+from shared.contracts.channels import CHANGE_ROLE, DECISION, DRAIN
+from shared.contracts.decisions import Candidate, Decision, FoundDecision, Part
+from shared.contracts.failures import Failure, Reason
+from shared.contracts.fleet_orders import OrderTaken, RoleChanged
+from shared.contracts.workers import Role
+from shared.runtime.settings import SettingsError
+from tests.unit.collector.console_worlds import PARTS, finished, world
+
+KEY = "baton-test-key"
+DRAIN_D1 = {"action": "drain", "worker_id": "d1"}
+
+
+@pytest.fixture
+def key_file(tmp_path):
+    file = tmp_path / "admin.keys"
+    file.write_text(
+        f"# admins\n{hashlib.sha256(b'another').hexdigest()}\n{hashlib.sha256(KEY.encode()).hexdigest()}  # me\n"
+    )
+    return str(file)
+
+
+def bearer(key=KEY):
+    return {"authorization": f"Bearer {key}"}
+
+
+async def answer_drain(one, refusal=""):
+    orders = []
+
+    async def take(order, _envelope):
+        orders.append(order)
+        return OrderTaken(worker_id=order.worker_id, epoch=1, refusal=refusal)
+
+    await one.others.answer(DRAIN, take, worker_id="d1")
+    return orders
+
+
+def message(answer):
+    return answer.json()["error"]["message"]
+
+
+async def test_the_root_leads_to_the_page_and_its_files_are_served():
+    async with world() as one, one.client() as client:
+        root = await client.get("/")
+        assert (root.status_code, root.headers["location"]) == (307, "/console")
+        page = await client.get("/console")
+        assert page.headers["content-type"] == "text/html; charset=utf-8"
+        assert page.content == page_files()["index.html"]
+        for name in page_files():
+            assert (await client.get(f"/console/files/{name}")).status_code == 200
+        for name in ("nothing.js", "..%2Fservice.py", "%2e%2e"):
+            assert (await client.get(f"/console/files/{name}")).status_code == 404
+
+
+async def test_every_answer_forbids_what_other_sites_could_do_with_it():
+    async with world() as one, one.client() as client:
+        for path in ("/console", "/console/files/nothing", "/console/requests/x", "/health", "/nowhere"):
+            headers = (await client.get(path, headers={"origin": "http://elsewhere.example"})).headers
+            assert "default-src 'self'" in headers["content-security-policy"]
+            assert "frame-ancestors 'none'" in headers["content-security-policy"]
+            assert (headers["x-content-type-options"], headers["referrer-policy"]) == ("nosniff", "no-referrer")
+            assert "access-control-allow-origin" not in headers
+
+
+async def test_a_request_is_explained_by_the_router_that_placed_it():
+    candidates = [
+        Candidate(worker_id="p1", part=Part.PREFILL, chosen=True, cached_tokens=40, prefill_s=0.1, cost_s=0.1),
+        Candidate(worker_id="p2", part=Part.PREFILL, queue_s=0.4, prefill_s=0.1, cost_s=0.5),
+    ]
+    decision = Decision(
+        decision_id="router-1-ab-d7", router_id="router-1-ab", request_id="r1", at_unix_s=1.0, model="m", mode="disaggregated",
+        reason="costs least", candidates=candidates, prefill_worker="p1", decode_worker="d1", predicted=PARTS, measured=PARTS,
+        ttft_s=PARTS.total_s(), outcome="ok",
+    )  # fmt: skip
+
+    async def found(ask, _envelope):
+        return FoundDecision(decision=decision if ask.decision_id == decision.decision_id else None)
+
+    async with world() as one, one.client() as client:
+        await one.others.answer(DECISION, found, router_id="router-1-ab")
+        await one.be_well()
+        await one.finish(finished())
+        told = (await client.get("/console/requests/router-1-ab-d7")).json()
+        assert told["request"]["id"] == "r1"
+        assert [each["why"] for each in told["decision"]["candidates"]] == ["chosen", "longer queue"]
+        assert sum(part["measured_s"] for part in told["decision"]["parts"]) == pytest.approx(PARTS.total_s())
+        assert told["words"]["headline"] == "Request r1 was computed on p1 and answered by d1."
+
+        forgotten = await client.get("/console/requests/router-1-ab-d8")
+        assert (forgotten.status_code, "forgotten" in message(forgotten)) == (404, True)
+        ended = await client.get("/console/requests/router-9-d1")
+        assert (ended.status_code, "does not answer" in message(ended)) == (404, True)
+        assert (await client.get("/console/requests/no.such*thing-d1")).status_code == 404
+        one.bus.lose()
+        assert (await client.get("/console/requests/router-1-ab-d7")).status_code == 503
+
+
+async def test_on_loopback_without_a_key_an_order_is_passed_on_and_noted():
+    async with world() as one, one.client() as client:
+        orders = await answer_drain(one)
+        done = await client.post("/console/actions", json={**DRAIN_D1, "deadline_s": 5})
+
+        assert (done.status_code, done.json()["told"]) == (200, "d1 drains, its hot prefixes go to those that stay.")
+        assert [(order.worker_id, order.deadline_s) for order in orders] == [("d1", 5.0)]
+        assert [(line.subject, line.kind) for line in one.collector.page().events] == [("d1", "action")]
+
+
+async def test_a_role_is_changed_when_the_worker_has_verified_it():
+    async def change(order, _envelope):
+        failure = "no partner" if order.role is Role.PREFILL else ""
+        return RoleChanged(
+            worker_id="d1", epoch=1, before=Role.DECODE, role=Role.DECODE if failure else order.role, failure=failure
+        )
+
+    async with world() as one, one.client() as client:
+        await one.others.answer(CHANGE_ROLE, change, worker_id="d1")
+        done = await client.post("/console/actions", json={"action": "role", "worker_id": "d1", "role": "both"})
+        assert "d1 is a both worker now, no longer decode" in done.json()["told"]
+        failed = await client.post("/console/actions", json={"action": "role", "worker_id": "d1", "role": "prefill"})
+        assert (failed.status_code, message(failed)) == (409, "d1 stays a decode worker: no partner")
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"{", 400),
+        (b'{"action": "dance", "worker_id": "d1"}', 400),
+        (b'{"action": "drain"}', 400),
+        (b'{"action": "drain", "worker_id": "d1.*"}', 400),
+        (b'{"action": "drain", "worker_id": "d1", "deadline_s": -1}', 400),
+        (b'{"action": "drain", "worker_id": "d1", "evil": 1}', 400),
+        (b'{"action": "role", "worker_id": "d1", "role": "store"}', 400),
+        (b'{"action": "drain", "worker_id": "d9"}', 409),
+        (b" " * (BODY_BYTES_MAX + 1), 413),
+    ],
+)
+async def test_what_is_no_order_reaches_no_worker(body, status):
+    async with world() as one, one.client() as client:
+        orders = await answer_drain(one)
+        refused = await client.post("/console/actions", content=body, headers={"content-type": "application/json"})
+
+        assert (refused.status_code, orders) == (status, [])
+        assert message(refused)
+
+
+async def test_a_form_of_another_site_is_no_order():
+    async with world() as one, one.client() as client:
+        orders = await answer_drain(one)
+        for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+            body = msgspec.json.encode(DRAIN_D1)
+            assert (
+                await client.post("/console/actions", content=body, headers={"content-type": kind})
+            ).status_code == 415
+        assert orders == []
+
+
+async def test_a_name_that_somebody_has_point_here_is_not_this_machine():
+    async with world() as one, one.client("http://elsewhere.example:8001") as client:
+        orders = await answer_drain(one)
+        refused = await client.post("/console/actions", json=DRAIN_D1)
+
+        assert (refused.status_code, orders) == (403, [])
+
+
+@pytest.mark.parametrize("url", ["http://localhost:8001", "http://127.0.0.1:8001", "http://[::1]:8001", "http://[::1]"])
+async def test_this_machines_own_names_are(url):
+    async with world() as one, one.client(url) as client:
+        await answer_drain(one)
+        assert (await client.post("/console/actions", json=DRAIN_D1)).status_code == 200
+
+
+async def test_with_an_admin_key_only_who_has_it_may_act_wherever_the_console_listens(key_file):
+    async with world(host="0.0.0.0", key_file=key_file) as one, one.client("http://fleet.example") as client:
+        orders = await answer_drain(one)
+        for headers in ({}, bearer("wrong"), bearer(""), bearer("x" * 10_000), {"authorization": "Basic eDp5"}):
+            refused = await client.post("/console/actions", json=DRAIN_D1, headers=headers)
+            assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
+        assert orders == []
+        assert (await client.post("/console/actions", json=DRAIN_D1, headers=bearer())).status_code == 200
+
+
+async def test_without_a_key_and_not_on_loopback_nobody_may_act():
+    async with world(host="0.0.0.0") as one, one.client() as client:
+        orders = await answer_drain(one)
+        refused = await client.post("/console/actions", json=DRAIN_D1, headers=bearer())
+
+        assert (refused.status_code, orders) == (403, [])
+        assert "COLLECTOR_ADMIN_KEY_FILE" in message(refused)
+
+
+async def test_a_key_that_is_taken_out_of_the_file_is_none_any_more(key_file, tmp_path):
+    async with world(host="0.0.0.0", key_file=key_file) as one, one.client() as client:
+        await answer_drain(one)
+        assert (await client.post("/console/actions", json=DRAIN_D1, headers=bearer())).status_code == 200
+        (tmp_path / "admin.keys").write_text("0" * 64)
+        assert (await client.post("/console/actions", json=DRAIN_D1, headers=bearer())).status_code == 401
+        (tmp_path / "admin.keys").unlink()
+        assert (await client.post("/console/actions", json=DRAIN_D1, headers=bearer())).status_code == 503
+
+
+@pytest.mark.parametrize("text", ["", "# nobody\n", "abc\n", "g" * 64, "\n".join(["0" * 64] * 65)])
+def test_a_file_that_holds_no_digests_stops_the_process_at_its_start(tmp_path, text):
+    file = tmp_path / "keys"
+    file.write_text(text)
+
+    with pytest.raises(SettingsError, match="COLLECTOR_ADMIN_KEY_FILE"):
+        Access("127.0.0.1", str(file)).check()
+    with pytest.raises(SettingsError, match="no-such-file"):
+        read_digests(str(tmp_path / "no-such-file"))
+
+
+async def test_what_a_worker_or_the_bus_answers_is_said():
+    async def refuse(_order, _envelope):
+        raise AskRefused(Failure(reason=Reason.WORKER_DRAINING, message="it leaves"))
+
+    async with world() as one, one.client() as client:
+        await one.others.answer(DRAIN, refuse, worker_id="d2")
+        refused = await client.post("/console/actions", json={"action": "drain", "worker_id": "d2"})
+        assert (refused.status_code, message(refused)) == (409, "d2 does not take the order: it leaves")
+        await answer_drain(one, refusal="it drains already")
+        refused = await client.post("/console/actions", json=DRAIN_D1)
+        assert (refused.status_code, message(refused)) == (409, "d1 does not take the order: it drains already")
+        one.bus.lose()
+        assert (await client.post("/console/actions", json=DRAIN_D1)).status_code == 503
