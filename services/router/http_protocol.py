@@ -14,14 +14,15 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from services.router import http_turns as said
 from services.router.edge import RELAYED, Edge
 from services.router.exchange import Exchange
-from services.router.http_answers import HttpError, error_body
 from services.router.http_turns import TooManyHeaders, Turn, head_without_upgrade
 
 HEAD_BYTES_MAX = 64 * 1024
 """Request line and headers; a larger head is answered with 431 and the connection is closed."""
 HEADERS_MAX = 256
 """Of one request; more are answered with 431 too."""
-MAKES_NO_SENSE = "The body is not what its headers say."
+FRAMING_BYTES_MAX = 8 * HEAD_BYTES_MAX
+FRAMING_RATIO_MAX = 8
+"""What may stand around a body in chunks: so many bytes, and for each of the body so many more."""
 UNNAMED = "-"
 """The address of whoever comes without one, by a Unix socket for instance."""
 PATHS = {path.encode(): path for path in RELAYED}
@@ -39,8 +40,9 @@ class RouterProtocol(HttpToolsProtocol):
     serving: Exchange | None = None
     """The relayed request whose turn it is; later ones of the same connection wait in ``pipeline``."""
     in_head = False
-    head_bytes = 0
-    """Of the present head, at most."""
+    request_bytes = 0
+    body_bytes = 0
+    """Of the present request so far, at most; and of these, its body."""
     address = ""
     """Whose connection it is; empty when it was not let in."""
     held = False
@@ -53,7 +55,7 @@ class RouterProtocol(HttpToolsProtocol):
         if self.last_words is not None or not self.address:
             return
         self._unset_keepalive_if_required()
-        self.head_bytes += len(data)
+        self.request_bytes += len(data)
         try:
             self._parse(data)
         except httptools.HttpParserError as error:
@@ -61,10 +63,12 @@ class RouterProtocol(HttpToolsProtocol):
             return
         exchange = self.exchange
         if self.in_head:
-            if self.head_bytes > HEAD_BYTES_MAX:
+            if self.request_bytes > HEAD_BYTES_MAX:
                 self._end_with(said.HEAD_TOO_LARGE)
                 return
             self.edge.idle.waits_for_head(self)
+        elif self.request_bytes > FRAMING_BYTES_MAX + FRAMING_RATIO_MAX * self.body_bytes:
+            self._end_with(said.NOT_HTTP)
         elif exchange is not None and not exchange.upload.complete:
             self.edge.uploads.add(exchange)
         elif (exchange is None or exchange.ended) and not self.busy:
@@ -102,8 +106,7 @@ class RouterProtocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as upgrade:
             # Java's client offers HTTP/2 with every request. The parser skips the body of such a request, so it is
             # read once more as what it is without the offer. One in each read is plenty.
-            version = self.parser.get_http_version().encode()
-            head = head_without_upgrade(self.parser.get_method(), self.url, version, self.headers)
+            head = head_without_upgrade(self.parser, self.url, self.headers)
             self.parser = httptools.HttpRequestParser(self)
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
             try:
@@ -122,7 +125,7 @@ class RouterProtocol(HttpToolsProtocol):
             if exchange.ended:
                 self.transport.close()
             else:
-                exchange.refusal = HttpError(400, error_body(400, MAKES_NO_SENSE), reason="bad_request", closes=True)
+                exchange.refusal = said.NO_SENSE
                 self._advance(exchange)
         elif self.busy and (self.in_head or exchange is not None):
             self.last_words = words
@@ -149,13 +152,14 @@ class RouterProtocol(HttpToolsProtocol):
         if len(self.headers) > HEADERS_MAX:
             raise TooManyHeaders
         self.edge.idle.head_came(self)
+        headers, self.headers = self.headers, said.NO_TRAILERS
         path = PATHS.get(self.url.partition(b"?")[0])
         if path is None or self.parser.get_method() != b"POST":
             super().on_headers_complete()
             return
         http11 = self.parser.get_http_version() == "1.1"
-        keep_alive = http11 and self.parser.should_keep_alive()
-        exchange = self.exchange = self.edge.admit(self, path, self.headers, http11=http11, keep=keep_alive)
+        keep = http11 and self.parser.should_keep_alive()
+        exchange = self.exchange = self.edge.admit(self, path, headers, http11=http11, keep=keep)
         before, self.cycle = self.cycle, Turn(exchange)
         if (before is None or before.response_complete) and not self.held:
             self._start_asgi_task(self.cycle, self.app)
@@ -175,6 +179,7 @@ class RouterProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body."""
+        self.body_bytes += len(body)
         exchange = self.exchange
         if exchange is None:
             super().on_body(body)
@@ -185,7 +190,7 @@ class RouterProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The whole request is there."""
-        self.head_bytes = 0
+        self.request_bytes = self.body_bytes = 0
         if self.parser.should_upgrade():
             return
         exchange = self.exchange

@@ -142,9 +142,9 @@ async def test_garbage_behind_a_request_is_refused_after_that_was_answered(garba
         await until(lambda: up.worker.started)
         (protocol,) = up.connections()
         while not protocol.last_words:
-            before = protocol.head_bytes
+            before = protocol.request_bytes
             writer.write(more)
-            await until(lambda: protocol.head_bytes > before or protocol.last_words)  # noqa: B023
+            await until(lambda: protocol.request_bytes > before or protocol.last_words)  # noqa: B023
         go.set()
         answer = await read_to_end(reader)
         writer.close()
