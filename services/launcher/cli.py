@@ -16,7 +16,15 @@ import msgspec
 import typer
 from rich.console import Console
 
-from services.launcher import doctor_command, order_commands, plan_command, state_file, view_commands
+from services.launcher import (
+    doctor_command,
+    init_command,
+    key_commands,
+    order_commands,
+    plan_command,
+    state_file,
+    view_commands,
+)
 from services.launcher.commands import mount
 from services.launcher.core.plan import UpOptions
 from services.launcher.core.sizes import parse_bytes
@@ -28,6 +36,8 @@ from shared.contracts.message import in_full
 DOWN_S_MAX = 120.0
 HEALTH_S = 5.0
 ROUTERS_MAX = 64
+ENTRANCE_VARIABLES = ("ROUTER_KEYS_FILE", "ROUTER_KEYS", "ROUTER_INSECURE")
+"""By which the user has said who may ask; routers judge what they say."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -97,6 +107,9 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
     state_dir: StateDir = None,
     kv_cache: Annotated[str, typer.Option(help="KV cache per worker, like 512M or 8G.", show_default="vLLM's")] = "",
     engine_args: Annotated[str, typer.Option(help="Further vLLM arguments, in quotes.", show_default=False)] = "",
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Let other machines ask without API keys, where --host reaches them.")
+    ] = False,
     join: Annotated[bool, typer.Option("--join", help="Only add workers to the system that runs already.")] = False,
     workers_min: Annotated[int, typer.Option(min=1, help="Workers that the planner leaves running.")] = 1,
     workers_max: Annotated[
@@ -127,6 +140,8 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
         state_dir=str((state_dir or Path(common.state_dir)).expanduser().absolute()),
         kv_cache_bytes=size(kv_cache),
         engine_args=engine_args,
+        insecure=insecure,
+        entrance_decided=any(os.environ.get(name) for name in ENTRANCE_VARIABLES),
         join=join,
         workers_min=workers_min,
         workers_max=workers_max,
@@ -181,6 +196,8 @@ order_commands.add_to(app)
 plan_command.add_to(app)
 view_commands.add_to(app)
 doctor_command.add_to(app)
+init_command.add_to(app)
+key_commands.add_to(app)
 
 
 @app.command(

@@ -12,6 +12,7 @@ import httpx
 import msgspec
 
 from services.launcher.fleet import open_bus
+from services.launcher.machine import API_KEY_VARIABLE, key_headers
 from shared.bus.port import AskTimedOut, Envelope, NoResponders
 from shared.contracts.channels import DECISION, SERVICE_STATUS
 from shared.contracts.control import ServiceStatus
@@ -58,7 +59,9 @@ async def ask_router(url: str, question: Question) -> Decision:
     """Over HTTP. Raises NotExplained."""
     base = url.rstrip("/").removesuffix("/v1")
     try:
-        async with httpx.AsyncClient(base_url=base, timeout=HTTP_S_MAX, trust_env=False) as client:
+        async with httpx.AsyncClient(
+            base_url=base, timeout=HTTP_S_MAX, headers=key_headers(), trust_env=False
+        ) as client:
             wanted = question.decision_id
             if question.request_id:
                 params: dict[str, str | int] = {"request_id": question.request_id, "limit": 1}
@@ -73,6 +76,7 @@ async def ask_router(url: str, question: Question) -> Decision:
         raise NotExplained(f"No router answers at {base} ({error or type(error).__name__}).") from error
 
 
+KEY_HINT = f"Set {API_KEY_VARIABLE} to one with the permission admin."
 REQUEST_HINT = "Its id is in the header x-request-id of the answer; the oldest are forgotten (ROUTER_DECISIONS_MAX)."
 
 
@@ -119,6 +123,7 @@ def read(answer: httpx.Response, kind: type[T], base: str) -> T:
         if answer.status_code == httpx.codes.OK:
             return msgspec.json.decode(answer.content, type=kind)
         error = msgspec.json.decode(answer.content, type=dict[str, dict[str, Any]])
-        raise NotExplained(str(error["error"]["message"]))
+        hint = f" {KEY_HINT}" if answer.status_code == httpx.codes.UNAUTHORIZED else ""
+        raise NotExplained(str(error["error"]["message"]) + hint)
     except (msgspec.DecodeError, msgspec.ValidationError, LookupError) as error:
         raise NotExplained(f"What answers at {base} is no router of Baton ({answer.status_code}).") from error

@@ -24,7 +24,9 @@ PORT_MAX = 65535
 COMMAND_CHARS_MAX = 80
 NATS_SERVER_VARIABLE = "BATON_NATS_SERVER"
 """Names another nats-server binary than the one that comes with the packages."""
-FOR_THE_LAUNCHER = {NATS_SERVER_VARIABLE, "BATON_ENGINE", "BATON_PYTHON"}
+API_KEY_VARIABLE = "BATON_API_KEY"
+"""The key with which the launcher itself asks routers that want one."""
+FOR_THE_LAUNCHER = {NATS_SERVER_VARIABLE, API_KEY_VARIABLE, "BATON_ENGINE", "BATON_PYTHON"}
 """BATON_* variables of `make` and `baton` themselves; services refuse variables that they do not know."""
 
 
@@ -41,6 +43,12 @@ def look() -> Machine:
 def inherited_environment() -> dict[str, str]:
     """What every child gets of our own environment."""
     return {name: value for name, value in os.environ.items() if name not in FOR_THE_LAUNCHER}
+
+
+def key_headers() -> dict[str, str]:
+    """What a request to a router needs where it wants a key."""
+    key = os.environ.get(API_KEY_VARIABLE, "")
+    return {"authorization": f"Bearer {key}"} if key else {}
 
 
 def find_nats_server() -> str:

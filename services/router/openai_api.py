@@ -15,6 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
+from services.router.caller import CALLER
 from services.router.core.request import CHAT, COMPLETIONS, FETCH_MIN_TOKENS_MAX, SOURCES_MAX, Mode
 from services.router.core.targets import PRIORITY_MAX, PRIORITY_MIN, TARGET_S_MAX, TARGET_S_MIN
 from services.router.core.terms import CLASS_HEADER, TENANT_HEADER
@@ -44,14 +45,15 @@ ERROR_SCHEMA: dict[str, Any] = {
 }
 ERRORS = {
     400: "The engine refused the body, in its own words; or a field of Baton's own has no meaning.",
-    403: "The client may not ask for this: workers of its own choice, or more urgency than is allowed.",
+    401: "An API key is needed, and none that is known was given.",
+    403: "The client may not ask for this: workers of its own choice, too much urgency, or what its key is not for.",
     404: "No worker has ever offered this model, or none serves this endpoint.",
     405: "The method is not allowed.",
     408: "The body did not come in time.",
     413: "The body is larger than the limit; nothing was sent.",
     415: "The engine does not read this content type.",
     422: "The engine could not make sense of the body.",
-    429: "The queue is full and this tenant has its share of it; Retry-After says when to try again.",
+    429: "This tenant has its share of the queue, or its key is at its limit; Retry-After says when to try again.",
     499: "The client left.",
     500: "A bug, or an error inside the engine.",
     501: "The engine does not serve this.",
@@ -153,7 +155,7 @@ HEADERS = [
         "name": TENANT_HEADER,
         "in": "header",
         "required": False,
-        "description": "Whose fair share the request is served from.",
+        "description": "Whose fair share the request is served from; an API key says it instead, where one is needed.",
         "schema": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,128}$"},
     },
     {
@@ -220,9 +222,11 @@ def _add_state(app: FastAPI, parts: Parts) -> None:
     created = int(time.time())
 
     @app.get("/v1/models", tags=["inference"])
-    async def models() -> Response:
+    async def models(request: Request) -> Response:
         """The models that ready workers offer, the revisions of each, and their shares of its conversations."""
+        allowed = request.scope[CALLER].key.models
         data = list_models(fleet, parts.terms.shares, clock.now(), created)
+        data = [one for one in data if not allowed or one["id"] in allowed]
         return Response(msgspec.json.encode({"object": "list", "data": data}), media_type=JSON)
 
     @app.get("/health", tags=["state"])

@@ -52,6 +52,7 @@ class Starts:
             resume=pack_tokens(had.tokens) if exchange.begun else None,
             resume_joined=pack_tokens(had.joined),
             created=had.created,
+            cache_salt=facts.salt,
         )
 
     def guards(self, flight: Flight, placed: Placed) -> bool:

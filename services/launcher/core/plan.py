@@ -43,6 +43,10 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     state_dir: str
     kv_cache_bytes: int = 0
     engine_args: str = ""
+    insecure: bool = False
+    """Whoever reaches ``host`` may ask, although there are no API keys."""
+    entrance_decided: bool = False
+    """The environment tells the routers who may ask."""
     join: bool = False
     workers_min: int = 1
     workers_max: int = 0
@@ -64,6 +68,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 STORES = f"{Role.STORE.value}-"
 """With which their names begin: they take no part of what engines compute on."""
 STORE = Device(words="no engine")
+LOCAL_HOSTS = ("localhost", "::1")
+LOCAL_PREFIX = "127."
 
 
 class Stage(IntEnum):
@@ -124,6 +130,7 @@ def plan_system(options: UpOptions, machine: Machine, names_taken: Sequence[str]
         raise PlanRefused(f"{given} is for a new system: --join adds workers only.")
     if options.join:
         return SystemPlan(processes=tuple(workers), ports=(), nats_url=nats_url, notes=tuple(notes))
+    check_entrance(options)
     ports = [
         PortNeed(host=options.host, port=options.port, option="--port", purpose="the OpenAI API"),
         PortNeed(host=options.host, port=options.collector_port, option="--collector-port", purpose="metrics"),
@@ -138,6 +145,17 @@ def plan_system(options: UpOptions, machine: Machine, names_taken: Sequence[str]
     ports.append(PortNeed(host="127.0.0.1", port=options.nats_port, option="--nats-port", purpose="NATS"))
     nats = plan_nats(options, machine)
     return SystemPlan(processes=(nats, *services, *workers), ports=tuple(ports), nats_url=nats_url, notes=tuple(notes))
+
+
+def check_entrance(options: UpOptions) -> None:
+    """Strangers need keys. Raises PlanRefused."""
+    local = options.host in LOCAL_HOSTS or options.host.startswith(LOCAL_PREFIX)
+    if not (local or options.insecure or options.entrance_decided):
+        raise PlanRefused(
+            f"With --host {options.host} other machines could ask for anything, for there are no API keys. Make one: "
+            "`baton keys new --tenant NAME --file keys.toml`, and start with ROUTER_KEYS_FILE=keys.toml; or say "
+            "--insecure if only friends can reach this machine."
+        )
 
 
 def plan_nats(options: UpOptions, machine: Machine) -> ProcessPlan:
@@ -172,6 +190,7 @@ def plan_orchestrator(options: UpOptions, machine: Machine, base: Mapping[str, s
 
 def plan_routers(options: UpOptions, machine: Machine, base: Mapping[str, str]) -> list[ProcessPlan]:
     """One router on the port, or several that share it and have each a port of its own, to be asked by itself."""
+    base = {**base, "ROUTER_INSECURE": "true"} if options.insecure else base
     if options.routers == 1:
         return [service(machine, "router", base, host=options.host, port=options.port)]
     routers = []

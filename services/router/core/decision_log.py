@@ -103,6 +103,8 @@ class Entry:
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     """Which decisions somebody wants to see; empty and negative: all."""
 
+    tenant: str | None = None
+    """None: of all."""
     request_id: str = ""
     worker_id: str = ""
     outcome: str = ""
@@ -116,7 +118,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         """Whether that is one of them."""
         asked, choice, outcome = entry.asked, entry.choice, entry.outcome
         return (
-            (not self.request_id or asked.request_id == self.request_id)
+            (self.tenant is None or asked.tenant == self.tenant)
+            and (not self.request_id or asked.request_id == self.request_id)
             and (not self.worker_id or self.worker_id in (choice.prefill_worker, choice.decode_worker))
             and (not self.outcome or outcome.outcome == self.outcome)
             and outcome.ttft_s >= self.ttft_s_min

@@ -117,6 +117,8 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     kv_fetch_min_tokens: int | None = None
     wishes: Wishes = NO_WISHES
     fault: Fault | None = None
+    salt: str = ""
+    """What goes into the body before an engine has it, and keeps its cached KV from others; empty: nothing."""
 
 
 BODY_DECODER = msgspec.json.Decoder(Body)

@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from services.router.core.keys import NO_KEY, Key, Permission
 from services.router.core.placement import Need
 from services.router.core.request import Fault, Forced, Mode, RequestFacts, mode_of
 from services.router.core.revisions import NO_SHARES, Shares
@@ -22,11 +23,12 @@ Forcing = Literal["auto", "anyone", "nobody"]
 
 
 class Headed(msgspec.Struct, frozen=True, kw_only=True):
-    """What the headers say."""
+    """What the headers say, and what the key allows that came with them."""
 
     mode: Mode = Mode.AUTO
     class_name: str = ""
     tenant: str = ""
+    key: Key = NO_KEY
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +37,9 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     slos: Slos = NO_SLOS
     shares: Shares = NO_SHARES
     may_force: bool = False
-    """Whether clients may choose workers."""
+    """Whether clients without keys may choose workers."""
+    keys_may_force: bool = True
+    """Whether those may whose keys say so."""
     priority_min: int = 0
     """The most urgent that a body may say it is; classes may be more urgent."""
 
@@ -44,6 +48,8 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
         wishes = facts.wishes
         if facts.fault is not None:
             return facts.fault
+        if (fault := not_with(headed.key, facts.model)) is not None:
+            return fault
         if headed.tenant and not is_subject_token(headed.tenant):
             message = f"`{TENANT_HEADER}` must be up to 128 letters, digits, underscores and hyphens."
             return Fault(param=TENANT_HEADER, message=message)
@@ -52,13 +58,14 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
             known = ", ".join(self.slos.classes) or "none"
             param = "baton.class" if wishes.class_name is not None else CLASS_HEADER
             return Fault(param=param, message=f"The class `{name[:64]}` does not exist; there are: {known}.")
-        if wishes.forced is not None and not self.may_force:
+        if wishes.forced is not None and not self._may_force(headed.key):
             message = "Workers and sources are not the client's to choose here."
             return Fault(param="baton", message=message, reason=Reason.FORBIDDEN)
         if wishes.forced is not None and (fault := unknown_worker(wishes.forced, workers)) is not None:
             return fault
-        if wishes.priority is not None and wishes.priority < self.priority_min:
-            message = f"`baton.priority` may be {self.priority_min} or more (less urgent) here."
+        priority_min = self.priority_min if headed.key.priority is None else headed.key.priority
+        if wishes.priority is not None and wishes.priority < priority_min:
+            message = f"`baton.priority` may be {priority_min} or more (less urgent) here."
             return Fault(param="baton.priority", message=message, reason=Reason.FORBIDDEN)
         return None
 
@@ -66,7 +73,9 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
         """What the request needs of its workers."""
         wishes, name = facts.wishes, class_of(facts, headed)
         slos = self.slos
-        priority = wishes.priority if wishes.priority is not None else slos.priority(facts.model, name)
+        priority = wishes.priority
+        if priority is None:
+            priority = priority_of(headed.key, name, slos.priority(facts.model, name))
         return Need(
             model=facts.model,
             mode=mode_of(facts, headed.mode),
@@ -82,6 +91,26 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
             priority=priority,
             revisions=self.shares.order(facts) if wishes.forced is None else (),
         )
+
+    def _may_force(self, key: Key) -> bool:
+        if key is NO_KEY:
+            return self.may_force
+        return self.keys_may_force and key.may(Permission.FORCE_PLACEMENT)
+
+
+def not_with(key: Key, model: str) -> Fault | None:
+    """Why the key is not for this model; None when it is."""
+    if not key.models or model in key.models:
+        return None
+    message = f"This key is for the models {', '.join(sorted(key.models))}."
+    return Fault(param="model", message=message, reason=Reason.FORBIDDEN)
+
+
+def priority_of(key: Key, class_name: str, said: int) -> int:
+    """Of a request that asks for none. A key's own counts, and a class makes its requests less urgent only."""
+    if key.priority is None:
+        return said
+    return max(said, key.priority) if class_name else key.priority
 
 
 def unknown_worker(forced: Forced, workers: Container[WorkerId]) -> Fault | None:
@@ -106,6 +135,7 @@ def read_terms(slos: str, forcing: Forcing, priority_min: int, *, local: bool) -
     return Terms(
         slos=read_slos(slos),
         may_force=forcing == "anyone" or (forcing == "auto" and local),
+        keys_may_force=forcing != "nobody",
         priority_min=priority_min,
     )
 

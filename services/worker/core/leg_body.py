@@ -18,10 +18,13 @@ import msgspec
 from shared.contracts.inference import LegKind
 
 TRANSFER = "kv_transfer_params"
+SALT = "cache_salt"
 PRIVATE = frozenset({TRANSFER, "ec_transfer_params"})
 """Orders to the engine's KV connector (whom to connect to, what to free): never a client's to give."""
 PRIVATE_HINTS = (*(name.encode() for name in sorted(PRIVATE)), b"\\u", b"\x00")
 """A body without any of these cannot name a private field, not even escaped or in another encoding than UTF-8."""
+UNREADABLE = b"null"
+"""Instead of a body that cannot be salted: an engine might read it otherwise."""
 HANDOVER_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 OFFER_KV = msgspec.json.encode({"do_remote_decode": True})
 """What makes vLLM's NIXL connector keep a prompt's blocks for another engine to read."""
@@ -55,6 +58,17 @@ def own_body(path: str, body: bytes, kind: LegKind, *, moves_kv: bool) -> LegBod
     if kind is LegKind.PREFILL and not is_plain:
         return LegBody(None)
     return LegBody(msgspec.json.encode(fields) if private else body, is_plain)
+
+
+def salted(body: bytes, salt: str) -> bytes:
+    """The body with this salt instead of its own; as it is where there is none. A field given twice is there once."""
+    if not salt:
+        return body
+    fields = read_fields(body)
+    if fields is None:
+        return UNREADABLE
+    fields[SALT] = msgspec.Raw(msgspec.json.encode(salt))
+    return msgspec.json.encode(fields)
 
 
 def prepare(kind: LegKind, path: str, body: bytes, kv_transfer: bytes = b"") -> bytes | None:
