@@ -1,7 +1,7 @@
 """The thread beside the model: owns the agent, so that neither connecting nor reading takes the model's time.
 
-A read over shared memory is copied by whoever begins it, for milliseconds; the model thread must not be that one. With
-nothing to do the thread sleeps on a condition.
+A read over shared memory is copied by whoever begins it, for milliseconds; the model thread must not be that one, and
+should not have to share its core with that one. With nothing to do the thread sleeps on a condition.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from connector.copier import Copier
 from connector.core.orders import Orders, Results
+from connector.cores import run_on
 
 POLL_S = 0.000_1
 """Between looks at what is under way."""
@@ -30,8 +31,9 @@ BEHIND_S_MAX = 5.0
 class Transfers:
     """Hands orders to a Copier on its own thread, and results back."""
 
-    def __init__(self, make_copier: Callable[[], Copier], name: str = "kv-transfers") -> None:
+    def __init__(self, make_copier: Callable[[], Copier], cores: Sequence[int] = ()) -> None:
         self._make_copier = make_copier
+        self._cores = cores
         self._wake = threading.Condition()
         self._orders: deque[Orders] = deque()
         self._results = Results()
@@ -40,7 +42,7 @@ class Transfers:
         """Called by the thread after each report."""
         self._closing = False
         self._broken: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kv-transfers", daemon=True)
         self._thread.start()
 
     def obey(self, orders: Orders) -> None:
@@ -77,6 +79,7 @@ class Transfers:
 
     def _run(self) -> None:
         try:
+            run_on(self._cores)
             copier = self._make_copier()
             while not self._closing:
                 self._turn(copier)

@@ -73,7 +73,7 @@ class WorkerSide:
             layers=layers_of(kv_caches, self._cache),
         )
         own = Own(Reader(self._memory, self._parallel.tensor_parallel_size, self._kv_heads), self._own(), scratch.base)
-        self._transfers = Transfers(lambda: Copier(agent, own, time.monotonic))
+        self._transfers = Transfers(lambda: Copier(agent, own, time.monotonic), self._settings.copy_cores)
 
     def _own(self) -> KvHandshake:
         assert self._memory is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from typing import Any
 
@@ -82,4 +83,5 @@ def introduce(config: Any, settings: Settings, identity: Identity, *, news: str,
         news=news,
         lease_s=settings.kv_lease_s,
         lease_share_max=settings.kv_lease_share_max,
+        copy_cores=sorted(os.sched_getaffinity(0)),
     )

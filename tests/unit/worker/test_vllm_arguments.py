@@ -76,6 +76,7 @@ def test_an_engine_learns_whose_it_is_in_words_that_its_connector_understands():
     told = read(config.kv_transfer_config.kv_connector_extra_config)
     assert (told.worker_id, told.epoch, told.fingerprint, told.news) == ("w1", 7, "f", "ipc://n")
     assert (told.lease_s, told.lease_share_max) == (20.0, 0.25)
+    assert told.copy_cores == sorted(os.sched_getaffinity(0))
 
 
 @pytest.mark.parametrize(("ahead", "name"), [(False, "BatonScheduler"), (True, "BatonAsyncScheduler")])
