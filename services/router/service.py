@@ -16,6 +16,7 @@ from services.router.decisions import Decisions
 from services.router.edge import Edge
 from services.router.fleet import Fleet
 from services.router.fleet_feed import FleetFeed
+from services.router.gate import Gate
 from services.router.http_server import make_server
 from services.router.kv_feed import KvFeed
 from services.router.ledger import Ledger, LiveMetrics
@@ -92,7 +93,8 @@ class Router:
         self.kv = KvFeed(bus, fleet.index)
         self.feed = FleetFeed(parts, self.kv)
         self.relay = Relay(parts)
-        self.edge = Edge(settings, clock, self.relay, parts.ledger)
+        self.gate = Gate(settings, clock.now)
+        self.edge = Edge(settings, clock, self.relay, parts.ledger, self.gate)
         self.edge.app = make_app(parts)
         self.watchman = Watchman(self.relay.flights, self.edge, clock)
         gauge(names.ROUTER_INDEX_COMPILED, parts.ledger.registry).set(IS_COMPILED)
@@ -121,6 +123,7 @@ class Router:
             (self.parts.prompts.parity.follow(), "probe-tokens"),
             (self.parts.ledger.report(self.parts.bus), "report-finished"),
             (self.watchman.walk(), "watch-requests"),
+            (self.gate.follow(), "follow-keys"),
         ):
             tasks.create_task(work, name=name)
 

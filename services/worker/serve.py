@@ -13,7 +13,7 @@ from opentelemetry.util.types import AttributeValue
 
 from services.worker.asgi_call import AsgiCall
 from services.worker.core.capacity import Capacity
-from services.worker.core.leg_body import HANDOVER_PATHS, own_body, prepare
+from services.worker.core.leg_body import HANDOVER_PATHS, own_body, prepare, salted
 from services.worker.core.leg_order import KvPolicy, moves_kv
 from services.worker.core.resumed_leg import CannotResume, cannot_resume, joined_tokens, resumed_tokens
 from services.worker.engines.port import CURRENT_LEG, Engine, LegRecord
@@ -202,10 +202,11 @@ class LegServer:
         """The engine's body, its order beside it if it takes any, and behind which tokens it goes on. Raises
         CannotResume.
         """
-        own = own_body(start.path, start.body, start.kind, moves_kv=moves_kv(start) or start.resume is not None)
+        body = salted(start.body, start.cache_salt)
+        own = own_body(start.path, body, start.kind, moves_kv=moves_kv(start) or start.resume is not None)
         resume = resumed_tokens(start, is_plain=own.is_plain)
         if self._engine.exchange is None:
-            return prepare(start.kind, start.path, start.body, start.kv_transfer), None, resume
+            return prepare(start.kind, start.path, body, start.kv_transfer), None, resume
         order = self._policy.order(start, is_plain=own.is_plain, answers=start.path in HANDOVER_PATHS)
         return own.body, order, resume
 
