@@ -35,6 +35,8 @@ HEARD_S_MIN = 2.5
 """Services say every two seconds where they are."""
 HEARD_S_MAX = 7.0
 """For who is late."""
+LATE_S_MAX = 0.5
+"""A clock that seems to be behind by more is listened to longer."""
 LOOK_S = 0.1
 ROUNDS = 5
 """Round trips to NATS of which the quickest counts."""
@@ -129,8 +131,15 @@ class Ears:
         """Whether everybody spoke who is needed or registered."""
         kinds = {service for service, _instance in self._services}
         speaking = {record.worker_id for record in records if record.phase is not WorkerPhase.STARTING}
-        doubtful = any(map(is_in_doubt, self._pids.values())) or any(map(is_in_doubt, self._epochs.values()))
-        return {"router", "orchestrator", "collector"} <= kinds and speaking <= self._loads.keys() and not doubtful
+        return (
+            {"router", "orchestrator", "collector"} <= kinds and speaking <= self._loads.keys() and not self._doubtful()
+        )
+
+    def _doubtful(self) -> bool:
+        """Whether more time could clear something up: a late message makes a clock look as if it were behind."""
+        behind = any(max(ahead_s for _said, ahead_s in told) < -LATE_S_MAX for told in self._services.values())
+        double = any(map(is_in_doubt, self._pids.values())) or any(map(is_in_doubt, self._epochs.values()))
+        return behind or double
 
     def services(self) -> list[HeardService]:
         """The newest of each. A clock is as far ahead as in the message that was quickest here."""
@@ -200,6 +209,8 @@ async def fleet(bus: Bus) -> FleetState | None:
 async def ask_routers(facts: SystemFacts) -> list[RouterAnswer]:
     """Each over HTTP, side by side, as a stranger would."""
     urls = sorted({one.status.url for one in facts.services if one.status.service == "router" and one.status.url})
+    if not urls:
+        return []
     here = {one.status.url: one.status.host in {"", facts.host} for one in facts.services}
     hosts = {one.status.url: one.status.host for one in facts.services}
     async with httpx.AsyncClient(timeout=HTTP_S_MAX, trust_env=False) as client:

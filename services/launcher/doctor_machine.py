@@ -35,7 +35,7 @@ PROBE_S_MAX = 20.0
 ENGINE_S_MAX = 90.0
 """vLLM takes ten seconds to load, and several times as long from a cold disk."""
 SMI = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader,nounits")
-LOCKED = re.compile(r"^([A-Za-z0-9._-]+)==([^ ;\\]+)", re.MULTILINE)
+LOCKED = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", re.MULTILINE)
 LOCAL_VERSION = re.compile(r"\+.*")
 SHM = Path("/dev/shm")  # noqa: S108  # what is asked is how large it is
 SERVICE = re.compile(r"^services\.(router|orchestrator|collector|worker)$")

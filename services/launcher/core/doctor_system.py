@@ -70,7 +70,7 @@ def about_access(facts: SystemFacts) -> Iterator[Finding]:
         todo = "baton init makes keys, certificates and NATS's configuration."
         yield _access(Level.WARNING, f"NATS at {facts.nats_url} asks for no credentials.", why, todo)
     elif nats_open:
-        yield _access(Level.OK, "NATS asks for no credentials; it is reached from this machine")
+        yield _access(Level.OK, "NATS asks for no credentials; we reach it over loopback")
     else:
         tls = "with TLS" if facts.nats.tls_required else "without TLS"
         yield _access(

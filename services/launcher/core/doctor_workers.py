@@ -46,8 +46,13 @@ def about_workers(facts: SystemFacts) -> Iterator[Finding]:
         yield from _presence(record, loads.get(record.worker_id), facts)
         yield from _alike(record)
     yield from _unregistered(facts, loads)
-    for worker in facts.fleet.workers if facts.fleet is not None else []:
-        yield from _life(worker)
+    if facts.fleet is not None:
+        for worker in facts.fleet.workers:
+            yield from _life(worker)
+    else:
+        for record in facts.records:
+            if record.phase is not WorkerPhase.READY:
+                yield _finding(Level.NOTE, f"{record.worker_id} is {record.phase.value}.", record.note)
     yield from _models(facts.records)
     for heard in facts.loads:
         yield from _load(heard)
@@ -61,7 +66,10 @@ def _counts(records: list[WorkerRecord]) -> Finding:
     what = f"{len(ready)} of {many(len(records), 'worker')} ready{f': {words}' if words else ''}"
     if ready:
         return _finding(Level.OK, what)
-    return _finding(Level.ERROR, f"{what}.", "Every request gets 503.", "`baton workers` shows what they do just now.")
+    coming = all(record.phase in {WorkerPhase.STARTING, WorkerPhase.PROBING} for record in records)
+    wait = "Wait: engines take seconds to minutes to load. " if coming else ""
+    todo = f"{wait}`baton workers` shows what each does just now."
+    return _finding(Level.ERROR, f"{what}.", "Every request gets 503.", todo)
 
 
 def _presence(record: WorkerRecord, heard: HeardLoad | None, facts: SystemFacts) -> Iterator[Finding]:
@@ -169,7 +177,7 @@ def _fingerprints(model: str, records: list[WorkerRecord]) -> Iterator[Finding]:
     if len(groups) < 2:
         if len(records) > 1:
             yield _finding(
-                Level.OK, f"All {len(records)} engines of {model} can exchange KV: their fingerprints are equal"
+                Level.OK, f"The {len(records)} engines of {model} can exchange KV: their fingerprints are equal"
             )
         return
     pairs = any({r.role for r in those} & PREFILLS and {r.role for r in those} & DECODES for those in groups.values())

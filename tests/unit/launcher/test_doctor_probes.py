@@ -1,0 +1,229 @@
+"""What `baton doctor` hears and looks at: it waits for who is late, and is not misled by who was started anew."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from services.launcher import doctor_machine
+from services.launcher.core.doctor_facts import Nats, Package, SystemFacts
+from services.launcher.doctor_bus import HEARD_S_MAX, HEARD_S_MIN, hear, listen
+from shared.bus.memory_bus import MemoryBus, MemoryHub
+from shared.bus.nats_info import read_info
+from shared.bus.port import BusDown
+from shared.contracts.channels import LOAD, SERVICE_STATUS, WORKER_RECORDS
+from shared.contracts.control import ServicePhase, ServiceStatus
+from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerPhase
+from tests.fleet_builders import load, record
+from tests.virtual_time import LoopClock, run_in_virtual_time
+
+ROOT = Path(__file__).parents[3]
+KINDS = ("router", "orchestrator", "collector")
+INFO = b'INFO {"version":"2.11.0","max_payload":1048576,"jetstream":true,"nonce":"x"}\r\n'
+SOON_S = 30.0
+
+Said = Callable[[float], ServiceStatus]
+"""At a time."""
+
+
+def status(kind: str, *, at_ms: int = 0, pid: int = 1) -> ServiceStatus:
+    return ServiceStatus(service=kind, instance=f"{kind}-1", phase=ServicePhase.READY, pid=pid, at_ms=at_ms, host="h")
+
+
+def heard(*says: Said, delays_s: float = 0.0, epochs: tuple[int, ...] = (1,)) -> SystemFacts:
+    """What is heard of the three services, of w1 in these lives, each of which speaks in its turn, and of ``says``."""
+
+    async def story() -> SystemFacts:
+        hub, clock = MemoryHub(), LoopClock()
+        ours, theirs = MemoryBus(hub), MemoryBus(hub)
+        await (await theirs.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)).put(record("w1"))
+
+        async def speak() -> None:
+            await asyncio.sleep(0.1)
+            turn = 0
+            while True:
+                now = clock.now()
+                for kind in KINDS:
+                    await theirs.publish(SERVICE_STATUS, status(kind, at_ms=clock.wall_ms()))
+                for say in says:
+                    await theirs.publish(SERVICE_STATUS, say(now))
+                if now >= delays_s:
+                    await theirs.publish(LOAD, load("w1", epoch=epochs[turn % len(epochs)]))
+                turn += 1
+                await asyncio.sleep(1.0)
+
+        speaking = asyncio.create_task(speak())
+        facts = SystemFacts(nats=Nats(version="x"))
+        await hear(ours, facts, clock)
+        speaking.cancel()
+        return facts
+
+    return run_in_virtual_time(story())
+
+
+def test_listening_ends_when_everybody_has_spoken():
+    facts = heard()
+
+    assert facts.heard_s == pytest.approx(HEARD_S_MIN, abs=0.2)
+    assert [one.status.service for one in facts.services] == sorted(KINDS)
+    assert [one.report.worker_id for one in facts.loads] == ["w1"]
+    assert [one.phase for one in facts.records] == [WorkerPhase.READY]
+    assert facts.fleet is None
+    assert facts.unknown == {}
+    assert not any(one.is_double for one in facts.services)
+
+
+def test_who_is_late_is_waited_for():
+    facts = heard(delays_s=4.0)
+
+    assert 4.0 < facts.heard_s < 5.5
+    assert len(facts.loads) == 1
+
+
+def test_who_never_speaks_is_not_waited_for_longer_than_the_deadline():
+    facts = heard(delays_s=1e9)
+
+    assert facts.heard_s == pytest.approx(HEARD_S_MAX, abs=0.2)
+    assert facts.loads == []
+
+
+def test_two_processes_that_speak_in_turns_under_one_name_are_told():
+    facts = heard(lambda now: status("extra", pid=1 + int(now) % 2), epochs=(1, 2))
+
+    assert [one.is_double for one in facts.services if one.status.service == "extra"] == [True]
+    assert [one.is_double for one in facts.loads] == [True]
+    assert facts.loads[0].report.epoch == 2
+
+
+def test_a_process_that_was_started_anew_is_no_double():
+    facts = heard(lambda now: status("extra", pid=1 if now < 1.5 else 2))
+
+    assert [one.is_double for one in facts.services if one.status.service == "extra"] == [False]
+
+
+@pytest.mark.parametrize("skew_s", [0.0, 95.0, -95.0])
+def test_a_clock_is_as_far_off_as_the_quickest_message_says(skew_s: float):
+    lateness = iter([3.0, 0.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0])
+
+    facts = heard(lambda now: status("extra", at_ms=round((now + skew_s + 1000 - next(lateness)) * 1000) - 1_000_000))
+
+    (extra,) = [one for one in facts.services if one.status.service == "extra"]
+    assert extra.ahead_s == pytest.approx(skew_s, abs=0.1)
+
+
+async def answering(*lines: bytes, hold_s: float = 0.0) -> tuple[asyncio.Server, str]:
+    async def greet(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(hold_s)
+        writer.writelines(lines)
+        writer.close()
+
+    server = await asyncio.start_server(greet, "127.0.0.1", 0)
+    return server, f"nats://user:secret@127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+async def test_a_server_tells_what_it_is_before_anybody_logs_in():
+    server, url = await answering(INFO)
+    async with server:
+        info = await read_info(url, SOON_S)
+
+    assert (info.version, info.jetstream, info.max_payload, info.tls_required) == ("2.11.0", True, 1 << 20, False)
+
+
+@pytest.mark.parametrize("line", [b"HTTP/1.1 400 Bad Request\r\n", b"INFO nonsense\r\n", b"INFO [1]\r\n", b""])
+async def test_what_is_no_nats_is_called_so(line: bytes):
+    server, url = await answering(line)
+    async with server:
+        with pytest.raises(BusDown, match="is no nats-server"):
+            await read_info(url, SOON_S)
+
+
+async def test_a_server_that_says_nothing_is_given_up_after_the_deadline():
+    server, url = await answering(INFO, hold_s=SOON_S)
+    async with server:
+        with pytest.raises(BusDown, match=r"nothing answers at 127.0.0.1:\d+: not within 0.05 s"):
+            await read_info(url, 0.05)
+
+
+@pytest.mark.parametrize("url", ["nats://127.0.0.1:none", "nats://[::1"])
+async def test_what_is_no_address_is_called_so(url: str):
+    with pytest.raises(BusDown, match="is no address"):
+        await read_info(url, SOON_S)
+
+
+async def test_without_a_server_there_is_nothing_but_the_reason():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        port = taken.getsockname()[1]
+
+        facts = await listen(f"nats://user:secret@127.0.0.1:{port}", is_expected=True, launcher_pid=0)
+
+    assert facts.nats is None
+    assert facts.failure == f"Nobody listens at 127.0.0.1:{port}."
+    assert "secret" not in repr(facts)
+
+
+def test_packages_that_differ_from_their_lock_are_found(tmp_path: Path):
+    here = "typing_extensions==999.0 ; python_version > '3' \\\n    --hash=sha256:0\n"
+    for lock in ("services", "engine-cpu", "engine-cuda"):
+        (tmp_path / f"{lock}.txt").write_text(
+            f"# made by a tool\n{here}No.Such_Thing==1.0\nmsgspec=={msgspec.__version__}+local\n"
+        )
+
+    found = doctor_machine.packages(tmp_path)
+
+    assert (found.count, len(found.drift)) == (3, 2)
+    assert found.drift[0] == Package(name="no-such-thing", locked="1.0")
+    assert found.drift[1].name == "typing-extensions"
+    assert found.drift[1].installed
+
+
+def test_without_a_lock_nothing_is_compared(tmp_path: Path):
+    assert doctor_machine.packages(tmp_path).lock == ""
+
+
+def test_gpus_are_read_as_nvidia_smi_writes_them():
+    listed = "NVIDIA H100 80GB HBM3, 570.86.15, 81559\nNVIDIA Orin, 540.4.0, [N/A]\n"
+
+    one, other = doctor_machine.read_gpus(listed)
+
+    assert (one.name, one.driver, one.memory_bytes) == ("NVIDIA H100 80GB HBM3", "570.86.15", 81559 << 20)
+    assert other.memory_bytes == 0
+    assert doctor_machine.read_gpus("No devices were found\n") == []
+
+
+def test_a_folder_that_is_not_there_yet_has_the_room_of_where_it_would_be(tmp_path: Path):
+    found = doctor_machine.disk("models", tmp_path / "not" / "yet")
+
+    assert found.free_bytes > 0
+    assert found.failure == ""
+
+
+async def test_a_probe_that_fails_leaves_its_reason_and_the_others_alone():
+    async def works() -> int:
+        return 7
+
+    async def fails() -> int:
+        raise OSError("no such device")
+
+    found, unknown = await doctor_machine.side_by_side({"works": works(), "fails": fails()})
+
+    assert (found, unknown) == ({"works": 7}, {"fails": "OSError: no such device"})
+
+
+def test_engines_that_do_not_load_are_told_of_in_words():
+    without = "import sys; sys.modules.update(dict.fromkeys(('vllm', 'torch', 'nixl')))"
+    code = f"{without}; from services.worker.engines import vllm_checkup; vllm_checkup.main()"
+
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=60, check=True)
+
+    told = json.loads(done.stdout)
+    assert told["nixl_failure"].startswith("ModuleNotFoundError")
+    assert told["vllm_failure"].startswith("ModuleNotFoundError")
