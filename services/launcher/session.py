@@ -99,6 +99,7 @@ class Session:
   Try it:   [bold]curl -N {endpoint}/v1/completions -H 'Content-Type: application/json' \\
               -d {escape(shlex.quote(body))}[/]
 
+  Console:  {where.console}   (what goes on, and why)
   Metrics:  {where.metrics}{routers_own(where)}
   Logs:     {self.logs}
   Fleet:    {program()} workers{folder}      One more worker: {program()} up --join{folder}
@@ -113,6 +114,8 @@ class Endpoints:
     api: str
     metrics: str
     """Of the fleet."""
+    console: str
+    """For a browser."""
     routers: dict[str, str]
     """Each router's own, if several share ``api``."""
 
@@ -120,9 +123,11 @@ class Endpoints:
 def endpoints(options: UpOptions) -> Endpoints:
     """Where this machine reaches what it runs."""
     host = "127.0.0.1" if options.host in {"0.0.0.0", "::"} else options.host
+    collector = f"http://{host}:{options.collector_port}"
     return Endpoints(
         api=f"http://{host}:{options.port}",
-        metrics=f"http://{host}:{options.collector_port}/metrics",
+        metrics=f"{collector}/metrics",
+        console=f"{collector}/console",
         routers={f"router-{n}": f"http://{host}:{port}" for n, port in enumerate(options.router_ports, 1)},
     )
 

@@ -25,11 +25,12 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
         yield system.wait_ready(START_S_MAX)
 
 
-def test_the_endpoint_the_curl_line_and_the_logs_are_said(system: System):
+def test_the_endpoint_the_curl_line_the_console_and_the_logs_are_said(system: System):
     said = system.said()
 
     assert f"{system.endpoint}/v1" in said
     assert "curl -N" in said
+    assert f"http://127.0.0.1:{system.collector_port}/console" in said
     assert str(system.logs) in said
     assert {log.stem for log in system.logs.glob("*.log")} == {
         "nats", "orchestrator", "collector", "router", "prefill-1", "decode-1"
