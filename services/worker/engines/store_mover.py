@@ -77,7 +77,7 @@ def threaded(make_agent: Callable[[str], TransferAgent]) -> MoverOf:
     ) -> tuple[StoreMover, KvHandshake]:
         agent = make_agent(agent_name(identity.worker_id, identity.epoch))
         own = introduce(agent, identity, shape, base, blocks)
-        mover = Threaded(lambda: Copier(agent, own, time.monotonic), name="store-transfers")
+        mover = Threaded(lambda: Copier(agent, own, time.monotonic))
         mover.ring = ring
         return mover, own.handshake
 
