@@ -11,6 +11,7 @@ from services.router.core.keys import Key
 MINUTE_S = 60.0
 LEAST = 1.0
 """What must be in a bucket for a request to be let through."""
+ROUNDING = 1e-6
 
 Kind = Literal["requests", "tokens"]
 
@@ -49,7 +50,7 @@ class Bucket:
     def wait_s(self, now: float) -> float:
         """Until the next request may pass; 0 when it may."""
         missing = LEAST - self.level(now)
-        return missing * MINUTE_S / self.per_minute if missing > 0 else 0.0
+        return missing * MINUTE_S / self.per_minute if missing > ROUNDING else 0.0
 
     def take(self, now: float, amount: float) -> None:
         """As much as that, whether it is there or not; less than nothing gives back."""

@@ -133,6 +133,9 @@ class World:
         raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
         exchange = self.router.edge.admit(connection, path, raw, http11=True, keep=True)
         connection.exchange = exchange
+        if exchange.refusal is not None:
+            exchange.refuse(exchange.refusal)
+            return connection, asyncio.ensure_future(asyncio.sleep(0))
         exchange.upload.add(body)
         exchange.upload.complete = True
         return connection, asyncio.ensure_future(self.router.edge.serve(exchange))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.core.leg_body import HANDOVER_PATHS, PRIVATE, prepare
+from services.worker.core.leg_body import HANDOVER_PATHS, PRIVATE, prepare, salted
 from shared.contracts.inference import LegKind
 
 CHAT = "/v1/chat/completions"
@@ -167,3 +167,21 @@ def test_no_depth_of_a_prompt_is_too_much(kind):
     for deep in range(800, 1100):  # Somewhere between, one of the readers gives up and another does not.
         body = b'{"model":"m","prompt":[1,' + b"[" * deep + b"]" * deep + b"]}"
         prepare(kind, COMPLETIONS, body, TRANSFER)
+
+
+@given(fields, encodings, st.booleans(), st.text())
+def test_a_salted_body_is_the_clients_with_one_salt_however_its_own_is_written(given_fields, encoding, escape, own):
+    text = json.dumps({**given_fields, "cache_salt": own})
+    name = '"cache\\u005fsalt"' if escape else '"cache_salt"'
+    written = text.replace('"cache_salt"', name)[:-1] + f', {name}: "again"}}'
+
+    made = salted(written.encode(encoding), "tenants")
+
+    assert json.loads(made) == {**json.loads(text), "cache_salt": "tenants"}
+    assert made.count(b'"cache_salt":"tenants"') == 1
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"null", b'{"prompt":', b"\xff"])
+def test_what_cannot_be_salted_reaches_no_engine(body):
+    assert salted(body, "tenants") == b"null"
+    assert salted(body, "") is body

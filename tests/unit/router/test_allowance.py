@@ -1,0 +1,73 @@
+"""Requests and tokens per minute."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.router.core.allowance import Allowance, Bucket, tokens_used
+from services.router.core.keys import Key
+
+
+def test_a_minutes_requests_may_come_at_once_and_then_one_after_the_other():
+    allowance = Allowance(Key(requests_per_minute=3), 100.0)
+
+    assert [allowance.request(100.0) for _ in range(3)] == [None] * 3
+    over = allowance.request(100.0)
+    assert (over.kind, over.per_minute, over.wait_s) == ("requests", 3, 20.0)
+    assert allowance.request(119.0) is not None
+    assert allowance.request(120.0) is None
+    assert allowance.request(120.0) is not None
+
+
+def test_who_used_more_tokens_than_there_were_waits_until_they_have_filled_up():
+    allowance = Allowance(Key(tokens_per_minute=60), 0.0)
+
+    assert allowance.tokens(0.0, 90) is None
+    assert allowance.tokens(30.0, 1).wait_s == 1.0
+    assert allowance.request(30.0).kind == "tokens"
+    assert allowance.request(31.0) is None
+
+
+def test_what_was_taken_for_nothing_is_given_back_and_what_came_on_top_is_taken():
+    allowance = Allowance(Key(tokens_per_minute=60), 0.0)
+    allowance.tokens(0.0, 50)
+
+    allowance.settle(0.0, 50, 0)
+    assert allowance.left(0.0) == [("tokens", 60, 60)]
+    allowance.tokens(0.0, 10)
+    allowance.settle(0.0, 10, 35)
+    assert allowance.left(0.0) == [("tokens", 60, 25)]
+
+
+def test_a_key_without_limits_has_none():
+    allowance = Allowance(Key(), 0.0)
+
+    assert allowance.request(0.0) is None
+    assert allowance.tokens(0.0, 1 << 60) is None
+    allowance.settle(0.0, 0, 1 << 60)
+    assert allowance.left(0.0) == []
+
+
+@given(
+    st.integers(1, 1000),
+    st.lists(st.tuples(st.floats(0, 30), st.integers(0, 500)), max_size=50),
+)
+def test_nobody_gets_more_than_a_minutes_worth_at_once_and_then_as_much_in_each(per_minute, takes):
+    bucket, now, taken, last = Bucket(per_minute, 0.0), 0.0, 0, 0
+    for after_s, amount in takes:
+        now += after_s
+        if bucket.wait_s(now) == 0.0:
+            bucket.take(now, amount)
+            taken, last = taken + amount, amount
+
+    assert taken - last <= per_minute * (1 + now / 60) + 1e-6
+    assert bucket.level(now) <= per_minute
+
+
+def test_a_request_costs_what_is_known_of_it():
+    cost = {"charged": 10, "prompt": 12, "completion": 5, "relayed": 3, "was_placed": True}
+
+    assert tokens_used(**cost) == 17
+    assert tokens_used(**cost | {"prompt": -1, "completion": -1}) == 13
+    assert tokens_used(**cost | {"was_placed": False}) == 0

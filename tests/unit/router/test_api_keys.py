@@ -1,0 +1,216 @@
+"""Who gets in, over real sockets and in virtual time: keys, refusals, limits, and what reaches a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+
+import httpx
+import msgspec
+import pytest
+
+from services.router import gate
+from services.router.core.decision_log import Wanted
+from services.router.core.salting import salt_of
+from services.router.settings import Settings, keyring_of, salt_secret_of
+from shared.runtime.keys import digest_of
+from tests.unit.router.test_http_server import running, until
+from tests.unit.router.world import COMPLETIONS, World, in_world, prompt
+
+ACME, RIVAL, OPERATOR, LIMITED, PUBLIC = "key-acme", "key-rival", "key-operator", "key-limited", "key-public"
+
+
+def entry(key: str, tenant: str, more: str = "") -> str:
+    return f'[[key]]\ntenant = "{tenant}"\nsha256 = "{digest_of(key)}"\n{more}\n'
+
+
+TOP = 'salt = "0123456789abcdef0123456789abcdef"\n'
+KEYS = TOP + "".join([
+    entry(ACME, "acme"),
+    entry(RIVAL, "rival"),
+    entry(OPERATOR, "ops", 'permissions = ["admin"]'),
+    entry(LIMITED, "small", "requests_per_minute = 2"),
+    entry(PUBLIC, "open", "public_cache = true"),
+])  # fmt: skip
+SALTS = salt_secret_of(Settings(keys=KEYS), keyring_of(Settings(keys=KEYS)))
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        bearer("wrong"),
+        {"authorization": "Bearer"},
+        bearer(ACME[:-1]),
+        bearer("x" * 10_000),
+        {"authorization": ACME},
+        {"authorization": f"Basic {ACME}"},
+        {**bearer(ACME), "x-api-key": RIVAL},
+        {"authorization": f"Bearer {digest_of(ACME)}"},
+    ],
+)
+async def test_who_has_no_key_is_refused_with_401_before_anything_is_read(headers):
+    async with running(keys=KEYS) as up, httpx.AsyncClient(headers=headers) as client:
+        for answer in (await client.post(up.url + COMPLETIONS, json=prompt()), await client.get(up.url + "/v1/models")):
+            assert answer.status_code == 401
+            assert answer.headers["www-authenticate"].startswith("Bearer")
+            error = answer.json()["error"]
+            assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
+        assert up.worker.started == []
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [bearer(ACME), {"authorization": f"bearer  {ACME}"}, {"x-api-key": ACME}, {**bearer(ACME), "x-api-key": ACME}],
+)
+async def test_who_has_a_key_is_served_and_no_worker_has_the_key(headers):
+    async with running(keys=KEYS) as up, httpx.AsyncClient(headers=headers) as client:
+        answer = await client.post(up.url + COMPLETIONS, json=prompt())
+
+        assert answer.status_code == 200
+        (start,) = up.worker.started
+        assert ACME.encode() not in msgspec.msgpack.encode(start) + json.dumps(up.worker.headers).encode()
+
+
+async def test_the_process_may_be_watched_without_a_key_and_nothing_else():
+    async with running(keys=KEYS, metrics="admin") as up, httpx.AsyncClient(base_url=up.url) as client:
+        seen = {path: (await client.get(path)).status_code for path in ("/health", "/ready", "/openapi.json")}
+        assert set(seen.values()) == {200}
+        hidden = ["/metrics", "/v1/models", "/v1/decisions", "/v1/decisions/latest", "/nothing", "/v1//completions"]
+        assert {(await client.get(path)).status_code for path in hidden} == {401}
+
+        clerk = [(await client.get(path, headers=bearer(ACME))).status_code for path in ("/metrics", "/v1/models")]
+        operator = [
+            (await client.get(path, headers=bearer(OPERATOR))).status_code for path in ("/metrics", "/v1/models")
+        ]
+        assert (clerk, operator) == ([403, 200], [200, 200])
+
+
+async def test_metrics_are_open_where_only_this_machine_can_ask():
+    async with running(keys=KEYS) as up, httpx.AsyncClient() as client:
+        assert (await client.get(up.url + "/metrics")).status_code == 200
+
+
+async def test_a_key_that_is_not_for_inference_gets_403():
+    async with running(keys=KEYS) as up, httpx.AsyncClient(headers=bearer(OPERATOR)) as client:
+        answer = await client.post(up.url + COMPLETIONS, json=prompt())
+
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")
+        assert up.worker.started == []
+
+
+async def test_over_its_limit_a_key_gets_429_with_when_to_come_again():
+    async with running(keys=KEYS) as up, httpx.AsyncClient(headers=bearer(LIMITED)) as client:
+        answers = [await client.post(up.url + COMPLETIONS, json=prompt()) for _ in range(3)]
+
+        assert [answer.status_code for answer in answers] == [200, 200, 429]
+        refused = answers[-1]
+        error = refused.json()["error"]
+        assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
+        assert 1 <= int(refused.headers["retry-after"]) <= 30
+        assert (refused.headers["x-ratelimit-limit-requests"], refused.headers["x-ratelimit-remaining-requests"]) == (
+            "2",
+            "0",
+        )
+        assert (await client.post(up.url + COMPLETIONS, json=prompt(), headers=bearer(ACME))).status_code == 200
+
+
+async def test_each_tenant_sees_its_own_decisions_and_an_operator_all():
+    async with running(keys=KEYS) as up, httpx.AsyncClient(base_url=up.url) as client:
+        mine = (await client.post(COMPLETIONS, json=prompt(), headers=bearer(ACME))).headers["x-baton-decision"]
+        await client.post(COMPLETIONS, json=prompt(), headers={**bearer(RIVAL), "x-request-id": "rivals"})
+
+        async def seen(key: str, path: str) -> int:
+            return (await client.get(path, headers=bearer(key))).status_code
+
+        assert [await seen(key, f"/v1/decisions/{mine}") for key in (ACME, RIVAL, OPERATOR)] == [200, 403, 200]
+        listed = {
+            key: [one["tenant"] for one in (await client.get("/v1/decisions", headers=bearer(key))).json()["decisions"]]
+            for key in (ACME, RIVAL, OPERATOR)
+        }
+        assert listed == {ACME: ["acme"], RIVAL: ["rival"], OPERATOR: ["rival", "acme"]}
+        found = await client.get("/v1/decisions", params={"request_id": "rivals"}, headers=bearer(ACME))
+        assert found.json()["decisions"] == []
+
+
+async def test_keys_are_read_again_when_their_file_changes_and_stay_when_it_is_broken(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setattr(gate, "LOOK_S", 0.01)
+    file = tmp_path / "keys.toml"
+    file.write_text(TOP + entry(ACME, "acme"))
+    async with running(keys_file=str(file)) as up, httpx.AsyncClient(base_url=up.url) as client:
+
+        async def let_in(key: str) -> bool:
+            return (await client.get("/v1/models", headers=bearer(key))).status_code == 200
+
+        assert (await let_in(ACME), await let_in(RIVAL)) == (True, False)
+        file.write_text(TOP + entry(RIVAL, "rival"))
+        async with asyncio.timeout(60):
+            while not await let_in(RIVAL):
+                await asyncio.sleep(0.01)
+        assert not await let_in(ACME)
+
+        file.write_text("[[key]]\nhalf of a f")
+        await until(lambda: "stay as they were" in caplog.text)
+        assert await let_in(RIVAL)
+        file.unlink()
+        await until(lambda: "No such file" in caplog.text)
+        assert await let_in(RIVAL)
+        assert RIVAL not in caplog.text
+
+
+def test_tokens_of_prompt_and_completion_are_charged_and_come_back_with_time():
+    keys = TOP + entry(LIMITED, "small", "tokens_per_minute = 12")
+
+    async def story(world: World) -> None:
+        await world.worker("w1")
+        first = await world.ask(prompt(), **bearer(LIMITED))  # 9 tokens of prompt and 3 of completion
+        second = await world.ask(prompt(), **bearer(LIMITED))
+        assert first.status == 200
+        assert (second.status, second.error["type"]) == (429, "tokens")
+        await asyncio.sleep(float(second.headers["retry-after"]))
+        assert (await world.ask(prompt(), **bearer(LIMITED))).status == 200
+
+    in_world(story, keys=keys)
+
+
+def test_whoever_has_a_key_is_its_tenant_whatever_the_header_says():
+    async def story(world: World) -> None:
+        await world.worker("w1")
+        await world.ask(prompt(), x_baton_tenant="rival", **bearer(ACME))
+        await world.ask(prompt(), x_baton_tenant="not a tenant!", **bearer(ACME))
+
+        assert [one.tenant for one in world.router.parts.decisions.log.listed(Wanted())] == ["acme", "acme"]
+
+    in_world(story, keys=KEYS)
+
+
+def test_each_tenants_legs_are_salted_and_public_ones_are_not():
+    async def story(world: World) -> None:
+        await world.pair()
+        for key in (ACME, RIVAL, PUBLIC):
+            assert (await world.ask(prompt(stream=True), x_baton_mode="disaggregated", **bearer(key))).status == 200
+        await world.ask(prompt(cache_salt="own"), x_baton_mode="aggregated", **bearer(ACME))
+
+        own = salt_of(SALTS, "acme", "own")
+        salts = [salt_of(SALTS, "acme", ""), salt_of(SALTS, "rival", ""), ""]
+        told = [start.cache_salt for name in ("p1", "d1") for start in world.workers[name].started]
+        assert sorted(told) == sorted([*salts, *salts, own])
+
+    in_world(story, keys=KEYS)
+
+
+def test_a_body_of_a_tenant_that_is_no_json_is_refused_here():
+    async def story(world: World) -> None:
+        await world.worker("w1")
+        answer = await world.ask(b'{"prompt": NaN}', **bearer(ACME))
+
+        assert (answer.status, answer.error["param"]) == (400, None)
+        assert world.workers["w1"].started == []
+
+    in_world(story, keys=KEYS)

@@ -1,0 +1,152 @@
+"""What stands in a file of keys, and what a key lets its holder do."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+
+from services.launcher.core.key_entry import KeyEntry, entry_text, salt_text
+from services.launcher.core.key_entry import Permission as WrittenPermission
+from services.router.core.keys import NO_KEY, Key, Permission, may_see, read_keys
+from services.router.core.request import Forced, Mode, RequestFacts, Wishes
+from services.router.core.targets import Promise, Slos
+from services.router.core.terms import Headed, Terms, read_terms
+from services.router.settings import Settings, check
+from shared.contracts.failures import Reason
+from shared.contracts.ids import WorkerId
+from shared.runtime.keys import digest_of, new_key
+from shared.runtime.settings import SettingsError
+
+DIGEST = digest_of("a key")
+SALT = "s" * 32
+MODEL = "m"
+
+
+def test_what_the_command_writes_is_what_routers_read():
+    entry = KeyEntry(
+        tenant="acme", sha256=DIGEST, note='a "quoted" note', permissions=tuple(WrittenPermission), priority=-5,
+        requests_per_minute=60, tokens_per_minute=9, models=("m", "n"), public_cache=True,
+    )  # fmt: skip
+
+    keyring = read_keys(tomllib.loads(salt_text(SALT) + entry_text(entry)))
+
+    assert keyring.salt == SALT
+    assert keyring.keys[DIGEST] == Key(
+        tenant="acme", sha256=DIGEST, note='a "quoted" note', permissions=frozenset(Permission), priority=-5,
+        requests_per_minute=60, tokens_per_minute=9, models=frozenset({"m", "n"}), public_cache=True,
+    )  # fmt: skip
+
+
+def test_a_key_that_says_no_more_than_whose_it_is_may_infer_and_nothing_else():
+    key = read_keys({"key": [{"tenant": "acme", "sha256": DIGEST}]}).keys[DIGEST]
+
+    assert key.permissions == {Permission.INFER}
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({}, "baton keys new"),
+        ({"key": [{"tenant": "acme", "sha256": "abc"}]}, "64 hexadecimal"),
+        ({"key": [{"tenant": "", "sha256": DIGEST}]}, "tenant must be"),
+        ({"key": [{"tenant": "a b", "sha256": DIGEST}]}, "tenant must be"),
+        ({"key": [{"tenant": "a", "sha256": DIGEST}] * 2}, "number 2 (tenant 'a'): it stands there twice"),
+        ({"key": [{"tenant": "a", "sha256": DIGEST, "permissions": ["root"]}]}, "root"),
+        ({"key": [{"tenant": "a", "sha256": DIGEST, "permissions": []}]}, "permissions must be"),
+        ({"key": [{"tenant": "a", "sha256": DIGEST, "priority": 5000}]}, "priority must be"),
+        ({"key": [{"tenant": "a", "sha256": DIGEST, "tokens_per_minute": -1}]}, "tokens_per_minute must be"),
+        ({"key": [{"tenant": "a", "sha256": DIGEST, "token_per_minute": 1}]}, "token_per_minute"),
+        ({"key": [{"tenant": "a", "sha256": DIGEST}], "salt": "short"}, "salt has 5 characters"),
+    ],
+)
+def test_what_makes_no_sense_is_said(said, words):
+    with pytest.raises(ValueError, match=words.replace("(", r"\(").replace(")", r"\)")):
+        read_keys(said)
+
+
+def test_only_keys_of_operators_see_metrics_that_are_not_open():
+    clerk, operator = Key(tenant="a"), Key(tenant="a", permissions=frozenset({Permission.ADMIN}))
+
+    assert [may_see(key, "/metrics", metrics_open=False) for key in (clerk, operator)] == [False, True]
+    assert may_see(clerk, "/metrics", metrics_open=True)
+    assert may_see(clerk, "/v1/models", metrics_open=False)
+
+
+def headed(**of_key: object) -> Headed:
+    return Headed(mode=Mode.AUTO, tenant="acme", key=Key(tenant="acme", **of_key))
+
+
+def facts(**wishes: object) -> RequestFacts:
+    return RequestFacts(path="/v1/completions", model=MODEL, wishes=Wishes(**wishes))
+
+
+def test_a_key_for_some_models_is_for_no_other():
+    terms = Terms()
+
+    assert terms.fault(facts(), headed(models=frozenset({MODEL})), ()) is None
+    fault = terms.fault(facts(), headed(models=frozenset({"n"})), ())
+    assert (fault.reason, fault.param) == (Reason.FORBIDDEN, "model")
+
+
+@pytest.mark.parametrize("forcing", ["auto", "anyone", "nobody"])
+@pytest.mark.parametrize("local", [True, False])
+def test_workers_are_chosen_only_with_keys_that_allow_it(forcing, local):
+    terms = read_terms("", forcing, 0, local=local)
+    forced = facts(forced=Forced(decode_worker=WorkerId("w1")))
+    may = headed(permissions=frozenset({Permission.INFER, Permission.FORCE_PLACEMENT}))
+
+    assert terms.fault(forced, headed(), {"w1"}).reason is Reason.FORBIDDEN
+    assert (terms.fault(forced, may, {"w1"}) is None) == (forcing != "nobody")
+    assert (terms.fault(forced, Headed(key=NO_KEY), {"w1"}) is None) == terms.may_force
+
+
+def priority(terms: Terms, key: Headed, **wishes: object) -> int:
+    return terms.need(facts(**wishes), key, 1, ()).priority
+
+
+def test_a_keys_priority_is_that_of_its_requests_and_the_most_urgent_they_may_have():
+    terms = Terms(slos=Slos(classes={"quick": Promise(priority=-7), "batch": Promise(priority=9)}))
+    slow, quick = headed(priority=5), headed(priority=-5)
+
+    assert (priority(terms, slow), priority(terms, quick)) == (5, -5)
+    assert (priority(terms, slow, class_name="quick"), priority(terms, slow, class_name="batch")) == (5, 9)
+    assert priority(terms, quick, priority=3) == 3
+    assert terms.fault(facts(priority=-4), quick, ()) is None
+    assert terms.fault(facts(priority=4), slow, ()).reason is Reason.FORBIDDEN
+
+
+def test_a_router_that_others_can_reach_wants_keys_or_to_be_told_that_it_needs_none(tmp_path):
+    keys = f'salt = "{SALT}"\n[[key]]\ntenant = "a"\nsha256 = "{DIGEST}"'
+    (tmp_path / "keys.toml").write_text(keys)
+
+    for fine in (
+        Settings(), Settings(host="::1"), Settings(host="0.0.0.0", insecure=True), Settings(host="0.0.0.0", keys=keys),
+        Settings(host="0.0.0.0", keys_file=str(tmp_path / "keys.toml")),
+        Settings(host="0.0.0.0", published_host="127.0.0.1"),
+    ):  # fmt: skip
+        check(fine)
+    for reachable in (Settings(host="0.0.0.0"), Settings(host="gpu-1"), Settings(published_host="192.0.2.1")):
+        with pytest.raises(SettingsError, match=r"baton keys new .*ROUTER_INSECURE"):
+            check(reachable)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"keys_file": "/nowhere/keys.toml"}, "ROUTER_KEYS_FILE .*No such file"),
+        ({"keys": "[[key"}, "ROUTER_KEYS: "),
+        ({"keys": f'[[key]]\ntenant = "a"\nsha256 = "{DIGEST}"'}, "tenants cannot be kept apart"),
+        ({"keys": "x = 1", "keys_file": "keys.toml"}, "both set"),
+    ],
+)
+def test_keys_that_cannot_be_used_stop_the_router_before_it_starts(settings, words):
+    with pytest.raises(SettingsError, match=words):
+        check(Settings(**settings))
+
+
+def test_no_key_is_made_twice_and_none_can_be_read_off_its_digest():
+    keys = {new_key() for _ in range(100)}
+
+    assert len({digest_of(key) for key in keys}) == 100
+    assert all(len(key) >= 43 and key not in digest_of(key) for key in keys)
