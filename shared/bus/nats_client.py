@@ -39,6 +39,17 @@ class DirectClient(Client):
         else:
             take(data, _NO_HEADERS, subject.decode(), reply.decode())
 
+    async def _process_connect_init(self) -> None:
+        """After a handshake that failed, nats-py would wait for ever for the end of its connection: it is dropped here."""
+        try:
+            await super()._process_connect_init()
+        except Exception:
+            writer = getattr(self._transport, "_io_writer", None)
+            if writer is not None:
+                writer.transport.abort()
+            self._transport = None
+            raise
+
     def _connect_command(self) -> bytes:
         """The first thing that we say, and nothing is said in clear that was to be encrypted, whatever the server
         offers: nats-py encrypts when the server asks for it, which whoever stands between could leave out.

@@ -17,6 +17,8 @@ DOORS = {
     "nixl": ("connector/nixl_*.py", "services/worker/engines/vllm_*.py"),
     "opentelemetry.sdk": ("shared/telemetry/setup.py",),
     "opentelemetry.exporter": ("shared/telemetry/setup.py",),
+    "nkeys": ("shared/bus/nats_access.py",),
+    "cryptography": ("services/launcher/certificates.py",),
 }
 
 

@@ -1,33 +1,41 @@
-"""The generated permissions on a real nats-server: each party can do its job, and nothing else."""
+"""What `baton init` makes, on a real nats-server: each party can do its job, over TLS and by its key, and nothing else."""
 
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Self
 
+import msgspec
+import nats
 import pytest
 
 from shared.bus.nats_bus import connect_nats
 from shared.bus.port import AskTimedOut, Bus
 from shared.bus.streams import FrameSender, LegInbox
-from shared.contracts.catalogue import files
 from shared.contracts.channels import (
     CANCEL_LEG,
+    CHANNELS,
     DESCRIBE_FLEET,
     FRAMES,
     KV_EVENTS,
+    KV_HANDSHAKE,
     KV_SNAPSHOT,
     LEADERSHIP,
+    PLACEHOLDER,
     START_LEG,
     WORKER_RECORDS,
+    Channel,
+    Delivery,
     Party,
 )
 from shared.contracts.control import Leadership
 from shared.contracts.inference import FrameBatch, LegReport
 from shared.contracts.kv_events import AskKvSnapshot, KvSnapshot
+from shared.contracts.kv_handshake import AskKvHandshake, KvHandshake
 from shared.contracts.workers import DescribeFleet, FleetState, WorkerRecord
 from tests.builders import kv_batch, start_leg
+from tests.cluster_keys import ClusterKeys
 from tests.conformance.worlds import until
 from tests.contracts.examples import example
 from tests.nats_server import NatsServer
@@ -37,24 +45,27 @@ pytestmark = pytest.mark.nats
 SOON_S = 30.0
 QUIET_S = 0.3
 """Nobody answers within so long who was not asked."""
+ALONE, OTHER = "w-alone", "w-other"
+"""A worker with a key of its own, and one without."""
 
 
-@pytest.fixture
-def guarded(tmp_path: Path):
-    (tmp_path / "permissions.conf").write_text(files()["compose/nats/permissions.conf"])
-    users = "".join(
-        f'{{ user: {party}, password: "p", permissions: ${party.upper()}_PERMISSIONS }}\n' for party in Party
-    )
-    config = f'include "permissions.conf"\nauthorization {{ users: [\n{users}] }}'
-    with NatsServer(tmp_path, extra_config=config) as server:
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    return ClusterKeys(tmp_path_factory.mktemp("keys"), ALONE)
+
+
+@pytest.fixture(scope="module")
+def guarded(keys, tmp_path_factory):
+    with keys.server(tmp_path_factory.mktemp("nats")) as server:
         yield server
 
 
 class Fleet:
     """One connection for each party."""
 
-    def __init__(self, server: NatsServer) -> None:
+    def __init__(self, server: NatsServer, keys: ClusterKeys) -> None:
         self._server = server
+        self._keys = keys
         self._buses: list[Bus] = []
 
     async def __aenter__(self) -> Self:
@@ -64,15 +75,14 @@ class Fleet:
         for bus in self._buses:
             await bus.close()
 
-    async def join(self, party: Party) -> Bus:
-        url = self._server.url.replace("//", f"//{party}:p@")
-        bus = await connect_nats(url, name=party, connect_s_max=SOON_S)
+    async def join(self, owner: str) -> Bus:
+        bus = await connect_nats(self._server.url, name=owner, connect_s_max=SOON_S, access=self._keys.access(owner))
         self._buses.append(bus)
         return bus
 
 
-async def test_a_router_and_a_worker_can_serve_a_leg(guarded):
-    async with Fleet(guarded) as fleet, asyncio.timeout(SOON_S):
+async def test_a_router_and_a_worker_can_serve_a_leg(guarded, keys):
+    async with Fleet(guarded, keys) as fleet, asyncio.timeout(SOON_S):
         router, worker = await fleet.join(Party.ROUTER), await fleet.join(Party.WORKER)
         inbox = LegInbox(router, "r1", leg_buffer_bytes_max=1 << 20)
         await inbox.open()
@@ -89,8 +99,8 @@ async def test_a_router_and_a_worker_can_serve_a_leg(guarded):
         assert await unreachable == "lost"
 
 
-async def test_a_router_hears_kv_events_and_gets_a_large_snapshot(guarded):
-    async with Fleet(guarded) as fleet, asyncio.timeout(SOON_S):
+async def test_a_router_hears_kv_events_and_gets_a_large_snapshot(guarded, keys):
+    async with Fleet(guarded, keys) as fleet, asyncio.timeout(SOON_S):
         router, worker = await fleet.join(Party.ROUTER), await fleet.join(Party.WORKER)
         heard: asyncio.Future = asyncio.get_running_loop().create_future()
         await router.subscribe(KV_EVENTS, lambda batch, _: heard.set_result(batch))
@@ -106,8 +116,8 @@ async def test_a_router_hears_kv_events_and_gets_a_large_snapshot(guarded):
         assert await router.ask(KV_SNAPSHOT, AskKvSnapshot(worker_id="w1"), timeout_s=SOON_S) == snapshot
 
 
-async def test_the_registry_and_leadership_can_be_kept_and_watched(guarded):
-    async with Fleet(guarded) as fleet, asyncio.timeout(SOON_S):
+async def test_the_registry_and_leadership_can_be_kept_and_watched(guarded, keys):
+    async with Fleet(guarded, keys) as fleet, asyncio.timeout(SOON_S):
         worker, orchestrator = await fleet.join(Party.WORKER), await fleet.join(Party.ORCHESTRATOR)
         record = example(WorkerRecord)
         records = await worker.kept(WORKER_RECORDS, ttl_s=60.0)
@@ -123,8 +133,8 @@ async def test_the_registry_and_leadership_can_be_kept_and_watched(guarded):
         await leadership.delete("o")
 
 
-async def test_the_fleet_can_be_described_to_a_launcher(guarded):
-    async with Fleet(guarded) as fleet, asyncio.timeout(SOON_S):
+async def test_the_fleet_can_be_described_to_a_launcher(guarded, keys):
+    async with Fleet(guarded, keys) as fleet, asyncio.timeout(SOON_S):
         launcher, orchestrator = await fleet.join(Party.LAUNCHER), await fleet.join(Party.ORCHESTRATOR)
         state = FleetState(leader="o", term=1, workers=[])
 
@@ -136,8 +146,8 @@ async def test_the_fleet_can_be_described_to_a_launcher(guarded):
         assert await launcher.ask(DESCRIBE_FLEET, DescribeFleet(), timeout_s=SOON_S) == state
 
 
-async def test_a_router_cannot_publish_a_workers_kv_events_or_frames(guarded):
-    async with Fleet(guarded) as fleet:
+async def test_a_router_cannot_publish_a_workers_kv_events_or_frames(guarded, keys):
+    async with Fleet(guarded, keys) as fleet:
         router, worker = await fleet.join(Party.ROUTER), await fleet.join(Party.WORKER)
         heard = []
         await router.subscribe(KV_EVENTS, lambda batch, _: heard.append(batch.seq))
@@ -153,8 +163,8 @@ async def test_a_router_cannot_publish_a_workers_kv_events_or_frames(guarded):
         assert router.connected
 
 
-async def test_a_worker_cannot_read_another_workers_or_a_routers_mail(guarded, caplog):
-    async with Fleet(guarded) as fleet:
+async def test_a_worker_cannot_read_another_workers_or_a_routers_mail(guarded, keys, caplog):
+    async with Fleet(guarded, keys) as fleet:
         worker = await fleet.join(Party.WORKER)
         heard = []
         await worker.subscribe(FRAMES, lambda batch, _: heard.append(batch.worker_id), router_id="r1")
@@ -166,8 +176,8 @@ async def test_a_worker_cannot_read_another_workers_or_a_routers_mail(guarded, c
         assert heard == []
 
 
-async def test_a_collector_cannot_ask_a_worker(guarded):
-    async with Fleet(guarded) as fleet:
+async def test_a_collector_cannot_ask_a_worker(guarded, keys):
+    async with Fleet(guarded, keys) as fleet:
         collector, worker = await fleet.join(Party.COLLECTOR), await fleet.join(Party.WORKER)
 
         async def answer(_ask, _envelope):
@@ -177,3 +187,114 @@ async def test_a_collector_cannot_ask_a_worker(guarded):
 
         with pytest.raises(AskTimedOut):
             await collector.ask(KV_SNAPSHOT, AskKvSnapshot(worker_id="w1"), timeout_s=QUIET_S)
+
+
+class Stranger:
+    """nats-py itself with somebody's key: what the server refuses is told in the order in which it was tried."""
+
+    def __init__(self, server: NatsServer, options: dict[str, object]) -> None:
+        self._server = server
+        self._options = options
+        self._refused: list[str] = []
+
+    async def __aenter__(self) -> Self:
+        self._nc = await nats.connect(self._server.url, error_cb=self._on_error, **self._options)
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        await self._nc.close()
+
+    async def _on_error(self, error: Exception) -> None:
+        self._refused.append(str(error).partition('"')[2].rstrip('"'))
+
+    async def refused(self, *, publish: Iterable[str] = (), subscribe: Iterable[str] = ()) -> set[str]:
+        """Try all of these; answers what was refused."""
+        self._refused.clear()
+        for subject in publish:
+            await self._nc.publish(subject, b"")
+        for subject in subscribe:
+            await self._nc.subscribe(subject)
+        await self._nc._flush_pending(force_flush=True)  # else the PING would pass what is held back
+        await self._nc.flush(SOON_S)  # the server says what it refuses before it answers
+        return set(self._refused)
+
+
+def low(tried: Iterable[str]) -> set[str]:
+    """As nats-py tells errors: in small letters."""
+    return {subject.lower() for subject in tried}
+
+
+def subjects(worker_id: str, service: str) -> dict[str, Channel]:
+    """One subject of every row of the table."""
+    ids = {"worker_id": worker_id, "reader_id": worker_id, "instance": worker_id, "service": service}
+    return {
+        ("$KV." if channel.delivery is Delivery.KEPT else "")
+        + PLACEHOLDER.sub(lambda found: ids.get(found[1], "x"), channel.subject): channel
+        for channel in CHANNELS.values()
+    }
+
+
+@pytest.mark.parametrize("party", Party)
+async def test_a_party_sends_and_hears_what_the_table_gives_it_and_nothing_else(guarded, keys, party):
+    own, of_others = subjects("x", party), subjects("x", "somebody")
+    every = own | of_others
+    may_send = {subject for subject, channel in own.items() if party in channel.senders}
+    may_hear = {
+        subject
+        for subject, channel in every.items()
+        if party in channel.receivers and channel.delivery is not Delivery.KEPT
+    }
+
+    async with Stranger(guarded, keys.raw_options(party)) as stranger:
+        assert await stranger.refused(publish=every) == low(every.keys() - may_send)
+        assert await stranger.refused(subscribe=every) == low(every.keys() - may_hear)
+
+
+@pytest.mark.parametrize("party", Party)
+async def test_nobody_reads_others_answers_or_destroys_what_is_kept(guarded, keys, party):
+    forbidden = {"$JS.API.STREAM.DELETE.KV_workers", "$JS.API.STREAM.PURGE.KV_workers", "$SYS.REQ.SERVER.PING"}
+    overheard = {">", "*.*.*", *(f"_INBOX.{other}.>" for other in Party if other is not party)}
+
+    async with Stranger(guarded, keys.raw_options(party)) as stranger:
+        assert await stranger.refused(publish=forbidden) == low(forbidden)
+        assert await stranger.refused(subscribe=overheard) == low(overheard)
+
+
+async def test_a_worker_with_a_key_of_its_own_speaks_and_hears_for_itself_alone(guarded, keys):
+    own, of_another = subjects(ALONE, "worker"), subjects(OTHER, "worker")
+    said_by_its_id = (Delivery.EVENT, Delivery.KEPT)
+    sent = {s: c for s, c in {**own, **of_another}.items() if Party.WORKER in c.senders}
+    heard = {s: c for s, c in {**own, **of_another}.items() if Party.WORKER in c.receivers}
+    of_the_other = of_another.keys() - own.keys()
+    forged = {s for s, c in sent.items() if s in of_the_other and c.delivery in said_by_its_id}
+    overheard = {s for s, c in heard.items() if s in of_the_other and c.delivery not in said_by_its_id}
+    kept = {s for s, c in heard.items() if c.delivery is Delivery.KEPT}
+    answers = f"_INBOX.worker.{OTHER}.>"
+
+    async with Stranger(guarded, keys.raw_options(f"worker.{ALONE}")) as stranger:
+        assert await stranger.refused(publish=sent) == low(forged)
+        assert await stranger.refused(subscribe=[*heard, answers]) == low(overheard | kept | {answers})
+    assert forged
+    assert overheard
+
+
+async def test_a_worker_with_a_key_of_its_own_does_all_that_a_worker_does(guarded, keys):
+    async with Fleet(guarded, keys) as fleet, asyncio.timeout(SOON_S):
+        alone, other = await fleet.join(f"worker.{ALONE}"), await fleet.join(Party.WORKER)
+
+        async def answer(ask, _envelope):
+            return msgspec.structs.replace(example(KvHandshake), worker_id=ask.worker_id)
+
+        for worker, name in ((alone, ALONE), (other, OTHER)):
+            await worker.answer(KV_HANDSHAKE, answer, worker_id=name)
+        asked = [(alone, OTHER), (other, ALONE)]
+        answers = [
+            await bus.ask(KV_HANDSHAKE, AskKvHandshake(worker_id=name, reader_id="r"), timeout_s=SOON_S)
+            for bus, name in asked
+        ]
+        record = msgspec.structs.replace(example(WorkerRecord), worker_id=ALONE)
+        registry = await alone.kept(WORKER_RECORDS, ttl_s=60.0)
+        await registry.put(record)
+
+        assert [answer.worker_id for answer in answers] == [OTHER, ALONE]
+        assert (await registry.get(ALONE)).value == record

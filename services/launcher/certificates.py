@@ -1,0 +1,156 @@
+"""Certificates of one cluster: an authority of its own, and what it signs for NATS. The one door to `cryptography`."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+AUTHORITY_DAYS = 3650
+SERVER_DAYS = 730
+CLOCKS_DIFFER = timedelta(hours=1)
+"""Valid from so long before it is made: the clocks of two machines are not the same."""
+
+
+class NoCertificate(Exception):
+    """A file does not hold what it should; the message says what it lacks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyPair:
+    """A certificate and its private key, both as PEM."""
+
+    certificate: bytes
+    key: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CertificateFacts:
+    """What a certificate says."""
+
+    names: tuple[str, ...]
+    """Hosts and addresses that it is for; none for an authority."""
+    ends_at: datetime
+
+
+def new_authority(now: datetime) -> KeyPair:
+    """A CA that signs servers of this cluster and nothing else."""
+    key, name = ec.generate_private_key(ec.SECP256R1()), _name("Baton cluster CA")
+    usage = _usage(key_cert_sign=True, crl_sign=True)
+    made = (
+        _begun(name, name, key, now, AUTHORITY_DAYS)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    return KeyPair(certificate=_pem(made), key=_key_pem(key))
+
+
+def new_server(authority: KeyPair, hosts: Sequence[str], now: datetime) -> KeyPair:
+    """A certificate for a server that is reached by these names. Raises NoCertificate if the authority is none."""
+    issuer, issuer_key = _certificate(authority.certificate), _private_key(authority.key)
+    key = ec.generate_private_key(ec.SECP256R1())
+    made = (
+        _begun(_name("Baton NATS"), issuer.subject, key, now, SERVER_DAYS)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(digital_signature=True), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.SubjectAlternativeName([_alternative(host) for host in hosts]), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), critical=False)
+        .sign(issuer_key, hashes.SHA256())
+    )
+    return KeyPair(certificate=_pem(made), key=_key_pem(key))
+
+
+def facts_of(pem: bytes) -> CertificateFacts:
+    """What the first certificate in a PEM file says. Raises NoCertificate."""
+    certificate = _certificate(pem)
+    try:
+        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        names = [*found.get_values_for_type(x509.DNSName), *map(str, found.get_values_for_type(x509.IPAddress))]
+    except x509.ExtensionNotFound:
+        names = []
+    return CertificateFacts(names=tuple(names), ends_at=certificate.not_valid_after_utc)
+
+
+def is_signed_by(server: bytes, authority: bytes) -> bool:
+    """Whether that authority signed that server's certificate. Raises NoCertificate."""
+    try:
+        _certificate(server).verify_directly_issued_by(_certificate(authority))
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
+
+
+def _begun(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, now: datetime, days: int
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now.astimezone(UTC) - CLOCKS_DIFFER)
+        .not_valid_after(now.astimezone(UTC) + timedelta(days=days))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+
+
+def _name(common_name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+
+def _alternative(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _usage(*, digital_signature: bool = False, key_cert_sign: bool = False, crl_sign: bool = False) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=digital_signature,
+        key_cert_sign=key_cert_sign,
+        crl_sign=crl_sign,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _certificate(pem: bytes) -> x509.Certificate:
+    try:
+        return x509.load_pem_x509_certificate(pem)
+    except ValueError as error:
+        raise NoCertificate("it holds no certificate") from error
+
+
+def _private_key(pem: bytes) -> ec.EllipticCurvePrivateKey:
+    try:
+        key = serialization.load_pem_private_key(pem, password=None)
+    except (ValueError, TypeError) as error:
+        raise NoCertificate("it holds no private key") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise NoCertificate("it holds a private key of another kind than `baton init` makes")
+    return key
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )

@@ -1,0 +1,97 @@
+"""Who does not get in, and what it is told: strangers, those without TLS, and those who found another server."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+
+import pytest
+
+from shared.bus.nats_access import Access, new_seed
+from shared.bus.nats_bus import connect_nats
+from shared.bus.port import BusDown
+from shared.contracts.channels import Party
+from tests.cluster_keys import ClusterKeys
+
+pytestmark = pytest.mark.nats
+
+SOON_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    return ClusterKeys(tmp_path_factory.mktemp("keys"))
+
+
+@pytest.fixture(scope="module")
+def guarded(keys, tmp_path_factory):
+    with keys.server(tmp_path_factory.mktemp("nats")) as server:
+        yield server
+
+
+async def refusal(url: str, access: Access) -> str:
+    with pytest.raises(BusDown) as refused:
+        await connect_nats(url, name="stranger", connect_s_max=SOON_S, access=access)
+    return str(refused.value)
+
+
+async def test_a_key_that_nats_does_not_know_is_refused_and_its_file_named(guarded, keys, tmp_path):
+    stranger = tmp_path / "nkey"
+    stranger.write_text(new_seed("router").file_text)
+    access = dataclasses.replace(keys.access(Party.ROUTER), nkey_file=str(stranger))
+
+    assert f"does not know the key in {stranger}" in await refusal(guarded.url, access)
+
+
+async def test_a_process_without_a_key_is_refused_and_told_which_setting_names_one(guarded, keys):
+    access = dataclasses.replace(keys.access(Party.ROUTER), nkey_file="")
+
+    assert "BATON_NATS_NKEY_FILE" in await refusal(guarded.url, access)
+
+
+async def test_a_server_whose_certificate_another_ca_signed_is_not_believed(guarded, keys, tmp_path):
+    other = ClusterKeys(tmp_path)
+    access = dataclasses.replace(keys.access(Party.ROUTER), ca_file=other.access(Party.ROUTER).ca_file)
+
+    assert f"was not signed by the CA in {access.ca_file}" in await refusal(guarded.url, access)
+
+
+async def test_a_process_that_was_told_no_ca_does_not_believe_the_server(guarded, keys):
+    access = dataclasses.replace(keys.access(Party.ROUTER), ca_file="")
+
+    assert "BATON_NATS_CA_FILE" in await refusal(guarded.url, access)
+
+
+async def test_nothing_is_said_in_clear_to_a_server_that_offers_no_encryption(nats_server, keys):
+    said = await refusal(nats_server.url, keys.access(Party.ROUTER))
+
+    assert "offers no encryption" in said
+
+
+async def test_a_client_that_speaks_in_clear_is_cut_off(guarded):
+    async with asyncio.timeout(SOON_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", guarded.port)
+        info = json.loads((await reader.readline()).removeprefix(b"INFO "))
+        writer.write(b'CONNECT {"verbose":false}\r\nPING\r\n')
+        try:
+            answer = await reader.read()
+        except ConnectionError:
+            answer = b""
+        writer.close()
+
+    assert info["tls_required"]
+    assert b"PONG" not in answer
+
+
+async def test_what_its_key_does_not_allow_a_process_is_told_once_with_the_subject(guarded, keys, caplog):
+    async with asyncio.timeout(SOON_S):
+        bus = await connect_nats(guarded.url, name="router", access=keys.access(Party.ROUTER))
+        for _ in range(5):
+            await bus._sender.send("worker.w1.drain", b"", None, "")
+        await bus.flush(SOON_S)
+        await bus.close()
+
+    told = [record.message for record in caplog.records if "permissions violation" in record.message]
+    assert len(told) == 1
+    assert "may not speak on 'worker.w1.drain'" in told[0]

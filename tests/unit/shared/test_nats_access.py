@@ -1,0 +1,137 @@
+"""Keys and CAs in files, and what is said when they are not what they should be."""
+
+from __future__ import annotations
+
+import ssl
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from services.launcher.certificates import AUTHORITY_DAYS, SERVER_DAYS, KeyPair, new_authority, new_server
+from shared.bus.nats_access import Access, credentials, new_seed, read_seed
+from shared.bus.nats_refusals import SAID_MAX, Complaints, refusal, violation
+from shared.bus.port import BusDown
+
+NOW = datetime.now(UTC)
+URL = "tls://nats.example.org:4222"
+
+
+def handshake(authority: bytes, server: KeyPair, folder: Path, host: str = "nats.example.org") -> ssl.SSLError:
+    """What a client that trusts this authority says of the server's certificate."""
+    (folder / "server.pem").write_bytes(server.certificate + server.key)
+    serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    serving.load_cert_chain(folder / "server.pem")
+    trusting = ssl.create_default_context(cadata=authority.decode())
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = trusting.wrap_bio(down, up, server_hostname=host)
+    peer = serving.wrap_bio(up, down, server_side=True)
+    for _ in range(4):
+        for side in (client, peer):
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                pass
+            except ssl.SSLError as error:
+                return error
+    raise AssertionError("they trust each other")
+
+
+def test_a_certificate_of_the_cluster_is_trusted_for_its_names_and_addresses(tmp_path):
+    authority = new_authority(NOW)
+    server = new_server(authority, ("nats.example.org", "10.0.0.7"), NOW)
+
+    for host in ("nats.example.org", "10.0.0.7"):
+        with pytest.raises(AssertionError, match="they trust each other"):
+            handshake(authority.certificate, server, tmp_path, host)
+
+
+@pytest.mark.parametrize(
+    ("made_days_ago", "hosts", "ca_file", "says"),
+    [
+        (SERVER_DAYS + 1, ("nats.example.org",), "ca.pem", "has expired.*baton init --renew"),
+        (-2, ("nats.example.org",), "ca.pem", "not valid yet.*clock"),
+        (0, ("elsewhere",), "ca.pem", r"not for nats\.example\.org.*--host nats\.example\.org"),
+    ],
+    ids=["expired", "not-yet-valid", "another-name"],
+)
+def test_a_certificate_that_does_not_hold_is_told_with_what_to_do(tmp_path, made_days_ago, hosts, ca_file, says):
+    made = NOW - timedelta(days=made_days_ago)
+    authority = new_authority(min(NOW, made))
+    error = handshake(authority.certificate, new_server(authority, hosts, made), tmp_path)
+
+    assert made_days_ago < AUTHORITY_DAYS
+    with pytest.raises(BusDown, match=says):
+        Complaints(URL, Access(ca_file=ca_file)).hear(error)
+
+
+def test_a_connection_that_is_up_says_each_thing_once_and_not_without_end(caplog):
+    complaints = Complaints(URL, Access(nkey_file="k"))
+    complaints.is_first_attempt = False
+
+    for number in range(3 * SAID_MAX):
+        complaints.hear(Exception(f'nats: permissions violation for publish to "s.{number}"'))
+        complaints.hear(Exception("nats: 'Authorization Violation'"))
+
+    assert len(caplog.records) == SAID_MAX
+
+
+@pytest.mark.parametrize("error", [OSError("refused"), TimeoutError(), Exception("nats: maximum connections exceeded")])
+def test_what_trying_again_may_heal_is_no_refusal(error):
+    assert refusal(error, URL, Access()) == violation(error) == ""
+
+
+def test_a_refused_password_is_not_shown():
+    said = refusal(Exception("'Authorization Violation'"), "nats://router:secret@n:1", Access())
+
+    assert "secret" not in said
+    assert "nats://n:1" in said
+
+
+def test_a_key_comes_back_from_its_file_with_its_owner_and_is_not_shown(tmp_path):
+    made = new_seed("worker.gpu-1")
+    (tmp_path / "nkey").write_text(made.file_text)
+
+    read = read_seed(tmp_path / "nkey")
+
+    assert read == made
+    assert read.public_key.startswith("U")
+    assert made.text not in repr(made)
+    assert new_seed("router").text != new_seed("router").text
+
+
+def test_a_key_made_elsewhere_will_do(tmp_path):
+    (tmp_path / "nkey").write_text(f"{new_seed('').text}\n")
+
+    known_by = credentials("nats://n:1", Access(party="worker", nkey_file=str(tmp_path / "nkey")))
+
+    assert known_by.inboxes == "_INBOX.worker"
+
+
+@pytest.mark.parametrize("text", ["", "SUNONSENSE\n", "two\nlines\n", "-----BEGIN CERTIFICATE-----"])
+def test_a_file_that_holds_no_key_is_named(tmp_path, text):
+    (tmp_path / "nkey").write_text(text)
+
+    with pytest.raises(BusDown, match="nkey holds no nkey seed"):
+        read_seed(tmp_path / "nkey")
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    for access in (Access(nkey_file=str(tmp_path / "none")), Access(ca_file=str(tmp_path / "none"))):
+        with pytest.raises(BusDown, match="none: No such file"):
+            credentials("nats://n:1", access)
+
+
+def test_a_ca_file_without_a_certificate_is_named(tmp_path):
+    (tmp_path / "ca.pem").write_text("nothing")
+
+    with pytest.raises(BusDown, match=r"ca\.pem holds no CA certificate"):
+        credentials("nats://n:1", Access(ca_file=str(tmp_path / "ca.pem")))
+
+
+@pytest.mark.parametrize(
+    ("url", "inboxes"),
+    [("nats://n:1", "_INBOX"), ("nats://router:p@n:1", "_INBOX.router"), ("nats://a%20b@n:1", "_INBOX")],
+)
+def test_without_a_key_answers_arrive_where_the_user_of_the_url_may_listen(url, inboxes):
+    assert credentials(url, Access(party="router")).inboxes == inboxes
