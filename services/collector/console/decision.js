@@ -106,5 +106,6 @@ function candidatesView(part, all) {
 
 function considered(told) {
   const all = plural(told.considered, "worker was", "workers were");
-  return `${all} considered; the best are shown. Tokens and seconds are predictions; the seconds are what the cost is made of.`;
+  const shown = new Set(told.candidates.map((one) => one.worker_id)).size;
+  return `${all} considered${shown < told.considered ? "; the best are shown" : ""}. Tokens and seconds are predictions; the seconds are what the cost is made of.`;
 }

@@ -3,7 +3,7 @@
 import { byId, el, keyed, marked, setText } from "./dom.js";
 import { UNKNOWN, counted, duration, inBytes, isKnown, percent, rate } from "./format.js";
 
-const WORDS = { well: "All is well", strained: "Strained", ill: "Not well" };
+const WORDS = { well: "Healthy", strained: "Strained", ill: "Not well" };
 const SLOWEST_OF_20 = 0.95;
 
 /** The health in words; each sentence says what to do. */

@@ -8,6 +8,7 @@ const WIDE_PX = 8;
 const APART_PX = 6;
 /* There and back are two lines. */
 const BEND_PX = 26;
+const CLEAR_PX = 11;
 const STACKED = matchMedia("(max-width: 640px)");
 /* Then columns lie one below the other, as in fleet.css. */
 const MEASURES = { requests: (flow) => flow.per_s, kv: (flow) => flow.bytes_per_s };
@@ -24,9 +25,13 @@ export function drawLines(flows) {
   const known = flows.filter((flow) => cards.has(flow.from) && cards.has(flow.to));
   const widest = { requests: 0, kv: 0 };
   for (const flow of known) widest[flow.kind] = Math.max(widest[flow.kind], measure(flow));
+  const boxes = new Map([...cards].map(([id, card]) => [id, boxOf(card, origin)]));
+  const columns = [...map.querySelectorAll(".column")].map((column) =>
+    boxAround([...column.querySelectorAll("[data-id]")].map((card) => boxes.get(card.dataset.id))),
+  );
   const items = [...idleLinks(cards, known), ...known].map((flow) => ({
     flow,
-    d: pathBetween(cards.get(flow.from), cards.get(flow.to), origin, flow.kind === "kv" ? APART_PX : 0),
+    d: pathBetween(boxes.get(flow.from), boxes.get(flow.to), columns, flow.kind === "kv" ? APART_PX : 0),
     share: widest[flow.kind] > 0 ? Math.sqrt(measure(flow) / widest[flow.kind]) : 0,
   }));
   keyed(drawing.lastElementChild, items, ({ flow }) => `${flow.kind} ${flow.from} ${flow.to}`, makeLine, drawLine);
@@ -77,27 +82,55 @@ function arrows() {
   return svg("defs", {}, marker("requests"), marker("kv"));
 }
 
-/* From edge to edge: along the reading direction where the columns differ, around the side where they do not. */
-function pathBetween(from, to, origin, apart) {
-  const [a, b] = [from, to].map((card) => boxOf(card.getBoundingClientRect(), origin));
-  const { begin, end, bends } = ends(a, b);
+/* From edge to edge; what passes other columns goes around them, not behind them as if it began there. */
+function pathBetween(a, b, columns, apart) {
+  const [begin, end] = ends(a, b);
   const shift = begin[0] <= end[0] ? -apart : apart;
-  const points = [begin, [begin[0] + bends[0], begin[1]], [end[0] + bends[1], end[1]], end];
-  const [p, q, r, s] = points.map(([x, y]) => (STACKED.matches ? `${y + shift} ${x}` : `${x} ${y + shift}`));
-  return `M${p}C${q} ${r} ${s}`;
+  const [first, last] = [Math.min(begin[0], end[0]), Math.max(begin[0], end[0])];
+  const passed = columns.filter((column) => column.near >= first && column.far <= last);
+  const points = passed.length ? [begin, ...laneAround(passed, begin, end), end] : [begin, end];
+  const placed = points.map(([along, across]) => [along, across + shift]);
+  const pieces = placed.slice(1).map((to, at) => curve(placed[at], to, a.far === b.far ? BEND_PX : 0));
+  return `M${onPage(placed[0])}${pieces.join("")}`;
 }
 
 function ends(a, b) {
-  const there = b.near - a.far;
-  if (there > 0) return { begin: [a.far, a.middle], end: [b.near, b.middle], bends: [there / 2, -there / 2] };
-  const back = a.near - b.far;
-  if (back > 0) return { begin: [a.near, a.middle], end: [b.far, b.middle], bends: [-back / 2, back / 2] };
-  return { begin: [a.far, a.middle], end: [b.far, b.middle], bends: [BEND_PX, BEND_PX] };
+  if (b.near > a.far) return [[a.far, a.middle], [b.near, b.middle]];
+  if (a.near > b.far) return [[a.near, a.middle], [b.far, b.middle]];
+  return [[a.far, a.middle], [b.far, b.middle]];
 }
 
-/* Near and far: along the direction in which the columns follow each other; middle: across it. */
-function boxOf(box, origin) {
+/* The nearer of two: before the first cards of these columns, or behind their last. */
+function laneAround(columns, begin, end) {
+  const middle = (begin[1] + end[1]) / 2;
+  const low = Math.min(...columns.map((column) => column.low)) - CLEAR_PX;
+  const high = Math.max(...columns.map((column) => column.high)) + CLEAR_PX;
+  const across = middle - low <= high - middle ? low : high;
+  const [near, far] = [Math.min(...columns.map((one) => one.near)), Math.max(...columns.map((one) => one.far))];
+  return begin[0] <= end[0] ? [[near, across], [far, across]] : [[far, across], [near, across]];
+}
+
+/* Leaves and arrives along the direction in which columns follow each other; a loop within one bends out of it. */
+function curve([x, y], [toX, toY], loop) {
+  const bend = loop || (toX - x) / 2;
+  return `C${onPage([x + bend, y])} ${onPage([loop ? toX + bend : toX - bend, toY])} ${onPage([toX, toY])}`;
+}
+
+function onPage([along, across]) {
+  return STACKED.matches ? `${across} ${along}` : `${along} ${across}`;
+}
+
+/* Near and far: along the direction in which the columns follow each other; low and high: across it. */
+function boxOf(card, origin) {
+  const box = card.getBoundingClientRect();
   const [left, top] = [box.left - origin.left, box.top - origin.top];
-  if (STACKED.matches) return { near: top, far: top + box.height, middle: left + box.width / 2 };
-  return { near: left, far: left + box.width, middle: top + box.height / 2 };
+  const [right, bottom] = [left + box.width, top + box.height];
+  if (STACKED.matches) return { near: top, far: bottom, low: left, high: right, middle: left + box.width / 2 };
+  return { near: left, far: right, low: top, high: bottom, middle: top + box.height / 2 };
+}
+
+function boxAround(boxes) {
+  const [near, low] = ["near", "low"].map((side) => Math.min(...boxes.map((box) => box[side])));
+  const [far, high] = ["far", "high"].map((side) => Math.max(...boxes.map((box) => box[side])));
+  return { near, far, low, high };
 }

@@ -31,7 +31,8 @@ export function closePanel() {
   history.replaceState(null, "", location.pathname);
   const { opener } = shown;
   Object.assign(shown, { kind: "", id: "", opener: null });
-  if (opener?.isConnected) opener.focus();
+  /* A row may have left its list meanwhile. */
+  (opener?.isConnected ? opener : byId("requests")).focus();
 }
 
 /** Whether this is what is being looked at; an answer that comes late belongs to nobody. */

@@ -7,8 +7,10 @@ import { legendItems, partsBar } from "./parts.js";
 
 const SCALE_QUANTILE = 0.95;
 /* A bar's full length: what few requests exceed; theirs are cut, and their numbers say so. */
+const STEPS = [1, 2, 5, 10];
+/* And a round number, so that it changes seldom. */
 const PAGE_ROWS = 10;
-const MODES = { aggregated: "one worker", disaggregated: "prefill → decode", decode_first: "decode first" };
+const SHORT_MODES = { disaggregated: "P/D" };
 
 const view = { which: "all", tenant: "", model: "", held: null };
 
@@ -16,7 +18,7 @@ const view = { which: "all", tenant: "", model: "", held: null };
 export function watchRequests(store) {
   byId("parts-legend").append(...legendItems());
   byId("requests-head").append(
-    ...["Ended", "", "Who", "Tokens", "Time to first token", "", "Then decode", ""].map((word) => el("span", {}, word)),
+    ...["Ended", "", "Who", "Tokens", "", "", "", ""].map((word) => el("span", {}, word)),
   );
   for (const button of document.querySelectorAll("[data-which]")) {
     button.addEventListener("click", () => filter(store, { which: button.dataset.which }));
@@ -39,6 +41,8 @@ export function drawRequests(store) {
   const held = view.held ? ` · held, ${newer < 0 ? "many" : counted(newer)} newer` : "";
   setText(byId("requests-count"), `${shown.length === all.length ? "" : `${shown.length} of `}${all.length}${held}`);
   const scales = { ttft: scaleOf(shown.map((one) => one.ttft_s)), rest: scaleOf(shown.map(restOf)) };
+  setText(byId("requests-head").children[4], `Time to first token, up to ${duration(scales.ttft)}`);
+  setText(byId("requests-head").children[6], `Then decode, ${duration(scales.rest)}`);
   const rows = byId("request-rows");
   keyed(rows, shown, keyOf, makeRow, (row, one) => drawRow(row, one, scales));
   keepOneTabStop(rows);
@@ -58,9 +62,9 @@ export function restOf(one) {
   return isKnown(one.ttft_s) ? Math.max(one.total_s - one.ttft_s, 0) : -1;
 }
 
-/** How it was served, in two words. */
+/** How it was served. */
 export function modeWords(mode) {
-  return MODES[mode] ?? (mode || "not placed");
+  return mode.replaceAll("_", " ") || "not placed";
 }
 
 function filter(store, change) {
@@ -91,7 +95,10 @@ function offer(select, names, chosen) {
 
 function scaleOf(seconds) {
   const sorted = seconds.filter((one) => one > 0).sort((one, other) => one - other);
-  return sorted.length ? sorted[Math.min(Math.floor(SCALE_QUANTILE * sorted.length), sorted.length - 1)] : 0;
+  const most = sorted[Math.min(Math.floor(SCALE_QUANTILE * sorted.length), sorted.length - 1)];
+  if (most === undefined) return 0;
+  const unit = 10 ** Math.floor(Math.log10(most));
+  return unit * STEPS.find((step) => step * unit >= most);
 }
 
 function keyOf(one) {
@@ -100,7 +107,7 @@ function keyOf(one) {
 
 function makeRow(one) {
   const open = (event) => openPanel("request", one.decision_id || one.id, event.currentTarget, one);
-  return el("li", {}, el("button", { type: "button", class: "row", tabindex: -1, onclick: open }));
+  return el("li", {}, el("button", { type: "button", class: "row", tabindex: -1, "data-request": one.id, onclick: open }));
 }
 
 /* A row's words never change; its bars do, with the scale that all rows share. */
@@ -117,7 +124,7 @@ function drawRow(row, one, scales) {
   button.replaceChildren(
     el("span", { class: "when" }, clock(one.ended_at)),
     el("span", { class: "mark", title: failed ? "failed" : one.slow ? "slow" : "well" }),
-    el("span", { class: "who" }, el("b", {}, one.tenant || one.model), ` ${failed ? one.reason || one.status : modeWords(one.mode)}`),
+    el("span", { class: "who" }, el("b", {}, one.tenant || one.model), ` ${failed ? one.reason || one.status : SHORT_MODES[one.mode] ?? modeWords(one.mode)}`),
     el("span", { class: "tokens" }, `${counted(one.prompt_tokens)} → ${counted(one.tokens_out)}`),
     el("span", { class: "bar-ttft" }, partsBar(parts, scales.ttft)),
     el("span", { class: "ttft" }, duration(one.ttft_s)),
@@ -133,11 +140,11 @@ function sentenceOf(one) {
   return `${clock(one.ended_at)}, ${state}, ${who}, ${first}${plural(one.prompt_tokens, "token")} of prompt, ended after ${duration(one.total_s)}`;
 }
 
-/* The list is one stop of the Tab key; arrows move within it. */
+/* The list is one stop of the Tab key, the newest request unless one has the focus; arrows move within it. */
 function keepOneTabStop(rows) {
   const buttons = [...rows.querySelectorAll(".row")];
-  const stop = buttons.find((button) => button === document.activeElement) ?? buttons.find((one) => one.tabIndex === 0);
-  for (const button of buttons) button.tabIndex = button === (stop ?? buttons[0]) ? 0 : -1;
+  const stop = buttons.find((button) => button === document.activeElement) ?? buttons[0];
+  for (const button of buttons) button.tabIndex = button === stop ? 0 : -1;
 }
 
 function moveFocus(event) {
