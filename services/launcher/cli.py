@@ -107,9 +107,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
     state_dir: StateDir = None,
     kv_cache: Annotated[str, typer.Option(help="KV cache per worker, like 512M or 8G.", show_default="vLLM's")] = "",
     engine_args: Annotated[str, typer.Option(help="Further vLLM arguments, in quotes.", show_default=False)] = "",
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Let other machines ask without API keys, where --host reaches them.")
-    ] = False,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Let other machines ask without API keys.")] = False,
     join: Annotated[bool, typer.Option("--join", help="Only add workers to the system that runs already.")] = False,
     workers_min: Annotated[int, typer.Option(min=1, help="Workers that the planner leaves running.")] = 1,
     workers_max: Annotated[
@@ -120,13 +118,12 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
     """Start the whole system on this machine and stay until Ctrl-C."""
     common = common_settings()
     running = state_file.find(state_dir or Path(common.state_dir)) if join else None
-    counts = {"prefill": prefill, "decode": decode, "both": both}
-    if all(count is None for count in counts.values()):
-        counts = {"both": 0 if store else 1} if join else {"prefill": 1, "decode": 1}
+    if prefill is decode is both is None:
+        prefill, decode, both = (0, 0, 0 if store else 1) if join else (1, 1, 0)
     options = UpOptions(
-        prefill=counts.get("prefill") or 0,
-        decode=counts.get("decode") or 0,
-        both=counts.get("both") or 0,
+        prefill=prefill or 0,
+        decode=decode or 0,
+        both=both or 0,
         store=store,
         model=model,
         engine=engine.value if engine else ("simulated" if running and running.engine == "simulated" else "vllm"),

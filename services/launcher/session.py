@@ -18,7 +18,7 @@ from rich.markup import escape
 
 from services.launcher.children import open_nursery
 from services.launcher.core.plan import Stage, SystemPlan, UpOptions
-from services.launcher.machine import inherited_environment, look
+from services.launcher.machine import inherited_environment, key_headers, look
 from services.launcher.scaling import Scaling
 from services.launcher.screen import Screen
 from services.launcher.system import StartFailed, System
@@ -92,17 +92,19 @@ class Session:
         model = await served_model(endpoint)
         usual = self.options.state_dir == load_common(inherited_environment()).state_dir
         folder = "" if usual else f" --state-dir {self.options.state_dir}"
+        key = "" if model else " -H 'Authorization: Bearer KEY'"
+        model = model or self.options.model or "MODEL"
         body = json.dumps({"model": model, "prompt": "Once upon a time", "max_tokens": 32, "stream": True})
         self.screen.say(f"""
 [bold green]Baton is ready:[/] {endpoint}/v1   model [bold]{escape(model)}[/]   {workers}
 
-  Try it:   [bold]curl -N {endpoint}/v1/completions -H 'Content-Type: application/json' \\
+  Try it    [bold]curl -N {endpoint}/v1/completions -H 'Content-Type: application/json'{key} \\
               -d {escape(shlex.quote(body))}[/]
-
-  Console:  {where.console}   (what goes on, and why)
-  Metrics:  {where.metrics}{routers_own(where)}
-  Logs:     {self.logs}
-  Fleet:    {program()} workers{folder}      One more worker: {program()} up --join{folder}
+  Why so    [bold]{program()} explain{folder}[/]   why that went where it went, and what took how long
+  Watch     [bold]{where.console}[/]   requests and workers as they go; or {program()} top{folder}
+  Trouble?  {program()} doctor{folder}   says what is wrong and what to do; logs: {self.logs}
+  More      {program()} up --join{folder}   one more worker; {program()} --help   everything else
+  Metrics   {where.metrics}{routers_own(where)}
 
 Ctrl-C stops it all.""")
 
@@ -137,7 +139,7 @@ def routers_own(where: Endpoints) -> str:
     if not where.routers:
         return f"   (the router's own: {where.api}/metrics)"
     each = "   ".join(f"{name} {url}" for name, url in where.routers.items())
-    return f"\n  Routers:  {each}   (share the port; /metrics of each there)"
+    return f"\n  Routers   {each}   (share the port; /metrics of each there)"
 
 
 def program() -> str:
@@ -149,7 +151,7 @@ def program() -> str:
 
 
 async def served_model(endpoint: str) -> str:
-    """The first model that the router offers, once it is ready. Raises StartFailed."""
+    """The first model that the router offers, once it is ready; empty if it wants a key to say. Raises StartFailed."""
     said = "it does not answer"
     async with httpx.AsyncClient(base_url=endpoint, timeout=HTTP_S_MAX, trust_env=False) as client:
         with contextlib.suppress(TimeoutError):
@@ -159,8 +161,10 @@ async def served_model(endpoint: str) -> str:
                         answer = await client.get("/ready")
                         said = answer.text
                         if answer.status_code == httpx.codes.OK:
-                            models = (await client.get("/v1/models")).json()
-                            return str(models["data"][0]["id"])
+                            models = await client.get("/v1/models", headers=key_headers())
+                            if models.status_code == httpx.codes.UNAUTHORIZED:
+                                return ""
+                            return str(models.json()["data"][0]["id"])
                     except (httpx.TransportError, LookupError):
                         pass
                     await asyncio.sleep(POLL_S)

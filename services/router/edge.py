@@ -108,7 +108,7 @@ class Edge:
             closes = exchange.head.length > UPLOAD_DISCARDED_FACTOR * self._settings.body_bytes_max
             self._refuse(exchange, msgspec.structs.replace(refusal, closes=closes))
         elif caller is not None:
-            exchange.caller = caller
+            exchange.head.caller = caller
         return refusal is None
 
     def turned_away(self) -> None:

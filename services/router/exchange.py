@@ -56,10 +56,12 @@ class Connection(Protocol):
 class Head:
     """What the head of a request says that concerns a router. Header names are lower case."""
 
-    __slots__ = ("class_name", "content_type", "length", "mode", "path", "request_id", "tenant", "trace")
+    __slots__ = ("caller", "class_name", "content_type", "length", "mode", "path", "request_id", "tenant", "trace")
 
     def __init__(self, path: str, headers: list[Header], new_id: Callable[[], str]) -> None:
         self.path = path
+        self.caller = ANYONE
+        """Whoever asks, as their key says."""
         self.mode: Mode | None = Mode.AUTO
         """None when the header asks for something that does not exist."""
         self.class_name = ""
@@ -141,7 +143,6 @@ class Exchange:
         "_keep_alive",
         "_unsent_head",
         "begun",
-        "caller",
         "ended",
         "head",
         "left",
@@ -158,7 +159,6 @@ class Exchange:
         self._keep_alive = keep_alive
         self._unsent_head = b""
         self.head = head
-        self.caller = ANYONE
         self.upload = upload
         self.my_turn = False
         """Earlier requests of the same connection have been answered."""

@@ -50,7 +50,7 @@ class Relay:
     async def serve(self, exchange: Exchange) -> None:
         """One request from its body to the end of its answer."""
         now = self._now()
-        caller = exchange.caller
+        caller = exchange.head.caller
         facts = salted(read_request(exchange.head.path, exchange.upload.body()), caller.key, caller.secret)
         resumes_max = resumes_allowed(self._settings.resumes_max, facts.wishes.resumes_max)
         attempts = Attempts(resumes_max, why_not_resumed(facts))
@@ -70,7 +70,7 @@ class Relay:
 
     async def _serve(self, flight: Flight) -> None:
         facts, head = flight.facts, flight.exchange.head
-        key = flight.exchange.caller.key
+        key = flight.exchange.head.caller.key
         tenant = key.tenant or head.tenant
         headed = Headed(mode=head.mode or Mode.AUTO, class_name=head.class_name, tenant=tenant, key=key)
         if (fault := self._parts.terms.fault(facts, headed, self._parts.fleet.cluster.workers)) is not None:
@@ -91,7 +91,7 @@ class Relay:
 
     def _charge(self, flight: Flight, prompt_tokens: int) -> HttpError | None:
         """Take the prompt's tokens of what its key may use; why not."""
-        caller, now = flight.exchange.caller, self._now()
+        caller, now = flight.exchange.head.caller, self._now()
         over = caller.allowance.tokens(now, prompt_tokens)
         if over is not None:
             return limited(over, caller, now)
