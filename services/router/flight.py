@@ -26,7 +26,7 @@ SLOW = Failure(reason=Reason.CLIENT_SLOW, message="the client reads too slowly")
 class Spent:
     """Where the router's own time went before the legs of the last attempt: one behind the other, in seconds."""
 
-    __slots__ = ("admission_s", "failed_s", "place_s", "tokenize_s", "trace")
+    __slots__ = ("admission_s", "failed_s", "gap_s_max", "place_s", "tokenize_s", "trace")
 
     def __init__(self) -> None:
         self.admission_s = 0.0
@@ -36,6 +36,8 @@ class Spent:
         """All placements together."""
         self.failed_s = 0.0
         """Attempts that failed, from their placement to their failure."""
+        self.gap_s_max = 0.0
+        """The longest time between two pieces of its stream: the client's, no part of the above."""
         self.trace: Trace | None = None
         """What the request's spans will be drawn from, where anybody traces."""
 
@@ -225,7 +227,7 @@ def finished(flight: Flight, now: float) -> RequestFinished:
     return RequestFinished(
         request_id=flight.exchange.head.request_id,
         decision_id=flight.decision.decision_id if flight.decision is not None else DecisionId(""),
-        tenant=asked.tenant if asked is not None else flight.exchange.caller.key.tenant,
+        tenant=asked.tenant if asked is not None else flight.exchange.head.caller.key.tenant,
         model=flight.facts.model,
         path=flight.facts.path,
         mode=mode.value,
