@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
@@ -21,8 +22,16 @@ from typing import Any, TypeVar
 import msgspec
 import psutil
 
-from services.launcher import machine
-from services.launcher.core.doctor_facts import Disk, Engine, Gpu, InstallationFacts, Package, Packages, Port
+from services.launcher import doctor_secrets, machine
+from services.launcher.core.doctor_facts import (
+    Disk,
+    Engine,
+    Gpu,
+    InstallationFacts,
+    Package,
+    Packages,
+    Port,
+)
 from services.launcher.core.plan import PlanRefused
 from shared.bus.nats_refusals import without_password
 from shared.runtime.settings import CommonSettings
@@ -50,6 +59,8 @@ async def look(common: CommonSettings, nats_url: str, *, load_engine: bool, is_r
         "nats_server": _in_thread(nats_server),
         "gpus": _in_thread(gpus),
         "disks": _in_thread(lambda: disks(common)),
+        "certificates": _in_thread(lambda: doctor_secrets.certificates(common, time.time())),
+        "exposed": _in_thread(lambda: doctor_secrets.exposed(common)),
         "others": _in_thread(lambda: others(nats_url)),
     }
     if not is_running:

@@ -114,6 +114,8 @@ class InstallationFacts(Facts, kw_only=True):
     others: dict[str, int] = msgspec.field(default_factory=dict)
     """NATS addresses of other systems whose processes run here, with how many."""
     certificates: list[Certificate] = msgspec.field(default_factory=list)
+    exposed: list[str] = msgspec.field(default_factory=list)
+    """Files with secrets that other users may read."""
 
 
 class HeardService(msgspec.Struct, frozen=True, kw_only=True):

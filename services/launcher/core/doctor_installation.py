@@ -27,6 +27,8 @@ PROBES = {
     "gpus": "GPUs",
     "disks": "Disks",
     "others": "Other systems here",
+    "certificates": "Certificates",
+    "exposed": "Files with keys",
     "ports": "Ports",
 }
 """For a person."""
@@ -48,6 +50,7 @@ def about_installation(facts: InstallationFacts) -> Iterator[Finding]:
         todo = "Install a C compiler (apt-get install gcc), then `make setup`."
         yield _finding(Level.WARNING, "The prefix index runs in Python: it was not compiled.", why, todo)
     yield from _certificates(facts)
+    yield from _exposed(facts)
 
 
 def about_machine(facts: InstallationFacts) -> Iterator[Finding]:
@@ -154,6 +157,13 @@ def _certificates(facts: InstallationFacts) -> Iterator[Finding]:
         else:
             what = f"The certificate {one.path} holds for {many(days, 'day')}"
             yield Finding(area=Area.ACCESS, level=Level.OK, what=what)
+
+
+def _exposed(facts: InstallationFacts) -> Iterator[Finding]:
+    if facts.exposed:
+        what = f"Other users may read {named(facts.exposed)}."
+        why, todo = "Who has these keys may do what their owners may.", "chmod 600 (and make new ones if somebody has)"
+        yield Finding(area=Area.ACCESS, level=Level.WARNING, what=what, why=why, todo=todo)
 
 
 def _memory(facts: InstallationFacts) -> Iterator[Finding]:

@@ -133,6 +133,7 @@ INSTALLATION_FAULTS: dict[str, tuple[dict[str, object], Level, str]] = {
         Level.WARNING, "Port 8000, for the OpenAI API, is taken by pid 3 (x).",
     ),
     "another system": ({"others": {"nats://h:1": 4}}, Level.NOTE, "Another system runs here, on nats://h:1 (4 processes)"),
+    "exposed": ({"exposed": ["/k/nkey"]}, Level.WARNING, "Other users may read /k/nkey."),
     "certificate ended": ({"certificates": [Certificate(path="c", ends_in_s=-1.0)]}, Level.ERROR, "c has ended"),
     "certificate ends": ({"certificates": [Certificate(path="c", ends_in_s=3 * DAY_S)]}, Level.WARNING, "ends in 3 days"),
     "certificate unread": ({"certificates": [Certificate(path="c", failure="no")]}, Level.ERROR, "cannot be read"),

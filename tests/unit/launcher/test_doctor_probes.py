@@ -8,12 +8,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from services.launcher import doctor_machine
+from services.launcher import doctor_machine, doctor_secrets
+from services.launcher.certificates import AUTHORITY_DAYS, new_authority
 from services.launcher.core.doctor_facts import Nats, Package, SystemFacts
 from services.launcher.doctor_bus import HEARD_S_MAX, HEARD_S_MIN, hear, listen
 from shared.bus.memory_bus import MemoryBus, MemoryHub
@@ -22,6 +24,7 @@ from shared.bus.port import BusDown
 from shared.contracts.channels import LOAD, SERVICE_STATUS, WORKER_RECORDS
 from shared.contracts.control import ServicePhase, ServiceStatus
 from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerPhase
+from shared.runtime.settings import CommonSettings
 from tests.fleet_builders import load, record
 from tests.virtual_time import LoopClock, run_in_virtual_time
 
@@ -227,3 +230,26 @@ def test_engines_that_do_not_load_are_told_of_in_words():
     told = json.loads(done.stdout)
     assert told["nixl_failure"].startswith("ModuleNotFoundError")
     assert told["vllm_failure"].startswith("ModuleNotFoundError")
+
+
+def test_certificates_tell_until_when_they_hold_and_keys_who_may_read_them(tmp_path: Path):
+    now = datetime(2026, 1, 1, tzinfo=UTC)
+    pair = new_authority(now)
+    for name, content in {
+        "ca/ca.pem": pair.certificate,
+        "nats/server.pem": b"?",
+        "router/nkey": b"SU",
+        "nkey": b"SU",
+    }.items():
+        file = tmp_path / "cluster" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+        file.chmod(0o640)
+    (tmp_path / "cluster" / "nkey").chmod(0o600)
+    common = CommonSettings(state_dir=str(tmp_path), nats_nkey_file=str(tmp_path / "cluster" / "nkey"))
+
+    authority, server = doctor_secrets.certificates(common, now.timestamp())
+
+    assert authority.ends_in_s == pytest.approx(AUTHORITY_DAYS * 86_400, abs=1)
+    assert server.failure == "it holds no certificate"
+    assert doctor_secrets.exposed(common) == [str(tmp_path / "cluster" / "router" / "nkey")]
