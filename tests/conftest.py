@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _turn(item: pytest.Item) -> int:
     path = item.path.relative_to(ROOT)
-    return 0 if _group(str(path)) == "engines" else 1 if path.parts[1] in ("e2e", "chaos") else 2
+    return 0 if _group(str(path)) == "engines" else 1 if path.parts[1] in ("e2e", "chaos", "browser") else 2
 
 
 @pytest.fixture(scope="session", autouse=True)
