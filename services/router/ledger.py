@@ -18,6 +18,7 @@ from services.router.fleet import Fleet
 from services.router.flight import Flight, finished
 from services.router.kv_feed import KvFeed
 from services.router.prediction_metrics import PredictionTimings
+from services.router.timings import Goals, Timings, TraceMetrics
 from services.router.tracing import Tracing
 from shared.bus.port import Bus, BusDown
 from shared.bus.streams import Orphans
@@ -27,7 +28,7 @@ from shared.contracts.ids import RouterId
 from shared.contracts.inference import RequestFinished, RequestsFinished
 from shared.telemetry import names
 from shared.telemetry.metrics import Metric
-from shared.telemetry.prometheus import counter, histogram
+from shared.telemetry.prometheus import counter
 
 log = logging.getLogger("baton.request")
 
@@ -37,28 +38,6 @@ REPORT_S = 0.1
 """How often finished requests are reported to the metrics collector."""
 UNREPORTED_MAX = 10_000
 """Finished requests kept while NATS is away; the oldest are forgotten beyond that."""
-
-
-class Timings:
-    """Latencies, by mode."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.placement = histogram(names.ROUTER_PLACEMENT, registry)
-        self.resume = histogram(names.ROUTER_RESUME, registry)
-        ttft, itl, e2e = (
-            histogram(metric, registry) for metric in (names.ROUTER_TTFT, names.ROUTER_ITL, names.ROUTER_E2E)
-        )
-        # Looking a label child up costs more than observing: the few there are, are looked up once.
-        self._by_mode = {mode: (ttft.labels(mode), itl.labels(mode), e2e.labels(mode)) for mode in MODES}
-
-    def add(self, told: RequestFinished) -> None:
-        """One request that ended well."""
-        ttft, itl, e2e = self._by_mode[told.mode]
-        e2e.observe(told.e2e_s)
-        if told.ttft_s >= 0:
-            ttft.observe(told.ttft_s)
-        if told.itl_s >= 0:
-            itl.observe(told.itl_s)
 
 
 class Counts:
@@ -98,6 +77,8 @@ class Ledger:
         self.registry = CollectorRegistry()
         self.counts = Counts(self.registry)
         self.timings = Timings(self.registry)
+        self.goals = Goals(self.registry)
+        self.registry.register(TraceMetrics(tracing.counts))
         self.predictions = PredictionTimings(self.registry)
         self.tokens = Tokens(self.registry)
 
@@ -118,12 +99,13 @@ class Ledger:
         """A request is over; answers its story."""
         told = self._tracing.ended(flight, finished(flight, now))
         self.counts.add(told.mode, told.status)
+        self.goals.add(told)
         if (placed := flight.story.placed) is not None:
             self.counts.placed(told.mode, placed.why)
         if told.reason:
             self.counts.refusals.labels(told.reason).inc()
         else:
-            self.timings.add(told)
+            self.timings.add(told, flight.story.spent.gap_s_max)
             self.predictions.add(told, placed)
             self.tokens.add(told)
         if told.placement_s >= 0:

@@ -10,12 +10,12 @@ from services.router.attempts import NOT_BROKEN
 from services.router.core.placement import Placed
 from services.router.core.request import Mode
 from services.router.core.second_try import hop_s
-from services.router.exchange import Header, header_value
 from services.router.flight import Flight
 from services.router.guarded_leg import Frames, GuardedLeg
-from services.router.http_answers import EVENT_STREAM, NO_SNIFFING
+from services.router.http_answers import EVENT_STREAM
 from services.router.parts import Parts
 from services.router.pulse import Pulse
+from services.router.served_by import ServedBy
 from services.router.starts import Starts
 from shared.bus.port import BusDown, MessageTooLarge
 from shared.bus.streams import Leg, LegFailed
@@ -68,7 +68,9 @@ class LegRunner:
         self._starts = Starts(parts.router_id, parts.clock.now, guards_handoffs=parts.failures.guards_handoffs)
         self._pulse = Pulse()
         self._resumed = parts.ledger.resumed
-        self._fixed_headers: dict[tuple[Mode, str, str, str, bool], list[Header]] = {}
+        self._gaps = parts.ledger.timings.gaps
+        self.headers = ServedBy().headers
+        """What the client is told beside the answer."""
 
     async def run(self, flight: Flight, placed: Placed) -> None:
         """All legs of this placement. Raises NOT_ANSWERED."""
@@ -83,18 +85,6 @@ class LegRunner:
             report = await self._prefill(flight, placed)
             self._allow_answer(flight)
             await self._answer(flight, placed, self._starts.make(flight, placed, LegKind.DECODE, report))
-
-    def headers(self, flight: Flight, placed: Placed, content_type: str) -> list[Header]:
-        """What the client is told beside the answer: who served it."""
-        prefill = placed.prefill.record.worker_id if placed.prefill is not None else ""
-        key = (placed.mode, content_type, placed.decode.record.worker_id, prefill, placed.streamed)
-        fixed = self._fixed_headers.get(key)
-        if fixed is None:
-            if len(self._fixed_headers) >= FIXED_HEADERS_MAX:
-                self._fixed_headers.clear()
-            fixed = self._fixed_headers[key] = _fixed_headers(*key)
-        named = (b"x-request-id", flight.exchange.head.request_id.encode())
-        return [*fixed, named, *flight.decision_headers()]
 
     async def _side_by_side(self, flight: Flight, placed: Placed) -> None:
         """Both legs at once: decode reads the KV as it is computed. A prefill leg that fails takes the decode leg with
@@ -204,7 +194,9 @@ class LegRunner:
         exchange, story, now, gap_s = flight.exchange, flight.story, self._now, self._settings.frame_gap_s_max
         had, awaited = flight.attempts.had, True
         remember = had.remember
-        written_at = at = first_at = 0.0
+        spent, note_gap = story.spent, self._gaps.of[placed.mode.value].noted.append
+        written_at = first_at = 0.0
+        at = story.last_at
         while True:
             data = b"".join([frame.data for frame in frames]) if len(frames) > 1 else frames[0].data
             for frame in frames:
@@ -213,7 +205,11 @@ class LegRunner:
                 remember(frame.token_ids)
             last = frames[-1]
             if data:
-                story.last_at = at = now()
+                before, at = at, now()
+                story.last_at = at
+                if before:
+                    note_gap(gap := at - before)
+                    spent.gap_s_max = max(spent.gap_s_max, gap)
                 flight.deadline_at = min(at + gap_s, flight.ends_at)
             if awaited and (data or last.kind is END):
                 awaited, first_at = False, at or now()
@@ -270,23 +266,6 @@ class LegRunner:
         story.first_at = story.last_at = self._now()
         body = b"".join([frame.data for frame in frames])
         flight.exchange.answer(OK, self.headers(flight, placed, frames[0].content_type), body)
-
-
-FIXED_HEADERS_MAX = 4096
-"""Combinations of workers whose headers are kept ready."""
-
-
-def _fixed_headers(mode: Mode, content_type: str, decode: str, prefill: str, streamed: bool) -> list[Header]:
-    headers = [
-        (b"content-type", header_value(content_type)),
-        NO_SNIFFING,
-        (b"x-baton-mode", mode.value.encode()),
-        (b"x-baton-decode-worker", header_value(decode)),
-    ]
-    if prefill:
-        headers.append((b"x-baton-prefill-worker", header_value(prefill)))
-        headers.append((b"x-baton-handoff", b"streamed" if streamed else b"offered"))
-    return headers
 
 
 def status_of(head: Frame) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.exposition import choose_encoder
 from starlette.exceptions import HTTPException
 
 from services.router.caller import CALLER
@@ -187,9 +187,10 @@ def make_app(parts: Parts) -> FastAPI:
     _add_errors(app)
 
     @app.get("/metrics", response_class=Response, tags=["state"])
-    async def metrics() -> Response:
-        """Prometheus metrics of this router."""
-        return Response(generate_latest(parts.ledger.registry), media_type=CONTENT_TYPE_LATEST)
+    async def metrics(request: Request) -> Response:
+        """Prometheus metrics of this router; as OpenMetrics, to whoever accepts that, with examples of traces."""
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(parts.ledger.registry), headers={"content-type": content_type})
 
     return app
 

@@ -151,8 +151,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     decisions_bytes_max: int = 64 * 1024 * 1024
     """Memory for them, about."""
     trace_slow_s: float = 2.0
-    """A request whose first token takes longer is traced, whatever the share of those that are; one with a target of its
-    own, when it misses that.
+    """A request whose first token takes longer is traced, whatever the share of those that are; one with a target of
+    its own, when it misses that.
     """
     log_requests: bool = True
     """One line for each finished request."""

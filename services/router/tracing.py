@@ -25,6 +25,8 @@ from shared.telemetry.drawn import SpanSink
 
 Headers = dict[str, str] | None
 TRACE_BITS = 128
+TOO_MANY = "too_many"
+"""Would have been kept, but there were too many at a time."""
 SLOW_S = 2.0
 """What is slow, unless settings say."""
 
@@ -37,6 +39,8 @@ class Tracing:
         self._now: Callable[[], float] = (clock or SystemClock()).now
         self._share = TraceShare(sink.sample_ratio if sink is not None else 0.0)
         self._slow_s = slow_s
+        self.counts = dict.fromkeys([*(why.value for why in Kept), TOO_MANY], 0)
+        """Of traces, by why they were kept; and of those that were not."""
 
     def begin(self, flight: Flight) -> None:
         """A request has come. One that its client has traced goes on in the client's trace."""
@@ -62,8 +66,12 @@ class Tracing:
         if trace is None or sink is None:
             return told
         worth = kept(told, self._slow_s)
-        if not trace.sampled and (worth is Kept.SHARE or trace.unwanted or not self._share.allowed(self._now())):
+        if not trace.sampled and (worth is Kept.SHARE or trace.unwanted):
             return told
+        if not trace.sampled and not self._share.allowed(self._now()):
+            self.counts[TOO_MANY] += 1
+            return told
+        self.counts[worth.value] += 1
         told = msgspec.structs.replace(told, trace_id=trace.name())
         sink.draw(trace.trace_id, spans_of(flight, told, worth, self._now()))
         return told

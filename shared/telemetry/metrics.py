@@ -9,6 +9,8 @@ LATENCY_BUCKETS_S = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
 )  # fmt: skip
 
+ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0)
+
 
 class Kind(StrEnum):
     """Prometheus' kinds."""
@@ -57,3 +59,8 @@ def seconds(name: str, meaning: str, *labels: str, buckets: tuple[float, ...] = 
     return listed(
         Metric(name=name, kind=Kind.HISTOGRAM, unit="seconds", meaning=meaning, labels=labels, buckets=buckets)
     )
+
+
+def token_seconds(name: str, meaning: str, *labels: str) -> Metric:
+    """A histogram of the times between tokens."""
+    return seconds(name, meaning, *labels, buckets=ITL_BUCKETS_S)

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+import uuid
 from collections.abc import Iterator
 from itertools import pairwise
 from statistics import median
@@ -17,10 +18,13 @@ import psutil
 import pytest
 from openai import OpenAI
 
+from shared.telemetry.span_names import Attribute, SpanName
 from tests.e2e.prompts import VOCABULARY, prompts_with_shared_prefixes
 from tests.e2e.system import Metrics, System, baton, until
 from tests.nats_server import NatsServer
+from tests.otlp_receiver import OtlpReceiver, Span
 from tests.processes import quietest_cpu
+from tests.spans import ADD_UP, length, time_to_first_token
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nats]
 
@@ -41,17 +45,26 @@ CLIENT_S_MAX = 5.0
 """What the client itself adds to a TTFT, on a machine that computes as well."""
 TRANSIT_S_MAX = 1.0
 """Processes wait for each other on such a machine; it is no part of what engines report."""
+ENGINE_SPAN = "llm_request"
+"""vLLM's own."""
 IDLE_CPU_MAX = 0.05
 """Of one core, for all processes of one engine."""
 
 
 @pytest.fixture(scope="module")
-def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    """One prefill and one decode engine, on a NATS whose messages are small."""
+def receiver() -> Iterator[OtlpReceiver]:
+    with OtlpReceiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory, receiver: OtlpReceiver) -> Iterator[System]:
+    """One prefill and one decode engine, on a NATS whose messages are small; who asks for it is traced."""
     folder = tmp_path_factory.mktemp("vllm")
+    tracing = {"BATON_OTLP_ENDPOINT": receiver.endpoint, "BATON_TRACE_SAMPLE_RATIO": "0"}
     with (
         NatsServer(folder, max_payload=NATS_PAYLOAD_BYTES_MAX) as nats,
-        System(folder / "state", *FLEET, nats_url=nats.url) as system,
+        System(folder / "state", *FLEET, nats_url=nats.url, env=tracing) as system,
     ):
         system.wait_ready(ENGINES_START_S_MAX).until_exact(2)
         yield system
@@ -154,12 +167,14 @@ def test_usage_is_true_and_tells_what_was_cached(client: OpenAI):
 @pytest.mark.parametrize("tokens", [200, 3000], ids=["offered", "streamed handoff"])
 @pytest.mark.parametrize("mode", ["aggregated", "disaggregated"])
 def test_the_parts_of_the_time_to_the_first_token_add_up_to_what_the_client_waits(
-    system: System, mode: str, tokens: int
+    system: System, receiver: OtlpReceiver, mode: str, tokens: int
 ):
     prompt = random.Random(f"{mode}{tokens}").choices(VOCABULARY, k=tokens)
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "stream": True}
+    trace_id = uuid.uuid4().hex
+    headers = {"x-baton-mode": mode, "traceparent": f"00-{trace_id}-00f067aa0ba902b7-01"}
     begun = time.perf_counter()
-    with system.http.stream("POST", "/v1/completions", json=body, headers={"x-baton-mode": mode}) as answer:
+    with system.http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
         events = answer.iter_bytes()
         next(events)
         waited_s = time.perf_counter() - begun
@@ -177,6 +192,31 @@ def test_the_parts_of_the_time_to_the_first_token_add_up_to_what_the_client_wait
     assert parts["prefill_s"] > 0
     assert (parts["first_token_s"] > 0) == (mode == "disaggregated")
     assert parts["transit_s"] < TRANSIT_S_MAX
+    the_trace_says_the_same(receiver, trace_id, told)
+
+
+def the_trace_says_the_same(receiver: OtlpReceiver, trace_id: str, decision: dict[str, Any]) -> None:
+    """Router, workers and engines: one trace, in which the parts follow each other and add up."""
+    workers = [worker for worker in (decision["prefill_worker"], decision["decode_worker"]) if worker]
+
+    def spans(name: str) -> list[Span]:
+        return [span for span in receiver.spans if (span.trace_id, span.name) == (trace_id, name)]
+
+    wanted = {SpanName.REQUEST: 1, SpanName.SERVE_LEG: len(workers), ENGINE_SPAN: len(workers)}
+    assert receiver.wait_for(lambda: all(len(spans(name)) == count for name, count in wanted.items()))
+
+    ttft_s, lengths = time_to_first_token([span for span in receiver.spans if span.trace_id == trace_id])
+    assert ttft_s == pytest.approx(decision["ttft_s"], rel=ADD_UP)
+    computed = {span.instance: length(span) for span in spans(SpanName.ENGINE_PREFILL)}
+    assert sorted(computed) == sorted(workers)
+    (request,) = spans(SpanName.REQUEST)
+    if request.attributes.get(Attribute.HANDOFF) != "streamed":  # Then its end lies before the router's count begins.
+        assert computed[workers[0]] == pytest.approx(lengths[SpanName.TTFT_PREFILL], abs=ADD_UP * ttft_s)
+    if len(workers) > 1:
+        (read,) = spans(SpanName.READ)
+        assert computed[workers[1]] == pytest.approx(lengths[SpanName.TTFT_FIRST_TOKEN], abs=ADD_UP * ttft_s)
+        assert read.attributes[Attribute.KV_SOURCE] == workers[0]
+        assert read.attributes[Attribute.KV_GB_PER_S] > 0
 
 
 def test_a_body_of_many_nats_messages_works(client: OpenAI):

@@ -214,7 +214,7 @@ def test_what_nobody_can_serve_is_traced_as_a_failure():
     drawings = Drawings(0.0)
 
     async def story(world: World) -> None:
-        await world.worker("w1", script=streams(0, fails(Reason.INTERNAL)))
+        await world.worker("w1", script=lambda _worker, _start, frames: fails(Reason.INTERNAL)(frames))
         assert (await world.ask(prompt())).status >= 500
 
     in_world(story, drawings)
