@@ -115,9 +115,7 @@ class RouterProtocol(HttpToolsProtocol):
                 raise httptools.HttpParserError("two offers at once") from again
 
     def _end_with(self, words: bytes) -> None:
-        """Nothing more is understood. What was asked before is answered first, for else a client would take these words
-        for an answer to that.
-        """
+        """Nothing more is understood. What was asked before is answered first: these words are no answer to that."""
         exchange = self.exchange
         if exchange is not None and not exchange.upload.complete:  # It is the end of this one that makes no sense.
             self.last_words = b""
@@ -212,9 +210,7 @@ class RouterProtocol(HttpToolsProtocol):
             task.add_done_callback(self.tasks.discard)
 
     def on_response_complete(self) -> None:
-        """The next request's turn, unless the client has not read what it got: it could fill our memory with answers.
-        Nothing more is read while others wait, or it could fill it with questions.
-        """
+        """The next request's turn, when the client has read its answers. While others wait, no more questions are read."""
         if self.flow.write_paused or self.transport.is_closing():
             self.held = True
             self.flow.pause_reading()
@@ -226,12 +222,17 @@ class RouterProtocol(HttpToolsProtocol):
             if self.pipeline:
                 self.flow.pause_reading()
 
+    def pause_writing(self) -> None:
+        """The client does not read fast enough. Whoever waits for it waits ``read_s_max``."""
+        super().pause_writing()
+        self.edge.idle.waits_for_reader(self)
+
     def resume_writing(self) -> None:
-        """The client has read most of what it got."""
+        """It has read most of what it got."""
         super().resume_writing()
+        self.edge.idle.has_read(self)
         if self.held and not self.transport.is_closing():
             self.held = False
-            self.edge.idle.has_read(self)
             self.on_response_complete()
 
     def shutdown(self) -> None:
@@ -284,10 +285,8 @@ class RouterProtocol(HttpToolsProtocol):
         return self.flow.write_paused
 
     async def drain(self) -> None:
-        """For exchanges: wait for the client, who has ``read_s_max`` for it."""
-        self.edge.idle.waits_for_reader(self)
+        """For exchanges: wait for the client."""
         await self.flow.drain()
-        self.edge.idle.has_read(self)
 
     def answered(self, *, close: bool) -> None:
         """For exchanges: the answer is complete."""

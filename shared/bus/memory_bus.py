@@ -56,6 +56,12 @@ class MemoryHub:
             here.remove(subscription)
         self._matches.clear()
 
+    def forget(self, bus: MemoryBus) -> None:
+        """Nobody there listens any more."""
+        for here in self._listeners.values():
+            here[:] = [one for one in here if one.bus is not bus]
+        self._matches.clear()
+
     def deliver(
         self, subject: str, payload: bytes, headers: Mapping[str, str], answer: asyncio.Future[Reply] | None = None
     ) -> int:
@@ -243,6 +249,7 @@ class MemoryBus(Connection):
 
     async def close(self) -> None:
         self.connected = False
+        self.hub.forget(self)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
