@@ -121,6 +121,7 @@ class Collector:
         moment = self._moment()
         self._ledger.service_told(status, moment.now)
         self._console.happened.service_told(status, moment.at)
+        self._console.passed(moment)
         self.feed.wake()
 
     def _planned(self, decision: PlanDecision, _envelope: Envelope) -> None:

@@ -11,7 +11,7 @@ from services.collector.core.console_events import Happenings
 from services.collector.core.console_health import health_of
 from services.collector.core.console_requests import RecentRequests
 from services.collector.core.console_traffic import Flows, LastMinute, Tenants
-from services.collector.core.console_views import Page, View
+from services.collector.core.console_views import Health, Page, View, WorkerCard
 from services.collector.core.console_workers import Roster
 from services.collector.core.ledger import Ledger
 from shared.contracts.inference import RequestFinished
@@ -19,6 +19,7 @@ from shared.contracts.inference import RequestFinished
 TOLD_MAX = 50
 """Requests and events that are told at a time; of what comes faster, the oldest are left out."""
 
+LOOK_S = 1.0
 TOLD_WHOLE = ("flows", "tenants", "health", "model_names")
 
 
@@ -41,6 +42,7 @@ class Console:
         self._flows = Flows()
         self._tenants = Tenants()
         self._minute = LastMinute(now)
+        self._looked_at = now
 
     def requests_finished(self, requests: Iterable[RequestFinished], moment: Moment) -> None:
         """Routers tell of requests that ended."""
@@ -56,14 +58,16 @@ class Console:
         if state is not None:
             self._roster.told(state)
             self.happened.fleet_told(state, moment.at)
+        self.passed(moment)
+
+    def passed(self, moment: Moment) -> None:
+        """Time went by: what nobody speaks of any more, and how all is, is noticed although nobody looks."""
+        if moment.now - self._looked_at >= LOOK_S:
+            self._look(moment, connected=True)
 
     def page(self, moment: Moment, *, connected: bool) -> Page:
         """All that there is to see at this moment."""
-        self._ledger.expire(moment.now)
-        self.happened.services_forgotten(set(self._ledger.services))
-        cards = self._roster.cards(self._ledger, moment.now)
-        health = health_of(self._ledger, cards, self._minute, moment.now, connected=connected)
-        self.happened.health_changed(health, moment.at)
+        cards, health = self._look(moment, connected=connected)
         return Page(
             at=round(moment.at, 3),
             model_names=self._roster.model_names(cards),
@@ -74,6 +78,16 @@ class Console:
             events=self.happened.lines(),
             tenants=self._tenants.rows(moment.now),
         )
+
+    def _look(self, moment: Moment, *, connected: bool) -> tuple[list[WorkerCard], Health]:
+        """Who is there and how all is; what changes without anybody saying so is noticed here."""
+        self._looked_at = moment.now
+        self._ledger.expire(moment.now)
+        self.happened.services_heard(set(self._ledger.services), moment.at)
+        cards = self._roster.cards(self._ledger, moment.now)
+        health = health_of(self._ledger, cards, self._minute, moment.now, connected=connected)
+        self.happened.health_changed(health, moment.at)
+        return cards, health
 
 
 def changes(before: Page, after: Page) -> list[tuple[str, Any]]:

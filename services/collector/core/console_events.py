@@ -21,6 +21,8 @@ OVER = (WorkerPhase.GONE, WorkerPhase.LOST)
 WORKER = "worker"
 """What a worker says of itself as a process, the fleet tells better."""
 LEVELS = {ServicePhase.FAILED: ERROR}
+ENDED = (ServicePhase.STOPPED, ServicePhase.FAILED)
+"""Who said this speaks no more."""
 Life = tuple[Epoch, WorkerPhase, Role]
 
 
@@ -88,9 +90,11 @@ class Happenings:
         words = f"{status.service} {status.phase.value}{f': {status.detail}' if status.detail else ''}"
         self._note(at, SERVICE, status.instance, words, LEVELS.get(status.phase, INFO))
 
-    def services_forgotten(self, living: set[tuple[str, str]]) -> None:
+    def services_heard(self, living: set[tuple[str, str]], at: float) -> None:
         """Only these still speak."""
-        self._services = {key: phase for key, phase in self._services.items() if key in living}
+        for key in [key for key in self._services if key not in living]:
+            if self._services.pop(key) not in ENDED:
+                self._note(at, SERVICE, key[1], f"{key[0]} fell silent", WARNING)
 
     def acted(self, subject: str, words: str, at: float, *, well: bool = True) -> None:
         """An operator gave an order here."""

@@ -116,3 +116,24 @@ async def test_a_dead_otlp_receiver_costs_a_warning_and_nothing_else(nats_server
         await until_scraped(port, names.FLEET_WORKERS_LOST.name)
 
         assert process.stop() == 0
+
+
+async def test_the_console_tells_what_the_bus_says_and_lets_the_process_stop(nats_server, tmp_path, bus):
+    port = free_port()
+    with collector(nats_server, tmp_path, port) as process:
+        await until_scraped(port, names.FLEET_WORKERS_LOST.name)
+        async with asyncio.timeout(WAIT_S_MAX), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            assert "<html" in (await client.get("/console")).text
+            async with client.stream("GET", "/console/events") as stream:
+                lines = stream.aiter_lines()
+                assert await anext(lines) == "event: state"
+                one = finished(ttft_s=0.02, decision_id="router-1-d1")
+                await bus.publish(REQUESTS_FINISHED, RequestsFinished(router_id="router-1", requests=[one]))
+                async for line in lines:
+                    if line == "event: request":
+                        break
+                assert '"decision_id":"router-1-d1"' in await anext(lines)
+                stopping = asyncio.get_running_loop().create_task(asyncio.to_thread(process.stop))
+                async for _line in lines:
+                    pass
+                assert await stopping == 0

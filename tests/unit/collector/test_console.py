@@ -177,7 +177,8 @@ def test_a_workers_life_is_told_once_in_words(told):
     told.console.happened.worker_lost(WorkerLost(worker_id="p1", epoch=1, silent_s=3.1), told.moment.at)
     told.fleet(record("p1", WorkerPhase.LOST, role=Role.PREFILL), record("d2", role=Role.PREFILL))
 
-    assert [(line.subject, line.text) for line in told.page().events][::-1] == [
+    lives = [(line.subject, line.text) for line in told.page().events if line.kind == "lifecycle"]
+    assert lives[::-1] == [
         ("d1", "ready → draining"),
         ("d2", "probing as decode"),
         ("p1", "lost: silent for 3.1 s"),
@@ -209,6 +210,15 @@ def test_a_service_is_told_of_when_its_phase_changes(told):
     told.router(ServicePhase.FAILED, "the port is taken")
 
     assert told.texts() == ["router failed: the port is taken", "router ready", "router starting"]
+
+
+def test_a_service_that_falls_silent_is_told_of_and_one_that_stopped_is_not(told):
+    told.router()
+    told.now = STALE_S_MAX + 1
+    assert "router fell silent" in told.texts()
+    told.router(ServicePhase.STOPPED)
+    told.now += STALE_S_MAX + 1
+    assert told.texts()[0] == "router stopped"
 
 
 def test_events_are_bounded(told):
@@ -278,13 +288,20 @@ def test_refusals_and_missed_targets_strain_it(told):
     ]
 
 
-def test_when_health_changes_it_is_an_event(told):
+def test_when_health_changes_it_is_an_event_whether_or_not_anybody_looks(told):
+    told.now = 2.0
     told.well()
-    told.page()
     told.router(ServicePhase.FAILED, "no port")
-    told.page()
+    told.now = 4.0
+    told.fleet(P1, D1)
+    told.now = 6.0
+    told.well()
 
-    assert told.texts()[0].startswith("well → ill: router router-1 has failed: no port.")
+    health = [line.text for line in told.page().events if line.kind == "health"]
+    assert health == [
+        "ill → well: All is well: 2 workers ready, 0.0 requests per second.",
+        "well → ill: router router-1 has failed: no port.",
+    ]
 
 
 def test_changes_are_what_the_page_did_not_show_before_and_nothing_else(told):
