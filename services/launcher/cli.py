@@ -28,7 +28,8 @@ from services.launcher import (
 from services.launcher.commands import mount
 from services.launcher.core.plan import UpOptions
 from services.launcher.core.sizes import parse_bytes
-from services.launcher.options import WIDTH_OF_FILES, NatsUrl, StateDir, common_settings, fail, find_nats
+from services.launcher.init_command import keys_folder
+from services.launcher.options import WIDTH_OF_FILES, NatsUrl, StateDir, common_settings, fail, find_nats, no_nats
 from shared.bus.port import BusError
 from shared.contracts.control import ServicePhase
 from shared.contracts.message import in_full
@@ -78,6 +79,8 @@ class Connector(StrEnum):
 
 [cyan]baton up --join --decode 1[/]   on a second terminal: one more worker
 
+[cyan]baton up --secure[/]   NATS lets in only those who have keys, each for its own part, and speaks TLS
+
 [cyan]baton up --workers-max 4[/]   as many of each role as the traffic wants, up to four
 
 [cyan]baton up --engine-args "--max-num-seqs 64"[/]   anything else vLLM understands
@@ -108,6 +111,9 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
     kv_cache: Annotated[str, typer.Option(help="KV cache per worker, like 512M or 8G.", show_default="vLLM's")] = "",
     engine_args: Annotated[str, typer.Option(help="Further vLLM arguments, in quotes.", show_default=False)] = "",
     insecure: Annotated[bool, typer.Option("--insecure", help="Let other machines ask without API keys.")] = False,
+    secure: Annotated[
+        bool, typer.Option("--secure", help="NATS asks for keys and speaks TLS; see `baton init`.")
+    ] = False,
     join: Annotated[bool, typer.Option("--join", help="Only add workers to the system that runs already.")] = False,
     workers_min: Annotated[int, typer.Option(min=1, help="Workers that the planner leaves running.")] = 1,
     workers_max: Annotated[
@@ -139,6 +145,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
         engine_args=engine_args,
         insecure=insecure,
         entrance_decided=any(os.environ.get(name) for name in ENTRANCE_VARIABLES),
+        keys_dir=keys_folder(state_dir, common) if secure else "",
         join=join,
         workers_min=workers_min,
         workers_max=workers_max,
@@ -177,7 +184,7 @@ def workers(
     try:
         fleet = asyncio.run(read_fleet(url))
     except BusError as error:
-        fail(f"NATS at {url} does not answer ({error}). Is the system running?")
+        no_nats(url, error)
     if json:
         print(msgspec.json.format(msgspec.json.encode(fleet.state)).decode())
     else:
@@ -230,7 +237,7 @@ def explain(
     except NotExplained as error:
         fail(str(error))
     except BusError as error:
-        fail(f"NATS at {nats_url} does not answer: {error}")
+        no_nats(nats_url, error)
     if json:
         print(msgspec.json.format(msgspec.json.encode(in_full(told))).decode())
     else:
@@ -251,7 +258,7 @@ def health(
     try:
         status = asyncio.run(hear_of(url, service, instance, within_s))
     except BusError as error:
-        fail(f"NATS at {url} does not answer: {error}")
+        no_nats(url, error)
     if status is None:
         fail(f"{service} {instance}".rstrip() + f" said nothing within {within_s:g} s")
     print(f"{status.service} {status.instance}: {status.phase.value} {status.detail}".rstrip())

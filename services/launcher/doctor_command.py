@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from services.launcher import state_file
-from services.launcher.options import WIDTH_OF_FILES, NatsUrl, StateDir, common_settings
+from services.launcher.options import WIDTH_OF_FILES, NatsUrl, StateDir, common_settings, find_nats
 
 NATS_VARIABLE = "BATON_NATS_URL"
 
@@ -44,13 +44,14 @@ def doctor(
     from services.launcher.doctor import Patient, examine
     from services.launcher.doctor_picture import draw
 
+    url = find_nats(nats_url, state_dir)  # before settings are read: it may find the keys to use
     common = common_settings()
     if state_dir is not None:
         common = msgspec.structs.replace(common, state_dir=str(state_dir))
     running = state_file.find(Path(common.state_dir))
     patient = Patient(
         common=common,
-        nats_url=nats_url or (running.nats_url if running else common.nats_url),
+        nats_url=url,
         is_expected=bool(nats_url or running or os.environ.get(NATS_VARIABLE)),
         launcher_pid=running.pid if running and nats_url in {"", running.nats_url} else 0,
         load_engine=not quick,

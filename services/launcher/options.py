@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from services.launcher import state_file
 from services.launcher.machine import inherited_environment
+from shared.bus.nats_refusals import without_password
 from shared.runtime.settings import CommonSettings, SettingsError, load_common
 
 WIDTH_OF_FILES = 200
@@ -36,6 +37,17 @@ def find_nats(nats_url: str, state_dir: Path | None) -> str:
     common = common_settings()
     running = state_file.find(state_dir or Path(common.state_dir))
     return nats_url or (running.nats_url if running else common.nats_url)
+
+
+def no_nats(url: str, error: BaseException) -> NoReturn:
+    """Say why nobody can be asked, and exit with 1."""
+    shown = without_password(url)
+    words = str(error)
+    if words.startswith(f"NATS at {shown} "):  # it answers, and will not have us
+        fail(f"{words} `baton doctor` tells more.")
+    fail(
+        f"NATS at {shown} does not answer. `baton up` starts a system here; `baton doctor` says what is wrong with one."
+    )
 
 
 def fail(message: str) -> NoReturn:

@@ -10,7 +10,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from services.launcher.options import NatsUrl, StateDir, fail, find_nats
+from services.launcher.options import NatsUrl, StateDir, fail, find_nats, no_nats
 from shared.bus.port import BusError
 from shared.contracts.fleet_orders import ChangeRole, DrainWorker, RoleChanged, WorkerDrained
 from shared.contracts.ids import WorkerId, is_subject_token
@@ -69,7 +69,7 @@ def drain(
         except NotObeyed as error:
             fail(str(error))
         except BusError as error:
-            fail(f"NATS at {url} does not answer ({error}). Is the system running?")
+            no_nats(url, error)
     say(console, told, order_words.drained(told), json=json)
 
 
@@ -91,7 +91,7 @@ def role(
         except NotObeyed as error:
             fail(str(error))
         except BusError as error:
-            fail(f"NATS at {url} does not answer ({error}). Is the system running?")
+            no_nats(url, error)
     say(console, told, order_words.role_changed(told), json=json)
 
 

@@ -9,7 +9,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from services.launcher.options import WIDTH_OF_FILES, NatsUrl, StateDir, fail, find_nats
+from services.launcher.options import WIDTH_OF_FILES, NatsUrl, StateDir, fail, find_nats, no_nats
 from shared.bus.port import BusError
 from shared.contracts.message import in_full
 
@@ -45,7 +45,7 @@ def plan(
     except NoPlan as error:
         fail(str(error))
     except BusError as error:
-        fail(f"NATS at {url} does not answer ({error}). Is the system running?")
+        no_nats(url, error)
     if json:
         print(msgspec.json.format(msgspec.json.encode(in_full(told))).decode())
         return

@@ -9,7 +9,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from services.launcher.options import WIDTH_OF_FILES, NatsUrl, StateDir, fail, find_nats
+from services.launcher.options import WIDTH_OF_FILES, NatsUrl, StateDir, fail, find_nats, no_nats
 from shared.bus.port import BusError
 from shared.contracts.message import in_full
 
@@ -46,7 +46,7 @@ def verdict(
     except NoVerdict as error:
         fail(str(error))
     except BusError as error:
-        fail(f"NATS at {url} does not answer ({error}). Is the system running?")
+        no_nats(url, error)
     if json:
         print(msgspec.json.format(msgspec.json.encode(in_full(told))).decode())
     else:
@@ -68,4 +68,4 @@ def top(
     try:
         asyncio.run(run_top(url, console, once=once))
     except* BusError as errors:
-        fail(f"NATS at {url} does not answer ({errors.exceptions[0]}). Is the system running?")
+        no_nats(url, errors.exceptions[0])
