@@ -108,7 +108,8 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
 def refuse(need: Need, cluster: ClusterView, *, busy: bool) -> Refused:
     """Why nobody is free: the three cases have three answers."""
     if need.model and need.model not in cluster.models_known and cluster.is_whole:
-        return Refused(reason=Reason.MODEL_UNKNOWN, message=f"The model `{need.model}` does not exist; /v1/models lists those that do.")
+        message = f"The model `{need.model}` does not exist; /v1/models lists those that do."
+        return Refused(reason=Reason.MODEL_UNKNOWN, message=message)
     if busy:
         message = "All workers of this model are full. Try again shortly."
         return Refused(reason=Reason.WORKER_BUSY, message=message, retry_after_s=RETRY_AFTER_S)
