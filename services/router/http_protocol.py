@@ -210,7 +210,7 @@ class RouterProtocol(HttpToolsProtocol):
             task.add_done_callback(self.tasks.discard)
 
     def on_response_complete(self) -> None:
-        """The next request's turn, when the client has read its answers. While others wait, no more questions are read."""
+        """The next request's turn, when the client has read its answers. While others wait, nothing more is read."""
         if self.flow.write_paused or self.transport.is_closing():
             self.held = True
             self.flow.pause_reading()

@@ -50,6 +50,8 @@ OWN = [Own("w1", Role.BOTH), Own("w2", Role.DECODE)]
 FLIGHTS = 3
 """Requests that are under way while strangers talk."""
 STAY_S_MAX = 5.0
+REST_S = 120.0
+"""Beyond what anybody remembers of workers and requests that are gone."""
 LEGS_NAMED = 4
 LINES = 60
 
@@ -217,7 +219,7 @@ class BusWorld:
         if self.flights:
             await asyncio.wait([task for _client, task in self.flights])
         self.flights.clear()
-        await asyncio.sleep(120)
+        await asyncio.sleep(REST_S)
 
     def bugs(self) -> list[str]:
         """Of buses that ended, and of lives."""

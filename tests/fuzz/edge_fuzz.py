@@ -96,6 +96,8 @@ class Client(asyncio.Transport):
         self._lost = False
 
     def write(self, data: bytes) -> None:  # type: ignore[override]
+        if self._closing:
+            return
         self.written += data
         if not self._reads:
             self.protocol.pause_writing()
@@ -222,7 +224,7 @@ async def connect(protocol: RouterProtocol, client: Client, pieces: list[bytes],
 async def fuzz(count: int, seed: int, progress: Callable[[str, int], None]) -> Campaign:
     """``count`` connections."""
     campaign, requests = Campaign("edge HTTP"), Requests(seed)
-    async with open_world(Settings(log_requests=False, connections_per_address_max=0)) as world:
+    async with open_world(Settings(log_requests=False, connections_per_address_max=0, decisions_max=100)) as world:
         await world.worker("w1", script=answer)
         server = make_server(world.router.edge, world.router.parts.settings)
         server.config.load()
