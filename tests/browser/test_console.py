@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, expect
 
 from tests.nats_server import NatsServer, free_port
 from tests.processes import service_process
@@ -25,7 +25,8 @@ pytestmark = pytest.mark.nats
 
 
 @pytest.fixture(scope="module")
-def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+def nats(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    """Not without a browser: nothing of all this is started only to be skipped."""
     with NatsServer(tmp_path_factory.mktemp("nats")) as server:
         yield server
 

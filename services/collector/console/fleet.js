@@ -89,7 +89,7 @@ function makeCard({ id, role }) {
   const open = (event) => openPanel("worker", id, event.currentTarget);
   const meter = role === ROUTER ? null : el("span", { class: "meter", "aria-hidden": "true" }, el("i"));
   const inside = [el("span", { class: "name" }, el("b", {}, id), el("span", { class: "phase" })), meter, el("span", { class: "load" })];
-  if (role === ROUTER) return el("div", { class: "worker", tabindex: 0, "data-id": id, "data-role": role }, inside);
+  if (role === ROUTER) return el("div", { class: "worker", role: "group", tabindex: 0, "data-id": id, "data-role": role }, inside);
   return el("button", { type: "button", class: "worker", "data-id": id, onclick: open }, inside);
 }
 
