@@ -64,6 +64,11 @@ class Connector(StrEnum):
     UPSTREAM = "upstream"
 
 
+WorkersMax = Annotated[
+    int, typer.Option(min=0, help="Let the planner start and drain workers, up to so many.", show_default="it does not")
+]
+
+
 @app.command(
     epilog="""[bold]Examples[/]
 
@@ -116,10 +121,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
     ] = False,
     join: Annotated[bool, typer.Option("--join", help="Only add workers to the system that runs already.")] = False,
     workers_min: Annotated[int, typer.Option(min=1, help="Workers that the planner leaves running.")] = 1,
-    workers_max: Annotated[
-        int,
-        typer.Option(min=0, help="Let the planner start and drain workers, up to so many.", show_default="it does not"),
-    ] = 0,
+    workers_max: WorkersMax = 0,
 ) -> None:
     """Start the whole system on this machine and stay until Ctrl-C."""
     common = common_settings()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rich.table import Table
 from rich.text import Text
 
+from services.launcher.access import launcher_access
 from shared.bus.nats_bus import connect_nats
 from shared.bus.port import AskTimedOut, Bus, NoResponders
 from shared.contracts.channels import DESCRIBE_FLEET, WORKER_RECORDS
@@ -58,7 +59,7 @@ async def read_fleet(nats_url: str) -> Fleet:
 @contextlib.asynccontextmanager
 async def open_bus(nats_url: str) -> AsyncIterator[Bus]:
     """A short-lived connection of the command line."""
-    bus = await connect_nats(nats_url, name="baton-cli", connect_s_max=CONNECT_S_MAX)
+    bus = await connect_nats(nats_url, name="baton-cli", connect_s_max=CONNECT_S_MAX, access=launcher_access())
     try:
         yield bus
     finally:

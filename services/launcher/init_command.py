@@ -22,6 +22,7 @@ from services.launcher.core.cluster import (
 from services.launcher.options import common_settings, fail
 from shared.bus.port import BusDown
 from shared.contracts.ids import is_subject_token
+from shared.runtime.settings import CommonSettings
 
 if TYPE_CHECKING:
     from services.launcher.cluster_files import Made
@@ -65,7 +66,7 @@ def init(  # one parameter per option is how the command line is declared
     from services.launcher.certificates import NoCertificate
     from services.launcher.cluster_files import make
 
-    named = (folder or Path(common_settings().state_dir) / FOLDER).expanduser().absolute()
+    named = folder.expanduser().absolute() if folder else Path(keys_folder(None, common_settings()))
     if wrong := [name for name in worker or () if not is_subject_token(name)]:
         fail(f"{wrong[0]!r} is no worker's id: those have letters, digits, '-' and '_' only.")
     wish = Wish(hosts=tuple(host or ()), workers=tuple(worker or ()), api_key=not no_api_key, renew=renew, force=force)
@@ -76,6 +77,11 @@ def init(  # one parameter per option is how the command line is declared
     except OSError as error:
         fail(f"{error.filename or named}: {error.strerror}")
     tell(Console(highlight=False, soft_wrap=True), named, wish, made)
+
+
+def keys_folder(state_dir: Path | None, common: CommonSettings) -> str:
+    """Where the keys are when nobody says where."""
+    return str(((state_dir or Path(common.state_dir)) / FOLDER).expanduser().absolute())
 
 
 def tell(console: Console, folder: Path, wish: Wish, made: Made) -> None:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from services.launcher import state_file
+from services.launcher.access import use_keys
 from services.launcher.machine import inherited_environment
 from shared.bus.nats_refusals import without_password
 from shared.runtime.settings import CommonSettings, SettingsError, load_common
@@ -33,9 +34,11 @@ def common_settings() -> CommonSettings:
 
 
 def find_nats(nats_url: str, state_dir: Path | None) -> str:
-    """Where the running system's NATS is."""
+    """Where the running system's NATS is; its key is ours from here on."""
     common = common_settings()
     running = state_file.find(state_dir or Path(common.state_dir))
+    if running and running.keys_dir and nats_url in {"", running.nats_url}:
+        use_keys(running.keys_dir)
     return nats_url or (running.nats_url if running else common.nats_url)
 
 

@@ -15,13 +15,14 @@ from services.launcher.core.plan import (
     devices_for,
     fresh_names,
     plan_worker,
+    surroundings,
     worker_settings,
 )
 from services.launcher.core.scaling import Own, own_of, steps_for
 from services.launcher.screen import Screen
 from services.launcher.system import System
 from shared.bus.port import BusError, Envelope
-from shared.contracts.channels import DRAIN, SCALE, WORKER_RECORDS
+from shared.contracts.channels import DRAIN, SCALE, WORKER_RECORDS, Party
 from shared.contracts.fleet_orders import DrainWorker
 from shared.contracts.ids import WorkerId
 from shared.contracts.planning import FleetScaled, ScaleFleet
@@ -93,7 +94,7 @@ class Scaling:
 
     def _start(self, wish: ScaleFleet, count: int, refusal: str, records: Mapping[str, WorkerRecord]) -> FleetScaled:
         running = [each.name for each in self._engines]
-        base = {"BATON_NATS_URL": self._system.plan.nats_url, "BATON_STATE_DIR": self._options.state_dir}
+        base = surroundings(self._options, self._system.plan.nats_url, Party.WORKER)
         settings = worker_settings(self._options, base)
         for name in fresh_names([wish.role] * count, [*records, *running]):
             self._system.add(plan_worker(self._machine, settings, wish.role, name, self._free_device(name)))

@@ -25,6 +25,8 @@ class RunningSystem(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     routers: dict[str, str] = msgspec.field(default_factory=dict)
     """Where each router is reached by itself, if several share the endpoint."""
+    keys_dir: str = ""
+    """Where the keys of its processes are, if NATS asks for them."""
 
 
 def running_file(state_dir: Path) -> Path:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self, TypeVar, cast
 
+from services.launcher.access import launcher_access
 from services.launcher.children import Child, Nursery
 from services.launcher.core.board import Row
 from services.launcher.core.failure_words import last_lines, why_it_died
@@ -161,7 +162,9 @@ class System:
     async def _connect(self) -> Bus:
         """A bus, once NATS answers."""
         patience_s = NATS_START_S_MAX if self.plan.stage(Stage.NATS) else NATS_ANSWER_S_MAX
-        connecting = connect_nats(self.plan.nats_url, name="launcher", connect_s_max=patience_s)
+        connecting = connect_nats(
+            self.plan.nats_url, name="launcher", connect_s_max=patience_s, access=launcher_access()
+        )
         try:
             bus = await self._unless_broken(connecting)
         except BusError as error:

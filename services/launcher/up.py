@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 
 from services.launcher import machine, state_file
+from services.launcher.access import use_keys
 from services.launcher.core.board import Board
+from services.launcher.core.cluster import CannotMake, Wish
 from services.launcher.core.plan import PlanRefused, UpOptions, plan_system
 from services.launcher.fleet import read_fleet
 from services.launcher.screen import Screen
 from services.launcher.session import Session, endpoints
 from services.launcher.state_file import RunningSystem
-from shared.bus.port import BusError
+from shared.bus.port import BusDown, BusError
 from shared.runtime.clock import SystemClock
 
 
@@ -44,12 +47,29 @@ async def run_up(options: UpOptions) -> int:
 async def start(options: UpOptions, screen: Screen, state_dir: Path) -> int:
     """A whole system. Raises PlanRefused before anything has started."""
     options = msgspec.structs.replace(options, model=machine.find_model(options.model))
+    if options.keys_dir:
+        make_keys(Path(options.keys_dir), is_ours=not options.nats_url)
     if options.routers == 1:
         return await start_on_free_ports(options, screen, state_dir)
     with machine.claimed(options.port):
         above = max(options.port, options.collector_port, options.nats_port if not options.nats_url else 0)
         ports = machine.free_ports(options.host, above, options.routers)
         return await start_on_free_ports(msgspec.structs.replace(options, router_ports=ports), screen, state_dir)
+
+
+def make_keys(folder: Path, *, is_ours: bool) -> None:
+    """What is missing there, for a NATS that we start; another one was given its keys by whoever runs it. Raises
+    PlanRefused.
+    """
+    from services.launcher.certificates import NoCertificate  # here, so that who needs no keys starts quickly
+    from services.launcher.cluster_files import make
+
+    try:
+        if is_ours:
+            make(folder, Wish(api_key=False), datetime.now(UTC))
+    except (CannotMake, NoCertificate, BusDown, OSError) as error:
+        raise PlanRefused(f"The keys in {folder}: {error}") from error
+    use_keys(str(folder))
 
 
 async def start_on_free_ports(options: UpOptions, screen: Screen, state_dir: Path) -> int:
@@ -67,6 +87,7 @@ async def start_on_free_ports(options: UpOptions, screen: Screen, state_dir: Pat
         engine=options.engine,
         model=options.model,
         routers=where.routers,
+        keys_dir=options.keys_dir,
     )
     state_file.write(state_dir, running)
     return await Session(plan, options, screen, gone=lambda: False).run()
@@ -82,8 +103,11 @@ async def join(options: UpOptions, screen: Screen, state_dir: Path) -> int:
         )
     ours = running if running and options.nats_url in {"", running.nats_url} else None
     nats_url = ours.nats_url if ours else options.nats_url
+    keys_dir = options.keys_dir or (ours.keys_dir if ours else "")
+    if keys_dir:
+        use_keys(keys_dir)
     model = machine.find_model(options.model or (ours.model if ours else ""))
-    options = msgspec.structs.replace(options, nats_url=nats_url, model=model)
+    options = msgspec.structs.replace(options, nats_url=nats_url, keys_dir=keys_dir, model=model)
     try:
         fleet = await read_fleet(nats_url)
     except BusError as error:

@@ -9,7 +9,9 @@ from typing import Literal
 
 import msgspec
 
+from services.launcher.core.cluster import SECURE, variables
 from services.launcher.core.placement import Device, share_cores, share_gpus
+from shared.contracts.channels import Party
 from shared.contracts.workers import Role
 
 
@@ -40,6 +42,8 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     nats_port: int = 4222
     nats_url: str = ""
     """A NATS that runs already; empty: one is started."""
+    keys_dir: str = ""
+    """A folder of `baton init`: each process gets its own key, and NATS is spoken to over TLS. Empty: neither."""
     state_dir: str
     kv_cache_bytes: int = 0
     engine_args: str = ""
@@ -122,9 +126,9 @@ class SystemPlan:
 
 def plan_system(options: UpOptions, machine: Machine, names_taken: Sequence[str] = ()) -> SystemPlan:
     """A whole system, or with ``join`` only its further workers. Raises PlanRefused."""
-    nats_url = options.nats_url or f"nats://127.0.0.1:{options.nats_port}"
-    base = {"BATON_NATS_URL": nats_url, "BATON_STATE_DIR": options.state_dir}
-    workers, notes = plan_workers(options, machine, base, names_taken)
+    nats_url = options.nats_url or f"{'tls' if options.keys_dir else 'nats'}://127.0.0.1:{options.nats_port}"
+    base = {party: surroundings(options, nats_url, party) for party in Party}
+    workers, notes = plan_workers(options, machine, base[Party.WORKER], names_taken)
     if options.join and (options.routers > 1 or options.workers_max):
         given = "--routers" if options.routers > 1 else "--workers-max"
         raise PlanRefused(f"{given} is for a new system: --join adds workers only.")
@@ -136,9 +140,9 @@ def plan_system(options: UpOptions, machine: Machine, names_taken: Sequence[str]
         PortNeed(host=options.host, port=options.collector_port, option="--collector-port", purpose="metrics"),
     ]
     services = [
-        plan_orchestrator(options, machine, base),
-        service(machine, "collector", base, host=options.host, port=options.collector_port),
-        *plan_routers(options, machine, base),
+        plan_orchestrator(options, machine, base[Party.ORCHESTRATOR]),
+        service(machine, "collector", base[Party.COLLECTOR], host=options.host, port=options.collector_port),
+        *plan_routers(options, machine, base[Party.ROUTER]),
     ]
     if options.nats_url:
         return SystemPlan(processes=(*services, *workers), ports=tuple(ports), nats_url=nats_url, notes=tuple(notes))
@@ -158,6 +162,12 @@ def check_entrance(options: UpOptions) -> None:
         )
 
 
+def surroundings(options: UpOptions, nats_url: str, party: Party) -> dict[str, str]:
+    """What every process of that party is told."""
+    base = {"BATON_NATS_URL": nats_url, "BATON_STATE_DIR": options.state_dir}
+    return {**base, **variables(options.keys_dir, party)} if options.keys_dir else base
+
+
 def plan_nats(options: UpOptions, machine: Machine) -> ProcessPlan:
     """nats-server with JetStream on, for this machine only."""
     if not machine.nats_server:
@@ -167,7 +177,8 @@ def plan_nats(options: UpOptions, machine: Machine) -> ProcessPlan:
         )
     store = f"{options.state_dir}/nats"
     flags = ("--addr", "127.0.0.1", "--port", str(options.nats_port), "--jetstream", "--store_dir", store)
-    return ProcessPlan(name="nats", stage=Stage.NATS, command=(machine.nats_server, *flags))
+    secured = ("--config", f"{options.keys_dir}/{SECURE}") if options.keys_dir else ()
+    return ProcessPlan(name="nats", stage=Stage.NATS, command=(machine.nats_server, *flags, *secured))
 
 
 def service(machine: Machine, name: str, base: Mapping[str, str], *, host: str = "", port: int = 0) -> ProcessPlan:
