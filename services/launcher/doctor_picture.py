@@ -41,12 +41,12 @@ def _lines(finding: Finding, console: Console, *, plain: bool) -> Iterator[Text]
     indent = Text(" " * mark.cell_len)
     for number, line in enumerate(_words(finding, plain=plain).wrap(console, _width(console) - mark.cell_len)):
         line.rstrip()
-        yield (indent if number else mark) + line
+        yield Text.assemble(indent if number else mark, line)
 
 
 def _words(finding: Finding, *, plain: bool) -> Text:
     is_bad = finding.level in BAD
-    words = Text(finding.what, STYLES[finding.level] if is_bad else "")
+    words = Text.assemble((finding.what, STYLES[finding.level] if is_bad else ""))
     if finding.why:
         words.append(f"\n{finding.why}", "" if is_bad else "dim")
     if finding.todo:

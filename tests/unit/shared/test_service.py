@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 from opentelemetry.trace import NoOpTracer
 
 from shared.bus.memory_bus import MemoryBus, MemoryHub
 from shared.contracts.channels import SERVICE_STATUS
-from shared.contracts.control import ServicePhase
+from shared.contracts.control import RouterStanding, ServicePhase
 from shared.runtime.clock import FakeClock
 from shared.runtime.service import Service, ServiceFacts, live
+from shared.runtime.version import baton_version
 
 SOON_S = 5.0
 ENDED_S_MAX = 30.0
@@ -53,6 +55,23 @@ async def test_a_service_that_stops_cleanly_says_each_phase_and_exits_0():
     assert await stage.run(main) == 0
     assert [phase for phase, _ in stage.heard] == [ServicePhase.READY, ServicePhase.STOPPED]
     assert not stage.bus.connected
+
+
+async def test_a_status_says_which_baton_on_which_machine_at_what_time_and_what_the_service_adds():
+    stage, told = Stage(), []
+    await MemoryBus(stage.hub).subscribe(SERVICE_STATUS, lambda status, _envelope: told.append(status))
+    standing = RouterStanding(not_exact={"w1": "degraded"})
+
+    async def main(service):
+        service.standing = lambda: standing
+        service.set_phase(ServicePhase.READY)
+        await asyncio.sleep(0)
+
+    await stage.run(main)
+    last = told[-1]
+    assert (last.version, last.host) == (baton_version(), socket.gethostname())
+    assert last.at_ms == stage.service.clock.wall_ms()
+    assert last.router == standing
 
 
 async def test_background_tasks_end_when_main_returns():

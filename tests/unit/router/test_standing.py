@@ -1,0 +1,54 @@
+"""What a router says of itself: whom it does not know as it should, and nobody else."""
+
+from __future__ import annotations
+
+from services.router.core.parity import Parity, ParityBook
+from services.router.core.prefix_index import PrefixIndex
+from services.router.standing import teller
+from shared.contracts.control import ROUTER_TROUBLES_MAX
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.kv_events import KvSnapshot
+
+
+def known(index: PrefixIndex, name: str) -> WorkerId:
+    worker = WorkerId(name)
+    index.join(worker, Epoch(1))
+    index.restore(KvSnapshot(worker_id=worker, epoch=Epoch(1), seq=0, hashes=b""))
+    return worker
+
+
+def test_a_router_that_knows_everybody_names_nobody():
+    index, parity = PrefixIndex(), ParityBook()
+    worker = known(index, "w1")
+    parity.seen(worker, Epoch(1), "f")
+    parity.found(worker, Epoch(1), Parity.AGREES, 0.0)
+
+    standing = teller(index, parity)()
+
+    assert standing.not_exact == {}
+    assert standing.tokens_differ == []
+
+
+def test_it_names_whose_cache_it_does_not_know_and_whose_tokens_differ():
+    index, parity = PrefixIndex(), ParityBook()
+    known(index, "w1")
+    doubted, strange, other = known(index, "w2"), WorkerId("w3"), WorkerId("w4")
+    tell = teller(index, parity)
+
+    index.doubt(doubted)
+    index.join(strange, Epoch(1))
+    index.give_up(strange)
+    parity.seen(other, Epoch(1), "f")
+    parity.found(other, Epoch(1), Parity.DIFFERS, 0.0)
+
+    standing = tell()
+    assert standing.not_exact == {doubted: "degraded", strange: "fallback"}
+    assert standing.tokens_differ == [other]
+
+
+def test_it_names_no_more_than_a_message_has_room_for():
+    index = PrefixIndex()
+    for number in range(2 * ROUTER_TROUBLES_MAX):
+        index.join(WorkerId(f"w{number}"), Epoch(1))
+
+    assert len(teller(index, ParityBook())().not_exact) == ROUTER_TROUBLES_MAX
