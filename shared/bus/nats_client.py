@@ -40,7 +40,7 @@ class DirectClient(Client):
             take(data, _NO_HEADERS, subject.decode(), reply.decode())
 
     async def _process_connect_init(self) -> None:
-        """After a handshake that failed, nats-py would wait for ever for the end of its connection: it is dropped here."""
+        """After a handshake that failed, nats-py would wait for ever for its connection to end: it is dropped here."""
         try:
             await super()._process_connect_init()
         except Exception:
@@ -55,8 +55,11 @@ class DirectClient(Client):
         offers: nats-py encrypts when the server asks for it, which whoever stands between could leave out.
         """
         writer = getattr(self._transport, "_io_writer", None)
-        if "tls" in self.options and (writer is None or writer.get_extra_info("ssl_object") is None):
+        is_encrypted = writer is not None and writer.get_extra_info("ssl_object") is not None
+        if "tls" in self.options and not is_encrypted:
             raise NotEncrypted
+        if is_encrypted:
+            writer._protocol._over_ssl = True  # nats-py does not tell it, and each goodbye would be a warning
         return super()._connect_command()
 
     async def _flush_pending(self, force_flush: bool = False) -> Any:
