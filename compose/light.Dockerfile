@@ -6,6 +6,9 @@ RUN python -m venv /opt/baton \
     && useradd --uid 10001 --create-home --shell /usr/sbin/nologin baton \
     && mkdir -p /home/baton/.cache /home/baton/.local/state \
     && chown -R baton /home/baton
+# Volumes that are new take their owner from here: what `baton init` makes, and what NATS keeps.
+RUN cd / && mkdir -p data keys/ca keys/nats keys/router keys/orchestrator keys/collector keys/worker keys/launcher \
+    && chown -R baton data keys
 ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 
 WORKDIR /opt/baton/source
