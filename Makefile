@@ -14,7 +14,7 @@ K ?=
 # Processes that `make test` shares the tests out to.
 JOBS ?= 2
 
-.PHONY: help setup setup-dev test-tools up down test check fix test-vllm compose-test chaos fuzz audit bench-router bench-kv bench-placement bench-replay bench-planner bench-fleet catalogue lock clean
+.PHONY: help setup setup-dev test-tools up down doctor test check fix test-vllm compose-test chaos fuzz audit bench-router bench-kv bench-placement bench-replay bench-planner bench-fleet catalogue lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-14s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,7 +53,10 @@ chaos: setup-dev ## 50 simulated workers under load, and everything breaks; ten 
 fuzz: setup-dev ## 100,000 inputs of each kind, through the edge and on every channel of the bus; half an hour; ARGS="--only LOAD --seed 2"
 	@$(PYTHON) -m tests.fuzz $(ARGS)
 
-compose-test: setup-dev ## Containers with simulated engines: up, requests, lose one, down (skips where no docker daemon runs)
+compose-doctor: setup ## Look at the installation and at the system that runs, and say what is wrong and what to do
+	@.venv/bin/baton doctor $(ARGS)
+
+test: setup-dev ## Containers with simulated engines: up, requests, lose one, down (skips where no docker daemon runs)
 	@$(PYTHON) -m pytest -m compose -rs tests/compose $(ARGS)
 
 bench-router: setup-dev ## What the router costs: against direct access, for short and long prompts

@@ -100,11 +100,12 @@ class Session:
 
   Try it    [bold]curl -N {endpoint}/v1/completions -H 'Content-Type: application/json'{key} \\
               -d {escape(shlex.quote(body))}[/]
-  Why so    [bold]{program()} explain{folder}[/]   why that went where it went, and what took how long
-  Watch     [bold]{where.console}[/]   requests and workers as they go; or {program()} top{folder}
-  Trouble?  {program()} doctor{folder}   says what is wrong and what to do; logs: {self.logs}
-  More      {program()} up --join{folder}   one more worker; {program()} --help   everything else
+  Why so    [bold]{program()} explain{folder}[/]   why it went there, and what took how long
+  Watch     [bold]{where.console}[/]   or {program()} top{folder}
   Metrics   {where.metrics}{routers_own(where)}
+  More      {program()} up --join{folder}   one more worker
+  Trouble?  {program()} doctor{folder}   says what is wrong and what to do
+  Logs      {self.logs}
 
 Ctrl-C stops it all.""")
 
@@ -137,7 +138,7 @@ def endpoints(options: UpOptions) -> Endpoints:
 def routers_own(where: Endpoints) -> str:
     """Where routers tell of themselves alone."""
     if not where.routers:
-        return f"   (the router's own: {where.api}/metrics)"
+        return f"   (router: {where.api}/metrics)"
     each = "   ".join(f"{name} {url}" for name, url in where.routers.items())
     return f"\n  Routers   {each}   (share the port; /metrics of each there)"
 
