@@ -77,3 +77,24 @@ def _grouped(node: Any) -> Iterator[str]:
         for each in child if isinstance(child, list) else [child]:
             if each is not None:
                 yield from _grouped(each)
+
+
+COMPARISONS = {"==", "!=", ">", "<", ">=", "<="}
+
+
+def measured(promql: str) -> list[str]:
+    """What an alert looks at, whether it fires or not: its expression without the comparisons that keep it silent."""
+    return list(_measured(promql_parser.parse(promql)))
+
+
+def _measured(node: Any) -> Iterator[str]:
+    if isinstance(node, promql_parser.ParenExpr):
+        yield from _measured(node.expr)
+    elif isinstance(node, promql_parser.Call) and node.func.name == "absent":
+        yield from _measured(node.args[0])
+    elif isinstance(node, promql_parser.BinaryExpr) and str(node.op) in COMPARISONS | {"and", "or", "unless"}:
+        for side in (node.lhs, node.rhs):
+            if not isinstance(side, promql_parser.NumberLiteral):
+                yield from _measured(side)
+    else:
+        yield node.prettify()
