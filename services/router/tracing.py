@@ -22,6 +22,8 @@ from services.router.trace_spans import new_id, spans_of
 from shared.contracts.inference import RequestFinished, StartLeg
 from shared.runtime.clock import Clock, SystemClock
 from shared.telemetry.drawn import SpanSink
+from shared.telemetry.log import TRACE_ID
+from shared.telemetry.propagation import trace_named
 
 Headers = dict[str, str] | None
 TRACE_BITS = 128
@@ -44,9 +46,10 @@ class Tracing:
 
     def begin(self, flight: Flight) -> None:
         """A request has come. One that its client has traced goes on in the client's trace."""
-        if self._sink is None:
-            return
         context = flight.exchange.head.trace
+        if self._sink is None:
+            TRACE_ID.set(trace_named(context))
+            return
         trace = Trace.below(context, new_id()) if context is not None else None
         if trace is None:
             trace = Trace(random.getrandbits(TRACE_BITS) or 1, new_id())
@@ -54,6 +57,7 @@ class Tracing:
         elif trace.sampled:
             trace.sampled = self._share.allowed(self._now())
         flight.story.spent.trace = trace
+        TRACE_ID.set(trace.name())
 
     def leg(self, flight: Flight, start: StartLeg) -> AbstractContextManager[Headers]:
         """Around one leg; gives the headers that its message carries."""

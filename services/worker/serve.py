@@ -27,7 +27,8 @@ from shared.contracts.inference import CancelLeg, LegKind, LegReport, StartLeg
 from shared.contracts.kv_exchange import LegOrder
 from shared.contracts.workers import WorkerPhase
 from shared.runtime.service import Service
-from shared.telemetry.propagation import extract, inject
+from shared.telemetry.log import TRACE_ID
+from shared.telemetry.propagation import extract, inject, trace_named
 from shared.telemetry.span_names import Attribute, SpanName
 
 log = logging.getLogger("baton.worker")
@@ -140,6 +141,7 @@ class LegServer:
 
     async def _run(self, start: StartLeg, frames: LegFrames, envelope: Envelope) -> bool:
         """Serve one leg to its END or FAILURE, whatever happens; answers whether it came to its END."""
+        TRACE_ID.set(trace_named(envelope.headers))
         timer = asyncio.timeout(start.deadline_s)
         try:
             async with timer:

@@ -1,24 +1,36 @@
-"""Logs on stderr: text for people, JSON lines for machines. Facts go into ``extra={"facts": {...}}``."""
+"""Logs on stderr: text for people, JSON lines for machines. Facts go into ``extra={"facts": {...}}``.
+
+A line is one line, whatever a client made up: nothing that it sent may look like a line of ours, or order a terminal
+about.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Any, Literal
 
 from opentelemetry import trace
 
 QUIET_LOGGERS = ("httpx", "httpcore", "asyncio", "opentelemetry", "urllib3")
 """Third parties that say at INFO what nobody asked."""
+TRACE_ID: ContextVar[str] = ContextVar("trace_id", default="")
+"""Of the request that this task serves: whatever is logged in it says so. Empty: none that is traced."""
+DIM, YELLOW, RED, PLAIN = "\x1b[2m", "\x1b[33m", "\x1b[31m", "\x1b[0m"
 
 
 def setup_logging(service: str, instance: str, *, level: str, log_format: Literal["json", "text"]) -> None:
     """Send all logs of this process to stderr. Call once."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines(service, instance) if log_format == "json" else Text(service, instance))
+    # https://no-color.org: set to anything, it is obeyed.
+    colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    text = Text(service, instance, colour=colour)
+    handler.setFormatter(JsonLines(service, instance) if log_format == "json" else text)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
@@ -27,8 +39,14 @@ def setup_logging(service: str, instance: str, *, level: str, log_format: Litera
 
 
 def _facts(record: logging.LogRecord) -> Mapping[str, Any]:
+    """With the trace that the record belongs to, if there is one."""
     facts = getattr(record, "facts", None)
-    return facts if isinstance(facts, Mapping) else {}
+    told: Mapping[str, Any] = facts if isinstance(facts, Mapping) else {}
+    trace_id = TRACE_ID.get()
+    context = trace.get_current_span().get_span_context()
+    if context.is_valid:
+        return {"trace_id": trace.format_trace_id(context.trace_id), **told, "span_id": f"{context.span_id:016x}"}
+    return {**told, "trace_id": told.get("trace_id") or trace_id} if trace_id else told
 
 
 def _utc(record: logging.LogRecord) -> str:
@@ -36,12 +54,14 @@ def _utc(record: logging.LogRecord) -> str:
 
 
 def _on_one_line(text: str) -> str:
-    """What a client made up may not look like a line of ours."""
-    return text if text.isprintable() else ascii(text)
+    """With escapes for what cannot be seen: ends of lines, orders to terminals."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object per record, with the trace it belongs to."""
+    """One JSON object per record, in ASCII: no reader takes anything in it for the end of a line."""
 
     def __init__(self, service: str, instance: str) -> None:
         super().__init__()
@@ -58,24 +78,30 @@ class JsonLines(logging.Formatter):
             "message": record.getMessage(),
             **_facts(record),
         }
-        context = trace.get_current_span().get_span_context()
-        if context.is_valid:
-            line["trace_id"] = trace.format_trace_id(context.trace_id)
-            line["span_id"] = trace.format_span_id(context.span_id)
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str, ensure_ascii=False)
+        return json.dumps(line, default=str)
 
 
 class Text(logging.Formatter):
-    """``07:31:02.123 router-1 WARNING message key=value``."""
+    """``07:31:02.123 router-1 WARNING message key=value``, in colour where it is a terminal that reads it."""
 
-    def __init__(self, service: str, instance: str) -> None:
+    def __init__(self, service: str, instance: str, *, colour: bool = False) -> None:
         super().__init__()
         self._who = instance if instance.startswith(service) else f"{service}/{instance}"
+        self._colour = colour
 
     def format(self, record: logging.LogRecord) -> str:
         level = "" if record.levelno == logging.INFO else f"{record.levelname} "
-        facts = "".join(f" {name}={_on_one_line(str(value))}" for name, value in _facts(record).items())
-        line = f"{_utc(record)[11:-1]} {self._who} {level}{record.getMessage()}{facts}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        told = "".join(f" {_on_one_line(name)}={_on_one_line(str(value))}" for name, value in _facts(record).items())
+        loud = RED if record.levelno >= logging.ERROR else YELLOW if record.levelno >= logging.WARNING else ""
+        head = self._painted(f"{_utc(record)[11:-1]} {self._who}", DIM)
+        line = f"{head} {self._painted(level + _on_one_line(record.getMessage()), loud)}{self._painted(told, DIM)}"
+        if record.exc_info:
+            # Set in, so that no line of it can be taken for one of ours.
+            stack = self.formatException(record.exc_info).split("\n")
+            line = "\n".join([line, *(f"    {_on_one_line(each)}" for each in stack)])
+        return line
+
+    def _painted(self, text: str, paint: str) -> str:
+        return f"{paint}{text}{PLAIN}" if self._colour and paint and text else text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from opentelemetry import trace
@@ -10,7 +11,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 _W3C = TraceContextTextMapPropagator()
 
-NOT_TRACED: Mapping[str, str] = {"traceparent": f"00-{1:032x}-{1:016x}-00"}
+HEADER = "traceparent"
+IDS = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
+NOT_TRACED: Mapping[str, str] = {HEADER: f"00-{1:032x}-{1:016x}-00"}
 """Headers of what nobody wants to see in a trace."""
 
 
@@ -27,3 +30,9 @@ def inject(span: trace.Span | None = None) -> dict[str, str] | None:
 def extract(headers: Mapping[str, str]) -> Context:
     """The context to start a span in. Header names are lower case."""
     return _W3C.extract(headers, Context())
+
+
+def trace_named(headers: Mapping[str, str] | None) -> str:
+    """The id of the trace that these headers carry on; empty when they name none."""
+    found = IDS.match((headers or {}).get(HEADER, ""))
+    return found[1] if found is not None else ""

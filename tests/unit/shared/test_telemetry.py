@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
+from collections.abc import Iterator
 
 import pytest
 from opentelemetry import trace
 from prometheus_client import CollectorRegistry, generate_latest
 
 from shared.telemetry import names
-from shared.telemetry.log import JsonLines, Text
+from shared.telemetry.log import TRACE_ID, JsonLines, Text
 from shared.telemetry.metrics import Kind
 from shared.telemetry.names import METRICS
 from shared.telemetry.prometheus import counter, gauge, histogram
-from shared.telemetry.propagation import extract, inject
+from shared.telemetry.propagation import extract, inject, trace_named
 from shared.telemetry.setup import setup
 
 
@@ -53,6 +55,40 @@ def test_a_json_line_carries_who_what_and_the_facts():
     assert (line["message"], line["status"]) == ("request ended", 200)
 
 
+def test_a_line_says_which_trace_it_belongs_to(current_trace):
+    for formatter in (JsonLines("router", "r1"), Text("router", "r1")):
+        assert current_trace in formatter.format(record("request", facts={"status": 200}))
+
+
+def test_a_trace_that_the_facts_name_is_the_one_that_is_said(current_trace):
+    line = json.loads(JsonLines("router", "r1").format(record("request", facts={"trace_id": "b" * 32})))
+
+    assert line["trace_id"] == "b" * 32 != current_trace
+
+
+@pytest.fixture
+def current_trace() -> Iterator[str]:
+    token = TRACE_ID.set("a" * 32)
+    yield "a" * 32
+    TRACE_ID.reset(token)
+
+
+@pytest.mark.parametrize("header", ["", "00-1-2-3", f"00-{0:032x}-{1:016x}-01", f"00-{'g' * 32}-{1:016x}-01"])
+def test_headers_that_name_no_trace(header):
+    assert trace_named({"traceparent": header}) == trace_named(None) == ""
+
+
+def test_headers_that_name_a_trace():
+    assert trace_named({"traceparent": f"00-{7:032x}-{1:016x}-01"}) == f"{7:032x}"
+
+
+def test_colour_is_for_terminals_alone():
+    plain, painted = (Text("router", "r1", colour=colour).format(record("slow")) for colour in (False, True))
+
+    assert "\x1b" not in plain
+    assert "\x1b[33mWARNING slow\x1b[0m" in painted
+
+
 def test_a_text_line_is_for_people():
     line = Text("router", "router-1").format(record("request ended", facts={"status": 200}))
 
@@ -79,9 +115,33 @@ def test_every_metric_in_the_file_is_in_the_table():
     assert constants == set(METRICS)
 
 
-def test_what_a_client_made_up_does_not_look_like_a_line_of_ours():
-    line = Text("router", "router-1").format(
-        record("request", facts={"model": "m\n07:00:00.000 router-1 ERROR hacked"})
-    )
+FORGED = "m\r\n07:00:00.000 router-1 ERROR forged\x1b[2J\u2028\x85\x9b31m\ud800"
+"""Ends of lines of all kinds, orders to a terminal, and half a character."""
 
-    assert "\n" not in line
+
+def lines_of(formatter: logging.Formatter) -> str:
+    """The same made-up text wherever a client's words may come to stand: message, fact, exception."""
+    try:
+        raise ValueError(FORGED)
+    except ValueError:
+        failed = record("bad %s", facts={"model": FORGED, FORGED: 1})
+        failed.args, failed.exc_info = (FORGED,), sys.exc_info()
+    return formatter.format(failed)
+
+
+def test_what_a_client_made_up_does_not_begin_a_line_of_ours():
+    first, *rest = lines_of(Text("router", "router-1")).split("\n")
+
+    assert first.isprintable()
+    assert "forged" in first
+    assert all(line.startswith("    ") and line.isprintable() for line in rest)
+
+
+def test_a_json_line_is_one_line_of_ascii_whatever_is_in_it():
+    line = lines_of(JsonLines("router", "router-1"))
+
+    assert line.isascii()
+    assert line.isprintable()
+    told = json.loads(line)
+    assert told["model"] == FORGED
+    assert told["message"] == f"bad {FORGED}"
