@@ -1,4 +1,4 @@
-"""Orders that an operator gives at the console, passed on to workers as the command line passes them on."""
+"""Orders that an operator gives at the console: to workers, as the command line gives them, and to all routers."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from collections.abc import Callable
 
 from services.collector.core.console_orders import Order, Refusal
 from shared.bus.port import AskRefused, AskTimedOut, Bus, BusError, NoResponders
-from shared.contracts.channels import CHANGE_ROLE, DRAIN
+from shared.contracts.channels import CHANGE_ROLE, DRAIN, USUAL_MODE
 from shared.contracts.fleet_orders import ChangeRole, DrainWorker
+from shared.contracts.routing import UsualMode
 from shared.words import order_words
 
 TAKE_S_MAX = 5.0
 """For a worker to say that it has the order."""
 ROLE_S_MAX = 60.0
 """For it to verify another role: longer than all of its attempts."""
+AUTO = "auto"
 
 Noted = Callable[[str, str, bool], None]
 """Subject, words, and whether it went well."""
@@ -28,6 +30,8 @@ class Actions:
 
     async def obey(self, order: Order) -> str | Refusal:
         """What was done, in words, or why it was not."""
+        if isinstance(order, UsualMode):
+            return await self._change_mode(order)
         try:
             told = await (self._drain(order) if isinstance(order, DrainWorker) else self._change_role(order))
         except NoResponders:
@@ -41,6 +45,18 @@ class Actions:
         if isinstance(told, Refusal):
             self._noted(order.worker_id, f"an operator's order came to nothing: {told.message}", False)
         return told
+
+    async def _change_mode(self, order: UsualMode) -> str | Refusal:
+        try:
+            kept = await self._bus.kept(USUAL_MODE, ttl_s=None)
+            await kept.put(order)
+        except BusError:
+            return Refusal(status=503, message="NATS cannot be reached just now. Try again shortly.")
+        words = f"requests that ask for no mode are served {order.mode} now"
+        if order.mode == AUTO:
+            words = "requests that ask for no mode are served as placement finds best"
+        self._noted("routers", words, True)
+        return f"{words[0].upper()}{words[1:]}."
 
     async def _drain(self, order: DrainWorker) -> str | Refusal:
         taken = await self._bus.ask(DRAIN, order, timeout_s=TAKE_S_MAX)

@@ -21,7 +21,7 @@ from services.collector.exposition import BOUNDS, families
 from services.collector.http import make_app
 from services.collector.http_server import HttpServer
 from services.collector.settings import Settings
-from shared.bus.port import Bus, Envelope
+from shared.bus.port import Bus, BusError, Envelope
 from shared.contracts.channels import (
     DRAINED,
     FLEET_STATE,
@@ -29,6 +29,7 @@ from shared.contracts.channels import (
     PLAN,
     REQUESTS_FINISHED,
     SERVICE_STATUS,
+    USUAL_MODE,
     VERDICT,
     WORKER_LOST,
 )
@@ -37,6 +38,7 @@ from shared.contracts.fleet_orders import WorkerDrained
 from shared.contracts.inference import RequestsFinished
 from shared.contracts.load import LoadReport
 from shared.contracts.planning import PlanDecision
+from shared.contracts.routing import UsualMode
 from shared.contracts.verdict import AskVerdict, Verdict
 from shared.contracts.workers import FleetState, WorkerLost
 from shared.runtime.clock import Clock
@@ -46,6 +48,9 @@ from shared.telemetry.families import Family, to_prometheus
 from shared.telemetry.setup import MetricsPush
 
 log = logging.getLogger(__name__)
+
+MODE_RETRY_S = 2.0
+"""After the kept value of the usual mode could not be had."""
 
 
 class Collector:
@@ -83,6 +88,20 @@ class Collector:
     def page(self) -> Page:
         """What the console shows now."""
         return self._console.page(self._moment(), connected=self._bus.connected)
+
+    async def follow_mode(self) -> None:
+        """Which mode is usual, for ever."""
+        while True:
+            try:
+                kept = await self._bus.kept(USUAL_MODE, ttl_s=None)
+                async for entry in kept.watch():
+                    told = entry.value if entry is not None else None
+                    if entry is not None or not self._console.mode:
+                        self._console.mode = (told or UsualMode()).mode
+                        self.feed.wake()
+            except BusError as error:
+                log.debug("what mode is usual is not known: %s", error)
+            await asyncio.sleep(MODE_RETRY_S)
 
     def _moment(self) -> Moment:
         """Now, on both clocks."""
@@ -150,6 +169,7 @@ async def run_collector(service: Service, settings: Settings, otlp_endpoint: str
     server = HttpServer(app, settings.host, settings.port)
     serving = service.tasks.create_task(server.serve(), name="serve-http")
     service.tasks.create_task(collector.feed.follow(), name="tell-console")
+    service.tasks.create_task(collector.follow_mode(), name="follow-mode")
     await server.listening()
     if otlp_endpoint:
         push = MetricsPush("collector", service.facts.instance, otlp_endpoint=otlp_endpoint, started_ns=time.time_ns())

@@ -15,6 +15,7 @@ from services.router.prompts import Prompts
 from services.router.reservations import ReservationFeed
 from services.router.settings import Settings
 from services.router.tracing import Tracing
+from services.router.usual_mode import UsualModeFeed
 from services.router.waiting_room import WaitingRoom
 from shared.bus.port import Bus
 from shared.bus.streams import LegInbox
@@ -42,3 +43,4 @@ class Parts:
     reservations: ReservationFeed
     presence: Presence
     failures: FailurePolicy
+    usual: UsualModeFeed

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from services.router.attempts import Attempts
 from services.router.core.allowance import tokens_used
 from services.router.core.placement import Need, Placed, Refused
-from services.router.core.request import Mode, read_request
+from services.router.core.request import Mode, read_request, usual_or_asked
 from services.router.core.salting import salted
 from services.router.core.second_try import resumes_allowed, why_not_resumed
 from services.router.core.terms import Headed
@@ -72,7 +72,8 @@ class Relay:
         facts, head = flight.facts, flight.exchange.head
         key = flight.exchange.head.caller.key
         tenant = key.tenant or head.tenant
-        headed = Headed(mode=head.mode or Mode.AUTO, class_name=head.class_name, tenant=tenant, key=key)
+        mode = usual_or_asked(facts, head.mode or Mode.AUTO, self._parts.usual.mode)
+        headed = Headed(mode=mode, class_name=head.class_name, tenant=tenant, key=key)
         if (fault := self._parts.terms.fault(facts, headed, self._parts.fleet.cluster.workers)) is not None:
             self._tell(flight, refused_field(fault))
             return

@@ -32,6 +32,7 @@ from services.router.room_metrics import RoomMetrics
 from services.router.settings import Settings, admission_policy, failure_policy, terms_of
 from services.router.standing import teller
 from services.router.tracing import Tracing
+from services.router.usual_mode import UsualModeFeed
 from services.router.waiting_room import WaitingRoom
 from services.router.watchman import Watchman
 from shared.bus.port import Bus
@@ -88,6 +89,7 @@ class Router:
             reservations=ReservationFeed(router_id, bus, clock, fleet.cluster),
             presence=Presence(bus, fleet.cluster, clock),
             failures=failure_policy(settings),
+            usual=UsualModeFeed(bus),
         )
         parts.decisions.others = parts.reservations.book.router_ids
         self.kv = KvFeed(bus, fleet.index)
@@ -117,6 +119,7 @@ class Router:
         for work, name in (
             (self.feed.follow_registry(), "follow-registry"),
             (self.feed.sweep(), "sweep-workers"),
+            (self.parts.usual.follow(), "follow-usual-mode"),
             (self.parts.reservations.follow(), "tell-reservations"),
             (self.kv.follow(), "follow-kv"),
             (self.parts.prompts.follow(), "follow-tokenizers"),

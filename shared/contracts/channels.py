@@ -35,6 +35,7 @@ from shared.contracts.kv_handshake import AskKvHandshake, KvHandshake
 from shared.contracts.load import LoadReport
 from shared.contracts.planning import AskPlans, FleetScaled, PlanDecision, Plans, ScaleFleet
 from shared.contracts.reservations import Reservations
+from shared.contracts.routing import UsualMode
 from shared.contracts.verdict import AskVerdict, Verdict
 from shared.contracts.workers import DescribeFleet, FleetState, WorkerLost, WorkerRecord
 
@@ -191,6 +192,7 @@ SERVICE_STATUS = Channel(
     (*EVERYONE, *WORKERS),
 )
 
+USUAL_MODE = Channel("routing.{scope}", UsualMode, Delivery.KEPT, (Party.COLLECTOR,), (Party.ROUTER, Party.COLLECTOR))
 
 LEADERSHIP = Channel(
     "leaders.{role}", Leadership, Delivery.KEPT, (Party.ORCHESTRATOR,), (Party.ORCHESTRATOR, Party.LAUNCHER)

@@ -20,7 +20,7 @@ TOLD_MAX = 50
 """Requests and events that are told at a time; of what comes faster, the oldest are left out."""
 
 LOOK_S = 1.0
-TOLD_WHOLE = ("flows", "tenants", "health", "model_names")
+TOLD_WHOLE = ("flows", "tenants", "health", "model_names", "mode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,8 @@ class Console:
     def __init__(self, ledger: Ledger, now: float) -> None:
         self.happened = Happenings()
         self.recent = RecentRequests()
+        self.mode = ""
+        """Of requests that ask for none, as routers follow it; empty: not known."""
         self._ledger = ledger
         self._roster = Roster()
         self._flows = Flows()
@@ -70,6 +72,7 @@ class Console:
         cards, health = self._look(moment, connected=connected)
         return Page(
             at=round(moment.at, 3),
+            mode=self.mode,
             model_names=self._roster.model_names(cards),
             health=health,
             workers=cards,

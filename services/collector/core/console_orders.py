@@ -6,6 +6,7 @@ import msgspec
 
 from shared.contracts.fleet_orders import ChangeRole, DrainWorker
 from shared.contracts.ids import WorkerId, is_subject_token
+from shared.contracts.routing import USUAL_MODES, UsualMode
 from shared.contracts.workers import Role
 
 ROLES = (Role.PREFILL, Role.DECODE, Role.BOTH)
@@ -38,9 +39,14 @@ class RoleWish(msgspec.Struct, frozen=True, kw_only=True, tag_field="action", ta
     role: Role
 
 
-Wish = DrainWish | RoleWish
-Order = DrainWorker | ChangeRole
-WISH = msgspec.json.Decoder(DrainWish | RoleWish)
+class ModeWish(msgspec.Struct, frozen=True, kw_only=True, tag_field="action", tag="mode", forbid_unknown_fields=True):
+    """Requests that ask for no mode shall be served so."""
+
+    mode: str
+
+
+Order = DrainWorker | ChangeRole | UsualMode
+WISH = msgspec.json.Decoder(DrainWish | RoleWish | ModeWish)
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +84,10 @@ def order_of(body: bytes) -> Order | Refusal:
         wish = WISH.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return Refusal(status=400, message=f"That is no order: {error}.")
+    if isinstance(wish, ModeWish):
+        if wish.mode not in USUAL_MODES:
+            return Refusal(status=400, message=f"`mode` must be one of {', '.join(USUAL_MODES)}.")
+        return UsualMode(mode=wish.mode)
     if not is_subject_token(wish.worker_id):
         return Refusal(status=400, message="`worker_id` is no worker's id: see the list of workers.")
     worker_id = WorkerId(wish.worker_id)

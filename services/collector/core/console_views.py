@@ -136,6 +136,8 @@ class Page(View, frozen=True, kw_only=True):
     """All that there is to see at one moment."""
 
     at: float
+    mode: str
+    """Of requests that ask for none; empty: that is not known."""
     model_names: list[str]
     health: Health
     workers: list[WorkerCard]

@@ -11,6 +11,7 @@ import msgspec
 from services.router.core.targets import PRIORITY_MAX, PRIORITY_MIN, TARGET_S_MAX, TARGET_S_MIN, is_priority, is_target
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId, is_subject_token
+from shared.contracts.routing import USUAL_MODES, UsualMode
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -161,6 +162,19 @@ def mode_of(facts: RequestFacts, headed: Mode) -> Mode:
     """
     asked = facts.wishes.mode or headed
     return Mode.AGGREGATED if asked is Mode.AUTO and facts.cache_hit_threshold else asked
+
+
+def usual_or_asked(facts: RequestFacts, headed: Mode, usual: Mode) -> Mode:
+    """What the header asks for, or else what is usual here. What the body asks for by other means is left to placement:
+    workers of its choice, or an answer only if enough is cached.
+    """
+    free = headed is Mode.AUTO and facts.wishes.forced is None and not facts.cache_hit_threshold
+    return usual if free else headed
+
+
+def usual_mode_of(told: UsualMode | None) -> Mode:
+    """What an operator wants of requests that ask for no mode; AUTO when nobody has said anything that makes sense."""
+    return Mode(told.mode) if told is not None and told.mode in USUAL_MODES else Mode.AUTO
 
 
 def find_fault(body: Body) -> Fault | None:

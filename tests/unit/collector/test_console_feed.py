@@ -18,6 +18,7 @@ from tests.virtual_time import LoopClock, run_in_virtual_time
 
 NOTHING = Page(
     at=0.0,
+    mode="auto",
     model_names=[],
     health=Health(status="well", sentences=[]),
     workers=[],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 
 import msgspec
@@ -10,14 +11,16 @@ import pytest
 from services.collector.access import Access, read_digests
 from services.collector.console_routes import BODY_BYTES_MAX, page_files
 from shared.bus.port import AskRefused
-from shared.contracts.channels import CHANGE_ROLE, DECISION, DRAIN
+from shared.contracts.channels import CHANGE_ROLE, DECISION, DRAIN, USUAL_MODE
 from shared.contracts.decisions import Candidate, Decision, FoundDecision, Part
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.fleet_orders import OrderTaken, RoleChanged
+from shared.contracts.routing import FLEET
 from shared.contracts.workers import Role
 from shared.runtime.settings import SettingsError
 from tests.unit.collector.console_worlds import PARTS, finished, world
 
+WAIT_S_MAX = 60.0
 KEY = "baton-test-key"
 DRAIN_D1 = {"action": "drain", "worker_id": "d1"}
 
@@ -131,6 +134,22 @@ async def test_a_role_is_changed_when_the_worker_has_verified_it():
         assert (failed.status_code, message(failed)) == (409, "d1 stays a decode worker: no partner")
 
 
+async def test_the_usual_mode_is_kept_for_all_routers_and_shown():
+    async with world() as one, one.client() as client:
+        following = asyncio.get_running_loop().create_task(one.collector.follow_mode())
+        kept = await one.others.kept(USUAL_MODE, ttl_s=None)
+        done = await client.post("/console/actions", json={"action": "mode", "mode": "disaggregated"})
+
+        assert done.json()["told"] == "Requests that ask for no mode are served disaggregated now."
+        assert (await kept.get(FLEET)).value.mode == "disaggregated"
+        async with asyncio.timeout(WAIT_S_MAX):
+            while one.collector.page().mode != "disaggregated":
+                await asyncio.sleep(0)
+        one.bus.lose()
+        assert (await client.post("/console/actions", json={"action": "mode", "mode": "auto"})).status_code == 503
+        following.cancel()
+
+
 @pytest.mark.parametrize(
     ("body", "status"),
     [
@@ -141,6 +160,7 @@ async def test_a_role_is_changed_when_the_worker_has_verified_it():
         (b'{"action": "drain", "worker_id": "d1", "deadline_s": -1}', 400),
         (b'{"action": "drain", "worker_id": "d1", "evil": 1}', 400),
         (b'{"action": "role", "worker_id": "d1", "role": "store"}', 400),
+        (b'{"action": "mode", "mode": "decode_first"}', 400),
         (b'{"action": "drain", "worker_id": "d9"}', 409),
         (b" " * (BODY_BYTES_MAX + 1), 413),
     ],
