@@ -22,6 +22,7 @@ from services.router.relay import Relay
 from services.router.settings import Settings
 from shared.contracts.failures import Reason
 from shared.runtime.clock import Clock
+from shared.telemetry.propagation import trace_named
 
 log = logging.getLogger("baton.router")
 
@@ -160,4 +161,6 @@ class Edge:
 
     def _refuse(self, exchange: Exchange, error: HttpError) -> None:
         exchange.refusal = error
-        self._ledger.refused(error.status, error.reason)
+        head = exchange.head
+        known = {"request_id": head.request_id, "path": head.path, "trace_id": trace_named(head.trace)}
+        self._ledger.refused(error.status, error.reason, **known)

@@ -82,10 +82,13 @@ class Ledger:
         self.predictions = PredictionTimings(self.registry)
         self.tokens = Tokens(self.registry)
 
-    def refused(self, status: int, reason: str) -> None:
-        """A request that was not even looked at."""
+    def refused(self, status: int, reason: str, **known: str) -> None:
+        """A request that was not even looked at; ``known``: what its head says, if that was read."""
         self.counts.add(Mode.AGGREGATED.value, status)
         self.counts.refusals.labels(reason).inc()
+        if self._log_requests and known:
+            facts = {name: value for name, value in known.items() if value}
+            log.info("request", extra={"facts": {**facts, "status": status, "reason": reason}})
 
     def retried(self, reason: Reason, *, resumed: bool) -> None:
         """A request is placed again; ``resumed``: its client has had some of the answer."""

@@ -1,0 +1,75 @@
+"""One line for each finished request, from which its trace and its decision can be found."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from services.router.settings import Settings
+from shared.telemetry.log import JsonLines
+from tests.unit.router.streams import streams
+from tests.unit.router.world import COMPLETIONS, open_world, prompt
+from tests.virtual_time import run_in_virtual_time
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+TRACED = f"00-{TRACE}-00f067aa0ba902b7-01"
+
+
+@pytest.fixture
+def written(caplog) -> Iterator[io.StringIO]:
+    """What the router writes about requests, as machines read it."""
+    caplog.set_level(logging.INFO, "baton.request")
+    out = io.StringIO()
+    handler = logging.StreamHandler(out)
+    handler.setFormatter(JsonLines("router", "router-1"))
+    logger = logging.getLogger("baton.request")
+    logger.addHandler(handler)
+    yield out
+    logger.removeHandler(handler)
+
+
+def lines(written: io.StringIO) -> list[dict]:
+    return [json.loads(line) for line in written.getvalue().splitlines()]
+
+
+def asked(body: dict, path: str = COMPLETIONS, **headers: str) -> None:
+    """One request to a prefill and a decode worker."""
+
+    async def main() -> None:
+        async with open_world(Settings(log_requests=True)) as world:
+            await world.pair(decode=streams())
+            await world.ask(body, path=path, **headers)
+
+    run_in_virtual_time(main())
+
+
+def test_a_finished_request_is_one_line_with_all_that_is_known_of_it(written):
+    asked(prompt(stream=True), traceparent=TRACED, **{"x-baton-tenant": "t1"})
+
+    (line,) = lines(written)
+    assert line["message"] == "request"
+    assert (line["status"], line["tenant"], line["model"], line["trace_id"]) == (200, "t1", "m", TRACE)
+    assert {"p1", "d1"} & {line.get("prefill_worker"), line["decode_worker"]}
+    known = {"request_id", "decision_id", "mode", "prompt_tokens", "completion_tokens", "ttft_s", "e2e_s"}
+    assert known <= line.keys()
+    assert "hello" not in written.getvalue(), "nothing of a prompt is in a log"
+
+
+def test_a_request_that_fails_is_one_line_that_says_why(written):
+    asked(prompt(model="nobody\n{}"), traceparent=TRACED)
+
+    (line,) = lines(written)
+    assert (line["status"], line["reason"], line["model"]) == (404, "model_unknown", "nobody\n{}")
+    assert line["trace_id"] == TRACE
+
+
+def test_a_request_that_is_refused_at_the_door_is_a_line_too(written):
+    asked(prompt(), traceparent=TRACED, **{"content-length": str(1 << 40)})
+
+    (line,) = lines(written)
+    assert (line["status"], line["reason"], line["path"], line["trace_id"]) == (413, "too_large", COMPLETIONS, TRACE)
+    assert line["request_id"]
