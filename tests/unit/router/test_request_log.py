@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -42,6 +43,7 @@ def asked(body: dict, path: str = COMPLETIONS, **headers: str) -> None:
     async def main() -> None:
         async with open_world(Settings(log_requests=True)) as world:
             await world.pair(decode=streams())
+            await asyncio.sleep(1.0)  # an instant of 0 is none
             await world.ask(body, path=path, **headers)
 
     run_in_virtual_time(main())
