@@ -163,3 +163,27 @@ async def test_the_engines_word_on_a_salted_prompt_is_what_it_stores(pair, route
 
     assert len(told.hashes) > 5 * 8
     assert set(unpack_hashes(told.hashes)) <= set(unpack_hashes(snapshot.hashes))
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/completions", lambda text: {"prompt": text}),
+        ("/v1/chat/completions", lambda text: {"messages": [{"role": "user", "content": text}]}),
+        ("/v1/messages", lambda text: {"messages": [{"role": "user", "content": text}]}),
+        ("/v1/responses", lambda text: {"input": text, "max_output_tokens": 16}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_the_same_prompt_of_two_tenants_has_no_block_in_common(pair, router, path, asked):
+    prefill, _decode = pair
+    text = f"The relay of {path} runs once around the track and hands over. " * 30
+    body = {"model": "baton-tiny", "max_tokens": 1, "cache_salt": "the client's own", **asked(text)}
+    told = []
+    for salt in ("a" * 64, "b" * 64, "a" * 64):
+        answer = await router.leg(prefill, LegKind.AGGREGATED, body, path=path, cache_salt=salt)
+        assert answer.status == 200, answer.body
+        told.append(answer.report.cached_tokens)
+
+    assert told[:2] == [0, 0]
+    assert told[2] > 0

@@ -167,3 +167,18 @@ def test_a_store_that_is_there_takes_no_core_from_an_engine_that_joins():
     )
 
     assert worker_env(joined, "decode-1", "WORKER_CPU_CORES") == "1"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "gpu-host"])
+def test_a_system_that_others_can_reach_is_not_started_without_a_word_on_who_may_ask(host):
+    with pytest.raises(PlanRefused, match=r"baton keys new .*--insecure"):
+        plan(host=host)
+    assert {p.env.get("ROUTER_INSECURE") for p in plan(host=host, insecure=True).processes if p.name == "router"} == {
+        "true"
+    }
+    assert plan(host=host, entrance_decided=True).processes
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
+def test_a_system_of_this_machine_alone_needs_no_keys(host):
+    assert not any("ROUTER_INSECURE" in process.env for process in plan(host=host).processes)
