@@ -14,7 +14,7 @@ K ?=
 # Processes that `make test` shares the tests out to.
 JOBS ?= 2
 
-.PHONY: help setup setup-dev test-tools up down doctor test check fix test-vllm compose-test chaos fuzz audit bench-router bench-kv bench-placement bench-replay bench-planner bench-fleet catalogue lock clean
+.PHONY: help setup setup-dev test-tools up down doctor test check fix test-vllm compose-test chaos fuzz audit bench-router bench-kv bench-placement bench-replay bench-planner bench-telemetry bench-fleet catalogue lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-14s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ up: setup ## Start the whole system here; ARGS="--decode 2 --model ID_OR_PATH ..
 down: setup ## Stop a system that `make up` started on another terminal
 	@.venv/bin/baton down $(ARGS)
 
+doctor: setup ## Look at the installation and at the system that runs, and say what is wrong and what to do
+	@.venv/bin/baton doctor $(ARGS)
+
 test: setup-dev test-tools ## Everything that needs no GPU; K="a word in the test's name" for a part of it
 	@$(PYTHON) -m pytest -m "not gpu" -rs -n $(JOBS) --no-loadscope-reorder $(if $(K),-k "$(K)") $(ARGS)
 
@@ -50,13 +53,13 @@ test-vllm: setup-dev ## Only the tests with real vLLM engines and NIXL
 chaos: setup-dev ## 50 simulated workers under load, and everything breaks; ten minutes; ARGS="--workers 8 --minutes 1 --seed 2"
 	@$(PYTHON) -m tests.chaos $(ARGS)
 
+audit: setup-dev ## Known vulnerabilities of the locked packages; asks the advisory databases, and says so where they cannot be reached
+	@$(PYTHON) scripts/audit.py
+
 fuzz: setup-dev ## 100,000 inputs of each kind, through the edge and on every channel of the bus; half an hour; ARGS="--only LOAD --seed 2"
 	@$(PYTHON) -m tests.fuzz $(ARGS)
 
-compose-doctor: setup ## Look at the installation and at the system that runs, and say what is wrong and what to do
-	@.venv/bin/baton doctor $(ARGS)
-
-test: setup-dev ## Containers with simulated engines: up, requests, lose one, down (skips where no docker daemon runs)
+compose-test: setup-dev ## Containers with simulated engines: up, requests, lose one, down (skips where no docker daemon runs)
 	@$(PYTHON) -m pytest -m compose -rs tests/compose $(ARGS)
 
 bench-router: setup-dev ## What the router costs: against direct access, for short and long prompts
@@ -79,6 +82,9 @@ bench-replay: setup-dev ## A trace of requests in virtual time, all policies at 
 bench-planner: setup-dev ## The planner on a trace in virtual time, against fixed fleets; TRACE=FILE, ARGS="--load 2 --hours 2 --swing 0.7"
 	@test -n "$(TRACE)" || { echo "TRACE=FILE is missing: a trace of Mooncake's (.jsonl) or Azure's (.csv)" >&2; exit 2; }
 	@$(PYTHON) -m tests.bench.bench_planner "$(TRACE)" $(ARGS)
+
+bench-telemetry: setup-dev ## What metrics and traces cost a router
+	@$(PYTHON) -m tests.bench.bench_telemetry $(ARGS)
 
 bench-fleet: setup-dev ## How soon what breaks is noticed, resumed and as before; how long drain and role changes take
 	@$(PYTHON) -m tests.bench.bench_fleet $(ARGS)
