@@ -28,15 +28,13 @@ NOT_OURS = frozenset({Reason.CLIENT_SLOW.value, Reason.CANCELLED.value})
 class Flow:
     """One line of the picture."""
 
-    __slots__ = ("bytes", "count", "last", "tokens")
+    __slots__ = ("bytes", "count", "tokens")
 
     def __init__(self, now: float) -> None:
         self.count, self.bytes, self.tokens = Rate(now), Rate(now), Rate(now)
-        self.last = now
 
     def add(self, tokens: int, size_bytes: int, now: float) -> None:
         """One more request, or one more piece of KV."""
-        self.last = now
         self.count.add(1, now)
         self.tokens.add(max(0, tokens), now)
         self.bytes.add(max(0, size_bytes), now)
@@ -47,6 +45,7 @@ class Flows:
 
     def __init__(self) -> None:
         self._flows: dict[tuple[str, str, str], Flow] = {}
+        """The one on which nothing went for longest comes first."""
 
     def add(self, told: RequestFinished, now: float) -> None:
         """One request has ended."""
@@ -77,11 +76,12 @@ class Flows:
         return lines
 
     def _add(self, key: tuple[str, str, str], tokens: int, size_bytes: int, now: float) -> None:
-        flow = self._flows.get(key)
+        flow = self._flows.pop(key, None)
         if flow is None:
             if len(self._flows) >= FLOWS_MAX:
-                del self._flows[min(self._flows, key=lambda one: self._flows[one].last)]
-            flow = self._flows[key] = Flow(now)
+                del self._flows[next(iter(self._flows))]
+            flow = Flow(now)
+        self._flows[key] = flow
         flow.add(tokens, size_bytes, now)
 
 

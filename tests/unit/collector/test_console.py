@@ -6,7 +6,7 @@ import pytest
 from services.collector.core.console import Console, Moment, changes
 from services.collector.core.console_events import EVENTS_MAX
 from services.collector.core.console_requests import REQUESTS_MAX, SAMPLES_MIN
-from services.collector.core.console_traffic import TENANTS_MAX
+from services.collector.core.console_traffic import FLOWS_MAX, TENANTS_MAX
 from services.collector.core.ledger import STALE_S_MAX, Ledger
 from services.collector.exposition import BOUNDS
 from shared.contracts.control import ServicePhase
@@ -116,6 +116,15 @@ def test_flows_are_drawn_from_the_router_to_the_worker_that_begins_and_from_sour
     assert lines["kv", "p1", "d1"].bytes_per_s == 4096
     told.now = 30.0
     assert told.page().flows == []
+
+
+def test_of_more_flows_than_can_be_drawn_the_newest_are(told):
+    moves = [KvMoved(source_id=f"w{number}", reader_id="d1", tokens=1, bytes=1) for number in range(FLOWS_MAX + 3)]
+    told.finish(finished(kv_moves=moves[:2]), finished(kv_moves=[moves[0], *moves[2:]]))
+
+    sources = {line.source for line in told.page().flows}
+    assert len(sources) == FLOWS_MAX
+    assert not sources & {"router", "w1"}
 
 
 def test_a_tenants_last_minute_is_told_and_its_refusals_count(told):
