@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from observability.grafana.page_fleet import WORKER
-from observability.grafana.panels import Panel, failing, gauge, graph, quantiles, rate
+from observability.grafana.panels import Panel, failing, gauge, graph, quantiles, rate, share
 from shared.telemetry import names
 
 LATER = '{ name = "first token" && duration > ${__value.raw}s }'
 SLOWER = '{ resource.service.name = "baton-router" && name = "request" && duration > ${__value.raw}s }'
 ALL = '{ resource.service.name = "baton-router" && name = "request" }'
 FAILED = '{ resource.service.name = "baton-router" && name = "request" && status = error }'
+MET, TARGETED = 'goal="met"', 'goal!="no_target"'
 ERRORS = 'status=~"5.."'
 TTFT_WARN_S, TTFT_BAD_S = 1.0, 2.0
 ITL_WARN_S, ITL_BAD_S = 0.05, 0.1
@@ -86,6 +87,31 @@ REQUESTS = (
         meaning="From request to last byte, of the requests that it generated.",
         traces=SLOWER,
     ),
+    Panel(
+        title="Goodput, of requests with targets",
+        unit="percentunit",
+        queries={
+            "{{instance}}": share(
+                rate(names.ROUTER_GOALS, "instance", MET), rate(names.ROUTER_GOALS, "instance", TARGETED)
+            )
+        },
+        meaning="The part that kept their targets (ROUTER_SLOS, or their own). Good: above 95%. Empty without targets.",
+    ),
+    graph(
+        "Requests/s by what became of their targets",
+        "reqps",
+        {"{{goal}}": rate(names.ROUTER_GOALS, "goal")},
+        "met is goodput. ttft_missed: prefill is short, or the queue long. itl_missed: too much is decoded together.",
+    ),
+    Panel(
+        title="TPOT",
+        unit="s",
+        queries=quantiles(names.ROUTER_TPOT, "mode"),
+        meaning="Mean time between tokens after the first, per request. Good: below 50 ms. ITL has the single pauses.",
+        warn=ITL_WARN_S,
+        bad=ITL_BAD_S,
+        traces=ALL,
+    ),
     graph(
         "Requests in flight",
         "short",
@@ -118,6 +144,12 @@ REQUESTS = (
         "s",
         quantiles(names.ROUTER_RESUME, "instance"),
         "From the last data before to the next after. Empty where none broke off.",
+    ),
+    graph(
+        "Traces/s by why they were kept",
+        "short",
+        {"{{why}}": rate(names.ROUTER_TRACES, "why")},
+        "slow, failed and resumed requests are always traced, of others a share. Zero without BATON_OTLP_ENDPOINT.",
     ),
     graph(
         "Refused at the edge or in the queue",

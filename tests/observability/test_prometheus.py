@@ -32,6 +32,7 @@ LONG_TOKENS = 4000
 """Of a stream that is still running when its worker is killed."""
 CLIENTS = 6
 """At a time: more than the prefill worker can begin soon."""
+TARGETS = '{"default": {"ttft_s": 60, "itl_s": 60}}'
 CROWD_EVERY = 8
 """Rounds of traffic: what had been counted before Prometheus looked first is no growth."""
 NOT_HERE = {
@@ -145,7 +146,7 @@ def test_every_panel_and_alert_has_data_and_alerts_fire_only_when_something_happ
     with (
         service_process("worker", tmp_path, **store),
         service_process("worker", tmp_path, **spare) as d2,
-        simulated_system(tmp_path, nats_server, ROUTER_TENANT_QUEUE_MAX="1") as system,
+        simulated_system(tmp_path, nats_server, ROUTER_TENANT_QUEUE_MAX="1", ROUTER_SLOS=TARGETS) as system,
     ):
         system.processes["d2"] = d2
         for job, target in (("baton-collector", system.collector_url), ("baton-router", system.router_url)):
