@@ -50,7 +50,7 @@ async def examine(patient: Patient) -> Examination:
 
 def findings(here: InstallationFacts, system: SystemFacts) -> Iterator[Finding]:
     """Of everything."""
-    yield from about_installation(here)
+    yield from about_installation(here, is_running=system.is_running)
     yield from about_machine(here)
     yield from about_bus(system)
     yield from about_services(system)

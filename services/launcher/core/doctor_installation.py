@@ -35,8 +35,8 @@ PROBES = {
 NEEDED_PLUGIN, STORE_PLUGIN = "UCX", "POSIX"
 
 
-def about_installation(facts: InstallationFacts) -> Iterator[Finding]:
-    """Whether Baton could run here."""
+def about_installation(facts: InstallationFacts, *, is_running: bool) -> Iterator[Finding]:
+    """Whether Baton could run here; ``is_running``: a system does, here or elsewhere."""
     for probe, why in facts.unknown.items():
         yield _finding(Level.NOTE, f"{PROBES.get(probe, probe)} could not be looked at: {why}.")
     if any(facts.python):
@@ -44,7 +44,7 @@ def about_installation(facts: InstallationFacts) -> Iterator[Finding]:
     if facts.packages is not None:
         yield _packages(facts.packages)
     yield from _engine(facts)
-    yield _nats_server(facts)
+    yield _nats_server(facts, is_running=is_running)
     if facts.is_index_compiled is False:
         why = "Placing costs several times the CPU, which is enough for a few workers."
         todo = "Install a C compiler (apt-get install gcc), then `make setup`."
@@ -134,11 +134,12 @@ def _nixl(engine: Engine) -> Iterator[Finding]:
         yield _finding(Level.NOTE, what, "Stores use plain file calls instead, which takes a little longer.")
 
 
-def _nats_server(facts: InstallationFacts) -> Finding:
+def _nats_server(facts: InstallationFacts, *, is_running: bool) -> Finding:
     if facts.nats_server:
         return _finding(Level.OK, f"nats-server is there: {facts.nats_server}")
     todo = "make setup brings one; BATON_NATS_SERVER names another; --nats-url a NATS that runs already."
-    return _finding(Level.WARNING, "No nats-server was found.", "`baton up` cannot start its own.", todo)
+    level = Level.NOTE if is_running else Level.WARNING  # the system has one, perhaps on another machine
+    return _finding(level, "No nats-server was found here.", "`baton up` cannot start its own.", todo)
 
 
 def _certificates(facts: InstallationFacts) -> Iterator[Finding]:

@@ -119,7 +119,7 @@ INSTALLATION_FAULTS: dict[str, tuple[dict[str, object], Level, str]] = {
     "no ucx": ({"engine": engine(plugins=["POSIX"])}, Level.ERROR, "UCX plugin: it is not there"),
     "ucx fails": ({"engine": engine(plugin_failures={"UCX": "no device"})}, Level.ERROR, "UCX plugin: no device"),
     "no posix": ({"engine": engine(plugins=["UCX"])}, Level.NOTE, "POSIX plugin cannot be used"),
-    "no nats-server": ({"nats_server": ""}, Level.WARNING, "No nats-server"),
+    "no nats-server": ({"nats_server": ""}, Level.NOTE, "No nats-server"),
     "index in python": ({"is_index_compiled": False}, Level.WARNING, "runs in Python"),
     "little memory": ({"memory_free_bytes": GIB}, Level.WARNING, "1.0 GiB of 16.0 GiB memory free"),
     "little shm": ({"shm_bytes": 64 * MIB}, Level.WARNING, "(/dev/shm) has only 64.0 MiB"),
@@ -261,6 +261,13 @@ def test_without_a_system_only_the_installation_is_judged():
     assert told.verdict == "All is well with the installation. Nothing runs here; `baton up` starts it."
 
 
+def test_without_a_system_a_missing_nats_server_is_in_the_way():
+    (it,) = faults(installation(nats_server=""), SystemFacts())
+
+    assert it.level is Level.WARNING
+    assert "--nats-url" in it.todo
+
+
 def test_a_pair_that_fits_makes_a_third_that_does_not_a_warning():
     third = record("w3")
     other = msgspec.structs.replace(third, fingerprint=msgspec.structs.replace(FINGERPRINT, dtype="x"))
@@ -277,7 +284,7 @@ def test_the_picture_fits_and_says_everything(columns: int, encoding: str):
     raw = io.BytesIO()
     out = io.TextIOWrapper(raw, encoding=encoding)
     there = system(**two_workers(dtype="bfloat16"))
-    told = examination(found(installation(nats_server=""), there), is_running=True)
+    told = examination(found(installation(is_index_compiled=False), there), is_running=True)
 
     draw(told, Console(file=out, width=columns, no_color=True))
     out.flush()
