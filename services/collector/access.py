@@ -4,18 +4,37 @@ from __future__ import annotations
 
 import hmac
 import re
+import tomllib
 from collections.abc import Mapping
 from ipaddress import ip_address
 from pathlib import Path
+
+import msgspec
 
 from services.collector.core.console_orders import Standing
 from shared.runtime.keys import KEY_CHARS_MAX, digest_of
 from shared.runtime.settings import SettingsError
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
+TABLE = re.compile(r"^\[\[key\]\]", re.MULTILINE)
+"""By which a file of API keys is told from a list of digests."""
+ADMIN = "admin"
 KEYS_MAX = 64
-KEYS_BYTES_MAX = 64 * 1024
+KEYS_BYTES_MAX = 32 * 1024 * 1024
 BEARER = "bearer "
+
+
+class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
+    """What matters here of one; the rest is for routers."""
+
+    sha256: str
+    permissions: list[str] = msgspec.field(default_factory=list)
+
+
+class ApiKeys(msgspec.Struct, frozen=True, kw_only=True):
+    """All of them."""
+
+    key: list[ApiKey]
 
 
 class Access:
@@ -55,11 +74,15 @@ class Access:
 
 
 def read_digests(path: str) -> list[str]:
-    """SHA-256 digests of keys, one a line; ``#`` begins a comment. Raises SettingsError."""
+    """SHA-256 digests of admin keys: one a line, where ``#`` begins a comment; or of a file of API keys, those with the
+    permission. Raises SettingsError.
+    """
     try:
         with Path(path).open(encoding="utf-8") as file:
             text = file.read(KEYS_BYTES_MAX)
-    except (OSError, UnicodeDecodeError) as error:
+        if TABLE.search(text):
+            return [key.sha256 for key in msgspec.convert(tomllib.loads(text), ApiKeys).key if ADMIN in key.permissions]
+    except (OSError, ValueError) as error:
         raise SettingsError(f"COLLECTOR_ADMIN_KEY_FILE ({path}): {error}; correct it or unset it") from error
     lines = [line.partition("#")[0].strip().lower() for line in text.splitlines()]
     digests = [line for line in lines if line]
@@ -88,5 +111,5 @@ def _is_one_of(digest: str, digests: list[str]) -> bool:
     """In the same time whichever it is."""
     found = False
     for one in digests:
-        found |= hmac.compare_digest(digest, one)
+        found |= hmac.compare_digest(digest.encode(), one.encode())
     return found

@@ -13,8 +13,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     instance: str = ""
     """A name unique among metrics collectors, one subject token; made up when empty."""
     admin_key_file: str = ""
-    """A file with the SHA-256 digests of admin keys, one a line: who has such a key may drain workers and change roles
-    at the console. Empty: on loopback everybody may, elsewhere nobody.
+    """Who has one of its keys may act at the console: drain workers, change roles. Either a file of API keys such as
+    routers have, of which those with the permission admin count, or SHA-256 digests of keys, one a line. Empty: on
+    loopback everybody may act, elsewhere nobody.
     """
     console_clients_max: int = 32
     """Browsers that look at the console at a time."""

@@ -229,7 +229,22 @@ async def test_a_key_that_is_taken_out_of_the_file_is_none_any_more(key_file, tm
         assert (await client.post("/console/actions", json=DRAIN_D1, headers=bearer())).status_code == 503
 
 
-@pytest.mark.parametrize("text", ["", "# nobody\n", "abc\n", "g" * 64, "\n".join(["0" * 64] * 65)])
+async def test_of_the_routers_api_keys_those_with_the_permission_admin_count(tmp_path):
+    file = tmp_path / "keys.toml"
+    entry = '[[key]]\nsha256 = "{}"\ntenant = "t"\npermissions = {}\n'
+    digests = [hashlib.sha256(name.encode()).hexdigest() for name in ("clients", KEY)]
+    file.write_text(entry.format(digests[0], '["infer"]') + entry.format(digests[1], '["infer", "admin"]'))
+    async with world(host="0.0.0.0", key_file=str(file)) as one, one.client() as client:
+        await answer_drain(one)
+        assert (await client.post("/console/actions", json=DRAIN_D1, headers=bearer("clients"))).status_code == 401
+        assert (await client.post("/console/actions", json=DRAIN_D1, headers=bearer())).status_code == 200
+    file.write_text(entry.format(digests[0], '["infer"]'))
+    assert read_digests(str(file)) == []
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[[key]]", "[[key]]\nsha256 = 1", "# nobody\n", "abc\n", "g" * 64, "\n".join(["0" * 64] * 65)]
+)
 def test_a_file_that_holds_no_digests_stops_the_process_at_its_start(tmp_path, text):
     file = tmp_path / "keys"
     file.write_text(text)
