@@ -1,4 +1,4 @@
-"""`baton` as a user has it: refused starts, a second terminal, the fleet's table, and no process left behind."""
+"""`baton` as a user has it, with keys for NATS: refused starts, a second terminal, the fleet's table, and no process left behind."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from services.launcher.core.cluster import variables
 from tests.e2e.conftest import START_S_MAX
 from tests.e2e.system import GUARD_S_MAX, STOP_S_MAX, Launched, System, baton, until
 
@@ -21,7 +22,9 @@ SIMULATED = ("--engine", "simulated")
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    with System(tmp_path_factory.mktemp("launcher"), *SIMULATED, "--prefill", "1", "--decode", "1") as system:
+    with System(
+        tmp_path_factory.mktemp("launcher"), *SIMULATED, "--secure", "--prefill", "1", "--decode", "1"
+    ) as system:
         yield system.wait_ready(START_S_MAX)
 
 
@@ -106,7 +109,7 @@ def test_a_misspelled_setting_stops_the_start_and_is_named(tmp_path: Path):
 def test_a_joined_worker_takes_traffic_and_leaves_without_a_trace(system: System):
     second_terminal = Launched(system.folder, "--join", "--decode", "1")
     with second_terminal:
-        second_terminal.wait_said("joined nats", START_S_MAX)
+        second_terminal.wait_said("joined tls", START_S_MAX)
         assert set(system.fleet()) >= {"prefill-1", "decode-1", "decode-2"}
         until(lambda: served_by(system, "decode-2") == "decode-2", "the new worker serves")
         second_terminal.end()
@@ -140,12 +143,14 @@ def test_the_fleet_is_listed_for_people(system: System):
     assert str(system.worker_pid("decode-1")) in out
 
 
-def test_services_say_whether_they_are_well(system: System):
-    well = [
-        baton("health", service, "--nats-url", system.nats_url)[0]
-        for service in ("router", "orchestrator", "collector")
-    ]
-    nobody = baton("health", "worker", "nobody", "--nats-url", system.nats_url, "--within-s", "0.5")[0]
+def test_services_say_whether_they_are_well_to_whoever_has_their_own_key(system: System):
+    def health(party: str, *of: str) -> int:
+        """As in a container, which has one party's key and no other."""
+        own = {"BATON_STATE_DIR": str(system.folder / "none"), **variables(str(system.folder / "cluster"), party)}
+        return baton("health", party, *of, "--nats-url", system.nats_url, env=own)[0]
+
+    well = [health(service) for service in ("router", "orchestrator", "collector")]
+    nobody = health("worker", "nobody", "--within-s", "0.5")
 
     assert well == [0, 0, 0]
     assert nobody == 1
@@ -208,3 +213,22 @@ def is_free(port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def test_no_process_was_refused_anything_on_nats(system: System):
+    assert served_by(system)
+
+    logs = {log.stem: log.read_text() for log in system.logs.glob("*.log")}
+    assert {"router", "orchestrator", "collector", "prefill-1", "decode-1"} <= logs.keys()
+    assert [name for name, text in logs.items() if "violation" in text.lower()] == []
+
+
+def test_who_has_no_key_is_told_so_and_learns_nothing(system: System, tmp_path: Path):
+    code, out, err = baton(
+        "workers", "--nats-url", f"tls://127.0.0.1:{system.nats_port}", "--state-dir", str(tmp_path),
+        env={"BATON_NATS_CA_FILE": str(system.folder / "cluster" / "router" / "ca.pem")},
+    )  # fmt: skip
+
+    assert code == 1
+    assert "BATON_NATS_NKEY_FILE" in out + err
+    assert "prefill-1" not in out + err
