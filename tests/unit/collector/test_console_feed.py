@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 from contextlib import asynccontextmanager
 
 from services.collector.console_feed import CLIENT_FRAMES_MAX, KEEP_ALIVE_S, TELL_S, Feed
 from services.collector.core.console_views import Health, Page
-from services.collector.http_server import HttpServer
+from services.collector.http_server import HttpServer, Protocol
 from shared.contracts.channels import WORKER_LOST
 from shared.contracts.workers import WorkerLost
 from tests.nats_server import free_port
@@ -197,6 +198,32 @@ async def test_while_nobody_looks_nothing_is_computed():
         await asyncio.sleep(0)
     assert pages == []
     following.cancel()
+
+
+class Impatient(Protocol):
+    head_s_max = 0.2
+
+
+async def test_a_client_that_takes_too_long_to_ask_is_dropped_and_one_that_has_asked_is_not():
+    async with world() as one:
+        port = free_port()
+        server = HttpServer(one.app, "127.0.0.1", port, Impatient)
+        async with asyncio.TaskGroup() as tasks, asyncio.timeout(WAIT_S_MAX):
+            serving = tasks.create_task(server.serve())
+            await server.listening()
+            asked, asking = await asyncio.open_connection("127.0.0.1", port)
+            asking.write(b"GET /console/events HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert await asked.readline() == b"HTTP/1.1 200 OK\r\n"
+            for said in (b"", b"GET /health HT"):
+                silent, saying = await asyncio.open_connection("127.0.0.1", port)
+                saying.write(said)
+                with contextlib.suppress(ConnectionResetError):
+                    assert await silent.read() == b""
+            one.collector.feed.tell()
+            assert await asked.readuntil(b"event: state")
+            asking.close()
+            server.should_exit = True
+            await serving
 
 
 async def test_the_connection_of_a_client_that_does_not_read_is_dropped_with_what_it_has_not_read():
