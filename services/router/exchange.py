@@ -56,10 +56,23 @@ class Connection(Protocol):
 class Head:
     """What the head of a request says that concerns a router. Header names are lower case."""
 
-    __slots__ = ("caller", "class_name", "content_type", "length", "mode", "path", "request_id", "tenant", "trace")
+    __slots__ = (
+        "caller",
+        "class_name",
+        "content_type",
+        "http11",
+        "length",
+        "mode",
+        "path",
+        "request_id",
+        "tenant",
+        "trace",
+    )
 
     def __init__(self, path: str, headers: list[Header], new_id: Callable[[], str]) -> None:
         self.path = path
+        self.http11 = True
+        """Whether its client reads an answer in chunks."""
         self.caller = ANYONE
         """Whoever asks, as their key says."""
         self.mode: Mode | None = Mode.AUTO
@@ -138,7 +151,6 @@ class Exchange:
     """One request and its answer. ``begun``: some of the answer was handed to the client."""
 
     __slots__ = (
-        "_chunked",
         "_connection",
         "_keep_alive",
         "_unsent_head",
@@ -155,10 +167,10 @@ class Exchange:
 
     def __init__(self, connection: Connection, head: Head, upload: Upload, *, http11: bool, keep_alive: bool) -> None:
         self._connection = connection
-        self._chunked = http11
         self._keep_alive = keep_alive
         self._unsent_head = b""
         self.head = head
+        head.http11 = http11
         self.upload = upload
         self.my_turn = False
         """Earlier requests of the same connection have been answered."""
@@ -196,9 +208,9 @@ class Exchange:
 
     def begin(self, status: int, headers: list[Header]) -> None:
         """The head of a stream; it leaves with the first data."""
-        if not self._chunked:
+        if not self.head.http11:
             self._keep_alive = False
-        self._begin(status, [*headers, (b"transfer-encoding", b"chunked")] if self._chunked else headers)
+        self._begin(status, [*headers, (b"transfer-encoding", b"chunked")] if self.head.http11 else headers)
 
     async def send(self, data: bytes) -> None:
         """A piece of a stream; waits while the client reads too slowly."""
@@ -212,7 +224,7 @@ class Exchange:
     def end(self, data: bytes = b"") -> None:
         """The last piece of a stream."""
         framed = self._framed(data) if data else self._unsent_head
-        self._connection.write(framed + b"0\r\n\r\n" if self._chunked else framed)
+        self._connection.write(framed + b"0\r\n\r\n" if self.head.http11 else framed)
         self._end()
 
     def last(self) -> None:
@@ -224,7 +236,9 @@ class Exchange:
         self._connection.abort()
 
     def _framed(self, data: bytes) -> bytes:
-        return b"%b%x\r\n%b\r\n" % (self._unsent_head, len(data), data) if self._chunked else self._unsent_head + data
+        return (
+            b"%b%x\r\n%b\r\n" % (self._unsent_head, len(data), data) if self.head.http11 else self._unsent_head + data
+        )
 
     def _begin(self, status: int, headers: list[Header]) -> None:
         self.begun = True
