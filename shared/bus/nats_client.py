@@ -55,10 +55,10 @@ class DirectClient(Client):
         offers: nats-py encrypts when the server asks for it, which whoever stands between could leave out.
         """
         writer = getattr(self._transport, "_io_writer", None)
-        is_encrypted = writer is not None and writer.get_extra_info("ssl_object") is not None
-        if "tls" in self.options and not is_encrypted:
-            raise NotEncrypted
-        if is_encrypted:
+        if writer is None or writer.get_extra_info("ssl_object") is None:
+            if "tls" in self.options:
+                raise NotEncrypted
+        else:
             writer._protocol._over_ssl = True  # nats-py does not tell it, and each goodbye would be a warning
         return super()._connect_command()
 
