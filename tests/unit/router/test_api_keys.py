@@ -14,9 +14,11 @@ from services.router import gate
 from services.router.core.decision_log import Wanted
 from services.router.core.salting import salt_of
 from services.router.settings import Settings, keyring_of, salt_secret_of
+from shared.contracts.failures import Reason
 from shared.runtime.keys import digest_of
+from tests.unit.router.streams import ANSWER, fails, streams
 from tests.unit.router.test_http_server import running, until
-from tests.unit.router.world import COMPLETIONS, World, in_world, prompt
+from tests.unit.router.world import COMPLETIONS, World, give_legs, in_world, prompt
 
 ACME, RIVAL, OPERATOR, LIMITED, PUBLIC = "key-acme", "key-rival", "key-operator", "key-limited", "key-public"
 
@@ -212,5 +214,18 @@ def test_a_body_of_a_tenant_that_is_no_json_is_refused_here():
 
         assert (answer.status, answer.error["param"]) == (400, None)
         assert world.workers["w1"].started == []
+
+    in_world(story, keys=KEYS)
+
+
+def test_a_stream_that_goes_on_elsewhere_keeps_its_salt():
+    async def story(world: World) -> None:
+        one = await world.worker("w1", script=streams(2, fails(Reason.ENGINE_DEAD)))
+        other = await world.worker("w2", script=streams())
+        give_legs(world, "w2", 5)
+
+        assert (await world.ask(prompt(stream=True), **bearer(ACME))).body == ANSWER
+        assert [start.cache_salt for start in one.started + other.started] == [salt_of(SALTS, "acme", "")] * 2
+        assert other.started[0].resume
 
     in_world(story, keys=KEYS)
