@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
+from tests.e2e.system import until
 from tests.nats_server import NatsServer, free_port
 from tests.processes import service_process
 from tests.simulated_system import SimulatedSystem, simulated_system, until_ready
@@ -60,6 +61,11 @@ def ask(system: SimulatedSystem, request_id: str, **body: object) -> None:
     headers = {"x-request-id": request_id, "x-baton-mode": "disaggregated"}
     answer = system.complete(f"{request_id} wants to know. " * 20, headers, **body)
     assert answer.status_code == 200, answer.text
+
+
+def mode_of(system: SimulatedSystem) -> str:
+    """How a request is served that asks for no mode."""
+    return system.complete("As you like it. " * 20).headers["x-baton-mode"]
 
 
 def seconds(words: str) -> float:
@@ -194,6 +200,20 @@ def test_a_lost_connection_is_said_and_mended(page: Page, forgiven: list[str], n
     with service_process("collector", tmp_path, **settings):
         expect(page.locator("#connection")).to_have_text("Live")
         expect(page.locator("[data-id=p1]")).to_contain_text("ready")
+
+
+def test_the_mode_of_requests_that_ask_for_none_is_set(console: Page, system: SimulatedSystem):
+    console.get_by_role("button", name="Mode: auto …").click()
+    dialog = console.get_by_role("dialog", name="Routing mode")
+    dialog.get_by_label("Mode").select_option("aggregated")
+    dialog.get_by_label("Admin key").fill(ADMIN_KEY)
+    dialog.get_by_role("button", name="Set mode").click()
+    expect(dialog.get_by_role("status")).to_have_attribute("data-state", "done")
+
+    console.keyboard.press("Escape")
+
+    expect(console.get_by_role("button", name="Mode: aggregated …")).to_be_focused()
+    until(lambda: mode_of(system) == "aggregated", "the router follows")
 
 
 def test_orders_want_the_admin_key_and_are_carried_out(console: Page, forgiven: list[str], system: SimulatedSystem):
