@@ -11,8 +11,10 @@ import pytest
 from shared.bus.nats_access import Access, new_seed
 from shared.bus.nats_bus import connect_nats
 from shared.bus.port import BusDown
-from shared.contracts.channels import Party
+from shared.contracts.channels import KV_EVENTS, Party
+from tests.builders import kv_batch
 from tests.cluster_keys import ClusterKeys
+from tests.conformance.worlds import until
 
 pytestmark = pytest.mark.nats
 
@@ -95,3 +97,24 @@ async def test_what_its_key_does_not_allow_a_process_is_told_once_with_the_subje
     told = [record.message for record in caplog.records if "permissions violation" in record.message]
     assert len(told) == 1
     assert "may not speak on 'worker.w1.drain'" in told[0]
+
+
+async def test_a_process_comes_back_over_tls_when_nats_was_restarted(keys, tmp_path):
+    got = []
+    with keys.server(tmp_path) as server:
+        async with asyncio.timeout(SOON_S):
+            worker = await connect_nats(server.url, name="worker", access=keys.access(Party.WORKER))
+            router = await connect_nats(server.url, name="router", access=keys.access(Party.ROUTER))
+            await router.subscribe(KV_EVENTS, lambda batch, _: got.append(batch.seq))
+
+            server.kill()
+            await until(lambda: not worker.connected and not router.connected, SOON_S)
+            server.start()
+            await until(lambda: worker.counts.reconnects and router.counts.reconnects, SOON_S)
+            await router.flush(SOON_S)
+            await worker.publish(KV_EVENTS, kv_batch(1))
+            await until(lambda: got, SOON_S)
+
+            await worker.close()
+            await router.close()
+    assert got == [1]
