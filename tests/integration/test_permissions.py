@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 from collections.abc import Iterable
 from typing import Self
 
@@ -13,6 +14,7 @@ import pytest
 from shared.bus.nats_bus import connect_nats
 from shared.bus.port import AskTimedOut, Bus
 from shared.bus.streams import FrameSender, LegInbox
+from shared.contracts.catalogue import files
 from shared.contracts.channels import (
     CANCEL_LEG,
     CHANNELS,
@@ -38,7 +40,7 @@ from tests.builders import kv_batch, start_leg
 from tests.cluster_keys import ClusterKeys
 from tests.conformance.worlds import until
 from tests.contracts.examples import example
-from tests.nats_server import NatsServer
+from tests.nats_server import NatsServer, find_nats_server
 
 pytestmark = pytest.mark.nats
 
@@ -298,3 +300,17 @@ async def test_a_worker_with_a_key_of_its_own_does_all_that_a_worker_does(guarde
 
         assert [answer.worker_id for answer in answers] == [OTHER, ALONE]
         assert (await registry.get(ALONE)).value == record
+
+
+def test_the_generated_file_is_understood_by_a_server_that_asks_for_passwords(tmp_path):
+    users = "".join(
+        f'{{ user: {party}, password: "p", permissions: ${party.upper()}_PERMISSIONS }}\n' for party in Party
+    )
+    (tmp_path / "permissions.conf").write_text(files()["compose/nats/permissions.conf"])
+    (tmp_path / "nats.conf").write_text(f'include "permissions.conf"\nauthorization {{ users: [\n{users}] }}')
+
+    done = subprocess.run(
+        [find_nats_server(), "-t", "-c", str(tmp_path / "nats.conf")], capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 0, done.stderr
