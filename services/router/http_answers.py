@@ -11,6 +11,7 @@ from shared.contracts.failures import HTTP_STATUS, Reason
 
 JSON = b"application/json"
 EVENT_STREAM = "text/event-stream"
+RETRY_AFTER_S_MAX = 86_400.0
 NO_SNIFFING = (b"x-content-type-options", b"nosniff")
 """A browser takes no answer for a page, whatever a model has written into it."""
 
@@ -66,6 +67,8 @@ def failed(reason: Reason, message: str, retry_after_s: float | None = None, *, 
     status = HTTP_STATUS[reason]
     param = "model" if reason is Reason.MODEL_UNKNOWN else None
     body = error_body(status, message, code=CODES.get(reason, str(reason)), param=param)
+    if retry_after_s is not None and not 0.0 <= retry_after_s <= RETRY_AFTER_S_MAX:
+        retry_after_s = None  # A worker said it, and it is no time that anybody would wait.
     if status == 503 and retry_after_s is None:
         retry_after_s = 1.0
     return HttpError(status, body, retry_after_s, str(reason), closes)

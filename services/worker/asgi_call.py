@@ -163,7 +163,7 @@ def http_scope(path: str, body: bytes, *, content_type: str = JSON, request_id: 
         "query_string": b"",
         "headers": [
             (b"host", b"worker"),
-            (b"content-type", content_type.encode("latin-1")),
+            (b"content-type", content_type.encode("latin-1", "replace")),
             (b"content-length", str(len(body)).encode()),
             (b"x-request-id", request_id.encode()),
         ],

@@ -54,8 +54,8 @@ class Plan:
     count: int
     """Of each kind."""
     seed: int = 1
-    only: str = ""
-    """A part of a channel's name."""
+    only: tuple[str, ...] = ("",)
+    """Parts of channels' names."""
     progress: Progress = lambda _name, _sent: None
 
     def tell(self, campaign: Campaign) -> None:
@@ -131,7 +131,7 @@ async def fuzz(state_dir: Path, plan: Plan) -> list[Campaign]:
     campaigns: list[Campaign] = []
     async with everybody(state_dir) as here:
         for name, channel in CHANNELS.items():
-            if plan.only not in name:
+            if not any(part in name for part in plan.only):
                 continue
             runs = [fuzz_channel(here, name, channel, plan)]
             if isinstance(channel, AskChannel):
@@ -139,8 +139,9 @@ async def fuzz(state_dir: Path, plan: Plan) -> list[Campaign]:
             for run in runs:
                 campaigns.append(await measured(here, run, rests=plan.count >= RESTED_FROM))
                 plan.progress(campaigns[-1].name, campaigns[-1].sent)
-        await here.rest()
-        campaigns[-1].findings += left_over(here)
+        if campaigns:
+            await here.rest()
+            campaigns[-1].findings += left_over(here)
         await here.leave()
     return campaigns
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from services.router.http_answers import failed
 from shared.bus.streams import LegFrames
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import LegKind, LegReport, StartLeg
@@ -237,3 +239,10 @@ def test_a_client_that_says_what_share_it_wants_cached_gets_its_refusal(tmp_path
 
     text = '[answers]\nhandoff_refused = ["bounce_to_prefill", "refuse"]'
     in_world(story, **with_policy(tmp_path, text))
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, -5.0, 1e300])
+def test_a_wait_that_is_no_time_is_not_passed_on(seconds: float):
+    refusal = failed(Reason.WORKER_BUSY, "busy", seconds)
+
+    assert dict(refusal.headers())[b"retry-after"] == b"1"

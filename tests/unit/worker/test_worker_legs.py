@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+
+import pytest
 
 from services.worker.service import SEEK_ROUTERS_S
 from shared.bus.memory_bus import MemoryHub
@@ -246,3 +249,21 @@ def test_a_leg_that_its_router_has_forgotten_is_aborted_though_it_never_says_any
             return worker.inbox.orphans.served
 
     assert run_in_virtual_time(story()) == 1
+
+
+@pytest.mark.parametrize("deadline_s", [math.nan, math.inf, -1.0, 1e300])
+async def test_a_leg_with_a_deadline_that_is_no_time_is_refused_and_the_next_is_served(deadline_s: float):
+    async with running_worker() as worker:
+        _, failure = await worker.read(await worker.leg(deadline_s=deadline_s))
+        _, after = await worker.read(await worker.leg())
+
+        assert failure.reason is Reason.BAD_MESSAGE
+        assert after is None
+
+
+async def test_a_content_type_that_no_header_can_carry_harms_nobody():
+    async with running_worker() as worker:
+        frames, failure = await worker.read(await worker.leg(content_type="a\u2028b"))
+
+        assert failure is None
+        assert frames[0].status == 200
