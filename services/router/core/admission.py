@@ -57,8 +57,8 @@ class AdmissionPolicy(msgspec.Struct, frozen=True, kw_only=True):
     late, too.
     """
     serve_late: bool = True
-    """A request whose target even an idle worker would miss is served when nobody has waited for some minutes; or else it
-    is refused always.
+    """A request whose target even an idle worker would miss is served when nobody has waited for some minutes; or else
+    it is refused always.
     """
     tenant_weights: dict[str, float] = msgspec.field(default_factory=dict)
     """A tenant of weight 2 may have twice as much as one of weight 1, which is everybody's."""
