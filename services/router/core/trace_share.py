@@ -4,7 +4,7 @@ little, a lone request always has one, and what was odd has one as long as not e
 
 from __future__ import annotations
 
-FEW_PER_S = 1.0
+FEW_PER_S = 0.2
 FEW_AT_ONCE = 10.0
 """Requests that are traced although the share has not chosen them: of few all, of many as good as none."""
 ODD_PER_S_MAX = 100.0
