@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(PROMETHEUS is None, reason="no prometheus on this machine (Debian: apt-get install prometheus)"),
 ]
 
-FILLED_S_MAX = 90.0
+FILLED_S_MAX = 180.0
 LOOK_S = 0.5
 LONG_TOKENS = 4000
 """Of a stream that is still running when its worker is killed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,18 @@ from tests.observability.expressions import ALERTS, ROOT
 
 PROMTOOL = shutil.which("promtool")
 CASES = Path(__file__).parent / "alerts_test.yaml"
+PROMTOOL_S_MAX = 180.0
 VALUE = re.compile(r"\{\{ *\$value[^}]*\}\}")
 
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="no promtool on this machine")
 
 
 def promtool(*arguments: str) -> None:
-    done = subprocess.run([PROMTOOL, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([PROMTOOL, *arguments], capture_output=True, text=True, timeout=PROMTOOL_S_MAX, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@cache
 def rules() -> dict[str, dict[str, Any]]:
     return {rule["alert"]: rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,7 +60,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def system(folder: Path, receiver: Keeping) -> Iterator[SimulatedSystem]:
-    settings = {"BATON_OTLP_ENDPOINT": receiver.endpoint, "BATON_LOG_LEVEL": "debug", "BATON_TRACE_SAMPLE_RATIO": "1"}
+    settings = {
+        "BATON_OTLP_ENDPOINT": receiver.endpoint,
+        "BATON_LOG_LEVEL": "debug",
+        "BATON_LOG_FORMAT": "json",
+        "BATON_TRACE_SAMPLE_RATIO": "1",
+    }
     with NatsServer(folder) as nats, simulated_system(folder, nats, **settings) as one:
         yield one
 
@@ -123,3 +129,23 @@ def test_what_is_marked_is_found_nowhere(system: SimulatedSystem, receiver: Keep
         "decisions": [decisions] if MARK in decisions else [],
     }
     assert found == {what: [] for what in found}
+
+
+def logged(folder: Path) -> list[dict]:
+    """Every whole line so far."""
+    logs = [log.read_bytes().rpartition(b"\n")[0] for log in folder.glob("*-*.log")]
+    return [json.loads(line) for log in logs for line in log.splitlines()]
+
+
+def test_every_line_of_every_log_is_json_whatever_clients_send(system: SimulatedSystem, folder: Path):
+    forged = 'nobody\n{"message": "request", "model": "forged"}\x1b[31m\u2028'
+    answer = ask(system, {**GOOD, "model": forged}, traceparent=f"00-{7:032x}-{9:016x}-01")
+    assert answer.status_code == 404
+
+    deadline = time.monotonic() + REQUEST_S_MAX
+    while not (requests := [line for line in logged(folder) if line.get("model") == forged]):
+        assert time.monotonic() < deadline, "a client may have its answer before the line is written, and no more"
+    (request,), lines = requests, logged(folder)
+    assert (request["status"], request["trace_id"]) == (404, f"{7:032x}")
+    assert {line["service"] for line in lines} == {"router", "worker", "collector", "orchestrator"}
+    assert not [line for line in lines if line.get("model") == "forged"]
