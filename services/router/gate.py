@@ -82,12 +82,12 @@ class Gate:
             return UNKNOWN
         return None if may_see(caller.key, scope["path"], metrics_open=self._metrics_open) else NOT_ADMIN
 
-    async def follow(self) -> None:
+    async def follow(self, look_s: float = LOOK_S) -> None:
         """Look at the file, for ever. What cannot be read changes nothing: those who are known stay so."""
         if not self._settings.keys_file:
             return
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(look_s)
             if (state := self._look()) != self._seen:
                 self._seen = state
                 await self._read_again()
