@@ -81,9 +81,7 @@ async def never(_worker: FakeWorker, _start: StartLeg, _frames: LegFrames) -> No
 async def replicas(routers: int, workers: int, *, loses_reservations: bool = False) -> AsyncIterator[Replicas]:
     """All of them know each other, and nobody has anything to do."""
     hub = Hub(loses_reservations=loses_reservations)
-    made = [
-        Router(Settings(log_requests=False), MemoryBus(hub), LoopClock(), Tracing()) for _ in range(routers)
-    ]
+    made = [Router(Settings(log_requests=False), MemoryBus(hub), LoopClock(), Tracing()) for _ in range(routers)]
     for number, router in enumerate(made):  # the same names in each run: instants are drawn by them
         router.parts.reservations.book = ReservationBook(RouterId(f"r{number}"))
     async with asyncio.TaskGroup() as tasks:

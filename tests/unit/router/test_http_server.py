@@ -51,9 +51,7 @@ class Running:
 async def running(**settings: object) -> AsyncIterator[Running]:
     hub = MemoryHub()
     bus = MemoryBus(hub)
-    router = Router(
-        Settings(log_requests=False, silent_s_max=60.0, **settings), bus, SystemClock(), Tracing()
-    )
+    router = Router(Settings(log_requests=False, silent_s_max=60.0, **settings), bus, SystemClock(), Tracing())
     await router.open()
     worker = FakeWorker(MemoryBus(hub), "w1")
     await worker.join()
