@@ -75,10 +75,13 @@ class Trace:
         if len(self.marks) < MARKS_MAX:
             self.marks.append(Mark(name, begun_at, ended_at))
 
-    def headers(self, span_id: int) -> dict[str, str]:
-        """What a leg's message carries; ``span_id``: the leg's."""
-        above = span_id if self.sampled else self.span_id
-        headers = {PARENT: f"00-{self.trace_id:032x}-{above:016x}-{self.sampled:02x}"}
+    def headers(self, span_id: int) -> dict[str, str] | None:
+        """What a leg's message carries; ``span_id``: the leg's. None where its worker has nothing to draw: headers cost
+        the bus more than all that is noted here.
+        """
+        if not self.sampled:
+            return None
+        headers = {PARENT: f"00-{self.trace_id:032x}-{span_id:016x}-01"}
         if self.state:
             headers[STATE] = self.state
         return headers

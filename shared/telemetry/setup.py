@@ -16,7 +16,7 @@ from opentelemetry.sdk.metrics import export as otlp
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
-from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, TraceIdRatioBased
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from shared.telemetry.drawn import Drawn, SpanSink
@@ -68,7 +68,8 @@ def setup(
         return Telemetry(trace.NoOpTracer())
     provider = TracerProvider(
         resource=_resource(service, instance, version),
-        sampler=ParentBased(TraceIdRatioBased(trace_sample_ratio)),
+        # Workers begin no traces: routers say which of their legs are traced.
+        sampler=ParentBased(ALWAYS_OFF if service == "worker" else TraceIdRatioBased(trace_sample_ratio)),
         shutdown_on_exit=False,
     )
     processor = BatchSpanProcessor(

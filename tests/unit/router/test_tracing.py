@@ -150,7 +150,8 @@ def test_each_leg_carries_its_own_span_so_that_its_worker_draws_below_it():
 
     async def story(world: World) -> None:
         p1, d1 = await world.pair()
-        await world.ask(prompt(), traceparent=WANTED)
+        await world.ask(prompt(), traceparent=WANTED, tracestate="a=b")
+        assert d1.headers[-1]["tracestate"] == "a=b"
         seen.extend([p1.headers[-1]["traceparent"], d1.headers[-1]["traceparent"]])
 
     in_world(story, drawings)
@@ -170,7 +171,7 @@ def test_a_request_that_nobody_chose_is_traced_when_it_was_slow_with_what_its_wo
     async def story(world: World) -> None:
         _p1, d1 = await world.pair(takes_time, takes_time)
         await world.ask(prompt(stream=True, baton={"ttft_s": 0.1}))
-        seen.append(d1.headers[-1]["traceparent"])
+        seen.append(d1.headers[-1].get("traceparent"))
         await world.ask(prompt(stream=True, baton={"ttft_s": 5}))
 
     in_world(story, drawings)
@@ -178,7 +179,8 @@ def test_a_request_that_nobody_chose_is_traced_when_it_was_slow_with_what_its_wo
     ((trace_id, spans),) = drawings.traces
     request = named(spans, SpanName.REQUEST)
     assert request.about[Attribute.KEPT] == "slow"
-    assert seen == [f"00-{trace_id:032x}-{request.span_id:016x}-00"]
+    assert trace_id > 0
+    assert seen == [None]  # Its worker had nothing to draw.
     served = named(below(spans, named(spans, SpanName.DECODE_LEG)), SpanName.SERVE_LEG)
     assert served.about[Attribute.TOLD] is True
     names = [SpanName.ENGINE_QUEUE, SpanName.ENGINE_PREFILL, SpanName.ENGINE_DECODE, SpanName.LEASE, SpanName.READ]
@@ -235,9 +237,7 @@ def test_a_client_that_does_not_want_to_be_traced_is_not_even_when_it_waits_long
     in_world(story, drawings)
 
     assert drawings.traces == []
-    assert seen[0]["traceparent"].startswith(f"00-{TRACE}-")
-    assert seen[0]["traceparent"].endswith("-00")
-    assert seen[0]["tracestate"] == "a=b"
+    assert "traceparent" not in seen[0]
 
 
 def test_without_a_sink_the_clients_own_context_is_passed_on():
