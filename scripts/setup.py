@@ -25,7 +25,7 @@ PYTHON = VENV / "bin" / "python"
 LOG = ROOT / ".baton" / "setup.log"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 """Where PyTorch publishes its CPU builds, for machines whose package index has none."""
-LOCKED = ["install", "--no-deps", "--require-hashes", "--requirement"]
+LOCKED = ["install", "--no-compile", "--no-deps", "--require-hashes", "--requirement"]
 LINES_SHOWN_MAX = 15
 LARGE_MB = 40
 REDRAW_S = 0.25
@@ -67,6 +67,8 @@ def set_up(engine: str, *, dev: bool) -> None:
     for part, lock in missing.items():
         install(lock)
         (VENV / f".{part}").write_text(wanted(lock))
+    if missing:
+        compile_modules()
     pip(["install", "--no-deps", "--no-build-isolation", "--editable", "."], Progress(1))
     (VENV / ".native").write_text(sources)
     if not any((ROOT / "services/router/core").glob("_block_table.*.so")):
@@ -155,6 +157,13 @@ def install(lock: str) -> None:
     if torch := re.search(r"^torch==\S+\+cpu(?:.*\\\n)*.*\n", text, flags=re.MULTILINE):
         install_cpu_torch(torch[0])
     pip([*LOCKED, f"requirements/{lock}.txt"], Progress(count))
+
+
+def compile_modules() -> None:
+    """To bytecode, on all cores where pip would take one. Files for other Pythons, which some have, are left out."""
+    say("compiling modules")
+    command = [str(PYTHON), "-m", "compileall", "-q", "-j", "0", str(VENV / "lib")]
+    subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
 
 
 def install_cpu_torch(locked: str) -> None:
