@@ -69,6 +69,29 @@ async def measure_handoffs(size: Size) -> list[str]:
     return [*handoff_lines(found, size), *batch_lines(batches)]
 
 
+async def measure_speed(size: Size) -> list[str]:
+    """(a), with nobody else on the cores: upstream's engines keep stepping now and then."""
+    with tempfile.TemporaryDirectory() as folder:
+        wide = {**WIDE, "model": str(make_wide_model(Path(folder), CACHE))}
+        plainly = {"engine_args": f"{CHUNKS} {plain_reads.ENGINE_ARGS}"}
+        ours = {
+            handoffs.P: {**wide, "role": "prefill", "engine_args": CHUNKS},
+            handoffs.D: {**wide, "role": "decode", **plainly},
+        }
+        environ = {plain_reads.SOCKET: f"{folder}/plain-reads"}
+        async with bench_fleet(ours, environ=environ) as fleet:
+            with closing(PlainReader(environ[plain_reads.SOCKET])) as plain:
+                found = await handoffs.measure_offered(fleet, size.lengths, plain)
+    rows = [[f"{length * KV_BYTES_PER_TOKEN / MB:.0f}", *speed_cells(each)] for length, each in found.items()]
+    return [
+        "## Handoff: bytes per second, nobody else on the cores",
+        "",
+        "Offered handoffs and their limits as above, without upstream's engines beside them.",
+        "",
+        *table("KV MB | pieces | exchange GB/s | limit GB/s | exchange / limit, turn by turn", rows),
+    ]
+
+
 def handoff_lines(found: dict[tuple[int, str], list[Handoff]], size: Size) -> list[str]:
     rows, waits, speeds = [], [], []
     for length, times in size.lengths.items():
@@ -140,12 +163,12 @@ def differences(ours: list[Handoff], theirs: list[Handoff], part: Callable[[Hand
     return with_interval([part(one) - part(other) for one, other in zip(ours, theirs, strict=True)], "+.1f", 1e3)
 
 
-def speed_cells(ours: list[Handoff], theirs: list[Handoff]) -> list[object]:
+def speed_cells(ours: list[Handoff], *others: list[Handoff]) -> list[object]:
     pairs = [(one, one.plain) for one in ours if one.plain is not None]
     limits = [plain.bytes / plain.seconds / 1e9 for _one, plain in pairs]
     parts = [speed_of(one) / limit for (one, _plain), limit in zip(pairs, limits, strict=True)]
     pieces = median(plain.pieces for _one, plain in pairs)
-    speeds = [handoffs.median_of(ours, speed_of), handoffs.median_of(theirs, speed_of), median(limits)]
+    speeds = [*(handoffs.median_of(each, speed_of) for each in (ours, *others)), median(limits)]
     return [f"{pieces:.0f}", *(f"{speed:.2f}" for speed in speeds), with_interval(parts, ".2f")]
 
 
@@ -223,6 +246,7 @@ async def measure_decoding(size: Size) -> list[str]:
 
 PARTS: dict[str, Callable[[Size], Awaitable[list[str]]]] = {
     "handoff": measure_handoffs,
+    "speed": measure_speed,
     "turns": measure_turns,
     "decoding": measure_decoding,
 }

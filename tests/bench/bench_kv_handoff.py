@@ -120,6 +120,19 @@ async def measure(
     return found
 
 
+async def measure_offered(
+    fleet: BenchFleet, lengths: Mapping[int, int], plain: PlainReader
+) -> dict[int, list[Handoff]]:
+    """Every length, offered, so often."""
+    prompts = Prompts(3)
+    for _time in range(WARM_UPS):
+        await hand_off(fleet, prompts.new(WARM_UP_TOKENS), OFFERED)
+    return {
+        length: [await _one(fleet, prompts.new(length), OFFERED, plain) for _time in range(times)]
+        for length, times in lengths.items()
+    }
+
+
 async def _one(fleet: BenchFleet, prompt: list[int], how: str, plain: PlainReader) -> Handoff:
     if how == UPSTREAM:
         handoff = await hand_off(fleet, prompt, how)

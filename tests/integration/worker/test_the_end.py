@@ -114,7 +114,7 @@ async def test_who_is_told_to_leave_ends_its_legs_has_its_offers_read_gives_its_
     found = await records.get(prefill.worker_id)
     assert found is None or found.value is None
     told = await asyncio.wait_for(drained, GONE_S_MAX)
-    assert (told.legs, told.legs_cut, told.prefixes_left) == (1, 0, 0)
+    assert (told.legs, told.legs_cut, told.prefixes_left) == (1, 0, 0), prefill.log.read_text() + decode.log.read_text()
     assert told.blocks >= its_own.report.prompt_tokens // BLOCK > 0
     assert told.bytes > 0
     elsewhere = await router.leg(decode, LegKind.AGGREGATED, conversation)
