@@ -37,7 +37,8 @@ down: setup ## Stop a system that `make up` started on another terminal
 doctor: setup ## Look at the installation and at the system that runs, and say what is wrong and what to do
 	@.venv/bin/baton doctor $(ARGS)
 
-test: setup-dev test-tools ## Everything that needs no GPU; K="a word in the test's name" for a part of it
+test: ## Everything that needs no GPU; K="a word in the test's name" for a part of it
+	@$(MAKE) --no-print-directory -j 2 setup-dev test-tools
 	@$(PYTHON) -m pytest -m "not gpu" -rs -n $(JOBS) --no-loadscope-reorder $(if $(K),-k "$(K)") $(ARGS)
 
 check: setup-dev ## The gate: format, lint, types, layers, generated files, fast tests; about a minute

@@ -22,7 +22,7 @@ from tests.e2e.system import SOON_S_MAX, System, until
 
 pytestmark = pytest.mark.nats
 
-PAYLOADS_PER_CHANNEL = 60
+PAYLOADS_PER_CHANNEL = 30
 PART_HEADERS = [
     "",
     "x",

@@ -19,7 +19,7 @@ from tests.e2e.system import System
 
 pytestmark = pytest.mark.nats
 
-EXAMPLES = 15
+EXAMPLES = 10
 """For each path."""
 ANSWER_S_MAX = 60.0
 BREAKAGES = {500, 502, 504}
