@@ -14,7 +14,14 @@ from services.router.trace import LegMark, Trace
 from shared.contracts.decisions import TtftParts
 from shared.contracts.inference import LegKind, LegReport, RequestFinished
 from shared.telemetry.drawn import About, Drawn
-from shared.telemetry.leg_intervals import Interval, engine_intervals, exchange_intervals, first_ask_at, report_of
+from shared.telemetry.leg_intervals import (
+    Interval,
+    engine_intervals,
+    exchange_intervals,
+    first_ask_at,
+    report_of,
+    tokens_of,
+)
 from shared.telemetry.span_names import Attribute, SpanName
 
 SPAN_BITS = 64
@@ -198,19 +205,7 @@ def about_report(flight: Flight, told: RequestFinished) -> About:
     report = flight.story.report
     if report is None:
         return {}
-    about: About = {
-        Attribute.INPUT_TOKENS: report.prompt_tokens,
-        Attribute.OUTPUT_TOKENS: report.completion_tokens,
-        Attribute.CACHED_TOKENS: report.cached_tokens,
-        Attribute.CACHE_READ_TOKENS: told.cached_tokens,
-        Attribute.RECEIVED_TOKENS: report.received_tokens,
-    }
-    if report.finish_reason:
-        about[Attribute.FINISH_REASONS] = (report.finish_reason,)
-    if report.kv is not None:
-        about[Attribute.RECOMPUTED_TOKENS] = report.kv.recomputed_tokens
-        about[Attribute.REPREFILLED_TOKENS] = report.kv.reprefilled_tokens
-    return about
+    return {**tokens_of(report), Attribute.CACHE_READ_TOKENS: told.cached_tokens}
 
 
 def new_id() -> int:

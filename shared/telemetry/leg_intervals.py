@@ -91,15 +91,22 @@ def outcome_of(read: KvRead) -> About:
 
 def report_of(report: LegReport) -> About:
     """The report, where a trace shows it."""
+    return {
+        **tokens_of(report),
+        Attribute.RECEIVED_BYTES: report.received_bytes,
+        Attribute.QUEUE_S: report.queue_s,
+        Attribute.PREFILL_S: report.prefill_s,
+        Attribute.FIRST_TOKEN_S: report.first_token_s,
+    }
+
+
+def tokens_of(report: LegReport) -> About:
+    """How many, where from, and how they ended."""
     about: About = {
         Attribute.INPUT_TOKENS: report.prompt_tokens,
         Attribute.OUTPUT_TOKENS: report.completion_tokens,
         Attribute.CACHED_TOKENS: report.cached_tokens,
         Attribute.RECEIVED_TOKENS: report.received_tokens,
-        Attribute.RECEIVED_BYTES: report.received_bytes,
-        Attribute.QUEUE_S: report.queue_s,
-        Attribute.PREFILL_S: report.prefill_s,
-        Attribute.FIRST_TOKEN_S: report.first_token_s,
     }
     if report.finish_reason:
         about[Attribute.FINISH_REASONS] = (report.finish_reason,)
