@@ -91,7 +91,7 @@ class Copying:
         missed = self._spread.give(worker_id, chain)
         answer = await self._ask(worker_id, chain, [self._source], min(FETCH_S_MAX, self._left_s())) or FetchedKv()
         held = min(answer.held + answer.fetched, len(chain))
-        self._spread.given(worker_id, chain, missed=missed, held=held)
+        self._spread.given(worker_id, chain, missed=missed, moved=answer.fetched, held=held)
         self._done.blocks += answer.fetched
         self._done.bytes += answer.bytes
         if held < len(chain):
@@ -108,6 +108,7 @@ class Copying:
         try:
             return await self._bus.ask(KV_FETCH, fetch, timeout_s=seconds + OVERTIME_S)
         except AskRefused as refused:
+            log.info("%s refuses a prefix: %s", worker_id, refused)
             if refused.failure.reason is not Reason.WORKER_BUSY:
                 self._spread.drop(worker_id)
         except BusError as error:

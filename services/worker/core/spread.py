@@ -67,11 +67,13 @@ class Spread:
         taker.taken += missing
         return missing
 
-    def given(self, worker_id: WorkerId, chain: Sequence[bytes], *, missed: int, held: int) -> None:
-        """It has the first ``held`` blocks of it now, where ``missed`` were to be moved."""
+    def given(self, worker_id: WorkerId, chain: Sequence[bytes], *, missed: int, moved: int, held: int) -> None:
+        """It has the first ``held`` blocks of it now; ``missed`` were to be moved, and ``moved`` were: it had the rest
+        already, or did not get it.
+        """
         if taker := self._takers.get(worker_id):
             taker.holds.update(chain[:held])
-            taker.taken -= min(missed, len(chain) - held)
+            taker.taken += moved - missed
 
     def drop(self, worker_id: WorkerId) -> None:
         """That worker takes nothing (any more)."""

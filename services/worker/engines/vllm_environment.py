@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import socket
@@ -36,6 +37,8 @@ def prepare_import(*, kv_host: str, model_is_local: bool) -> None:
         # The front end multiplies no matrices; its OpenMP must not take cores from the engine.
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        # A part of vLLM's server sets the level of all loggers that inherit theirs, ours too: to what it is already.
+        "SAGEMAKER_CONTAINER_LOG_LEVEL": logging.getLevelName(logging.getLogger().level),
         # Tensors in large pages: KV in them is read by another process twice as fast.
         "THP_MEM_ALLOC_ENABLE": "1",
     }

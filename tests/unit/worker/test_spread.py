@@ -19,7 +19,7 @@ def spread(*names: str, blocks: int = 100, ranks: dict[str, int] | None = None) 
 
 def give(to: Spread, worker_id: str, hashes: list[bytes]) -> None:
     missed = to.give(worker_id, hashes)
-    to.given(worker_id, hashes, missed=missed, held=len(hashes))
+    to.given(worker_id, hashes, missed=missed, moved=missed, held=len(hashes))
 
 
 def test_chains_that_share_nothing_are_spread_evenly():
@@ -65,9 +65,19 @@ def test_what_did_not_arrive_takes_no_room():
     to = spread("a", blocks=20)
     hashes = chain(10)
     missed = to.give("a", hashes)
-    to.given("a", hashes, missed=missed, held=4)
+    to.given("a", hashes, missed=missed, moved=4, held=4)
 
     assert to.best(chain(6, "other")) == ["a"]
+
+
+def test_what_it_had_already_takes_no_room():
+    to = spread("a", blocks=20)
+    hashes = chain(10)
+    missed = to.give("a", hashes)
+    to.given("a", hashes, missed=missed, moved=2, held=10)
+
+    assert to.best(chain(8, "other")) == ["a"]
+    assert to.best(chain(9, "other")) == []
 
 
 def test_stores_take_what_no_engine_has_room_for():
