@@ -1,72 +1,84 @@
-"""NIXL behind the port: the one place that imports it. UCX moves the bytes, over whatever both machines have.
+"""The TransferAgent on NIXL.
 
-Over shared memory a read is copied inside ``read``, by the calling thread and without Python's lock.
-
-Seen over TCP: a transfer that was released, or whose peer was removed, still writes when a peer that was frozen goes
-on. Only the end of the agent stops it. So each peer is read with an agent of its own, which ends with the connection;
-it has no progress thread, because whoever reads asks for the state until it is over.
-
-Also seen over TCP, and UCX's own: a reader that ends in the middle of a read can end the holder ("Fatal: unexpected
-error: Endpoint timeout"), about one time in five. Shared memory and RDMA ask nothing of the holder's process.
+Over shared memory whoever begins a read copies it, and one core copies at half of what the memory can do. So once a
+large read from a peer was over as soon as it was begun, a second thread, with an agent of its own, copies half of each
+large read from there: a second *lane*.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
-from nixl import _api as nixl_api
-from nixl import _bindings as nixl_bindings
-
+from connector.core.read_plan import halves_of
+from connector.nixl_lane import COPY_S_MAX, MEMORY, Lane, deregister, failing, make_agent, open_lane, register
 from connector.transfer_port import Region, Spans, TransferFailed, TransferState
 
-STATES = {"PROC": TransferState.RUNNING, "DONE": TransferState.DONE, "ERR": TransferState.FAILED}
-MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
-BACKENDS = ["UCX"]
-ERRORS = tuple(one for name, one in vars(nixl_bindings).items() if name.startswith("nixl") and name.endswith("Error"))
-PROGRESS_DELAY_US = 10_000
-"""Longest sleep of the progress thread, which with none spins and keeps a core busy for ever. It wakes at once when
-something arrives."""
-if "NIXL_LOG_LEVEL" not in os.environ:
-    logging.getLogger("nixl").setLevel(logging.WARNING)  # or it has two lines to say of each connection
+SPLIT_BYTES = 32 << 20
+"""Smaller reads are over before a second thread would be awake, where engines have all cores busy."""
 
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """A read's handle; nixl's own keeps its agent alive, so it is dropped with the connection."""
+    """A read. nixl's handle keeps its agent alive, so it is dropped with the connection."""
 
     connection: _Connection
-    handle: Any
+    handle: Any = None
+    """In the connection's first lane."""
+    beside: Future[TransferState] | None = None
+    """The second lane's half."""
+
+    def state(self) -> TransferState:
+        if self.handle is None:
+            return TransferState.FAILED
+        state = self.connection.lane.state(self.handle)
+        if self.beside is None or state is TransferState.FAILED:
+            return state
+        if not self.beside.done():
+            return TransferState.RUNNING
+        is_copied = not self.beside.exception() and self.beside.result() is TransferState.DONE
+        return state if is_copied else TransferState.FAILED
 
 
 @dataclass(slots=True, eq=False)
 class _Connection:
-    """To one peer, with the agent that reads from it."""
+    """To one peer."""
 
-    agent: Any
-    registered: list[Any]
+    lane: Lane
+    metadata: bytes
+    opening: Future[Lane] | None = None
+    """The second lane."""
     transfers: set[_Transfer] = field(default_factory=set)
+
+    @property
+    def second(self) -> Lane | None:
+        """That can be read with now."""
+        opening = self.opening
+        return opening.result() if opening is not None and opening.done() and not opening.exception() else None
 
 
 class NixlAgent:
     """A TransferAgent on nixl. Its name must be unique for ever: peers keep connections by it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, split_bytes: int = SPLIT_BYTES) -> None:
         self._name = name
+        self._split_bytes = split_bytes
         self._agent = make_agent(name, progress=True)
         self._regions: list[Region] = []
         self._registered: list[Any] = []
         self._connections: dict[str, _Connection] = {}
-        self._connected = 0
+        self._lane_numbers = count(1)
+        self._opening = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-open-lane")
+        self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-second-lane")
 
     def register(self, regions: Sequence[Region]) -> None:
         """Make memory readable by others and writable by reads. Call before ``metadata``."""
         self._regions.extend(regions)
-        self._registered.extend(_register(self._agent, regions))
+        self._registered.extend(register(self._agent, regions))
 
     def metadata(self) -> bytes:
         """What another agent needs to connect."""
@@ -74,28 +86,32 @@ class NixlAgent:
 
     def connect(self, metadata: bytes) -> str:
         """Know that agent, wire up, answer its name. Raises TransferFailed."""
-        self._connected += 1
-        agent = make_agent(f"{self._name}-{self._connected}", progress=False)
-        registered = _register(agent, self._regions)
-        with _failing("connecting"):
-            added = agent.add_remote_agent(metadata)
-            name = added.decode() if isinstance(added, bytes) else str(added)
-            agent.make_connection(name, backends=BACKENDS)
-        self.forget(name)
-        self._connections[name] = _Connection(agent, registered)
-        return name
+        lane = self._open(metadata)
+        self.forget(lane.name)
+        self._connections[lane.name] = _Connection(lane, metadata)
+        return lane.name
+
+    def _open(self, metadata: bytes) -> Lane:
+        return open_lane(f"{self._name}-{next(self._lane_numbers)}", self._regions, metadata)
 
     def forget(self, name: str) -> None:
-        """Disconnect; harmless when unknown. No byte of a read from there moves any more."""
+        """Disconnect; harmless when unknown. No byte of a read from there moves any more.
+
+        Raises TimeoutError when the second lane is stuck.
+        """
         connection = self._connections.pop(name, None)
         if connection is None:
             return
         for transfer in connection.transfers:
-            _release(connection.agent, transfer.handle)
-            transfer.handle = None
+            if transfer.beside is not None and not transfer.beside.cancel():
+                transfer.beside.exception(2 * COPY_S_MAX)
+            if transfer.handle is not None:
+                connection.lane.release(transfer.handle)
+                transfer.handle = None
         connection.transfers.clear()
-        _end(connection.agent, connection.registered)
-        connection.agent = None
+        connection.lane.end()
+        if connection.opening is not None and not connection.opening.cancel():
+            connection.opening.add_done_callback(_end_opened)
 
     def read(self, name: str, remote: Spans, local: Spans, *, device: str, remote_device: str) -> Any:
         """Begin to copy each remote span over the local one of the same place and length; answers a handle.
@@ -105,29 +121,34 @@ class NixlAgent:
         connection = self._connections.get(name)
         if connection is None:
             raise TransferFailed(f"reading: {name} is not connected")
-        agent = connection.agent
-        with _failing(f"reading {len(remote)} pieces"):
-            here = agent.get_xfer_descs(local, MEMORY[device])
-            there = agent.get_xfer_descs(remote, MEMORY[remote_device])
-            transfer = _Transfer(connection, agent.initialize_xfer("READ", here, there, name, backends=BACKENDS))
-            connection.transfers.add(transfer)
-            agent.transfer(transfer.handle)
+        memories, lane = (MEMORY[remote_device], MEMORY[device]), connection.lane
+        is_large = int(remote[:, 1].sum()) >= self._split_bytes
+        second = connection.second if is_large else None
+        own, other = ((remote, local), None) if second is None else halves_of(remote, local)
+        transfer = _Transfer(connection)
+        connection.transfers.add(transfer)
+        with failing(f"reading {len(remote)} pieces"):
+            transfer.handle = lane.prepare(*own, memories)
+            if second is not None and other is not None:
+                transfer.beside = self._beside.submit(second.copy, *other, memories)
+            lane.agent.transfer(transfer.handle)
+        has_cores = len(os.sched_getaffinity(0)) > 1
+        if is_large and has_cores and connection.opening is None and transfer.state() is TransferState.DONE:
+            connection.opening = self._opening.submit(self._open, connection.metadata)
         return transfer
 
     def state(self, handle: Any) -> TransferState:
         """How far it is."""
-        if handle.handle is None:
-            return TransferState.FAILED
-        try:
-            return STATES[handle.connection.agent.check_xfer_state(handle.handle)]
-        except ERRORS:
-            return TransferState.FAILED
+        state: TransferState = handle.state()
+        return state
 
     def release(self, handle: Any) -> bool:
         """Give the handle back. False: it still runs; nixl cannot stop it, only ``forget`` can."""
         if handle.handle is None:
             return True
-        if self.state(handle) is TransferState.RUNNING or not _release(handle.connection.agent, handle.handle):
+        is_over = handle.beside is None or handle.beside.done()
+        lane = handle.connection.lane
+        if not is_over or lane.state(handle.handle) is TransferState.RUNNING or not lane.release(handle.handle):
             return False
         handle.handle = None
         handle.connection.transfers.discard(handle)
@@ -137,72 +158,12 @@ class NixlAgent:
         """Everything is over."""
         for name in list(self._connections):
             self.forget(name)
-        _end(self._agent, self._registered)
+        self._opening.shutdown()
+        self._beside.shutdown()
+        deregister(self._agent, self._registered)
         self._agent = None
 
 
-def make_agent(name: str, *, progress: bool, backends: Sequence[str] = BACKENDS) -> Any:
-    """NIXL's own. Raises TransferFailed."""
-    with _sleeping_progress_threads(), _cores_kept(), _failing("starting an agent"):
-        config = nixl_api.nixl_agent_config(enable_prog_thread=progress, num_threads=0, backends=list(backends))
-        return nixl_api.nixl_agent(name, config)
-
-
-def _register(agent: Any, regions: Sequence[Region]) -> list[Any]:
-    registered = []
-    for device in sorted({region.device for region in regions}):
-        rows = [(one.base, one.length, one.device_id, "") for one in regions if one.device == device]
-        with _failing(f"registering {len(rows)} pieces of {device} memory"):
-            registered.append(agent.register_memory(rows, mem_type=MEMORY[device], backends=BACKENDS))
-    return registered
-
-
-def _release(agent: Any, handle: Any) -> bool:
-    try:
-        agent.release_xfer_handle(handle)
-    except ERRORS:
-        return False
-    return True
-
-
-def _end(agent: Any, registered: list[Any]) -> None:
-    for rows in registered:
-        try:
-            agent.deregister_memory(rows)
-        except ERRORS:
-            continue  # what cannot be given back in order goes with the agent
-    registered.clear()
-
-
-@contextmanager
-def _failing(doing: str) -> Iterator[None]:
-    try:
-        yield
-    except ERRORS as error:
-        raise TransferFailed(f"{doing}: {type(error).__name__} {error}") from error
-
-
-@contextmanager
-def _sleeping_progress_threads() -> Iterator[None]:
-    """The delay is no option of nixl's Python side: it is set on the config object on its way to the library."""
-    make_agent = nixl_bindings.nixlAgent
-
-    def make_sleeping_agent(name: str, config: Any) -> Any:
-        config.pthrDelay = PROGRESS_DELAY_US
-        return make_agent(name, config)
-
-    nixl_bindings.nixlAgent = make_sleeping_agent
-    try:
-        yield
-    finally:
-        nixl_bindings.nixlAgent = make_agent
-
-
-@contextmanager
-def _cores_kept() -> Iterator[None]:
-    """Whatever a library does to the calling thread's affinity: it later runs the model."""
-    cores = os.sched_getaffinity(0)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, cores)
+def _end_opened(opening: Future[Lane]) -> None:
+    if not opening.exception():
+        opening.result().end()

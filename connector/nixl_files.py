@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from connector.nixl_agent import ERRORS, make_agent
+from connector.nixl_lane import ERRORS, make_agent
 from connector.transfer_port import TransferFailed
 
 BACKENDS = ["POSIX"]

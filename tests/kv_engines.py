@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -128,11 +129,13 @@ class ReadingRank:
         own = handshake([rank], shape, worker_id="reader")
         return Own(Reader(rank, shape.ranks, shape.kv_heads), own, self.scratch.ctypes.data)
 
-    def assert_holds(self, blocks: dict[int, int]) -> None:
-        """Local block -> the holder's block it must be equal to; every other block must be untouched."""
+    def assert_holds(self, blocks: dict[int, int], torn: Container[int] = ()) -> None:
+        """Local block -> the holder's block it must be equal to; every other block must be untouched, but for those
+        that may have come in part.
+        """
         shape = self.memory.shape
         for layer in range(shape.layers):
-            for local in range(shape.blocks):
+            for local in [local for local in range(shape.blocks) if local not in torn]:
                 found = self.memory.block(layer, local)
                 wanted = (
                     expected(shape, layer, self.memory.rank, [blocks[local]])

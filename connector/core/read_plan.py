@@ -188,6 +188,23 @@ def _spans(addresses: Numbers, lengths: Numbers, device: int) -> Numbers:
     return spans
 
 
+def halves_of(there: Numbers, here: Numbers) -> tuple[tuple[Numbers, Numbers], tuple[Numbers, Numbers]]:
+    """Spans to copy from and to, cut where half of the bytes are behind; a piece that lies across is cut in two."""
+    ends = np.cumsum(there[:, 1])
+    half = ends[-1] // 2
+    row = int(np.searchsorted(ends, half))
+    rest = ends[row] - half
+    firsts, seconds = [], []
+    for spans in (there, here):
+        first, second = spans[: row + 1].copy(), spans[row:].copy()
+        first[-1, 1] -= rest
+        second[0] += np.array([first[-1, 1], 0, 0], dtype=np.uint64)
+        second[0, 1] = rest
+        firsts.append(first)
+        seconds.append(second if rest else second[1:])
+    return (firsts[0], firsts[1]), (seconds[0], seconds[1])
+
+
 def parts_of(blocks: int, block_bytes: int, part_bytes: int) -> Iterator[tuple[int, int]]:
     """(first, count) of each part. Depends on nothing that differs between an engine's ranks: all cut alike."""
     count = max(1, part_bytes // block_bytes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,7 +39,7 @@ class Bench:
         self.holder: Holder = start_holder(shape)
         self.reading = ReadingRank(RankMemory(shape, 0))
         self.reading.memory.fill()  # so that every page is there before anything is measured
-        self.plain = NixlAgent(f"plain-{os.getpid()}-{time.monotonic_ns()}")
+        self.plain = NixlAgent(f"plain-{os.getpid()}-{time.monotonic_ns()}", split_bytes=sys.maxsize)
         self.own = self.reading.own(self.plain)
         self.name = self.plain.connect(self.holder.handshake.ranks[0].agent)
         agent = NixlAgent(f"transfers-{os.getpid()}-{time.monotonic_ns()}")

@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from connector.nixl_agent import BACKENDS, MEMORY, STATES, NixlAgent
+from connector.nixl_agent import NixlAgent
+from connector.nixl_lane import BACKENDS, MEMORY, STATES
 from connector.transfer_port import Spans, TransferFailed, TransferState
 
 SOCKET = "KV_BENCH_PLAIN_READS"
@@ -80,7 +81,7 @@ class PlainReads(NixlAgent):
             return None
         name = reads[0][0]
         there, here = (np.concatenate([read[side] for read in reads]) for side in (1, 2))
-        agent = self._connections[name].agent
+        agent = self._connections[name].lane.agent
         pieces = [agent.get_xfer_descs(spans, MEMORY["cpu"]) for spans in (here, there)]
         handle = agent.initialize_xfer("READ", *pieces, name, backends=BACKENDS)
         began = time.perf_counter()

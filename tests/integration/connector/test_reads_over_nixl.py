@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -181,6 +182,56 @@ def test_a_holder_killed_during_the_read_leaves_the_parts_that_came(engines, hol
     came = [part.first for part in engine.reports[0].parts if not part.failure]
     assert came == [0, PART_BLOCKS]
     engine.ranks[0].assert_holds(straight(2 * PART_BLOCKS))
+
+
+def open_second_lane(engine: ReadingEngine) -> int:
+    """Read until a second thread copies; answers how many parts that took."""
+    ends, parts = time.monotonic() + REPORT_S_MAX, 0
+    while not [thread for thread in threading.enumerate() if thread.name.startswith("kv-second-lane")]:
+        assert time.monotonic() < ends
+        engine.read({block: block for block in range(PART_BLOCKS)}, read_id=1000 + parts)
+        parts += 1
+        engine.until_parts(parts)
+    return parts
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core copies alone")
+def test_two_threads_copy_a_large_read_and_every_byte_of_it_is_in_its_place(engines, holders):
+    holder = holders(BIG)
+    engine = engines(BIG)
+    engine.connect(holder.handshake)
+    before = open_second_lane(engine)
+
+    moved = {(block + 37) % 128: block for block in range(128)}
+    engine.read(moved)
+    engine.until_parts(before + 4)
+
+    assert {part.failure for part in engine.reports[0].parts} == {""}
+    engine.ranks[0].assert_holds(moved)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core copies alone")
+def test_a_holder_killed_while_two_threads_copy_leaves_what_came_and_a_new_life_of_it_is_read(engines, holders):
+    holder = holders(BIG)
+    last_part = [0]
+    engine = engines(BIG, before_read=lambda number: holder.kill() if number == last_part[0] else None)
+    engine.connect(holder.handshake)
+    before = open_second_lane(engine)
+    the_probe = 1
+    last_part[0] = the_probe + before + 3
+
+    engine.read(straight(128))
+    engine.until_parts(before + 4)
+    came = [part for part in engine.reports[0].parts[before:] if not part.failure]
+    assert {part.first for part in came} <= {0, PART_BLOCKS}, "the second one's other half may have been under way"
+    whole = {part.first + at: part.first + at for part in came for at in range(part.count)}
+    begun = range(2 * PART_BLOCKS)
+    engine.ranks[0].assert_holds(whole, torn=set(begun) - set(whole))
+
+    key = engine.connect(holders(BIG, epoch=2).handshake)
+    engine.read(straight(128), key=key, read_id=2)
+    engine.until_parts(before + 8)
+    engine.ranks[0].assert_holds(straight(128))
 
 
 def test_a_dead_holder_is_not_connected(engines, holders):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from connector.core.layout import UnsupportedLayout, heads_of
-from connector.core.read_plan import Reader, block_bytes_of, parts_of, routes_to, spans_of
+from connector.core.read_plan import Reader, block_bytes_of, halves_of, parts_of, routes_to, spans_of
 from tests.kv_engines import RankMemory, ReadingRank, Shape, handshake
 
 HEADS_AND_RANKS = [(heads, ranks) for heads in (1, 2, 4, 8) for ranks in (1, 2, 4, 8) if heads % ranks == 0 or ranks % heads == 0]  # fmt: skip
@@ -63,6 +63,33 @@ def test_what_a_rank_reads_is_its_heads_of_the_wanted_blocks_and_nothing_else(se
 
         reading.assert_holds(dict(zip(local, remote, strict=True)))
         assert copied == block_bytes_of(reader.memory) * len(local)  # nothing twice
+
+
+def bytes_of(there: np.ndarray, here: np.ndarray) -> list[tuple[int, int, int, int]]:
+    """Where each byte comes from and goes to, with both devices."""
+    return [
+        (source + at, source_device, target + at, target_device)
+        for (source, length, source_device), (target, _, target_device) in zip(
+            there.tolist(), here.tolist(), strict=True
+        )
+        for at in range(length)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_two_halves_of_a_read_are_the_same_bytes_as_many_in_each(seed):
+    chance = random.Random(seed)
+    lengths = [chance.choice((1, 2, 3, 8, 50)) for _ in range(chance.randint(1, 8))] + [chance.randint(2, 9)]
+    there, here = (
+        np.array([(chance.randint(0, 2**62), length, device) for length in lengths], dtype=np.uint64)
+        for device in (3, 5)
+    )
+
+    first, second = halves_of(there, here)
+
+    assert bytes_of(*first) + bytes_of(*second) == bytes_of(there, here)
+    assert len(bytes_of(*second)) - len(bytes_of(*first)) in (0, 1)
+    assert all(spans[:, 1].all() for half in (first, second) for spans in half), "no empty piece"
 
 
 @pytest.mark.parametrize("seed", range(100))
