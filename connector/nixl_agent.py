@@ -73,7 +73,9 @@ class NixlAgent:
         self._connections: dict[str, _Connection] = {}
         self._lane_numbers = count(1)
         self._opening = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-open-lane")
-        self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-second-lane")
+        self._beside = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="kv-second-lane", initializer=_leave, initargs=(os.sched_getaffinity(0),)
+        )
 
     def register(self, regions: Sequence[Region]) -> None:
         """Make memory readable by others and writable by reads. Call before ``metadata``."""
@@ -162,6 +164,14 @@ class NixlAgent:
         self._beside.shutdown()
         deregister(self._agent, self._registered)
         self._agent = None
+
+
+def _leave(cores: set[int]) -> None:
+    """The calling thread runs elsewhere, if it may: who made the agent has the model on these cores, and whoever wakes
+    this thread copies there himself.
+    """
+    if others := os.sched_getaffinity(0) - cores:
+        os.sched_setaffinity(0, others)
 
 
 def _end_opened(opening: Future[Lane]) -> None:
