@@ -69,5 +69,9 @@ def nats_server(tmp_path: Path) -> Iterator[NatsServer]:
 
 @pytest.fixture(autouse=True)
 def _heard_logs() -> None:
-    """vLLM's parsers and our own command line silence all loggers of their process, which is every test's here."""
+    """vLLM's parsers and its server, and our own command line, silence loggers of their process: every test's here."""
     logging.disable(logging.NOTSET)
+    root = logging.getLogger()
+    root.setLevel(logging.WARNING)
+    for handler in root.handlers:
+        handler.setLevel(logging.NOTSET)
