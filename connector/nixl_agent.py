@@ -1,6 +1,6 @@
 """The TransferAgent on NIXL.
 
-Over shared memory whoever begins a read copies it, and one core copies at half of what the memory can do. So once a
+Over shared memory whoever begins a read copies it, and two cores copy about half as fast again as one. So once a
 large read from a peer was over as soon as it was begun, a second thread, with an agent of its own, copies half of each
 large read from there: a second *lane*.
 """

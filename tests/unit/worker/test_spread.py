@@ -61,23 +61,15 @@ def test_one_worker_never_fills_more_than_half_of_anothers_memory():
     assert to.best(chain(8, "1")) == ["a"], "it has that already"
 
 
-def test_what_did_not_arrive_takes_no_room():
+@pytest.mark.parametrize(("moved", "held"), [(4, 4), (4, 10)], ids=["the rest did not come", "it had the rest"])
+def test_only_what_was_moved_takes_room(moved, held):
     to = spread("a", blocks=20)
     hashes = chain(10)
     missed = to.give("a", hashes)
-    to.given("a", hashes, missed=missed, moved=4, held=4)
+    to.given("a", hashes, missed=missed, moved=moved, held=held)
 
     assert to.best(chain(6, "other")) == ["a"]
-
-
-def test_what_it_had_already_takes_no_room():
-    to = spread("a", blocks=20)
-    hashes = chain(10)
-    missed = to.give("a", hashes)
-    to.given("a", hashes, missed=missed, moved=2, held=10)
-
-    assert to.best(chain(8, "other")) == ["a"]
-    assert to.best(chain(9, "other")) == []
+    assert to.best(chain(7, "other")) == []
 
 
 def test_stores_take_what_no_engine_has_room_for():
