@@ -123,7 +123,10 @@ def make_requests(arguments: argparse.Namespace) -> list[bytes]:
         ]
         fields = {"model": arguments.model, "prompt": beginning + ending, "max_tokens": arguments.max_tokens}
         body = json.dumps({**fields, "stream": arguments.stream, "temperature": 0, "ignore_eos": True}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nhost: bench\r\nx-baton-mode: disaggregated\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
         requests.append(head.encode() + body)
     return requests
 

@@ -35,6 +35,10 @@ next.
 """
 LANES_IDLE_MAX = 64
 """Models whose counters are kept while nobody waits for them."""
+LATE_SHARE_MAX = 1 / 32
+"""Of the engines' time, for prompts that are served though even an idle engine would be late with them. Where nothing
+else runs they are served in any case.
+"""
 EXPIRIES_SPARE = 64
 """Entries in the list of latest instants, of requests that wait no more."""
 
@@ -57,8 +61,8 @@ class AdmissionPolicy(msgspec.Struct, frozen=True, kw_only=True):
     late, too.
     """
     serve_late: bool = True
-    """A request whose target even an idle worker would miss is served when nobody has waited for some minutes; or else
-    it is refused always.
+    """A request whose target even an idle worker would miss is served when nobody has waited for some minutes, and now
+    and then; or else it is refused always.
     """
     tenant_weights: dict[str, float] = msgspec.field(default_factory=dict)
     """A tenant of weight 2 may have twice as much as one of weight 1, which is everybody's."""
@@ -91,9 +95,8 @@ class Admission:
         line = ticket.line = lane.line(need.priority, self._policy.tenant_weights)
         self._judge(ticket, placed)
         if isinstance(placed, Placed):
-            if self._late_anyway(ticket, placed) and (lane.drain.strained(now) or not self._policy.serve_late):
-                message = "Even an idle worker would miss its target. Try again when nobody waits, or without a target."
-                return refused(ticket, Reason.OVERLOADED, message)
+            if (no := self._refuse_late(ticket, placed, now)) is not None:
+                return no
             obstacle = self._obstacle(ticket, placed)
             if obstacle is None and lane.passable(prompt_worker(placed), placed.decode.record.worker_id):
                 line.share.enter(need.tenant)
@@ -182,8 +185,8 @@ class Admission:
             ticket.cost = cost_of(placed.uncached_tokens, tokens_out)
             line.lane.learn_work(ticket.work_s)
 
-    def _obstacle(self, ticket: Ticket, placed: Placed) -> WorkerId | None:
-        """The worker that it had to wait for; None when it can begin.
+    def _obstacle(self, ticket: Ticket, placed: Placed, given_s: float = 0.0) -> WorkerId | None:
+        """The worker that it had to wait for; None when it can begin. ``given_s``: more work in front of it than shows.
 
         A worker that completes nothing of ours just now is no obstacle to a completion: it will not get any faster.
         """
@@ -191,7 +194,7 @@ class Admission:
         # A worker tells that a prompt is computed only then, and a little late: another one must be there already.
         own_s = NEXT_READY * line.lane.work_s if line is not None else 0.0
         soon_s = max(self._policy.engine_queue_s_max, own_s)
-        if predicted.queue_s > soon_s:
+        if predicted.queue_s + given_s > soon_s:
             return prompt_worker(placed)
         late = predicted.decode_queue_s > soon_s
         if late or placed.predicted_itl_s > ticket.need.targets.itl_s:
@@ -199,11 +202,18 @@ class Admission:
             return decode if decode in self._running else None
         return None
 
-    def _late_anyway(self, ticket: Ticket, placed: Placed) -> bool:
-        """Whether it would miss its target on an idle worker, too: it is served as long as that harms nobody."""
-        predicted = placed.predicted
-        own_s = max(ticket.work_s, predicted.total_s() - predicted.queue_s - predicted.decode_queue_s)
-        return own_s > self._policy.late_ratio * ticket.need.targets.ttft_s
+    def _refuse_late(self, ticket: Ticket, placed: Placed, now: float) -> Refused | None:
+        """One that would miss its target on an idle worker, too, is served as long as that harms few."""
+        assert ticket.line is not None
+        own_s, lane = _own_s(ticket, placed), ticket.line.lane
+        if own_s <= self._policy.late_ratio * ticket.need.targets.ttft_s:
+            return None
+        late_at = max(lane.drain.calm_at(now), lane.late_again_at if self._running else now)
+        if self._policy.serve_late and late_at <= now:
+            lane.late_again_at = now + own_s / (LATE_SHARE_MAX * max(1, placed.considered.count))
+            return None
+        message = "Even an idle worker would miss its target. Try again when nobody waits, or without a target."
+        return refused(ticket, Reason.OVERLOADED, message, late_at - now)
 
     def _begin(self, ticket: Ticket, placed: Placed) -> None:
         assert ticket.line is not None
@@ -239,10 +249,7 @@ class Admission:
         there, so that a short prompt passes a long one by as much as it is shorter, and never by more. A target that
         even an idle worker would miss is no reason to refuse a request: it may wait for a part of its own time.
         """
-        policy, target_s, own_s = self._policy, ticket.need.targets.ttft_s, ticket.work_s
-        if isinstance(placed, Placed):
-            predicted = placed.predicted
-            own_s = max(own_s, predicted.total_s() - predicted.queue_s - predicted.decode_queue_s)
+        policy, target_s, own_s = self._policy, ticket.need.targets.ttft_s, _own_s(ticket, placed)
         latest_at = ticket.arrived_at + policy.queue_s_max
         if target_s < math.inf:
             ticket.deadline = ticket.arrived_at + target_s + own_s
@@ -286,14 +293,22 @@ class Admission:
         return refused(ticket, Reason.OVERLOADED, "It waited too long to be of use. Try again later.")
 
 
+def _own_s(ticket: Ticket, placed: Placed | Refused) -> float:
+    """To its first token on an idle worker."""
+    if isinstance(placed, Refused):
+        return ticket.work_s
+    predicted = placed.predicted
+    return max(ticket.work_s, predicted.total_s() - predicted.queue_s - predicted.decode_queue_s)
+
+
 def lane_of(need: Need) -> str:
     """With whom it stands in line: with those who want the same workers."""
     return f"{need.model} {need.revisions[0]}" if need.revisions else need.model
 
 
-def refused(ticket: Ticket, reason: Reason, message: str) -> Refused:
-    """With when a request like this one could be begun."""
+def refused(ticket: Ticket, reason: Reason, message: str, again_s: float = 0.0) -> Refused:
+    """With when a request like this one could be begun: not before ``again_s`` from now."""
     line = ticket.line
     wait_s = line.lane.wait_s(ticket, line) if line is not None else None
-    retry_after_s = min(max(wait_s or 0.0, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX)
+    retry_after_s = min(max(wait_s or 0.0, again_s, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX)
     return Refused(reason=reason, message=message, retry_after_s=retry_after_s)

@@ -19,7 +19,7 @@ BEGUN_MAX = 64
 """Requests that begin in one look."""
 
 Place = Callable[[Need, float], Placed | Refused]
-Obstacle = Callable[[Ticket, Placed], WorkerId | None]
+Obstacle = Callable[[Ticket, Placed, float], WorkerId | None]
 
 
 class Look:
@@ -31,8 +31,8 @@ class Look:
         self._obstacle = obstacle
         self._reserved: set[WorkerId] = set()
         """Wanted by somebody who comes before whoever is looked at."""
-        self._given: set[WorkerId] = set()
-        """Got a prompt in this look: until that shows in what is known of the worker, it gets no other."""
+        self._given: dict[WorkerId, float] = {}
+        """Seconds of work that workers got in this look, and that do not show in what is known of them."""
         self._held = 0
         self.decided: list[tuple[Ticket, Placed | Refused]] = []
         self.unfinished = False
@@ -59,16 +59,17 @@ class Look:
                 self.decided.append((ticket, placed))
             return
         prompt, decode = prompt_worker(placed), placed.decode.record.worker_id
-        wanted = self._obstacle(ticket, placed)
-        if wanted is not None:
+        given_s = self._given.get(prompt, 0.0)
+        wanted = self._obstacle(ticket, placed, given_s)
+        if wanted is not None and given_s:
+            self.unfinished = True
+            self._hold(ticket, wanted, LIKE_THE_NEXT)
+        elif wanted is not None:
             self._hold(ticket, wanted)
         elif prompt in self._reserved or decode in self._reserved:
             self._hold(ticket, prompt if prompt in self._reserved else decode)
-        elif prompt in self._given:
-            self.unfinished = True
-            self._hold(ticket, prompt, LIKE_THE_NEXT)
         else:
-            self._given.add(prompt)
+            self._given[prompt] = given_s + ticket.work_s
             self.decided.append((ticket, placed))
 
     def _hold(self, ticket: Ticket, wanted: WorkerId, looks: int = 1) -> None:

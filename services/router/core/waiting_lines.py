@@ -181,9 +181,9 @@ class Drain:
         if self._waited_s >= STRAIN_S_MIN:
             self._strained_until = now + STRAINED_FOR_S
 
-    def strained(self, now: float) -> bool:
-        """Whether somebody waits, or did in the last minutes."""
-        return self._waiting or now < self._strained_until
+    def calm_at(self, now: float) -> float:
+        """When nobody will have waited for some minutes, if nobody does from now on."""
+        return now + STRAINED_FOR_S if self._waiting else self._strained_until
 
     def rest(self) -> None:
         """From here on nobody waits."""
@@ -207,6 +207,8 @@ class Lane:
         self.lines: dict[int, Line] = {}
         self.count = 0
         self.drain = Drain()
+        self.late_again_at = -math.inf
+        """Before that no prompt is begun that even an idle engine would be late with."""
         self.work_s = WORK_AT_FIRST_S
         """Of a request, lately."""
         self.looked_at = 0

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from services.router.core.admission import Admission, AdmissionPolicy
+from services.router.core.considered import Considered
 from services.router.core.placement import Need, Placed, Refused
 from services.router.core.request import Mode
 from services.router.core.targets import Targets
@@ -68,6 +69,7 @@ class Engines:
             uncached_tokens=need.prompt_tokens,
             predicted=parts,
             predicted_itl_s=0.01 * (engine.legs + 1),
+            considered=Considered(count=len(offering)),
         )
 
     def offer(self, tokens: int = 100, *, ends_at: float = float("inf"), **need: Any) -> Ticket:

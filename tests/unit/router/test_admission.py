@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
+from services.router.core.admission import LATE_SHARE_MAX
 from services.router.core.placement import Placed, Refused
 from services.router.core.request import Forced
 from services.router.core.waiting_lines import DRAIN_S_MIN, STRAINED_FOR_S
@@ -47,6 +50,25 @@ def test_what_waits_begins_before_its_engine_runs_dry():
 
     assert engines.admission.waiting == 0
     assert engines.now == pytest.approx(2.0)  # as long as it takes to compute all: no pause between
+
+
+def test_small_prompts_that_waited_begin_together_or_a_line_of_them_would_never_end():
+    engines = Engines(Engine("w1"))
+    engines.offer(A_SECOND)
+    small = [engines.offer(1) for _ in range(50)]
+
+    decided = engines.admission.turn(0.8)  # the engine has a fifth of a second left to do
+
+    assert [ticket for ticket, _placed in decided] == small
+
+
+def test_what_begins_together_is_no_more_than_what_keeps_an_engine_busy():
+    engines = Engines(Engine("w1"))
+    engines.offer(A_SECOND)
+    for _ in range(10):
+        engines.offer(100)
+
+    assert len(engines.admission.turn(0.8)) == 1
 
 
 def test_full_workers_make_requests_wait_instead_of_refusing_them():
@@ -291,6 +313,30 @@ def test_what_is_late_anyway_is_refused_until_nobody_has_waited_for_minutes():
 
     assert engines.reason(rushed) is Reason.OVERLOADED
     assert engines.reason(calm) is None
+
+
+def test_what_is_late_anyway_takes_a_small_share_of_engines_that_have_other_work():
+    engines = Engines(*(Engine(f"w{number}") for number in range(8)), engine_queue_s_max=60.0)
+    asked = []
+    for _ in range(100):
+        engines.offer(100)
+        asked.append(engines.offer(A_SECOND, ttft_s=0.5))
+        engines.run(until=engines.now + 0.09)  # the other one is still being computed
+
+    served = [ticket for ticket in asked if ticket in engines.placed_at]
+    assert len(served) == math.ceil(engines.now * 8 * LATE_SHARE_MAX / 1.0)
+    again_s = [no.retry_after_s for _ticket, no in engines.ends if isinstance(no, Refused)]
+    assert max(again_s) == pytest.approx(1.0 / (8 * LATE_SHARE_MAX), abs=0.1)
+
+
+def test_what_is_late_anyway_is_served_where_nothing_else_runs():
+    engines = Engines(Engine("w1"))
+    asked = []
+    for _ in range(3):
+        asked.append(engines.offer(A_SECOND, ttft_s=0.5))
+        engines.run()
+
+    assert [engines.reason(ticket) for ticket in asked] == [None] * 3
 
 
 def test_what_is_late_anyway_is_always_refused_if_the_operator_says_so():
