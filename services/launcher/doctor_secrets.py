@@ -9,10 +9,10 @@ from services.launcher.certificates import NoCertificate, facts_of
 from services.launcher.core.cluster import AUTHORITY, AUTHORITY_KEY, SERVER, SERVER_KEY
 from services.launcher.core.doctor_facts import Certificate
 from services.launcher.init_command import FOLDER
+from services.launcher.machine import KEYS_VARIABLE
 from shared.runtime.settings import CommonSettings
 
 OTHERS_MAY_READ = 0o044
-KEYS_VARIABLE = "ROUTER_KEYS_FILE"
 
 
 def certificates(common: CommonSettings, now_s: float) -> list[Certificate]:

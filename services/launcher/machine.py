@@ -24,6 +24,8 @@ PORT_MAX = 65535
 COMMAND_CHARS_MAX = 80
 NATS_SERVER_VARIABLE = "BATON_NATS_SERVER"
 """Names another nats-server binary than the one that comes with the packages."""
+KEYS_VARIABLE = "ROUTER_KEYS_FILE"
+CONSOLE_KEYS_VARIABLE = "COLLECTOR_ADMIN_KEY_FILE"
 API_KEY_VARIABLE = "BATON_API_KEY"
 """The key with which the launcher itself asks routers that want one."""
 FOR_THE_LAUNCHER = {NATS_SERVER_VARIABLE, API_KEY_VARIABLE, "BATON_ENGINE", "BATON_PYTHON"}
@@ -41,8 +43,10 @@ def look() -> Machine:
 
 
 def inherited_environment() -> dict[str, str]:
-    """What every child gets of our own environment."""
-    return {name: value for name, value in os.environ.items() if name not in FOR_THE_LAUNCHER}
+    """What every child gets of our own environment. The routers' keys are the console's, too, unless it has its own."""
+    ours = {name: value for name, value in os.environ.items() if name not in FOR_THE_LAUNCHER}
+    keys = ours.get(KEYS_VARIABLE, "")
+    return {CONSOLE_KEYS_VARIABLE: keys, **ours} if Path(keys).is_file() else ours
 
 
 def key_headers() -> dict[str, str]:

@@ -24,6 +24,8 @@ from tests.processes import quietest_cpu
 pytest.importorskip("nixl")
 
 REPORT_S_MAX = 60.0
+BUSY_S_MAX = 5.0
+"""What a busy machine adds; with it still less than a stuck read is given."""
 IDLE_CPU_MAX = 0.1
 """Cores: of this process, which has threads of other tests, too."""
 BIG = Shape(blocks=128, layers=2, block_size=64, content=512)
@@ -274,7 +276,7 @@ def test_no_byte_of_a_frozen_holder_lands_after_the_read_was_reported(engines, h
     engine.until_parts(5)
 
     assert {bool(part.failure) for part in engine.reports[0].parts[:4]} == {True}
-    assert 0.5 < took_s < 0.5 + LET_GO_S_MAX + 1.0
+    assert 0.5 < took_s < 0.5 + LET_GO_S_MAX + BUSY_S_MAX
     for layer in engine.ranks[0].memory.layers:
         assert not layer[1:].any()
 

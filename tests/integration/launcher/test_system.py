@@ -130,12 +130,16 @@ async def test_a_worker_that_keeps_dying_is_given_up_and_the_last_one_ends_the_s
     async with system_of(tmp_path, w1=()) as system:
         await system.bring_up()
         killed = 0
-        while not system.is_broken:
+
+        def is_broken() -> bool:
+            nonlocal killed
             pid = system.rows["w1"].pid
             if pid != killed and system.rows["w1"].phase is ServicePhase.READY:
                 os.kill(pid, signal.SIGKILL)
                 killed = pid
-            await asyncio.sleep(0.02)
+            return system.is_broken
+
+        await until(is_broken)
 
         assert "w1" in await system.until_broken()
 
