@@ -1,6 +1,6 @@
 """What telemetry costs a router: ``python -m tests.bench.bench_telemetry [--rounds 40] [--out docs/benchmarks/telemetry.md]``.
 
-Three routers before one fleet of simulated workers that take no time: one without telemetry; one as it is when an
+Three routers before one fleet of simulated workers that take hardly any time: one without telemetry; one as it is when an
 OTLP receiver is given and nothing else is said, scraped by a Prometheus; and one that traces every request. They serve
 in turn, in short rounds whose order changes, so that whatever else the machine does meets them alike. Counted is the
 CPU time of each router's threads, exporters included, in nanoseconds from the kernel's scheduler.
@@ -165,7 +165,7 @@ def page(rows: list[str], rounds: int, seconds: float) -> str:
             "# What telemetry costs a router",
             "",
             f"`{COMMAND}`, {when}, on {os.cpu_count()} x {model}, Python {platform.python_version()}.",
-            "Three routers before one fleet (1P+1D) of simulated workers that take no time, in turn, in rounds of",
+            "Three routers before one fleet (1P+1D) of simulated workers that take hardly any time, in turn, in rounds of",
             f"{seconds:g} s whose order changes, {rounds} of off and default each. CPU is the time of all threads of the router's process,",
             "exporters included. *Off*: no OTLP receiver, nobody scrapes. *Default*: an OTLP receiver is given and",
             "Prometheus scrapes every 5 s; 1 % of the requests are traced, and what is slow, fails or is resumed.",

@@ -61,8 +61,8 @@ class AdmissionPolicy(msgspec.Struct, frozen=True, kw_only=True):
     late, too.
     """
     serve_late: bool = True
-    """A request whose target even an idle worker would miss is served when nobody has waited for some minutes, and now
-    and then; or else it is refused always.
+    """A request whose target even an idle worker would miss is served in calm times, as long as such requests take no
+    more than ``LATE_SHARE_MAX``; or else it is refused always.
     """
     tenant_weights: dict[str, float] = msgspec.field(default_factory=dict)
     """A tenant of weight 2 may have twice as much as one of weight 1, which is everybody's."""
@@ -209,7 +209,9 @@ class Admission:
         if own_s <= self._policy.late_ratio * ticket.need.targets.ttft_s:
             return None
         late_at = max(lane.drain.calm_at(now), lane.late_again_at if self._running else now)
-        if self._policy.serve_late and late_at <= now:
+        if not self._policy.serve_late:
+            late_at = math.inf
+        if late_at <= now:
             lane.late_again_at = now + own_s / (LATE_SHARE_MAX * max(1, placed.considered.count))
             return None
         message = "Even an idle worker would miss its target. Try again when nobody waits, or without a target."
