@@ -1,8 +1,8 @@
 """What the router costs: ``python -m tests.bench.bench_router [--quick] [--out docs/benchmarks/router.md]``.
 
-A real nats-server, a real router alone on the first core, simulated workers that take hardly any time and the load client on
-the second. The router's CPU seconds (user and system, from /proc) per request and per relayed event are what neither the
-workers' nor the client's speed can distort; latencies are compared with the same engine behind uvicorn, nothing between.
+A real nats-server, a real router alone on the first core, simulated workers that take hardly any time and the load client
+on the second. The router's CPU seconds (user and system, from /proc) per request and per relayed event are what neither
+the workers' nor the client's speed can distort; latencies are compared with the same engine behind uvicorn, nothing between.
 """
 
 from __future__ import annotations
