@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from replay.legs import Flight
-from services.router.core.admission import Admission, AdmissionPolicy
+from services.router.core.admission import Admission
+from services.router.core.admission_policy import AdmissionPolicy
 from services.router.core.placement import Need, Placed, Refused
 from services.router.core.waiting_lines import Ticket
 from services.router.fleet import Fleet

@@ -19,7 +19,7 @@ from replay.legs import Flight, Leg
 from replay.profile import Profile
 from replay.simworker import MODEL, PERIOD_S, SimWorker
 from replay.traces import Request, chains
-from services.router.core.admission import AdmissionPolicy
+from services.router.core.admission_policy import AdmissionPolicy
 from services.router.core.own_work import Sent
 from services.router.core.placement import Need, Placed, Policy, Refused
 from services.router.core.targets import NO_TARGETS, Targets

@@ -5,9 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import msgspec
 
@@ -16,6 +18,7 @@ from tests.kv_engines import RankMemory, Shape, handshake
 
 START_S_MAX = 120.0
 END_S_MAX = 60.0
+FREEZE_S_MAX = 60.0
 
 
 @dataclass
@@ -27,7 +30,16 @@ class Holder:
     handshake: KvHandshake
 
     def freeze(self) -> None:
+        """Returns when all of its threads stand still, which on a busy machine takes a while."""
         os.kill(self.process.pid or 0, signal.SIGSTOP)
+        ends = time.monotonic() + FREEZE_S_MAX
+        while not all(state == "T" for state in self._thread_states()):
+            assert time.monotonic() < ends
+            time.sleep(0.001)
+
+    def _thread_states(self) -> list[str]:
+        threads = Path(f"/proc/{self.process.pid}/task").iterdir()
+        return [(thread / "stat").read_text().rpartition(") ")[2][0] for thread in threads]
 
     def go_on(self) -> None:
         os.kill(self.process.pid or 0, signal.SIGCONT)

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from services.router.core.admission import AdmissionPolicy
+from services.router.core.admission_policy import AdmissionPolicy
 from services.router.core.failure_policy import FailurePolicy, read_policy
 from services.router.core.keys import SALT_CHARS_MIN, Keyring, read_keys
 from services.router.core.revisions import read_shares

@@ -18,7 +18,7 @@ from replay.results import Slo
 from replay.traces import read_trace
 from replay.world import Shape
 from services.orchestrator.core.rules import Rules
-from services.router.core.admission import AdmissionPolicy
+from services.router.core.admission_policy import AdmissionPolicy
 from tests.bench.planned_replay import Delays, PlannedWorld
 from tests.bench.planned_runs import UNDONE_S, Course, Outcome, run, split, splits, undone
 from tests.bench.planned_traffic import Traffic, traffic

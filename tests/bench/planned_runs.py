@@ -11,7 +11,7 @@ from replay.results import Slo, summarise
 from replay.traces import Request
 from replay.world import Shape
 from services.orchestrator.core.rules import Rules
-from services.router.core.admission import AdmissionPolicy
+from services.router.core.admission_policy import AdmissionPolicy
 from shared.contracts.planning import PlanAction, PlanDecision
 from shared.contracts.workers import Role
 from tests.bench.planned_replay import Delays, PlannedWorld

@@ -10,7 +10,7 @@ from replay.oracle import Oracle
 from replay.policies.names import BASELINES
 from replay.traces import Request
 from replay.world import Shape, World
-from services.router.core.admission import AdmissionPolicy
+from services.router.core.admission_policy import AdmissionPolicy
 from services.router.core.prefix_index import IndexState
 from services.router.core.targets import Targets
 from tests.replay_worlds import PROFILE, conversations, with_baseline, world

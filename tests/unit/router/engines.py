@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from services.router.core.admission import Admission, AdmissionPolicy
+from services.router.core.admission import Admission
+from services.router.core.admission_policy import AdmissionPolicy
 from services.router.core.considered import Considered
 from services.router.core.placement import Need, Placed, Refused
 from services.router.core.request import Mode

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from services.router.core.admission import LATE_SHARE_MAX
+from services.router.core.admission_policy import LATE_SHARE_MAX
 from services.router.core.placement import Placed, Refused
 from services.router.core.request import Forced
 from services.router.core.waiting_lines import DRAIN_S_MIN, STRAINED_FOR_S

@@ -7,7 +7,8 @@ from collections import Counter
 import msgspec
 import pytest
 
-from services.router.core.admission import Admission, AdmissionPolicy
+from services.router.core.admission import Admission
+from services.router.core.admission_policy import AdmissionPolicy
 from services.router.core.cluster_view import ClusterView
 from services.router.core.placement import Need, Placed, Policy, Refused
 from services.router.core.placer import Costs
