@@ -29,6 +29,7 @@ from services.launcher.commands import mount
 from services.launcher.core.plan import UpOptions
 from services.launcher.core.sizes import parse_bytes
 from services.launcher.init_command import keys_folder
+from services.launcher.machine import KEYS_VARIABLE
 from services.launcher.options import WIDTH_OF_FILES, NatsUrl, StateDir, common_settings, fail, find_nats, no_nats
 from shared.bus.port import BusError
 from shared.contracts.control import ServicePhase
@@ -37,7 +38,7 @@ from shared.contracts.message import in_full
 DOWN_S_MAX = 120.0
 HEALTH_S = 5.0
 ROUTERS_MAX = 64
-ENTRANCE_VARIABLES = ("ROUTER_KEYS_FILE", "ROUTER_KEYS", "ROUTER_INSECURE")
+ENTRANCE_VARIABLES = (KEYS_VARIABLE, "ROUTER_KEYS", "ROUTER_INSECURE")
 """By which the user has said who may ask; routers judge what they say."""
 
 app = typer.Typer(

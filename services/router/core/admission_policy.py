@@ -6,7 +6,7 @@ import msgspec
 
 LATE_SHARE_MAX = 1 / 32
 """Of the engines' time, for prompts that are served though even an idle engine would be late with them. Where nothing
-else runs they are served in any case.
+else runs they harm nobody, and there is no such bound.
 """
 
 
