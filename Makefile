@@ -64,17 +64,17 @@ compose-test: setup-dev ## Containers with simulated engines: up, requests, lose
 	@$(PYTHON) -m pytest -m compose -rs tests/compose $(ARGS)
 
 bench-router: setup-dev ## What the router costs: against direct access, for short and long prompts
-	@$(PYTHON) -m tests.bench.bench_router $(ARGS)
+	@$(PYTHON) -m bench.bench_router $(ARGS)
 
 bench-kv: setup-dev ## What the KV exchange costs and saves, on real engines; about ten minutes
-	@$(PYTHON) -m tests.bench.bench_kv $(ARGS)
+	@$(PYTHON) -m bench.bench_kv $(ARGS)
 
 bench-placement: setup-dev ## Index, hashing, tokenization and placement; PEER_PYTHON=/a/venv/bin/python with ai-dynamo-runtime compares
-	@$(PYTHON) -m tests.bench.bench_index $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))
-	@$(PYTHON) -m tests.bench.bench_tokenize
-	@$(PYTHON) -m tests.bench.bench_place
-	@$(PYTHON) -m tests.bench.bench_explain
-	@$(PYTHON) -m tests.bench.bench_learning
+	@$(PYTHON) -m bench.bench_index $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))
+	@$(PYTHON) -m bench.bench_tokenize
+	@$(PYTHON) -m bench.bench_place
+	@$(PYTHON) -m bench.bench_explain
+	@$(PYTHON) -m bench.bench_learning
 
 bench-replay: setup-dev ## A trace of requests in virtual time, all policies at light, knee and overload; TRACE=FILE, OUT=FOLDER
 	@test -n "$(TRACE)" || { echo "TRACE=FILE is missing: a trace of Mooncake's (.jsonl) or Azure's (.csv)" >&2; exit 2; }
@@ -82,13 +82,13 @@ bench-replay: setup-dev ## A trace of requests in virtual time, all policies at 
 
 bench-planner: setup-dev ## The planner on a trace in virtual time, against fixed fleets; TRACE=FILE, ARGS="--load 2 --hours 2 --swing 0.7"
 	@test -n "$(TRACE)" || { echo "TRACE=FILE is missing: a trace of Mooncake's (.jsonl) or Azure's (.csv)" >&2; exit 2; }
-	@$(PYTHON) -m tests.bench.bench_planner "$(TRACE)" $(ARGS)
+	@$(PYTHON) -m bench.bench_planner "$(TRACE)" $(ARGS)
 
 bench-telemetry: setup-dev ## What metrics and traces cost a router
-	@$(PYTHON) -m tests.bench.bench_telemetry $(ARGS)
+	@$(PYTHON) -m bench.bench_telemetry $(ARGS)
 
 bench-fleet: setup-dev ## How soon what breaks is noticed, resumed and as before; how long drain and role changes take
-	@$(PYTHON) -m tests.bench.bench_fleet $(ARGS)
+	@$(PYTHON) -m bench.bench_fleet $(ARGS)
 
 catalogue: setup-dev ## Write the generated files anew: catalogue, AsyncAPI, NATS permissions, metrics, dashboards, diagram
 	@$(PYTHON) -m shared.contracts.catalogue
@@ -101,5 +101,5 @@ lock: ## Resolve requirements/*.in into the locked requirements (needs uv)
 
 clean: ## Remove .venv and everything the tools left here
 	@rm -rf .venv .baton build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	@rm -f services/router/core/*.so
+	@rm -f services/router/native/*.so
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -24,11 +24,11 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
-from connector.layout_of import kv_heads_of, refuse_unsupported, required_layout
-from connector.metadata import StepOrders, StepReport
-from connector.scheduler_side import EngineShape, SchedulerSide
+from connector.layout.engine_layout import kv_heads_of, refuse_unsupported, required_layout
+from connector.scheduler.metadata import StepOrders, StepReport
+from connector.scheduler.scheduler_side import EngineShape, SchedulerSide
 from connector.settings import read
-from connector.worker_side import RankHandshake, WorkerSide
+from connector.worker.worker_side import RankHandshake, WorkerSide
 from shared.contracts.kv_exchange import KvProof, LegOrder
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class BatonConnector(KVConnectorBase_V1):
         """Nothing is pushed."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
-        """The scheduler side says when a request's blocks have come: see ``connector.scheduler``."""
+        """The scheduler side says when a request's blocks have come: see ``connector.scheduler.scheduler``."""
         return KVConnectorTransferResults()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:

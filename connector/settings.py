@@ -25,7 +25,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """For another worker to answer an ask for blocks."""
     copy_cores: list[int] = msgspec.field(default_factory=list)
     """Where the thread that copies may run besides the model's own core."""
-    agent: str = "connector.nixl_agent:NixlAgent"
+    agent: str = "connector.transfer.nixl_agent:NixlAgent"
     """Where the transfer agent's class is, as ``module:name``."""
 
 

@@ -1,4 +1,4 @@
-"""A simulated engine in virtual time: the law of ``services.worker.core.simulation``, many decode steps at once.
+"""A simulated engine in virtual time: the law of ``services.worker.engines.simulated.core``, many decode steps at once.
 
 As there: running sequences first, in the order in which they came in, then those that wait, first come, first served;
 long prompts in chunks of what the decoding ones leave of a step; when no block is left the youngest running sequence

@@ -13,8 +13,8 @@ from replay.profile import Profile
 from replay.results import Result, Slo, summarise
 from replay.traces import Request, at_load
 from replay.world import Shape, World
-from services.router.core.admission_policy import AdmissionPolicy
-from services.router.core.targets import Targets
+from services.router.admission.policy import AdmissionPolicy
+from services.router.placement.slo import Targets
 
 KNEE_RATIO = 1.02
 """It is found to within so much."""

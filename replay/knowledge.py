@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Iterable
 
 from replay.simworker import SimWorker
-from services.router.fleet import Fleet
-from services.router.measures import Measures
+from services.router.state.fleet import Fleet
+from services.router.state.speed_feed import Measures
 from shared.contracts.kv_events import KvEventBatch, KvSnapshot
 
 NETWORK_S = 0.001

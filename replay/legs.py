@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from replay.job import Job
 from replay.simworker import SimWorker
 from replay.traces import Request
-from services.router.core.own_work import Sent
-from services.router.core.placement import Placed
+from services.router.placement.placement import Placed
+from services.router.state.sent_work import Sent
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_exchange import KvSource
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from replay.forecast import Forecast, forecast
-from services.router.core.placement import Need, Placed, Refused
-from services.router.core.request import Mode
+from services.router.placement.placement import Need, Placed, Refused
+from services.router.placement.request_fields import Mode
 from shared.contracts.failures import Reason
 from shared.contracts.kv_exchange import KvSource
 from shared.contracts.workers import Role

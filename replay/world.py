@@ -9,21 +9,21 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
+from replay.admission import Gate
 from replay.engine import Engine
 from replay.exchange import Exchange
-from replay.gate import Gate
 from replay.job import Job
 from replay.knowledge import NETWORK_S, Knowledge
-from replay.ledger import Ledger
 from replay.legs import Flight, Leg
 from replay.profile import Profile
+from replay.request_counts import Ledger
 from replay.simworker import MODEL, PERIOD_S, SimWorker
 from replay.traces import Request, chains
-from services.router.core.admission_policy import AdmissionPolicy
-from services.router.core.own_work import Sent
-from services.router.core.placement import Need, Placed, Policy, Refused
-from services.router.core.targets import NO_TARGETS, Targets
-from services.router.fleet import Fleet
+from services.router.admission.policy import AdmissionPolicy
+from services.router.placement.placement import Need, Placed, Policy, Refused
+from services.router.placement.slo import NO_TARGETS, Targets
+from services.router.state.fleet import Fleet
+from services.router.state.sent_work import Sent
 from shared.contracts.inference import LegKind
 from shared.contracts.workers import Role, WorkerRecord
 

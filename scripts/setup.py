@@ -71,7 +71,7 @@ def set_up(engine: str, *, dev: bool) -> None:
         compile_modules()
     pip(["install", "--no-deps", "--no-build-isolation", "--editable", "."], Progress(1))
     (VENV / ".native").write_text(sources)
-    if not any((ROOT / "services/router/core").glob("_block_table.*.so")):
+    if not any((ROOT / "services/router/native").glob("_block_table.*.so")):
         say("no C compiler found: the router's prefix index runs in Python, which is enough for a few workers")
     say(f"ready after {time.monotonic() - started:.0f} s")
 
@@ -125,7 +125,7 @@ def wanted(lock: str) -> str:
 def native_sources() -> str:
     """The digest of what the editable install compiles, and of whether it can."""
     digest = hashlib.sha256(f"{sys.version_info[:2]} {shutil.which('cc') or shutil.which('gcc')}".encode())
-    for path in sorted((ROOT / "services" / "router" / "native").iterdir()):
+    for path in sorted((ROOT / "services" / "router" / "native").glob("*.[ch]")):
         digest.update(path.read_bytes())
     return f"native {digest.hexdigest()}\n"
 

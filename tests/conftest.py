@@ -12,7 +12,7 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.nats_server import NatsServer
+from tests.support.nats_server import NatsServer
 
 ROOT = Path(__file__).parents[1]
 

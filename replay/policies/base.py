@@ -7,12 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from replay.ledger import Active, Ledger
 from replay.profile import Profile
-from services.router.core.cluster_view import WorkerView
-from services.router.core.placement import Need, Placed, Refused
-from services.router.core.request import Mode
-from services.router.fleet import Fleet
+from replay.request_counts import Active, Ledger
+from services.router.placement.placement import Need, Placed, Refused
+from services.router.placement.request_fields import Mode
+from services.router.state.cluster_view import WorkerView
+from services.router.state.fleet import Fleet
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
 from shared.contracts.kv_exchange import KvSource

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from replay.policies.base import TOKENS_OUT_UNKNOWN, Baseline, Surroundings
-from services.router.core.cluster_view import WorkerView
-from services.router.core.placement import Need, Refused
+from services.router.placement.placement import Need, Refused
+from services.router.state.cluster_view import WorkerView
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
 from shared.contracts.kv_exchange import KvSource

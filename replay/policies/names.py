@@ -11,7 +11,7 @@ from replay.policies.llm_d import LlmDScorer
 from replay.policies.mooncake import MooncakeConductor
 from replay.policies.sglang import Knobs, SglangCacheAware
 from replay.policies.simple import LeastLoaded, PowerOfTwo, RandomChoice, RoundRobin
-from services.router.core.placer import Placer
+from services.router.placement.placer import Placer
 
 BATON = "baton"
 """Its placement alone: each request goes to its worker at once, as with the others."""

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from replay.policies.base import Baseline, Surroundings
-from services.router.core.cluster_view import WorkerView
-from services.router.core.placement import Need
+from services.router.placement.placement import Need
+from services.router.state.cluster_view import WorkerView
 from shared.contracts.ids import WorkerId
 
 TREE_TOKENS_MAX = 67_108_864

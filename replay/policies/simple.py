@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from replay.policies.base import Baseline, Surroundings
-from services.router.core.cluster_view import WorkerView
-from services.router.core.placement import Need
+from services.router.placement.placement import Need
+from services.router.state.cluster_view import WorkerView
 from shared.contracts.ids import WorkerId
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 
-from services.collector.access import Access
+from services.collector.http.access import Access
 from services.collector.service import run_collector
 from services.collector.settings import Settings
 from shared.runtime.service import Service, run_service

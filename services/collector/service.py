@@ -9,17 +9,17 @@ import asyncio
 import logging
 import time
 
-from services.collector.access import Access
-from services.collector.console_actions import Actions
-from services.collector.console_feed import Feed
-from services.collector.console_routes import Desk, add_console
-from services.collector.core.console import Console, Moment
-from services.collector.core.console_views import Page
-from services.collector.core.ledger import STALE_S_MAX, Ledger
-from services.collector.core.verdict import Judge
-from services.collector.exposition import BOUNDS, families
-from services.collector.http import make_app
-from services.collector.http_server import HttpServer
+from services.collector.console.actions import Actions
+from services.collector.console.feed import Feed
+from services.collector.console.routes import Desk, add_console
+from services.collector.console.state import Console, Moment
+from services.collector.console.views import Page
+from services.collector.http.access import Access
+from services.collector.http.app import make_app
+from services.collector.http.server import HttpServer
+from services.collector.metrics.exposition import BOUNDS, families
+from services.collector.metrics.fleet_metrics import STALE_S_MAX, Ledger
+from services.collector.report.report import Judge
 from services.collector.settings import Settings
 from shared.bus.port import Bus, BusError, Envelope
 from shared.contracts.channels import (
@@ -34,12 +34,12 @@ from shared.contracts.channels import (
     WORKER_LOST,
 )
 from shared.contracts.control import ServicePhase, ServiceStatus
+from shared.contracts.disaggregation_report import AskVerdict, Verdict
 from shared.contracts.fleet_orders import WorkerDrained
 from shared.contracts.inference import RequestsFinished
 from shared.contracts.load import LoadReport
 from shared.contracts.planning import PlanDecision
 from shared.contracts.routing import UsualMode
-from shared.contracts.verdict import AskVerdict, Verdict
 from shared.contracts.workers import FleetState, WorkerLost
 from shared.runtime.clock import Clock
 from shared.runtime.service import Service

@@ -16,21 +16,27 @@ import msgspec
 import typer
 from rich.console import Console
 
-from services.launcher import (
-    doctor_command,
-    init_command,
-    key_commands,
-    order_commands,
-    plan_command,
-    state_file,
-    view_commands,
+from services.launcher.commands import doctor as doctor_command
+from services.launcher.commands import init as init_command
+from services.launcher.commands import keys as key_commands
+from services.launcher.commands import orders as order_commands
+from services.launcher.commands import plan as plan_command
+from services.launcher.commands import views as view_commands
+from services.launcher.commands.init import keys_folder
+from services.launcher.commands.options import (
+    WIDTH_OF_FILES,
+    NatsUrl,
+    StateDir,
+    common_settings,
+    fail,
+    find_nats,
+    no_nats,
 )
-from services.launcher.commands import mount
-from services.launcher.core.plan import UpOptions
-from services.launcher.core.sizes import parse_bytes
-from services.launcher.init_command import keys_folder
-from services.launcher.machine import KEYS_VARIABLE
-from services.launcher.options import WIDTH_OF_FILES, NatsUrl, StateDir, common_settings, fail, find_nats, no_nats
+from services.launcher.commands.plugins import mount
+from services.launcher.system import state_file
+from services.launcher.system.machine import KEYS_VARIABLE
+from services.launcher.system.plan import UpOptions
+from services.launcher.system.sizes import parse_bytes
 from shared.bus.port import BusError
 from shared.contracts.control import ServicePhase
 from shared.contracts.message import in_full
@@ -153,7 +159,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
         workers_min=workers_min,
         workers_max=workers_max,
     )
-    from services.launcher.up import run_up  # here, so that `baton --help` is quick
+    from services.launcher.system.up import run_up  # here, so that `baton --help` is quick
 
     sys.exit(asyncio.run(run_up(options)))
 
@@ -181,7 +187,7 @@ def workers(
     json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """List the fleet: every worker with its role, its phase and its load."""
-    from services.launcher.fleet import fleet_table, read_fleet
+    from services.launcher.views.fleet import fleet_table, read_fleet
 
     url = find_nats(nats_url, state_dir)
     try:
@@ -225,8 +231,8 @@ def explain(
     state_dir: StateDir = None,
 ) -> None:
     """Show why a request went where it went, what that was to cost, and how it turned out."""
-    from services.launcher.explain import NotExplained, ask_over_nats, ask_router, question_of
-    from services.launcher.picture import draw
+    from services.launcher.views.decision_picture import draw
+    from services.launcher.views.explain import NotExplained, ask_over_nats, ask_router, question_of
 
     question = question_of(decision, request)
     folder = state_dir or Path(common_settings().state_dir)
@@ -255,7 +261,7 @@ def health(
     within_s: Annotated[float, typer.Option(help="How long to wait for a sign of life, seconds.")] = HEALTH_S,
 ) -> None:
     """Exit with 0 if a service says that it is ready, with 1 otherwise. For container health checks."""
-    from services.launcher.health import hear_of
+    from services.launcher.views.health import hear_of
 
     url = find_nats(nats_url, None)
     try:

@@ -6,10 +6,10 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 
-from services.orchestrator.core.fleet import Fleet
-from services.orchestrator.core.leadership import Candidate
-from services.orchestrator.leader import stand_for_leadership
-from services.orchestrator.planning import Planning
+from services.orchestrator.fleet.fleet import Fleet
+from services.orchestrator.leadership.leader import stand_for_leadership
+from services.orchestrator.leadership.leadership import Candidate
+from services.orchestrator.planner.planning import Planning
 from services.orchestrator.settings import Settings
 from shared.bus.port import Bus, BusError, Envelope, KeptValue, Subscription
 from shared.contracts.channels import DESCRIBE_FLEET, FLEET_STATE, LEADERSHIP, LOAD, WORKER_LOST, WORKER_RECORDS

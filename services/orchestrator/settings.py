@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from services.orchestrator.core.fleet import Limits
-from services.orchestrator.core.rules import Rules
+from services.orchestrator.fleet.fleet import Limits
+from services.orchestrator.planner.rules import Rules
 from shared.contracts.control import LEADERSHIP_TTL_S
 
 RULES = Rules()

@@ -9,32 +9,32 @@ import secrets
 import socket
 import sys
 
-from services.router.core.admission import Admission
-from services.router.core.native_block_table import IS_COMPILED
-from services.router.core.placement import Policy
-from services.router.decisions import Decisions
-from services.router.edge import Edge
-from services.router.fleet import Fleet
-from services.router.fleet_feed import FleetFeed
-from services.router.gate import Gate
-from services.router.http_server import make_server
-from services.router.kv_feed import KvFeed
-from services.router.ledger import Ledger, LiveMetrics
-from services.router.measures import Measures
-from services.router.openai_api import make_app
-from services.router.parts import Parts
-from services.router.prediction_metrics import LearnedMetrics
-from services.router.presence import Presence
-from services.router.prompts import Prompts
-from services.router.relay import Relay
-from services.router.reservations import ReservationFeed
-from services.router.room_metrics import RoomMetrics
+from services.router.admission.admission import Admission
+from services.router.admission.admission_queue import WaitingRoom
+from services.router.auth.authenticator import Gate
+from services.router.http.api import make_app
+from services.router.http.edge import Edge
+from services.router.http.server import make_server
+from services.router.placement.decisions import Decisions
+from services.router.placement.placement import Policy
+from services.router.relay.deadline_monitor import Watchman
+from services.router.relay.parts import Parts
+from services.router.relay.relay import Relay
 from services.router.settings import Settings, admission_policy, failure_policy, terms_of
-from services.router.standing import teller
-from services.router.tracing import Tracing
-from services.router.usual_mode import UsualModeFeed
-from services.router.waiting_room import WaitingRoom
-from services.router.watchman import Watchman
+from services.router.state.bus_health import Presence
+from services.router.state.default_mode import UsualModeFeed
+from services.router.state.fleet import Fleet
+from services.router.state.fleet_feed import FleetFeed
+from services.router.state.kv_feed import KvFeed
+from services.router.state.native_block_table import IS_COMPILED
+from services.router.state.reservation_feed import ReservationFeed
+from services.router.state.speed_feed import Measures
+from services.router.telemetry.health import teller
+from services.router.telemetry.prediction_metrics import LearnedMetrics
+from services.router.telemetry.queue_metrics import RoomMetrics
+from services.router.telemetry.request_log import Ledger, LiveMetrics
+from services.router.telemetry.tracing import Tracing
+from services.router.tokenize.prompts import Prompts
 from shared.bus.port import Bus
 from shared.bus.streams import LegInbox
 from shared.contracts.control import ServicePhase

@@ -9,13 +9,13 @@ from typing import Literal
 
 import msgspec
 
-from services.router.core.admission_policy import AdmissionPolicy
-from services.router.core.failure_policy import FailurePolicy, read_policy
-from services.router.core.keys import SALT_CHARS_MIN, Keyring, read_keys
-from services.router.core.revisions import read_shares
-from services.router.core.salting import salt_key
-from services.router.core.second_try import RESUMES_MAX_MAX
-from services.router.core.terms import Forcing, Terms, read_terms, read_weights
+from services.router.admission.policy import AdmissionPolicy
+from services.router.auth.api_keys import SALT_CHARS_MIN, Keyring, read_keys
+from services.router.auth.tenant_salt import salt_key
+from services.router.placement.policy import Forcing, Terms, read_terms, read_weights
+from services.router.placement.revisions import read_shares
+from services.router.relay.failure_policy import FailurePolicy, read_policy
+from services.router.relay.migration import RESUMES_MAX_MAX
 from shared.runtime.settings import SettingsError
 
 FILE_BYTES_MAX = 32 * 1024 * 1024

@@ -35,7 +35,7 @@ def starter_of(settings: Settings, bus: Bus) -> StartEngine:
     """What starts the engine, or the store that stands in its place and looks for its partner on the bus."""
     if settings.role is not Role.STORE:
         return engine_starter(settings.engine)
-    from services.worker.engines.store import start_store  # only a store reads this
+    from services.worker.engines.store.start import start_store  # only a store reads this
 
     return partial(start_store, bus=bus)
 

@@ -12,24 +12,24 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from services.worker.canaries import CanaryDesk
-from services.worker.core.capacity import Capacity
-from services.worker.core.draining import Departure
-from services.worker.core.leg_order import KvPolicy
 from services.worker.engines.port import Engine, EngineDead, Identity, StartEngine
-from services.worker.exchange.unread import Unread
-from services.worker.exchange.worker_exchange import WorkerExchange
-from services.worker.kept_role import KeptRole
-from services.worker.leaving import FAREWELL_S_MAX, HANDOVER_S_MAX, Leaving
-from services.worker.orders import OrderDesk
-from services.worker.probing import Prober
-from services.worker.publish import CachePublisher, LoadPublisher
-from services.worker.registry import Registration, new_epoch
-from services.worker.serve import LegServer
+from services.worker.kv_exchange.store_copies import StoreCopies
+from services.worker.kv_exchange.unread_offers import Unread
+from services.worker.kv_exchange.worker_exchange import WorkerExchange
+from services.worker.legs.capacity import Capacity
+from services.worker.legs.kv_order import KvPolicy
+from services.worker.legs.server import LegServer
+from services.worker.lifecycle.drain import Departure
+from services.worker.lifecycle.leaving import FAREWELL_S_MAX, HANDOVER_S_MAX, Leaving
+from services.worker.lifecycle.order_handler import OrderDesk
+from services.worker.lifecycle.probing import Prober
+from services.worker.lifecycle.registration import Registration, new_epoch
+from services.worker.lifecycle.saved_role import KeptRole
+from services.worker.lifecycle.self_test_handler import CanaryDesk
+from services.worker.lifecycle.status import Standing
 from services.worker.settings import Settings
-from services.worker.standing import Standing
-from services.worker.store_copies import StoreCopies
-from services.worker.tokenizer import TokenizerDesk
+from services.worker.telemetry.publishers import CachePublisher, LoadPublisher
+from services.worker.tokenizer_handler import TokenizerDesk
 from shared.bus.streams import FrameSender
 from shared.contracts.channels import CANCEL_LEG, KV_SNAPSHOT, START_LEG
 from shared.contracts.control import ServicePhase
@@ -43,7 +43,7 @@ from shared.runtime.settings import CommonSettings
 log = logging.getLogger("baton.worker")
 
 T = TypeVar("T")
-ENGINES = {"vllm": "services.worker.engines.vllm_engine", "simulated": "services.worker.engines.simulated"}
+ENGINES = {"vllm": "services.worker.engines.vllm.engine", "simulated": "services.worker.engines.simulated.engine"}
 """Imported only when chosen: a machine for simulated workers has neither torch nor vLLM."""
 SEEK_ROUTERS_S = 2.0
 """How long an engine works for a router that died."""

@@ -6,11 +6,11 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from services.worker.core.simulation.settings import SimulatedTiming
+from services.worker.engines.simulated.core.settings import SimulatedTiming
 from shared.contracts.workers import Role
 
 TINY_MODEL = "baton-tiny"
-"""The model that the project makes itself (see ``services.worker.tiny_model``)."""
+"""The model that the project makes itself (see ``services.worker.tiny_model.tiny_model``)."""
 
 
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]

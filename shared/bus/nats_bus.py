@@ -13,13 +13,13 @@ import msgspec
 import nats.errors
 
 from shared.bus.connection import Connection
-from shared.bus.nats_access import OPEN, Access, Credentials, credentials
 from shared.bus.nats_client import DirectClient
+from shared.bus.nats_credentials import OPEN, Access, Credentials, credentials
+from shared.bus.nats_errors import Complaints, without_password
 from shared.bus.nats_inbox import REFUSED_HEADER, Inbox
-from shared.bus.nats_kept import NatsKept
-from shared.bus.nats_listening import Listening, Take, filter_of
-from shared.bus.nats_refusals import Complaints, without_password
+from shared.bus.nats_kv_store import NatsKept
 from shared.bus.nats_sender import Sender
+from shared.bus.nats_subscription import Listening, Take, filter_of
 from shared.bus.port import (
     ASKS_AT_ONCE_MAX,
     Answerer,

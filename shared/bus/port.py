@@ -1,6 +1,6 @@
 """The bus as services see it: publish, subscribe, ask, answer, and kept values. Two implementations keep one promise.
 
-``shared.bus.nats_bus`` is the real one; ``shared.bus.memory_bus`` is for tests and runs the same conformance suite.
+``shared.bus.nats_bus`` is the real one; ``tests.support.memory_bus`` is for tests and runs the same conformance suite.
 
 Promises:
 

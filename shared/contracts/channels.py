@@ -17,6 +17,7 @@ import msgspec
 
 from shared.contracts.control import AskTokenizer, AskTokens, Leadership, ServiceStatus, TokenizerAsset, TokensFound
 from shared.contracts.decisions import AskDecision, FoundDecision
+from shared.contracts.disaggregation_report import AskVerdict, Verdict
 from shared.contracts.fleet_orders import (
     AskCanary,
     Canary,
@@ -36,7 +37,6 @@ from shared.contracts.load import LoadReport
 from shared.contracts.planning import AskPlans, FleetScaled, PlanDecision, Plans, ScaleFleet
 from shared.contracts.reservations import Reservations
 from shared.contracts.routing import UsualMode
-from shared.contracts.verdict import AskVerdict, Verdict
 from shared.contracts.workers import DescribeFleet, FleetState, WorkerLost, WorkerRecord
 
 M = TypeVar("M", bound=msgspec.Struct)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.bus.nats_access import Access
+from shared.bus.nats_credentials import Access
 from shared.runtime.settings import CommonSettings
 
 

@@ -25,7 +25,7 @@ from shared.runtime.access import access_of
 from shared.runtime.clock import Clock, SystemClock
 from shared.runtime.settings import CommonSettings
 from shared.runtime.version import baton_version
-from shared.telemetry.drawn import SpanSink
+from shared.telemetry.finished_spans import SpanSink
 from shared.telemetry.log import setup_logging
 
 log = logging.getLogger("baton.service")

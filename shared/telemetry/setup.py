@@ -19,8 +19,8 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, TraceIdRatioBased
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-from shared.telemetry.drawn import Drawn, SpanSink
 from shared.telemetry.families import Distribution, Family, Sample
+from shared.telemetry.finished_spans import Drawn, SpanSink
 from shared.telemetry.metrics import Kind
 
 log = logging.getLogger("baton.telemetry")

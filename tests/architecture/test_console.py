@@ -7,9 +7,8 @@ import re
 import pytest
 
 from tests.architecture.sources import ROOT
-from tests.architecture.test_sizes import FILE_LINES_MAX
 
-PAGE = ROOT / "services" / "collector" / "console"
+PAGE = ROOT / "services" / "collector" / "console" / "static"
 FILES = sorted(PAGE.iterdir())
 MARKUP = re.compile(
     r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|createContextualFragment|\beval\b|new Function"
@@ -18,11 +17,6 @@ REFERENCES = re.compile(r"""(?:from "|import "|import\("|href="|src="|url\()(?P<
 HERE = re.compile(r"(?:\./|/console/files/)(?P<name>[a-z_]+\.(?:js|css|svg))$")
 
 every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-
-
-@every_file
-def test_a_file_of_the_page_tells_one_story(file):
-    assert len(file.read_text().splitlines()) <= FILE_LINES_MAX
 
 
 @every_file

@@ -13,12 +13,12 @@ from tests.architecture.test_purity import DECIDERS
 
 DOORS = {
     "nats": ("shared/bus/nats_*.py",),
-    "vllm": ("services/worker/engines/vllm_*.py", "connector/*"),
-    "nixl": ("connector/nixl_*.py", "services/worker/engines/vllm_*.py"),
+    "vllm": ("services/worker/engines/vllm/*", "connector/*"),
+    "nixl": ("connector/transfer/nixl_*.py", "services/worker/engines/vllm/*"),
     "opentelemetry.sdk": ("shared/telemetry/setup.py",),
     "opentelemetry.exporter": ("shared/telemetry/setup.py",),
-    "nkeys": ("shared/bus/nats_access.py",),
-    "cryptography": ("services/launcher/certificates.py",),
+    "nkeys": ("shared/bus/nats_credentials.py",),
+    "cryptography": ("services/launcher/cluster/certificates.py",),
 }
 
 
@@ -35,15 +35,14 @@ def test_a_third_party_is_imported_at_its_door_only(party):
 
 
 KNOWN_TO_WORKERS = (
-    "connector.core",
     *DECIDERS,
-    "connector.connections",
-    "connector.copier",
-    "connector.transfers",
-    "connector.transfer_port",
-    "connector.memory_agent",
-    "connector.nixl_agent",
-    "connector.nixl_files",
+    "connector.worker.connections",
+    "connector.worker.copier",
+    "connector.worker.transfer_thread",
+    "connector.transfer.agent",
+    "connector.transfer.memory_agent",
+    "connector.transfer.nixl_agent",
+    "connector.transfer.nixl_files",
 )
 """What also a simulated engine uses: it runs where there is no vLLM."""
 
@@ -52,7 +51,7 @@ def test_workers_alone_know_the_connector_and_only_what_runs_without_vllm():
     beyond = [
         f"{source.path}:{line} {module}"
         for source in sources()
-        if not source.path.startswith(("connector/", "services/worker/engines/vllm_"))
+        if not source.path.startswith(("connector/", "services/worker/engines/vllm/"))
         for module, line in source.imports()
         if (module + ".").startswith("connector.") and module != "connector"
         if not source.path.startswith("services/worker/")
@@ -66,7 +65,7 @@ def test_a_simulated_worker_needs_neither_vllm_nor_torch_nor_nixl():
     without = "import sys; sys.modules.update(dict.fromkeys(('vllm', 'torch', 'nixl')))"
 
     done = subprocess.run(
-        [sys.executable, "-c", f"{without}; import services.worker.service, services.worker.engines.simulated"],
+        [sys.executable, "-c", f"{without}; import services.worker.service, services.worker.engines.simulated.engine"],
         cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
 

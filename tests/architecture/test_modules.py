@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import tomllib
 
-import pytest
-
 from tests.architecture.sources import ROOT, sources
-
-FOR_TESTS = {"shared/bus/memory_bus.py": "the bus's second implementation, which keeps the port honest"}
-"""Modules that no process uses, with the reason why they stand among those that do."""
 
 
 def is_entry(path: str, text: str) -> bool:
@@ -29,22 +23,8 @@ def test_every_module_is_imported_by_another_or_can_be_run():
         source.path
         for source in sources()
         if source.module not in imported
-        and source.path not in FOR_TESTS
         and not is_entry(source.path, source.text)
         and not re.search(rf'"{re.escape(source.module)}[":.]', everything)
     ]
 
     assert unused == []
-
-
-@pytest.mark.parametrize("source", sources(), ids=lambda source: source.path)
-def test_modules_and_public_classes_say_what_they_are(source):
-    public = [
-        node
-        for node in source.tree.body
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_")
-    ]
-    silent = [node.name for node in public if ast.get_docstring(node) is None]
-
-    assert ast.get_docstring(source.tree) or not source.text.strip()
-    assert [name for name in silent if name != "main"] == []

@@ -8,21 +8,160 @@ import pytest
 
 from tests.architecture.sources import Source, sources
 
-DECIDERS = (
-    "connector.engine_exchange",
-    "connector.holder",
-    "connector.prefetch",
-    "connector.reader",
-    "connector.tally",
+PURE = (
+    "connector.holder.holder",
+    "connector.holder.hot_chains",
+    "connector.holder.leases",
+    "connector.layout.compatibility",
+    "connector.layout.read_plan",
+    "connector.layout.tensors",
+    "connector.reader.asks",
+    "connector.reader.fetch",
+    "connector.reader.fetch_plan",
+    "connector.reader.peers",
+    "connector.reader.prefetch",
+    "connector.reader.reader",
+    "connector.reader.token_account",
+    "connector.reader.wanted_blocks",
+    "connector.scheduler.calls",
+    "connector.scheduler.engine_exchange",
+    "connector.scheduler.in_flight",
+    "connector.scheduler.orders",
+    "connector.scheduler.rank_aggregation",
+    "connector.scheduler.stats",
+    "services.collector.console.decision",
+    "services.collector.console.events",
+    "services.collector.console.health",
+    "services.collector.console.orders",
+    "services.collector.console.requests",
+    "services.collector.console.state",
+    "services.collector.console.traffic",
+    "services.collector.console.views",
+    "services.collector.console.workers",
+    "services.collector.metrics.engine_work",
+    "services.collector.metrics.fleet_metrics",
+    "services.collector.metrics.plans",
+    "services.collector.metrics.requests",
+    "services.collector.metrics.windows",
+    "services.collector.report.aggregated",
+    "services.collector.report.report",
+    "services.collector.report.step_time",
+    "services.launcher.cluster.folder",
+    "services.launcher.cluster.key_entry",
+    "services.launcher.doctor.facts",
+    "services.launcher.doctor.findings",
+    "services.launcher.doctor.installation",
+    "services.launcher.doctor.services",
+    "services.launcher.doctor.workers",
+    "services.launcher.system.board",
+    "services.launcher.system.devices",
+    "services.launcher.system.failure_text",
+    "services.launcher.system.plan",
+    "services.launcher.system.restart",
+    "services.launcher.system.scaling_steps",
+    "services.launcher.system.sizes",
+    "services.launcher.views.watch",
+    "services.orchestrator.fleet.fleet",
+    "services.orchestrator.fleet.lifecycle",
+    "services.orchestrator.leadership.leadership",
+    "services.orchestrator.planner.change",
+    "services.orchestrator.planner.demand",
+    "services.orchestrator.planner.engine_work",
+    "services.orchestrator.planner.family",
+    "services.orchestrator.planner.plan_log",
+    "services.orchestrator.planner.planner",
+    "services.orchestrator.planner.rules",
+    "services.orchestrator.planner.speeds",
+    "services.orchestrator.planner.steadiness",
+    "services.orchestrator.planner.work",
+    "services.router.admission.admission",
+    "services.router.admission.fair_share",
+    "services.router.admission.policy",
+    "services.router.admission.queues",
+    "services.router.admission.scheduling_pass",
+    "services.router.auth.api_keys",
+    "services.router.auth.rate_limit",
+    "services.router.auth.tenant_salt",
+    "services.router.placement.candidates",
+    "services.router.placement.choice",
+    "services.router.placement.considered",
+    "services.router.placement.cost",
+    "services.router.placement.decision_log",
+    "services.router.placement.kv_sources",
+    "services.router.placement.option",
+    "services.router.placement.placement",
+    "services.router.placement.placer",
+    "services.router.placement.policy",
+    "services.router.placement.regret",
+    "services.router.placement.request_fields",
+    "services.router.placement.revisions",
+    "services.router.placement.slo",
+    "services.router.placement.weighing",
+    "services.router.relay.failure_policy",
+    "services.router.relay.migration",
+    "services.router.state.block_table",
+    "services.router.state.cluster_view",
+    "services.router.state.engine_speed",
+    "services.router.state.fleet_table",
+    "services.router.state.native_block_table",
+    "services.router.state.prefix_index",
+    "services.router.state.reservations",
+    "services.router.state.sent_work",
+    "services.router.state.speed_learner",
+    "services.router.state.speed_samples",
+    "services.router.state.token_rate",
+    "services.router.state.unit_costs",
+    "services.router.telemetry.kv_usage",
+    "services.router.telemetry.outcome",
+    "services.router.telemetry.trace_sampling",
+    "services.router.telemetry.ttft",
+    "services.router.tokenize.block_hash",
+    "services.router.tokenize.parity",
+    "services.worker.engines.simulated.core",
+    "services.worker.engines.simulated.core.batch",
+    "services.worker.engines.simulated.core.block_cache",
+    "services.worker.engines.simulated.core.block_hashes",
+    "services.worker.engines.simulated.core.cache_shelf",
+    "services.worker.engines.simulated.core.engine_core",
+    "services.worker.engines.simulated.core.exchange",
+    "services.worker.engines.simulated.core.leasable",
+    "services.worker.engines.simulated.core.link",
+    "services.worker.engines.simulated.core.measures",
+    "services.worker.engines.simulated.core.sequence",
+    "services.worker.engines.simulated.core.settings",
+    "services.worker.engines.simulated.core.stop_strings",
+    "services.worker.engines.simulated.core.timing",
+    "services.worker.engines.simulated.core.tokens",
+    "services.worker.engines.store",
+    "services.worker.engines.store.block_shape",
+    "services.worker.engines.store.file_tier",
+    "services.worker.engines.store.kv_exchange",
+    "services.worker.engines.store.slot_records",
+    "services.worker.engines.store.tiers",
+    "services.worker.kv_exchange.call_batch",
+    "services.worker.kv_exchange.open_asks",
+    "services.worker.kv_exchange.peers",
+    "services.worker.legs.body",
+    "services.worker.legs.capacity",
+    "services.worker.legs.kv_order",
+    "services.worker.legs.resume",
+    "services.worker.lifecycle.drain",
+    "services.worker.lifecycle.evacuation_plan",
+    "services.worker.lifecycle.role_change",
+    "services.worker.lifecycle.self_test",
+    "services.worker.telemetry.held_blocks",
+    "services.worker.telemetry.kv_event_translation",
+    "services.worker.telemetry.step_totals",
+    "shared.engine_speed",
+    "shared.text",
+    "shared.text.explanation",
+    "shared.text.fleet_text",
+    "shared.text.order_text",
+    "shared.text.quantities",
 )
-"""As pure as a core, and outside of one because they are given an engine's own objects, of which they know a port."""
-OF_ALL_CORES = ("shared.engine_speed", "shared.words")
-"""What several services' cores would say each for itself."""
-CORES = [
-    source
-    for source in sources()
-    if "/core/" in source.path or source.module in DECIDERS or source.module.startswith(OF_ALL_CORES)
-]
+"""Modules that decide and do nothing else."""
+DECIDERS = tuple(module for module in PURE if module.startswith("connector."))
+CORES = [source for source in sources() if source.module in PURE]
 ALLOWED = {
     "__future__", "msgspec", "dataclasses", "enum", "typing", "collections", "math", "heapq", "bisect", "hashlib",
     "itertools", "functools", "operator", "struct", "array", "re", "json", "cbor2",
@@ -33,17 +172,18 @@ REFUSED_CALLS = {"open", "print", "input", "exec", "eval", "__import__"}
 
 
 def allowed(source: Source, module: str) -> bool:
-    cores = [source.path.partition("/core/")[0].replace("/", ".") + ".core", "shared.contracts", *OF_ALL_CORES]
-    if source.path.startswith(("services/worker/", "connector/")):
-        cores += ["connector.core", *DECIDERS]  # What a worker decides about KV, the connector has decided before.
     top = module.partition(".")[0]
-    return top in ALLOWED | FOR_SPEED or (module + ".").startswith(tuple(core + "." for core in cores))
+    return (
+        top in ALLOWED | FOR_SPEED
+        or module.startswith("services.router.native.")
+        or (module + ".").startswith(tuple(f"{name}." for name in (*PURE, "shared.contracts")))
+    )
 
 
 @pytest.mark.parametrize("source", CORES, ids=lambda source: source.path)
 def test_a_core_imports_only_what_it_needs_to_decide(source):
     bases = [
-        (node.module or "", node.lineno) if isinstance(node, ast.ImportFrom) else (name.name, node.lineno)
+        (f"{node.module}.{name.name}", node.lineno) if isinstance(node, ast.ImportFrom) else (name.name, node.lineno)
         for node in ast.walk(source.tree)
         if isinstance(node, ast.Import | ast.ImportFrom)
         for name in node.names

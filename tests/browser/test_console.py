@@ -11,9 +11,9 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
 from tests.e2e.system import until
-from tests.nats_server import NatsServer, free_port
-from tests.processes import service_process
-from tests.simulated_system import SimulatedSystem, simulated_system, until_ready
+from tests.support.nats_server import NatsServer, free_port
+from tests.support.processes import service_process
+from tests.support.simulated_system import SimulatedSystem, simulated_system, until_ready
 
 LEFT_S_MAX = 60.0
 PHONE = {"width": 360, "height": 780}

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from tests.chaos.faults import Cast, Part
 from tests.chaos.nats_proxy import Line
-from tests.nats_server import NatsServer, free_port
-from tests.processes import ServiceProcess
+from tests.support.nats_server import NatsServer, free_port
+from tests.support.processes import ServiceProcess
 
 SKEWED = Path(__file__).parent / "skewed"
 SKEW_S_MAX, SET_BY_S_MAX = 300.0, 60.0

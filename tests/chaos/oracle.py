@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.worker.core.simulation.settings import SimulationSettings
-from services.worker.core.simulation.tokens import ROOT_CONTENT, TokenSampler, block_content
-from services.worker.engines.simulated_tokenizer import SimulatedTokenizer
-from services.worker.tiny_model import ensure_tiny_tokenizer
+from services.worker.engines.simulated.core.settings import SimulationSettings
+from services.worker.engines.simulated.core.tokens import ROOT_CONTENT, TokenSampler, block_content
+from services.worker.engines.simulated.tokenizer import SimulatedTokenizer
+from services.worker.tiny_model.tiny_model import ensure_tiny_tokenizer
 
 BLOCK_TOKENS = SimulationSettings().block_size
 

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 import httpx
 
-from services.router.core.prefix_index import IndexState
 from services.router.service import Router
+from services.router.state.prefix_index import IndexState
 from shared.bus.nats_bus import connect_nats
 from shared.bus.port import Bus, BusError, Envelope
 from shared.contracts.channels import DESCRIBE_FLEET, KV_SNAPSHOT, LOAD

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 import pytest
 import yaml
 
-from services.launcher.core.cluster import AUTHORITY_KEY, NKEY, SECURE, TRUSTED, Found, Wish, to_make, variables
+from services.launcher.cluster.folder import AUTHORITY_KEY, NKEY, SECURE, TRUSTED, Found, Wish, to_make, variables
 from shared.contracts.channels import Party
 from tests.compose.conftest import ROOT
 

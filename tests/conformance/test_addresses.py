@@ -13,8 +13,8 @@ from shared.contracts.channels import KV_EVENTS, KV_SNAPSHOT, LEADERSHIP, START_
 from shared.contracts.control import Leadership
 from shared.contracts.failures import Reason
 from shared.contracts.kv_events import AskKvSnapshot, KvSnapshot
-from tests.builders import kv_batch, start_leg
 from tests.conformance.worlds import SOON_S, soon, until
+from tests.support.builders import kv_batch, start_leg
 
 EPOCH = 1
 FLOOD = 40

@@ -11,8 +11,8 @@ from shared.bus.streams import FrameSender, LegFailed, LegGone, LegInbox
 from shared.contracts.channels import CANCEL_LEG, FRAMES, START_LEG
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import Frame, FrameBatch, FrameKind, LegReport
-from tests.builders import start_leg
 from tests.conformance.worlds import FRAME_BUDGET_BYTES, SOON_S, soon, until
+from tests.support.builders import start_leg
 
 LEG_BUFFER_BYTES_MAX = 1024 * 1024
 

@@ -9,8 +9,8 @@ import pytest
 from shared.bus.port import BusDown, MessageTooLarge, NoResponders
 from shared.contracts.channels import KV_EVENTS, KV_SNAPSHOT, START_LEG
 from shared.contracts.kv_events import AskKvSnapshot
-from tests.builders import kv_batch, start_leg
 from tests.conformance.worlds import FRAME_BUDGET_BYTES, soon, until
+from tests.support.builders import kv_batch, start_leg
 
 
 async def test_messages_of_one_sender_arrive_in_order_with_their_headers(world):

@@ -9,9 +9,9 @@ from shared.bus.streams import LegFailed
 from shared.contracts.channels import FRAMES
 from shared.contracts.failures import Reason
 from shared.contracts.inference import LegReport
-from tests.builders import start_leg
 from tests.conformance.test_legs import open_inbox, open_worker, read_all
 from tests.conformance.worlds import soon, until
+from tests.support.builders import start_leg
 
 
 async def world_with_a_leg(world):

@@ -9,8 +9,8 @@ import pytest
 from shared.bus.port import BusDown
 from shared.contracts.channels import KV_EVENTS, KV_SNAPSHOT, START_LEG
 from shared.contracts.kv_events import AskKvSnapshot, KvSnapshot
-from tests.builders import kv_batch, start_leg
 from tests.conformance.worlds import SOON_S, soon, until
+from tests.support.builders import kv_batch, start_leg
 
 
 async def test_while_the_bus_is_down_nothing_is_accepted_and_nothing_arrives_later(world):

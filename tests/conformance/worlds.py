@@ -10,10 +10,10 @@ from typing import Protocol
 
 import nats
 
-from shared.bus.memory_bus import MemoryBus, MemoryHub
 from shared.bus.nats_bus import connect_nats
 from shared.bus.port import Bus
-from tests.nats_server import NatsServer
+from tests.support.memory_bus import MemoryBus, MemoryHub
+from tests.support.nats_server import NatsServer
 
 SOON_S = 20.0
 """What should happen at once, does within this, on a machine that stands still at times."""

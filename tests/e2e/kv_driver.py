@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from services.router.core.block_hash import extend_chain
+from services.router.tokenize.block_hash import extend_chain
 from shared.bus.leg_inbox import Leg
 from shared.bus.port import Bus
 from shared.contracts.channels import KV_FETCH, KV_LEASE, KV_RELEASE

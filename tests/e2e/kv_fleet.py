@@ -18,8 +18,8 @@ from tests.e2e.kv_driver import Driver, body, driving
 from tests.e2e.kv_tap import Tap
 from tests.e2e.system import System, until
 from tests.integration.worker.pair import WorkerProcess, start_worker
-from tests.nats_server import NatsServer, free_port
-from tests.processes import service_process
+from tests.support.nats_server import NatsServer, free_port
+from tests.support.processes import service_process
 
 PREFILL, DECODE, PICKY, STORE = "prefill-1", "decode-1", "decode-2", "store-1"
 STORE_BYTES = str(64 << 20)

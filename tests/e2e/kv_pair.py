@@ -26,7 +26,7 @@ from tests.e2e.kv_driver import Driver, driving
 from tests.e2e.kv_tap import Tap
 from tests.e2e.prompts import VOCABULARY
 from tests.integration.worker.pair import WorkerProcess, start_worker, wait_ready
-from tests.nats_server import NatsServer
+from tests.support.nats_server import NatsServer
 
 PREFILL, DECODE = "p1", "d1"
 LEASE_S = 6.0

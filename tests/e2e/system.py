@@ -19,7 +19,7 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.nats_server import free_port
+from tests.support.nats_server import free_port
 
 STOP_S_MAX = 120.0
 """From the signal to the launcher's end: drains included."""

@@ -20,7 +20,7 @@ from shared.contracts.workers import WorkerPhase
 from tests.e2e.kv_driver import BLOCK, proof_of
 from tests.e2e.kv_fleet import DECODE, PICKY, PREFILL, STORE, Client, Fleet, client_of, kv_fleet
 from tests.e2e.prompts import VOCABULARY, prompts_with_shared_prefixes
-from tests.processes import quietest_cpu
+from tests.support.processes import quietest_cpu
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nats]
 

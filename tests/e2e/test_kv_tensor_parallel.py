@@ -14,7 +14,7 @@ from tests.e2e.kv_driver import BLOCK, Driver, driving, proof_of
 from tests.e2e.kv_tap import Tap
 from tests.e2e.prompts import VOCABULARY
 from tests.integration.worker.pair import start_worker, wait_ready
-from tests.nats_server import NatsServer
+from tests.support.nats_server import NatsServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nats]
 

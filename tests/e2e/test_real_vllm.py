@@ -21,10 +21,10 @@ from openai import OpenAI
 from shared.telemetry.span_names import Attribute, SpanName
 from tests.e2e.prompts import VOCABULARY, prompts_with_shared_prefixes
 from tests.e2e.system import Metrics, System, baton, until
-from tests.nats_server import NatsServer
-from tests.otlp_receiver import OtlpReceiver, Span
-from tests.processes import quietest_cpu
-from tests.spans import ADD_UP, length, time_to_first_token
+from tests.support.nats_server import NatsServer
+from tests.support.otlp_receiver import OtlpReceiver, Span
+from tests.support.processes import quietest_cpu
+from tests.support.spans import ADD_UP, length, time_to_first_token
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nats]
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.conftest import START_S_MAX
 from tests.e2e.system import Metrics, System, until
-from tests.nats_server import NatsServer
+from tests.support.nats_server import NatsServer
 
 pytestmark = pytest.mark.nats
 

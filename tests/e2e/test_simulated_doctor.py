@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.system import System, baton
-from tests.nats_server import NatsServer
+from tests.support.nats_server import NatsServer
 
 pytestmark = pytest.mark.nats
 

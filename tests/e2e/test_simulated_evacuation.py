@@ -22,8 +22,8 @@ from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerPhase
 from tests.e2e.conftest import FAST
 from tests.e2e.prompts import VOCABULARY
 from tests.e2e.system import EXACT, Metrics, until
-from tests.nats_server import NatsServer, free_port
-from tests.processes import service_process
+from tests.support.nats_server import NatsServer, free_port
+from tests.support.processes import service_process
 
 pytestmark = pytest.mark.nats
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.launcher.core.cluster import variables
+from services.launcher.cluster.folder import variables
 from tests.e2e.conftest import START_S_MAX
 from tests.e2e.system import GUARD_S_MAX, STOP_S_MAX, Launched, System, baton, until
 

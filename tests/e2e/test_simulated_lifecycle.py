@@ -28,8 +28,8 @@ from shared.contracts.ids import WorkerId
 from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerPhase, WorkerRecord
 from tests.e2e.conftest import START_S_MAX
 from tests.e2e.system import STOP_S_MAX, Launched, System, baton, until
-from tests.nats_server import NatsServer
-from tests.processes import service_process
+from tests.support.nats_server import NatsServer
+from tests.support.processes import service_process
 
 pytestmark = pytest.mark.nats
 

@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.conftest import FAST, START_S_MAX
 from tests.e2e.prompts import VOCABULARY
 from tests.e2e.system import System, until
-from tests.nats_server import NatsServer
+from tests.support.nats_server import NatsServer
 
 pytestmark = pytest.mark.nats
 

@@ -10,7 +10,7 @@ import httpx
 import psutil
 import pytest
 
-from services.launcher import state_file
+from services.launcher.system import state_file
 from tests.e2e.conftest import START_S_MAX
 from tests.e2e.system import GUARD_S_MAX, System, baton, until
 

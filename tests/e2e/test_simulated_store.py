@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.core.store.shape import BLOCK_BYTES_COUNTED_MIN
+from services.worker.engines.store.block_shape import BLOCK_BYTES_COUNTED_MIN
 from shared.contracts.channels import KV_SNAPSHOT
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
@@ -22,7 +22,7 @@ from shared.contracts.workers import Role, WorkerPhase
 from tests.e2e.kv_driver import BLOCK, Driver, driving, proof_of
 from tests.e2e.kv_tap import Tap
 from tests.integration.worker.pair import WorkerProcess, start_worker
-from tests.nats_server import NatsServer
+from tests.support.nats_server import NatsServer
 
 pytestmark = pytest.mark.nats
 

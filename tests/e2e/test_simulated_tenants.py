@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from services.launcher.cli import app as baton
 from shared.runtime.keys import digest_of
 from tests.e2e.system import EXACT, Metrics, System, until
-from tests.nats_server import free_port
-from tests.processes import service_process
+from tests.support.nats_server import free_port
+from tests.support.processes import service_process
 
 pytestmark = pytest.mark.nats
 

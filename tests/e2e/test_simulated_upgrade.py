@@ -19,8 +19,8 @@ import pytest
 
 from tests.e2e.conftest import FAST
 from tests.e2e.system import until
-from tests.nats_server import NatsServer, free_port
-from tests.processes import ServiceProcess, service_process
+from tests.support.nats_server import NatsServer, free_port
+from tests.support.processes import ServiceProcess, service_process
 
 pytestmark = pytest.mark.nats
 

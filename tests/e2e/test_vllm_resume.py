@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.system import System, until
-from tests.nats_server import NatsServer
+from tests.support.nats_server import NatsServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nats]
 

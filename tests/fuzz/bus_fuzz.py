@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from shared.bus.memory_bus import MemoryBus
 from shared.bus.port import AskRefused
 from shared.bus.receiver import Reply
 from shared.contracts.channels import CHANNELS, AskChannel, Channel
@@ -18,7 +17,8 @@ from tests.contracts.examples import example
 from tests.fuzz.bus_world import BusWorld, everybody
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.watch import OBJECTS_GROWN_MAX, Watch, memory_bytes, objects
-from tests.virtual_time import run_in_virtual_time
+from tests.support.memory_bus import MemoryBus
+from tests.support.virtual_time import run_in_virtual_time
 
 BATCH = 50
 PAUSE_S = 0.05

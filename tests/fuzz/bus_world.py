@@ -14,19 +14,18 @@ from opentelemetry.trace import NoOpTracer
 from prometheus_client import generate_latest
 from rich.console import Console
 
-from connector.core.calls import EngineCall, EngineNews
-from services.collector.access import Access
+from connector.scheduler.calls import EngineCall, EngineNews
+from services.collector.http.access import Access
 from services.collector.service import Collector
-from services.launcher.core.scaling import Own, steps_for
-from services.launcher.top import Top
-from services.launcher.top_workers import Drawing
+from services.launcher.system.scaling_steps import Own, steps_for
+from services.launcher.views.top import Top
+from services.launcher.views.top_workers import Drawing
 from services.orchestrator.service import Orchestrator
 from services.orchestrator.settings import Settings as OrchestratorSettings
 from services.router.settings import Settings as RouterSettings
 from services.worker.engines.port import CURRENT_LEG, EngineTokens
 from services.worker.service import run_worker
 from services.worker.settings import Settings as WorkerSettings
-from shared.bus.memory_bus import MemoryBus
 from shared.bus.port import Envelope
 from shared.bus.streams import LegFrames
 from shared.bus.wire import pack
@@ -38,11 +37,12 @@ from shared.runtime.service import Service, ServiceFacts, live
 from shared.runtime.settings import CommonSettings
 from shared.telemetry.families import to_prometheus
 from tests.fuzz.mutation import Ids
+from tests.support.memory_bus import MemoryBus
+from tests.support.virtual_time import LoopClock
 from tests.unit.router.fake_worker import SSE, FakeWorker
 from tests.unit.router.world import FakeConnection, World, open_world
 from tests.unit.worker.exchange_fakes import FakeExchange
 from tests.unit.worker.fakes import FakeEngine
-from tests.virtual_time import LoopClock
 
 REAL, PLAYED = "w1", "w2"
 """A worker with a real shell around a fake engine, and one that a test plays: its legs stay open."""

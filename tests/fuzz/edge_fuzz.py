@@ -9,16 +9,16 @@ from typing import Any
 
 import httptools
 
-from services.router.http_protocol import RouterProtocol
-from services.router.http_server import make_server
+from services.router.http.protocol import RouterProtocol
+from services.router.http.server import make_server
 from services.router.settings import Settings
 from shared.bus.streams import LegFrames
 from shared.contracts.inference import LegReport, StartLeg
 from tests.fuzz.bus_fuzz import Campaign
 from tests.fuzz.watch import OBJECTS_GROWN_MAX, Watch, memory_bytes, objects
+from tests.support.virtual_time import run_in_virtual_time
 from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, WHOLE_ANSWER, FakeWorker
 from tests.unit.router.world import World, open_world
-from tests.virtual_time import run_in_virtual_time
 
 BATCH = 25
 PAUSE_S = 0.2

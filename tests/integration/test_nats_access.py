@@ -8,13 +8,13 @@ import json
 
 import pytest
 
-from shared.bus.nats_access import Access, new_seed
 from shared.bus.nats_bus import connect_nats
+from shared.bus.nats_credentials import Access, new_seed
 from shared.bus.port import BusDown
 from shared.contracts.channels import KV_EVENTS, Party
-from tests.builders import kv_batch
-from tests.cluster_keys import ClusterKeys
 from tests.conformance.worlds import until
+from tests.support.builders import kv_batch
+from tests.support.cluster_keys import ClusterKeys
 
 pytestmark = pytest.mark.nats
 

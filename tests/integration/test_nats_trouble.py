@@ -10,9 +10,9 @@ import pytest
 from shared.bus.nats_bus import connect_nats
 from shared.bus.port import BusDown
 from shared.contracts.channels import KV_EVENTS
-from tests.builders import kv_batch
 from tests.conformance.worlds import until
-from tests.nats_server import NatsServer, free_port
+from tests.support.builders import kv_batch
+from tests.support.nats_server import NatsServer, free_port
 
 pytestmark = pytest.mark.nats
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.nats_server import free_port
+from tests.support.nats_server import free_port
 
 EXIT_S_MAX = 30.0
 """Half a minute less than who "slow" waits, and than OpenTelemetry tries to reach a receiver."""

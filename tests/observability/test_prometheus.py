@@ -14,10 +14,10 @@ import httpx
 import pytest
 import yaml
 
-from tests.nats_server import free_port
 from tests.observability.expressions import ALERTS, Expression, alert_expressions, dashboard_expressions, measured
-from tests.processes import service_process
-from tests.simulated_system import SimulatedSystem, simulated_system, until_ready
+from tests.support.nats_server import free_port
+from tests.support.processes import service_process
+from tests.support.simulated_system import SimulatedSystem, simulated_system, until_ready
 
 PROMETHEUS = shutil.which("prometheus")
 

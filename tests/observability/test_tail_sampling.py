@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from services.router.core.how_it_went import Kept
 from services.router.settings import Settings
+from services.router.telemetry.outcome import Kept
 from shared.telemetry.span_names import Attribute
 from tests.observability.expressions import ROOT
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from connector.core.calls import EngineCall, StartFetch
-from services.worker.core.simulation.sequence import ABORT, CACHE_THRESHOLD, Sequence, Wish
+from connector.scheduler.calls import EngineCall, StartFetch
+from services.worker.engines.simulated.core.sequence import ABORT, CACHE_THRESHOLD, Sequence, Wish
 from shared.contracts.kv_exchange import FetchKv, KvGrant, KvOffer, KvSource, LegOrder, pack_full_hashes
 from tests.unit.worker.simulation.builders import BLOCK, MODEL, VOCABULARY, answer, completion, engine, settings
 from tests.unit.worker.simulation.fleet import LATENCY_S, Carry, Fleet, Member, Message

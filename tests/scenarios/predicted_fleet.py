@@ -13,20 +13,20 @@ from statistics import median
 
 import msgspec
 
-from services.router.core.cluster_view import WorkerView
-from services.router.core.measurements import Measurements
-from services.router.core.own_work import Sent
-from services.router.core.placement import Need, Placed, Policy
-from services.router.fleet import Fleet as View
-from services.worker.core.simulation.engine_core import ModelTokens
-from services.worker.core.simulation.sequence import Sequence, Wish
-from services.worker.core.simulation.settings import SimulationSettings
+from services.router.placement.placement import Need, Placed, Policy
+from services.router.state.cluster_view import WorkerView
+from services.router.state.fleet import Fleet as View
+from services.router.state.sent_work import Sent
+from services.router.state.speed_samples import Measurements
+from services.worker.engines.simulated.core.engine_core import ModelTokens
+from services.worker.engines.simulated.core.sequence import Sequence, Wish
+from services.worker.engines.simulated.core.settings import SimulationSettings
 from shared.contracts.ids import WorkerId
 from shared.contracts.inference import LegReport
 from shared.contracts.kv_exchange import KvProof, LegOrder
 from shared.contracts.load import LOAD_HZ_MAX
 from shared.contracts.workers import Role
-from tests.fleet_builders import load, record
+from tests.support.fleet_builders import load, record
 from tests.unit.worker.simulation.fleet import Fleet, Member
 
 VOCABULARY = 1000

@@ -17,12 +17,12 @@ import pytest
 
 from services.orchestrator.service import Orchestrator
 from services.orchestrator.settings import Settings
-from shared.bus.memory_bus import MemoryBus, MemoryHub
 from shared.bus.port import BusDown
 from shared.contracts.channels import FLEET_STATE, LOAD, WORKER_LOST, WORKER_RECORDS
 from shared.contracts.workers import WORKER_RECORD_TTL_S, FleetState, Role, WorkerLost, WorkerPhase
-from tests.fleet_builders import load, record
-from tests.virtual_time import LoopClock, run_in_virtual_time
+from tests.support.fleet_builders import load, record
+from tests.support.memory_bus import MemoryBus, MemoryHub
+from tests.support.virtual_time import LoopClock, run_in_virtual_time
 
 HERE = Path(__file__).parent
 RENEW_S = 3

@@ -15,13 +15,13 @@ from replay.profile import Profile
 from replay.simworker import MODEL
 from replay.traces import Request
 from replay.world import Shape, World
-from services.collector.core.verdict import Judge
-from services.router.core.placement import Need, Placed, Refused
-from services.router.core.placer import Placer
-from services.router.core.request import Mode
+from services.collector.report.report import Judge
+from services.router.placement.placement import Need, Placed, Refused
+from services.router.placement.placer import Placer
+from services.router.placement.request_fields import Mode
 from shared.contracts.decisions import TtftParts
+from shared.contracts.disaggregation_report import VerdictBucket
 from shared.contracts.inference import LegKind, RequestFinished
-from shared.contracts.verdict import VerdictBucket
 
 REPORT_S = 1.0
 SILENT_S_MAX = 1e9

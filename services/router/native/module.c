@@ -205,7 +205,7 @@ static PyType_Slot slots[] = {
 };
 
 static PyType_Spec spec = {
-    .name = "services.router.core._block_table.NativeBlockTable",
+    .name = "services.router.native._block_table.NativeBlockTable",
     .basicsize = sizeof(Table),
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = slots,

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from connector.core.calls import EngineCall, EngineNews
+from connector.scheduler.calls import EngineCall, EngineNews
 from services.worker.settings import Settings
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegKind

@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from shared.telemetry.span_names import SpanName
-from tests.nats_server import NatsServer
-from tests.otlp_receiver import OtlpReceiver
-from tests.simulated_system import REQUEST_S_MAX, SimulatedSystem, simulated_system, until_ready
+from tests.support.nats_server import NatsServer
+from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.simulated_system import REQUEST_S_MAX, SimulatedSystem, simulated_system, until_ready
 
 pytestmark = pytest.mark.nats
 

@@ -6,10 +6,10 @@ import pytest
 
 from shared.contracts.decisions import TtftParts
 from shared.telemetry.span_names import Attribute, SpanName
-from tests.nats_server import NatsServer
-from tests.otlp_receiver import OtlpReceiver, Span
-from tests.simulated_system import simulated_system
-from tests.spans import ADD_UP, length, time_to_first_token
+from tests.support.nats_server import NatsServer
+from tests.support.otlp_receiver import OtlpReceiver, Span
+from tests.support.simulated_system import simulated_system
+from tests.support.spans import ADD_UP, length, time_to_first_token
 
 pytestmark = pytest.mark.nats
 

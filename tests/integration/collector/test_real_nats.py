@@ -10,13 +10,13 @@ import pytest
 from shared.bus.nats_bus import connect_nats
 from shared.contracts.channels import LOAD, REQUESTS_FINISHED, VERDICT
 from shared.contracts.decisions import TtftParts
+from shared.contracts.disaggregation_report import AskVerdict
 from shared.contracts.inference import RequestFinished, RequestsFinished
-from shared.contracts.verdict import AskVerdict
 from shared.telemetry import names
-from tests.fleet_builders import load
-from tests.nats_server import free_port
-from tests.otlp_receiver import OtlpReceiver
-from tests.processes import service_process
+from tests.support.fleet_builders import load
+from tests.support.nats_server import free_port
+from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.processes import service_process
 
 pytestmark = pytest.mark.nats
 

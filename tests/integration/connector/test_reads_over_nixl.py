@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 import psutil
 import pytest
 
-from connector.copier import LET_GO_S_MAX, Copier
-from connector.core.calls import Peer
-from connector.core.orders import Orders, PeerKey, Read, Results
-from connector.transfers import Transfers
+from connector.scheduler.calls import Peer
+from connector.scheduler.orders import Orders, PeerKey, Read, Results
+from connector.worker.copier import LET_GO_S_MAX, Copier
+from connector.worker.transfer_thread import Transfers
 from shared.contracts.kv_handshake import KvHandshake
-from tests.faulty_agent import FaultyAgent
-from tests.kv_engines import RankMemory, ReadingRank, Shape
-from tests.kv_holders import Holder, start_holder
-from tests.processes import quietest_cpu
+from tests.support.faulty_agent import FaultyAgent
+from tests.support.kv_engines import RankMemory, ReadingRank, Shape
+from tests.support.kv_holders import Holder, start_holder
+from tests.support.processes import quietest_cpu
 
 pytest.importorskip("nixl")
 
@@ -45,7 +45,7 @@ class ReadingEngine:
     """Of each rank, all so far."""
 
     def __post_init__(self) -> None:
-        from connector.nixl_agent import NixlAgent
+        from connector.transfer.nixl_agent import NixlAgent
 
         for rank in range(self.shape.ranks):
             agent = FaultyAgent(NixlAgent(f"reader-{os.getpid()}-{time.monotonic_ns()}"), self.before_read)

@@ -17,12 +17,12 @@ import psutil
 import pytest
 from rich.console import Console
 
-from services.launcher import guard, machine
-from services.launcher.children import open_nursery
-from services.launcher.core.board import Board
-from services.launcher.core.plan import ProcessPlan, Stage, SystemPlan, UpOptions, plan_nats
-from services.launcher.screen import Screen
-from services.launcher.system import StartFailed, System
+from services.launcher.system import guard, machine
+from services.launcher.system.board import Board
+from services.launcher.system.children import open_nursery
+from services.launcher.system.plan import ProcessPlan, Stage, SystemPlan, UpOptions, plan_nats
+from services.launcher.system.screen import Screen
+from services.launcher.system.system import StartFailed, System
 from shared.contracts.control import ServicePhase
 from shared.runtime.clock import SystemClock
 

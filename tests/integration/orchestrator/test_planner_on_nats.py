@@ -10,8 +10,8 @@ from shared.bus.nats_bus import connect_nats
 from shared.contracts.channels import PLAN, PLANS
 from shared.contracts.planning import AskPlans, PlanAction, PlanDecision
 from shared.contracts.workers import Role
-from tests.planned_workers import planned_fleet
-from tests.processes import service_process
+from tests.support.planned_workers import planned_fleet
+from tests.support.processes import service_process
 
 pytestmark = pytest.mark.nats
 

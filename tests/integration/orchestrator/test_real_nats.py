@@ -14,8 +14,8 @@ from shared.bus.port import Bus, BusError, Envelope
 from shared.contracts.channels import DESCRIBE_FLEET, FLEET_STATE, LOAD, SERVICE_STATUS, WORKER_LOST, WORKER_RECORDS
 from shared.contracts.control import ServicePhase, ServiceStatus
 from shared.contracts.workers import WORKER_RECORD_TTL_S, DescribeFleet, FleetState, WorkerLost, WorkerPhase
-from tests.fleet_builders import load, record
-from tests.processes import service_process
+from tests.support.fleet_builders import load, record
+from tests.support.processes import service_process
 
 pytestmark = pytest.mark.nats
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.conformance.worlds import NatsWorld
 from tests.integration.router.told_workers import LOST_SHARE, ToldFleet
-from tests.nats_server import NatsServer
+from tests.support.nats_server import NatsServer
 
 pytestmark = pytest.mark.nats
 

@@ -13,9 +13,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.system import until
-from tests.nats_server import NatsServer, free_port
-from tests.processes import ServiceProcess, service_process
-from tests.simulated_system import until_ready
+from tests.support.nats_server import NatsServer, free_port
+from tests.support.processes import ServiceProcess, service_process
+from tests.support.simulated_system import until_ready
 
 pytestmark = pytest.mark.nats
 

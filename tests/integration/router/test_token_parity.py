@@ -9,9 +9,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.nats_server import NatsServer, free_port
-from tests.processes import service_process
-from tests.simulated_system import until_ready
+from tests.support.nats_server import NatsServer, free_port
+from tests.support.processes import service_process
+from tests.support.simulated_system import until_ready
 
 pytestmark = pytest.mark.nats
 

@@ -11,14 +11,14 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
-from services.router.core.prefix_index import IndexState, PrefixIndex
 from services.router.service import Router
 from services.router.settings import Settings
-from services.router.tracing import Tracing
-from services.worker.core.event_translation import EventTranslation
+from services.router.state.prefix_index import IndexState, PrefixIndex
+from services.router.telemetry.tracing import Tracing
 from services.worker.engines.port import EngineLoad
-from services.worker.publish import CachePublisher, LoadPublisher
-from services.worker.registry import Registration
+from services.worker.lifecycle.registration import Registration
+from services.worker.telemetry.kv_event_translation import EventTranslation
+from services.worker.telemetry.publishers import CachePublisher, LoadPublisher
 from shared.bus.port import Bus, BusDown
 from shared.contracts.channels import KV_EVENTS, KV_SNAPSHOT
 from shared.contracts.ids import Epoch, WorkerId
@@ -26,7 +26,7 @@ from shared.contracts.kv_events import KvEvent, KvTier, block_hash64, unpack_has
 from shared.contracts.workers import Role, WorkerPhase
 from shared.runtime.clock import SystemClock
 from tests.conformance.worlds import NatsWorld, until
-from tests.fleet_builders import record
+from tests.support.fleet_builders import record
 
 CHAINS, CHAIN_BLOCKS = 40, 60
 STEP_S = 0.003

@@ -8,7 +8,7 @@ import pytest
 
 from shared.bus.nats_bus import connect_nats
 from tests.integration.worker.pair import Router, WorkerProcess, nats_server, start_worker, wait_ready
-from tests.otlp_receiver import OtlpReceiver
+from tests.support.otlp_receiver import OtlpReceiver
 
 
 @pytest.fixture(scope="session")

@@ -15,10 +15,10 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from services.worker.asgi_call import AsgiCall
 from services.worker.engines.port import CURRENT_LEG, AsgiApp, LegRecord
+from services.worker.legs.asgi_call import AsgiCall
 from services.worker.settings import Settings
-from services.worker.tiny_model import _config, ensure_tiny_tokenizer
+from services.worker.tiny_model.tiny_model import _config, ensure_tiny_tokenizer
 from shared.contracts.ids import LegId, RequestId, RouterId, WorkerId
 from shared.contracts.inference import LegKind, StartLeg
 
@@ -73,7 +73,7 @@ class Core:
         talk.add_done_callback(self._talks.discard)
 
     async def _talk(self, request: Any) -> None:
-        from services.worker.engines.vllm_resume import _said
+        from services.worker.engines.vllm.resume import _said
 
         had = request.prompt_token_ids[self.prompt_tokens :]
         assert had == self.answer[: len(had)]
@@ -166,9 +166,9 @@ async def front(model: Path, engine_args: str, answer: list[int]) -> AsyncIterat
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from services.worker.engines.vllm_arguments import arguments
-    from services.worker.engines.vllm_engine import _openai_app
-    from services.worker.engines.vllm_stats import EngineMeter
+    from services.worker.engines.vllm.arguments import arguments
+    from services.worker.engines.vllm.engine import _openai_app
+    from services.worker.engines.vllm.stats import EngineMeter
 
     settings = Settings(model=str(model), served_model_name=MODEL, max_model_len=4096, engine_args=engine_args)
     line = arguments(settings, settings.model, on_cpu=True, events=("", ""), otlp_endpoint="")
@@ -188,7 +188,7 @@ def _bare_engine(config: Any) -> Any:
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.engine.output_processor import OutputProcessor
 
-    from services.worker.engines.vllm_client import LegEngine
+    from services.worker.engines.vllm.client import LegEngine
 
     engine = LegEngine.__new__(LegEngine)
     engine.vllm_config = config

@@ -11,9 +11,9 @@ import cbor2
 import msgspec
 import pytest
 
-from services.router.core.parity import difference, probes
-from services.router.core.request import read_request
-from services.router.tokenizer import PromptTokenizer
+from services.router.placement.request_fields import read_request
+from services.router.tokenize.parity import difference, probes
+from services.router.tokenize.tokenizer import PromptTokenizer
 from shared.contracts.channels import TOKENIZER, TOKENS
 from shared.contracts.control import AskTokenizer, AskTokens, ProbePrompt
 from shared.contracts.inference import LegKind

@@ -7,7 +7,7 @@ import pytest
 from shared.contracts.inference import LegKind
 from shared.telemetry.span_names import Attribute, SpanName
 from tests.integration.worker.test_handover import completion, prompt_of
-from tests.otlp_receiver import OtlpReceiver, Span
+from tests.support.otlp_receiver import OtlpReceiver, Span
 
 pytestmark = pytest.mark.vllm
 

@@ -57,7 +57,7 @@ class Publisher:
 @contextmanager
 def source_and_publisher(run_dir: Path, missed: int, buffer_steps: int) -> Iterator:
     """A source that begins to listen when ``missed`` batches have been published."""
-    from services.worker.engines.vllm_kv_events import KvEventSource
+    from services.worker.engines.vllm.kv_events import KvEventSource
 
     source = KvEventSource(run_dir)
     source._socket.disconnect(source.endpoint)

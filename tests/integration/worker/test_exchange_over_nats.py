@@ -10,11 +10,11 @@ from statistics import median
 
 import pytest
 
-from connector.core.calls import EngineNews
+from connector.scheduler.calls import EngineNews
 from shared.bus.nats_bus import connect_nats
 from shared.contracts.kv_exchange import NoGrant, ReleaseKv
 from tests.conformance.worlds import until
-from tests.nats_server import NatsServer
+from tests.support.nats_server import NatsServer
 from tests.unit.worker.exchange_fakes import OneWorker, exchanging, grant, lease
 
 pytestmark = pytest.mark.nats

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.engines.port import LegRecord
-from services.worker.tiny_model import ensure_tiny_tokenizer
+from services.worker.tiny_model.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.inference import LegKind
 
 pytestmark = pytest.mark.vllm
@@ -64,7 +64,7 @@ class Front:
 
     def say(self, tokens: list[int], already: int = 0) -> None:
         """The engine's own tokens, until one of them ends the answer."""
-        from services.worker.engines import vllm_resume
+        from services.worker.engines.vllm import resume as vllm_resume
 
         for count, token in enumerate(tokens, start=already + 1):
             if "r-1" not in self.processor.request_states:
@@ -74,7 +74,7 @@ class Front:
 
 
 def taken_up(front: Front, tokens: list[int], cut: int) -> bool:
-    from services.worker.engines.vllm_resume import CatchUp
+    from services.worker.engines.vllm.resume import CatchUp
 
     catch_up, most = CatchUp(tokens[:cut], LegKind.AGGREGATED), front.params.max_tokens
     goes_on = asyncio.run(catch_up.begin(front.processor, front.request, front.queue))
@@ -118,7 +118,7 @@ def test_the_servers_outputs_are_those_of_an_answer_that_was_never_cut(tokenizer
 def test_what_the_engine_alone_would_know_is_refused_whatever_the_body_said(params, prompt, word):
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    from services.worker.engines.vllm_resume import taken_up as take
+    from services.worker.engines.vllm.resume import taken_up as take
 
     tokens = params.pop("prompt_token_ids", PROMPT)
     asked = SamplingParams(**params, output_kind=RequestOutputKind.DELTA)

@@ -17,7 +17,7 @@ from shared.contracts.inference import FrameKind, LegKind
 from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerPhase
 from tests.integration.worker.pair import GONE_S_MAX, STOP_S_MAX, gone, handoff, start_worker, wait_ready
 from tests.integration.worker.test_handover import completion, prompt_of
-from tests.processes import quietest_cpu
+from tests.support.processes import quietest_cpu
 
 pytestmark = pytest.mark.vllm
 

@@ -8,9 +8,9 @@ import random
 import numpy as np
 import pytest
 
-from connector.core.layout import UnsupportedLayout, heads_of
-from connector.core.read_plan import Reader, block_bytes_of, halves_of, parts_of, routes_to, spans_of
-from tests.kv_engines import RankMemory, ReadingRank, Shape, handshake
+from connector.layout.read_plan import Reader, block_bytes_of, halves_of, parts_of, routes_to, spans_of
+from connector.layout.tensors import UnsupportedLayout, heads_of
+from tests.support.kv_engines import RankMemory, ReadingRank, Shape, handshake
 
 HEADS_AND_RANKS = [(heads, ranks) for heads in (1, 2, 4, 8) for ranks in (1, 2, 4, 8) if heads % ranks == 0 or ranks % heads == 0]  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.core.hot_chains import HotChains
+from connector.holder.hot_chains import HotChains
 from shared.contracts.kv_exchange import unpack_full_hashes
 
 CHAINS_MAX, BLOCKS_MAX = 5, 40

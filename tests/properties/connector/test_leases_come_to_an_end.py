@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from connector.core.leases import ANYONE, Following, Ledger, Limits
+from connector.holder.leases import ANYONE, Following, Ledger, Limits
 
 BLOCKS = st.lists(st.integers(min_value=1, max_value=30), min_size=1, max_size=12, unique=True)
 READERS = st.sampled_from(["d0", "d1"])

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from replay.engine import Engine
 from replay.job import Job
 from replay.profile import Profile
-from services.worker.core.simulation.engine_core import EngineCore, ModelTokens
-from services.worker.core.simulation.sequence import Wish
-from services.worker.core.simulation.settings import SimulationSettings
+from services.worker.engines.simulated.core.engine_core import EngineCore, ModelTokens
+from services.worker.engines.simulated.core.sequence import Wish
+from services.worker.engines.simulated.core.settings import SimulationSettings
 
 BLOCK = 4
 VOCABULARY = ModelTokens(size=50_000, sayable=list(range(100, 200)))

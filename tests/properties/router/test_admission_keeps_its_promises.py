@@ -7,9 +7,9 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.router.core.fair_share import FairShare
-from services.router.core.placement import Placed, Refused
-from services.router.core.request import Forced
+from services.router.admission.fair_share import FairShare
+from services.router.placement.placement import Placed, Refused
+from services.router.placement.request_fields import Forced
 from shared.contracts.failures import Reason
 from tests.unit.router.engines import Engine, Engines
 

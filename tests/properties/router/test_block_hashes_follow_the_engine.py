@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.core.block_hash import block_hashes
+from services.router.tokenize.block_hash import block_hashes
 from shared.contracts.workers import HashScheme
 
 TOKENS = st.lists(st.integers(min_value=0, max_value=2**32 - 1), max_size=200)

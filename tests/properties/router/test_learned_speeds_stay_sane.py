@@ -7,8 +7,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.core.coefficients import Coefficients
-from services.router.core.learning import Learner
+from services.router.state.engine_speed import Coefficients
+from services.router.state.speed_learner import Learner
 from shared.contracts.load import StepTotals
 from shared.engine_speed import Steps
 

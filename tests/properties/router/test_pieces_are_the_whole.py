@@ -7,9 +7,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from services.router.core.block_hash import block_hashes
-from services.router.segments import Segments
-from services.router.text_cuts import find_cuts
+from services.router.tokenize.block_hash import block_hashes
+from services.router.tokenize.segments import Segments
+from services.router.tokenize.text_cuts import find_cuts
 from shared.contracts.workers import HashScheme
 from tests.properties.router.tokenizer_kinds import KINDS, kind
 

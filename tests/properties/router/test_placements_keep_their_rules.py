@@ -6,16 +6,16 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.core.cluster_view import ClusterView, exchanges_kv
-from services.router.core.kv_sources import SOURCES_MAX
-from services.router.core.placement import Need, Placed, Policy, Refused
-from services.router.core.placer import Costs
-from services.router.core.prefix_index import PrefixIndex
-from services.router.core.request import Forced, Mode
+from services.router.placement.kv_sources import SOURCES_MAX
+from services.router.placement.placement import Need, Placed, Policy, Refused
+from services.router.placement.placer import Costs
+from services.router.placement.request_fields import Forced, Mode
+from services.router.state.cluster_view import ClusterView, exchanges_kv
+from services.router.state.prefix_index import PrefixIndex
 from shared.contracts.failures import Reason
 from shared.contracts.kv_events import KvSnapshot, pack_hashes
 from shared.contracts.workers import Role, WorkerPhase
-from tests.fleet_builders import load, record
+from tests.support.fleet_builders import load, record
 
 NOW = 100.0
 POLICY = Policy(silent_s_max=3.0, fetch_tokens_min=40, stream_tokens_min=64)

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.core.reservation_book import ReservationBook
+from services.router.state.reservations import ReservationBook
 from shared.contracts.ids import Epoch, RouterId, WorkerId
 from shared.contracts.reservations import Reservations
 

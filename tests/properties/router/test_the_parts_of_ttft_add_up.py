@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.core.ttft import Legs, RouterTimes, covered_s, exchanging_s, ttft_parts, ttft_s
+from services.router.telemetry.ttft import Legs, RouterTimes, covered_s, exchanging_s, ttft_parts, ttft_s
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegReport
 from shared.contracts.kv_exchange import KvProof, KvRead

@@ -13,9 +13,9 @@ from shared.bus.streams import LegFrames
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import LegKind, LegReport, StartLeg
 from shared.contracts.workers import Role
+from tests.support.virtual_time import run_in_virtual_time
 from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, FakeWorker
 from tests.unit.router.world import World, open_world, parse, prompt, settle
-from tests.virtual_time import run_in_virtual_time
 
 SETTINGS = Settings(
     stream_tokens_min=0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.bench.kv_bench_page import Measured, median_interval, page, parts_of
+from bench.kv_bench_page import Measured, median_interval, page, parts_of
 
 ORDER = ("handoff", "turns")
 

@@ -7,16 +7,16 @@ import random
 import msgspec
 import pytest
 
+from bench.planned_replay import Delays
+from bench.planned_runs import UNDONE_S, Course, run, splits, undone
+from bench.planned_traffic import Traffic, traffic
 from replay.profile import Profile
 from replay.results import Slo
 from replay.traces import Request
 from replay.world import Shape
-from services.orchestrator.core.rules import Rules
+from services.orchestrator.planner.rules import Rules
 from shared.contracts.planning import Demand, PlanAction, PlanDecision
 from shared.contracts.workers import Role
-from tests.bench.planned_replay import Delays
-from tests.bench.planned_runs import UNDONE_S, Course, run, splits, undone
-from tests.bench.planned_traffic import Traffic, traffic
 
 SLOW = Profile(
     kv_blocks=200,

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.core.simulation.engine_core import EngineCore
-from services.worker.core.simulation.sequence import Wish
-from services.worker.core.simulation.settings import SimulationSettings
+from services.worker.engines.simulated.core.engine_core import EngineCore
+from services.worker.engines.simulated.core.sequence import Wish
+from services.worker.engines.simulated.core.settings import SimulationSettings
 from tests.chaos.chaos import make_oracle
 from tests.chaos.faults import MENU, WORKERS_ONLY, Cast, Part, Rhythm, schedule
 from tests.chaos.oracle import Oracle

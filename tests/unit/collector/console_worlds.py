@@ -6,18 +6,18 @@ from contextlib import asynccontextmanager
 
 import httpx
 
-from services.collector.access import Access
-from services.collector.console_routes import add_console
-from services.collector.http import make_app
+from services.collector.console.routes import add_console
+from services.collector.http.access import Access
+from services.collector.http.app import make_app
 from services.collector.service import Collector
-from shared.bus.memory_bus import MemoryBus, MemoryHub
 from shared.contracts.channels import FLEET_STATE, REQUESTS_FINISHED, SERVICE_STATUS
 from shared.contracts.control import ServicePhase, ServiceStatus
 from shared.contracts.decisions import TtftParts
 from shared.contracts.inference import KvMoved, RequestFinished, RequestsFinished
 from shared.contracts.workers import FleetState, FleetWorker, Role
 from shared.runtime.clock import FakeClock
-from tests.fleet_builders import record
+from tests.support.fleet_builders import record
+from tests.support.memory_bus import MemoryBus, MemoryHub
 
 PARTS = TtftParts(admission_s=0.01, queue_s=0.02, prefill_s=0.1, handoff_s=0.03, first_token_s=0.04)
 

@@ -3,18 +3,18 @@
 import msgspec
 import pytest
 
-from services.collector.core.console import Console, Moment, changes
-from services.collector.core.console_events import EVENTS_MAX
-from services.collector.core.console_requests import REQUESTS_MAX, SAMPLES_MIN
-from services.collector.core.console_traffic import FLOWS_MAX, TENANTS_MAX
-from services.collector.core.ledger import STALE_S_MAX, Ledger
-from services.collector.exposition import BOUNDS
+from services.collector.console.events import EVENTS_MAX
+from services.collector.console.requests import REQUESTS_MAX, SAMPLES_MIN
+from services.collector.console.state import Console, Moment, changes
+from services.collector.console.traffic import FLOWS_MAX, TENANTS_MAX
+from services.collector.metrics.exposition import BOUNDS
+from services.collector.metrics.fleet_metrics import STALE_S_MAX, Ledger
 from shared.contracts.control import ServicePhase
 from shared.contracts.fleet_orders import WorkerDrained
 from shared.contracts.inference import KvMoved
 from shared.contracts.planning import Demand, PlanAction, PlanDecision
 from shared.contracts.workers import Role, WorkerLost, WorkerPhase
-from tests.fleet_builders import load, record
+from tests.support.fleet_builders import load, record
 from tests.unit.collector.console_worlds import PARTS, finished, fleet, service
 
 P1, D1 = record("p1", role=Role.PREFILL), record("d1", role=Role.DECODE)

@@ -8,14 +8,14 @@ import json
 import socket
 from contextlib import asynccontextmanager
 
-from services.collector.console_feed import CLIENT_FRAMES_MAX, KEEP_ALIVE_S, TELL_S, Feed
-from services.collector.core.console_views import Health, Page
-from services.collector.http_server import HttpServer, Protocol
+from services.collector.console.feed import CLIENT_FRAMES_MAX, KEEP_ALIVE_S, TELL_S, Feed
+from services.collector.console.views import Health, Page
+from services.collector.http.server import HttpServer, Protocol
 from shared.contracts.channels import WORKER_LOST
 from shared.contracts.workers import WorkerLost
-from tests.nats_server import free_port
+from tests.support.nats_server import free_port
+from tests.support.virtual_time import LoopClock, run_in_virtual_time
 from tests.unit.collector.console_worlds import finished, world
-from tests.virtual_time import LoopClock, run_in_virtual_time
 
 NOTHING = Page(
     at=0.0,

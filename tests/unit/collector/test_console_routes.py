@@ -8,8 +8,8 @@ import hashlib
 import msgspec
 import pytest
 
-from services.collector.access import Access, read_digests
-from services.collector.console_routes import BODY_BYTES_MAX, page_files
+from services.collector.console.routes import BODY_BYTES_MAX, page_files
+from services.collector.http.access import Access, read_digests
 from shared.bus.port import AskRefused
 from shared.contracts.channels import CHANGE_ROLE, DECISION, DRAIN, USUAL_MODE
 from shared.contracts.decisions import Candidate, Decision, FoundDecision, Part

@@ -3,7 +3,7 @@
 from shared.contracts.kv_exchange import KvLedgerState
 from shared.contracts.workers import Role
 from shared.telemetry import names
-from tests.fleet_builders import load
+from tests.support.fleet_builders import load
 from tests.unit.collector.test_ledger import Shown, ledger, request
 
 D1 = {"worker_id": "d1", "role": "decode"}

@@ -2,16 +2,16 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.collector.core.ledger import STALE_S_MAX, WORKERS_MAX, Ledger
-from services.collector.exposition import BOUNDS, families
-from services.orchestrator.core.lifecycle import Worker
+from services.collector.metrics.exposition import BOUNDS, families
+from services.collector.metrics.fleet_metrics import STALE_S_MAX, WORKERS_MAX, Ledger
+from services.orchestrator.fleet.lifecycle import Worker
 from shared.bus.port import BusCounts
 from shared.contracts.control import ServicePhase, ServiceStatus
 from shared.contracts.inference import RequestFinished
 from shared.contracts.workers import FleetState, Role, WorkerLost, WorkerPhase
 from shared.telemetry import names
 from shared.telemetry.families import to_prometheus
-from tests.fleet_builders import load, record
+from tests.support.fleet_builders import load, record
 
 
 def ledger():

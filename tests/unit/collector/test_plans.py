@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from services.collector.core.plans import STALE_S_MAX, PlanView
+from services.collector.metrics.plans import STALE_S_MAX, PlanView
 from shared.contracts.planning import Demand, PlanAction, PlanDecision, RoleCount
 from shared.contracts.workers import Role
 

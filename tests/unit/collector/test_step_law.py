@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.collector.core.step_law import ROWS_MIN, StepLaw
+from services.collector.report.step_time import ROWS_MIN, StepLaw
 from shared.engine_speed import Law, Steps
 
 TRUE = Law(prefill_step_s=0.002, prefill_token_s=4e-5, decode_step_s=0.008, decode_request_s=5e-5)

@@ -3,7 +3,7 @@
 from shared.contracts.load import StoreState
 from shared.contracts.workers import Role
 from shared.telemetry import names
-from tests.fleet_builders import load
+from tests.support.fleet_builders import load
 from tests.unit.collector.test_ledger import Shown, ledger
 
 S1 = {"worker_id": "s1"}

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.collector.core.aggregated import Latencies
-from services.collector.core.engine_work import WINDOW_S, FleetWork
-from services.collector.core.verdict import (
+from services.collector.metrics.engine_work import WINDOW_S, FleetWork
+from services.collector.report.aggregated import Latencies
+from services.collector.report.report import (
     ENOUGH,
     STARTS,
     TOKENS_MAX,
@@ -24,12 +24,12 @@ from services.collector.core.verdict import (
     words,
 )
 from shared.contracts.decisions import TtftParts
+from shared.contracts.disaggregation_report import Verdict, VerdictBucket
 from shared.contracts.inference import RequestFinished
 from shared.contracts.load import StepTotals
-from shared.contracts.verdict import Verdict, VerdictBucket
 from shared.contracts.workers import Role
 from shared.engine_speed import Law, Steps
-from tests.fleet_builders import load
+from tests.support.fleet_builders import load
 
 LAW = Law(prefill_step_s=0.002, prefill_token_s=4e-5, decode_step_s=0.008, decode_request_s=5e-5)
 SILENT_S_MAX = 10.0

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.collector.core.windows import OTHER, WINDOW_S, Histogram, LabelSet, Rate, Totals
+from services.collector.metrics.windows import OTHER, WINDOW_S, Histogram, LabelSet, Rate, Totals
 
 TIMES = st.lists(st.floats(0.0, 60.0), max_size=50).map(sorted)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from itertools import count
 
-from connector.core.asks import Source
-from connector.core.fetch import Fetch
-from connector.core.fetch_plan import Effects, Limits, Plan
-from connector.core.orders import ReadPart
+from connector.reader.asks import Source
+from connector.reader.fetch import Fetch
+from connector.reader.fetch_plan import Effects, Limits, Plan
+from connector.scheduler.orders import ReadPart
 from shared.contracts.kv_exchange import KvGrant, pack_block_ids
 
 A, B, ME = ("a", 1), ("b", 1), ("me", 1)

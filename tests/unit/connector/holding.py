@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from connector.holder import Holder, HolderSettings
+from connector.holder.holder import Holder, HolderSettings
 from shared.contracts.kv_exchange import (
     KvGrant,
     KvOffer,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from connector.holder import Holder, HolderSettings
+from connector.holder.holder import Holder, HolderSettings
 from shared.contracts.ids import Epoch, WorkerId
 
 BLOCK_TOKENS = 16

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from connector.connections import CONNECT_S_MAX
-from connector.copier import AT_ONCE_MAX, LET_GO_S_MAX, READ_S_MAX, Copier
-from connector.core.calls import Peer
-from connector.core.orders import Orders, PeerKey, Read, Results
-from connector.memory_agent import MemoryAgent, MemoryNetwork
+from connector.scheduler.calls import Peer
+from connector.scheduler.orders import Orders, PeerKey, Read, Results
+from connector.transfer.memory_agent import MemoryAgent, MemoryNetwork
+from connector.worker.connections import CONNECT_S_MAX
+from connector.worker.copier import AT_ONCE_MAX, LET_GO_S_MAX, READ_S_MAX, Copier
 from shared.contracts.kv_handshake import KvHandshake
-from tests.kv_engines import RankMemory, ReadingRank, Shape, handshake
+from tests.support.kv_engines import RankMemory, ReadingRank, Shape, handshake
 
 BIG = Shape(blocks=64, layers=2, block_size=64, content=512)
 """2 x 4 x 64 x 512 x 4 bytes: 1 MB a block, 32 blocks a part."""

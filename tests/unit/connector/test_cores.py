@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from connector import cores
-from connector.cores import run_on
+from connector.worker import cpu_affinity as cores
+from connector.worker.cpu_affinity import run_on
 
 
 @pytest.fixture(autouse=True)

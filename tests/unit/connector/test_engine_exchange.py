@@ -5,14 +5,14 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from connector.core.calls import EngineCall, Peer, PeerGone
-from connector.core.fetch_plan import Limits
-from connector.core.orders import Connected
-from connector.engine_exchange import EngineExchange
-from connector.holder import HolderSettings
+from connector.holder.holder import HolderSettings
+from connector.reader.fetch_plan import Limits
+from connector.scheduler.calls import EngineCall, Peer, PeerGone
+from connector.scheduler.engine_exchange import EngineExchange
+from connector.scheduler.orders import Connected
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_handshake import KvHandshake
-from tests.kv_engines import RankMemory, Shape, handshake
+from tests.support.kv_engines import RankMemory, Shape, handshake
 
 HOLDER = ("holder", 1)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from connector.core.leases import FOLLOWINGS_MAX
-from connector.holder import FULL_S_MAX
+from connector.holder.holder import FULL_S_MAX
+from connector.holder.leases import FOLLOWINGS_MAX
 from shared.contracts.kv_exchange import NoGrant
 from tests.unit.connector.holding import BLOCK_TOKENS, Holding, ask, blocks_of, chain, release, step
 

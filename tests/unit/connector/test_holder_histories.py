@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from connector.holder import FOLLOW_S_MAX
+from connector.holder.holder import FOLLOW_S_MAX
 from tests.unit.connector.holding import BLOCK_TOKENS, Holding, ask, blocks_of, chain, release, step
 
 HISTORIES = 1000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from connector.core.hot_chains import COOLING_S, LOOK_BACK_BLOCKS_MAX, HotChains
+from connector.holder.hot_chains import COOLING_S, LOOK_BACK_BLOCKS_MAX, HotChains
 from shared.contracts.kv_exchange import LEASE_BLOCKS_MAX, unpack_full_hashes
 from tests.unit.connector.holding import chain
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from connector.core.in_flight import InFlight
+from connector.scheduler.in_flight import InFlight
 from tests.unit.connector.holding import BLOCK_TOKENS, step
 
 

@@ -6,10 +6,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from connector.core.compatibility import why_not
-from connector.core.layout import CacheTensor, UnsupportedLayout, layer_of
+from connector.layout.compatibility import why_not
+from connector.layout.tensors import CacheTensor, UnsupportedLayout, layer_of
 from shared.contracts.kv_handshake import KvPlane
-from tests.kv_engines import RankMemory, Shape, handshake
+from tests.support.kv_engines import RankMemory, Shape, handshake
 
 
 def tensor(array: np.ndarray, dims: str) -> CacheTensor:

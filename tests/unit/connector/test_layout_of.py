@@ -6,14 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from connector.core.layout import UnsupportedLayout
+from connector.layout.tensors import UnsupportedLayout
 
 torch = pytest.importorskip("torch")
 interface = pytest.importorskip("vllm.v1.kv_cache_interface")
 
 from vllm.v1.kv_cache_layout import KVCacheLayout  # noqa: E402
 
-from connector.layout_of import (  # noqa: E402
+from connector.layout.engine_layout import (  # noqa: E402
     dims_of,
     layers_of,
     refuse_unsupported,

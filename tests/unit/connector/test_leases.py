@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from connector.core.leases import STALE_ENDS_MAX, Ledger, Limits
-from connector.holder import Holder, HolderSettings
+from connector.holder.holder import Holder, HolderSettings
+from connector.holder.leases import STALE_ENDS_MAX, Ledger, Limits
 from shared.contracts.ids import Epoch, WorkerId
 
 READER = WorkerId("decode-1")

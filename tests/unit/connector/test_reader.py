@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from connector.core.calls import Peer
-from connector.core.fetch_plan import Limits
-from connector.core.orders import ReadPart
-from connector.core.peers import Peers
-from connector.reader import Reader
+from connector.reader.fetch_plan import Limits
+from connector.reader.peers import Peers
+from connector.reader.reader import Reader
+from connector.scheduler.calls import Peer
+from connector.scheduler.orders import ReadPart
 from shared.contracts.kv_exchange import KvGrant, KvOffer, KvSource, LegOrder, pack_block_ids
 from shared.contracts.kv_handshake import KvHandshake
 

@@ -6,7 +6,7 @@ import queue
 import threading
 from types import SimpleNamespace
 
-from connector.rest import Rest
+from connector.scheduler.idle_wait import Rest
 
 
 def resting():

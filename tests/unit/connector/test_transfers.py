@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from connector.copier import Copier
-from connector.core.calls import Peer
-from connector.core.orders import Orders, Read, Results
-from connector.memory_agent import MemoryNetwork
-from connector.transfers import Transfers
-from tests.faulty_agent import FaultyAgent
-from tests.kv_engines import RankMemory, ReadingRank, Shape, handshake
+from connector.scheduler.calls import Peer
+from connector.scheduler.orders import Orders, Read, Results
+from connector.transfer.memory_agent import MemoryNetwork
+from connector.worker.copier import Copier
+from connector.worker.transfer_thread import Transfers
+from tests.support.faulty_agent import FaultyAgent
+from tests.support.kv_engines import RankMemory, ReadingRank, Shape, handshake
 
 SOON_S = 60.0
 PEER = ("holder", 1)

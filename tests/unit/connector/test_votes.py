@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from connector.core.orders import Connected, ReadPart, Results
-from connector.core.votes import Votes
+from connector.scheduler.orders import Connected, ReadPart, Results
+from connector.scheduler.rank_aggregation import Votes
 
 PEER = ("holder", 1)
 

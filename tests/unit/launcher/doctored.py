@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from services.launcher.core.doctor_facts import (
+from services.launcher.doctor.facts import (
     Engine,
     HeardLoad,
     HeardService,
@@ -16,7 +16,7 @@ from services.launcher.core.doctor_facts import (
 )
 from shared.contracts.control import RouterStanding, ServicePhase, ServiceStatus
 from shared.contracts.workers import FleetState, FleetWorker, Role, WorkerPhase, WorkerRecord
-from tests.fleet_builders import load, record
+from tests.support.fleet_builders import load, record
 
 GIB = 1 << 30
 ROLES = {"p1": Role.PREFILL, "d1": Role.DECODE}

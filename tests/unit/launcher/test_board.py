@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.launcher.core.board import Board
+from services.launcher.system.board import Board
 from shared.contracts.control import ServicePhase, ServiceStatus
 
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from services.launcher.core.doctor_facts import (
+from services.launcher.doctor.doctor import findings
+from services.launcher.doctor.facts import (
     Certificate,
     Disk,
     Engine,
@@ -24,13 +25,12 @@ from services.launcher.core.doctor_facts import (
     RouterAnswer,
     SystemFacts,
 )
-from services.launcher.core.doctor_findings import Finding, Level, examination
-from services.launcher.doctor import findings
-from services.launcher.doctor_picture import draw
+from services.launcher.doctor.findings import Finding, Level, examination
+from services.launcher.doctor.picture import draw
 from shared.contracts.control import RouterStanding, ServicePhase
 from shared.contracts.load import StoreState
 from shared.contracts.workers import FleetState, HashScheme, Role, WorkerPhase
-from tests.fleet_builders import FINGERPRINT, load, record
+from tests.support.fleet_builders import FINGERPRINT, load, record
 from tests.unit.launcher.doctored import GIB, installation, living, nats, service, system
 
 MIB = 1 << 20

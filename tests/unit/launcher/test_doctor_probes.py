@@ -14,19 +14,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.launcher import doctor_machine, doctor_secrets
-from services.launcher.certificates import AUTHORITY_DAYS, new_authority
-from services.launcher.core.doctor_facts import Nats, Package, SystemFacts
-from services.launcher.doctor_bus import HEARD_S_MAX, HEARD_S_MIN, hear, listen
-from shared.bus.memory_bus import MemoryBus, MemoryHub
+from services.launcher.cluster.certificates import AUTHORITY_DAYS, new_authority
+from services.launcher.doctor import machine as doctor_machine
+from services.launcher.doctor import secrets as doctor_secrets
+from services.launcher.doctor.bus import HEARD_S_MAX, HEARD_S_MIN, hear, listen
+from services.launcher.doctor.facts import Nats, Package, SystemFacts
 from shared.bus.nats_info import read_info
 from shared.bus.port import BusDown
 from shared.contracts.channels import LOAD, SERVICE_STATUS, WORKER_RECORDS
 from shared.contracts.control import ServicePhase, ServiceStatus
 from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerPhase
 from shared.runtime.settings import CommonSettings
-from tests.fleet_builders import load, record
-from tests.virtual_time import LoopClock, run_in_virtual_time
+from tests.support.fleet_builders import load, record
+from tests.support.memory_bus import MemoryBus, MemoryHub
+from tests.support.virtual_time import LoopClock, run_in_virtual_time
 
 ROOT = Path(__file__).parents[3]
 KINDS = ("router", "orchestrator", "collector")
@@ -223,7 +224,7 @@ async def test_a_probe_that_fails_leaves_its_reason_and_the_others_alone():
 
 def test_engines_that_do_not_load_are_told_of_in_words():
     without = "import sys; sys.modules.update(dict.fromkeys(('vllm', 'torch', 'nixl')))"
-    code = f"{without}; from services.worker.engines import vllm_checkup; vllm_checkup.main()"
+    code = f"{without}; from services.worker.engines.vllm import checkup; checkup.main()"
 
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=60, check=True)
 

@@ -9,13 +9,13 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from services.launcher.explain import Question, question_of
-from services.launcher.picture import draw
+from services.launcher.views.decision_picture import draw
+from services.launcher.views.explain import Question, question_of
 from shared.contracts.decisions import Candidate, Decision, Part, TtftParts
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvSource
-from shared.words import explanation as words
-from shared.words.quantities import duration
+from shared.text import explanation as words
+from shared.text.quantities import duration
 
 
 def one(worker_id: str, part: Part, *, chosen: bool = False, meets_targets: bool = True, **numbers: Any) -> Candidate:

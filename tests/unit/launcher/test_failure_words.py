@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.launcher.core.failure_words import last_lines, why_it_died
+from services.launcher.system.failure_text import last_lines, why_it_died
 
 VLLM_LOG = """\
 INFO 11-21 07:00:00 [core.py:101] Initializing a V1 LLM engine

@@ -7,7 +7,7 @@ import io
 import msgspec
 from rich.console import Console
 
-from services.launcher.fleet_plan import draw
+from services.launcher.views.fleet_plan import draw
 from shared.contracts.ids import WorkerId
 from shared.contracts.planning import Demand, PlanAction, PlanDecision, Plans, RoleCount
 from shared.contracts.workers import Role

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from services.launcher.certificates import SERVER_DAYS, facts_of, is_signed_by
 from services.launcher.cli import app
-from services.launcher.cluster_files import make
-from services.launcher.core.cluster import (
+from services.launcher.cluster.certificates import SERVER_DAYS, facts_of, is_signed_by
+from services.launcher.cluster.files import make
+from services.launcher.cluster.folder import (
     API_KEYS,
     AUTHORITY,
     AUTHORITY_KEY,
@@ -28,7 +28,7 @@ from services.launcher.core.cluster import (
     folder_of,
     to_make,
 )
-from shared.bus.nats_access import read_seed
+from shared.bus.nats_credentials import read_seed
 from shared.contracts.channels import Party
 from shared.runtime.keys import digest_of
 

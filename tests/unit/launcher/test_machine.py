@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.launcher.machine import inherited_environment
+from services.launcher.system.machine import inherited_environment
 
 
 @pytest.mark.parametrize(("own", "given"), [(None, "keys.toml"), ("others.toml", "others.toml"), ("", "")])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.launcher.options import no_nats
+from services.launcher.commands.options import no_nats
 from shared.bus.port import BusDown
 
 URL = "nats://router:secret@127.0.0.1:9"

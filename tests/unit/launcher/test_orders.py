@@ -9,8 +9,8 @@ from services.launcher.cli import app
 from shared.contracts.fleet_orders import RoleChanged, WorkerDrained
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.workers import Role
-from shared.words.order_words import drained, draining, role_changed
-from shared.words.quantities import in_bytes
+from shared.text.order_text import drained, draining, role_changed
+from shared.text.quantities import in_bytes
 
 NOTHING_RAN = "d2 has left after 3.2 s: nothing ran"
 

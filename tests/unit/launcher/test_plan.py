@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from services.launcher.core.plan import Machine, PlanRefused, Stage, SystemPlan, UpOptions, plan_system
+from services.launcher.system.plan import Machine, PlanRefused, Stage, SystemPlan, UpOptions, plan_system
 
 OPTIONS = UpOptions(prefill=1, decode=1, state_dir="/state")
 MACHINE = Machine(python="python", nats_server="/bin/nats-server", cores=(0, 1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.launcher.core.restart import GiveUp, RestartAfter, RestartLedger, RestartPolicy
+from services.launcher.system.restart import GiveUp, RestartAfter, RestartLedger, RestartPolicy
 
 
 def test_each_death_makes_the_next_start_wait_longer_up_to_a_limit():

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from services.launcher.core.plan import ProcessPlan, Stage
-from services.launcher.core.scaling import Own, own_of, steps_for
-from services.launcher.system import begin_anew
+from services.launcher.system.plan import ProcessPlan, Stage
+from services.launcher.system.scaling_steps import Own, own_of, steps_for
+from services.launcher.system.system import begin_anew
 from shared.contracts.planning import ScaleFleet
 from shared.contracts.workers import Role, WorkerPhase
-from shared.runtime.kept_role import kept_role_file
-from tests.fleet_builders import record
+from shared.runtime.saved_role import kept_role_file
+from tests.support.fleet_builders import record
 
 OWN = [
     Own("prefill-1", Role.PREFILL),

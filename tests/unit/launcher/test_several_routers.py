@@ -7,9 +7,9 @@ import socket
 import msgspec
 import pytest
 
-from services.launcher import machine
-from services.launcher.core.plan import Machine, PlanRefused, ProcessPlan, UpOptions, plan_system
-from services.launcher.session import endpoints
+from services.launcher.system import machine
+from services.launcher.system.plan import Machine, PlanRefused, ProcessPlan, UpOptions, plan_system
+from services.launcher.system.session import endpoints
 
 OPTIONS = UpOptions(prefill=1, decode=1, state_dir="/state", port=9000)
 MACHINE = Machine(python="python", nats_server="/bin/nats-server", cores=(0, 1))

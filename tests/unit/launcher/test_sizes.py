@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.launcher.core.sizes import parse_bytes
+from services.launcher.system.sizes import parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from services.launcher.core.watch import Watch
-from services.launcher.top_picture import State, frame
-from services.launcher.top_workers import Drawing, bar, rates
+from services.launcher.views.top_picture import State, frame
+from services.launcher.views.top_workers import Drawing, bar, rates
+from services.launcher.views.watch import Watch
 from shared.contracts.workers import Role, WorkerPhase
 from tests.unit.launcher.watched import NOW, a_busy_system, join, request
 

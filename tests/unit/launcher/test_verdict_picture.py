@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from services.launcher.verdict import draw
-from shared.contracts.verdict import Verdict, VerdictBucket
+from services.launcher.views.disaggregation_report import draw
+from shared.contracts.disaggregation_report import Verdict, VerdictBucket
 
 WORDS = "It is worth it: 78% of the requests are better served with prefill and decode apart."
 NO = VerdictBucket(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.launcher.core.watch import (
+from services.launcher.views.watch import (
     GONE_SHOWN_S,
     REQUESTS_MAX,
     SILENT_S_MAX,
@@ -17,7 +17,7 @@ from shared.contracts.control import ServicePhase, ServiceStatus
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.load import StoreState
 from shared.contracts.workers import FleetState, Role, WorkerLost, WorkerPhase
-from tests.fleet_builders import load, record
+from tests.support.fleet_builders import load, record
 from tests.unit.launcher.watched import join, request
 
 LATER = 20.0

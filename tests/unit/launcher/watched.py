@@ -6,14 +6,14 @@ import random
 
 import msgspec
 
-from services.launcher.core.watch import Watch
+from services.launcher.views.watch import Watch
 from shared.contracts.control import ServicePhase, ServiceStatus
 from shared.contracts.fleet_orders import WorkerDrained
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import RequestFinished
 from shared.contracts.planning import Demand, PlanAction, PlanDecision, RoleCount
 from shared.contracts.workers import FleetState, Role, WorkerLost, WorkerPhase
-from tests.fleet_builders import load, record
+from tests.support.fleet_builders import load, record
 
 NOW = 1000.0
 FLEET = {

@@ -6,9 +6,9 @@ import msgspec
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from services.orchestrator.core.choice import Choice, RoleLoad, choose
-from services.orchestrator.core.rules import Rules
-from services.orchestrator.core.steadiness import Seen
+from services.orchestrator.planner.change import Choice, RoleLoad, choose
+from services.orchestrator.planner.rules import Rules
+from services.orchestrator.planner.steadiness import Seen
 from shared.contracts.planning import PlanAction
 from shared.contracts.workers import Role
 

@@ -3,10 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.orchestrator.core.fleet import Fleet, Limits
-from services.orchestrator.core.lifecycle import TRANSITIONS
+from services.orchestrator.fleet.fleet import Fleet, Limits
+from services.orchestrator.fleet.lifecycle import TRANSITIONS
 from shared.contracts.workers import WorkerLost, WorkerPhase
-from tests.fleet_builders import load, record
+from tests.support.fleet_builders import load, record
 
 LIMITS = Limits(silence_s_max=3.0, unregistered_s_max=10.0, remember_s=60.0, deaf_s_max=1.8)
 

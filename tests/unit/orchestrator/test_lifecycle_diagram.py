@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from services.orchestrator.core.lifecycle import diagram
-from tests.fleet_builders import record
+from services.orchestrator.fleet.lifecycle import diagram
+from tests.support.fleet_builders import record
 
 DRAWING = Path(__file__).parents[3] / "docs" / "lifecycle.mmd"
 

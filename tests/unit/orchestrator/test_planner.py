@@ -8,13 +8,13 @@ from itertools import groupby, pairwise
 import msgspec
 import pytest
 
-from services.orchestrator.core.family import by_family
-from services.orchestrator.core.planner import Planner
-from services.orchestrator.core.rules import Rules
+from services.orchestrator.planner.family import by_family
+from services.orchestrator.planner.planner import Planner
+from services.orchestrator.planner.rules import Rules
 from shared.contracts.planning import PlanAction
 from shared.contracts.workers import FleetWorker, Role, WorkerPhase
-from tests.fleet_builders import FINGERPRINT, record
-from tests.planner_worlds import Curve, PlannerWorld, Traffic, steady
+from tests.support.fleet_builders import FINGERPRINT, record
+from tests.support.planner_worlds import Curve, PlannerWorld, Traffic, steady
 
 HOUR_S = 3600.0
 RULES = Rules()

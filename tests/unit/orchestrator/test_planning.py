@@ -12,14 +12,14 @@ import pytest
 
 from services.orchestrator.service import Orchestrator
 from services.orchestrator.settings import Settings
-from shared.bus.memory_bus import MemoryBus, MemoryHub
 from shared.bus.port import NoResponders
 from shared.contracts.channels import PLAN, PLANS, SCALE
 from shared.contracts.planning import AskPlans, FleetScaled, PlanAction, PlanDecision, Plans, ScaleFleet
 from shared.contracts.workers import Role
 from shared.runtime.settings import SettingsError, load
-from tests.planned_workers import PlannedWorker, planned_fleet
-from tests.virtual_time import LoopClock, run_in_virtual_time
+from tests.support.memory_bus import MemoryBus, MemoryHub
+from tests.support.planned_workers import PlannedWorker, planned_fleet
+from tests.support.virtual_time import LoopClock, run_in_virtual_time
 
 ACT: dict[str, Any] = {
     "planner": "act",

@@ -10,10 +10,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from services.orchestrator.scalers import WebhookScaler
+from services.orchestrator.planner.scalers import WebhookScaler
 from shared.contracts.planning import FleetScaled, ScaleFleet
 from shared.contracts.workers import Role
-from tests.nats_server import free_port
+from tests.support.nats_server import free_port
 
 WISH = ScaleFleet(model="m", revision="r2", role=Role.DECODE, change=2, why="decode is full")
 ANSWER_S_MAX = 10.0

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.orchestrator.core.speeds import SpeedLearner
+from services.orchestrator.planner.speeds import SpeedLearner
 from shared.engine_speed import NO_STEPS, Steps
 
 SCALES = st.floats(0.05, 50.0)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from services.orchestrator.core.demand import Wish
-from services.orchestrator.core.rules import Rules
-from services.orchestrator.core.work import Engines, Queues, Work, batch_max, work_of
+from services.orchestrator.planner.demand import Wish
+from services.orchestrator.planner.rules import Rules
+from services.orchestrator.planner.work import Engines, Queues, Work, batch_max, work_of
 from shared.contracts.planning import Demand
 from shared.engine_speed import Law, Steps
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from replay.cli import app
 from replay.results import Result
 from tests.architecture.sources import ROOT
-from tests.replay_worlds import conversations, write_mooncake
+from tests.support.replay_worlds import conversations, write_mooncake
 
 PNG = b"\x89PNG"
 

@@ -15,10 +15,10 @@ from replay.policies.simple import LeastLoaded, PowerOfTwo, RandomChoice, RoundR
 from replay.simworker import MODEL
 from replay.traces import Request
 from replay.world import Shape
-from services.router.core.placement import Need, Placed, Refused
+from services.router.placement.placement import Need, Placed, Refused
 from shared.contracts.kv_events import KvEvent, KvEventBatch, KvEventKind, pack_hashes
-from tests.fleet_builders import load
-from tests.replay_worlds import around, world
+from tests.support.fleet_builders import load
+from tests.support.replay_worlds import around, world
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from replay.traces import Request, TraceError, at_load, chains, cut, read_trace
-from tests.replay_worlds import conversations, write_mooncake
+from tests.support.replay_worlds import conversations, write_mooncake
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,1374,44\n2023-11-16 18:15:50.9951690,396,109\n"
 

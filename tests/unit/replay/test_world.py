@@ -10,10 +10,10 @@ from replay.oracle import Oracle
 from replay.policies.names import BASELINES
 from replay.traces import Request
 from replay.world import Shape, World
-from services.router.core.admission_policy import AdmissionPolicy
-from services.router.core.prefix_index import IndexState
-from services.router.core.targets import Targets
-from tests.replay_worlds import PROFILE, conversations, with_baseline, world
+from services.router.admission.policy import AdmissionPolicy
+from services.router.placement.slo import Targets
+from services.router.state.prefix_index import IndexState
+from tests.support.replay_worlds import PROFILE, conversations, with_baseline, world
 
 SHAPES = [Shape(both=3), Shape(prefill=2, decode=2), Shape(both=1, prefill=1, decode=1)]
 

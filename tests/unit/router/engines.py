@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from services.router.core.admission import Admission
-from services.router.core.admission_policy import AdmissionPolicy
-from services.router.core.considered import Considered
-from services.router.core.placement import Need, Placed, Refused
-from services.router.core.request import Mode
-from services.router.core.targets import Targets
-from services.router.core.waiting_lines import Ticket
+from services.router.admission.admission import Admission
+from services.router.admission.policy import AdmissionPolicy
+from services.router.admission.queues import Ticket
+from services.router.placement.considered import Considered
+from services.router.placement.placement import Need, Placed, Refused
+from services.router.placement.request_fields import Mode
+from services.router.placement.slo import Targets
 from shared.contracts.decisions import TtftParts
 from shared.contracts.failures import Reason
 

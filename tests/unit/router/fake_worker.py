@@ -16,7 +16,7 @@ from shared.contracts.ids import Epoch, LegId, WorkerId
 from shared.contracts.inference import CancelLeg, LegKind, LegReport, StartLeg
 from shared.contracts.kv_events import AskKvSnapshot, KvSnapshot
 from shared.contracts.workers import Role, WorkerPhase, WorkerRecord
-from tests.fleet_builders import load, record
+from tests.support.fleet_builders import load, record
 
 Script = Callable[["FakeWorker", StartLeg, LegFrames], Awaitable[None] | None]
 

@@ -9,18 +9,18 @@ from typing import Any
 
 import msgspec
 
-from services.router.core.reservation_book import ReservationBook
 from services.router.service import Router
 from services.router.settings import Settings
-from services.router.tracing import Tracing
-from shared.bus.memory_bus import MemoryBus, MemoryHub
+from services.router.state.reservations import ReservationBook
+from services.router.telemetry.tracing import Tracing
 from shared.bus.streams import LegFrames
 from shared.contracts.ids import RouterId
 from shared.contracts.inference import StartLeg
 from shared.contracts.workers import Role
+from tests.support.memory_bus import MemoryBus, MemoryHub
+from tests.support.virtual_time import LoopClock
 from tests.unit.router.fake_worker import FakeWorker
 from tests.unit.router.world import COMPLETIONS, FakeConnection, prompt, settle
-from tests.virtual_time import LoopClock
 
 RESERVED = ".reserved"
 

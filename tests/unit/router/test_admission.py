@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from services.router.core.admission_policy import LATE_SHARE_MAX
-from services.router.core.placement import Placed, Refused
-from services.router.core.request import Forced
-from services.router.core.waiting_lines import DRAIN_S_MIN, STRAINED_FOR_S
+from services.router.admission.policy import LATE_SHARE_MAX
+from services.router.admission.queues import DRAIN_S_MIN, STRAINED_FOR_S
+from services.router.placement.placement import Placed, Refused
+from services.router.placement.request_fields import Forced
 from shared.contracts.failures import Reason
 from tests.unit.router.engines import Engine, Engines, ask
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.core.allowance import Allowance, Bucket, tokens_used
-from services.router.core.keys import Key
+from services.router.auth.api_keys import Key
+from services.router.auth.rate_limit import Allowance, Bucket, tokens_used
 
 
 def test_a_minutes_requests_may_come_at_once_and_then_one_after_the_other():

@@ -9,9 +9,9 @@ import logging
 import httpx
 import msgspec
 
-from services.router.core.decision_log import Wanted
-from services.router.core.salting import salt_of
-from services.router.gate import Gate
+from services.router.auth.authenticator import Gate
+from services.router.auth.tenant_salt import salt_of
+from services.router.placement.decision_log import Wanted
 from services.router.settings import Settings, keyring_of, salt_secret_of
 from shared.contracts.failures import Reason
 from shared.runtime.clock import SystemClock

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.router.core.decision_log import (
+from services.router.placement.decision_log import (
     BASE_BYTES,
     CANDIDATE_BYTES,
     LISTED_MAX,

@@ -9,8 +9,7 @@ import httpx
 import msgspec
 import pytest
 
-from services.router.decisions import Decisions
-from shared.bus.memory_bus import MemoryBus
+from services.router.placement.decisions import Decisions
 from shared.bus.port import Envelope
 from shared.bus.streams import LegFrames
 from shared.contracts.channels import DECISION, REQUESTS_FINISHED
@@ -19,9 +18,10 @@ from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import DecisionId, RequestId, RouterId
 from shared.contracts.inference import LegKind, LegReport, RequestFinished, RequestsFinished, StartLeg
 from shared.contracts.kv_exchange import KvProof, KvRead
+from tests.support.memory_bus import MemoryBus
+from tests.support.virtual_time import LoopClock
 from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, WHOLE_ANSWER, FakeWorker, wants_stream
 from tests.unit.router.world import World, in_world, prompt, settle
-from tests.virtual_time import LoopClock
 
 OURS = {"connector": "baton-1"}
 HEADER = "x-baton-decision"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from services.router.core.placement import Need, Placed, Refused
-from services.router.core.placer import Placer
-from services.router.core.request import Mode
+from services.router.placement.placement import Need, Placed, Refused
+from services.router.placement.placer import Placer
+from services.router.placement.request_fields import Mode
 from shared.bus.streams import LegFrames
 from shared.contracts.inference import LegKind, LegReport, StartLeg
 from tests.unit.router.fake_worker import JSON, SSE, FakeWorker, answer_well, wants_stream

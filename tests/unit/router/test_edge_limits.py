@@ -8,8 +8,8 @@ import socket
 
 import pytest
 
-from services.router.connections import OTHER_FILES, Connections, allow_open_files, owner_of
-from services.router.http_protocol import HEADERS_MAX
+from services.router.http.connections import OTHER_FILES, Connections, allow_open_files, owner_of
+from services.router.http.protocol import HEADERS_MAX
 from shared.bus.streams import LegFrames
 from shared.contracts.inference import LegReport, StartLeg
 from tests.unit.router.fake_worker import JSON, SSE, FakeWorker

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.router.http_answers import failed
+from services.router.http.errors import failed
 from shared.bus.streams import LegFrames
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import LegKind, LegReport, StartLeg

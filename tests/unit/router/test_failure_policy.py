@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.core.failure_policy import (
+from services.router.relay.failure_policy import (
     DEFAULT_ANSWERS,
     PLACING,
     Answer,

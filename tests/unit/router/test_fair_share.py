@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.router.core.fair_share import TENANTS_MAX, FairShare, cost_of
+from services.router.admission.fair_share import TENANTS_MAX, FairShare, cost_of
 
 
 def served(share: FairShare, name: str, cost: float) -> None:

@@ -10,15 +10,15 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from services.router.http_protocol import RouterProtocol
-from services.router.http_server import PortTaken, Server, listen, make_server
+from services.router.http.protocol import RouterProtocol
+from services.router.http.server import PortTaken, Server, listen, make_server
 from services.router.service import Router
 from services.router.settings import Settings
-from services.router.tracing import Tracing
-from shared.bus.memory_bus import MemoryBus, MemoryHub
+from services.router.telemetry.tracing import Tracing
 from shared.bus.streams import LegFrames
 from shared.contracts.inference import StartLeg
 from shared.runtime.clock import SystemClock
+from tests.support.memory_bus import MemoryBus, MemoryHub
 from tests.unit.router.fake_worker import DONE, EVENTS, SSE, WHOLE_ANSWER, FakeWorker, answer_well
 from tests.unit.router.world import COMPLETIONS, prompt
 

@@ -6,12 +6,12 @@ import tomllib
 
 import pytest
 
-from services.launcher.core.key_entry import KeyEntry, entry_text, salt_text
-from services.launcher.core.key_entry import Permission as WrittenPermission
-from services.router.core.keys import NO_KEY, Key, Permission, may_see, read_keys
-from services.router.core.request import Forced, Mode, RequestFacts, Wishes
-from services.router.core.targets import Promise, Slos
-from services.router.core.terms import Headed, Terms, read_terms
+from services.launcher.cluster.key_entry import KeyEntry, entry_text, salt_text
+from services.launcher.cluster.key_entry import Permission as WrittenPermission
+from services.router.auth.api_keys import NO_KEY, Key, Permission, may_see, read_keys
+from services.router.placement.policy import Headed, Terms, read_terms
+from services.router.placement.request_fields import Forced, Mode, RequestFacts, Wishes
+from services.router.placement.slo import Promise, Slos
 from services.router.settings import Settings, check
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
-from services.router.core.prefix_index import IndexState, PrefixIndex
-from services.router.kv_feed import ASKS_AT_ONCE_MAX, KvFeed
-from shared.bus.memory_bus import MemoryBus, MemoryHub
+from services.router.state.kv_feed import ASKS_AT_ONCE_MAX, KvFeed
+from services.router.state.prefix_index import IndexState, PrefixIndex
 from shared.bus.port import Envelope
 from shared.contracts.channels import KV_SNAPSHOT
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_events import AskKvSnapshot, KvSnapshot, pack_hashes
-from tests.virtual_time import run_in_virtual_time
+from tests.support.memory_bus import MemoryBus, MemoryHub
+from tests.support.virtual_time import run_in_virtual_time
 
 WORKERS = 5 * ASKS_AT_ONCE_MAX
 ANSWER_S = 1.0

@@ -8,9 +8,9 @@ from statistics import median
 import msgspec
 import pytest
 
-from services.router.core.coefficients import Coefficients
-from services.router.core.learning import GROWN_SAMPLE_S, Learner
-from services.router.core.speeds import Typical
+from services.router.state.engine_speed import Coefficients
+from services.router.state.speed_learner import GROWN_SAMPLE_S, Learner
+from services.router.state.unit_costs import Typical
 from shared.contracts.load import StepTotals
 from shared.engine_speed import Steps
 

@@ -8,15 +8,15 @@ import msgspec
 import pytest
 from prometheus_client import generate_latest
 
-from services.router.core import fleet_table as t
-from services.router.core.coefficients import Coefficients
-from services.router.core.measurements import Measurements
+from services.router.state import fleet_table as t
+from services.router.state.engine_speed import Coefficients
+from services.router.state.speed_samples import Measurements
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegReport
 from shared.contracts.kv_exchange import KvLedgerState, KvProof, KvRead
 from shared.contracts.load import StepTotals
 from tests.e2e.system import Metrics
-from tests.fleet_builders import load, record
+from tests.support.fleet_builders import load, record
 from tests.unit.router.fake_worker import DONE, SSE
 from tests.unit.router.world import in_world, prompt, settle
 

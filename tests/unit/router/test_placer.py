@@ -5,20 +5,20 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from services.router.core.cluster_view import ClusterView
-from services.router.core.coefficients import Coefficients
-from services.router.core.own_work import Sent
-from services.router.core.placement import Need, Placed, Policy, Refused
-from services.router.core.placer import Costs
-from services.router.core.prefix_index import PrefixIndex
-from services.router.core.request import Forced, Mode
-from services.router.core.targets import Targets
+from services.router.placement.placement import Need, Placed, Policy, Refused
+from services.router.placement.placer import Costs
+from services.router.placement.request_fields import Forced, Mode
+from services.router.placement.slo import Targets
+from services.router.state.cluster_view import ClusterView
+from services.router.state.engine_speed import Coefficients
+from services.router.state.prefix_index import PrefixIndex
+from services.router.state.sent_work import Sent
 from shared.contracts.decisions import Part
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
 from shared.contracts.kv_events import KvSnapshot, pack_hashes
 from shared.contracts.workers import Role
-from tests.fleet_builders import load, record
+from tests.support.fleet_builders import load, record
 
 BLOCK = 32
 NOW = 0.0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from services.router.core.cluster_view import ClusterView
-from services.router.presence import RETURN_S_MAX, Presence
-from shared.bus.memory_bus import MemoryBus, MemoryHub
+from services.router.state.bus_health import RETURN_S_MAX, Presence
+from services.router.state.cluster_view import ClusterView
 from shared.contracts.ids import WorkerId
 from shared.runtime.clock import FakeClock
-from tests.fleet_builders import load, record
+from tests.support.fleet_builders import load, record
+from tests.support.memory_bus import MemoryBus, MemoryHub
 
 W1 = WorkerId("w1")
 

@@ -9,16 +9,16 @@ from concurrent.futures import Executor, Future
 
 import pytest
 
-from services.router import prompts as desk
-from services.router.core.block_hash import block_hashes
-from services.router.core.request import COMPLETIONS, read_request
-from services.router.segments import PIECE_CHARS_MAX, Prompt
-from services.router.tokenizer import HASHED_AT_ONCE, PromptTokenizer
-from services.worker.tiny_model import ensure_tiny_tokenizer
+from services.router.placement.request_fields import COMPLETIONS, read_request
+from services.router.tokenize import prompts as desk
+from services.router.tokenize.block_hash import block_hashes
+from services.router.tokenize.segments import PIECE_CHARS_MAX, Prompt
+from services.router.tokenize.tokenizer import HASHED_AT_ONCE, PromptTokenizer
+from services.worker.tiny_model.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.control import TokenizerAsset
 from shared.contracts.workers import HashScheme
+from tests.support.virtual_time import run_in_virtual_time
 from tests.unit.router.world import World, in_world
-from tests.virtual_time import run_in_virtual_time
 
 SCHEME = HashScheme(block_size=16)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.router.core.regret import best_other_s, regret_s
+from services.router.placement.regret import best_other_s, regret_s
 from shared.contracts.decisions import Candidate, Part, TtftParts
 from shared.contracts.ids import WorkerId
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.core.request import CHAT, COMPLETIONS, read_request
+from services.router.placement.request_fields import CHAT, COMPLETIONS, read_request
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

@@ -12,9 +12,9 @@ import pytest
 
 from services.router.settings import Settings
 from shared.telemetry.log import JsonLines
+from tests.support.virtual_time import run_in_virtual_time
 from tests.unit.router.streams import streams
 from tests.unit.router.world import COMPLETIONS, open_world, prompt
-from tests.virtual_time import run_in_virtual_time
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 TRACED = f"00-{TRACE}-00f067aa0ba902b7-01"

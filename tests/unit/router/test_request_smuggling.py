@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import pytest
 
-from services.router.exchange import header_value
+from services.router.http.request import header_value
 from shared.bus.streams import LegFrames
 from shared.contracts.inference import LegReport, StartLeg
 from tests.unit.router.fake_worker import JSON, FakeWorker

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.router.core.reservation_book import (
+from services.router.state.reservations import (
     ROUTERS_MAX,
     SILENT_S_MAX,
     SLOT_S,

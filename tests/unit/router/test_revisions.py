@@ -7,23 +7,23 @@ from collections import Counter
 import msgspec
 import pytest
 
-from services.router.core.admission import Admission
-from services.router.core.admission_policy import AdmissionPolicy
-from services.router.core.cluster_view import ClusterView
-from services.router.core.placement import Need, Placed, Policy, Refused
-from services.router.core.placer import Costs
-from services.router.core.prefix_index import PrefixIndex
-from services.router.core.request import CHAT, COMPLETIONS, Forced, Mode, RequestFacts, read_request
-from services.router.core.revisions import ANY, means, read_shares
-from services.router.core.terms import Headed, Terms
-from services.router.core.waiting_lines import Ticket
-from services.router.fleet import Fleet
-from services.router.models import list_models
+from services.router.admission.admission import Admission
+from services.router.admission.policy import AdmissionPolicy
+from services.router.admission.queues import Ticket
+from services.router.http.models import list_models
+from services.router.placement.placement import Need, Placed, Policy, Refused
+from services.router.placement.placer import Costs
+from services.router.placement.policy import Headed, Terms
+from services.router.placement.request_fields import CHAT, COMPLETIONS, Forced, Mode, RequestFacts, read_request
+from services.router.placement.revisions import ANY, means, read_shares
 from services.router.settings import Settings, terms_of
+from services.router.state.cluster_view import ClusterView
+from services.router.state.fleet import Fleet
+from services.router.state.prefix_index import PrefixIndex
 from shared.contracts.ids import WorkerId
 from shared.contracts.workers import Role
 from shared.runtime.settings import SettingsError
-from tests.fleet_builders import load, record
+from tests.support.fleet_builders import load, record
 
 NOW = 0.0
 SHARES = read_shares('{"m": {"v1": 90, "v2": 10}}')

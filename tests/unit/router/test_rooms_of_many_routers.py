@@ -6,9 +6,9 @@ import asyncio
 
 from shared.bus.streams import LegFrames
 from shared.contracts.inference import LegReport, StartLeg
+from tests.support.virtual_time import run_in_virtual_time
 from tests.unit.router.fake_worker import JSON, WHOLE_ANSWER, FakeWorker
 from tests.unit.router.replicas import replicas
-from tests.virtual_time import run_in_virtual_time
 
 PROMPT_TOKENS, PROMPT_S = 1000, 0.25
 REQUESTS, WORKERS = 48, 2

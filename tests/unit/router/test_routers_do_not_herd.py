@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from services.router.core.reservation_book import SILENT_S_MAX
+from services.router.state.reservations import SILENT_S_MAX
 from shared.contracts.channels import RESERVATIONS
 from shared.contracts.ids import Epoch, RouterId, WorkerId
 from shared.contracts.reservations import ANNOUNCE_S, Reservation, Reservations
+from tests.support.virtual_time import run_in_virtual_time
 from tests.unit.router.replicas import Replicas, replicas
 from tests.unit.router.world import settle
-from tests.virtual_time import run_in_virtual_time
 
 ROUTERS, WORKERS = 4, 8
 GAP_S = 0.006

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.core.keys import NO_KEY, Key
-from services.router.core.request import CHAT, COMPLETIONS, read_request
-from services.router.core.salting import salt_key, salt_of, salted
+from services.router.auth.api_keys import NO_KEY, Key
+from services.router.auth.tenant_salt import salt_key, salt_of, salted
+from services.router.placement.request_fields import CHAT, COMPLETIONS, read_request
 
 SECRET = salt_key("a secret of the operator's, with enough characters")
 TENANT = st.text("abcXYZ019_-", min_size=1, max_size=12)

@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from services.router.http_server import PortTaken, Server, listen, make_server, share
+from services.router.http.server import PortTaken, Server, listen, make_server, share
 from services.router.service import Router
 from services.router.settings import Settings
-from services.router.tracing import Tracing
-from shared.bus.memory_bus import MemoryBus, MemoryHub
+from services.router.telemetry.tracing import Tracing
 from shared.runtime.clock import SystemClock
+from tests.support.memory_bus import MemoryBus, MemoryHub
 
 HOST = "127.0.0.1"
 CONNECTIONS_MAX = 200

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from services.router.core.parity import Parity, ParityBook
-from services.router.core.prefix_index import PrefixIndex
-from services.router.standing import teller
+from services.router.state.prefix_index import PrefixIndex
+from services.router.telemetry.health import teller
+from services.router.tokenize.parity import Parity, ParityBook
 from shared.contracts.control import ROUTER_TROUBLES_MAX
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_events import KvSnapshot

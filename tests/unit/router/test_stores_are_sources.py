@@ -5,18 +5,18 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.core.cluster_view import ClusterView
-from services.router.core.coefficients import Coefficients
-from services.router.core.placement import Need, Placed, Policy
-from services.router.core.placer import Costs
-from services.router.core.prefix_index import PrefixIndex
-from services.router.core.request import Forced, Mode, RequestFacts
-from services.router.fleet import Fleet
+from services.router.placement.placement import Need, Placed, Policy
+from services.router.placement.placer import Costs
+from services.router.placement.request_fields import Forced, Mode, RequestFacts
+from services.router.state.cluster_view import ClusterView
+from services.router.state.engine_speed import Coefficients
+from services.router.state.fleet import Fleet
+from services.router.state.prefix_index import PrefixIndex
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
 from shared.contracts.kv_events import KvSnapshot, pack_hashes
 from shared.contracts.workers import Role
-from tests.fleet_builders import load, record
+from tests.support.fleet_builders import load, record
 
 BLOCK = 32
 NOW = 0.0

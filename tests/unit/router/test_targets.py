@@ -7,9 +7,9 @@ import math
 
 import pytest
 
-from services.router.core.request import CHAT, Fault, Mode, RequestFacts, read_request
-from services.router.core.targets import Targets, read_slos
-from services.router.core.terms import Headed, Terms, read_terms, read_weights
+from services.router.placement.policy import Headed, Terms, read_terms, read_weights
+from services.router.placement.request_fields import CHAT, Fault, Mode, RequestFacts, read_request
+from services.router.placement.slo import Targets, read_slos
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
 

@@ -10,9 +10,9 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from services.router.gaps import NOTED_MAX, GapMetrics
-from services.router.room_metrics import OTHER_TENANTS, TENANTS_NAMED_MAX, RoomMetrics
-from services.router.timings import Goals, Timings
+from services.router.telemetry.latency_metrics import Goals, Timings
+from services.router.telemetry.queue_metrics import OTHER_TENANTS, TENANTS_NAMED_MAX, RoomMetrics
+from services.router.telemetry.token_gaps import NOTED_MAX, GapMetrics
 from shared.contracts.ids import RequestId
 from shared.contracts.inference import RequestFinished
 from shared.telemetry import names

@@ -8,16 +8,16 @@ import logging
 import msgspec
 import pytest
 
-from services.router.core.parity import ASK_AGAIN_S, NEVER, Parity, ParityBook, difference, probes
-from services.router.core.request import COMPLETIONS, read_request
-from services.worker.engines.simulated_jobs import JobMaker
-from services.worker.engines.simulated_tokenizer import SimulatedTokenizer
-from services.worker.engines.simulated_tokens import engine_tokens
-from services.worker.tiny_model import ensure_tiny_tokenizer
-from shared.bus.memory_bus import MemoryBus
+from services.router.placement.request_fields import COMPLETIONS, read_request
+from services.router.tokenize.parity import ASK_AGAIN_S, NEVER, Parity, ParityBook, difference, probes
+from services.worker.engines.simulated.jobs import JobMaker
+from services.worker.engines.simulated.tokenizer import SimulatedTokenizer
+from services.worker.engines.simulated.tokens import engine_tokens
+from services.worker.tiny_model.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.channels import TOKENS
 from shared.contracts.control import AskTokens, PromptTokens, TokenizerAsset, TokensFound
 from shared.contracts.kv_events import pack_hashes
+from tests.support.memory_bus import MemoryBus
 from tests.unit.router.world import World, in_world, prompt, settle
 
 BLOCK = 32

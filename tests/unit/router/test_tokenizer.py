@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from services.router.chat_template import ChatTemplate, TemplateFailed
-from services.router.core.block_hash import block_hashes
-from services.router.core.request import CHAT, COMPLETIONS, read_request
-from services.router.text_cuts import find_cuts
-from services.router.tokenizer import PromptTokenizer
-from services.worker.tiny_model import ensure_tiny_tokenizer
+from services.router.placement.request_fields import CHAT, COMPLETIONS, read_request
+from services.router.tokenize.block_hash import block_hashes
+from services.router.tokenize.chat_template import ChatTemplate, TemplateFailed
+from services.router.tokenize.text_cuts import find_cuts
+from services.router.tokenize.tokenizer import PromptTokenizer
+from services.worker.tiny_model.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.control import TokenizerAsset
 from shared.contracts.workers import HashScheme
 

@@ -8,15 +8,15 @@ from itertools import pairwise
 
 import pytest
 
-from services.router.core.how_it_went import Goal, Kept, goal, kept
-from services.router.core.trace_share import FEW_AT_ONCE, ODD_AT_ONCE_MAX, TraceShare
-from services.router.trace import MARKS_MAX, Trace
+from services.router.telemetry.outcome import Goal, Kept, goal, kept
+from services.router.telemetry.trace import MARKS_MAX, Trace
+from services.router.telemetry.trace_sampling import FEW_AT_ONCE, ODD_AT_ONCE_MAX, TraceShare
 from shared.bus.streams import LegFrames
 from shared.contracts.failures import Reason
 from shared.contracts.ids import Epoch, RequestId, WorkerId
 from shared.contracts.inference import LegKind, LegReport, RequestFinished, StartLeg
 from shared.contracts.kv_exchange import KvProof, KvRead
-from shared.telemetry.drawn import Drawn
+from shared.telemetry.finished_spans import Drawn
 from shared.telemetry.span_names import Attribute, SpanName
 from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, FakeWorker
 from tests.unit.router.streams import TOKENS, fails, streams

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.router.core.ttft import Legs, RouterTimes, exchanging_s, ttft_parts, ttft_s
+from services.router.telemetry.ttft import Legs, RouterTimes, exchanging_s, ttft_parts, ttft_s
 from shared.contracts.decisions import TtftParts
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegReport

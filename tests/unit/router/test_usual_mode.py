@@ -7,11 +7,11 @@ import json
 
 import pytest
 
-from services.router.core.request import CHAT, Mode, mode_of, read_request, usual_mode_of, usual_or_asked
-from services.router.usual_mode import UsualModeFeed
-from shared.bus.memory_bus import MemoryBus, MemoryHub
+from services.router.placement.request_fields import CHAT, Mode, mode_of, read_request, usual_mode_of, usual_or_asked
+from services.router.state.default_mode import UsualModeFeed
 from shared.contracts.channels import USUAL_MODE
 from shared.contracts.routing import FLEET, UsualMode
+from tests.support.memory_bus import MemoryBus, MemoryHub
 
 WAIT_S_MAX = 60.0
 

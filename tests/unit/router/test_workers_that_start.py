@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import msgspec
 
-from services.router.core import fleet_table
-from services.router.core.cluster_view import ClusterView
-from services.router.core.coefficients import Coefficients
-from services.router.core.placement import Need, Placed, Policy
-from services.router.core.placer import Costs
-from services.router.core.prefix_index import PrefixIndex
-from services.router.core.request import Mode
+from services.router.placement.placement import Need, Placed, Policy
+from services.router.placement.placer import Costs
+from services.router.placement.request_fields import Mode
+from services.router.state import fleet_table
+from services.router.state.cluster_view import ClusterView
+from services.router.state.engine_speed import Coefficients
+from services.router.state.prefix_index import PrefixIndex
 from shared.contracts.ids import WorkerId
 from shared.contracts.workers import Role, WorkerPhase
-from tests.fleet_builders import FINGERPRINT, record
+from tests.support.fleet_builders import FINGERPRINT, record
 
 FAST = Coefficients(prefill_s_per_token=0.001, decode_base_s=0.002)
 SLOW = Coefficients(prefill_s_per_token=0.1, decode_base_s=0.02)

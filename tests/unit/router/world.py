@@ -11,17 +11,17 @@ from typing import Any
 
 import msgspec
 
-from services.router.exchange import Exchange
+from services.router.http.request import Exchange
 from services.router.service import Router
 from services.router.settings import Settings
-from services.router.tracing import Tracing
-from shared.bus.memory_bus import MemoryBus, MemoryHub
+from services.router.telemetry.tracing import Tracing
 from shared.bus.port import BusDown
 from shared.contracts.ids import WorkerId
 from shared.contracts.workers import Role
-from shared.telemetry.drawn import SpanSink
+from shared.telemetry.finished_spans import SpanSink
+from tests.support.memory_bus import MemoryBus, MemoryHub
+from tests.support.virtual_time import LoopClock, run_in_virtual_time
 from tests.unit.router.fake_worker import FakeWorker, Script, answer_well
-from tests.virtual_time import LoopClock, run_in_virtual_time
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

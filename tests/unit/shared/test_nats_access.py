@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from services.launcher.certificates import AUTHORITY_DAYS, SERVER_DAYS, KeyPair, new_authority, new_server
-from shared.bus.nats_access import Access, credentials, new_seed, read_seed
-from shared.bus.nats_refusals import SAID_MAX, Complaints, refusal, violation
+from services.launcher.cluster.certificates import AUTHORITY_DAYS, SERVER_DAYS, KeyPair, new_authority, new_server
+from shared.bus.nats_credentials import Access, credentials, new_seed, read_seed
+from shared.bus.nats_errors import SAID_MAX, Complaints, refusal, violation
 from shared.bus.port import BusDown
 
 NOW = datetime.now(UTC)

@@ -7,12 +7,12 @@ import socket
 
 from opentelemetry.trace import NoOpTracer
 
-from shared.bus.memory_bus import MemoryBus, MemoryHub
 from shared.contracts.channels import SERVICE_STATUS
 from shared.contracts.control import RouterStanding, ServicePhase
 from shared.runtime.clock import FakeClock
 from shared.runtime.service import Service, ServiceFacts, live
 from shared.runtime.version import baton_version
+from tests.support.memory_bus import MemoryBus, MemoryHub
 
 SOON_S = 5.0
 ENDED_S_MAX = 30.0

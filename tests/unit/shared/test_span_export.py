@@ -9,7 +9,7 @@ import time
 import pytest
 
 from shared.telemetry.setup import COMPLAINT_PERIOD_S, EXPORT_S_MAX, SpanExporter, setup
-from tests.otlp_receiver import OtlpReceiver
+from tests.support.otlp_receiver import OtlpReceiver
 
 SPANS = 3000
 """More than one export takes."""

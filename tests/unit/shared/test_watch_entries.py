@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 from nats.js.kv import KeyValue
 
-from shared.bus.nats_kept import entries_of
+from shared.bus.nats_kv_store import entries_of
 
 
 def entry(key: str, pending: int) -> KeyValue.Entry:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shared.bus.wire import HALF_BUILT_MAX, PART_AGE_S_MAX, Assembler, BadMessage, pack, split, unpack
 from shared.contracts.inference import StartLeg
-from tests.builders import start_leg
+from tests.support.builders import start_leg
 
 MIB = 1024 * 1024
 

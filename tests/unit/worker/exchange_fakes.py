@@ -8,10 +8,9 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from connector.core.calls import EngineCall, EngineNews
+from connector.scheduler.calls import EngineCall, EngineNews
 from services.worker.engines.port import Identity
-from services.worker.exchange.worker_exchange import WorkerExchange
-from shared.bus.memory_bus import MemoryBus, MemoryHub
+from services.worker.kv_exchange.worker_exchange import WorkerExchange
 from shared.bus.port import Bus
 from shared.contracts.channels import WORKER_RECORDS
 from shared.contracts.ids import Epoch, WorkerId
@@ -19,7 +18,8 @@ from shared.contracts.kv_exchange import KvGrant, KvLedgerState, LeaseKv
 from shared.contracts.kv_handshake import KvHandshake
 from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerPhase
 from shared.runtime.clock import SystemClock
-from tests.fleet_builders import FINGERPRINT, record
+from tests.support.fleet_builders import FINGERPRINT, record
+from tests.support.memory_bus import MemoryBus, MemoryHub
 
 WAIT_S_MAX = 30.0
 HASH = bytes(range(32))

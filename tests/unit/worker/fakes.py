@@ -12,7 +12,6 @@ from opentelemetry.trace import NoOpTracer
 from services.worker.engines.port import CURRENT_LEG, EngineFacts, EngineLoad, EngineTokens, TokenizerFiles
 from services.worker.service import run_worker
 from services.worker.settings import Settings
-from shared.bus.memory_bus import MemoryBus, MemoryHub
 from shared.bus.streams import Leg, LegFailed, LegInbox
 from shared.contracts.failures import Failure
 from shared.contracts.ids import LegId, RequestId, RouterId, WorkerId
@@ -23,7 +22,8 @@ from shared.contracts.workers import HashScheme
 from shared.runtime.clock import SystemClock
 from shared.runtime.service import Service, ServiceFacts, live
 from shared.runtime.settings import CommonSettings
-from tests.fleet_builders import FINGERPRINT
+from tests.support.fleet_builders import FINGERPRINT
+from tests.support.memory_bus import MemoryBus, MemoryHub
 from tests.unit.worker.exchange_fakes import FakeExchange
 
 WORKER = WorkerId("w1")

@@ -10,18 +10,18 @@ from typing import Any
 
 from opentelemetry.trace import NoOpTracer
 
-from services.worker.core.simulation.settings import SimulationSettings
 from services.worker.engines.port import CURRENT_LEG, Engine
-from services.worker.engines.simulated import SimulatedModel, open_simulated_engine
+from services.worker.engines.simulated.core.settings import SimulationSettings
+from services.worker.engines.simulated.engine import SimulatedModel, open_simulated_engine
 from services.worker.service import run_worker
 from services.worker.settings import Settings
-from shared.bus.memory_bus import MemoryBus, MemoryHub
 from shared.contracts.channels import WORKER_RECORDS
 from shared.contracts.ids import WorkerId
 from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerPhase, WorkerRecord
 from shared.runtime.clock import SystemClock
 from shared.runtime.service import Service, ServiceFacts, live
 from shared.runtime.settings import CommonSettings
+from tests.support.memory_bus import MemoryBus, MemoryHub
 from tests.unit.worker.simulation.builders import INSTANT
 
 SOON_S_MAX = 60.0

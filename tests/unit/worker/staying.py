@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import msgspec
 
-from connector.core.calls import EngineCall, EngineNews, FetchEnded
-from shared.bus.memory_bus import MemoryHub
+from connector.scheduler.calls import EngineCall, EngineNews, FetchEnded
 from shared.contracts.channels import WORKER_RECORDS
 from shared.contracts.kv_exchange import FetchedKv, FetchKv, unpack_full_hashes
 from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerPhase
-from tests.fleet_builders import record
+from tests.support.fleet_builders import record
+from tests.support.memory_bus import MemoryHub
 from tests.unit.worker.exchange_fakes import OneWorker
 
 BLOCK_BYTES = 7

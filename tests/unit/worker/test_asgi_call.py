@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from services.worker.asgi_call import AsgiCall
 from services.worker.engines.port import LegRecord
+from services.worker.legs.asgi_call import AsgiCall
 from shared.contracts.inference import LegKind, StartLeg
 
 SOON_S = 30.0

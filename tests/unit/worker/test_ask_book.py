@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from connector.core.calls import EngineCall, Peer, PeerGone
-from services.worker.exchange.core.ask_book import ASKS_MAX, AskBook, is_sound_lease, unclaimed
-from services.worker.exchange.core.one_call import one_call
+from connector.scheduler.calls import EngineCall, Peer, PeerGone
+from services.worker.kv_exchange.call_batch import one_call
+from services.worker.kv_exchange.open_asks import ASKS_MAX, AskBook, is_sound_lease, unclaimed
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import LEASE_BLOCKS_MAX, KvGrant, NoGrant, ReleaseKv
 from tests.unit.worker.exchange_fakes import HASH, grant, handshake, lease

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.core.canary import (
+from services.worker.lifecycle.self_test import (
     ANSWER_TOKENS,
     ATTEMPTS_MAX,
     FINE,
@@ -28,7 +28,7 @@ from services.worker.core.canary import (
 )
 from shared.contracts.kv_exchange import KvProof, KvRead
 from shared.contracts.workers import Role, WorkerPhase
-from tests.fleet_builders import record
+from tests.support.fleet_builders import record
 
 FAILED = Finding(Outcome.FAILED, "other tokens")
 UNANSWERED = Finding(Outcome.UNANSWERED, "no answer")

@@ -7,18 +7,18 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from connector.core.calls import Chain, EngineNews
-from services.worker.copying import Copied
-from services.worker.evacuation import CHAINS_AT_ONCE_MAX, evacuate
-from shared.bus.memory_bus import MemoryHub
+from connector.scheduler.calls import Chain, EngineNews
+from services.worker.kv_exchange.prefix_copy import Copied
+from services.worker.lifecycle.evacuation import CHAINS_AT_ONCE_MAX, evacuate
 from shared.contracts.kv_exchange import pack_full_hashes
 from shared.contracts.workers import WorkerPhase
 from shared.runtime.clock import SystemClock
-from tests.fleet_builders import record
+from tests.support.fleet_builders import record
+from tests.support.memory_bus import MemoryHub
+from tests.support.virtual_time import LoopClock, run_in_virtual_time
 from tests.unit.connector.holding import chain
 from tests.unit.worker.exchange_fakes import OneWorker, exchanging
 from tests.unit.worker.staying import BLOCK_BYTES, Stayer
-from tests.virtual_time import LoopClock, run_in_virtual_time
 
 S_MAX = 10.0
 

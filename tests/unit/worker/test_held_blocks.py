@@ -9,8 +9,8 @@ from operator import xor
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.core.event_translation import EventTranslation
-from services.worker.core.held_blocks import HeldBlocks
+from services.worker.telemetry.held_blocks import HeldBlocks
+from services.worker.telemetry.kv_event_translation import EventTranslation
 from shared.contracts.kv_events import (
     KvEvent,
     KvEventKind,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.core.leg_body import HANDOVER_PATHS, PRIVATE, prepare, salted
+from services.worker.legs.body import HANDOVER_PATHS, PRIVATE, prepare, salted
 from shared.contracts.inference import LegKind
 
 CHAT = "/v1/chat/completions"

@@ -7,8 +7,8 @@ import math
 import msgspec
 import pytest
 
-from connector.core.calls import PeerGone
-from services.worker.exchange.core.peer_book import (
+from connector.scheduler.calls import PeerGone
+from services.worker.kv_exchange.peers import (
     ASKS_AT_ONCE_MAX,
     KEEP_ALIVE_S,
     MISSING_S_MAX,
@@ -18,7 +18,7 @@ from services.worker.exchange.core.peer_book import (
     PeerBook,
 )
 from shared.contracts.workers import WorkerPhase
-from tests.fleet_builders import FINGERPRINT, record
+from tests.support.fleet_builders import FINGERPRINT, record
 from tests.unit.worker.exchange_fakes import handshake
 
 

@@ -6,12 +6,11 @@ import asyncio
 
 import pytest
 
-from services.worker.canaries import CANARIES_AT_ONCE_MAX, CanaryDesk
-from services.worker.core.canary import FINE, PAUSE_S, Finding, Kind, Outcome
 from services.worker.engines.port import EngineTokens, Identity
-from services.worker.probing import Prober, failed
-from services.worker.tiny_model import ensure_tiny_tokenizer
-from shared.bus.memory_bus import MemoryBus, MemoryHub
+from services.worker.lifecycle.probing import Prober, failed
+from services.worker.lifecycle.self_test import FINE, PAUSE_S, Finding, Kind, Outcome
+from services.worker.lifecycle.self_test_handler import CANARIES_AT_ONCE_MAX, CanaryDesk
+from services.worker.tiny_model.tiny_model import ensure_tiny_tokenizer
 from shared.bus.port import AskRefused, Envelope
 from shared.contracts.channels import CANARY, CHANGE_ROLE, DRAIN, DRAINED, LOAD, SERVICE_STATUS, TRY_CANARY
 from shared.contracts.failures import Reason
@@ -19,10 +18,11 @@ from shared.contracts.fleet_orders import AskCanary, Canary, ChangeRole, DrainWo
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.workers import Role, WorkerPhase
 from shared.runtime.clock import SystemClock
-from tests.fleet_builders import record
+from tests.support.fleet_builders import record
+from tests.support.memory_bus import MemoryBus, MemoryHub
+from tests.support.virtual_time import run_in_virtual_time
 from tests.unit.worker.fakes import FakeEngine
 from tests.unit.worker.simulated_workers import SOON_S_MAX, Forgetful, workers_on_one_bus
-from tests.virtual_time import run_in_virtual_time
 
 PROBING, READY, DRAINING = WorkerPhase.PROBING, WorkerPhase.READY, WorkerPhase.DRAINING
 FAILED = Finding(Outcome.FAILED, "other tokens")

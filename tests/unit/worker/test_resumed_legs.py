@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from services.worker.core.resumed_leg import CannotResume, dated, joined_tokens, resumed_tokens
 from services.worker.engines.port import LegRecord
+from services.worker.legs.resume import CannotResume, dated, joined_tokens, resumed_tokens
 from shared.contracts.failures import Reason
 from shared.contracts.ids import LegId, RequestId, RouterId, WorkerId
 from shared.contracts.inference import FrameKind, LegKind, StartLeg, pack_tokens

@@ -8,15 +8,20 @@ from array import array
 import numpy as np
 import pytest
 
-from connector.core.calls import EngineCall, Peer, StartFetch
-from connector.transfer_port import TransferFailed
-from services.worker.core.held_blocks import HeldBlocks
-from services.worker.core.simulation.settings import SimulationSettings
+from connector.scheduler.calls import EngineCall, Peer, StartFetch
+from connector.transfer.agent import TransferFailed
 from services.worker.engines.port import CURRENT_LEG, EngineDead, Identity, LegRecord
-from services.worker.engines.simulated import SimulatedModel, open_simulated_engine, simulation_settings, start_engine
-from services.worker.engines.simulated_tcp import TcpAgent
+from services.worker.engines.simulated.core.settings import SimulationSettings
+from services.worker.engines.simulated.engine import (
+    SimulatedModel,
+    open_simulated_engine,
+    simulation_settings,
+    start_engine,
+)
+from services.worker.engines.simulated.tcp_agent import TcpAgent
 from services.worker.settings import Settings
-from services.worker.tiny_model import ensure_tiny_tokenizer
+from services.worker.telemetry.held_blocks import HeldBlocks
+from services.worker.tiny_model.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_events import block_hash64

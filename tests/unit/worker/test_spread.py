@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from services.worker.core.spread import STORE, Spread, Taker, takers
+from services.worker.lifecycle.evacuation_plan import STORE, Spread, Taker, takers
 from shared.contracts.workers import Role, WorkerPhase
-from tests.fleet_builders import record
+from tests.support.fleet_builders import record
 from tests.unit.connector.holding import chain
 
 ME = record("me", WorkerPhase.DRAINING)

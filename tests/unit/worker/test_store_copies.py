@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from contextlib import AsyncExitStack
 
-from connector.core.calls import Chain, EngineCall, EngineNews
+from connector.scheduler.calls import Chain, EngineCall, EngineNews
+from services.worker.kv_exchange.store_copies import StoreCopies
 from services.worker.settings import Settings
-from services.worker.store_copies import StoreCopies
-from shared.bus.memory_bus import MemoryHub
 from shared.contracts.kv_exchange import pack_full_hashes
 from shared.contracts.workers import Role
 from shared.runtime.clock import SystemClock
-from tests.fleet_builders import record
+from tests.support.fleet_builders import record
+from tests.support.memory_bus import MemoryHub
 from tests.unit.connector.holding import chain
 from tests.unit.worker.exchange_fakes import OneWorker, exchanging
 from tests.unit.worker.staying import Stayer

@@ -6,19 +6,19 @@ import hashlib
 
 import pytest
 
-from connector.core.calls import EngineCall
-from connector.core.layout import heads_of
-from connector.holder import HolderSettings
-from services.worker.core.simulation.block_cache import BlockCache
-from services.worker.core.store.exchange import LOAD_S_MAX, StoreExchange
-from services.worker.core.store.file_tier import FileTier
-from services.worker.core.store.shape import shape_of
-from services.worker.core.store.slot_records import SlotRecord
-from services.worker.core.store.tiers import SAVE_AGAIN_S, Tiers
+from connector.holder.holder import HolderSettings
+from connector.layout.tensors import heads_of
+from connector.scheduler.calls import EngineCall
+from services.worker.engines.simulated.core.block_cache import BlockCache
+from services.worker.engines.store.block_shape import shape_of
+from services.worker.engines.store.file_tier import FileTier
+from services.worker.engines.store.kv_exchange import LOAD_S_MAX, StoreExchange
+from services.worker.engines.store.slot_records import SlotRecord
+from services.worker.engines.store.tiers import SAVE_AGAIN_S, Tiers
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import LeaseKv, NoGrant, ReleaseKv, pack_full_hashes, unpack_block_ids
 from shared.contracts.load import StoreState
-from tests.kv_engines import RankMemory, Shape, handshake
+from tests.support.kv_engines import RankMemory, Shape, handshake
 
 STORE, READER = WorkerId("s1"), WorkerId("d1")
 BLOCKS, SLOTS, JOB_BLOCKS = 8, 32, 3

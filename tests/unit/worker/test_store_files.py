@@ -7,10 +7,10 @@ import os
 
 import pytest
 
-from connector.transfer_port import TransferFailed
-from services.worker.core.store.slot_records import SlotRecord
-from services.worker.core.store.tiers import Job, JobKind
-from services.worker.engines.store_files import FolderTaken, PlainFile, StoreFiles, open_file
+from connector.transfer.agent import TransferFailed
+from services.worker.engines.store.files import FolderTaken, PlainFile, StoreFiles, open_file
+from services.worker.engines.store.slot_records import SlotRecord
+from services.worker.engines.store.tiers import Job, JobKind
 
 BLOCKS, SLOTS, BLOCK_BYTES = 4, 8, 4096
 MINE = b"m" * 32

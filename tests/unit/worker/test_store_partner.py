@@ -6,14 +6,14 @@ import asyncio
 
 import msgspec
 
-from services.worker.engines.store_partner import ORPHAN_S, find_partner, fitting, wait_for_orphanage
-from shared.bus.memory_bus import MemoryBus, MemoryHub
+from services.worker.engines.store.partner import ORPHAN_S, find_partner, fitting, wait_for_orphanage
 from shared.contracts.channels import KV_HANDSHAKE, WORKER_RECORDS
 from shared.contracts.ids import WorkerId
 from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerPhase, WorkerRecord
-from tests.fleet_builders import record
-from tests.kv_engines import RankMemory, Shape, handshake
-from tests.virtual_time import run_in_virtual_time
+from tests.support.fleet_builders import record
+from tests.support.kv_engines import RankMemory, Shape, handshake
+from tests.support.memory_bus import MemoryBus, MemoryHub
+from tests.support.virtual_time import run_in_virtual_time
 
 SHAPE = Shape(layers=2)
 ME = WorkerId("s1")

@@ -14,8 +14,8 @@ import pytest
 from connector.settings import read
 from services.worker.engines.daemon_thread import in_daemon_thread
 from services.worker.engines.port import Identity
-from services.worker.engines.vllm_arguments import arguments, introduce
-from services.worker.engines.vllm_environment import engine_threads, free_port, parse_cores
+from services.worker.engines.vllm.arguments import arguments, introduce
+from services.worker.engines.vllm.environment import engine_threads, free_port, parse_cores
 from services.worker.settings import Settings
 from shared.contracts.ids import Epoch, WorkerId
 from shared.runtime.settings import SettingsError, load
@@ -82,7 +82,8 @@ def test_an_engine_learns_whose_it_is_in_words_that_its_connector_understands():
 @pytest.mark.parametrize(("ahead", "name"), [(False, "BatonScheduler"), (True, "BatonAsyncScheduler")])
 def test_the_scheduler_is_of_the_kind_that_vllm_decided_on(ahead, name):
     assert (
-        introduced(Settings(), async_scheduling=ahead).scheduler_config.scheduler_cls == f"connector.scheduler.{name}"
+        introduced(Settings(), async_scheduling=ahead).scheduler_config.scheduler_cls
+        == f"connector.scheduler.scheduler.{name}"
     )
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.worker.engines.vllm_steps import NoIterations, StepMeter
+from services.worker.engines.vllm.steps import NoIterations, StepMeter
 
 
 def step(meter: StepMeter, now: float, *, prompts=0, decoding=0, left=1, usage=0.0, is_dummy=False) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.registry import new_epoch
-from shared.bus.memory_bus import MemoryBus, MemoryHub
+from services.worker.lifecycle.registration import new_epoch
 from shared.bus.port import Bus
 from shared.contracts.channels import WORKER_RECORDS
 from shared.contracts.ids import WorkerId
 from shared.contracts.workers import WORKER_RECORD_TTL_S
-from tests.fleet_builders import record
+from tests.support.fleet_builders import record
+from tests.support.memory_bus import MemoryBus, MemoryHub
 
 W1 = WorkerId("w1")
 BEFORE = 5000

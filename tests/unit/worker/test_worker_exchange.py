@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from connector.core.calls import EngineNews, FetchEnded, PeerConnected, PeerGone
-from shared.bus.memory_bus import MemoryHub
+from connector.scheduler.calls import EngineNews, FetchEnded, PeerConnected, PeerGone
 from shared.bus.port import AskRefused
 from shared.contracts.channels import KV_FETCH, KV_GRANT, KV_HANDSHAKE, KV_LEASE, KV_RELEASE, WORKER_LOST
 from shared.contracts.failures import Reason
@@ -16,6 +15,7 @@ from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import FetchedKv, FetchKv, NoGrant, ReleaseKv
 from shared.contracts.kv_handshake import AskKvHandshake
 from shared.contracts.workers import WorkerLost
+from tests.support.memory_bus import MemoryHub
 from tests.unit.worker.exchange_fakes import HASH, WAIT_S_MAX, OneWorker, exchanging, grant, lease, ledger
 
 

@@ -9,13 +9,13 @@ import math
 import pytest
 
 from services.worker.service import SEEK_ROUTERS_S
-from shared.bus.memory_bus import MemoryHub
 from shared.contracts.failures import Reason
 from shared.contracts.ids import Epoch, RouterId
 from shared.contracts.inference import FrameKind, LegKind
 from shared.runtime.service import live
+from tests.support.memory_bus import MemoryHub
+from tests.support.virtual_time import run_in_virtual_time
 from tests.unit.worker.fakes import KV_TRANSFER, WAIT_S_MAX, FakeEngine, RunningWorker, running_worker
-from tests.virtual_time import run_in_virtual_time
 
 
 def kinds(frames) -> list[FrameKind]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from services.worker.core.held_blocks import HeldBlocks
 from services.worker.engines.port import EngineLoad
-from services.worker.publish import LoadPublisher
-from services.worker.tokenizer import BODY_BYTES_MAX, PROMPTS_MAX, TOKENS_S_MAX, TokenizerDesk
-from shared.bus.memory_bus import MemoryBus, MemoryHub
+from services.worker.telemetry.held_blocks import HeldBlocks
+from services.worker.telemetry.publishers import LoadPublisher
+from services.worker.tokenizer_handler import BODY_BYTES_MAX, PROMPTS_MAX, TOKENS_S_MAX, TokenizerDesk
 from shared.bus.port import Envelope
 from shared.contracts.channels import KV_EVENTS, KV_SNAPSHOT, LOAD, TOKENIZER, TOKENS, WORKER_RECORDS
 from shared.contracts.control import AskTokenizer, AskTokens, ProbePrompt
@@ -16,8 +15,9 @@ from shared.contracts.ids import Epoch
 from shared.contracts.kv_events import AskKvSnapshot, KvEvent, KvEventKind, pack_hashes, unpack_hashes
 from shared.contracts.kv_exchange import KvLedgerState
 from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerPhase
+from tests.support.memory_bus import MemoryBus, MemoryHub
+from tests.support.virtual_time import run_in_virtual_time
 from tests.unit.worker.fakes import WAIT_S_MAX, WORKER, FakeEngine, running_worker
-from tests.virtual_time import run_in_virtual_time
 
 
 def stored(*hashes: int) -> KvEvent:

@@ -1,8 +1,8 @@
 """Small simulated engines, and virtual time to run them in."""
 
-from services.worker.core.simulation.engine_core import EngineCore, ModelTokens
-from services.worker.core.simulation.sequence import NO_ORDER, Wish
-from services.worker.core.simulation.settings import SimulationSettings
+from services.worker.engines.simulated.core.engine_core import EngineCore, ModelTokens
+from services.worker.engines.simulated.core.sequence import NO_ORDER, Wish
+from services.worker.engines.simulated.core.settings import SimulationSettings
 from shared.contracts.kv_exchange import KvOffer, KvSource, LegOrder
 from tests.unit.worker.simulation.fleet import Fleet, Member
 

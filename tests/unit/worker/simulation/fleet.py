@@ -6,12 +6,12 @@ import heapq
 from collections.abc import Callable
 from itertools import count
 
-from connector.core.calls import EngineCall, EngineNews, Peer, PeerGone
-from connector.memory_agent import MemoryNetwork
-from services.worker.core.simulation.engine_core import EngineCore, ModelTokens
-from services.worker.core.simulation.sequence import Sequence, Wish
-from services.worker.core.simulation.settings import SimulationSettings
-from services.worker.engines.simulated_mover import DirectMover, agent_name, direct_mover
+from connector.scheduler.calls import EngineCall, EngineNews, Peer, PeerGone
+from connector.transfer.memory_agent import MemoryNetwork
+from services.worker.engines.simulated.core.engine_core import EngineCore, ModelTokens
+from services.worker.engines.simulated.core.sequence import Sequence, Wish
+from services.worker.engines.simulated.core.settings import SimulationSettings
+from services.worker.engines.simulated.mover import DirectMover, agent_name, direct_mover
 from shared.contracts.kv_exchange import KvGrant, LeaseKv, ReleaseKv
 
 LATENCY_S = 0.001

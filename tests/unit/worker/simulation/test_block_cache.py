@@ -4,8 +4,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from services.worker.core.held_blocks import HeldBlocks
-from services.worker.core.simulation.block_cache import BlockCache
+from services.worker.engines.simulated.core.block_cache import BlockCache
+from services.worker.telemetry.held_blocks import HeldBlocks
 from shared.contracts.kv_events import block_hash64, pack_hashes, unpack_hashes
 
 BLOCKS = 8

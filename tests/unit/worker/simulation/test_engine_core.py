@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from services.worker.core.held_blocks import HeldBlocks
-from services.worker.core.simulation.sequence import Account, Sequence, Wish
+from services.worker.engines.simulated.core.sequence import Account, Sequence, Wish
+from services.worker.telemetry.held_blocks import HeldBlocks
 from shared.contracts.kv_events import block_hash64, unpack_hashes
 from tests.unit.worker.simulation.builders import (
     BLOCK,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from connector.core.calls import Chain, EngineCall, StartFetch
+from connector.scheduler.calls import Chain, EngineCall, StartFetch
 from shared.contracts.kv_exchange import FetchKv, KvSource, unpack_full_hashes
 from tests.unit.worker.simulation.builders import BLOCK, answer, completion, engine, fleet, prompt, wish
 from tests.unit.worker.simulation.fleet import Fleet, Member

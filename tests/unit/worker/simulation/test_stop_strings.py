@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.core.simulation.stop_strings import StopStrings
+from services.worker.engines.simulated.core.stop_strings import StopStrings
 
 
 def shown(pieces, stops, *, include=False):

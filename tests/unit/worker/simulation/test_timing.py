@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.core.simulation.timing import step_s
+from services.worker.engines.simulated.core.timing import step_s
 from tests.unit.worker.simulation.builders import INSTANT, settings
 
 

@@ -1,0 +1,138 @@
+"""How soon a fleet gets over what happens to it; writes docs/benchmarks/fleet.md.
+
+Each row is something done to a fleet of simulated workers while long streams run, several times over. Every answer is
+compared with the only right one, so that a number here is never that of a wrong answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+
+from bench.fleet_deeds import Deeds, Seen
+from bench.kv_bench_page import machine, table
+from tests.chaos.chaos import Run, opened_run
+from tests.chaos.faults import Kind
+from tests.chaos.fleet import Size
+
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "fleet.md"
+SIZE = Size(prefill=3, decode=4, both=0, skewed_share=0.0)
+TIMES = 5
+HEAD = "what | noticed s | longest silence of a stream s | as before s | streams | of them hit | not answered"
+WORDS = """# How soon a fleet gets over it
+
+`make bench-fleet`. Simulated engines, everything else as in production: {workers} workers, two routers, two orchestrators, a
+collector, each a process of its own, on one machine. Medians of {times} (least to most). Streams make a token every 20 ms or so.
+
+* noticed: until the orchestrator has told everybody (for a new leader: until it answers).
+* longest silence: between two pieces of a stream that was hit; what its client feels. Every answer equals the undisturbed one.
+* as before: from the end of it (the process is started again, wakes up, or may connect again) until all workers are ready,
+  every router's index of every worker is exact, and somebody leads. For a killed process that includes its start: Python,
+  a tokenizer, and canaries with its partners.
+* not answered: of the streams. Those of a router that is killed go with their connections.
+
+*Measured {when} UTC, on {machine}{remark}.*
+
+"""
+
+
+def main() -> None:
+    """Measure and write the page."""
+    parser = argparse.ArgumentParser(prog="bench-fleet", description=__doc__)
+    parser.add_argument("--times", type=int, default=TIMES)
+    parser.add_argument("--remark", default="", help="about the machine, for the page")
+    parser.add_argument("--no-page", action="store_true", help="only print")
+    given = parser.parse_args()
+    page = asyncio.run(measure(given.times, given.remark))
+    print("\n".join(page))
+    if not given.no_page:
+        PAGE.write_text("\n".join(page))
+
+
+async def measure(times: int, remark: str) -> list[str]:
+    """All rows."""
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
+        async with opened_run(SIZE, Path(folder)) as run:
+            deeds = Deeds(run)
+            await deeds.open()
+            try:
+                return await _page(run, deeds, times, remark)
+            finally:
+                await deeds.close()
+
+
+async def _page(run: Run, deeds: Deeds, times: int, remark: str) -> list[str]:
+    broken = [
+        (
+            "the worker with the most streams is killed, and started again at once",
+            lambda: deeds.break_worker(Kind.KILL, 0.0),
+        ),
+        (
+            "the worker with the most streams is killed, and stays away for 6 s",
+            lambda: deeds.break_worker(Kind.KILL, 6.0),
+        ),
+        ("the worker with the most streams freezes for 6 s", lambda: deeds.break_worker(Kind.FREEZE, 6.0)),
+        ("the worker with the most streams is cut off from NATS for 4 s", lambda: deeds.break_worker(Kind.CUT, 4.0)),
+        ("the leading orchestrator is killed", deeds.kill_leader),
+        ("a router is killed", deeds.kill_router),
+        ("NATS is killed for 1 s", lambda: deeds.kill_nats(1.0, forget=False)),
+        ("NATS is killed for 1 s and forgets everything", lambda: deeds.kill_nats(1.0, forget=True)),
+    ]
+    rows = [_row(what, [await _quiet(run, deed) for _ in range(times)]) for what, deed in broken]
+    head = WORDS.format(
+        workers=len(SIZE.roles),
+        times=times,
+        when=f"{datetime.now(UTC):%Y-%m-%d %H:%M}",
+        machine=machine(),
+        remark=f"; {remark}" if remark else "",
+    )
+    lines = [head, "## What breaks", "", *table(HEAD, rows)]
+    changed = [
+        ("a worker is added: from its process's start until it is ready", deeds.add_worker),
+        ("a role changes, decode to both and back, verified", deeds.change_role),
+        ("the worker with the most streams drains and evacuates its prefixes", deeds.drain_worker),
+    ]
+    rows = []
+    for what, deed in changed:
+        seen = [await _quiet(run, deed) for _ in range(times)]
+        notes = "; ".join(dict.fromkeys(one.note for one in seen if one.note))
+        rows.append([what, _spread([one.noticed_s for one in seen]), notes, sum(one.failed for one in seen)])
+    return [*lines, "## What is changed", "", *table("what | seconds | and | not answered", rows)]
+
+
+async def _quiet(run: Run, deed: Callable[[], object]) -> Seen:
+    """One deed on a fleet that is well, and as well after it."""
+    await run.ready()
+    began = time.monotonic()
+    seen = await deed()  # type: ignore[misc]
+    print(f"{time.monotonic() - began:.1f} s: {seen}", file=sys.stderr)
+    assert isinstance(seen, Seen)
+    return seen
+
+
+def _row(what: str, seen: Sequence[Seen]) -> list[object]:
+    return [
+        what,
+        _spread([one.noticed_s for one in seen]),
+        _spread([one.silence_s for one in seen]),
+        _spread([one.as_before_s for one in seen]),
+        sum(one.streams for one in seen),
+        sum(one.hit for one in seen),
+        sum(one.failed for one in seen),
+    ]
+
+
+def _spread(values: Sequence[float]) -> str:
+    known = sorted(value for value in values if value >= 0)
+    return f"{median(known):.2f} ({known[0]:.2f} to {known[-1]:.2f})" if known else ""
+
+
+if __name__ == "__main__":
+    main()

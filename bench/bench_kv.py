@@ -1,0 +1,288 @@
+"""What the KV exchange costs and saves, on real engines: ``python -m bench.bench_kv [--quick] [--only handoff,...]``.
+
+Each part starts engines of its own: handoffs (and batches with lost blocks) and the same with vLLM's own connector,
+conversations and leases, decoding beside long prompts. Writes those parts of docs/benchmarks/kv.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+from collections.abc import Awaitable, Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from bench import bench_kv_busy as busy
+from bench import bench_kv_handoff as handoffs
+from bench import bench_kv_turns as turns
+from bench import plain_reads
+from bench.bench_kv_handoff import OFFERED, STREAMED, UPSTREAM, Handoff
+from bench.kv_bench_fleet import bench_fleet
+from bench.kv_bench_page import Measured, measuring, ms, page, table, with_interval
+from bench.plain_reads import PlainReader
+from bench.wide_model import KV_BYTES_PER_TOKEN, make_wide_model
+from tests.e2e.kv_driver import BLOCK
+
+COMMAND = "make bench-kv"
+CACHE = Path.home() / ".cache" / "baton"
+WIDE = {"served_model_name": "baton-tiny", "kv_cache_bytes": str(2**30), "max_model_len": "16384"}
+CHUNKS = "--max-num-batched-tokens 512"
+"""Of the prefill engines: what is streamed, is streamed in these."""
+MB = 1e6
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a run."""
+
+    times: int
+    lengths: dict[int, int]
+    """Of handoffs, and how often."""
+    histories: tuple[int, ...]
+    turns: int
+    seconds: float
+    leases: int
+
+
+WHOLE = Size(
+    times=5, lengths={512: 20, 2048: 20, 4096: 15}, histories=(500, 1000, 2000, 4000), turns=6, seconds=20.0, leases=300
+)
+QUICK = Size(times=2, lengths={512: 6, 2048: 6}, histories=(500, 2000), turns=3, seconds=8.0, leases=40)
+
+
+async def measure_handoffs(size: Size) -> list[str]:
+    """(a) and (e)."""
+    with tempfile.TemporaryDirectory() as folder:
+        wide = {**WIDE, "model": str(make_wide_model(Path(folder), CACHE)), "engine_args": CHUNKS}
+        plainly = {"engine_args": f"{CHUNKS} {plain_reads.ENGINE_ARGS}"}
+        environ = {plain_reads.SOCKET: f"{folder}/plain-reads"}
+        ours = {handoffs.P: {**wide, "role": "prefill"}, handoffs.D: {**wide, "role": "decode", **plainly}}
+        theirs = {name: {**wide, "role": ours[name]["role"], "connector": "upstream"} for name in ours}
+        async with bench_fleet(ours, environ=environ) as fleet, bench_fleet(theirs) as upstream:
+            fleets = {STREAMED: fleet, OFFERED: fleet, UPSTREAM: upstream}
+            with closing(PlainReader(environ[plain_reads.SOCKET])) as plain:
+                found = await handoffs.measure(fleets, size.lengths, plain)
+            batches = await handoffs.measure_batches(fleet, size.times)
+    return [*handoff_lines(found, size), *batch_lines(batches)]
+
+
+async def measure_speed(size: Size) -> list[str]:
+    """(a), with nobody else on the cores: upstream's engines keep stepping now and then."""
+    with tempfile.TemporaryDirectory() as folder:
+        wide = {**WIDE, "model": str(make_wide_model(Path(folder), CACHE))}
+        plainly = {"engine_args": f"{CHUNKS} {plain_reads.ENGINE_ARGS}"}
+        ours = {
+            handoffs.P: {**wide, "role": "prefill", "engine_args": CHUNKS},
+            handoffs.D: {**wide, "role": "decode", **plainly},
+        }
+        environ = {plain_reads.SOCKET: f"{folder}/plain-reads"}
+        async with bench_fleet(ours, environ=environ) as fleet:
+            with closing(PlainReader(environ[plain_reads.SOCKET])) as plain:
+                found = await handoffs.measure_offered(fleet, size.lengths, plain)
+    rows = [[f"{length * KV_BYTES_PER_TOKEN / MB:.0f}", *speed_cells(each)] for length, each in found.items()]
+    return [
+        "## Handoff: bytes per second, nobody else on the cores",
+        "",
+        "Offered handoffs and their limits as above, without upstream's engines beside them.",
+        "",
+        *table("KV MB | pieces | exchange GB/s | limit GB/s | exchange / limit, turn by turn", rows),
+    ]
+
+
+def handoff_lines(found: dict[tuple[int, str], list[Handoff]], size: Size) -> list[str]:
+    rows, waits, speeds = [], [], []
+    for length, times in size.lengths.items():
+        ways = {how: found[length, how] for how in (STREAMED, OFFERED, UPSTREAM)}
+        megabytes = f"{length * KV_BYTES_PER_TOKEN / MB:.0f}"
+        ttft, exposed = ([ms(handoffs.median_of(way, part)) for way in ways.values()] for part in (ttft_of, exposed_of))
+        more = [differences(ways[how], ways[UPSTREAM], ttft_of) for how in (STREAMED, OFFERED)]
+        rows.append([length, megabytes, times, *ttft, *more])
+        more = [differences(ways[how], ways[UPSTREAM], exposed_of) for how in (STREAMED, OFFERED)]
+        waits.append([length, megabytes, *exposed, *more])
+        speeds.append([megabytes, *speed_cells(ways[OFFERED], ways[UPSTREAM])])
+    return [
+        "## Handoff: time to first token, and how much of it is the handoff",
+        "",
+        "One request at a time, prompts nobody has seen, 32 KB of KV per token, prefill in chunks of 512 tokens. The engines of",
+        "all three ways run side by side and take turns, in every order, each when the others are at rest; a difference is",
+        "between requests of the same turn: the median, and between what values it lies (sign test, 95%). Less than nothing:",
+        "faster than upstream.",
+        "",
+        *table(
+            "prompt tokens | KV MB | turns | TTFT ms streamed | offered | upstream | streamed less upstream | offered less upstream",
+            rows,
+        ),
+        "Exposed: from the end of the prefill leg to the first token of the decode leg, which computes the prompt's tail.",
+        "",
+        *table(
+            "prompt tokens | KV MB | exposed ms streamed | offered | upstream | streamed less upstream | offered less upstream",
+            waits,
+        ),
+        "## Handoff: bytes per second",
+        "",
+        "Of the offered handoff and upstream's: bytes over the time in which reads were under way. The limit: the bytes of the",
+        "handoff before, read again by the same engine when it rests, with one bare NIXL read of the same pieces for which all",
+        "was made beforehand.",
+        "",
+        *table(
+            "KV MB | pieces | exchange GB/s | upstream GB/s | limit GB/s | exchange / limit, turn by turn",
+            speeds,
+        ),
+    ]
+
+
+def batch_lines(batches: list[handoffs.Batch]) -> list[str]:
+    return [
+        f"## Lost blocks: {handoffs.BATCH} requests of {handoffs.BATCH_TOKENS} tokens at once",
+        "",
+        "Of so many of them the second half of the blocks does not come: only that half is computed.",
+        "",
+        *table(
+            "requests that lost half | TTFT ms of the others | TTFT ms of those | tokens computed on decode",
+            [[b.lost, ms(b.intact_ms / 1e3), ms(b.lost_ms / 1e3), b.recomputed] for b in batches],
+        ),
+    ]
+
+
+def ttft_of(handoff: Handoff) -> float:
+    return handoff.ttft_s
+
+
+def exposed_of(handoff: Handoff) -> float:
+    return handoff.exposed_s
+
+
+def speed_of(handoff: Handoff) -> float:
+    return handoff.bytes / handoff.read_s / 1e9
+
+
+def differences(ours: list[Handoff], theirs: list[Handoff], part: Callable[[Handoff], float]) -> str:
+    return with_interval([part(one) - part(other) for one, other in zip(ours, theirs, strict=True)], "+.1f", 1e3)
+
+
+def speed_cells(ours: list[Handoff], *others: list[Handoff]) -> list[object]:
+    pairs = [(one, one.plain) for one in ours if one.plain is not None]
+    limits = [plain.bytes / plain.seconds / 1e9 for _one, plain in pairs]
+    parts = [speed_of(one) / limit for (one, _plain), limit in zip(pairs, limits, strict=True)]
+    pieces = median(plain.pieces for _one, plain in pairs)
+    speeds = [*(handoffs.median_of(each, speed_of) for each in (ours, *others)), median(limits)]
+    return [f"{pieces:.0f}", *(f"{speed:.2f}" for speed in speeds), with_interval(parts, ".2f")]
+
+
+async def measure_turns(size: Size) -> list[str]:
+    """(b) and (d)."""
+    workers = {"p1": {"role": "prefill"}, "d1": {"role": "decode"}}
+    async with bench_fleet(workers, router={"fetch_tokens_min": str(BLOCK), "stream_tokens_min": "-1"}) as fleet:
+        cached = await turns.measure_conversations(fleet, turns=size.turns, answer_tokens=512, times=size.times)
+        leases = await busy.leases_in_three_weathers(fleet, "d1", size.leases)
+        idle = await busy.idle_cpu(fleet, "d1")
+        await fleet.replace("p1", "p2", role="prefill", cpu_cores="0", engine_args="--no-enable-prefix-caching")
+        uncached = await turns.measure_next_turns(fleet, size.histories, size.times)
+    fetched, computed = (turns.p50_ms(cached[how]) for how in (turns.FETCH, turns.COMPUTE))
+    rows = [["on", "grows by 576 a turn", *turn_cells(fetched, computed, cached[turns.FETCH], cached[turns.COMPUTE])]]
+    for history in size.histories:
+        ways = [uncached[history, how] for how in (turns.FETCH, turns.COMPUTE)]
+        rows.append(["off", history, *turn_cells(*map(turns.p50_ms, ways), *ways)])
+    return [
+        "## The next turn of a conversation: read-back against recompute",
+        "",
+        "Over HTTP and the router, disaggregated, handoffs offered. Prefix caching on: the prefill engine has what it computed in earlier turns and",
+        f"lacks the answers (512 tokens each, {size.turns} turns). Off: the prefill engine caches nothing, as when the history was",
+        "evicted or another one had computed it. The decode engine caches in both. Recompute: the same fleet, and",
+        "`kv_fetch_min_tokens` in the body so large that nothing is fetched.",
+        "",
+        *table(
+            "prefix caching | history tokens | TTFT p50 ms read-back | recompute | change | times faster | tokens fetched | computed instead",
+            rows,
+        ),
+        "## Leases: from the ask, over NATS, to the grant of 100 blocks",
+        "",
+        *table(
+            "engine | p50 ms | p99 ms | asks",
+            [
+                [name, ms(busy.quantile(took, 0.5)), ms(busy.quantile(took, 0.99)), len(took)]
+                for name, took in leases.items()
+            ],
+        ),
+        "## CPU of an engine that serves nobody, worker included",
+        "",
+        *table("leases | % of a core", [[name, f"{used:.1%}"] for name, used in idle.items()]),
+    ]
+
+
+def turn_cells(fetched_ms: float, computed_ms: float, *ways: list[turns.Turn]) -> list[str]:
+    fetched = median(turn.fetched for turn in ways[0])
+    more = median(turn.computed for turn in ways[1]) - median(turn.computed for turn in ways[0])
+    change = fetched_ms / computed_ms
+    cells = [f"{fetched_ms:.1f}", f"{computed_ms:.1f}", f"{change - 1:+.1%}", f"{1 / change:.2f}"]
+    return [*cells, f"{fetched:.0f}", f"{more:.0f}"]
+
+
+async def measure_decoding(size: Size) -> list[str]:
+    """(c)."""
+    rows = []
+    for mode, roles in (("disaggregated", ("prefill", "decode")), ("aggregated", ("both", "both"))):
+        workers = {f"{role[0]}{number}": {"role": role} for number, role in enumerate(roles)}
+        async with bench_fleet(workers, router={}) as fleet:
+            gaps = await busy.measure_interference(fleet, mode, size.seconds)
+        between = gaps.between_tokens
+        cells = [ms(busy.quantile(between, part)) for part in (0.5, 0.99)]
+        rows.append([mode, *cells, ms(max(between)), ms(median(gaps.long_ttft)), len(gaps.long_ttft), len(between)])
+    return [
+        "## Decoding while long prompts are computed",
+        "",
+        f"{busy.STREAMS} streams, and every {busy.LONG_EVERY_S} s a prompt of {busy.LONG_PROMPT} tokens. Two engines on the same two cores each time: one",
+        "for prefill and one for decode, or two that do both.",
+        "",
+        *table(
+            "engines | between tokens p50 ms | p99 ms | largest ms | TTFT p50 ms of the long prompts | long prompts | gaps",
+            rows,
+        ),
+    ]
+
+
+PARTS: dict[str, Callable[[Size], Awaitable[list[str]]]] = {
+    "handoff": measure_handoffs,
+    "speed": measure_speed,
+    "turns": measure_turns,
+    "decoding": measure_decoding,
+}
+
+
+def head(size: Size) -> list[str]:
+    return [
+        "# What the KV exchange costs and saves",
+        "",
+        f"`{COMMAND}`; one part alone: `{COMMAND} ARGS='--only handoff'`. Real vLLM engines on CPU, one core each, float32, blocks",
+        f"of {BLOCK} tokens, NIXL over shared memory. Medians of {size.times} where nothing else is said. Models are random: sizes and",
+        "times are what counts.",
+    ]
+
+
+async def run(name: str, size: Size) -> Measured:
+    with measuring() as measured:
+        measured.lines = await PARTS[name](size)
+    return measured
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a look; numbers mean little")
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas between")
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/kv.md"))
+    arguments = parser.parse_args()
+    size, names = QUICK if arguments.quick else WHOLE, arguments.only.split(",")
+    measured = {name: asyncio.run(run(name, size)) for name in names}
+    old = arguments.out.read_text() if arguments.out.exists() else ""
+    text = page(head(size), measured, list(PARTS), old)
+    print(text)
+    if not arguments.quick:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

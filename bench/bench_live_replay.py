@@ -1,0 +1,271 @@
+"""The live check: a trace in real time through a router, NATS and simulated workers, each a process, against the same
+cut in virtual time: ``python -m bench.bench_live_replay TRACE --seconds 600 --load 1 --policies baton,dynamo``.
+
+Engines, requests and policies are the same on both sides; prompts are token ids made from the trace's hash ids. Each
+policy gets workers with empty caches. It says of each pair of policies whether both sides rank them alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import uvloop
+
+from bench.live_client import Outcome, replay
+from replay import experiment
+from replay.policies.names import BATON
+from replay.profile import PROFILES, Profile
+from replay.results import Result, Slo, spread_of
+from replay.traces import Request, at_load, read_trace
+from replay.world import Shape
+from tests.support.nats_server import NatsServer, free_port
+from tests.support.processes import ROOT
+
+KV_BYTES_PER_TOKEN = 128
+"""Moved between the processes for each token; the link is slower by as much as this is less than the profile's."""
+MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
+READY_S_MAX = 240.0
+SETTLE_S = 3.0
+STOP_S_MAX = 40.0
+DIFFERENT = 1.1
+"""Policies whose p95 in virtual time are closer than that are not ranked."""
+
+
+def worker_settings(profile: Profile) -> dict[str, str]:
+    """A worker of this profile."""
+    rate = profile.transfer_bytes_per_s * KV_BYTES_PER_TOKEN / profile.kv_bytes_per_token
+    values: dict[str, Any] = {
+        "ENGINE": "simulated",
+        "BLOCK_SIZE": profile.block_tokens,
+        "KV_CACHE_BYTES": profile.kv_blocks * profile.block_tokens * KV_BYTES_PER_TOKEN,
+        "MAX_MODEL_LEN": profile.kv_blocks * profile.block_tokens,
+        "LEGS_MAX": profile.max_num_seqs,
+        "SIM_PREFILL_TOKENS_PER_S": profile.prefill_tokens_per_s,
+        "SIM_PREFILL_BASE_S": profile.prefill_base_s,
+        "SIM_PREFILL_S_PER_PAIR": profile.prefill_s_per_pair,
+        "SIM_DECODE_BASE_S": profile.decode_base_s,
+        "SIM_DECODE_PER_SEQUENCE_S": profile.decode_per_sequence_s,
+        "SIM_DECODE_PER_CONTEXT_TOKEN_S": profile.decode_per_context_token_s,
+        "SIM_TRANSFER_BYTES_PER_S": rate,
+        "SIM_TRANSFER_BASE_S": profile.transfer_base_s,
+        "SIM_KV_BYTES_PER_TOKEN": KV_BYTES_PER_TOKEN,
+        "SIM_TRANSFER": "tcp",
+    }
+    return {f"WORKER_{name}": repr(value) if isinstance(value, float) else str(value) for name, value in values.items()}
+
+
+@contextmanager
+def process(name: str, folder: Path, module: list[str], settings: dict[str, str]) -> Iterator[psutil.Process]:
+    """A process until the block ends; what it said is shown when the block fails."""
+    log = folder / f"{name}.log"
+    with log.open("wb") as out:
+        one = subprocess.Popen(
+            [sys.executable, "-m", *module], cwd=ROOT, env={**os.environ, **settings}, stdout=out, stderr=out
+        )
+    try:
+        yield psutil.Process(one.pid)
+    except BaseException:
+        print(f"--- {name}\n{log.read_text()[-1500:]}", file=sys.stderr)
+        raise
+    finally:
+        one.terminate()
+        try:
+            one.wait(STOP_S_MAX)
+        except subprocess.TimeoutExpired:
+            one.kill()
+
+
+def run_live(policy: str, requests: list[Request], options: argparse.Namespace) -> Result:
+    """One policy on fresh workers."""
+    slo = Slo(ttft_s=options.ttft, itl_s=options.itl)
+    setting = {"profile": options.profile, "slo_ttft_s": slo.ttft_s, "slo_itl_s": slo.itl_s, "seed": options.seed}
+    with tempfile.TemporaryDirectory() as made, ExitStack() as running:
+        folder, port = Path(made), free_port()
+        nats = running.enter_context(NatsServer(folder, max_payload=MAX_PAYLOAD_BYTES))
+        common = {"BATON_NATS_URL": nats.url, "BATON_LOG_LEVEL": "warning"}
+        processes = {"NATS": psutil.Process(nats.pid), "client": psutil.Process()}
+        for name in [f"w{number}" for number in range(options.workers)]:
+            settings = {**common, **worker_settings(PROFILES[options.profile]), "WORKER_WORKER_ID": name}
+            processes[name] = running.enter_context(process(name, folder, ["services.worker"], settings))
+        settings = {**common, "ROUTER_PORT": str(port), "ROUTER_LOG_REQUESTS": "false", **router_settings(options)}
+        module = ["bench.live_router", policy, json.dumps(setting)]
+        processes["router"] = running.enter_context(process("router", folder, module, settings))
+        until_exact(port, options.workers)
+        time.sleep(SETTLE_S)
+        began_s, used = time.perf_counter(), cpu_of(processes)
+        outcomes = uvloop.run(replay(requests, port, progress(policy, len(requests))))
+        show_carried(cpu_of(processes), used, time.perf_counter() - began_s, outcomes)
+        metrics = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
+    return summarise((policy, options.load), outcomes, slo, metrics)
+
+
+def cpu_of(processes: dict[str, psutil.Process]) -> dict[str, float]:
+    """Seconds used so far."""
+    return {name: sum(one.cpu_times()[:2]) for name, one in processes.items()}
+
+
+def show_carried(now: dict[str, float], before: dict[str, float], span_s: float, outcomes: list[Outcome]) -> None:
+    """Whether the machine kept up: a process that needs a whole core measures the core."""
+    shares = {name: (now[name] - before[name]) / span_s for name in now}
+    workers = [share for name, share in shares.items() if name.startswith("w")]
+    rest = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if not name.startswith("w"))
+    late = spread_of([outcome.sent_at - outcome.request.at_s for outcome in outcomes])
+    print(f"  CPU of a core: {rest}, workers {sum(workers):.0%} together (busiest {max(workers):.0%}); "
+          f"machine {psutil.getloadavg()[0]:.1f} ready on {os.cpu_count()} cores; "
+          f"requests sent {late.p95 * 1e3:.0f} ms late at p95")  # fmt: skip
+
+
+def router_settings(options: argparse.Namespace) -> dict[str, str]:
+    """Given as NAME=VALUE."""
+    return dict(one.split("=", 1) for one in options.router)
+
+
+def until_exact(port: int, workers: int) -> None:
+    """Until the router's index follows all workers."""
+    deadline = time.monotonic() + READY_S_MAX
+    while True:
+        try:
+            text = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
+            if sum('state="exact"' in line and line.endswith(" 1.0") for line in text.splitlines()) == workers:
+                return
+        except httpx.TransportError:
+            pass
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the router does not follow {workers} workers")
+        time.sleep(0.5)
+
+
+def summarise(name: tuple[str, float], outcomes: list[Outcome], slo: Slo, metrics: str) -> Result:
+    """As the replay does."""
+    served = [outcome for outcome in outcomes if outcome.well]
+    span_s = max(outcomes[-1].request.at_s - outcomes[0].request.at_s, 1e-9)
+    good = sum(outcome.ttft_s <= slo.ttft_s and outcome.tpot_s <= slo.itl_s for outcome in served)
+    tpot = spread_of([outcome.tpot_s for outcome in served if outcome.request.output_tokens > 1])
+    prompt_tokens = max(1.0, metric(metrics, "baton_router_prompt_tokens_total"))
+    return Result(
+        policy=name[0],
+        load=name[1],
+        label="live",
+        offered_per_s=len(outcomes) / span_s,
+        requests=len(outcomes),
+        refused=len(outcomes) - len(served),
+        ttft=spread_of([outcome.ttft_s for outcome in served]),
+        tpot=tpot,
+        itl=tpot,
+        hit_share=metric(metrics, "baton_router_cached_tokens_actual_total") / prompt_tokens,
+        fetched_share=0.0,
+        goodput_per_s=good / span_s,
+        good_share=good / len(outcomes),
+        preemptions=0,
+        busy_share=0.0,
+        cpu_s=0.0,
+    )
+
+
+def metric(text: str, name: str) -> float:
+    return sum(
+        float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith((f"{name} ", f"{name}{{"))
+    )
+
+
+def progress(policy: str, total: int) -> Any:
+    """A line on the terminal, if there is one."""
+
+    def told(sent: int) -> None:
+        if sys.stderr.isatty() and (sent % 10 == 0 or sent == total):
+            print(f"\r{policy}: {sent}/{total} sent ", end="\n" if sent == total else "", file=sys.stderr, flush=True)
+
+    return told
+
+
+def show(results: list[Result]) -> None:
+    print(f"{'policy':<18} {'side':<8} {'TTFT p50':>9} {'p95':>7} {'p99':>7} {'TPOT p50 ms':>12} {'p95':>6} {'p99':>6} "
+          f"{'hit %':>6} {'good/s':>7} {'failed':>6}")  # fmt: skip
+    for r in results:
+        print(f"{r.policy:<18} {r.label:<8} {r.ttft.p50:>9.3f} {r.ttft.p95:>7.3f} {r.ttft.p99:>7.3f} "
+              f"{r.tpot.p50 * 1e3:>12.1f} {r.tpot.p95 * 1e3:>6.1f} {r.tpot.p99 * 1e3:>6.1f} "
+              f"{r.hit_share * 100:>6.1f} {r.goodput_per_s:>7.3f} {r.refused:>6}")  # fmt: skip
+
+
+def compare(virtual: list[Result], live: list[Result]) -> None:
+    """Whether both sides rank the policies alike."""
+    for what, of in (("TTFT p95", lambda r: r.ttft.p95), ("TTFT p50", lambda r: r.ttft.p50)):
+        ranked = {
+            side: " < ".join(f"{r.policy} {of(r):.2f}" for r in sorted(results, key=of))
+            for side, results in (("virtual", virtual), ("live", live))
+        }
+        print(f"\n{what}, s\n  virtual: {ranked['virtual']}\n  live:    {ranked['live']}")
+        pairs = [
+            (i, j)
+            for i, j in itertools.permutations(range(len(virtual)), 2)
+            if of(virtual[j]) > DIFFERENT * of(virtual[i])
+        ]
+        alike = sum(of(live[j]) > of(live[i]) for i, j in pairs)
+        print(
+            f"  {alike} of {len(pairs)} pairs that differ by more than {DIFFERENT - 1:.0%} in virtual time rank alike live"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--from-s", type=float, default=0.0, help="where the cut begins, seconds of the trace")
+    parser.add_argument("--seconds", type=float, default=600.0, help="of real time")
+    parser.add_argument("--load", type=float, default=1.0, help="how many times as fast requests arrive")
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--profile", choices=list(PROFILES), default="8b")
+    parser.add_argument("--policies", default=f"{BATON},dynamo,least-loaded,round-robin")
+    parser.add_argument("--ttft", type=float, default=Slo().ttft_s, help="target, seconds")
+    parser.add_argument("--itl", type=float, default=Slo().itl_s, help="target, seconds")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--router", action="append", default=[], metavar="NAME=VALUE", help="a setting of the router")
+    parser.add_argument("--virtual-only", action="store_true")
+    options = parser.parse_args()
+    requests = cut(read_trace(options.trace, seed=options.seed), options)
+    shape = Shape(both=options.workers)
+    slo = Slo(ttft_s=options.ttft, itl_s=options.itl)
+    setting = experiment.Setting(
+        requests=requests, shape=shape, profile=PROFILES[options.profile], slo=slo, seed=options.seed
+    )
+    print(f"{len(requests)} requests in {requests[-1].at_s:.0f} s on {options.workers} workers, {options.profile}")
+    virtual, live = [], []
+    for policy in options.policies.split(","):
+        virtual.append(experiment.run(setting, policy, 1.0, "virtual"))
+        show([virtual[-1]])
+        if not options.virtual_only:
+            live.append(run_live(policy, requests, options))
+            show([live[-1]])
+    if live:
+        compare(virtual, live)
+
+
+def cut(requests: list[Request], options: argparse.Namespace) -> list[Request]:
+    """So many seconds of the trace, at the load."""
+    last_s = options.from_s + options.seconds * options.load
+    kept = [request for request in requests if options.from_s <= request.at_s < last_s]
+    return [*at_load(shifted(kept), options.load)]
+
+
+def shifted(requests: list[Request]) -> list[Request]:
+    """The first is due at once."""
+    return [
+        Request(request.at_s - requests[0].at_s, request.blocks, request.input_tokens, request.output_tokens)
+        for request in requests
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""What the router costs: ``python -m bench.bench_router [--quick] [--out docs/benchmarks/router.md]``.
+
+A real nats-server, a real router alone on the first core, simulated workers that take hardly any time and the load client
+on the second. The router's CPU seconds (user and system, from /proc) per request and per relayed event are what neither
+the workers' nor the client's speed can distort; latencies are compared with the same engine behind uvicorn, nothing between.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tests.support.nats_server import NatsServer, free_port
+
+ROUTER_CORE, OTHER_CORE = "0", "1"
+READY_S_MAX = 60.0
+IDLE_S = 3.0
+SHORT_BYTES, LONG_BYTES = 200, 32_768
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+FAST = {
+    "WORKER_ENGINE": "simulated",
+    "WORKER_LEGS_MAX": "4096",
+    "WORKER_SIM_PREFILL_TOKENS_PER_S": "2000000",
+    "WORKER_SIM_PREFILL_BASE_S": "0.00002",
+    "WORKER_SIM_DECODE_BASE_S": "0.00002",
+    "WORKER_SIM_DECODE_PER_SEQUENCE_S": "0",
+    "WORKER_SIM_TRANSFER_BYTES_PER_S": "0",
+    "WORKER_SIM_TRANSFER_BASE_S": "0",
+}
+"""As good as nothing: of an engine that took no time at all nobody could learn how fast it is."""
+COMMAND = "make bench-router"
+
+
+class System:
+    """Processes of one run; the router's CPU time."""
+
+    def __init__(self, directory: Path, nats_url: str) -> None:
+        self._directory = directory
+        self.nats_url = nats_url
+        self._environ = {**os.environ, **FAST, "BATON_NATS_URL": nats_url, "BATON_LOG_LEVEL": "warning"}
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.port = free_port()
+        self.router_pid = 0
+        self.idle_cpu = 0.0
+        """CPU seconds per second of a router that nobody asks anything."""
+
+    def start(self, core: str, *command: str, **variables: str) -> int:
+        log = (self._directory / f"{len(self._processes)}.log").open("wb")
+        process = subprocess.Popen(
+            ["taskset", "-c", core, sys.executable, "-m", *command],
+            env={**self._environ, **variables},
+            stderr=log,
+            stdout=log,
+        )
+        self._processes.append(process)
+        return process.pid
+
+    def start_fleet(self, pairs: int) -> None:
+        for number in range(pairs):
+            for role in ("prefill", "decode"):
+                self.start(OTHER_CORE, "services.worker", WORKER_ROLE=role, WORKER_WORKER_ID=f"{role}-{number}")
+        self.router_pid = self.start(
+            ROUTER_CORE, "services.router", ROUTER_PORT=str(self.port), ROUTER_LOG_REQUESTS="false"
+        )
+        wait_for(f"http://127.0.0.1:{self.port}/ready")
+        wait_for(f"http://127.0.0.1:{self.port}/metrics", exact=2 * pairs)
+        before = self.cpu_s()
+        time.sleep(IDLE_S)
+        self.idle_cpu = (self.cpu_s() - before) / IDLE_S
+
+    def cpu_s(self) -> float:
+        fields = Path(f"/proc/{self.router_pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+
+    def rss_mb(self) -> float:
+        status = Path(f"/proc/{self.router_pid}/status").read_text()
+        return int(status.partition("VmRSS:")[2].split()[0]) / 1024
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            process.kill()
+            process.wait()
+
+
+def wait_for(url: str, *, exact: int = 0) -> None:
+    """Until the URL answers, and says (if it is /metrics) that so many index entries are exact."""
+    deadline = time.monotonic() + READY_S_MAX
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2) as answer:
+            lines = answer.read().decode().splitlines()
+            if sum('state="exact"' in line and line.endswith("} 1.0") for line in lines) >= exact:
+                return
+        time.sleep(0.1)
+    raise RuntimeError(f"{url} was not ready within {READY_S_MAX} s")
+
+
+def load(port: int, **options: Any) -> dict[str, Any]:
+    """Run the load client once."""
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not True]
+    words += [f"--{name}" for name, value in options.items() if value is True]
+    client = ["taskset", "-c", OTHER_CORE, sys.executable, "-m", "bench.load_client", f"--port={port}", *words]
+    return json.loads(subprocess.run(client, check=True, capture_output=True).stdout)
+
+
+def cost(system: System, **options: Any) -> dict[str, Any]:
+    """A closed-loop run, with the router's CPU time for everything that was sent, less what it uses idle."""
+    before, begun_at = system.cpu_s(), time.monotonic()
+    result = load(system.port, **options)
+    idle_s = system.idle_cpu * (time.monotonic() - begun_at)
+    result["cpu_s"] = max(0.0, system.cpu_s() - before - idle_s)
+    if result["errors"]:
+        print(f"  {result['errors']} errors: {result['first_error']}", file=sys.stderr)
+    return result
+
+
+def pin(pid: int, core: str) -> None:
+    """Keep all threads of a process on one core."""
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setaffinity(int(thread.name), {int(core)})
+
+
+def floor(url: str, rate: int) -> dict[str, float]:
+    """A bare NATS round trip between the two cores, at this rate."""
+    pinger = ["taskset", "-c", ROUTER_CORE, sys.executable, "-m", "bench.nats_floor"]
+    command = [*pinger, f"--url={url}", f"--rate={rate}", f"--echo-core={OTHER_CORE}"]
+    return json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+
+
+@contextlib.contextmanager
+def running(pairs: int) -> Iterator[System]:
+    with tempfile.TemporaryDirectory() as scratch, NatsServer(Path(scratch)) as nats:
+        pin(nats.pid, OTHER_CORE)
+        system = System(Path(scratch), nats.url)
+        try:
+            system.start_fleet(pairs)
+            yield system
+        finally:
+            system.stop()
+
+
+def measure_requests(pairs: int, seconds: float) -> list[str]:
+    rows = []
+    with running(pairs) as system:
+        print(f"{pairs}P+{pairs}D: idle CPU {system.idle_cpu:.1%}", file=sys.stderr)
+        for name, size in (("short", SHORT_BYTES), ("8k tokens", LONG_BYTES)):
+            result = cost(system, connections=64, seconds=seconds, prompt_bytes=size)
+            per_thousand = result["cpu_s"] / result["sent"] * 1000
+            row = f"| {pairs}P+{pairs}D | {name} | {result['requests_per_s']:.0f} | {per_thousand:.3f} | {result['latency_ms']['p50']:.1f} / {result['latency_ms']['p99']:.1f} | {system.rss_mb():.0f} |"
+            rows.append(show(row))
+    return rows
+
+
+def measure_streams(seconds: float) -> list[str]:
+    rows = []
+    with running(1) as system:
+        for streams in (16, 64, 256):
+            tokens = 256
+            result = cost(system, connections=streams, seconds=seconds, stream=True, max_tokens=tokens)
+            events = result["sent"] * (tokens + 1)
+            row = f"| {streams} | {result['events_per_s']:.0f} | {result['cpu_s'] / events * 1e5:.2f} | {result['first_event_ms'].get('p50', 0):.1f} |"
+            rows.append(show(row))
+    return rows
+
+
+def measure_latency(seconds: float) -> list[str]:
+    rows = []
+    with running(1) as system:
+        direct = free_port()
+        system.start(OTHER_CORE, "bench.direct_engine", f"--port={direct}")
+        wait_for(f"http://127.0.0.1:{direct}/health")
+        for rate, name, size in (
+            (50, "short", SHORT_BYTES),
+            (200, "short", SHORT_BYTES),
+            (10, "8k tokens", LONG_BYTES),
+        ):
+            options = {"connections": 64, "rate": rate, "seconds": seconds, "prompt_bytes": size, "max_tokens": 1}
+            alone = load(direct, **options)["latency_ms"]
+            routed = load(system.port, **options)["latency_ms"]
+            added = " / ".join(f"{routed[part] - alone[part]:.2f}" for part in ("p50", "p99"))
+            bare = floor(system.nats_url, rate)
+            row = f"| {rate} | {name} | {alone['p50']:.2f} / {alone['p99']:.2f} | {routed['p50']:.2f} / {routed['p99']:.2f} | {added} | {2 * bare['p50']:.2f} |"
+            rows.append(show(row))
+    return rows
+
+
+def show(row: str) -> str:
+    print(row, file=sys.stderr)
+    return row
+
+
+def page(requests: list[str], streams: list[str], latency: list[str]) -> str:
+    model = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
+        "?",
+    )
+    when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return "\n".join(
+        [
+            "# What the router costs",
+            "",
+            f"`{COMMAND}`, {when}, on {os.cpu_count()} x {model}, Python {platform.python_version()}.",
+            "The router alone on core 0; nats-server, simulated workers that take hardly any time and the load client on core 1.",
+            "Every request is disaggregated: a prefill leg on one worker, a decode leg on another. With 2P+2D the prompt",
+            "is tokenized and its prefix looked up block by block; with one prefill worker there is nothing to choose.",
+            "CPU is user + system time of the router's process, less what it uses idle (about 1 %). Throughput is bounded",
+            "by the one core that workers, NATS and client share: look at CPU seconds first.",
+            "",
+            "## Requests, not streamed, 16 tokens, 64 connections",
+            "",
+            "| fleet | prompt | requests/s | router CPU s per 1,000 requests | latency p50 / p99 ms | router RSS MB |",
+            "|---|---|---|---|---|---|",
+            *requests,
+            "",
+            "## Streams of 256 tokens, short prompts, 1P+1D",
+            "",
+            "| streams | events/s | router CPU s per 100,000 events | time to first event p50 ms |",
+            "|---|---|---|---|",
+            *streams,
+            "",
+            "## Latency, Poisson arrivals, one token, 1P+1D against one engine behind uvicorn",
+            "",
+            "Added latency holds everything disaggregation needs: the router, four trips over NATS and the second engine.",
+            "The last column is the least it can be: two bare round trips over this nats-server, raw sockets on both ends.",
+            "",
+            "| requests/s | prompt | direct p50 / p99 ms | through Baton p50 / p99 ms | added p50 / p99 ms | two bare round trips p50 ms |",
+            "|---|---|---|---|---|---|",
+            *latency,
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="short runs, for a look")
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/router.md"))
+    arguments = parser.parse_args()
+    seconds = 2.0 if arguments.quick else 8.0
+    requests = measure_requests(1, seconds) + measure_requests(2, seconds)
+    text = page(requests, measure_streams(seconds), measure_latency(seconds))
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

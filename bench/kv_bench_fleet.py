@@ -1,0 +1,126 @@
+"""Real engines for a measurement, each on a core of its own where there are two: a NATS, workers, a router if asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import random
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+
+from tests.e2e.kv_driver import Driver, driving
+from tests.e2e.kv_tap import Tap
+from tests.integration.worker.pair import WorkerProcess, start_worker, wait_ready
+from tests.support.nats_server import NatsServer, free_port
+from tests.support.processes import service_process
+
+ROUTER_READY_S_MAX = 60.0
+VOCABULARY = range(10, 3000)
+AT_REST_S_MAX, LOOK_S, AT_REST_SHARE_MAX = 60.0, 0.2, 0.15
+"""Engines that serve nobody use some hundredths of a core each."""
+
+
+@dataclass
+class BenchFleet:
+    """See the module."""
+
+    folder: Path
+    nats: NatsServer
+    workers: dict[str, WorkerProcess]
+    driver: Driver
+    http: httpx.AsyncClient
+    """At the router, if there is one."""
+
+    @property
+    def tap(self) -> Tap:
+        return self.driver.tap
+
+    def cpu_s(self, worker_id: str) -> float:
+        """CPU seconds of the worker and its engine."""
+        root = psutil.Process(self.workers[worker_id].process.pid)
+        times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
+        return float(sum(time.user + time.system for time in times))
+
+    async def until_at_rest(self) -> None:
+        """Until no worker of it computes: vLLM's own connector keeps a prefill engine stepping for a while after a
+        handoff, and who shares its core would be measured with it.
+        """
+        async with asyncio.timeout(AT_REST_S_MAX):
+            used_s = math.inf
+            while used_s > LOOK_S * AT_REST_SHARE_MAX:
+                before = sum(map(self.cpu_s, self.workers))
+                await asyncio.sleep(LOOK_S)
+                used_s = sum(map(self.cpu_s, self.workers)) - before
+
+    async def replace(self, worker_id: str, successor: str, **settings: str) -> None:
+        """Stop one worker and start another in its place."""
+        self.workers.pop(worker_id).stop()
+        self.workers[successor] = start_worker(self.nats.url, successor, self.folder, **settings)
+        await wait_ready(self.nats.url, [self.workers[successor]])
+        await self.tap.until(lambda: successor in self.tap.loads, f"{successor} is heard")
+
+
+@asynccontextmanager
+async def bench_fleet(
+    workers: Mapping[str, Mapping[str, str]],
+    *,
+    router: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> AsyncIterator[BenchFleet]:
+    """Workers by their ids, with their WORKER_* settings and more of an environment; a router with its own settings,
+    unless None.
+    """
+    port = free_port()
+    cores = sorted(os.sched_getaffinity(0))
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        nats = stack.enter_context(NatsServer(folder))
+        if router is not None:
+            variables = {f"ROUTER_{name.upper()}": value for name, value in router.items()}
+            stack.enter_context(
+                service_process("router", folder, BATON_NATS_URL=nats.url, ROUTER_PORT=str(port), **variables)
+            )
+        running: dict[str, WorkerProcess] = {}
+        stack.callback(lambda: [worker.kill() for worker in running.values()])
+        for number, (name, settings) in enumerate(workers.items()):
+            core = {"cpu_cores": str(cores[number % len(cores)])}
+            running[name] = start_worker(nats.url, name, folder, environ=environ, **{**core, **settings})
+        await wait_ready(nats.url, list(running.values()))
+        tap = await stack.enter_async_context(Tap(nats.url))
+        driver = await stack.enter_async_context(driving(tap))
+        http = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120.0, trust_env=False)
+        )
+        await tap.until(lambda: running.keys() <= tap.loads.keys(), "all workers are heard")
+        if router is not None:
+            await router_ready(http, len(running))
+        yield BenchFleet(folder, nats, running, driver, http)
+
+
+async def router_ready(http: httpx.AsyncClient, workers: int) -> None:
+    """Until the router knows the blocks of all workers."""
+    deadline = time.monotonic() + ROUTER_READY_S_MAX
+    while time.monotonic() < deadline:
+        text = (await http.get("/metrics")).text
+        if sum('state="exact"' in line and line.endswith(" 1.0") for line in text.splitlines()) == workers:
+            return
+        await asyncio.sleep(0.2)
+    raise RuntimeError(f"the router did not know {workers} workers within {ROUTER_READY_S_MAX} s")
+
+
+class Prompts:
+    """Prompts that nobody has seen before."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = random.Random(seed)
+
+    def new(self, tokens: int) -> list[int]:
+        return self._draw.choices(VOCABULARY, k=tokens)

@@ -1,0 +1,108 @@
+"""A router process with a policy of the replay in Baton's place: ``python -m bench.live_router POLICY SETTING``.
+
+Everything but the choice is the router's own: the bus, the index, the load reports, the legs, the relay. What baselines
+count by themselves (legs sent and not yet ended) is read from the router's own account of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict, deque
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+from replay.experiment import SWEPT
+from replay.policies.base import TOKENS_OUT_UNKNOWN, Surroundings
+from replay.policies.names import BASELINES, BATON
+from replay.profile import PROFILES
+from replay.request_counts import Active
+from services.router.http.server import listen
+from services.router.placement.placement import Need, Placed, Refused
+from services.router.placement.placer import Placer
+from services.router.service import Router, live
+from services.router.settings import Settings
+from services.router.state.fleet import Fleet
+from services.router.telemetry.tracing import Tracing
+from shared.contracts.ids import WorkerId
+from shared.runtime.service import Service, run_service
+from shared.runtime.settings import load, load_common
+
+
+class LiveSetting(msgspec.Struct, frozen=True, kw_only=True):
+    """What a policy is made with, from the command line as JSON."""
+
+    profile: str
+    slo_ttft_s: float
+    slo_itl_s: float
+    seed: int
+
+
+class LiveLedger:
+    """The replay's ledger, as far as policies read it. ``predicted_s`` is what was predicted of the newest placement."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self.flight: Any = SimpleNamespace(number=0)
+        self.predicted_s: dict[int, float] = {}
+        self.prefills: defaultdict[WorkerId, deque[tuple[int, float]]] = defaultdict(deque)
+        """Prompts sent to a worker: tokens to compute, and predicted seconds."""
+
+    @property
+    def active(self) -> LiveLedger:
+        return self
+
+    def __getitem__(self, worker_id: WorkerId) -> Active:
+        own = self._fleet.cluster.workers[worker_id].own
+        sent = self.prefills[worker_id]
+        while sent and sum(tokens for tokens, _ in sent) > own.tokens:  # prompts are computed in their order
+            sent.popleft()
+        return Active(
+            requests=own.legs,
+            prefill_tokens=own.tokens,
+            prefill_s=sum(seconds for _, seconds in sent),
+            context_tokens=max(0, own.context_tokens - own.legs * TOKENS_OUT_UNKNOWN),
+        )
+
+
+class Replayed:
+    """A ``Placer``: one of the replay's."""
+
+    def __init__(self, policy: str, fleet: Fleet, setting: LiveSetting) -> None:
+        self._ledger = LiveLedger(fleet)
+        around = Surroundings(
+            fleet=fleet,
+            ledger=self._ledger,  # type: ignore[arg-type]
+            profile=PROFILES[setting.profile],
+            slo_ttft_s=setting.slo_ttft_s,
+            slo_itl_s=setting.slo_itl_s,
+            seed=setting.seed,
+        )
+        self._policy: Placer = (BASELINES.get(policy) or SWEPT[policy])(around)
+
+    def place(self, need: Need, now: float) -> Placed | Refused:
+        placed = self._policy.place(need, now)
+        predicted_s = self._ledger.predicted_s.pop(0, 0.0)
+        if isinstance(placed, Placed):
+            computing = placed.prefill or placed.decode
+            self._ledger.prefills[computing.record.worker_id].append((placed.uncached_tokens, predicted_s))
+        return placed
+
+
+def main() -> None:
+    policy, setting = sys.argv[1], msgspec.json.decode(sys.argv[2], type=LiveSetting)
+    common, settings = load_common(), load(Settings, "ROUTER_")
+    listener = listen(settings.host, settings.port)
+
+    async def serve(service: Service) -> None:
+        router = Router(settings, service.bus, service.clock, Tracing(service.spans, service.clock))
+        if policy != BATON:
+            router.parts.fleet.placer = Replayed(policy, router.parts.fleet, setting)
+        await live(router, service, listener)
+
+    run_service("router", "live", common, serve, drain_s_max=settings.drain_s_max)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""The engine's KV cache in the exchange's words; or, at start, why this engine's cannot be exchanged."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from connector.layout.tensors import CacheTensor, UnsupportedLayout, heads_of, layer_of
+from connector.transfer.agent import Region
+from shared.contracts.kv_handshake import KvLayer
+
+REFUSED_SPECS = (
+    "Mamba", "SlidingWindow", "ChunkedLocal", "CrossAttention", "EncoderOnly", "RSWA", "CircularBuffer", "Sink",
+)  # fmt: skip
+"""Kinds of layers whose blocks are not, once full, the same for every sequence with the same tokens before them."""
+WITHOUT = "run this model with the upstream connector or without KV exchange"
+
+
+def required_layout(vllm_config: Any) -> str | None:
+    """Heads outside tokens, so that a range of heads is one piece; a latent cache has no heads to keep apart."""
+    if vllm_config.model_config is None or vllm_config.model_config.use_mla:
+        return None
+    return "LBHNC"
+
+
+def kv_heads_of(vllm_config: Any) -> int:
+    """KV heads of the whole model; a latent cache has one."""
+    model = vllm_config.model_config
+    return 1 if model.use_mla else int(model.get_total_num_kv_heads())
+
+
+def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raises ValueError saying what this engine has that cannot be exchanged, why, and what to do."""
+    refusals = [*_parallel_refusals(vllm_config.parallel_config), *_cache_refusals(kv_cache_config)]
+    try:
+        heads_of(0, vllm_config.parallel_config.tensor_parallel_size, kv_heads_of(vllm_config))
+    except UnsupportedLayout as unsupported:
+        refusals.append(str(unsupported))
+    if refusals:
+        raise ValueError("The Baton connector cannot exchange this engine's KV: " + "; ".join(refusals) + ".")
+
+
+def _parallel_refusals(parallel: Any) -> list[str]:
+    why = {
+        "pipeline_parallel_size": "each stage holds other layers, and reads go from rank to rank of the same layers",
+        "decode_context_parallel_size": "a block's tokens are spread over ranks",
+        "prefill_context_parallel_size": "a block's tokens are spread over ranks",
+    }
+    return [
+        f"{name} is {getattr(parallel, name, 1)}: {reason}; set it to 1"
+        for name, reason in why.items()
+        if getattr(parallel, name, 1) != 1
+    ]
+
+
+def _cache_refusals(kv_cache_config: Any) -> list[str]:
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) == 1:
+        refusals = (_layer_refusal(name, spec) for name, spec in _specs(groups[0]).items())
+        return [refusal for refusal in refusals if refusal][:1]
+    kinds = ", ".join(sorted({type(spec).__name__ for group in groups for spec in _specs(group).values()}))
+    about = f"it has {len(groups)} KV cache groups ({kinds}), as hybrid and sliding-window models do"
+    return [f"{about}: a prefix is then not one chain of blocks; {WITHOUT}"]
+
+
+def _layer_refusal(name: str, spec: Any) -> str:
+    kind = type(spec).__name__
+    if kind.startswith(REFUSED_SPECS):
+        return f"layer {name} is of kind {kind}: its blocks cannot stand for a prefix; {WITHOUT}"
+    if window := getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None):
+        return f"layer {name} attends to {window} tokens only, and which blocks that leaves is not exchanged; {WITHOUT}"
+    if int(getattr(spec, "kv_quant_mode", 0)):
+        about = f"layer {name} keeps its KV quantised ({spec.kv_quant_mode.name}) and scales are not exchanged"
+        return f"{about}; set --kv-cache-dtype to auto or to the model's own type"
+    return ""
+
+
+def _specs(group: Any) -> dict[str, Any]:
+    """Of each layer."""
+    spec = group.kv_cache_spec
+    return dict(getattr(spec, "kv_cache_specs", None) or dict.fromkeys(group.layer_names, spec))
+
+
+def layers_of(kv_caches: dict[str, Any], kv_cache_config: Any) -> list[KvLayer]:
+    """Where the blocks of each layer are, in the order of their numbers. Raises UnsupportedLayout.
+
+    A layer without a cache of its own (it shares another's) is left out.
+    """
+    names = sorted(_specs(kv_cache_config.kv_cache_groups[0]), key=_by_numbers)
+    specs = _specs(kv_cache_config.kv_cache_groups[0])
+    tensors = [_tensor(name, kv_caches[name], specs[name], kv_cache_config.num_blocks) for name in names]
+    return [layer_of(tensor, kv_cache_config.num_blocks) for tensor in tensors]
+
+
+def _by_numbers(name: str) -> list[Any]:
+    """``layers.10`` comes after ``layers.2``."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+def _tensor(name: str, cache: Any, spec: Any, blocks: int) -> CacheTensor:
+    itemsize = cache.element_size()
+    return CacheTensor(
+        name=name,
+        address=cache.data_ptr(),
+        dims=dims_of(name, tuple(cache.shape), spec, blocks),
+        shape=tuple(cache.shape),
+        strides=tuple(stride * itemsize for stride in cache.stride()),
+        itemsize=itemsize,
+    )
+
+
+def dims_of(name: str, shape: tuple[int, ...], spec: Any, blocks: int) -> str:
+    """What the dimensions of a cache tensor mean. Raises UnsupportedLayout."""
+    if len(shape) == 4:  # keys and values of a token side by side, or a latent cache: vLLM from 0.32 on
+        return "BHNC"
+    if len(shape) == 3:
+        return "BNC"
+    if len(shape) == 5 and 2 in shape[:2]:
+        inner = "HNC" if shape[2] == spec.num_kv_heads and shape[2] != shape[3] else "NHC"
+        return ("KB" if shape[0] == 2 and shape[1] % blocks == 0 else "BK") + inner
+    raise UnsupportedLayout(f"the KV cache of {name} has shape {shape}, which no layout known here has")
+
+
+def regions_of(kv_caches: dict[str, Any]) -> list[Region]:
+    """The memory behind the tensors, each piece once however many layers share it."""
+    regions = {}
+    for cache in kv_caches.values():
+        storage = cache.untyped_storage()
+        device = cache.device.type
+        regions[storage.data_ptr()] = Region(storage.data_ptr(), storage.nbytes(), device, max(cache.get_device(), 0))
+    return list(regions.values())

@@ -1,0 +1,163 @@
+"""Blocks fetched by command, for no request: prefetch, replicate, evacuate. No token is computed.
+
+They are taken from the engine's memory, read into, named by their hashes and given back: to the engine they look like
+the prefix of a request that has just ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from connector.reader.asks import Source
+from connector.reader.fetch import Fetch
+from connector.reader.reader import Reader
+from connector.scheduler.calls import FetchEnded, StartFetch
+from connector.scheduler.orders import PeerKey, ReadPart
+from shared.contracts.kv_exchange import FetchedKv, KvGrant, LegOrder, unpack_full_hashes
+
+FETCHES_MAX = 16
+"""At a time; one more is refused."""
+FREE_SHARE_MIN = 0.1
+"""Of the engine's blocks, left to requests whatever is to be fetched."""
+
+
+class Shelf(Protocol):
+    """The engine's blocks, by number."""
+
+    def hold(self, hashes: Sequence[bytes]) -> list[int]:
+        """Keep the longest cached prefix of these where it is."""
+
+    def take(self, count: int) -> list[int]:
+        """At most ``count`` blocks for new content, none if too few would be left for requests."""
+
+    def name(self, hashes: Sequence[bytes], first: int, blocks: Sequence[int]) -> None:
+        """``blocks`` hold what ``hashes`` from ``first`` on stand for: part of the prefix cache from now on."""
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Held or taken, they are not needed any more."""
+
+
+@dataclass(slots=True)
+class Prefetch:
+    """One command under way."""
+
+    fetch_id: str
+    fetch: Fetch
+    hashes: list[bytes]
+    held: list[int]
+    started_at: float
+    ends_at: float
+    room: list[int] = field(default_factory=list)
+    failure: str = ""
+
+
+class Prefetcher:
+    """All commands under way, on the scheduler's thread."""
+
+    def __init__(self, reader: Reader, now: Callable[[], float]) -> None:
+        self.ended: list[FetchEnded] = []
+        self._reader = reader
+        self._now = now
+        self._shelf: Shelf
+        self._under_way: list[Prefetch] = []
+
+    def bind(self, shelf: Shelf) -> None:
+        """The engine's blocks, once, before anything else."""
+        self._shelf = shelf
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is under way."""
+        return not self._under_way
+
+    @property
+    def reads_under_way(self) -> int:
+        """Reads that are not over."""
+        return sum(prefetch.fetch.reads_under_way for prefetch in self._under_way)
+
+    def start(self, order: StartFetch) -> None:
+        """Begin; ends in ``ended``, at once when there is nothing to do."""
+        hashes = unpack_full_hashes(order.fetch.hashes)
+        held = self._shelf.hold(hashes)
+        refusal = "too many fetches at a time: try again later" if len(self._under_way) >= FETCHES_MAX else ""
+        if len(held) == len(hashes) or refusal:
+            self._shelf.give_back(held)
+            failure = "" if len(held) == len(hashes) else refusal
+            self.ended.append(FetchEnded(fetch_id=order.fetch_id, result=FetchedKv(held=len(held), failure=failure)))
+            return
+        now, seconds = self._now(), order.fetch.deadline_s
+        sources = [
+            Source(
+                peer=(source.worker_id, source.epoch),
+                first=source.first,
+                end=min(source.end or len(hashes), len(hashes)),
+            )
+            for source in order.fetch.sources
+        ]
+        fetch = Fetch(self._reader.plan(hashes, len(held), sources, LegOrder(wait_s_max=seconds)), now)
+        self._under_way.append(Prefetch(order.fetch_id, fetch, hashes, held, now, now + seconds))
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Once a step, and after each event."""
+        for prefetch in list(self._under_way):
+            self._go_on(prefetch, self._now())
+            if prefetch.fetch.over and (prefetch.fetch.begun or prefetch.fetch.stopped):
+                self._under_way.remove(prefetch)
+                self._finish(prefetch)
+
+    def on_grant(self, grant: KvGrant) -> None:
+        """To whom it belongs."""
+        for prefetch in self._under_way:
+            if prefetch.fetch.asked(grant.ask_id):
+                prefetch.fetch.on_grant(grant, self._now())
+
+    def on_part(self, part: ReadPart) -> None:
+        """Blocks of a read are final."""
+        for prefetch in self._under_way:
+            if prefetch.fetch.reads_as(part.read_id):
+                prefetch.fetch.on_part(part, self._now())
+
+    def on_peer(self) -> None:
+        """One more peer is known."""
+        for prefetch in self._under_way:
+            prefetch.fetch.on_peer(self._now())
+
+    def on_peer_gone(self, key: PeerKey) -> None:
+        """That life of a worker is over."""
+        for prefetch in self._under_way:
+            prefetch.fetch.on_peer_gone(key, self._now())
+
+    def _go_on(self, prefetch: Prefetch, now: float) -> None:
+        fetch = prefetch.fetch
+        fetch.on_time(now)
+        if fetch.stopped:
+            return
+        if now >= prefetch.ends_at:
+            prefetch.failure = "the deadline passed"
+            fetch.stop()
+        elif not fetch.begun and (count := fetch.count()) is not None:
+            prefetch.room = self._shelf.take(count) if count else []
+            if prefetch.room:
+                fetch.begin(prefetch.room, now)
+            else:
+                prefetch.failure = "no memory is free" if count else "nobody holds it"
+                fetch.stop()
+
+    def _finish(self, prefetch: Prefetch) -> None:
+        held, hashes, arrived = prefetch.held, prefetch.hashes, min(prefetch.fetch.arrived, len(prefetch.room))
+        self._shelf.name(hashes, len(held), prefetch.room[:arrived])
+        self._shelf.give_back([*held, *prefetch.room])
+        reads = prefetch.fetch.reads()
+        failure = prefetch.failure or next((read.failure for read in reads if read.failure), "")
+        whole = len(held) + arrived == len(hashes)
+        result = FetchedKv(
+            held=len(held),
+            fetched=arrived,
+            bytes=sum(read.bytes for read in reads),
+            seconds=self._now() - prefetch.started_at,
+            failure="" if whole else failure or "memory or sources had no more",
+        )
+        self.ended.append(FetchEnded(fetch_id=prefetch.fetch_id, result=result))

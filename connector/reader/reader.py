@@ -1,0 +1,300 @@
+"""The reading side of an engine's scheduler: what each request fetches before it is computed, and what came of it.
+
+The engine asks ``matched`` until it gets a number, makes room and says so (``allocated``), and learns from ``settle``,
+step by step, for which requests everything that will come has come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Protocol
+
+from connector.reader.asks import Source
+from connector.reader.fetch import Fetch
+from connector.reader.fetch_plan import Effects, Limits, Plan
+from connector.reader.peers import Peers
+from connector.reader.token_account import Account
+from connector.scheduler.orders import PeerKey, ReadPart
+from shared.contracts.ids import WorkerId
+from shared.contracts.kv_exchange import KvGrant, KvOffer, KvProof, LegOrder, ReleaseKv
+
+FETCHES_MAX = 3
+"""Fetches for one admission of a request; after that, what is missing is computed."""
+
+
+class EngineRequest(Protocol):
+    """What is needed of an engine's request."""
+
+    request_id: str
+    num_preemptions: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens."""
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """Full hashes of all full blocks."""
+
+
+@dataclass(slots=True)
+class Reading:
+    """One request on this side."""
+
+    order: LegOrder
+    account: Account = field(default_factory=Account)
+    fetch: Fetch | None = None
+    loading: bool = False
+    """The engine has made room and waits."""
+    fetches: int = 0
+    """In this admission."""
+    aborted: bool = False
+    has_used_offer: bool = False
+    """It is a fetch's to release."""
+
+
+class Reader:
+    """See the module."""
+
+    def __init__(self, me: PeerKey, block_tokens: int, peers: Peers, limits: Limits, now: Callable[[], float]) -> None:
+        self.effects = Effects()
+        self.refused: list[str] = []
+        """Requests that may not be computed, because too little is cached."""
+        self.admitted: set[str] = set()
+        """Requests whose proof is new and not told yet."""
+        self.wanted: set[PeerKey] = set()
+        """Sources that are not connected."""
+        self.numbers = count(1)
+        self._me = me
+        self._block_tokens = block_tokens
+        self._peers = peers
+        self._limits = limits
+        self._now = now
+        self._readings: dict[str, Reading] = {}
+        self._unfinished: list[Fetch] = []
+        """Fetches that nobody waits for and whose reads are not over."""
+
+    def matched(self, request: EngineRequest, order: LegOrder, local_tokens: int) -> int | None:
+        """Tokens beyond ``local_tokens`` that can be fetched; None: ask again, or it was refused."""
+        reading = self._readings.setdefault(request.request_id, Reading(order))
+        account = reading.account
+        if request.num_preemptions != account.preemptions:
+            account.preempted(request.num_preemptions)
+            reading.fetches = 0
+        fetch = self._fetch(reading, request, local_tokens // self._block_tokens)
+        blocks: int | None = 0
+        if fetch is not None:
+            fetch.on_time(self._now())
+            blocks = fetch.count()
+            if blocks is None:
+                return None
+        account.local = local_tokens
+        account.fetched = 0
+        tokens = (blocks or 0) * self._block_tokens
+        threshold = reading.order.cache_hit_threshold
+        if threshold and request.num_tokens and (local_tokens + tokens) / request.num_tokens < threshold:
+            account.refused = True
+            self._drop(reading)
+            self.refused.append(request.request_id)
+            return None
+        if not tokens:
+            self._drop(reading)
+        return tokens
+
+    def allocated(self, request: EngineRequest, block_ids: Sequence[int], fetched_tokens: int) -> None:
+        """The engine has room for the request: for the tokens to be fetched, or else for those to be computed."""
+        reading = self._readings.get(request.request_id)
+        if reading is None:
+            return
+        if not fetched_tokens:
+            self._drop(reading)
+            self._decline(reading)
+            if not reading.account.admitted:
+                reading.account.admit(request.num_tokens)
+                self.admitted.add(request.request_id)
+        elif reading.fetch is not None:
+            start = reading.fetch.plan.start
+            room = list(block_ids[start : start + fetched_tokens // self._block_tokens])
+            reading.loading = True
+            reading.fetch.begin(room, self._now())
+
+    def finished(self, request_id: str, offer: KvOffer | None, order: LegOrder) -> KvProof | None:
+        """The request is over, well or not; None when nothing is known of it."""
+        reading = self._readings.get(request_id)
+        self._decline(reading or Reading(order))
+        if reading is None:
+            return KvProof(offer=offer) if offer is not None else None
+        proof = reading.account.proof(offer)
+        self.admitted.discard(request_id)
+        if reading.loading and reading.fetch is not None:
+            reading.aborted = True  # Its blocks are free when no read writes into them any more: see ``settle``.
+            reading.fetch.stop()
+        else:
+            self._drop(reading)
+            del self._readings[request_id]
+        return proof
+
+    def proof(self, request_id: str) -> KvProof:
+        """As far as is known by now."""
+        reading = self._readings.get(request_id)
+        return reading.account.proof(None) if reading is not None else KvProof()
+
+    def cached_tokens(self, request_id: str) -> int:
+        """Tokens that the request did not have to compute when it was first admitted."""
+        reading = self._readings.get(request_id)
+        return reading.account.first_local + reading.account.first_fetched if reading is not None else 0
+
+    def settle(self) -> tuple[set[str], set[int]]:
+        """Requests for which everything that will come has come, and their blocks that hold nothing."""
+        ended: set[str] = set()
+        empty: set[int] = set()
+        for request_id, reading in list(self._readings.items()):
+            fetch = reading.fetch
+            if not reading.loading or fetch is None or not fetch.over:
+                continue
+            ended.add(request_id)
+            if reading.aborted:
+                del self._readings[request_id]
+                continue
+            empty.update(fetch.missing())
+            reading.account.fetched = fetch.arrived * self._block_tokens
+            reading.loading = False
+            self._drop(reading)
+        self._unfinished = [fetch for fetch in self._unfinished if not fetch.over]
+        return ended, empty
+
+    def on_time(self) -> None:
+        """Once a step."""
+        now = self._now()
+        for fetch in self._fetches():
+            fetch.on_time(now)
+
+    def on_grant(self, grant: KvGrant) -> None:
+        """To whom it belongs, nobody else; a grant that nobody waits for has been released already."""
+        for reading in self._readings.values():
+            if reading.fetch is not None and reading.fetch.asked(grant.ask_id):
+                reading.fetch.on_grant(grant, self._now())
+                if grant.final and any(source.follow for source in reading.order.sources):
+                    reading.account.prefill_cached_tokens = grant.prefill_cached_tokens
+                return
+
+    def on_part(self, part: ReadPart) -> bool:
+        """Whether the read was one of ours."""
+        for fetch in self._fetches():
+            if fetch.reads_as(part.read_id):
+                fetch.on_part(part, self._now())
+                return True
+        return False
+
+    def on_peer(self) -> None:
+        """One more peer is known."""
+        for fetch in self._fetches():
+            fetch.on_peer(self._now())
+
+    def on_peer_gone(self, key: PeerKey) -> None:
+        """That life of a worker is over."""
+        for fetch in self._fetches():
+            fetch.on_peer_gone(key, self._now())
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is asked for, and no byte moves."""
+        return not self._unfinished and not any(reading.fetch is not None for reading in self._readings.values())
+
+    @property
+    def reads_under_way(self) -> int:
+        """Reads that are not over."""
+        return sum(fetch.reads_under_way for fetch in self._fetches())
+
+    @property
+    def nothing_lingers(self) -> bool:
+        """No byte moves for a request that is gone."""
+        return not self._unfinished and not any(reading.aborted for reading in self._readings.values())
+
+    def plan(self, hashes: Sequence[bytes], start: int, sources: list[Source], order: LegOrder) -> Plan:
+        """A plan for the blocks from ``start`` to the end of ``hashes``."""
+        self.wanted.update(source.peer for source in sources if self._peers.clock_ahead_s(source.peer) is None)
+        return Plan(
+            reader=self._me,
+            hashes=hashes,
+            start=start,
+            goal=len(hashes),
+            sources=sources,
+            follow_s=order.wait_s_max,
+            block_tokens=self._block_tokens,
+            limits=self._limits,
+            effects=self.effects,
+            clock_ahead=self._peers.clock_ahead_s,
+            next_number=lambda: next(self.numbers),
+        )
+
+    def _fetch(self, reading: Reading, request: EngineRequest, start: int) -> Fetch | None:
+        """The fetch of this admission: the one that is under way if it still begins where the cached part ends."""
+        if reading.fetch is not None:
+            if reading.fetch.plan.start == start:
+                return reading.fetch
+            reading.fetches -= reading.account.preemptions > 0 and not reading.fetch.begun  # it waits for room
+            self._drop(reading)
+        hashes = request.block_hashes
+        order, first = reading.order, reading.fetches == 0 and not reading.account.preemptions
+        named = _sources(order, len(hashes), may_follow=first)
+        sources = [source for source in named if not self._peers.is_shunned(source.peer)]
+        take = order.take if first and order.take and not self._peers.is_shunned(_holder(order.take)) else None
+        if reading.fetches >= FETCHES_MAX or start >= len(hashes) or not (sources or take):
+            return None
+        handed_over = take is not None or (first and any(source.follow for source in sources))
+        if not handed_over and (len(hashes) - start) * self._block_tokens < order.fetch_min_tokens:
+            return None
+        reading.fetches += 1
+        plan = self.plan(list(hashes), start, sources, order)
+        if take is not None:
+            plan.take = take
+            if self._peers.clock_ahead_s(_holder(take)) is None:
+                self.wanted.add(_holder(take))
+        reading.fetch = Fetch(plan, self._now())
+        reading.has_used_offer = reading.has_used_offer or any(ask.is_offer for ask in reading.fetch.asks)
+        return reading.fetch
+
+    def _decline(self, reading: Reading) -> None:
+        """An offer of which no use is made need not be kept until its time is over."""
+        offer = reading.order.take
+        if offer is None or reading.has_used_offer:
+            return
+        reading.has_used_offer = True
+        me, lease_ids = WorkerId(self._me[0]), [offer.lease_id]
+        self.effects.releases.append(
+            ReleaseKv(worker_id=offer.worker_id, epoch=offer.epoch, reader_id=me, lease_ids=lease_ids)
+        )
+
+    def _drop(self, reading: Reading) -> None:
+        """That fetch is of no more use, or has done all it could."""
+        fetch, reading.fetch = reading.fetch, None
+        if fetch is None:
+            return
+        fetch.stop()
+        reading.account.reads.extend(fetch.reads())
+        if not fetch.over:
+            self._unfinished.append(fetch)
+
+    def _fetches(self) -> list[Fetch]:
+        waiting = [reading.fetch for reading in self._readings.values() if reading.fetch is not None]
+        return [*waiting, *self._unfinished]
+
+
+def _holder(offer: KvOffer) -> PeerKey:
+    return offer.worker_id, offer.epoch
+
+
+def _sources(order: LegOrder, blocks: int, *, may_follow: bool) -> list[Source]:
+    """As the order names them; a source is followed once, later it holds what it holds."""
+    return [
+        Source(
+            peer=(source.worker_id, source.epoch),
+            first=source.first,
+            end=min(source.end or blocks, blocks),
+            follow=source.follow and may_follow,
+        )
+        for source in order.sources
+    ]

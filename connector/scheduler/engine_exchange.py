@@ -1,0 +1,189 @@
+"""An engine's end of the KV exchange, whatever the engine: the parts that decide, and what goes between them and the
+worker. All on the thread of the engine's scheduler.
+
+Around it a real engine (``SchedulerSide``) and a simulated one put their memory, their clock, who moves the bytes, and
+when they look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from connector.holder.holder import GROUPS, Holder, HolderSettings, Pool
+from connector.holder.hot_chains import HotChains
+from connector.layout.compatibility import why_not
+from connector.reader.fetch_plan import Limits
+from connector.reader.peers import Peers, key_of
+from connector.reader.prefetch import Prefetcher, Shelf
+from connector.reader.reader import Reader
+from connector.scheduler.calls import Chain, EngineCall, EngineNews, Peer, PeerConnected
+from connector.scheduler.orders import Connected, Orders, PeerKey, ReadPart
+from connector.scheduler.stats import Tally
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.kv_exchange import KvGrant, KvOffer, KvProof, LegOrder
+from shared.contracts.kv_handshake import KvHandshake
+
+
+@dataclass(slots=True)
+class Said:
+    """What is to be told of the worker's calls, until it is."""
+
+    grants: list[KvGrant] = field(default_factory=list)
+    connected: list[PeerConnected] = field(default_factory=list)
+    chains: list[Chain] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.grants or self.connected or self.chains)
+
+
+class EngineExchange:
+    """See the module. Reads and cancels are in ``reader.effects``, for whoever moves bytes here."""
+
+    def __init__(self, settings: HolderSettings, block_tokens: int, limits: Limits, now: Callable[[], float]) -> None:
+        self.handshake: KvHandshake | None = None
+        """What others need to read this engine's memory, when it is registered."""
+        self.orders = Orders()
+        """For whoever moves bytes: peers to connect and to forget."""
+        self.connecting: set[PeerKey] = set()
+        self._now = now
+        self._block_tokens = block_tokens
+        self._peers = Peers()
+        self._tally = Tally()
+        self._said = Said()
+        self.holder = Holder(settings, now)
+        self.reader = Reader((settings.worker_id, settings.epoch), block_tokens, self._peers, limits, now)
+        self.prefetcher = Prefetcher(self.reader, now)
+        self._hot: HotChains
+
+    def bind(self, pool: Pool, shelf: Shelf) -> None:
+        """The engine's blocks, once, before anything else."""
+        self.holder.bind(pool, self._block_tokens)
+        self.prefetcher.bind(shelf)
+        self._hot = HotChains(lambda name: pool.get_cached_block(name, GROUPS) is not None)
+
+    def obey(self, call: EngineCall) -> None:
+        """Do what the worker asks; the answer is ``news``."""
+        for peer in call.peers:
+            self._know(peer)
+        for gone in call.gone:
+            self._forget((gone.worker_id, gone.epoch))
+        for release in call.releases:
+            self.holder.release(release)
+        self._said.grants += [self.holder.ask(ask) for ask in call.leases]
+        for grant in call.grants:
+            self.reader.on_grant(grant)
+            self.prefetcher.on_grant(grant)
+        for fetch in call.fetches:
+            self.prefetcher.start(fetch)
+        if call.chains_max:
+            self._said.chains = self._hot.hottest(
+                call.chains_max, self._now(), uses_min=call.chains_uses_min, idle_s_max=call.chains_idle_s_max
+            )
+        if call.release_all:
+            self.holder.release_all()
+
+    def grant(self) -> None:
+        """What became ready for those who wait for it, and the end of what is over."""
+        self._said.grants += self.holder.advance()
+
+    def on_time(self) -> None:
+        """What is overdue is given up, what can begin begins."""
+        if not self.reader.idle:
+            self.reader.on_time()
+        if not self.prefetcher.idle:
+            self.prefetcher.go_on()
+
+    def on_connected(self, ended: Iterable[Connected]) -> None:
+        """Connection attempts are over, well or not."""
+        for one in ended:
+            self.connecting.discard(one.peer)
+            if one.failure:
+                self._forget(one.peer)
+                self._peers.shun(one.peer)
+            self._say_connected(one.peer, one.seconds, one.failure)
+
+    def on_part(self, part: ReadPart) -> None:
+        """Blocks of a read are final."""
+        self._tally.part(part)
+        if not self.reader.on_part(part):
+            self.prefetcher.on_part(part)
+
+    def finished(self, request_id: str, offer: KvOffer | None, order: LegOrder) -> KvProof | None:
+        """A request has ended."""
+        proof = self.reader.finished(request_id, offer, order)
+        handed_over = order.take is not None or any(source.follow for source in order.sources)
+        if proof is not None:
+            self._tally.request(proof, self._block_tokens, handed_over=handed_over)
+        return proof
+
+    def used(self, hashes: Sequence[bytes], computed_tokens: int) -> None:
+        """A request has ended that had the KV of so many tokens: its full blocks, prompt and completion, are a chain
+        that others of the same beginning may use.
+        """
+        self._hot.note(list(hashes[: computed_tokens // self._block_tokens]), self._now())
+
+    @property
+    def reads(self) -> int:
+        """Under way, for requests and for nobody's."""
+        return self.reader.reads_under_way + self.prefetcher.reads_under_way
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something to tell the worker."""
+        effects, reader = self.reader.effects, self.reader
+        said = effects.asks or effects.releases or self._said or self.prefetcher.ended
+        return bool(said or reader.wanted or self._tally.changed(self.holder, reads=self.reads))
+
+    def news(self, *, describe: bool = False) -> EngineNews:
+        """All of it, once; with the handshake if it is asked for."""
+        effects, reader, said = self.reader.effects, self.reader, self._said
+        handshake = self.handshake if describe else None
+        if handshake is not None:
+            handshake = msgspec.structs.replace(handshake, clock_s=self._now())
+        news = EngineNews(
+            handshake=handshake,
+            wanted=self._peers.unknown(list(reader.wanted)),
+            leases=effects.asks,
+            grants=said.grants,
+            releases=effects.releases,
+            connected=said.connected,
+            fetched=self.prefetcher.ended,
+            chains=said.chains,
+            state=self._tally.state(self.holder, reads=self.reads),
+        )
+        effects.asks, effects.releases, self.prefetcher.ended = [], [], []
+        self._said = Said()
+        reader.wanted.clear()
+        return news
+
+    def _know(self, peer: Peer) -> None:
+        key = key_of(peer)
+        if self.handshake is not None and (why := why_not(self.handshake, peer.handshake)):
+            self._say_connected(key, 0.0, why)
+            self._peers.shun(key)
+            return
+        ended = self._peers.know(peer)
+        if ended is None:
+            return
+        for other in ended:
+            self._forget(other)
+        self.connecting.add(key)
+        self.orders.connect.append(peer)
+        self.reader.on_peer()
+        self.prefetcher.on_peer()
+
+    def _forget(self, key: PeerKey) -> None:
+        if not self._peers.forget(key):
+            return
+        self.connecting.discard(key)
+        self.orders.connect = [peer for peer in self.orders.connect if key_of(peer) != key]
+        self.orders.forget.append(key)
+        self.reader.on_peer_gone(key)
+        self.prefetcher.on_peer_gone(key)
+
+    def _say_connected(self, key: PeerKey, seconds: float, failure: str) -> None:
+        said = PeerConnected(worker_id=WorkerId(key[0]), epoch=Epoch(key[1]), seconds=seconds, failure=failure)
+        self._said.connected.append(said)

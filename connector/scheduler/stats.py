@@ -1,0 +1,72 @@
+"""What an engine's exchange did since it started, in the words of ``KvLedgerState``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from connector.scheduler.orders import ReadPart
+from shared.contracts.kv_exchange import KvLedgerState, KvProof
+
+if TYPE_CHECKING:
+    from connector.holder.holder import Holder
+
+
+class Tally:
+    """Counts; the holder counts its own leases."""
+
+    def __init__(self) -> None:
+        self._reads = 0
+        self._reads_failed = 0
+        self._read_bytes = 0
+        self._read_seconds = 0.0
+        self._refused = 0
+        self._recomputed_tokens = 0
+        self._told: KvLedgerState | None = None
+
+    def part(self, part: ReadPart) -> None:
+        """Part of a read is final."""
+        self._reads += 1
+        if part.failure:
+            self._reads_failed += 1
+        else:
+            self._read_bytes += part.bytes
+            self._read_seconds += max(0.0, part.ended_s - part.started_s)
+
+    def request(self, proof: KvProof, block_tokens: int, *, handed_over: bool) -> None:
+        """A request ended. What a decode leg computes beyond its tail was computed twice in the system."""
+        self._refused += proof.refused
+        if handed_over:
+            tail = proof.prompt_tokens % block_tokens or 1
+            self._recomputed_tokens += max(0, proof.recomputed_tokens - tail) + proof.reprefilled_tokens
+
+    def state(self, holder: Holder, *, reads: int) -> KvLedgerState:
+        """Now."""
+        counts = holder.counts
+        self._told = KvLedgerState(
+            leases=counts.leases,
+            pinned_blocks=counts.pinned_blocks,
+            next_expiry_s=counts.next_expiry_s,
+            reads=reads,
+            leases_granted_total=counts.granted_total,
+            leases_released_total=counts.released_total,
+            leases_expired_total=counts.expired_total,
+            leases_refused_total=counts.refused_total,
+            reads_total=self._reads,
+            reads_failed_total=self._reads_failed,
+            read_bytes_total=self._read_bytes,
+            read_seconds_total=self._read_seconds,
+            refused_requests_total=self._refused,
+            recomputed_tokens_total=self._recomputed_tokens,
+        )
+        return self._told
+
+    def changed(self, holder: Holder, *, reads: int) -> bool:
+        """Whether leases have changed since they were last told (the worker keeps their time), or all reads ended."""
+        told, now = self._told, holder.counts
+        if told is None:
+            return bool(now.leases)
+        return bool(told.reads and not reads) or (told.leases, told.pinned_blocks, told.next_expiry_s) != (
+            now.leases,
+            now.pinned_blocks,
+            now.next_expiry_s,
+        )

@@ -1,0 +1,134 @@
+"""The port without NIXL: agents of one process copy each other's memory. For tests and simulated engines."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from connector.transfer.agent import Region, Spans, TransferFailed, TransferState
+
+PIECES_AT_ONCE = 64
+"""Copied by each look at a read's state, when it is told to move in steps."""
+
+
+class MemoryNetwork:
+    """Agents that can reach one another, by name. One for each test, or one for a process of simulated engines."""
+
+    def __init__(self) -> None:
+        self.agents: dict[str, MemoryAgent] = {}
+
+    def agent(self, name: str) -> MemoryAgent:
+        """A new agent, reachable until it is closed."""
+        return MemoryAgent(name, self)
+
+
+@dataclass(slots=True)
+class Copying:
+    """One read under way."""
+
+    peer: str
+    remote: Spans
+    local: Spans
+    copied: int = 0
+
+
+@dataclass(slots=True)
+class Behaviour:
+    """How an agent's reads go wrong, for tests."""
+
+    fail_reads: bool = False
+    """Each read ends in an error, before it has copied anything."""
+    stalled: bool = False
+    """Nothing moves, and nothing can be given back."""
+    hung: set[str] = field(default_factory=set)
+    """The same, for reads from these agents."""
+    in_steps: bool = False
+    """Each look at the state copies a few pieces, instead of all being copied at once."""
+    reads: list[Copying] = field(default_factory=list)
+    """All that were begun."""
+
+
+class MemoryAgent:
+    """A TransferAgent on ``memmove``."""
+
+    def __init__(self, name: str, network: MemoryNetwork) -> None:
+        self.name = name
+        self.behaviour = Behaviour()
+        self._network = network
+        self._regions: list[Region] = []
+        self._known: set[str] = set()
+        network.agents[name] = self
+
+    def register(self, regions: Sequence[Region]) -> None:
+        """Make memory readable by others and writable by reads. Call before ``metadata``."""
+        self._regions.extend(regions)
+
+    def metadata(self) -> bytes:
+        """What another agent needs to connect."""
+        return self.name.encode()
+
+    def connect(self, metadata: bytes) -> str:
+        """Know that agent, wire up, answer its name. Raises TransferFailed."""
+        name = metadata.decode()
+        if name not in self._network.agents:
+            raise TransferFailed(f"connecting: there is no {name}")
+        self._known.add(name)
+        return name
+
+    def forget(self, name: str) -> None:
+        """Disconnect; harmless when unknown."""
+        self._known.discard(name)
+
+    def read(self, name: str, remote: Spans, local: Spans, *, device: str, remote_device: str) -> Any:
+        """Begin to copy each remote span over the local one of the same place and length; answers a handle.
+
+        Raises TransferFailed.
+        """
+        peer = self._network.agents.get(name)
+        if peer is None or name not in self._known:
+            raise TransferFailed(f"reading: {name} is not connected")
+        if not (peer.has(remote, remote_device) and self.has(local, device)):
+            raise TransferFailed("reading: memory that was not registered")
+        copying = Copying(name, remote, local)
+        self.behaviour.reads.append(copying)
+        if not self.behaviour.in_steps:
+            self._copy(copying, len(remote))
+        return copying
+
+    def state(self, handle: Any) -> TransferState:
+        """How far it is."""
+        if self.behaviour.fail_reads or handle.peer not in self._known or handle.peer not in self._network.agents:
+            return TransferState.FAILED
+        self._copy(handle, PIECES_AT_ONCE)
+        return TransferState.DONE if handle.copied == len(handle.remote) else TransferState.RUNNING
+
+    def release(self, handle: Any) -> bool:
+        """Give the handle back, cancelling what still runs. False: it cannot be stopped yet, ask again."""
+        return not self._stalls(handle) or handle.peer not in self._known
+
+    def close(self) -> None:
+        """Everything is over."""
+        self._network.agents.pop(self.name, None)
+
+    def has(self, spans: Spans, device: str) -> bool:
+        """Whether each span lies within registered memory."""
+        return all(
+            any(
+                one.device == device and one.base <= address and address + length <= one.base + one.length
+                for one in self._regions
+            )
+            for address, length in spans[:, :2].tolist()
+        )
+
+    def _copy(self, copying: Copying, pieces: int) -> None:
+        if self._stalls(copying) or self.behaviour.fail_reads:
+            return
+        end = min(len(copying.remote), copying.copied + pieces)
+        for place in range(copying.copied, end):
+            ctypes.memmove(int(copying.local[place, 0]), int(copying.remote[place, 0]), int(copying.local[place, 1]))
+        copying.copied = end
+
+    def _stalls(self, copying: Copying) -> bool:
+        return self.behaviour.stalled or copying.peer in self.behaviour.hung

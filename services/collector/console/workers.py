@@ -1,0 +1,82 @@
+"""The workers as the console draws them: what the orchestrator says of each, with its own newest load report."""
+
+from __future__ import annotations
+
+from services.collector.console.views import WorkerCard
+from services.collector.metrics.fleet_metrics import Ledger, WorkerView
+from shared.contracts.ids import WorkerId
+from shared.contracts.load import LoadReport
+from shared.contracts.workers import FleetState, FleetWorker, WorkerPhase, WorkerRecord
+
+SILENT_S_MIN = 3
+"""Reports come once a second at least: before so long nobody counts as silent."""
+SHOWN_S = 60.0
+"""A worker that the orchestrator does not tell of is shown for so long after its last word."""
+OVER = (WorkerPhase.GONE, WorkerPhase.LOST)
+
+
+class Roster:
+    """What is known of workers beside their load: as the orchestrator told last, for it may be away."""
+
+    def __init__(self) -> None:
+        self._records: dict[WorkerId, WorkerRecord] = {}
+
+    def told(self, state: FleetState) -> None:
+        """The orchestrator says who is there."""
+        self._records = {each.record.worker_id: each.record for each in state.workers}
+
+    def model_names(self, cards: list[WorkerCard]) -> list[str]:
+        """Of everything that the workers on these cards serve."""
+        shown = {card.id for card in cards if card.phase not in OVER}
+        records = [record for worker_id, record in self._records.items() if worker_id in shown]
+        return sorted({name for record in records for name in record.models})
+
+    def cards(self, ledger: Ledger, now: float) -> list[WorkerCard]:
+        """One for each worker, by name."""
+        state = ledger.fleet.state
+        told = {each.record.worker_id: each for each in state.workers} if state is not None else {}
+        heard = {worker_id for worker_id, view in ledger.workers.items() if now - view.heard < SHOWN_S}
+        shown = sorted(heard | set(told))
+        return [self._card(each, told.get(each), ledger.workers.get(each), now) for each in shown]
+
+    def _card(self, worker_id: WorkerId, told: FleetWorker | None, view: WorkerView | None, now: float) -> WorkerCard:
+        record = told.record if told is not None else self._records.get(worker_id)
+        load = view.load if view is not None else None
+        silent_s = now - view.heard if view is not None else told.silent_s if told is not None else 0.0
+        hits, prompt = (view.cached.per_second(now), view.prompt.per_second(now)) if view is not None else (0.0, 0.0)
+        return WorkerCard(
+            id=worker_id,
+            role=_role(record, load),
+            phase=_phase(told, load, record),
+            model=record.models[0] if record is not None and record.models else "",
+            engine=record.engine if record is not None else "",
+            revision=record.fingerprint.revision if record is not None else "",
+            host=record.host if record is not None else "",
+            note=record.note if record is not None else "",
+            running=load.running if load is not None else 0,
+            waiting=load.waiting if load is not None else 0,
+            waiting_tokens=load.waiting_tokens if load is not None else 0,
+            legs=load.legs if load is not None else 0,
+            kv_used=round(kv_used(load), 3),
+            hit_ratio=round(min(1.0, hits / prompt), 3) if prompt > 0 else None,
+            prompt_tokens_per_s=round(view.tokens_in.per_second(now), 1) if view is not None else 0.0,
+            generation_tokens_per_s=round(view.tokens_out.per_second(now), 1) if view is not None else 0.0,
+            heard_s_ago=int(silent_s) if silent_s >= SILENT_S_MIN else 0,
+        )
+
+
+def kv_used(load: LoadReport | None) -> float:
+    """0.0 to 1.0."""
+    return load.kv_blocks_used / load.kv_blocks_total if load is not None and load.kv_blocks_total else 0.0
+
+
+def _role(record: WorkerRecord | None, load: LoadReport | None) -> str:
+    newest = load if load is not None and (record is None or load.epoch >= record.epoch) else record
+    return newest.role.value if newest is not None else ""
+
+
+def _phase(told: FleetWorker | None, load: LoadReport | None, record: WorkerRecord | None) -> str:
+    if told is not None:
+        return told.phase.value
+    newest = load if load is not None else record
+    return newest.phase.value if newest is not None else ""

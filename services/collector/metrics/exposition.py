@@ -1,0 +1,270 @@
+"""The ledger as metrics: which number goes under which name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from services.collector.metrics.fleet_metrics import Ledger, WorkerView
+from services.collector.metrics.plans import PlanView
+from services.collector.metrics.requests import Bounds, Handoffs, Latencies, Requests
+from services.collector.metrics.windows import Histogram
+from shared.bus.port import BusCounts
+from shared.contracts.kv_events import KvTier
+from shared.contracts.kv_exchange import KvLedgerState
+from shared.contracts.load import LoadReport, StoreState
+from shared.contracts.workers import FleetWorker
+from shared.telemetry import names
+from shared.telemetry.families import Distribution, Family, Sample
+from shared.telemetry.metrics import Metric
+
+BOUNDS = Bounds(
+    ttft=names.FLEET_TTFT.buckets,
+    itl=names.FLEET_ITL.buckets,
+    e2e=names.FLEET_E2E.buckets,
+    kv=names.FLEET_KV_READ.buckets,
+)
+PROMPT_SOURCES = {"computed": "computed_tokens", "cached": "cached_tokens", "received": "received_tokens"}
+
+
+def _kv_used(view: WorkerView) -> float:
+    return view.load.kv_blocks_used / view.load.kv_blocks_total if view.load.kv_blocks_total else 0.0
+
+
+WORKER_NUMBERS: Mapping[Metric, Callable[[WorkerView, float], float]] = {
+    names.WORKER_RUNNING: lambda view, _now: view.load.running,
+    names.WORKER_WAITING: lambda view, _now: view.load.waiting,
+    names.WORKER_WAITING_TOKENS: lambda view, _now: view.load.waiting_tokens,
+    names.WORKER_LEGS: lambda view, _now: view.load.legs,
+    names.WORKER_KV_USED: lambda view, _now: _kv_used(view),
+    names.WORKER_PREFILL_SPEED: lambda view, _now: view.load.prefill_tokens_per_s,
+    names.WORKER_TOKEN_INTERVAL: lambda view, _now: view.load.decode_s_per_token,
+    names.WORKER_GENERATION_TOKENS: lambda view, _now: view.totals.values["generation_tokens"],
+    names.WORKER_RECEIVED_BYTES: lambda view, _now: view.totals.values["received_bytes"],
+    names.WORKER_RECEIVED_SECONDS: lambda view, _now: view.totals.values["received_seconds"],
+    names.WORKER_PREEMPTIONS: lambda view, _now: view.totals.values["preemptions"],
+    names.WORKER_STEP_SECONDS: lambda view, _now: view.totals.values["step_seconds"],
+    names.WORKER_TOKENS_IN: lambda view, now: view.tokens_in.per_second(now),
+    names.WORKER_TOKENS_OUT: lambda view, now: view.tokens_out.per_second(now),
+}
+"""What a worker's view has one number of."""
+EXCHANGE_NUMBERS: Mapping[Metric, Callable[[KvLedgerState], float]] = {
+    names.WORKER_LEASES_HELD: lambda exchange: exchange.leases,
+    names.WORKER_PINNED: lambda exchange: exchange.pinned_blocks,
+    names.WORKER_READS_RUNNING: lambda exchange: exchange.reads,
+}
+LEASE_OUTCOMES = ("granted", "refused", "released", "expired")
+HOST, DISK = KvTier.HOST.value, KvTier.DISK.value
+STORE_NUMBERS: Mapping[Metric, Callable[[LoadReport, StoreState], Mapping[str, int]]] = {
+    names.STORE_BLOCKS: lambda _load, store: {HOST: store.host_blocks, DISK: store.disk_blocks},
+    names.STORE_BLOCKS_MAX: lambda load, store: {HOST: load.kv_blocks_total, DISK: store.disk_blocks_max},
+    names.STORE_BYTES: lambda _load, store: {
+        HOST: store.host_blocks * store.block_bytes,
+        DISK: store.disk_blocks * store.block_bytes,
+    },
+    names.STORE_WAITING: lambda _load, store: {"load": store.loads_waiting, "save": store.saves_waiting},
+}
+"""What a store says of itself now, by tier or kind of copying."""
+STORE_OUTCOMES: Mapping[Metric, Mapping[tuple[str, ...], str]] = {
+    names.STORE_MOVED: {
+        ("load", "done"): "loaded_blocks",
+        ("load", "damaged"): "damaged_blocks",
+        ("save", "done"): "saved_blocks",
+        ("save", "failed"): "unsaved_blocks",
+    },
+    names.STORE_EVICTED: {(HOST,): "evicted_host_blocks", (DISK,): "evicted_disk_blocks"},
+    names.STORE_GRANTED: {(): "granted_bytes"},
+}
+"""Which of its totals goes under which labels."""
+WORKER_LATENCIES: Mapping[Metric, Callable[[Latencies], Histogram]] = {
+    names.WORKER_TTFT: lambda latencies: latencies.ttft,
+    names.WORKER_ITL: lambda latencies: latencies.itl,
+    names.WORKER_E2E: lambda latencies: latencies.e2e,
+}
+FLEET_LATENCIES: Mapping[Metric, Callable[[Latencies], Histogram]] = {
+    names.FLEET_TTFT: lambda latencies: latencies.ttft,
+    names.FLEET_ITL: lambda latencies: latencies.itl,
+    names.FLEET_E2E: lambda latencies: latencies.e2e,
+}
+
+
+def families(ledger: Ledger, bus: BusCounts, now: float) -> list[Family]:
+    """Everything to show at ``now``."""
+    return [
+        *_workers(ledger, now),
+        *_exchange(ledger, now),
+        *_stores(ledger, now),
+        *_fleet(ledger),
+        *_plans(ledger.plans),
+        *_requests(ledger.requests, now),
+        *_services(ledger),
+        *_bus(bus),
+    ]
+
+
+def _workers(ledger: Ledger, now: float) -> Iterator[Family]:
+    views = [((worker_id, view.load.role.value), view) for worker_id, view in ledger.live_workers(now).items()]
+    for metric, read in WORKER_NUMBERS.items():
+        yield Family(metric, [Sample(labels, float(read(view, now))) for labels, view in views])
+    yield Family(
+        names.WORKER_PROMPT_TOKENS,
+        [
+            Sample((*labels, source), view.totals.values[total])
+            for labels, view in views
+            for source, total in PROMPT_SOURCES.items()
+        ],
+    )
+    yield Family(
+        names.WORKER_REQUESTS,
+        [Sample((*labels, mode), count) for labels, view in views for mode, count in view.requests.items()],
+    )
+    yield Family(
+        names.WORKER_FAILURES,
+        [Sample((*labels, reason), count) for labels, view in views for reason, count in view.failures.items()],
+    )
+    yield Family(names.WORKER_CACHED_MISSED, [Sample(labels, float(view.predictions.missed)) for labels, view in views])
+    for metric, pick in WORKER_LATENCIES.items():
+        yield Family(metric, [Sample(labels, _distribution(pick(view.latencies))) for labels, view in views])
+
+
+def _exchange(ledger: Ledger, now: float) -> Iterator[Family]:
+    told = [
+        ((worker_id, view.load.role.value), view.load.exchange, view.totals.values)
+        for worker_id, view in ledger.live_workers(now).items()
+        if view.load.exchange is not None
+    ]
+    for metric, read in EXCHANGE_NUMBERS.items():
+        yield Family(metric, [Sample(labels, float(read(exchange))) for labels, exchange, _totals in told])
+    leases, reads = [], []
+    for labels, _exchange_now, totals in told:
+        leases += [Sample((*labels, outcome), totals[f"leases_{outcome}"]) for outcome in LEASE_OUTCOMES]
+        reads += [
+            Sample((*labels, "done"), totals["reads"] - totals["reads_failed"]),
+            Sample((*labels, "failed"), totals["reads_failed"]),
+        ]
+    yield Family(names.WORKER_LEASES, leases)
+    yield Family(names.WORKER_READS, reads)
+    for metric, total in ((names.WORKER_REFUSED, "refused_requests"), (names.WORKER_RECOMPUTED, "recomputed_tokens")):
+        yield Family(metric, [Sample(labels, totals[total]) for labels, _exchange_now, totals in told])
+
+
+def _stores(ledger: Ledger, now: float) -> Iterator[Family]:
+    stores = [
+        (worker_id, view.load, view.load.store, view.totals.values)
+        for worker_id, view in ledger.live_workers(now).items()
+        if view.load.store is not None
+    ]
+    for metric, read in STORE_NUMBERS.items():
+        yield Family(
+            metric,
+            [
+                Sample((worker_id, label), float(number))
+                for worker_id, load, store, _totals in stores
+                for label, number in read(load, store).items()
+            ],
+        )
+    free = [(worker_id, store.disk_free_bytes) for worker_id, _load, store, _totals in stores]
+    yield Family(
+        names.STORE_DISK_FREE, [Sample((each,), float(free_bytes)) for each, free_bytes in free if free_bytes >= 0]
+    )
+    for metric, outcomes in STORE_OUTCOMES.items():
+        yield Family(
+            metric,
+            [
+                Sample((worker_id, *labels), totals[total])
+                for worker_id, _load, _store, totals in stores
+                for labels, total in outcomes.items()
+            ],
+        )
+
+
+def _fleet(ledger: Ledger) -> Iterator[Family]:
+    state = ledger.fleet.state
+    workers: list[FleetWorker] = state.workers if state else []
+    named = [((each.record.worker_id, each.record.role.value), each) for each in workers]
+    yield Family(names.WORKER_PHASE, [Sample((*labels, each.phase.value), 1.0) for labels, each in named])
+    yield Family(names.WORKER_SILENCE, [Sample(labels, each.silent_s) for labels, each in named])
+    yield Family(
+        names.WORKER_LEGS_MAX,
+        [Sample(labels, float(each.record.legs_max)) for labels, each in named if each.record.legs_max > 0],
+    )
+    by_phase = Counter((each.record.role.value, each.phase.value) for each in workers)
+    yield Family(names.FLEET_WORKERS, [Sample(labels, count) for labels, count in sorted(by_phase.items())])
+    yield Family(names.FLEET_TERM, [Sample((), state.term)] if state else [])
+    totals = ledger.worker_totals
+    yield Family(
+        names.FLEET_PROMPT_TOKENS, [Sample((source,), totals[total]) for source, total in PROMPT_SOURCES.items()]
+    )
+    yield from _alone(
+        {
+            names.FLEET_WORKERS_LOST: ledger.fleet.workers_lost,
+            names.FLEET_GENERATION_TOKENS: totals["generation_tokens"],
+            names.FLEET_RECEIVED_BYTES: totals["received_bytes"],
+        }
+    )
+
+
+def _plans(plans: PlanView) -> Iterator[Family]:
+    yield Family(names.PLANNER_WANTED, [Sample(labels, float(wanted)) for labels, wanted in plans.wanted().items()])
+    yield Family(names.PLANNER_LOAD, [Sample(labels, load) for labels, load in plans.load().items()])
+    yield Family(names.PLANNER_CHANGES, [Sample(labels, float(count)) for labels, count in plans.changes.items()])
+
+
+def _requests(requests: Requests, now: float) -> Iterator[Family]:
+    yield Family(names.FLEET_REQUESTS, [Sample(labels, count) for labels, count in requests.finished.items()])
+    yield Family(names.FLEET_FAILURES, [Sample((reason,), count) for reason, count in requests.failed.items()])
+    yield Family(
+        names.FLEET_REQUEST_TOKENS,
+        [Sample(("prompt",), requests.prompt_tokens.total), Sample(("completion",), requests.completion_tokens.total)],
+    )
+    for metric, pick in FLEET_LATENCIES.items():
+        yield Family(metric, [Sample(labels, _distribution(pick(each))) for labels, each in requests.latencies.items()])
+    yield from _handoffs(requests.handoffs)
+    yield from _alone(
+        {
+            names.FLEET_REQUEST_RATE: requests.rate.per_second(now),
+            names.FLEET_TOKENS_IN: requests.prompt_tokens.rate.per_second(now),
+            names.FLEET_TOKENS_OUT: requests.completion_tokens.rate.per_second(now),
+            names.FLEET_CACHED_PREDICTED: requests.predictions.predicted,
+            names.FLEET_CACHED_ACTUAL: requests.predictions.actual,
+            names.FLEET_CACHED_MISSED: requests.predictions.missed,
+        }
+    )
+
+
+def _handoffs(handoffs: Handoffs) -> Iterator[Family]:
+    yield Family(names.FLEET_HANDOFFS, [Sample((how,), count) for how, count in handoffs.count.items()])
+    for metric, histograms in ((names.FLEET_KV_WAIT, handoffs.waits), (names.FLEET_KV_READ, handoffs.reads)):
+        yield Family(metric, [Sample((how,), _distribution(each)) for how, each in histograms.items()])
+    yield from _alone(
+        {
+            names.FLEET_RECOMPUTED: handoffs.recomputed,
+            names.FLEET_REPREFILLED: handoffs.reprefilled,
+            names.FLEET_READBACK: handoffs.read_back,
+        }
+    )
+
+
+def _services(ledger: Ledger) -> Iterable[Family]:
+    statuses = [status for status, _heard in ledger.services.values()]
+    samples = [Sample((status.service, status.instance, status.phase.value), 1.0) for status in statuses]
+    return [Family(names.SERVICE_PHASE, samples)]
+
+
+def _bus(counts: BusCounts) -> Iterable[Family]:
+    return _alone(
+        {
+            names.BUS_DROPPED: counts.dropped,
+            names.BUS_BAD: counts.bad_messages,
+            names.BUS_PARTS_LOST: counts.parts_lost,
+            names.BUS_RECONNECTS: counts.reconnects,
+        }
+    )
+
+
+def _alone(numbers: Mapping[Metric, float]) -> Iterable[Family]:
+    return [Family(metric, [Sample((), float(number))]) for metric, number in numbers.items()]
+
+
+def _distribution(histogram: Histogram) -> Distribution:
+    return Distribution(tuple(histogram.counts), histogram.sum)

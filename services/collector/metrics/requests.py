@@ -1,0 +1,148 @@
+"""Finished requests as routers tell of them, added up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from services.collector.metrics.windows import OTHER, Histogram, LabelSet, Rate
+from shared.contracts.failures import Reason
+from shared.contracts.inference import RequestFinished
+
+MODELS_MAX = 64
+STREAMED, OFFERED = HANDOFFS = ("streamed", "offered")
+MODES = ("aggregated", "disaggregated", "decode_first")
+REASONS = frozenset(reason.value for reason in Reason)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Upper bounds of the histograms' buckets, seconds."""
+
+    ttft: tuple[float, ...]
+    itl: tuple[float, ...]
+    e2e: tuple[float, ...]
+    kv: tuple[float, ...]
+    """Of waiting for KV, and of reading it."""
+
+
+class Latencies:
+    """TTFT, ITL and E2E of requests, seconds."""
+
+    __slots__ = ("e2e", "itl", "ttft")
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.ttft = Histogram(bounds.ttft)
+        self.itl = Histogram(bounds.itl)
+        self.e2e = Histogram(bounds.e2e)
+
+    def observe(self, request: RequestFinished) -> None:
+        """Add what the request's router knows of it; -1 is not known."""
+        for histogram, value in ((self.ttft, request.ttft_s), (self.itl, request.itl_s), (self.e2e, request.e2e_s)):
+            if value >= 0.0:
+                histogram.observe(value)
+
+
+@dataclass(slots=True)
+class CachePredictions:
+    """Cached tokens as the router expected them and as the engines found them, where both are known."""
+
+    predicted: int = 0
+    actual: int = 0
+    missed: int = 0
+    """Sum of the distances: predictions that err both ways don't cancel out."""
+
+    def compare(self, predicted: int, actual: int) -> None:
+        """One more request; -1 is not known."""
+        if predicted >= 0 and actual >= 0:
+            self.predicted += predicted
+            self.actual += actual
+            self.missed += abs(predicted - actual)
+
+
+class Handoffs:
+    """How the KV of disaggregated requests came: streamed while the prompt was computed, or offered afterwards."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.count = dict.fromkeys(HANDOFFS, 0)
+        self.waits = {each: Histogram(bounds.kv) for each in HANDOFFS}
+        self.reads = {each: Histogram(bounds.kv) for each in HANDOFFS}
+        self.recomputed = 0
+        """Tokens; whatever went wrong shows here first."""
+        self.reprefilled = 0
+        self.read_back = 0
+
+    def add(self, request: RequestFinished) -> None:
+        """One more request; -1 is not known."""
+        self.recomputed += max(0, request.recomputed_tokens)
+        self.reprefilled += max(0, request.reprefilled_tokens)
+        self.read_back += max(0, request.readback_tokens)
+        if request.mode != "disaggregated" or request.received_tokens <= 0:
+            return
+        handoff = STREAMED if request.streamed_handoff else OFFERED
+        self.count[handoff] += 1
+        for histogram, value in ((self.waits[handoff], request.kv_wait_s), (self.reads[handoff], request.kv_read_s)):
+            if value >= 0.0:
+                histogram.observe(value)
+
+
+class TokenFlow:
+    """Tokens of one kind: how many in all, and how many a second lately."""
+
+    __slots__ = ("rate", "total")
+
+    def __init__(self, now: float) -> None:
+        self.total = 0
+        self.rate = Rate(now)
+
+    def add(self, tokens: int, now: float) -> None:
+        """So many more; -1 is not known."""
+        known = max(0, tokens)
+        self.total += known
+        self.rate.add(known, now)
+
+
+class Requests:
+    """All requests since the start. What labels may say is bounded."""
+
+    def __init__(self, bounds: Bounds, now: float) -> None:
+        self.finished: Counter[tuple[str, str, str]] = Counter()
+        """By model, mode and HTTP status."""
+        self.failed: Counter[str] = Counter()
+        """By reason."""
+        self.latencies: dict[tuple[str, str], Latencies] = {}
+        """By model and mode."""
+        self.predictions = CachePredictions()
+        self.handoffs = Handoffs(bounds)
+        self.rate = Rate(now)
+        self.prompt_tokens = TokenFlow(now)
+        self.completion_tokens = TokenFlow(now)
+        self._bounds = bounds
+        self._models = LabelSet(MODELS_MAX)
+
+    def add(self, request: RequestFinished, now: float) -> None:
+        """One more request ended."""
+        # Names that nobody offers are the clients' invention: they would fill the label set and push true ones out.
+        invented = request.reason == Reason.MODEL_UNKNOWN
+        model, mode = OTHER if invented else self._models.bounded(request.model), mode_of(request)
+        self.finished[model, mode, str(request.status)] += 1
+        if request.reason:
+            self.failed[reason_of(request)] += 1
+        if (model, mode) not in self.latencies:
+            self.latencies[model, mode] = Latencies(self._bounds)
+        self.latencies[model, mode].observe(request)
+        self.predictions.compare(request.predicted_cached_tokens, request.cached_tokens)
+        self.handoffs.add(request)
+        self.rate.add(1, now)
+        self.prompt_tokens.add(request.prompt_tokens, now)
+        self.completion_tokens.add(request.completion_tokens, now)
+
+
+def mode_of(request: RequestFinished) -> str:
+    """How it was served, as a label."""
+    return request.mode if request.mode in MODES else OTHER
+
+
+def reason_of(request: RequestFinished) -> str:
+    """Why it did not end well, as a label."""
+    return request.reason if request.reason in REASONS else OTHER

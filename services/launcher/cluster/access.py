@@ -1,0 +1,23 @@
+"""What the `baton` command shows NATS: the launcher's key, of the settings or of the system that runs here."""
+
+from __future__ import annotations
+
+import os
+
+from services.launcher.cluster.folder import variables
+from services.launcher.system.machine import inherited_environment
+from shared.bus.nats_credentials import Access
+from shared.contracts.channels import Party
+from shared.runtime.access import access_of
+from shared.runtime.settings import load_common
+
+
+def use_keys(folder: str) -> None:
+    """From here on this process has the launcher's key in that folder of `baton init`, unless it was given another."""
+    if not any(os.environ.get(name) for name in variables(folder, Party.LAUNCHER)):
+        os.environ.update(variables(folder, Party.LAUNCHER))
+
+
+def launcher_access() -> Access:
+    """Raises SettingsError."""
+    return access_of(load_common(inherited_environment()), Party.LAUNCHER)

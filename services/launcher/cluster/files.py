@@ -1,0 +1,136 @@
+"""The folder of a cluster's keys on disk: looks what is there, makes what is missing, for its owner's eyes only."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+from services.launcher.cluster.certificates import (
+    CertificateFacts,
+    KeyPair,
+    NoCertificate,
+    facts_of,
+    is_signed_by,
+    new_authority,
+    new_server,
+)
+from services.launcher.cluster.folder import (
+    API_KEYS,
+    AUTHORITY,
+    AUTHORITY_KEY,
+    NKEY,
+    SECURE,
+    SERVER,
+    SERVER_KEY,
+    TRUSTED,
+    CannotMake,
+    Found,
+    Making,
+    Wish,
+    folder_of,
+    owners,
+    secure_conf,
+    to_make,
+)
+from services.launcher.cluster.key_entry import KeyEntry, Permission
+from services.launcher.commands.keys import add_entry
+from shared.bus.nats_credentials import new_seed, read_seed
+from shared.runtime.keys import digest_of, new_key
+
+OWNER_ONLY = 0o600
+FOLDER_MODE = 0o700
+ADMIN = "admin"
+"""Tenant of the first API key."""
+
+
+@dataclass(kw_only=True)
+class Made:
+    """What `baton init` did."""
+
+    making: Making
+    owners: list[str]
+    server: CertificateFacts
+    authority: CertificateFacts
+    is_trusted: bool
+    """Whether the CA that the parties have signed the server's certificate."""
+    api_key: str = field(default="", repr=False)
+    """To be shown once."""
+
+
+def look(folder: Path) -> Found:
+    """What is there. Raises NoCertificate."""
+    files = frozenset(str(file.relative_to(folder)) for file in folder.glob("*/*") if file.is_file())
+    try:
+        names = facts_of((folder / SERVER).read_bytes()).names if SERVER in files else ()
+    except NoCertificate as error:
+        raise NoCertificate(f"{SERVER}: {error}") from error
+    return Found(files=files, names=names)
+
+
+def make(folder: Path, wish: Wish, now: datetime) -> Made:
+    """Make what is missing. Raises CannotMake, NoCertificate, BusDown for a key that cannot be read, OSError."""
+    found = look(folder)
+    making = to_make(wish, found)
+    folder.mkdir(parents=True, exist_ok=True, mode=FOLDER_MODE)
+    if making.authority:
+        _write_pair(folder, (AUTHORITY, AUTHORITY_KEY), new_authority(now))
+    if making.server:
+        _make_server(folder, making, now)
+    for owner in making.nkeys:
+        _write(folder / folder_of(owner) / NKEY, new_seed(owner).file_text.encode())
+    everyone = owners(found, wish)
+    authority = (folder / AUTHORITY).read_bytes()
+    public_keys = {owner: read_seed(folder / folder_of(owner) / NKEY).public_key for owner in everyone}
+    for owner in everyone:
+        _write(folder / folder_of(owner) / TRUSTED, authority)
+    _write(folder / SECURE, secure_conf(str(folder), public_keys).encode())
+    server = (folder / SERVER).read_bytes()
+    return Made(
+        making=making,
+        owners=everyone,
+        server=facts_of(server),
+        authority=facts_of(authority),
+        is_trusted=is_signed_by(server, authority),
+        api_key=_make_api_key(folder) if making.api_key else "",
+    )
+
+
+def _make_server(folder: Path, making: Making, now: datetime) -> None:
+    authority = KeyPair(
+        certificate=(folder / AUTHORITY).read_bytes(),
+        key=(folder / AUTHORITY_KEY).read_bytes(),
+    )
+    try:
+        made = new_server(authority, making.hosts, now)
+    except ValueError as error:
+        raise CannotMake(f"{', '.join(making.hosts)}: a certificate cannot be for one of these: {error}") from error
+    _write_pair(folder, (SERVER, SERVER_KEY), made)
+
+
+def _make_api_key(folder: Path) -> str:
+    file = folder / API_KEYS
+    file.unlink(missing_ok=True)
+    key = new_key()
+    permissions = (Permission.ADMIN, Permission.FORCE_PLACEMENT, Permission.INFER)
+    file.parent.mkdir(exist_ok=True, mode=FOLDER_MODE)
+    add_entry(file, KeyEntry(tenant=ADMIN, sha256=digest_of(key), note="baton init", permissions=permissions))
+    return key
+
+
+def _write_pair(folder: Path, files: tuple[str, str], pair: KeyPair) -> None:
+    """The key first: a certificate without its key would be used by nobody."""
+    certificate, key = files
+    _write(folder / key, pair.key)
+    _write(folder / certificate, pair.certificate)
+
+
+def _write(file: Path, data: bytes) -> None:
+    """Whole or not at all, and never to be read by anybody else, not even for a moment."""
+    file.parent.mkdir(exist_ok=True, mode=FOLDER_MODE)
+    draft = file.with_suffix(f"{file.suffix}.new")
+    draft.unlink(missing_ok=True)
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, OWNER_ONLY), "wb") as opened:
+        opened.write(data)
+    draft.replace(file)

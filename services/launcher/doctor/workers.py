@@ -1,0 +1,286 @@
+"""Findings about the workers of the running system: who is there, who fits whom, and what routers know of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from services.launcher.doctor.facts import HeardLoad, SystemFacts
+from services.launcher.doctor.findings import Area, Finding, Level, many, named
+from shared.contracts.control import RouterStanding, ServicePhase
+from shared.contracts.version import WIRE_VERSION
+from shared.contracts.workers import FleetWorker, Role, WorkerPhase, WorkerRecord
+from shared.text.quantities import counted, duration
+
+STARTING_S_MAX = 600.0
+"""A large model on slow disks."""
+PROBING_S_MAX = 60.0
+SILENT_S_MAX = 3.0
+KV_FULL = 0.95
+"""Of the KV blocks, used: more requests wait or are thrown out of the batch."""
+PREFILLS = frozenset({Role.PREFILL, Role.BOTH})
+DECODES = frozenset({Role.DECODE, Role.BOTH})
+MEANINGS = {
+    "dtype": "numbers of another kind",
+    "block_size": "blocks of another size",
+    "kv_layout": "another processor, cache type or layout",
+    "connector": "another connector, or another version of it",
+    "engine_version": "another version of the engine",
+}
+"""Fields of a fingerprint, for a person."""
+
+
+def about_workers(facts: SystemFacts) -> Iterator[Finding]:
+    """All of it."""
+    if facts.nats is None or facts.failure or not facts.is_running:
+        return
+    if not facts.records:
+        todo = "baton up --join adds one; a worker that is starting shows itself in `baton workers`."
+        yield _finding(Level.ERROR, "No worker is registered.", "Every request gets 503.", todo)
+        return
+    loads = {heard.report.worker_id: heard for heard in facts.loads}
+    yield _counts(facts.records)
+    for record in facts.records:
+        yield from _presence(record, loads.get(record.worker_id), facts)
+        yield from _alike(record)
+    yield from _unregistered(facts, loads)
+    if facts.fleet is not None:
+        for worker in facts.fleet.workers:
+            yield from _life(worker)
+    else:
+        for record in facts.records:
+            if record.phase is not WorkerPhase.READY:
+                yield _finding(Level.NOTE, f"{record.worker_id} is {record.phase.value}.", record.note)
+    yield from _models(facts.records)
+    for heard in facts.loads:
+        yield from _load(heard)
+    yield from _known_to_routers(facts)
+
+
+def _counts(records: list[WorkerRecord]) -> Finding:
+    ready = [record for record in records if record.phase is WorkerPhase.READY]
+    roles = [(role, sum(record.role is role for record in ready)) for role in Role]
+    words = ", ".join(f"{count} {role.value}" for role, count in roles if count)
+    what = f"{len(ready)} of {many(len(records), 'worker')} ready{f': {words}' if words else ''}"
+    if ready:
+        return _finding(Level.OK, what)
+    coming = all(record.phase in {WorkerPhase.STARTING, WorkerPhase.PROBING} for record in records)
+    wait = "Wait: engines take seconds to minutes to load. " if coming else ""
+    todo = f"{wait}`baton workers` shows what each does just now."
+    return _finding(Level.ERROR, f"{what}.", "Every request gets 503.", todo)
+
+
+def _presence(record: WorkerRecord, heard: HeardLoad | None, facts: SystemFacts) -> Iterator[Finding]:
+    worker = record.worker_id
+    if record.phase in {WorkerPhase.STARTING, WorkerPhase.GONE}:
+        return
+    if heard is None:
+        what = f"{worker} is registered and was not heard within {facts.heard_s:.0f} s."
+        why = f"It reports every second when it is well ({record.host}, pid {record.pid})."
+        yield _finding(
+            Level.ERROR, what, why, "See whether that process lives, and whether it reaches NATS; its log tells."
+        )
+    elif heard.is_double:
+        what = f"Two processes speak as {worker}."
+        why = "Routers believe the younger one; legs of the other are lost."
+        yield _finding(Level.ERROR, what, why, "End one, or give it another WORKER_WORKER_ID.")
+    elif heard.report.epoch < record.epoch:
+        what = f"An earlier life of {worker} still speaks."
+        why = "Nobody listens to it; the later one, which is registered, is silent."
+        yield _finding(
+            Level.ERROR, what, why, f"End the earlier process on {record.host}; pid {record.pid} is the later one."
+        )
+
+
+def _alike(record: WorkerRecord) -> Iterator[Finding]:
+    if record.wire_version != WIRE_VERSION:
+        what = f"{record.worker_id} speaks version {record.wire_version} of the wire; here it is {WIRE_VERSION}."
+        yield _finding(Level.ERROR, what, "They may misunderstand each other.", "Install the same Baton on both.")
+    if record.role is not Role.STORE and not record.prefix_caching:
+        what = f"{record.worker_id} keeps no prefix cache."
+        yield _finding(
+            Level.NOTE, what, "No prompt is ever found again there.", "Leave out --no-enable-prefix-caching."
+        )
+
+
+def _unregistered(facts: SystemFacts, loads: Iterable[str]) -> Iterator[Finding]:
+    for worker in sorted(set(loads) - {record.worker_id for record in facts.records}):
+        what = f"{worker} reports its load and is not in the registry."
+        why = "Routers place nothing there."
+        todo = "It registers again within seconds; if it does not, JetStream does not take what it writes: see its log."
+        yield _finding(Level.WARNING, what, why, todo)
+
+
+def _life(worker: FleetWorker) -> Iterator[Finding]:
+    name, note = worker.record.worker_id, worker.record.note
+    since = duration(worker.since_s)
+    if worker.phase is WorkerPhase.LOST:
+        what = f"{name} was lost {since} ago."
+        todo = "`baton up` starts its own again; elsewhere, look at its log and start it."
+        yield _finding(Level.WARNING, what, "It fell silent: its process ended or cannot reach NATS.", todo)
+    elif worker.phase is WorkerPhase.STARTING and worker.since_s > STARTING_S_MAX:
+        why = note or "It gets no requests meanwhile."
+        yield _finding(Level.WARNING, f"{name} has been starting for {since}.", why, "Its log says what it waits for.")
+    elif worker.phase is WorkerPhase.PROBING and worker.since_s > PROBING_S_MAX:
+        why = note or "It gets no requests until it has shown that it can exchange KV."
+        todo = "Another worker of the same model must be there and be reached: see its log, and NIXL above."
+        yield _finding(Level.WARNING, f"{name} has been probing for {since}.", why, todo)
+    elif worker.phase in {WorkerPhase.STARTING, WorkerPhase.PROBING}:
+        yield _finding(Level.NOTE, f"{name} is {worker.phase.value}, for {since} now.", note)
+    elif worker.phase is WorkerPhase.DRAINING:
+        yield _finding(Level.NOTE, f"{name} is draining, for {since} now.", note)
+    elif worker.phase is WorkerPhase.READY and worker.silent_s > SILENT_S_MAX:
+        what = f"The orchestrator has not heard {name} for {duration(worker.silent_s)}."
+        yield _finding(Level.WARNING, what, "It will be declared lost.", "Is its machine overloaded or cut off?")
+
+
+def _models(records: list[WorkerRecord]) -> Iterator[Finding]:
+    serving: dict[str, list[WorkerRecord]] = defaultdict(list)
+    for record in records:
+        if record.role is not Role.STORE and record.phase is WorkerPhase.READY and record.models:
+            serving[record.models[0]].append(record)
+    for model, those in sorted(serving.items()):
+        yield from _roles(model, those)
+        yield from _revisions(model, those)
+        yield from _schemes(model, those)
+
+
+def _roles(model: str, records: list[WorkerRecord]) -> Iterator[Finding]:
+    roles = {record.role for record in records}
+    if not roles & PREFILLS or not roles & DECODES:
+        there, missing = ("prefill", "decode") if roles & PREFILLS else ("decode", "prefill")
+        what = f"Of {model} only {there} workers are ready."
+        why = f"Every request is served by one worker, which is meant for {there} alone."
+        yield _finding(Level.WARNING, what, why, f"baton up --join --{missing} 1, or baton role ID {missing}")
+
+
+def _revisions(model: str, records: list[WorkerRecord]) -> Iterator[Finding]:
+    revisions: dict[str, list[WorkerRecord]] = defaultdict(list)
+    for record in records:
+        revisions[record.fingerprint.revision].append(record)
+    if len(revisions) > 1:
+        who = "; ".join(f"{rev or 'none'}: {_names(those)}" for rev, those in sorted(revisions.items()))
+        why = "They never exchange KV with each other. `/v1/models` tells how conversations are shared out."
+        todo = "If that is not meant, start them with the same weights; ROUTER_REVISION_SHARES sets the shares."
+        yield _finding(Level.NOTE, f"{model} runs in {len(revisions)} revisions ({who}).", why, todo)
+    for those in revisions.values():
+        yield from _fingerprints(model, those)
+
+
+def _fingerprints(model: str, records: list[WorkerRecord]) -> Iterator[Finding]:
+    """Of one model and one revision."""
+    groups: dict[str, list[WorkerRecord]] = defaultdict(list)
+    for record in records:
+        groups[record.fingerprint.key()].append(record)
+    if len(groups) < 2:
+        if len(records) > 1:
+            yield _finding(
+                Level.OK, f"The {len(records)} engines of {model} can exchange KV: their fingerprints are equal"
+            )
+        return
+    pairs = any({r.role for r in those} & PREFILLS and {r.role for r in those} & DECODES for those in groups.values())
+    first, *others = sorted(groups.values(), key=len, reverse=True)
+    for those in others:
+        differing = list(_differing(first[0], those[0]))
+        fields = "; ".join(f"{name} is {ours} and {theirs}" for name, ours, theirs in differing)
+        what = f"{_names(first)} and {_names(those)} cannot exchange KV: {fields}."
+        meaning = ", ".join(MEANINGS.get(name, name) for name, _, _ in differing)
+        apart = "" if pairs else " No prefill worker fits a decode worker: nothing can be disaggregated."
+        todo = "Start them with the same weights, dtype, vLLM, NIXL and --engine-args, on the same kind of processor."
+        yield _finding(Level.WARNING if pairs else Level.ERROR, what, f"They have {meaning}.{apart}", todo)
+
+
+def _differing(one: WorkerRecord, other: WorkerRecord) -> Iterator[tuple[str, object, object]]:
+    theirs = msgspec.structs.asdict(other.fingerprint)
+    for name, value in msgspec.structs.asdict(one.fingerprint).items():
+        if value != theirs[name]:
+            yield name, value or "none", theirs[name] or "none"
+
+
+def _schemes(model: str, records: list[WorkerRecord]) -> Iterator[Finding]:
+    schemes: dict[tuple[str, str, int], list[WorkerRecord]] = defaultdict(list)
+    for record in records:
+        hashing = record.hashing
+        schemes[hashing.algorithm, hashing.seed, hashing.block_size].append(record)
+    if len(schemes) > 1:
+        who = "; ".join(f"{_names(those)}: {scheme[0]}, blocks of {scheme[2]}" for scheme, those in schemes.items())
+        why = "The same prefix has another name on each: what one has cached is not seen as the other's."
+        todo = "Same --block-size and --prefix-caching-hash-algo everywhere."
+        yield _finding(Level.WARNING, f"Workers of {model} name their KV blocks differently ({who}).", why, todo)
+
+
+def _load(heard: HeardLoad) -> Iterator[Finding]:
+    load, store = heard.report, heard.report.store
+    used = load.kv_blocks_used / load.kv_blocks_total if load.kv_blocks_total else 0.0
+    if store is None:
+        if used > KV_FULL and load.waiting:
+            what = (
+                f"The KV cache of {load.worker_id} is full ({used:.0%}) and {many(load.waiting, 'request')} wait there."
+            )
+            todo = "A larger --kv-cache, or more workers: baton up --join --decode 1."
+            yield _finding(Level.WARNING, what, "Requests queue in the engine, or are thrown out of its batch.", todo)
+        return
+    if lost := store.damaged_blocks_total + store.unsaved_blocks_total:
+        what = (
+            f"{load.worker_id} has lost {counted(lost)} blocks: {counted(store.damaged_blocks_total)} damaged in its "
+        )
+        what += f"files, {counted(store.unsaved_blocks_total)} not saved."
+        todo = "Is its disk full or failing? WORKER_STORE_DIR names another."
+        yield _finding(Level.WARNING, what, "What is lost is computed again.", todo)
+    room = store.disk_blocks_max or load.kv_blocks_total
+    kept = store.disk_blocks if store.disk_blocks_max else store.host_blocks
+    if room and kept >= room:
+        what = f"{load.worker_id} is full: it keeps {counted(kept)} blocks, the oldest make room for new ones."
+        why = "As it should, unless what goes is asked for again."
+        yield _finding(Level.NOTE, what, why, "WORKER_STORE_FILES_BYTES gives it more room.")
+
+
+def _known_to_routers(facts: SystemFacts) -> Iterator[Finding]:
+    told = [
+        (one.status.instance, one.status.router)
+        for one in facts.services
+        if one.status.router is not None and one.status.phase is ServicePhase.READY
+    ]
+    inexact = False
+    for router, standing in told:
+        for worker, state in sorted(standing.not_exact.items()):
+            inexact = True
+            yield _index(router, worker, state)
+        yield from _tokens(router, standing)
+        if not standing.is_index_compiled:
+            why = "Placing costs several times the CPU, which is enough for a few workers."
+            todo = "Install a C compiler where it runs, then `make setup`."
+            yield _finding(Level.NOTE, f"The prefix index of {router} runs in Python.", why, todo)
+    if told and not inexact:
+        yield _finding(
+            Level.OK, f"{many(len(told), 'router')} know{'s' * (len(told) == 1)} exactly what each worker has cached"
+        )
+
+
+def _index(router: str, worker: str, state: str) -> Finding:
+    if state == "degraded":
+        what = f"{router} is not sure what {worker} has cached (DEGRADED)."
+        why = "It missed events and has asked for a snapshot; meanwhile it goes by the last it knew."
+        return _finding(Level.NOTE, what, why, "Look again in a few seconds: it should be EXACT.")
+    what = f"{router} does not know what {worker} has cached ({state.upper()})."
+    why = f"{worker} does not send snapshots: it is placed by load alone."
+    todo = f"The log of {worker} says why; a restart of it helps."
+    return _finding(Level.WARNING, what, why, todo)
+
+
+def _tokens(router: str, standing: RouterStanding) -> Iterator[Finding]:
+    if standing.tokens_differ:
+        what = f"{router} does not make the tokens that {named(sorted(standing.tokens_differ))} make of the same text."
+        why = "Its model is placed by load alone: cached prefixes are not found."
+        todo = "Same tokenizer files and chat template everywhere? The router's log names the first token that differs."
+        yield _finding(Level.WARNING, what, why, todo)
+
+
+def _names(records: list[WorkerRecord]) -> str:
+    return named(sorted(record.worker_id for record in records))
+
+
+def _finding(level: Level, what: str, why: str = "", todo: str = "") -> Finding:
+    return Finding(area=Area.WORKERS, level=level, what=what, why=why, todo=todo)

@@ -1,0 +1,97 @@
+"""Child processes: each in a process group of its own, with a log file, and none that outlives us."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from services.launcher.system import guard
+from services.launcher.system.plan import ProcessPlan
+from services.launcher.system.waiting import first_of
+
+LOG_TAIL_LINES_MAX = 400
+KILL_S_MAX = 10.0
+"""A process that was sent SIGKILL is gone by then, or the kernel holds it."""
+
+
+@dataclass
+class Child:
+    """A running process and its group."""
+
+    plan: ProcessPlan
+    process: asyncio.subprocess.Process
+    log: Path
+    started_at: float
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    async def stop(self, *, grace_s: float, hurry: asyncio.Event) -> bool:
+        """SIGTERM, then SIGKILL for the whole group after ``grace_s`` or on ``hurry``. True if it went by itself."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.terminate()
+        await first_of(self.process.wait(), hurry.wait(), within_s=grace_s)
+        by_itself = self.process.returncode is not None
+        self.kill_group()
+        await asyncio.wait_for(self.process.wait(), KILL_S_MAX)
+        return by_itself
+
+    def kill_group(self) -> None:
+        """End whatever it has started and left behind."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def tail(self) -> list[str]:
+        """The last lines of its log."""
+        with self.log.open(errors="replace") as lines:
+            return list(deque(lines, maxlen=LOG_TAIL_LINES_MAX))
+
+
+class Nursery:
+    """Starts children, and tells the guard of each: it ends them if this process is killed."""
+
+    def __init__(self, logs: Path, environment: Mapping[str, str], guard_pipe: BinaryIO) -> None:
+        self.logs = logs
+        self._environment = environment
+        self._guard_pipe = guard_pipe
+
+    async def start(self, plan: ProcessPlan, now: float) -> Child:
+        """Start one process; what it prints goes to ``<logs>/<name>.log``, after what an earlier life wrote there."""
+        log = self.logs / f"{plan.name}.log"
+        with log.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *plan.command,
+                env={**self._environment, "PYTHONUNBUFFERED": "1", **plan.env},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._guard_pipe.write(f"+{process.pid}\n".encode())
+        return Child(plan, process, log, started_at=now)
+
+    def forget(self, child: Child) -> None:
+        """The child has ended: what is left of its group goes too."""
+        child.kill_group()
+        with contextlib.suppress(BrokenPipeError):
+            self._guard_pipe.write(f"-{child.pid}\n".encode())
+
+
+@contextlib.contextmanager
+def open_nursery(logs: Path, environment: Mapping[str, str]) -> Iterator[Nursery]:
+    """A nursery with its guard."""
+    logs.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-I", "-S", guard.__file__]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, bufsize=0) as watcher:
+        assert watcher.stdin is not None
+        yield Nursery(logs, environment, watcher.stdin)  # type: ignore[arg-type]  # unbuffered: a raw FileIO

@@ -1,0 +1,178 @@
+"""What this machine has: cores, GPUs, the nats-server binary, and who holds which port."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+
+from services.launcher.system.plan import Machine, PlanRefused, PortNeed
+
+NVIDIA_SMI_S_MAX = 30.0
+PORT_MAX = 65535
+COMMAND_CHARS_MAX = 80
+NATS_SERVER_VARIABLE = "BATON_NATS_SERVER"
+"""Names another nats-server binary than the one that comes with the packages."""
+KEYS_VARIABLE = "ROUTER_KEYS_FILE"
+CONSOLE_KEYS_VARIABLE = "COLLECTOR_ADMIN_KEY_FILE"
+API_KEY_VARIABLE = "BATON_API_KEY"
+"""The key with which the launcher itself asks routers that want one."""
+FOR_THE_LAUNCHER = {NATS_SERVER_VARIABLE, API_KEY_VARIABLE, "BATON_ENGINE", "BATON_PYTHON"}
+"""BATON_* variables of `make` and `baton` themselves; services refuse variables that they do not know."""
+
+
+def look() -> Machine:
+    """What the plan needs to know of this machine."""
+    return Machine(
+        python=sys.executable,
+        nats_server=find_nats_server(),
+        cores=physical_cores(),
+        gpus=gpus() if has_distribution("vllm") else (),
+    )
+
+
+def inherited_environment() -> dict[str, str]:
+    """What every child gets of our own environment. The routers' keys are the console's, too, unless it has its own."""
+    ours = {name: value for name, value in os.environ.items() if name not in FOR_THE_LAUNCHER}
+    keys = ours.get(KEYS_VARIABLE, "")
+    return {CONSOLE_KEYS_VARIABLE: keys, **ours} if Path(keys).is_file() else ours
+
+
+def key_headers() -> dict[str, str]:
+    """What a request to a router needs where it wants a key."""
+    key = os.environ.get(API_KEY_VARIABLE, "")
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def find_nats_server() -> str:
+    """The binary that the user named, the one beside our Python, or one on the PATH; empty if there is none."""
+    if named := os.environ.get(NATS_SERVER_VARIABLE):
+        if found := shutil.which(named):
+            return found
+        raise PlanRefused(f"{NATS_SERVER_VARIABLE} is {named!r}, which is not an executable file.")
+    beside = Path(sys.executable).with_name("nats-server")
+    return str(beside) if os.access(beside, os.X_OK) else shutil.which("nats-server") or ""
+
+
+def physical_cores() -> tuple[int, ...]:
+    """The first logical CPU of each physical core that this process may use."""
+    allowed = sorted(os.sched_getaffinity(0))
+    seen: set[str] = set()
+    first = []
+    for cpu in allowed:
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        name = siblings.read_text() if siblings.exists() else str(cpu)
+        if name not in seen:
+            seen.add(name)
+            first.append(cpu)
+    return tuple(first)
+
+
+def gpus() -> tuple[str, ...]:
+    """GPU indexes as nvidia-smi lists them, within CUDA_VISIBLE_DEVICES if that is set."""
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return tuple(visible.split(","))
+    command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_S_MAX, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return tuple(listed.stdout.split()) if listed.returncode == 0 else ()
+
+
+def has_distribution(name: str) -> bool:
+    """Whether a package of that name is installed."""
+    try:
+        return bool(version(name))
+    except PackageNotFoundError:
+        return False
+
+
+def require_vllm() -> None:
+    """Raises PlanRefused when real engines are asked for and cannot run here."""
+    if importlib.util.find_spec("vllm") is None:
+        raise PlanRefused(
+            "vLLM is not installed here. `make setup BATON_ENGINE=cpu` (or cuda) installs it; "
+            "`--engine simulated` runs without it."
+        )
+
+
+def find_model(model: str) -> str:
+    """A local path made absolute, anything else as it is: the worker asks the hub. Raises PlanRefused."""
+    if not model.startswith(("/", "./", "../", "~")):
+        return model
+    path = Path(model).expanduser().absolute()
+    if not (path / "config.json").is_file():
+        wrong = "has no config.json, so it is not a Hugging Face model" if path.exists() else "does not exist"
+        raise PlanRefused(f"The model folder {path} {wrong}.")
+    return str(path)
+
+
+def taken_ports(needs: tuple[PortNeed, ...]) -> list[str]:
+    """One sentence for each port that is not free."""
+    return [
+        f"Port {need.port} for {need.purpose} is taken{holder(need.port)}: choose another with {need.option}."
+        for need in needs
+        if not is_free(need.host, need.port)
+    ]
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether a server may listen there now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except PermissionError as error:
+            raise PlanRefused(f"Port {port} may not be used by this user: {error.strerror}.") from error
+        except OSError:
+            return False
+    return True
+
+
+@contextlib.contextmanager
+def claimed(port: int) -> Iterator[None]:
+    """Be the only launcher whose routers share this port: the kernel would let those of two systems share it. Raises
+    PlanRefused.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as claim:
+        try:
+            claim.bind(f"\0baton-port-{port}")
+        except OSError as error:
+            raise PlanRefused(
+                f"Port {port} for the OpenAI API is taken by another `baton up`: choose another with --port."
+            ) from error
+        yield
+
+
+def free_ports(host: str, above: int, count: int) -> tuple[int, ...]:
+    """The next that are free, so that what starts at the usual ports has its further ones beside them."""
+    found = tuple(itertools.islice((port for port in range(above + 1, PORT_MAX + 1) if is_free(host, port)), count))
+    if len(found) < count:
+        raise PlanRefused(f"There are no {count} free ports above {above}: choose others with --port.")
+    return found
+
+
+def holder(port: int) -> str:
+    """`` by pid N (COMMAND)`` when the system tells; it tells of other users' processes only to root."""
+    try:
+        listening = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+        for connection in listening:
+            if connection.pid and connection.laddr and connection.laddr.port == port:
+                command = " ".join(psutil.Process(connection.pid).cmdline())
+                return f" by pid {connection.pid} ({textwrap.shorten(command, COMMAND_CHARS_MAX)})"
+    except psutil.Error:
+        pass
+    return ""

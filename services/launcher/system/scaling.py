@@ -1,0 +1,127 @@
+"""Workers come and go as the planner wishes, within --workers-min and --workers-max."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from rich.markup import escape
+
+from services.launcher.system.devices import Device
+from services.launcher.system.plan import (
+    Machine,
+    ProcessPlan,
+    UpOptions,
+    devices_for,
+    fresh_names,
+    plan_worker,
+    surroundings,
+    worker_settings,
+)
+from services.launcher.system.scaling_steps import Own, own_of, steps_for
+from services.launcher.system.screen import Screen
+from services.launcher.system.system import System
+from shared.bus.port import BusError, Envelope
+from shared.contracts.channels import DRAIN, SCALE, WORKER_RECORDS, Party
+from shared.contracts.fleet_orders import DrainWorker
+from shared.contracts.ids import WorkerId
+from shared.contracts.planning import FleetScaled, ScaleFleet
+from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerRecord
+
+TAKE_S_MAX = 5.0
+"""For a worker to take the order to leave."""
+
+
+class Scaling:
+    """Answers the planner, one wish at a time."""
+
+    def __init__(self, system: System, options: UpOptions, machine: Machine, screen: Screen) -> None:
+        self._system = system
+        self._options = options
+        self._machine = machine
+        self._screen = screen
+        self._turn = asyncio.Lock()
+        self._leaving: set[str] = set()
+        devices, _notes = devices_for(options, machine, options.workers_max, 0)
+        self._devices = devices
+        self._device_of: dict[str, int] = {each.name: index for index, each in enumerate(self._engines)}
+        """Which part of the machine a worker has."""
+
+    async def listen(self) -> None:
+        """Take wishes from now on."""
+        await self._system.bus.answer(SCALE, self._answer)
+
+    @property
+    def _engines(self) -> list[ProcessPlan]:
+        """The workers that it scales: stores are not among them."""
+        return [each for each in self._system.workers if _role_at_start(each) is not Role.STORE]
+
+    async def _answer(self, wish: ScaleFleet, _envelope: Envelope) -> FleetScaled:
+        async with self._turn:
+            try:
+                return await self._scale(wish)
+            except BusError as error:
+                return FleetScaled(refusal=f"the launcher cannot read the registry: {error}")
+
+    async def _scale(self, wish: ScaleFleet) -> FleetScaled:
+        records = await self._records()
+        served = {model for each in self._engines if each.name in records for model in records[each.name].models}
+        if wish.model not in served:
+            return FleetScaled(refusal=f"this launcher runs {', '.join(sorted(served)) or 'no model'}")
+        steps = steps_for(
+            wish, self._own(records), workers_min=self._options.workers_min, workers_max=self._options.workers_max
+        )
+        if steps.start:
+            return self._start(wish, steps.start, steps.refusal, records)
+        gone, refusal = 0, steps.refusal
+        for worker_id in steps.stop:
+            if refused := await self._have_leave(worker_id, wish.why):
+                refusal = refused
+            else:
+                gone += 1
+        return FleetScaled(change=-gone, refusal=refusal)
+
+    async def _records(self) -> dict[str, WorkerRecord]:
+        kept = await (await self._system.bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)).all()
+        return {each.key: each.value for each in kept if each.value is not None}
+
+    def _own(self, records: Mapping[str, WorkerRecord]) -> list[Own]:
+        self._leaving &= {each.name for each in self._engines}
+        return [
+            own_of(each.name, _role_at_start(each), records.get(each.name), is_leaving=each.name in self._leaving)
+            for each in self._engines
+        ]
+
+    def _start(self, wish: ScaleFleet, count: int, refusal: str, records: Mapping[str, WorkerRecord]) -> FleetScaled:
+        running = [each.name for each in self._engines]
+        base = surroundings(self._options, self._system.plan.nats_url, Party.WORKER)
+        settings = worker_settings(self._options, base)
+        for name in fresh_names([wish.role] * count, [*records, *running]):
+            self._system.add(plan_worker(self._machine, settings, wish.role, name, self._free_device(name)))
+            self._screen.say(f"[cyan]●[/] {name} is being started: {escape(wish.why)}.")
+        return FleetScaled(change=count, refusal=refusal)
+
+    def _free_device(self, name: str) -> Device:
+        """A part of the machine that nobody has; while one that leaves still has its own, the least used one."""
+        running = [each.name for each in self._engines]
+        taken = [index for each, index in self._device_of.items() if each in running]
+        index = min(range(len(self._devices)), key=taken.count)
+        self._device_of[name] = index
+        return self._devices[index]
+
+    async def _have_leave(self, worker_id: str, why: str) -> str:
+        """Answers why it does not, in words."""
+        order = DrainWorker(worker_id=WorkerId(worker_id))
+        try:
+            taken = await self._system.bus.ask(DRAIN, order, timeout_s=TAKE_S_MAX)
+        except BusError as error:
+            return f"{worker_id} does not take the order to leave: {error or type(error).__name__}"
+        if taken.refusal:
+            return f"{worker_id} does not leave: {taken.refusal}"
+        self._leaving.add(worker_id)
+        self._screen.say(f"[yellow]●[/] {worker_id} leaves: {escape(why)}.")
+        return ""
+
+
+def _role_at_start(process: ProcessPlan) -> Role:
+    return Role(process.env["WORKER_ROLE"])

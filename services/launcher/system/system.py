@@ -1,0 +1,286 @@
+"""The running system: starts every process, keeps it running, and ends it in reverse order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable
+from dataclasses import replace
+from types import TracebackType
+from typing import Self, TypeVar, cast
+
+from services.launcher.cluster.access import launcher_access
+from services.launcher.system.board import Row
+from services.launcher.system.children import Child, Nursery
+from services.launcher.system.failure_text import last_lines, why_it_died
+from services.launcher.system.plan import ProcessPlan, Stage, SystemPlan
+from services.launcher.system.restart import GiveUp, RestartLedger
+from services.launcher.system.screen import Screen
+from services.launcher.system.waiting import first_of
+from shared.bus.nats_bus import connect_nats
+from shared.bus.port import Bus, BusError, Envelope
+from shared.contracts.channels import DRAINED, SERVICE_STATUS
+from shared.contracts.control import ServicePhase, ServiceStatus
+from shared.contracts.fleet_orders import WorkerDrained
+from shared.runtime.saved_role import kept_role_file
+from shared.text.order_text import drained
+
+T = TypeVar("T")
+
+NATS_START_S_MAX = 30.0
+NATS_ANSWER_S_MAX = 5.0
+"""For a NATS that runs already."""
+SERVICE_START_S_MAX = 60.0
+ENGINE_START_S_MAX = 3600.0
+"""An engine may have to download its model first."""
+STARTS_AT_ONCE_MIN = 2
+GRACE_S = {Stage.WORKERS: 40.0, Stage.SERVICES: 35.0, Stage.NATS: 10.0}
+"""From SIGTERM to SIGKILL: a little more than the processes' own ``drain_s_max``."""
+
+
+class StartFailed(Exception):
+    """The system could not be started; the message says why."""
+
+
+class System:
+    """One process tree. Use as ``async with``: leaving it takes everything down."""
+
+    def __init__(self, plan: SystemPlan, nursery: Nursery, screen: Screen, hurry: asyncio.Event) -> None:
+        """``hurry``, once set, ends every wait for a graceful stop."""
+        self.plan = plan
+        self._screen = screen
+        self._clock = screen.clock
+        self._nursery = nursery
+        self._hurry = hurry
+        self._tasks = asyncio.TaskGroup()
+        self._children: dict[str, Child] = {}
+        self._ready = {process.name: asyncio.Event() for process in plan.processes}
+        self._restarting: set[str] = set()
+        self._stopping = asyncio.Event()
+        self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._bus: Bus | None = None
+        for process in plan.processes:
+            self._screen.board.plan(process.name, process.note)
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.take_down()
+        await self._tasks.__aexit__(None, None, None)
+
+    @property
+    def rows(self) -> dict[str, Row]:
+        """Every process and where it is."""
+        return self._screen.board.rows
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the system cannot go on."""
+        return self._broken.done()
+
+    @property
+    def bus(self) -> Bus:
+        """The launcher's own connection; there is one once the system is up."""
+        assert self._bus is not None
+        return self._bus
+
+    @property
+    def workers(self) -> list[ProcessPlan]:
+        """Those that run or are being started, in the order in which they came."""
+        return [process for process in self.plan.stage(Stage.WORKERS) if self._is_kept(process.name)]
+
+    def _is_kept(self, name: str) -> bool:
+        row = self.rows[name]
+        is_over = row.phase is ServicePhase.STOPPED or (
+            row.phase is ServicePhase.FAILED and name not in self._restarting
+        )
+        return not (is_over or row.has_drained)
+
+    def add(self, process: ProcessPlan) -> None:
+        """One process more, of which the system does not depend. One of the same name that has ended is forgotten."""
+        others = tuple(each for each in self.plan.processes if each.name != process.name)
+        extra = replace(process, is_extra=True)
+        self.plan = replace(self.plan, processes=(*others, extra))
+        self._screen.board.plan(extra.name, extra.note)
+        self._ready[extra.name] = asyncio.Event()
+        self._keep(extra)
+        self._tasks.create_task(self._greet(extra), name=f"greet-{extra.name}")
+
+    async def _greet(self, process: ProcessPlan) -> None:
+        """Say when it is ready, unless all ends before."""
+        await first_of(self._ready[process.name].wait(), self._stopping.wait(), within_s=ENGINE_START_S_MAX)
+        if self._ready[process.name].is_set():
+            seconds = self.rows[process.name].seconds(self._clock.now())
+            self._screen.say(f"[green]●[/] {process.name} is ready, {seconds:.1f} s after its start.")
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether every worker was ordered to leave, and has left."""
+        rows = [self.rows[process.name] for process in self.plan.stage(Stage.WORKERS)]
+        return all(row.has_drained and row.phase is ServicePhase.STOPPED for row in rows)
+
+    async def bring_up(self) -> None:
+        """Start everything; returns when all are ready. Raises StartFailed."""
+        for process in self.plan.stage(Stage.NATS):
+            self._keep(process)
+        self._bus = await self._connect()
+        await self._bus.subscribe(SERVICE_STATUS, self._hear)
+        await self._bus.subscribe(DRAINED, self._has_drained)
+        await self._unless_broken(self._start_all(self.plan.stage(Stage.SERVICES) + self.plan.stage(Stage.WORKERS)))
+
+    async def _start_all(self, processes: list[ProcessPlan]) -> None:
+        """Loading is work for a core, so only so many load at a time."""
+        turns = asyncio.Semaphore(max(STARTS_AT_ONCE_MIN, len(os.sched_getaffinity(0))))
+        async with asyncio.TaskGroup() as starts:
+            for process in processes:
+                starts.create_task(self._start(process, turns), name=f"start-{process.name}")
+
+    async def _start(self, process: ProcessPlan, turns: asyncio.Semaphore) -> None:
+        deadline_s = ENGINE_START_S_MAX if process.stage is Stage.WORKERS else SERVICE_START_S_MAX
+        async with turns:
+            self._keep(process)
+            try:
+                await asyncio.wait_for(self._ready[process.name].wait(), deadline_s)
+            except TimeoutError:
+                log = self._nursery.logs / f"{process.name}.log"
+                self._break(f"{process.name} was not ready after {deadline_s:.0f} s. Its log: {log}")
+
+    async def until_broken(self) -> str:
+        """The reason, when the system cannot go on."""
+        return await asyncio.shield(self._broken)
+
+    async def _unless_broken(self, work: Awaitable[T]) -> T:
+        done = await first_of(work, asyncio.shield(self._broken))
+        if self._broken.done():
+            raise StartFailed(self._broken.result())
+        return cast("T", done)
+
+    async def _connect(self) -> Bus:
+        """A bus, once NATS answers."""
+        patience_s = NATS_START_S_MAX if self.plan.stage(Stage.NATS) else NATS_ANSWER_S_MAX
+        connecting = connect_nats(
+            self.plan.nats_url, name="launcher", connect_s_max=patience_s, access=launcher_access()
+        )
+        try:
+            bus = await self._unless_broken(connecting)
+        except BusError as error:
+            raise StartFailed(f"NATS at {self.plan.nats_url} does not answer: {error}") from error
+        for process in self.plan.stage(Stage.NATS):
+            self._screen.board.mark(process.name, ServicePhase.READY, self.plan.nats_url, self._clock.now())
+            self._ready[process.name].set()
+        return bus
+
+    def _hear(self, status: ServiceStatus, _envelope: Envelope) -> None:
+        row = self._screen.board.heard(status, self._clock.now())
+        if row and row.phase is ServicePhase.READY:
+            self._is_ready(row)
+
+    def _has_drained(self, told: WorkerDrained, _envelope: Envelope) -> None:
+        if told.ordered and told.worker_id in self.rows:
+            self.rows[told.worker_id].has_drained = True
+            self._screen.say(f"[yellow]●[/] {drained(told)}")
+
+    def _is_ready(self, row: Row) -> None:
+        self._ready[row.name].set()
+        if row.name in self._restarting:
+            self._restarting.discard(row.name)
+            self._screen.say(
+                f"[green]●[/] {row.name} is ready again, {row.seconds(self._clock.now()):.1f} s after its start."
+            )
+
+    def _keep(self, process: ProcessPlan) -> None:
+        begin_anew(process)
+        self._tasks.create_task(self._keep_running(process), name=f"keep-{process.name}")
+
+    async def _keep_running(self, process: ProcessPlan) -> None:
+        """Start the process, and again when it dies, until the system stops or that is in vain."""
+        ledger = RestartLedger()
+        while not self._stopping.is_set():
+            child = await self._nursery.start(process, self._clock.now())
+            self._children[process.name] = child
+            self._screen.board.started(process.name, child.pid, self._clock.now())
+            if self._stopping.is_set():  # it came up while the others were being stopped
+                await self._stop(child)
+            exit_code = await child.process.wait()
+            del self._children[process.name]
+            self._nursery.forget(child)
+            if self._stopping.is_set() or (self.rows[process.name].has_drained and exit_code == 0):
+                self._screen.board.mark(process.name, ServicePhase.STOPPED, "", self._clock.now())
+                return
+            pause_s = self._after_death(process, child, exit_code, ledger)
+            if pause_s is None:
+                return
+            await first_of(asyncio.sleep(pause_s), self._stopping.wait())
+            if process.stage is Stage.NATS and not self._stopping.is_set():
+                self._tasks.create_task(self._watch_nats_return(process), name="nats-returns")
+
+    async def _watch_nats_return(self, process: ProcessPlan) -> None:
+        """NATS says nothing about itself: it is ready when our connection is back."""
+        assert self._bus is not None
+        deadline = self._clock.now() + NATS_START_S_MAX
+        while self._clock.now() < deadline and not self._stopping.is_set():
+            await first_of(asyncio.sleep(0.2), self._stopping.wait())
+            if self._bus.connected and process.name in self._children:
+                self._screen.board.mark(process.name, ServicePhase.READY, self.plan.nats_url, self._clock.now())
+                self._is_ready(self.rows[process.name])
+                return
+
+    def _after_death(self, process: ProcessPlan, child: Child, exit_code: int, ledger: RestartLedger) -> float | None:
+        """Say what happened. Answers the pause before it is started again, or None when it is not."""
+        now = self._clock.now()
+        row = self._screen.board.rows[process.name]
+        said = row.detail if row.phase is ServicePhase.FAILED else ""
+        lines = child.tail()
+        why = why_it_died(lines, exit_code, said)
+        self._screen.board.mark(process.name, ServicePhase.FAILED, why, now)
+        story = f"{process.name}: {why}\n" + "".join(f"    {line}\n" for line in last_lines(lines))
+        if not self._ready[process.name].is_set():
+            words = f"{process.name} did not start. {why}\nIts log: {child.log}"
+            (self._screen.complain if process.is_extra else self._break)(words)
+            return None
+        verdict = ledger.died(now)
+        if not isinstance(verdict, GiveUp):
+            self._restarting.add(process.name)
+            self._screen.complain(f"{story}Starting it again in {verdict.pause_s:.1f} s (attempt {verdict.attempt}).")
+            return verdict.pause_s
+        story += f"It died {verdict.deaths} times within {verdict.window_s:.0f} s: not started again. Log: {child.log}"
+        if process.stage is Stage.WORKERS and any(p.name in self._children for p in self.plan.stage(Stage.WORKERS)):
+            self._screen.complain(story)
+        else:
+            self._break(story)
+        return None
+
+    def _break(self, reason: str) -> None:
+        if not self._broken.done():
+            self._broken.set_result(reason)
+
+    async def take_down(self) -> None:
+        """Workers first, so that what runs may finish; then the services; NATS last."""
+        self._stopping.set()
+        for stage in sorted(Stage, reverse=True):
+            if stage is Stage.NATS and self._bus:
+                await self._bus.close()
+            stopping = [c for c in self._children.values() if c.plan.stage is stage]
+            await asyncio.gather(*(self._stop(child) for child in stopping))
+
+    async def _stop(self, child: Child) -> None:
+        name = child.plan.name
+        self._screen.board.draining(name, self._clock.now())
+        grace_s = GRACE_S[child.plan.stage]
+        by_itself = await child.stop(grace_s=grace_s, hurry=self._hurry)
+        words = (
+            ""
+            if by_itself
+            else ("killed" if self._hurry.is_set() else f"killed: it was still there after {grace_s:.0f} s")
+        )
+        self._screen.board.mark(name, ServicePhase.STOPPED, words, self._clock.now())
+
+
+def begin_anew(process: ProcessPlan) -> None:
+    """Whatever role an earlier worker of that name was told to take on, this one was asked for with its own."""
+    if process.stage is Stage.WORKERS and "BATON_STATE_DIR" in process.env:
+        kept_role_file(process.env["BATON_STATE_DIR"], process.name).unlink(missing_ok=True)

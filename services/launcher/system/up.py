@@ -1,0 +1,118 @@
+"""`baton up`: check that what was asked for can be had, then start it."""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from services.launcher.cluster.access import use_keys
+from services.launcher.cluster.folder import CannotMake, Wish
+from services.launcher.system import machine, state_file
+from services.launcher.system.board import Board
+from services.launcher.system.plan import PlanRefused, UpOptions, plan_system
+from services.launcher.system.screen import Screen
+from services.launcher.system.session import Session, endpoints
+from services.launcher.system.state_file import RunningSystem
+from services.launcher.views.fleet import read_fleet
+from shared.bus.port import BusDown, BusError
+from shared.runtime.clock import SystemClock
+
+
+async def run_up(options: UpOptions) -> int:
+    """A whole system, or with ``join`` further workers for one; until told to stop. Answers the exit code."""
+    screen = Screen(Board(), SystemClock())
+    state_dir = Path(options.state_dir)
+    try:
+        if options.engine == "vllm":
+            machine.require_vllm()
+        if options.join:
+            return await join(options, screen, state_dir)
+        with state_file.hold(state_dir):
+            return await start(options, screen, state_dir)
+    except state_file.AlreadyRunning:
+        running = state_file.find(state_dir)
+        where = f" (pid {running.pid}, {running.endpoint})" if running else ""
+        screen.complain(
+            f"A system already runs with the state directory {state_dir}{where}. "
+            "`baton up --join` adds a worker to it, `baton down` ends it, --state-dir starts another one."
+        )
+    except PlanRefused as refused:
+        screen.complain(str(refused))
+    return 1
+
+
+async def start(options: UpOptions, screen: Screen, state_dir: Path) -> int:
+    """A whole system. Raises PlanRefused before anything has started."""
+    options = msgspec.structs.replace(options, model=machine.find_model(options.model))
+    if options.keys_dir:
+        make_keys(Path(options.keys_dir), is_ours=not options.nats_url)
+    if options.routers == 1:
+        return await start_on_free_ports(options, screen, state_dir)
+    with machine.claimed(options.port):
+        above = max(options.port, options.collector_port, options.nats_port if not options.nats_url else 0)
+        ports = machine.free_ports(options.host, above, options.routers)
+        return await start_on_free_ports(msgspec.structs.replace(options, router_ports=ports), screen, state_dir)
+
+
+def make_keys(folder: Path, *, is_ours: bool) -> None:
+    """What is missing there, for a NATS that we start; another one was given its keys by whoever runs it. Raises
+    PlanRefused.
+    """
+    from services.launcher.cluster.certificates import NoCertificate  # here, so that who needs no keys starts quickly
+    from services.launcher.cluster.files import make
+
+    try:
+        if is_ours:
+            make(folder, Wish(api_key=False), datetime.now(UTC))
+    except (CannotMake, NoCertificate, BusDown, OSError) as error:
+        raise PlanRefused(f"The keys in {folder}: {error}") from error
+    use_keys(str(folder))
+
+
+async def start_on_free_ports(options: UpOptions, screen: Screen, state_dir: Path) -> int:
+    """A system of which all is known. Raises PlanRefused when a port is not free."""
+    plan = plan_system(options, machine.look())
+    if taken := machine.taken_ports(plan.ports):
+        raise PlanRefused("\n  ".join(taken))
+    for old in (state_dir / "logs").glob("*.log"):
+        old.unlink()
+    where = endpoints(options)
+    running = RunningSystem(
+        pid=os.getpid(),
+        nats_url=plan.nats_url,
+        endpoint=where.api,
+        engine=options.engine,
+        model=options.model,
+        routers=where.routers,
+        keys_dir=options.keys_dir,
+    )
+    state_file.write(state_dir, running)
+    return await Session(plan, options, screen, gone=lambda: False).run()
+
+
+async def join(options: UpOptions, screen: Screen, state_dir: Path) -> int:
+    """Further workers for a system that runs: the one of this state directory, or the one of ``nats_url``."""
+    running = state_file.find(state_dir)
+    if running is None and not options.nats_url:
+        raise PlanRefused(
+            f"No system runs with the state directory {state_dir}. Start one with `baton up`, "
+            "or name its NATS with --nats-url."
+        )
+    ours = running if running and options.nats_url in {"", running.nats_url} else None
+    nats_url = ours.nats_url if ours else options.nats_url
+    keys_dir = options.keys_dir or (ours.keys_dir if ours else "")
+    if keys_dir:
+        use_keys(keys_dir)
+    model = machine.find_model(options.model or (ours.model if ours else ""))
+    options = msgspec.structs.replace(options, nats_url=nats_url, keys_dir=keys_dir, model=model)
+    try:
+        fleet = await read_fleet(nats_url)
+    except BusError as error:
+        raise PlanRefused(f"NATS at {nats_url} does not answer: {error}") from error
+    plan = plan_system(options, machine.look(), fleet.worker_ids)
+    return await Session(
+        plan, options, screen, gone=lambda: ours is not None and not state_file.is_held(state_dir)
+    ).run()

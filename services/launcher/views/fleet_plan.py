@@ -1,0 +1,110 @@
+"""`baton plan`: asks the orchestrator how many workers of which role are wanted, and draws its answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from services.launcher.views.fleet import open_bus
+from shared.bus.port import AskTimedOut, NoResponders
+from shared.contracts.channels import PLANS
+from shared.contracts.planning import AskPlans, Demand, PlanAction, PlanDecision, Plans
+from shared.text.quantities import duration
+
+ASK_S_MAX = 3.0
+LOAD_FULL = 0.85
+"""From there on a role's load stands out."""
+INDENT = (0, 0, 0, 2)
+MODES = {
+    "off": "The planner is off: ORCHESTRATOR_PLANNER=advise or act turns it on.",
+    "advise": "The planner gives advice and changes nothing: ORCHESTRATOR_PLANNER=act lets it.",
+    "act": "The planner changes roles, and asks for workers.",
+}
+
+
+class NoPlan(Exception):
+    """Nobody plans; the words say what to do."""
+
+
+async def ask_plans(nats_url: str, count_max: int) -> Plans:
+    """Raises NoPlan, and BusError when NATS does not answer."""
+    async with open_bus(nats_url) as bus:
+        try:
+            return await bus.ask(PLANS, AskPlans(count_max=count_max), timeout_s=ASK_S_MAX)
+        except (NoResponders, AskTimedOut) as error:
+            raise NoPlan(f"No orchestrator leads at {nats_url}: it is what plans. Start one.") from error
+
+
+def draw(told: Plans, console: Console) -> None:
+    """How it is, for each family of workers; then what was changed, the newest first."""
+    console.print(MODES.get(told.mode, told.mode), style="bold", highlight=False)
+    for section in _sections(told, time.time()):
+        console.print(section, highlight=False)
+
+
+def _sections(told: Plans, now_unix_s: float) -> Iterator[RenderableType]:
+    latest: dict[tuple[str, str], PlanDecision] = {}
+    for decision in told.decisions:
+        latest.setdefault((decision.model, decision.fingerprint), decision)
+    for decision in latest.values():
+        yield Text(f"\n{decision.model}", "bold", overflow="fold")
+        yield Padding(Text(_wanted(decision.demand), "dim"), INDENT, expand=False)
+        if decision.roles:
+            yield Padding(_roles(decision), INDENT, expand=False)
+        yield Padding(Text(_sentence(decision.why)), INDENT, expand=False)
+    changes = [decision for decision in told.decisions if decision.action is not PlanAction.NOTHING]
+    if changes:
+        yield Text("\nChanges", "bold")
+        yield Padding(_changes(changes, now_unix_s), INDENT, expand=False)
+    elif told.mode != "off":
+        yield Text("\nNothing was changed yet.")
+
+
+def _wanted(demand: Demand) -> str:
+    if not demand.requests_per_s:
+        return "No requests lately."
+    return (
+        f"{demand.requests_per_s:.1f} requests/s of {demand.prompt_tokens:.0f} prompt tokens "
+        f"({demand.uncached_tokens:.0f} to compute) and {demand.completion_tokens:.0f} answer tokens; "
+        f"queue {duration(demand.queue_s)}, TTFT p95 {duration(demand.ttft_s_p95)}, "
+        f"ITL p95 {duration(demand.itl_s_p95)}, over {demand.seconds:.0f} s"
+    )
+
+
+def _roles(decision: PlanDecision) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("role", no_wrap=True)
+    for heading in ("now", "wanted", "load"):
+        table.add_column(heading, no_wrap=True, justify="right")
+    for each in decision.roles:
+        wanted = Text(str(each.wanted), "" if each.wanted == each.now else "bold yellow")
+        load = Text(f"{each.load:.0%}", "bold red" if each.load > LOAD_FULL else "")
+        table.add_row(each.role.value, str(each.now), wanted, load)
+    return table
+
+
+def _changes(changes: list[PlanDecision], now_unix_s: float) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    for _column in range(2):
+        table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for each in changes:
+        ago = f"{duration(max(0.0, now_unix_s - each.at_ms / 1000))} ago"
+        words = Text.assemble(each.why, ("\n" + (each.outcome or "under way"), "dim"))
+        table.add_row(Text(ago, "dim"), Text(_change(each), "cyan"), words)
+    return table
+
+
+def _change(decision: PlanDecision) -> str:
+    if decision.action is PlanAction.CHANGE_ROLE:
+        return f"{decision.worker_id} becomes {decision.role}"
+    return f"{decision.change:+d} {decision.role}"
+
+
+def _sentence(words: str) -> str:
+    return f"{words[:1].upper()}{words[1:]}." if words else ""

@@ -1,0 +1,190 @@
+"""What the planner knows of one family: the workers of one model and fingerprint, which can stand in for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from services.orchestrator.planner.change import RoleLoad
+from services.orchestrator.planner.demand import RequestWindow
+from services.orchestrator.planner.engine_work import FleetWork
+from services.orchestrator.planner.rules import Rules
+from services.orchestrator.planner.speeds import SpeedLearner
+from services.orchestrator.planner.steadiness import Steadiness
+from services.orchestrator.planner.work import Engines, Queues, Work, work_of
+from shared.contracts.ids import WorkerId
+from shared.contracts.inference import RequestFinished
+from shared.contracts.load import LoadReport
+from shared.contracts.planning import Demand
+from shared.contracts.workers import FleetWorker, Role, WorkerPhase
+
+COMING = (WorkerPhase.STARTING, WorkerPhase.PROBING)
+PLANNED = (Role.PREFILL, Role.DECODE, Role.BOTH)
+"""The roles that compute."""
+Key = tuple[str, str]
+"""Model and fingerprint."""
+
+
+def by_family(workers: Iterable[FleetWorker]) -> dict[Key, list[FleetWorker]]:
+    """Those that compute. Who is starting may not know its fingerprint yet: it is counted where its model is served,
+    in its revision if its settings name one that is.
+    """
+    families: dict[Key, list[FleetWorker]] = {}
+    coming = []
+    for worker in workers:
+        if worker.record.models and worker.record.role in PLANNED:
+            if worker.phase in COMING:
+                coming.append(worker)
+            else:
+                families.setdefault(_key(worker), []).append(worker)
+    for worker in coming:
+        key = _key(worker)
+        served = [each for each in families if each[0] == key[0]]
+        if key not in families and served:
+            revision = worker.record.fingerprint.revision
+            alike = [each for each in served if revision_of(each, families[each]) == revision]
+            key = max(alike or served, key=lambda each: len(families[each]))
+        families.setdefault(key, []).append(worker)
+    return families
+
+
+def revision_of(key: Key, family: Iterable[FleetWorker]) -> str:
+    """Of those that have its fingerprint: who is starting and is only counted there may turn out to be of another."""
+    return next(each.record.fingerprint.revision for each in family if _key(each) == key)
+
+
+def _key(worker: FleetWorker) -> Key:
+    return worker.record.models[0], worker.record.fingerprint.key()
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Workers of one role."""
+
+    ready: int = 0
+    coming: int = 0
+
+    @property
+    def all(self) -> int:
+        return self.ready + self.coming
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """The workers of a family at one look, by role."""
+
+    ready: Sequence[FleetWorker]
+    counts: Mapping[Role, Count]
+
+    @property
+    def ids(self) -> list[WorkerId]:
+        """Of all that are ready."""
+        return [each.record.worker_id for each in self.ready]
+
+    def of(self, *roles: Role) -> list[FleetWorker]:
+        """Those of these roles that are ready."""
+        return [each for each in self.ready if each.record.role in roles]
+
+
+def crew_of(workers: Sequence[FleetWorker], start_s_max: float) -> Crew:
+    """Who is there and who comes."""
+    ready = [each for each in workers if each.phase is WorkerPhase.READY and each.record.role in PLANNED]
+    coming = [each.record.role for each in workers if each.phase in COMING and each.since_s < start_s_max]
+    roles = [each.record.role for each in ready]
+    return Crew(ready, {role: Count(roles.count(role), coming.count(role)) for role in PLANNED})
+
+
+@dataclass(slots=True)
+class Family:
+    """Speeds, work and demand of one family, learned from what it tells."""
+
+    rules: Rules
+    since: float
+    revision: str
+    """Of its workers' model; whoever scales is told it."""
+    learner: SpeedLearner = field(init=False)
+    engines: FleetWork = field(init=False)
+    requests: RequestWindow = field(init=False)
+    steadiness: Steadiness = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.learner = SpeedLearner()
+        self.engines = FleetWork(self.rules.window_s)
+        self.requests = RequestWindow(self.rules.window_s, self.since)
+        self.steadiness = Steadiness(self.rules)
+
+    def reported(self, load: LoadReport, now: float) -> None:
+        """One of its workers told its load."""
+        self.engines.reported(load, self.learner, now)
+
+    def ended(self, request: RequestFinished, now: float) -> None:
+        """A request for it ended."""
+        self.requests.ended(request, now)
+
+    def unknown(self, crew: Crew, now: float) -> str:
+        """Why its work is not known, in words; empty when it is."""
+        if not crew.ready:
+            return "no worker is ready"
+        if silent := self.engines.unknown(crew.ids, now):
+            return f"{', '.join(silent)} does not tell what it does"
+        if not self.learner.knows:
+            return "no engine has been seen at work yet: its speed is not known"
+        return ""
+
+    def look(self, crew: Crew, now: float) -> tuple[Work, Demand]:
+        """The work that comes now; remembered. Expects that it is known."""
+        self.engines.forget(now)
+        speeds = self.learner.speeds()
+        assert speeds is not None
+        wish = self.requests.wish(now)
+        records = [each.record for each in crew.ready]
+        engines = Engines(
+            kv_tokens=min(one.kv_blocks * one.hashing.block_size for one in records),
+            requests_max=min(one.legs_max for one in records),
+            prefill=len(crew.of(Role.PREFILL, Role.BOTH)),
+            decode=len(crew.of(Role.DECODE, Role.BOTH)),
+        )
+        decoding = [each.record.worker_id for each in crew.of(Role.DECODE)]
+        queues = Queues(prompt_tokens=self.engines.waiting_tokens(crew.ids), requests=self.engines.waiting(decoding))
+        work = work_of(self.engines.rate_of(crew.ids), queues, wish, speeds, engines, self.rules)
+        self.steadiness.looked(work, now)
+        return work, wish.demand
+
+    def roles(self, crew: Crew, work: Work, now: float) -> list[RoleLoad]:
+        """What each role has to do, and has had; none when it has not been known for long enough."""
+        whole = self.steadiness.seen(lambda each: each.prefill + each.decode, now)
+        prefill = self.steadiness.seen(lambda each: each.prefill, now)
+        decode = self.steadiness.seen(lambda each: each.decode, now)
+        if whole is None or prefill is None or decode is None:
+            return []
+        prefills, decodes, both = (crew.counts[role] for role in (Role.PREFILL, Role.DECODE, Role.BOTH))
+        if both.all and not prefills.all + decodes.all:
+            return [RoleLoad(Role.BOTH, both.ready, both.coming, 0.0, whole, work.prefill_load_max, 1)]
+        helped = _help_to_prefill(both.ready, prefills.ready, decodes.ready, work)
+        return [
+            RoleLoad(
+                Role.PREFILL,
+                prefills.ready,
+                prefills.coming,
+                helped,
+                prefill,
+                work.prefill_load_max,
+                self.rules.prefill_min if not both.ready else 0,
+            ),
+            RoleLoad(
+                Role.DECODE,
+                decodes.ready,
+                decodes.coming,
+                both.ready - helped,
+                decode,
+                work.decode_load_max,
+                self.rules.decode_min if not both.ready else 0,
+            ),
+        ]
+
+
+def _help_to_prefill(both: int, prefills: int, decodes: int, work: Work) -> float:
+    """Of the workers that do both, so many for prefill that all are equally full, as far as that can be."""
+    whole = work.prefill + work.decode
+    share = work.prefill / whole if whole else 0.5
+    return min(max((both + prefills + decodes) * share - prefills, 0.0), float(both))

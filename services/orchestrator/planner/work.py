@@ -1,0 +1,106 @@
+"""How much work comes to a fleet, in workers' worth: 2.0 keeps two engines busy, whatever they are.
+
+Prefill is measured in engine seconds per second: what prompts took lately, and what their queues would take. Decode
+steps are shared by a batch, so its measure is tokens per second over what one engine gives with the largest batch that
+still meets the target between tokens and fits into its KV cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.orchestrator.planner.demand import Wish
+from services.orchestrator.planner.rules import Rules
+from shared.engine_speed import Law, Steps
+
+CAUSE_SHARE = 0.8
+"""A phase with so much of the busiest phase's load may be why requests wait in routers."""
+TAIL_FACTOR = 3.0
+"""The 95th percentile of a wait over its mean: e-fold tails have 3.0."""
+LOAD_MIN = 0.3
+"""However tight the target, engines are not kept emptier than this: more of them would hardly help."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engines:
+    """What one engine of the fleet can hold, and how many there are to compute each phase."""
+
+    kv_tokens: int
+    requests_max: int
+    prefill: float
+    decode: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queues:
+    """What waits in the engines of a fleet."""
+
+    prompt_tokens: int = 0
+    requests: int = 0
+    """At workers that only decode."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Of each phase, in workers' worth, and what the targets make of it."""
+
+    prefill: float
+    decode: float
+    prompt_s: float
+    """What one prompt takes on an idle engine."""
+    batch: float
+    """Completions that one engine may have at a time."""
+    ttft_s: float
+    load_max: float
+
+    def prefill_load_max(self, workers: float) -> float:
+        """The load at which waiting and computing together take what the target allows, for 95 of 100 prompts.
+
+        The mean wait before one of n engines with load u is about u / (1 - u) / n prompts.
+        """
+        spare_s = self.ttft_s - self.prompt_s
+        if not self.ttft_s or not self.prompt_s or spare_s <= 0.0:
+            return self.load_max
+        odds = workers * spare_s / (TAIL_FACTOR * self.prompt_s)
+        return min(self.load_max, max(LOAD_MIN, odds / (1.0 + odds)))
+
+    def decode_load_max(self, _workers: float) -> float:
+        """The target between tokens is in the batch already."""
+        return self.load_max
+
+
+def work_of(rate: Steps, queues: Queues, wish: Wish, law: Law, engines: Engines, rules: Rules) -> Work:
+    """``rate``: what all engines together did per second."""
+    demand = wish.demand
+    spent = law.prefill_s(rate)
+    token_s = spent / rate.prefill_tokens if rate.prefill_tokens >= 1.0 else law.prefill_token_s
+    context = rate.decode_context_tokens / rate.decode_requests if rate.decode_requests else demand.prompt_tokens
+    batch = batch_max(law, context, engines, rules.itl_s)
+    tokens_worth = law.decode_step_of(batch, context) / batch
+    prefill = spent + queues.prompt_tokens * token_s / rules.clear_s
+    decode = (rate.decode_requests + queues.requests * demand.completion_tokens / rules.clear_s) * tokens_worth
+    # Whoever waits in a router waits for the phase that is full: the other's engines would have room.
+    load = (prefill / max(engines.prefill, 1.0), decode / max(engines.decode, 1.0))
+    waits_for = [each >= CAUSE_SHARE * max(load) for each in load]
+    later = wish.waiting / rules.clear_s
+    more_prompts, more_answers = (wish.turned_away_per_s + later * waits for waits in waits_for)
+    prompt_s = demand.uncached_tokens * token_s
+    return Work(
+        prefill=prefill + more_prompts * prompt_s,
+        decode=decode + more_answers * demand.completion_tokens * tokens_worth,
+        prompt_s=prompt_s,
+        batch=batch,
+        ttft_s=rules.ttft_s,
+        load_max=rules.load_max,
+    )
+
+
+def batch_max(law: Law, context_tokens: float, engines: Engines, itl_s: float) -> float:
+    """Completions at a time: as many as the target allows and the cache holds. At least one, whatever the target."""
+    room = float(engines.requests_max)
+    if context_tokens >= 1.0:
+        room = min(room, engines.kv_tokens / context_tokens)
+    each_s = law.decode_request_s + context_tokens * law.decode_context_token_s
+    in_time = (itl_s - law.decode_step_s) / each_s if itl_s else room
+    # An engine that misses the target with a single completion misses it with many: then only room counts.
+    return max(1.0, min(room, in_time) if in_time >= 1.0 else room)

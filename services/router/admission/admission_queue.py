@@ -1,0 +1,133 @@
+"""Where requests wait for their turn: futures around the pure ``Admission``, and the bell that makes it look again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from services.router.admission.admission import Admission
+from services.router.admission.queues import Ticket
+from services.router.placement.placement import Need, Placed, Refused
+from services.router.relay.request_context import Flight
+from services.router.telemetry.queue_metrics import RoomMetrics
+from shared.contracts.failures import Reason
+from shared.runtime.clock import Clock
+
+TURN_S_MIN = 0.001
+"""Between two turns: what happens in between is looked at together."""
+TURNS_SHARE_MAX = 0.2
+"""Of the event loop's time, for turns."""
+CLOSED = Refused(
+    reason=Reason.OVERLOADED, message="This router is being shut down. Try again shortly.", retry_after_s=1.0
+)
+
+
+class WaitingRoom:
+    """Admits flights. ``ring`` whenever something has changed that may let one begin."""
+
+    def __init__(self, admission: Admission, clock: Clock, metrics: RoomMetrics) -> None:
+        self._admission = admission
+        self._now: Callable[[], float] = clock.now
+        self._metrics = metrics
+        metrics.queue.set_function(lambda: float(len(self._waiting)))
+        self._waiting: dict[Ticket, asyncio.Future[Placed | Refused]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+        self._rest_until = 0.0
+        self._closed = False
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return len(self._waiting)
+
+    @contextmanager
+    def ticket(self, flight: Flight, need: Need) -> Iterator[Ticket]:
+        """From a request's wish to be served to its end, when its tenant's account is settled."""
+        ticket = Ticket(need, flight.story.started_at, flight.ends_at)
+        try:
+            yield ticket
+        finally:
+            computed, tokens_out = computed_tokens(flight)
+            self._admission.ended(ticket, computed, tokens_out)
+            self._metrics.ended(need.tenant, flight.story.reason, max(0, computed), max(0, tokens_out))
+            self.ring()
+
+    def offer(self, ticket: Ticket) -> Placed | Refused | None:
+        """Where it goes, if that is decided at once."""
+        return self._admission.offer(ticket, self._now())
+
+    async def turn_of(self, ticket: Ticket, flight: Flight) -> Placed | Refused:
+        """Wait until it is decided. A client that leaves gives its place away."""
+        if self._closed:
+            self._admission.withdraw(ticket)
+            return CLOSED
+        begun = self._now()
+        decided: asyncio.Future[Placed | Refused] = asyncio.get_running_loop().create_future()
+        self._waiting[ticket] = decided
+        self._wake_at(self._admission.wakes_at(begun))
+        flight.exchange.on_left = lambda: self._left(ticket, flight)
+        try:
+            return await decided
+        finally:
+            flight.exchange.on_left = flight.client_left
+            del self._waiting[ticket]
+            self._admission.withdraw(ticket)
+            self._metrics.waited(self._now() - begun)
+
+    def ring(self, lag_s: float = 0.0) -> None:
+        """Something has changed. What all routers hear of at once is looked at ``lag_s`` later."""
+        if self._waiting:
+            self._wake_at(self._now() + lag_s)
+
+    def close(self) -> None:
+        """Nobody waits any more: a router that is shut down tells them to ask another."""
+        self._closed = True
+        for ticket, decided in self._waiting.items():
+            self._admission.withdraw(ticket)
+            settle(decided, CLOSED)
+
+    def _left(self, ticket: Ticket, flight: Flight) -> None:
+        flight.client_left()
+        settle(self._waiting[ticket], LEFT)
+
+    def _wake_at(self, at: float | None) -> None:
+        if at is None:
+            return
+        now = self._now()
+        at = max(at, now + TURN_S_MIN, self._rest_until)
+        if self._timer is not None:
+            if self._timer_at <= at:
+                return
+            self._timer.cancel()
+        self._timer_at = at
+        self._timer = asyncio.get_running_loop().call_later(at - now, self._turn)
+
+    def _turn(self) -> None:
+        self._timer = None
+        begun = self._now()
+        for ticket, verdict in self._admission.turn(begun):
+            if (decided := self._waiting.get(ticket)) is not None:
+                settle(decided, verdict)
+        ended = self._now()
+        self._rest_until = ended + (ended - begun) / TURNS_SHARE_MAX
+        if self._waiting:
+            self._wake_at(self._admission.wakes_at(ended))
+
+
+LEFT = Refused(reason=Reason.CANCELLED, message="the client left")
+
+
+def settle(decided: asyncio.Future[Placed | Refused], verdict: Placed | Refused) -> None:
+    """Tell whoever waits, unless it was told before."""
+    if not decided.done():
+        decided.set_result(verdict)
+
+
+def computed_tokens(flight: Flight) -> tuple[int, int]:
+    """Prompt tokens that were computed for it, and tokens of its completion; -1 where nobody says."""
+    story = flight.story
+    if story.report is None:
+        return -1, -1
+    told = story.prefill_report or story.report
+    return max(0, told.prompt_tokens - told.cached_tokens - told.received_tokens), story.report.completion_tokens

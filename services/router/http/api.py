@@ -1,0 +1,259 @@
+"""The HTTP surface as FastAPI knows it: the document, and everything that is asked seldom.
+
+The inference routes stand here for the OpenAPI document; ``http_protocol`` serves them before FastAPI is asked, unless
+somebody writes their path in another way (percent signs, an absolute URL).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from prometheus_client.exposition import choose_encoder
+from starlette.exceptions import HTTPException
+
+from services.router.auth.client import CALLER
+from services.router.http.decision_routes import add_decisions
+from services.router.http.edge import PASSED_THROUGH
+from services.router.http.errors import error_body
+from services.router.http.models import list_models
+from services.router.placement.policy import CLASS_HEADER, TENANT_HEADER
+from services.router.placement.request_fields import CHAT, COMPLETIONS, FETCH_MIN_TOKENS_MAX, SOURCES_MAX, Mode
+from services.router.placement.slo import PRIORITY_MAX, PRIORITY_MIN, TARGET_S_MAX, TARGET_S_MIN
+from services.router.relay.parts import Parts
+
+JSON = "application/json"
+
+ERROR_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "integer", "null"]},
+            },
+        }
+    },
+}
+ERRORS = {
+    400: "The engine refused the body, in its own words; or a field of Baton's own has no meaning.",
+    401: "An API key is needed, and none that is known was given.",
+    403: "The client may not ask for this: workers of its own choice, too much urgency, or what its key is not for.",
+    404: "No worker has ever offered this model, or none serves this endpoint.",
+    405: "The method is not allowed.",
+    408: "The body did not come in time.",
+    413: "The body is larger than the limit; nothing was sent.",
+    415: "The engine does not read this content type.",
+    422: "The engine could not make sense of the body.",
+    429: "This tenant has its share of the queue, or its key is at its limit; Retry-After says when to try again.",
+    499: "The client left.",
+    500: "A bug, or an error inside the engine.",
+    501: "The engine does not serve this.",
+    502: "The worker was lost and no other could take over.",
+    503: "No worker is fit just now, or the wait would be too long; Retry-After says when to try again.",
+    504: "The request's time is over.",
+}
+
+
+def _body_schema(required: list[str], properties: dict[str, Any]) -> dict[str, Any]:
+    schema = {"type": "object", "required": required, "properties": properties, "additionalProperties": True}
+    return {"required": True, "content": {JSON: {"schema": schema}}}
+
+
+WORKER = {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,128}$"}
+SECONDS = {"type": "number", "minimum": TARGET_S_MIN, "maximum": TARGET_S_MAX}
+BATON: dict[str, Any] = {
+    "type": "object",
+    "additionalProperties": False,
+    "description": "How to serve the request. Workers and sources are the client's to choose where the operator allows "
+    "it, a priority as far as the operator allows it.",
+    "properties": {
+        "mode": {"enum": list(Mode), "description": "Counts before the header."},
+        "prefill_worker": {**WORKER, "description": "Computes the prompt."},
+        "decode_worker": {**WORKER, "description": "Makes the completion; alone, when the mode is aggregated."},
+        "sources": {"type": "array", "maxItems": SOURCES_MAX, "items": WORKER, "description": "Whom to fetch KV from."},
+        "class": {"type": "string", "description": "Counts before the header."},
+        "priority": {
+            "type": "integer",
+            "minimum": PRIORITY_MIN,
+            "maximum": PRIORITY_MAX,
+            "description": "Lower is more urgent. Left out: that of the class or the model.",
+        },
+        "ttft_s": {**SECONDS, "description": "When the first token should be there, at the latest."},
+        "itl_s": {**SECONDS, "description": "How long the next token should take, at the most."},
+        "resumes_max": {
+            "type": "integer",
+            "minimum": 0,
+            "description": "How often the stream may go on at another worker when it breaks off; no more than the "
+            "operator allows.",
+        },
+    },
+}
+COMMON_PROPERTIES: dict[str, Any] = {
+    "model": {"type": "string"},
+    "stream": {"type": "boolean", "default": False},
+    "max_tokens": {"type": "integer", "minimum": 1},
+    "temperature": {"type": "number", "minimum": 0},
+    "cache_hit_threshold": {
+        "type": "number",
+        "minimum": 0,
+        "maximum": 1,
+        "description": "Refuse, with finish_reason cache_threshold and no token, when a smaller share of the prompt is "
+        "cached or can be fetched; 0: never. Left out: the worker's own. One worker serves such a request, unless "
+        "x-baton-mode says otherwise: a prefill worker computes whatever is missing.",
+    },
+    "kv_fetch_min_tokens": {
+        "type": "integer",
+        "minimum": 0,
+        "maximum": FETCH_MIN_TOKENS_MAX,
+        "description": "Compute fewer prompt tokens than this rather than fetch their KV from another worker.",
+    },
+    "baton": BATON,
+}
+COMPLETIONS_BODY = _body_schema(
+    ["model", "prompt"],
+    {
+        **COMMON_PROPERTIES,
+        "prompt": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer", "minimum": 0}}]},
+    },
+)
+MESSAGE_SCHEMA = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {"role": {"enum": ["system", "user", "assistant"]}, "content": {"type": "string"}},
+}
+CHAT_BODY = _body_schema(
+    ["model", "messages"],
+    {**COMMON_PROPERTIES, "messages": {"type": "array", "minItems": 1, "items": MESSAGE_SCHEMA}},
+)
+ANY_BODY = _body_schema([], {})
+ANSWER = "The answer, whole or as a stream of events."
+HEADERS = [
+    {
+        "name": "x-baton-mode",
+        "in": "header",
+        "required": False,
+        "description": "How to serve the request; auto lets the router choose.",
+        "schema": {"enum": list(Mode)},
+    },
+    {
+        "name": CLASS_HEADER,
+        "in": "header",
+        "required": False,
+        "description": "The request's class, which brings targets and a priority; the operator says which there are.",
+        "schema": {"type": "string"},
+    },
+    {
+        "name": TENANT_HEADER,
+        "in": "header",
+        "required": False,
+        "description": "Whose fair share the request is served from; an API key says it instead, where one is needed.",
+        "schema": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,128}$"},
+    },
+    {
+        "name": "x-request-id",
+        "in": "header",
+        "required": False,
+        "description": "A name for the request, repeated in the answer.",
+        "schema": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,128}$"},
+    },
+]
+
+
+def _responses(path: str) -> dict[int | str, dict[str, Any]]:
+    # What an engine says of an endpoint that it does not serve has the shape of its web framework.
+    error: dict[str, Any] = {} if path in PASSED_THROUGH else ERROR_SCHEMA
+    content: dict[str, Any] = {JSON: {"schema": {}}, "text/event-stream": {}}
+    responses: dict[int | str, dict[str, Any]] = {200: {"description": ANSWER, "content": content}}
+    for status, text in ERRORS.items():
+        responses[status] = {"description": text, "content": {JSON: {"schema": error}}}
+    return responses
+
+
+def make_app(parts: Parts) -> FastAPI:
+    """Everything but the hot path."""
+    app = FastAPI(title="Baton", description="OpenAI-compatible inference over prefill and decode workers.")
+    _add_inference(app)
+    _add_state(app, parts)
+    add_decisions(app, parts.decisions)
+    _add_errors(app)
+
+    @app.get("/metrics", response_class=Response, tags=["state"])
+    async def metrics(request: Request) -> Response:
+        """Prometheus metrics of this router; as OpenMetrics, to whoever accepts that, with examples of traces."""
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(parts.ledger.registry), headers={"content-type": content_type})
+
+    return app
+
+
+def _add_inference(app: FastAPI) -> None:
+    async def relayed() -> Response:
+        message = "The path must be asked for as it stands in the document."
+        return Response(error_body(400, message), 400, media_type=JSON)
+
+    for path, body, summary in (
+        (COMPLETIONS, COMPLETIONS_BODY, "Complete a prompt"),
+        (CHAT, CHAT_BODY, "Continue a conversation"),
+        *((path, ANY_BODY, f"Served by one worker as it is: {path}") for path in PASSED_THROUGH),
+    ):
+        app.add_api_route(
+            path,
+            relayed,
+            methods=["POST"],
+            summary=summary,
+            tags=["inference"],
+            operation_id=path.strip("/").replace("/", "_"),
+            response_class=Response,
+            responses=_responses(path),
+            openapi_extra={"requestBody": body, "parameters": HEADERS},
+        )
+
+
+def _add_state(app: FastAPI, parts: Parts) -> None:
+    fleet, bus, clock = parts.fleet, parts.bus, parts.clock
+    created = int(time.time())
+
+    @app.get("/v1/models", tags=["inference"])
+    async def models(request: Request) -> Response:
+        """The models that ready workers offer, the revisions of each, and their shares of its conversations."""
+        allowed = request.scope[CALLER].key.models
+        data = list_models(fleet, parts.terms.shares, clock.now(), created)
+        data = [one for one in data if not allowed or one["id"] in allowed]
+        return Response(msgspec.json.encode({"object": "list", "data": data}), media_type=JSON)
+
+    @app.get("/health", tags=["state"])
+    async def health() -> dict[str, str]:
+        """The process lives."""
+        return {"status": "ok"}
+
+    @app.get("/ready", tags=["state"], responses={503: {"description": "Not ready; says why."}})
+    async def ready() -> Response:
+        """The bus is connected and at least one worker is fit."""
+        why = "" if fleet.ready(clock.now()) else "no worker is ready"
+        if not bus.connected:
+            why = "NATS is not connected"
+        body = {"status": "ready"} if not why else {"status": "not ready", "reason": why}
+        return Response(msgspec.json.encode(body), 503 if why else 200, media_type=JSON)
+
+
+def _add_errors(app: FastAPI) -> None:
+    """Whatever FastAPI refuses by itself has OpenAI's shape, too."""
+
+    @app.exception_handler(HTTPException)
+    async def refused(_request: Request, error: HTTPException) -> Response:
+        body = error_body(error.status_code, str(error.detail))
+        return Response(body, error.status_code, headers=dict(error.headers or {}), media_type=JSON)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_request: Request, error: RequestValidationError) -> Response:
+        wrong = [f"{'.'.join(map(str, one['loc'][1:]))}: {one['msg']}" for one in error.errors()]
+        return Response(error_body(400, "; ".join(wrong)), 400, media_type=JSON)

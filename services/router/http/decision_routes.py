@@ -1,0 +1,95 @@
+"""``GET /v1/decisions``: why requests went where they went, over HTTP."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import FastAPI, Query, Request, Response
+
+from services.router.auth.api_keys import Key, Permission
+from services.router.auth.client import CALLER
+from services.router.http.errors import error_body
+from services.router.placement.decision_log import LISTED_MAX, Wanted, router_of
+from services.router.placement.decisions import Decisions
+from shared.contracts.decisions import Decision
+from shared.contracts.message import in_full
+
+JSON = "application/json"
+LATEST = "latest"
+ID_CHARS_MAX = 256
+OF_ANOTHER = "That decision is another tenant's: it takes a key with the permission admin."
+Responses = dict[int | str, dict[str, Any]]
+WRONG: Responses = {
+    400: {"description": "A parameter makes no sense; says which."},
+    422: {"description": "Never; 400 instead."},
+}
+NOT_FOUND: Responses = {
+    **WRONG,
+    403: {"description": "Another tenant's."},
+    404: {"description": "Never made, or forgotten since; says which."},
+}
+
+
+def add_decisions(app: FastAPI, decisions: Decisions) -> None:
+    """The routes."""
+
+    @app.get("/v1/decisions/{decision_id}", tags=["state"], responses=NOT_FOUND)
+    async def decision(decision_id: str, request: Request) -> Response:
+        """One decision, of whatever router made it; ``latest``: the newest of all routers."""
+        asked = decision_id[:ID_CHARS_MAX]
+        found = await (decisions.newest() if asked == LATEST else decisions.find(asked))
+        if found is not None and not may_know(request.scope[CALLER].key, found.tenant):
+            return Response(error_body(403, OF_ANOTHER, code="forbidden"), 403, media_type=JSON)
+        return _told(found) if found is not None else _not_found(decisions, asked)
+
+    @app.get("/v1/decisions", tags=["state"], responses=WRONG)
+    async def listed(
+        request: Request,
+        request_id: str = "",
+        worker: str = "",
+        outcome: str = "",
+        slow: Annotated[float, Query(description="Only with a TTFT of so many seconds or more.")] = -1.0,
+        missed: Annotated[bool, Query(description="Only those that missed a target.")] = False,
+        limit: Annotated[int, Query(ge=1, le=LISTED_MAX)] = 20,
+    ) -> Response:
+        """The newest decisions of this router, newest first, without their candidates; of a request, of any router."""
+        key = request.scope[CALLER].key
+        wanted = Wanted(
+            tenant=None if key.may(Permission.ADMIN) else key.tenant,
+            request_id=request_id,
+            worker_id=worker,
+            outcome=outcome,
+            ttft_s_min=slow,
+            missed=missed,
+            limit=limit,
+        )
+        found = decisions.log.listed(wanted)
+        if request_id and not found:
+            elsewhere = await decisions.of_request(request_id)
+            found = [elsewhere] if elsewhere is not None and may_know(key, elsewhere.tenant) else []
+        body = {"router_id": decisions.router_id, "decisions": [in_full(one) for one in found]}
+        return Response(msgspec.json.encode(body), media_type=JSON)
+
+
+def may_know(key: Key, tenant: str) -> bool:
+    """Whether whoever has this key may know how that tenant's requests fared."""
+    return key.may(Permission.ADMIN) or key.tenant == tenant
+
+
+def _told(found: Decision) -> Response:
+    return Response(msgspec.json.encode(in_full(found)), media_type=JSON)
+
+
+def _not_found(decisions: Decisions, asked: str) -> Response:
+    router_id = router_of(asked)
+    if asked == LATEST:
+        why = "No router has placed a request yet."
+    elif not router_id:
+        why = "That is no decision's id: those are in the header x-baton-decision of each answer."
+    elif router_id == decisions.router_id or router_id in set(decisions.others()):
+        kept = len(decisions.log)
+        why = f"Router {router_id} does not remember it. It keeps the newest only (here: {kept}; ROUTER_DECISIONS_MAX)."
+    else:
+        why = f"Router {router_id}, which would have made it, does not answer; what it decided went with it."
+    return Response(error_body(404, why, code="decision_not_found"), 404, media_type=JSON)

@@ -1,0 +1,254 @@
+"""The client's side of one request: its body, its answer whole or as a stream, and whether it still waits.
+
+An exchange writes to its connection itself, head and first data in one write: for short requests the HTTP machinery
+costs more than everything else that a router does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+
+from services.router.auth.client import ANYONE
+from services.router.http.errors import HttpError
+from services.router.placement.request_fields import Mode
+from shared.contracts.ids import RequestId, is_subject_token
+
+Header = tuple[bytes, bytes]
+
+TRACE_CONTEXT = {
+    b"traceparent": re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"),
+    b"tracestate": re.compile(rb"[ -~]{1,512}"),
+}
+"""What travels on to the workers, if it looks as W3C says."""
+
+UNPRINTABLE = b"unprintable"
+MODES = {mode.value.encode(): mode for mode in Mode}
+
+
+def header_value(text: str) -> bytes:
+    """What a worker said, for a header of the answer: not a byte of it may end that header and begin another."""
+    return text.encode() if text.isascii() and text.isprintable() else UNPRINTABLE
+
+
+class Connection(Protocol):
+    """What an exchange needs of its connection."""
+
+    def write(self, data: bytes) -> None:
+        """Hand bytes to the socket, or to its buffer."""
+
+    def write_paused(self) -> bool:
+        """Whether the client reads too slowly just now."""
+
+    async def drain(self) -> None:
+        """Wait until it has caught up, or is gone."""
+
+    def answered(self, *, close: bool) -> None:
+        """The answer is complete: the connection may close, or take the next request."""
+
+    def abort(self) -> None:
+        """Drop the connection with all that it has not sent."""
+
+
+class Head:
+    """What the head of a request says that concerns a router. Header names are lower case."""
+
+    __slots__ = (
+        "caller",
+        "class_name",
+        "content_type",
+        "http11",
+        "length",
+        "mode",
+        "path",
+        "request_id",
+        "tenant",
+        "trace",
+    )
+
+    def __init__(self, path: str, headers: list[Header], new_id: Callable[[], str]) -> None:
+        self.path = path
+        self.http11 = True
+        """Whether its client reads an answer in chunks."""
+        self.caller = ANYONE
+        """Whoever asks, as their key says."""
+        self.mode: Mode | None = Mode.AUTO
+        """None when the header asks for something that does not exist."""
+        self.class_name = ""
+        self.tenant = ""
+        """Whoever asks, as it says itself."""
+        self.content_type = "application/json"
+        self.length = -1
+        """The body's length as announced; -1 when it was not."""
+        self.trace: dict[str, str] | None = None
+        """The client's W3C trace context."""
+        request_id = ""
+        for name, value in headers:
+            if name == b"content-length":
+                self.length = int(value)
+            elif name == b"content-type":
+                self.content_type = value.decode("latin-1")
+            elif name in TRACE_CONTEXT and TRACE_CONTEXT[name].fullmatch(value):
+                self.trace = {**(self.trace or {}), name.decode(): value.decode()}
+            elif name == b"x-request-id":
+                request_id = value.decode("latin-1")
+            elif name == b"x-baton-mode":
+                self.mode = MODES.get(value.strip().lower())
+            elif name == b"x-baton-class":
+                self.class_name = value.decode("latin-1").strip()
+            elif name == b"x-baton-tenant":
+                self.tenant = value.decode("latin-1").strip()
+        self.request_id = RequestId(request_id if request_id and is_subject_token(request_id) else new_id())
+
+
+class Bodies:
+    """The bodies of all requests that have come and are not answered."""
+
+    __slots__ = ("bytes_held",)
+
+    def __init__(self) -> None:
+        self.bytes_held = 0
+
+
+class Upload:
+    """A request's body, as it comes."""
+
+    __slots__ = ("_all", "_held", "_parts", "begun_at", "complete", "size")
+
+    def __init__(self, begun_at: float, bodies: Bodies) -> None:
+        self._all = bodies
+        self._held = 0
+        self._parts: list[bytes] = []
+        self.size = 0
+        self.begun_at = begun_at
+        self.complete = False
+
+    def add(self, data: bytes) -> None:
+        """A piece of it."""
+        size = len(data)
+        self._parts.append(data)
+        self.size += size
+        self._held += size
+        self._all.bytes_held += size
+
+    def over(self) -> None:
+        """Nobody needs it any more."""
+        self._all.bytes_held -= self._held
+        self._held = 0
+        self._parts = []
+
+    def body(self) -> bytes:
+        """All of it that has come."""
+        if len(self._parts) > 1:
+            self._parts = [b"".join(self._parts)]
+        return self._parts[0] if self._parts else b""
+
+
+class Exchange:
+    """One request and its answer. ``begun``: some of the answer was handed to the client."""
+
+    __slots__ = (
+        "_connection",
+        "_keep_alive",
+        "_unsent_head",
+        "begun",
+        "ended",
+        "head",
+        "left",
+        "my_turn",
+        "on_left",
+        "refusal",
+        "slow",
+        "upload",
+    )
+
+    def __init__(self, connection: Connection, head: Head, upload: Upload, *, http11: bool, keep_alive: bool) -> None:
+        self._connection = connection
+        self._keep_alive = keep_alive
+        self._unsent_head = b""
+        self.head = head
+        head.http11 = http11
+        self.upload = upload
+        self.my_turn = False
+        """Earlier requests of the same connection have been answered."""
+        self.refusal: HttpError | None = None
+        """Decided before the body was complete."""
+        self.begun = False
+        self.ended = False
+        self.left = False
+        """The client is gone."""
+        self.slow = False
+        """The client did not read in time, and was disconnected for that."""
+        self.on_left: Callable[[], None] | None = None
+
+    def client_left(self) -> None:
+        """The connection is gone."""
+        self.left = True
+        if not (self.upload.complete and self.my_turn):  # Else it is being served, and still needed.
+            self.upload.over()
+        if self.on_left is not None and not self.ended:
+            self.on_left()
+
+    def answer(self, status: int, headers: list[Header], body: bytes) -> None:
+        """A whole answer at once."""
+        length = (b"content-length", b"%d" % len(body))
+        self._begin(status, [*headers, length])
+        self._connection.write(self._unsent_head + body)
+        self._end()
+
+    def refuse(self, error: HttpError, more: Iterable[Header] = ()) -> None:
+        """An error of the router's own."""
+        if error.closes:
+            self._keep_alive = False
+        headers = [*error.headers(), (b"x-request-id", self.head.request_id.encode()), *more]
+        self.answer(error.status, headers, error.body)
+
+    def begin(self, status: int, headers: list[Header]) -> None:
+        """The head of a stream; it leaves with the first data."""
+        if not self.head.http11:
+            self._keep_alive = False
+        self._begin(status, [*headers, (b"transfer-encoding", b"chunked")] if self.head.http11 else headers)
+
+    async def send(self, data: bytes) -> None:
+        """A piece of a stream; waits while the client reads too slowly."""
+        connection = self._connection
+        if connection.write_paused():
+            await connection.drain()
+        if not self.left:
+            connection.write(self._framed(data))
+            self._unsent_head = b""
+
+    def end(self, data: bytes = b"") -> None:
+        """The last piece of a stream."""
+        framed = self._framed(data) if data else self._unsent_head
+        self._connection.write(framed + b"0\r\n\r\n" if self.head.http11 else framed)
+        self._end()
+
+    def last(self) -> None:
+        """The connection closes after this answer."""
+        self._keep_alive = False
+
+    def abort(self) -> None:
+        """Drop the client."""
+        self._connection.abort()
+
+    def _framed(self, data: bytes) -> bytes:
+        return (
+            b"%b%x\r\n%b\r\n" % (self._unsent_head, len(data), data) if self.head.http11 else self._unsent_head + data
+        )
+
+    def _begin(self, status: int, headers: list[Header]) -> None:
+        self.begun = True
+        lines = [STATUS_LINE[status], *[b"%b: %b\r\n" % header for header in headers]]
+        if not self._keep_alive:
+            lines.append(b"connection: close\r\n")
+        lines.append(b"\r\n")
+        self._unsent_head = b"".join(lines)
+
+    def _end(self) -> None:
+        self.ended = True
+        self.upload.over()
+        self._connection.answered(close=not self._keep_alive)

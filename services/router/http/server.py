@@ -1,0 +1,102 @@
+"""uvicorn, set up for long streams and short requests, with bounds on what a client may send."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+
+from services.router.http.edge import Edge
+from services.router.http.protocol import RouterProtocol
+from services.router.settings import Settings
+
+BACKLOG = 4096
+
+
+class PortTaken(Exception):
+    """Somebody else listens there."""
+
+
+class Server(uvicorn.Server):
+    """Signals are the service's business, not uvicorn's."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+        self._further: list[socket.socket] = []
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to accept; ``listening`` is set then."""
+        await super().startup(sockets)
+        self.listening.set()
+
+    async def listen_too(self, bound: socket.socket) -> None:
+        """Accept from one more socket; it ends with the others."""
+        protocol = functools.partial(
+            RouterProtocol, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        loop = asyncio.get_running_loop()
+        self.servers.append(await loop.create_server(protocol, sock=bound, backlog=BACKLOG))
+        self._further.append(bound)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """No new connections; what runs may end."""
+        await super().shutdown([*(sockets or []), *self._further])
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Nothing is captured."""
+        yield
+
+
+def make_server(edge: Edge, settings: Settings) -> Server:
+    """The server; ``serve(sockets=[...])`` runs it until ``should_exit``."""
+    config = uvicorn.Config(
+        edge,
+        http=RouterProtocol,
+        loop="none",
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        proxy_headers=False,
+        headers=[("x-content-type-options", "nosniff")],
+        timeout_keep_alive=int(settings.keep_alive_s),
+        timeout_graceful_shutdown=int(settings.drain_s_max),
+    )
+    return Server(config)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises PortTaken."""
+    listener = _bound(host, port, "ROUTER_PORT")
+    listener.listen(BACKLOG)
+    return listener
+
+
+def share(host: str, port: int) -> socket.socket:
+    """A socket for a port that other routers share: the kernel spreads connections over those of them that listen,
+    which this one does not yet. Raises PortTaken when somebody has the port who does not share it.
+    """
+    return _bound(host, port, "ROUTER_SHARED_PORT", socket.SO_REUSEPORT)
+
+
+def _bound(host: str, port: int, setting: str, *options: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    for option in (socket.SO_REUSEADDR, *options):
+        bound.setsockopt(socket.SOL_SOCKET, option, 1)
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise PortTaken(f"cannot listen on {host}:{port}: {error.strerror}; set ROUTER_HOST or {setting}") from error
+    bound.setblocking(False)
+    return bound

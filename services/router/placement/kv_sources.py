@@ -1,0 +1,104 @@
+"""Who holds how much of a prompt, and whom a worker should ask for what it lacks before it computes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from services.router.state import fleet_table as t
+from services.router.state.cluster_view import WorkerView
+from shared.contracts.kv_exchange import KvSource
+
+SOURCES_MAX = 2
+"""The second is asked for what the first no longer has."""
+RANKED_MAX = 8
+"""Holders of each fingerprint that may be asked; the longest know enough."""
+
+
+class Holder(NamedTuple):
+    """Somebody who can be asked."""
+
+    blocks: int
+    row: int
+
+
+class Holders:
+    """Of one prompt. ``blocks``: how many of its blocks, from its start, each row of the table holds."""
+
+    __slots__ = ("_blocks", "_ranked", "_tokens_min")
+
+    def __init__(self, table: t.FleetTable, blocks: t.Ints | None, able: t.Bools | None, tokens_min: int) -> None:
+        """``blocks`` is None when nothing is known of the prompt; ``able``: who may be asked, None: nobody."""
+        self._tokens_min = max(1, tokens_min)
+        self._blocks = blocks
+        self._ranked: dict[int, list[Holder]] = {}
+        if blocks is None or able is None:
+            return
+        rows = np.flatnonzero(able & (blocks * table.numbers[t.BLOCK_SIZE, : table.count] >= self._tokens_min))
+        if len(rows):
+            self._rank(rows[np.argsort(-blocks[rows], kind="stable")], table.groups)
+
+    def held_by(self, row: int, block_size: int, prompt_tokens: int) -> int:
+        """Tokens that a worker need not compute. The last one always is, however much is cached."""
+        if self._blocks is None:
+            return 0
+        return min(int(self._blocks[row]), max(0, prompt_tokens - 1) // block_size) * block_size
+
+    def reachable_by(self, view: WorkerView, group: int, held: int, prompt_tokens: int) -> int:
+        """Tokens that a worker that holds ``held`` may have with what one other holds; ``held`` if nobody helps."""
+        block_size = view.record.hashing.block_size
+        most = next((one.blocks for one in self._ranked.get(group, ()) if one.row != view.row), 0)
+        reach = min(most, max(0, prompt_tokens - 1) // block_size) * block_size
+        return reach if reach - held >= self._tokens_min else held
+
+    def of_all(self, block_sizes: t.Floats, groups: t.Ints, able: t.Bools, prompt_tokens: int) -> tuple[t.Ints, t.Ints]:
+        """``held_by`` and ``reachable_by`` of every row of the table, one and the same when nobody helps; only those
+        that are ``able`` can be helped.
+        """
+        if self._blocks is None:
+            nothing = np.zeros(len(groups), dtype=np.int64)
+            return nothing, nothing
+        sizes = block_sizes.astype(np.int64)
+        most = max(0, prompt_tokens - 1) // sizes
+        held: t.Ints = np.minimum(self._blocks, most) * sizes
+        if not self._ranked:
+            return held, held
+        reach = np.zeros(len(groups), dtype=np.int64)
+        for group, ranked in self._ranked.items():
+            reach[groups == group] = ranked[0].blocks
+            reach[ranked[0].row] = ranked[1].blocks if len(ranked) > 1 else 0
+        reach = np.minimum(reach, most) * sizes
+        return held, np.where(able & (reach - held >= self._tokens_min), reach, held)
+
+    def sources(
+        self, view: WorkerView, views: list[WorkerView | None], group: int, span: tuple[int, int]
+    ) -> list[KvSource]:
+        """Whom ``view`` should ask for the prompt's tokens from ``span[0]`` to at most ``span[1]``."""
+        block_size = view.record.hashing.block_size
+        first, last = span[0] // block_size, span[1] // block_size
+        sources: list[KvSource] = []
+        for one in self._ranked.get(group, ()):
+            end = min(one.blocks, last)
+            if len(sources) == SOURCES_MAX or (end - first) * block_size < self._tokens_min:
+                break
+            holder = views[one.row]
+            if holder is not None and holder is not view:
+                sources.append(source_of(holder, first=first, end=end))
+        return sources
+
+    def enough(self, tokens: int) -> bool:
+        """Whether so many are worth asking for."""
+        return tokens >= self._tokens_min
+
+    def _rank(self, rows: t.Ints, groups: t.Ints) -> None:
+        assert self._blocks is not None
+        for group in set(groups[rows].tolist()):
+            best = rows[groups[rows] == group][:RANKED_MAX]
+            self._ranked[group] = list(map(Holder, self._blocks[best].tolist(), best.tolist()))
+
+
+def source_of(view: WorkerView, *, first: int = 0, end: int = 0, follow: bool = False) -> KvSource:
+    """A worker's present life as a source; without ``end`` (a block), as far as the prompt goes."""
+    record = view.record
+    return KvSource(worker_id=record.worker_id, epoch=record.epoch, first=first, end=end, follow=follow)

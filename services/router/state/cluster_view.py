@@ -1,0 +1,283 @@
+"""The workers as this router sees them: who they are, how busy they say they are, and what was sent to them since."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+import numpy as np
+
+from services.router.placement.revisions import ANY, means
+from services.router.state import fleet_table as t
+from services.router.state.engine_speed import Coefficients
+from services.router.state.sent_work import OwnWork, Sent
+from services.router.state.token_rate import TokenRate
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.load import LoadReport
+from shared.contracts.workers import Role, WorkerPhase, WorkerRecord
+
+CONNECTOR = "baton"
+"""Names of connectors that lease, offer and fetch KV by content begin with it."""
+LEARNED_AT_FIRST = Coefficients()
+
+
+def exchanges_kv(record: WorkerRecord) -> bool:
+    """Whether its engine can be asked for KV by content."""
+    return record.fingerprint.connector.startswith(CONNECTOR)
+
+
+class WorkerView:
+    """One worker in this life of it."""
+
+    __slots__ = ("away", "heard_at", "load", "lost", "own", "pairs_with", "prompts", "record", "registered", "row")
+
+    def __init__(self, record: WorkerRecord, row: int, now: float) -> None:
+        self.record = record
+        self.pairs_with = record.fingerprint.key()
+        """The fingerprint in one string: KV moves only between equal ones."""
+        self.row = row
+        self.heard_at = now
+        self.load: LoadReport | None = None
+        self.lost = False
+        self.away = False
+        """Not heard since the bus was away: it may not be back on it."""
+        self.registered = True
+        self.own = OwnWork()
+        self.prompts = TokenRate()
+        """Prompt tokens that it computes."""
+
+    @property
+    def legs(self) -> int:
+        """Legs it serves, as far as can be known."""
+        reported = self.load.legs if self.load is not None else 0
+        return max(reported + self.own.sent_legs, self.own.legs)
+
+    @property
+    def serves(self) -> bool:
+        """Whether legs are its business: a store has no engine."""
+        return self.record.role is not Role.STORE
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is there for others, as far as it said."""
+        phase = self.load.phase if self.load is not None else self.record.phase
+        return phase is WorkerPhase.READY and self.record.phase is WorkerPhase.READY and not (self.lost or self.away)
+
+    def fit(self, now: float, silent_s_max: float) -> bool:
+        """Whether new legs may be placed there."""
+        return self.serves and self.ready and now - self.heard_at <= silent_s_max
+
+    def busy(self) -> tuple[float, float, float, float]:
+        """Requests in its batch or about to be, prompt tokens before a new one, tokens of context, and room for more.
+
+        Without a report only this router's own legs are known.
+        """
+        load, own = self.load, self.own
+        if load is None:
+            return float(own.legs), float(own.tokens), float(own.context_tokens), np.inf
+        block_size = self.record.fingerprint.block_size
+        room = (load.kv_blocks_total - load.kv_blocks_used) * block_size if load.kv_blocks_total else np.inf
+        return (
+            max(load.running + load.waiting + own.sent_legs, own.legs),
+            load.waiting_tokens + own.sent_tokens,
+            load.kv_blocks_used * block_size + own.sent_context_tokens,
+            room - own.sent_context_tokens,
+        )
+
+
+class ClusterView:
+    """All workers, and the models that anybody has ever offered. ``table`` has what placement computes with."""
+
+    def __init__(self) -> None:
+        self.workers: dict[WorkerId, WorkerView] = {}
+        self.models_known: dict[str, None] = {}
+        self.is_whole = True
+        """Whether everybody who is registered is here: what nobody here offers, nobody offers."""
+        self.table = t.FleetTable()
+        self.views: list[WorkerView | None] = []
+        """By row."""
+        self.away: set[WorkerId] = set()
+        """Who was ready, and has not been heard since the bus was away."""
+        self.learned_of: dict[str, Coefficients] = {}
+        """By fingerprint: what the last of these workers that was measured came to. A new one is taken for its like,
+        or it would look slow and never get what it could be measured by.
+        """
+        self._masks: dict[tuple[str, str], t.Bools] = {}
+        """By model and revision."""
+        self._groups: dict[str, int] = {}
+        self._turn = 0
+
+    def record(self, record: WorkerRecord, now: float) -> None:
+        """The registry tells of a worker. A new epoch begins with an empty view."""
+        self.models_known.update(dict.fromkeys(record.models))
+        view = self.workers.get(record.worker_id)
+        if view is not None and record.epoch < view.record.epoch:
+            return
+        known = view is not None and view.record.epoch == record.epoch and view.pairs_with == record.fingerprint.key()
+        if view is None or record.epoch > view.record.epoch:
+            self._remove(view)
+            self.away.discard(record.worker_id)
+            view = self.workers[record.worker_id] = WorkerView(record, self._row(), now)
+            self.views[view.row] = view
+        else:
+            view.record = record
+            view.pairs_with = record.fingerprint.key()  # a worker that starts does not know its own yet
+            view.registered = True
+            view.heard_at = max(view.heard_at, now)
+        self._masks.clear()
+        self._write(view)
+        if not known:
+            self.table.learned(view.row, self.learned_of.get(view.pairs_with, LEARNED_AT_FIRST))
+
+    def unregister(self, worker_id: WorkerId) -> None:
+        """The registry entry vanished. A worker that still speaks is believed: the registry may be ill, not it."""
+        view = self.workers.get(worker_id)
+        if view is not None:
+            view.registered = False
+
+    def report(self, load: LoadReport, now: float) -> None:
+        """A worker speaks. One that was thought lost and speaks again is back."""
+        view = self.workers.get(load.worker_id)
+        if view is None or load.epoch != view.record.epoch:
+            return
+        view.load = load
+        view.heard_at = now
+        view.lost = view.away = False
+        self.away.discard(load.worker_id)
+        view.own.reported(now)
+        self.table.numbers[t.PROMPTS_PER_S, view.row] = view.prompts.told(load.computed_tokens_total, now)
+        if view.record.role is not load.role:
+            view.record = msgspec.structs.replace(view.record, role=load.role)
+        self._write(view)
+
+    def disconnected(self) -> None:
+        """Nobody can be heard: who was here has to speak again before it is given anything."""
+        for worker_id, view in self.workers.items():
+            if view.ready:  # One that is still starting has said nothing of itself yet.
+                self.away.add(worker_id)
+            view.away = True
+            self._write(view)
+
+    def learned(self, worker_id: WorkerId, coefficients: Coefficients) -> None:
+        """How fast a worker is, as measured."""
+        view = self.workers.get(worker_id)
+        if view is not None:
+            self.learned_of[view.pairs_with] = coefficients
+            self.table.learned(view.row, coefficients)
+
+    def lose(self, worker_id: WorkerId, epoch: Epoch) -> None:
+        """The orchestrator says that this life is over."""
+        view = self.workers.get(worker_id)
+        if view is not None and view.record.epoch <= epoch:
+            view.lost = True
+            self._write(view)
+
+    def sweep(self, now: float, silent_s_max: float) -> list[WorkerRecord]:
+        """Forget those that are neither registered nor heard; answers who they were."""
+        gone = [
+            view
+            for view in self.workers.values()
+            if not view.registered and (view.lost or now - view.heard_at > silent_s_max)
+        ]
+        for view in gone:
+            del self.workers[view.record.worker_id]
+            self.away.discard(view.record.worker_id)
+            self._remove(view)
+        if gone:
+            self._masks.clear()
+            alive = {view.pairs_with for view in self.workers.values()}
+            self.learned_of = {key: learned for key, learned in self.learned_of.items() if key in alive}
+            self._groups = {key: group for key, group in self._groups.items() if key in alive}
+        return [view.record for view in gone]
+
+    def offering(self, model: str) -> Iterable[WorkerView]:
+        """Workers of a model; of any model when ``model`` is empty."""
+        if not model:
+            return self.workers.values()
+        return [view for view in self.workers.values() if model in view.record.models]
+
+    def mask(self, model: str, revision: str = ANY) -> t.Bools:
+        """Which rows offer a model, in a revision that the operator named; any model when ``model`` is empty."""
+        if model and model not in self.models_known:
+            return np.zeros(self.table.count, dtype=np.bool_)  # and nothing to remember of what clients make up
+        mask = self._masks.get((model, revision))
+        if mask is None or len(mask) != self.table.count:
+            mask = np.zeros(self.table.count, dtype=np.bool_)
+            offering = self.offering(model)
+            mask[[view.row for view in offering if means(revision, view.record.fingerprint.revision)]] = True
+            self._masks[model, revision] = mask
+        return mask
+
+    def picked(self, *views: WorkerView) -> None:
+        """Remember whose turn it was."""
+        self._turn += 1
+        for view in views:
+            self.table.numbers[t.TURN, view.row] = self._turn
+
+    def leg_started(self, worker_id: WorkerId, sent: Sent) -> None:
+        """We sent a leg."""
+        view = self.workers.get(worker_id)
+        if view is not None:
+            sent.epoch = view.record.epoch
+            view.own.started(sent)
+            self._write_load(view)
+
+    def others_started(self, worker_id: WorkerId, epoch: Epoch, sent: Sent) -> None:
+        """Another router sent some."""
+        view = self.workers.get(worker_id)
+        if view is not None and view.record.epoch == epoch:
+            view.own.others_started(sent)
+            self._write_load(view)
+
+    def prompt_computed(self, worker_id: WorkerId, sent: Sent, tokens: int) -> None:
+        """A leg of ours got past its prompt, of which it had ``tokens`` to compute."""
+        view = self.workers.get(worker_id)
+        if view is not None and view.record.epoch == sent.epoch:
+            view.own.computed(sent, tokens)
+            self._write_load(view)
+
+    def leg_ended(self, worker_id: WorkerId, sent: Sent, context_tokens: int) -> None:
+        """A leg of ours is over, well or not."""
+        view = self.workers.get(worker_id)
+        if view is not None and view.record.epoch == sent.epoch:
+            view.own.ended(sent, context_tokens)
+            self._write_load(view)
+
+    def _row(self) -> int:
+        row = self.table.take()
+        if row == len(self.views):
+            self.views.append(None)
+        return row
+
+    def _remove(self, view: WorkerView | None) -> None:
+        if view is not None:
+            self.views[view.row] = None
+            self.table.give_back(view.row)
+
+    def _group(self, fingerprint: str) -> int:
+        if fingerprint not in self._groups:
+            self._groups[fingerprint] = max(self._groups.values(), default=-1) + 1
+        return self._groups[fingerprint]
+
+    def _write(self, view: WorkerView) -> None:
+        record, row, flags = view.record, view.row, self.table.flags
+        flags[t.READY, row] = view.ready
+        flags[t.SERVES, row] = view.serves
+        flags[t.PREFILLS, row] = view.serves and record.role is not Role.DECODE
+        flags[t.DECODES, row] = view.serves and record.role is not Role.PREFILL
+        flags[t.EXCHANGES, row] = exchanges_kv(record)
+        flags[t.FOLLOWED, row] = exchanges_kv(record) and record.prefix_caching
+        self.table.groups[row] = self._group(view.pairs_with)
+        numbers = self.table.numbers
+        numbers[t.HEARD_AT, row] = view.heard_at
+        numbers[t.LEGS_MAX, row] = record.legs_max
+        numbers[t.BLOCK_SIZE, row] = max(1, record.hashing.block_size)
+        numbers[t.STEP_TOKENS, row] = max(1, record.step_tokens_max)
+        numbers[t.ANSWERS, row] = view.serves and record.role is not Role.PREFILL
+        self._write_load(view)
+
+    def _write_load(self, view: WorkerView) -> None:
+        numbers, row = self.table.numbers, view.row
+        numbers[t.LEGS, row] = view.legs
+        numbers[t.DECODING : t.ROOM_TOKENS + 1, row] = view.busy()
+        numbers[t.SENT_TOKENS, row] = view.own.sent_tokens if view.load is not None else view.own.tokens

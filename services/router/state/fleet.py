@@ -1,0 +1,44 @@
+"""Everything placement looks at, in one place: the cluster's view, the prefix index and the operator's policy."""
+
+from __future__ import annotations
+
+from services.router.placement.placement import Need, Placed, Policy, Refused
+from services.router.placement.placer import Costs, Placer
+from services.router.placement.request_fields import RequestFacts
+from services.router.state.cluster_view import ClusterView, exchanges_kv
+from services.router.state.prefix_index import PrefixIndex
+from shared.contracts.workers import Role
+
+
+class Fleet:
+    """Fed by ``fleet_feed`` and ``kv_feed``, asked by ``relay``."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.cluster = ClusterView()
+        self.index = PrefixIndex()
+        self.policy = policy
+        self.placer: Placer = Costs(self.cluster, self.index, policy)
+
+    def place(self, need: Need, now: float) -> Placed | Refused:
+        """Which workers serve it."""
+        return self.placer.place(need, now)
+
+    def prompt_matters(self, facts: RequestFacts, body_bytes: int) -> bool:
+        """Whether the prompt's prefix decides anything: more than one worker could compute it, or the one that does
+        could have enough of it from others. No prompt has more tokens than bytes.
+        """
+        least = self.policy.fetch_tokens_min if facts.kv_fetch_min_tokens is None else facts.kv_fetch_min_tokens
+        may_fetch = body_bytes >= least and not facts.whole
+        choices = 0
+        for view in self.cluster.offering(facts.model):
+            record = view.record
+            computes = view.serves and (facts.whole or record.role is not Role.DECODE)
+            if computes or (may_fetch and exchanges_kv(record)):
+                choices += 1
+                if choices > 1:
+                    return True
+        return False
+
+    def ready(self, now: float) -> bool:
+        """Whether anybody could be given a request."""
+        return any(view.fit(now, self.policy.silent_s_max) for view in self.cluster.workers.values())

@@ -1,0 +1,91 @@
+"""Who is there and how busy: the registry, load reports and losses, as they come over the bus."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from services.router.relay.parts import Parts
+from services.router.state.kv_feed import KvFeed
+from shared.bus.port import Envelope, KeptValue
+from shared.contracts.channels import LOAD, WORKER_LOST, WORKER_RECORDS
+from shared.contracts.ids import WorkerId
+from shared.contracts.load import LoadReport
+from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerLost, WorkerPhase, WorkerRecord
+
+log = logging.getLogger("baton.router")
+
+SWEEP_S = 1.0
+"""How often workers that are neither registered nor heard are forgotten."""
+
+
+class FleetFeed:
+    """Keeps ``Fleet.cluster`` true."""
+
+    def __init__(self, parts: Parts, kv: KvFeed) -> None:
+        self._bus = parts.bus
+        self._clock = parts.clock
+        self._fleet = parts.fleet
+        self._inbox = parts.inbox
+        self._measures = parts.measures
+        self._room = parts.room
+        self._reservations = parts.reservations
+        self._prompts = parts.prompts
+        self._kv = kv
+
+    async def open(self) -> None:
+        """Listen; live when it returns."""
+        self._fleet.cluster.is_whole = False
+        await self._bus.subscribe(LOAD, self._on_load)
+        await self._bus.subscribe(WORKER_LOST, self._on_lost)
+
+    async def follow_registry(self) -> None:
+        """Watch the workers' records, for ever."""
+        kept = await self._bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        async for entry in kept.watch():
+            if entry is None:
+                self._fleet.cluster.is_whole = True
+            else:
+                self._on_record(entry)
+
+    async def sweep(self) -> None:
+        """Forget who is gone, for ever."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            for record in self._fleet.cluster.sweep(self._clock.now(), self._fleet.policy.silent_s_max):
+                self._fleet.index.drop(record.worker_id)
+                self._measures.gone(record.worker_id)
+                self._inbox.worker_lost(record.worker_id, record.epoch)
+                log.info("worker %s is gone", record.worker_id)
+            self._room.ring()  # Silence tells nobody.
+
+    def _on_record(self, entry: KeptValue[WorkerRecord]) -> None:
+        record = entry.value
+        if record is None:
+            self._fleet.cluster.unregister(WorkerId(entry.key))
+            return
+        known = self._fleet.cluster.workers.get(record.worker_id)
+        self._fleet.cluster.record(record, self._clock.now())
+        self._measures.joined(record)
+        self._room.ring()
+        if known is not None and known.record.epoch < record.epoch:
+            self._inbox.worker_lost(
+                record.worker_id, known.record.epoch
+            )  # Started anew before its silence was noticed.
+        if known is None or known.record.epoch < record.epoch:
+            log.info("worker %s: %s of %s, %s", record.worker_id, record.role, record.models, record.phase)
+        if record.phase is not WorkerPhase.STARTING:  # before, it answers no asks
+            if record.role is not Role.STORE:  # it has neither engine nor tokenizer
+                self._prompts.worker_seen(record)
+            self._kv.worker_joined(record.worker_id, record.epoch)
+
+    def _on_load(self, load: LoadReport, _envelope: Envelope) -> None:
+        self._fleet.cluster.report(load, self._clock.now())
+        self._measures.load(load)
+        self._room.ring(self._reservations.book.lag_s())
+        if load.digest is not None:
+            self._kv.check(load.worker_id, load.epoch, load.digest)
+
+    def _on_lost(self, lost: WorkerLost, _envelope: Envelope) -> None:
+        self._fleet.cluster.lose(lost.worker_id, lost.epoch)
+        self._inbox.worker_lost(lost.worker_id, lost.epoch)

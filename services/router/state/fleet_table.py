@@ -1,0 +1,115 @@
+"""What placement computes with: a row of numbers for each worker, so that a thousand are weighed in one go."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from services.router.state.engine_speed import Coefficients
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+ROWS_AT_FIRST = 16
+
+HEARD_AT: Final = 0
+LEGS: Final = 1
+LEGS_MAX: Final = 2
+TURN: Final = 3
+"""When it was last chosen, counted in placements."""
+DECODING: Final = 4
+"""Requests in its batch or about to be."""
+WAITING_TOKENS: Final = 5
+"""Prompt tokens that it has accepted and must still compute."""
+CONTEXT_TOKENS: Final = 6
+"""Tokens in its KV cache that running requests use."""
+ROOM_TOKENS: Final = 7
+"""Tokens that its KV cache could still take."""
+BLOCK_SIZE: Final = 8
+STEP_TOKENS: Final = 9
+"""Prompt tokens that its engine computes in one step, at most."""
+PROMPTS_PER_S: Final = 10
+"""Prompt tokens that it computes in a second, lately."""
+ANSWERS: Final = 11
+"""1 if it is placed for decode, else 0: who only computes prompts disturbs nobody's decoding."""
+SENT_TOKENS: Final = 12
+"""Of ``WAITING_TOKENS``, those that its last report could not know."""
+COEFFICIENTS: Final = 13
+"""The first of as many rows as ``Coefficients`` has fields, in their order."""
+PREFILL_BASE_S: Final = COEFFICIENTS
+PREFILL_S_PER_TOKEN: Final = COEFFICIENTS + 1
+PREFILL_S_PER_PAIR: Final = COEFFICIENTS + 2
+DECODE_BASE_S: Final = COEFFICIENTS + 3
+DECODE_S_PER_REQUEST: Final = COEFFICIENTS + 4
+DECODE_S_PER_CONTEXT_TOKEN: Final = COEFFICIENTS + 5
+TRANSFER_BASE_S: Final = COEFFICIENTS + 6
+TRANSFER_S_PER_TOKEN: Final = COEFFICIENTS + 7
+PAIRS_PER_TOKEN: Final = COEFFICIENTS + 8
+WAY_S: Final = COEFFICIENTS + 9
+DIVISORS = [BLOCK_SIZE, STEP_TOKENS]
+"""Never 0, not even in a row that nobody has: formulas are worked out for all rows at once."""
+NUMBERS: Final = COEFFICIENTS + len(Coefficients.__struct_fields__)
+
+READY: Final = 0
+"""There for others, as far as it said."""
+PREFILLS: Final = 1
+DECODES: Final = 2
+EXCHANGES: Final = 3
+"""Its engine can be asked for KV by content."""
+FOLLOWED: Final = 4
+"""Its KV can be read while it is being computed."""
+SERVES: Final = 5
+"""Takes legs; a store only keeps copies of KV for those who do."""
+FLAGS: Final = 6
+
+
+class FleetTable:
+    """``numbers[what, row]``, ``flags[what, row]`` and ``groups[row]``: rows of equal group may exchange KV. Rows are
+    reused; ``count`` is the highest that was ever in use, plus one.
+    """
+
+    def __init__(self) -> None:
+        self.numbers: Floats = np.zeros((NUMBERS, ROWS_AT_FIRST))
+        self.numbers[DIVISORS] = 1.0
+        self.flags: Bools = np.zeros((FLAGS, ROWS_AT_FIRST), dtype=np.bool_)
+        self.groups: Ints = np.full(ROWS_AT_FIRST, -1, dtype=np.int64)
+        self.count = 0
+        self.moves = 0
+        """Counts every time that a row was taken or given back."""
+        self._free: list[int] = []
+
+    def take(self) -> int:
+        """A row of zeros."""
+        self.moves += 1
+        if self._free:
+            return self._free.pop()
+        if self.count == len(self.groups):
+            self._grow()
+        self.count += 1
+        return self.count - 1
+
+    def give_back(self, row: int) -> None:
+        """Nobody has this row any more."""
+        self.numbers[:, row] = 0.0
+        self.numbers[DIVISORS, row] = 1.0
+        self.flags[:, row] = False
+        self.groups[row] = -1
+        self.moves += 1
+        self._free.append(row)
+
+    def learned(self, row: int, coefficients: Coefficients) -> None:
+        """How fast that worker is."""
+        values: tuple[Any, ...] = tuple(getattr(coefficients, name) for name in coefficients.__struct_fields__)
+        self.numbers[COEFFICIENTS:, row] = values
+
+    def _grow(self) -> None:
+        rows = 2 * len(self.groups)
+        for name, empty in (("numbers", 0.0), ("flags", False), ("groups", -1)):
+            old = getattr(self, name)
+            new = np.full((*old.shape[:-1], rows), empty, dtype=old.dtype)
+            new[..., : old.shape[-1]] = old
+            setattr(self, name, new)
+        self.numbers[DIVISORS, rows // 2 :] = 1.0

@@ -1,0 +1,225 @@
+"""Which worker holds which KV block, exactly: fed by KV events, repaired by snapshots, checked by digests.
+
+Each worker's entry follows that worker's own batch numbers. A gap, a new epoch or a digest that disagrees makes the
+entry DEGRADED until a snapshot comes; batches that arrive meanwhile are kept (bounded) and replayed behind it. A
+degraded entry still answers with the last it knew: a stale prefix is a better guess than none.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from heapq import heappop, heappush
+
+import numpy as np
+
+from services.router.state.block_table import TIERS, BlockTable, Depths, Hashes, Mask
+from services.router.state.native_block_table import block_table
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.kv_events import BLOCK_HASH_BYTES, KvDigest, KvEventBatch, KvEventKind, KvSnapshot
+
+PENDING_BATCHES_MAX = 1024
+"""Batches kept for a worker while its snapshot is on the way; more are dropped and cost one more snapshot."""
+
+
+class IndexState(StrEnum):
+    """How far an entry can be trusted."""
+
+    EXACT = "exact"
+    DEGRADED = "degraded"
+    """Something was missed; a snapshot is wanted."""
+    FALLBACK = "fallback"
+    """Nothing is known: this worker is placed by load alone until a snapshot succeeds."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """What the index knows of one worker."""
+
+    epoch: Epoch
+    slot: int
+    """Its row in the table and its place in what ``match_depths`` answers, as long as it is joined."""
+    state: IndexState = IndexState.DEGRADED
+    seq: int = 0
+    claimed_seq: int = 0
+    """The highest number that a digest spoke of: if it is not reached by the next digest, batches were lost."""
+    pending: deque[KvEventBatch] = field(default_factory=lambda: deque(maxlen=PENDING_BATCHES_MAX))
+
+
+class PrefixIndex:
+    """The blocks of all workers."""
+
+    def __init__(self, table: BlockTable | None = None) -> None:
+        self.table: BlockTable = block_table() if table is None else table
+        self.entries: dict[WorkerId, Entry] = {}
+        self.slots: list[WorkerId | None] = []
+        """Who is in each slot."""
+        self._slots_free: list[int] = []
+        self.moves = 0
+        """Counts every time that a worker got a slot or left one."""
+        self.held: Callable[[int], bool] = self.table.held
+        """Whether anybody holds a block; from any thread."""
+
+    def join(self, worker_id: WorkerId, epoch: Epoch) -> None:
+        """A worker, or a new life of one, is there; what an older life held is forgotten."""
+        entry = self.entries.get(worker_id)
+        if entry is None:
+            self.entries[worker_id] = Entry(epoch, self._take_slot(worker_id))
+        elif entry.epoch < epoch:
+            self.table.clear(entry.slot)
+            self.entries[worker_id] = Entry(epoch, entry.slot)
+
+    def drop(self, worker_id: WorkerId) -> None:
+        """Forget a worker."""
+        entry = self.entries.pop(worker_id, None)
+        if entry is not None:
+            self.table.clear(entry.slot)
+            self.slots[entry.slot] = None
+            self.moves += 1
+            heappush(self._slots_free, entry.slot)
+
+    def apply(self, batch: KvEventBatch) -> bool:
+        """Take in one batch. Answers whether a snapshot is wanted now. Raises ValueError on torn hashes.
+
+        Batches of workers that have not joined are ignored: their snapshot will tell all.
+        """
+        entry = self.entries.get(batch.worker_id)
+        if entry is None or batch.epoch < entry.epoch:
+            return False
+        if batch.epoch > entry.epoch:
+            self.join(batch.worker_id, batch.epoch)
+            entry = self.entries[batch.worker_id]
+        if batch.seq <= entry.seq:
+            return False
+        if entry.state is IndexState.EXACT and batch.seq == entry.seq + 1:
+            self._perform(entry, batch)
+            return False
+        if entry.state is IndexState.EXACT:
+            entry.state = IndexState.DEGRADED
+        entry.pending.append(batch)
+        return True
+
+    def restore(self, snapshot: KvSnapshot) -> bool:
+        """Begin anew from ``snapshot`` and replay what came after it. Answers whether the entry is exact now.
+
+        Raises ValueError on torn hashes.
+        """
+        if snapshot.worker_id not in self.entries:
+            return False
+        self.join(snapshot.worker_id, snapshot.epoch)
+        entry = self.entries[snapshot.worker_id]
+        if snapshot.epoch < entry.epoch or snapshot.seq < entry.seq:
+            return entry.state is IndexState.EXACT
+        tiers = (snapshot.hashes, snapshot.host_hashes, snapshot.disk_hashes)
+        if any(len(hashes) % BLOCK_HASH_BYTES for hashes in tiers):
+            raise ValueError(f"a snapshot of {snapshot.worker_id} has torn hashes")
+        self.table.clear(entry.slot)
+        for tier, hashes in enumerate(tiers):
+            if hashes:
+                self.table.store(entry.slot, tier, hashes)
+        entry.seq = snapshot.seq
+        entry.claimed_seq = 0
+        waiting = sorted(entry.pending, key=lambda batch: batch.seq)
+        entry.pending.clear()
+        entry.state = IndexState.EXACT
+        for batch in waiting:
+            self.apply(batch)
+        return entry.state is IndexState.EXACT
+
+    def check(self, worker_id: WorkerId, epoch: Epoch, digest: KvDigest) -> bool:
+        """Compare with what the worker says it holds. Answers whether a snapshot is wanted now.
+
+        Digests and batches travel on different subjects, so a digest may be ahead for a moment; only when the next
+        one comes and the index has still not reached the first is something lost.
+        """
+        entry = self.entries.get(worker_id)
+        if entry is None or entry.epoch != epoch:
+            return False
+        if entry.state is not IndexState.EXACT:
+            return True
+        if entry.seq == digest.seq:
+            wrong = (self.table.count(entry.slot), self.table.xor(entry.slot)) != (digest.count, digest.xor)
+        else:
+            wrong = entry.seq < entry.claimed_seq
+            entry.claimed_seq = max(entry.claimed_seq, digest.seq)
+        if wrong:
+            entry.state = IndexState.DEGRADED
+        return wrong
+
+    def doubt(self, worker_id: WorkerId) -> None:
+        """Events may have been missed (dropped, or the bus was away)."""
+        entry = self.entries.get(worker_id)
+        if entry is not None and entry.state is IndexState.EXACT:
+            entry.state = IndexState.DEGRADED
+
+    def give_up(self, worker_id: WorkerId) -> None:
+        """No snapshot is to be had: place this worker by load alone."""
+        entry = self.entries.get(worker_id)
+        if entry is not None:
+            self.table.clear(entry.slot)
+            entry.state = IndexState.FALLBACK
+
+    def state(self, worker_id: WorkerId) -> IndexState:
+        """FALLBACK for workers that the index has not met."""
+        entry = self.entries.get(worker_id)
+        return entry.state if entry is not None else IndexState.FALLBACK
+
+    def wanting(self) -> list[WorkerId]:
+        """Workers whose snapshot is wanted."""
+        return [worker_id for worker_id, entry in self.entries.items() if entry.state is not IndexState.EXACT]
+
+    def slot(self, worker_id: WorkerId) -> int:
+        """Where ``match_depths`` tells of this worker; -1 for one that the index has not met."""
+        entry = self.entries.get(worker_id)
+        return -1 if entry is None else entry.slot
+
+    def count(self, worker_id: WorkerId) -> int:
+        """Blocks that this worker holds; one that lies in two tiers counts twice."""
+        entry = self.entries.get(worker_id)
+        return 0 if entry is None else self.table.count(entry.slot)
+
+    def match_depths(self, hashes: Hashes) -> Depths:
+        """For every slot: how many blocks from the start it holds in a row."""
+        depths = np.zeros(len(self.slots), np.int32)
+        self.table.depths(hashes, depths)
+        return depths
+
+    def match(self, hashes: Hashes) -> dict[WorkerId, int]:
+        """For every worker that holds the first block at all: how many blocks from the start it holds in a row."""
+        depths = self.match_depths(hashes)
+        matches = {self.slots[slot]: int(depths[slot]) for slot in np.flatnonzero(depths)}
+        return {worker_id: depth for worker_id, depth in matches.items() if worker_id is not None}
+
+    def tier_blocks(self, worker_id: WorkerId, hashes: Hashes, depth: int) -> tuple[int, int, int]:
+        """How many of the first ``depth`` blocks this worker has in the device's memory, the host's, on disk; each is
+        counted in the nearest.
+        """
+        entry = self.entries.get(worker_id)
+        return (0, 0, 0) if entry is None else self.table.tiers(entry.slot, hashes, depth)
+
+    def cover(self, hashes: Hashes, first: int, end: int, allowed: Mask) -> list[tuple[int, int, int]]:
+        """The fewest slots among ``allowed`` that together hold the blocks from ``first`` to before ``end``, each with
+        the part to take from it; as far as the first block that none of them holds.
+        """
+        return self.table.cover(hashes, first, end, allowed)
+
+    def _take_slot(self, worker_id: WorkerId) -> int:
+        self.moves += 1
+        if self._slots_free:
+            slot = heappop(self._slots_free)
+            self.slots[slot] = worker_id
+            return slot
+        self.slots.append(worker_id)
+        return len(self.slots) - 1
+
+    def _perform(self, entry: Entry, batch: KvEventBatch) -> None:
+        for event in batch.events:
+            if event.kind is KvEventKind.STORED:
+                self.table.store(entry.slot, TIERS.index(event.tier), event.hashes)
+            elif event.kind is KvEventKind.REMOVED:
+                self.table.remove(entry.slot, TIERS.index(event.tier), event.hashes)
+            else:
+                self.table.clear(entry.slot)
+        entry.seq = batch.seq

@@ -1,0 +1,28 @@
+"""What a router says of itself with its status: which workers it does not know as it should."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+
+from services.router.state.native_block_table import IS_COMPILED
+from services.router.state.prefix_index import IndexState, PrefixIndex
+from services.router.tokenize.parity import Parity, ParityBook
+from shared.contracts.control import ROUTER_TROUBLES_MAX, RouterStanding
+
+
+def teller(index: PrefixIndex, parity: ParityBook) -> Callable[[], RouterStanding]:
+    """Answers with the standing of the moment."""
+
+    def standing() -> RouterStanding:
+        inexact = (
+            (worker_id, one.state) for worker_id, one in index.entries.items() if one.state is not IndexState.EXACT
+        )
+        differing = (worker_id for worker_id, one in parity.standings.items() if one.parity is Parity.DIFFERS)
+        return RouterStanding(
+            not_exact={worker_id: state.value for worker_id, state in islice(inexact, ROUTER_TROUBLES_MAX)},
+            tokens_differ=list(islice(differing, ROUTER_TROUBLES_MAX)),
+            is_index_compiled=IS_COMPILED,
+        )
+
+    return standing

@@ -1,0 +1,173 @@
+"""The tokenizers of all models, fetched from workers once per fingerprint, and the decision when to use them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from services.router.http.request import Exchange
+from services.router.placement.request_fields import CHAT, COMPLETIONS, RequestFacts
+from services.router.placement.revisions import means
+from services.router.settings import Settings, terms_of
+from services.router.state.cluster_view import WorkerView
+from services.router.state.fleet import Fleet
+from services.router.tokenize.parity_probe import ParityWatch
+from services.router.tokenize.segments import Prompt
+from services.router.tokenize.tokenizer import BYTES_PER_TOKEN_GUESSED, PromptTokenizer, guessed
+from shared.bus.port import Bus, BusError
+from shared.contracts.channels import TOKENIZER
+from shared.contracts.control import AskTokenizer
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.workers import WorkerPhase, WorkerRecord
+from shared.runtime.clock import Clock
+
+log = logging.getLogger("baton.router")
+
+THREADS = 1
+"""Long prompts are tokenized one behind the other: more threads would take the processor from the event loop."""
+TOKENIZER_S_MAX = 30.0
+"""For a worker to read and send its tokenizer."""
+TRY_AGAIN_S = 5.0
+"""After a tokenizer could not be had."""
+TOKENIZERS_MAX = 64
+"""Fingerprints whose tokenizers are kept; beyond that, those without a worker go, or else prompts are placed by load
+alone.
+"""
+BYTES_PER_TOKEN_MAX = 16
+"""A body with more bytes for each token that the model takes is not worth reading: the engine will refuse it."""
+
+
+class Prompts:
+    """Prompts as placement needs them. ``follow`` keeps the tokenizers; ``of`` never fails a request."""
+
+    def __init__(self, settings: Settings, bus: Bus, clock: Clock, fleet: Fleet) -> None:
+        self._settings = settings
+        self._bus = bus
+        self._clock = clock
+        self._fleet = fleet
+        self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
+        self.parity = ParityWatch(bus, clock, fleet, self)
+        self._tokenizers: dict[str, PromptTokenizer | None] = {}
+        """By fingerprint. None: this model cannot be followed."""
+        self._sources: dict[str, tuple[WorkerId, Epoch]] = {}
+        """Whose tokenizer it is, by fingerprint."""
+        self._try_at: dict[str, float] = {}
+        self._shares = terms_of(settings).shares
+        self._wake = asyncio.Event()
+
+    async def of(self, exchange: Exchange, facts: RequestFacts, more: Sequence[int] = ()) -> Prompt:
+        """Exact when it matters and can be known, else a guess from the length. ``more``: tokens that follow it."""
+        body, bytes_per_token = facts.body, BYTES_PER_TOKEN_GUESSED
+        if body is not None and facts.path in (CHAT, COMPLETIONS) and self._matters(facts, exchange.upload.size):
+            view = self._like_whom(facts)
+            known = self._tokenizers.get(view.pairs_with) if view is not None else None
+            if view is not None and known is not None:
+                bytes_per_token = known.chars_per_token
+                readable = exchange.upload.size <= BYTES_PER_TOKEN_MAX * view.record.max_model_len
+                if readable and self.parity.trusted(view.pairs_with):
+                    held, chars_max = self._fleet.index.held, self._settings.tokenize_loop_chars_max
+                    prompt = await known.prompt(facts, held, threads=self.threads, loop_chars_max=chars_max, more=more)
+                    if prompt is not None:
+                        return prompt
+        guess = guessed(facts, exchange.upload.size, bytes_per_token)
+        return Prompt(guess.tokens + len(more), (), exact=False) if more else guess
+
+    def _like_whom(self, facts: RequestFacts) -> WorkerView | None:
+        """Some worker of those that are to serve it: another revision may make other tokens of the same prompt."""
+        views = self._fleet.cluster.offering(facts.model)
+        for revision in self._shares.order(facts):
+            for view in views:
+                if means(revision, view.record.fingerprint.revision):
+                    return view
+        return next(iter(views), None)
+
+    def worker_seen(self, record: WorkerRecord) -> None:
+        """A worker is there: make sure that its model's tokenizer is, too."""
+        self.parity.worker_seen(record)
+        if record.fingerprint.key() not in self._tokenizers:
+            self._wake.set()
+
+    def followed(self, fingerprint: str) -> bool:
+        """Whether prompts of this fingerprint can be tokenized as the engine does."""
+        return self._tokenizers.get(fingerprint) is not None and self.parity.trusted(fingerprint)
+
+    def tokenizer_of(self, fingerprint: str) -> PromptTokenizer | None:
+        """None when there is none, or none yet."""
+        return self._tokenizers.get(fingerprint)
+
+    def doubt(self, record: WorkerRecord) -> None:
+        """A worker tokenizes otherwise. If the one that gave the tokenizer lives no more, it is fetched anew: they may
+        all have been started anew with another chat template.
+        """
+        key = record.fingerprint.key()
+        worker_id, epoch = self._sources.get(key, (record.worker_id, record.epoch))
+        source = self._fleet.cluster.workers.get(worker_id)
+        if source is None or source.record.epoch != epoch:
+            self._tokenizers.pop(key, None)
+            self._wake.set()
+
+    async def follow(self) -> None:
+        """Fetch what is missing, for ever."""
+        if self._settings.tokenize == "never":
+            return
+        while True:
+            waiting = await self._fetch_missing()
+            self._wake.clear()
+            try:
+                async with asyncio.timeout(TRY_AGAIN_S if waiting else None):
+                    await self._wake.wait()
+            except TimeoutError:
+                continue
+
+    def close(self) -> None:
+        """End the threads."""
+        self.threads.shutdown(wait=False, cancel_futures=True)
+
+    def _matters(self, facts: RequestFacts, body_bytes: int) -> bool:
+        if self._settings.tokenize == "auto":
+            return self._fleet.prompt_matters(facts, body_bytes)
+        return self._settings.tokenize == "always"
+
+    async def _fetch_missing(self) -> bool:
+        """Answers whether some tokenizer is still missing."""
+        waiting = False
+        views = list(self._fleet.cluster.workers.values())
+        for view in views:
+            if view.pairs_with in self._tokenizers or not self._has_room({view.pairs_with for view in views}):
+                continue
+            if view.record.phase is WorkerPhase.STARTING or not view.serves:
+                continue
+            if self._clock.now() < self._try_at.get(view.pairs_with, 0.0) or not await self._fetch(view.record):
+                waiting = True
+        return waiting
+
+    def _has_room(self, needed: set[str]) -> bool:
+        if len(self._tokenizers) >= TOKENIZERS_MAX:
+            for fingerprint in self._tokenizers.keys() - needed:
+                del self._tokenizers[fingerprint]
+                self._sources.pop(fingerprint, None)
+            self._try_at = {fingerprint: at for fingerprint, at in self._try_at.items() if fingerprint in needed}
+        return len(self._tokenizers) < TOKENIZERS_MAX
+
+    async def _fetch(self, record: WorkerRecord) -> bool:
+        key = record.fingerprint.key()
+        try:
+            ask = AskTokenizer(worker_id=record.worker_id)
+            asset = await self._bus.ask(TOKENIZER, ask, timeout_s=TOKENIZER_S_MAX)
+        except BusError as error:
+            log.info("the tokenizer of %s cannot be had from %s yet: %s", record.models[:1], record.worker_id, error)
+            self._try_at[key] = self._clock.now() + TRY_AGAIN_S
+            return False
+        cache_bytes_max = self._settings.tokenize_cache_bytes_max
+        try:
+            self._tokenizers[key] = await asyncio.get_running_loop().run_in_executor(
+                self.threads, lambda: PromptTokenizer(asset, record.hashing, cache_bytes_max=cache_bytes_max)
+            )
+        except ValueError as error:
+            log.warning("%s is placed by load alone: %s", record.models[:1], error)
+            self._tokenizers[key] = None
+        self._sources[key] = record.worker_id, asset.epoch
+        self.parity.tokenizer_changed(key)
+        return True

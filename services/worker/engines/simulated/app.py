@@ -1,0 +1,297 @@
+"""The simulated engine's OpenAI-compatible server: plain ASGI, for router benchmarks measure what stands before it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import reduce
+from typing import Any, Protocol
+
+import msgspec
+
+from services.worker.engines.port import CURRENT_LEG, AsgiMessage, EngineDead, LegRecord, Scope
+from services.worker.engines.simulated.choices import Choice, made_up_logprob
+from services.worker.engines.simulated.core.sequence import Account, Sequence, Wish
+from services.worker.engines.simulated.jobs import Job, JobMaker
+from services.worker.engines.simulated.requests import ApiError
+from services.worker.engines.simulated.responses import (
+    DONE,
+    EVENT_STREAM,
+    JSON,
+    UNFINISHED,
+    Ending,
+    encode,
+    split_chunk,
+    usage_of,
+)
+from services.worker.engines.simulated.resume import caught_up
+from services.worker.engines.simulated.tokenizer import SimulatedTokenizer
+from shared.contracts.inference import LegKind
+from shared.contracts.kv_exchange import KvProof
+
+Receive = Callable[[], Awaitable[AsgiMessage]]
+Send = Callable[[AsgiMessage], Awaitable[None]]
+Handler = Callable[[bytes, LegRecord, Send], Awaitable[None]]
+
+
+class Submitter(Protocol):
+    """What the server needs of the engine's loop."""
+
+    def submit(self, choice: Choice, wish: Wish) -> Sequence:
+        """Begin; tokens arrive in ``choice.inbox``. Raises EngineDead."""
+
+    def abort(self, sequence: Sequence) -> None:
+        """Nobody wants the rest. Harmless when there is none."""
+
+
+class SimulatedApp:
+    """POST /v1/completions and /v1/chat/completions, GET /v1/models and /health."""
+
+    def __init__(self, engine: Submitter, tokenizer: SimulatedTokenizer, jobs: JobMaker, models: bytes) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._texts = tokenizer.texts
+        self._text_json = {token: encode(text) for token, text in tokenizer.texts.items()}
+        self._models = models
+        self._posts: dict[str, Callable[[bytes, LegRecord], Awaitable[Job]]] = {
+            "/v1/completions": jobs.completion,
+            "/v1/chat/completions": jobs.chat,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, or the server's start and end."""
+        if scope["type"] == "lifespan":
+            await _live(receive, send)
+            return
+        path, method = scope["path"], scope["method"]
+        make = self._posts.get(path)
+        if make is not None and method == "POST":
+            await self._serve(make, await _read_body(receive), send)
+        elif path == "/v1/models" and method == "GET":
+            await _answer(send, 200, self._models)
+        elif path in ("/health", "/ping") and method == "GET":
+            await _answer(send, 200, b"")
+        else:
+            known = make is not None or path in ("/v1/models", "/health", "/ping")
+            await _answer(
+                send, *((405, b'{"detail":"Method Not Allowed"}') if known else (404, b'{"detail":"Not Found"}'))
+            )
+
+    async def _serve(self, make: Callable[[bytes, LegRecord], Awaitable[Job]], raw: bytes, send: Send) -> None:
+        record = CURRENT_LEG.get() or LegRecord(kind=LegKind.AGGREGATED, request_id="", trace_headers={})
+        try:
+            job = await make(raw, record)
+            if record.resume is not None:
+                job = caught_up(job, record.resume, self._tokenizer)
+        except ApiError as error:
+            await _answer(send, error.status, error.body)
+            return
+        streaming = False
+        try:
+            for choice in job.choices:
+                if not choice.has_ended():
+                    choice.sequence = self._engine.submit(choice, job.wish)
+            streaming = job.view.streamed
+            await (self._stream(job, send) if streaming else self._collect(job, send))
+        except EngineDead as dead:
+            failure = ApiError(str(dead), status=500, kind="InternalServerError")
+            await (send(_body(b"", more=False)) if streaming else _answer(send, failure.status, failure.body))
+        finally:
+            for choice in job.choices:
+                if choice.sequence is not None:
+                    self._engine.abort(choice.sequence)
+
+    async def _stream(self, job: Job, send: Send) -> None:
+        await send(_start(200, EVENT_STREAM))
+        opening = b"".join(job.answers.opening(choice.index) for choice in job.choices)
+        opening += b"".join(self._echo_event(job, choice) for choice in job.choices if job.view.echo)
+        if opening and job.record.resume is None:
+            await send(_body(opening))
+        # Most events are a piece of text and nothing else: those are three byte strings one behind the other.
+        pieces = [split_chunk(job.answers, choice.index) for choice in job.choices]
+        plain = job.view.logprobs is None and not job.view.usage_each
+        text_json, record, open_choices = self._text_json, job.record, _open(job)
+        while open_choices:
+            events = []
+            for choice, token, finish_reason in await job.inbox.take():
+                if choice.has_ended():
+                    continue  # a stop string has ended it
+                if choice.is_at_start():
+                    _note_first_token(record, choice)
+                    record.proof = _proof(job)
+                _note_token(record, token)
+                if plain and token is not None and not finish_reason and choice.stops is None:
+                    choice.token_ids.append(token)
+                    before, after = pieces[choice.index]
+                    events.append(before + text_json[token] + after)
+                    continue
+                events.append(self._event(job, choice, token, finish_reason))
+                if choice.has_ended():
+                    open_choices -= 1
+                    self._note_end(job, choice)
+            if events:
+                await send(_body(b"".join(events) if len(events) > 1 else events[0]))
+        record.is_over = True
+        end = job.answers.usage(_usage(job)) + DONE if job.view.usage else DONE
+        await send(_body(end, more=False))
+
+    def _event(self, job: Job, choice: Choice, token: int | None, finish_reason: str) -> bytes:
+        """An event that is more than a piece of text."""
+        text = self._add(choice, token, finish_reason)
+        if not text and not choice.finish_reason and choice.stops is not None:
+            return b""  # held back
+        logprobs = None
+        if job.view.logprobs is not None:
+            offset = sum(map(len, choice.shown)) - len(text)
+            tokens = [] if token is None else [token]
+            logprobs = job.view.logprobs(tokens, [self._texts.get(said, "") for said in tokens], offset)
+        ending = Ending(
+            finish_reason=choice.finish_reason or None,
+            stop_reason=choice.stop_reason,
+            logprobs=logprobs,
+            usage=_usage(job) if job.view.usage_each else None,
+        )
+        return job.answers.chunk(choice.index, text, ending)
+
+    def _add(self, choice: Choice, token: int | None, finish_reason: str) -> str:
+        """One more token, or the end without one; returns what may be shown now."""
+        return (
+            choice.refuse(finish_reason)
+            if token is None
+            else choice.add(token, self._texts.get(token, ""), finish_reason)
+        )
+
+    def _echo_event(self, job: Job, choice: Choice) -> bytes:
+        return job.answers.chunk(choice.index, self._tokenizer.decode(choice.prompt), UNFINISHED)
+
+    async def _collect(self, job: Job, send: Send) -> None:
+        record, open_choices = job.record, _open(job)
+        while open_choices:
+            for choice, token, finish_reason in await job.inbox.take():
+                if choice.has_ended():
+                    continue
+                if choice.is_at_start():
+                    _note_first_token(record, choice)
+                    record.proof = _proof(job)
+                _note_token(record, token)
+                self._add(choice, token, finish_reason)
+                if choice.has_ended():
+                    open_choices -= 1
+                    self._note_end(job, choice)
+        await _answer(send, 200, encode(self._whole(job)))
+
+    def _whole(self, job: Job) -> dict[str, Any]:
+        texts, logprobs = [], []
+        for choice in job.choices:
+            tokens, pieces = choice.token_ids, [self._texts.get(token, "") for token in choice.token_ids]
+            shown = "".join(choice.shown)
+            if job.view.echo:
+                tokens = choice.prompt + tokens
+                pieces = [self._tokenizer.decode([token]) for token in choice.prompt] + pieces
+                shown = self._tokenizer.decode(choice.prompt) + shown
+            texts.append(shown)
+            logprobs.append(job.view.logprobs(tokens, pieces, 0) if job.view.logprobs else None)
+        answer = job.answers.whole(job.choices, texts, logprobs, _usage(job))
+        if job.view.prompt_logprobs:
+            for choice, made in zip(job.choices, answer["choices"], strict=True):
+                made["prompt_logprobs"] = self._prompt_logprobs(choice.prompt)
+        return answer
+
+    def _prompt_logprobs(self, prompt: list[int]) -> list[dict[str, Any] | None]:
+        """The first token follows from nothing."""
+        return [None] + [
+            {str(t): {"logprob": made_up_logprob(t), "rank": 1, "decoded_token": self._tokenizer.decode([t])}}
+            for t in prompt[1:]
+        ]
+
+    def _note_end(self, job: Job, choice: Choice) -> None:
+        job.record.finish_reason = choice.finish_reason
+        sequence = choice.sequence
+        if sequence is not None:
+            self._engine.abort(sequence)  # one that a stop string has ended would go on
+            job.record.proof = _proof(job)
+
+
+def _open(job: Job) -> int:
+    return sum(not choice.has_ended() for choice in job.choices)
+
+
+def _note_token(record: LegRecord, token: int | None) -> None:
+    if token is not None:
+        record.token_ids.append(token)
+        record.completion_tokens += 1
+
+
+def _proof(job: Job) -> KvProof | None:
+    """As far as is known by now; of several choices, what they found together."""
+    sequences = [choice.sequence for choice in job.choices if choice.sequence is not None]
+    proofs = [sequence.account.proof for sequence in sequences if sequence.account.proof is not None]
+    return reduce(_together, proofs) if proofs else None
+
+
+def _together(one: KvProof, other: KvProof) -> KvProof:
+    sums = {
+        name: getattr(one, name) + getattr(other, name)
+        for name in ("prompt_tokens", "local_tokens", "fetched_tokens", "recomputed_tokens", "preemptions", "reads")
+    }
+    return msgspec.structs.replace(one, refused=one.refused or other.refused, **sums)
+
+
+def _note_first_token(record: LegRecord, choice: Choice) -> None:
+    if choice.sequence is None:
+        return
+    account: Account = choice.sequence.account
+    record.prompt_tokens += len(choice.prompt)
+    record.cached_tokens += account.cached_tokens
+    record.received_tokens += account.received_tokens
+    record.received_bytes += account.received_bytes
+    if account.first_token_at is None:
+        return  # refused
+    first_token_at = account.first_token_at
+    scheduled_at = account.arrived_at if account.scheduled_at is None else account.scheduled_at
+    record.first_token_at = record.first_token_at or first_token_at
+    record.queue_s = max(record.queue_s, scheduled_at - account.arrived_at)
+    record.prefill_s = max(record.prefill_s, first_token_at - scheduled_at)
+
+
+def _usage(job: Job) -> dict[str, Any]:
+    record = job.record
+    prompts = {id(choice.prompt): len(choice.prompt) for choice in job.choices}
+    prompt_tokens = sum(prompts.values())
+    # For a decode leg it is the prefill leg that knows what was cached: here everything comes from elsewhere.
+    cached = _cached_before(record) if record.kind is LegKind.DECODE else record.cached_tokens
+    return usage_of(prompt_tokens, record.completion_tokens, min(cached, prompt_tokens))
+
+
+def _cached_before(record: LegRecord) -> int:
+    """In the prefill worker's cache: told by the router, or by that worker when it was followed."""
+    told = record.proof.prefill_cached_tokens if record.proof is not None else -1
+    return told if told >= 0 else record.prefill_cached_tokens
+
+
+def _start(status: int, content_type: str) -> AsgiMessage:
+    headers = [(b"content-type", content_type.encode())]
+    return {"type": "http.response.start", "status": status, "headers": headers}
+
+
+def _body(data: bytes, *, more: bool = True) -> AsgiMessage:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+async def _answer(send: Send, status: int, body: bytes) -> None:
+    await send(_start(status, JSON))
+    await send(_body(body, more=False))
+
+
+async def _read_body(receive: Receive) -> bytes:
+    parts: list[bytes] = []
+    while True:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+async def _live(receive: Receive, send: Send) -> None:
+    while (await receive())["type"] == "lifespan.startup":
+        await send({"type": "lifespan.startup.complete"})
+    await send({"type": "lifespan.shutdown.complete"})

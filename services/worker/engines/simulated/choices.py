@@ -1,0 +1,124 @@
+"""One answer in the making: the tokens that the simulated engine sends, and what the client is shown of them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.worker.engines.port import EngineDead
+from services.worker.engines.simulated.core.sequence import STOP, Sequence
+from services.worker.engines.simulated.core.stop_strings import StopStrings
+
+
+class Inbox:
+    """Tokens of all choices of one request, from the engine to the request's task. Bounded by their max_tokens."""
+
+    __slots__ = ("_dead", "_tokens", "_waiter")
+
+    def __init__(self) -> None:
+        self._tokens: list[tuple[Choice, int | None, str]] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._dead = ""
+
+    def put(self, choice: Choice, token: int | None, finish_reason: str) -> None:
+        """From the engine: one more token, or None when it refuses to go on; ``finish_reason`` tells a choice's end."""
+        self._tokens.append((choice, token, finish_reason))
+        self._wake()
+
+    def fail(self, reason: str) -> None:
+        """From the engine: nothing will follow."""
+        self._dead = reason
+        self._wake()
+
+    async def take(self) -> list[tuple[Choice, int | None, str]]:
+        """All tokens that have arrived, in order; waits for at least one. Raises EngineDead."""
+        while not self._tokens:
+            if self._dead:
+                raise EngineDead(self._dead)
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        tokens, self._tokens = self._tokens, []
+        return tokens
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One completion of one prompt."""
+
+    index: int
+    prompt: list[int]
+    inbox: Inbox
+    stops: StopStrings | None = None
+    sequence: Sequence | None = None
+    token_ids: list[int] = field(default_factory=list)
+    resumed: int = 0
+    """Of those, how many the client had before; the engine makes what follows."""
+    shown: list[str] = field(default_factory=list)
+    """The text so far, in pieces."""
+    finish_reason: str = ""
+    stop_reason: str | int | None = None
+
+    def has_ended(self) -> bool:
+        """Whether it is complete, by the engine or by a stop string."""
+        return bool(self.finish_reason)
+
+    def is_at_start(self) -> bool:
+        """Whether the engine has made no token of it yet."""
+        return len(self.token_ids) == self.resumed
+
+    def refuse(self, finish_reason: str) -> str:
+        """The engine makes no further token; returns what may be shown now."""
+        self.finish_reason = finish_reason
+        text = "" if self.stops is None else self.stops.feed("", last=True)
+        self.shown.append(text)
+        return text
+
+    def add(self, token: int, text: str, finish_reason: str) -> str:
+        """One more token, which reads ``text``; returns what may be shown now."""
+        self.token_ids.append(token)
+        self.finish_reason = finish_reason
+        if finish_reason == STOP:
+            text = ""  # the token that ends an answer is no part of it
+            if self.sequence is not None and token in self.sequence.wish.stop_token_ids:
+                self.stop_reason = token
+        if self.stops is not None:
+            text = self.stops.feed(text, last=bool(finish_reason))
+            if self.stops.matched:
+                self.finish_reason, self.stop_reason = STOP, self.stops.matched
+        self.shown.append(text)
+        return text
+
+
+def made_up_logprob(token: int) -> float:
+    """The simulated model has no probabilities: a number that is the same each time."""
+    return -(1 + token % 97) / 97
+
+
+def completion_logprobs(tokens: list[int], texts: list[str], offset: int, *, top: int) -> dict[str, Any]:
+    """``logprobs`` of /v1/completions for these tokens, the first of which stands at ``offset`` of the text."""
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    return {
+        "text_offset": offsets,
+        "token_logprobs": [made_up_logprob(token) for token in tokens],
+        "tokens": texts,
+        "top_logprobs": [
+            {text: made_up_logprob(token)} if top else None for token, text in zip(tokens, texts, strict=True)
+        ],
+    }
+
+
+def chat_logprobs(tokens: list[int], texts: list[str], _offset: int, *, top: int) -> dict[str, Any]:
+    """``logprobs`` of /v1/chat/completions for these tokens."""
+    entries = [
+        {"token": text, "logprob": made_up_logprob(token), "bytes": list(text.encode())}
+        for token, text in zip(tokens, texts, strict=True)
+    ]
+    return {"content": [{**entry, "top_logprobs": [entry] if top else []} for entry in entries]}

@@ -1,0 +1,131 @@
+"""A simulated engine's end of the KV exchange, on the thread of its scheduler.
+
+Who leases, fetches and gives up is decided by the real connector's own parts; here are their surroundings: the
+simulated cache instead of vLLM's pool, and a simulated link before the copying.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from connector.holder.holder import HolderSettings
+from connector.reader.fetch_plan import Limits
+from connector.scheduler.calls import EngineCall, EngineNews
+from connector.scheduler.engine_exchange import EngineExchange
+from connector.scheduler.orders import Orders, Results
+from services.worker.engines.simulated.core.block_cache import BlockCache
+from services.worker.engines.simulated.core.cache_shelf import CacheShelf
+from services.worker.engines.simulated.core.leasable import LeasablePool
+from services.worker.engines.simulated.core.link import SimulatedLink
+from services.worker.engines.simulated.core.sequence import Sequence
+from services.worker.engines.simulated.core.settings import SimulationSettings
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.kv_exchange import KvOffer, KvProof
+from shared.contracts.kv_handshake import KvHandshake
+
+LOOK_S = 0.05
+"""While something is fetched or followed, how often to look whether its time is over."""
+
+
+class Exchange:
+    """See the module. ``now`` is the engine's clock."""
+
+    def __init__(self, settings: SimulationSettings, cache: BlockCache, now: Callable[[], float]) -> None:
+        self._settings = settings
+        self._now = now
+        self._link = SimulatedLink(settings)
+        holding = HolderSettings(
+            worker_id=WorkerId(settings.worker_id),
+            epoch=Epoch(settings.epoch),
+            lease_s=settings.kv_lease_s,
+            lease_s_max=settings.kv_lease_s,
+            lease_share_max=settings.kv_lease_share_max,
+        )
+        self._parts = EngineExchange(holding, settings.block_size, Limits(), now)
+        self._parts.bind(LeasablePool(cache), CacheShelf(cache))
+        self.holder = self._parts.holder
+        self.reader = self._parts.reader
+
+    def describe(self, handshake: KvHandshake) -> None:
+        """The cache's memory is registered; this is what others need to read it."""
+        self._parts.handshake = handshake
+
+    def call(self, call: EngineCall) -> EngineNews:
+        """Do what the worker asks."""
+        self._parts.obey(call)
+        self.look()
+        return self._parts.news(describe=call.describe)
+
+    def look(self) -> None:
+        """End what is over, and grant what became ready: after each step, and when it wants to be woken."""
+        self._parts.grant()
+        self._parts.on_time()
+        self.send()
+        self._parts.orders.reads += self._link.arrivals(self._now())
+
+    def wakes_at(self) -> float | None:
+        """When to look again."""
+        looks = not self.reader.idle or not self._parts.prefetcher.idle or self.holder.has_followings
+        expiry = self.holder.counts.next_expiry_s or None
+        times = (self._link.next_arrival(), self._now() + LOOK_S if looks else None, expiry)
+        return min((at for at in times if at is not None), default=None)
+
+    def finished(self, sequence: Sequence, *, offers: bool) -> None:
+        """A sequence has ended, or nobody wants it. Its blocks are still its own."""
+        offer = self._offer(sequence) if offers else None
+        self._parts.used(sequence.hashes, sequence.computed)
+        sequence.account.proof = self._parts.finished(sequence.request_id, offer, sequence.wish.order)
+        self.send()
+
+    def proof(self, sequence: Sequence) -> KvProof:
+        """Where its KV came from, as far as is known by now."""
+        self.reader.admitted.discard(sequence.request_id)
+        return self.reader.proof(sequence.request_id)
+
+    def scheduled(self, sequence: Sequence) -> None:
+        """A prompt is computed for the first time: those who follow it want to know what was cached of it."""
+        full = sequence.prompt_tokens // self._settings.block_size
+        if full:
+            self.holder.note_prompt(sequence.hashes[full - 1], sequence.account.cached_tokens)
+
+    def take_orders(self) -> Orders:
+        """For the mover."""
+        orders, self._parts.orders = self._parts.orders, Orders()
+        return orders
+
+    def results(self, results: Results) -> None:
+        """What the mover has done."""
+        self._parts.on_connected(results.connected)
+        for part in results.parts:
+            landed = self._link.landed(part, self._now())
+            if landed is not None:
+                self._parts.on_part(landed)
+        self.send()
+
+    @property
+    def moving(self) -> bool:
+        """Whether the mover has something that is not over."""
+        return bool(self._parts.connecting) or self._link.copying
+
+    def take_news(self) -> EngineNews | None:
+        """For the worker, if there is any."""
+        return self._parts.news() if self._parts.has_news else None
+
+    def _offer(self, sequence: Sequence) -> KvOffer | None:
+        full = sequence.prompt_tokens // self._settings.block_size
+        return self.holder.offer(sequence.hashes[:full], sequence.blocks[:full], sequence.wish.order.offer_id)
+
+    def send(self) -> None:
+        """Put reads on the link, and take off it what nobody wants."""
+        effects = self.reader.effects
+        while effects.reads or effects.cancel:
+            reads, effects.reads = effects.reads, []
+            cancel, effects.cancel = effects.cancel, []
+            now = self._now()
+            for read in reads:
+                self._link.begin(read, now)
+            for read_id in cancel:
+                if (end := self._link.cancel(read_id, now)) is not None:
+                    self._parts.on_part(end)
+                else:
+                    self._parts.orders.cancel.append(read_id)

@@ -1,0 +1,231 @@
+"""The simulated engine: the pure core, driven by the event loop's clock, behind the engine port."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+
+from services.worker.engines.kv_event_feed import KvEventFeed
+from services.worker.engines.port import (
+    AsgiApp,
+    Engine,
+    EngineDead,
+    EngineExchange,
+    EngineFacts,
+    EngineLoad,
+    EngineTokens,
+    Identity,
+    TokenizerFiles,
+)
+from services.worker.engines.simulated.app import SimulatedApp
+from services.worker.engines.simulated.choices import Choice
+from services.worker.engines.simulated.core.engine_core import EngineCore
+from services.worker.engines.simulated.core.sequence import Sequence, Wish
+from services.worker.engines.simulated.core.settings import SimulatedTiming, SimulationSettings
+from services.worker.engines.simulated.jobs import JobMaker
+from services.worker.engines.simulated.kv_exchange import POLL_S, SimulatedExchange, open_mover
+from services.worker.engines.simulated.model import SimulatedModel, facts_of, find_model, models_answer
+from services.worker.engines.simulated.tokenizer import SimulatedTokenizer
+from services.worker.engines.simulated.tokens import engine_tokens
+from services.worker.settings import Settings
+from shared.contracts.kv_events import KvEvent
+from shared.runtime.settings import CommonSettings
+
+log = logging.getLogger("baton.worker")
+
+
+async def start_engine(
+    settings: Settings, common: CommonSettings, say: Callable[[str], None], *, identity: Identity
+) -> Engine:
+    """The engine of a worker with these settings. Raises ValueError for settings that cannot work."""
+    say("loading the tokenizer")
+    directory, revision = await asyncio.to_thread(find_model, settings, Path(common.cache_dir))
+    names = [settings.served_model_name or settings.model]
+    model = SimulatedModel(directory=directory, names=names, revision=settings.revision or revision)
+    simulation = msgspec.structs.replace(simulation_settings(settings), epoch=identity.epoch)
+    if simulation.sim_transfer == "auto":
+        simulation = msgspec.structs.replace(simulation, sim_transfer="nixl" if find_spec("nixl") else "tcp")
+    return await open_simulated_engine(simulation, model, legs_max=settings.legs_max)
+
+
+async def open_simulated_engine(
+    settings: SimulationSettings, model: SimulatedModel, *, legs_max: int = 256
+) -> SimulatedEngine:
+    """A running engine; ``close`` ends it."""
+    tokenizer = await asyncio.to_thread(SimulatedTokenizer, model.directory)
+    return SimulatedEngine(settings, model, tokenizer, legs_max)
+
+
+def simulation_settings(settings: Settings) -> SimulationSettings:
+    """What a worker's settings mean for the simulation: 0 is its default, as long as it fits."""
+    timing = {name: getattr(settings, name) for name in SimulatedTiming.__struct_fields__}
+    defaults = SimulationSettings()
+    block_bytes = settings.block_size * settings.sim_kv_bytes_per_token
+    kv_blocks = (
+        settings.kv_cache_bytes // block_bytes if settings.kv_cache_bytes and block_bytes else defaults.kv_blocks
+    )
+    return SimulationSettings(
+        worker_id=settings.worker_id,
+        host=settings.kv_host,
+        kv_lease_s=settings.kv_lease_s,
+        kv_lease_share_max=settings.kv_lease_share_max,
+        block_size=settings.block_size,
+        kv_blocks=kv_blocks,
+        max_model_len=settings.max_model_len or min(defaults.max_model_len, kv_blocks * settings.block_size),
+        max_num_seqs=settings.legs_max,
+        **timing,
+    )
+
+
+class SimulatedEngine:
+    """An ``Engine``. Must be made on a running event loop."""
+
+    def __init__(
+        self, settings: SimulationSettings, model: SimulatedModel, tokenizer: SimulatedTokenizer, legs_max: int
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self._core = EngineCore(settings, tokenizer.model)
+        self._tokenizer = tokenizer
+        self._facts = facts_of(settings, model, legs_max)
+        mover = open_mover(self._core, self._facts.fingerprint.key(), time.monotonic)
+        self._exchange = SimulatedExchange(self._core, mover, time.monotonic, self._wake_up)
+        self._jobs = JobMaker(tokenizer, model.names, settings.max_model_len)
+        self._app = SimulatedApp(self, tokenizer, self._jobs, models_answer(model.names, settings.max_model_len))
+        self._load_listeners: list[Callable[[], None]] = []
+        self._wake: asyncio.Future[None] = loop.create_future()
+        self._died: asyncio.Future[str] = loop.create_future()
+        self._feed = KvEventFeed(self._died, self._core.cache.whole_as_events)
+        self._running = loop.create_task(self._run(), name="simulated-engine")
+        self._running.add_done_callback(self._ended)
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What does not change."""
+        return self._facts
+
+    @property
+    def app(self) -> AsgiApp:
+        """The OpenAI-compatible server."""
+        return self._app
+
+    @property
+    def exchange(self) -> EngineExchange:
+        """Its end of the KV exchange."""
+        return self._exchange
+
+    def load(self) -> EngineLoad:
+        """Now."""
+        batch, cache, measures = self._core.batch, self._core.cache, self._core.measures
+        return EngineLoad(
+            running=len(batch.running),
+            waiting=batch.queued,
+            waiting_tokens=self._core.waiting_tokens(),
+            kv_blocks_used=cache.blocks - cache.free,
+            prompt_tokens_total=measures.prompt_tokens,
+            computed_tokens_total=measures.computed_tokens,
+            cached_tokens_total=measures.cached_tokens,
+            received_tokens_total=measures.received_tokens,
+            received_bytes_total=measures.received_bytes,
+            received_seconds_total=measures.received_s,
+            generation_tokens_total=measures.generated_tokens,
+            preemptions_total=batch.preemptions,
+            prefill_tokens_per_s=measures.prefill_tokens_per_s,
+            decode_s_per_token=measures.decode_s_per_token,
+            steps=measures.steps.totals(),
+        )
+
+    def on_load_changed(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` after each step."""
+        self._load_listeners.append(listener)
+
+    def kv_events(self) -> AsyncIterator[list[KvEvent]]:
+        """Changes of the prefix cache from the first on. Raises EngineDead."""
+        return self._feed.batches()
+
+    def tokenizer_files(self) -> TokenizerFiles:
+        """The model's."""
+        return self._tokenizer.files()
+
+    async def tokens(self, path: str, body: bytes) -> EngineTokens:
+        """What a request of this body would ask the engine to compute."""
+        return await engine_tokens(self._jobs, self._tokenizer, self._facts.hashing.block_size, path, body)
+
+    async def dead(self) -> str:
+        """Return, with the reason, when the engine has died."""
+        return await asyncio.shield(self._died)
+
+    async def close(self, deadline_s: float) -> None:
+        """End the engine; requests that are running fail."""
+        self._running.cancel()
+        await asyncio.wait([self._running], timeout=deadline_s)
+        await asyncio.to_thread(self._exchange.close)
+
+    def submit(self, choice: Choice, wish: Wish) -> Sequence:
+        """Begin a completion; its tokens arrive in the choice's inbox. Raises EngineDead."""
+        if self._died.done():
+            raise EngineDead(self._died.result())
+        sequence = self._core.add(choice, choice.prompt + choice.token_ids, wish, time.monotonic())
+        if not self._core.stepping():
+            self._wake_up()
+        self._tell_load()
+        return sequence
+
+    def abort(self, sequence: Sequence) -> None:
+        """Nobody wants the rest. Harmless when there is none."""
+        if sequence.finish_reason:
+            return
+        self._core.abort(sequence)
+        if not self._core.stepping():
+            self._wake_up()
+        self._tell_load()
+
+    async def _run(self) -> None:
+        core = self._core
+        while True:
+            now = time.monotonic()
+            for sequence, token in core.advance(now):
+                choice: Choice = sequence.owner
+                choice.inbox.put(choice, token, sequence.finish_reason)
+            has_moved = self._exchange.turn()
+            self._feed.tell(self._core.cache.take_events())
+            self._tell_load()
+            wakes_at = now if has_moved else core.wakes_at()
+            if self._exchange.moving:
+                wakes_at = min(now + POLL_S, now + POLL_S if wakes_at is None else wakes_at)
+            if wakes_at is not None and wakes_at <= now:
+                await asyncio.sleep(0)  # everybody takes the tokens before the next ones come
+            else:
+                await self._sleep(None if wakes_at is None else wakes_at - now)
+
+    async def _sleep(self, seconds: float | None) -> None:
+        loop = asyncio.get_running_loop()
+        self._wake = loop.create_future()
+        timer = None if seconds is None else loop.call_later(seconds, self._wake_up)
+        try:
+            await self._wake
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    def _wake_up(self) -> None:
+        if not self._wake.done():
+            self._wake.set_result(None)
+
+    def _tell_load(self) -> None:
+        for listener in self._load_listeners:
+            listener()
+
+    def _ended(self, running: asyncio.Task[None]) -> None:
+        error = None if running.cancelled() else running.exception()
+        reason = "the engine was closed" if error is None else f"the simulation failed: {error!r}"
+        if error is not None:
+            log.error(reason, exc_info=error)
+        self._died.set_result(reason)
+        for sequence in self._core.batch.everyone():
+            sequence.owner.inbox.fail(reason)

@@ -1,0 +1,180 @@
+"""From a request's body to a job: prompts as tokens, the engine's wish, and how to show the answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from services.worker.engines.port import LegRecord
+from services.worker.engines.simulated.choices import Choice, Inbox, chat_logprobs, completion_logprobs
+from services.worker.engines.simulated.core.sequence import NO_ORDER, Wish
+from services.worker.engines.simulated.core.stop_strings import StopStrings
+from services.worker.engines.simulated.requests import (
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    SamplingBody,
+    prompts_of,
+    read_chat,
+    read_completion,
+    stop_strings,
+)
+from services.worker.engines.simulated.responses import Answers, ChatAnswers, CompletionAnswers
+from services.worker.engines.simulated.tokenizer import ChatTemplateFailed, SimulatedTokenizer
+from shared.contracts.inference import LegKind
+
+THREAD_CHARS_MIN = 16_384
+"""Text from this length on is tokenised off the event loop: it would hold up everybody's tokens."""
+CHOICES_MAX = 1024
+"""Completions of one request."""
+
+Logprobs = Callable[[list[int], list[str], int], dict[str, Any]]
+"""From tokens, their texts, and where the first of them stands in the answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """What the client wants to see."""
+
+    streamed: bool
+    usage: bool = False
+    usage_each: bool = False
+    logprobs: Logprobs | None = None
+    echo: bool = False
+    prompt_logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One request, ready to run."""
+
+    answers: Answers
+    inbox: Inbox
+    choices: list[Choice]
+    wish: Wish
+    view: View
+    record: LegRecord
+    room: int
+    """Tokens that may follow the prompt."""
+
+
+class JobMaker:
+    """Reads bodies as vLLM's server does. Its methods raise ApiError."""
+
+    def __init__(self, tokenizer: SimulatedTokenizer, models: list[str], max_model_len: int) -> None:
+        self._tokenizer = tokenizer
+        self._models = models
+        self._max_model_len = max_model_len
+
+    async def completion(self, raw: bytes, record: LegRecord) -> Job:
+        """POST /v1/completions."""
+        body = read_completion(raw)
+        model = self._check_model(body.model)
+        prompts = [
+            await self._encode(prompt, special=body.add_special_tokens) if isinstance(prompt, str) else list(prompt)
+            for prompt in prompts_of(body.prompt or "")
+        ]
+        logprobs = None if body.logprobs is None else partial(completion_logprobs, top=body.logprobs)
+        view = View(
+            echo=bool(body.echo),
+            logprobs=logprobs,
+            prompt_logprobs=body.prompt_logprobs is not None,
+            **_streaming(body),
+        )
+        return self._job(body, prompts, CompletionAnswers(model, record.request_id), view, record)
+
+    async def chat(self, raw: bytes, record: LegRecord) -> Job:
+        """POST /v1/chat/completions."""
+        body = read_chat(raw)
+        model = self._check_model(body.model)
+        variables = {"tools": body.tools, "add_generation_prompt": body.add_generation_prompt}
+        try:
+            text = self._tokenizer.render_chat(body.messages, variables | (body.chat_template_kwargs or {}))
+        except ChatTemplateFailed as error:
+            raise ApiError(str(error), param="messages") from error
+        prompt = await self._encode(text, special=body.add_special_tokens)
+        logprobs = partial(chat_logprobs, top=body.top_logprobs or 0) if body.logprobs else None
+        view = View(logprobs=logprobs, prompt_logprobs=body.prompt_logprobs is not None, **_streaming(body))
+        return self._job(body, [prompt], ChatAnswers(model, record.request_id), view, record)
+
+    def _check_model(self, model: str | None) -> str:
+        if model is None:
+            return self._models[0]
+        if model not in self._models:
+            raise ApiError(f"The model `{model}` does not exist.", status=404, kind="NotFoundError", param="model")
+        return model
+
+    async def _encode(self, text: str, *, special: bool) -> list[int]:
+        if len(text) < THREAD_CHARS_MIN:
+            return self._tokenizer.encode(text, special=special)
+        return await asyncio.to_thread(self._tokenizer.encode, text, special=special)
+
+    def _job(
+        self, body: SamplingBody, prompts: list[list[int]], answers: Answers, view: View, record: LegRecord
+    ) -> Job:
+        room = min(self._room(prompt) for prompt in prompts)
+        stops, inbox = stop_strings(body), Inbox()
+        wish = self._wish(body, room, record)
+        count = body.n or 1
+        if count * len(prompts) > CHOICES_MAX:
+            raise ApiError(f"n times the number of prompts must be at most {CHOICES_MAX}.", param="n")
+        if record.kind is LegKind.PREFILL:
+            # The body is the client's, so that its prompt is read exactly as the decode leg will read it; the one token
+            # is thrown away, and nothing may end the leg early or say more than that.
+            stops, count, view = [], 1, View(streamed=False)
+        choices = [
+            Choice(index=index, prompt=prompts[index // count], inbox=inbox, stops=_scanner(stops, body))
+            for index in range(count * len(prompts))
+        ]
+        return Job(answers=answers, inbox=inbox, choices=choices, wish=wish, view=view, record=record, room=room)
+
+    def _room(self, prompt: list[int]) -> int:
+        """Tokens that may follow the prompt, which is checked."""
+        if not prompt:
+            raise ApiError("The decoder prompt cannot be empty", param="prompt")
+        if max(prompt) >= self._tokenizer.model.size or min(prompt) < 0:
+            raise ApiError(f"Token id {max(prompt)} is out of vocabulary", param="prompt")
+        room = self._max_model_len - len(prompt)
+        if room < 1:
+            raise ApiError(
+                f"This model's maximum context length is {self._max_model_len} tokens. However, your request has "
+                f"{len(prompt)} input tokens. Please reduce the length of the input messages.",
+                param="input_tokens",
+            )
+        return room
+
+    def _wish(self, body: SamplingBody, room: int, record: LegRecord) -> Wish:
+        order = record.order or NO_ORDER
+        salt = body.cache_salt or ""
+        if record.kind is LegKind.PREFILL:
+            return Wish(
+                max_tokens=1, ignore_eos=True, order=order, cache_salt=salt, expected_tokens=record.expected_tokens
+            )
+        asked = body.max_tokens
+        if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+            asked = body.max_completion_tokens
+        return Wish(
+            max_tokens=room if asked is None else min(asked, room),
+            min_tokens=body.min_tokens or 0,
+            ignore_eos=body.ignore_eos,
+            stop_token_ids=frozenset(body.stop_token_ids or ()),
+            order=order,
+            cache_salt=salt,
+            expected_tokens=record.expected_tokens,
+        )
+
+
+def _scanner(stops: list[str], body: SamplingBody) -> StopStrings | None:
+    return StopStrings(stops, include=body.include_stop_str_in_output) if stops else None
+
+
+def _streaming(body: CompletionBody | ChatBody) -> dict[str, bool]:
+    options = body.stream_options
+    return {
+        "streamed": bool(body.stream),
+        "usage": bool(options and options.include_usage),
+        "usage_each": bool(options and options.include_usage and options.continuous_usage_stats),
+    }

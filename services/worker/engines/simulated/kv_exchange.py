@@ -1,0 +1,78 @@
+"""The simulated engine's end of the KV exchange behind its port: calls go in, news come out, bytes are moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from connector.scheduler.calls import EngineCall, EngineNews
+from connector.transfer.memory_agent import MemoryNetwork
+from services.worker.engines.port import EngineDead
+from services.worker.engines.simulated.core.engine_core import EngineCore
+from services.worker.engines.simulated.mover import Mover, agent_name, direct_mover, threaded_mover
+from services.worker.engines.simulated.tcp_agent import TcpAgent
+
+POLL_S = 0.002
+"""While something is moved by a thread, how often to ask what has arrived."""
+THIS_PROCESS = MemoryNetwork()
+"""Simulated engines of one process reach each other without NIXL."""
+
+
+def open_mover(core: EngineCore, fingerprint: str, clock: Callable[[], float]) -> Mover:
+    """What the engine's settings say; it is the engine's to close."""
+    settings = core.settings
+    name = agent_name(settings.worker_id, settings.epoch)
+    if settings.sim_transfer == "nixl":
+        from connector.transfer.nixl_agent import NixlAgent  # A machine for simulated workers may have no NIXL.
+
+        return threaded_mover(core, NixlAgent(name), fingerprint, clock)
+    if settings.sim_transfer == "tcp":
+        return threaded_mover(core, TcpAgent(name, settings.host), fingerprint, clock)
+    return direct_mover(core, THIS_PROCESS.agent(name), fingerprint, clock)
+
+
+class SimulatedExchange:
+    """An ``EngineExchange``. ``turn`` is the engine's loop's."""
+
+    def __init__(self, core: EngineCore, mover: Mover, clock: Callable[[], float], wake: Callable[[], None]) -> None:
+        self._core = core
+        self._mover = mover
+        self._clock = clock
+        self._wake = wake
+        self._listeners: list[Callable[[EngineNews], None]] = []
+        self._closed = False
+
+    async def call(self, call: EngineCall) -> EngineNews:
+        """Have it done at once; what comes of it later is news. Raises EngineDead."""
+        if self._closed:
+            raise EngineDead("the engine was closed")
+        news = self._core.call(call, self._clock())
+        self._wake()
+        return news
+
+    def on_news(self, listener: Callable[[EngineNews], None]) -> None:
+        """Call ``listener`` with what the engine says without being asked."""
+        self._listeners.append(listener)
+
+    def turn(self) -> bool:
+        """Have moved what is to be moved, tell what is to be told; answers whether the engine has to look again."""
+        orders = self._core.exchange.take_orders()
+        if orders:
+            self._mover.obey(orders)
+        results = self._mover.take_results() if self.moving or orders else None
+        if results:
+            self._core.results(results, self._clock())
+        news = self._core.exchange.take_news()
+        if news is not None:
+            for listener in self._listeners:
+                listener(news)
+        return bool(results)
+
+    @property
+    def moving(self) -> bool:
+        """Whether to ask again soon what has arrived."""
+        return self._core.exchange.moving
+
+    def close(self) -> None:
+        """Nothing moves any more."""
+        self._closed = True
+        self._mover.close()

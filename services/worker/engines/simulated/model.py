@@ -1,0 +1,82 @@
+"""What a simulated engine pretends to serve, and what it says of itself."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from connector.layout.compatibility import PROTOCOL_VERSION
+from services.worker.engines.port import EngineFacts
+from services.worker.engines.simulated.core.settings import SimulationSettings
+from services.worker.settings import Settings
+from services.worker.tiny_model.tiny_model import TINY_MODEL, ensure_tiny_tokenizer, tiny_revision
+from shared.contracts.workers import Fingerprint, HashScheme
+
+TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+
+
+class SimulatedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine pretends to serve."""
+
+    directory: Path
+    """With ``tokenizer.json``."""
+    names: list[str] = msgspec.field(default_factory=lambda: [TINY_MODEL])
+    revision: str = ""
+
+
+def facts_of(settings: SimulationSettings, model: SimulatedModel, legs_max: int) -> EngineFacts:
+    """What does not change."""
+    fingerprint = Fingerprint(
+        model=model.names[0],
+        revision=model.revision,
+        dtype="simulated",
+        block_size=settings.block_size,
+        kv_layout=f"simulated-{settings.sim_kv_bytes_per_token}",
+        connector=f"baton-{PROTOCOL_VERSION}/simulated",
+        # The contents of blocks are made with Python's own hash, which may differ between versions.
+        engine_version=f"simulated-1-python{sys.version_info.major}.{sys.version_info.minor}",
+    )
+    return EngineFacts(
+        engine="simulated",
+        models=model.names,
+        max_model_len=settings.max_model_len,
+        fingerprint=fingerprint,
+        hashing=HashScheme(block_size=settings.block_size),
+        kv_blocks=settings.kv_blocks,
+        legs_max=legs_max,
+        step_tokens_max=settings.max_num_batched_tokens,
+    )
+
+
+def models_answer(names: list[str], max_model_len: int) -> bytes:
+    """Of /v1/models."""
+    created = int(time.time())
+    cards = [
+        {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "baton",
+            "root": names[0],
+            "parent": None,
+            "max_model_len": max_model_len,
+        }
+        for name in names
+    ]
+    return msgspec.json.encode({"object": "list", "data": cards})
+
+
+def find_model(settings: Settings, cache_dir: Path) -> tuple[Path, str]:
+    """The directory of the model's tokenizer, and the model's revision."""
+    if settings.model == TINY_MODEL:
+        return ensure_tiny_tokenizer(cache_dir), tiny_revision()
+    path = Path(settings.model)
+    if path.is_dir():
+        return path, str(path.resolve())
+    from huggingface_hub import snapshot_download  # only a model from the hub needs the hub
+
+    found = Path(snapshot_download(settings.model, revision=settings.revision or None, allow_patterns=TOKENIZER_FILES))
+    return found, found.name

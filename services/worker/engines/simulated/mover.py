@@ -1,0 +1,96 @@
+"""What moves the contents of blocks between simulated engines: the real connector's copier, on one of two agents."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from typing import Protocol
+
+from connector.layout.compatibility import PROTOCOL_VERSION
+from connector.layout.read_plan import Reader
+from connector.scheduler.orders import Orders, Results
+from connector.transfer.agent import Region, TransferAgent
+from connector.worker.connections import PROBE_BYTES, Own
+from connector.worker.copier import Copier
+from connector.worker.transfer_thread import Transfers
+from services.worker.engines.simulated.core.block_cache import CONTENT_BYTES
+from services.worker.engines.simulated.core.engine_core import EngineCore
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.kv_handshake import KvHandshake, KvLayer, KvPlane, KvRank
+
+assert CONTENT_BYTES == PROBE_BYTES, "the place behind the last block is for probes"
+
+MakeAgent = Callable[[str], TransferAgent]
+"""From a name that is unique for ever."""
+
+
+class Mover(Protocol):
+    """Carries out what an engine's exchange orders."""
+
+    def obey(self, orders: Orders) -> None:
+        """Take orders on."""
+
+    def take_results(self) -> Results:
+        """What became final since the last call."""
+
+    def close(self) -> None:
+        """Cut what is under way."""
+
+
+class DirectMover:
+    """Moves while it is looked at, on the caller's thread: for agents that need no waiting, and for virtual time."""
+
+    def __init__(self, copier: Copier) -> None:
+        self._copier = copier
+
+    def obey(self, orders: Orders) -> None:
+        """Take orders on."""
+        self._copier.obey(orders)
+
+    def take_results(self) -> Results:
+        """What became final since the last call."""
+        self._copier.advance()
+        return self._copier.take_results()
+
+    def close(self) -> None:
+        """Cut what is under way."""
+        self._copier.close()
+
+
+def direct_mover(core: EngineCore, agent: TransferAgent, fingerprint: str, clock: Callable[[], float]) -> DirectMover:
+    """On the caller's thread. The engine can be described from now on."""
+    return DirectMover(Copier(agent, _introduce(core, agent, fingerprint), clock))
+
+
+def threaded_mover(core: EngineCore, agent: TransferAgent, fingerprint: str, clock: Callable[[], float]) -> Transfers:
+    """On a thread of its own, for agents that take their time. The engine can be described from now on."""
+    own = _introduce(core, agent, fingerprint)
+    return Transfers(lambda: Copier(agent, own, clock))
+
+
+def agent_name(worker_id: str, epoch: int) -> str:
+    """Unique for ever: peers keep connections by it."""
+    return f"{worker_id}-{epoch}-{uuid.uuid4().hex[:8]}"
+
+
+def _introduce(core: EngineCore, agent: TransferAgent, fingerprint: str) -> Own:
+    """Make the contents of the engine's blocks readable, and say so in its handshake."""
+    settings, cache = core.settings, core.cache
+    size = CONTENT_BYTES * settings.kv_blocks
+    agent.register([Region(cache.address, size + PROBE_BYTES, "cpu", 0)])
+    plane = KvPlane(offset=0, head_bytes=CONTENT_BYTES, heads=1)
+    layer = KvLayer(base=cache.address, block_stride=CONTENT_BYTES, planes=[plane])
+    memory = KvRank(rank=0, agent=agent.metadata(), device="cpu", device_id=0, layers=[layer])
+    handshake = KvHandshake(
+        worker_id=WorkerId(settings.worker_id),
+        epoch=Epoch(settings.epoch),
+        version=PROTOCOL_VERSION,
+        fingerprint=fingerprint,
+        clock_s=0.0,
+        block_size=settings.block_size,
+        blocks=settings.kv_blocks,
+        kv_heads=1,
+        ranks=[memory],
+    )
+    core.exchange.describe(handshake)
+    return Own(Reader(memory, ranks=1, kv_heads=1), handshake, cache.address + size)

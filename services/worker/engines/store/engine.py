@@ -1,0 +1,243 @@
+"""What stands in an engine's place in a worker that computes nothing and keeps copies of others' KV blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from connector.holder.holder import HolderSettings
+from connector.scheduler.calls import EngineCall, EngineNews
+from services.worker.engines.kv_event_feed import KvEventFeed
+from services.worker.engines.port import (
+    AsgiApp,
+    AsgiMessage,
+    EngineDead,
+    EngineFacts,
+    EngineLoad,
+    EngineTokens,
+    Identity,
+    Scope,
+    TokenizerFiles,
+)
+from services.worker.engines.simulated.core.block_cache import BlockCache
+from services.worker.engines.store.block_shape import BlockShape
+from services.worker.engines.store.file_jobs import FileJobs
+from services.worker.engines.store.file_tier import FileTier
+from services.worker.engines.store.kv_exchange import StoreExchange
+from services.worker.engines.store.memory import Room
+from services.worker.engines.store.mover import MoverOf
+from services.worker.engines.store.partner import Partner
+from services.worker.engines.store.tiers import Tiers
+from shared.contracts.kv_events import KvEvent
+
+log = logging.getLogger("baton.worker")
+
+LEASE_SHARE_MAX = 0.8
+"""Of the memory, that readers may pin: a store has no requests of its own, but must load and take copies."""
+JOB_BYTES = 8 << 20
+"""Copied between memory and files at a time: what is asked for meanwhile waits for no more than that."""
+SAVE_S_MAX = 4.0
+"""Before it ends, for what has arrived and is not saved yet."""
+POLL_S = 0.002
+"""While something is moved by who does not ring, how often to ask what has arrived."""
+NO_LEGS = b'{"error":{"message":"a store serves no requests","type":"invalid_request_error","code":503}}'
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A store as it is to be."""
+
+    partner: Partner
+    model: str
+    identity: Identity
+    memory_bytes: int
+    files_bytes: int
+    folder: Path
+    io: str = "auto"
+    lease_s_max: float = 30.0
+
+
+class StoreEngine:
+    """An ``Engine``, and an ``EngineExchange``. Must be made on a running event loop."""
+
+    def __init__(self, plan: Plan, shape: BlockShape, blocks: int, room: Room, make_mover: MoverOf) -> None:
+        self._facts = facts_of(plan, blocks, room.in_words(blocks))
+        tiers = Tiers(
+            BlockCache(blocks), FileTier(room.files.slots if room.files else 0), max(1, JOB_BYTES // shape.block_bytes)
+        )
+        if room.files is not None:
+            tiers.files.restore(room.files.restored)
+        holding = HolderSettings(
+            worker_id=plan.identity.worker_id,
+            epoch=plan.identity.epoch,
+            lease_s_max=plan.lease_s_max,
+            lease_share_max=LEASE_SHARE_MAX,
+        )
+        self._shape = shape
+        self._core = StoreExchange(holding, shape.block_tokens, tiers, time.monotonic)
+        self._mover, handshake = make_mover(plan.identity, shape, room.arena.address, blocks, self._ring)
+        self._core.describe(handshake)
+        self._listeners: list[Callable[[EngineNews], None]] = []
+        self._load_listeners: list[Callable[[], None]] = []
+        self._wake = asyncio.Event()
+        self._jobs = FileJobs(self._core, room, ring=self._wake.set, fail=self._die)
+        self._loop = asyncio.get_running_loop()
+        self._died: asyncio.Future[str] = self._loop.create_future()
+        self._feed = KvEventFeed(self._died, tiers.whole_as_events)
+        self._tasks = [self._loop.create_task(self._run(), name="store")]
+        self._tasks[0].add_done_callback(self._ended)
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What does not change."""
+        return self._facts
+
+    @property
+    def app(self) -> AsgiApp:
+        """Says that there is none."""
+        return no_app
+
+    @property
+    def exchange(self) -> StoreEngine:
+        """Its end of the KV exchange."""
+        return self
+
+    @property
+    def tiers(self) -> Tiers:
+        """What it keeps."""
+        return self._core.tiers
+
+    async def call(self, call: EngineCall) -> EngineNews:
+        """Have it done at once; what comes of it later is news. Raises EngineDead."""
+        if self._died.done():
+            raise EngineDead(self._died.result())
+        news = self._core.call(call)
+        self._wake.set()
+        return news
+
+    def on_news(self, listener: Callable[[EngineNews], None]) -> None:
+        """Call ``listener`` with what the store says without being asked."""
+        self._listeners.append(listener)
+
+    def load(self) -> EngineLoad:
+        """Now: the memory that holds blocks counts as used."""
+        state = self._core.state(self._shape.block_bytes, self._jobs.disk_free_bytes())
+        return EngineLoad(kv_blocks_used=self._core.tiers.memory.named, store=state)
+
+    def on_load_changed(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` after each change."""
+        self._load_listeners.append(listener)
+
+    def kv_events(self) -> AsyncIterator[list[KvEvent]]:
+        """Changes of both tiers from the first on. Raises EngineDead."""
+        return self._feed.batches()
+
+    def tokenizer_files(self) -> TokenizerFiles:
+        """Nobody asks a store."""
+        raise ValueError("a store has no tokenizer")
+
+    async def tokens(self, path: str, body: bytes) -> EngineTokens:  # noqa: ARG002  # the port's
+        """Nobody asks a store."""
+        return EngineTokens(refusal="a store has no tokenizer")
+
+    async def dead(self) -> str:
+        """Return, with the reason, when the store has died."""
+        return await asyncio.shield(self._died)
+
+    async def close(self, deadline_s: float) -> None:
+        """Save what is not saved yet, as far as there is time, and end."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks, timeout=deadline_s)
+        try:
+            async with asyncio.timeout(min(deadline_s, SAVE_S_MAX)):
+                await self._jobs.finish()
+        except TimeoutError:
+            log.info("some blocks were not saved")
+        await asyncio.to_thread(self._mover.close)
+        await self._jobs.close()  # last, for it has the memory
+
+    def ends_when(self, over: Coroutine[Any, Any, str]) -> None:
+        """The store has no business any more when that returns, with the reason."""
+
+        async def watch() -> None:
+            self._die(await over)
+
+        self._tasks.append(self._loop.create_task(watch(), name="store-partner"))
+
+    async def _run(self) -> None:
+        core = self._core
+        while True:
+            self._wake.clear()
+            core.look()
+            if orders := core.take_orders():
+                self._mover.obey(orders)
+            if results := self._mover.take_results():
+                core.results(results)
+                continue
+            self._jobs.begin()
+            self._tell()
+            await self._sleep(core.wakes_at())
+
+    async def _sleep(self, until: float | None) -> None:
+        polls = self._core.moving and not self._mover.rings
+        seconds = None if until is None else max(0.0, until - time.monotonic())
+        if polls:
+            seconds = POLL_S if seconds is None else min(seconds, POLL_S)
+        try:
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+
+    def _ring(self) -> None:
+        """From the mover's thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._wake.set)
+
+    def _tell(self) -> None:
+        if (news := self._core.take_news()) is not None:
+            for listener in self._listeners:
+                listener(news)
+        if events := self._core.tiers.take_events():
+            self._feed.tell(events)
+            for changed in self._load_listeners:
+                changed()
+
+    def _ended(self, running: asyncio.Task[None]) -> None:
+        error = None if running.cancelled() else running.exception()
+        if error is not None:
+            log.error("the store failed", exc_info=error)
+        self._die("the store was closed" if error is None else f"the store failed: {error!r}")
+
+    def _die(self, why: str) -> None:
+        if not self._died.done():
+            self._died.set_result(why)
+
+
+def facts_of(plan: Plan, blocks: int, note: str) -> EngineFacts:
+    """Its partner's, but for what a store does not do."""
+    record = plan.partner.record
+    return EngineFacts(
+        engine="store",
+        models=[plan.model],
+        max_model_len=record.max_model_len,
+        fingerprint=record.fingerprint,
+        hashing=record.hashing,
+        kv_blocks=blocks,
+        legs_max=0,
+        step_tokens_max=record.step_tokens_max,
+        note=note,
+    )
+
+
+async def no_app(_scope: Scope, _receive: object, send: Callable[[AsgiMessage], Awaitable[None]]) -> None:
+    """No leg comes here; if one did it would be told."""
+    headers = [(b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": 503, "headers": headers})
+    await send({"type": "http.response.body", "body": NO_LEGS})

@@ -1,0 +1,199 @@
+"""A store's files: ``blocks``, one place behind the other, and ``index``, which says what is in each place.
+
+One process has the folder (``lock``). All calls come from one thread and are over when they return.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import logging
+import os
+import uuid
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Protocol
+
+from connector.transfer.agent import TransferFailed
+from services.worker.engines.store.slot_records import (
+    RECORD,
+    SlotRecord,
+    checksum_of,
+    is_header_of,
+    offset_of,
+    pack_header,
+    pack_record,
+    read_records,
+)
+from services.worker.engines.store.tiers import Job, JobKind
+
+log = logging.getLogger("baton.worker")
+
+ONLY_MINE = 0o600
+
+
+class FolderTaken(Exception):
+    """Another process uses it."""
+
+
+class BlockFile(Protocol):
+    """Moves blocks between memory and an open file."""
+
+    words: str
+    """What moves them, for a person."""
+
+    def write(self, addresses: Sequence[int], offsets: Sequence[int], length: int) -> None:
+        """From memory to the file. Raises OSError or TransferFailed, and TimeoutError when bytes may still move."""
+
+    def read(self, addresses: Sequence[int], offsets: Sequence[int], length: int) -> None:
+        """From the file to memory. Raises as ``write`` does."""
+
+    def close(self) -> None:
+        """No more."""
+
+
+class PlainFile:
+    """The operating system's own reading and writing, where NIXL's file plugin cannot be had."""
+
+    words = "plain files"
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def write(self, addresses: Sequence[int], offsets: Sequence[int], length: int) -> None:
+        """See ``BlockFile``."""
+        for address, offset in zip(addresses, offsets, strict=True):
+            if os.pwrite(self._descriptor, content_at(address, length), offset) != length:
+                raise OSError("a block was not written whole")
+
+    def read(self, addresses: Sequence[int], offsets: Sequence[int], length: int) -> None:
+        """See ``BlockFile``."""
+        for address, offset in zip(addresses, offsets, strict=True):
+            if os.preadv(self._descriptor, [content_at(address, length)], offset) != length:
+                raise OSError("the file ends before the block does")
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def content_at(address: int, length: int) -> memoryview:
+    """That memory, to be read and written."""
+    return memoryview((ctypes.c_char * length).from_address(address)).cast("B")
+
+
+class StoreFiles:
+    """See the module. ``memory``: address and length of the blocks in memory, one behind the other."""
+
+    def __init__(
+        self, folder: Path, *, identity: bytes, block_bytes: int, slots: int, memory: tuple[int, int], io: str = "auto"
+    ) -> None:
+        """Open or begin. Raises FolderTaken, OSError; TransferFailed when ``io`` is nixl and that cannot run."""
+        self.folder = folder
+        self.slots = slots
+        self._identity = identity
+        self._block_bytes = block_bytes
+        self._memory = memory[0]
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(folder / "lock")
+        self._blocks = os.open(folder / "blocks", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, ONLY_MINE)
+        self._index = os.open(folder / "index", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, ONLY_MINE)
+        self.restored = self._read_index()
+        self._used = max((record.used for record in self.restored), default=0)
+        os.ftruncate(self._blocks, slots * block_bytes)  # space is taken as it is written
+        self._file = open_file(io, self._blocks, lambda: nixl_file(self._blocks, slots * block_bytes, memory))
+        self.words = self._file.words
+
+    def perform(self, job: Job) -> list[bytes]:
+        """Move a job's blocks; each one's checksum, nothing for those that were not moved. Raises TimeoutError."""
+        addresses = [self._memory + block * self._block_bytes for block in job.blocks]
+        offsets = [slot * self._block_bytes for slot in job.slots]
+        try:
+            if job.kind is JobKind.LOAD:
+                self._file.read(addresses, offsets, self._block_bytes)
+                return self._checksums(job, addresses)
+            checksums = self._checksums(job, addresses)
+            self._file.write(addresses, offsets, self._block_bytes)
+            for name, slot, checksum in zip(job.names, job.slots, checksums, strict=True):
+                self._used += 1
+                self._note(SlotRecord(name, slot, checksum, self._used))
+            return checksums
+        except TimeoutError:
+            raise
+        except (OSError, TransferFailed) as error:
+            log.warning("%s %d blocks failed: %s", job.kind.value, len(job.names), error)
+            return [b""] * len(job.names)
+
+    def close(self, records: Sequence[SlotRecord]) -> None:
+        """Note what is kept, and in which order it was used, have everything on the disk, and let go."""
+        packed = bytearray(self.slots * RECORD.size)
+        for record in records:
+            packed[record.slot * RECORD.size : (record.slot + 1) * RECORD.size] = pack_record(self._identity, record)
+        try:
+            os.pwrite(self._index, packed, offset_of(0))
+            os.fsync(self._blocks)
+            os.fsync(self._index)
+        except OSError as error:
+            log.warning("the store's files were not closed well: %s", error)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Leave everything as it is."""
+        self._file.close()
+        for descriptor in (self._blocks, self._index, self._lock):
+            os.close(descriptor)
+
+    def _checksums(self, job: Job, addresses: Sequence[int]) -> list[bytes]:
+        return [
+            checksum_of(self._identity, name, content_at(address, self._block_bytes))
+            for name, address in zip(job.names, addresses, strict=True)
+        ]
+
+    def _note(self, record: SlotRecord) -> None:
+        os.pwrite(self._index, pack_record(self._identity, record), offset_of(record.slot))
+
+    def _read_index(self) -> list[SlotRecord]:
+        """What an earlier life left here of the same kind of blocks; of another kind, nothing is left."""
+        header = pack_header(self._identity, self._block_bytes)
+        found = os.pread(self._index, len(header), 0)
+        if is_header_of(found, self._identity, self._block_bytes):
+            packed = os.pread(self._index, self.slots * RECORD.size, len(header))
+            os.ftruncate(self._index, offset_of(self.slots))
+            return read_records(self._identity, packed, self.slots)
+        if found:
+            log.info("the store's files hold blocks of another kind, or none that can be believed: they are emptied")
+        os.ftruncate(self._index, 0)
+        os.ftruncate(self._blocks, 0)
+        os.pwrite(self._index, header, 0)
+        os.ftruncate(self._index, offset_of(self.slots))
+        return []
+
+
+def open_file(io: str, descriptor: int, by_nixl: Callable[[], BlockFile]) -> BlockFile:
+    """What moves blocks of that open file. Raises TransferFailed when it must be NIXL and that cannot run."""
+    if io == "plain" or (io == "auto" and not find_spec("nixl")):
+        return PlainFile(descriptor)
+    try:
+        return by_nixl()
+    except TransferFailed as error:
+        if io == "nixl":
+            raise
+        log.warning("blocks go to plain files: %s", error)
+        return PlainFile(descriptor)
+
+
+def nixl_file(descriptor: int, size: int, memory: tuple[int, int]) -> BlockFile:
+    """NIXL's file plugin. Raises TransferFailed where it cannot run."""
+    from connector.transfer.nixl_files import NixlFile  # a machine for simulated workers may have no NIXL
+
+    return NixlFile(f"files-{uuid.uuid4().hex}", descriptor, size, memory)
+
+
+def _lock(path: Path) -> int:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, ONLY_MINE)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise FolderTaken(f"{path.parent} is used by another store") from error
+    return descriptor

@@ -1,0 +1,35 @@
+"""Where a store keeps its blocks: memory that never moves, and files."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from connector.worker.connections import PROBE_BYTES
+from services.worker.engines.store.files import StoreFiles
+
+
+class Arena:
+    """Memory for blocks, and a place behind them for probes; it never moves. Pages are made when first written."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._memory = mmap.mmap(-1, size + PROBE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Where a store keeps its blocks."""
+
+    arena: Arena
+    files: StoreFiles | None
+    thread: ThreadPoolExecutor
+    """Whoever calls ``files``."""
+
+    def in_words(self, blocks: int) -> str:
+        """How much there is, for a person."""
+        files = "none in files" if self.files is None else f"{self.files.slots} in files ({self.files.words})"
+        return f"{blocks} blocks in memory, {files}"

@@ -1,0 +1,92 @@
+"""Whose copies a store keeps: the first worker of its model that it meets, and all that are of the same fingerprint."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from services.worker.engines.store.block_shape import BlockShape, shape_of
+from shared.bus.port import Bus, BusError
+from shared.contracts.channels import KV_HANDSHAKE, WORKER_RECORDS
+from shared.contracts.ids import WorkerId
+from shared.contracts.kv_handshake import AskKvHandshake
+from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerPhase, WorkerRecord
+
+log = logging.getLogger("baton.worker")
+
+LOOK_S = 1.0
+"""Between two looks at who is there."""
+HANDSHAKE_S_MAX = 2.0
+ORPHAN_LOOK_S = 10.0
+ORPHAN_S = 60.0
+"""So long its fingerprint may be away: workers are started anew."""
+KNOWN = frozenset({WorkerPhase.PROBING, WorkerPhase.READY, WorkerPhase.DRAINING})
+"""They know their own fingerprint."""
+CONNECTOR = "baton"
+"""Names of connectors that exchange KV by content begin with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partner:
+    """Somebody whose blocks look like the store's."""
+
+    record: WorkerRecord
+    shape: BlockShape
+
+
+async def find_partner(bus: Bus, me: WorkerId, model: str) -> Partner:
+    """Wait for a worker of that model that describes itself; when several do, the one that began first."""
+    while True:
+        for record in fitting(await records(bus), model):
+            ask = AskKvHandshake(worker_id=record.worker_id, reader_id=me)
+            try:
+                handshake = await bus.ask(KV_HANDSHAKE, ask, timeout_s=HANDSHAKE_S_MAX)
+                if handshake.fingerprint == record.fingerprint.key():
+                    return Partner(record, shape_of(handshake))
+            except (BusError, ValueError) as error:
+                log.info("%s does not say how its blocks look: %s", record.worker_id, error)
+        await asyncio.sleep(LOOK_S)
+
+
+async def records(bus: Bus) -> list[WorkerRecord]:
+    """Everybody's; nobody's while the registry cannot be read."""
+    try:
+        kept = await bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        return [entry.value for entry in await kept.all() if entry.value is not None]
+    except BusError as error:
+        log.info("the registry cannot be read yet: %s", error)
+        return []
+
+
+def fitting(known: Sequence[WorkerRecord], model: str) -> list[WorkerRecord]:
+    """Workers of that model whose KV can be copied, those first that began first."""
+    names = {model, PurePath(model).name}
+    fits = [
+        record
+        for record in known
+        if record.role is not Role.STORE
+        and record.phase in KNOWN
+        and record.fingerprint.connector.startswith(CONNECTOR)
+        and names & {*record.models, record.fingerprint.model}
+    ]
+    return sorted(fits, key=lambda record: (record.epoch, record.worker_id))
+
+
+async def wait_for_orphanage(bus: Bus, fingerprint: str, model: str) -> str:
+    """Return, with the reason, when all workers of this model have been of another fingerprint for a while: a store
+    keeps blocks of one only, and begins anew with theirs when it is started again.
+    """
+    others_since: float | None = None
+    loop = asyncio.get_running_loop()
+    while True:
+        await asyncio.sleep(ORPHAN_LOOK_S)
+        known = {record.fingerprint.key() for record in fitting(await records(bus), model)}
+        if not known or fingerprint in known:
+            others_since = None
+            continue
+        others_since = loop.time() if others_since is None else others_since
+        if loop.time() - others_since >= ORPHAN_S:
+            return "all workers of its model are of another fingerprint now: it begins anew with theirs"

@@ -1,0 +1,228 @@
+"""A store's blocks, in memory and in files: what is copied down so that it survives, and up so that it can be read.
+
+Others read memory only. What arrives there is saved soon after; what is asked for and lies in files alone is loaded.
+Both are jobs for whoever moves bytes, a few blocks at a time, loads first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import msgspec
+
+from services.worker.engines.simulated.core.block_cache import BlockCache
+from services.worker.engines.simulated.core.cache_shelf import CacheShelf
+from services.worker.engines.store.file_tier import FileTier
+from shared.contracts.kv_events import KvEvent, KvEventKind, KvTier, block_hash64, pack_hashes
+
+SAVE_AGAIN_S = 10.0
+"""After a save that failed (a full disk, say) nothing is saved for so long."""
+
+
+class JobKind(Enum):
+    """Which way."""
+
+    LOAD = "load"
+    SAVE = "save"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Copy each named block between its block of memory and its place in the file. Its end is its blocks' checksums."""
+
+    kind: JobKind
+    names: tuple[bytes, ...]
+    blocks: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Counts:
+    """Blocks since the store began."""
+
+    loaded: int = 0
+    saved: int = 0
+    damaged: int = 0
+    """They could not be read back as they were written."""
+    unsaved: int = 0
+    """They could not be written."""
+
+
+class Tiers:
+    """A ``connector.reader.prefetch.Shelf``: a block of the file has a number, too, behind those of memory."""
+
+    def __init__(self, memory: BlockCache, files: FileTier, job_blocks_max: int) -> None:
+        self.memory = memory
+        self.files = files
+        self._shelf = CacheShelf(memory)
+        self._job_blocks_max = job_blocks_max
+        self._to_load: dict[bytes, None] = {}
+        self._to_save: dict[bytes, None] = {}
+        """In order, no more than memory holds. Of those that left it meanwhile nothing is saved."""
+        self._loading: set[bytes] = set()
+        self._saves_at = 0.0
+        self.counts = Counts()
+
+    def hold(self, hashes: Sequence[bytes]) -> list[int]:
+        """Keep the longest prefix of these that is here, in memory or in files, where it is."""
+        held: list[int] = []
+        for name in hashes:
+            if (block := self.memory.block_of(name)) is not None:
+                held.append(block)
+            elif (slot := self.files.slot_of(name)) is not None:
+                held.append(self.memory.blocks + slot)
+            else:
+                break
+        blocks, slots = self._apart(held)
+        self.memory.hold(blocks)
+        self.files.hold(slots)
+        return held
+
+    def take(self, count: int) -> list[int]:
+        """At most ``count`` blocks of memory for new content."""
+        return self._shelf.take(count)
+
+    def name(self, hashes: Sequence[bytes], first: int, blocks: Sequence[int]) -> None:
+        """They have arrived: others may read them from now on, and they are to be saved."""
+        self._shelf.name(hashes, first, blocks)
+        if self.files.slots:
+            self._to_save.update(dict.fromkeys(hashes[first : first + len(blocks)]))
+            while len(self._to_save) > self.memory.blocks:
+                del self._to_save[next(iter(self._to_save))]
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Held or taken, they are not needed any more."""
+        in_memory, slots = self._apart(blocks)
+        self.memory.release(in_memory)
+        self.files.release(slots)
+
+    def asked_for(self, hashes: Sequence[bytes]) -> list[bytes]:
+        """A reader wants these. Which of them must be loaded first: as many as there is room for, none twice."""
+        chain: list[bytes] = []
+        missing: list[bytes] = []
+        for name in hashes:
+            if self.memory.block_of(name) is None:
+                if self.files.slot_of(name) is None:
+                    break
+                missing.append(name)
+            chain.append(name)
+        self.files.used(chain)
+        if not missing:
+            return []
+        present = [block for block in map(self.memory.block_of, chain) if block is not None]
+        self.memory.hold(present)  # what is here already is not what makes room
+        room = self.memory.free
+        self.memory.release(present)
+        return missing[:room]
+
+    def load(self, names: Iterable[bytes]) -> None:
+        """Soon."""
+        self._to_load.update(dict.fromkeys(name for name in names if name not in self._loading))
+
+    def next_job(self, now: float) -> Job | None:
+        """What to copy now, if there is anything; ``ended`` must follow."""
+        return self._next_load() or (self._next_save() if now >= self._saves_at else None)
+
+    def saves_at(self, now: float) -> float | None:
+        """When saving goes on after it failed; None: it did not, or there is nothing to save."""
+        return self._saves_at if self._to_save and self._saves_at > now else None
+
+    def ended(self, job: Job, checksums: Sequence[bytes], now: float) -> None:
+        """All of it is over: the checksum of each block that was moved, nothing for one that was not."""
+        if job.kind is JobKind.LOAD:
+            self._loaded(job, checksums)
+        else:
+            self._saved(job, checksums, now)
+
+    def take_events(self) -> list[KvEvent]:
+        """What changed since the last call."""
+        memory = [msgspec.structs.replace(event, tier=KvTier.HOST) for event in self.memory.take_events()]
+        return [*memory, *self.files.take_events()]
+
+    def whole_as_events(self) -> list[KvEvent]:
+        """Events that bring a reader who lost some to the present state."""
+        held = ((KvTier.HOST, self.memory.hashes()), (KvTier.DISK, self.files.names()))
+        stored = [
+            KvEvent(kind=KvEventKind.STORED, hashes=pack_hashes(map(block_hash64, names)), tier=tier)
+            for tier, names in held
+        ]
+        return [KvEvent(kind=KvEventKind.CLEARED), *stored]
+
+    def _next_load(self) -> Job | None:
+        names: list[bytes] = []
+        slots: list[int] = []
+        while self._to_load and len(names) < min(self._job_blocks_max, self.memory.free):
+            name = next(iter(self._to_load))
+            del self._to_load[name]
+            slot = self.files.slot_of(name)
+            if slot is not None and self.memory.block_of(name) is None:
+                names.append(name)
+                slots.append(slot)
+        if not names:
+            return None
+        blocks = self.memory.take(len(names)) or []
+        self.files.hold(slots)
+        self._loading.update(names)
+        return Job(JobKind.LOAD, tuple(names), tuple(blocks), tuple(slots))
+
+    def _next_save(self) -> Job | None:
+        names: list[bytes] = []
+        blocks: list[int] = []
+        while self._to_save and len(names) < min(self._job_blocks_max, self.files.slots):
+            name = next(iter(self._to_save))
+            del self._to_save[name]
+            block = self.memory.block_of(name)
+            if block is not None and self.files.slot_of(name) is None:
+                names.append(name)
+                blocks.append(block)
+        slots = self.files.take(len(names))
+        if not slots:
+            return None
+        del names[len(slots) :], blocks[len(slots) :]
+        self.memory.hold(blocks)
+        return Job(JobKind.SAVE, tuple(names), tuple(blocks), tuple(slots))
+
+    def _loaded(self, job: Job, checksums: Sequence[bytes]) -> None:
+        for name, block, slot, checksum in zip(job.names, job.blocks, job.slots, checksums, strict=True):
+            self._loading.discard(name)
+            if self.files.slot_of(name) != slot or checksum != self.files.checksum_of(name):
+                self.files.drop(name)
+                self.counts.damaged += 1
+            else:
+                self.memory.name(block, name, None)
+                self.counts.loaded += 1
+        self.memory.release(job.blocks)
+        self.files.release(job.slots)
+
+    def _saved(self, job: Job, checksums: Sequence[bytes], now: float) -> None:
+        for name, slot, checksum in zip(job.names, job.slots, checksums, strict=True):
+            if checksum:
+                self.files.put(name, slot, checksum)
+                self.counts.saved += 1
+            else:
+                self.files.give_back([slot])
+                self._saves_at = now + SAVE_AGAIN_S
+                self.counts.unsaved += 1
+        self.memory.release(job.blocks)
+
+    def is_coming(self, name: bytes) -> bool:
+        """Whether it is being loaded, or about to be."""
+        return name in self._loading or name in self._to_load
+
+    @property
+    def waiting(self) -> tuple[int, int]:
+        """Blocks that are to be loaded, and to be saved."""
+        return len(self._to_load) + len(self._loading), len(self._to_save)
+
+    def _apart(self, numbers: Iterable[int]) -> tuple[list[int], list[int]]:
+        """Blocks of memory, and places in the file."""
+        blocks: list[int] = []
+        slots: list[int] = []
+        for number in numbers:
+            if number < self.memory.blocks:
+                blocks.append(number)
+            else:
+                slots.append(number - self.memory.blocks)
+        return blocks, slots

@@ -1,0 +1,90 @@
+"""vLLM's command line for a worker, from the worker's settings."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from typing import Any
+
+from services.worker.engines.port import Identity
+from services.worker.settings import Settings
+
+CPU_KV_BYTES = 256 * 1024 * 1024
+OWN_CONNECTOR = "BatonConnector"
+OWN_SCHEDULERS = {
+    False: "connector.scheduler.scheduler.BatonScheduler",
+    True: "connector.scheduler.scheduler.BatonAsyncScheduler",
+}
+"""By whether the engine schedules ahead, which vLLM decides; a scheduler of the wrong kind computes nonsense."""
+
+
+def arguments(
+    settings: Settings, model: str, *, on_cpu: bool, events: tuple[str, str], otlp_endpoint: str
+) -> list[str]:
+    """As one would type them after ``vllm serve``; the operator's own come last and win."""
+    events_endpoint, replay_endpoint = events
+    chosen = {
+        "--model": model,
+        "--block-size": str(settings.block_size),
+        "--prefix-caching-hash-algo": "sha256_cbor",
+        "--kv-transfer-config": json.dumps(_kv_transfer(settings, on_cpu=on_cpu)),
+        "--kv-events-config": json.dumps(
+            {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": events_endpoint,
+                "replay_endpoint": replay_endpoint,
+            }
+        ),
+        "--served-model-name": settings.served_model_name or settings.model,
+        "--revision": settings.revision,
+        "--max-model-len": str(settings.max_model_len or "auto"),
+        "--kv-cache-memory-bytes": str(settings.kv_cache_bytes or (CPU_KV_BYTES if on_cpu else "")),
+        "--otlp-traces-endpoint": f"{otlp_endpoint.rstrip('/')}/v1/traces" if otlp_endpoint else "",
+    }
+    if on_cpu:
+        chosen["--distributed-executor-backend"] = "services.worker.engines.vllm.child.CpuExecutor"
+        chosen["--dtype"] = "float32"
+    flags = ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--disable-fastapi-docs"]
+    flags += ["--enable-logging-iteration-details"]  # which are not logged but measured
+    flags += ["--enforce-eager"] if on_cpu else []
+    typed = [part for name, value in chosen.items() if value for part in (name, value)]
+    return [*typed, *flags, *shlex.split(settings.engine_args)]
+
+
+def _kv_transfer(settings: Settings, *, on_cpu: bool) -> dict[str, object]:
+    common = {
+        "kv_role": "kv_both",
+        # A decode engine whose read fails computes the prompt itself instead of failing the request.
+        "kv_load_failure_policy": "recompute",
+    }
+    if settings.connector == "baton":
+        module = "services.worker.engines.vllm.baton_connector"
+        return {"kv_connector": OWN_CONNECTOR, "kv_connector_module_path": module, **common}
+    extra: dict[str, object] = {"kv_lease_duration": round(settings.kv_lease_s)}
+    if on_cpu:
+        extra["num_threads"] = 0  # more threads of NIXL's would take cores from the model
+    module = "services.worker.engines.vllm.upstream_connector"
+    return {
+        "kv_connector": "NixlConnector",
+        "kv_connector_module_path": module,
+        "kv_connector_extra_config": extra,
+        **common,
+    }
+
+
+def introduce(config: Any, settings: Settings, identity: Identity, *, news: str, fingerprint: str) -> None:
+    """Tell our connector what only vLLM's resolved configuration shows. Does nothing to another one."""
+    if config.kv_transfer_config.kv_connector != OWN_CONNECTOR:
+        return
+    config.scheduler_config.scheduler_cls = OWN_SCHEDULERS[bool(config.scheduler_config.async_scheduling)]
+    config.kv_transfer_config.kv_connector_extra_config.update(
+        worker_id=identity.worker_id,
+        epoch=identity.epoch,
+        fingerprint=fingerprint,
+        news=news,
+        lease_s=settings.kv_lease_s,
+        lease_share_max=settings.kv_lease_share_max,
+        copy_cores=sorted(os.sched_getaffinity(0)),
+    )

@@ -1,0 +1,159 @@
+"""vLLM's engine client, with what Baton asks beyond HTTP: one token for prefill legs, and the truth about each leg."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from itertools import count
+from typing import Any
+
+import msgspec
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from services.worker.engines.port import CURRENT_LEG, LegRecord
+from services.worker.engines.vllm.arguments import OWN_CONNECTOR
+from services.worker.engines.vllm.leg_orders import give_order, take_proof, tell_truth
+from services.worker.engines.vllm.resume import CatchUp, opening, taken_up
+from services.worker.engines.vllm.stats import EngineMeter, PromptSources
+from shared.contracts.inference import LegKind
+from shared.contracts.kv_exchange import LegOrder
+
+PRIVATE_ARGUMENTS = ("ec_transfer_params", "kv_cache_report_mode")
+"""Arguments to the engine's insides that no client may give."""
+
+
+class LegEngine(AsyncLLM):
+    """An engine client that serves the current leg as its kind wants and writes into its record what it cost."""
+
+    meter: EngineMeter
+    died: asyncio.Future[str]
+    block_bytes: int = 0
+    numbers: count[int]
+    traced: bool = False
+    has_exchange: bool = False
+    """Its connector is ours."""
+    catching_up: dict[str, CatchUp | None]
+    """What each request goes on behind, by the name that it has here."""
+
+    def attach(self, meter: EngineMeter, block_bytes: int) -> None:
+        """Bind to the running event loop. Call once, before the first request."""
+        self.meter = meter
+        self.block_bytes = block_bytes
+        self.numbers = count()
+        self.catching_up = {}
+        self.traced = self.vllm_config.observability_config.otlp_traces_endpoint is not None
+        self.has_exchange = self.vllm_config.kv_transfer_config.kv_connector == OWN_CONNECTOR
+        self.died = asyncio.get_running_loop().create_future()
+        self.output_processor.process_outputs = meter.sources.watching(self.output_processor)
+
+    async def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """One sequence of the current leg."""
+        record = CURRENT_LEG.get() or LegRecord(kind=LegKind.AGGREGATED, request_id=request_id, trace_headers={})
+        catch_up = taken_up(prompt, sampling_params, record, self.model_config)
+        if record.cannot_resume:
+            return
+        guard(sampling_params, record.kind)
+        if self.has_exchange:
+            give_order(sampling_params, record.order or LegOrder())
+        if record.trace_headers and self.traced:
+            options["trace_headers"] = record.trace_headers
+        # Clients name their requests as they like, several alike perhaps; what is noted about one is not another's.
+        request_id = f"{request_id}-{next(self.numbers)}"
+        self.catching_up[request_id] = catch_up
+        waiting = self.meter.expect(prompt, record.expected_tokens, more=len(record.resume or ()))
+        outputs = super().generate(prompt, sampling_params, request_id, **options)
+        first = True
+        record.sequence_began()
+        try:
+            async for output in outputs:
+                if first:
+                    waiting.over()
+                    self._note_prompt(record, output, self.meter.sources.take(request_id))
+                self._tell_truth(record, request_id, output)
+                if first:
+                    first = False
+                    async for earlier in opening(record, output, sampling_params, catch_up):
+                        yield earlier
+                    record.caught_up = True
+                    if catch_up is not None and catch_up.has_ended:
+                        continue
+                _note_output(record, output)
+                yield output
+        except EngineDeadError as error:
+            self.note_death(str(error))
+            raise
+        finally:
+            record.sequence_ended()
+            waiting.over()
+            self.catching_up.pop(request_id, None)
+            self.meter.sources.take(request_id)
+            await outputs.aclose()
+
+    async def _add_request(self, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any) -> None:
+        """The step of vLLM's own that tells its output processor of a request, and then its engine."""
+        catch_up = self.catching_up.get(request.external_req_id)
+        if catch_up is None:
+            await super()._add_request(request, prompt, parent_req, index, queue)
+            return
+        self.check_admission(request_id=request.request_id)
+        self.output_processor.add_request(request, prompt, parent_req, index, queue)
+        if await catch_up.begin(self.output_processor, request, queue):
+            await self.engine_core.add_request_async(request)
+
+    def _tell_truth(self, record: LegRecord, request_id: str, output: RequestOutput) -> None:
+        if self.has_exchange:
+            take_proof(record, request_id, output)
+            tell_truth(record, output)
+
+    def _note_prompt(self, record: LegRecord, output: RequestOutput, sources: PromptSources) -> None:
+        record.prompt_tokens += len(output.prompt_token_ids or ())
+        record.cached_tokens += sources.cached
+        record.received_tokens += sources.received
+        blocks = -(-sources.received // self.vllm_config.cache_config.block_size)
+        record.received_bytes += blocks * self.block_bytes
+        times = output.metrics
+        if times is None or not times.first_token_ts:
+            return
+        record.first_token_at = record.first_token_at or times.first_token_ts
+        record.queue_s = max(record.queue_s, times.scheduled_ts - times.queued_ts)
+        record.prefill_s = max(record.prefill_s, times.first_token_ts - times.scheduled_ts)
+        self.meter.prefilled(sources.computed, times.first_token_ts - times.scheduled_ts)
+
+    def note_death(self, why: str) -> None:
+        """It cannot go on; the first reason counts."""
+        if not self.died.done():
+            self.died.set_result(why)
+
+
+def guard(params: SamplingParams, kind: LegKind) -> None:
+    """Take from the client what is not its own, and cut a prefill leg down to the one token that vLLM must sample.
+
+    The body of a prefill leg is the client's, so that it is checked and rendered exactly as the decode leg's will be;
+    only what is sampled differs. A stop string would end the request from outside and lose its KV handoff, a grammar
+    would be compiled for a token that is thrown away.
+    """
+    if params.extra_args:
+        for name in PRIVATE_ARGUMENTS:
+            params.extra_args.pop(name, None)
+        order = params.extra_args.get("kv_transfer_params")
+        if kind is LegKind.AGGREGATED or not isinstance(order, dict):  # Ours are; what came by ``vllm_xargs`` never is.
+            params.extra_args.pop("kv_transfer_params", None)
+    if kind is LegKind.PREFILL:
+        params.max_tokens = 1
+        params.min_tokens = 0
+        params.stop = []
+        params.output_text_buffer_length = 0
+        params.structured_outputs = None
+
+
+def _note_output(record: LegRecord, output: RequestOutput) -> None:
+    for completion in output.outputs:
+        record.heard(completion.token_ids, last=output.finished)
+        record.finish_reason = completion.finish_reason or record.finish_reason
+    if record.kind is LegKind.PREFILL and output.kv_transfer_params:
+        record.kv_transfer = msgspec.json.encode(output.kv_transfer_params)

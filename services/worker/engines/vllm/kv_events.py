@@ -1,0 +1,127 @@
+"""vLLM's KV events, from its ZMQ publisher in the EngineCore process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+from vllm.distributed.kv_events import (
+    MEDIUM_CPU,
+    MEDIUM_GPU,
+    MEDIUM_STORAGE,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEventBatch,
+)
+
+from services.worker.telemetry.kv_event_translation import EventTranslation
+from shared.contracts.kv_events import KvEvent, KvTier
+
+EVENTS_QUEUED_MAX = 100_000
+"""Batches that ZMQ keeps for us; vLLM's own bound is the same."""
+REPLAY_S_MAX = 2.0
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+TIERS = {None: KvTier.DEVICE, MEDIUM_GPU: KvTier.DEVICE, MEDIUM_CPU: KvTier.HOST, MEDIUM_STORAGE: KvTier.DISK}
+"""By what vLLM calls the memory; the engine's own is called GPU, on a CPU too."""
+REMOTE = "REMOTE"
+"""The locality of a store that all engines share: what lies there is no reason to prefer any of them."""
+
+
+class KvEventSource:
+    """Reads the events in order; asks for a replay when some are missing, and starts afresh when that fails."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.endpoint = f"ipc://{run_dir}/kv"
+        self.replay_endpoint = f"ipc://{run_dir}/kv-replay"
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.SUB)  # type: ignore[attr-defined]
+        self._socket.set_hwm(EVENTS_QUEUED_MAX)
+        self._socket.subscribe(b"")
+        self._socket.connect(self.endpoint)
+        self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
+        self._translation = EventTranslation()
+        self._next = 0
+
+    async def batches(self) -> AsyncIterator[list[KvEvent]]:
+        """Changes in order, from the engine's first on."""
+        while True:
+            _topic, number, payload = await self._socket.recv_multipart()
+            seq = int.from_bytes(number, "big")
+            events: list[KvEvent] = []
+            if seq > self._next:
+                events += await self._recover(seq)
+            if seq >= self._next:
+                events += self._translate(payload)
+                self._next = seq + 1
+            if events:
+                yield events
+
+    def close(self) -> None:
+        """Let go of the sockets."""
+        self._context.destroy(linger=0)
+
+    async def _recover(self, until: int) -> list[KvEvent]:
+        """The events from the first missing one to ``until``. If vLLM no longer has them all: everything is forgotten,
+        which is safe, because routers then expect less than there is.
+        """
+        missing = [payload for seq, payload in await self._replay(self._next) if seq < until]
+        if len(missing) != until - self._next:
+            return [self._translation.cleared()]
+        return [event for payload in missing for event in self._translate(payload)]
+
+    async def _replay(self, start: int) -> list[tuple[int, bytes]]:
+        """What vLLM still has from number ``start`` on; nothing if it does not answer in time."""
+        batches: list[tuple[int, bytes]] = []
+        socket = self._context.socket(zmq.DEALER)  # type: ignore[attr-defined]
+        try:
+            socket.connect(self.replay_endpoint)
+            await socket.send_multipart((b"", start.to_bytes(8, "big")))
+            async with asyncio.timeout(REPLAY_S_MAX):
+                while (message := await socket.recv_multipart())[-2] != END_OF_REPLAY:
+                    batches.append((int.from_bytes(message[-2], "big"), message[-1]))
+        except TimeoutError:
+            return []
+        finally:
+            socket.close(linger=0)
+        return batches
+
+    def _translate(self, payload: bytes) -> list[KvEvent]:
+        translated = map(self._translate_one, self._decoder.decode(payload).events)
+        return [event for event in translated if event is not None]
+
+    def _translate_one(self, event: Any) -> KvEvent | None:
+        if isinstance(event, AllBlocksCleared):
+            return self._translation.cleared()
+        tier = _tier(event)
+        if tier is None:
+            return None
+        match event:
+            case BlockStored():
+                return self._translation.stored(_full(event.block_hashes), _full_one(event.parent_block_hash), tier)
+            case BlockRemoved():
+                return self._translation.removed(_full(event.block_hashes), tier)
+            case _:
+                return None
+
+
+def _tier(event: BlockStored | BlockRemoved) -> KvTier | None:
+    """Where the blocks lie; None for what is not this engine's. Models with several KV groups repeat each block; one
+    is enough.
+    """
+    if event.group_idx not in (None, 0) or event.locality == REMOTE:
+        return None
+    return TIERS.get(event.medium if event.medium is None else event.medium.upper())
+
+
+def _full(hashes: Iterable[Any]) -> list[bytes]:
+    return [bytes(full) for full in hashes]
+
+
+def _full_one(full: Any) -> bytes | None:
+    return None if full is None else bytes(full)

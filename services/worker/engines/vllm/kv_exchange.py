@@ -1,0 +1,76 @@
+"""A vLLM engine's end of the KV exchange: utility calls into EngineCore, and the news that it pushes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from connector.scheduler.calls import EngineCall, EngineNews
+from services.worker.engines.port import EngineDead
+
+NEWS_QUEUED_MAX = 4096
+"""Messages that ZMQ keeps for us; the engine drops what is beyond."""
+SHUTTING_DOWN = "Server shutting down"
+"""What EngineCore answers when it is about to end."""
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(EngineNews).decode
+
+
+class VllmExchange:
+    """See ``engines.port.EngineExchange``. Bound to the engine by ``attach``, after which it follows the news."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.endpoint = f"ipc://{run_dir}/news"
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PULL)  # type: ignore[attr-defined]
+        self._socket.set_hwm(NEWS_QUEUED_MAX)
+        self._socket.bind(self.endpoint)
+        self._listeners: list[Callable[[EngineNews], None]] = []
+        self._core: Any = None
+        self._following: asyncio.Task[None] | None = None
+
+    def attach(self, core: Any, on_failed: Callable[[str], None]) -> None:
+        """``core`` is vLLM's client of EngineCore. ``on_failed`` is told why when no more news can be had."""
+        self._core = core
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled():
+                on_failed(f"the engine's news cannot be read: {task.exception()!r}")
+
+        self._following = asyncio.get_running_loop().create_task(self._follow(), name="engine-news")
+        self._following.add_done_callback(ended)
+
+    async def call(self, call: EngineCall) -> EngineNews:
+        """In EngineCore's main thread, between two steps. Raises EngineDead."""
+        try:
+            return _decode(await self._core.call_utility_async("kv_exchange", _encode(call)))
+        except EngineDeadError as error:
+            raise EngineDead(str(error)) from error
+        except Exception as error:  # vLLM has no other type for what a utility call meets
+            if SHUTTING_DOWN in str(error):
+                raise EngineDead(str(error)) from error
+            raise
+
+    def on_news(self, listener: Callable[[EngineNews], None]) -> None:
+        """What EngineCore pushes after a step."""
+        self._listeners.append(listener)
+
+    def close(self) -> None:
+        """Let go of the socket."""
+        if self._following is not None:
+            self._following.cancel()
+        self._context.destroy(linger=0)
+
+    async def _follow(self) -> None:
+        while True:
+            news = _decode(await self._socket.recv())
+            for listener in self._listeners:
+                listener(news)

@@ -1,0 +1,169 @@
+"""An answer taken up where another engine broke off, on vLLM: its own output processor is told what was said before,
+token by token as if this engine had made it, and its server hears of that first. So whatever they remember of an answer
+(half a character, text held back for a stop string, a parser's place in a tool call, offsets, counts) is as it was;
+what comes of it is thrown away by the shell. Only then the engine, which takes these tokens for prompt, adds its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from copy import copy
+from typing import Any
+
+import numpy as np
+from vllm.config import ModelConfig
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.outputs import LogprobsLists
+
+from services.worker.engines.port import LegRecord
+from services.worker.legs.body import HANDOVER_PATHS
+from shared.contracts.inference import LegKind
+
+SEED_STEP = 0x9E3779B97F4A7C15
+"""Odd and without a pattern: seeds of one request that differ by it have nothing to do with each other."""
+SEED_MASK = (1 << 63) - 1
+TURN_TOKENS_MAX = 64
+"""Gone through before the other requests get a turn."""
+TOKEN_PROMPTS = ("token", "multimodal")
+STATEFUL = ("structured_outputs", "presence_penalty", "frequency_penalty", "bad_words", "repetition_detection")
+"""What follows the engine's own output, and would begin anew."""
+
+
+def taken_up(prompt: Any, params: SamplingParams, record: LegRecord, model: ModelConfig) -> CatchUp | None:
+    """What the request goes on behind; None for nothing, or when it cannot (see ``record.cannot_resume``)."""
+    if record.resume is None:
+        return None
+    record.cannot_resume = _obstacle(prompt, params, record, model)
+    return None if record.cannot_resume else CatchUp(record.resume, record.kind, record.resume_joined)
+
+
+def _obstacle(prompt: Any, params: SamplingParams, record: LegRecord, model: ModelConfig) -> str:
+    """As the engine would see it."""
+    tokens = record.resume or []
+    if not isinstance(prompt, dict) or prompt.get("type") not in TOKEN_PROMPTS:
+        return "its prompt is not made of tokens"
+    if tokens and max(tokens) >= model.get_vocab_size():
+        return "its tokens are not in the vocabulary"
+    if len(prompt["prompt_token_ids"]) + len(tokens) > model.max_model_len:
+        return "its tokens do not fit the model's context"
+    if params.n != 1:
+        return "it has several completions"
+    if record.kind is not LegKind.PREFILL and params.output_kind is not RequestOutputKind.DELTA:
+        return "it is no stream"
+    names = [name for name in STATEFUL if getattr(params, name)]
+    if getattr(params, "thinking_token_budget", None) is not None:
+        names.append("thinking_token_budget")
+    return f"what {', '.join(names)} had counted is lost" if names else ""
+
+
+class CatchUp:
+    """One request behind ``tokens`` of its answer. Its server hears of those in ``joined`` together with the one before
+    them, as the first one did: some parsers say one thing at a time, and the rest when they hear of the next token.
+    """
+
+    def __init__(self, tokens: list[int], kind: LegKind, joined: frozenset[int] = frozenset()) -> None:
+        self.tokens = tokens
+        self.joined = joined
+        self.outputs: list[RequestOutput] = []
+        """What the server has to hear before it hears of the engine."""
+        self.has_ended = False
+        """The answer was complete: there is nothing for the engine to do."""
+        self._is_prefill = kind is LegKind.PREFILL
+
+    async def begin(
+        self, processor: OutputProcessor, request: EngineCoreRequest, queue: RequestOutputCollector
+    ) -> bool:
+        """``processor`` has just heard of ``request``, as its client sent it. Makes of it what the engine has to do;
+        False if that is nothing.
+        """
+        params, said = request.sampling_params, len(self.tokens)
+        request_tokens = [*(request.prompt_token_ids or ()), *self.tokens]
+        if params is None or params.max_tokens is None:
+            raise AssertionError("vLLM has not prepared the request")
+        if not self._is_prefill:
+            await self._go_through(processor, request.request_id, params, queue)
+            params.max_tokens -= said
+            params.min_tokens = max(0, params.min_tokens - said)
+            if params.seed is not None and said:
+                params.seed = (params.seed + said * SEED_STEP) & SEED_MASK
+        request.prompt_token_ids = request_tokens
+        return not self.has_ended
+
+    async def _go_through(
+        self, processor: OutputProcessor, name: str, params: SamplingParams, queue: RequestOutputCollector
+    ) -> None:
+        try:
+            for count, token in enumerate(self.tokens, start=1):
+                if count % TURN_TOKENS_MAX == 0:
+                    await asyncio.sleep(0)
+                _tell(processor, _said(name, token, count, params))
+                ended = name not in processor.request_states
+                if count in self.joined and count < len(self.tokens) and not ended:
+                    continue  # The queue adds the next one to it.
+                output = queue.get_nowait()
+                if isinstance(output, RequestOutput):
+                    self.outputs.append(output)
+                if ended:
+                    self.has_ended = True
+                    queue.put(self.outputs[-1])
+                    return
+        except BaseException:
+            processor.abort_requests([name], internal=True)
+            raise
+        # The engine's first output still has to tell of the prompt.
+        processor.request_states[name].is_prefilling = True
+
+
+def _tell(processor: OutputProcessor, said: EngineCoreOutput) -> None:
+    """Not through what watches the engine's own outputs: no step has made this one, nor has it times to trace."""
+    traced, processor.tracing_enabled = processor.tracing_enabled, False
+    try:
+        OutputProcessor.process_outputs(processor, [said])
+    finally:
+        processor.tracing_enabled = traced
+
+
+def _said(name: str, token: int, count: int, params: SamplingParams) -> EngineCoreOutput:
+    """What the engine would have told of the ``count``-th token; its probability nobody knows or will see."""
+    logprobs = None
+    if params.num_logprobs is not None:
+        logprobs = LogprobsLists(np.array([[token]]), np.zeros((1, 1)), np.ones(1, dtype=int))
+    reason, why = _ending(token, count, params)
+    return EngineCoreOutput(name, [token], new_logprobs=logprobs, finish_reason=reason, stop_reason=why)
+
+
+def _ending(token: int, count: int, params: SamplingParams) -> tuple[FinishReason | None, int | None]:
+    """As vLLM's scheduler decides it; a context that is full has been counted into ``max_tokens``."""
+    if token == params.eos_token_id:
+        return FinishReason.STOP, None
+    if token in (params.stop_token_ids or ()):
+        return FinishReason.STOP, token
+    return (FinishReason.LENGTH if params.max_tokens is not None and count >= params.max_tokens else None), None
+
+
+async def opening(
+    record: LegRecord, output: RequestOutput, params: SamplingParams, catch_up: CatchUp | None
+) -> AsyncGenerator[RequestOutput, None]:
+    """What the server hears before the engine's first output.
+
+    A chat's stream opens with the role: it gets an output without tokens for that, or else the role would travel with
+    the first token's id and ahead of its text, and whoever goes on behind that id would miss the text.
+    """
+    said = catch_up.outputs if catch_up is not None else []
+    if said:
+        record.completion_tokens += sum(len(one.token_ids) for told in said for one in told.outputs)
+        record.finish_reason = said[-1].outputs[0].finish_reason or ""
+    if record.path in HANDOVER_PATHS and params.output_kind is RequestOutputKind.DELTA and params.n == 1:
+        bare = copy(output)
+        bare.outputs, bare.finished = [], False
+        said = [bare, *said]
+    for number, told in enumerate(said, start=1):
+        # The server counts what its first output says. What was cached of the answer is none of the client's prompt.
+        told.num_cached_tokens = min(output.num_cached_tokens or 0, len(output.prompt_token_ids or ()))
+        if number % TURN_TOKENS_MAX == 0:
+            await asyncio.sleep(0)
+        yield told

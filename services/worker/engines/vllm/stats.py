@@ -1,0 +1,173 @@
+"""What the engine does, measured: vLLM's statistics of each step, and where each prompt's tokens came from."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from services.worker.engines.port import EngineLoad
+from services.worker.engines.vllm.steps import NoIterations, StepMeter
+
+SMOOTHING = 0.2
+"""Weight of the newest sample in a moving average."""
+PREFILL_SAMPLE_TOKENS_MIN = 32
+"""Shorter prefills say more about the step's fixed cost than about speed."""
+SOURCES_MAX = 8192
+"""Prompts whose sources nobody has asked for yet; the oldest goes first."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSources:
+    """Where a prompt's tokens came from."""
+
+    computed: int = 0
+    cached: int = 0
+    received: int = 0
+
+
+class SourceTap:
+    """Remembers each request's prompt sources as they pass by: vLLM tells the front end but not the caller."""
+
+    def __init__(self, steps: StepMeter) -> None:
+        self._by_request: dict[str, PromptSources] = {}
+        self._steps = steps
+
+    def watching(self, processor: Any) -> Callable[..., Any]:
+        """``processor.process_outputs``, with this tap in front of it."""
+        process = processor.process_outputs
+
+        def process_outputs(outputs: list[Any], made_at: float | None = None, *args: Any, **options: Any) -> Any:
+            self._steps.results(outputs, made_at or 0.0)
+            for output in outputs:
+                if output.prefill_stats is not None and (state := processor.request_states.get(output.request_id)):
+                    owner = state.parent_req or state
+                    self._note(owner.external_req_id, output.prefill_stats)
+            return process(outputs, made_at, *args, **options)
+
+        return process_outputs
+
+    def _note(self, request_id: str, stats: Any) -> None:
+        if len(self._by_request) >= SOURCES_MAX:
+            self._by_request.pop(next(iter(self._by_request)))
+        self._by_request[request_id] = PromptSources(
+            computed=stats.num_computed_tokens,
+            cached=stats.num_local_cached_tokens,
+            received=stats.num_external_cached_tokens,
+        )
+
+    def take(self, request_id: str) -> PromptSources:
+        """The sources of a request's prompt, once; zeros when unknown."""
+        return self._by_request.pop(request_id, PromptSources())
+
+
+class Waiting:
+    """A prompt that was accepted and is not computed yet."""
+
+    __slots__ = ("_meter", "_tokens")
+
+    def __init__(self, meter: EngineMeter, tokens: int) -> None:
+        self._meter, self._tokens = meter, tokens
+        meter.waiting_tokens += tokens
+
+    def over(self) -> None:
+        """It is computed, or will never be. Idempotent."""
+        self._meter.waiting_tokens -= self._tokens
+        self._tokens = 0
+
+
+class EngineMeter(StatLoggerBase):
+    """Adds vLLM's step statistics up to an ``EngineLoad``. All on the event loop's thread."""
+
+    def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
+        del vllm_config, engine_index
+        self.steps = StepMeter()
+        self.sources = SourceTap(self.steps)
+        self.waiting_tokens = 0
+        self.kv_blocks = 0
+        self._load = EngineLoad()
+        self._listeners: list[Callable[[], None]] = []
+        logging.getLogger("vllm.v1.metrics.loggers").addFilter(NoIterations())
+
+    def on_changed(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` after each step of the engine."""
+        self._listeners.append(listener)
+
+    def expect(self, prompt: Any, expected_tokens: int, more: int = 0) -> Waiting:
+        """A prompt is on its way to the engine, which will have to compute so many of its tokens; -1: not known. It is
+        longer by ``more`` tokens than it looks.
+        """
+        ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+        tokens = len(ids or ()) + more
+        return Waiting(self, min(tokens, expected_tokens) if expected_tokens >= 0 else tokens)
+
+    def prefilled(self, tokens: int, seconds: float) -> None:
+        """A prompt's own part was computed."""
+        if tokens >= PREFILL_SAMPLE_TOKENS_MIN and seconds > 0:
+            speed = smooth(self._load.prefill_tokens_per_s, tokens / seconds)
+            self._load = replace(self._load, prefill_tokens_per_s=speed)
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""
+
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+    ) -> None:
+        """After each step, from vLLM's output loop."""
+        del mm_cache_stats, engine_idx
+        load = self._load
+        if scheduler_stats is not None:
+            self.steps.step(scheduler_stats, time.monotonic())
+            load = replace(load, **_queues(scheduler_stats, self.kv_blocks), **_transfers(load, scheduler_stats))
+        if iteration_stats is not None:
+            load = replace(load, **_tokens(load, iteration_stats))
+        self._load = load
+        for listener in self._listeners:
+            listener()
+
+    def load(self) -> EngineLoad:
+        """Now, and the totals since the start."""
+        return replace(self._load, waiting_tokens=self.waiting_tokens, steps=self.steps.totals())
+
+
+def _queues(stats: Any, kv_blocks: int) -> dict[str, Any]:
+    return {
+        "running": stats.num_running_reqs,
+        "waiting": stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
+        "kv_blocks_used": round(stats.kv_cache_usage * kv_blocks),
+    }
+
+
+def _transfers(load: EngineLoad, stats: Any) -> dict[str, Any]:
+    """From the NIXL connector's lists of what ended in this step."""
+    transfers = stats.kv_connector_stats
+    if not transfers:
+        return {}
+    return {
+        "received_bytes_total": load.received_bytes_total + sum(transfers.get("bytes_transferred", ())),
+        "received_seconds_total": load.received_seconds_total + sum(transfers.get("transfer_duration", ())),
+    }
+
+
+def _tokens(load: EngineLoad, step: Any) -> dict[str, Any]:
+    prompts, gaps = step.prompt_token_stats, step.inter_token_latencies_iter
+    return {
+        "prompt_tokens_total": load.prompt_tokens_total + prompts.total,
+        "computed_tokens_total": load.computed_tokens_total + prompts.computed,
+        "cached_tokens_total": load.cached_tokens_total + prompts.local_cache_hit,
+        "received_tokens_total": load.received_tokens_total + prompts.external_kv_transfer,
+        "generation_tokens_total": load.generation_tokens_total + step.num_generation_tokens,
+        "preemptions_total": load.preemptions_total + step.num_preempted_reqs,
+        "decode_s_per_token": smooth(load.decode_s_per_token, sum(gaps) / len(gaps))
+        if gaps
+        else load.decode_s_per_token,
+    }
+
+
+def smooth(average: float, sample: float) -> float:
+    """The moving average after ``sample``; the first sample is the average."""
+    return sample if average == 0.0 else average + SMOOTHING * (sample - average)

@@ -1,0 +1,70 @@
+"""The line to the engine: what comes up in one turn of the loop goes in one call."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from connector.scheduler.calls import EngineCall, EngineNews
+from services.worker.engines.port import EngineDead, EngineExchange
+from services.worker.kv_exchange.call_batch import one_call
+
+log = logging.getLogger("baton.worker")
+
+CALLS_AT_ONCE_MAX = 4
+"""On their way to a busy engine; what comes up meanwhile waits and goes together."""
+CALL_S_MAX = 60.0
+"""Longer than any step of an engine. A call that takes longer is given up; what it was about has its own deadlines."""
+CALLS_WAITING_MAX = 16384
+
+
+class EngineLine:
+    """Collects what the engine is to be told and passes on what it answers."""
+
+    def __init__(self, exchange: EngineExchange, on_news: Callable[[EngineNews], None]) -> None:
+        self._exchange = exchange
+        self._on_news = on_news
+        self._waiting: list[EngineCall] = []
+        self._arrived = asyncio.Event()
+        self._free = asyncio.Semaphore(CALLS_AT_ONCE_MAX)
+
+    @property
+    def full(self) -> bool:
+        """The engine has not taken anything for a long time."""
+        return len(self._waiting) >= CALLS_WAITING_MAX
+
+    def add(self, more: EngineCall) -> None:
+        """To be told soon. When the line is full it is not: everything that is asked by call has a deadline."""
+        if self.full:
+            log.warning("the engine takes no calls; one was dropped")
+            return
+        self._waiting.append(more)
+        self._arrived.set()
+
+    async def ask(self, call: EngineCall) -> EngineNews:
+        """Now and alone, with the answer; the news in it goes its usual way, too. Raises TimeoutError, EngineDead."""
+        async with asyncio.timeout(CALL_S_MAX):
+            news = await self._exchange.call(call)
+        self._on_news(news)
+        return news
+
+    async def follow(self) -> None:
+        """Call the engine for ever."""
+        async with asyncio.TaskGroup() as calls:
+            while True:
+                await self._arrived.wait()
+                await self._free.acquire()
+                self._arrived.clear()
+                call, self._waiting = one_call(self._waiting), []
+                calls.create_task(self._perform(call), name="engine-call")
+
+    async def _perform(self, call: EngineCall) -> None:
+        try:
+            await self.ask(call)
+        except TimeoutError:
+            log.warning("the engine did not take a call within %g s", CALL_S_MAX)
+        except EngineDead as dead:
+            log.info("the engine is dead, and so is the exchange: %s", dead)
+        finally:
+            self._free.release()

@@ -1,0 +1,153 @@
+"""Messages of the exchange: from the bus to the engine, and what the engine says onto the bus."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+
+from connector.scheduler.calls import EngineCall, EngineNews
+from services.worker.engines.port import Identity
+from services.worker.kv_exchange.engine_calls import EngineLine
+from services.worker.kv_exchange.open_asks import AskBook, is_sound_lease, no_grant, unclaimed
+from shared.bus.port import Bus, BusDown, Envelope, MessageTooLarge
+from shared.contracts.channels import KV_GRANT, KV_LEASE, KV_RELEASE
+from shared.contracts.kv_exchange import KvGrant, LeaseKv, NoGrant, ReleaseKv
+
+log = logging.getLogger("baton.worker")
+
+MESSAGES_WAITING_MAX = 65536
+"""For the bus; beyond that the oldest is dropped, and its deadline ends what it was about."""
+RELEASES_KEPT_MAX = 1024
+"""For the time when NATS is back: what they are about stays pinned until then or until its lease ends."""
+
+NO_ENVELOPE = Envelope(headers={}, size=0)
+"""Of what did not come by the bus."""
+
+Message = LeaseKv | KvGrant | ReleaseKv
+
+
+class Desk:
+    """See the module. Nothing here waits for the engine."""
+
+    def __init__(self, bus: Bus, identity: Identity, line: EngineLine) -> None:
+        self.is_closed = False
+        """Nothing is granted any more."""
+        self._bus = bus
+        self._me = identity
+        self._line = line
+        self._asks = AskBook()
+        self._out: deque[Message] = deque(maxlen=MESSAGES_WAITING_MAX)
+        self._has_out = asyncio.Event()
+        self._unsent: deque[ReleaseKv] = deque(maxlen=RELEASES_KEPT_MAX)
+
+    async def open(self) -> None:
+        """Listen; live when it returns."""
+        me = self._me.worker_id
+        self._bus.on_unreachable(self._on_unreachable)
+        self._bus.on_disconnect(self._on_disconnect)
+        self._bus.on_reconnect(self._on_reconnect)
+        await self._bus.subscribe(KV_LEASE, self._on_lease, worker_id=me)
+        await self._bus.subscribe(KV_RELEASE, self._on_release, worker_id=me)
+        await self._bus.subscribe(KV_GRANT, self._on_grant, reader_id=me)
+
+    def send(self, news: EngineNews) -> None:
+        """What the engine wants told to other workers; its releases come last, behind the leases that they end."""
+        for lease in news.leases:
+            self._to_engine(self._asks.asked(lease))
+        for release in news.releases:
+            self._asks.released(release)
+        if news.leases or news.grants or news.releases:
+            self._out += [*news.leases, *news.grants, *news.releases]
+            self._has_out.set()
+
+    def give_back(self, release: ReleaseKv) -> None:
+        """To this engine or to another worker."""
+        if release.worker_id == self._me.worker_id:
+            self._on_release(release, NO_ENVELOPE)
+        else:
+            self._out.append(release)
+            self._has_out.set()
+
+    def tell_engine(self, call: EngineCall) -> None:
+        """About peers: asks of those that are gone are over."""
+        for gone in call.gone:
+            self._asks.gone(gone.worker_id, gone.epoch)
+        self._line.add(call)
+
+    async def follow(self) -> None:
+        """Send, for ever."""
+        while True:
+            await self._has_out.wait()
+            self._has_out.clear()
+            while self._out:
+                await self._publish(self._out.popleft())
+
+    async def _publish(self, message: Message) -> None:
+        try:
+            match message:
+                case LeaseKv():
+                    await self._bus.publish(KV_LEASE, message, key=message.ask_id)
+                case KvGrant():
+                    await self._bus.publish(KV_GRANT, message)
+                case ReleaseKv():
+                    await self._bus.publish(KV_RELEASE, message)
+        except (BusDown, MessageTooLarge) as error:
+            log.debug("%s was not sent: %s", type(message).__name__, error)
+            self._not_sent(message)
+
+    def _not_sent(self, message: Message) -> None:
+        if isinstance(message, LeaseKv):
+            self._on_unreachable(message.ask_id)
+        elif isinstance(message, KvGrant) and message.lease_id:
+            self._line.add(EngineCall(releases=[unclaimed(message)]))
+        elif isinstance(message, ReleaseKv):
+            self._unsent.append(message)
+
+    def _on_lease(self, lease: LeaseKv, _envelope: Envelope) -> None:
+        if not is_sound_lease(lease):
+            log.warning("an ask for blocks of %s makes no sense and is ignored", lease.reader_id[:64])
+        elif reason := self._refusal(lease):
+            self._out.append(no_grant(lease, reason))
+            self._has_out.set()
+        else:
+            self._line.add(EngineCall(leases=[lease]))
+
+    def _refusal(self, lease: LeaseKv) -> NoGrant | None:
+        """What can be refused without the engine."""
+        if lease.epoch != self._me.epoch:
+            return NoGrant.EPOCH
+        if self.is_closed:
+            return NoGrant.DRAINING
+        return NoGrant.FULL if self._line.full else None
+
+    def _on_release(self, release: ReleaseKv, _envelope: Envelope) -> None:
+        if release.epoch == self._me.epoch:
+            self._line.add(EngineCall(releases=[release]))
+
+    def _on_grant(self, grant: KvGrant, _envelope: Envelope) -> None:
+        match self._asks.answered(grant):
+            case KvGrant() as believed:
+                self._line.add(EngineCall(grants=[believed]))
+            case ReleaseKv() as unwanted:
+                self._out.append(unwanted)
+                self._has_out.set()
+            case None:
+                log.warning("a grant of %s does not fit what was asked and is ignored", grant.worker_id[:64])
+
+    def _on_unreachable(self, ask_id: str) -> None:
+        if nothing := self._asks.unreachable(ask_id):
+            self._to_engine([nothing])
+
+    def _on_disconnect(self) -> None:
+        """Answers may be lost with the connection: better to compute now than to wait."""
+        self._to_engine(self._asks.all_unreachable())
+
+    def _on_reconnect(self) -> None:
+        self._out += self._unsent
+        self._unsent.clear()
+        self._has_out.set()
+
+    def _to_engine(self, grants: list[KvGrant]) -> None:
+        if grants:
+            self._line.add(EngineCall(grants=grants))

@@ -1,0 +1,142 @@
+"""The worker's exchange as a whole: everybody's handshakes, leases and grants, and the engine that they are about."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable
+
+import msgspec
+
+from connector.scheduler.calls import Chain, EngineCall, EngineNews
+from services.worker.engines.port import EngineDead, EngineExchange, Identity
+from services.worker.kv_exchange.engine_calls import EngineLine
+from services.worker.kv_exchange.fetch_handler import FetchDesk
+from services.worker.kv_exchange.message_handler import Desk
+from services.worker.kv_exchange.peer_watch import PeerWatch
+from services.worker.kv_exchange.peers import PeerBook
+from shared.bus.port import Bus, Envelope
+from shared.contracts.channels import KV_FETCH, KV_HANDSHAKE
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.kv_exchange import KvLedgerState, ReleaseKv
+from shared.contracts.kv_handshake import AskKvHandshake, KvHandshake
+from shared.runtime.clock import Clock
+
+log = logging.getLogger("baton.worker")
+
+EXPIRY_MARGIN_S = 0.01
+"""A look at leases just after they end finds them ended."""
+
+
+class WorkerExchange:
+    """Between the bus and one engine's exchange. Must be made on a running event loop."""
+
+    def __init__(self, bus: Bus, clock: Clock, identity: Identity, engine: EngineExchange, fingerprint: str) -> None:
+        self.state = KvLedgerState()
+        """The engine's ledger, as it last told."""
+        self._bus = bus
+        self._clock = clock
+        self._me = identity
+        self._handshake: KvHandshake | None = None
+        self._listeners: list[Callable[[], None]] = []
+        self._line = EngineLine(engine, self._on_news)
+        self._desk = Desk(bus, identity, self._line)
+        self._fetches = FetchDesk(self._line)
+        book = PeerBook(identity.worker_id, fingerprint)
+        self.peers = PeerWatch(bus, clock, identity.worker_id, book, self._desk.tell_engine)
+        engine.on_news(self._on_news)
+
+    async def open(self) -> None:
+        """Every subscription is live when it returns. Raises EngineDead."""
+        news = await self._line.ask(EngineCall(describe=True))
+        if news.handshake is None:
+            raise EngineDead("the engine does not describe its KV memory")
+        self._handshake = news.handshake
+        await self._desk.open()
+        await self.peers.open()
+        await self._bus.answer(KV_HANDSHAKE, self._describe, worker_id=self._me.worker_id)
+        await self._bus.answer(KV_FETCH, self._fetches.answer, worker_id=self._me.worker_id)
+
+    async def follow(self) -> None:
+        """Work, for ever."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._line.follow(), name="call-engine")
+            tasks.create_task(self._desk.follow(), name="send-exchange")
+            tasks.create_task(self.peers.follow(), name="follow-peers")
+            tasks.create_task(self._watch_expiry(), name="watch-expiry")
+
+    def on_changed(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` when the state is new."""
+        self._listeners.append(listener)
+
+    async def handed_over(self) -> None:
+        """Wait until nothing is leased any more."""
+        changed = asyncio.Event()
+        self.on_changed(changed.set)
+        while self.state.pinned_blocks:
+            changed.clear()
+            await changed.wait()
+
+    async def hot_chains(self, chains_max: int, *, uses_min: int = 1, idle_s_max: float = math.inf) -> list[Chain]:
+        """The prefixes that the engine's requests used most lately, the hottest first; none, if it does not answer."""
+        call = EngineCall(chains_max=chains_max, chains_uses_min=uses_min, chains_idle_s_max=idle_s_max)
+        try:
+            return (await self._line.ask(call)).chains
+        except (TimeoutError, EngineDead) as error:
+            log.info("the engine does not tell its hot prefixes: %s", error or "it does not answer")
+            return []
+
+    def take_no_more(self) -> None:
+        """For a worker that leaves: what others want it to fetch is refused from now on."""
+        self._fetches.is_closed = True
+
+    async def release_all(self) -> None:
+        """Grant nothing more and unpin everything: the engine is about to end."""
+        self._desk.is_closed = True
+        try:
+            await self._line.ask(EngineCall(release_all=True))
+        except (TimeoutError, EngineDead) as error:
+            log.info("the engine's leases end with it: %s", error or "it does not answer")
+
+    def give_back(self, *, worker_id: WorkerId, epoch: Epoch, lease_id: str) -> None:
+        """Nobody will read what that lease is about; harmless when the holder does not know it."""
+        me = self._me
+        self._desk.give_back(ReleaseKv(worker_id=worker_id, epoch=epoch, reader_id=me.worker_id, lease_ids=[lease_id]))
+
+    async def _describe(self, _ask: AskKvHandshake, _envelope: Envelope) -> KvHandshake:
+        """Answerer of KV_HANDSHAKE. The engine's clock is this machine's, so a busy engine need not be asked."""
+        assert self._handshake is not None
+        return msgspec.structs.replace(self._handshake, clock_s=self._clock.now())
+
+    def _on_news(self, news: EngineNews) -> None:
+        self._desk.send(news)
+        self._fetches.ended(news.fetched)
+        if news.wanted:
+            self.peers.want(news.wanted)
+        self.peers.connected(news.connected)
+        if news.state is not None and events(news.state) >= events(self.state):
+            self.state = news.state
+            for listener in self._listeners:
+                listener()
+
+    async def _watch_expiry(self) -> None:
+        """An idle engine does not look at its leases by itself: wake it when the next one ends."""
+        changed = asyncio.Event()
+        self.on_changed(changed.set)
+        while True:
+            changed.clear()
+            ends_at = self.state.next_expiry_s
+            wait_s = max(0.0, ends_at - self._clock.now()) + EXPIRY_MARGIN_S if ends_at else None
+            try:
+                async with asyncio.timeout(wait_s):
+                    await changed.wait()
+            except TimeoutError:
+                self._line.add(EngineCall())
+                await changed.wait()
+
+
+def events(state: KvLedgerState) -> int:
+    """Grows with all that happens to a ledger. News comes in two ways, and the older may arrive last."""
+    leases = state.leases_granted_total + state.leases_released_total + state.leases_expired_total
+    return leases + state.leases_refused_total + state.reads_total + state.reads_failed_total

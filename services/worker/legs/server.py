@@ -1,0 +1,262 @@
+"""Legs: taken from the bus, served by the engine's ASGI app, answered in frames."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from opentelemetry.trace import Span
+from opentelemetry.util.types import AttributeValue
+
+from services.worker.engines.port import CURRENT_LEG, Engine, LegRecord
+from services.worker.kv_exchange.unread_offers import Unread
+from services.worker.legs.asgi_call import AsgiCall
+from services.worker.legs.body import HANDOVER_PATHS, own_body, prepare, salted
+from services.worker.legs.capacity import Capacity
+from services.worker.legs.kv_order import KvPolicy, moves_kv
+from services.worker.legs.resume import CannotResume, cannot_resume, joined_tokens, resumed_tokens
+from services.worker.telemetry.leg_spans import show_leg
+from shared.bus.port import Envelope
+from shared.bus.streams import FrameSender, LegFrames, LegGone
+from shared.contracts.failures import Failure, Reason
+from shared.contracts.ids import LegId, is_subject_token
+from shared.contracts.inference import CancelLeg, LegKind, LegReport, StartLeg
+from shared.contracts.kv_exchange import LegOrder
+from shared.contracts.workers import WorkerPhase
+from shared.runtime.service import Service
+from shared.telemetry.log import TRACE_ID
+from shared.telemetry.propagation import extract, inject, trace_named
+from shared.telemetry.span_names import Attribute, SpanName
+
+log = logging.getLogger("baton.worker")
+
+OK = 200
+TOKEN_BYTES = 4
+"""Of a packed token id."""
+DEATH_NOTICE_S_MAX = 1.0
+"""How long a leg that ended strangely waits to hear that the engine has died."""
+
+
+class EngineDied(Exception):
+    """The leg ended because its engine did."""
+
+
+@dataclass(slots=True)
+class RunningLeg:
+    """A leg being served."""
+
+    task: asyncio.Task[bool]
+    frames: LegFrames
+
+
+class LegServer:
+    """Every leg that this worker serves. Its tasks are children of the service's."""
+
+    def __init__(
+        self,
+        service: Service,
+        engine: Engine,
+        sender: FrameSender,
+        capacity: Capacity,
+        death: asyncio.Future[str],
+        on_changed: Callable[[], None],
+        policy: KvPolicy = KvPolicy(),  # noqa: B008  # frozen
+    ) -> None:
+        self.phase = WorkerPhase.STARTING
+        self._service = service
+        self._engine = engine
+        self._sender = sender
+        self._capacity = capacity
+        self._death = death
+        self._on_changed = on_changed
+        self._policy = policy
+        self.unread: Unread | None = None
+        """Told of legs that were broken off, where the engine has an exchange."""
+        self._legs: dict[LegId, RunningLeg] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def legs(self) -> int:
+        """Legs being served."""
+        return len(self._legs)
+
+    def start(self, start: StartLeg, envelope: Envelope) -> None:
+        """Handler of START_LEG: refuse at once, or serve beside the others."""
+        if start.leg_id in self._legs:
+            log.warning("leg %s was started twice; the second start is ignored", start.leg_id)
+            return
+        if not is_subject_token(start.router_id):
+            log.warning("leg %s has a router that cannot be answered: %.100r", start.leg_id, start.router_id)
+            return
+        frames = self._sender.leg(start, on_gone=lambda _why: self._abort(start.leg_id))
+        if refusal := self._capacity.refusal(start, self.phase, self.legs):
+            frames.fail(refusal)
+            self._broken_off(start)
+            return
+        task = self._service.tasks.create_task(self._run(start, frames, envelope), name=f"leg-{start.leg_id}")
+        self._legs[start.leg_id] = RunningLeg(task, frames)
+        self._idle.clear()
+        task.add_done_callback(lambda task: self._forget(start, task))
+        self._on_changed()
+
+    def cancel(self, order: CancelLeg, _envelope: Envelope) -> None:
+        """Handler of CANCEL_LEG: nobody waits any more."""
+        if leg := self._legs.get(order.leg_id):
+            leg.frames.abandon()
+            leg.task.cancel()
+        elif self.unread is not None:
+            self.unread.unwanted(order.leg_id)
+
+    def fail_all(self, failure: Failure) -> None:
+        """End every leg with ``failure``."""
+        for leg in self._legs.values():
+            leg.frames.fail(failure)
+            leg.task.cancel()
+
+    async def idle(self, s_max: float) -> bool:
+        """Wait until no leg is served, at most ``s_max`` seconds; answers whether that is so."""
+        try:
+            async with asyncio.timeout(s_max):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _abort(self, leg_id: LegId) -> None:
+        if leg := self._legs.get(leg_id):
+            leg.task.cancel()
+
+    def _forget(self, start: StartLeg, task: asyncio.Task[bool]) -> None:
+        """The leg is over. One that was cancelled before it began has had no chance to clean up after itself."""
+        self._legs.pop(start.leg_id, None)
+        if not self._legs:
+            self._idle.set()
+        if task.cancelled() or task.exception() is not None or not task.result():
+            self._broken_off(start)
+        self._on_changed()
+
+    async def _run(self, start: StartLeg, frames: LegFrames, envelope: Envelope) -> bool:
+        """Serve one leg to its END or FAILURE, whatever happens; answers whether it came to its END."""
+        TRACE_ID.set(trace_named(envelope.headers))
+        timer = asyncio.timeout(start.deadline_s)
+        try:
+            async with timer:
+                with self._span(start, envelope) as span:
+                    await self._serve(start, frames, span)
+            return True
+        except LegGone:
+            return False
+        except CannotResume as told:
+            frames.fail(told.failure)
+        except EngineDied as died:
+            frames.fail(Failure(reason=Reason.ENGINE_DEAD, message=str(died)))
+        except asyncio.CancelledError:
+            frames.fail(Failure(reason=Reason.CANCELLED, message="the worker broke the leg off"))
+            raise
+        except Exception as error:  # the engine's server failed on this leg: the others need not suffer
+            if isinstance(error, TimeoutError) and timer.expired():
+                message = f"the leg was not done after its {start.deadline_s:g} s"
+                frames.fail(Failure(reason=Reason.DEADLINE, message=message))
+                return False
+            log.exception("leg %s (%s %s) failed", start.leg_id, start.kind.value, start.path)
+            frames.fail(Failure(reason=Reason.INTERNAL, message=f"{type(error).__name__}: {error}"))
+        return False
+
+    def _broken_off(self, start: StartLeg) -> None:
+        if self.unread is not None:
+            self.unread.broken_off(start)
+
+    async def _serve(self, start: StartLeg, frames: LegFrames, span: Span) -> None:
+        arrived = self._service.clock.now()
+        body, order, resume = self._orders(start)
+        if body is None:
+            frames.head(200, "application/json")
+            frames.end(LegReport())
+            return
+        record = LegRecord(
+            kind=start.kind,
+            request_id=start.request_id,
+            path=start.path,
+            trace_headers=inject(span) or {},
+            prefill_cached_tokens=start.prefill_cached_tokens,
+            expected_tokens=start.expected_tokens,
+            order=order,
+            resume=resume,
+            resume_joined=joined_tokens(start),
+        )
+        CURRENT_LEG.set(record)
+        call = AsgiCall(start, body, record, frames, lambda: self._explain(record))
+        await call.run(self._engine.app)
+        is_generation = start.path in HANDOVER_PATHS or record.prompt_tokens > 0
+        if call.status == OK and is_generation and not record.finish_reason:
+            await self._explain(record)
+        check_resumed(record, call.status)
+        call.finish()
+        cost = report(record, arrived, self._service.clock.now())
+        show_leg(self._service.tracer, span, cost, arrived, self._service.clock)
+        frames.end(cost)
+
+    def _orders(self, start: StartLeg) -> tuple[bytes | None, LegOrder | None, list[int] | None]:
+        """The engine's body, its order beside it if it takes any, and behind which tokens it goes on. Raises
+        CannotResume.
+        """
+        body = salted(start.body, start.cache_salt)
+        own = own_body(start.path, body, start.kind, moves_kv=moves_kv(start) or start.resume is not None)
+        resume = resumed_tokens(start, is_plain=own.is_plain)
+        if self._engine.exchange is None:
+            return prepare(start.kind, start.path, body, start.kv_transfer), None, resume
+        order = self._policy.order(start, is_plain=own.is_plain, answers=start.path in HANDOVER_PATHS)
+        return own.body, order, resume
+
+    def _span(self, start: StartLeg, envelope: Envelope) -> AbstractContextManager[Span]:
+        about: dict[str, AttributeValue] = {
+            Attribute.REQUEST_ID: start.request_id,
+            Attribute.LEG_ID: start.leg_id,
+            Attribute.LEG_KIND: start.kind.value,
+        }
+        if start.resume is not None:
+            about[Attribute.RESUMED_TOKENS] = len(start.resume) // TOKEN_BYTES
+        return self._service.tracer.start_as_current_span(
+            SpanName.SERVE_LEG, context=extract(envelope.headers), attributes=about
+        )
+
+    async def _explain(self, record: LegRecord) -> None:
+        """Why the engine's server failed, if there is more to say than it did."""
+        if record.cannot_resume:
+            raise CannotResume(cannot_resume(record.cannot_resume))
+        await self._raise_if_died()
+
+    async def _raise_if_died(self) -> None:
+        """Give the news of the engine's death a moment to arrive; it may be slower than the failure that it caused."""
+        await asyncio.wait([self._death], timeout=DEATH_NOTICE_S_MAX)
+        if self._death.done():
+            raise EngineDied(self._death.result())
+
+
+def check_resumed(record: LegRecord, status: int) -> None:
+    """Raises CannotResume unless the answer went on behind what its client has had."""
+    if status == OK and not record.says_news and record.kind is not LegKind.PREFILL:
+        raise CannotResume(cannot_resume("the engine's server did not get through what was said before"))
+
+
+def report(record: LegRecord, arrived: float, now: float) -> LegReport:
+    """What the leg cost. To an engine that goes on behind an answer's tokens, these are prompt; to the client not."""
+    cached = min(record.cached_tokens, record.prompt_tokens)
+    return LegReport(
+        prompt_tokens=record.prompt_tokens,
+        cached_tokens=cached,
+        received_tokens=min(record.received_tokens, record.prompt_tokens - cached),
+        completion_tokens=record.completion_tokens,
+        received_bytes=record.received_bytes,
+        queue_s=record.queue_s,
+        prefill_s=record.prefill_s,
+        first_token_s=max(0.0, record.first_token_at - arrived) if record.first_token_at else 0.0,
+        total_s=now - arrived,
+        kv_transfer=record.kv_transfer,
+        finish_reason=record.finish_reason,
+        kv=record.proof,
+    )

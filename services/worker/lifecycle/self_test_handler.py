@@ -1,0 +1,190 @@
+"""Canaries on the bus: this worker's own for whoever wants to read them, and those of others that it reads itself."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from dataclasses import dataclass
+
+import msgspec
+
+from services.worker.engines.port import CURRENT_LEG, Engine, Identity, LegRecord
+from services.worker.legs.asgi_call import ask_app
+from services.worker.lifecycle import self_test as core
+from services.worker.lifecycle.self_test import Finding, Outcome
+from shared.bus.port import AskRefused, Bus, BusError, Envelope
+from shared.contracts.channels import CANARY, TRY_CANARY
+from shared.contracts.failures import Failure, Reason
+from shared.contracts.fleet_orders import AskCanary, Canary, CanaryTried, TryCanary
+from shared.contracts.ids import RequestId, WorkerId
+from shared.contracts.inference import LegKind
+from shared.contracts.kv_exchange import KvSource, LegOrder
+from shared.contracts.workers import WorkerRecord
+from shared.runtime.clock import Clock
+from shared.telemetry.propagation import NOT_TRACED
+
+log = logging.getLogger("baton.worker")
+
+PATH = "/v1/completions"
+OK = 200
+CANARIES_AT_ONCE_MAX = 8
+"""That an engine computes for others; who asks for one more asks somebody else."""
+CANARY_S_MAX = 5.0
+"""For a partner to compute its canary; after that it counts as too busy."""
+READ_S_MAX = 10.0
+"""For this engine to read a canary and answer it."""
+TRY_S_MAX = CANARY_S_MAX + READ_S_MAX
+"""For a partner to read ours."""
+ERROR_CHARS_MAX = 300
+
+
+class CannotTry(Exception):
+    """Our engine could not compute a canary; whoever reads it is not to blame."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What the engine made of a prompt."""
+
+    tokens: list[int]
+    record: LegRecord
+
+
+class CanaryDesk:
+    """See the module. What happens here is no leg: nobody waits for its tokens but another worker."""
+
+    def __init__(self, bus: Bus, clock: Clock, engine: Engine, identity: Identity) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._engine = engine
+        self._me = identity
+        self._slots = asyncio.Semaphore(CANARIES_AT_ONCE_MAX)
+        self._number = 0
+
+    async def open(self) -> None:
+        """Answer from now on: a worker that probes answers those that probe, or two that start would wait for ever."""
+        await self._bus.answer(CANARY, self._make, worker_id=self._me.worker_id)
+        await self._bus.answer(TRY_CANARY, self._try_for, worker_id=self._me.worker_id)
+
+    async def try_with(self, partner: WorkerRecord) -> Finding:
+        """A canary in both directions: its KV read here, and ours there."""
+        try:
+            canary = await self._ask_for(partner.worker_id)
+        except BusError as error:
+            return Finding(Outcome.UNANSWERED, f"it gives no canary: {error or type(error).__name__}")
+        if canary.epoch != partner.epoch:
+            return Finding(Outcome.UNANSWERED, "another life of it answers")
+        async with asyncio.TaskGroup() as both:
+            here = both.create_task(self._read(canary), name="read-canary")
+            there = both.create_task(self._have_read(partner.worker_id), name="have-canary-read")
+        found, _answer = here.result()
+        return core.worse(found, there.result())
+
+    async def _ask_for(self, worker_id: WorkerId) -> Canary:
+        ask = AskCanary(worker_id=worker_id, reader_id=self._me.worker_id)
+        return await self._bus.ask(CANARY, ask, timeout_s=CANARY_S_MAX)
+
+    async def _have_read(self, reader: WorkerId) -> Finding:
+        ask = TryCanary(worker_id=reader, source_id=self._me.worker_id, source_epoch=self._me.epoch)
+        try:
+            tried = await self._bus.ask(TRY_CANARY, ask, timeout_s=TRY_S_MAX)
+        except BusError as error:
+            return Finding(Outcome.UNANSWERED, f"it does not read ours: {error or type(error).__name__}")
+        return Finding(Outcome.FAILED, f"it cannot read ours: {tried.failure}") if tried.failure else core.FINE
+
+    async def _make(self, _ask: AskCanary, _envelope: Envelope) -> Canary:
+        """Answerer of CANARY."""
+        if self._slots.locked():
+            raise AskRefused(Failure(reason=Reason.WORKER_BUSY, message="it computes as many canaries as it may"))
+        async with self._slots:
+            try:
+                async with asyncio.timeout(CANARY_S_MAX):
+                    prompt = await self._prompt()
+                    answer = await self._answer(prompt, LegOrder())
+            except (CannotTry, TimeoutError) as error:
+                message = str(error) or f"it did not compute its canary within {CANARY_S_MAX:g} s"
+                raise AskRefused(Failure(reason=Reason.WORKER_BUSY, message=message)) from error
+        me = self._me
+        return Canary(worker_id=me.worker_id, epoch=me.epoch, tokens=prompt, answer=answer.tokens)
+
+    async def _try_for(self, ask: TryCanary, _envelope: Envelope) -> CanaryTried:
+        """Answerer of TRY_CANARY."""
+        me, began = self._me, self._clock.now()
+        try:
+            canary = await self._ask_for(ask.source_id)
+        except AskRefused as refused:
+            raise AskRefused(refused.failure) from refused
+        except BusError as error:
+            words = f"it gave no canary: {error or type(error).__name__}"
+            return CanaryTried(worker_id=me.worker_id, epoch=me.epoch, failure=words)
+        if canary.epoch != ask.source_epoch:
+            raise AskRefused(Failure(reason=Reason.WORKER_LOST, message="another life of it answers"))
+        found, answer = await self._read(canary)
+        if found.outcome is Outcome.UNANSWERED:
+            raise AskRefused(Failure(reason=Reason.WORKER_BUSY, message=found.why))
+        return CanaryTried(
+            worker_id=me.worker_id,
+            epoch=me.epoch,
+            fetched_tokens=answer.record.received_tokens if answer else 0,
+            bytes=answer.record.received_bytes if answer else 0,
+            seconds=self._clock.now() - began,
+            failure=found.why,
+            tokens=answer.tokens if answer else [],
+        )
+
+    async def _read(self, canary: Canary) -> tuple[Finding, Answered | None]:
+        """Fetch its blocks as any request does, compute its tail, and compare."""
+        sources = [KvSource(worker_id=canary.worker_id, epoch=canary.epoch)]
+        try:
+            async with asyncio.timeout(READ_S_MAX):
+                answer = await self._answer(canary.tokens, LegOrder(sources=sources))
+        except (CannotTry, TimeoutError) as error:
+            words = str(error) or f"our engine did not answer within {READ_S_MAX:g} s"
+            return Finding(Outcome.FAILED, words), None
+        full_tokens = (len(canary.tokens) - 1) // self._block_size * self._block_size
+        read = core.read_well(answer.record.proof, full_tokens)
+        return (read if read is not core.FINE else core.answered_alike(canary.answer, answer.tokens)), answer
+
+    @property
+    def _block_size(self) -> int:
+        return self._engine.facts.hashing.block_size
+
+    async def _prompt(self) -> list[int]:
+        """Tokens that the model has, in an order that nobody has computed before. Raises CannotTry."""
+        facts = self._engine.facts
+        count = core.prompt_tokens(self._block_size, facts.max_model_len)
+        words = " ".join(str(secrets.randbelow(core.NUMBERS_MAX)) for _ in range(count))
+        body = msgspec.json.encode({"model": facts.models[0], "prompt": words})
+        told = await self._engine.tokens(PATH, body)
+        if not 0 < count <= len(told.tokens):
+            raise CannotTry(f"no canary can be made of {len(told.tokens)} tokens: {told.refusal or 'they are too few'}")
+        return told.tokens[-count:]
+
+    async def _answer(self, prompt: list[int], order: LegOrder) -> Answered:
+        """What follows, greedily. Raises CannotTry."""
+        self._number += 1
+        record = LegRecord(
+            kind=LegKind.AGGREGATED,
+            request_id=RequestId(f"canary-{self._me.worker_id}-{self._number}"),
+            trace_headers=dict(NOT_TRACED),
+            order=order,
+        )
+        asked = {"max_tokens": core.ANSWER_TOKENS, "temperature": 0.0, "ignore_eos": True}
+        body = msgspec.json.encode({"model": self._engine.facts.models[0], "prompt": prompt, **asked})
+        calling = asyncio.create_task(self._call(record, body), name="canary")
+        try:
+            status, answer = await calling
+        finally:
+            calling.cancel()
+        if status != OK:
+            raise CannotTry(f"the engine answers {status}: {answer.decode(errors='replace')[:ERROR_CHARS_MAX]}")
+        return Answered(record.token_ids, record)
+
+    async def _call(self, record: LegRecord, body: bytes) -> tuple[int, bytes]:
+        CURRENT_LEG.set(record)  # of this task
+        try:
+            return await ask_app(self._engine.app, PATH, body)
+        except Exception as error:  # the engine's server failed on a prompt that is nobody's: no request suffers
+            log.exception("a canary failed")
+            raise CannotTry(f"{type(error).__name__}: {error}") from error

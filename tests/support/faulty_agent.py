@@ -1,0 +1,46 @@
+"""A transfer agent that does as it is told when a read begins: for faults at an exact moment, with real NIXL behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from connector.transfer.agent import Region, Spans, TransferAgent, TransferState
+
+
+class FaultyAgent:
+    """Everything is the inner agent's; ``before_read`` is told which read is about to begin, counted from 1.
+
+    It may wait, raise TransferFailed, or do something to the peer.
+    """
+
+    def __init__(self, inner: TransferAgent, before_read: Callable[[int], None]) -> None:
+        self.inner = inner
+        self.before_read = before_read
+        self.reads = 0
+
+    def register(self, regions: Sequence[Region]) -> None:
+        self.inner.register(regions)
+
+    def metadata(self) -> bytes:
+        return self.inner.metadata()
+
+    def connect(self, metadata: bytes) -> str:
+        return self.inner.connect(metadata)
+
+    def forget(self, name: str) -> None:
+        self.inner.forget(name)
+
+    def read(self, name: str, remote: Spans, local: Spans, *, device: str, remote_device: str) -> Any:
+        self.reads += 1
+        self.before_read(self.reads)
+        return self.inner.read(name, remote, local, device=device, remote_device=remote_device)
+
+    def state(self, handle: Any) -> TransferState:
+        return self.inner.state(handle)
+
+    def release(self, handle: Any) -> bool:
+        return self.inner.release(handle)
+
+    def close(self) -> None:
+        self.inner.close()

@@ -1,0 +1,145 @@
+"""Engines without a model: the KV memory of each rank, filled so that every number says where it belongs."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from connector.layout.read_plan import Reader
+from connector.layout.tensors import CacheTensor, heads_of, layer_of
+from connector.transfer.agent import Region, TransferAgent
+from connector.worker.connections import PROBE_BYTES, Own
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.kv_handshake import KvHandshake, KvRank
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of an engine's KV cache; what two engines must have in common, but for ``ranks``, ``blocks`` and ``dims``."""
+
+    ranks: int = 1
+    blocks: int = 16
+    kv_heads: int = 4
+    layers: int = 3
+    block_size: int = 8
+    content: int = 16
+    dims: str = "BHNC"
+    """How each layer's tensor lies in memory."""
+    kernel_blocks: int = 1
+    """Of the kernel, in each block."""
+
+    def heads(self, rank: int) -> range:
+        return heads_of(rank, self.ranks, self.kv_heads)
+
+    def sizes(self, rank: int) -> dict[str, int]:
+        return {
+            "K": 2, "B": self.blocks * self.kernel_blocks, "H": len(self.heads(rank)),
+            "N": self.block_size // self.kernel_blocks, "C": self.content,
+        }  # fmt: skip
+
+
+@dataclass
+class RankMemory:
+    """One rank's layers as numpy arrays of 32-bit numbers."""
+
+    shape: Shape
+    rank: int
+    layers: list[np.ndarray] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        sizes = self.shape.sizes(self.rank)
+        dims = [sizes[dim] for dim in self.shape.dims]
+        self.layers = [np.zeros(dims, dtype=np.uint32) for _ in range(self.shape.layers)]
+
+    def canonical(self, layer: int) -> np.ndarray:
+        """The same memory with the dimensions K, B, H, N, C."""
+        array = self.layers[layer]
+        dims = self.shape.dims
+        for missing in (dim for dim in "KBHNC" if dim not in dims):
+            array, dims = array[np.newaxis], missing + dims
+        return array.transpose([dims.index(dim) for dim in "KBHNC"])
+
+    def fill(self) -> None:
+        """Each number says where it belongs: layer, plane, block, head of the model, token and content."""
+        for layer in range(self.shape.layers):
+            view = self.canonical(layer)
+            view[...] = expected(self.shape, layer, self.rank, range(self.shape.blocks))
+
+    def block(self, layer: int, block: int) -> np.ndarray:
+        """K, kernel block, H, N, C."""
+        each = self.shape.kernel_blocks
+        return self.canonical(layer)[:, block * each : (block + 1) * each]
+
+    def described(self, agent: bytes = b"") -> KvRank:
+        tensors = [
+            CacheTensor(
+                f"layers.{number}", array.ctypes.data, self.shape.dims, array.shape, array.strides, array.itemsize
+            )
+            for number, array in enumerate(self.layers)
+        ]
+        layers = [layer_of(tensor, self.shape.blocks) for tensor in tensors]
+        return KvRank(rank=self.rank, agent=agent, device="cpu", device_id=0, layers=layers)
+
+    def regions(self) -> list[Region]:
+        return [Region(array.ctypes.data, array.nbytes, "cpu", 0) for array in self.layers]
+
+
+def expected(shape: Shape, layer: int, rank: int, blocks: range | list[int]) -> np.ndarray:
+    """What the blocks of these numbers hold on a rank, with the dimensions K, B, H, N, C."""
+    each, tokens = shape.kernel_blocks, shape.block_size // shape.kernel_blocks
+    kernel = np.array([block * each + one for block in blocks for one in range(each)], dtype=np.uint32)
+    sides = 2 if "K" in shape.dims else 1
+    numbers = np.zeros((sides, len(kernel), len(shape.heads(rank)), tokens, shape.content), dtype=np.uint32)
+    numbers += np.arange(sides, dtype=np.uint32)[:, None, None, None, None] << 28
+    numbers += np.uint32(layer + 1) << 23
+    numbers += kernel[None, :, None, None, None] * np.uint32(4096)
+    numbers += np.array(shape.heads(rank), dtype=np.uint32)[None, None, :, None, None] * np.uint32(256)
+    inner = np.arange(tokens * shape.content, dtype=np.uint32).reshape(tokens, shape.content)
+    return numbers + inner * np.uint32(2654435761)
+
+
+def handshake(ranks: list[KvRank], shape: Shape, worker_id: str = "holder", epoch: int = 1) -> KvHandshake:
+    return KvHandshake(
+        worker_id=WorkerId(worker_id),
+        epoch=Epoch(epoch),
+        version=1,
+        fingerprint="model",
+        clock_s=0.0,
+        block_size=shape.block_size,
+        blocks=shape.blocks,
+        kv_heads=shape.kv_heads,
+        ranks=ranks,
+    )
+
+
+@dataclass
+class ReadingRank:
+    """A rank's memory with what a Copier must know of it."""
+
+    memory: RankMemory
+    scratch: np.ndarray = field(default_factory=lambda: np.zeros(PROBE_BYTES, dtype=np.uint8))
+
+    def own(self, agent: TransferAgent) -> Own:
+        """Registers the memory with the agent."""
+        shape = self.memory.shape
+        agent.register([*self.memory.regions(), Region(self.scratch.ctypes.data, PROBE_BYTES, "cpu", 0)])
+        rank = self.memory.described(agent.metadata())
+        own = handshake([rank], shape, worker_id="reader")
+        return Own(Reader(rank, shape.ranks, shape.kv_heads), own, self.scratch.ctypes.data)
+
+    def assert_holds(self, blocks: dict[int, int], torn: Container[int] = ()) -> None:
+        """Local block -> the holder's block it must be equal to; every other block must be untouched, but for those
+        that may have come in part.
+        """
+        shape = self.memory.shape
+        for layer in range(shape.layers):
+            for local in [local for local in range(shape.blocks) if local not in torn]:
+                found = self.memory.block(layer, local)
+                wanted = (
+                    expected(shape, layer, self.memory.rank, [blocks[local]])
+                    if local in blocks
+                    else np.zeros_like(found)
+                )
+                assert np.array_equal(found, wanted), f"layer {layer}, block {local}"

@@ -1,0 +1,86 @@
+"""A holder of KV as a process of its own, over real NIXL: what an engine is to those who read from it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import msgspec
+
+from shared.contracts.kv_handshake import KvHandshake
+from tests.support.kv_engines import RankMemory, Shape, handshake
+
+START_S_MAX = 120.0
+END_S_MAX = 60.0
+FREEZE_S_MAX = 60.0
+
+
+@dataclass
+class Holder:
+    """All ranks of one engine, in one process."""
+
+    process: BaseProcess
+    pipe: Connection
+    handshake: KvHandshake
+
+    def freeze(self) -> None:
+        """Returns when all of its threads stand still, which on a busy machine takes a while."""
+        os.kill(self.process.pid or 0, signal.SIGSTOP)
+        ends = time.monotonic() + FREEZE_S_MAX
+        while not all(state == "T" for state in self._thread_states()):
+            assert time.monotonic() < ends
+            time.sleep(0.001)
+
+    def _thread_states(self) -> list[str]:
+        threads = Path(f"/proc/{self.process.pid}/task").iterdir()
+        return [(thread / "stat").read_text().rpartition(") ")[2][0] for thread in threads]
+
+    def go_on(self) -> None:
+        os.kill(self.process.pid or 0, signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(END_S_MAX)
+        assert self.process.exitcode is not None
+
+    def close(self) -> None:
+        self.pipe.close()
+        self.kill()
+
+
+def start_holder(shape: Shape, worker_id: str = "holder", epoch: int = 1) -> Holder:
+    """Its memory is filled and readable."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=hold, args=(theirs, shape, worker_id, epoch), daemon=True)
+    process.start()
+    theirs.close()
+    if not ours.poll(START_S_MAX):
+        process.kill()
+        raise TimeoutError(f"no holder after {START_S_MAX} s")
+    return Holder(process, ours, msgspec.msgpack.decode(ours.recv_bytes(), type=KvHandshake))
+
+
+def hold(pipe: Connection, shape: Shape, worker_id: str, epoch: int) -> None:
+    """In the process: lives until it is killed or its parent is gone."""
+    from connector.transfer.nixl_agent import NixlAgent
+
+    ranks, agents = [], []
+    memories = [RankMemory(shape, rank) for rank in range(shape.ranks)]
+    for memory in memories:
+        memory.fill()
+        agent = NixlAgent(f"{worker_id}-{epoch}-{memory.rank}-{os.getpid()}")
+        agent.register(memory.regions())
+        agents.append(agent)
+        ranks.append(memory.described(agent.metadata()))
+    pipe.send_bytes(msgspec.msgpack.encode(handshake(ranks, shape, worker_id, epoch)))
+    try:
+        pipe.recv_bytes()
+    except EOFError:
+        return

@@ -1,0 +1,263 @@
+"""The bus inside one process, for tests: several buses on one hub stand for several processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from shared.bus.connection import Connection
+from shared.bus.port import (
+    ASKS_AT_ONCE_MAX,
+    Answerer,
+    AskTimedOut,
+    BusCounts,
+    BusDown,
+    Envelope,
+    Handler,
+    Kept,
+    MessageTooLarge,
+    NoResponders,
+    Subscription,
+)
+from shared.bus.receiver import Receiver, Reply, count_bad, make_reply, read_reply, unreadable
+from shared.bus.wire import BadMessage, can_be_sent_to, pack
+from shared.contracts.channels import AskChannel, Channel
+from tests.support.memory_kv_store import MemoryBucket, MemoryKept
+
+M = TypeVar("M", bound=msgspec.Struct)
+A = TypeVar("A", bound=msgspec.Struct)
+
+MAX_PAYLOAD_BYTES = 1024 * 1024
+FRAME_BUDGET_BYTES = 64 * 1024 * 1024
+
+Take = Callable[[bytes, Mapping[str, str], str, "asyncio.Future[Reply] | None"], Awaitable[None]]
+"""Payload, headers, subject, and where an answer goes."""
+
+
+class MemoryHub:
+    """What the buses have in common: who listens to what, and the kept values."""
+
+    def __init__(self) -> None:
+        self._listeners: dict[str, list[_MemorySubscription]] = {}
+        self._matches: dict[str, list[_MemorySubscription]] = {}
+        self.buckets: dict[str, MemoryBucket] = defaultdict(MemoryBucket)
+
+    def join(self, subscription: _MemorySubscription) -> None:
+        self._listeners.setdefault(subscription.filter, []).append(subscription)
+        self._matches.clear()
+
+    def leave(self, subscription: _MemorySubscription) -> None:
+        here = self._listeners.get(subscription.filter, [])
+        if subscription in here:
+            here.remove(subscription)
+        self._matches.clear()
+
+    def forget(self, bus: MemoryBus) -> None:
+        """Nobody there listens any more."""
+        for here in self._listeners.values():
+            here[:] = [one for one in here if one.bus is not bus]
+        self._matches.clear()
+
+    def deliver(
+        self, subject: str, payload: bytes, headers: Mapping[str, str], answer: asyncio.Future[Reply] | None = None
+    ) -> int:
+        """Give raw bytes to everyone who listens; answers how many there are."""
+        if not can_be_sent_to(subject):
+            return 0
+        found = self._matches.get(subject)
+        if found is None:
+            found = [one for listed, here in self._listeners.items() if _matches(listed, subject) for one in here]
+            self._matches[subject] = found
+        reached = [one for one in found if one.bus.connected]
+        for one in reached:
+            one.offer(payload, headers, subject, answer)
+        return len(reached)
+
+
+def _matches(listed: str, subject: str) -> bool:
+    want, have = listed.split("."), subject.split(".")
+    return len(want) == len(have) and all(w in ("*", h) for w, h in zip(want, have, strict=True))
+
+
+class _MemorySubscription:
+    def __init__(
+        self, bus: MemoryBus, subject: str, take: Take, queue_max: int, on_dropped: Callable[[], None] | None
+    ) -> None:
+        self.bus = bus
+        self.filter = subject
+        self.dropped = 0
+        self._take = take
+        self._on_dropped = on_dropped
+        self._queue: asyncio.Queue[tuple[bytes, Mapping[str, str], str, asyncio.Future[Reply] | None]] = asyncio.Queue(
+            queue_max
+        )
+        self._pump = bus.spawn(self._run(), f"memory-bus {subject}")
+        bus.hub.join(self)
+
+    def offer(
+        self, payload: bytes, headers: Mapping[str, str], subject: str, answer: asyncio.Future[Reply] | None
+    ) -> None:
+        try:
+            self._queue.put_nowait((payload, headers, subject, answer))
+        except asyncio.QueueFull:
+            self.dropped += 1
+            self.bus.counts.dropped += 1
+            if self._on_dropped is not None:
+                self._on_dropped()
+
+    async def _run(self) -> None:
+        while True:
+            await self._take(*await self._queue.get())
+
+    async def close(self) -> None:
+        self.bus.hub.leave(self)
+        self._pump.cancel()
+
+
+class MemoryBus(Connection):
+    """One process's end of a hub. ``lose`` and ``restore`` play a lost connection."""
+
+    def __init__(
+        self,
+        hub: MemoryHub,
+        *,
+        max_payload: int = MAX_PAYLOAD_BYTES,
+        frame_budget_bytes: int = FRAME_BUDGET_BYTES,
+    ) -> None:
+        super().__init__()
+        self.hub = hub
+        self.max_payload = max_payload
+        self.frame_budget_bytes = frame_budget_bytes
+        self.connected = True
+        self.counts = BusCounts()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._asks: set[asyncio.Future[Reply]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """A task that ends with this bus."""
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def lose(self) -> None:
+        """The connection breaks."""
+        self.connected = False
+        for asked in self._asks:
+            if not asked.done():
+                asked.set_exception(BusDown("the connection was lost"))
+        for handler in self.disconnected:
+            handler()
+
+    def restore(self) -> None:
+        """The connection is back."""
+        self.connected = True
+        self.counts.reconnects += 1
+        for bucket in self.hub.buckets.values():
+            bucket.tell_again(self)
+        for handler in self.reconnected:
+            handler()
+
+    async def publish(
+        self, channel: Channel[M], message: M, *, headers: Mapping[str, str] | None = None, key: str = ""
+    ) -> None:
+        reached = self.hub.deliver(channel.address(message), self._pack(message), headers or {})
+        if key and not reached:
+            for handler in self.unreachable:
+                asyncio.get_running_loop().call_soon(handler, key)
+
+    async def subscribe(
+        self,
+        channel: Channel[M],
+        handler: Handler[M],
+        *,
+        queue_max: int = 65536,
+        on_dropped: Callable[[], None] | None = None,
+        **ids: str,
+    ) -> Subscription:
+        receiver = Receiver(channel, handler, self.counts, self.fail)
+
+        async def take(payload: bytes, headers: Mapping[str, str], subject: str, _answer: object) -> None:
+            if receiver.waits:
+                await receiver.take(payload, headers, subject)
+            else:
+                receiver.take_now(payload, headers, subject)
+
+        return _MemorySubscription(self, channel.filter(**ids), take, queue_max, on_dropped)
+
+    async def ask(
+        self,
+        channel: AskChannel[M, A],
+        message: M,
+        *,
+        timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> A:
+        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        if not self.hub.deliver(channel.address(message), self._pack(message), headers or {}, answer):
+            raise NoResponders(f"nobody answers {channel.address(message)}")
+        self._asks.add(answer)
+        try:
+            return read_reply(await asyncio.wait_for(answer, timeout_s), channel.answer)
+        except TimeoutError as late:
+            raise AskTimedOut(f"{channel.address(message)}: no answer within {timeout_s} s") from late
+        finally:
+            self._asks.discard(answer)
+
+    async def answer(self, channel: AskChannel[M, A], answerer: Answerer[M, A], **ids: str) -> Subscription:
+        side_by_side = asyncio.Semaphore(ASKS_AT_ONCE_MAX)
+
+        async def reply(
+            payload: bytes, headers: Mapping[str, str], subject: str, answer: asyncio.Future[Reply]
+        ) -> None:
+            try:
+                envelope = Envelope(headers, len(payload))
+                made = await make_reply(channel, answerer, payload, subject, envelope, self.frame_budget_bytes)
+            except BadMessage as bad:
+                count_bad(self.counts, subject, bad)
+                made = unreadable(bad)
+            except Exception as bug:
+                self.fail(bug)
+                return
+            finally:
+                side_by_side.release()
+            if not answer.done():
+                answer.set_result(made)
+
+        async def take(
+            payload: bytes, headers: Mapping[str, str], subject: str, answer: asyncio.Future[Reply] | None
+        ) -> None:
+            if answer is not None:
+                await side_by_side.acquire()
+                self.spawn(reply(payload, headers, subject, answer), f"answer {channel.subject}")
+
+        return _MemorySubscription(self, channel.filter(**ids), take, 65536, None)
+
+    async def kept(self, channel: Channel[M], *, ttl_s: float | None) -> Kept[M]:
+        bucket = self.hub.buckets[channel.subject.partition(".")[0]]
+        bucket.ttl_s = ttl_s
+        return MemoryKept(self, bucket, channel)
+
+    async def flush(self, timeout_s: float) -> None:
+        del timeout_s
+        if not self.connected:
+            raise BusDown("the memory bus is down")
+
+    async def close(self) -> None:
+        self.connected = False
+        self.hub.forget(self)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _pack(self, message: msgspec.Struct) -> bytes:
+        if not self.connected:
+            raise BusDown("the memory bus is down")
+        payload = pack(message)
+        if len(payload) > self.frame_budget_bytes:
+            raise MessageTooLarge(f"{len(payload)} bytes; at most {self.frame_budget_bytes}")
+        return payload

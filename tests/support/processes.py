@@ -1,0 +1,77 @@
+"""Service processes for tests: started with settings, told to stop or killed, never left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import inf
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+STOP_S_MAX = 60.0
+LOOKS_MAX = 5
+
+
+class ServiceProcess:
+    """One ``python -m services.<name>``. ``log`` is a file with what it said."""
+
+    def __init__(self, name: str, log: Path, settings: dict[str, str]) -> None:
+        self.log = log
+        with log.open("wb") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", f"services.{name}"],
+                cwd=ROOT,
+                env={**os.environ, **settings},
+                stdout=out,
+                stderr=out,
+            )
+
+    def stop(self) -> int:
+        """SIGTERM, then the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(STOP_S_MAX)
+
+    def kill(self) -> None:
+        """SIGKILL; harmless when it is over."""
+        self.process.kill()
+        self.process.wait(STOP_S_MAX)
+
+
+@contextmanager
+def service_process(name: str, directory: Path, **settings: str) -> Iterator[ServiceProcess]:
+    """A service until the block ends; ``settings`` are environment variables. What it said is shown if the block fails."""
+    one = ServiceProcess(name, directory / f"{name}-{os.urandom(3).hex()}.log", settings)
+    try:
+        yield one
+    except BaseException:
+        print(one.log.read_text()[-4000:])
+        raise
+    finally:
+        one.kill()
+
+
+def quietest_cpu(groups: Sequence[Sequence[psutil.Process]], *, enough: float, look_s: float = 2.0) -> float:
+    """The CPU, in cores, of the group that used most, in the quietest of a few looks: what else goes on disturbs some of
+    them, and who polls does it in each. Ends as soon as a look is below ``enough``.
+    """
+    least = inf
+    for _ in range(LOOKS_MAX):
+        before = [sum(map(_cpu_s, group)) for group in groups]
+        time.sleep(look_s)  # what is measured is this time
+        used = [sum(map(_cpu_s, group)) - begun for group, begun in zip(groups, before, strict=True)]
+        least = min(least, max(used) / look_s)
+        if least < enough:
+            break
+    return least
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
