@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from services.router.placement.choice import asked_of, choice_of
 from services.router.placement.decision_log import DecisionLog, Entry, Outcome
-from services.router.placement.placement import Need, Placed, Policy
+from services.router.placement.placement import Placement, PlacementRequest, Policy
 from services.router.state.fleet import Fleet
 from services.router.telemetry.ttft import Legs, RouterTimes, ttft_parts
 from shared.contracts.decisions import TtftParts
@@ -53,9 +53,9 @@ def best_us(work: Callable[[], object]) -> float:
 def measure(workers: int) -> list[str]:
     """A line of the table."""
     fleet = make_fleet(workers)
-    need = Need(model="m", prompt_tokens=8192)
+    need = PlacementRequest(model="m", prompt_tokens=8192)
     places = [fleet.place(need, 0.0) for _ in range(DECISIONS)]
-    assert all(isinstance(one, Placed) for one in places)
+    assert all(isinstance(one, Placement) for one in places)
     entries: list[Entry] = []
     log = DecisionLog(RouterId("router-1-abcdef01"), count_max=DECISIONS, bytes_max=1 << 40)
 
@@ -86,7 +86,7 @@ def measure(workers: int) -> list[str]:
     return list(numbers)
 
 
-def held_bytes(fleet: Fleet, need: Need) -> float:
+def held_bytes(fleet: Fleet, need: PlacementRequest) -> float:
     """What a decision holds in memory, with the placement that it refers to."""
     log = DecisionLog(RouterId("router-1-abcdef01"), count_max=DECISIONS, bytes_max=1 << 40)
     tracemalloc.start()

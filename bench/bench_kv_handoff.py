@@ -92,7 +92,7 @@ async def hand_off(fleet: BenchFleet, prompt: list[int], how: str) -> Handoff:
 
 
 async def what_was_read(fleet: BenchFleet, before: Any, report: LegReport) -> tuple[int, float]:
-    """Bytes and seconds: of the proof, or what the engine counted meanwhile where there is none."""
+    """Bytes and seconds: of the transfer_report, or what the engine counted meanwhile where there is none."""
     if report.kv is not None:
         return sum(read.bytes for read in report.kv.reads), sum(read.read_s for read in report.kv.reads)
     loads = fleet.tap.loads
@@ -184,13 +184,13 @@ async def lose_some(fleet: BenchFleet, lost: int, prompts: Prompts) -> Batch:
     ]
     ended = await asyncio.gather(*map(first_token, legs))
     waits = [(at - begun_at) * 1e3 for at, _report in ended]
-    proofs = [report.kv for _at, report in ended if report.kv is not None]
-    assert len(proofs) == BATCH
+    transfer_reports = [report.kv for _at, report in ended if report.kv is not None]
+    assert len(transfer_reports) == BATCH
     return Batch(
         lost,
         median(waits[lost:]) if lost < BATCH else float("nan"),
         median(waits[:lost]) if lost else float("nan"),
-        sum(proof.recomputed_tokens for proof in proofs),
+        sum(transfer_report.recomputed_tokens for transfer_report in transfer_reports),
     )
 
 

@@ -12,7 +12,7 @@ import random
 import time
 from statistics import median
 
-from services.router.placement.placement import Need, Placed, Policy
+from services.router.placement.placement import Placement, PlacementRequest, Policy
 from services.router.placement.placer import Costs
 from services.router.service import leave_garbage_alone
 from services.router.state.cluster_view import ClusterView
@@ -52,14 +52,14 @@ def measure(size: int, roles: tuple[Role, ...]) -> tuple[float, float, float, fl
     always the same.
     """
     cluster, costs = fleet(size, roles)
-    need = Need(model="m", prompt_tokens=BLOCKS * BLOCK_TOKENS + 5, hashes=tuple(range(1, BLOCKS + 1)))
+    need = PlacementRequest(model="m", prompt_tokens=BLOCKS * BLOCK_TOKENS + 5, hashes=tuple(range(1, BLOCKS + 1)))
     took_us, looks_us, same_us = [], [], []
     leave_garbage_alone()
     for number in range(PLACEMENTS):
         began_s = time.thread_time()
         placed = costs.place(need, 0.0)
         took_us.append((time.thread_time() - began_s) * 1e6)
-        assert isinstance(placed, Placed)
+        assert isinstance(placed, Placement)
         sent = Sent(0.0, placed.uncached_tokens, placed.context_tokens)
         cluster.leg_started(placed.decode.record.worker_id, sent)
         cluster.leg_ended(placed.decode.record.worker_id, sent, placed.context_tokens)

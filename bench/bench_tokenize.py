@@ -29,7 +29,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from services.router.placement.placement import Need, Placed, Policy
+from services.router.placement.placement import Placement, PlacementRequest, Policy
 from services.router.placement.request_fields import CHAT, RequestFacts, read_request
 from services.router.service import _leave_garbage_alone
 from services.router.state.fleet import Fleet
@@ -173,8 +173,10 @@ class Router:
         held = self.fleet.index.held
         prompt = await self.tokenizer.prompt(facts, held, threads=self.threads, loop_chars_max=LOOP_CHARS_MAX)
         assert prompt is not None
-        need = Need(model=facts.model, prompt_tokens=prompt.tokens, hashes=prompt.hashes, tokens_out=facts.tokens_out)
-        assert isinstance(self.fleet.place(need, 0.0), Placed)
+        need = PlacementRequest(
+            model=facts.model, prompt_tokens=prompt.tokens, hashes=prompt.hashes, tokens_out=facts.tokens_out
+        )
+        assert isinstance(self.fleet.place(need, 0.0), Placement)
         return prompt
 
 

@@ -19,7 +19,7 @@ from replay.policies.names import BASELINES, BATON
 from replay.profile import PROFILES
 from replay.request_counts import Active
 from services.router.http.server import listen
-from services.router.placement.placement import Need, Placed, Refused
+from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.placer import Placer
 from services.router.service import Router, live
 from services.router.settings import Settings
@@ -81,10 +81,10 @@ class Replayed:
         )
         self._policy: Placer = (BASELINES.get(policy) or SWEPT[policy])(around)
 
-    def place(self, need: Need, now: float) -> Placed | Refused:
+    def place(self, need: PlacementRequest, now: float) -> Placement | Rejection:
         placed = self._policy.place(need, now)
         predicted_s = self._ledger.predicted_s.pop(0, 0.0)
-        if isinstance(placed, Placed):
+        if isinstance(placed, Placement):
             computing = placed.prefill or placed.decode
             self._ledger.prefills[computing.record.worker_id].append((placed.uncached_tokens, predicted_s))
         return placed

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from replay.legs import Flight, Leg
+from replay.legs import Leg, Flight
 from replay.profile import Profile
 from replay.results import Slo
 from replay.simworker import MODEL, PERIOD_S, SimWorker
@@ -22,7 +22,7 @@ from replay.traces import Request
 from replay.world import NETWORK_S, Shape, World
 from services.orchestrator.planner.planner import Planner
 from services.orchestrator.planner.rules import Rules
-from services.router.placement.placement import Placed, Refused
+from services.router.placement.placement import Placement, Rejection
 from services.router.placement.slo import Targets
 from shared.contracts.decisions import TtftParts
 from shared.contracts.ids import RequestId, WorkerId
@@ -82,7 +82,9 @@ class PlannedWorld(World):
         """What was changed, and when."""
         return [(each.at_ms / 1000, each) for each in self.decisions if each.action is not PlanAction.NOTHING]
 
-    def run(self, requests: list[Request], progress: Callable[[int], None] = lambda _number: None) -> list[Flight]:
+    def run(
+        self, requests: list[Request], progress: Callable[[int], None] = lambda _number: None
+    ) -> list[Flight]:
         """All of them; the fleet is looked after until the last one has come."""
         self._until = requests[-1].at_s
         self.at(0.0, self._tick, 0)
@@ -90,9 +92,9 @@ class PlannedWorld(World):
 
     # What the router does, overheard.
 
-    def _decided(self, now: float, flight: Flight, placed: Placed | Refused) -> None:
+    def _decided(self, now: float, flight: Flight, placed: Placement | Rejection) -> None:
         super()._decided(now, flight, placed)
-        if isinstance(placed, Refused):
+        if isinstance(placed, Rejection):
             self._ended_request(now, _turned_away(flight))
             return
         views = [placed.decode] if placed.prefill is None else [placed.prefill, placed.decode]

@@ -29,7 +29,7 @@ from connector.scheduler.metadata import StepOrders, StepReport
 from connector.scheduler.scheduler_side import EngineShape, SchedulerSide
 from connector.settings import read
 from connector.worker.worker_side import RankHandshake, WorkerSide
-from shared.contracts.kv_exchange import KvProof, LegOrder
+from shared.contracts.kv_exchange import KvTransferReport, LegOrder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 PARAMS = "baton"
-"""Our key in ``kv_transfer_params``: a packed LegOrder on the way in, a packed KvProof on the way out."""
+"""Our key in ``kv_transfer_params``: a packed LegOrder on the way in, a packed KvTransferReport on the way out."""
 COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 _order = msgspec.msgpack.Decoder(LegOrder)
@@ -139,9 +139,9 @@ class BatonConnector(KVConnectorBase_V1):
         if order.offer and request.status in COMPLETE:
             full = request.num_prompt_tokens // self._block_tokens
             offer = self.scheduler_side.holder.offer(request.block_hashes[:full], block_ids[:full], order.offer_id)
-        proof = self.scheduler_side.finished(request.request_id, offer, order)
-        params = params_of(proof or KvProof())
-        if proof is not None and proof.refused:
+        transfer_report = self.scheduler_side.finished(request.request_id, offer, order)
+        params = params_of(transfer_report or KvTransferReport())
+        if transfer_report is not None and transfer_report.refused:
             self._refusals[request.request_id] = params
         return False, params
 
@@ -207,9 +207,9 @@ class BatonConnector(KVConnectorBase_V1):
             self._worker.close()
 
 
-def params_of(proof: KvProof) -> dict[str, Any]:
-    """A proof as vLLM's ``kv_transfer_params``."""
-    return {PARAMS: _encode(proof)}
+def params_of(transfer_report: KvTransferReport) -> dict[str, Any]:
+    """A transfer_report as vLLM's ``kv_transfer_params``."""
+    return {PARAMS: _encode(transfer_report)}
 
 
 def _order_of(request: Request) -> LegOrder | None:

@@ -13,8 +13,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     worker_id: str
     epoch: int
     fingerprint: str
-    news: str = ""
-    """ZMQ endpoint where the worker takes ``EngineNews``; empty: nobody listens."""
+    notifications: str = ""
+    """ZMQ endpoint where the worker takes ``EngineNotification``; empty: nobody listens."""
     lease_s: float = 30.0
     """How long a prefill leg's blocks stay for a decode worker that does not come."""
     lease_s_max: float = 60.0

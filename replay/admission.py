@@ -7,8 +7,8 @@ from collections.abc import Callable
 from replay.legs import Flight
 from services.router.admission.admission import Admission
 from services.router.admission.policy import AdmissionPolicy
-from services.router.admission.queues import Ticket
-from services.router.placement.placement import Need, Placed, Refused
+from services.router.admission.queues import QueueEntry
+from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.state.fleet import Fleet
 
 TURN_S_MIN = 0.02
@@ -17,15 +17,15 @@ TURN_S_MIN = 0.02
 At = Callable[..., None]
 
 
-class Gate:
+class Authenticator:
     """``decided`` is called with each verdict, at once or later."""
 
     def __init__(self, fleet: Fleet, policy: AdmissionPolicy, at: At, decided: Callable[..., None]) -> None:
         self._admission = Admission(policy, fleet.place)
         self._at = at
         self._decided = decided
-        self._flights: dict[Ticket, Flight] = {}
-        self._tickets: dict[int, Ticket] = {}
+        self._flights: dict[QueueEntry, Flight] = {}
+        self._tickets: dict[int, QueueEntry] = {}
         """By flight: of those that were placed."""
         self._turn_at = float("inf")
 
@@ -34,9 +34,9 @@ class Gate:
         """Whether anybody does."""
         return bool(self._flights)
 
-    def offer(self, flight: Flight, need: Need, now: float) -> None:
+    def offer(self, flight: Flight, need: PlacementRequest, now: float) -> None:
         """A request comes."""
-        ticket = Ticket(need, now)
+        ticket = QueueEntry(need, now)
         verdict = self._admission.offer(ticket, now)
         if verdict is None:
             self._flights[ticket] = flight
@@ -70,8 +70,8 @@ class Gate:
         self._turn_at = float("inf")
         return True
 
-    def _settle(self, now: float, flight: Flight, ticket: Ticket, verdict: Placed | Refused) -> None:
-        if isinstance(verdict, Placed):
+    def _settle(self, now: float, flight: Flight, ticket: QueueEntry, verdict: Placement | Rejection) -> None:
+        if isinstance(verdict, Placement):
             self._tickets[flight.number] = ticket
         self._decided(now, flight, verdict)
 

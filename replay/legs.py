@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from replay.job import Job
 from replay.simworker import SimWorker
 from replay.traces import Request
-from services.router.placement.placement import Placed
+from services.router.placement.placement import Placement
 from services.router.state.sent_work import Sent
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_exchange import KvSource
@@ -20,7 +20,7 @@ class Flight:
     number: int
     request: Request
     chain: tuple[int, ...]
-    placed: Placed | None = None
+    placed: Placement | None = None
     refused_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None

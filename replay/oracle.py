@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from replay.forecast import Forecast, forecast
-from services.router.placement.placement import Need, Placed, Refused
+from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.request_fields import Mode
 from shared.contracts.failures import Reason
 from shared.contracts.kv_exchange import KvSource
@@ -57,13 +57,13 @@ class Oracle:
     def __init__(self, world: World) -> None:
         self._world = world
 
-    def place(self, need: Need, now: float) -> Placed | Refused:
+    def place(self, need: PlacementRequest, now: float) -> Placement | Rejection:
         """The least added time."""
         workers = list(self._world.workers.values())
         computing = [worker for worker in workers if worker.record.role is not Role.DECODE]
         answering = [worker for worker in workers if worker.record.role is Role.DECODE]
         if not computing:
-            return Refused(reason=Reason.NO_WORKER, message="No worker is there.")
+            return Rejection(reason=Reason.NO_WORKER, message="No worker is there.")
         flight = self._world.ledger.flight
         assert flight is not None
         tokens_out = 1 if answering else flight.request.output_tokens
@@ -78,7 +78,7 @@ class Oracle:
             slowest = min(answering, key=lambda worker: self._decode_s(worker, need, flight.request.output_tokens))
             decode = views[slowest.worker_id]
         uncached = need.prompt_tokens - cached - fetched
-        return Placed(
+        return Placement(
             mode=Mode.DISAGGREGATED if answering else Mode.AGGREGATED,
             decode=decode,
             prefill=view if answering else None,
@@ -90,7 +90,7 @@ class Oracle:
             streamed=bool(answering) and uncached >= self._world.fleet.policy.stream_tokens_min,
         )
 
-    def _choices(self, need: Need, workers: list[SimWorker], tokens_out: int, now: float) -> list[Choice]:
+    def _choices(self, need: PlacementRequest, workers: list[SimWorker], tokens_out: int, now: float) -> list[Choice]:
         size = self._world.profile.block_tokens
         limit = (need.prompt_tokens - 1) // size
         depths = [worker.engine.pool.depth(need.hashes, limit) for worker in workers]
@@ -105,7 +105,7 @@ class Oracle:
                 choices.append(Choice(worker, depth, source, has, expected))
         return choices
 
-    def _decode_s(self, worker: SimWorker, need: Need, tokens_out: int) -> float:
+    def _decode_s(self, worker: SimWorker, need: PlacementRequest, tokens_out: int) -> float:
         """Its own time there and what it adds to that of the others; no room: until others have ended."""
         engine, profile = worker.engine, self._world.profile
         pending = list(engine.waiting) + list(engine.receiving) + list(engine.received_jobs)

@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
-from replay.admission import Gate
+from replay.admission import Authenticator
 from replay.engine import Engine
 from replay.exchange import Exchange
 from replay.job import Job
@@ -20,7 +20,7 @@ from replay.request_counts import Ledger
 from replay.simworker import MODEL, PERIOD_S, SimWorker
 from replay.traces import Request, chains
 from services.router.admission.policy import AdmissionPolicy
-from services.router.placement.placement import Need, Placed, Policy, Refused
+from services.router.placement.placement import Placement, PlacementRequest, Policy, Rejection
 from services.router.placement.slo import NO_TARGETS, Targets
 from services.router.state.fleet import Fleet
 from services.router.state.sent_work import Sent
@@ -57,7 +57,7 @@ class World:
         self.ledger = Ledger()
         self.targets: Targets = NO_TARGETS
         """Said of every request."""
-        self._gate: Gate | None = None
+        self._gate: Authenticator | None = None
         self._knowledge = Knowledge(self.fleet, made)
         self._exchange = Exchange(self.workers, self.at, self._woken)
         self._due: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -108,12 +108,14 @@ class World:
 
     def admit(self, policy: AdmissionPolicy) -> None:
         """From now on requests wait for their turn at the router, and may be refused."""
-        self._gate = Gate(self.fleet, policy, lambda when: self.at(when, self._turn), self._decided)
+        self._gate = Authenticator(self.fleet, policy, lambda when: self.at(when, self._turn), self._decided)
 
     def _arrives(self, now: float, flight: Flight) -> None:
         self._knowledge.catch_up(now)
         request = flight.request
-        need = Need(model=MODEL, prompt_tokens=request.input_tokens, hashes=flight.chain, targets=self.targets)
+        need = PlacementRequest(
+            model=MODEL, prompt_tokens=request.input_tokens, hashes=flight.chain, targets=self.targets
+        )
         self.ledger.arrives(flight)
         if self._gate is None:
             self._decided(now, flight, self.fleet.place(need, now))
@@ -132,8 +134,8 @@ class World:
             self._gate.turn(now)
             self._reported(now)
 
-    def _decided(self, now: float, flight: Flight, placed: Placed | Refused) -> None:
-        if isinstance(placed, Refused):
+    def _decided(self, now: float, flight: Flight, placed: Placement | Rejection) -> None:
+        if isinstance(placed, Rejection):
             flight.refused_at = now
             return
         flight.placed = placed
@@ -145,7 +147,7 @@ class World:
         if placed.streamed:
             self._start_decode(now, prefill)
 
-    def _leg(self, kind: LegKind, flight: Flight, placed: Placed, now: float) -> Leg:
+    def _leg(self, kind: LegKind, flight: Flight, placed: Placement, now: float) -> Leg:
         prefill, request = kind is LegKind.PREFILL, flight.request
         view = placed.prefill if prefill and placed.prefill is not None else placed.decode
         uncached = 0 if kind is LegKind.DECODE else placed.uncached_tokens

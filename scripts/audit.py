@@ -75,7 +75,7 @@ def audit(tool: Path, requirements: Path) -> Findings:
     return found
 
 
-def in_words(name: str, found: Findings) -> list[str]:
+def as_text(name: str, found: Findings) -> list[str]:
     """For a person."""
     if found.trouble:
         return [f"{name}: the data on vulnerabilities could not be had: {found.trouble}"]
@@ -116,7 +116,7 @@ def main() -> int:
         if "--hash=" not in requirements.read_text(encoding="utf-8"):
             continue
         all_found.append(audit(tool, requirements))
-        print("\n".join(in_words(requirements.name, all_found[-1])), flush=True)
+        print("\n".join(as_text(requirements.name, all_found[-1])), flush=True)
     code = verdict(all_found)
     if code == NO_DATA:
         print("Not audited in full: run this again where the advisories can be reached.", file=sys.stderr)

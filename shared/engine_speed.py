@@ -53,7 +53,7 @@ class Steps(msgspec.Struct, frozen=True):
         return Steps(*(each / seconds for each in astuple(self)))
 
     def work(self) -> tuple[float, ...]:
-        """All but the seconds, in the order of ``Law``."""
+        """All but the seconds, in the order of ``StepTimeModel``."""
         return astuple(self)[1:]
 
     @property
@@ -65,7 +65,7 @@ class Steps(msgspec.Struct, frozen=True):
 NO_STEPS = Steps()
 
 
-class Law(NamedTuple):
+class StepTimeModel(NamedTuple):
     """How fast an engine is: seconds for one of each."""
 
     prefill_step_s: float = 0.0
@@ -88,7 +88,7 @@ class Law(NamedTuple):
         return self.decode_step_s + requests * (self.decode_request_s + context_tokens * self.decode_context_token_s)
 
 
-USUAL = Law(
+USUAL = StepTimeModel(
     prefill_step_s=0.005,
     prefill_token_s=1 / 4000,
     prefill_pair_s=1 / 4000 / 32_768,  # A token that attends to so many others takes twice as long.

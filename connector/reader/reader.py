@@ -18,7 +18,7 @@ from connector.reader.peers import Peers
 from connector.reader.token_account import Account
 from connector.scheduler.orders import PeerKey, ReadPart
 from shared.contracts.ids import WorkerId
-from shared.contracts.kv_exchange import KvGrant, KvOffer, KvProof, LegOrder, ReleaseKv
+from shared.contracts.kv_exchange import KvGrant, KvOffer, KvTransferReport, LegOrder, ReleaseKv
 
 FETCHES_MAX = 3
 """Fetches for one admission of a request; after that, what is missing is computed."""
@@ -63,7 +63,7 @@ class Reader:
         self.refused: list[str] = []
         """Requests that may not be computed, because too little is cached."""
         self.admitted: set[str] = set()
-        """Requests whose proof is new and not told yet."""
+        """Requests whose transfer_report is new and not told yet."""
         self.wanted: set[PeerKey] = set()
         """Sources that are not connected."""
         self.numbers = count(1)
@@ -120,13 +120,13 @@ class Reader:
             reading.loading = True
             reading.fetch.begin(room, self._now())
 
-    def finished(self, request_id: str, offer: KvOffer | None, order: LegOrder) -> KvProof | None:
+    def finished(self, request_id: str, offer: KvOffer | None, order: LegOrder) -> KvTransferReport | None:
         """The request is over, well or not; None when nothing is known of it."""
         reading = self._readings.get(request_id)
         self._decline(reading or Reading(order))
         if reading is None:
-            return KvProof(offer=offer) if offer is not None else None
-        proof = reading.account.proof(offer)
+            return KvTransferReport(offer=offer) if offer is not None else None
+        transfer_report = reading.account.transfer_report(offer)
         self.admitted.discard(request_id)
         if reading.loading and reading.fetch is not None:
             reading.aborted = True  # Its blocks are free when no read writes into them any more: see ``settle``.
@@ -134,12 +134,12 @@ class Reader:
         else:
             self._drop(reading)
             del self._readings[request_id]
-        return proof
+        return transfer_report
 
-    def proof(self, request_id: str) -> KvProof:
+    def transfer_report(self, request_id: str) -> KvTransferReport:
         """As far as is known by now."""
         reading = self._readings.get(request_id)
-        return reading.account.proof(None) if reading is not None else KvProof()
+        return reading.account.transfer_report(None) if reading is not None else KvTransferReport()
 
     def cached_tokens(self, request_id: str) -> int:
         """Tokens that the request did not have to compute when it was first admitted."""

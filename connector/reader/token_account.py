@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shared.contracts.kv_exchange import KvOffer, KvProof, KvRead
+from shared.contracts.kv_exchange import KvOffer, KvRead, KvTransferReport
 
 
 @dataclass(slots=True)
@@ -53,9 +53,9 @@ class Account:
                 computed,
             )
 
-    def proof(self, offer: KvOffer | None) -> KvProof:
+    def transfer_report(self, offer: KvOffer | None) -> KvTransferReport:
         """As it is told."""
-        return KvProof(
+        return KvTransferReport(
             prompt_tokens=self.prompt,
             local_tokens=self.first_local,
             fetched_tokens=self.first_fetched,

@@ -1,7 +1,7 @@
 """What a worker says to its engine's exchange, and what that says back: the two ends of one engine, not the wire.
 
 Into the engine: an ``EngineCall``, msgpack, as a utility call, so that an idle engine answers without a step. Out of
-it: ``EngineNews``, as the call's result, and pushed after a step in which there was some.
+it: ``EngineNotification``, as the call's result, and pushed after a step in which there was some.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PeerGone(Message, frozen=True, kw_only=True):
 
 
 class StartFetch(Message, frozen=True, kw_only=True):
-    """Have these blocks; the answer's news names the same ``fetch_id``."""
+    """Have these blocks; the answer's notifications names the same ``fetch_id``."""
 
     fetch_id: str
     fetch: FetchKv
@@ -53,7 +53,7 @@ class EngineCall(Message, frozen=True, kw_only=True):
     """Everything that a worker may ask of its engine's exchange; done in the order of the fields."""
 
     describe: bool = False
-    """Answer with ``EngineNews.handshake``."""
+    """Answer with ``EngineNotification.handshake``."""
     peers: list[Peer] = msgspec.field(default_factory=list)
     """New, or known with a fresher clock."""
     gone: list[PeerGone] = msgspec.field(default_factory=list)
@@ -64,7 +64,7 @@ class EngineCall(Message, frozen=True, kw_only=True):
     """Given to this engine."""
     fetches: list[StartFetch] = msgspec.field(default_factory=list)
     chains_max: int = 0
-    """Answer with ``EngineNews.chains``: so many at most."""
+    """Answer with ``EngineNotification.chains``: so many at most."""
     chains_uses_min: int = 1
     """Only those that so many requests used."""
     chains_idle_s_max: float = math.inf
@@ -89,7 +89,7 @@ class FetchEnded(Message, frozen=True, kw_only=True):
     result: FetchedKv
 
 
-class EngineNews(Message, frozen=True, kw_only=True):
+class EngineNotification(Message, frozen=True, kw_only=True):
     """Everything that an engine's exchange has to say. Empty lists are the rule."""
 
     handshake: KvHandshake | None = None
@@ -105,4 +105,4 @@ class EngineNews(Message, frozen=True, kw_only=True):
     chains: list[Chain] = msgspec.field(default_factory=list)
     """Those that are used most, the hottest first; no chain is the beginning of another one here."""
     state: KvLedgerState | None = None
-    """With all news: the ledger after it."""
+    """With all notifications: the ledger after it."""

@@ -19,11 +19,11 @@ from connector.reader.fetch_plan import Limits
 from connector.reader.peers import Peers, key_of
 from connector.reader.prefetch import Prefetcher, Shelf
 from connector.reader.reader import Reader
-from connector.scheduler.calls import Chain, EngineCall, EngineNews, Peer, PeerConnected
+from connector.scheduler.calls import Chain, EngineCall, EngineNotification, Peer, PeerConnected
 from connector.scheduler.orders import Connected, Orders, PeerKey, ReadPart
-from connector.scheduler.stats import Tally
+from connector.scheduler.stats import ExchangeStats
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import KvGrant, KvOffer, KvProof, LegOrder
+from shared.contracts.kv_exchange import KvGrant, KvOffer, KvTransferReport, LegOrder
 from shared.contracts.kv_handshake import KvHandshake
 
 
@@ -51,7 +51,7 @@ class EngineExchange:
         self._now = now
         self._block_tokens = block_tokens
         self._peers = Peers()
-        self._tally = Tally()
+        self._tally = ExchangeStats()
         self._said = Said()
         self.holder = Holder(settings, now)
         self.reader = Reader((settings.worker_id, settings.epoch), block_tokens, self._peers, limits, now)
@@ -65,7 +65,7 @@ class EngineExchange:
         self._hot = HotChains(lambda name: pool.get_cached_block(name, GROUPS) is not None)
 
     def obey(self, call: EngineCall) -> None:
-        """Do what the worker asks; the answer is ``news``."""
+        """Do what the worker asks; the answer is ``notifications``."""
         for peer in call.peers:
             self._know(peer)
         for gone in call.gone:
@@ -111,13 +111,13 @@ class EngineExchange:
         if not self.reader.on_part(part):
             self.prefetcher.on_part(part)
 
-    def finished(self, request_id: str, offer: KvOffer | None, order: LegOrder) -> KvProof | None:
+    def finished(self, request_id: str, offer: KvOffer | None, order: LegOrder) -> KvTransferReport | None:
         """A request has ended."""
-        proof = self.reader.finished(request_id, offer, order)
+        transfer_report = self.reader.finished(request_id, offer, order)
         handed_over = order.take is not None or any(source.follow for source in order.sources)
-        if proof is not None:
-            self._tally.request(proof, self._block_tokens, handed_over=handed_over)
-        return proof
+        if transfer_report is not None:
+            self._tally.request(transfer_report, self._block_tokens, handed_over=handed_over)
+        return transfer_report
 
     def used(self, hashes: Sequence[bytes], computed_tokens: int) -> None:
         """A request has ended that had the KV of so many tokens: its full blocks, prompt and completion, are a chain
@@ -131,19 +131,19 @@ class EngineExchange:
         return self.reader.reads_under_way + self.prefetcher.reads_under_way
 
     @property
-    def has_news(self) -> bool:
+    def has_notifications(self) -> bool:
         """Whether there is something to tell the worker."""
         effects, reader = self.reader.effects, self.reader
         said = effects.asks or effects.releases or self._said or self.prefetcher.ended
         return bool(said or reader.wanted or self._tally.changed(self.holder, reads=self.reads))
 
-    def news(self, *, describe: bool = False) -> EngineNews:
+    def notifications(self, *, describe: bool = False) -> EngineNotification:
         """All of it, once; with the handshake if it is asked for."""
         effects, reader, said = self.reader.effects, self.reader, self._said
         handshake = self.handshake if describe else None
         if handshake is not None:
             handshake = msgspec.structs.replace(handshake, clock_s=self._now())
-        news = EngineNews(
+        notifications = EngineNotification(
             handshake=handshake,
             wanted=self._peers.unknown(list(reader.wanted)),
             leases=effects.asks,
@@ -157,7 +157,7 @@ class EngineExchange:
         effects.asks, effects.releases, self.prefetcher.ended = [], [], []
         self._said = Said()
         reader.wanted.clear()
-        return news
+        return notifications
 
     def _know(self, peer: Peer) -> None:
         key = key_of(peer)

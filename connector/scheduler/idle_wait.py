@@ -10,7 +10,7 @@ READ_REST_S_MAX = 0.03
 """While bytes move, if their end rings. Each look is a step, and takes a millisecond or two of the core that copies."""
 
 
-class Rest:
+class IdleWait:
     """Between two steps of an engine none of whose requests can go on."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Rest:
         self._stirred = scheduled_tokens > 0
 
     def take(self, s_max: float = REST_S_MAX) -> None:
-        """Rest, unless something has changed since the last step. At most so long."""
+        """IdleWait, unless something has changed since the last step. At most so long."""
         inbox = self._inbox
         if self._stirred or inbox is None:
             return

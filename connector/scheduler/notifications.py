@@ -1,4 +1,4 @@
-"""The way out of the engine: news for the worker, pushed after a step and never waited for."""
+"""The way out of the engine: notifications for the worker, pushed after a step and never waited for."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import msgspec
 import zmq
 from zmq.constants import Flag, SocketOption, SocketType
 
-from connector.scheduler.calls import EngineNews
+from connector.scheduler.calls import EngineNotification
 
-NEWS_QUEUE_MAX = 4096
+NOTIFICATION_QUEUE_MAX = 4096
 """Messages kept for a worker that does not take them; beyond, they are dropped: every lease and ask has a deadline."""
 
 log = logging.getLogger("baton.connector")
 
 
-class NewsPort:
+class NotificationSocket:
     """Pushes to the worker's socket; to nobody, if ``endpoint`` is empty."""
 
     def __init__(self, endpoint: str) -> None:
@@ -26,21 +26,21 @@ class NewsPort:
         self.dropped = 0
         if endpoint:
             self._socket = zmq.Context.instance().socket(SocketType.PUSH)  # type: ignore[attr-defined]
-            self._socket.setsockopt(SocketOption.SNDHWM, NEWS_QUEUE_MAX)
+            self._socket.setsockopt(SocketOption.SNDHWM, NOTIFICATION_QUEUE_MAX)
             self._socket.setsockopt(SocketOption.LINGER, 0)
             self._socket.connect(endpoint)
 
-    def push(self, news: EngineNews) -> None:
+    def push(self, notifications: EngineNotification) -> None:
         """Send, or drop and count."""
         if self._socket is None:
             return
         try:
-            self._socket.send(self._encode(news), Flag.NOBLOCK)
+            self._socket.send(self._encode(notifications), Flag.NOBLOCK)
         except zmq.error.Again:
             self.dropped += 1
-            log.warning("the worker does not take its engine's news: %d dropped", self.dropped)
+            log.warning("the worker does not take its engine's notifications: %d dropped", self.dropped)
 
     def close(self) -> None:
-        """No more news."""
+        """No more notifications."""
         if self._socket is not None:
             self._socket.close()

@@ -7,7 +7,7 @@ from __future__ import annotations
 from connector.scheduler.orders import Connected, PeerKey, ReadPart, Results
 
 
-class Votes:
+class RankAggregation:
     """Collects what ranks report; the same part, and the same connection, comes once from each of ``ranks``."""
 
     def __init__(self, ranks: int) -> None:

@@ -67,19 +67,19 @@ class BatonScheduling:
             scheduler_output, model_runner_output
         )
         if side.reader.admitted:
-            self._tell_proofs(outputs, side.reader)
+            self._send_transfer_reports(outputs, side.reader)
         self._refuse(outputs)
         side.stepped()
         return outputs
 
-    def _tell_proofs(self, outputs: dict[int, EngineCoreOutputs], reader: Reader) -> None:
+    def _send_transfer_reports(self, outputs: dict[int, EngineCoreOutputs], reader: Reader) -> None:
         """With a request's first token: one that ends by a stop string, outside the engine, has no other chance."""
         for told in outputs.values():
             for output in told.outputs:
                 if output.request_id in reader.admitted and output.new_token_ids:
                     reader.admitted.discard(output.request_id)
                     if output.kv_transfer_params is None:
-                        output.kv_transfer_params = params_of(reader.proof(output.request_id))
+                        output.kv_transfer_params = params_of(reader.transfer_report(output.request_id))
 
     def _refuse(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         """End the requests of which too little is cached: no token, no compute."""

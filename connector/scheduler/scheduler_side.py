@@ -19,14 +19,14 @@ from connector.reader.fetch_plan import Limits
 from connector.reader.pool_shelf import PoolShelf
 from connector.scheduler.calls import EngineCall
 from connector.scheduler.engine_exchange import EngineExchange
-from connector.scheduler.idle_wait import READ_REST_S_MAX, Rest
+from connector.scheduler.idle_wait import READ_REST_S_MAX, IdleWait
 from connector.scheduler.metadata import StepOrders, StepReport
-from connector.scheduler.notifications import NewsPort
+from connector.scheduler.notifications import NotificationSocket
 from connector.scheduler.orders import Orders
-from connector.scheduler.rank_aggregation import Votes
+from connector.scheduler.rank_aggregation import RankAggregation
 from connector.settings import Settings
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import KvOffer, KvProof, LegOrder
+from shared.contracts.kv_exchange import KvOffer, KvTransferReport, LegOrder
 from shared.contracts.kv_handshake import KvHandshake, KvRank
 
 if TYPE_CHECKING:
@@ -54,9 +54,9 @@ class SchedulerSide:
     def __init__(self, settings: Settings, shape: EngineShape) -> None:
         self._settings = settings
         self._shape = shape
-        self._votes = Votes(shape.ranks)
-        self._port = NewsPort(settings.news)
-        self.rest = Rest()
+        self._votes = RankAggregation(shape.ranks)
+        self._port = NotificationSocket(settings.notifications)
+        self.rest = IdleWait()
         holding = HolderSettings(
             worker_id=WorkerId(settings.worker_id),
             epoch=Epoch(settings.epoch),
@@ -88,19 +88,19 @@ class SchedulerSide:
         )
 
     def exchange(self, packed: bytes) -> bytes:
-        """An ``EngineCall`` from the worker; answers ``EngineNews``. An idle engine does it without a step."""
+        """An ``EngineCall`` from the worker; answers ``EngineNotification``. An idle engine does it without a step."""
         self.rest.stir()
         call = _call.decode(packed)
         self._parts.obey(call)
         self._parts.grant()
         self._take_effects()
-        return _encode(self._parts.news(describe=call.describe))
+        return _encode(self._parts.notifications(describe=call.describe))
 
     def used(self, hashes: Sequence[bytes], computed_tokens: int) -> None:
         """A request has ended that had the KV of so many tokens."""
         self._parts.used(hashes, computed_tokens)
 
-    def finished(self, request_id: str, offer: KvOffer | None, order: LegOrder) -> KvProof | None:
+    def finished(self, request_id: str, offer: KvOffer | None, order: LegOrder) -> KvTransferReport | None:
         """A request has ended."""
         return self._parts.finished(request_id, offer, order)
 
@@ -150,9 +150,9 @@ class SchedulerSide:
 
     def tell(self) -> None:
         """Tell the worker, if there is something to tell."""
-        if self._parts.has_news:
+        if self._parts.has_notifications:
             self._take_effects()
-            self._port.push(self._parts.news())
+            self._port.push(self._parts.notifications())
 
     def close(self) -> None:
         """The engine ends."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from connector.scheduler.orders import ReadPart
-from shared.contracts.kv_exchange import KvLedgerState, KvProof
+from shared.contracts.kv_exchange import KvLedgerState, KvTransferReport
 
 if TYPE_CHECKING:
     from connector.holder.holder import Holder
 
 
-class Tally:
+class ExchangeStats:
     """Counts; the holder counts its own leases."""
 
     def __init__(self) -> None:
@@ -32,12 +32,14 @@ class Tally:
             self._read_bytes += part.bytes
             self._read_seconds += max(0.0, part.ended_s - part.started_s)
 
-    def request(self, proof: KvProof, block_tokens: int, *, handed_over: bool) -> None:
+    def request(self, transfer_report: KvTransferReport, block_tokens: int, *, handed_over: bool) -> None:
         """A request ended. What a decode leg computes beyond its tail was computed twice in the system."""
-        self._refused += proof.refused
+        self._refused += transfer_report.refused
         if handed_over:
-            tail = proof.prompt_tokens % block_tokens or 1
-            self._recomputed_tokens += max(0, proof.recomputed_tokens - tail) + proof.reprefilled_tokens
+            tail = transfer_report.prompt_tokens % block_tokens or 1
+            self._recomputed_tokens += (
+                max(0, transfer_report.recomputed_tokens - tail) + transfer_report.reprefilled_tokens
+            )
 
     def state(self, holder: Holder, *, reads: int) -> KvLedgerState:
         """Now."""

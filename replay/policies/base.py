@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from replay.profile import Profile
 from replay.request_counts import Active, Ledger
-from services.router.placement.placement import Need, Placed, Refused
+from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.request_fields import Mode
 from services.router.state.cluster_view import WorkerView
 from services.router.state.fleet import Fleet
@@ -19,7 +19,7 @@ from shared.contracts.kv_exchange import KvSource
 from shared.contracts.workers import Role
 
 TOKENS_OUT_UNKNOWN = 256
-NOBODY = Refused(reason=Reason.NO_WORKER, message="No worker is there.")
+NOBODY = Rejection(reason=Reason.NO_WORKER, message="No worker is there.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,25 +49,29 @@ class Baseline(ABC):
         self._count = -1
 
     @abstractmethod
-    def choose(self, need: Need, workers: Sequence[WorkerView], matches: dict[WorkerId, int]) -> WorkerView | Refused:
+    def choose(
+        self, need: PlacementRequest, workers: Sequence[WorkerView], matches: dict[WorkerId, int]
+    ) -> WorkerView | Rejection:
         """Who computes the prompt. ``matches``: how many blocks of it each worker holds, by the prefix index."""
 
-    def choose_decode(self, _need: Need, workers: Sequence[WorkerView]) -> WorkerView:
+    def choose_decode(self, _need: PlacementRequest, workers: Sequence[WorkerView]) -> WorkerView:
         """Who answers, when that is somebody else: the one with the fewest requests, unless a policy says more."""
         return self.least(workers, [self.active(view).requests for view in workers])
 
-    def sources(self, _need: Need, _chosen: WorkerView, _matches: dict[WorkerId, int]) -> tuple[KvSource, ...]:
+    def sources(
+        self, _need: PlacementRequest, _chosen: WorkerView, _matches: dict[WorkerId, int]
+    ) -> tuple[KvSource, ...]:
         """Whom the worker that computes the prompt should ask for KV first: nobody, unless a policy says so."""
         return ()
 
-    def place(self, need: Need, _now: float) -> Placed | Refused:
+    def place(self, need: PlacementRequest, _now: float) -> Placement | Rejection:
         """Either one worker for all of it, or two."""
         both, prefills, decodes = (self._workers(role) for role in (Role.BOTH, Role.PREFILL, Role.DECODE))
         if not both and not (prefills and decodes):
             return NOBODY
         matches = self.fleet.index.match(need.hashes)
         chosen = self.choose(need, both or prefills, matches)
-        if isinstance(chosen, Refused):
+        if isinstance(chosen, Rejection):
             return chosen
         sources = self.sources(need, chosen, matches)
         size = self.profile.block_tokens
@@ -78,7 +82,7 @@ class Baseline(ABC):
         apart = not both
         policy = self.fleet.policy
         streamed = apart and 0 <= policy.stream_tokens_min <= uncached
-        return Placed(
+        return Placement(
             mode=Mode.DISAGGREGATED if apart else Mode.AGGREGATED,
             decode=self.choose_decode(need, decodes) if apart else chosen,
             prefill=chosen if apart else None,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from replay.policies.base import Baseline, Surroundings
-from services.router.placement.placement import Need
+from services.router.placement.placement import PlacementRequest
 from services.router.state.cluster_view import WorkerView
 from shared.contracts.ids import WorkerId
 from shared.contracts.workers import Role
@@ -28,7 +28,7 @@ class DynamoKvCost(Baseline):
         self._scale = prefill_load_scale
         self._credit = credit
 
-    def choose(self, need: Need, workers: Sequence[WorkerView], matches: dict[WorkerId, int]) -> WorkerView:
+    def choose(self, need: PlacementRequest, workers: Sequence[WorkerView], matches: dict[WorkerId, int]) -> WorkerView:
         """The smallest cost."""
         size = self.profile.block_tokens
         incoming = -(-need.prompt_tokens // size)
@@ -41,6 +41,6 @@ class DynamoKvCost(Baseline):
             costs.append(self._scale * adjusted + decode)
         return self.least(workers, costs)
 
-    def choose_decode(self, need: Need, workers: Sequence[WorkerView]) -> WorkerView:
+    def choose_decode(self, need: PlacementRequest, workers: Sequence[WorkerView]) -> WorkerView:
         """The fewest active blocks."""
         return self.least(workers, [self.active(view).context_tokens for view in workers])

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from replay.policies.base import Baseline, Surroundings
-from services.router.placement.placement import Need
+from services.router.placement.placement import PlacementRequest
 from services.router.state.cluster_view import WorkerView
 from shared.contracts.ids import WorkerId
 
@@ -25,13 +25,13 @@ class LlmDScorer(Baseline):
         super().__init__(around)
         self._weights = prefix, queue, utilisation
 
-    def choose(self, need: Need, workers: Sequence[WorkerView], matches: dict[WorkerId, int]) -> WorkerView:
+    def choose(self, need: PlacementRequest, workers: Sequence[WorkerView], matches: dict[WorkerId, int]) -> WorkerView:
         """The largest score."""
         blocks = max(1, len(need.hashes))
         prefix = [min(1.0, matches.get(view.record.worker_id, 0) / blocks) for view in workers]
         return self._best(workers, prefix)
 
-    def choose_decode(self, need: Need, workers: Sequence[WorkerView]) -> WorkerView:
+    def choose_decode(self, need: PlacementRequest, workers: Sequence[WorkerView]) -> WorkerView:
         """By load alone."""
         return self._best(workers, [0.0] * len(workers))
 

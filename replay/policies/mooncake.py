@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from replay.policies.base import TOKENS_OUT_UNKNOWN, Baseline, Surroundings
-from services.router.placement.placement import Need, Refused
+from services.router.placement.placement import PlacementRequest, Rejection
 from services.router.state.cluster_view import WorkerView
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
@@ -34,7 +34,9 @@ class MooncakeConductor(Baseline):
         self._slo = around.slo_ttft_s, around.slo_itl_s
         self._fetching: set[WorkerId] = set()
 
-    def choose(self, need: Need, workers: Sequence[WorkerView], matches: dict[WorkerId, int]) -> WorkerView | Refused:
+    def choose(
+        self, need: PlacementRequest, workers: Sequence[WorkerView], matches: dict[WorkerId, int]
+    ) -> WorkerView | Rejection:
         """The least TTFT."""
         profile, size = self.profile, self.profile.block_tokens
         limit = (need.prompt_tokens - 1) // size
@@ -56,11 +58,13 @@ class MooncakeConductor(Baseline):
         chosen = self.least(workers, times)
         at = next(index for index, view in enumerate(workers) if view is chosen)
         if self._rejecting and (times[at] > self._slo[0] or self._tbt_s(need, chosen) > self._slo[1]):
-            return Refused(reason=Reason.OVERLOADED, message="The targets would be missed.")
+            return Rejection(reason=Reason.OVERLOADED, message="The targets would be missed.")
         self.predicted(prefills[at])
         return chosen
 
-    def sources(self, _need: Need, chosen: WorkerView, matches: dict[WorkerId, int]) -> tuple[KvSource, ...]:
+    def sources(
+        self, _need: PlacementRequest, chosen: WorkerView, matches: dict[WorkerId, int]
+    ) -> tuple[KvSource, ...]:
         """The instance with the longest prefix."""
         if chosen.record.worker_id not in self._fetching:
             return ()
@@ -69,11 +73,11 @@ class MooncakeConductor(Baseline):
         record = self.fleet.cluster.workers[holder].record
         return (KvSource(worker_id=holder, epoch=record.epoch, first=own, end=matches[holder]),)
 
-    def choose_decode(self, need: Need, workers: Sequence[WorkerView]) -> WorkerView:
+    def choose_decode(self, need: PlacementRequest, workers: Sequence[WorkerView]) -> WorkerView:
         """The smallest time between tokens."""
         return self.least(workers, [self._tbt_s(need, view) for view in workers])
 
-    def _tbt_s(self, need: Need, view: WorkerView) -> float:
+    def _tbt_s(self, need: PlacementRequest, view: WorkerView) -> float:
         active, profile = self.active(view), self.profile
         context = active.context_tokens + need.prompt_tokens + (active.requests + 1) * TOKENS_OUT_UNKNOWN / 2
         return (

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from replay.policies.base import Baseline, Surroundings
-from services.router.placement.placement import Need
+from services.router.placement.placement import PlacementRequest
 from services.router.state.cluster_view import WorkerView
 from shared.contracts.ids import WorkerId
 
@@ -69,7 +69,7 @@ class SglangCacheAware(Baseline):
         self._trees: dict[WorkerId, RoutedPrompts] = {}
         self._trimmed_at = 0.0
 
-    def place(self, need: Need, now: float):  # type: ignore[no-untyped-def]  # noqa: ANN201
+    def place(self, need: PlacementRequest, now: float):  # type: ignore[no-untyped-def]  # noqa: ANN201
         """Its tree is trimmed now and then."""
         if now - self._trimmed_at >= EVICT_EVERY_S:
             self._trimmed_at = now
@@ -77,7 +77,7 @@ class SglangCacheAware(Baseline):
                 tree.trim(TREE_TOKENS_MAX // self.profile.block_tokens)
         return super().place(need, now)
 
-    def choose(self, need: Need, workers: Sequence[WorkerView], matches: dict[WorkerId, int]) -> WorkerView:
+    def choose(self, need: PlacementRequest, workers: Sequence[WorkerView], matches: dict[WorkerId, int]) -> WorkerView:
         """Balance first, then the cache."""
         loads = [self.active(view).requests for view in workers]
         chosen = self._choose(need, workers, loads, matches)
@@ -86,7 +86,7 @@ class SglangCacheAware(Baseline):
         return chosen
 
     def _choose(
-        self, need: Need, workers: Sequence[WorkerView], loads: list[int], matches: dict[WorkerId, int]
+        self, need: PlacementRequest, workers: Sequence[WorkerView], loads: list[int], matches: dict[WorkerId, int]
     ) -> WorkerView:
         knobs = self._knobs
         smallest, largest = min(loads), max(loads)

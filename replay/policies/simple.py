@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from replay.policies.base import Baseline, Surroundings
-from services.router.placement.placement import Need
+from services.router.placement.placement import PlacementRequest
 from services.router.state.cluster_view import WorkerView
 from shared.contracts.ids import WorkerId
 
@@ -13,11 +13,11 @@ from shared.contracts.ids import WorkerId
 class RandomChoice(Baseline):
     """Any worker, by the seed."""
 
-    def choose(self, need: Need, workers: Sequence[WorkerView], matches: dict[WorkerId, int]) -> WorkerView:
+    def choose(self, need: PlacementRequest, workers: Sequence[WorkerView], matches: dict[WorkerId, int]) -> WorkerView:
         """Looks at nothing."""
         return self.chance.choice(workers)
 
-    def choose_decode(self, need: Need, workers: Sequence[WorkerView]) -> WorkerView:
+    def choose_decode(self, need: PlacementRequest, workers: Sequence[WorkerView]) -> WorkerView:
         """Looks at nothing either."""
         return self.chance.choice(workers)
 
@@ -29,11 +29,11 @@ class RoundRobin(Baseline):
         super().__init__(around)
         self._turns = {"first": 0, "decode": 0}
 
-    def choose(self, need: Need, workers: Sequence[WorkerView], matches: dict[WorkerId, int]) -> WorkerView:
+    def choose(self, need: PlacementRequest, workers: Sequence[WorkerView], matches: dict[WorkerId, int]) -> WorkerView:
         """The next one."""
         return self._next("first", workers)
 
-    def choose_decode(self, need: Need, workers: Sequence[WorkerView]) -> WorkerView:
+    def choose_decode(self, need: PlacementRequest, workers: Sequence[WorkerView]) -> WorkerView:
         """The next one of those."""
         return self._next("decode", workers)
 
@@ -45,7 +45,7 @@ class RoundRobin(Baseline):
 class LeastLoaded(Baseline):
     """The fewest requests in flight, as counted by the router; a tie is broken at random."""
 
-    def choose(self, need: Need, workers: Sequence[WorkerView], matches: dict[WorkerId, int]) -> WorkerView:
+    def choose(self, need: PlacementRequest, workers: Sequence[WorkerView], matches: dict[WorkerId, int]) -> WorkerView:
         """Looks at load alone."""
         return self.least(workers, [self.active(view).requests for view in workers])
 
@@ -55,11 +55,11 @@ class PowerOfTwo(Baseline):
     2001).
     """
 
-    def choose(self, need: Need, workers: Sequence[WorkerView], matches: dict[WorkerId, int]) -> WorkerView:
+    def choose(self, need: PlacementRequest, workers: Sequence[WorkerView], matches: dict[WorkerId, int]) -> WorkerView:
         """Looks at the load of two."""
         return self._of_two(workers)
 
-    def choose_decode(self, need: Need, workers: Sequence[WorkerView]) -> WorkerView:
+    def choose_decode(self, need: PlacementRequest, workers: Sequence[WorkerView]) -> WorkerView:
         """As well."""
         return self._of_two(workers)
 

@@ -11,7 +11,7 @@ import time
 
 from services.collector.console.actions import Actions
 from services.collector.console.feed import Feed
-from services.collector.console.routes import Desk, add_console
+from services.collector.console.routes import ConsoleHandlers, add_console
 from services.collector.console.state import Console, Moment
 from services.collector.console.views import Page
 from services.collector.http.access import Access
@@ -23,23 +23,23 @@ from services.collector.report.report import Judge
 from services.collector.settings import Settings
 from shared.bus.port import Bus, BusError, Envelope
 from shared.contracts.channels import (
+    DEFAULT_MODE,
+    DISAGGREGATION_REPORT,
     DRAINED,
     FLEET_STATE,
     LOAD,
     PLAN,
     REQUESTS_FINISHED,
     SERVICE_STATUS,
-    USUAL_MODE,
-    VERDICT,
     WORKER_LOST,
 )
 from shared.contracts.control import ServicePhase, ServiceStatus
-from shared.contracts.disaggregation_report import AskVerdict, Verdict
+from shared.contracts.disaggregation_report import AskDisaggregationReport, DisaggregationReport
 from shared.contracts.fleet_orders import WorkerDrained
 from shared.contracts.inference import RequestsFinished
 from shared.contracts.load import LoadReport
 from shared.contracts.planning import PlanDecision
-from shared.contracts.routing import UsualMode
+from shared.contracts.routing import DefaultMode
 from shared.contracts.workers import FleetState, WorkerLost
 from shared.runtime.clock import Clock
 from shared.runtime.service import Service
@@ -64,7 +64,7 @@ class Collector:
         self._console = Console(self._ledger, clock.now())
         about = {"version": baton_version(), "actions": access.possible, "key_needed": access.key_needed}
         self.feed = Feed(self.page, about, console_clients_max)
-        self.desk = Desk(bus, self.feed, self._console.recent, Actions(bus, self._acted), access)
+        self.desk = ConsoleHandlers(bus, self.feed, self._console.recent, Actions(bus, self._acted), access)
 
     async def listen(self) -> None:
         """Hear everything from now on, and judge when asked."""
@@ -75,7 +75,7 @@ class Collector:
         await self._bus.subscribe(DRAINED, self._worker_drained)
         await self._bus.subscribe(SERVICE_STATUS, self._service_told)
         await self._bus.subscribe(PLAN, self._planned)
-        await self._bus.answer(VERDICT, self._judged)
+        await self._bus.answer(DISAGGREGATION_REPORT, self._judged)
         self._bus.on_disconnect(self.feed.wake)
         self._bus.on_reconnect(self.feed.wake)
 
@@ -93,11 +93,11 @@ class Collector:
         """Which mode is usual, for ever."""
         while True:
             try:
-                kept = await self._bus.kept(USUAL_MODE, ttl_s=None)
+                kept = await self._bus.key_value_store(DEFAULT_MODE, ttl_s=None)
                 async for entry in kept.watch():
                     told = entry.value if entry is not None else None
                     if entry is not None or not self._console.mode:
-                        self._console.mode = (told or UsualMode()).mode
+                        self._console.mode = (told or DefaultMode()).mode
                         self.feed.wake()
             except BusError as error:
                 log.debug("what mode is usual is not known: %s", error)
@@ -153,7 +153,7 @@ class Collector:
         self._console.happened.acted(subject, words, self._moment().at, well=well)
         self.feed.wake()
 
-    async def _judged(self, ask: AskVerdict, _envelope: Envelope) -> Verdict:
+    async def _judged(self, ask: AskDisaggregationReport, _envelope: Envelope) -> DisaggregationReport:
         now = self._clock.now()
         self._ledger.expire(now)
         return self._judge.verdict(ask.model, now, self._ledger.fleet.step_tokens)

@@ -11,7 +11,7 @@ from services.orchestrator.leadership.leader import stand_for_leadership
 from services.orchestrator.leadership.leadership import Candidate
 from services.orchestrator.planner.planning import Planning
 from services.orchestrator.settings import Settings
-from shared.bus.port import Bus, BusError, Envelope, KeptValue, Subscription
+from shared.bus.port import Bus, BusError, Envelope, StoredValue, Subscription
 from shared.contracts.channels import DESCRIBE_FLEET, FLEET_STATE, LEADERSHIP, LOAD, WORKER_LOST, WORKER_RECORDS
 from shared.contracts.ids import WorkerId
 from shared.contracts.load import LoadReport
@@ -57,8 +57,8 @@ class Orchestrator:
 
     async def run(self, stopping: asyncio.Event, on_ready: Callable[[], None]) -> None:
         """Serve until ``stopping``; ``on_ready`` is called when the fleet is known."""
-        records = await self._bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
-        seat = await self._bus.kept(LEADERSHIP, ttl_s=self._candidate.lease_s)
+        records = await self._bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        seat = await self._bus.key_value_store(LEADERSHIP, ttl_s=self._candidate.lease_s)
         self._bus.on_reconnect(self._candidate.doubt)
         async with asyncio.TaskGroup() as tasks:
             await self._bus.subscribe(LOAD, self._load_reported)
@@ -75,7 +75,7 @@ class Orchestrator:
             speaking.cancel()
             planning.cancel()
 
-    async def _follow(self, changes: AsyncIterator[KeptValue[WorkerRecord] | None]) -> None:
+    async def _follow(self, changes: AsyncIterator[StoredValue[WorkerRecord] | None]) -> None:
         async for change in changes:
             now = self._clock.now()
             if change is None:

@@ -10,19 +10,19 @@ import socket
 import sys
 
 from services.router.admission.admission import Admission
-from services.router.admission.admission_queue import WaitingRoom
-from services.router.auth.authenticator import Gate
+from services.router.admission.admission_queue import AdmissionQueue
+from services.router.auth.authenticator import Authenticator
 from services.router.http.api import make_app
 from services.router.http.edge import Edge
 from services.router.http.server import make_server
 from services.router.placement.decisions import Decisions
 from services.router.placement.placement import Policy
-from services.router.relay.deadline_monitor import Watchman
+from services.router.relay.deadline_monitor import DeadlineMonitor
 from services.router.relay.parts import Parts
 from services.router.relay.relay import Relay
 from services.router.settings import Settings, admission_policy, failure_policy, terms_of
-from services.router.state.bus_health import Presence
-from services.router.state.default_mode import UsualModeFeed
+from services.router.state.bus_health import BusHealth
+from services.router.state.default_mode import DefaultModeFeed
 from services.router.state.fleet import Fleet
 from services.router.state.fleet_feed import FleetFeed
 from services.router.state.kv_feed import KvFeed
@@ -31,7 +31,7 @@ from services.router.state.reservation_feed import ReservationFeed
 from services.router.state.speed_feed import Measures
 from services.router.telemetry.health import teller
 from services.router.telemetry.prediction_metrics import LearnedMetrics
-from services.router.telemetry.queue_metrics import RoomMetrics
+from services.router.telemetry.queue_metrics import QueueMetrics
 from services.router.telemetry.request_log import Ledger, LiveMetrics
 from services.router.telemetry.tracing import Tracing
 from services.router.tokenize.prompts import Prompts
@@ -73,10 +73,10 @@ class Router:
             bus=bus,
             fleet=fleet,
             terms=terms_of(settings),
-            room=WaitingRoom(
+            room=AdmissionQueue(
                 Admission(admission_policy(settings), fleet.place),
                 clock,
-                RoomMetrics(ledger.registry, settings.queue_max),
+                QueueMetrics(ledger.registry, settings.queue_max),
             ),
             measures=Measures(fleet.cluster),
             inbox=LegInbox(bus, router_id, leg_buffer_bytes_max=settings.leg_buffer_bytes_max),
@@ -87,18 +87,18 @@ class Router:
             ),
             tracing=tracing,
             reservations=ReservationFeed(router_id, bus, clock, fleet.cluster),
-            presence=Presence(bus, fleet.cluster, clock),
+            bus_health=BusHealth(bus, fleet.cluster, clock),
             failures=failure_policy(settings),
-            usual=UsualModeFeed(bus),
+            usual=DefaultModeFeed(bus),
         )
         parts.decisions.others = parts.reservations.book.router_ids
         self.kv = KvFeed(bus, fleet.index)
         self.feed = FleetFeed(parts, self.kv)
         self.relay = Relay(parts)
-        self.gate = Gate(settings, clock.now)
+        self.gate = Authenticator(settings, clock.now)
         self.edge = Edge(settings, clock, self.relay, parts.ledger, self.gate)
         self.edge.app = make_app(parts)
-        self.watchman = Watchman(self.relay.flights, self.edge, clock)
+        self.deadline_monitor = DeadlineMonitor(self.relay.flights, self.edge, clock)
         gauge(names.ROUTER_INDEX_COMPILED, parts.ledger.registry).set(IS_COMPILED)
         others = gauge(names.ROUTER_OTHERS, parts.ledger.registry)
         others.set_function(lambda: parts.reservations.book.others)
@@ -125,7 +125,7 @@ class Router:
             (self.parts.prompts.follow(), "follow-tokenizers"),
             (self.parts.prompts.parity.follow(), "probe-tokens"),
             (self.parts.ledger.report(self.parts.bus), "report-finished"),
-            (self.watchman.walk(), "watch-requests"),
+            (self.deadline_monitor.walk(), "watch-requests"),
             (self.gate.follow(), "follow-keys"),
         ):
             tasks.create_task(work, name=name)

@@ -12,7 +12,7 @@ import msgspec
 from services.router.admission.policy import AdmissionPolicy
 from services.router.auth.api_keys import SALT_CHARS_MIN, Keyring, read_keys
 from services.router.auth.tenant_salt import salt_key
-from services.router.placement.policy import Forcing, Terms, read_terms, read_weights
+from services.router.placement.policy import Forcing, RequestPolicy, read_policy_fields, read_weights
 from services.router.placement.revisions import read_shares
 from services.router.relay.failure_policy import FailurePolicy, read_policy
 from services.router.relay.migration import RESUMES_MAX_MAX
@@ -237,10 +237,10 @@ def failure_policy(settings: Settings) -> FailurePolicy:
         raise SettingsError(f"ROUTER_FAILURE_POLICY ({path}): {error}; correct it or unset it") from error
 
 
-def terms_of(settings: Settings) -> Terms:
+def terms_of(settings: Settings) -> RequestPolicy:
     """On what terms requests are served. Raises SettingsError."""
     try:
-        terms = read_terms(
+        terms = read_policy_fields(
             settings.slos, settings.force_placement, settings.priority_min, local=_is_this_machine(settings.host)
         )
     except ValueError as error:

@@ -21,15 +21,15 @@ from services.worker.legs.kv_order import KvPolicy
 from services.worker.legs.server import LegServer
 from services.worker.lifecycle.drain import Departure
 from services.worker.lifecycle.leaving import FAREWELL_S_MAX, HANDOVER_S_MAX, Leaving
-from services.worker.lifecycle.order_handler import OrderDesk
+from services.worker.lifecycle.order_handler import OrderHandler
 from services.worker.lifecycle.probing import Prober
 from services.worker.lifecycle.registration import Registration, new_epoch
-from services.worker.lifecycle.saved_role import KeptRole
-from services.worker.lifecycle.self_test_handler import CanaryDesk
-from services.worker.lifecycle.status import Standing
+from services.worker.lifecycle.saved_role import SavedRole
+from services.worker.lifecycle.self_test_handler import SelfTestHandler
+from services.worker.lifecycle.status import WorkerStatus
 from services.worker.settings import Settings
 from services.worker.telemetry.publishers import CachePublisher, LoadPublisher
-from services.worker.tokenizer_handler import TokenizerDesk
+from services.worker.tokenizer_handler import TokenizerHandler
 from shared.bus.streams import FrameSender
 from shared.contracts.channels import CANCEL_LEG, KV_SNAPSHOT, START_LEG
 from shared.contracts.control import ServicePhase
@@ -59,8 +59,8 @@ def engine_starter(name: str) -> StartEngine:
 
 async def run_worker(service: Service, settings: Settings, common: CommonSettings, start_engine: StartEngine) -> None:
     """The whole life. Raises EngineDead when the engine dies, which ends the process."""
-    kept_role = KeptRole(common.state_dir, settings.worker_id, settings.role)
-    settings = msgspec.structs.replace(settings, role=kept_role.role)
+    saved_role = SavedRole(common.state_dir, settings.worker_id, settings.role)
+    settings = msgspec.structs.replace(settings, role=saved_role.role)
     epoch = await new_epoch(service.bus, WorkerId(settings.worker_id), service.clock.wall_ms())
     registration = Registration(service.bus, first_record(settings, epoch))
     service.tasks.create_task(registration.follow(), name="renew-registration")
@@ -72,10 +72,10 @@ async def run_worker(service: Service, settings: Settings, common: CommonSetting
         starting = start_engine(settings, common, say, identity=Identity(registration.record.worker_id, epoch))
         engine = await _unless_stopped(starting, service.stopping)
         if engine is None:
-            kept_role.forget()
+            saved_role.forget()
             return
         try:
-            await Worker(service, settings, engine, registration, kept_role).live()
+            await Worker(service, settings, engine, registration, saved_role).live()
         finally:
             await engine.close(ENGINE_CLOSE_S_MAX)
     finally:
@@ -86,7 +86,7 @@ class Worker:
     """One running engine on the bus."""
 
     def __init__(
-        self, service: Service, settings: Settings, engine: Engine, registration: Registration, kept_role: KeptRole
+        self, service: Service, settings: Settings, engine: Engine, registration: Registration, saved_role: SavedRole
     ) -> None:
         record = registration.record
         worker_id, epoch = record.worker_id, record.epoch
@@ -108,21 +108,21 @@ class Worker:
             KvPolicy(settings.cache_hit_threshold, settings.kv_fetch_min_tokens),
         )
         self._prober = None
-        self._opens = [TokenizerDesk(engine, worker_id, epoch, service.bus).open]
+        self._opens = [TokenizerHandler(engine, worker_id, epoch, service.bus).open]
         self._follows: list[Callable[[], Coroutine[Any, Any, None]]] = []
         if exchange is not None:
             load.tell_of(exchange)
             self._server.unread = Unread(exchange, identity)
             self._opens.append(exchange.open)
             self._follows.append(exchange.follow)
-        if exchange is not None and record.role is not Role.STORE:  # which has nothing to answer canaries with
-            canaries = CanaryDesk(service.bus, service.clock, engine, identity)
-            self._prober = Prober(worker_id, exchange.peers, canaries)
-            self._opens.append(canaries.open)
+        if exchange is not None and record.role is not Role.STORE:  # which has nothing to answer self_tests with
+            self_tests = SelfTestHandler(service.bus, service.clock, engine, identity)
+            self._prober = Prober(worker_id, exchange.peers, self_tests)
+            self._opens.append(self_tests.open)
             copies = StoreCopies(service.bus, service.clock, exchange, lambda: registration.record, settings)
             self._follows.append(copies.follow)
-        self._standing = Standing(service, registration, load, self._server, engine.facts, kept_role)
-        self._orders = OrderDesk(service, self._server, self._prober, self._standing, settings.drain_s_max)
+        self._status = WorkerStatus(service, registration, load, self._server, engine.facts, saved_role)
+        self._orders = OrderHandler(service, self._server, self._prober, self._status, settings.drain_s_max)
         self._leaving = Leaving(
             service, settings, engine, exchange, self._server, self._sender, lambda: registration.record
         )
@@ -133,7 +133,7 @@ class Worker:
         background: list[asyncio.Task[Any]] = [
             tasks.create_task(self._watch_engine(), name="watch-engine"),
             tasks.create_task(self._follow_cache(), name="follow-cache"),
-            tasks.create_task(self._standing.report_load(), name="report-load"),
+            tasks.create_task(self._status.report_load(), name="report-load"),
             tasks.create_task(self._seek_routers(), name="seek-routers"),
         ]
         try:
@@ -143,7 +143,7 @@ class Worker:
             background.append(told)
             await self._until(self._be_ready_unless(told))
             departure = await self._until(told)
-            await self._standing.leaving()
+            await self._status.leaving()
             await self._until(self._leaving.leave(departure))
         except EngineDead as dead:
             await self._die(str(dead))
@@ -155,7 +155,7 @@ class Worker:
 
     async def _open(self) -> None:
         """Every subscription is live before the worker says that it is there."""
-        bus, worker_id = self._service.bus, self._standing.record.worker_id
+        bus, worker_id = self._service.bus, self._status.record.worker_id
         for answer in self._opens:
             await answer()
         await bus.answer(KV_SNAPSHOT, self._cache.answer, worker_id=worker_id)
@@ -167,15 +167,15 @@ class Worker:
         """Take legs as soon as nothing speaks against it, unless told to leave before that."""
         note = self._engine.facts.note
         if self._prober is not None:
-            await self._standing.probing()
-            proving = asyncio.create_task(self._prober.until_proven(self._standing.probing), name="probe")
+            await self._status.probing()
+            proving = asyncio.create_task(self._prober.until_proven(self._status.probing), name="probe")
             try:
                 await asyncio.wait([proving, told], return_when=asyncio.FIRST_COMPLETED)
                 note = proving.result() if proving.done() else ""
             finally:
                 proving.cancel()
         if not told.done():
-            await self._standing.ready(note)
+            await self._status.ready(note)
 
     async def _die(self, why: str) -> None:
         log.error("the engine died: %s", why)

@@ -22,7 +22,7 @@ TOKENS_S_MAX = 5.0
 """For all prompts of one ask, the wait for asks before it not counted."""
 
 
-class TokenizerDesk:
+class TokenizerHandler:
     """Reads the tokenizer once, at the first ask. Tokenizes for one router at a time."""
 
     def __init__(self, engine: Engine, worker_id: WorkerId, epoch: Epoch, bus: Bus) -> None:

@@ -17,7 +17,7 @@ from shared.bus.nats_client import DirectClient
 from shared.bus.nats_credentials import OPEN, Access, Credentials, credentials
 from shared.bus.nats_errors import Complaints, without_password
 from shared.bus.nats_inbox import REFUSED_HEADER, Inbox
-from shared.bus.nats_kv_store import NatsKept
+from shared.bus.nats_kv_store import NatsKeyValueStore
 from shared.bus.nats_sender import Sender
 from shared.bus.nats_subscription import Listening, Take, filter_of
 from shared.bus.port import (
@@ -28,7 +28,7 @@ from shared.bus.port import (
     BusDown,
     Envelope,
     Handler,
-    Kept,
+    KeyValueStore,
     NoResponders,
     Subscription,
 )
@@ -205,8 +205,8 @@ class NatsBus(Connection):
 
         return await self._listen(filter_of(channel, ids), take, QUEUE_MAX, None)
 
-    async def kept(self, channel: Channel[M], *, ttl_s: float | None) -> Kept[M]:
-        return await NatsKept.open(self, self._nc, channel, ttl_s)
+    async def key_value_store(self, channel: Channel[M], *, ttl_s: float | None) -> KeyValueStore[M]:
+        return await NatsKeyValueStore.open(self, self._nc, channel, ttl_s)
 
     async def flush(self, timeout_s: float) -> None:
         if not self.connected:

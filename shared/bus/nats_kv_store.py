@@ -1,4 +1,4 @@
-"""Kept values in a JetStream key-value bucket, with nats-py's traps taken care of.
+"""KeyValueStore values in a JetStream key-value bucket, with nats-py's traps taken care of.
 
 * Expiry tells watchers nothing unless the bucket has a ``limit_marker_ttl``; an expiry marker reads as an empty value.
 * A watch stalls for many seconds after a server restart: it is made anew when the connection is back.
@@ -21,7 +21,7 @@ from nats.js import JetStreamContext
 from nats.js.api import KeyValueConfig, StorageType
 from nats.js.kv import KeyValue
 
-from shared.bus.port import BusCounts, BusDown, BusError, KeptValue, WrongRevision
+from shared.bus.port import BusCounts, BusDown, BusError, StoredValue, WrongRevision
 from shared.bus.receiver import count_bad, read_kept
 from shared.bus.wire import BadMessage, pack
 from shared.contracts.channels import Channel
@@ -53,8 +53,8 @@ class Owner(Protocol):
     def on_reconnect(self, handler: Callable[[], None]) -> None: ...
 
 
-class NatsKept(Generic[M]):
-    """The values of one KEPT channel."""
+class NatsKeyValueStore(Generic[M]):
+    """The values of one KEY_VALUE channel."""
 
     def __init__(self, owner: Owner, js: JetStreamContext, channel: Channel[M], ttl_s: float | None) -> None:
         self._owner = owner
@@ -67,7 +67,7 @@ class NatsKept(Generic[M]):
         self._stops: set[asyncio.Task[None]] = set()
 
     @classmethod
-    async def open(cls, owner: Owner, nc: Client, channel: Channel[M], ttl_s: float | None) -> NatsKept[M]:
+    async def open(cls, owner: Owner, nc: Client, channel: Channel[M], ttl_s: float | None) -> NatsKeyValueStore[M]:
         """Make the bucket if there is none. Raises BusDown."""
         kept = cls(owner, nc.jetstream(timeout=ANSWER_S_MAX), channel, ttl_s)
         with _our_errors():
@@ -94,16 +94,16 @@ class NatsKept(Generic[M]):
         key, payload = self._pack(value)
         return await self._use(lambda kv: kv.update(key, payload, last=revision))
 
-    async def get(self, key: str) -> KeptValue[M] | None:
+    async def get(self, key: str) -> StoredValue[M] | None:
         entry = await self._use(lambda kv: _newest(kv, key))
         return None if entry is None else self._read(entry)
 
     async def delete(self, key: str) -> None:
         await self._use(lambda kv: kv.delete(key))
 
-    async def all(self) -> list[KeptValue[M]]:
+    async def all(self) -> list[StoredValue[M]]:
         watcher = await self._use(lambda kv: kv.watchall(inactive_threshold=WATCHER_IDLE_S_MAX))
-        live: list[KeptValue[M]] = []
+        live: list[StoredValue[M]] = []
         try:
             async with asyncio.timeout(ANSWER_S_MAX):
                 async for entry in entries_of(watcher, self._has_entries):
@@ -118,7 +118,7 @@ class NatsKept(Generic[M]):
             await _stop(watcher)
         return live
 
-    async def watch(self) -> AsyncIterator[KeptValue[M] | None]:
+    async def watch(self) -> AsyncIterator[StoredValue[M] | None]:
         told: dict[str, int] = {}
         while True:
             watcher = await self._new_watcher()
@@ -129,7 +129,7 @@ class NatsKept(Generic[M]):
                 async for entry in entries_of(watcher, self._has_entries):
                     if entry is None:
                         for gone in told.keys() - seen:
-                            yield KeptValue(gone, None, told.pop(gone))
+                            yield StoredValue(gone, None, told.pop(gone))
                         complete = True
                         yield None
                         continue
@@ -139,7 +139,7 @@ class NatsKept(Generic[M]):
                         told[entry.key] = value.revision
                         yield value
                     elif complete and told.pop(entry.key, None) is not None:
-                        yield KeptValue(entry.key, None, entry.revision or 0)
+                        yield StoredValue(entry.key, None, entry.revision or 0)
             finally:
                 self._watchers.discard(watcher)
                 await _stop(watcher)
@@ -211,12 +211,12 @@ class NatsKept(Generic[M]):
     def _pack(self, value: M) -> tuple[str, bytes]:
         return self._channel.address(value).partition(".")[2], pack(value)
 
-    def _read(self, entry: KeyValue.Entry) -> KeptValue[M] | None:
+    def _read(self, entry: KeyValue.Entry) -> StoredValue[M] | None:
         """The value, or None for markers and for what cannot be read."""
         if not entry.value:
             return None
         try:
-            return KeptValue(entry.key, read_kept(self._channel, entry.key, entry.value), entry.revision or 0)
+            return StoredValue(entry.key, read_kept(self._channel, entry.key, entry.value), entry.revision or 0)
         except BadMessage as bad:
             count_bad(self._owner.counts, self._channel.subject, bad)
             return None

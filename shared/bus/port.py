@@ -74,7 +74,7 @@ class Envelope:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptValue(Generic[M]):
+class StoredValue(Generic[M]):
     """A kept value as a watcher sees it; ``value`` is None when it was deleted or expired."""
 
     key: str
@@ -112,8 +112,8 @@ class Subscription(Protocol):
         """Stop; messages not yet handled are discarded."""
 
 
-class Kept(Protocol[M]):
-    """The values of one KEPT channel. A value that is not renewed within ``ttl_s`` expires, and watchers are told."""
+class KeyValueStore(Protocol[M]):
+    """The values of one KEY_VALUE channel. A value not renewed within ``ttl_s`` expires; watchers are told."""
 
     async def put(self, value: M) -> int:
         """Write, whatever was there; answers the revision."""
@@ -124,16 +124,16 @@ class Kept(Protocol[M]):
     async def update(self, value: M, revision: int) -> int:
         """Write only over that revision. Raises WrongRevision."""
 
-    async def get(self, key: str) -> KeptValue[M] | None:
+    async def get(self, key: str) -> StoredValue[M] | None:
         """The value now, or None."""
 
     async def delete(self, key: str) -> None:
         """Remove; watchers are told."""
 
-    async def all(self) -> list[KeptValue[M]]:
+    async def all(self) -> list[StoredValue[M]]:
         """Every live value now."""
 
-    def watch(self) -> AsyncIterator[KeptValue[M] | None]:
+    def watch(self) -> AsyncIterator[StoredValue[M] | None]:
         """Every live value, then None once, then each change. After a reconnection everything is told again, with
         deletions for what vanished meanwhile, and None once more.
         """
@@ -206,8 +206,8 @@ class Bus(Protocol):
     async def answer(self, channel: AskChannel[M, A], answerer: Answerer[M, A], **ids: str) -> Subscription:
         """Answer each ask; asks are answered side by side, at most ``ASKS_AT_ONCE_MAX``."""
 
-    async def kept(self, channel: Channel[M], *, ttl_s: float | None) -> Kept[M]:
-        """The values of a KEPT channel; makes the bucket if there is none."""
+    async def key_value_store(self, channel: Channel[M], *, ttl_s: float | None) -> KeyValueStore[M]:
+        """The values of a KEY_VALUE channel; makes the bucket if there is none."""
 
     async def flush(self, timeout_s: float) -> None:
         """Everything published has reached the server."""

@@ -52,7 +52,7 @@ def _messages(channel: Channel[Any]) -> list[type[msgspec.Struct]]:
 
 
 def _channel(channel: Channel[Any]) -> dict[str, Any]:
-    subject = f"$KV.{channel.subject}" if channel.delivery is Delivery.KEPT else channel.subject
+    subject = f"$KV.{channel.subject}" if channel.delivery is Delivery.KEY_VALUE else channel.subject
     described: dict[str, Any] = {
         "address": subject,
         "description": channel.delivery.value,

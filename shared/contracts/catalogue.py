@@ -37,7 +37,10 @@ def catalogue() -> str:
     """All channels, then all messages with their fields."""
     lines = ["# Messages on the bus", "", f"{GENERATED} A placeholder in a subject is a field of the message.", ""]
     for delivery in Delivery:
-        lines += [f"## {delivery.value.capitalize()}s" if delivery is not Delivery.KEPT else "## Kept values", ""]
+        lines += [
+            f"## {delivery.value.capitalize()}s" if delivery is not Delivery.KEY_VALUE else "## Key-value entries",
+            "",
+        ]
         lines += [
             docs_of(Delivery).get(delivery.name, ""),
             "",

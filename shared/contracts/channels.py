@@ -17,16 +17,16 @@ import msgspec
 
 from shared.contracts.control import AskTokenizer, AskTokens, Leadership, ServiceStatus, TokenizerAsset, TokensFound
 from shared.contracts.decisions import AskDecision, FoundDecision
-from shared.contracts.disaggregation_report import AskVerdict, Verdict
+from shared.contracts.disaggregation_report import AskDisaggregationReport, DisaggregationReport
 from shared.contracts.fleet_orders import (
-    AskCanary,
-    Canary,
-    CanaryTried,
+    AskSelfTestPrompt,
     ChangeRole,
     DrainWorker,
     OrderTaken,
     RoleChanged,
-    TryCanary,
+    RunSelfTest,
+    SelfTestPrompt,
+    SelfTestResult,
     WorkerDrained,
 )
 from shared.contracts.inference import CancelLeg, FrameBatch, RequestsFinished, StartLeg
@@ -36,7 +36,7 @@ from shared.contracts.kv_handshake import AskKvHandshake, KvHandshake
 from shared.contracts.load import LoadReport
 from shared.contracts.planning import AskPlans, FleetScaled, PlanDecision, Plans, ScaleFleet
 from shared.contracts.reservations import Reservations
-from shared.contracts.routing import UsualMode
+from shared.contracts.routing import DefaultMode
 from shared.contracts.workers import DescribeFleet, FleetState, WorkerLost, WorkerRecord
 
 M = TypeVar("M", bound=msgspec.Struct)
@@ -65,13 +65,13 @@ class Delivery(StrEnum):
     """Core NATS, at most once, to one receiver; the sender is told at once when nobody listens."""
     ASK = "ask"
     """Core NATS request and reply; no responders is told at once."""
-    KEPT = "kept"
+    KEY_VALUE = "key_value"
     """JetStream key-value: the newest value per key is durable, watched, and expires if not renewed."""
 
 
 @dataclass(frozen=True)
 class Channel(Generic[M]):
-    """One row: where ``message`` travels. For KEPT channels the subject is ``bucket.{key}``."""
+    """One row: where ``message`` travels. For KEY_VALUE channels the subject is ``bucket.{key}``."""
 
     subject: str
     message: type[M]
@@ -154,7 +154,7 @@ DECISION = AskChannel(
 
 LOAD = Channel("worker.{worker_id}.load", LoadReport, Delivery.EVENT, WORKERS, EVERYONE)
 # Workers follow the registry too, to know whom they may exchange KV with.
-WORKER_RECORDS = Channel("workers.{worker_id}", WorkerRecord, Delivery.KEPT, WORKERS, (*EVERYONE, *WORKERS))
+WORKER_RECORDS = Channel("workers.{worker_id}", WorkerRecord, Delivery.KEY_VALUE, WORKERS, (*EVERYONE, *WORKERS))
 WORKER_LOST = Channel("fleet.lost", WorkerLost, Delivery.EVENT, (Party.ORCHESTRATOR,), (*EVERYONE, *WORKERS))
 FLEET_STATE = Channel("fleet.state", FleetState, Delivery.EVENT, (Party.ORCHESTRATOR,), EVERYONE)
 DESCRIBE_FLEET = AskChannel(
@@ -166,15 +166,26 @@ COMMANDERS = (Party.ORCHESTRATOR, Party.COLLECTOR, Party.LAUNCHER)
 DRAIN = AskChannel("worker.{worker_id}.drain", DrainWorker, Delivery.ASK, COMMANDERS, WORKERS, answer=OrderTaken)
 DRAINED = Channel("worker.{worker_id}.drained", WorkerDrained, Delivery.EVENT, WORKERS, COMMANDERS)
 CHANGE_ROLE = AskChannel("worker.{worker_id}.role", ChangeRole, Delivery.ASK, COMMANDERS, WORKERS, answer=RoleChanged)
-CANARY = AskChannel("worker.{worker_id}.canary", AskCanary, Delivery.ASK, WORKERS, WORKERS, answer=Canary)
-TRY_CANARY = AskChannel("worker.{worker_id}.try", TryCanary, Delivery.ASK, WORKERS, WORKERS, answer=CanaryTried)
+SELF_TEST_PROMPT = AskChannel(
+    "worker.{worker_id}.self_test_prompt", AskSelfTestPrompt, Delivery.ASK, WORKERS, WORKERS, answer=SelfTestPrompt
+)
+RUN_SELF_TEST = AskChannel(
+    "worker.{worker_id}.self_test", RunSelfTest, Delivery.ASK, WORKERS, WORKERS, answer=SelfTestResult
+)
 
 PLAN = Channel("fleet.plan", PlanDecision, Delivery.EVENT, (Party.ORCHESTRATOR,), (Party.COLLECTOR, Party.LAUNCHER))
 PLANS = AskChannel("fleet.plans", AskPlans, Delivery.ASK, EVERYONE, (Party.ORCHESTRATOR,), answer=Plans)
 SCALE = AskChannel(
     "fleet.scale", ScaleFleet, Delivery.ASK, (Party.ORCHESTRATOR,), (Party.LAUNCHER,), answer=FleetScaled
 )
-VERDICT = AskChannel("fleet.verdict", AskVerdict, Delivery.ASK, EVERYONE, (Party.COLLECTOR,), answer=Verdict)
+DISAGGREGATION_REPORT = AskChannel(
+    "fleet.disaggregation_report",
+    AskDisaggregationReport,
+    Delivery.ASK,
+    EVERYONE,
+    (Party.COLLECTOR,),
+    answer=DisaggregationReport,
+)
 
 REQUESTS_FINISHED = Channel(
     "request.{router_id}.finished",
@@ -192,10 +203,12 @@ SERVICE_STATUS = Channel(
     (*EVERYONE, *WORKERS),
 )
 
-USUAL_MODE = Channel("routing.{scope}", UsualMode, Delivery.KEPT, (Party.COLLECTOR,), (Party.ROUTER, Party.COLLECTOR))
+DEFAULT_MODE = Channel(
+    "routing.{scope}", DefaultMode, Delivery.KEY_VALUE, (Party.COLLECTOR,), (Party.ROUTER, Party.COLLECTOR)
+)
 
 LEADERSHIP = Channel(
-    "leaders.{role}", Leadership, Delivery.KEPT, (Party.ORCHESTRATOR,), (Party.ORCHESTRATOR, Party.LAUNCHER)
+    "leaders.{role}", Leadership, Delivery.KEY_VALUE, (Party.ORCHESTRATOR,), (Party.ORCHESTRATOR, Party.LAUNCHER)
 )
 
 CHANNELS: dict[str, Channel[Any]] = {name: row for name, row in list(globals().items()) if isinstance(row, Channel)}

@@ -27,7 +27,7 @@ ROUTER_TROUBLES_MAX = 32
 """Workers that a router names in its standing; with more, the others are of the same kind."""
 
 
-class RouterStanding(Message, frozen=True, kw_only=True):
+class RouterHealth(Message, frozen=True, kw_only=True):
     """What a router does not know of its workers and should. Where all is well it names nobody."""
 
     not_exact: dict[str, str] = msgspec.field(default_factory=dict)
@@ -56,7 +56,7 @@ class ServiceStatus(Message, frozen=True, kw_only=True):
     """The machine's name."""
     at_ms: int = 0
     """The machine's wall clock when it said this."""
-    router: RouterStanding | None = None
+    router: RouterHealth | None = None
     """Of a router."""
 
 

@@ -7,14 +7,14 @@ import msgspec
 from shared.contracts.message import Message
 
 
-class AskVerdict(Message, frozen=True, kw_only=True):
+class AskDisaggregationReport(Message, frozen=True, kw_only=True):
     """Anyone -> collector."""
 
     model: str = ""
     """Empty: all."""
 
 
-class VerdictBucket(Message, frozen=True, kw_only=True):
+class ReportBucket(Message, frozen=True, kw_only=True):
     """Requests of one range of prompt lengths."""
 
     model: str
@@ -39,11 +39,11 @@ class VerdictBucket(Message, frozen=True, kw_only=True):
     why: str = ""
 
 
-class Verdict(Message, frozen=True, kw_only=True):
+class DisaggregationReport(Message, frozen=True, kw_only=True):
     """Collector -> anyone."""
 
     seconds: float = 0.0
     """What it looks back on."""
-    buckets: list[VerdictBucket] = msgspec.field(default_factory=list)
+    buckets: list[ReportBucket] = msgspec.field(default_factory=list)
     words: str = ""
     """One or two sentences for a person."""

@@ -72,14 +72,14 @@ class RoleChanged(Message, frozen=True, kw_only=True):
     """Why the role is as before, in words."""
 
 
-class AskCanary(Message, frozen=True, kw_only=True):
+class AskSelfTestPrompt(Message, frozen=True, kw_only=True):
     """Worker -> worker: compute a short prompt that is yours alone, so that I can read its KV and prove it."""
 
     worker_id: WorkerId
     reader_id: WorkerId
 
 
-class Canary(Message, frozen=True, kw_only=True):
+class SelfTestPrompt(Message, frozen=True, kw_only=True):
     """The prompt, and what its own engine answers to it."""
 
     worker_id: WorkerId
@@ -90,7 +90,7 @@ class Canary(Message, frozen=True, kw_only=True):
     """Token ids that follow, greedily."""
 
 
-class TryCanary(Message, frozen=True, kw_only=True):
+class RunSelfTest(Message, frozen=True, kw_only=True):
     """Worker -> worker: read my canary's KV and see whether you answer as I do."""
 
     worker_id: WorkerId
@@ -98,7 +98,7 @@ class TryCanary(Message, frozen=True, kw_only=True):
     source_epoch: Epoch
 
 
-class CanaryTried(Message, frozen=True, kw_only=True):
+class SelfTestResult(Message, frozen=True, kw_only=True):
     """How that went."""
 
     worker_id: WorkerId

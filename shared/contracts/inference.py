@@ -16,7 +16,7 @@ import msgspec
 from shared.contracts.decisions import TtftParts
 from shared.contracts.failures import Failure
 from shared.contracts.ids import DecisionId, Epoch, LegId, RequestId, RouterId, WorkerId
-from shared.contracts.kv_exchange import KvProof, KvSource
+from shared.contracts.kv_exchange import KvSource, KvTransferReport
 from shared.contracts.message import Message, PackedMessage
 
 
@@ -118,7 +118,7 @@ class LegReport(Message, frozen=True, kw_only=True):
     kv_transfer: bytes = b""
     """For PREFILL: what a decode worker needs to read the KV (JSON of ``kv_transfer_params``)."""
     finish_reason: str = ""
-    kv: KvProof | None = None
+    kv: KvTransferReport | None = None
     """Where the prompt's KV came from; None where the engine's connector does not tell."""
 
 

@@ -145,7 +145,7 @@ class LegOrder(Message, frozen=True, kw_only=True):
     """Worker -> its engine, with each request: what to do about KV. Travels beside the body, never in it."""
 
     offer: bool = False
-    """PREFILL: lease the prompt's blocks at the end, and say so in the proof."""
+    """PREFILL: lease the prompt's blocks at the end, and say so in the transfer_report."""
     offer_id: str = ""
     """The offer's lease, named beforehand: unique for ever, so that it can be given back whatever became of the leg."""
     take: KvOffer | None = None
@@ -179,7 +179,7 @@ class KvRead(Message, frozen=True, kw_only=True):
     followed: bool = False
 
 
-class KvProof(Message, frozen=True, kw_only=True):
+class KvTransferReport(Message, frozen=True, kw_only=True):
     """Engine -> worker -> router: where each prompt token's KV came from. The first three add up to the prompt."""
 
     prompt_tokens: int = 0

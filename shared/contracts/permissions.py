@@ -31,7 +31,7 @@ _USAGE = """
 # party cannot read the answers to another.
 """
 
-_SAID_BY_ITS_ID = (Delivery.EVENT, Delivery.KEPT)
+_SAID_BY_ITS_ID = (Delivery.EVENT, Delivery.KEY_VALUE)
 _WORKER_IDS = ("worker_id", "reader_id", "instance")
 """Placeholders that stand for a worker where a worker is the end that the subject names."""
 
@@ -69,7 +69,7 @@ def may_publish(party: Party, worker_id: str = "") -> list[str]:
     subjects: list[str] = []
     for channel in CHANNELS.values():
         own = _own(channel, party, worker_id) if channel.delivery in _SAID_BY_ITS_ID else {}
-        if channel.delivery is Delivery.KEPT:
+        if channel.delivery is Delivery.KEY_VALUE:
             if party in channel.senders:
                 subjects.append(f"$KV.{channel.filter(**own)}")
             if party in channel.senders + channel.receivers:
@@ -86,7 +86,7 @@ def may_subscribe(party: Party, worker_id: str = "") -> list[str]:
     heard = [
         channel.filter(**({} if channel.delivery in _SAID_BY_ITS_ID else _own(channel, party, worker_id)))
         for channel in CHANNELS.values()
-        if party in channel.receivers and channel.delivery is not Delivery.KEPT
+        if party in channel.receivers and channel.delivery is not Delivery.KEY_VALUE
     ]
     return _unique([*heard, f"{inbox_prefix(owner_of(party, worker_id))}.>"])
 

@@ -6,11 +6,11 @@ from shared.contracts.message import Message
 
 FLEET = "fleet"
 """The only scope that there is: all routers."""
-USUAL_MODES = ("auto", "aggregated", "disaggregated")
+DEFAULT_MODES = ("auto", "aggregated", "disaggregated")
 """What may be usual; auto leaves it to placement."""
 
 
-class UsualMode(Message, frozen=True, kw_only=True):
+class DefaultMode(Message, frozen=True, kw_only=True):
     """Operator -> routers: the mode of requests that ask for none."""
 
     scope: str = FLEET

@@ -7,6 +7,6 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def kept_role_file(state_dir: str, worker_id: str) -> Path:
+def saved_role_file(state_dir: str, worker_id: str) -> Path:
     """There is one only while the role is another than that of the settings."""
     return Path(state_dir).expanduser() / "roles" / f"{worker_id}.json"

@@ -20,7 +20,7 @@ from opentelemetry.trace import NoOpTracer, Tracer
 from shared.bus.nats_bus import connect_nats
 from shared.bus.port import Bus, BusError
 from shared.contracts.channels import SERVICE_STATUS
-from shared.contracts.control import RouterStanding, ServicePhase, ServiceStatus
+from shared.contracts.control import RouterHealth, ServicePhase, ServiceStatus
 from shared.runtime.access import access_of
 from shared.runtime.clock import Clock, SystemClock
 from shared.runtime.settings import CommonSettings
@@ -72,7 +72,7 @@ class Service:
         self.tasks = asyncio.TaskGroup()
         self.stopping = asyncio.Event()
         self.phase = ServicePhase.STARTING
-        self.standing: Callable[[], RouterStanding | None] = lambda: None
+        self.standing: Callable[[], RouterHealth | None] = lambda: None
         """What a router has to tell with its status."""
         self._detail = ""
         self._changed = asyncio.Event()

@@ -1,4 +1,4 @@
-"""What an engine did with a leg, from when to when, as its report and its proof tell: as a trace shows it."""
+"""What an engine did with a leg, from when to when, as its report and its transfer_report tell: as a trace shows it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 from opentelemetry.util.types import AttributeValue
 
 from shared.contracts.inference import LegReport
-from shared.contracts.kv_exchange import KvProof, KvRead
+from shared.contracts.kv_exchange import KvRead, KvTransferReport
 from shared.telemetry.span_names import Attribute, SpanName
 
 SOURCES_SHOWN_MAX = 16
@@ -49,14 +49,16 @@ def engine_intervals(report: LegReport, arrived_at: float) -> list[Interval]:
     return intervals
 
 
-def exchange_intervals(proof: KvProof, now: float) -> list[Interval]:
+def exchange_intervals(transfer_report: KvTransferReport, now: float) -> list[Interval]:
     """For each source a lease, a wait and a read; what never ended ends ``now``."""
-    return [interval for read in proof.reads[:SOURCES_SHOWN_MAX] for interval in intervals_of(read, now)]
+    return [interval for read in transfer_report.reads[:SOURCES_SHOWN_MAX] for interval in intervals_of(read, now)]
 
 
-def first_ask_at(proof: KvProof) -> float | None:
+def first_ask_at(transfer_report: KvTransferReport) -> float | None:
     """When the exchange began, on the worker's clock; None where there was none."""
-    return min((at for read in proof.reads if (at := read.asked_at or read.granted_at or read.read_at)), default=None)
+    return min(
+        (at for read in transfer_report.reads if (at := read.asked_at or read.granted_at or read.read_at)), default=None
+    )
 
 
 def intervals_of(read: KvRead, now: float) -> list[Interval]:

@@ -110,7 +110,7 @@ def why_not(candidate: Candidate, chosen: Candidate | None) -> str:
     return LESSER[more]
 
 
-def regret_words(told: Decision) -> str:
+def regret_text(told: Decision) -> str:
     """Whether another choice would have been better, as far as anybody can say."""
     if told.measured is None:
         return ""
@@ -126,7 +126,7 @@ def regret_words(told: Decision) -> str:
     return f"{words}; {late}." if late else f"{words}."
 
 
-def target_words(told: Decision) -> list[str]:
+def target_text(told: Decision) -> list[str]:
     """What was promised, and whether it was kept."""
     promised = (("TTFT", told.ttft_target_s, told.ttft_s), ("ITL", told.itl_target_s, told.itl_s))
     words = []
@@ -138,7 +138,7 @@ def target_words(told: Decision) -> list[str]:
     return words
 
 
-def ttft_words(told: Decision) -> str:
+def ttft_text(told: Decision) -> str:
     """Predicted and measured, in a line."""
     predicted_s = told.predicted.total_s()
     if told.ttft_s < 0:
@@ -148,7 +148,7 @@ def ttft_words(told: Decision) -> str:
     return f"{duration(predicted_s)} predicted, {duration(told.ttft_s)} measured"
 
 
-def cached_words(told: Decision) -> str:
+def cached_text(told: Decision) -> str:
     """Predicted and actual cached tokens."""
     whole, predicted, actual = (
         counted(number) for number in (told.prompt_tokens, told.predicted_cached_tokens, told.cached_tokens)

@@ -6,13 +6,13 @@ from shared.contracts.load import StoreState
 from shared.contracts.planning import PlanAction, PlanDecision
 
 
-def loss_words(store: StoreState) -> str:
+def loss_text(store: StoreState) -> str:
     """What a store has lost since it started."""
     losses = ((store.damaged_blocks_total, "damaged in its files"), (store.unsaved_blocks_total, "not saved"))
     return f"blocks lost so far: {', '.join(f'{count} {how}' for count, how in losses if count)}"
 
 
-def plan_words(plan: PlanDecision) -> str:
+def plan_text(plan: PlanDecision) -> str:
     """What was decided."""
     role = plan.role.value if plan.role is not None else "worker"
     if plan.action is PlanAction.CHANGE_ROLE:

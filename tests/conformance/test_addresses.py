@@ -70,9 +70,11 @@ async def test_an_ask_that_names_another_than_it_was_sent_to_is_refused(world):
 
 
 async def test_a_value_that_was_kept_under_anothers_name_is_not_believed(world):
-    forger = await (await world.bus()).kept(dataclasses.replace(LEADERSHIP, subject="leaders.orchestrator"), ttl_s=None)
+    forger = await (await world.bus()).key_value_store(
+        dataclasses.replace(LEADERSHIP, subject="leaders.orchestrator"), ttl_s=None
+    )
     reader_bus = await world.bus()
-    reader = await reader_bus.kept(LEADERSHIP, ttl_s=None)
+    reader = await reader_bus.key_value_store(LEADERSHIP, ttl_s=None)
     true = Leadership(role="planner", leader="a", term=1)
 
     await forger.put(Leadership(role="planner", leader="forged", term=9))

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from shared.bus.port import BusDown, KeptValue, WrongRevision
+from shared.bus.port import BusDown, StoredValue, WrongRevision
 from shared.contracts.channels import LEADERSHIP
 from shared.contracts.control import Leadership
 from tests.conformance.worlds import SOON_S, soon
@@ -40,21 +40,21 @@ class Watcher:
 
 
 async def test_a_value_is_kept_until_it_is_deleted(world):
-    kept = await (await world.bus()).kept(LEADERSHIP, ttl_s=None)
-    elsewhere = await (await world.bus()).kept(LEADERSHIP, ttl_s=None)
+    kept = await (await world.bus()).key_value_store(LEADERSHIP, ttl_s=None)
+    elsewhere = await (await world.bus()).key_value_store(LEADERSHIP, ttl_s=None)
 
     revision = await kept.put(leader("a"))
 
-    assert await elsewhere.get("orchestrator") == KeptValue("orchestrator", leader("a"), revision)
-    assert await elsewhere.all() == [KeptValue("orchestrator", leader("a"), revision)]
+    assert await elsewhere.get("orchestrator") == StoredValue("orchestrator", leader("a"), revision)
+    assert await elsewhere.all() == [StoredValue("orchestrator", leader("a"), revision)]
     await elsewhere.delete("orchestrator")
     assert await kept.get("orchestrator") is None
     assert await kept.all() == []
 
 
 async def test_only_the_first_of_two_creators_succeeds(world):
-    one = await (await world.bus()).kept(LEADERSHIP, ttl_s=None)
-    two = await (await world.bus()).kept(LEADERSHIP, ttl_s=None)
+    one = await (await world.bus()).key_value_store(LEADERSHIP, ttl_s=None)
+    two = await (await world.bus()).key_value_store(LEADERSHIP, ttl_s=None)
 
     results = await asyncio.gather(one.create(leader("a")), two.create(leader("b")), return_exceptions=True)
 
@@ -62,18 +62,18 @@ async def test_only_the_first_of_two_creators_succeeds(world):
 
 
 async def test_an_update_needs_the_newest_revision(world):
-    kept = await (await world.bus()).kept(LEADERSHIP, ttl_s=None)
+    kept = await (await world.bus()).key_value_store(LEADERSHIP, ttl_s=None)
     first = await kept.create(leader("a"))
 
     second = await kept.update(leader("a", term=2), first)
 
     with pytest.raises(WrongRevision):
         await kept.update(leader("b"), first)
-    assert await kept.get("orchestrator") == KeptValue("orchestrator", leader("a", term=2), second)
+    assert await kept.get("orchestrator") == StoredValue("orchestrator", leader("a", term=2), second)
 
 
 async def test_a_deleted_value_can_be_created_again(world):
-    kept = await (await world.bus()).kept(LEADERSHIP, ttl_s=None)
+    kept = await (await world.bus()).key_value_store(LEADERSHIP, ttl_s=None)
     await kept.create(leader("a"))
     await kept.delete("orchestrator")
 
@@ -83,11 +83,11 @@ async def test_a_deleted_value_can_be_created_again(world):
 
 
 async def test_a_watch_tells_what_is_there_then_none_then_changes(world):
-    kept = await (await world.bus()).kept(LEADERSHIP, ttl_s=None)
+    kept = await (await world.bus()).key_value_store(LEADERSHIP, ttl_s=None)
     await kept.put(leader("a"))
     await kept.put(leader("gone", role="other"))
     await kept.delete("other")
-    watcher = Watcher(await (await world.bus()).kept(LEADERSHIP, ttl_s=None))
+    watcher = Watcher(await (await world.bus()).key_value_store(LEADERSHIP, ttl_s=None))
 
     assert await watcher.initial() == {"orchestrator": leader("a")}
     await kept.put(leader("b"))
@@ -98,13 +98,13 @@ async def test_a_watch_tells_what_is_there_then_none_then_changes(world):
 
 
 async def test_a_watch_of_nothing_says_none_at_once(world):
-    watcher = Watcher(await (await world.bus()).kept(LEADERSHIP, ttl_s=None))
+    watcher = Watcher(await (await world.bus()).key_value_store(LEADERSHIP, ttl_s=None))
 
     assert await watcher.next() is None
 
 
 async def test_a_value_that_is_not_renewed_expires_and_watchers_are_told(world):
-    kept = await (await world.bus()).kept(LEADERSHIP, ttl_s=TTL_S)
+    kept = await (await world.bus()).key_value_store(LEADERSHIP, ttl_s=TTL_S)
     watcher = Watcher(kept)
     assert await watcher.initial() == {}
     await kept.create(leader("a"))
@@ -120,8 +120,8 @@ async def test_a_value_that_is_not_renewed_expires_and_watchers_are_told(world):
 
 
 async def test_renewing_keeps_a_value_alive_past_its_expiry(world):
-    kept = await (await world.bus()).kept(LEADERSHIP, ttl_s=RENEWED_TTL_S)
-    other = await (await world.bus()).kept(LEADERSHIP, ttl_s=RENEWED_TTL_S)
+    kept = await (await world.bus()).key_value_store(LEADERSHIP, ttl_s=RENEWED_TTL_S)
+    other = await (await world.bus()).key_value_store(LEADERSHIP, ttl_s=RENEWED_TTL_S)
     revision = await kept.create(leader("a"))
     await other.put(leader("short", role="other"))
 
@@ -134,16 +134,16 @@ async def test_renewing_keeps_a_value_alive_past_its_expiry(world):
 
 
 async def test_a_bucket_with_another_expiry_is_changed_not_refused(world):
-    first = await (await world.bus()).kept(LEADERSHIP, ttl_s=60.0)
+    first = await (await world.bus()).key_value_store(LEADERSHIP, ttl_s=60.0)
     await first.put(leader("a"))
 
-    second = await (await world.bus()).kept(LEADERSHIP, ttl_s=120.0)
+    second = await (await world.bus()).key_value_store(LEADERSHIP, ttl_s=120.0)
 
     assert (await second.get("orchestrator")).value == leader("a")
 
 
 async def test_while_nats_is_away_kept_values_say_so_at_once(world):
-    kept = await (await world.bus()).kept(LEADERSHIP, ttl_s=None)
+    kept = await (await world.bus()).key_value_store(LEADERSHIP, ttl_s=None)
 
     async with world.outage():
         with pytest.raises(BusDown):
@@ -154,7 +154,7 @@ async def test_while_nats_is_away_kept_values_say_so_at_once(world):
 
 async def test_after_an_outage_a_watch_tells_everything_again_at_once(world):
     bus = await world.bus()
-    kept = await bus.kept(LEADERSHIP, ttl_s=None)
+    kept = await bus.key_value_store(LEADERSHIP, ttl_s=None)
     await kept.put(leader("a"))
     watcher = Watcher(kept)
     assert await watcher.initial() == {"orchestrator": leader("a")}
@@ -169,7 +169,7 @@ async def test_after_an_outage_a_watch_tells_everything_again_at_once(world):
 
 async def test_after_a_server_lost_its_storage_watchers_learn_what_vanished_and_writes_work(world):
     bus = await world.bus()
-    kept = await bus.kept(LEADERSHIP, ttl_s=None)
+    kept = await bus.key_value_store(LEADERSHIP, ttl_s=None)
     await kept.put(leader("a"))
     watcher = Watcher(kept)
     await watcher.initial()

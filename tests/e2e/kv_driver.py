@@ -22,8 +22,8 @@ from shared.contracts.kv_exchange import (
     FetchKv,
     KvGrant,
     KvOffer,
-    KvProof,
     KvSource,
+    KvTransferReport,
     LeaseKv,
     ReleaseKv,
     pack_full_hashes,
@@ -58,13 +58,16 @@ def full_hashes(tokens: Sequence[int]) -> list[bytes]:
     return names
 
 
-def proof_of(answer: Answer) -> KvProof:
+def transfer_report_of(answer: Answer) -> KvTransferReport:
     """Where the answer's prompt came from; asserts that it adds up."""
     assert answer.failure is None, answer.failure
-    proof = answer.report.kv
-    assert proof is not None, "no proof"
-    assert proof.local_tokens + proof.fetched_tokens + proof.recomputed_tokens == proof.prompt_tokens, proof
-    return proof
+    transfer_report = answer.report.kv
+    assert transfer_report is not None, "no transfer_report"
+    assert (
+        transfer_report.local_tokens + transfer_report.fetched_tokens + transfer_report.recomputed_tokens
+        == transfer_report.prompt_tokens
+    ), transfer_report
+    return transfer_report
 
 
 class Driver:
@@ -89,7 +92,7 @@ class Driver:
     async def offered(self, worker: str, prompt: Sequence[int], **options: Any) -> KvOffer:
         """A prefill leg's offer."""
         answer = await self.leg(worker, LegKind.PREFILL, prompt, **options)
-        offer = proof_of(answer).offer
+        offer = transfer_report_of(answer).offer
         assert offer is not None, "a prefill leg without an offer"
         return offer
 

@@ -20,7 +20,7 @@ import psutil
 
 from shared.bus.leg_inbox import Leg
 from shared.contracts.inference import Frame, FrameKind, LegKind, LegReport
-from shared.contracts.kv_exchange import KvOffer, KvProof
+from shared.contracts.kv_exchange import KvOffer, KvTransferReport
 from shared.contracts.workers import WorkerPhase
 from tests.e2e.kv_driver import Driver, driving
 from tests.e2e.kv_tap import Tap
@@ -163,11 +163,11 @@ def tokens_of(frames: Sequence[Frame]) -> list[int]:
     return [token for frame in frames for token in frame.token_ids]
 
 
-def report_of(frames: Sequence[Frame]) -> tuple[LegReport, KvProof]:
+def report_of(frames: Sequence[Frame]) -> tuple[LegReport, KvTransferReport]:
     """What a leg ended with."""
     report = frames[-1].report
     assert report is not None
-    assert report.kv is not None, "no proof"
+    assert report.kv is not None, "no transfer_report"
     return report, report.kv
 
 

@@ -13,7 +13,7 @@ from shared.bus.nats_bus import connect_nats
 from shared.bus.port import Bus, Envelope
 from shared.contracts.channels import FRAMES, KV_GRANT, KV_LEASE, KV_RELEASE, LOAD, START_LEG
 from shared.contracts.inference import FrameBatch, FrameKind, LegKind, LegReport, StartLeg
-from shared.contracts.kv_exchange import KvGrant, KvLedgerState, KvProof, LeaseKv, ReleaseKv
+from shared.contracts.kv_exchange import KvGrant, KvLedgerState, KvTransferReport, LeaseKv, ReleaseKv
 from shared.contracts.load import LoadReport
 
 SOON_S_MAX = 60.0
@@ -30,9 +30,9 @@ class SeenLeg:
     report: LegReport | None = None
 
     @property
-    def proof(self) -> KvProof:
+    def transfer_report(self) -> KvTransferReport:
         assert self.report is not None, self
-        assert self.report.kv is not None, f"a {self.start.kind} leg without a proof"
+        assert self.report.kv is not None, f"a {self.start.kind} leg without a transfer_report"
         return self.report.kv
 
 

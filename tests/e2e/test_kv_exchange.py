@@ -1,5 +1,5 @@
 """The KV exchange between real vLLM engines over NIXL: every way in which KV moves gives the tokens of an engine that
-computed everything itself, and the proof says that nothing but the tail was computed twice.
+computed everything itself, and the transfer_report says that nothing but the tail was computed twice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from shared.contracts.inference import LegKind
 from shared.contracts.load import LoadReport
 from shared.contracts.workers import WorkerPhase
-from tests.e2e.kv_driver import BLOCK, proof_of
+from tests.e2e.kv_driver import BLOCK, transfer_report_of
 from tests.e2e.kv_fleet import DECODE, PICKY, PREFILL, STORE, Client, Fleet, client_of, kv_fleet
 from tests.e2e.prompts import VOCABULARY, prompts_with_shared_prefixes
 from tests.support.processes import quietest_cpu
@@ -66,12 +66,14 @@ async def test_twenty_prompts_give_the_same_tokens_streamed_and_offered_as_on_on
         for prompt, expected in zip(prompts, alone, strict=True):
             said = await client.ask(prompt, "disaggregated", by=handoff, cache_salt=handoff)
             legs = await client.tap.story(said.request_id)
-            prefill, decode = legs[LegKind.PREFILL].proof, legs[LegKind.DECODE].proof
+            prefill, decode = legs[LegKind.PREFILL].transfer_report, legs[LegKind.DECODE].transfer_report
 
             assert said.token_ids == expected, (handoff, len(prompt), decode)
-            for proof in (prefill, decode):
-                parts = proof.local_tokens + proof.fetched_tokens + proof.recomputed_tokens
-                assert parts == proof.prompt_tokens == len(prompt)
+            for transfer_report in (prefill, decode):
+                parts = (
+                    transfer_report.local_tokens + transfer_report.fetched_tokens + transfer_report.recomputed_tokens
+                )
+                assert parts == transfer_report.prompt_tokens == len(prompt)
             assert decode.recomputed_tokens <= BLOCK, (handoff, len(prompt), decode)
             assert all(read.followed == (handoff == "streamed") for read in decode.reads if read.tokens)
             assert sum(read.bytes for read in decode.reads) == decode.fetched_tokens * KV_BYTES_PER_TOKEN
@@ -97,7 +99,7 @@ async def test_the_next_turn_fetches_what_the_decode_engine_generated(client: Cl
     second = first + said.token_ids + draw(42, 100)
 
     turn = await client.ask(second, "disaggregated", baton={"sources": [DECODE]})  # see below
-    prefill = (await client.tap.story(turn.request_id))[LegKind.PREFILL].proof
+    prefill = (await client.tap.story(turn.request_id))[LegKind.PREFILL].transfer_report
 
     assert turn.token_ids == await client.alone(second)
     history = whole_blocks(len(first) + len(said.token_ids) - 1)
@@ -117,7 +119,7 @@ async def test_an_edited_and_a_shortened_history_match_less_and_are_never_wrong(
     for prompt, same in ((edited, 26 * BLOCK), (shortened, 32 * BLOCK)):
         # Whether to fetch so little is placement's to decide, by how busy it finds the workers: here it is told to.
         turn = await client.ask(prompt, "disaggregated", baton={"sources": [DECODE]})
-        prefill = (await client.tap.story(turn.request_id))[LegKind.PREFILL].proof
+        prefill = (await client.tap.story(turn.request_id))[LegKind.PREFILL].transfer_report
 
         assert turn.token_ids == await client.alone(prompt)
         assert prefill.local_tokens + prefill.fetched_tokens == same, prefill
@@ -132,10 +134,13 @@ async def test_one_prompt_is_read_from_two_holders(client: Client):
 
     answer = await client.driver.leg(PICKY, LegKind.AGGREGATED, prompt, kv_sources=sources, cache_hit_threshold=0.0)
 
-    proof = proof_of(answer)
+    transfer_report = transfer_report_of(answer)
     assert answer.token_ids == await client.alone(prompt)
-    assert [(read.worker_id, read.tokens) for read in proof.reads] == [(PREFILL, 15 * BLOCK), (DECODE, 25 * BLOCK)]
-    assert proof.recomputed_tokens == 5
+    assert [(read.worker_id, read.tokens) for read in transfer_report.reads] == [
+        (PREFILL, 15 * BLOCK),
+        (DECODE, 25 * BLOCK),
+    ]
+    assert transfer_report.recomputed_tokens == 5
 
 
 async def test_what_was_prefetched_is_cached_and_no_token_was_computed(client: Client):
@@ -154,7 +159,7 @@ async def test_what_was_prefetched_is_cached_and_no_token_was_computed(client: C
     assert after.computed_tokens_total == before.computed_tokens_total
     assert after.generation_tokens_total == before.generation_tokens_total
     answer = await client.driver.leg(PICKY, LegKind.AGGREGATED, prompt)
-    assert proof_of(answer).local_tokens == 30 * BLOCK
+    assert transfer_report_of(answer).local_tokens == 30 * BLOCK
     assert answer.token_ids == await client.alone(prompt)
     await client.tap.until_settled(*WORKERS)
 
@@ -280,9 +285,12 @@ async def test_a_prompt_goes_from_its_prefill_worker_to_a_store_and_after_its_re
         answer = await driver.leg(
             reader, LegKind.AGGREGATED, prompt, kv_sources=[driver.source(STORE)], cache_hit_threshold=0.0
         )
-        proof = proof_of(answer)
-        assert answer.token_ids == alone, (kind, proof)
-        assert (proof.fetched_tokens, proof.recomputed_tokens) == (20 * BLOCK, 9), (kind, proof)
+        transfer_report = transfer_report_of(answer)
+        assert answer.token_ids == alone, (kind, transfer_report)
+        assert (transfer_report.fetched_tokens, transfer_report.recomputed_tokens) == (20 * BLOCK, 9), (
+            kind,
+            transfer_report,
+        )
         if kind == "memory":
             before = tap.loads[STORE].epoch
             client.fleet.restart_store()

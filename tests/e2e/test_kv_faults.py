@@ -14,7 +14,7 @@ from shared.bus.streams import LegFailed
 from shared.contracts.channels import KV_GRANT
 from shared.contracts.failures import Reason
 from shared.contracts.inference import LegKind
-from tests.e2e.kv_driver import BLOCK, TOKENS, Driver, proof_of
+from tests.e2e.kv_driver import BLOCK, TOKENS, Driver, transfer_report_of
 from tests.e2e.kv_forgeries import FORGERIES, GARBLED, Garbled
 from tests.e2e.kv_pair import (
     DECODE,
@@ -74,8 +74,8 @@ async def test_a_handoff_over_tcp_works_offered_and_followed(pair: Pair, driver:
 
     expected = await driver.alone(PREFILL, prompt)
     assert offered.token_ids == followed.token_ids == expected
-    assert proof_of(offered).recomputed_tokens == proof_of(followed).recomputed_tokens == 3
-    assert proof_of(prefill).offer is None
+    assert transfer_report_of(offered).recomputed_tokens == transfer_report_of(followed).recomputed_tokens == 3
+    assert transfer_report_of(prefill).offer is None
     grants = [grant for grant in driver.tap.grants if grant.reader_id == DECODE and grant.block_ids]
     assert len(grants) > 2, "a followed prompt is granted chunk by chunk"
 
@@ -88,9 +88,9 @@ async def test_blocks_whose_lease_ended_before_the_read_are_computed(driver: Dri
 
     answer = await driver.taken(DECODE, prompt, offer)
 
-    proof = proof_of(answer)
+    transfer_report = transfer_report_of(answer)
     assert answer.token_ids == await driver.alone(PREFILL, prompt)
-    assert all(read.tokens == 0 or read.read_at > offer.until_s for read in proof.reads), proof
+    assert all(read.tokens == 0 or read.read_at > offer.until_s for read in transfer_report.reads), transfer_report
 
 
 async def test_blocks_whose_lease_ends_during_the_read_are_not_used(pair: Pair, driver: Driver):
@@ -104,11 +104,13 @@ async def test_blocks_whose_lease_ends_during_the_read_are_not_used(pair: Pair, 
         await asyncio.sleep(offer.until_s - time.monotonic() + LATE_S)  # the lease's own time is what is waited for
     answer = await reading
 
-    proof = proof_of(answer)
-    print(f"\n{time.monotonic() - offer.until_s:.1f} s after the lease: {[read.failure for read in proof.reads]}")
+    transfer_report = transfer_report_of(answer)
+    print(
+        f"\n{time.monotonic() - offer.until_s:.1f} s after the lease: {[read.failure for read in transfer_report.reads]}"
+    )
     assert answer.token_ids == expected
-    assert proof.fetched_tokens == 0
-    assert any(read.failure for read in proof.reads)
+    assert transfer_report.fetched_tokens == 0
+    assert any(read.failure for read in transfer_report.reads)
 
 
 async def test_a_corrupted_or_stale_grant_is_not_believed(pair: Pair, driver: Driver):
@@ -165,14 +167,14 @@ async def test_a_preempted_decode_request_fetches_again_and_computes_only_its_ta
     hungry, victim = await two_that_do_not_fit(driver, first, second)
     await rest(hungry)
     frames = await rest(victim)
-    _report, proof = report_of(frames)
+    _report, transfer_report = report_of(frames)
 
-    print(f"\n{proof}")
+    print(f"\n{transfer_report}")
     assert tokens_of(frames) == expected
-    assert proof.preemptions >= 1
-    assert proof.refetched_tokens > 0
-    assert proof.reprefilled_tokens <= 60 + BLOCK
-    assert proof.recomputed_tokens <= BLOCK
+    assert transfer_report.preemptions >= 1
+    assert transfer_report.refetched_tokens > 0
+    assert transfer_report.reprefilled_tokens <= 60 + BLOCK
+    assert transfer_report.recomputed_tokens <= BLOCK
 
 
 async def test_a_preempted_request_below_its_threshold_is_bounced(pair: Pair, driver: Driver):
@@ -184,9 +186,9 @@ async def test_a_preempted_request_below_its_threshold_is_bounced(pair: Pair, dr
         await rest(hungry)
         frames = await rest(victim, frames)
 
-    report, proof = report_of(frames)
-    assert proof.refused
-    assert proof.preemptions == 1
+    report, transfer_report = report_of(frames)
+    assert transfer_report.refused
+    assert transfer_report.preemptions == 1
     assert report.finish_reason == "cache_threshold"
     assert b'"cache_threshold"' in b"".join(frame.data for frame in frames)
 
@@ -211,7 +213,7 @@ async def test_a_handoff_goes_on_when_nats_comes_back(pair: Pair, driver: Driver
 
     assert failed.value.failure.reason is Reason.BUS_DOWN
     assert [answer.token_ids, again.token_ids] == expected
-    assert proof_of(again).recomputed_tokens <= BLOCK
+    assert transfer_report_of(again).recomputed_tokens <= BLOCK
 
 
 async def test_a_prefill_engine_that_dies_while_it_is_followed_and_its_next_life(pair: Pair, driver: Driver):
@@ -236,10 +238,10 @@ async def test_a_prefill_engine_that_dies_while_it_is_followed_and_its_next_life
     fresh = await driver.taken(DECODE, draw(82, PROMPT), await driver.offered(PREFILL, draw(82, PROMPT)))
 
     assert stale.token_ids == expected[1]
-    assert proof_of(stale).fetched_tokens == 0
+    assert transfer_report_of(stale).fetched_tokens == 0
     assert len(asked.token_ids) == TOKENS
     assert fresh.token_ids == await driver.alone(PREFILL, draw(82, PROMPT))
-    assert proof_of(fresh).recomputed_tokens <= BLOCK
+    assert transfer_report_of(fresh).recomputed_tokens <= BLOCK
 
 
 async def test_a_prefill_engine_that_dies_harms_none_that_has_read_reads_or_will_read(pair: Pair, driver: Driver):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shared.contracts.inference import LegKind
-from tests.e2e.kv_driver import BLOCK, Driver, driving, proof_of
+from tests.e2e.kv_driver import BLOCK, Driver, driving, transfer_report_of
 from tests.e2e.kv_tap import Tap
 from tests.e2e.prompts import VOCABULARY
 from tests.integration.worker.pair import start_worker, wait_ready
@@ -58,9 +58,9 @@ async def test_a_prompt_is_handed_over_to_an_engine_with_another_number_of_ranks
         answer = await driver.taken(decode, prompt, offer)
 
         assert answer.token_ids == alone
-        proof = proof_of(answer)
-        assert proof.fetched_tokens == len(prompt) // BLOCK * BLOCK
-        assert proof.reads[0].failure == ""
+        transfer_report = transfer_report_of(answer)
+        assert transfer_report.fetched_tokens == len(prompt) // BLOCK * BLOCK
+        assert transfer_report.reads[0].failure == ""
 
 
 async def test_ranks_fetch_what_another_engine_has_cached(driver: Driver):

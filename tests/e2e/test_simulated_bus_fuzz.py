@@ -71,7 +71,7 @@ def payloads(channel: Channel) -> list[bytes]:
 def subjects(channel: Channel, ids: dict[str, list[str]]) -> Iterator[tuple[str, dict[str, str]]]:
     """The channel's subject with each combination of ids that exist and one that does not, and those ids."""
     choices = [[(part, value) for value in [*ids.get(part, []), NOBODY]] for part in channel.parts]
-    prefix = "$KV." if channel.delivery is Delivery.KEPT else ""
+    prefix = "$KV." if channel.delivery is Delivery.KEY_VALUE else ""
     for combination in itertools.product(*choices):
         named = dict(combination)
         yield prefix + PLACEHOLDER.sub(lambda found, named=named: named[found[1]], channel.subject), named
@@ -81,7 +81,7 @@ def addressed(payload: bytes, channel: Channel, ids: dict[str, str]) -> bytes:
     """A payload that can be read says the ids of the subject that it is sent to: else nobody would look into it. Only
     what a worker or router says of itself stays forged: nobody is to believe it.
     """
-    if channel.delivery in (Delivery.EVENT, Delivery.KEPT) and NOBODY not in ids.values():
+    if channel.delivery in (Delivery.EVENT, Delivery.KEY_VALUE) and NOBODY not in ids.values():
         return payload
     try:
         message: Any = unpack(payload, channel.message)

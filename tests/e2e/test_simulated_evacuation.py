@@ -78,7 +78,7 @@ class Fleet:
         try:
             async with asyncio.timeout(START_S_MAX):
                 waiting = set(WORKERS)
-                async for entry in (await bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)).watch():
+                async for entry in (await bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)).watch():
                     if entry is not None and entry.value is not None and entry.value.phase is WorkerPhase.READY:
                         waiting.discard(entry.key)
                     if not waiting:

@@ -21,9 +21,9 @@ import msgspec
 import pytest
 
 from shared.bus.nats_bus import connect_nats
-from shared.bus.port import Bus, Envelope, Kept
-from shared.contracts.channels import CANARY, SERVICE_STATUS, TRY_CANARY, WORKER_RECORDS
-from shared.contracts.fleet_orders import AskCanary, Canary, CanaryTried, TryCanary
+from shared.bus.port import Bus, Envelope, KeyValueStore
+from shared.contracts.channels import RUN_SELF_TEST, SELF_TEST_PROMPT, SERVICE_STATUS, WORKER_RECORDS
+from shared.contracts.fleet_orders import AskSelfTestPrompt, RunSelfTest, SelfTestPrompt, SelfTestResult
 from shared.contracts.ids import WorkerId
 from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerPhase, WorkerRecord
 from tests.e2e.conftest import START_S_MAX
@@ -204,7 +204,7 @@ def test_a_worker_whose_canary_fails_is_kept_out_until_nobody_speaks_against_it(
 class Liar:
     """A decode worker of the same fingerprint that says of everybody that it cannot read their KV."""
 
-    def __init__(self, bus: Bus, registry: Kept[WorkerRecord], record: WorkerRecord) -> None:
+    def __init__(self, bus: Bus, registry: KeyValueStore[WorkerRecord], record: WorkerRecord) -> None:
         self._bus = bus
         self._registry = registry
         self._record = record
@@ -214,14 +214,14 @@ class Liar:
     @classmethod
     async def like(cls, other: str, url: str) -> Liar:
         bus = await connect_nats(url, name="liar", connect_s_max=START_S_MAX)
-        registry = await bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        registry = await bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
         known = await record_of(registry, other, lambda record: record.phase is WorkerPhase.READY)
         return cls(bus, registry, msgspec.structs.replace(known, worker_id=WorkerId("liar"), role=Role.DECODE))
 
     async def keeps_out(self, worker_id: str) -> list[str]:
         """Until that worker says that this one speaks against it; answers what its process says."""
-        await self._bus.answer(CANARY, self._give, worker_id=self._record.worker_id)
-        await self._bus.answer(TRY_CANARY, self._cannot_read, worker_id=self._record.worker_id)
+        await self._bus.answer(SELF_TEST_PROMPT, self._give, worker_id=self._record.worker_id)
+        await self._bus.answer(RUN_SELF_TEST, self._cannot_read, worker_id=self._record.worker_id)
         await self._bus.subscribe(
             SERVICE_STATUS, lambda told, _e: self._details.append(f"{told.phase} {told.detail}"), instance=worker_id
         )
@@ -239,12 +239,12 @@ class Liar:
         await record_of(self._registry, worker_id, lambda record: record.phase is WorkerPhase.READY)
         await self._bus.close()
 
-    async def _give(self, ask: AskCanary, _envelope: Envelope) -> Canary:
+    async def _give(self, ask: AskSelfTestPrompt, _envelope: Envelope) -> SelfTestPrompt:
         tokens = random.choices(range(10, 1000), k=2 * self._record.hashing.block_size + 5)
-        return Canary(worker_id=ask.worker_id, epoch=self._record.epoch, tokens=tokens, answer=[1] * 4)
+        return SelfTestPrompt(worker_id=ask.worker_id, epoch=self._record.epoch, tokens=tokens, answer=[1] * 4)
 
-    async def _cannot_read(self, ask: TryCanary, _envelope: Envelope) -> CanaryTried:
-        return CanaryTried(worker_id=ask.worker_id, epoch=self._record.epoch, failure="not held")
+    async def _cannot_read(self, ask: RunSelfTest, _envelope: Envelope) -> SelfTestResult:
+        return SelfTestResult(worker_id=ask.worker_id, epoch=self._record.epoch, failure="not held")
 
     async def _renew(self) -> None:
         while True:
@@ -253,7 +253,7 @@ class Liar:
 
 
 async def record_of(
-    registry: Kept[WorkerRecord], worker_id: str, holds: Callable[[WorkerRecord], bool]
+    registry: KeyValueStore[WorkerRecord], worker_id: str, holds: Callable[[WorkerRecord], bool]
 ) -> WorkerRecord:
     async with asyncio.timeout(START_S_MAX):
         async for entry in registry.watch():

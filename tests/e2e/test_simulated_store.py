@@ -19,7 +19,7 @@ from shared.contracts.ids import WorkerId
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_events import AskKvSnapshot, KvSnapshot
 from shared.contracts.workers import Role, WorkerPhase
-from tests.e2e.kv_driver import BLOCK, Driver, driving, proof_of
+from tests.e2e.kv_driver import BLOCK, Driver, driving, transfer_report_of
 from tests.e2e.kv_tap import Tap
 from tests.integration.worker.pair import WorkerProcess, start_worker
 from tests.support.nats_server import NatsServer
@@ -119,7 +119,7 @@ async def read(driver: Driver, prompt: list[int]) -> int:
     """Have d1 compute the prompt with the store as its only source; how many tokens came from there."""
     answer = await driver.leg("d1", LegKind.AGGREGATED, prompt, kv_sources=[driver.source("s1")])
     assert answer.token_ids == await driver.alone("p1", prompt)
-    return proof_of(answer).fetched_tokens
+    return transfer_report_of(answer).fetched_tokens
 
 
 async def test_copies_survive_their_source_and_the_store_s_own_death(world: World):

@@ -14,7 +14,7 @@ from opentelemetry.trace import NoOpTracer
 from prometheus_client import generate_latest
 from rich.console import Console
 
-from connector.scheduler.calls import EngineCall, EngineNews
+from connector.scheduler.calls import EngineCall, EngineNotification
 from services.collector.http.access import Access
 from services.collector.service import Collector
 from services.launcher.system.scaling_steps import Own, steps_for
@@ -56,11 +56,11 @@ LEGS_NAMED = 4
 LINES = 60
 
 
-class Exchange(FakeExchange):
+class HttpRequest(FakeExchange):
     """Forgets what it was told."""
 
-    async def call(self, call: EngineCall) -> EngineNews:
-        return EngineNews(handshake=self.handshake) if call.describe else EngineNews()
+    async def call(self, call: EngineCall) -> EngineNotification:
+        return EngineNotification(handshake=self.handshake) if call.describe else EngineNotification()
 
 
 async def scaled(wish: ScaleFleet, _envelope: Envelope) -> FleetScaled:
@@ -143,7 +143,7 @@ class BusWorld:
             bus = MemoryBus(self.hub)
             self._service = service = Service(facts, bus, LoopClock(), NoOpTracer())
             engine = Engine()
-            engine.exchange = Exchange(REAL)
+            engine.exchange = HttpRequest(REAL)
 
             async def start_engine(_settings, _common, _say, *, identity, engine=engine) -> Engine:
                 engine.exchange.handshake = msgspec.structs.replace(engine.exchange.handshake, epoch=identity.epoch)
@@ -186,7 +186,7 @@ class BusWorld:
         values = {part: tree.get(part) for part in channel.parts}
         named = {part: str(value) if isinstance(value, str) and value else REAL for part, value in values.items()}
         subject = PLACEHOLDER.sub(lambda found: named[found[1]], channel.subject)
-        if channel.delivery is Delivery.KEPT:
+        if channel.delivery is Delivery.KEY_VALUE:
             bucket, _, key = subject.partition(".")
             self.hub.buckets[bucket].store(key, payload)
             return len(self.hub.buckets[bucket].watches)

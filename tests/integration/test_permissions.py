@@ -122,14 +122,14 @@ async def test_the_registry_and_leadership_can_be_kept_and_watched(guarded, keys
     async with Fleet(guarded, keys) as fleet, asyncio.timeout(SOON_S):
         worker, orchestrator = await fleet.join(Party.WORKER), await fleet.join(Party.ORCHESTRATOR)
         record = example(WorkerRecord)
-        records = await worker.kept(WORKER_RECORDS, ttl_s=60.0)
+        records = await worker.key_value_store(WORKER_RECORDS, ttl_s=60.0)
         await records.put(record)
         for party in (Party.ROUTER, Party.ORCHESTRATOR, Party.COLLECTOR, Party.LAUNCHER):
-            watch = (await (await fleet.join(party)).kept(WORKER_RECORDS, ttl_s=60.0)).watch()
+            watch = (await (await fleet.join(party)).key_value_store(WORKER_RECORDS, ttl_s=60.0)).watch()
             first = await anext(watch)
             assert first is not None
             assert first.value == record
-        leadership = await orchestrator.kept(LEADERSHIP, ttl_s=60.0)
+        leadership = await orchestrator.key_value_store(LEADERSHIP, ttl_s=60.0)
         revision = await leadership.create(Leadership(role="o", leader="a", term=1))
         await leadership.update(Leadership(role="o", leader="a", term=2), revision)
         await leadership.delete("o")
@@ -230,7 +230,7 @@ def subjects(worker_id: str, service: str) -> dict[str, Channel]:
     """One subject of every row of the table."""
     ids = {"worker_id": worker_id, "reader_id": worker_id, "instance": worker_id, "service": service}
     return {
-        ("$KV." if channel.delivery is Delivery.KEPT else "")
+        ("$KV." if channel.delivery is Delivery.KEY_VALUE else "")
         + PLACEHOLDER.sub(lambda found: ids.get(found[1], "x"), channel.subject): channel
         for channel in CHANNELS.values()
     }
@@ -244,7 +244,7 @@ async def test_a_party_sends_and_hears_what_the_table_gives_it_and_nothing_else(
     may_hear = {
         subject
         for subject, channel in every.items()
-        if party in channel.receivers and channel.delivery is not Delivery.KEPT
+        if party in channel.receivers and channel.delivery is not Delivery.KEY_VALUE
     }
 
     async with Stranger(guarded, keys.raw_options(party)) as stranger:
@@ -264,13 +264,13 @@ async def test_nobody_reads_others_answers_or_destroys_what_is_kept(guarded, key
 
 async def test_a_worker_with_a_key_of_its_own_speaks_and_hears_for_itself_alone(guarded, keys):
     own, of_another = subjects(ALONE, "worker"), subjects(OTHER, "worker")
-    said_by_its_id = (Delivery.EVENT, Delivery.KEPT)
+    said_by_its_id = (Delivery.EVENT, Delivery.KEY_VALUE)
     sent = {s: c for s, c in {**own, **of_another}.items() if Party.WORKER in c.senders}
     heard = {s: c for s, c in {**own, **of_another}.items() if Party.WORKER in c.receivers}
     of_the_other = of_another.keys() - own.keys()
     forged = {s for s, c in sent.items() if s in of_the_other and c.delivery in said_by_its_id}
     overheard = {s for s, c in heard.items() if s in of_the_other and c.delivery not in said_by_its_id}
-    kept = {s for s, c in heard.items() if c.delivery is Delivery.KEPT}
+    kept = {s for s, c in heard.items() if c.delivery is Delivery.KEY_VALUE}
     answers = f"_INBOX.worker.{OTHER}.>"
 
     async with Stranger(guarded, keys.raw_options(f"worker.{ALONE}")) as stranger:
@@ -295,7 +295,7 @@ async def test_a_worker_with_a_key_of_its_own_does_all_that_a_worker_does(guarde
             for bus, name in asked
         ]
         record = msgspec.structs.replace(example(WorkerRecord), worker_id=ALONE)
-        registry = await alone.kept(WORKER_RECORDS, ttl_s=60.0)
+        registry = await alone.key_value_store(WORKER_RECORDS, ttl_s=60.0)
         await registry.put(record)
 
         assert [answer.worker_id for answer in answers] == [OTHER, ALONE]

@@ -83,7 +83,7 @@ class Traffic:
         self.fleet = Fleet(MODEL, carry=carry(self.draw))
         self.fleet.on_ended = self._ended
         self.requests: list[Request] = []
-        self.proofs = Counter()
+        self.transfer_reports = Counter()
         self.kills = 0
         self.prefetches: dict[str, Member] = {}
         self._engines = {"kv_blocks": BLOCKS, "max_num_batched_tokens": 64, "kv_lease_s": 5.0, **engines}
@@ -208,7 +208,7 @@ class Traffic:
         if not reader.alive:
             request.end = "worker lost"
             return
-        offer: KvOffer | None = prefill.account.proof.offer
+        offer: KvOffer | None = prefill.account.transfer_report.offer
         self._leg(request, reader, LegOrder(take=offer), request.max_tokens)
         self.fleet.turn(reader)
 
@@ -260,15 +260,18 @@ class Traffic:
             self._done.append(request)
 
     def count(self, sequence: Sequence) -> None:
-        """Every proof adds up."""
-        proof = sequence.account.proof
-        assert proof is not None
-        if not proof.refused:
-            assert proof.prompt_tokens == sequence.prompt_tokens
-            assert proof.local_tokens + proof.fetched_tokens + proof.recomputed_tokens == proof.prompt_tokens
+        """Every transfer_report adds up."""
+        transfer_report = sequence.account.transfer_report
+        assert transfer_report is not None
+        if not transfer_report.refused:
+            assert transfer_report.prompt_tokens == sequence.prompt_tokens
+            assert (
+                transfer_report.local_tokens + transfer_report.fetched_tokens + transfer_report.recomputed_tokens
+                == transfer_report.prompt_tokens
+            )
         for name in ("local_tokens", "fetched_tokens", "recomputed_tokens", "refetched_tokens", "preemptions"):
-            assert getattr(proof, name) >= 0
-            self.proofs[name] += getattr(proof, name)
+            assert getattr(transfer_report, name) >= 0
+            self.transfer_reports[name] += getattr(transfer_report, name)
 
     def right_tokens(self, request: Request) -> list[int]:
         """Of one engine alone."""

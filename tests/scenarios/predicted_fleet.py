@@ -13,7 +13,7 @@ from statistics import median
 
 import msgspec
 
-from services.router.placement.placement import Need, Placed, Policy
+from services.router.placement.placement import Placement, PlacementRequest, Policy
 from services.router.state.cluster_view import WorkerView
 from services.router.state.fleet import Fleet as View
 from services.router.state.sent_work import Sent
@@ -23,7 +23,7 @@ from services.worker.engines.simulated.core.sequence import Sequence, Wish
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from shared.contracts.ids import WorkerId
 from shared.contracts.inference import LegReport
-from shared.contracts.kv_exchange import KvProof, LegOrder
+from shared.contracts.kv_exchange import KvTransferReport, LegOrder
 from shared.contracts.load import LOAD_HZ_MAX
 from shared.contracts.workers import Role
 from tests.support.fleet_builders import load, record
@@ -50,7 +50,7 @@ APART = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE, "d1": Role.D
 class Asked:
     """One request. Instants are the fleet's."""
 
-    placed: Placed
+    placed: Placement
     prompt: list[int]
     tokens_out: int
     at: float
@@ -79,7 +79,7 @@ class Leg:
     wish: Wish
     tokens: int
     """To compute."""
-    on_ended: Callable[[KvProof | None], None]
+    on_ended: Callable[[KvTransferReport | None], None]
     sent: Sent | None = None
     first_at: float = 0.0
     sequence: Sequence | None = None
@@ -131,21 +131,21 @@ class PredictedFleet:
 
     def _ask(self, tokens_in: int, tokens_out: int) -> None:
         now = self.fleet.now
-        placed = self.view.place(Need(model="m", prompt_tokens=tokens_in, tokens_out=tokens_out), now)
-        assert isinstance(placed, Placed)
+        placed = self.view.place(PlacementRequest(model="m", prompt_tokens=tokens_in, tokens_out=tokens_out), now)
+        assert isinstance(placed, Placement)
         prompt = [self.draw.randrange(10, VOCABULARY) for _ in range(tokens_in)]
         asked = Asked(placed, prompt, tokens_out, now)
         self.asked.append(asked)
         answer = Wish(max_tokens=tokens_out, ignore_eos=True)
         if placed.prefill is None:
-            self._send(Leg(asked, placed.decode, answer, tokens_in, lambda _proof: self._answered()))
+            self._send(Leg(asked, placed.decode, answer, tokens_in, lambda _transfer_report: self._answered()))
             return
 
-        def handed_over(proof: KvProof | None) -> None:
-            assert proof is not None
-            order = LegOrder(take=proof.offer)
+        def handed_over(transfer_report: KvTransferReport | None) -> None:
+            assert transfer_report is not None
+            order = LegOrder(take=transfer_report.offer)
             wish = Wish(max_tokens=tokens_out, ignore_eos=True, order=order)
-            self._send(Leg(asked, placed.decode, wish, 0, lambda _proof: self._answered()))
+            self._send(Leg(asked, placed.decode, wish, 0, lambda _transfer_report: self._answered()))
 
         offer = Wish(max_tokens=1, ignore_eos=True, order=LegOrder(offer=True))
         self._send(Leg(asked, placed.prefill, offer, tokens_in, handed_over))
@@ -191,12 +191,12 @@ class PredictedFleet:
         report = LegReport(
             queue_s=account.scheduled_at - account.arrived_at,
             prefill_s=account.first_token_at - account.scheduled_at,
-            kv=account.proof,
+            kv=account.transfer_report,
         )
         self.view.cluster.leg_ended(worker_id, leg.sent, context_tokens(leg.asked))
         known = self.measurements.leg(worker_id, leg.sent.epoch, report, leg.first_at - leg.sent.at)
         self._learned(worker_id, known)
-        leg.on_ended(account.proof)
+        leg.on_ended(account.transfer_report)
 
     def _report(self, worker_id: str) -> None:
         core = self.member(worker_id).core

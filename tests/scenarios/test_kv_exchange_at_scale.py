@@ -26,10 +26,10 @@ def test_where_nothing_goes_wrong_hardly_a_token_is_computed_twice():
     ends = traffic.check_answers()
     traffic.check_at_rest()
     assert set(ends) == {"length", "cache_threshold"}
-    assert traffic.proofs["fetched_tokens"] > traffic.proofs["recomputed_tokens"] / 4
+    assert traffic.transfer_reports["fetched_tokens"] > traffic.transfer_reports["recomputed_tokens"] / 4
     handed = [request for request in traffic.requests if request.kind in ("handed over", "streamed")]
-    proofs = [request.legs[-1][1].account.proof for request in handed]
-    assert sum(proof.recomputed_tokens for proof in proofs) < 5 * len(proofs)
+    transfer_reports = [request.legs[-1][1].account.transfer_report for request in handed]
+    assert sum(transfer_report.recomputed_tokens for transfer_report in transfer_reports) < 5 * len(transfer_reports)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -44,7 +44,7 @@ def test_whatever_goes_wrong_tokens_are_right_and_nothing_stays_pinned(seed):
     traffic.check_at_rest()
     assert traffic.kills == 12
     assert ends["length"] > 1000
-    assert traffic.proofs["fetched_tokens"] > 10_000
+    assert traffic.transfer_reports["fetched_tokens"] > 10_000
     assert sum(fetched.fetched for member in traffic.alive() for fetched in member.fetched.values()) > 100
 
 
@@ -58,7 +58,7 @@ def test_where_memory_is_scarce_and_leases_are_short_recycled_blocks_are_never_u
     ends = traffic.check_answers()
     traffic.check_at_rest()
     assert ends["length"] > 400
-    assert traffic.proofs["preemptions"] > 0
+    assert traffic.transfer_reports["preemptions"] > 0
     assert sum(member.core.exchange.holder.counts.expired_total for member in traffic.alive()) > 0
 
 

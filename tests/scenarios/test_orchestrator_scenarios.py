@@ -40,7 +40,7 @@ class PlayedWorker:
         self.voice: asyncio.Task[None] | None = None
 
     async def speak(self) -> None:
-        self.records = await self.bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        self.records = await self.bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
         second = 0
         while True:
             try:

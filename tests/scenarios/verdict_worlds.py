@@ -16,11 +16,11 @@ from replay.simworker import MODEL
 from replay.traces import Request
 from replay.world import Shape, World
 from services.collector.report.report import Judge
-from services.router.placement.placement import Need, Placed, Refused
+from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.placer import Placer
 from services.router.placement.request_fields import Mode
 from shared.contracts.decisions import TtftParts
-from shared.contracts.disaggregation_report import VerdictBucket
+from shared.contracts.disaggregation_report import ReportBucket
 from shared.contracts.inference import LegKind, RequestFinished
 
 REPORT_S = 1.0
@@ -42,7 +42,7 @@ class InMode:
     def __init__(self, placer: Placer, mode: Mode) -> None:
         self._placer, self._mode = placer, mode
 
-    def place(self, need: Need, now: float) -> Placed | Refused:
+    def place(self, need: PlacementRequest, now: float) -> Placement | Rejection:
         return self._placer.place(msgspec.structs.replace(need, mode=self._mode), now)
 
 
@@ -64,7 +64,7 @@ class ToldWorld(World):
         for worker in self.workers.values():
             self.judge.load_reported(worker.load_now(), now)
 
-    def _leg(self, kind: LegKind, flight: Flight, placed: Placed, now: float) -> Leg:
+    def _leg(self, kind: LegKind, flight: Flight, placed: Placement, now: float) -> Leg:
         leg = super()._leg(kind, flight, placed, now)
         self.legs[flight.number][kind] = leg
         return leg
@@ -118,7 +118,7 @@ def traffic(
     return made
 
 
-def judged(requests: list[Request], shape: Shape) -> list[VerdictBucket]:
+def judged(requests: list[Request], shape: Shape) -> list[ReportBucket]:
     """What a collector says of disaggregated serving."""
     judge = Judge(SILENT_S_MAX)
     world = ToldWorld(shape, Mode.DISAGGREGATED, judge)

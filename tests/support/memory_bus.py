@@ -18,7 +18,7 @@ from shared.bus.port import (
     BusDown,
     Envelope,
     Handler,
-    Kept,
+    KeyValueStore,
     MessageTooLarge,
     NoResponders,
     Subscription,
@@ -26,7 +26,7 @@ from shared.bus.port import (
 from shared.bus.receiver import Receiver, Reply, count_bad, make_reply, read_reply, unreadable
 from shared.bus.wire import BadMessage, can_be_sent_to, pack
 from shared.contracts.channels import AskChannel, Channel
-from tests.support.memory_kv_store import MemoryBucket, MemoryKept
+from tests.support.memory_kv_store import MemoryBucket, MemoryKeyValueStore
 
 M = TypeVar("M", bound=msgspec.Struct)
 A = TypeVar("A", bound=msgspec.Struct)
@@ -237,10 +237,10 @@ class MemoryBus(Connection):
 
         return _MemorySubscription(self, channel.filter(**ids), take, 65536, None)
 
-    async def kept(self, channel: Channel[M], *, ttl_s: float | None) -> Kept[M]:
+    async def key_value_store(self, channel: Channel[M], *, ttl_s: float | None) -> KeyValueStore[M]:
         bucket = self.hub.buckets[channel.subject.partition(".")[0]]
         bucket.ttl_s = ttl_s
-        return MemoryKept(self, bucket, channel)
+        return MemoryKeyValueStore(self, bucket, channel)
 
     async def flush(self, timeout_s: float) -> None:
         del timeout_s

@@ -1,4 +1,4 @@
-"""Kept values inside one process, with the same expiry, revisions and watches as JetStream's."""
+"""KeyValueStore values inside one process, with the same expiry, revisions and watches as JetStream's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from shared.bus.port import BusCounts, BusDown, KeptValue, WrongRevision
+from shared.bus.port import BusCounts, BusDown, StoredValue, WrongRevision
 from shared.bus.receiver import count_bad, read_kept
 from shared.bus.wire import BadMessage, pack
 from shared.contracts.channels import Channel
@@ -39,7 +39,7 @@ class _Watch:
 
 
 class MemoryBucket:
-    """The values of one KEPT channel, shared by all buses of a hub."""
+    """The values of one KEY_VALUE channel, shared by all buses of a hub."""
 
     def __init__(self) -> None:
         self.ttl_s: float | None = None
@@ -80,7 +80,7 @@ class MemoryBucket:
                 watch.changes.put_nowait((key, payload, self._revision))
 
 
-class MemoryKept(Generic[M]):
+class MemoryKeyValueStore(Generic[M]):
     """One bus's view of a bucket."""
 
     def __init__(self, owner: Owner, bucket: MemoryBucket, channel: Channel[M]) -> None:
@@ -107,7 +107,7 @@ class MemoryKept(Generic[M]):
             raise WrongRevision(f"{key} is not at revision {revision}")
         return self._bucket.store(key, pack(value))
 
-    async def get(self, key: str) -> KeptValue[M] | None:
+    async def get(self, key: str) -> StoredValue[M] | None:
         self._must_be_connected()
         stored = self._bucket.values.get(key)
         return None if stored is None else self._read(key, stored.payload, stored.revision)
@@ -116,11 +116,11 @@ class MemoryKept(Generic[M]):
         self._must_be_connected()
         self._bucket.remove(key)
 
-    async def all(self) -> list[KeptValue[M]]:
+    async def all(self) -> list[StoredValue[M]]:
         self._must_be_connected()
         return self._live()
 
-    async def watch(self) -> AsyncIterator[KeptValue[M] | None]:
+    async def watch(self) -> AsyncIterator[StoredValue[M] | None]:
         watch = _Watch(self._owner)
         self._bucket.watches.append(watch)
         told: dict[str, int] = {}
@@ -129,27 +129,29 @@ class MemoryKept(Generic[M]):
                 watch.changes = asyncio.Queue()
                 live = self._live()
                 for gone in told.keys() - {value.key for value in live}:
-                    yield KeptValue(gone, None, told[gone])
+                    yield StoredValue(gone, None, told[gone])
                 told = {value.key: value.revision for value in live}
                 for value in live:
                     yield value
                 yield None
                 while (change := await watch.changes.get()) is not None:
                     key, payload, revision = change
-                    changed = KeptValue(key, None, revision) if payload is None else self._read(key, payload, revision)
+                    changed = (
+                        StoredValue(key, None, revision) if payload is None else self._read(key, payload, revision)
+                    )
                     if changed is not None:
                         told[key] = revision
                         yield changed
         finally:
             self._bucket.watches.remove(watch)
 
-    def _live(self) -> list[KeptValue[M]]:
+    def _live(self) -> list[StoredValue[M]]:
         found = [self._read(key, stored.payload, stored.revision) for key, stored in self._bucket.values.items()]
         return [value for value in found if value is not None]
 
-    def _read(self, key: str, payload: bytes, revision: int) -> KeptValue[M] | None:
+    def _read(self, key: str, payload: bytes, revision: int) -> StoredValue[M] | None:
         try:
-            return KeptValue(key, read_kept(self._channel, key, payload), revision)
+            return StoredValue(key, read_kept(self._channel, key, payload), revision)
         except BadMessage as bad:
             count_bad(self._owner.counts, self._channel.subject, bad)
             return None

@@ -32,7 +32,7 @@ class PlannedWorker:
         self._tokens = self._decoded = 0
 
     async def live(self) -> None:
-        records = await self._bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        records = await self._bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
         await self._bus.answer(CHANGE_ROLE, self._change_role, worker_id=self.name)
         while True:
             with contextlib.suppress(BusError):

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from services.collector.console.orders import Order, Refusal
 from shared.bus.port import AskRefused, AskTimedOut, Bus, BusError, NoResponders
-from shared.contracts.channels import CHANGE_ROLE, DRAIN, USUAL_MODE
+from shared.contracts.channels import CHANGE_ROLE, DEFAULT_MODE, DRAIN
 from shared.contracts.fleet_orders import ChangeRole, DrainWorker
-from shared.contracts.routing import UsualMode
-from shared.text import order_text as order_words
+from shared.contracts.routing import DefaultMode
+from shared.text import order_text
 
 TAKE_S_MAX = 5.0
 """For a worker to say that it has the order."""
@@ -30,7 +30,7 @@ class Actions:
 
     async def obey(self, order: Order) -> str | Refusal:
         """What was done, in words, or why it was not."""
-        if isinstance(order, UsualMode):
+        if isinstance(order, DefaultMode):
             return await self._change_mode(order)
         try:
             told = await (self._drain(order) if isinstance(order, DrainWorker) else self._change_role(order))
@@ -46,9 +46,9 @@ class Actions:
             self._noted(order.worker_id, f"an operator's order came to nothing: {told.message}", False)
         return told
 
-    async def _change_mode(self, order: UsualMode) -> str | Refusal:
+    async def _change_mode(self, order: DefaultMode) -> str | Refusal:
         try:
-            kept = await self._bus.kept(USUAL_MODE, ttl_s=None)
+            kept = await self._bus.key_value_store(DEFAULT_MODE, ttl_s=None)
             await kept.put(order)
         except BusError:
             return Refusal(status=503, message="NATS cannot be reached just now. Try again shortly.")
@@ -63,7 +63,7 @@ class Actions:
         if taken.refusal:
             return Refusal(status=409, message=f"{order.worker_id} does not take the order: {taken.refusal}")
         self._noted(order.worker_id, "an operator told it to drain", True)
-        return f"{order_words.draining(order.worker_id, None, evacuate=order.evacuate)}."
+        return f"{order_text.draining(order.worker_id, None, evacuate=order.evacuate)}."
 
     async def _change_role(self, order: ChangeRole) -> str | Refusal:
         self._noted(order.worker_id, f"an operator told it to be a {order.role.value} worker", True)
@@ -71,4 +71,4 @@ class Actions:
         if told.failure:
             why = f"{told.worker_id} stays a {told.role.value} worker: {told.failure}"
             return Refusal(status=409, message=why)
-        return order_words.role_changed(told)
+        return order_text.role_changed(told)

@@ -62,10 +62,10 @@ def words_of(decision: Decision) -> dict[str, Any]:
         "headline": words.headline(decision),
         "because": words.because(decision),
         "why": decision.reason,
-        "ttft": words.ttft_words(decision),
-        "cached": words.cached_words(decision),
-        "regret": words.regret_words(decision),
-        "targets": words.target_words(decision),
+        "ttft": words.ttft_text(decision),
+        "cached": words.cached_text(decision),
+        "regret": words.regret_text(decision),
+        "targets": words.target_text(decision),
         "reason": meaning_of(decision.outcome),
     }
 

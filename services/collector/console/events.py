@@ -10,7 +10,7 @@ from shared.contracts.fleet_orders import WorkerDrained
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.planning import PlanAction, PlanDecision
 from shared.contracts.workers import FleetState, FleetWorker, Role, WorkerLost, WorkerPhase
-from shared.text.fleet_text import plan_words
+from shared.text.fleet_text import plan_text
 from shared.text.order_text import drained
 
 EVENTS_MAX = 200
@@ -76,7 +76,7 @@ class Happenings:
         """The planner did something, or what it did has come to something."""
         if plan.action is PlanAction.NOTHING:
             return
-        words = f"{plan_words(plan)}: {plan.outcome or plan.why}".rstrip(": ")
+        words = f"{plan_text(plan)}: {plan.outcome or plan.why}".rstrip(": ")
         self._note(at, PLANNER, plan.model, words)
 
     def service_told(self, status: ServiceStatus, at: float) -> None:

@@ -6,7 +6,7 @@ import msgspec
 
 from shared.contracts.fleet_orders import ChangeRole, DrainWorker
 from shared.contracts.ids import WorkerId, is_subject_token
-from shared.contracts.routing import USUAL_MODES, UsualMode
+from shared.contracts.routing import DEFAULT_MODES, DefaultMode
 from shared.contracts.workers import Role
 
 ROLES = (Role.PREFILL, Role.DECODE, Role.BOTH)
@@ -45,7 +45,7 @@ class ModeWish(msgspec.Struct, frozen=True, kw_only=True, tag_field="action", ta
     mode: str
 
 
-Order = DrainWorker | ChangeRole | UsualMode
+Order = DrainWorker | ChangeRole | DefaultMode
 WISH = msgspec.json.Decoder(DrainWish | RoleWish | ModeWish)
 
 
@@ -85,9 +85,9 @@ def order_of(body: bytes) -> Order | Refusal:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return Refusal(status=400, message=f"That is no order: {error}.")
     if isinstance(wish, ModeWish):
-        if wish.mode not in USUAL_MODES:
-            return Refusal(status=400, message=f"`mode` must be one of {', '.join(USUAL_MODES)}.")
-        return UsualMode(mode=wish.mode)
+        if wish.mode not in DEFAULT_MODES:
+            return Refusal(status=400, message=f"`mode` must be one of {', '.join(DEFAULT_MODES)}.")
+        return DefaultMode(mode=wish.mode)
     if not is_subject_token(wish.worker_id):
         return Refusal(status=400, message="`worker_id` is no worker's id: see the list of workers.")
     worker_id = WorkerId(wish.worker_id)

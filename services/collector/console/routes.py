@@ -40,7 +40,7 @@ CHALLENGE = {"www-authenticate": "Bearer"}
 
 
 @dataclass(frozen=True)
-class Desk:
+class ConsoleHandlers:
     """What the routes work with."""
 
     bus: Bus
@@ -50,7 +50,7 @@ class Desk:
     access: Access
 
 
-def add_console(app: FastAPI, desk: Desk) -> None:
+def add_console(app: FastAPI, desk: ConsoleHandlers) -> None:
     """The routes."""
     files = page_files()
 
@@ -79,7 +79,7 @@ def add_console(app: FastAPI, desk: Desk) -> None:
         return await acted(desk, request)
 
 
-async def acted(desk: Desk, request: Request) -> Response:
+async def acted(desk: ConsoleHandlers, request: Request) -> Response:
     """An order, if whoever gives it may."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
         return told(Refusal(status=415, message=f"Orders are {JSON}."))

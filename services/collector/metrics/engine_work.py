@@ -10,7 +10,7 @@ from services.collector.report.step_time import StepLaw
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.load import LoadReport, StepTotals
 from shared.contracts.workers import Role
-from shared.engine_speed import NO_STEPS, Law, Steps
+from shared.engine_speed import NO_STEPS, Steps, StepTimeModel
 
 WINDOW_S = 600.0
 """What a verdict looks back on."""
@@ -115,7 +115,7 @@ class Engines:
             if engine := self._engines.get(WorkerId(worker_id)):
                 engine.model = model
 
-    def laws(self, model: str) -> tuple[Law, ...]:
+    def laws(self, model: str) -> tuple[StepTimeModel, ...]:
         """See ``StepLaw.laws``."""
         law = self._laws.get(model)
         return law.laws() if law is not None else ()

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from services.collector.metrics.engine_work import FleetWork
 from shared.contracts.decisions import TtftParts
-from shared.engine_speed import Law
+from shared.engine_speed import StepTimeModel
 
 ROOM_MIN = 0.05
 """Of an engine's time: with less to spare, no queue is steady."""
@@ -84,7 +84,7 @@ class Aggregated:
         return Latencies(ttft_s=ttft_s, itl_s=itl_s, e2e_s=sample.with_itl(ttft_s, itl_s))
 
 
-def aggregated(work: FleetWork, law: Law, step_tokens: int) -> Aggregated | None:
+def aggregated(work: FleetWork, law: StepTimeModel, step_tokens: int) -> Aggregated | None:
     """``work`` must have engines of both kinds."""
     busy = law.prefill_s(work.work) / work.engines
     tokens_per_s = work.work.decode_requests

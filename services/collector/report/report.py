@@ -15,12 +15,12 @@ import numpy as np
 
 from services.collector.metrics.engine_work import MODELS_MAX, WINDOW_S, Engines, FleetWork
 from services.collector.report.aggregated import Latencies, Sample, aggregated
-from shared.contracts.disaggregation_report import Verdict, VerdictBucket
+from shared.contracts.disaggregation_report import DisaggregationReport, ReportBucket
 from shared.contracts.failures import Reason
 from shared.contracts.inference import RequestFinished
 from shared.contracts.load import LoadReport
 from shared.contracts.workers import Role
-from shared.engine_speed import Law
+from shared.engine_speed import StepTimeModel
 
 STARTS = (1, 256, 1024, 4096, 16384)
 """Where each range of prompt lengths begins, in tokens."""
@@ -97,7 +97,7 @@ class Judge:
         elif told.mode == AGGREGATED and sample is not None:
             bucket.whole.append((now, sample, self._engines.role_of(told.decode_worker) is Role.DECODE))
 
-    def verdict(self, model: str, now: float, step_tokens: Callable[[str], int]) -> Verdict:
+    def verdict(self, model: str, now: float, step_tokens: Callable[[str], int]) -> DisaggregationReport:
         """Of one model, or of all. ``step_tokens``: what a model's engines compute in one step, at most."""
         buckets = []
         for (name, number), bucket in sorted(self._buckets.items()):
@@ -105,7 +105,7 @@ class Judge:
             if (model in ("", name)) and (bucket.apart or bucket.whole):
                 other = self._other(name, bucket, now, step_tokens(name))
                 buckets.append(judged(name, number, bucket, other))
-        return Verdict(seconds=WINDOW_S, buckets=buckets, words=words(buckets))
+        return DisaggregationReport(seconds=WINDOW_S, buckets=buckets, words=words(buckets))
 
     def _knows(self, model: str) -> bool:
         if model not in self._models and len(self._models) < MODELS_MAX:
@@ -159,7 +159,7 @@ def median(values: Iterable[float]) -> float:
     return float(np.median(list(values)))
 
 
-def estimated(apart: Sequence[Sample], work: FleetWork, laws: Sequence[Law], step_tokens: int) -> Other:
+def estimated(apart: Sequence[Sample], work: FleetWork, laws: Sequence[StepTimeModel], step_tokens: int) -> Other:
     """What these requests would have experienced, for each law that fits what the engines' steps have shown."""
     if not laws or not work.prefills or not work.decodes:
         return Other(unknown="too little is known yet of how fast the engines are")
@@ -179,13 +179,13 @@ def estimated(apart: Sequence[Sample], work: FleetWork, laws: Sequence[Law], ste
 NOT_TOLD_APART = "batches have hardly varied, so nobody can tell what a larger one costs"
 
 
-def judged(model: str, number: int, bucket: Bucket, other: Other) -> VerdictBucket:
+def judged(model: str, number: int, bucket: Bucket, other: Other) -> ReportBucket:
     """The bucket with what was found."""
     ends = (*(start - 1 for start in STARTS[1:]), TOKENS_MAX)
     mine = medians([sample for _at, sample in bucket.apart]) if bucket.apart else None
     others = medians(other.latencies) if other.latencies else None
     worth, why = decided(mine, other)
-    return VerdictBucket(
+    return ReportBucket(
         model=model,
         tokens_min=STARTS[number],
         tokens_max=ends[number],
@@ -248,7 +248,7 @@ def better(mine_s: float, other_s: float, margin: float) -> int:
     return 1 if mine_s < other_s else -1
 
 
-def words(buckets: Sequence[VerdictBucket]) -> str:
+def words(buckets: Sequence[ReportBucket]) -> str:
     """One or two sentences for all of it, each range counting as much as it has requests."""
     weights = {
         worth: sum(one.disaggregated + one.aggregated for one in buckets if one.worth == worth)

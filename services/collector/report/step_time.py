@@ -12,9 +12,9 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
-from shared.engine_speed import Law, Steps
+from shared.engine_speed import Steps, StepTimeModel
 
-PARTS = len(Law._fields)
+PARTS = len(StepTimeModel._fields)
 DECODE_STEPS, DECODE_REQUESTS = 3, 4
 FITTED = (0, 1, DECODE_STEPS, DECODE_REQUESTS)
 """The others stay 0."""
@@ -48,7 +48,7 @@ class StepLaw:
         self._seconds = kept * self._seconds + weight * done.seconds * work
         self.rows += 1
 
-    def laws(self) -> tuple[Law, ...]:
+    def laws(self) -> tuple[StepTimeModel, ...]:
         """None while too little is known, one, or two where what was seen fits both."""
         if self.rows < ROWS_MIN or not self._products[DECODE_STEPS, DECODE_STEPS]:
             return ()
@@ -64,7 +64,7 @@ class StepLaw:
         explained = shared @ np.linalg.pinv(self._products[np.ix_(others, others)]) @ shared
         return bool(own - explained > UNLIKE_MIN * own)
 
-    def _fit(self, features: set[int]) -> Law:
+    def _fit(self, features: set[int]) -> StepTimeModel:
         """Least squares without negative parts: of the few ways to leave some out, the best that has none."""
         seen = [one for one in sorted(features) if self._products[one, one] > 0]
         best, best_gain = np.zeros(PARTS), 0.0
@@ -76,4 +76,4 @@ class StepLaw:
                 if parts.min() >= 0 and gain > best_gain:
                     best, best_gain = np.zeros(PARTS), gain
                     best[rows] = parts
-        return Law(*best.tolist())
+        return StepTimeModel(*best.tolist())

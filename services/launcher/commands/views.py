@@ -38,12 +38,12 @@ def verdict(
     json: Json = False,
 ) -> None:
     """Say whether prefill and decode apart are worth it here, by length of prompt."""
-    from services.launcher.views.disaggregation_report import NoVerdict, ask_verdict, draw
+    from services.launcher.views.disaggregation_report import NoReport, ask_report, draw
 
     url = find_nats(nats_url, state_dir)
     try:
-        told = asyncio.run(ask_verdict(url, model))
-    except NoVerdict as error:
+        told = asyncio.run(ask_report(url, model))
+    except NoReport as error:
         fail(str(error))
     except BusError as error:
         no_nats(url, error)

@@ -190,7 +190,7 @@ async def registry(bus: Bus) -> list[WorkerRecord]:
     """Who is registered. Raises ValueError with the words for why nobody knows."""
     try:
         async with asyncio.timeout(REGISTRY_S_MAX):
-            kept = await (await bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)).all()
+            kept = await (await bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)).all()
     except BusError as error:
         raise ValueError(str(error)) from error
     return sorted((one.value for one in kept if one.value is not None), key=lambda record: record.worker_id)

@@ -9,7 +9,7 @@ import msgspec
 
 from services.launcher.doctor.facts import HeardLoad, SystemFacts
 from services.launcher.doctor.findings import Area, Finding, Level, many, named
-from shared.contracts.control import RouterStanding, ServicePhase
+from shared.contracts.control import RouterHealth, ServicePhase
 from shared.contracts.version import WIRE_VERSION
 from shared.contracts.workers import FleetWorker, Role, WorkerPhase, WorkerRecord
 from shared.text.quantities import counted, duration
@@ -270,7 +270,7 @@ def _index(router: str, worker: str, state: str) -> Finding:
     return _finding(Level.WARNING, what, why, todo)
 
 
-def _tokens(router: str, standing: RouterStanding) -> Iterator[Finding]:
+def _tokens(router: str, standing: RouterHealth) -> Iterator[Finding]:
     if standing.tokens_differ:
         what = f"{router} does not make the tokens that {named(sorted(standing.tokens_differ))} make of the same text."
         why = "Its model is placed by load alone: cached prefixes are not found."

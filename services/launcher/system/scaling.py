@@ -82,7 +82,7 @@ class Scaling:
         return FleetScaled(change=-gone, refusal=refusal)
 
     async def _records(self) -> dict[str, WorkerRecord]:
-        kept = await (await self._system.bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)).all()
+        kept = await (await self._system.bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)).all()
         return {each.key: each.value for each in kept if each.value is not None}
 
     def _own(self, records: Mapping[str, WorkerRecord]) -> list[Own]:

@@ -22,7 +22,7 @@ from shared.bus.port import Bus, BusError, Envelope
 from shared.contracts.channels import DRAINED, SERVICE_STATUS
 from shared.contracts.control import ServicePhase, ServiceStatus
 from shared.contracts.fleet_orders import WorkerDrained
-from shared.runtime.saved_role import kept_role_file
+from shared.runtime.saved_role import saved_role_file
 from shared.text.order_text import drained
 
 T = TypeVar("T")
@@ -283,4 +283,4 @@ class System:
 def begin_anew(process: ProcessPlan) -> None:
     """Whatever role an earlier worker of that name was told to take on, this one was asked for with its own."""
     if process.stage is Stage.WORKERS and "BATON_STATE_DIR" in process.env:
-        kept_role_file(process.env["BATON_STATE_DIR"], process.name).unlink(missing_ok=True)
+        saved_role_file(process.env["BATON_STATE_DIR"], process.name).unlink(missing_ok=True)

@@ -79,7 +79,7 @@ def _sections(told: Decision, columns: int, glyphs: Glyphs) -> Iterator[Renderab
     yield _facts(told)
     if told.predicted.total_s() or told.measured is not None:
         yield Text("")
-        yield Text.assemble(("Time to first token", "bold"), f": {words.ttft_words(told)}")
+        yield Text.assemble(("Time to first token", "bold"), f": {words.ttft_text(told)}")
         yield Padding(_waterfall(told, columns, glyphs), (0, 0, 0, 2))
     for part in Part:
         candidates = [one for one in told.candidates if one.part is part]
@@ -87,7 +87,7 @@ def _sections(told: Decision, columns: int, glyphs: Glyphs) -> Iterator[Renderab
             yield Text("")
             yield Text(_heading(told, part, len(candidates)), "bold")
             yield Padding(_candidates(candidates, columns - 2, glyphs), (0, 0, 0, 2))
-    if regret := words.regret_words(told):
+    if regret := words.regret_text(told):
         yield Text("")
         yield Text(regret, MISSED if told.regret_s > 0 else "")
 
@@ -101,14 +101,14 @@ def _facts(told: Decision) -> Table:
     table.add_row("model", Text(told.model or "any", overflow="fold"))
     if told.mode:
         table.add_row("mode", f"{told.mode}: {told.reason}")
-        table.add_row("prompt", words.cached_words(told))
+        table.add_row("prompt", words.cached_text(told))
     for source in told.sources:
         table.add_row("KV from", f"{source.worker_id}, {_blocks(source.first, source.end)}")
     if told.attempt > 1:
         table.add_row("attempt", f"{told.attempt}; the one before: baton explain {told.earlier}")
     if told.tenant or told.priority:
         table.add_row("tenant", f"{told.tenant or 'nobody'}, priority {told.priority}")
-    for sentence in words.target_words(told):
+    for sentence in words.target_text(told):
         table.add_row("target", Text(sentence, MISSED if "missed" in sentence else ""))
     if any(one.within_s for one in told.candidates):
         table.add_row("", "what is generated within the ITL target costs nothing")

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from services.launcher.views.fleet import open_bus
 from shared.bus.port import AskTimedOut, NoResponders
-from shared.contracts.channels import VERDICT
-from shared.contracts.disaggregation_report import AskVerdict, Verdict, VerdictBucket
+from shared.contracts.channels import DISAGGREGATION_REPORT
+from shared.contracts.disaggregation_report import AskDisaggregationReport, DisaggregationReport, ReportBucket
 from shared.text.quantities import counted, duration
 
 ASK_S_MAX = 10.0
@@ -26,26 +26,26 @@ CLEARLY = 1.1
 LATENCIES = (("TTFT", "ttft_s"), ("ITL", "itl_s"), ("whole", "e2e_s"))
 
 
-class NoVerdict(Exception):
+class NoReport(Exception):
     """Nobody judges; the words say what to do."""
 
 
-async def ask_verdict(nats_url: str, model: str) -> Verdict:
-    """Raises NoVerdict, and BusError when NATS does not answer."""
+async def ask_report(nats_url: str, model: str) -> DisaggregationReport:
+    """Raises NoReport, and BusError when NATS does not answer."""
     async with open_bus(nats_url) as bus:
         try:
-            return await bus.ask(VERDICT, AskVerdict(model=model), timeout_s=ASK_S_MAX)
+            return await bus.ask(DISAGGREGATION_REPORT, AskDisaggregationReport(model=model), timeout_s=ASK_S_MAX)
         except (NoResponders, AskTimedOut) as error:
-            raise NoVerdict(f"No metrics collector answers at {nats_url}: it is what measures. Start one.") from error
+            raise NoReport(f"No metrics collector answers at {nats_url}: it is what measures. Start one.") from error
 
 
-def draw(told: Verdict, console: Console) -> None:
+def draw(told: DisaggregationReport, console: Console) -> None:
     """A table for each model, and why below."""
     for section in _sections(told):
         console.print(section, highlight=False)
 
 
-def _sections(told: Verdict) -> Iterator[RenderableType]:
+def _sections(told: DisaggregationReport) -> Iterator[RenderableType]:
     yield Text(told.words, "bold")
     if not told.buckets:
         yield Text(f"Nothing was told of in the last {told.seconds / 60:.0f} minutes: send requests, and ask again.")
@@ -61,7 +61,7 @@ def _sections(told: Verdict) -> Iterator[RenderableType]:
             yield Padding(Text.assemble(why, f", {bucket.why}." if bucket.why else "."), (0, 0, 0, 2))
 
 
-def _table(buckets: list[VerdictBucket]) -> Table:
+def _table(buckets: list[ReportBucket]) -> Table:
     """Two lines for each range of lengths: how it is, and how it would be."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("prompt tokens", no_wrap=True)
@@ -79,7 +79,7 @@ def _table(buckets: list[VerdictBucket]) -> Table:
     return table
 
 
-def _cell(bucket: VerdictBucket, field: str, *, other: bool = False) -> Text:
+def _cell(bucket: ReportBucket, field: str, *, other: bool = False) -> Text:
     mine_s, other_s = getattr(bucket, field), getattr(bucket, f"other_{field}")
     own_s, against_s = (other_s, mine_s) if other else (mine_s, other_s)
     if not own_s:
@@ -87,7 +87,7 @@ def _cell(bucket: VerdictBucket, field: str, *, other: bool = False) -> Text:
     return Text(duration(own_s), "green" if own_s * CLEARLY < against_s else "")
 
 
-def _range(bucket: VerdictBucket) -> str:
+def _range(bucket: ReportBucket) -> str:
     if bucket.tokens_max >= OPEN_ENDED:
         return f"{counted(bucket.tokens_min)} and more"
     return f"{counted(bucket.tokens_min)} to {counted(bucket.tokens_max)}"

@@ -47,7 +47,7 @@ async def read_fleet(nats_url: str) -> Fleet:
         try:
             return Fleet(await bus.ask(DESCRIBE_FLEET, DescribeFleet(), timeout_s=ASK_S_MAX), from_registry=False)
         except (NoResponders, AskTimedOut):
-            records = await (await bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)).all()
+            records = await (await bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)).all()
     workers = [
         FleetWorker(record=kept.value, phase=kept.value.phase, since_s=0.0, silent_s=0.0)
         for kept in records

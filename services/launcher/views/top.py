@@ -96,7 +96,7 @@ class Top:
         """Watch the workers' records, for ever."""
         while True:
             with contextlib.suppress(BusError):
-                kept = await self._bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+                kept = await self._bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
                 async for entry in kept.watch():
                     if entry is None:
                         continue

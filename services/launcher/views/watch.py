@@ -19,7 +19,7 @@ from shared.contracts.inference import RequestFinished
 from shared.contracts.load import LoadReport, StoreState
 from shared.contracts.planning import PlanAction, PlanDecision
 from shared.contracts.workers import FleetState, Role, WorkerLost, WorkerPhase, WorkerRecord
-from shared.text.fleet_text import loss_words, plan_words
+from shared.text.fleet_text import loss_text, plan_text
 
 WINDOW_S = 60
 """Requests and flows are those of so many seconds."""
@@ -175,7 +175,7 @@ class Watch:
         """The planner has looked."""
         self.plans[plan.model] = plan
         if plan.action is not PlanAction.NOTHING:
-            self._note(now, "planner", f"{plan_words(plan)}: {plan.why}" if plan.why else plan_words(plan))
+            self._note(now, "planner", f"{plan_text(plan)}: {plan.why}" if plan.why else plan_text(plan))
 
     def served(self, requests: Iterable[RequestFinished], now: float) -> None:
         """Requests have ended."""
@@ -261,7 +261,7 @@ class Watch:
         lost = store.damaged_blocks_total + store.unsaved_blocks_total
         if lost > worker.blocks_lost and now >= worker.quiet_until:
             worker.blocks_lost, worker.quiet_until = lost, now + TROUBLE_S
-            self._note(now, worker.record.worker_id, loss_words(store), bad=True)
+            self._note(now, worker.record.worker_id, loss_text(store), bad=True)
 
     def _note(self, now: float, what: str, words: str, *, bad: bool = False) -> None:
         self.happened.append(Happened(now, what, words, bad))

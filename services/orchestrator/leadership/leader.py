@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from services.orchestrator.leadership.leadership import Candidate, Claim, Look, Renew
-from shared.bus.port import BusError, Kept, WrongRevision
+from shared.bus.port import BusError, KeyValueStore, WrongRevision
 from shared.contracts.control import Leadership
 from shared.runtime.clock import Clock
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 async def stand_for_leadership(
-    candidate: Candidate, seat: Kept[Leadership], clock: Clock, stopping: asyncio.Event
+    candidate: Candidate, seat: KeyValueStore[Leadership], clock: Clock, stopping: asyncio.Event
 ) -> None:
     """Keep ``candidate`` up to date until ``stopping``; then leave the seat to the next at once."""
     while not stopping.is_set():
@@ -34,7 +34,7 @@ async def stand_for_leadership(
             log.warning("could not leave the seat, it expires by itself: %s", error)
 
 
-async def _step(candidate: Candidate, seat: Kept[Leadership], clock: Clock) -> None:
+async def _step(candidate: Candidate, seat: KeyValueStore[Leadership], clock: Clock) -> None:
     try:
         async with asyncio.timeout(SEAT_S_MAX):
             if isinstance(candidate.due(clock.now()), Look):

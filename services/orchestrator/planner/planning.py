@@ -86,7 +86,7 @@ class Planning:
 
     async def _carry_out(self, decision: PlanDecision) -> None:
         """Do it, unless this is only advice, and tell what came of it."""
-        log.info("plan %d: %s, because %s", decision.number, in_words(decision), decision.why)
+        log.info("plan %d: %s, because %s", decision.number, as_text(decision), decision.why)
         if self._settings.planner == "advise":
             told = self._planner.advised(decision, self._clock.now())
         else:
@@ -144,7 +144,7 @@ def make_scaler(bus: Bus, settings: Settings) -> Scaler:
             return AdviceScaler()
 
 
-def in_words(decision: PlanDecision) -> str:
+def as_text(decision: PlanDecision) -> str:
     """What it does."""
     if decision.action is PlanAction.CHANGE_ROLE:
         return f"{decision.worker_id} becomes {decision.role}"

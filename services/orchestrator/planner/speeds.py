@@ -14,7 +14,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from shared.engine_speed import USUAL, Law, Steps
+from shared.engine_speed import USUAL, Steps, StepTimeModel
 
 Floats = npt.NDArray[np.float64]
 
@@ -41,7 +41,7 @@ class SpeedLearner:
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[int, int], Equations] = {}
-        self._solved: Law | None = None
+        self._solved: StepTimeModel | None = None
 
     @property
     def knows(self) -> bool:
@@ -57,10 +57,10 @@ class SpeedLearner:
         self._kinds.setdefault(_kind(done), Equations()).add(parts / done.seconds)
         self._solved = None
 
-    def speeds(self) -> Law | None:
+    def speeds(self) -> StepTimeModel | None:
         """As far as is known; None before anything was measured. A phase that was not has the scale of the other."""
         if self._solved is None and self._kinds:
-            self._solved = Law(*_solve(sum(self._kinds.values(), Equations())).tolist())
+            self._solved = StepTimeModel(*_solve(sum(self._kinds.values(), Equations())).tolist())
         return self._solved
 
 

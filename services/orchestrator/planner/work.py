@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from services.orchestrator.planner.demand import Wish
 from services.orchestrator.planner.rules import Rules
-from shared.engine_speed import Law, Steps
+from shared.engine_speed import Steps, StepTimeModel
 
 CAUSE_SHARE = 0.8
 """A phase with so much of the busiest phase's load may be why requests wait in routers."""
@@ -69,7 +69,7 @@ class Work:
         return self.load_max
 
 
-def work_of(rate: Steps, queues: Queues, wish: Wish, law: Law, engines: Engines, rules: Rules) -> Work:
+def work_of(rate: Steps, queues: Queues, wish: Wish, law: StepTimeModel, engines: Engines, rules: Rules) -> Work:
     """``rate``: what all engines together did per second."""
     demand = wish.demand
     spent = law.prefill_s(rate)
@@ -95,7 +95,7 @@ def work_of(rate: Steps, queues: Queues, wish: Wish, law: Law, engines: Engines,
     )
 
 
-def batch_max(law: Law, context_tokens: float, engines: Engines, itl_s: float) -> float:
+def batch_max(law: StepTimeModel, context_tokens: float, engines: Engines, itl_s: float) -> float:
     """Completions at a time: as many as the target allows and the cache holds. At least one, whatever the target."""
     room = float(engines.requests_max)
     if context_tokens >= 1.0:

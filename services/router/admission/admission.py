@@ -16,9 +16,9 @@ from heapq import heapify, heappop, heappush
 
 from services.router.admission.fair_share import cost_of
 from services.router.admission.policy import LATE_SHARE_MAX, AdmissionPolicy
-from services.router.admission.queues import Lane, Line, Ticket
-from services.router.admission.scheduling_pass import Look, Place, prompt_worker
-from services.router.placement.placement import Need, Placed, Refused
+from services.router.admission.queues import ModelQueue, PriorityQueue, QueueEntry
+from services.router.admission.scheduling_pass import Place, SchedulingPass, prompt_worker
+from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
 
@@ -44,27 +44,27 @@ class Admission:
     def __init__(self, policy: AdmissionPolicy, place: Place) -> None:
         self._policy = policy
         self._place = place
-        self._lanes: dict[str, Lane] = {}
+        self._lanes: dict[str, ModelQueue] = {}
         self._numbers = 0
-        self._expiries: list[tuple[float, int, Ticket]] = []
-        self._evicted: list[tuple[Ticket, Placed | Refused]] = []
-        """Refused to make room, and not told yet."""
+        self._expiries: list[tuple[float, int, QueueEntry]] = []
+        self._evicted: list[tuple[QueueEntry, Placement | Rejection]] = []
+        """Rejection to make room, and not told yet."""
         self._again = False
         """Something may begin that the last turn did not get to."""
         self._running: dict[WorkerId, int] = {}
         """Requests on the worker that completes them."""
         self.waiting = 0
 
-    def offer(self, ticket: Ticket, now: float) -> Placed | Refused | None:
+    def offer(self, ticket: QueueEntry, now: float) -> Placement | Rejection | None:
         """A request comes: where it goes, why it is refused, or None when it has to wait."""
         need = ticket.need
         placed = self._place(need, now)
-        if isinstance(placed, Refused) and placed.reason is not Reason.WORKER_BUSY:
+        if isinstance(placed, Rejection) and placed.reason is not Reason.WORKER_BUSY:
             return placed
         lane = self._lane(lane_of(need))
         line = ticket.line = lane.line(need.priority, self._policy.tenant_weights)
         self._judge(ticket, placed)
-        if isinstance(placed, Placed):
+        if isinstance(placed, Placement):
             if (no := self._refuse_late(ticket, placed, now)) is not None:
                 return no
             obstacle = self._obstacle(ticket, placed)
@@ -77,12 +77,12 @@ class Admission:
             self._again = self._again or obstacle is None
         return self._queue(ticket, placed, now)
 
-    def withdraw(self, ticket: Ticket) -> None:
+    def withdraw(self, ticket: QueueEntry) -> None:
         """Nobody waits for it any more."""
         if ticket.waiting:
             self._leave(ticket)
 
-    def turn(self, now: float) -> list[tuple[Ticket, Placed | Refused]]:
+    def turn(self, now: float) -> list[tuple[QueueEntry, Placement | Rejection]]:
         """Something has changed: who goes where now, and who is refused."""
         decided, self._evicted = self._evicted, []
         self._again = False
@@ -94,12 +94,12 @@ class Admission:
                 self._leave(ticket)
         for lane in [lane for lane in self._lanes.values() if lane.count]:
             lane.drain.passed(now)
-            look = Look(lane, self._place, self._obstacle)
+            look = SchedulingPass(lane, self._place, self._obstacle)
             look.look(now)
             self._again = self._again or look.unfinished
             for ticket, placed in look.decided:
                 self._leave(ticket)
-                if isinstance(placed, Placed):
+                if isinstance(placed, Placement):
                     lane.drain.begun(ticket.work_s)
                     self._judge(ticket, placed)
                     self._begin(ticket, placed)
@@ -114,7 +114,7 @@ class Admission:
             heappop(self._expiries)
         return self._expiries[0][0] if self._expiries else None
 
-    def ended(self, ticket: Ticket, computed_tokens: int = -1, tokens_out: int = -1) -> None:
+    def ended(self, ticket: QueueEntry, computed_tokens: int = -1, tokens_out: int = -1) -> None:
         """A request that was placed is over, after so many tokens (-1: nobody knows): its tenant's account is settled.
 
         Whoever got no answer keeps paying for what was expected of it: somebody may have computed it.
@@ -134,20 +134,20 @@ class Admission:
             line.share.charge(tenant, cost_of(computed_tokens, tokens_out) - ticket.cost)
             line.share.completed(tenant, tokens_out)
 
-    def _lane(self, model: str) -> Lane:
+    def _lane(self, model: str) -> ModelQueue:
         lane = self._lanes.get(model)
         if lane is None:
             if len(self._lanes) >= LANES_IDLE_MAX:
                 self._lanes = {name: lane for name, lane in self._lanes.items() if lane.count}
-            lane = self._lanes[model] = Lane()
+            lane = self._lanes[model] = ModelQueue()
         return lane
 
-    def _judge(self, ticket: Ticket, placed: Placed | Refused) -> None:
+    def _judge(self, ticket: QueueEntry, placed: Placement | Rejection) -> None:
         """What it will cost, as far as can be told now."""
         need, line = ticket.need, ticket.line
         assert line is not None
         tokens_out = line.share.expected_tokens_out(need.tenant, need.tokens_out)
-        if isinstance(placed, Refused):
+        if isinstance(placed, Rejection):
             ticket.work_s = line.lane.work_s
             ticket.cost = cost_of(need.prompt_tokens, tokens_out)
         else:
@@ -155,7 +155,7 @@ class Admission:
             ticket.cost = cost_of(placed.uncached_tokens, tokens_out)
             line.lane.learn_work(ticket.work_s)
 
-    def _obstacle(self, ticket: Ticket, placed: Placed, given_s: float = 0.0) -> WorkerId | None:
+    def _obstacle(self, ticket: QueueEntry, placed: Placement, given_s: float = 0.0) -> WorkerId | None:
         """The worker that it had to wait for; None when it can begin. ``given_s``: more work in front of it than shows.
 
         A worker that completes nothing of ours just now is no obstacle to a completion: it will not get any faster.
@@ -172,7 +172,7 @@ class Admission:
             return decode if decode in self._running else None
         return None
 
-    def _refuse_late(self, ticket: Ticket, placed: Placed, now: float) -> Refused | None:
+    def _refuse_late(self, ticket: QueueEntry, placed: Placement, now: float) -> Rejection | None:
         """One that would miss its target on an idle worker, too, is served as long as that harms few."""
         assert ticket.line is not None
         own_s, lane = _own_s(ticket, placed), ticket.line.lane
@@ -187,14 +187,14 @@ class Admission:
         message = "Even an idle worker would miss its target. Try again when nobody waits, or without a target."
         return refused(ticket, Reason.OVERLOADED, message, late_at - now)
 
-    def _begin(self, ticket: Ticket, placed: Placed) -> None:
+    def _begin(self, ticket: QueueEntry, placed: Placement) -> None:
         assert ticket.line is not None
         ticket.placed = placed
         ticket.line.share.charge(ticket.need.tenant, ticket.cost)
         decode = placed.decode.record.worker_id
         self._running[decode] = self._running.get(decode, 0) + 1
 
-    def _queue(self, ticket: Ticket, placed: Placed | Refused, now: float) -> Refused | None:
+    def _queue(self, ticket: QueueEntry, placed: Placement | Rejection, now: float) -> Rejection | None:
         line = ticket.line
         assert line is not None
         self._numbers += 1
@@ -216,7 +216,7 @@ class Admission:
             heapify(self._expiries)
         return None
 
-    def _set_deadline(self, ticket: Ticket, placed: Placed | Refused) -> None:
+    def _set_deadline(self, ticket: QueueEntry, placed: Placement | Rejection) -> None:
         """Who could have its first token soonest, had it come to idle engines, comes first: the target counts from
         there, so that a short prompt passes a long one by as much as it is shorter, and never by more. A target that
         even an idle worker would miss is no reason to refuse a request: it may wait for a part of its own time.
@@ -231,7 +231,7 @@ class Admission:
             ticket.deadline = latest_at + own_s
         ticket.hopeless_at = min(latest_at, ticket.ends_at)
 
-    def _make_room(self, ticket: Ticket, own: Line) -> Refused | None:
+    def _make_room(self, ticket: QueueEntry, own: PriorityQueue) -> Rejection | None:
         """The queue is full: someone less urgent goes, or of the least urgent whoever waits with most. Answers why
         nobody does.
         """
@@ -249,38 +249,38 @@ class Admission:
             return refused(ticket, Reason.OVER_SHARE, "The queue is full, and this tenant has its share of it.")
         return refused(ticket, Reason.OVERLOADED, "The queue is full. Try again later.")
 
-    def _evict(self, line: Line, tenant: str, reason: Reason) -> None:
+    def _evict(self, line: PriorityQueue, tenant: str, reason: Reason) -> None:
         last = line.tenants[tenant][-1]
         self._evicted.append((last, refused(last, reason, "The queue is full, and others come first.")))
         self._leave(last)
 
-    def _leave(self, ticket: Ticket) -> None:
+    def _leave(self, ticket: QueueEntry) -> None:
         assert ticket.line is not None
         ticket.line.remove(ticket)
         self.waiting -= 1
 
-    def _too_late(self, ticket: Ticket, now: float) -> Refused:
+    def _too_late(self, ticket: QueueEntry, now: float) -> Rejection:
         if now >= ticket.ends_at:
-            return Refused(reason=Reason.DEADLINE, message="The request took too long.")
+            return Rejection(reason=Reason.DEADLINE, message="The request took too long.")
         return refused(ticket, Reason.OVERLOADED, "It waited too long to be of use. Try again later.")
 
 
-def _own_s(ticket: Ticket, placed: Placed | Refused) -> float:
+def _own_s(ticket: QueueEntry, placed: Placement | Rejection) -> float:
     """To its first token on an idle worker."""
-    if isinstance(placed, Refused):
+    if isinstance(placed, Rejection):
         return ticket.work_s
     predicted = placed.predicted
     return max(ticket.work_s, predicted.total_s() - predicted.queue_s - predicted.decode_queue_s)
 
 
-def lane_of(need: Need) -> str:
+def lane_of(need: PlacementRequest) -> str:
     """With whom it stands in line: with those who want the same workers."""
     return f"{need.model} {need.revisions[0]}" if need.revisions else need.model
 
 
-def refused(ticket: Ticket, reason: Reason, message: str, again_s: float = 0.0) -> Refused:
+def refused(ticket: QueueEntry, reason: Reason, message: str, again_s: float = 0.0) -> Rejection:
     """With when a request like this one could be begun: not before ``again_s`` from now."""
     line = ticket.line
     wait_s = line.lane.wait_s(ticket, line) if line is not None else None
     retry_after_s = min(max(wait_s or 0.0, again_s, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX)
-    return Refused(reason=reason, message=message, retry_after_s=retry_after_s)
+    return Rejection(reason=reason, message=message, retry_after_s=retry_after_s)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from services.router.admission.admission import Admission
-from services.router.admission.queues import Ticket
-from services.router.placement.placement import Need, Placed, Refused
-from services.router.relay.request_context import Flight
-from services.router.telemetry.queue_metrics import RoomMetrics
+from services.router.admission.queues import QueueEntry
+from services.router.placement.placement import Placement, PlacementRequest, Rejection
+from services.router.relay.request_context import RequestContext
+from services.router.telemetry.queue_metrics import QueueMetrics
 from shared.contracts.failures import Reason
 from shared.runtime.clock import Clock
 
@@ -18,20 +18,20 @@ TURN_S_MIN = 0.001
 """Between two turns: what happens in between is looked at together."""
 TURNS_SHARE_MAX = 0.2
 """Of the event loop's time, for turns."""
-CLOSED = Refused(
+CLOSED = Rejection(
     reason=Reason.OVERLOADED, message="This router is being shut down. Try again shortly.", retry_after_s=1.0
 )
 
 
-class WaitingRoom:
+class AdmissionQueue:
     """Admits flights. ``ring`` whenever something has changed that may let one begin."""
 
-    def __init__(self, admission: Admission, clock: Clock, metrics: RoomMetrics) -> None:
+    def __init__(self, admission: Admission, clock: Clock, metrics: QueueMetrics) -> None:
         self._admission = admission
         self._now: Callable[[], float] = clock.now
         self._metrics = metrics
         metrics.queue.set_function(lambda: float(len(self._waiting)))
-        self._waiting: dict[Ticket, asyncio.Future[Placed | Refused]] = {}
+        self._waiting: dict[QueueEntry, asyncio.Future[Placement | Rejection]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._rest_until = 0.0
@@ -42,9 +42,9 @@ class WaitingRoom:
         return len(self._waiting)
 
     @contextmanager
-    def ticket(self, flight: Flight, need: Need) -> Iterator[Ticket]:
+    def ticket(self, flight: RequestContext, need: PlacementRequest) -> Iterator[QueueEntry]:
         """From a request's wish to be served to its end, when its tenant's account is settled."""
-        ticket = Ticket(need, flight.story.started_at, flight.ends_at)
+        ticket = QueueEntry(need, flight.story.started_at, flight.ends_at)
         try:
             yield ticket
         finally:
@@ -53,17 +53,17 @@ class WaitingRoom:
             self._metrics.ended(need.tenant, flight.story.reason, max(0, computed), max(0, tokens_out))
             self.ring()
 
-    def offer(self, ticket: Ticket) -> Placed | Refused | None:
+    def offer(self, ticket: QueueEntry) -> Placement | Rejection | None:
         """Where it goes, if that is decided at once."""
         return self._admission.offer(ticket, self._now())
 
-    async def turn_of(self, ticket: Ticket, flight: Flight) -> Placed | Refused:
+    async def turn_of(self, ticket: QueueEntry, flight: RequestContext) -> Placement | Rejection:
         """Wait until it is decided. A client that leaves gives its place away."""
         if self._closed:
             self._admission.withdraw(ticket)
             return CLOSED
         begun = self._now()
-        decided: asyncio.Future[Placed | Refused] = asyncio.get_running_loop().create_future()
+        decided: asyncio.Future[Placement | Rejection] = asyncio.get_running_loop().create_future()
         self._waiting[ticket] = decided
         self._wake_at(self._admission.wakes_at(begun))
         flight.exchange.on_left = lambda: self._left(ticket, flight)
@@ -87,7 +87,7 @@ class WaitingRoom:
             self._admission.withdraw(ticket)
             settle(decided, CLOSED)
 
-    def _left(self, ticket: Ticket, flight: Flight) -> None:
+    def _left(self, ticket: QueueEntry, flight: RequestContext) -> None:
         flight.client_left()
         settle(self._waiting[ticket], LEFT)
 
@@ -115,16 +115,16 @@ class WaitingRoom:
             self._wake_at(self._admission.wakes_at(ended))
 
 
-LEFT = Refused(reason=Reason.CANCELLED, message="the client left")
+LEFT = Rejection(reason=Reason.CANCELLED, message="the client left")
 
 
-def settle(decided: asyncio.Future[Placed | Refused], verdict: Placed | Refused) -> None:
+def settle(decided: asyncio.Future[Placement | Rejection], verdict: Placement | Rejection) -> None:
     """Tell whoever waits, unless it was told before."""
     if not decided.done():
         decided.set_result(verdict)
 
 
-def computed_tokens(flight: Flight) -> tuple[int, int]:
+def computed_tokens(flight: RequestContext) -> tuple[int, int]:
     """Prompt tokens that were computed for it, and tokens of its completion; -1 where nobody says."""
     story = flight.story
     if story.report is None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.router.admission.queues import Ticket
-from services.router.placement.placement import Need, Placed, Refused
+from services.router.admission.queues import QueueEntry
+from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.relay.parts import Parts
-from services.router.relay.request_context import Flight
+from services.router.relay.request_context import RequestContext
 from shared.contracts.failures import Reason
 from shared.telemetry.span_names import SpanName
 
-BUS_AWAY = Refused(
+BUS_AWAY = Rejection(
     reason=Reason.BUS_DOWN,
     message="NATS, or the fleet behind it, cannot be reached. Try again shortly.",
     retry_after_s=1.0,
@@ -25,10 +25,10 @@ class Placing:
         self._now: Callable[[], float] = parts.clock.now
         self._bus_wait_s_max = parts.settings.bus_wait_s_max
         self._fleet = parts.fleet
-        self._presence = parts.presence
+        self._presence = parts.bus_health
         self._room = parts.room
 
-    async def first(self, flight: Flight, ticket: Ticket) -> Placed | Refused:
+    async def first(self, flight: RequestContext, ticket: QueueEntry) -> Placement | Rejection:
         """When its turn has come. What nobody could take because the bus was away has its turn when that is back."""
         spent, begun = flight.story.spent, self._now()
         until = min(begun + self._bus_wait_s_max, flight.ends_at)
@@ -41,18 +41,18 @@ class Placing:
             if placement is None:
                 placement = await self._room.turn_of(ticket, flight)
                 flight.mark(SpanName.ADMISSION, begun, self._now())
-            if isinstance(placement, Placed) or self._presence.here or flight.exchange.left:
+            if isinstance(placement, Placement) or self._presence.here or flight.exchange.left:
                 spent.admission_s += self._now() - begun
                 return placement
 
-    def again(self, flight: Flight, need: Need) -> Placed | Refused:
+    def again(self, flight: RequestContext, need: PlacementRequest) -> Placement | Rejection:
         """Who has had its turn does not stand in line again."""
         begun = self._now()
         placement = self._fleet.place(need, begun)
         self._placed(flight, begun)
         return placement
 
-    def _placed(self, flight: Flight, begun: float) -> float:
+    def _placed(self, flight: RequestContext, begun: float) -> float:
         """Note what it took; answers when it was over."""
         ended = self._now()
         flight.story.spent.place_s += ended - begun

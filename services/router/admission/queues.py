@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from heapq import heapify, heappop, heapreplace
 
 from services.router.admission.fair_share import FairShare
-from services.router.placement.placement import Need, Placed
+from services.router.placement.placement import Placement, PlacementRequest
 from shared.contracts.ids import WorkerId
 
 NOT_NUMBERED = -1
@@ -32,7 +32,7 @@ LINES_IDLE_MAX = 64
 """Priorities of one model whose counters are kept while nobody waits there."""
 
 
-class Ticket:
+class QueueEntry:
     """A request that wants to be placed, and what was found out about it while it waited. Seconds; instants on the
     monotonic clock.
     """
@@ -52,7 +52,7 @@ class Ticket:
         "work_s",
     )
 
-    def __init__(self, need: Need, arrived_at: float, ends_at: float = math.inf) -> None:
+    def __init__(self, need: PlacementRequest, arrived_at: float, ends_at: float = math.inf) -> None:
         self.need = need
         self.arrived_at = arrived_at
         self.ends_at = ends_at
@@ -67,11 +67,11 @@ class Ticket:
         """Its prompt takes so long of an engine's time, as predicted."""
         self.cost = 0.0
         """What its tenant is to be charged."""
-        self.line: Line | None = None
+        self.line: PriorityQueue | None = None
         self.waiting = False
         self.wants = ANYBODY
         """The worker that it waits for, as was found the last time."""
-        self.placed: Placed | None = None
+        self.placed: Placement | None = None
         """Where it was sent."""
 
     def key(self) -> tuple[float, int]:
@@ -79,23 +79,23 @@ class Ticket:
         return self.deadline, self.number
 
 
-class Line:
+class PriorityQueue:
     """Those of one model and priority."""
 
-    def __init__(self, lane: Lane, priority: int, weights: Mapping[str, float]) -> None:
+    def __init__(self, lane: ModelQueue, priority: int, weights: Mapping[str, float]) -> None:
         self.lane = lane
         self.priority = priority
         self.share = FairShare(weights)
-        self.tenants: dict[str, list[Ticket]] = {}
+        self.tenants: dict[str, list[QueueEntry]] = {}
         self.count = 0
         self.work_s = 0.0
         self._work_of: dict[str, float] = {}
         """Of each tenant, in seconds."""
 
-    def add(self, ticket: Ticket) -> None:
+    def add(self, ticket: QueueEntry) -> None:
         """One more waits."""
         tenant = ticket.need.tenant
-        insort(self.tenants.setdefault(tenant, []), ticket, key=Ticket.key)
+        insort(self.tenants.setdefault(tenant, []), ticket, key=QueueEntry.key)
         self.share.enter(tenant)
         self.count += 1
         self.work_s += ticket.work_s
@@ -103,11 +103,11 @@ class Line:
         self.lane.added(ticket)
         ticket.waiting = True
 
-    def remove(self, ticket: Ticket) -> None:
+    def remove(self, ticket: QueueEntry) -> None:
         """It waits no more."""
         tenant = ticket.need.tenant
         queue = self.tenants[tenant]
-        del queue[bisect_left(queue, ticket.key(), key=Ticket.key)]
+        del queue[bisect_left(queue, ticket.key(), key=QueueEntry.key)]
         self._work_of[tenant] -= ticket.work_s
         if not queue:
             del self.tenants[tenant], self._work_of[tenant]
@@ -117,7 +117,7 @@ class Line:
         self.lane.removed(ticket)
         ticket.waiting = False
 
-    def in_order(self) -> Iterator[Ticket]:
+    def in_order(self) -> Iterator[QueueEntry]:
         """All of them, as they would be served if each were charged when its turn came."""
         share = self.share
         heads = [(share.served(tenant), queue[0].key(), tenant, 0) for tenant, queue in self.tenants.items()]
@@ -145,11 +145,11 @@ class Line:
         """What each tenant's would be if all had their share."""
         return self.count / self.share.weight_waiting() if self.count else 0.0
 
-    def work_before_s(self, ticket: Ticket) -> float:
+    def work_before_s(self, ticket: QueueEntry) -> float:
         """Of those that will be served before it: its tenant's own, and of others' as much as shares allow."""
         tenant = ticket.need.tenant
         queue, all_s = self.tenants.get(tenant, []), self._work_of.get(tenant, 0.0)
-        later = queue[bisect_left(queue, ticket.key(), key=Ticket.key) :]
+        later = queue[bisect_left(queue, ticket.key(), key=QueueEntry.key) :]
         own_s = all_s - sum([one.work_s for one in later])
         weight, weights = self.share.weight(tenant), self.share.weight_waiting()
         if not queue:
@@ -158,7 +158,7 @@ class Line:
         return own_s + min(others_s, own_s * (weights / weight - 1.0))
 
 
-class Drain:
+class QueueThroughput:
     """How fast a model's lines move: engine seconds of work begun, for each second that somebody waited."""
 
     __slots__ = ("_at", "_begun_s", "_strained_until", "_waited_s", "_waiting")
@@ -200,13 +200,13 @@ class Drain:
         return work_s * self._waited_s / (self._begun_s + next_s) if self._waited_s >= DRAIN_S_MIN else None
 
 
-class Lane:
+class ModelQueue:
     """All lines of one model, the most urgent first."""
 
     def __init__(self) -> None:
-        self.lines: dict[int, Line] = {}
+        self.lines: dict[int, PriorityQueue] = {}
         self.count = 0
-        self.drain = Drain()
+        self.drain = QueueThroughput()
         self.late_again_at = -math.inf
         """Before that no prompt is begun that even an idle engine would be late with."""
         self.work_s = WORK_AT_FIRST_S
@@ -216,35 +216,35 @@ class Lane:
         self.wanted: dict[WorkerId, int] = {}
         """How many wait for each worker."""
 
-    def line(self, priority: int, weights: Mapping[str, float]) -> Line:
+    def line(self, priority: int, weights: Mapping[str, float]) -> PriorityQueue:
         """The line of that priority."""
         line = self.lines.get(priority)
         if line is None:
             if len(self.lines) >= LINES_IDLE_MAX:
                 self.lines = {one: line for one, line in self.lines.items() if line.count}
-            self.lines[priority] = line = Line(self, priority, weights)
+            self.lines[priority] = line = PriorityQueue(self, priority, weights)
             self.lines = dict(sorted(self.lines.items()))
         return line
 
-    def in_order(self) -> Iterator[Ticket]:
+    def in_order(self) -> Iterator[QueueEntry]:
         """Everyone who waits for this model."""
         for line in self.lines.values():
             if line.count:
                 yield from line.in_order()
 
-    def added(self, ticket: Ticket) -> None:
+    def added(self, ticket: QueueEntry) -> None:
         """One more waits."""
         self.count += 1
         self.wanted[ticket.wants] = self.wanted.get(ticket.wants, 0) + 1
 
-    def removed(self, ticket: Ticket) -> None:
+    def removed(self, ticket: QueueEntry) -> None:
         """One waits no more."""
         self.count -= 1
         self._want_no_more(ticket.wants)
         if not self.count:
             self.drain.rest()
 
-    def want(self, ticket: Ticket, worker_id: WorkerId) -> None:
+    def want(self, ticket: QueueEntry, worker_id: WorkerId) -> None:
         """One that waits would wait for another worker now."""
         self._want_no_more(ticket.wants)
         ticket.wants = worker_id
@@ -266,7 +266,7 @@ class Lane:
         """What a request that was placed takes."""
         self.work_s += WORK_LEARNED * (work_s - self.work_s)
 
-    def wait_s(self, ticket: Ticket, line: Line) -> float | None:
+    def wait_s(self, ticket: QueueEntry, line: PriorityQueue) -> float | None:
         """How long the ticket would wait in that line; None where nobody knows."""
         urgent_s = sum([other.work_s for priority, other in self.lines.items() if priority < line.priority])
         return self.drain.wait_s(urgent_s + line.work_before_s(ticket), self.work_s)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.router.admission.queues import ANYBODY, Lane, Ticket
-from services.router.placement.placement import Need, Placed, Refused
+from services.router.admission.queues import ANYBODY, ModelQueue, QueueEntry
+from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
 
@@ -18,14 +18,14 @@ LIKE_THE_NEXT = LOOKS_MAX // 2
 BEGUN_MAX = 64
 """Requests that begin in one look."""
 
-Place = Callable[[Need, float], Placed | Refused]
-Obstacle = Callable[[Ticket, Placed, float], WorkerId | None]
+Place = Callable[[PlacementRequest, float], Placement | Rejection]
+Obstacle = Callable[[QueueEntry, Placement, float], WorkerId | None]
 
 
-class Look:
+class SchedulingPass:
     """``look`` fills ``decided`` and changes nothing but what those who wait are known to want."""
 
-    def __init__(self, lane: Lane, place: Place, obstacle: Obstacle) -> None:
+    def __init__(self, lane: ModelQueue, place: Place, obstacle: Obstacle) -> None:
         self._lane = lane
         self._place = place
         self._obstacle = obstacle
@@ -34,7 +34,7 @@ class Look:
         self._given: dict[WorkerId, float] = {}
         """Seconds of work that workers got in this look, and that do not show in what is known of them."""
         self._held = 0
-        self.decided: list[tuple[Ticket, Placed | Refused]] = []
+        self.decided: list[tuple[QueueEntry, Placement | Rejection]] = []
         self.unfinished = False
         """Another look, right after this one, may find more."""
 
@@ -51,8 +51,8 @@ class Look:
                 return
             self._weigh(ticket, self._place(ticket.need, now))
 
-    def _weigh(self, ticket: Ticket, placed: Placed | Refused) -> None:
-        if isinstance(placed, Refused):
+    def _weigh(self, ticket: QueueEntry, placed: Placement | Rejection) -> None:
+        if isinstance(placed, Rejection):
             if placed.reason is Reason.WORKER_BUSY:
                 self._hold(ticket, ANYBODY, LIKE_THE_NEXT)
             else:
@@ -72,12 +72,12 @@ class Look:
             self._given[prompt] = given_s + ticket.work_s
             self.decided.append((ticket, placed))
 
-    def _hold(self, ticket: Ticket, wanted: WorkerId, looks: int = 1) -> None:
+    def _hold(self, ticket: QueueEntry, wanted: WorkerId, looks: int = 1) -> None:
         self._held += looks
         self._reserved.add(wanted)
         self._lane.want(ticket, wanted)
 
 
-def prompt_worker(placed: Placed) -> WorkerId:
+def prompt_worker(placed: Placement) -> WorkerId:
     """Who computes the prompt."""
     return (placed.prefill or placed.decode).record.worker_id

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from services.router.auth.api_keys import METRICS_PATH, OPEN_PATHS, Key, Keyring, Permission, may_see
-from services.router.auth.client import ANYONE, CALLER, Caller
-from services.router.auth.rate_limit import Allowance, Over
+from services.router.auth.client import ANYONE, CALLER, ApiClient
+from services.router.auth.rate_limit import Over, RateLimit
 from services.router.http.errors import HttpError, error_body, failed
 from services.router.http.request import Header
 from services.router.settings import Settings, is_local, keyring_of, salt_secret_of
@@ -29,14 +29,14 @@ FileState = tuple[int, int, int]
 """By which a file that was written is told from what it was."""
 
 
-class Gate:
+class Authenticator:
     """Lets in who has a key. ``follow`` keeps the keys as they stand in their file."""
 
     def __init__(self, settings: Settings, now: Callable[[], float]) -> None:
         self._settings = settings
         self._now = now
         self._metrics_open = settings.metrics == "open" or (settings.metrics == "auto" and is_local(settings))
-        self._callers: dict[str, Caller] = {}
+        self._callers: dict[str, ApiClient] = {}
         self._seen = self._look()
         keyring = keyring_of(settings)
         self.closed = keyring is not None
@@ -44,7 +44,7 @@ class Gate:
         if keyring is not None:
             self._take(keyring)
 
-    def caller(self, headers: list[Header]) -> Caller | None:
+    def client(self, headers: list[Header]) -> ApiClient | None:
         """Whose key it is; None: nobody's, or there is none, or there are two. The key itself is kept nowhere, so that
         no worker, log, trace or error can have it.
         """
@@ -61,29 +61,29 @@ class Gate:
         key = given.pop()
         return self._callers.get(digest_of(key)) if len(key) <= KEY_CHARS_MAX else None
 
-    def request(self, caller: Caller | None) -> HttpError | None:
+    def request(self, client: ApiClient | None) -> HttpError | None:
         """Why this one may not have a request served now; None when it may."""
-        if caller is ANYONE:
+        if client is ANYONE:
             return None
-        if caller is None:
+        if client is None:
             return UNKNOWN
-        if not caller.key.may(Permission.INFER):
+        if not client.key.may(Permission.INFER):
             return NOT_FOR_INFERENCE
-        over = caller.allowance.request(self._now())
-        return limited(over, caller, self._now()) if over is not None else None
+        over = client.rate_limit.request(self._now())
+        return limited(over, client, self._now()) if over is not None else None
 
     def refusal(self, scope: Any) -> HttpError | None:
         """Why a request that FastAPI would serve is refused; who asks stands in its scope then."""
-        caller = self.caller(scope["headers"])
-        scope[CALLER] = caller if caller is not None else ANYONE
+        client = self.client(scope["headers"])
+        scope[CALLER] = client if client is not None else ANYONE
         if scope["path"] in OPEN_PATHS or (self._metrics_open and scope["path"] == METRICS_PATH):
             return None
-        if caller is None:
+        if client is None:
             return UNKNOWN
-        return None if may_see(caller.key, scope["path"], metrics_open=self._metrics_open) else NOT_ADMIN
+        return None if may_see(client.key, scope["path"], metrics_open=self._metrics_open) else NOT_ADMIN
 
     async def follow(self, look_s: float = LOOK_S) -> None:
-        """Look at the file, for ever. What cannot be read changes nothing: those who are known stay so."""
+        """SchedulingPass at the file, for ever. What cannot be read changes nothing: those who are known stay so."""
         if not self._settings.keys_file:
             return
         while True:
@@ -108,8 +108,8 @@ class Gate:
         self._callers = {}
         for digest, key in keyring.keys.items():
             old = before.get(digest)
-            allowance = old.allowance if old is not None and same_limits(old.key, key) else Allowance(key, now)
-            self._callers[digest] = Caller(key, secret, allowance)
+            rate_limit = old.rate_limit if old is not None and same_limits(old.key, key) else RateLimit(key, now)
+            self._callers[digest] = ApiClient(key, secret, rate_limit)
 
     def _look(self) -> FileState:
         if not self._settings.keys_file:
@@ -126,10 +126,10 @@ def same_limits(one: Key, other: Key) -> bool:
     return (one.requests_per_minute, one.tokens_per_minute) == (other.requests_per_minute, other.tokens_per_minute)
 
 
-def limited(over: Over, caller: Caller, now: float) -> HttpError:
+def limited(over: Over, client: ApiClient, now: float) -> HttpError:
     """429: a limit of the key was reached."""
     body = error_body(429, over.message, code="rate_limit_exceeded", kind=over.kind)
-    return HttpError(429, body, over.wait_s, "rate_limited", more=tuple(caller.told(now)))
+    return HttpError(429, body, over.wait_s, "rate_limited", more=tuple(client.told(now)))
 
 
 def not_allowed(message: str) -> HttpError:

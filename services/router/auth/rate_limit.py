@@ -57,7 +57,7 @@ class Bucket:
         self._level = min(float(self.per_minute), self.level(now) - amount)
 
 
-class Allowance:
+class RateLimit:
     """Of one key, at one router. Tokens are taken when the prompt's length is known and settled when all is known: who
     has used more than there was waits until that has filled up, so a long prompt is never impossible.
     """

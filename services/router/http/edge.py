@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
-from services.router.auth.authenticator import Gate
-from services.router.auth.client import Caller
+from services.router.auth.authenticator import Authenticator
+from services.router.auth.client import ApiClient
 from services.router.http.connections import Connections
 from services.router.http.errors import HttpError, error_body, error_event, failed
 from services.router.http.idle_clients import IdleClients
-from services.router.http.request import Bodies, Connection, Exchange, Head, Header, Upload
+from services.router.http.request import Bodies, Connection, Head, Header, HttpRequest, Upload
 from services.router.placement.request_fields import CHAT, COMPLETIONS, Mode
 from services.router.relay.relay import Relay
 from services.router.settings import Settings
@@ -59,14 +59,14 @@ AsgiApp = Callable[
 class Edge:
     """Serves exchanges; as an ASGI app, passes everything else on to ``app``."""
 
-    def __init__(self, settings: Settings, clock: Clock, relay: Relay, ledger: Ledger, gate: Gate) -> None:
+    def __init__(self, settings: Settings, clock: Clock, relay: Relay, ledger: Ledger, gate: Authenticator) -> None:
         self._settings = settings
         self._now = clock.now
         self._relay = relay
         self._ledger = ledger
         self._gate = gate
         self.app: AsgiApp | None = None
-        self.uploads: set[Exchange] = set()
+        self.uploads: set[HttpRequest] = set()
         """Requests whose body does not come in one piece."""
         self.bodies = Bodies()
         self.connections = Connections(
@@ -88,11 +88,13 @@ class Edge:
         await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
         await send({"type": "http.response.body", "body": refusal.body})
 
-    def admit(self, connection: Connection, path: str, headers: list[Header], *, http11: bool, keep: bool) -> Exchange:
+    def admit(
+        self, connection: Connection, path: str, headers: list[Header], *, http11: bool, keep: bool
+    ) -> HttpRequest:
         """The head is there. May refuse before any of the body is read."""
         head = Head(path, headers, self._new_id)
-        exchange = Exchange(connection, head, Upload(self._now(), self.bodies), http11=http11, keep_alive=keep)
-        if not self._lets_in(exchange, self._gate.caller(headers)):
+        exchange = HttpRequest(connection, head, Upload(self._now(), self.bodies), http11=http11, keep_alive=keep)
+        if not self._lets_in(exchange, self._gate.client(headers)):
             return exchange
         if head.mode is None:
             self._refuse(exchange, HttpError(400, error_body(400, BAD_MODE), reason="bad_request"))
@@ -102,21 +104,21 @@ class Edge:
             self.bound(exchange, head.length)
         return exchange
 
-    def _lets_in(self, exchange: Exchange, caller: Caller | None) -> bool:
+    def _lets_in(self, exchange: HttpRequest, client: ApiClient | None) -> bool:
         """Whether it may have a request served. A large body that nobody will read is not waited for."""
-        refusal = self._gate.request(caller)
+        refusal = self._gate.request(client)
         if refusal is not None:
             closes = exchange.head.length > UPLOAD_DISCARDED_FACTOR * self._settings.body_bytes_max
             self._refuse(exchange, msgspec.structs.replace(refusal, closes=closes))
-        elif caller is not None:
-            exchange.head.caller = caller
+        elif client is not None:
+            exchange.head.client = client
         return refusal is None
 
     def turned_away(self) -> None:
         """A connection was one too many."""
         self._ledger.refused(503, "too_many_connections")
 
-    def bound(self, exchange: Exchange, body_bytes: int) -> bool:
+    def bound(self, exchange: HttpRequest, body_bytes: int) -> bool:
         """Refuse a body that is, or says it will be, too large, or one too many; answers whether it was refused."""
         bytes_max = self._settings.body_bytes_max
         if body_bytes <= bytes_max:
@@ -144,7 +146,7 @@ class Edge:
             if exchange.my_turn and exchange.refusal is not None:
                 exchange.refuse(exchange.refusal)
 
-    async def serve(self, exchange: Exchange) -> None:
+    async def serve(self, exchange: HttpRequest) -> None:
         """One complete request."""
         try:
             await self._relay.serve(exchange)
@@ -159,7 +161,7 @@ class Edge:
         finally:
             exchange.upload.over()
 
-    def _refuse(self, exchange: Exchange, error: HttpError) -> None:
+    def _refuse(self, exchange: HttpRequest, error: HttpError) -> None:
         exchange.refusal = error
         head = exchange.head
         known = {"request_id": head.request_id, "path": head.path, "trace_id": trace_named(head.trace)}

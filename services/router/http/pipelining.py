@@ -5,7 +5,7 @@ from __future__ import annotations
 from httptools import HttpRequestParser
 
 from services.router.http.errors import HttpError, error_body
-from services.router.http.request import Exchange, Header
+from services.router.http.request import Header, HttpRequest
 
 HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 HEAD_TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -46,7 +46,7 @@ class Turn:
 
     __slots__ = ("disconnected", "exchange", "message_event")
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: HttpRequest) -> None:
         self.exchange = exchange
         self.disconnected = False
         self.message_event = NOBODY_WAITS

@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from services.router.http import pipelining as said
 from services.router.http.edge import RELAYED, Edge
 from services.router.http.pipelining import TooManyHeaders, Turn, head_without_upgrade
-from services.router.http.request import Exchange
+from services.router.http.request import HttpRequest
 
 HEAD_BYTES_MAX = 64 * 1024
 """Request line and headers; a larger head is answered with 431 and the connection is closed."""
@@ -35,9 +35,9 @@ class RouterProtocol(HttpToolsProtocol):
     """What ``make_server`` gave to uvicorn: the edge."""
     cycle: Any
     """uvicorn's cycle, or an exchange's place in the connection's order of requests."""
-    exchange: Exchange | None = None
+    exchange: HttpRequest | None = None
     """The relayed request whose body comes, or whose answer goes, just now."""
-    serving: Exchange | None = None
+    serving: HttpRequest | None = None
     """The relayed request whose turn it is; later ones of the same connection wait in ``pipeline``."""
     in_head = False
     request_bytes = 0
@@ -47,12 +47,12 @@ class RouterProtocol(HttpToolsProtocol):
     """Whose connection it is; empty when it was not let in."""
     held = False
     """The next request waits until the client has read what was answered."""
-    last_words: bytes | None = None
+    last_text: bytes | None = None
     """What is said, before the connection closes, when all that was asked before has been answered."""
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the client."""
-        if self.last_words is not None or not self.address:
+        if self.last_text is not None or not self.address:
             return
         self._unset_keepalive_if_required()
         self.request_bytes += len(data)
@@ -118,7 +118,7 @@ class RouterProtocol(HttpToolsProtocol):
         """Nothing more is understood. What was asked before is answered first: these words are no answer to that."""
         exchange = self.exchange
         if exchange is not None and not exchange.upload.complete:  # It is the end of this one that makes no sense.
-            self.last_words = b""
+            self.last_text = b""
             self.edge.uploads.discard(exchange)
             if exchange.ended:
                 self.transport.close()
@@ -126,13 +126,13 @@ class RouterProtocol(HttpToolsProtocol):
                 exchange.refusal = said.NO_SENSE
                 self._advance(exchange)
         elif self.busy and (self.in_head or exchange is not None):
-            self.last_words = words
+            self.last_text = words
         else:
-            self.last_words = b"" if self.busy else words
+            self.last_text = b"" if self.busy else words
             self._say_last()
 
     def _say_last(self) -> None:
-        self.write(self.last_words or b"")
+        self.write(self.last_text or b"")
         self.transport.close()
         self.edge.idle.waits_for_reader(self)
 
@@ -199,7 +199,7 @@ class RouterProtocol(HttpToolsProtocol):
         self.edge.uploads.discard(exchange)
         self._advance(exchange)
 
-    def _advance(self, exchange: Exchange) -> None:
+    def _advance(self, exchange: HttpRequest) -> None:
         if not exchange.my_turn or exchange.ended:
             return
         if exchange.refusal is not None:
@@ -215,7 +215,7 @@ class RouterProtocol(HttpToolsProtocol):
             self.held = True
             self.flow.pause_reading()
             self.edge.idle.waits_for_reader(self)
-        elif self.last_words is not None and not self.pipeline:
+        elif self.last_text is not None and not self.pipeline:
             self._say_last()
         else:
             super().on_response_complete()

@@ -57,8 +57,8 @@ class Head:
     """What the head of a request says that concerns a router. Header names are lower case."""
 
     __slots__ = (
-        "caller",
         "class_name",
+        "client",
         "content_type",
         "http11",
         "length",
@@ -73,7 +73,7 @@ class Head:
         self.path = path
         self.http11 = True
         """Whether its client reads an answer in chunks."""
-        self.caller = ANYONE
+        self.client = ANYONE
         """Whoever asks, as their key says."""
         self.mode: Mode | None = Mode.AUTO
         """None when the header asks for something that does not exist."""
@@ -147,7 +147,7 @@ class Upload:
         return self._parts[0] if self._parts else b""
 
 
-class Exchange:
+class HttpRequest:
     """One request and its answer. ``begun``: some of the answer was handed to the client."""
 
     __slots__ = (

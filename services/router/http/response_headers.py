@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from services.router.http.errors import NO_SNIFFING
 from services.router.http.request import Header, header_value
-from services.router.placement.placement import Placed
+from services.router.placement.placement import Placement
 from services.router.placement.request_fields import Mode
-from services.router.relay.request_context import Flight
+from services.router.relay.request_context import RequestContext
 
 FIXED_HEADERS_MAX = 4096
 """Combinations of workers whose headers are kept ready."""
@@ -18,7 +18,7 @@ class ServedBy:
     def __init__(self) -> None:
         self._fixed: dict[tuple[Mode, str, str, str, bool], list[Header]] = {}
 
-    def headers(self, flight: Flight, placed: Placed, content_type: str) -> list[Header]:
+    def headers(self, flight: RequestContext, placed: Placement, content_type: str) -> list[Header]:
         """Of one answer."""
         prefill = placed.prefill.record.worker_id if placed.prefill is not None else ""
         key = (placed.mode, content_type, placed.decode.record.worker_id, prefill, placed.streamed)

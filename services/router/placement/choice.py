@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from services.router.placement.decision_log import UNKNOWN, Asked, Choice
-from services.router.placement.placement import Need, Placed, Refused
+from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.slo import NONE
 from shared.contracts.ids import RequestId
 
 
-def choice_of(placement: Placed | Refused) -> Choice:
+def choice_of(placement: Placement | Rejection) -> Choice:
     """What was decided."""
-    if isinstance(placement, Refused):
+    if isinstance(placement, Rejection):
         return Choice(mode="", reason=placement.message)
     prefill = placement.prefill
     return Choice(
@@ -26,7 +26,7 @@ def choice_of(placement: Placed | Refused) -> Choice:
     )
 
 
-def asked_of(need: Need, request_id: RequestId, at_unix_s: float, *, attempt: int, exact: bool) -> Asked:
+def asked_of(need: PlacementRequest, request_id: RequestId, at_unix_s: float, *, attempt: int, exact: bool) -> Asked:
     """What was asked for."""
     targets = need.targets
     return Asked(

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 
 from services.router.placement.choice import asked_of, choice_of
 from services.router.placement.decision_log import DecisionLog, Outcome, router_of
-from services.router.placement.placement import Need, Placed, Refused
-from services.router.relay.request_context import Flight
+from services.router.placement.placement import Placement, PlacementRequest, Rejection
+from services.router.relay.request_context import RequestContext
 from shared.bus.port import Bus, BusError, Envelope, Subscription
 from shared.contracts.channels import DECISION
 from shared.contracts.decisions import AskDecision, Decision, FoundDecision
@@ -40,15 +40,15 @@ class Decisions:
         self._answering: Subscription | None = None
 
     async def open(self) -> None:
-        """Answer who asks; live when it returns."""
+        """RecoveryAction who asks; live when it returns."""
         self._answering = await self._bus.answer(DECISION, self._on_ask, router_id=self.router_id)
 
     async def close(self) -> None:
-        """Answer no more."""
+        """RecoveryAction no more."""
         if self._answering is not None:
             await self._answering.close()
 
-    def made(self, flight: Flight, need: Need, placement: Placed | Refused) -> None:
+    def made(self, flight: RequestContext, need: PlacementRequest, placement: Placement | Rejection) -> None:
         """The flight is placed, or cannot be."""
         story = flight.story
         asked = asked_of(
@@ -60,12 +60,12 @@ class Decisions:
         )
         flight.decision = self.log.made(asked, choice_of(placement), flight.decision)
 
-    def failed(self, flight: Flight, failure: Failure) -> None:
+    def failed(self, flight: RequestContext, failure: Failure) -> None:
         """The last placement did not lead to an answer."""
         if flight.decision is not None:
             flight.decision.outcome = Outcome(outcome=str(failure.reason))
 
-    def finished(self, flight: Flight, told: RequestFinished) -> None:
+    def finished(self, flight: RequestContext, told: RequestFinished) -> None:
         """The request is over."""
         if flight.decision is not None:
             flight.decision.outcome = Outcome(

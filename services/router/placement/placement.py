@@ -39,7 +39,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """Fewer tokens than this are computed, not fetched from another worker; a request may say otherwise."""
 
 
-class Need(msgspec.Struct, frozen=True, kw_only=True):
+class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What a request needs of its workers."""
 
     model: str
@@ -66,7 +66,7 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     """Which revisions may serve it, the wanted one first (see ``revisions``); empty: any."""
 
 
-class Placed(msgspec.Struct, frozen=True, kw_only=True):
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """Where the request goes, and what is expected of it."""
 
     mode: Mode
@@ -97,7 +97,7 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
     considered: Considered = NOTHING_CONSIDERED
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True):
+class Rejection(msgspec.Struct, frozen=True, kw_only=True):
     """Nobody can serve it just now."""
 
     reason: Reason
@@ -105,19 +105,19 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
     retry_after_s: float | None = None
 
 
-def refuse(need: Need, cluster: ClusterView, *, busy: bool) -> Refused:
+def refuse(need: PlacementRequest, cluster: ClusterView, *, busy: bool) -> Rejection:
     """Why nobody is free: the three cases have three answers."""
     if need.model and need.model not in cluster.models_known and cluster.is_whole:
         message = f"The model `{need.model}` does not exist; /v1/models lists those that do."
-        return Refused(reason=Reason.MODEL_UNKNOWN, message=message)
+        return Rejection(reason=Reason.MODEL_UNKNOWN, message=message)
     if busy:
         message = "All workers of this model are full. Try again shortly."
-        return Refused(reason=Reason.WORKER_BUSY, message=message, retry_after_s=RETRY_AFTER_S)
+        return Rejection(reason=Reason.WORKER_BUSY, message=message, retry_after_s=RETRY_AFTER_S)
     message = "No worker of this model is ready. Try again shortly."
-    return Refused(reason=Reason.NO_WORKER, message=message, retry_after_s=RETRY_AFTER_S)
+    return Rejection(reason=Reason.NO_WORKER, message=message, retry_after_s=RETRY_AFTER_S)
 
 
-def refuse_pair(need: Need, *, busy: bool) -> Refused:
+def refuse_pair(need: PlacementRequest, *, busy: bool) -> Rejection:
     """There is no pair of workers for it, or none that has room."""
     reason = Reason.WORKER_BUSY if busy else Reason.NO_WORKER
     message = "No prefill and decode workers of the same fingerprint are ready for this model."
@@ -125,4 +125,4 @@ def refuse_pair(need: Need, *, busy: bool) -> Refused:
         message = "The workers that were asked for cannot serve this request together, or are not ready."
     if busy:
         message = "The workers that could serve this request are full. Try again shortly."
-    return Refused(reason=reason, message=message, retry_after_s=RETRY_AFTER_S)
+    return Rejection(reason=reason, message=message, retry_after_s=RETRY_AFTER_S)

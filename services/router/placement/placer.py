@@ -11,7 +11,7 @@ from services.router.placement.candidates import Depths
 from services.router.placement.considered import Among, Considered
 from services.router.placement.kv_sources import SOURCES_MAX, source_of
 from services.router.placement.option import Option
-from services.router.placement.placement import Need, Placed, Policy, Refused, refuse, refuse_pair
+from services.router.placement.placement import Placement, PlacementRequest, Policy, Rejection, refuse, refuse_pair
 from services.router.placement.request_fields import Mode
 from services.router.placement.weighing import Weighing, fit_rows
 from services.router.state.cluster_view import ClusterView, exchanges_kv
@@ -31,7 +31,7 @@ HIT_SHARE_SLACK = 0.8
 class Placer(Protocol):
     """Chooses workers for requests. It may remember what it chose; the fleet's view is given to it when it is made."""
 
-    def place(self, need: Need, now: float) -> Placed | Refused:
+    def place(self, need: PlacementRequest, now: float) -> Placement | Rejection:
         """Which workers serve it, with what is known at ``now`` (seconds, monotonic)."""
 
 
@@ -43,16 +43,16 @@ class Costs:
         self._depths = Depths(cluster, index)
         self._policy = policy
 
-    def place(self, need: Need, now: float) -> Placed | Refused:
+    def place(self, need: PlacementRequest, now: float) -> Placement | Rejection:
         """Choose. Remembers whose turn it was, so that equals take turns. A revision that has workers, but none that
         can serve it, is passed over.
         """
         placed = self._place(need, now)
-        if isinstance(placed, Refused) and placed.reason is Reason.NO_WORKER and len(need.revisions) > 1:
+        if isinstance(placed, Rejection) and placed.reason is Reason.NO_WORKER and len(need.revisions) > 1:
             return self.place(msgspec.structs.replace(need, revisions=need.revisions[1:]), now)
         return placed
 
-    def _place(self, need: Need, now: float) -> Placed | Refused:
+    def _place(self, need: PlacementRequest, now: float) -> Placement | Rejection:
         weighing = Weighing(need, self._cluster, self._depths, self._policy, now)
         if not weighing.count:
             fit = fit_rows(need, self._cluster, self._policy, now)
@@ -76,7 +76,7 @@ class Chooser:
         self._decodes: Sequence[Option] = ()
         self._may_pair = False
 
-    def made(self) -> Placed | Refused:
+    def made(self) -> Placement | Rejection:
         """The cheapest of what is allowed."""
         need, weighing = self._need, self._weighing
         if need.whole or need.mode is Mode.AGGREGATED:
@@ -129,7 +129,7 @@ class Chooser:
         most = one.cached + one.fetched >= HIT_SHARE_OF_DECODE_FIRST * need.prompt_tokens
         return bool(need.may_decode_first and most and exchanges_kv(record) and one.computed <= record.step_tokens_max)
 
-    def _by_anybody(self, why: str) -> Placed | Refused:
+    def _by_anybody(self, why: str) -> Placement | Rejection:
         options = self._weighing.options
         among = list(filter(self._goes_on, options)) or list(filter(self._answers, options))
         option = self._weighing.pick(Part.WHOLE, among)
@@ -143,7 +143,7 @@ class Chooser:
         ]
         return any(view is not None and rows[view.row] for view in asked) if asked else bool(rows.any())
 
-    def _whole(self, option: Option, among: Sequence[Option], why: str) -> Placed:
+    def _whole(self, option: Option, among: Sequence[Option], why: str) -> Placement:
         need, one, two = self._need, option.computing, option.answering
         split = not need.whole and need.mode is not Mode.AGGREGATED
         guarded = split and (need.mode is Mode.DECODE_FIRST or option.view.record.role is Role.DECODE)
@@ -163,7 +163,7 @@ class Chooser:
             ),
         )
 
-    def _apart(self, prefill: Option, decode: Option) -> Placed:
+    def _apart(self, prefill: Option, decode: Option) -> Placement:
         placed, policy, two = self._computed_by(prefill), self._weighing.policy, decode.answering
         self._cluster.picked(prefill.view, decode.view)
         record = prefill.view.record
@@ -193,13 +193,13 @@ class Chooser:
             considered=self._considered(*self._parts(prefill, decode), (Part.WHOLE, self._alone, None)),
         )
 
-    def _computed_by(self, option: Option) -> Placed:
+    def _computed_by(self, option: Option) -> Placement:
         """What that worker does for the prompt; the rest is still to be said."""
         one, need = option.computing, self._need
         sources = self._sources(option)
         further = self._further(option) if one.fetched and need.forced is None else []
         more = sum(source.end - source.first for source in further) * option.view.record.hashing.block_size
-        return Placed(
+        return Placement(
             mode=Mode.AGGREGATED,
             decode=option.view,
             cached_tokens=one.cached,

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from services.router.auth.api_keys import NO_KEY, Key, Permission
-from services.router.placement.placement import Need
+from services.router.placement.placement import PlacementRequest
 from services.router.placement.request_fields import Fault, Forced, Mode, RequestFacts, mode_of
 from services.router.placement.revisions import NO_SHARES, Shares
 from services.router.placement.slo import NO_SLOS, Slos, read_slos
@@ -22,7 +22,7 @@ WEIGHT_MIN, WEIGHT_MAX = 0.01, 100.0
 Forcing = Literal["auto", "anyone", "nobody"]
 
 
-class Headed(msgspec.Struct, frozen=True, kw_only=True):
+class RequestHeaders(msgspec.Struct, frozen=True, kw_only=True):
     """What the headers say, and what the key allows that came with them."""
 
     mode: Mode = Mode.AUTO
@@ -31,7 +31,7 @@ class Headed(msgspec.Struct, frozen=True, kw_only=True):
     key: Key = NO_KEY
 
 
-class Terms(msgspec.Struct, frozen=True, kw_only=True):
+class RequestPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """What the operator allows and promises."""
 
     slos: Slos = NO_SLOS
@@ -43,42 +43,44 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     priority_min: int = 0
     """The most urgent that a body may say it is; classes may be more urgent."""
 
-    def fault(self, facts: RequestFacts, headed: Headed, workers: Container[WorkerId]) -> Fault | None:
+    def fault(self, facts: RequestFacts, request_headers: RequestHeaders, workers: Container[WorkerId]) -> Fault | None:
         """Why the request is not served on these terms; None when it is. ``workers``: those that there are."""
         wishes = facts.wishes
         if facts.fault is not None:
             return facts.fault
-        if (fault := not_with(headed.key, facts.model)) is not None:
+        if (fault := not_with(request_headers.key, facts.model)) is not None:
             return fault
-        if headed.tenant and not is_subject_token(headed.tenant):
+        if request_headers.tenant and not is_subject_token(request_headers.tenant):
             message = f"`{TENANT_HEADER}` must be up to 128 letters, digits, underscores and hyphens."
             return Fault(param=TENANT_HEADER, message=message)
-        name = class_of(facts, headed)
+        name = class_of(facts, request_headers)
         if not self.slos.knows(name):
             known = ", ".join(self.slos.classes) or "none"
             param = "baton.class" if wishes.class_name is not None else CLASS_HEADER
             return Fault(param=param, message=f"The class `{name[:64]}` does not exist; there are: {known}.")
-        if wishes.forced is not None and not self._may_force(headed.key):
+        if wishes.forced is not None and not self._may_force(request_headers.key):
             message = "Workers and sources are not the client's to choose here."
             return Fault(param="baton", message=message, reason=Reason.FORBIDDEN)
         if wishes.forced is not None and (fault := unknown_worker(wishes.forced, workers)) is not None:
             return fault
-        priority_min = self.priority_min if headed.key.priority is None else headed.key.priority
+        priority_min = self.priority_min if request_headers.key.priority is None else request_headers.key.priority
         if wishes.priority is not None and wishes.priority < priority_min:
             message = f"`baton.priority` may be {priority_min} or more (less urgent) here."
             return Fault(param="baton.priority", message=message, reason=Reason.FORBIDDEN)
         return None
 
-    def need(self, facts: RequestFacts, headed: Headed, prompt_tokens: int, hashes: Sequence[int]) -> Need:
+    def need(
+        self, facts: RequestFacts, request_headers: RequestHeaders, prompt_tokens: int, hashes: Sequence[int]
+    ) -> PlacementRequest:
         """What the request needs of its workers."""
-        wishes, name = facts.wishes, class_of(facts, headed)
+        wishes, name = facts.wishes, class_of(facts, request_headers)
         slos = self.slos
         priority = wishes.priority
         if priority is None:
-            priority = priority_of(headed.key, name, slos.priority(facts.model, name))
-        return Need(
+            priority = priority_of(request_headers.key, name, slos.priority(facts.model, name))
+        return PlacementRequest(
             model=facts.model,
-            mode=mode_of(facts, headed.mode),
+            mode=mode_of(facts, request_headers.mode),
             whole=facts.whole,
             prompt_tokens=prompt_tokens,
             hashes=hashes,
@@ -87,7 +89,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
             cache_hit_threshold=facts.cache_hit_threshold,
             forced=wishes.forced,
             targets=slos.targets(facts.model, name, ttft_s=wishes.ttft_s, itl_s=wishes.itl_s),
-            tenant=headed.tenant,
+            tenant=request_headers.tenant,
             priority=priority,
             revisions=self.shares.order(facts) if wishes.forced is None else (),
         )
@@ -123,16 +125,16 @@ def unknown_worker(forced: Forced, workers: Container[WorkerId]) -> Fault | None
     return None
 
 
-def class_of(facts: RequestFacts, headed: Headed) -> str:
+def class_of(facts: RequestFacts, request_headers: RequestHeaders) -> str:
     """The body's word counts before the header's."""
-    return headed.class_name if facts.wishes.class_name is None else facts.wishes.class_name
+    return request_headers.class_name if facts.wishes.class_name is None else facts.wishes.class_name
 
 
-def read_terms(slos: str, forcing: Forcing, priority_min: int, *, local: bool) -> Terms:
+def read_policy_fields(slos: str, forcing: Forcing, priority_min: int, *, local: bool) -> RequestPolicy:
     """The operator's terms; ``local``: only clients of this machine can ask. Raises ValueError in words for the
     operator.
     """
-    return Terms(
+    return RequestPolicy(
         slos=read_slos(slos),
         may_force=forcing == "anyone" or (forcing == "auto" and local),
         keys_may_force=forcing != "nobody",

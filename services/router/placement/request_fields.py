@@ -11,7 +11,7 @@ import msgspec
 from services.router.placement.slo import PRIORITY_MAX, PRIORITY_MIN, TARGET_S_MAX, TARGET_S_MIN, is_priority, is_target
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId, is_subject_token
-from shared.contracts.routing import USUAL_MODES, UsualMode
+from shared.contracts.routing import DEFAULT_MODES, DefaultMode
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -155,26 +155,26 @@ def read_request(path: str, body: bytes) -> RequestFacts:
     )
 
 
-def mode_of(facts: RequestFacts, headed: Mode) -> Mode:
+def mode_of(facts: RequestFacts, request_headers: Mode) -> Mode:
     """How it wants to be served: as the body says, or else the header. Who would rather be refused than have the
     prompt computed gets no prefill leg, which computes it: the worker that answers decides by what it has and can
     fetch.
     """
-    asked = facts.wishes.mode or headed
+    asked = facts.wishes.mode or request_headers
     return Mode.AGGREGATED if asked is Mode.AUTO and facts.cache_hit_threshold else asked
 
 
-def usual_or_asked(facts: RequestFacts, headed: Mode, usual: Mode) -> Mode:
+def default_or_requested(facts: RequestFacts, request_headers: Mode, usual: Mode) -> Mode:
     """What the header asks for, or else what is usual here. What the body asks for by other means is left to placement:
     workers of its choice, or an answer only if enough is cached.
     """
-    free = headed is Mode.AUTO and facts.wishes.forced is None and not facts.cache_hit_threshold
-    return usual if free else headed
+    free = request_headers is Mode.AUTO and facts.wishes.forced is None and not facts.cache_hit_threshold
+    return usual if free else request_headers
 
 
-def usual_mode_of(told: UsualMode | None) -> Mode:
+def default_mode_of(told: DefaultMode | None) -> Mode:
     """What an operator wants of requests that ask for no mode; AUTO when nobody has said anything that makes sense."""
-    return Mode(told.mode) if told is not None and told.mode in USUAL_MODES else Mode.AUTO
+    return Mode(told.mode) if told is not None and told.mode in DEFAULT_MODES else Mode.AUTO
 
 
 def find_fault(body: Body) -> Fault | None:

@@ -12,14 +12,14 @@ from services.router.placement.candidates import Depths, Shortlist
 from services.router.placement.cost import SINGLE, Prompt
 from services.router.placement.kv_sources import Holders
 from services.router.placement.option import OF_OPTIONS, Option, Weighed
-from services.router.placement.placement import Need, Policy
+from services.router.placement.placement import PlacementRequest, Policy
 from services.router.placement.revisions import ANY
 from services.router.state import fleet_table as t
 from services.router.state.cluster_view import ClusterView
 from shared.contracts.decisions import Part
 
 
-def fit_rows(need: Need, cluster: ClusterView, policy: Policy, now: float) -> t.Bools:
+def fit_rows(need: PlacementRequest, cluster: ClusterView, policy: Policy, now: float) -> t.Bools:
     """Which rows could serve it, full or not: those of the first of its revisions that has any."""
     rows = fit = awake_rows(need, cluster, policy, now) & cluster.table.flags[t.SERVES, : cluster.table.count]
     for revision in need.revisions or (ANY,):
@@ -29,7 +29,7 @@ def fit_rows(need: Need, cluster: ClusterView, policy: Policy, now: float) -> t.
     return rows
 
 
-def awake_rows(need: Need, cluster: ClusterView, policy: Policy, now: float) -> t.Bools:
+def awake_rows(need: PlacementRequest, cluster: ClusterView, policy: Policy, now: float) -> t.Bools:
     """Which rows are there for others: to serve, or, of any model, to give KV to those that may exchange it."""
     table = cluster.table
     awake: t.Bools = table.flags[t.READY, : table.count].copy()
@@ -41,7 +41,7 @@ def awake_rows(need: Need, cluster: ClusterView, policy: Policy, now: float) -> 
     return awake
 
 
-def able_rows(fit: t.Bools, need: Need, cluster: ClusterView, policy: Policy, now: float) -> t.Bools:
+def able_rows(fit: t.Bools, need: PlacementRequest, cluster: ClusterView, policy: Policy, now: float) -> t.Bools:
     """Of which rows KV may be asked: of those that could serve it, and of stores."""
     flags = cluster.table.flags[:, : cluster.table.count]
     stores = ~flags[t.SERVES] & flags[t.EXCHANGES]
@@ -56,7 +56,9 @@ class Weighing:
 
     __slots__ = ("able", "count", "depths", "full", "holders", "need", "options", "policy")
 
-    def __init__(self, need: Need, cluster: ClusterView, depths: Depths, policy: Policy, now: float) -> None:
+    def __init__(
+        self, need: PlacementRequest, cluster: ClusterView, depths: Depths, policy: Policy, now: float
+    ) -> None:
         self.need, self.policy = need, policy
         table, fit = cluster.table, fit_rows(need, cluster, policy, now)
         room = table.numbers[t.LEGS, : table.count] < table.numbers[t.LEGS_MAX, : table.count]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 
 from services.router.http.edge import Edge
-from services.router.relay.request_context import NEVER, Flight
+from services.router.relay.request_context import NEVER, RequestContext
 from shared.contracts.failures import Failure, Reason
 from shared.runtime.clock import Clock
 
@@ -21,10 +21,10 @@ read: its connection is dropped.
 TOO_LONG = Failure(reason=Reason.DEADLINE, message="The request took too long.")
 
 
-class Watchman:
+class DeadlineMonitor:
     """Walks over ``flights`` and the edge's uploads."""
 
-    def __init__(self, flights: set[Flight], edge: Edge, clock: Clock) -> None:
+    def __init__(self, flights: set[RequestContext], edge: Edge, clock: Clock) -> None:
         self._flights = flights
         self._edge = edge
         self._clock = clock
@@ -44,7 +44,7 @@ class Watchman:
             self._edge.end_slow_uploads()
         self._edge.idle.end_late()
 
-    def _late(self, flight: Flight, now: float) -> None:
+    def _late(self, flight: RequestContext, now: float) -> None:
         if flight.late_at == NEVER:
             flight.late_at = now
             flight.stop(TOO_LONG)

@@ -37,13 +37,13 @@ class FailureKind(StrEnum):
     """The router's connection to NATS broke."""
 
 
-class Answer(StrEnum):
+class RecoveryAction(StrEnum):
     """What can be done about it. Before the first byte a request is placed again; after it, its stream is resumed."""
 
     ANOTHER_PREFILL = "another_prefill"
-    """Placed again without the worker that failed; the prompt is computed by a worker that prefills."""
+    """Placement again without the worker that failed; the prompt is computed by a worker that prefills."""
     ANOTHER_DECODE = "another_decode"
-    """Placed again without the worker that failed, wherever that costs least."""
+    """Placement again without the worker that failed, wherever that costs least."""
     PREFILL_ON_DECODE = "prefill_on_decode"
     """One worker computes the prompt and answers; of a handoff that failed: the decode worker computes the rest."""
     BOUNCE_TO_PREFILL = "bounce_to_prefill"
@@ -56,15 +56,20 @@ class Answer(StrEnum):
     """The client is told."""
 
 
-PLACING = (Answer.ANOTHER_PREFILL, Answer.ANOTHER_DECODE, Answer.PREFILL_ON_DECODE, Answer.BOUNCE_TO_PREFILL)
+PLACING = (
+    RecoveryAction.ANOTHER_PREFILL,
+    RecoveryAction.ANOTHER_DECODE,
+    RecoveryAction.PREFILL_ON_DECODE,
+    RecoveryAction.BOUNCE_TO_PREFILL,
+)
 """For requests of which the client has seen nothing."""
 IN_THE_ENGINE = (FailureKind.HANDOFF_REFUSED, FailureKind.READ_FAILED, FailureKind.DECODE_PREEMPTED)
 """What an engine answers by itself with PREFILL_ON_DECODE, as long as that is the first answer."""
 HANDOFF_SHARE_MIN = 0.5
 """Of the prompt, what a decode worker must have or be given if it shall not compute it."""
 
-_A, _K = Answer, FailureKind
-DEFAULT_ANSWERS: dict[FailureKind, tuple[Answer, ...]] = {
+_A, _K = RecoveryAction, FailureKind
+DEFAULT_ACTIONS: dict[FailureKind, tuple[RecoveryAction, ...]] = {
     _K.PREFILL_LOST: (_A.ANOTHER_PREFILL, _A.PREFILL_ON_DECODE, _A.RESUME, _A.WAIT, _A.REFUSE),
     _K.HANDOFF_REFUSED: (_A.PREFILL_ON_DECODE, _A.BOUNCE_TO_PREFILL, _A.RESUME, _A.WAIT, _A.REFUSE),
     _K.READ_FAILED: (_A.PREFILL_ON_DECODE, _A.RESUME, _A.REFUSE),
@@ -80,7 +85,7 @@ DEFAULT_ANSWERS: dict[FailureKind, tuple[Answer, ...]] = {
 class Plan(msgspec.Struct, frozen=True):
     """What is done about one failure, in this order."""
 
-    answers: tuple[Answer, ...]
+    answers: tuple[RecoveryAction, ...]
     wait_s: float = 0.0
     """So long the answers are tried again when none of them can be done."""
 
@@ -88,7 +93,7 @@ class Plan(msgspec.Struct, frozen=True):
 class FailurePolicy(msgspec.Struct, frozen=True, kw_only=True):
     """What the operator decided about failures."""
 
-    answers: dict[FailureKind, tuple[Answer, ...]] = msgspec.field(default_factory=DEFAULT_ANSWERS.copy)
+    answers: dict[FailureKind, tuple[RecoveryAction, ...]] = msgspec.field(default_factory=DEFAULT_ACTIONS.copy)
     wait_s_max: float = 5.0
     """WAIT, for a request whose client has seen nothing yet."""
     stream_wait_s_max: float = 30.0
@@ -97,14 +102,14 @@ class FailurePolicy(msgspec.Struct, frozen=True, kw_only=True):
     def plan(self, kind: FailureKind, *, begun: bool) -> Plan:
         """For a stream that has ``begun`` (its client has seen some of it), or for a request of which nobody has."""
         answers = self.answers[kind]
-        fit = tuple(one for one in answers if (one is Answer.RESUME if begun else one in PLACING))
+        fit = tuple(one for one in answers if (one is RecoveryAction.RESUME if begun else one in PLACING))
         wait_s = self.stream_wait_s_max if begun else self.wait_s_max
-        return Plan(fit, wait_s if Answer.WAIT in answers else 0.0)
+        return Plan(fit, wait_s if RecoveryAction.WAIT in answers else 0.0)
 
     @property
     def guards_handoffs(self) -> bool:
         """Whether a decode worker shall refuse what it would have to compute, so that the router can answer it."""
-        return any(self.answers[kind][0] is not Answer.PREFILL_ON_DECODE for kind in IN_THE_ENGINE)
+        return any(self.answers[kind][0] is not RecoveryAction.PREFILL_ON_DECODE for kind in IN_THE_ENGINE)
 
 
 BROKEN_OFF = frozenset(
@@ -153,7 +158,7 @@ def read_policy(told: Mapping[str, Any]) -> FailurePolicy:
         raise ValueError(  # noqa: TRY004  # the operator's file is wrong, not our code
             "`answers` must be a table: a list of answers for each kind of failure"
         )
-    answers = DEFAULT_ANSWERS | {_kind(name): _answers(name, given) for name, given in lists.items()}
+    answers = DEFAULT_ACTIONS | {_kind(name): _answers(name, given) for name, given in lists.items()}
     return FailurePolicy(answers=answers, **waits)
 
 
@@ -169,19 +174,19 @@ def _kind(name: str) -> FailureKind:
     return FailureKind(name)
 
 
-def _answers(name: str, given: Any) -> tuple[Answer, ...]:
+def _answers(name: str, given: Any) -> tuple[RecoveryAction, ...]:
     if not isinstance(given, list) or not given:
         raise ValueError(f'`answers.{name}` must be a list such as ["another_decode", "resume", "wait", "refuse"]')
     for one in given:
-        if one not in list(Answer):
-            raise ValueError(f"`answers.{name}` has {one!r}; there are {', '.join(Answer)}")
-    answers = tuple(Answer(one) for one in given)
-    if name == FailureKind.READ_FAILED and answers[0] is not Answer.PREFILL_ON_DECODE:
+        if one not in list(RecoveryAction):
+            raise ValueError(f"`answers.{name}` has {one!r}; there are {', '.join(RecoveryAction)}")
+    answers = tuple(RecoveryAction(one) for one in given)
+    if name == FailureKind.READ_FAILED and answers[0] is not RecoveryAction.PREFILL_ON_DECODE:
         raise ValueError(f"`answers.{name}` must begin with prefill_on_decode: an engine computes what it cannot read")
     if len(set(answers)) < len(answers):
         raise ValueError(f"`answers.{name}` names an answer twice; the first time is all that counts")
-    if Answer.REFUSE in answers[:-1]:
+    if RecoveryAction.REFUSE in answers[:-1]:
         raise ValueError(f"`answers.{name}` goes on after `refuse`; nothing comes after that")
-    if Answer.WAIT in answers and not set(answers) - {Answer.WAIT, Answer.REFUSE}:
+    if RecoveryAction.WAIT in answers and not set(answers) - {RecoveryAction.WAIT, RecoveryAction.REFUSE}:
         raise ValueError(f"`answers.{name}` says what to wait for nowhere; name what shall be tried meanwhile")
     return answers

@@ -7,16 +7,16 @@ from collections.abc import Callable
 
 from services.router.http.errors import EVENT_STREAM
 from services.router.http.response_headers import ServedBy
-from services.router.placement.placement import Placed
+from services.router.placement.placement import Placement
 from services.router.placement.request_fields import Mode
 from services.router.relay.attempt import NOT_BROKEN
 from services.router.relay.guarded_leg import Frames, GuardedLeg
 from services.router.relay.leg_account import Account
 from services.router.relay.migration import hop_s
 from services.router.relay.parts import Parts
-from services.router.relay.request_context import Flight
+from services.router.relay.request_context import RequestContext
 from services.router.relay.start_leg import Starts
-from services.router.relay.write_coalescer import Pulse
+from services.router.relay.write_coalescer import WriteCoalescer
 from shared.bus.port import BusDown, MessageTooLarge
 from shared.bus.streams import Leg, LegFailed
 from shared.contracts.failures import Failure, Reason
@@ -46,7 +46,7 @@ class EngineRefused(Exception):
         self.content_type = head.content_type
         self.body = b"".join([frame.data for frame in frames])
 
-    def in_words(self) -> str:
+    def as_text(self) -> str:
         """For the client of a stream, who cannot be answered with a status any more."""
         return f"The engine refused to go on ({self.status}): {self.body[:WORDS_MAX].decode(errors='replace')}"
 
@@ -66,13 +66,13 @@ class LegRunner:
         self._reservations = parts.reservations
         self._tracing = parts.tracing
         self._starts = Starts(parts.router_id, parts.clock.now, guards_handoffs=parts.failures.guards_handoffs)
-        self._pulse = Pulse()
+        self._coalescer = WriteCoalescer()
         self._resumed = parts.ledger.resumed
         self._gaps = parts.ledger.timings.gaps
         self.headers = ServedBy().headers
         """What the client is told beside the answer."""
 
-    async def run(self, flight: Flight, placed: Placed) -> None:
+    async def run(self, flight: RequestContext, placed: Placement) -> None:
         """All legs of this placement. Raises NOT_ANSWERED."""
         if placed.prefill is None:
             self._allow_answer(flight)
@@ -86,7 +86,7 @@ class LegRunner:
             self._allow_answer(flight)
             await self._answer(flight, placed, self._starts.make(flight, placed, LegKind.DECODE, report))
 
-    async def _side_by_side(self, flight: Flight, placed: Placed) -> None:
+    async def _side_by_side(self, flight: RequestContext, placed: Placement) -> None:
         """Both legs at once: decode reads the KV as it is computed. A prefill leg that fails takes the decode leg with
         it, unless that has begun to answer: then it matters to nobody.
         """
@@ -107,7 +107,7 @@ class LegRunner:
             flight.stop(OTHER_LEG_OVER)
             await prefilling
 
-    async def _prefill_beside(self, flight: Flight, placed: Placed) -> Exception | None:
+    async def _prefill_beside(self, flight: RequestContext, placed: Placement) -> Exception | None:
         """Answers why there can be no answer because of it."""
         try:
             await self._prefill(flight, placed)
@@ -121,21 +121,21 @@ class LegRunner:
             self._allow_answer(flight)
         return None
 
-    def _allow_prefill(self, flight: Flight) -> None:
+    def _allow_prefill(self, flight: RequestContext) -> None:
         self._allow(flight, self._settings.prefill_s_max)
 
-    def _allow_answer(self, flight: Flight) -> None:
+    def _allow_answer(self, flight: RequestContext) -> None:
         """The answer's first frame is the next to come."""
         if flight.facts.stream:
             self._allow(flight, self._settings.first_frame_s_max)
         else:  # A whole answer's head comes with its body, when all tokens are there.
             flight.allow(self._now(), self._settings.request_s_max)
 
-    def _allow(self, flight: Flight, hop_s_max: float) -> None:
+    def _allow(self, flight: RequestContext, hop_s_max: float) -> None:
         now, may_fail = self._now(), flight.attempts.left(self._settings.attempts_max, begun=flight.exchange.begun)
         flight.allow(now, hop_s(flight.ends_at - now, hop_s_max, may_fail=may_fail))
 
-    async def _open(self, flight: Flight, start: StartLeg, headers: dict[str, str] | None) -> Leg:
+    async def _open(self, flight: RequestContext, start: StartLeg, headers: dict[str, str] | None) -> Leg:
         if flight.stopped is not None:
             raise LegFailed(flight.stopped)
         leg = await self._inbox.start(start, headers)
@@ -144,7 +144,7 @@ class LegRunner:
         flight.started(leg)
         return leg
 
-    async def _prefill(self, flight: Flight, placed: Placed) -> LegReport:
+    async def _prefill(self, flight: RequestContext, placed: Placement) -> LegReport:
         start = self._starts.make(flight, placed, LegKind.PREFILL)
         begun = self._now()
         with (
@@ -165,7 +165,7 @@ class LegRunner:
         self._measures.leg_ended(start, report, flight.story.prefill_s)
         return report
 
-    async def _answer(self, flight: Flight, placed: Placed, start: StartLeg) -> None:
+    async def _answer(self, flight: RequestContext, placed: Placement, start: StartLeg) -> None:
         begun, story, first_at = self._now(), flight.story, None
         with (
             Account(self._parts, start, placed.context_tokens) as account,
@@ -179,14 +179,14 @@ class LegRunner:
                 frames += await leg.frames()  # Until the first token, or the refusal.
             streams = status_of(frames[0]) == OK and frames[0].content_type.startswith(EVENT_STREAM)
             if streams:
-                with self._pulse:
+                with self._coalescer:
                     first_at = await self._stream(flight, placed, leg, frames, account)
             else:
                 await self._whole(flight, placed, leg, frames)
         self._measures.leg_ended(start, story.report, first_at - begun if first_at is not None else None)
 
     async def _stream(
-        self, flight: Flight, placed: Placed, leg: Frames, frames: list[Frame], account: Account
+        self, flight: RequestContext, placed: Placement, leg: Frames, frames: list[Frame], account: Account
     ) -> float:
         """Relay events as they come, all that have arrived in one write. The head waits for the first data, so that
         a leg that fails before it can still be placed again. Answers when that was.
@@ -219,8 +219,8 @@ class LegRunner:
                 break
             if data:
                 await exchange.send(data)
-                if at - written_at < self._pulse.period_s:
-                    await self._pulse.beat()
+                if at - written_at < self._coalescer.period_s:
+                    await self._coalescer.beat()
                 written_at = at
             try:
                 frames = await leg.frames()
@@ -233,7 +233,7 @@ class LegRunner:
         exchange.end(data)
         return first_at
 
-    def _begin(self, flight: Flight, placed: Placed, at: float, data: bytes) -> None:
+    def _begin(self, flight: RequestContext, placed: Placement, at: float, data: bytes) -> None:
         """The first data of this attempt's stream: of the answer, or of what was missing of it."""
         story, attempts = flight.story, flight.attempts
         attempts.answering = True
@@ -247,7 +247,7 @@ class LegRunner:
             flight.mark(SpanName.RESUME, attempts.broke_at, at)
             attempts.broke_at = NOT_BROKEN
 
-    async def _whole(self, flight: Flight, placed: Placed, leg: Frames, frames: list[Frame]) -> None:
+    async def _whole(self, flight: RequestContext, placed: Placement, leg: Frames, frames: list[Frame]) -> None:
         """Collect the answer until its end: until then the request can still be placed again."""
         size = sum([len(frame.data) for frame in frames])
         while frames[-1].kind is not END:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from services.router.placement.placement import Need, Placed
+from services.router.placement.placement import Placement, PlacementRequest
 from services.router.placement.request_fields import CHAT, COMPLETIONS, Mode, RequestFacts
-from services.router.relay.failure_policy import Answer
+from services.router.relay.failure_policy import RecoveryAction
 from services.router.state.cluster_view import WorkerView
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.workers import Fingerprint, Role
@@ -40,7 +40,7 @@ def hop_s(left_s: float, hop_s_max: float, *, may_fail: bool) -> float:
     return min(hop_s_max, HOP_SHARE_MAX * left_s if may_fail else left_s)
 
 
-def resumed(need: Need, prompt_tokens: int, hashes: Sequence[int], relayed_tokens: int) -> Need:
+def resumed(need: PlacementRequest, prompt_tokens: int, hashes: Sequence[int], relayed_tokens: int) -> PlacementRequest:
     """The need of a stream that goes on: ``prompt_tokens`` and ``hashes`` are those of the prompt and of the
     ``relayed_tokens`` behind it. It is too late to refuse it for what is cached.
     """
@@ -63,28 +63,28 @@ def excluded(
     return frozenset(out)
 
 
-def needs(need: Need, answer: Answer, without: frozenset[WorkerId]) -> tuple[Need, ...]:
+def needs(need: PlacementRequest, answer: RecoveryAction, without: frozenset[WorkerId]) -> tuple[PlacementRequest, ...]:
     """What to ask placement for, one after the other, to give this answer."""
     replace = msgspec.structs.replace
-    if answer is Answer.BOUNCE_TO_PREFILL:
+    if answer is RecoveryAction.BOUNCE_TO_PREFILL:
         if not need.may_decode_first:  # It was sent back once; the second time would end as the first.
             return ()
         mode = Mode.AUTO if need.mode is Mode.DECODE_FIRST else need.mode
         return (replace(need, mode=mode, may_decode_first=False, excluded=without),)
     again = replace(need, excluded=without)
-    if answer is Answer.PREFILL_ON_DECODE:
+    if answer is RecoveryAction.PREFILL_ON_DECODE:
         if need.mode is Mode.DISAGGREGATED:  # That is what its client does not want.
             return ()
         return (replace(again, mode=Mode.AGGREGATED),)
-    if answer is Answer.RESUME:
+    if answer is RecoveryAction.RESUME:
         # Whom its client has asked for may be gone: an answer that goes on is worth more than who gives it.
         return (again, replace(again, mode=Mode.AUTO, forced=None))
     return (again,)
 
 
-def suits(answer: Answer, placed: Placed) -> bool:
+def suits(answer: RecoveryAction, placed: Placement) -> bool:
     """Whether this placement is what the answer means."""
-    if answer in (Answer.ANOTHER_PREFILL, Answer.BOUNCE_TO_PREFILL):
+    if answer in (RecoveryAction.ANOTHER_PREFILL, RecoveryAction.BOUNCE_TO_PREFILL):
         return placed.prefill is not None or placed.decode.record.role is not Role.DECODE
     return True
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.router.admission.admission_queue import WaitingRoom
+from services.router.admission.admission_queue import AdmissionQueue
 from services.router.placement.decisions import Decisions
-from services.router.placement.policy import Terms
+from services.router.placement.policy import RequestPolicy
 from services.router.relay.failure_policy import FailurePolicy
 from services.router.settings import Settings
-from services.router.state.bus_health import Presence
-from services.router.state.default_mode import UsualModeFeed
+from services.router.state.bus_health import BusHealth
+from services.router.state.default_mode import DefaultModeFeed
 from services.router.state.fleet import Fleet
 from services.router.state.reservation_feed import ReservationFeed
 from services.router.state.speed_feed import Measures
@@ -36,11 +36,11 @@ class Parts:
     inbox: LegInbox
     prompts: Prompts
     ledger: Ledger
-    terms: Terms
-    room: WaitingRoom
+    terms: RequestPolicy
+    room: AdmissionQueue
     decisions: Decisions
     tracing: Tracing
     reservations: ReservationFeed
-    presence: Presence
+    bus_health: BusHealth
     failures: FailurePolicy
-    usual: UsualModeFeed
+    usual: DefaultModeFeed

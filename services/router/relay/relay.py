@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from services.router.admission.placing import Placing
-from services.router.admission.queues import Ticket
+from services.router.admission.queues import QueueEntry
 from services.router.auth.authenticator import limited
 from services.router.auth.rate_limit import tokens_used
 from services.router.auth.tenant_salt import salted
 from services.router.http.errors import HttpError, bad_request, error_event, failed, refused_field
-from services.router.http.request import Exchange
-from services.router.placement.placement import Need, Placed, Refused
-from services.router.placement.policy import Headed
-from services.router.placement.request_fields import Mode, read_request, usual_or_asked
+from services.router.http.request import HttpRequest
+from services.router.placement.placement import Placement, PlacementRequest, Rejection
+from services.router.placement.policy import RequestHeaders
+from services.router.placement.request_fields import Mode, default_or_requested, read_request
 from services.router.relay.attempt import Attempts
 from services.router.relay.legs import EngineRefused, LegRunner
 from services.router.relay.migration import resumes_allowed, why_not_resumed
 from services.router.relay.parts import Parts
-from services.router.relay.request_context import LEFT, Flight
+from services.router.relay.request_context import LEFT, RequestContext
 from services.router.relay.retry import Recovery
 from shared.bus.port import BusDown, MessageTooLarge
 from shared.bus.streams import LegFailed
@@ -45,16 +45,16 @@ class Relay:
         self._runner = LegRunner(parts)
         self._placing = Placing(parts)
         self._recovery = Recovery(parts, self._placing)
-        self.flights: set[Flight] = set()
+        self.flights: set[RequestContext] = set()
 
-    async def serve(self, exchange: Exchange) -> None:
+    async def serve(self, exchange: HttpRequest) -> None:
         """One request from its body to the end of its answer."""
         now = self._now()
-        caller = exchange.head.caller
-        facts = salted(read_request(exchange.head.path, exchange.upload.body()), caller.key, caller.secret)
+        client = exchange.head.client
+        facts = salted(read_request(exchange.head.path, exchange.upload.body()), client.key, client.secret)
         resumes_max = resumes_allowed(self._settings.resumes_max, facts.wishes.resumes_max)
         attempts = Attempts(resumes_max, why_not_resumed(facts))
-        flight = Flight(exchange, facts, self._parts.inbox, attempts, now, now + self._settings.request_s_max)
+        flight = RequestContext(exchange, facts, self._parts.inbox, attempts, now, now + self._settings.request_s_max)
         exchange.on_left = flight.client_left
         self.flights.add(flight)
         try:
@@ -66,15 +66,15 @@ class Relay:
             told = self._ledger.finished(flight, self._now())
             self._decisions.finished(flight, told)
             if flight.charged:
-                caller.allowance.settle(self._now(), flight.charged, used(flight, told))
+                client.rate_limit.settle(self._now(), flight.charged, used(flight, told))
 
-    async def _serve(self, flight: Flight) -> None:
+    async def _serve(self, flight: RequestContext) -> None:
         facts, head = flight.facts, flight.exchange.head
-        key = flight.exchange.head.caller.key
+        key = flight.exchange.head.client.key
         tenant = key.tenant or head.tenant
-        mode = usual_or_asked(facts, head.mode or Mode.AUTO, self._parts.usual.mode)
-        headed = Headed(mode=mode, class_name=head.class_name, tenant=tenant, key=key)
-        if (fault := self._parts.terms.fault(facts, headed, self._parts.fleet.cluster.workers)) is not None:
+        mode = default_or_requested(facts, head.mode or Mode.AUTO, self._parts.usual.mode)
+        request_headers = RequestHeaders(mode=mode, class_name=head.class_name, tenant=tenant, key=key)
+        if (fault := self._parts.terms.fault(facts, request_headers, self._parts.fleet.cluster.workers)) is not None:
             self._tell(flight, refused_field(fault))
             return
         begun = self._now()
@@ -86,26 +86,26 @@ class Relay:
         if (over := self._charge(flight, prompt.tokens)) is not None:
             self._tell(flight, over)
             return
-        need = self._parts.terms.need(facts, headed, prompt.tokens, prompt.hashes)
+        need = self._parts.terms.need(facts, request_headers, prompt.tokens, prompt.hashes)
         with self._room.ticket(flight, need) as ticket:
             await self._serve_in_turn(flight, need, ticket)
 
-    def _charge(self, flight: Flight, prompt_tokens: int) -> HttpError | None:
+    def _charge(self, flight: RequestContext, prompt_tokens: int) -> HttpError | None:
         """Take the prompt's tokens of what its key may use; why not."""
-        caller, now = flight.exchange.head.caller, self._now()
-        over = caller.allowance.tokens(now, prompt_tokens)
+        client, now = flight.exchange.head.client, self._now()
+        over = client.rate_limit.tokens(now, prompt_tokens)
         if over is not None:
-            return limited(over, caller, now)
+            return limited(over, client, now)
         flight.charged = prompt_tokens
         return None
 
-    async def _serve_in_turn(self, flight: Flight, need: Need, ticket: Ticket) -> None:
+    async def _serve_in_turn(self, flight: RequestContext, need: PlacementRequest, ticket: QueueEntry) -> None:
         """Wait for its turn, then try until an attempt succeeds; further attempts do not stand in line again."""
         lost: LegFailed | None = None
         placement = await self._placing.first(flight, ticket)
         while True:
             self._decisions.made(flight, need, placement)
-            if isinstance(placement, Refused):
+            if isinstance(placement, Rejection):
                 self._refuse(flight, placement, lost)
                 return
             begun, placing_s = self._now(), flight.story.spent.place_s
@@ -121,7 +121,7 @@ class Relay:
             flight.story.spent.failed_s += max(0.0, self._now() - begun - placing_s)
             need, placement = found
 
-    async def _attempt(self, flight: Flight, placed: Placed) -> LegFailed | None:
+    async def _attempt(self, flight: RequestContext, placed: Placement) -> LegFailed | None:
         """Run the legs; answers why they did not end well, or None when the client has its answer."""
         flight.attempt(placed)
         try:
@@ -137,18 +137,18 @@ class Relay:
             if no.status == SERVICE_UNAVAILABLE and more:
                 return LegFailed(ENGINE_FULL, no.worker_id)
             if flight.exchange.begun:
-                return LegFailed(Failure(reason=Reason.CANNOT_RESUME, message=no.in_words()), no.worker_id)
+                return LegFailed(Failure(reason=Reason.CANNOT_RESUME, message=no.as_text()), no.worker_id)
             self._pass_on(flight, placed, no)
         return None
 
-    def _pass_on(self, flight: Flight, placed: Placed, refusal: EngineRefused) -> None:
+    def _pass_on(self, flight: RequestContext, placed: Placement, refusal: EngineRefused) -> None:
         """The engine's own error, word for word."""
         flight.story.status = refusal.status
         flight.story.reason = "engine_refused"
         headers = self._runner.headers(flight, placed, refusal.content_type)
         flight.exchange.answer(refusal.status, headers, refusal.body)
 
-    def _refuse(self, flight: Flight, refused: Refused, lost: LegFailed | None) -> None:
+    def _refuse(self, flight: RequestContext, refused: Rejection, lost: LegFailed | None) -> None:
         """Nobody can serve it. A client whose attempts ran out of time is told so; an unreadable body is its own."""
         if flight.exchange.left:
             self._fail(flight, LEFT)
@@ -159,7 +159,7 @@ class Relay:
         else:
             self._tell(flight, failed(refused.reason, refused.message, refused.retry_after_s))
 
-    def _fail(self, flight: Flight, failure: Failure) -> None:
+    def _fail(self, flight: RequestContext, failure: Failure) -> None:
         """The last word on a request that did not end well."""
         exchange, story = flight.exchange, flight.story
         reason = (Reason.CLIENT_SLOW if exchange.slow else Reason.CANCELLED) if exchange.left else failure.reason
@@ -171,13 +171,13 @@ class Relay:
         if not flight.exchange.left and not exchange.ended:
             exchange.end(error_event(reason, failure.message))
 
-    def _tell(self, flight: Flight, error: HttpError) -> None:
+    def _tell(self, flight: RequestContext, error: HttpError) -> None:
         flight.story.status = error.status
         flight.story.reason = error.reason
         flight.exchange.refuse(error, flight.decision_headers())
 
 
-def used(flight: Flight, told: RequestFinished) -> int:
+def used(flight: RequestContext, told: RequestFinished) -> int:
     """Tokens that the request has cost whoever asked for it."""
     return tokens_used(
         charged=flight.charged,

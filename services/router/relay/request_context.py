@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from services.router.http.request import Exchange, Header
+from services.router.http.request import Header, HttpRequest
 from services.router.placement.decision_log import Entry
-from services.router.placement.placement import Placed
+from services.router.placement.placement import Placement
 from services.router.placement.request_fields import Mode, RequestFacts
 from services.router.relay.attempt import Attempts
 from services.router.telemetry.kv_usage import cached_tokens, kv_moves, kv_numbers
@@ -71,7 +71,7 @@ class Story:
         self.status = 0
         self.reason = ""
         self.prompt: Prompt | None = None
-        self.placed: Placed | None = None
+        self.placed: Placement | None = None
         self.spent = Spent()
         self.prefill_s = -1.0
         self.prefill_report: LegReport | None = None
@@ -81,14 +81,14 @@ class Story:
         self.answered_at = 0.0
         """When the client had its answer, if something was waited for after that."""
 
-    def attempted(self, placed: Placed) -> None:
+    def attempted(self, placed: Placement) -> None:
         """A placement is tried; what an earlier one cost is no part of what this one will."""
         self.placed = placed
         self.prefill_s = -1.0
         self.prefill_report = None
 
 
-class Flight:
+class RequestContext:
     """A request that is being served."""
 
     __slots__ = (
@@ -108,7 +108,7 @@ class Flight:
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: HttpRequest,
         facts: RequestFacts,
         inbox: LegInbox,
         attempts: Attempts,
@@ -120,7 +120,7 @@ class Flight:
         self.inbox = inbox
         self.attempts = attempts
         self.charged = 0
-        """Tokens taken of its key's allowance until it is known what it used."""
+        """Tokens taken of its key's rate_limit until it is known what it used."""
         self.ends_at = ends_at
         """When the request's whole budget is spent."""
         self.deadline_at = ends_at
@@ -146,7 +146,7 @@ class Flight:
         self.deadline_at = min(now + hop_s, self.ends_at)
         self.late_at = NEVER
 
-    def attempt(self, placed: Placed) -> None:
+    def attempt(self, placed: Placement) -> None:
         """A placement is tried."""
         self.legs.clear()
         self.stopped = LEFT if self.exchange.left else None
@@ -192,7 +192,7 @@ class Flight:
             leg.cancel()
 
 
-def first_token(flight: Flight) -> tuple[float, TtftParts | None]:
+def first_token(flight: RequestContext) -> tuple[float, TtftParts | None]:
     """The time to the first token and where it went; -1 and None where there was none, or nobody says."""
     story, report = flight.story, flight.story.report
     if not story.first_at:
@@ -205,14 +205,14 @@ def first_token(flight: Flight) -> tuple[float, TtftParts | None]:
     return whole_s, ttft_parts(whole_s, story.spent.times(), legs)
 
 
-def predicted_cached(flight: Flight) -> int:
+def predicted_cached(flight: RequestContext) -> int:
     """Prompt tokens that were expected to be cached; -1 where nothing exact was known, or not of the prompt alone."""
     story = flight.story
     exact = story.prompt is not None and story.prompt.exact and not flight.attempts.resumes
     return story.placed.cached_tokens if story.placed is not None and exact else -1
 
 
-def finished(flight: Flight, now: float) -> RequestFinished:
+def finished(flight: RequestContext, now: float) -> RequestFinished:
     """The flight's story as the rest of the system hears it."""
     story, placed, report = flight.story, flight.story.placed, flight.story.report
     answering = report or LegReport(prompt_tokens=-1, completion_tokens=-1, cached_tokens=-1, received_tokens=-1)
@@ -227,7 +227,7 @@ def finished(flight: Flight, now: float) -> RequestFinished:
     return RequestFinished(
         request_id=flight.exchange.head.request_id,
         decision_id=flight.decision.decision_id if flight.decision is not None else DecisionId(""),
-        tenant=asked.tenant if asked is not None else flight.exchange.head.caller.key.tenant,
+        tenant=asked.tenant if asked is not None else flight.exchange.head.client.key.tenant,
         model=flight.facts.model,
         path=flight.facts.path,
         mode=mode.value,

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from services.router.placement.placement import Placed
+from services.router.placement.placement import Placement
 from services.router.placement.request_fields import Mode
 from services.router.relay.failure_policy import HANDOFF_SHARE_MIN
-from services.router.relay.request_context import Flight
+from services.router.relay.request_context import RequestContext
 from shared.contracts.ids import LegId, RouterId
 from shared.contracts.inference import LegKind, LegReport, StartLeg, pack_tokens
 
@@ -26,7 +26,9 @@ class Starts:
         self._guards_handoffs = guards_handoffs
         self._made = 0
 
-    def make(self, flight: Flight, placed: Placed, kind: LegKind, prefill: LegReport | None = None) -> StartLeg:
+    def make(
+        self, flight: RequestContext, placed: Placement, kind: LegKind, prefill: LegReport | None = None
+    ) -> StartLeg:
         """A leg of this placement; a decode leg with what its prefill leg reported, if that has ended."""
         self._made += 1
         exchange, facts, had = flight.exchange, flight.facts, flight.attempts.had
@@ -55,11 +57,11 @@ class Starts:
             cache_salt=facts.salt,
         )
 
-    def guards(self, flight: Flight, placed: Placed) -> bool:
+    def guards(self, flight: RequestContext, placed: Placement) -> bool:
         """Whether the decode worker shall refuse to compute what it does not get, unless its client says what share."""
         return self._guards_handoffs and placed.prefill is not None and flight.facts.cache_hit_threshold is None
 
-    def _threshold(self, flight: Flight, placed: Placed) -> float | None:
+    def _threshold(self, flight: RequestContext, placed: Placement) -> float | None:
         """Below which share of the prompt its worker shall refuse: the client's, or what placement counts on. A stream
         that has begun is not refused for the client's sake any more.
         """

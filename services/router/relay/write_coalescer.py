@@ -12,8 +12,8 @@ PERIOD_S_PER_STREAM = 50e-6
 PERIOD_S_MAX = 0.01
 
 
-class Pulse:
-    """``with pulse:`` around each stream; ``beat`` waits for the moment at which all of them write."""
+class WriteCoalescer:
+    """``with coalescer:`` around each stream; ``beat`` waits for the moment at which all of them write."""
 
     def __init__(self) -> None:
         self.period_s = 0.0

@@ -10,7 +10,7 @@ import asyncio
 import math
 from collections.abc import Callable
 
-from services.router.relay.request_context import Flight
+from services.router.relay.request_context import RequestContext
 from services.router.state.cluster_view import ClusterView
 from shared.bus.port import Bus
 from shared.runtime.clock import Clock
@@ -21,7 +21,7 @@ LOOK_S_MIN, LOOK_S_MAX = 0.02, 0.25
 """Between two looks of one request at whether it can go on: longer each time, so that many that wait cost little."""
 
 
-class Presence:
+class BusHealth:
     """One router's view of what it can reach."""
 
     def __init__(self, bus: Bus, cluster: ClusterView, clock: Clock) -> None:
@@ -37,7 +37,7 @@ class Presence:
         """Whether requests can be placed now."""
         return self._bus.connected and (not self._cluster.away or self._now() >= self._given_up_at)
 
-    async def back(self, flight: Flight, until: float) -> bool:
+    async def back(self, flight: RequestContext, until: float) -> bool:
         """Wait for it, at most ``until``; answers whether it is here. False, too, when the client leaves."""
         looks_s = LOOK_S_MIN
         while not self.here:
@@ -47,7 +47,7 @@ class Presence:
             looks_s = min(2 * looks_s, LOOK_S_MAX)
         return True
 
-    async def pause(self, flight: Flight, s: float) -> None:
+    async def pause(self, flight: RequestContext, s: float) -> None:
         """Let so many seconds pass, or less when the client leaves. The request's own time goes on; no hop's does."""
         flight.allow(self._now(), flight.ends_at)
         left: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -9,7 +9,7 @@ import numpy as np
 
 from services.router.placement.revisions import ANY, means
 from services.router.state import fleet_table as t
-from services.router.state.engine_speed import Coefficients
+from services.router.state.engine_speed import EngineSpeed
 from services.router.state.sent_work import OwnWork, Sent
 from services.router.state.token_rate import TokenRate
 from shared.contracts.ids import Epoch, WorkerId
@@ -18,7 +18,7 @@ from shared.contracts.workers import Role, WorkerPhase, WorkerRecord
 
 CONNECTOR = "baton"
 """Names of connectors that lease, offer and fetch KV by content begin with it."""
-LEARNED_AT_FIRST = Coefficients()
+LEARNED_AT_FIRST = EngineSpeed()
 
 
 def exchanges_kv(record: WorkerRecord) -> bool:
@@ -98,7 +98,7 @@ class ClusterView:
         """By row."""
         self.away: set[WorkerId] = set()
         """Who was ready, and has not been heard since the bus was away."""
-        self.learned_of: dict[str, Coefficients] = {}
+        self.learned_of: dict[str, EngineSpeed] = {}
         """By fingerprint: what the last of these workers that was measured came to. A new one is taken for its like,
         or it would look slow and never get what it could be measured by.
         """
@@ -158,7 +158,7 @@ class ClusterView:
             view.away = True
             self._write(view)
 
-    def learned(self, worker_id: WorkerId, coefficients: Coefficients) -> None:
+    def learned(self, worker_id: WorkerId, coefficients: EngineSpeed) -> None:
         """How fast a worker is, as measured."""
         view = self.workers.get(worker_id)
         if view is not None:

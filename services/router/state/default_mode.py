@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from services.router.placement.request_fields import Mode, usual_mode_of
+from services.router.placement.request_fields import Mode, default_mode_of
 from shared.bus.port import Bus, BusError
-from shared.contracts.channels import USUAL_MODE
+from shared.contracts.channels import DEFAULT_MODE
 
 log = logging.getLogger("baton.router")
 
@@ -15,7 +15,7 @@ RETRY_S = 2.0
 """After the kept value could not be had: until then, placement decides."""
 
 
-class UsualModeFeed:
+class DefaultModeFeed:
     """Keeps ``mode`` as the operator wants it."""
 
     def __init__(self, bus: Bus) -> None:
@@ -26,10 +26,10 @@ class UsualModeFeed:
         """Until cancelled."""
         while True:
             try:
-                kept = await self._bus.kept(USUAL_MODE, ttl_s=None)
+                kept = await self._bus.key_value_store(DEFAULT_MODE, ttl_s=None)
                 async for entry in kept.watch():
                     if entry is not None:
-                        self._told(usual_mode_of(entry.value))
+                        self._told(default_mode_of(entry.value))
             except BusError as error:
                 log.debug("what mode is usual is not known: %s", error)
             await asyncio.sleep(RETRY_S)

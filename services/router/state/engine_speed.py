@@ -7,7 +7,7 @@ import msgspec
 from shared.engine_speed import USUAL
 
 
-class Coefficients(msgspec.Struct, frozen=True, kw_only=True):
+class EngineSpeed(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds. The defaults are assumed of a worker until it, or one like it, has been measured."""
 
     prefill_base_s: float = USUAL.prefill_step_s

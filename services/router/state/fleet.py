@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.router.placement.placement import Need, Placed, Policy, Refused
+from services.router.placement.placement import Placement, PlacementRequest, Policy, Rejection
 from services.router.placement.placer import Costs, Placer
 from services.router.placement.request_fields import RequestFacts
 from services.router.state.cluster_view import ClusterView, exchanges_kv
@@ -19,7 +19,7 @@ class Fleet:
         self.policy = policy
         self.placer: Placer = Costs(self.cluster, self.index, policy)
 
-    def place(self, need: Need, now: float) -> Placed | Refused:
+    def place(self, need: PlacementRequest, now: float) -> Placement | Rejection:
         """Which workers serve it."""
         return self.placer.place(need, now)
 

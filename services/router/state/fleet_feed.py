@@ -7,7 +7,7 @@ import logging
 
 from services.router.relay.parts import Parts
 from services.router.state.kv_feed import KvFeed
-from shared.bus.port import Envelope, KeptValue
+from shared.bus.port import Envelope, StoredValue
 from shared.contracts.channels import LOAD, WORKER_LOST, WORKER_RECORDS
 from shared.contracts.ids import WorkerId
 from shared.contracts.load import LoadReport
@@ -41,7 +41,7 @@ class FleetFeed:
 
     async def follow_registry(self) -> None:
         """Watch the workers' records, for ever."""
-        kept = await self._bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        kept = await self._bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
         async for entry in kept.watch():
             if entry is None:
                 self._fleet.cluster.is_whole = True
@@ -59,7 +59,7 @@ class FleetFeed:
                 log.info("worker %s is gone", record.worker_id)
             self._room.ring()  # Silence tells nobody.
 
-    def _on_record(self, entry: KeptValue[WorkerRecord]) -> None:
+    def _on_record(self, entry: StoredValue[WorkerRecord]) -> None:
         record = entry.value
         if record is None:
             self._fleet.cluster.unregister(WorkerId(entry.key))

@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from services.router.state.engine_speed import Coefficients
+from services.router.state.engine_speed import EngineSpeed
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -38,7 +38,7 @@ ANSWERS: Final = 11
 SENT_TOKENS: Final = 12
 """Of ``WAITING_TOKENS``, those that its last report could not know."""
 COEFFICIENTS: Final = 13
-"""The first of as many rows as ``Coefficients`` has fields, in their order."""
+"""The first of as many rows as ``EngineSpeed`` has fields, in their order."""
 PREFILL_BASE_S: Final = COEFFICIENTS
 PREFILL_S_PER_TOKEN: Final = COEFFICIENTS + 1
 PREFILL_S_PER_PAIR: Final = COEFFICIENTS + 2
@@ -51,7 +51,7 @@ PAIRS_PER_TOKEN: Final = COEFFICIENTS + 8
 WAY_S: Final = COEFFICIENTS + 9
 DIVISORS = [BLOCK_SIZE, STEP_TOKENS]
 """Never 0, not even in a row that nobody has: formulas are worked out for all rows at once."""
-NUMBERS: Final = COEFFICIENTS + len(Coefficients.__struct_fields__)
+NUMBERS: Final = COEFFICIENTS + len(EngineSpeed.__struct_fields__)
 
 READY: Final = 0
 """There for others, as far as it said."""
@@ -100,7 +100,7 @@ class FleetTable:
         self.moves += 1
         self._free.append(row)
 
-    def learned(self, row: int, coefficients: Coefficients) -> None:
+    def learned(self, row: int, coefficients: EngineSpeed) -> None:
         """How fast that worker is."""
         values: tuple[Any, ...] = tuple(getattr(coefficients, name) for name in coefficients.__struct_fields__)
         self.numbers[COEFFICIENTS:, row] = values

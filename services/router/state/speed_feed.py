@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.router.state.cluster_view import ClusterView
-from services.router.state.engine_speed import Coefficients
+from services.router.state.engine_speed import EngineSpeed
 from services.router.state.speed_samples import Measurements
 from shared.contracts.ids import WorkerId
 from shared.contracts.inference import LegReport, StartLeg
@@ -36,10 +36,10 @@ class Measures:
             known = self._measurements.leg(start.worker_id, start.epoch, report, first_token_s)
             self._pass_on(start.worker_id, known)
 
-    def learned(self) -> dict[WorkerId, Coefficients]:
+    def learned(self) -> dict[WorkerId, EngineSpeed]:
         """Of every worker, as it is known now."""
         return self._measurements.known()
 
-    def _pass_on(self, worker_id: WorkerId, coefficients: Coefficients | None) -> None:
+    def _pass_on(self, worker_id: WorkerId, coefficients: EngineSpeed | None) -> None:
         if coefficients is not None:
             self._cluster.learned(worker_id, coefficients)

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.router.state.engine_speed import Coefficients
+from services.router.state.engine_speed import EngineSpeed
 from services.router.state.unit_costs import Prior, Speeds, Typical
 from shared.contracts.load import StepTotals
 from shared.engine_speed import USUAL, Steps, Untaught
 
-AT_FIRST = Coefficients()
+AT_FIRST = EngineSpeed()
 PREFILL, DECODE = 0, 1
 STEPS_AT_FIRST = Prior(USUAL, [PREFILL, PREFILL, PREFILL, DECODE, DECODE, DECODE], together=3.0, apart=1.0)
 TRANSFERS_AT_FIRST = Prior([AT_FIRST.transfer_base_s, AT_FIRST.transfer_s_per_token], [0, 0], together=3.0, apart=1.0)
@@ -37,12 +37,12 @@ WAY_S_MIN = 1e-5
 PAIRS_STEP = 0.1
 
 
-class Believed:
+class SpeedEstimate:
     """Speeds of a worker. As long as it has no sample of its own they are its family's, which learns beside it."""
 
     __slots__ = ("_family", "_own")
 
-    def __init__(self, prior: Prior, family: Believed | None) -> None:
+    def __init__(self, prior: Prior, family: SpeedEstimate | None) -> None:
         self._family = family
         self._own = Speeds(prior)
 
@@ -82,8 +82,8 @@ class Learner:
         self._pairs_per_token: float = family._pairs_per_token if family else 0.0
         self._reads = 0
         self._way: Typical = family._way.like() if family else Typical(AT_FIRST.way_s)
-        self.steps: Believed = Believed(STEPS_AT_FIRST, family.steps if family else None)
-        self.transfers: Believed = Believed(TRANSFERS_AT_FIRST, family.transfers if family else None)
+        self.steps: SpeedEstimate = SpeedEstimate(STEPS_AT_FIRST, family.steps if family else None)
+        self.transfers: SpeedEstimate = SpeedEstimate(TRANSFERS_AT_FIRST, family.transfers if family else None)
 
     def told(self, totals: StepTotals) -> bool:
         """The worker reports; answers whether anything was learned."""
@@ -112,11 +112,11 @@ class Learner:
         if self._family is not None:
             self._family._way.learn(max(seconds, WAY_S_MIN))
 
-    def coefficients(self) -> Coefficients:
+    def coefficients(self) -> EngineSpeed:
         """As far as is known."""
         prefill_base_s, prefill_s, pair_s, decode_base_s, request_s, context_s = self.steps.values()
         transfer_base_s, transfer_s = self.transfers.values()
-        return Coefficients(
+        return EngineSpeed(
             prefill_base_s=prefill_base_s,
             prefill_s_per_token=prefill_s,
             prefill_s_per_pair=pair_s,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from services.router.state.engine_speed import Coefficients
+from services.router.state.engine_speed import EngineSpeed
 from services.router.state.speed_learner import Learner
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegReport
@@ -28,7 +28,7 @@ class Measured:
         self.learner = learner
         self.received_tokens = 0
         self.received_s = 0.0
-        self.shown: Coefficients | None = None
+        self.shown: EngineSpeed | None = None
         """What was answered last."""
 
 
@@ -39,7 +39,7 @@ class Measurements:
         self.workers: dict[WorkerId, Measured] = {}
         self._families: dict[str, Learner] = {}
 
-    def joined(self, record: WorkerRecord) -> Coefficients | None:
+    def joined(self, record: WorkerRecord) -> EngineSpeed | None:
         """The registry tells of a worker: what its like have measured is assumed of it."""
         family = record.fingerprint.key()
         measured = self.workers.get(record.worker_id)
@@ -54,7 +54,7 @@ class Measurements:
         measured.shown = measured.learner.coefficients()
         return measured.shown
 
-    def known(self) -> dict[WorkerId, Coefficients]:
+    def known(self) -> dict[WorkerId, EngineSpeed]:
         """Of every worker."""
         return {worker_id: measured.learner.coefficients() for worker_id, measured in self.workers.items()}
 
@@ -62,7 +62,7 @@ class Measurements:
         """It will not come back in this life. What it taught about its like stays."""
         self.workers.pop(worker_id, None)
 
-    def load(self, load: LoadReport) -> Coefficients | None:
+    def load(self, load: LoadReport) -> EngineSpeed | None:
         """A worker reports. One that measured nothing itself hears what its like measured meanwhile."""
         measured = self.workers.get(load.worker_id)
         if measured is None or measured.epoch != load.epoch:
@@ -79,7 +79,7 @@ class Measurements:
 
     def leg(
         self, worker_id: WorkerId, epoch: Epoch, report: LegReport, first_token_s: float | None
-    ) -> Coefficients | None:
+    ) -> EngineSpeed | None:
         """A leg has ended well; ``first_token_s``: from its start to its first token here, if that was seen."""
         measured = self.workers.get(worker_id)
         if measured is None or measured.epoch != epoch:
@@ -97,7 +97,7 @@ class Measurements:
             self._families = {key: learner for key, learner in self._families.items() if key in alive}
 
 
-def _news(measured: Measured) -> Coefficients | None:
+def _news(measured: Measured) -> EngineSpeed | None:
     known = measured.learner.coefficients()
     if known == measured.shown:
         return None

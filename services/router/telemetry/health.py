@@ -8,18 +8,18 @@ from itertools import islice
 from services.router.state.native_block_table import IS_COMPILED
 from services.router.state.prefix_index import IndexState, PrefixIndex
 from services.router.tokenize.parity import Parity, ParityBook
-from shared.contracts.control import ROUTER_TROUBLES_MAX, RouterStanding
+from shared.contracts.control import ROUTER_TROUBLES_MAX, RouterHealth
 
 
-def teller(index: PrefixIndex, parity: ParityBook) -> Callable[[], RouterStanding]:
+def teller(index: PrefixIndex, parity: ParityBook) -> Callable[[], RouterHealth]:
     """Answers with the standing of the moment."""
 
-    def standing() -> RouterStanding:
+    def standing() -> RouterHealth:
         inexact = (
             (worker_id, one.state) for worker_id, one in index.entries.items() if one.state is not IndexState.EXACT
         )
         differing = (worker_id for worker_id, one in parity.standings.items() if one.parity is Parity.DIFFERS)
-        return RouterStanding(
+        return RouterHealth(
             not_exact={worker_id: state.value for worker_id, state in islice(inexact, ROUTER_TROUBLES_MAX)},
             tokens_differ=list(islice(differing, ROUTER_TROUBLES_MAX)),
             is_index_compiled=IS_COMPILED,

@@ -1,4 +1,4 @@
-"""What the proofs of a request's legs say of its KV, in the terms of ``RequestFinished``; -1 where nobody knows."""
+"""A request's KV use, from the transfer reports of its legs, as ``RequestFinished`` has it; -1: unknown."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from services.router.placement.request_fields import Mode
 from shared.contracts.ids import WorkerId
 from shared.contracts.inference import KV_MOVES_MAX, KvMoved, LegReport
-from shared.contracts.kv_exchange import KvProof, KvRead
+from shared.contracts.kv_exchange import KvRead, KvTransferReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +31,19 @@ def kv_numbers(prefill: LegReport | None, answering: LegReport, mode: Mode) -> K
         return UNKNOWN
     apart = mode is Mode.DISAGGREGATED
     computing = first if apart else last
-    waits_s = [wait_s for proof in (first, last) if proof is not None for wait_s in _waited(proof)]
-    reads_s = [read.read_s for proof in (first, last) if proof is not None for read in proof.reads if read.read_at]
+    waits_s = [
+        wait_s
+        for transfer_report in (first, last)
+        if transfer_report is not None
+        for wait_s in _waited(transfer_report)
+    ]
+    reads_s = [
+        read.read_s
+        for transfer_report in (first, last)
+        if transfer_report is not None
+        for read in transfer_report.reads
+        if read.read_at
+    ]
     return KvNumbers(
         recomputed_tokens=last.recomputed_tokens if apart and last is not None else -1,
         reprefilled_tokens=last.reprefilled_tokens if last is not None else -1,
@@ -53,21 +64,21 @@ def cached_tokens(prefill: LegReport | None, answering: LegReport, mode: Mode) -
 
 def kv_moves(prefill: LegReport | None, prefill_id: str, answering: LegReport, answering_id: str) -> list[KvMoved]:
     """What the legs' workers read from others."""
-    proofs = ((prefill.kv if prefill is not None else None, prefill_id), (answering.kv, answering_id))
+    transfer_reports = ((prefill.kv if prefill is not None else None, prefill_id), (answering.kv, answering_id))
     moves = [
         KvMoved(source_id=read.worker_id, reader_id=WorkerId(reader_id), tokens=read.tokens, bytes=read.bytes)
-        for proof, reader_id in proofs
-        if proof is not None
-        for read in proof.reads
+        for transfer_report, reader_id in transfer_reports
+        if transfer_report is not None
+        for read in transfer_report.reads
         if read.tokens
     ]
     return moves[:KV_MOVES_MAX]
 
 
-def _waited(proof: KvProof) -> list[float]:
+def _waited(transfer_report: KvTransferReport) -> list[float]:
     """From the first ask to the first grant: one number, or none where nothing was granted. One worker's clock."""
-    granted: list[KvRead] = [read for read in proof.reads if read.granted_at]
+    granted: list[KvRead] = [read for read in transfer_report.reads if read.granted_at]
     if not granted:
         return []
-    asked_at = min(read.asked_at for read in proof.reads)
+    asked_at = min(read.asked_at for read in transfer_report.reads)
     return [max(0.0, min(read.granted_at for read in granted) - asked_at)]

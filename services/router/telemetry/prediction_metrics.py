@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from services.router.placement.placement import Placed
+from services.router.placement.placement import Placement
 from services.router.placement.request_fields import Mode
 from services.router.state.speed_feed import Measures
 from shared.contracts.inference import RequestFinished
@@ -26,7 +26,7 @@ class PredictionTimings:
         ratio = histogram(names.ROUTER_TTFT_PREDICTED, registry)
         self._by_mode: dict[str, Any] = {mode: ratio.labels(mode) for mode in MODES}
 
-    def add(self, told: RequestFinished, placed: Placed | None) -> None:
+    def add(self, told: RequestFinished, placed: Placement | None) -> None:
         """One request that ended well. What came before its placement was none of the prediction's business."""
         parts = told.ttft_parts
         if placed is None or parts is None:

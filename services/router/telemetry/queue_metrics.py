@@ -14,8 +14,8 @@ NO_TENANT, OTHER_TENANTS = "(none)", "(others)"
 OK = "ok"
 
 
-class RoomMetrics:
-    """Written by ``WaitingRoom``."""
+class QueueMetrics:
+    """Written by ``AdmissionQueue``."""
 
     def __init__(self, registry: CollectorRegistry, queue_max: int) -> None:
         gauge(names.ROUTER_QUEUE_MAX, registry).set(queue_max)

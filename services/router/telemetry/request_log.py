@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from services.router.placement.request_fields import Mode
-from services.router.relay.request_context import Flight, finished
+from services.router.relay.request_context import RequestContext, finished
 from services.router.state.fleet import Fleet
 from services.router.state.kv_feed import KvFeed
 from services.router.state.prefix_index import IndexState
@@ -98,7 +98,7 @@ class Ledger:
         """A stream goes on, so long after it broke off."""
         self.timings.resume.observe(broken_s)
 
-    def finished(self, flight: Flight, now: float) -> RequestFinished:
+    def finished(self, flight: RequestContext, now: float) -> RequestFinished:
         """A request is over; answers its story."""
         told = self._tracing.ended(flight, finished(flight, now))
         self.counts.add(told.mode, told.status)
@@ -173,7 +173,7 @@ class LiveMetrics(Collector):  # type: ignore[misc]  # prometheus_client is not 
     """What is read when somebody asks: requests in flight, the index, the bus."""
 
     def __init__(
-        self, flights: set[Flight], fleet: Fleet, kv: KvFeed, parity: ParityBook, bus: Bus, orphans: Orphans
+        self, flights: set[RequestContext], fleet: Fleet, kv: KvFeed, parity: ParityBook, bus: Bus, orphans: Orphans
     ) -> None:
         self._flights = flights
         self._orphans = orphans

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from opentelemetry.trace import SpanKind
 
 from services.router.placement.request_fields import CHAT, COMPLETIONS
-from services.router.relay.request_context import Flight
+from services.router.relay.request_context import RequestContext
 from services.router.telemetry.outcome import SERVER_ERROR, Kept
 from services.router.telemetry.trace import LegMark, Trace
 from shared.contracts.decisions import TtftParts
@@ -45,7 +45,7 @@ OPERATIONS = {CHAT: "chat", COMPLETIONS: "text_completion", "/v1/embeddings": "e
 PROVIDER = "vllm"
 
 
-def spans_of(flight: Flight, told: RequestFinished, why: Kept, now: float) -> list[Drawn]:
+def spans_of(flight: RequestContext, told: RequestFinished, why: Kept, now: float) -> list[Drawn]:
     """All that the router draws; ``why`` it does."""
     trace = flight.story.spent.trace
     if trace is None:
@@ -68,7 +68,7 @@ def spans_of(flight: Flight, told: RequestFinished, why: Kept, now: float) -> li
     return [request, *own, *first_token(flight, told, trace), *legs(flight, trace)]
 
 
-def first_token(flight: Flight, told: RequestFinished, trace: Trace) -> Iterator[Drawn]:
+def first_token(flight: RequestContext, told: RequestFinished, trace: Trace) -> Iterator[Drawn]:
     """The time to it, in its parts, and what came after it."""
     started_at, story = flight.story.started_at, flight.story
     if told.ttft_s < 0.0:
@@ -92,7 +92,7 @@ def first_token(flight: Flight, told: RequestFinished, trace: Trace) -> Iterator
         )
 
 
-def legs(flight: Flight, trace: Trace) -> Iterator[Drawn]:
+def legs(flight: RequestContext, trace: Trace) -> Iterator[Drawn]:
     """Each leg; of workers that drew nothing themselves, as the router was told."""
     story = flight.story
     reports = {LegKind.PREFILL: story.prefill_report}
@@ -154,7 +154,7 @@ def below(parent_id: int, name: SpanName, begun_at: float, ended_at: float, abou
     )
 
 
-def about_request(flight: Flight, told: RequestFinished, why: Kept) -> About:
+def about_request(flight: RequestContext, told: RequestFinished, why: Kept) -> About:
     """What the request's own span says."""
     about: About = {
         Attribute.REQUEST_ID: told.request_id,
@@ -184,7 +184,7 @@ def about_request(flight: Flight, told: RequestFinished, why: Kept) -> About:
     return about | about_placement(flight, told) | about_report(flight, told)
 
 
-def about_placement(flight: Flight, told: RequestFinished) -> About:
+def about_placement(flight: RequestContext, told: RequestFinished) -> About:
     """Who served it."""
     placed = flight.story.placed
     if placed is None:
@@ -200,7 +200,7 @@ def about_placement(flight: Flight, told: RequestFinished) -> About:
     return about
 
 
-def about_report(flight: Flight, told: RequestFinished) -> About:
+def about_report(flight: RequestContext, told: RequestFinished) -> About:
     """What the worker that answered said of it."""
     report = flight.story.report
     if report is None:

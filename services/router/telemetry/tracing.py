@@ -14,7 +14,7 @@ from types import TracebackType
 
 import msgspec
 
-from services.router.relay.request_context import Flight
+from services.router.relay.request_context import RequestContext
 from services.router.telemetry.outcome import Kept, kept
 from services.router.telemetry.trace import LegMark, Trace, why
 from services.router.telemetry.trace_sampling import TraceShare
@@ -44,7 +44,7 @@ class Tracing:
         self.counts = dict.fromkeys([*(why.value for why in Kept), TOO_MANY], 0)
         """Of traces, by why they were kept; and of those that were not."""
 
-    def begin(self, flight: Flight) -> None:
+    def begin(self, flight: RequestContext) -> None:
         """A request has come. One that its client has traced goes on in the client's trace."""
         context = flight.exchange.head.trace
         if self._sink is None:
@@ -59,12 +59,12 @@ class Tracing:
         flight.story.spent.trace = trace
         TRACE_ID.set(trace.name())
 
-    def leg(self, flight: Flight, start: StartLeg) -> AbstractContextManager[Headers]:
+    def leg(self, flight: RequestContext, start: StartLeg) -> AbstractContextManager[Headers]:
         """Around one leg; gives the headers that its message carries."""
         trace = flight.story.spent.trace
         return nullcontext(flight.exchange.head.trace) if trace is None else LegTimes(trace, start, self._now)
 
-    def ended(self, flight: Flight, told: RequestFinished) -> RequestFinished:
+    def ended(self, flight: RequestContext, told: RequestFinished) -> RequestFinished:
         """The request's story, with its trace's name when the trace is kept."""
         trace, sink = flight.story.spent.trace, self._sink
         if trace is None or sink is None:

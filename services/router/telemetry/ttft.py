@@ -119,8 +119,8 @@ def exchanging_s(report: LegReport) -> float:
     """Of the leg's time in its engine's queue: how long it was asking for KV or reading it. What it waited for room
     between the grant and the read is queueing.
     """
-    proof = report.kv
-    asked = [read for read in proof.reads if read.asked_at > 0] if proof is not None else []
+    transfer_report = report.kv
+    asked = [read for read in transfer_report.reads if read.asked_at > 0] if transfer_report is not None else []
     if not asked:
         return 0.0
     # What came later was fetched again after a preemption.

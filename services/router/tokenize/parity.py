@@ -40,7 +40,7 @@ class Parity(StrEnum):
     DIFFERS = "differs"
 
 
-class Standing(NamedTuple):
+class ParityState(NamedTuple):
     """One worker's."""
 
     epoch: Epoch
@@ -57,7 +57,7 @@ class ParityBook:
     """Every worker's standing. Time is given."""
 
     def __init__(self) -> None:
-        self.standings: dict[WorkerId, Standing] = {}
+        self.standings: dict[WorkerId, ParityState] = {}
         self._differing: frozenset[str] = frozenset()
 
     def seen(self, worker_id: WorkerId, epoch: Epoch, fingerprint: str) -> bool:
@@ -65,7 +65,7 @@ class ParityBook:
         known = self.standings.get(worker_id)
         if known is not None and known.epoch >= epoch:
             return False
-        self._put(worker_id, Standing(epoch, fingerprint, Parity.UNKNOWN, 0.0))
+        self._put(worker_id, ParityState(epoch, fingerprint, Parity.UNKNOWN, 0.0))
         return True
 
     def keep(self, worker_ids: Iterable[WorkerId]) -> None:
@@ -114,7 +114,7 @@ class ParityBook:
         """Whether no worker of it differs."""
         return fingerprint not in self._differing
 
-    def _put(self, worker_id: WorkerId, standing: Standing) -> None:
+    def _put(self, worker_id: WorkerId, standing: ParityState) -> None:
         self.standings[worker_id] = standing
         self._count()
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from services.router.http.request import Exchange
+from services.router.http.request import HttpRequest
 from services.router.placement.request_fields import CHAT, COMPLETIONS, RequestFacts
 from services.router.placement.revisions import means
 from services.router.settings import Settings, terms_of
@@ -57,7 +57,7 @@ class Prompts:
         self._shares = terms_of(settings).shares
         self._wake = asyncio.Event()
 
-    async def of(self, exchange: Exchange, facts: RequestFacts, more: Sequence[int] = ()) -> Prompt:
+    async def of(self, exchange: HttpRequest, facts: RequestFacts, more: Sequence[int] = ()) -> Prompt:
         """Exact when it matters and can be known, else a guess from the length. ``more``: tokens that follow it."""
         body, bytes_per_token = facts.body, BYTES_PER_TOKEN_GUESSED
         if body is not None and facts.path in (CHAT, COMPLETIONS) and self._matters(facts, exchange.upload.size):

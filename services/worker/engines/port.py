@@ -13,12 +13,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from connector.scheduler.calls import EngineCall, EngineNews
+from connector.scheduler.calls import EngineCall, EngineNotification
 from services.worker.settings import Settings
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_events import KvEvent
-from shared.contracts.kv_exchange import KvProof, LegOrder
+from shared.contracts.kv_exchange import KvTransferReport, LegOrder
 from shared.contracts.load import StepTotals, StoreState
 from shared.contracts.workers import Fingerprint, HashScheme
 from shared.runtime.settings import CommonSettings
@@ -77,9 +77,9 @@ class LegRecord:
     """Which of ``token_ids``, by index, the server has heard of together with the one before."""
     kv_transfer: bytes = b""
     """PREFILL: JSON of the ``kv_transfer_params`` that a decode engine needs; for engines without an exchange."""
-    proof: KvProof | None = None
+    transfer_report: KvTransferReport | None = None
     """Where the prompt's KV came from, of engines with an exchange; of several prompts, of all together."""
-    proofs: dict[str, KvProof] = field(default_factory=dict)
+    transfer_reports: dict[str, KvTransferReport] = field(default_factory=dict)
     """The newest of each prompt, by the engine's own name for it."""
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -113,7 +113,7 @@ class LegRecord:
         return token_ids, joined
 
     @property
-    def says_news(self) -> bool:
+    def sends_notifications(self) -> bool:
         """Whether what the server says now is new to the client, and right."""
         return self.resume is None or (self.caught_up and not self.cannot_resume)
 
@@ -194,10 +194,10 @@ class EngineTokens:
 class EngineExchange(Protocol):
     """The engine's end of the KV exchange."""
 
-    async def call(self, call: EngineCall) -> EngineNews:
-        """Have it done, between two steps of a busy engine; what comes of it later is news. Raises EngineDead."""
+    async def call(self, call: EngineCall) -> EngineNotification:
+        """Run the call between two engine steps; later results come as notifications. Raises EngineDead."""
 
-    def on_news(self, listener: Callable[[EngineNews], None]) -> None:
+    def on_notifications(self, listener: Callable[[EngineNotification], None]) -> None:
         """Call ``listener`` (on the event loop) with what the engine says without being asked."""
 
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from connector.scheduler.calls import EngineCall, EngineNews
+from connector.scheduler.calls import EngineCall, EngineNotification
 from services.worker.engines.port import EngineDead, EngineExchange
 from services.worker.kv_exchange.call_batch import one_call
 
@@ -19,12 +19,12 @@ CALL_S_MAX = 60.0
 CALLS_WAITING_MAX = 16384
 
 
-class EngineLine:
+class EngineCalls:
     """Collects what the engine is to be told and passes on what it answers."""
 
-    def __init__(self, exchange: EngineExchange, on_news: Callable[[EngineNews], None]) -> None:
+    def __init__(self, exchange: EngineExchange, on_notifications: Callable[[EngineNotification], None]) -> None:
         self._exchange = exchange
-        self._on_news = on_news
+        self._on_notifications = on_notifications
         self._waiting: list[EngineCall] = []
         self._arrived = asyncio.Event()
         self._free = asyncio.Semaphore(CALLS_AT_ONCE_MAX)
@@ -42,12 +42,12 @@ class EngineLine:
         self._waiting.append(more)
         self._arrived.set()
 
-    async def ask(self, call: EngineCall) -> EngineNews:
-        """Now and alone, with the answer; the news in it goes its usual way, too. Raises TimeoutError, EngineDead."""
+    async def ask(self, call: EngineCall) -> EngineNotification:
+        """Call at once and return the result; also dispatches its notifications. Raises TimeoutError, EngineDead."""
         async with asyncio.timeout(CALL_S_MAX):
-            news = await self._exchange.call(call)
-        self._on_news(news)
-        return news
+            notifications = await self._exchange.call(call)
+        self._on_notifications(notifications)
+        return notifications
 
     async def follow(self) -> None:
         """Call the engine for ever."""

@@ -6,7 +6,7 @@ import asyncio
 import uuid
 
 from connector.scheduler.calls import EngineCall, FetchEnded, StartFetch
-from services.worker.kv_exchange.engine_calls import EngineLine
+from services.worker.kv_exchange.engine_calls import EngineCalls
 from shared.bus.port import AskRefused, Envelope
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.kv_exchange import FULL_HASH_BYTES, LEASE_BLOCKS_MAX, FetchedKv, FetchKv
@@ -17,10 +17,10 @@ OVERTIME_S = 2.0
 """The engine ends a fetch at its deadline; its answer needs a moment."""
 
 
-class FetchDesk:
+class FetchHandler:
     """Answers KV_FETCH."""
 
-    def __init__(self, line: EngineLine) -> None:
+    def __init__(self, line: EngineCalls) -> None:
         self.is_closed = False
         """The worker leaves: what it would fetch would go with it."""
         self._line = line

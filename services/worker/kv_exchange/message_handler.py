@@ -6,9 +6,9 @@ import asyncio
 import logging
 from collections import deque
 
-from connector.scheduler.calls import EngineCall, EngineNews
+from connector.scheduler.calls import EngineCall, EngineNotification
 from services.worker.engines.port import Identity
-from services.worker.kv_exchange.engine_calls import EngineLine
+from services.worker.kv_exchange.engine_calls import EngineCalls
 from services.worker.kv_exchange.open_asks import AskBook, is_sound_lease, no_grant, unclaimed
 from shared.bus.port import Bus, BusDown, Envelope, MessageTooLarge
 from shared.contracts.channels import KV_GRANT, KV_LEASE, KV_RELEASE
@@ -27,10 +27,10 @@ NO_ENVELOPE = Envelope(headers={}, size=0)
 Message = LeaseKv | KvGrant | ReleaseKv
 
 
-class Desk:
+class MessageHandler:
     """See the module. Nothing here waits for the engine."""
 
-    def __init__(self, bus: Bus, identity: Identity, line: EngineLine) -> None:
+    def __init__(self, bus: Bus, identity: Identity, line: EngineCalls) -> None:
         self.is_closed = False
         """Nothing is granted any more."""
         self._bus = bus
@@ -51,14 +51,14 @@ class Desk:
         await self._bus.subscribe(KV_RELEASE, self._on_release, worker_id=me)
         await self._bus.subscribe(KV_GRANT, self._on_grant, reader_id=me)
 
-    def send(self, news: EngineNews) -> None:
+    def send(self, notifications: EngineNotification) -> None:
         """What the engine wants told to other workers; its releases come last, behind the leases that they end."""
-        for lease in news.leases:
+        for lease in notifications.leases:
             self._to_engine(self._asks.asked(lease))
-        for release in news.releases:
+        for release in notifications.releases:
             self._asks.released(release)
-        if news.leases or news.grants or news.releases:
-            self._out += [*news.leases, *news.grants, *news.releases]
+        if notifications.leases or notifications.grants or notifications.releases:
+            self._out += [*notifications.leases, *notifications.grants, *notifications.releases]
             self._has_out.set()
 
     def give_back(self, release: ReleaseKv) -> None:

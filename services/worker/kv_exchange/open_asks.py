@@ -22,7 +22,7 @@ BLOCK_ID_BYTES = 4
 
 
 class AskBook:
-    """Every LeaseKv that went out, until its last grant, its release, or the news that nobody got it."""
+    """Every LeaseKv that went out, until its last grant, its release, or the notifications that nobody got it."""
 
     def __init__(self) -> None:
         self._open: dict[str, LeaseKv] = {}

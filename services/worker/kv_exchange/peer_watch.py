@@ -94,7 +94,7 @@ class PeerWatch:
     async def _watch_records(self) -> None:
         while True:
             try:
-                kept = await self._bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+                kept = await self._bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
                 async for entry in kept.watch():
                     if entry is None:
                         self._all_read.set()

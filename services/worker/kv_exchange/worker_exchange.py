@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 import msgspec
 
-from connector.scheduler.calls import Chain, EngineCall, EngineNews
+from connector.scheduler.calls import Chain, EngineCall, EngineNotification
 from services.worker.engines.port import EngineDead, EngineExchange, Identity
-from services.worker.kv_exchange.engine_calls import EngineLine
-from services.worker.kv_exchange.fetch_handler import FetchDesk
-from services.worker.kv_exchange.message_handler import Desk
+from services.worker.kv_exchange.engine_calls import EngineCalls
+from services.worker.kv_exchange.fetch_handler import FetchHandler
+from services.worker.kv_exchange.message_handler import MessageHandler
 from services.worker.kv_exchange.peer_watch import PeerWatch
 from services.worker.kv_exchange.peers import PeerBook
 from shared.bus.port import Bus, Envelope
@@ -40,20 +40,20 @@ class WorkerExchange:
         self._me = identity
         self._handshake: KvHandshake | None = None
         self._listeners: list[Callable[[], None]] = []
-        self._line = EngineLine(engine, self._on_news)
-        self._desk = Desk(bus, identity, self._line)
-        self._fetches = FetchDesk(self._line)
+        self._line = EngineCalls(engine, self._on_notifications)
+        self._handler = MessageHandler(bus, identity, self._line)
+        self._fetches = FetchHandler(self._line)
         book = PeerBook(identity.worker_id, fingerprint)
-        self.peers = PeerWatch(bus, clock, identity.worker_id, book, self._desk.tell_engine)
-        engine.on_news(self._on_news)
+        self.peers = PeerWatch(bus, clock, identity.worker_id, book, self._handler.tell_engine)
+        engine.on_notifications(self._on_notifications)
 
     async def open(self) -> None:
         """Every subscription is live when it returns. Raises EngineDead."""
-        news = await self._line.ask(EngineCall(describe=True))
-        if news.handshake is None:
+        notifications = await self._line.ask(EngineCall(describe=True))
+        if notifications.handshake is None:
             raise EngineDead("the engine does not describe its KV memory")
-        self._handshake = news.handshake
-        await self._desk.open()
+        self._handshake = notifications.handshake
+        await self._handler.open()
         await self.peers.open()
         await self._bus.answer(KV_HANDSHAKE, self._describe, worker_id=self._me.worker_id)
         await self._bus.answer(KV_FETCH, self._fetches.answer, worker_id=self._me.worker_id)
@@ -62,7 +62,7 @@ class WorkerExchange:
         """Work, for ever."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._line.follow(), name="call-engine")
-            tasks.create_task(self._desk.follow(), name="send-exchange")
+            tasks.create_task(self._handler.follow(), name="send-exchange")
             tasks.create_task(self.peers.follow(), name="follow-peers")
             tasks.create_task(self._watch_expiry(), name="watch-expiry")
 
@@ -93,7 +93,7 @@ class WorkerExchange:
 
     async def release_all(self) -> None:
         """Grant nothing more and unpin everything: the engine is about to end."""
-        self._desk.is_closed = True
+        self._handler.is_closed = True
         try:
             await self._line.ask(EngineCall(release_all=True))
         except (TimeoutError, EngineDead) as error:
@@ -102,21 +102,23 @@ class WorkerExchange:
     def give_back(self, *, worker_id: WorkerId, epoch: Epoch, lease_id: str) -> None:
         """Nobody will read what that lease is about; harmless when the holder does not know it."""
         me = self._me
-        self._desk.give_back(ReleaseKv(worker_id=worker_id, epoch=epoch, reader_id=me.worker_id, lease_ids=[lease_id]))
+        self._handler.give_back(
+            ReleaseKv(worker_id=worker_id, epoch=epoch, reader_id=me.worker_id, lease_ids=[lease_id])
+        )
 
     async def _describe(self, _ask: AskKvHandshake, _envelope: Envelope) -> KvHandshake:
         """Answerer of KV_HANDSHAKE. The engine's clock is this machine's, so a busy engine need not be asked."""
         assert self._handshake is not None
         return msgspec.structs.replace(self._handshake, clock_s=self._clock.now())
 
-    def _on_news(self, news: EngineNews) -> None:
-        self._desk.send(news)
-        self._fetches.ended(news.fetched)
-        if news.wanted:
-            self.peers.want(news.wanted)
-        self.peers.connected(news.connected)
-        if news.state is not None and events(news.state) >= events(self.state):
-            self.state = news.state
+    def _on_notifications(self, notifications: EngineNotification) -> None:
+        self._handler.send(notifications)
+        self._fetches.ended(notifications.fetched)
+        if notifications.wanted:
+            self.peers.want(notifications.wanted)
+        self.peers.connected(notifications.connected)
+        if notifications.state is not None and events(notifications.state) >= events(self.state):
+            self.state = notifications.state
             for listener in self._listeners:
                 listener()
 

@@ -113,7 +113,7 @@ class AsgiCall:
         if self._held_back is not None:
             self._held_back.append(data)
             return
-        if self.status == OK and not self._record.says_news:
+        if self.status == OK and not self._record.sends_notifications:
             return
         data = dated(data, self._created) if self._created else data
         token_ids, joined = self._record.take_tokens()

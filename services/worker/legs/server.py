@@ -231,7 +231,7 @@ class LegServer:
         await self._raise_if_died()
 
     async def _raise_if_died(self) -> None:
-        """Give the news of the engine's death a moment to arrive; it may be slower than the failure that it caused."""
+        """Wait a moment for news of the engine's death, which may arrive after the failure it caused."""
         await asyncio.wait([self._death], timeout=DEATH_NOTICE_S_MAX)
         if self._death.done():
             raise EngineDied(self._death.result())
@@ -239,7 +239,7 @@ class LegServer:
 
 def check_resumed(record: LegRecord, status: int) -> None:
     """Raises CannotResume unless the answer went on behind what its client has had."""
-    if status == OK and not record.says_news and record.kind is not LegKind.PREFILL:
+    if status == OK and not record.sends_notifications and record.kind is not LegKind.PREFILL:
         raise CannotResume(cannot_resume("the engine's server did not get through what was said before"))
 
 
@@ -258,5 +258,5 @@ def report(record: LegRecord, arrived: float, now: float) -> LegReport:
         total_s=now - arrived,
         kv_transfer=record.kv_transfer,
         finish_reason=record.finish_reason,
-        kv=record.proof,
+        kv=record.transfer_report,
     )

@@ -10,8 +10,8 @@ from services.worker.legs.server import LegServer
 from services.worker.lifecycle.drain import Departure, ordered
 from services.worker.lifecycle.probing import Prober, failed
 from services.worker.lifecycle.role_change import refusal
-from services.worker.lifecycle.self_test import NEW_TO, in_words
-from services.worker.lifecycle.status import Standing
+from services.worker.lifecycle.self_test import NEW_TO, as_text
+from services.worker.lifecycle.status import WorkerStatus
 from shared.bus.port import Envelope
 from shared.contracts.channels import CHANGE_ROLE, DRAIN
 from shared.contracts.fleet_orders import ChangeRole, DrainWorker, OrderTaken, RoleChanged
@@ -21,7 +21,7 @@ from shared.runtime.service import Service
 log = logging.getLogger("baton.worker")
 
 
-class OrderDesk:
+class OrderHandler:
     """Answers DRAIN and CHANGE_ROLE."""
 
     def __init__(
@@ -29,21 +29,21 @@ class OrderDesk:
         service: Service,
         server: LegServer,
         prober: Prober | None,
-        standing: Standing,
+        standing: WorkerStatus,
         drain_s_max: float,
     ) -> None:
         """``prober`` is None where nothing can be verified."""
         self._service = service
         self._server = server
         self._prober = prober
-        self._standing = standing
+        self._status = standing
         self._drain_s_max = drain_s_max
         self._order: asyncio.Future[Departure] = asyncio.get_running_loop().create_future()
         self._is_changing = False
 
     async def open(self) -> None:
         """Take orders from now on."""
-        worker_id = self._standing.record.worker_id
+        worker_id = self._status.record.worker_id
         await self._service.bus.answer(DRAIN, self._drain, worker_id=worker_id)
         await self._service.bus.answer(CHANGE_ROLE, self._change_role, worker_id=worker_id)
 
@@ -59,7 +59,7 @@ class OrderDesk:
 
     async def _drain(self, order: DrainWorker, _envelope: Envelope) -> OrderTaken:
         """Answerer of DRAIN."""
-        record = self._standing.record
+        record = self._status.record
         taken = OrderTaken(worker_id=record.worker_id, epoch=record.epoch)
         if self._order.done() or self._service.stopping.is_set():
             return OrderTaken(worker_id=record.worker_id, epoch=record.epoch, refusal="it is leaving already")
@@ -69,15 +69,15 @@ class OrderDesk:
 
     async def _change_role(self, order: ChangeRole, _envelope: Envelope) -> RoleChanged:
         """Answerer of CHANGE_ROLE: verified first, then said, so that no request meets a role that does not work."""
-        before, legs, began = self._standing.record.role, self._server.legs, self._service.clock.now()
-        failure = refusal(before, order.role, self._standing.phase, is_changing=self._is_changing)
+        before, legs, began = self._status.record.role, self._server.legs, self._service.clock.now()
+        failure = refusal(before, order.role, self._status.phase, is_changing=self._is_changing)
         if not failure and order.role is not before:
             self._is_changing = True
             try:
                 failure = await self._change(order.role)
             finally:
                 self._is_changing = False
-        record = self._standing.record
+        record = self._status.record
         return RoleChanged(
             worker_id=record.worker_id,
             epoch=record.epoch,
@@ -90,14 +90,14 @@ class OrderDesk:
 
     async def _change(self, role: Role) -> str:
         """Answers why it did not happen."""
-        before, note = self._standing.record.role, ""
+        before, note = self._status.record.role, ""
         if self._prober is not None:
             found = await self._prober.prove(NEW_TO[role])
-            note = in_words(found)
+            note = as_text(found)
             if failed(found):
                 return note
-        if late := refusal(before, role, self._standing.phase, is_changing=False):
+        if late := refusal(before, role, self._status.phase, is_changing=False):
             return late
-        await self._standing.take_on(role, note)
+        await self._status.take_on(role, note)
         log.info("the role is %s now, no longer %s%s", role.value, before.value, f" ({note})" if note else "")
         return ""

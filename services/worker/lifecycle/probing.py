@@ -1,4 +1,4 @@
-"""Before a worker gets traffic, and when it takes on another role: canaries with one partner of each kind."""
+"""Before a worker gets traffic, and when it takes on another role: self_tests with one partner of each kind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.worker.lifecycle.self_test import (
     Finding,
     Kind,
     Outcome,
-    in_words,
+    as_text,
     next_partner,
     partners,
     pause_s,
@@ -44,20 +44,20 @@ class Neighbours(Protocol):
         """Wait until everybody who is registered is known."""
 
 
-class Canaries(Protocol):
-    """See ``canaries.CanaryDesk``."""
+class SelfTests(Protocol):
+    """See ``self_tests.SelfTestHandler``."""
 
     async def try_with(self, partner: WorkerRecord) -> Finding:
         """In both directions."""
 
 
 class Prober:
-    """One worker's proof that it can exchange KV."""
+    """One worker's transfer_report that it can exchange KV."""
 
-    def __init__(self, worker_id: WorkerId, neighbours: Neighbours, canaries: Canaries) -> None:
+    def __init__(self, worker_id: WorkerId, neighbours: Neighbours, self_tests: SelfTests) -> None:
         self._worker_id = worker_id
         self._neighbours = neighbours
-        self._canaries = canaries
+        self._canaries = self_tests
         self._changed = asyncio.Event()
         self._seen: set[tuple[WorkerId, Epoch, Role, WorkerPhase]] = set()
         neighbours.on_records(self._look_again)
@@ -69,7 +69,7 @@ class Prober:
             self._changed.clear()
             if await self._registry_read(say):
                 found = await self.prove(Kind)
-                words = in_words(found)
+                words = as_text(found)
                 if not failed(found):
                     return words
                 rounds += 1
@@ -89,7 +89,7 @@ class Prober:
             found = await self._canaries.try_with(partner)
             attempts.append(Attempt(partner.worker_id, found))
             if found.outcome is not Outcome.PASSED:
-                log.warning("a canary with %s %s: %s", partner.worker_id, found.outcome.value, found.why)
+                log.warning("a self_test with %s %s: %s", partner.worker_id, found.outcome.value, found.why)
         return attempts
 
     def _look_again(self) -> None:

@@ -7,7 +7,7 @@ import logging
 
 import msgspec
 
-from shared.bus.port import Bus, BusError, Kept
+from shared.bus.port import Bus, BusError, KeyValueStore
 from shared.contracts.channels import WORKER_RECORDS
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerPhase, WorkerRecord
@@ -22,7 +22,7 @@ async def new_epoch(bus: Bus, worker_id: WorkerId, wall_ms: int) -> Epoch:
     listens to an epoch older than the one he knows: as long as the registry knows that, the new one is greater.
     """
     try:
-        records = await bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        records = await bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
         before = await records.get(worker_id)
     except BusError as error:
         log.info("the registry cannot be asked for the life before: %s", error)
@@ -39,7 +39,7 @@ class Registration:
     def __init__(self, bus: Bus, record: WorkerRecord) -> None:
         self.record = record
         self._bus = bus
-        self._kept: Kept[WorkerRecord] | None = None
+        self._kept: KeyValueStore[WorkerRecord] | None = None
         self._writing = asyncio.Lock()
         self._is_changed = asyncio.Event()
         bus.on_reconnect(self._is_changed.set)
@@ -76,7 +76,7 @@ class Registration:
                 return
             try:
                 if self._kept is None:
-                    self._kept = await self._bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+                    self._kept = await self._bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
                 await self._kept.put(self.record)
             except BusError as error:
                 log.warning("the registry could not be written, trying again: %s", error)

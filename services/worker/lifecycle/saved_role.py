@@ -8,18 +8,18 @@ import msgspec
 
 from services.worker.lifecycle.role_change import TakenRole, begins_as, to_keep
 from shared.contracts.workers import Role
-from shared.runtime.saved_role import kept_role_file
+from shared.runtime.saved_role import saved_role_file
 
 log = logging.getLogger("baton.worker")
 
 
-class KeptRole:
+class SavedRole:
     """The role of this life and, if it ends in a crash, of the next one. If the folder cannot be written to, the next
     life has the role of its settings.
     """
 
     def __init__(self, state_dir: str, worker_id: str, of_settings: Role) -> None:
-        self._file = kept_role_file(state_dir, worker_id)
+        self._file = saved_role_file(state_dir, worker_id)
         self._of_settings = of_settings
         self.role, self.note = begins_as(of_settings, self._read())
         """With which this life begins, and what to note about it."""

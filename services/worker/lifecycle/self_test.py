@@ -1,4 +1,4 @@
-"""Whether two workers exchange KV as they should: a canary is a short prompt of one whose KV the other one reads.
+"""Whether two workers exchange KV as they should: a self_test is a short prompt of one whose KV the other one reads.
 
 A worker proves itself with one partner of each kind, in both directions. Who fails with one partner tries the next: a
 partner may be ill itself. Who finds nobody that answers has proved nothing, and nothing speaks against it.
@@ -12,7 +12,7 @@ from enum import StrEnum
 from hashlib import blake2b
 
 from shared.contracts.ids import WorkerId
-from shared.contracts.kv_exchange import KvProof, NoGrant
+from shared.contracts.kv_exchange import KvTransferReport, NoGrant
 from shared.contracts.workers import Role, WorkerPhase, WorkerRecord
 
 FULL_BLOCKS = 2
@@ -68,7 +68,7 @@ FROM_BAD_TO_GOOD = (Outcome.FAILED, Outcome.UNANSWERED, Outcome.PASSED)
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A canary in both directions with one partner."""
+    """A self_test in both directions with one partner."""
 
     partner: WorkerId
     found: Finding
@@ -103,7 +103,7 @@ def verdict(attempts: Sequence[Attempt]) -> Outcome:
     return next((it for it in (Outcome.PASSED, Outcome.FAILED) if it in outcomes), Outcome.UNANSWERED)
 
 
-def in_words(found: Mapping[Kind, Sequence[Attempt]]) -> str:
+def as_text(found: Mapping[Kind, Sequence[Attempt]]) -> str:
     """What a person should know of it: why each kind that was tried did not pass. Empty: all is well."""
     if not any(found.values()):
         return "nobody was there to prove itself with"
@@ -127,7 +127,7 @@ def pause_s(rounds: int) -> float:
 
 
 def prompt_tokens(block_size: int, max_model_len: int) -> int:
-    """How long a canary is; 0: the model is too small for one."""
+    """How long a self_test is; 0: the model is too small for one."""
     tail = min(TAIL_TOKENS, max(1, block_size - 1))
     for blocks in range(FULL_BLOCKS, 0, -1):
         if blocks * block_size + tail + ANSWER_TOKENS <= max_model_len:
@@ -135,16 +135,16 @@ def prompt_tokens(block_size: int, max_model_len: int) -> int:
     return 0
 
 
-def read_well(proof: KvProof | None, full_tokens: int) -> Finding:
+def read_well(transfer_report: KvTransferReport | None, full_tokens: int) -> Finding:
     """What the reader's engine says of the KV that it was to read: whether all came, and only the tail was computed."""
-    if proof is None:
+    if transfer_report is None:
         return Finding(Outcome.FAILED, "the engine does not tell where KV comes from")
-    if proof.fetched_tokens >= full_tokens:
+    if transfer_report.fetched_tokens >= full_tokens:
         return FINE
-    why = next((read.failure for read in proof.reads if read.failure), "") or "nothing could be asked for"
+    why = next((read.failure for read in transfer_report.reads if read.failure), "") or "nothing could be asked for"
     # A holder in a long step answers too late for a prompt that somebody waits for.
     outcome = Outcome.UNANSWERED if why == NoGrant.UNREACHABLE else Outcome.FAILED
-    return Finding(outcome, f"{proof.fetched_tokens} of {full_tokens} tokens' KV came: {why}")
+    return Finding(outcome, f"{transfer_report.fetched_tokens} of {full_tokens} tokens' KV came: {why}")
 
 
 def answered_alike(expected: Sequence[int], answered: Sequence[int]) -> Finding:

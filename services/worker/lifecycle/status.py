@@ -7,7 +7,7 @@ import msgspec
 from services.worker.engines.port import EngineFacts
 from services.worker.legs.server import LegServer
 from services.worker.lifecycle.registration import Registration
-from services.worker.lifecycle.saved_role import KeptRole
+from services.worker.lifecycle.saved_role import SavedRole
 from services.worker.telemetry.publishers import LoadPublisher
 from shared.contracts.control import ServicePhase
 from shared.contracts.workers import Role, WorkerPhase, WorkerRecord
@@ -20,7 +20,7 @@ SERVICE_PHASES = {
 }
 
 
-class Standing:
+class WorkerStatus:
     """One place to change it: the registry, the load reports, the leg server and the process's status say the same."""
 
     def __init__(
@@ -30,14 +30,14 @@ class Standing:
         load: LoadPublisher,
         server: LegServer,
         facts: EngineFacts,
-        kept_role: KeptRole,
+        saved_role: SavedRole,
     ) -> None:
         self._service = service
         self._registration = registration
         self._load = load
         self._server = server
         self._facts = facts
-        self._kept_role = kept_role
+        self._saved_role = saved_role
 
     @property
     def record(self) -> WorkerRecord:
@@ -66,16 +66,16 @@ class Standing:
 
     async def ready(self, note: str) -> None:
         """It takes legs; ``note`` is what its start has shown."""
-        await self.enter(WorkerPhase.READY, "; ".join(filter(None, (self._kept_role.note, note))))
+        await self.enter(WorkerPhase.READY, "; ".join(filter(None, (self._saved_role.note, note))))
 
     async def leaving(self) -> None:
         """It goes because it was told to, so its next life begins as its settings say."""
-        self._kept_role.forget()
+        self._saved_role.forget()
         await self.enter(WorkerPhase.DRAINING)
 
     async def take_on(self, role: Role, note: str) -> None:
         """Be placed for other legs from now on, in the next life too if this one ends in a crash."""
-        self._kept_role.take_on(role)
+        self._saved_role.take_on(role)
         self._load.role = role
         self._load.changed()
         await self._registration.say(msgspec.structs.replace(self.record, role=role, note=note))

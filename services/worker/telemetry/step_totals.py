@@ -5,7 +5,7 @@ from __future__ import annotations
 from shared.contracts.load import StepTotals
 
 
-class StepTally:
+class StepTotalsCounter:
     """Steps go in one by one, each as the totals of itself."""
 
     __slots__ = ("_context", "_decode_steps", "_pairs", "_prefill_steps", "_prompt_tokens", "_requests", "_seconds")

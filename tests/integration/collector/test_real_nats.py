@@ -8,9 +8,9 @@ import httpx
 import pytest
 
 from shared.bus.nats_bus import connect_nats
-from shared.contracts.channels import LOAD, REQUESTS_FINISHED, VERDICT
+from shared.contracts.channels import DISAGGREGATION_REPORT, LOAD, REQUESTS_FINISHED
 from shared.contracts.decisions import TtftParts
-from shared.contracts.disaggregation_report import AskVerdict
+from shared.contracts.disaggregation_report import AskDisaggregationReport
 from shared.contracts.inference import RequestFinished, RequestsFinished
 from shared.telemetry import names
 from tests.support.fleet_builders import load
@@ -71,7 +71,7 @@ async def test_reports_are_scraped_and_the_process_stops_cleanly(nats_server, tm
         text = await until_scraped(port, wanted)
 
         assert f'{names.WORKER_RUNNING.name}{{role="both",worker_id="w1"}} 2.0' in text
-        verdict = await bus.ask(VERDICT, AskVerdict(), timeout_s=WAIT_S_MAX)
+        verdict = await bus.ask(DISAGGREGATION_REPORT, AskDisaggregationReport(), timeout_s=WAIT_S_MAX)
         assert [(told.model, told.tokens_min, told.worth) for told in verdict.buckets] == [("m", 256, "unsure")]
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
             assert (await client.get("/health")).status_code == 200

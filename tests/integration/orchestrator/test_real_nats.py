@@ -66,7 +66,7 @@ async def talking_worker(url: str, worker_id: str) -> AsyncIterator[asyncio.Task
     bus = await connect_nats(url, name=worker_id)
 
     async def talk() -> None:
-        records = await bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        records = await bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
         while True:
             try:
                 async with asyncio.timeout(2.0):

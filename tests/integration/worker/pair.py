@@ -124,7 +124,7 @@ async def wait_ready(nats_url: str, workers: list[WorkerProcess]) -> None:
     """Until every worker's record says READY; fails at once with its log when one has ended."""
     bus = await connect_nats(nats_url, name="wait-ready", connect_s_max=30.0)
     try:
-        kept = await bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        kept = await bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
         async with asyncio.timeout(READY_S_MAX):
             while waiting := [worker for worker in workers if not worker.ready_s]:
                 for worker in waiting:

@@ -20,8 +20,11 @@ pytestmark = pytest.mark.vllm
 BLOCK = 32
 
 
-def adds_up(proof) -> bool:
-    return proof.local_tokens + proof.fetched_tokens + proof.recomputed_tokens == proof.prompt_tokens
+def adds_up(transfer_report) -> bool:
+    return (
+        transfer_report.local_tokens + transfer_report.fetched_tokens + transfer_report.recomputed_tokens
+        == transfer_report.prompt_tokens
+    )
 
 
 def source(worker, **more) -> KvSource:
@@ -50,14 +53,14 @@ async def test_the_proof_of_a_handoff_adds_up_and_only_the_tail_is_computed(pair
 
     first, second = await router.handed_over(*pair, completion(prompt_of(300, seed=701)))
 
-    proof = second.report.kv
+    transfer_report = second.report.kv
     assert adds_up(first.report.kv)
-    assert adds_up(proof)
-    assert proof.prompt_tokens == second.report.prompt_tokens
-    assert proof.fetched_tokens == second.report.received_tokens > 0
-    assert proof.recomputed_tokens <= BLOCK
-    (read,) = proof.reads
-    assert (read.worker_id, read.tokens, read.failure) == ("p1", proof.fetched_tokens, "")
+    assert adds_up(transfer_report)
+    assert transfer_report.prompt_tokens == second.report.prompt_tokens
+    assert transfer_report.fetched_tokens == second.report.received_tokens > 0
+    assert transfer_report.recomputed_tokens <= BLOCK
+    (read,) = transfer_report.reads
+    assert (read.worker_id, read.tokens, read.failure) == ("p1", transfer_report.fetched_tokens, "")
     assert second.report.received_bytes == read.bytes > 0
     await released(router, pair[0], before)
 

@@ -10,7 +10,7 @@ from statistics import median
 
 import pytest
 
-from connector.scheduler.calls import EngineNews
+from connector.scheduler.calls import EngineNotification
 from shared.bus.nats_bus import connect_nats
 from shared.contracts.kv_exchange import NoGrant, ReleaseKv
 from tests.conformance.worlds import until
@@ -39,7 +39,7 @@ async def pair_on(server: NatsServer) -> AsyncIterator[tuple[OneWorker, OneWorke
 
 async def test_an_ask_is_answered_in_no_time(nats_server):
     async with pair_on(nats_server) as (holder, reader):
-        holder.engine.answer = lambda call: EngineNews(grants=[grant(ask) for ask in call.leases])
+        holder.engine.answer = lambda call: EngineNotification(grants=[grant(ask) for ask in call.leases])
         took = []
         for number in range(ROUND_TRIPS):
             begun = time.monotonic()
@@ -65,7 +65,7 @@ async def test_a_restart_of_the_server_ends_open_asks_and_nothing_else(nats_serv
         reader.engine.tell(releases=[ReleaseKv(worker_id="h1", epoch=1, reader_id="r1", ask_ids=["before"])])
         released = (await holder.engine.told("releases"))[0]
         assert released.ask_ids == ["before"]
-        holder.engine.answer = lambda call: EngineNews(grants=[grant(ask) for ask in call.leases])
+        holder.engine.answer = lambda call: EngineNotification(grants=[grant(ask) for ask in call.leases])
         reader.engine.tell(leases=[lease(ask_id="after")])
         assert (await reader.engine.told("grants", 2))[1].lease_id
         assert reader.engine.every("gone") == holder.engine.every("gone") == []

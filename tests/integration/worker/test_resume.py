@@ -162,10 +162,10 @@ async def test_a_broken_off_answer_is_handed_over_with_its_tokens(pair, router):
     )
 
     assert story_of([*had, *frames]) == story_of(whole)
-    proof = frames[-1].report.kv
-    assert proof.prompt_tokens == told.prompt_tokens + len(tokens_of(had))
-    assert proof.fetched_tokens > told.prompt_tokens
-    assert proof.recomputed_tokens <= BLOCK
+    transfer_report = frames[-1].report.kv
+    assert transfer_report.prompt_tokens == told.prompt_tokens + len(tokens_of(had))
+    assert transfer_report.fetched_tokens > told.prompt_tokens
+    assert transfer_report.recomputed_tokens <= BLOCK
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ async def test_who_is_told_to_leave_ends_its_legs_has_its_offers_read_gives_its_
         kinds += [frame.kind for frame in await leg.frames()]
     assert await asyncio.to_thread(prefill.process.wait, STOP_S_MAX) == 0, prefill.log.read_text()
     assert await gone(children)
-    records = await router.bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+    records = await router.bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
     found = await records.get(prefill.worker_id)
     assert found is None or found.value is None
     told = await asyncio.wait_for(drained, GONE_S_MAX)
@@ -162,7 +162,7 @@ async def test_sigterm_while_starting_ends_the_worker_and_its_children(pair, rou
     for worker in pair:
         worker.kill()
     worker = start_worker(nats_url, "w4", run_dir, cpu_cores="0")
-    records = await router.bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+    records = await router.bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
     try:
         async with asyncio.timeout(STOP_S_MAX):
             async for change in records.watch():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.router.admission.fair_share import FairShare
-from services.router.placement.placement import Placed, Refused
+from services.router.placement.placement import Placement, Rejection
 from services.router.placement.request_fields import Forced
 from shared.contracts.failures import Reason
 from tests.unit.router.engines import Engine, Engines
@@ -75,7 +75,7 @@ def test_every_request_ends_once_and_the_queue_is_bounded(story):
     assert engines.admission.waiting == 0
     assert engines.admission.wakes_at(engines.now) is None
     for ticket, verdict in engines.ends:
-        if isinstance(verdict, Placed):
+        if isinstance(verdict, Placement):
             assert engines.placed_at[ticket] - ticket.arrived_at <= QUEUE_S_MAX
             assert engines.placed_at[ticket] <= ticket.ends_at
         else:
@@ -91,7 +91,7 @@ def test_no_engine_idles_while_somebody_waits(prompts, count):
         engines.offer(tokens)
     engines.run()
 
-    assert not any(isinstance(verdict, Refused) for _ticket, verdict in engines.ends)
+    assert not any(isinstance(verdict, Rejection) for _ticket, verdict in engines.ends)
     work_s = sum(prompts) / 1000
     # Lists of jobs that are given out greedily end within the mean plus the longest job.
     assert max(engines.first_token_at.values()) <= work_s / count + max(prompts) / 1000 + 1e-6

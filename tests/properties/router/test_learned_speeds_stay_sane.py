@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.state.engine_speed import Coefficients
+from services.router.state.engine_speed import EngineSpeed
 from services.router.state.speed_learner import Learner
 from shared.contracts.load import StepTotals
 from shared.engine_speed import Steps
@@ -44,7 +44,7 @@ def claim(learner: Learner, kind: str, what) -> None:
         learner.way_took(what)
 
 
-def values(known: Coefficients) -> dict[str, float]:
+def values(known: EngineSpeed) -> dict[str, float]:
     return {name: getattr(known, name) for name in known.__struct_fields__}
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.placement.kv_sources import SOURCES_MAX
-from services.router.placement.placement import Need, Placed, Policy, Refused
+from services.router.placement.placement import Placement, PlacementRequest, Policy, Rejection
 from services.router.placement.placer import Costs
 from services.router.placement.request_fields import Forced, Mode
 from services.router.state.cluster_view import ClusterView, exchanges_kv
@@ -57,7 +57,7 @@ def fleets(draw):
 
 @st.composite
 def needs(draw):
-    return Need(
+    return PlacementRequest(
         model=draw(st.sampled_from(["m", "m", "x", "unknown", ""])),
         mode=draw(st.sampled_from(list(Mode))),
         whole=draw(st.sampled_from(["", "", "because"])),
@@ -78,7 +78,7 @@ forcings = st.builds(Forced, prefill_worker=workers, decode_worker=workers, sour
 def test_every_placement_keeps_the_rules(fleet, need):
     cluster, index = fleet
     placed = Costs(cluster, index, POLICY).place(need, NOW)
-    if isinstance(placed, Refused):
+    if isinstance(placed, Rejection):
         known = not need.model or need.model in cluster.models_known
         assert (placed.reason is Reason.MODEL_UNKNOWN) == (not known)
         assert not known or placed.retry_after_s
@@ -159,7 +159,7 @@ def test_who_can_serve_it_does(fleet, need):
     able = [view for view in wanted(cluster, need) if view.legs < view.record.legs_max]
     placed = Costs(cluster, index, POLICY).place(need, NOW)
     if need.mode is not Mode.DISAGGREGATED or need.whole:
-        assert isinstance(placed, Placed) == bool(able)
+        assert isinstance(placed, Placement) == bool(able)
 
 
 @given(fleets())
@@ -178,5 +178,5 @@ def test_two_workers_that_may_pair_do_so_when_asked_to(fleet):
         for prefill in able
         for decode in able
     )
-    need = Need(model="m", mode=Mode.DISAGGREGATED, prompt_tokens=10)
-    assert isinstance(Costs(cluster, index, POLICY).place(need, NOW), Placed) == possible
+    need = PlacementRequest(model="m", mode=Mode.DISAGGREGATED, prompt_tokens=10)
+    assert isinstance(Costs(cluster, index, POLICY).place(need, NOW), Placement) == possible

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from services.router.telemetry.ttft import Legs, RouterTimes, covered_s, exchanging_s, ttft_parts, ttft_s
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegReport
-from shared.contracts.kv_exchange import KvProof, KvRead
+from shared.contracts.kv_exchange import KvRead, KvTransferReport
 
 seconds = st.one_of(st.just(0.0), st.floats(0.0, 1000.0))
 instants = st.one_of(st.just(0.0), st.floats(1e-3, 1e6))
@@ -25,8 +25,10 @@ reads = st.builds(
     ended_at=instants,
 )
 """Any order of instants: what another process says of itself need not make sense."""
-proofs = st.none() | st.builds(KvProof, reads=st.lists(reads, max_size=4))
-reports = st.builds(LegReport, queue_s=seconds, prefill_s=seconds, first_token_s=seconds, total_s=seconds, kv=proofs)
+transfer_reports = st.none() | st.builds(KvTransferReport, reads=st.lists(reads, max_size=4))
+reports = st.builds(
+    LegReport, queue_s=seconds, prefill_s=seconds, first_token_s=seconds, total_s=seconds, kv=transfer_reports
+)
 routers = st.builds(RouterTimes, admission_s=seconds, tokenize_s=seconds, place_s=seconds, failed_s=seconds)
 legs_of = st.builds(Legs, answering=reports, prefill=st.none() | reports, streamed=st.booleans())
 

@@ -11,7 +11,7 @@ import pytest
 from services.collector.console.routes import BODY_BYTES_MAX, page_files
 from services.collector.http.access import Access, read_digests
 from shared.bus.port import AskRefused
-from shared.contracts.channels import CHANGE_ROLE, DECISION, DRAIN, USUAL_MODE
+from shared.contracts.channels import CHANGE_ROLE, DECISION, DEFAULT_MODE, DRAIN
 from shared.contracts.decisions import Candidate, Decision, FoundDecision, Part
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.fleet_orders import OrderTaken, RoleChanged
@@ -137,7 +137,7 @@ async def test_a_role_is_changed_when_the_worker_has_verified_it():
 async def test_the_usual_mode_is_kept_for_all_routers_and_shown():
     async with world() as one, one.client() as client:
         following = asyncio.get_running_loop().create_task(one.collector.follow_mode())
-        kept = await one.others.kept(USUAL_MODE, ttl_s=None)
+        kept = await one.others.key_value_store(DEFAULT_MODE, ttl_s=None)
         done = await client.post("/console/actions", json={"action": "mode", "mode": "disaggregated"})
 
         assert done.json()["told"] == "Requests that ask for no mode are served disaggregated now."

@@ -10,17 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.collector.report.step_time import ROWS_MIN, StepLaw
-from shared.engine_speed import Law, Steps
+from shared.engine_speed import Steps, StepTimeModel
 
-TRUE = Law(prefill_step_s=0.002, prefill_token_s=4e-5, decode_step_s=0.008, decode_request_s=5e-5)
+TRUE = StepTimeModel(prefill_step_s=0.002, prefill_token_s=4e-5, decode_step_s=0.008, decode_request_s=5e-5)
 
 
-def did(law: Law, prompts: float, tokens: float, steps: float, completions: float) -> Steps:
+def did(law: StepTimeModel, prompts: float, tokens: float, steps: float, completions: float) -> Steps:
     work = (prompts, tokens, 50.0 * tokens, steps, completions, 900.0 * completions)
     return Steps(sum(part * amount for part, amount in zip(law, work, strict=True)), *work)
 
 
-def learned(rows: int = 200, batches: tuple[int, int] = (1, 64), noise: float = 0.0, law: Law = TRUE) -> StepLaw:
+def learned(
+    rows: int = 200, batches: tuple[int, int] = (1, 64), noise: float = 0.0, law: StepTimeModel = TRUE
+) -> StepLaw:
     chance, of = random.Random(7), StepLaw()
     for number in range(rows):
         steps, prompts = chance.randint(20, 60), chance.randint(0, 5)
@@ -68,7 +70,7 @@ def test_engines_that_only_compute_prompts_say_nothing_of_completions():
 
 def test_what_changed_is_learned_again():
     of = learned(rows=500)
-    slower = Law(*(2 * part for part in TRUE))
+    slower = StepTimeModel(*(2 * part for part in TRUE))
     for number in range(20_000):
         steps = 20 + number % 40
         of.add(did(slower, 1, 500 + number % 700, steps, steps * (1 + number % 50)), 500 + 0.5 * number)

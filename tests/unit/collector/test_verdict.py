@@ -24,14 +24,14 @@ from services.collector.report.report import (
     words,
 )
 from shared.contracts.decisions import TtftParts
-from shared.contracts.disaggregation_report import Verdict, VerdictBucket
+from shared.contracts.disaggregation_report import DisaggregationReport, ReportBucket
 from shared.contracts.inference import RequestFinished
 from shared.contracts.load import StepTotals
 from shared.contracts.workers import Role
-from shared.engine_speed import Law, Steps
+from shared.engine_speed import Steps, StepTimeModel
 from tests.support.fleet_builders import load
 
-LAW = Law(prefill_step_s=0.002, prefill_token_s=4e-5, decode_step_s=0.008, decode_request_s=5e-5)
+LAW = StepTimeModel(prefill_step_s=0.002, prefill_token_s=4e-5, decode_step_s=0.008, decode_request_s=5e-5)
 SILENT_S_MAX = 10.0
 STEP_TOKENS = 2048
 PARTS = TtftParts(queue_s=0.01, prefill_s=0.08, handoff_s=0.02, transit_s=0.005)
@@ -93,10 +93,10 @@ class Fleet:
         for _ in range(count):
             self.judge.request_finished(story(mode, **facts), self.now)
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> DisaggregationReport:
         return self.judge.verdict("", self.now, lambda _model: STEP_TOKENS)
 
-    def only(self) -> VerdictBucket:
+    def only(self) -> ReportBucket:
         (bucket,) = self.verdict().buckets
         return bucket
 
@@ -263,7 +263,7 @@ def test_swapping_the_sides_never_keeps_a_yes(mine, other, margin):
 
 def test_the_words_follow_most_of_the_requests():
     yes, no, unsure = (
-        VerdictBucket(model="m", tokens_min=1, tokens_max=2, disaggregated=count, worth=worth)
+        ReportBucket(model="m", tokens_min=1, tokens_max=2, disaggregated=count, worth=worth)
         for worth, count in (("yes", 60), ("no", 30), ("unsure", 10))
     )
 

@@ -49,7 +49,7 @@ def test_a_peer_whose_kv_means_something_else_is_not_connected_and_the_worker_le
     end.is_told_of(described(fingerprint="another model"))
 
     assert not end.exchange.orders
-    (said,) = end.exchange.news().connected
+    (said,) = end.exchange.notifications().connected
     assert "fingerprint differs" in said.failure
 
 
@@ -65,19 +65,19 @@ def test_a_peer_that_is_gone_before_it_was_connected_is_not_connected(end):
 @pytest.mark.parametrize("failure", ["", "refused"])
 def test_the_end_of_a_connection_attempt_is_said_once(end, failure):
     end.is_told_of(described())
-    assert not end.exchange.has_news
+    assert not end.exchange.has_notifications
 
     end.exchange.on_connected([Connected(HOLDER, 0.2, failure)])
 
-    assert end.exchange.has_news
-    (said,) = end.exchange.news().connected
+    assert end.exchange.has_notifications
+    (said,) = end.exchange.notifications().connected
     assert (said.worker_id, said.seconds, said.failure) == ("holder", 0.2, failure)
-    assert not end.exchange.has_news
+    assert not end.exchange.has_notifications
     assert end.exchange.orders.forget == ([HOLDER] if failure else [])
 
 
 def test_the_handshake_says_what_the_clock_shows_and_is_told_when_it_is_asked_for(end):
     end.now = 7.5
 
-    assert end.exchange.news().handshake is None
-    assert end.exchange.news(describe=True).handshake.clock_s == 7.5
+    assert end.exchange.notifications().handshake is None
+    assert end.exchange.notifications(describe=True).handshake.clock_s == 7.5

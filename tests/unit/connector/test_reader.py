@@ -99,8 +99,12 @@ def test_an_offered_prompt_is_fetched_but_for_its_tail(desk):
 
     assert desk.reader.settle() == ({"r"}, set())
     desk.reader.allocated(request, (), 0)
-    proof = desk.reader.finished("r", HAND_OVER, None)
-    assert (proof.local_tokens, proof.fetched_tokens, proof.recomputed_tokens) == (0, 96, 4)
+    transfer_report = desk.reader.finished("r", HAND_OVER, None)
+    assert (transfer_report.local_tokens, transfer_report.fetched_tokens, transfer_report.recomputed_tokens) == (
+        0,
+        96,
+        4,
+    )
     assert desk.released() == ["L"]
 
 
@@ -113,8 +117,8 @@ def test_the_last_token_of_a_prompt_that_came_whole_is_computed(desk):
     desk.reader.settle()
     desk.reader.allocated(request, (), 0)
 
-    proof = desk.reader.finished("r", HAND_OVER, None)
-    assert (proof.fetched_tokens, proof.recomputed_tokens) == (95, 1)
+    transfer_report = desk.reader.finished("r", HAND_OVER, None)
+    assert (transfer_report.fetched_tokens, transfer_report.recomputed_tokens) == (95, 1)
 
 
 def test_blocks_that_did_not_come_are_named_and_the_request_goes_on(desk):
@@ -154,8 +158,12 @@ def test_a_preempted_request_asks_again_by_content(desk):
     desk.reader.settle()
     desk.reader.allocated(request, (), 0)
 
-    proof = desk.reader.finished("r", HAND_OVER, None)
-    assert (proof.prompt_tokens, proof.refetched_tokens, proof.reprefilled_tokens) == (100, 96, 34)
+    transfer_report = desk.reader.finished("r", HAND_OVER, None)
+    assert (transfer_report.prompt_tokens, transfer_report.refetched_tokens, transfer_report.reprefilled_tokens) == (
+        100,
+        96,
+        34,
+    )
 
 
 def test_too_little_is_not_worth_a_fetch(desk):

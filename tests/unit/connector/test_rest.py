@@ -6,12 +6,12 @@ import queue
 import threading
 from types import SimpleNamespace
 
-from connector.scheduler.idle_wait import Rest
+from connector.scheduler.idle_wait import IdleWait
 
 
 def resting():
     inbox = queue.Queue()
-    rest = Rest()
+    rest = IdleWait()
     rest.in_front_of(SimpleNamespace(input_queue=inbox))
     rest.stepped(scheduled_tokens=0)
     return rest, inbox
@@ -82,7 +82,7 @@ def test_a_ring_before_the_rest_is_not_slept_through():
 
 
 def test_a_ring_is_heard_by_nobody_where_the_queue_is_not_known():
-    rest = Rest()
+    rest = IdleWait()
 
     rest.ring()
 
@@ -90,7 +90,7 @@ def test_a_ring_is_heard_by_nobody_where_the_queue_is_not_known():
 
 
 def test_an_engine_whose_queue_is_not_known_goes_on():
-    rest = Rest()
+    rest = IdleWait()
     rest.stepped(scheduled_tokens=0)
 
     rest.take()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from connector.scheduler.orders import Connected, ReadPart, Results
-from connector.scheduler.rank_aggregation import Votes
+from connector.scheduler.rank_aggregation import RankAggregation
 
 PEER = ("holder", 1)
 
@@ -13,7 +13,7 @@ def part(failure: str = "") -> Results:
 
 
 def test_a_part_counts_when_all_ranks_have_it():
-    votes = Votes(2)
+    votes = RankAggregation(2)
 
     assert not votes.count(part())
     (together,) = votes.count(part()).parts
@@ -21,21 +21,21 @@ def test_a_part_counts_when_all_ranks_have_it():
 
 
 def test_a_part_that_one_rank_lacks_has_failed_but_only_when_no_rank_moves_any_more_of_it():
-    votes = Votes(2)
+    votes = RankAggregation(2)
 
     assert not votes.count(part("the read failed"))
     assert votes.count(part()).parts[0].failure == "the read failed"
 
 
 def test_a_peer_is_connected_when_all_ranks_are():
-    votes = Votes(2)
+    votes = RankAggregation(2)
 
     assert not votes.count(Results(connected=[Connected(PEER, 0.1)]))
     assert votes.count(Results(connected=[Connected(PEER, 0.2)])).connected == [Connected(PEER, 0.2)]
 
 
 def test_a_peer_that_one_rank_lost_is_lost_at_once():
-    votes = Votes(2)
+    votes = RankAggregation(2)
 
     assert votes.count(Results(connected=[Connected(PEER, 9.0, "cut")])).connected == [Connected(PEER, 9.0, "cut")]
 

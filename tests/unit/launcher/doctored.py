@@ -14,7 +14,7 @@ from services.launcher.doctor.facts import (
     RouterAnswer,
     SystemFacts,
 )
-from shared.contracts.control import RouterStanding, ServicePhase, ServiceStatus
+from shared.contracts.control import RouterHealth, ServicePhase, ServiceStatus
 from shared.contracts.workers import FleetState, FleetWorker, Role, WorkerPhase, WorkerRecord
 from tests.support.fleet_builders import load, record
 
@@ -48,7 +48,7 @@ def service(kind: str, **changes: object) -> HeardService:
         "host": "h",
         "at_ms": 1,
         "url": "http://127.0.0.1:8000" if kind == "router" else "",
-        "router": RouterStanding() if kind == "router" else None,
+        "router": RouterHealth() if kind == "router" else None,
     }
     return HeardService(status=ServiceStatus(**(facts | changes)))  # type: ignore[arg-type]
 

@@ -27,7 +27,7 @@ from services.launcher.doctor.facts import (
 )
 from services.launcher.doctor.findings import Finding, Level, examination
 from services.launcher.doctor.picture import draw
-from shared.contracts.control import RouterStanding, ServicePhase
+from shared.contracts.control import RouterHealth, ServicePhase
 from shared.contracts.load import StoreState
 from shared.contracts.workers import FleetState, HashScheme, Role, WorkerPhase
 from tests.support.fleet_builders import FINGERPRINT, load, record
@@ -49,7 +49,7 @@ def fleet(*workers: object) -> FleetState:
     return FleetState(leader="o", term=1, workers=list(workers))  # type: ignore[arg-type]
 
 
-def told(router: RouterStanding) -> dict[str, object]:
+def told(router: RouterHealth) -> dict[str, object]:
     others = [service(kind) for kind in ("orchestrator", "collector")]
     return {"services": [service("router", router=router), *others]}
 
@@ -204,10 +204,10 @@ SYSTEM_FAULTS: dict[str, tuple[dict[str, object], Level, str]] = {
     ),
     "store full": (store(100), Level.NOTE, "s1 is full: it keeps 100 blocks"),
     "store loses": (store(damaged_blocks_total=2, unsaved_blocks_total=1), Level.WARNING, "s1 has lost 3 blocks"),
-    "index degraded": (told(RouterStanding(not_exact={"d1": "degraded"})), Level.NOTE, "is not sure what d1 has cached"),
-    "index fallback": (told(RouterStanding(not_exact={"d1": "fallback"})), Level.WARNING, "does not know what d1 has cached"),
-    "tokens": (told(RouterStanding(tokens_differ=["d1"])), Level.WARNING, "does not make the tokens that d1 make"),
-    "router's index": (told(RouterStanding(is_index_compiled=False)), Level.NOTE, "The prefix index of router-1 runs in Python"),
+    "index degraded": (told(RouterHealth(not_exact={"d1": "degraded"})), Level.NOTE, "is not sure what d1 has cached"),
+    "index fallback": (told(RouterHealth(not_exact={"d1": "fallback"})), Level.WARNING, "does not know what d1 has cached"),
+    "tokens": (told(RouterHealth(tokens_differ=["d1"])), Level.WARNING, "does not make the tokens that d1 make"),
+    "router's index": (told(RouterHealth(is_index_compiled=False)), Level.NOTE, "The prefix index of router-1 runs in Python"),
     "unknown": ({"unknown": {"fleet": "it took too long"}}, Level.NOTE, "The fleet could not be looked at: it took too long."),
 }  # fmt: skip
 

@@ -48,7 +48,7 @@ def heard(*says: Said, delays_s: float = 0.0, epochs: tuple[int, ...] = (1,)) ->
     async def story() -> SystemFacts:
         hub, clock = MemoryHub(), LoopClock()
         ours, theirs = MemoryBus(hub), MemoryBus(hub)
-        await (await theirs.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)).put(record("w1"))
+        await (await theirs.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)).put(record("w1"))
 
         async def speak() -> None:
             await asyncio.sleep(0.1)

@@ -129,27 +129,27 @@ def test_a_worker_that_has_it_is_better_than_one_that_can_fetch_it():
 def test_regret_names_the_part_that_was_late():
     late = told(measured=TtftParts(queue_s=2.0, prefill_s=0.2), ttft_s=2.2, regret_s=0.75)
 
-    assert words.regret_words(late).startswith("Regret 750 ms: ")
-    assert words.regret_words(late).endswith("most of it: queue, 2.00 s more than predicted.")
-    assert words.regret_words(told()).startswith("No regret")
-    assert words.regret_words(told(candidates=[P2, D1])) == "No regret: there was nobody to compare with."
-    assert words.regret_words(told(measured=None)) == ""
+    assert words.regret_text(late).startswith("Regret 750 ms: ")
+    assert words.regret_text(late).endswith("most of it: queue, 2.00 s more than predicted.")
+    assert words.regret_text(told()).startswith("No regret")
+    assert words.regret_text(told(candidates=[P2, D1])) == "No regret: there was nobody to compare with."
+    assert words.regret_text(told(measured=None)) == ""
 
 
 def test_targets_are_met_missed_or_not_known():
-    assert words.target_words(told(ttft_target_s=0.2, itl_target_s=0.02, itl_s=0.01)) == [
+    assert words.target_text(told(ttft_target_s=0.2, itl_target_s=0.02, itl_s=0.01)) == [
         "TTFT 200 ms: missed with 285 ms",
         "ITL 20 ms: met with 10 ms",
     ]
-    assert words.target_words(told(ttft_target_s=0.2, ttft_s=-1.0)) == ["TTFT 200 ms: not known"]
-    assert words.target_words(told()) == []
+    assert words.target_text(told(ttft_target_s=0.2, ttft_s=-1.0)) == ["TTFT 200 ms: not known"]
+    assert words.target_text(told()) == []
 
 
 def test_cached_tokens_are_told_as_far_as_they_are_known():
-    assert words.cached_words(told()) == "8,192 tokens, 7,936 cached, exactly as predicted"
-    assert words.cached_words(told(cached_tokens=7904)).endswith("7,936 predicted to be cached, 7,904 were")
-    assert words.cached_words(told(cached_tokens=-1)).endswith("7,936 predicted to be cached")
-    assert "could not be known; 32 were" in words.cached_words(told(predicted_cached_tokens=-1, cached_tokens=32))
+    assert words.cached_text(told()) == "8,192 tokens, 7,936 cached, exactly as predicted"
+    assert words.cached_text(told(cached_tokens=7904)).endswith("7,936 predicted to be cached, 7,904 were")
+    assert words.cached_text(told(cached_tokens=-1)).endswith("7,936 predicted to be cached")
+    assert "could not be known; 32 were" in words.cached_text(told(predicted_cached_tokens=-1, cached_tokens=32))
 
 
 def test_durations_have_a_unit_that_fits():

@@ -9,7 +9,7 @@ from services.launcher.system.scaling_steps import Own, own_of, steps_for
 from services.launcher.system.system import begin_anew
 from shared.contracts.planning import ScaleFleet
 from shared.contracts.workers import Role, WorkerPhase
-from shared.runtime.saved_role import kept_role_file
+from shared.runtime.saved_role import saved_role_file
 from tests.support.fleet_builders import record
 
 OWN = [
@@ -101,7 +101,7 @@ def test_only_workers_of_the_revision_go():
 
 
 def test_a_worker_that_is_started_anew_has_no_role_of_an_earlier_one_of_its_name(tmp_path):
-    kept, other = (kept_role_file(str(tmp_path), name) for name in ("prefill-1", "prefill-2"))
+    kept, other = (saved_role_file(str(tmp_path), name) for name in ("prefill-1", "prefill-2"))
     kept.parent.mkdir()
     kept.touch()
     other.touch()

@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 
 from services.launcher.views.disaggregation_report import draw
-from shared.contracts.disaggregation_report import Verdict, VerdictBucket
+from shared.contracts.disaggregation_report import DisaggregationReport, ReportBucket
 
 WORDS = "It is worth it: 78% of the requests are better served with prefill and decode apart."
-NO = VerdictBucket(
+NO = ReportBucket(
     model="m",
     tokens_min=1,
     tokens_max=255,
@@ -27,7 +27,7 @@ NO = VerdictBucket(
     worth="no",
     why="about the same, and one engine for both is simpler",
 )
-UNSURE = VerdictBucket(
+UNSURE = ReportBucket(
     model="a-model-with-a-rather-long-name/as-they-have-them-at-hugging-face-instruct-2507-fp8",
     tokens_min=16384,
     tokens_max=(1 << 31) - 1,
@@ -40,7 +40,7 @@ UNSURE = VerdictBucket(
 )
 
 
-def drawn(told: Verdict, columns: int = 80) -> str:
+def drawn(told: DisaggregationReport, columns: int = 80) -> str:
     out = io.StringIO()
     draw(told, Console(file=out, width=columns))
     return out.getvalue()
@@ -48,7 +48,7 @@ def drawn(told: Verdict, columns: int = 80) -> str:
 
 @pytest.mark.parametrize("columns", [80, 160])
 def test_it_says_what_is_and_what_would_be_and_why(columns: int):
-    text = drawn(Verdict(seconds=600, buckets=[NO, UNSURE], words=WORDS), columns)
+    text = drawn(DisaggregationReport(seconds=600, buckets=[NO, UNSURE], words=WORDS), columns)
 
     assert max(map(len, text.splitlines())) <= columns
     flat = " ".join(text.split())
@@ -62,6 +62,6 @@ def test_it_says_what_is_and_what_would_be_and_why(columns: int):
 
 
 def test_without_requests_there_is_advice():
-    text = drawn(Verdict(seconds=600, words="Nothing was served lately."))
+    text = drawn(DisaggregationReport(seconds=600, words="Nothing was served lately."))
 
     assert "last 10 minutes: send requests, and ask again" in " ".join(text.split())

@@ -8,10 +8,10 @@ from services.orchestrator.planner.demand import Wish
 from services.orchestrator.planner.rules import Rules
 from services.orchestrator.planner.work import Engines, Queues, Work, batch_max, work_of
 from shared.contracts.planning import Demand
-from shared.engine_speed import Law, Steps
+from shared.engine_speed import Steps, StepTimeModel
 
 RULES = Rules()
-LAW = Law(prefill_token_s=1e-4, decode_step_s=0.01, decode_request_s=0.001)
+LAW = StepTimeModel(prefill_token_s=1e-4, decode_step_s=0.01, decode_request_s=0.001)
 """10,000 prompt tokens a second; 40 completions at a time take 50 ms for a step."""
 ENGINES = Engines(kv_tokens=1_000_000, requests_max=256, prefill=1, decode=1)
 DEMAND = Demand(requests_per_s=1.0, prompt_tokens=2000, uncached_tokens=1000, completion_tokens=100, seconds=30)

@@ -15,7 +15,7 @@ from replay.policies.simple import LeastLoaded, PowerOfTwo, RandomChoice, RoundR
 from replay.simworker import MODEL
 from replay.traces import Request
 from replay.world import Shape
-from services.router.placement.placement import Need, Placed, Refused
+from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from shared.contracts.kv_events import KvEvent, KvEventBatch, KvEventKind, pack_hashes
 from tests.support.fleet_builders import load
 from tests.support.replay_worlds import around, world
@@ -33,8 +33,8 @@ def ids(of):
     return list(of.workers)
 
 
-def need(tokens: int = 2100, hashes=(11, 12, 13, 14)) -> Need:
-    return Need(model=MODEL, prompt_tokens=tokens, hashes=hashes)
+def need(tokens: int = 2100, hashes=(11, 12, 13, 14)) -> PlacementRequest:
+    return PlacementRequest(model=MODEL, prompt_tokens=tokens, hashes=hashes)
 
 
 def holds(of, worker_id, hashes):
@@ -44,7 +44,7 @@ def holds(of, worker_id, hashes):
 
 def chosen(policy, needed=None):
     placed = policy.place(needed or need(), 1.0)
-    assert isinstance(placed, Placed)
+    assert isinstance(placed, Placement)
     return placed.decode.record.worker_id
 
 
@@ -149,8 +149,8 @@ def test_mooncake_computes_what_is_not_longer_by_the_threshold(of, ids):
 
 def test_mooncake_refuses_what_would_miss_the_target_if_it_is_told_to(of, ids):
     of.fleet.placer = MooncakeConductor(around(of), rejecting=True)
-    assert isinstance(of.fleet.placer.place(need(), 1.0), Placed)
+    assert isinstance(of.fleet.placer.place(need(), 1.0), Placement)
     for worker_id in ids:
         of.ledger.active[worker_id].prefill_s = 6.0
 
-    assert isinstance(of.fleet.placer.place(need(), 1.0), Refused)
+    assert isinstance(of.fleet.placer.place(need(), 1.0), Rejection)

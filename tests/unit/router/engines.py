@@ -9,16 +9,16 @@ from typing import Any
 
 from services.router.admission.admission import Admission
 from services.router.admission.policy import AdmissionPolicy
-from services.router.admission.queues import Ticket
+from services.router.admission.queues import QueueEntry
 from services.router.placement.considered import Considered
-from services.router.placement.placement import Need, Placed, Refused
+from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.request_fields import Mode
 from services.router.placement.slo import Targets
 from shared.contracts.decisions import TtftParts
 from shared.contracts.failures import Reason
 
-BUSY = Refused(reason=Reason.WORKER_BUSY, message="full", retry_after_s=1.0)
-NOBODY = Refused(reason=Reason.NO_WORKER, message="nobody", retry_after_s=1.0)
+BUSY = Rejection(reason=Reason.WORKER_BUSY, message="full", retry_after_s=1.0)
+NOBODY = Rejection(reason=Reason.NO_WORKER, message="nobody", retry_after_s=1.0)
 TOKENS_PER_S = 1000.0
 
 
@@ -47,13 +47,13 @@ class Engines:
         self.admission = Admission(AdmissionPolicy(**policy), self.place)
         self.now = 0.0
         self.places = 0
-        self.placed_at: dict[Ticket, float] = {}
-        self.first_token_at: dict[Ticket, float] = {}
-        self.ends: list[tuple[Ticket, Placed | Refused]] = []
+        self.placed_at: dict[QueueEntry, float] = {}
+        self.first_token_at: dict[QueueEntry, float] = {}
+        self.ends: list[tuple[QueueEntry, Placement | Rejection]] = []
         self._events: list[tuple[float, int, Any]] = []
         self._count = 0
 
-    def place(self, need: Need, now: float) -> Placed | Refused:
+    def place(self, need: PlacementRequest, now: float) -> Placement | Rejection:
         self.places += 1
         offering = [one for one in self.engines.values() if need.model in one.models]
         if need.forced is not None:
@@ -64,7 +64,7 @@ class Engines:
         engine = min(fit, key=lambda one: max(one.free_at, now))
         queue_s = max(0.0, engine.free_at - now)
         parts = TtftParts(queue_s=queue_s, prefill_s=need.prompt_tokens / TOKENS_PER_S)
-        return Placed(
+        return Placement(
             mode=Mode.AGGREGATED,
             decode=engine.view,
             uncached_tokens=need.prompt_tokens,
@@ -73,16 +73,16 @@ class Engines:
             considered=Considered(count=len(offering)),
         )
 
-    def offer(self, tokens: int = 100, *, ends_at: float = float("inf"), **need: Any) -> Ticket:
+    def offer(self, tokens: int = 100, *, ends_at: float = float("inf"), **need: Any) -> QueueEntry:
         """A request comes now."""
-        ticket = Ticket(ask(tokens, **need), self.now, ends_at)
+        ticket = QueueEntry(ask(tokens, **need), self.now, ends_at)
         verdict = self.admission.offer(ticket, self.now)
         if verdict is not None:
             self._decided(ticket, verdict)
         self._turns()
         return ticket
 
-    def withdraw(self, ticket: Ticket) -> None:
+    def withdraw(self, ticket: QueueEntry) -> None:
         self.admission.withdraw(ticket)
         self._turns()
 
@@ -108,9 +108,9 @@ class Engines:
                 return
         raise AssertionError("turns without an end")
 
-    def _decided(self, ticket: Ticket, verdict: Placed | Refused) -> None:
+    def _decided(self, ticket: QueueEntry, verdict: Placement | Rejection) -> None:
         self.ends.append((ticket, verdict))
-        if isinstance(verdict, Refused):
+        if isinstance(verdict, Rejection):
             return
         engine = self.engines[verdict.decode.record.worker_id]
         engine.legs += 1
@@ -121,7 +121,7 @@ class Engines:
         self._at(engine.free_at, lambda: None)
         self._at(engine.free_at + engine.decode_s, lambda: self._end(ticket, engine))
 
-    def _end(self, ticket: Ticket, engine: Engine) -> None:
+    def _end(self, ticket: QueueEntry, engine: Engine) -> None:
         engine.legs -= 1
         self.admission.ended(ticket, ticket.need.prompt_tokens, ticket.need.tokens_out)
 
@@ -129,12 +129,14 @@ class Engines:
         self._count += 1
         heapq.heappush(self._events, (at, self._count, what))
 
-    def reason(self, ticket: Ticket) -> Reason | None:
+    def reason(self, ticket: QueueEntry) -> Reason | None:
         """Why it was refused; None when it was not."""
         verdict = dict(self.ends)[ticket]
-        return verdict.reason if isinstance(verdict, Refused) else None
+        return verdict.reason if isinstance(verdict, Rejection) else None
 
 
-def ask(tokens: int = 100, *, ttft_s: float = float("inf"), itl_s: float = float("inf"), **need: Any) -> Need:
+def ask(
+    tokens: int = 100, *, ttft_s: float = float("inf"), itl_s: float = float("inf"), **need: Any
+) -> PlacementRequest:
     fields: dict[str, Any] = {"model": "m", "tokens_out": 1, **need}
-    return Need(prompt_tokens=tokens, targets=Targets(ttft_s=ttft_s, itl_s=itl_s), **fields)
+    return PlacementRequest(prompt_tokens=tokens, targets=Targets(ttft_s=ttft_s, itl_s=itl_s), **fields)

@@ -8,7 +8,7 @@ import pytest
 
 from services.router.admission.policy import LATE_SHARE_MAX
 from services.router.admission.queues import DRAIN_S_MIN, STRAINED_FOR_S
-from services.router.placement.placement import Placed, Refused
+from services.router.placement.placement import Placement, Rejection
 from services.router.placement.request_fields import Forced
 from shared.contracts.failures import Reason
 from tests.unit.router.engines import Engine, Engines, ask
@@ -97,7 +97,7 @@ def test_who_waits_is_told_when_the_last_worker_goes():
     engines.engines.clear()
     decided = engines.admission.turn(0.5)
 
-    assert [(ticket, no.reason) for ticket, no in decided if isinstance(no, Refused)] == [(waiting, Reason.NO_WORKER)]
+    assert [(ticket, no.reason) for ticket, no in decided if isinstance(no, Rejection)] == [(waiting, Reason.NO_WORKER)]
 
 
 def test_the_more_urgent_priority_comes_first():
@@ -214,7 +214,7 @@ def test_the_queue_is_bounded_and_says_when_to_come_again():
     refused = [ticket for ticket in tickets if ticket in dict(engines.ends) and engines.reason(ticket)]
     assert (len(refused), engines.admission.waiting) == (4, 5)
     assert {engines.reason(ticket) for ticket in refused} == {Reason.OVERLOADED}
-    assert all(no.retry_after_s >= 1.0 for _ticket, no in engines.ends if isinstance(no, Refused))
+    assert all(no.retry_after_s >= 1.0 for _ticket, no in engines.ends if isinstance(no, Rejection))
 
 
 def test_a_full_queue_makes_room_for_a_tenant_that_has_less_of_it():
@@ -272,7 +272,7 @@ def test_what_would_come_too_late_is_refused_when_it_comes():
 
     assert sooner not in dict(engines.ends)  # it comes before all that have no target
     verdict = dict(engines.ends)[ticket]
-    assert isinstance(verdict, Refused)
+    assert isinstance(verdict, Rejection)
     assert verdict.reason is Reason.OVERLOADED
     assert 10.0 < (verdict.retry_after_s or 0) < 25.0  # about 16 s of work are before it
 
@@ -325,7 +325,7 @@ def test_what_is_late_anyway_takes_a_small_share_of_engines_that_have_other_work
 
     served = [ticket for ticket in asked if ticket in engines.placed_at]
     assert len(served) == math.ceil(engines.now * 8 * LATE_SHARE_MAX / 1.0)
-    again_s = [no.retry_after_s for _ticket, no in engines.ends if isinstance(no, Refused)]
+    again_s = [no.retry_after_s for _ticket, no in engines.ends if isinstance(no, Rejection)]
     assert max(again_s) == pytest.approx(1.0 / (8 * LATE_SHARE_MAX), abs=0.1)
 
 
@@ -374,7 +374,7 @@ def test_who_leaves_is_forgotten():
     engines.run()
 
     assert gone not in engines.placed_at
-    assert isinstance(dict(engines.ends)[stays], Placed)
+    assert isinstance(dict(engines.ends)[stays], Placement)
     assert engines.admission.waiting == 0
 
 

@@ -6,47 +6,47 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.auth.api_keys import Key
-from services.router.auth.rate_limit import Allowance, Bucket, tokens_used
+from services.router.auth.rate_limit import Bucket, RateLimit, tokens_used
 
 
 def test_a_minutes_requests_may_come_at_once_and_then_one_after_the_other():
-    allowance = Allowance(Key(requests_per_minute=3), 100.0)
+    rate_limit = RateLimit(Key(requests_per_minute=3), 100.0)
 
-    assert [allowance.request(100.0) for _ in range(3)] == [None] * 3
-    over = allowance.request(100.0)
+    assert [rate_limit.request(100.0) for _ in range(3)] == [None] * 3
+    over = rate_limit.request(100.0)
     assert (over.kind, over.per_minute, over.wait_s) == ("requests", 3, 20.0)
-    assert allowance.request(119.0) is not None
-    assert allowance.request(120.0) is None
-    assert allowance.request(120.0) is not None
+    assert rate_limit.request(119.0) is not None
+    assert rate_limit.request(120.0) is None
+    assert rate_limit.request(120.0) is not None
 
 
 def test_who_used_more_tokens_than_there_were_waits_until_they_have_filled_up():
-    allowance = Allowance(Key(tokens_per_minute=60), 0.0)
+    rate_limit = RateLimit(Key(tokens_per_minute=60), 0.0)
 
-    assert allowance.tokens(0.0, 90) is None
-    assert allowance.tokens(30.0, 1).wait_s == 1.0
-    assert allowance.request(30.0).kind == "tokens"
-    assert allowance.request(31.0) is None
+    assert rate_limit.tokens(0.0, 90) is None
+    assert rate_limit.tokens(30.0, 1).wait_s == 1.0
+    assert rate_limit.request(30.0).kind == "tokens"
+    assert rate_limit.request(31.0) is None
 
 
 def test_what_was_taken_for_nothing_is_given_back_and_what_came_on_top_is_taken():
-    allowance = Allowance(Key(tokens_per_minute=60), 0.0)
-    allowance.tokens(0.0, 50)
+    rate_limit = RateLimit(Key(tokens_per_minute=60), 0.0)
+    rate_limit.tokens(0.0, 50)
 
-    allowance.settle(0.0, 50, 0)
-    assert allowance.left(0.0) == [("tokens", 60, 60)]
-    allowance.tokens(0.0, 10)
-    allowance.settle(0.0, 10, 35)
-    assert allowance.left(0.0) == [("tokens", 60, 25)]
+    rate_limit.settle(0.0, 50, 0)
+    assert rate_limit.left(0.0) == [("tokens", 60, 60)]
+    rate_limit.tokens(0.0, 10)
+    rate_limit.settle(0.0, 10, 35)
+    assert rate_limit.left(0.0) == [("tokens", 60, 25)]
 
 
 def test_a_key_without_limits_has_none():
-    allowance = Allowance(Key(), 0.0)
+    rate_limit = RateLimit(Key(), 0.0)
 
-    assert allowance.request(0.0) is None
-    assert allowance.tokens(0.0, 1 << 60) is None
-    allowance.settle(0.0, 0, 1 << 60)
-    assert allowance.left(0.0) == []
+    assert rate_limit.request(0.0) is None
+    assert rate_limit.tokens(0.0, 1 << 60) is None
+    rate_limit.settle(0.0, 0, 1 << 60)
+    assert rate_limit.left(0.0) == []
 
 
 @given(

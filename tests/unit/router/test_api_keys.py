@@ -9,7 +9,7 @@ import logging
 import httpx
 import msgspec
 
-from services.router.auth.authenticator import Gate
+from services.router.auth.authenticator import Authenticator
 from services.router.auth.tenant_salt import salt_of
 from services.router.placement.decision_log import Wanted
 from services.router.settings import Settings, keyring_of, salt_secret_of
@@ -149,11 +149,11 @@ async def test_keys_are_read_again_when_their_file_changes_and_stay_when_it_is_b
     caplog.set_level(logging.WARNING)
     file = tmp_path / "keys.toml"
     file.write_text(TOP + entry(ACME, "acme"))
-    gate = Gate(Settings(keys_file=str(file)), SystemClock().now)
+    gate = Authenticator(Settings(keys_file=str(file)), SystemClock().now)
     following = asyncio.ensure_future(gate.follow(look_s=0.01))
 
     def lets_in(key: str) -> bool:
-        return gate.caller([(b"authorization", f"Bearer {key}".encode())]) is not None
+        return gate.client([(b"authorization", f"Bearer {key}".encode())]) is not None
 
     assert (lets_in(ACME), lets_in(RIVAL)) == (True, False)
     file.write_text(TOP + entry(RIVAL, "rival"))

@@ -17,7 +17,7 @@ from shared.contracts.decisions import AskDecision, Decision
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import DecisionId, RequestId, RouterId
 from shared.contracts.inference import LegKind, LegReport, RequestFinished, RequestsFinished, StartLeg
-from shared.contracts.kv_exchange import KvProof, KvRead
+from shared.contracts.kv_exchange import KvRead, KvTransferReport
 from tests.support.memory_bus import MemoryBus
 from tests.support.virtual_time import LoopClock
 from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, WHOLE_ANSWER, FakeWorker, wants_stream
@@ -50,7 +50,7 @@ def timed(
             "queue_s": queue_s,
             "prefill_s": prefill_s,
             "first_token_s": queue_s + prefill_s,
-            "kv": KvProof(prompt_tokens=9, local_tokens=9, reads=[read] if fetch_s else []),
+            "kv": KvTransferReport(prompt_tokens=9, local_tokens=9, reads=[read] if fetch_s else []),
         }
         if start.kind is LegKind.PREFILL:
             frames.head(200, JSON)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from services.router.placement.placement import Need, Placed, Refused
+from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.placer import Placer
 from services.router.placement.request_fields import Mode
 from shared.bus.streams import LegFrames
@@ -49,9 +49,9 @@ class AsIfCached:
     def __init__(self, placer: Placer) -> None:
         self.placer = placer
 
-    def place(self, need: Need, now: float) -> Placed | Refused:
+    def place(self, need: PlacementRequest, now: float) -> Placement | Rejection:
         placed = self.placer.place(need, now)
-        if isinstance(placed, Refused) or not need.may_decode_first:
+        if isinstance(placed, Rejection) or not need.may_decode_first:
             return placed
         return msgspec.structs.replace(
             placed, mode=Mode.DECODE_FIRST, prefill=None, handoff=(), streamed=False, hit_share_min=0.6

@@ -141,10 +141,10 @@ async def test_garbage_behind_a_request_is_refused_after_that_was_answered(garba
         writer.write(request(BODY) + garbage)
         await until(lambda: up.worker.started)
         (protocol,) = up.connections()
-        while not protocol.last_words:
+        while not protocol.last_text:
             before = protocol.request_bytes
             writer.write(more)
-            await until(lambda: protocol.request_bytes > before or protocol.last_words)  # noqa: B023
+            await until(lambda: protocol.request_bytes > before or protocol.last_text)  # noqa: B023
         go.set()
         answer = await read_to_end(reader)
         writer.close()
@@ -159,7 +159,7 @@ async def test_a_body_that_makes_no_sense_while_an_earlier_answer_streams_is_ref
         go = up.worker.script = Late()
         reader, writer = await connected(up)
         writer.write(request(BODY) + b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n")
-        await until(lambda: any(protocol.last_words is not None for protocol in up.connections()))
+        await until(lambda: any(protocol.last_text is not None for protocol in up.connections()))
         go.set()
         answer = await read_to_end(reader)
         writer.close()

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.relay.failure_policy import (
-    DEFAULT_ANSWERS,
+    DEFAULT_ACTIONS,
     PLACING,
-    Answer,
     FailureKind,
     FailurePolicy,
+    RecoveryAction,
     kind_of,
     read_policy,
 )
@@ -26,8 +26,8 @@ DOCUMENTED = Path(__file__).parents[3] / "docs" / "failure-policy.toml"
 
 
 def test_every_kind_of_failure_has_answers_and_ends_with_a_refusal():
-    assert DEFAULT_ANSWERS.keys() == set(FailureKind)
-    assert {answers[-1] for answers in DEFAULT_ANSWERS.values()} == {Answer.REFUSE}
+    assert DEFAULT_ACTIONS.keys() == set(FailureKind)
+    assert {answers[-1] for answers in DEFAULT_ACTIONS.values()} == {RecoveryAction.REFUSE}
 
 
 @pytest.mark.parametrize("kind", FailureKind)
@@ -35,7 +35,7 @@ def test_by_default_every_failure_may_be_survived_before_the_first_byte_and_afte
     policy = FailurePolicy()
 
     assert policy.plan(kind, begun=False).answers
-    assert policy.plan(kind, begun=True).answers == (Answer.RESUME,)
+    assert policy.plan(kind, begun=True).answers == (RecoveryAction.RESUME,)
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,8 @@ def test_what_a_leg_says_is_a_kind_of_failure_or_another_worker_would_do_no_bett
 def test_an_operators_list_replaces_the_default_one_and_leaves_the_others():
     policy = read_policy({"answers": {"decode_lost": ["resume", "refuse"]}, "wait_s_max": 1})
 
-    assert policy.answers[FailureKind.DECODE_LOST] == (Answer.RESUME, Answer.REFUSE)
-    assert policy.answers[FailureKind.PREFILL_LOST] == DEFAULT_ANSWERS[FailureKind.PREFILL_LOST]
+    assert policy.answers[FailureKind.DECODE_LOST] == (RecoveryAction.RESUME, RecoveryAction.REFUSE)
+    assert policy.answers[FailureKind.PREFILL_LOST] == DEFAULT_ACTIONS[FailureKind.PREFILL_LOST]
     assert policy.plan(FailureKind.DECODE_LOST, begun=False).answers == ()
     assert policy.plan(FailureKind.PREFILL_LOST, begun=False).wait_s == 1.0
 
@@ -102,7 +102,9 @@ def test_what_makes_no_sense_is_refused_in_words_that_say_what_would(told, words
 
 @given(
     st.lists(
-        st.sampled_from([one for one in Answer if one not in (Answer.WAIT, Answer.REFUSE)]), min_size=1, unique=True
+        st.sampled_from([one for one in RecoveryAction if one not in (RecoveryAction.WAIT, RecoveryAction.REFUSE)]),
+        min_size=1,
+        unique=True,
     ),
     st.booleans(),
     st.booleans(),
@@ -111,10 +113,10 @@ def test_what_makes_no_sense_is_refused_in_words_that_say_what_would(told, words
 def test_a_stream_is_only_ever_resumed_and_a_request_only_ever_placed_in_the_operators_order(
     listed, waits, begun, kind
 ):
-    told = [*listed, *([Answer.WAIT] if waits else [])]
+    told = [*listed, *([RecoveryAction.WAIT] if waits else [])]
     plan = read_policy({"answers": {str(kind): [str(one) for one in told]}}).plan(kind, begun=begun)
 
-    wanted = [Answer.RESUME] if begun else PLACING
+    wanted = [RecoveryAction.RESUME] if begun else PLACING
     assert list(plan.answers) == [one for one in listed if one in wanted]
     assert (plan.wait_s > 0) is waits
 

@@ -20,14 +20,14 @@ from shared.contracts.inference import (
     RequestsFinished,
     StartLeg,
 )
-from shared.contracts.kv_exchange import KvOffer, KvProof, KvRead, KvSource
+from shared.contracts.kv_exchange import KvOffer, KvRead, KvSource, KvTransferReport
 from shared.contracts.workers import Role
 from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, WHOLE_ANSWER, FakeWorker, answer_well, wants_stream
 from tests.unit.router.world import World, give_legs, in_world, parse, prompt, settle
 
 OURS = {"connector": "baton-1"}
 OFFER = KvOffer(worker_id="p1", epoch=1, lease_id="lease-1", block_ids=b"\x01\0\0\0", last_hash=b"h" * 32, until_s=9.0)
-PROOF_OF_PREFILL = KvProof(prompt_tokens=9, local_tokens=4, fetched_tokens=3, recomputed_tokens=2)
+PROOF_OF_PREFILL = KvTransferReport(prompt_tokens=9, local_tokens=4, fetched_tokens=3, recomputed_tokens=2)
 PREFILLED = LegReport(prompt_tokens=9, cached_tokens=4, kv=PROOF_OF_PREFILL)
 
 
@@ -89,7 +89,7 @@ async def told_of(world: World) -> list[RequestFinished]:
 def test_the_offer_of_the_prefill_leg_is_handed_to_the_decode_leg():
     def offering(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
         frames.head(200, JSON)
-        frames.end(LegReport(cached_tokens=4, kv_transfer=b"{}", kv=KvProof(offer=OFFER)))
+        frames.end(LegReport(cached_tokens=4, kv_transfer=b"{}", kv=KvTransferReport(offer=OFFER)))
 
     async def story(world: World) -> None:
         p1, d1 = await world.pair(offering, **OURS)
@@ -425,7 +425,7 @@ def test_a_refusal_for_too_cold_a_cache_reaches_the_client_as_it_is():
         assert not wants_stream(start)
         frames.head(200, JSON)
         frames.data(refusal)
-        frames.end(LegReport(finish_reason="cache_threshold", kv=KvProof(refused=True)))
+        frames.end(LegReport(finish_reason="cache_threshold", kv=KvTransferReport(refused=True)))
 
     async def story(world: World) -> None:
         _p1, d1 = await world.pair(decode=refuse, **OURS)
@@ -443,7 +443,7 @@ def test_the_story_of_a_request_tells_where_its_kv_came_from():
         KvRead(worker_id="p1", epoch=1, asked_at=5.0, granted_at=5.5, read_at=6.0, read_s=0.25, followed=True),
         KvRead(worker_id="p2", epoch=1, asked_at=5.2, failure="nobody answered"),
     ]
-    proof = KvProof(
+    transfer_report = KvTransferReport(
         prompt_tokens=9,
         fetched_tokens=6,
         recomputed_tokens=3,
@@ -455,7 +455,7 @@ def test_the_story_of_a_request_tells_where_its_kv_came_from():
     def decode(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
         frames.head(200, JSON)
         frames.data(WHOLE_ANSWER)
-        frames.end(LegReport(prompt_tokens=9, received_tokens=6, kv=proof))
+        frames.end(LegReport(prompt_tokens=9, received_tokens=6, kv=transfer_report))
 
     async def story(world: World) -> None:
         told = await told_of(world)

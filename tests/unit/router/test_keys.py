@@ -9,7 +9,7 @@ import pytest
 from services.launcher.cluster.key_entry import KeyEntry, entry_text, salt_text
 from services.launcher.cluster.key_entry import Permission as WrittenPermission
 from services.router.auth.api_keys import NO_KEY, Key, Permission, may_see, read_keys
-from services.router.placement.policy import Headed, Terms, read_terms
+from services.router.placement.policy import RequestHeaders, RequestPolicy, read_policy_fields
 from services.router.placement.request_fields import Forced, Mode, RequestFacts, Wishes
 from services.router.placement.slo import Promise, Slos
 from services.router.settings import Settings, check
@@ -73,8 +73,8 @@ def test_only_keys_of_operators_see_metrics_that_are_not_open():
     assert may_see(clerk, "/v1/models", metrics_open=False)
 
 
-def headed(**of_key: object) -> Headed:
-    return Headed(mode=Mode.AUTO, tenant="acme", key=Key(tenant="acme", **of_key))
+def request_headers(**of_key: object) -> RequestHeaders:
+    return RequestHeaders(mode=Mode.AUTO, tenant="acme", key=Key(tenant="acme", **of_key))
 
 
 def facts(**wishes: object) -> RequestFacts:
@@ -82,32 +82,32 @@ def facts(**wishes: object) -> RequestFacts:
 
 
 def test_a_key_for_some_models_is_for_no_other():
-    terms = Terms()
+    terms = RequestPolicy()
 
-    assert terms.fault(facts(), headed(models=frozenset({MODEL})), ()) is None
-    fault = terms.fault(facts(), headed(models=frozenset({"n"})), ())
+    assert terms.fault(facts(), request_headers(models=frozenset({MODEL})), ()) is None
+    fault = terms.fault(facts(), request_headers(models=frozenset({"n"})), ())
     assert (fault.reason, fault.param) == (Reason.FORBIDDEN, "model")
 
 
 @pytest.mark.parametrize("forcing", ["auto", "anyone", "nobody"])
 @pytest.mark.parametrize("local", [True, False])
 def test_workers_are_chosen_only_with_keys_that_allow_it(forcing, local):
-    terms = read_terms("", forcing, 0, local=local)
+    terms = read_policy_fields("", forcing, 0, local=local)
     forced = facts(forced=Forced(decode_worker=WorkerId("w1")))
-    may = headed(permissions=frozenset({Permission.INFER, Permission.FORCE_PLACEMENT}))
+    may = request_headers(permissions=frozenset({Permission.INFER, Permission.FORCE_PLACEMENT}))
 
-    assert terms.fault(forced, headed(), {"w1"}).reason is Reason.FORBIDDEN
+    assert terms.fault(forced, request_headers(), {"w1"}).reason is Reason.FORBIDDEN
     assert (terms.fault(forced, may, {"w1"}) is None) == (forcing != "nobody")
-    assert (terms.fault(forced, Headed(key=NO_KEY), {"w1"}) is None) == terms.may_force
+    assert (terms.fault(forced, RequestHeaders(key=NO_KEY), {"w1"}) is None) == terms.may_force
 
 
-def priority(terms: Terms, key: Headed, **wishes: object) -> int:
+def priority(terms: RequestPolicy, key: RequestHeaders, **wishes: object) -> int:
     return terms.need(facts(**wishes), key, 1, ()).priority
 
 
 def test_a_keys_priority_is_that_of_its_requests_and_the_most_urgent_they_may_have():
-    terms = Terms(slos=Slos(classes={"quick": Promise(priority=-7), "batch": Promise(priority=9)}))
-    slow, quick = headed(priority=5), headed(priority=-5)
+    terms = RequestPolicy(slos=Slos(classes={"quick": Promise(priority=-7), "batch": Promise(priority=9)}))
+    slow, quick = request_headers(priority=5), request_headers(priority=-5)
 
     assert (priority(terms, slow), priority(terms, quick)) == (5, -5)
     assert (priority(terms, slow, class_name="quick"), priority(terms, slow, class_name="batch")) == (5, 9)

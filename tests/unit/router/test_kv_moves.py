@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from services.router.telemetry.kv_usage import kv_moves
 from shared.contracts.inference import KV_MOVES_MAX, KvMoved, LegReport
-from shared.contracts.kv_exchange import KvProof, KvRead
+from shared.contracts.kv_exchange import KvRead, KvTransferReport
 
 
 def report(*reads):
     told = [KvRead(worker_id=source, epoch=1, tokens=tokens, bytes=tokens * 8) for source, tokens in reads]
-    return LegReport(kv=KvProof(reads=told))
+    return LegReport(kv=KvTransferReport(reads=told))
 
 
 def test_what_each_leg_read_is_told_with_its_source_and_its_reader():

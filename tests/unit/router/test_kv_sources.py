@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from services.router.placement.placement import Need, Placed, Policy
+from services.router.placement.placement import Placement, PlacementRequest, Policy
 from services.router.placement.placer import Costs
 from services.router.placement.request_fields import Mode
 from services.router.state.cluster_view import ClusterView
-from services.router.state.engine_speed import Coefficients
+from services.router.state.engine_speed import EngineSpeed
 from services.router.state.prefix_index import PrefixIndex
 from shared.contracts.ids import WorkerId
 from shared.contracts.kv_events import KvSnapshot, pack_hashes
@@ -19,7 +19,7 @@ from tests.support.fleet_builders import load, record
 BLOCK = 32
 NOW = 0.0
 POLICY = Policy()
-PROMPT = Need(model="m", may_decode_first=False, prompt_tokens=20 * BLOCK + 7, hashes=tuple(range(1, 21)))
+PROMPT = PlacementRequest(model="m", may_decode_first=False, prompt_tokens=20 * BLOCK + 7, hashes=tuple(range(1, 21)))
 
 
 class Fleet:
@@ -27,20 +27,20 @@ class Fleet:
         self.cluster, self.index = ClusterView(), PrefixIndex()
 
     def add(self, worker_id: str, role: Role, held: int = 0, connector: str = "baton-1", **numbers: float) -> None:
-        speeds = {name: numbers.pop(name) for name in Coefficients.__struct_fields__ if name in numbers}
+        speeds = {name: numbers.pop(name) for name in EngineSpeed.__struct_fields__ if name in numbers}
         self.cluster.record(record(worker_id, role=role, connector=connector), NOW)
-        self.cluster.learned(WorkerId(worker_id), Coefficients(**speeds))
+        self.cluster.learned(WorkerId(worker_id), EngineSpeed(**speeds))
         self.cluster.report(load(worker_id, role=role, **numbers), NOW)
         self.index.join(worker_id, 1)
         self.index.restore(KvSnapshot(worker_id=worker_id, epoch=1, seq=1, hashes=pack_hashes(range(1, held + 1))))
 
-    def place(self, need: Need = PROMPT, policy: Policy = POLICY) -> Placed:
+    def place(self, need: PlacementRequest = PROMPT, policy: Policy = POLICY) -> Placement:
         placed = Costs(self.cluster, self.index, policy).place(need, NOW)
-        assert isinstance(placed, Placed)
+        assert isinstance(placed, Placement)
         return placed
 
 
-def asked(placed: Placed) -> list[tuple[str, int, int]]:
+def asked(placed: Placement) -> list[tuple[str, int, int]]:
     return [(source.worker_id, source.first, source.end) for source in placed.sources]
 
 

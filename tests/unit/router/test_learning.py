@@ -8,7 +8,7 @@ from statistics import median
 import msgspec
 import pytest
 
-from services.router.state.engine_speed import Coefficients
+from services.router.state.engine_speed import EngineSpeed
 from services.router.state.speed_learner import GROWN_SAMPLE_S, Learner
 from services.router.state.unit_costs import Typical
 from shared.contracts.load import StepTotals
@@ -26,7 +26,7 @@ def decode(running: int, context_tokens: int, seconds: float) -> Steps:
     return Steps(seconds=seconds, decode_steps=1, decode_requests=running, decode_context_tokens=context_tokens)
 
 
-SIMULATED = Coefficients(
+SIMULATED = EngineSpeed(
     prefill_base_s=0.002,
     prefill_s_per_token=1 / 8000,
     prefill_s_per_pair=0.0,
@@ -36,7 +36,7 @@ SIMULATED = Coefficients(
     transfer_base_s=0.002,
     transfer_s_per_token=2e-6,
 )
-BIG_GPU = Coefficients(
+BIG_GPU = EngineSpeed(
     prefill_base_s=0.004,
     prefill_s_per_token=1 / 20_000,
     prefill_s_per_pair=1 / 20_000 / 20_000,
@@ -46,7 +46,7 @@ BIG_GPU = Coefficients(
     transfer_base_s=0.001,
     transfer_s_per_token=1e-6,
 )
-SMALL_CPU = Coefficients(
+SMALL_CPU = EngineSpeed(
     prefill_base_s=0.05,
     prefill_s_per_token=1 / 200,
     prefill_s_per_pair=1 / 200 / 4000,
@@ -59,7 +59,7 @@ SMALL_CPU = Coefficients(
 ENGINES = pytest.mark.parametrize("true", [SIMULATED, BIG_GPU, SMALL_CPU], ids=["simulated", "gpu", "cpu"])
 
 
-def seconds_of(speeds: Coefficients, done: Steps) -> float:
+def seconds_of(speeds: EngineSpeed, done: Steps) -> float:
     return (
         speeds.prefill_base_s * done.prefill_steps
         + speeds.prefill_s_per_token * done.prefill_tokens
@@ -70,7 +70,7 @@ def seconds_of(speeds: Coefficients, done: Steps) -> float:
     )
 
 
-def transfer_s_of(speeds: Coefficients, tokens: int) -> float:
+def transfer_s_of(speeds: EngineSpeed, tokens: int) -> float:
     return speeds.transfer_base_s + speeds.transfer_s_per_token * tokens
 
 
@@ -101,14 +101,14 @@ def measured(draw: random.Random, seconds: float, *, noise: float = 0.25, outlie
     return seconds * draw.uniform(10, 100) if draw.random() < outliers else seconds
 
 
-def teach(learner: Learner, true: Coefficients, draw: random.Random, samples: int, **trouble: float) -> None:
+def teach(learner: Learner, true: EngineSpeed, draw: random.Random, samples: int, **trouble: float) -> None:
     for _ in range(samples):
         done = some_steps(draw)
         took_s = measured(draw, seconds_of(true, done), **trouble)
         learner.worked(msgspec.structs.replace(done, seconds=took_s))
 
 
-def errors(learner: Learner, true: Coefficients, kind: str = "") -> list[float]:
+def errors(learner: Learner, true: EngineSpeed, kind: str = "") -> list[float]:
     """Relative, of predictions for what was not seen."""
     draw, known = random.Random(99), learner.coefficients()
     asked = [some_steps(draw, kind) for _ in range(200)]
@@ -162,7 +162,7 @@ def test_a_first_sample_that_is_absurd_is_got_over(true, seed):
 def test_a_worker_whose_speed_changes_is_followed_within_a_hundred_samples(true, factor):
     learner, draw = Learner(), random.Random(3)
     teach(learner, true, draw, 300)
-    slower = Coefficients(**{name: factor * getattr(true, name) for name in true.__struct_fields__})
+    slower = EngineSpeed(**{name: factor * getattr(true, name) for name in true.__struct_fields__})
     assert median(errors(learner, slower)) > 0.4
 
     teach(learner, slower, draw, 100)
@@ -171,7 +171,7 @@ def test_a_worker_whose_speed_changes_is_followed_within_a_hundred_samples(true,
 
 
 def test_before_the_first_sample_the_assumptions_hold():
-    known, assumed = Learner().coefficients(), Coefficients()
+    known, assumed = Learner().coefficients(), EngineSpeed()
 
     assert known.prefill_s_per_token == pytest.approx(assumed.prefill_s_per_token)
     assert known.decode_base_s == pytest.approx(assumed.decode_base_s)
@@ -232,7 +232,7 @@ def test_what_is_learned_of_one_worker_later_reaches_those_that_have_measured_no
 def test_a_slower_machine_among_its_like_is_found_out_and_leaves_the_others_alone():
     family = Learner()
     fast, slow = Learner(family), Learner(family)
-    half = Coefficients(**{name: 2 * getattr(BIG_GPU, name) for name in BIG_GPU.__struct_fields__})
+    half = EngineSpeed(**{name: 2 * getattr(BIG_GPU, name) for name in BIG_GPU.__struct_fields__})
     teach(fast, BIG_GPU, random.Random(1), 100, outliers=0.0)
 
     teach(slow, half, random.Random(2), 30, outliers=0.0)

@@ -9,11 +9,11 @@ import pytest
 from prometheus_client import generate_latest
 
 from services.router.state import fleet_table as t
-from services.router.state.engine_speed import Coefficients
+from services.router.state.engine_speed import EngineSpeed
 from services.router.state.speed_samples import Measurements
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegReport
-from shared.contracts.kv_exchange import KvLedgerState, KvProof, KvRead
+from shared.contracts.kv_exchange import KvLedgerState, KvRead, KvTransferReport
 from shared.contracts.load import StepTotals
 from tests.e2e.system import Metrics
 from tests.support.fleet_builders import load, record
@@ -34,9 +34,9 @@ def fleet(*worker_ids: str) -> Measurements:
     return made
 
 
-def proof(**read) -> LegReport:
+def transfer_report(**read) -> LegReport:
     values = {"worker_id": W2, "epoch": FIRST, "tokens": 1000, **read}
-    return LegReport(kv=KvProof(reads=[KvRead(**values)]))
+    return LegReport(kv=KvTransferReport(reads=[KvRead(**values)]))
 
 
 def test_a_load_report_that_tells_of_steps_is_answered_with_what_it_teaches():
@@ -59,8 +59,8 @@ def test_reports_of_strangers_and_of_earlier_lives_teach_nothing():
 
     assert measurements.load(load("w2", steps=DECODED)) is None
     assert measurements.load(load("w1", epoch=2, steps=DECODED)) is None
-    assert measurements.leg(W2, FIRST, proof(asked_at=1.0, ended_at=2.0), 1.0) is None
-    assert measurements.leg(W1, Epoch(0), proof(asked_at=1.0, ended_at=2.0), 1.0) is None
+    assert measurements.leg(W2, FIRST, transfer_report(asked_at=1.0, ended_at=2.0), 1.0) is None
+    assert measurements.leg(W1, Epoch(0), transfer_report(asked_at=1.0, ended_at=2.0), 1.0) is None
 
 
 def test_a_new_life_of_a_worker_begins_with_what_its_like_have_shown():
@@ -90,7 +90,7 @@ def test_workers_of_other_fingerprints_are_not_alike():
     stranger = measurements.joined(record("w2", connector="other"))
 
     assert stranger is not None
-    assert stranger.decode_base_s == pytest.approx(Coefficients().decode_base_s)
+    assert stranger.decode_base_s == pytest.approx(EngineSpeed().decode_base_s)
 
 
 def test_a_record_that_comes_again_is_answered_with_what_is_known():
@@ -110,14 +110,16 @@ def test_a_worker_that_is_gone_is_forgotten_but_not_what_it_taught():
 
 
 def test_reading_is_learned_from_the_ask_to_the_last_byte():
-    known = fleet("w1").leg(W1, FIRST, proof(asked_at=5.0, granted_at=5.1, read_at=5.2, ended_at=5.5, read_s=0.3), None)
+    known = fleet("w1").leg(
+        W1, FIRST, transfer_report(asked_at=5.0, granted_at=5.1, read_at=5.2, ended_at=5.5, read_s=0.3), None
+    )
 
     assert known is not None
     assert known.transfer_base_s + 1000 * known.transfer_s_per_token == pytest.approx(0.5, rel=0.15)
 
 
 def test_of_a_prompt_that_was_followed_only_the_reading_counts():
-    read = proof(asked_at=5.0, granted_at=5.1, read_at=5.2, ended_at=9.0, read_s=0.3, followed=True)
+    read = transfer_report(asked_at=5.0, granted_at=5.1, read_at=5.2, ended_at=9.0, read_s=0.3, followed=True)
     known = fleet("w1").leg(W1, FIRST, read, None)
 
     assert known is not None
@@ -134,7 +136,7 @@ def test_of_a_prompt_that_was_followed_only_the_reading_counts():
     ids=["never ended", "nothing came", "failed"],
 )
 def test_reads_that_did_not_go_well_teach_nothing(read):
-    assert fleet("w1").leg(W1, FIRST, proof(**read), None) is None
+    assert fleet("w1").leg(W1, FIRST, transfer_report(**read), None) is None
 
 
 def test_an_engine_whose_connector_does_not_tell_is_learned_from_its_totals():

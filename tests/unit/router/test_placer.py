@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from services.router.placement.placement import Need, Placed, Policy, Refused
+from services.router.placement.placement import Placement, PlacementRequest, Policy, Rejection
 from services.router.placement.placer import Costs
 from services.router.placement.request_fields import Forced, Mode
 from services.router.placement.slo import Targets
 from services.router.state.cluster_view import ClusterView
-from services.router.state.engine_speed import Coefficients
+from services.router.state.engine_speed import EngineSpeed
 from services.router.state.prefix_index import PrefixIndex
 from services.router.state.sent_work import Sent
 from shared.contracts.decisions import Part
@@ -22,7 +22,7 @@ from tests.support.fleet_builders import load, record
 
 BLOCK = 32
 NOW = 0.0
-PROMPT = Need(model="m", prompt_tokens=20 * BLOCK + 7, hashes=tuple(range(1, 21)))
+PROMPT = PlacementRequest(model="m", prompt_tokens=20 * BLOCK + 7, hashes=tuple(range(1, 21)))
 
 
 class Fleet:
@@ -31,20 +31,20 @@ class Fleet:
         self.costs = Costs(self.cluster, self.index, policy or Policy())
 
     def add(self, worker_id: str, role: Role = Role.BOTH, held: int = 0, **numbers: float) -> None:
-        speeds = {name: numbers.pop(name) for name in Coefficients.__struct_fields__ if name in numbers}
+        speeds = {name: numbers.pop(name) for name in EngineSpeed.__struct_fields__ if name in numbers}
         self.cluster.record(record(worker_id, role=role, connector="baton-1"), NOW)
-        self.cluster.learned(WorkerId(worker_id), Coefficients(**speeds))
+        self.cluster.learned(WorkerId(worker_id), EngineSpeed(**speeds))
         self.cluster.report(load(worker_id, role=role, **numbers), NOW)
         self.index.join(worker_id, 1)
         self.index.restore(KvSnapshot(worker_id=worker_id, epoch=1, seq=1, hashes=pack_hashes(range(1, held + 1))))
 
-    def place(self, **what: object) -> Placed:
+    def place(self, **what: object) -> Placement:
         placed = self.costs.place(msgspec.structs.replace(PROMPT, **what), NOW)
-        assert isinstance(placed, Placed), placed
+        assert isinstance(placed, Placement), placed
         return placed
 
 
-def who(placed: Placed) -> tuple[str, str]:
+def who(placed: Placement) -> tuple[str, str]:
     return placed.prefill.record.worker_id if placed.prefill else "", placed.decode.record.worker_id
 
 
@@ -153,7 +153,7 @@ def test_who_is_asked_for_and_not_there_is_no_reason_to_take_another():
     fleet.add("d1", Role.DECODE)
     need = msgspec.structs.replace(PROMPT, forced=Forced(prefill_worker=WorkerId("p9")))
 
-    assert isinstance(fleet.costs.place(need, NOW), Refused)
+    assert isinstance(fleet.costs.place(need, NOW), Rejection)
 
 
 def test_the_record_has_the_chosen_with_a_cost_that_is_the_sum_of_its_parts():
@@ -217,5 +217,5 @@ def test_who_is_asked_for_and_full_is_worth_waiting_for():
     for worker_id, reason in (("p1", Reason.WORKER_BUSY), ("p9", Reason.NO_WORKER)):
         need = msgspec.structs.replace(PROMPT, forced=Forced(prefill_worker=WorkerId(worker_id)))
         refused = fleet.costs.place(need, NOW)
-        assert isinstance(refused, Refused)
+        assert isinstance(refused, Rejection)
         assert refused.reason is reason

@@ -9,11 +9,11 @@ import pytest
 
 from services.router.admission.admission import Admission
 from services.router.admission.policy import AdmissionPolicy
-from services.router.admission.queues import Ticket
+from services.router.admission.queues import QueueEntry
 from services.router.http.models import list_models
-from services.router.placement.placement import Need, Placed, Policy, Refused
+from services.router.placement.placement import Placement, PlacementRequest, Policy, Rejection
 from services.router.placement.placer import Costs
-from services.router.placement.policy import Headed, Terms
+from services.router.placement.policy import RequestHeaders, RequestPolicy
 from services.router.placement.request_fields import CHAT, COMPLETIONS, Forced, Mode, RequestFacts, read_request
 from services.router.placement.revisions import ANY, means, read_shares
 from services.router.settings import Settings, terms_of
@@ -153,13 +153,13 @@ class Upgrade:
         for worker_id in worker_ids:
             self.cluster.lose(WorkerId(worker_id), self.cluster.workers[WorkerId(worker_id)].record.epoch)
 
-    def place(self, *revisions: str, **what: object) -> Placed | Refused:
-        need = Need(model="m", prompt_tokens=100, revisions=revisions, **what)
+    def place(self, *revisions: str, **what: object) -> Placement | Rejection:
+        need = PlacementRequest(model="m", prompt_tokens=100, revisions=revisions, **what)
         return Costs(self.cluster, PrefixIndex(), self.fleet.policy).place(need, NOW)
 
     def served_by(self, *revisions: str, **what: object) -> tuple[str, str]:
         placed = self.place(*revisions, **what)
-        assert isinstance(placed, Placed), placed
+        assert isinstance(placed, Placement), placed
         return placed.prefill.record.worker_id if placed.prefill else "", placed.decode.record.worker_id
 
 
@@ -190,28 +190,28 @@ def test_what_must_go_on_in_its_revision_goes_nowhere_else():
     upgrade = Upgrade()
     upgrade.lose("p1", "d1")
 
-    assert isinstance(upgrade.place("v1"), Refused)
+    assert isinstance(upgrade.place("v1"), Rejection)
 
 
 def test_workers_of_two_revisions_are_no_pair_even_for_a_client_that_asks_for_them():
     forced = Forced(prefill_worker=WorkerId("p1"), decode_worker=WorkerId("d2"))
 
-    assert isinstance(Upgrade().place(forced=forced), Refused)
+    assert isinstance(Upgrade().place(forced=forced), Rejection)
 
 
 def test_kv_of_another_revision_is_no_source_even_for_a_client_that_asks_for_it():
     forced = Forced(decode_worker=WorkerId("d1"), sources=(WorkerId("p1"), WorkerId("d2")))
     placed = Upgrade().place(forced=forced, mode=Mode.AGGREGATED)
 
-    assert isinstance(placed, Placed)
+    assert isinstance(placed, Placement)
     assert [source.worker_id for source in placed.sources] == ["p1"]
 
 
 def test_who_chooses_workers_chooses_their_revision():
     facts = chat("hello", baton={"decode_worker": "d2"})
 
-    assert Terms(shares=SHARES).need(facts, Headed(), 1, ()).revisions == ()
-    assert Terms(shares=SHARES).need(chat("hello"), Headed(), 1, ()).revisions
+    assert RequestPolicy(shares=SHARES).need(facts, RequestHeaders(), 1, ()).revisions == ()
+    assert RequestPolicy(shares=SHARES).need(chat("hello"), RequestHeaders(), 1, ()).revisions
 
 
 def test_who_waits_for_a_full_revision_holds_up_nobody_of_another():
@@ -220,10 +220,12 @@ def test_who_waits_for_a_full_revision_holds_up_nobody_of_another():
         role = upgrade.cluster.workers[WorkerId(worker_id)].record.role
         upgrade.cluster.report(load(worker_id, role=role, legs=16), NOW)
     admission = Admission(AdmissionPolicy(), upgrade.fleet.place)
-    wants_new, wants_old = (Need(model="m", prompt_tokens=100, revisions=(name, ANY)) for name in ("v2", "v1"))
+    wants_new, wants_old = (
+        PlacementRequest(model="m", prompt_tokens=100, revisions=(name, ANY)) for name in ("v2", "v1")
+    )
 
-    assert admission.offer(Ticket(wants_new, NOW), NOW) is None
-    assert isinstance(admission.offer(Ticket(wants_old, NOW), NOW), Placed)
+    assert admission.offer(QueueEntry(wants_new, NOW), NOW) is None
+    assert isinstance(admission.offer(QueueEntry(wants_old, NOW), NOW), Placement)
 
 
 def test_the_list_of_models_tells_revisions_and_shares():

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.placement.placement import Need, Placed, Policy
+from services.router.placement.placement import Placement, PlacementRequest, Policy
 from services.router.placement.placer import Costs
 from services.router.placement.request_fields import Forced, Mode, RequestFacts
 from services.router.state.cluster_view import ClusterView
-from services.router.state.engine_speed import Coefficients
+from services.router.state.engine_speed import EngineSpeed
 from services.router.state.fleet import Fleet
 from services.router.state.prefix_index import PrefixIndex
 from shared.contracts.failures import Reason
@@ -21,7 +21,7 @@ from tests.support.fleet_builders import load, record
 BLOCK = 32
 NOW = 0.0
 HASHES = tuple(range(1, 21))
-SLOW = Coefficients(prefill_s_per_token=0.01)
+SLOW = EngineSpeed(prefill_s_per_token=0.01)
 """An engine on which reading KV is sooner than computing it."""
 
 
@@ -42,7 +42,7 @@ class Known:
         self.index.restore(KvSnapshot(worker_id=WorkerId(name), epoch=1, seq=1, **held))
 
     def place(self, **fields):
-        need = Need(
+        need = PlacementRequest(
             **{"model": "m", "prompt_tokens": 20 * BLOCK + 7, "hashes": HASHES, "may_decode_first": False, **fields}
         )
         return Costs(self.cluster, self.index, Policy()).place(need, NOW)
@@ -57,7 +57,7 @@ def test_what_a_store_has_in_memory_or_in_files_is_asked_of_it():
 
         placed = known.place()
 
-        assert isinstance(placed, Placed)
+        assert isinstance(placed, Placement)
         assert placed.prefill is not None
         assert (placed.prefill.record.worker_id, placed.decode.record.worker_id) == ("p1", "d1")
         assert [(source.worker_id, source.first, source.end) for source in placed.sources] == [("s1", 0, 15)]
@@ -70,7 +70,7 @@ def test_a_store_of_another_fingerprint_is_not_asked():
 
     placed = known.place()
 
-    assert isinstance(placed, Placed)
+    assert isinstance(placed, Placement)
     assert placed.sources == ()
 
 
@@ -80,7 +80,7 @@ def test_with_nobody_but_a_store_there_is_no_worker():
 
     refused = known.place()
 
-    assert not isinstance(refused, Placed)
+    assert not isinstance(refused, Placement)
     assert refused.reason is Reason.NO_WORKER
 
 
@@ -111,7 +111,7 @@ def test_no_leg_goes_to_a_store(workers, mode, whole, asked, first):
 
     placed = known.place(mode=mode, whole="several prompts" if whole else "", forced=forced, may_decode_first=first)
 
-    if isinstance(placed, Placed):
+    if isinstance(placed, Placement):
         chosen = {view.record.worker_id for view in (placed.prefill, placed.decode) if view is not None}
         assert not chosen & stores
         assert forced is None

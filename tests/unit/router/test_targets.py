@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from services.router.placement.policy import Headed, Terms, read_terms, read_weights
+from services.router.placement.policy import RequestHeaders, RequestPolicy, read_policy_fields, read_weights
 from services.router.placement.request_fields import CHAT, Fault, Mode, RequestFacts, read_request
 from services.router.placement.slo import Targets, read_slos
 from shared.contracts.failures import Reason
@@ -92,17 +92,17 @@ def test_weights_are_read():
     [("auto", True, True), ("auto", False, False), ("anyone", False, True), ("nobody", True, False)],
 )
 def test_workers_may_be_chosen_on_this_machine_or_where_the_operator_says_so(forcing, local, may):
-    assert read_terms("", forcing, 0, local=local).may_force is may
+    assert read_policy_fields("", forcing, 0, local=local).may_force is may
 
 
-def fault(terms: Terms, baton: object = None, **headed: str) -> Fault:
-    found = terms.fault(request(baton), Headed(**headed), WORKERS)
+def fault(terms: RequestPolicy, baton: object = None, **request_headers: str) -> Fault:
+    found = terms.fault(request(baton), RequestHeaders(**request_headers), WORKERS)
     assert found is not None
     return found
 
 
 def test_an_unknown_class_is_told_which_there_are():
-    terms = Terms(slos=SLOS)
+    terms = RequestPolicy(slos=SLOS)
 
     assert (fault(terms, {"class": "bach"}).param, fault(terms, class_name="x").param) == (
         "baton.class",
@@ -112,50 +112,50 @@ def test_an_unknown_class_is_told_which_there_are():
 
 
 def test_a_class_that_is_known_is_taken_from_the_body_before_the_header():
-    terms = Terms(slos=SLOS)
-    facts, headed = request({"class": "batch"}), Headed(class_name="nonsense", tenant="t-1")
+    terms = RequestPolicy(slos=SLOS)
+    facts, request_headers = request({"class": "batch"}), RequestHeaders(class_name="nonsense", tenant="t-1")
 
-    need = terms.need(facts, headed, 7, (1, 2))
+    need = terms.need(facts, request_headers, 7, (1, 2))
 
-    assert terms.fault(facts, headed, WORKERS) is None
+    assert terms.fault(facts, request_headers, WORKERS) is None
     assert (need.priority, need.targets.ttft_s, need.tenant, need.prompt_tokens) == (10, math.inf, "t-1", 7)
 
 
 @pytest.mark.parametrize("wish", [{"prefill_worker": "p1"}, {"decode_worker": "d1"}, {"sources": []}])
 def test_choosing_workers_needs_permission(wish):
-    assert fault(Terms(), wish).reason is Reason.FORBIDDEN
-    assert Terms(may_force=True).fault(request(wish), Headed(), WORKERS) is None
+    assert fault(RequestPolicy(), wish).reason is Reason.FORBIDDEN
+    assert RequestPolicy(may_force=True).fault(request(wish), RequestHeaders(), WORKERS) is None
 
 
 @pytest.mark.parametrize("wish", [{"prefill_worker": "x"}, {"decode_worker": "x"}, {"sources": ["a", "x"]}])
 def test_a_worker_that_does_not_exist_is_named(wish):
-    found = fault(Terms(may_force=True), {"prefill_worker": "p1", **wish})
+    found = fault(RequestPolicy(may_force=True), {"prefill_worker": "p1", **wish})
 
     assert (found.reason, found.param) == (None, f"baton.{next(iter(wish))}")
     assert "`x`" in found.message
 
 
 def test_a_body_is_not_more_urgent_than_allowed():
-    assert fault(Terms(), {"priority": -1}).reason is Reason.FORBIDDEN
-    assert Terms(priority_min=-5).fault(request({"priority": -5}), Headed(), WORKERS) is None
-    assert Terms().need(request({"priority": 7}), Headed(), 1, ()).priority == 7
+    assert fault(RequestPolicy(), {"priority": -1}).reason is Reason.FORBIDDEN
+    assert RequestPolicy(priority_min=-5).fault(request({"priority": -5}), RequestHeaders(), WORKERS) is None
+    assert RequestPolicy().need(request({"priority": 7}), RequestHeaders(), 1, ()).priority == 7
 
 
 @pytest.mark.parametrize("tenant", ["a b", "a.b", "ü", "x" * 129])
 def test_a_tenants_name_is_one_word(tenant):
-    assert fault(Terms(), tenant=tenant).param == "x-baton-tenant"
+    assert fault(RequestPolicy(), tenant=tenant).param == "x-baton-tenant"
 
 
 def test_the_bodys_mode_counts_before_the_headers():
-    need = Terms().need(request({"mode": "decode_first"}), Headed(mode=Mode.AGGREGATED), 1, ())
+    need = RequestPolicy().need(request({"mode": "decode_first"}), RequestHeaders(mode=Mode.AGGREGATED), 1, ())
 
     assert need.mode is Mode.DECODE_FIRST
-    assert Terms().need(request(), Headed(mode=Mode.AGGREGATED), 1, ()).mode is Mode.AGGREGATED
+    assert RequestPolicy().need(request(), RequestHeaders(mode=Mode.AGGREGATED), 1, ()).mode is Mode.AGGREGATED
 
 
 def test_what_is_forced_travels_as_it_was_given():
     wish = {"prefill_worker": "p1", "decode_worker": "d1", "sources": ["a", "b"]}
-    forced = Terms(may_force=True).need(request(wish), Headed(), 1, ()).forced
+    forced = RequestPolicy(may_force=True).need(request(wish), RequestHeaders(), 1, ()).forced
 
     assert forced is not None
     assert (forced.prefill_worker, forced.decode_worker, forced.sources) == ("p1", "d1", ("a", "b"))
@@ -195,7 +195,7 @@ def test_wishes_may_be_left_out(baton):
     facts = request(baton)
 
     assert facts.fault is None
-    assert Terms().fault(facts, Headed(), WORKERS) is None
+    assert RequestPolicy().fault(facts, RequestHeaders(), WORKERS) is None
 
 
 def test_other_endpoints_have_no_wishes():

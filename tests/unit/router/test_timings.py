@@ -11,7 +11,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as openmetr
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from services.router.telemetry.latency_metrics import Goals, Timings
-from services.router.telemetry.queue_metrics import OTHER_TENANTS, TENANTS_NAMED_MAX, RoomMetrics
+from services.router.telemetry.queue_metrics import OTHER_TENANTS, TENANTS_NAMED_MAX, QueueMetrics
 from services.router.telemetry.token_gaps import NOTED_MAX, GapMetrics
 from shared.contracts.ids import RequestId
 from shared.contracts.inference import RequestFinished
@@ -122,7 +122,7 @@ def test_goodput_is_what_met_its_targets():
 
 def test_ten_thousand_tenants_do_not_make_ten_thousand_series():
     registry = CollectorRegistry()
-    metrics = RoomMetrics(registry, queue_max=10)
+    metrics = QueueMetrics(registry, queue_max=10)
     before = len(generate_latest(registry).splitlines())
 
     metrics.ended("tenant-0", "", 1, 1)

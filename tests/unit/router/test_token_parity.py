@@ -24,7 +24,7 @@ BLOCK = 32
 AGREES, DIFFERS, UNKNOWN = Parity.AGREES, Parity.DIFFERS, Parity.UNKNOWN
 
 
-class TokenDesk:
+class TokenHandler:
     """A worker's answers to probes: an engine's, with a template of the test's choice."""
 
     def __init__(self, world: World, directory, worker_id: str) -> None:
@@ -68,11 +68,11 @@ def directory(tmp_path_factory):
     return ensure_tiny_tokenizer(tmp_path_factory.mktemp("cache"))
 
 
-async def join(world: World, directory, *worker_ids: str, template: str | None = None) -> list[TokenDesk]:
+async def join(world: World, directory, *worker_ids: str, template: str | None = None) -> list[TokenHandler]:
     """Workers whose engines use ``template``; the tokenizer that they give out has the model's own."""
     desks = []
     for worker_id in worker_ids:
-        desk = TokenDesk(world, directory, worker_id)
+        desk = TokenHandler(world, directory, worker_id)
         await desk.open()
         asset = desk.asset()
         if template is not None:
@@ -154,7 +154,7 @@ def test_one_worker_that_differs_spoils_the_fingerprint_until_it_is_gone(directo
 
         gone = world.workers["w2"]
         gone.alive = False
-        await (await world.bus.kept(gone.channel, ttl_s=None)).delete("w2")
+        await (await world.bus.key_value_store(gone.channel, ttl_s=None)).delete("w2")
         await asyncio.sleep(2 * ASK_AGAIN_S)
 
         assert await is_exact(world, prompt="some words " * 100)
@@ -173,7 +173,7 @@ def test_workers_started_anew_with_another_template_give_their_tokenizer_anew(di
         worker.epoch, worker.asset = 2, msgspec.structs.replace(desk.asset(template), epoch=2)
         desk.epoch = 2
         desk.change_template(template)
-        await (await world.bus.kept(worker.channel, ttl_s=None)).put(worker.record())
+        await (await world.bus.key_value_store(worker.channel, ttl_s=None)).put(worker.record())
         await settle()
         await until(lambda: desk.asked > 1)
         await until(lambda: parity_of(world, "w1") is AGREES)
@@ -185,7 +185,7 @@ def test_workers_started_anew_with_another_template_give_their_tokenizer_anew(di
 
 def test_a_worker_that_does_not_answer_is_believed_to_be_like_its_tokenizer(directory):
     async def story(world: World) -> None:
-        desk = TokenDesk(world, directory, "w1")
+        desk = TokenHandler(world, directory, "w1")
         await world.worker("w1", asset=desk.asset())
         await until(lambda: world.router.parts.prompts._tokenizers)
         await asyncio.sleep(1)

@@ -15,7 +15,7 @@ from shared.bus.streams import LegFrames
 from shared.contracts.failures import Reason
 from shared.contracts.ids import Epoch, RequestId, WorkerId
 from shared.contracts.inference import LegKind, LegReport, RequestFinished, StartLeg
-from shared.contracts.kv_exchange import KvProof, KvRead
+from shared.contracts.kv_exchange import KvRead, KvTransferReport
 from shared.telemetry.finished_spans import Drawn
 from shared.telemetry.span_names import Attribute, SpanName
 from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, FakeWorker
@@ -64,11 +64,11 @@ async def takes_time(_worker: FakeWorker, start: StartLeg, frames: LegFrames) ->
     await asyncio.sleep(0.3)
     frames.data(EVENTS[1], [2])
     frames.data(DONE)
-    proof = KvProof(prompt_tokens=9, fetched_tokens=8, recomputed_tokens=1, reads=[READ])
+    transfer_report = KvTransferReport(prompt_tokens=9, fetched_tokens=8, recomputed_tokens=1, reads=[READ])
     frames.end(
         LegReport(
             prompt_tokens=9, received_tokens=8, completion_tokens=2, queue_s=0.05, prefill_s=0.04, first_token_s=0.095,
-            total_s=0.4, finish_reason="stop", kv=proof,
+            total_s=0.4, finish_reason="stop", kv=transfer_report,
         )
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ from services.router.telemetry.ttft import Legs, RouterTimes, exchanging_s, ttft
 from shared.contracts.decisions import TtftParts
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegReport
-from shared.contracts.kv_exchange import KvProof, KvRead
+from shared.contracts.kv_exchange import KvRead, KvTransferReport
 
 ROUTER = RouterTimes(admission_s=0.5, tokenize_s=0.02, place_s=0.001, failed_s=0.25)
 
@@ -27,9 +27,9 @@ def read(asked: float, granted: float = 0.0, begun: float = 0.0, ended: float = 
 
 def report(queue_s: float, prefill_s: float, *reads: KvRead, extra_s: float = 0.004, **fields) -> LegReport:
     first = queue_s + prefill_s + extra_s
-    proof = KvProof(reads=list(reads))
+    transfer_report = KvTransferReport(reads=list(reads))
     return LegReport(
-        queue_s=queue_s, prefill_s=prefill_s, first_token_s=first, kv=proof, **{"total_s": first, **fields}
+        queue_s=queue_s, prefill_s=prefill_s, first_token_s=first, kv=transfer_report, **{"total_s": first, **fields}
     )
 
 

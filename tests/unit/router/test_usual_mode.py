@@ -7,17 +7,24 @@ import json
 
 import pytest
 
-from services.router.placement.request_fields import CHAT, Mode, mode_of, read_request, usual_mode_of, usual_or_asked
-from services.router.state.default_mode import UsualModeFeed
-from shared.contracts.channels import USUAL_MODE
-from shared.contracts.routing import FLEET, UsualMode
+from services.router.placement.request_fields import (
+    CHAT,
+    Mode,
+    default_mode_of,
+    default_or_requested,
+    mode_of,
+    read_request,
+)
+from services.router.state.default_mode import DefaultModeFeed
+from shared.contracts.channels import DEFAULT_MODE
+from shared.contracts.routing import FLEET, DefaultMode
 from tests.support.memory_bus import MemoryBus, MemoryHub
 
 WAIT_S_MAX = 60.0
 
 
 @pytest.mark.parametrize(
-    ("body", "headed", "mode"),
+    ("body", "request_headers", "mode"),
     [
         ({}, Mode.AUTO, Mode.AGGREGATED),
         ({}, Mode.DISAGGREGATED, Mode.DISAGGREGATED),
@@ -26,36 +33,38 @@ WAIT_S_MAX = 60.0
         ({"baton": {"prefill_worker": "p1"}}, Mode.AUTO, Mode.AUTO),
     ],
 )
-def test_what_is_usual_counts_for_requests_that_leave_it_open(body, headed, mode):
+def test_what_is_usual_counts_for_requests_that_leave_it_open(body, request_headers, mode):
     facts = read_request(CHAT, json.dumps({"model": "m", "messages": [{}], **body}).encode())
 
-    assert mode_of(facts, usual_or_asked(facts, headed, Mode.AGGREGATED)) is mode
+    assert mode_of(facts, default_or_requested(facts, request_headers, Mode.AGGREGATED)) is mode
 
 
 def test_who_would_rather_be_refused_than_have_its_prompt_computed_gets_no_prefill_leg_whatever_is_usual():
     facts = read_request(CHAT, b'{"model": "m", "messages": [{}], "cache_hit_threshold": 0.5}')
 
-    assert mode_of(facts, usual_or_asked(facts, Mode.AUTO, Mode.DISAGGREGATED)) is Mode.AGGREGATED
+    assert mode_of(facts, default_or_requested(facts, Mode.AUTO, Mode.DISAGGREGATED)) is Mode.AGGREGATED
 
 
-@pytest.mark.parametrize("told", [None, UsualMode(), UsualMode(mode="decode_first"), UsualMode(mode="of tomorrow")])
+@pytest.mark.parametrize(
+    "told", [None, DefaultMode(), DefaultMode(mode="decode_first"), DefaultMode(mode="of tomorrow")]
+)
 def test_what_makes_no_sense_leaves_it_to_placement(told):
-    assert usual_mode_of(told) is Mode.AUTO
+    assert default_mode_of(told) is Mode.AUTO
 
 
 async def test_routers_follow_what_is_kept():
     hub = MemoryHub()
     bus, console = MemoryBus(hub), MemoryBus(hub)
-    feed = UsualModeFeed(bus)
+    feed = DefaultModeFeed(bus)
     following = asyncio.get_running_loop().create_task(feed.follow())
-    kept = await console.kept(USUAL_MODE, ttl_s=None)
+    kept = await console.key_value_store(DEFAULT_MODE, ttl_s=None)
 
     async def becomes(mode):
         async with asyncio.timeout(WAIT_S_MAX):
             while feed.mode is not mode:
                 await asyncio.sleep(0)
 
-    await kept.put(UsualMode(mode="disaggregated"))
+    await kept.put(DefaultMode(mode="disaggregated"))
     await becomes(Mode.DISAGGREGATED)
     await kept.delete(FLEET)
     await becomes(Mode.AUTO)

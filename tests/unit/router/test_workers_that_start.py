@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import msgspec
 
-from services.router.placement.placement import Need, Placed, Policy
+from services.router.placement.placement import Placement, PlacementRequest, Policy
 from services.router.placement.placer import Costs
 from services.router.placement.request_fields import Mode
 from services.router.state import fleet_table
 from services.router.state.cluster_view import ClusterView
-from services.router.state.engine_speed import Coefficients
+from services.router.state.engine_speed import EngineSpeed
 from services.router.state.prefix_index import PrefixIndex
 from shared.contracts.ids import WorkerId
 from shared.contracts.workers import Role, WorkerPhase
 from tests.support.fleet_builders import FINGERPRINT, record
 
-FAST = Coefficients(prefill_s_per_token=0.001, decode_base_s=0.002)
-SLOW = Coefficients(prefill_s_per_token=0.1, decode_base_s=0.02)
+FAST = EngineSpeed(prefill_s_per_token=0.001, decode_base_s=0.002)
+SLOW = EngineSpeed(prefill_s_per_token=0.1, decode_base_s=0.02)
 UNKNOWN = msgspec.structs.replace(FINGERPRINT, revision="", dtype="")
 
 
@@ -27,9 +27,9 @@ def test_a_worker_pairs_by_the_fingerprint_that_it_has_when_it_is_ready():
     cluster.record(record("p", role=Role.PREFILL), now=1.0)
     cluster.record(record("d", role=Role.DECODE), now=1.0)
 
-    placed = Costs(cluster, PrefixIndex(), Policy()).place(Need(model="m"), 1.0)
+    placed = Costs(cluster, PrefixIndex(), Policy()).place(PlacementRequest(model="m"), 1.0)
 
-    assert isinstance(placed, Placed)
+    assert isinstance(placed, Placement)
     assert placed.mode is Mode.DISAGGREGATED
 
 

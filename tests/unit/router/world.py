@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from services.router.http.request import Exchange
+from services.router.http.request import HttpRequest
 from services.router.service import Router
 from services.router.settings import Settings
 from services.router.telemetry.tracing import Tracing
@@ -36,7 +36,7 @@ class FakeConnection:
         self.reads.set()
         self.closed = False
         self.aborted = False
-        self.exchange: Exchange | None = None
+        self.exchange: HttpRequest | None = None
 
     def write(self, data: bytes) -> None:
         self.written += data
@@ -61,7 +61,7 @@ class FakeConnection:
 
 
 @dataclass
-class Answer:
+class RecoveryAction:
     status: int
     headers: dict[str, str]
     body: bytes
@@ -71,14 +71,14 @@ class Answer:
         return msgspec.json.decode(self.body)["error"]
 
 
-def parse(written: bytes) -> Answer:
+def parse(written: bytes) -> RecoveryAction:
     """What a client makes of the bytes."""
     head, _, rest = written.partition(b"\r\n\r\n")
     line, *lines = head.decode().split("\r\n")
     headers = dict(one.split(": ", 1) for one in lines)
     if headers.get("transfer-encoding") == "chunked":
         rest = unchunk(rest)
-    return Answer(int(line.split()[1]), headers, rest)
+    return RecoveryAction(int(line.split()[1]), headers, rest)
 
 
 def unchunk(rest: bytes) -> bytes:
@@ -140,7 +140,7 @@ class World:
         exchange.upload.complete = True
         return connection, asyncio.ensure_future(self.router.edge.serve(exchange))
 
-    async def ask(self, body: dict[str, Any] | bytes, *, path: str = COMPLETIONS, **headers: str) -> Answer:
+    async def ask(self, body: dict[str, Any] | bytes, *, path: str = COMPLETIONS, **headers: str) -> RecoveryAction:
         """A request and its answer."""
         raw = body if isinstance(body, bytes) else msgspec.json.encode(body)
         connection, answering = self.begin(raw, path=path, **headers)

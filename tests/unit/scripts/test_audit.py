@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from scripts.audit import NO_DATA, NOTHING_KNOWN, VULNERABLE, Findings, in_words, read, verdict
+from scripts.audit import NO_DATA, NOTHING_KNOWN, VULNERABLE, Findings, as_text, read, verdict
 
 
 def report(*packages: dict) -> str:
@@ -37,11 +37,11 @@ def test_no_answer_is_no_good_news(said: str):
     found = read("", said)
 
     assert verdict([found]) == NO_DATA
-    assert "could not be had" in in_words("services.txt", found)[0]
+    assert "could not be had" in as_text("services.txt", found)[0]
 
 
 def test_a_vulnerability_is_told_with_the_version_that_mends_it():
-    words = in_words("services.txt", read(report(GOOD, BAD, UNKNOWN), ""))
+    words = as_text("services.txt", read(report(GOOD, BAD, UNKNOWN), ""))
 
     assert words == [
         "services.txt: 2 packages audited, 1 vulnerabilities",

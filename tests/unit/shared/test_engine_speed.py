@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.contracts.load import StepTotals
-from shared.engine_speed import NO_STEPS, Law, Steps, Untaught
+from shared.engine_speed import NO_STEPS, Steps, StepTimeModel, Untaught
 
 ADDED = st.tuples(*[st.integers(0, 10**6)] * 7).map(lambda counts: Steps(*counts))
 
@@ -25,7 +25,7 @@ def decoded(seconds: float) -> StepTotals:
 
 def test_steps_count_what_load_reports_count_and_a_law_has_a_part_for_each():
     assert Steps.__struct_fields__ == StepTotals.__struct_fields__
-    assert len(Law._fields) == len(NO_STEPS.work())
+    assert len(StepTimeModel._fields) == len(NO_STEPS.work())
 
 
 def test_steps_are_what_lies_between_two_reports():

@@ -8,7 +8,7 @@ import socket
 from opentelemetry.trace import NoOpTracer
 
 from shared.contracts.channels import SERVICE_STATUS
-from shared.contracts.control import RouterStanding, ServicePhase
+from shared.contracts.control import RouterHealth, ServicePhase
 from shared.runtime.clock import FakeClock
 from shared.runtime.service import Service, ServiceFacts, live
 from shared.runtime.version import baton_version
@@ -60,7 +60,7 @@ async def test_a_service_that_stops_cleanly_says_each_phase_and_exits_0():
 async def test_a_status_says_which_baton_on_which_machine_at_what_time_and_what_the_service_adds():
     stage, told = Stage(), []
     await MemoryBus(stage.hub).subscribe(SERVICE_STATUS, lambda status, _envelope: told.append(status))
-    standing = RouterStanding(not_exact={"w1": "degraded"})
+    standing = RouterHealth(not_exact={"w1": "degraded"})
 
     async def main(service):
         service.standing = lambda: standing

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from connector.scheduler.calls import EngineCall, EngineNews
+from connector.scheduler.calls import EngineCall, EngineNotification
 from services.worker.engines.port import Identity
 from services.worker.kv_exchange.worker_exchange import WorkerExchange
 from shared.bus.port import Bus
@@ -43,31 +43,31 @@ def grant(ask: LeaseKv, **more) -> KvGrant:
 
 
 class FakeExchange:
-    """Remembers every call. ``answer`` makes the news that a call is answered with."""
+    """Remembers every call. ``answer`` makes the notifications that a call is answered with."""
 
     def __init__(self, worker_id: str, epoch: int = 1) -> None:
         self.handshake = handshake(worker_id, epoch)
         self.calls: list[EngineCall] = []
-        self.answer: Callable[[EngineCall], EngineNews] = lambda _call: EngineNews()
+        self.answer: Callable[[EngineCall], EngineNotification] = lambda _call: EngineNotification()
         self.called = asyncio.Event()
         self.gate = asyncio.Event()
         self.gate.set()
-        self._listeners: list[Callable[[EngineNews], None]] = []
+        self._listeners: list[Callable[[EngineNotification], None]] = []
 
-    async def call(self, call: EngineCall) -> EngineNews:
+    async def call(self, call: EngineCall) -> EngineNotification:
         self.calls.append(call)
         self.called.set()
         await self.gate.wait()
-        news = self.answer(call)
-        return msgspec.structs.replace(news, handshake=self.handshake) if call.describe else news
+        notifications = self.answer(call)
+        return msgspec.structs.replace(notifications, handshake=self.handshake) if call.describe else notifications
 
-    def on_news(self, listener: Callable[[EngineNews], None]) -> None:
+    def on_notifications(self, listener: Callable[[EngineNotification], None]) -> None:
         self._listeners.append(listener)
 
-    def tell(self, **news) -> None:
+    def tell(self, **notifications) -> None:
         """The engine says something by itself."""
         for listener in self._listeners:
-            listener(EngineNews(**news))
+            listener(EngineNotification(**notifications))
 
     def every(self, field: str) -> list:
         """All that was ever told to the engine in that field."""
@@ -94,11 +94,11 @@ class OneWorker:
         self.exchange = WorkerExchange(self.bus, SystemClock(), identity, self.engine, FINGERPRINT.key())
 
     async def say(self, phase: WorkerPhase = WorkerPhase.READY) -> None:
-        kept = await self.bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        kept = await self.bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
         await kept.put(record(self.worker_id, phase, self.epoch))
 
     async def leave(self) -> None:
-        kept = await self.bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        kept = await self.bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
         await kept.delete(self.worker_id)
 
 

@@ -17,7 +17,7 @@ from shared.contracts.failures import Failure
 from shared.contracts.ids import LegId, RequestId, RouterId, WorkerId
 from shared.contracts.inference import Frame, FrameKind, LegKind, StartLeg
 from shared.contracts.kv_events import KvEvent
-from shared.contracts.kv_exchange import KvProof, LegOrder
+from shared.contracts.kv_exchange import KvTransferReport, LegOrder
 from shared.contracts.workers import HashScheme
 from shared.runtime.clock import SystemClock
 from shared.runtime.service import Service, ServiceFacts, live
@@ -53,7 +53,7 @@ class FakeEngine:
         self.reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.exchange: FakeExchange | None = None
         self.orders: list[LegOrder | None] = []
-        self.proof: KvProof | None = None
+        self.transfer_report: KvTransferReport | None = None
         self.now = EngineLoad()
         self.closed = False
         self.listeners: list[Callable[[], None]] = []
@@ -87,7 +87,7 @@ class FakeEngine:
             record.completion_tokens += 1
             await send({"type": "http.response.body", "body": b"data: %d\n\n" % token, "more_body": True})
         record.finish_reason = "" if record.cannot_resume else "length"
-        record.proof = self.proof
+        record.transfer_report = self.transfer_report
         if record.kind is LegKind.PREFILL and self.exchange is None:
             record.kv_transfer = KV_TRANSFER
         record.is_over = True
@@ -192,7 +192,7 @@ async def running_worker(exchange: FakeExchange | None = None, **settings) -> As
     worker.engine.exchange = exchange
     await worker.inbox.open()
     worker.exit = asyncio.create_task(live(worker.service, worker.main, drain_s_max=WAIT_S_MAX))
-    records = await worker.bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+    records = await worker.bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
     async with asyncio.timeout(WAIT_S_MAX):
         async for change in records.watch():
             if change and change.value and change.value.phase is WorkerPhase.READY:

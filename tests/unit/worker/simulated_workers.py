@@ -96,7 +96,7 @@ class Workers:
         return None if record is None else record.phase
 
     async def follow(self) -> None:
-        kept = await self.bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        kept = await self.bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
         async for entry in kept.watch():
             if entry is None:
                 continue

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from connector.scheduler.calls import EngineCall, EngineNews, FetchEnded
+from connector.scheduler.calls import EngineCall, EngineNotification, FetchEnded
 from shared.contracts.channels import WORKER_RECORDS
 from shared.contracts.kv_exchange import FetchedKv, FetchKv, unpack_full_hashes
 from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerPhase
@@ -30,11 +30,11 @@ class Stayer(OneWorker):
         self.engine.answer = self._answer
 
     async def say(self, phase: WorkerPhase = WorkerPhase.READY) -> None:
-        kept = await self.bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        kept = await self.bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
         await kept.put(msgspec.structs.replace(record(self.worker_id, phase, self.epoch), role=self.role))
 
-    def _answer(self, call: EngineCall) -> EngineNews:
-        return EngineNews(
+    def _answer(self, call: EngineCall) -> EngineNotification:
+        return EngineNotification(
             fetched=[FetchEnded(fetch_id=one.fetch_id, result=self._fetch(one.fetch)) for one in call.fetches]
         )
 

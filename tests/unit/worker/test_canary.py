@@ -17,7 +17,7 @@ from services.worker.lifecycle.self_test import (
     Kind,
     Outcome,
     answered_alike,
-    in_words,
+    as_text,
     next_partner,
     partners,
     pause_s,
@@ -26,7 +26,7 @@ from services.worker.lifecycle.self_test import (
     verdict,
     worse,
 )
-from shared.contracts.kv_exchange import KvProof, KvRead
+from shared.contracts.kv_exchange import KvRead, KvTransferReport
 from shared.contracts.workers import Role, WorkerPhase
 from tests.support.fleet_builders import record
 
@@ -102,10 +102,10 @@ def test_attempts_end_and_one_that_passes_is_enough(count, findings):
 def test_what_speaks_against_it_is_said_and_what_passed_is_not():
     found = {Kind.PREFILL: tried(("p1", FINE)), Kind.DECODE: tried(("d1", UNANSWERED), ("d2", FAILED))}
 
-    assert in_words(found) == "d2: other tokens"
-    assert in_words({Kind.PREFILL: tried(("p1", FINE)), Kind.DECODE: []}) == ""
-    assert in_words({Kind.PREFILL: [], Kind.DECODE: tried(("d1", UNANSWERED))}) == "d1: no answer"
-    assert in_words({Kind.PREFILL: [], Kind.DECODE: []}) == "nobody was there to prove itself with"
+    assert as_text(found) == "d2: other tokens"
+    assert as_text({Kind.PREFILL: tried(("p1", FINE)), Kind.DECODE: []}) == ""
+    assert as_text({Kind.PREFILL: [], Kind.DECODE: tried(("d1", UNANSWERED))}) == "d1: no answer"
+    assert as_text({Kind.PREFILL: [], Kind.DECODE: []}) == "nobody was there to prove itself with"
 
 
 @pytest.mark.parametrize(
@@ -117,17 +117,17 @@ def test_both_directions_count(one, other, both):
 
 
 def test_kv_that_came_whole_is_well_and_less_of_it_is_not():
-    assert read_well(KvProof(fetched_tokens=64), 64) is FINE
+    assert read_well(KvTransferReport(fetched_tokens=64), 64) is FINE
     assert read_well(None, 64).outcome is Outcome.FAILED
-    assert read_well(KvProof(fetched_tokens=32), 64).outcome is Outcome.FAILED
-    assert "nothing could be asked for" in read_well(KvProof(local_tokens=64), 64).why
+    assert read_well(KvTransferReport(fetched_tokens=32), 64).outcome is Outcome.FAILED
+    assert "nothing could be asked for" in read_well(KvTransferReport(local_tokens=64), 64).why
 
 
 @pytest.mark.parametrize(("failure", "outcome"), [("not_held", Outcome.FAILED), ("unreachable", Outcome.UNANSWERED)])
 def test_a_holder_that_answered_too_late_is_no_proof_against_the_reader(failure, outcome):
-    proof = KvProof(reads=[KvRead(worker_id="d1", epoch=1, failure=failure)])
+    transfer_report = KvTransferReport(reads=[KvRead(worker_id="d1", epoch=1, failure=failure)])
 
-    found = read_well(proof, 64)
+    found = read_well(transfer_report, 64)
 
     assert found.outcome is outcome
     assert failure in found.why

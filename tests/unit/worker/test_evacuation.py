@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from connector.scheduler.calls import Chain, EngineNews
+from connector.scheduler.calls import Chain, EngineNotification
 from services.worker.kv_exchange.prefix_copy import Copied
 from services.worker.lifecycle.evacuation import CHAINS_AT_ONCE_MAX, evacuate
 from shared.contracts.kv_exchange import pack_full_hashes
@@ -31,7 +31,7 @@ class Leaving:
         self._stack = stack
         self.me = OneWorker(hub, "leaving")
         told = [Chain(hashes=pack_full_hashes(hashes)) for hashes in chains]
-        self.me.engine.answer = lambda call: EngineNews(chains=told[: call.chains_max])
+        self.me.engine.answer = lambda call: EngineNotification(chains=told[: call.chains_max])
 
     async def beside(self, *names: str) -> list[Stayer]:
         stayers = [await self._stack.enter_async_context(exchanging(Stayer(self._hub, name))) for name in names]

@@ -26,7 +26,7 @@ class Life:
         self._worker = worker
 
     async def record(self) -> WorkerRecord:
-        kept = await self._worker.bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        kept = await self._worker.bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
         entry = await kept.get(WORKER)
         assert entry is not None
         assert entry.value is not None

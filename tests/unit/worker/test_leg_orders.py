@@ -14,7 +14,7 @@ from shared.contracts.channels import KV_FETCH
 from shared.contracts.failures import Reason
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegKind, StartLeg
-from shared.contracts.kv_exchange import FetchKv, KvOffer, KvProof, KvSource, LegOrder
+from shared.contracts.kv_exchange import FetchKv, KvOffer, KvSource, KvTransferReport, LegOrder
 from tests.unit.worker.exchange_fakes import HASH, FakeExchange, ledger
 from tests.unit.worker.fakes import WAIT_S_MAX, running_worker
 
@@ -113,12 +113,14 @@ async def test_an_order_of_a_clients_does_not_reach_the_engine():
 
 async def test_the_report_says_where_the_prompts_kv_came_from():
     async with running_worker(FakeExchange("w1")) as worker:
-        worker.engine.proof = KvProof(prompt_tokens=64, fetched_tokens=32, recomputed_tokens=32, offer=OFFER)
+        worker.engine.transfer_report = KvTransferReport(
+            prompt_tokens=64, fetched_tokens=32, recomputed_tokens=32, offer=OFFER
+        )
 
         frames, failure = await worker.read(await worker.leg(LegKind.PREFILL))
 
         assert failure is None
-        assert frames[-1].report.kv == worker.engine.proof
+        assert frames[-1].report.kv == worker.engine.transfer_report
         assert frames[-1].report.kv_transfer == b""
 
 

@@ -11,7 +11,7 @@ from opentelemetry.trace import NoOpTracer, StatusCode
 from services.worker.telemetry.leg_spans import show_leg
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegReport
-from shared.contracts.kv_exchange import KvProof, KvRead
+from shared.contracts.kv_exchange import KvRead, KvTransferReport
 from shared.runtime.clock import FakeClock
 from shared.telemetry.leg_intervals import SOURCES_SHOWN_MAX
 from shared.telemetry.span_names import Attribute, SpanName
@@ -31,9 +31,9 @@ READ = KvRead(
 )
 
 
-def shown(*reads: KvRead, **proof) -> list[ReadableSpan]:
+def shown(*reads: KvRead, **transfer_report) -> list[ReadableSpan]:
     """The leg's span, and then those of the exchange."""
-    return drawn(LegReport(kv=KvProof(reads=list(reads), **proof)), NOW)
+    return drawn(LegReport(kv=KvTransferReport(reads=list(reads), **transfer_report)), NOW)
 
 
 def drawn(report: LegReport, arrived_at: float) -> list[ReadableSpan]:
@@ -151,4 +151,4 @@ def test_of_a_prefill_leg_nothing_is_decoded_and_what_made_no_token_shows_no_eng
 def test_without_tracing_nothing_is_drawn():
     tracer = NoOpTracer()
     with tracer.start_as_current_span("serve leg") as leg:
-        show_leg(tracer, leg, LegReport(kv=KvProof(reads=[READ])), NOW, FakeClock(NOW, WALL_MS))
+        show_leg(tracer, leg, LegReport(kv=KvTransferReport(reads=[READ])), NOW, FakeClock(NOW, WALL_MS))

@@ -1,4 +1,4 @@
-"""A worker is ready when it has proved itself, and obeys: canaries, another role, the way out."""
+"""A worker is ready when it has proved itself, and obeys: self_tests, another role, the way out."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 from services.worker.engines.port import EngineTokens, Identity
 from services.worker.lifecycle.probing import Prober, failed
 from services.worker.lifecycle.self_test import FINE, PAUSE_S, Finding, Kind, Outcome
-from services.worker.lifecycle.self_test_handler import CANARIES_AT_ONCE_MAX, CanaryDesk
+from services.worker.lifecycle.self_test_handler import SELF_TESTS_AT_ONCE_MAX, SelfTestHandler
 from services.worker.tiny_model.tiny_model import ensure_tiny_tokenizer
 from shared.bus.port import AskRefused, Envelope
-from shared.contracts.channels import CANARY, CHANGE_ROLE, DRAIN, DRAINED, LOAD, SERVICE_STATUS, TRY_CANARY
+from shared.contracts.channels import CHANGE_ROLE, DRAIN, DRAINED, LOAD, RUN_SELF_TEST, SELF_TEST_PROMPT, SERVICE_STATUS
 from shared.contracts.failures import Reason
-from shared.contracts.fleet_orders import AskCanary, Canary, ChangeRole, DrainWorker, TryCanary
+from shared.contracts.fleet_orders import AskSelfTestPrompt, ChangeRole, DrainWorker, RunSelfTest, SelfTestPrompt
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.workers import Role, WorkerPhase
 from shared.runtime.clock import SystemClock
@@ -49,7 +49,7 @@ async def test_a_new_worker_proves_itself_with_each_kind_of_partner_and_is_ready
         workers.start("d1", Role.DECODE)
         await workers.until_ready("p1", "d1")
         asked = []
-        tapped = [("canary", CANARY), ("try", TRY_CANARY)]
+        tapped = [("self_test", SELF_TEST_PROMPT), ("try", RUN_SELF_TEST)]
         for name, channel in tapped:
             for worker_id in ("p1", "d1", "d2"):
                 await workers.bus.subscribe(
@@ -60,8 +60,8 @@ async def test_a_new_worker_proves_itself_with_each_kind_of_partner_and_is_ready
         await workers.until_ready("d2")
 
         assert workers.records["d2"].note == ""
-        assert {("canary", "p1"), ("canary", "d1"), ("try", "p1"), ("try", "d1")} <= set(asked)
-        assert asked.count(("canary", "d2")) == 2
+        assert {("self_test", "p1"), ("self_test", "d1"), ("try", "p1"), ("try", "d1")} <= set(asked)
+        assert asked.count(("self_test", "d2")) == 2
 
 
 async def test_many_that_start_at_the_same_moment_all_come_up(model):
@@ -212,8 +212,8 @@ class Neighbours:
             listener()
 
 
-class Canaries:
-    """Ends each canary as the test has said."""
+class SelfTests:
+    """Ends each self_test as the test has said."""
 
     def __init__(self, **findings: Finding) -> None:
         self.findings = findings
@@ -230,15 +230,15 @@ async def ignore(_words: str) -> None:
 
 def test_who_fails_tries_again_with_pauses_that_grow_until_it_passes():
     async def story() -> tuple[list[float], list[str], str]:
-        canaries, said = Canaries(d1=FAILED), []
+        self_tests, said = SelfTests(d1=FAILED), []
 
         async def say(words: str) -> None:
             said.append(words)
             if len(said) == 4:
-                canaries.findings["d1"] = FINE
+                self_tests.findings["d1"] = FINE
 
-        note = await Prober(WorkerId("me"), Neighbours(record("d1")), canaries).until_proven(say)
-        return sorted({at for at, _who in canaries.tried}), said, note
+        note = await Prober(WorkerId("me"), Neighbours(record("d1")), self_tests).until_proven(say)
+        return sorted({at for at, _who in self_tests.tried}), said, note
 
     times, said, note = run_in_virtual_time(story())
 
@@ -249,8 +249,8 @@ def test_who_fails_tries_again_with_pauses_that_grow_until_it_passes():
 
 def test_a_new_partner_ends_the_pause_and_a_renewed_record_does_not():
     async def story() -> list[tuple[float, str]]:
-        neighbours, canaries = Neighbours(record("d1")), Canaries(d1=FAILED, d2=FINE)
-        prober = Prober(WorkerId("me"), neighbours, canaries)
+        neighbours, self_tests = Neighbours(record("d1")), SelfTests(d1=FAILED, d2=FINE)
+        prober = Prober(WorkerId("me"), neighbours, self_tests)
         neighbours.now(record("d1"))
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(prober.until_proven(ignore))
@@ -258,7 +258,7 @@ def test_a_new_partner_ends_the_pause_and_a_renewed_record_does_not():
             neighbours.now(record("d1", models=("m", "n")))
             await asyncio.sleep(PAUSE_S / 4)
             neighbours.now(record("d1"), record("d2"))
-        return [(at, who) for at, who in canaries.tried if who == "d2" or at > 0.0]
+        return [(at, who) for at, who in self_tests.tried if who == "d2" or at > 0.0]
 
     tried = run_in_virtual_time(story())
 
@@ -275,7 +275,7 @@ def test_while_the_registry_cannot_be_read_nobody_is_ready():
             said.append(words)
             neighbours.read.set()
 
-        await Prober(WorkerId("me"), neighbours, Canaries()).until_proven(say)
+        await Prober(WorkerId("me"), neighbours, SelfTests()).until_proven(say)
         return said
 
     assert run_in_virtual_time(story()) == ["the registry does not say who else is there"]
@@ -284,8 +284,8 @@ def test_while_the_registry_cannot_be_read_nobody_is_ready():
 def test_partners_of_several_kinds_are_tried_side_by_side():
     async def story() -> tuple[dict, list]:
         fleet = Neighbours(record("p1", role=Role.PREFILL), record("d1", role=Role.DECODE))
-        canaries = Canaries(p1=FINE, d1=Finding(Outcome.UNANSWERED, "no answer"))
-        return await Prober(WorkerId("me"), fleet, canaries).prove(Kind), canaries.tried
+        self_tests = SelfTests(p1=FINE, d1=Finding(Outcome.UNANSWERED, "no answer"))
+        return await Prober(WorkerId("me"), fleet, self_tests).prove(Kind), self_tests.tried
 
     found, tried = run_in_virtual_time(story())
 
@@ -294,7 +294,7 @@ def test_partners_of_several_kinds_are_tried_side_by_side():
 
 
 class Talker(FakeEngine):
-    """Every text has more tokens than a canary."""
+    """Every text has more tokens than a self_test."""
 
     async def tokens(self, path: str, body: bytes) -> EngineTokens:
         return EngineTokens(tokens=list(range(self.facts.max_model_len)))
@@ -302,7 +302,7 @@ class Talker(FakeEngine):
 
 async def answering(hub: MemoryHub) -> FakeEngine:
     engine = Talker()
-    await CanaryDesk(MemoryBus(hub), SystemClock(), engine, Identity(WorkerId("w1"), Epoch(1))).open()
+    await SelfTestHandler(MemoryBus(hub), SystemClock(), engine, Identity(WorkerId("w1"), Epoch(1))).open()
     return engine
 
 
@@ -310,39 +310,42 @@ async def test_an_engine_computes_so_many_canaries_and_no_more_at_a_time():
     hub = MemoryHub()
     engine = await answering(hub)
     engine.gate.clear()
-    bus, ask = MemoryBus(hub), AskCanary(worker_id=WorkerId("w1"), reader_id=WorkerId("r1"))
-    asks = [asyncio.ensure_future(bus.ask(CANARY, ask, timeout_s=SOON_S_MAX)) for _ in range(CANARIES_AT_ONCE_MAX)]
+    bus, ask = MemoryBus(hub), AskSelfTestPrompt(worker_id=WorkerId("w1"), reader_id=WorkerId("r1"))
+    asks = [
+        asyncio.ensure_future(bus.ask(SELF_TEST_PROMPT, ask, timeout_s=SOON_S_MAX))
+        for _ in range(SELF_TESTS_AT_ONCE_MAX)
+    ]
     async with asyncio.timeout(SOON_S_MAX):
-        while len(engine.bodies) < CANARIES_AT_ONCE_MAX:
+        while len(engine.bodies) < SELF_TESTS_AT_ONCE_MAX:
             await asyncio.sleep(0)
 
     with pytest.raises(AskRefused) as refused:
-        await bus.ask(CANARY, ask, timeout_s=SOON_S_MAX)
+        await bus.ask(SELF_TEST_PROMPT, ask, timeout_s=SOON_S_MAX)
 
     engine.gate.set()
     assert refused.value.failure.reason is Reason.WORKER_BUSY
-    assert len(await asyncio.gather(*asks)) == CANARIES_AT_ONCE_MAX
+    assert len(await asyncio.gather(*asks)) == SELF_TESTS_AT_ONCE_MAX
 
 
 async def test_a_source_that_gives_no_canary_cannot_be_read():
     hub = MemoryHub()
     await answering(hub)
-    ask = TryCanary(worker_id=WorkerId("w1"), source_id=WorkerId("nobody"), source_epoch=Epoch(1))
+    ask = RunSelfTest(worker_id=WorkerId("w1"), source_id=WorkerId("nobody"), source_epoch=Epoch(1))
 
-    tried = await MemoryBus(hub).ask(TRY_CANARY, ask, timeout_s=SOON_S_MAX)
+    tried = await MemoryBus(hub).ask(RUN_SELF_TEST, ask, timeout_s=SOON_S_MAX)
 
-    assert "it gave no canary" in tried.failure
+    assert "it gave no self_test" in tried.failure
 
 
 async def test_another_life_of_the_source_proves_nothing():
     hub = MemoryHub()
     await answering(hub)
 
-    async def give(_ask: AskCanary, _envelope: Envelope) -> Canary:
-        return Canary(worker_id=WorkerId("s1"), epoch=Epoch(2), tokens=[1], answer=[2])
+    async def give(_ask: AskSelfTestPrompt, _envelope: Envelope) -> SelfTestPrompt:
+        return SelfTestPrompt(worker_id=WorkerId("s1"), epoch=Epoch(2), tokens=[1], answer=[2])
 
-    await MemoryBus(hub).answer(CANARY, give, worker_id="s1")
-    ask = TryCanary(worker_id=WorkerId("w1"), source_id=WorkerId("s1"), source_epoch=Epoch(1))
+    await MemoryBus(hub).answer(SELF_TEST_PROMPT, give, worker_id="s1")
+    ask = RunSelfTest(worker_id=WorkerId("w1"), source_id=WorkerId("s1"), source_epoch=Epoch(1))
 
     with pytest.raises(AskRefused, match="another life"):
-        await MemoryBus(hub).ask(TRY_CANARY, ask, timeout_s=SOON_S_MAX)
+        await MemoryBus(hub).ask(RUN_SELF_TEST, ask, timeout_s=SOON_S_MAX)

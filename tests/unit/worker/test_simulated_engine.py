@@ -117,9 +117,9 @@ def on_one_bus(*engines):
     by_id = {engine._core.settings.worker_id: engine for engine in engines}
     carrying = set()
 
-    def carry(news):
+    def carry(notifications):
         for field, whom in (("leases", "worker_id"), ("grants", "reader_id"), ("releases", "worker_id")):
-            for message in getattr(news, field):
+            for message in getattr(notifications, field):
                 task = asyncio.create_task(deliver(by_id[getattr(message, whom)], EngineCall(**{field: [message]})))
                 carrying.add(task)
                 task.add_done_callback(carrying.discard)
@@ -128,7 +128,7 @@ def on_one_bus(*engines):
         carry(await engine.exchange.call(order))
 
     for engine in engines:
-        engine.exchange.on_news(carry)
+        engine.exchange.on_notifications(carry)
     return deliver
 
 
@@ -312,7 +312,7 @@ async def test_a_request_prefilled_here_and_decoded_there_answers_as_one_engine_
         alone = await complete(engine, max_tokens=16)
         warm = alone.json()["usage"]["prompt_tokens"]
         _, prefilled = await leg(engine, LegKind.PREFILL, body, LegOrder(offer=True))
-        offer = prefilled.proof.offer
+        offer = prefilled.transfer_report.offer
         cached = prefilled.cached_tokens
         answer, decoded = await leg(decoder, LegKind.DECODE, body, LegOrder(take=offer), prefill_cached_tokens=cached)
         events = answer.events()
@@ -326,7 +326,10 @@ async def test_a_request_prefilled_here_and_decoded_there_answers_as_one_engine_
         assert events[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == prefilled.cached_tokens
         assert decoder.load().received_tokens_total == decoded.received_tokens
         assert decoder.load().computed_tokens_total == warm - decoded.received_tokens
-        assert (decoded.proof.fetched_tokens, decoded.proof.prompt_tokens) == (decoded.received_tokens, warm)
+        assert (decoded.transfer_report.fetched_tokens, decoded.transfer_report.prompt_tokens) == (
+            decoded.received_tokens,
+            warm,
+        )
 
 
 @pytest.mark.parametrize("transfer", ["memory", "tcp", "nixl"])
@@ -341,10 +344,10 @@ async def test_whatever_moves_the_bytes_moves_the_right_ones(directory, transfer
     ):
         await handshake(prefiller, decoder)
         _, prefilled = await leg(prefiller, LegKind.PREFILL, body, LegOrder(offer=True))
-        answer, decoded = await leg(decoder, LegKind.DECODE, body, LegOrder(take=prefilled.proof.offer))
+        answer, decoded = await leg(decoder, LegKind.DECODE, body, LegOrder(take=prefilled.transfer_report.offer))
         alone = await complete(prefiller, max_tokens=16)
 
-    assert decoded.proof.fetched_tokens == (decoded.prompt_tokens - 1) // 32 * 32
+    assert decoded.transfer_report.fetched_tokens == (decoded.prompt_tokens - 1) // 32 * 32
     assert answer.json()["choices"][0]["text"] == alone.json()["choices"][0]["text"]
 
 
@@ -380,8 +383,8 @@ async def test_a_prompt_followed_while_it_is_computed_tells_what_was_cached_of_i
     assert prefilled.cached_tokens > 0
     assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == prefilled.cached_tokens
     assert answer.json()["choices"][0]["text"] == alone.json()["choices"][0]["text"]
-    assert decoded.proof.recomputed_tokens <= 32
-    assert decoded.proof.reads[0].followed
+    assert decoded.transfer_report.recomputed_tokens <= 32
+    assert decoded.transfer_report.reads[0].followed
 
 
 async def test_kv_that_was_damaged_in_the_holders_memory_changes_the_answer(engine, directory):
@@ -390,7 +393,7 @@ async def test_kv_that_was_damaged_in_the_holders_memory_changes_the_answer(engi
         await handshake(engine, decoder)
         whole = (await complete(engine, max_tokens=16)).json()["choices"][0]["text"]
         _, prefilled = await leg(engine, LegKind.PREFILL, body, LegOrder(offer=True))
-        offer = prefilled.proof.offer
+        offer = prefilled.transfer_report.offer
         engine._core.cache.contents[unpack_block_ids(offer.block_ids)[1]] ^= 1
         answer, decoded = await leg(decoder, LegKind.DECODE, body, LegOrder(take=offer))
 
@@ -408,7 +411,7 @@ async def test_a_request_with_too_little_cached_is_refused_with_200_and_no_token
 
     choice = answer.events()[-1]["choices"][0] if streamed else answer.json()["choices"][0]
     assert (answer.status, choice["text"], choice["finish_reason"]) == (200, "", "cache_threshold")
-    assert (made.finish_reason, made.completion_tokens, made.proof.refused) == ("cache_threshold", 0, True)
+    assert (made.finish_reason, made.completion_tokens, made.transfer_report.refused) == ("cache_threshold", 0, True)
     assert warm.json()["choices"][0]["text"] == warmed.json()["choices"][0]["text"]
 
 
@@ -418,7 +421,9 @@ async def test_blocks_are_had_by_command_without_a_token_computed(engine, direct
     async with running(directory, worker_id="other") as other:
         deliver = await handshake(engine, other)
         ended = asyncio.get_running_loop().create_future()
-        other.exchange.on_news(lambda news: news.fetched and ended.set_result(news.fetched[0]))
+        other.exchange.on_notifications(
+            lambda notifications: notifications.fetched and ended.set_result(notifications.fetched[0])
+        )
         source = KvSource(worker_id=WorkerId("simulated"), epoch=Epoch(0))
         fetch = FetchKv(worker_id=WorkerId("other"), hashes=pack_full_hashes(hashes), sources=[source], deadline_s=5.0)
         await deliver(other, EngineCall(fetches=[StartFetch(fetch_id="f1", fetch=fetch)]))

@@ -165,7 +165,7 @@ async def test_a_prefill_leg_reads_the_resumed_tokens_as_part_of_its_prompt(engi
         engines[0], COMPLETIONS, {}, resume=tokens, kind=LegKind.PREFILL, order=LegOrder(offer=True, offer_id="l")
     )
 
-    assert record.proof.prompt_tokens == record.prompt_tokens + len(tokens)
+    assert record.transfer_report.prompt_tokens == record.prompt_tokens + len(tokens)
     assert record.completion_tokens == 1
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import AsyncExitStack
 
-from connector.scheduler.calls import Chain, EngineCall, EngineNews
+from connector.scheduler.calls import Chain, EngineCall, EngineNotification
 from services.worker.kv_exchange.store_copies import StoreCopies
 from services.worker.settings import Settings
 from shared.contracts.kv_exchange import pack_full_hashes
@@ -32,9 +32,9 @@ class Copier:
         self.me.engine.answer = self._answer
         self.copies = StoreCopies(self.me.bus, SystemClock(), self.me.exchange, lambda: record("me"), SETTINGS)
 
-    def _answer(self, call: EngineCall) -> EngineNews:
+    def _answer(self, call: EngineCall) -> EngineNotification:
         told = self.chains if call.chains_max else []
-        return EngineNews(chains=[Chain(hashes=pack_full_hashes(one), uses=USES_MIN) for one in told])
+        return EngineNotification(chains=[Chain(hashes=pack_full_hashes(one), uses=USES_MIN) for one in told])
 
     @property
     def questions(self) -> list[EngineCall]:

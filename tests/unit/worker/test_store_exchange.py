@@ -67,8 +67,8 @@ class Store:
 
     def look(self):
         self.exchange.look()
-        news = self.exchange.take_news()
-        return news.grants if news is not None else []
+        notifications = self.exchange.take_notifications()
+        return notifications.grants if notifications is not None else []
 
     @property
     def pinned(self) -> int:

@@ -25,7 +25,7 @@ def of(worker_id: str, revision: str = "r", **fields) -> WorkerRecord:
 
 
 async def register(bus: MemoryBus, *records: WorkerRecord) -> None:
-    kept = await bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+    kept = await bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
     for one in records:
         await kept.put(one)
 

@@ -66,7 +66,7 @@ def resolved(settings: Settings, *, async_scheduling: bool) -> SimpleNamespace:
 
 def introduced(settings: Settings, *, async_scheduling: bool = False) -> SimpleNamespace:
     config = resolved(settings, async_scheduling=async_scheduling)
-    introduce(config, settings, Identity(WorkerId("w1"), Epoch(7)), news="ipc://n", fingerprint="f")
+    introduce(config, settings, Identity(WorkerId("w1"), Epoch(7)), notifications="ipc://n", fingerprint="f")
     return config
 
 
@@ -74,7 +74,7 @@ def test_an_engine_learns_whose_it_is_in_words_that_its_connector_understands():
     config = introduced(Settings(kv_lease_s=20.0, kv_lease_share_max=0.25))
 
     told = read(config.kv_transfer_config.kv_connector_extra_config)
-    assert (told.worker_id, told.epoch, told.fingerprint, told.news) == ("w1", 7, "f", "ipc://n")
+    assert (told.worker_id, told.epoch, told.fingerprint, told.notifications) == ("w1", 7, "f", "ipc://n")
     assert (told.lease_s, told.lease_share_max) == (20.0, 0.25)
     assert told.copy_cores == sorted(os.sched_getaffinity(0))
 

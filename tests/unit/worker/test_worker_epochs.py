@@ -27,14 +27,14 @@ async def test_the_first_life_is_named_by_the_clock(bus):
 
 @pytest.mark.parametrize(("wall_ms", "epoch"), [(6000, 6000), (BEFORE, BEFORE + 1), (10, BEFORE + 1)])
 async def test_a_later_life_is_greater_than_the_registered_one(bus, wall_ms, epoch):
-    records = await bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+    records = await bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
     await records.put(record(W1, epoch=BEFORE))
 
     assert await new_epoch(bus, W1, wall_ms) == epoch
 
 
 async def test_a_life_whose_record_was_removed_binds_nobody(bus):
-    records = await bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+    records = await bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
     await records.put(record(W1, epoch=BEFORE))
     await records.delete(W1)
 

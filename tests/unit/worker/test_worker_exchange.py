@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from connector.scheduler.calls import EngineNews, FetchEnded, PeerConnected, PeerGone
+from connector.scheduler.calls import EngineNotification, FetchEnded, PeerConnected, PeerGone
 from shared.bus.port import AskRefused
 from shared.contracts.channels import KV_FETCH, KV_GRANT, KV_HANDSHAKE, KV_LEASE, KV_RELEASE, WORKER_LOST
 from shared.contracts.failures import Reason
@@ -57,7 +57,7 @@ async def test_an_ask_and_its_grant_go_from_engine_to_engine():
 async def test_the_answer_in_the_engines_own_reply_is_sent_like_any_other():
     hub = MemoryHub()
     async with exchanging(OneWorker(hub, "h1")) as holder, exchanging(OneWorker(hub, "r1")) as reader:
-        holder.engine.answer = lambda call: EngineNews(grants=[grant(ask) for ask in call.leases])
+        holder.engine.answer = lambda call: EngineNotification(grants=[grant(ask) for ask in call.leases])
 
         reader.engine.tell(leases=[lease()])
 
@@ -181,7 +181,7 @@ async def test_an_idle_engine_is_woken_when_its_next_lease_ends():
     async with exchanging(OneWorker(MemoryHub(), "h1")) as holder:
         await asyncio.sleep(0)
         calls = len(holder.engine.calls)
-        holder.engine.answer = lambda _call: EngineNews(state=ledger())
+        holder.engine.answer = lambda _call: EngineNotification(state=ledger())
         ends_at = time.monotonic() + 0.05
 
         holder.engine.tell(state=ledger(pinned_blocks=3, next_expiry_s=ends_at))
@@ -232,7 +232,7 @@ async def test_blocks_are_fetched_by_command():
     fetch = FetchKv(worker_id="w1", hashes=HASH, sources=[], deadline_s=1.0)
     async with exchanging(OneWorker(MemoryHub(), "w1")) as worker:
         result = FetchedKv(held=1)
-        worker.engine.answer = lambda call: EngineNews(
+        worker.engine.answer = lambda call: EngineNotification(
             fetched=[FetchEnded(fetch_id=one.fetch_id, result=result) for one in call.fetches]
         )
 

@@ -7,7 +7,7 @@ import asyncio
 from services.worker.engines.port import EngineLoad
 from services.worker.telemetry.held_blocks import HeldBlocks
 from services.worker.telemetry.publishers import LoadPublisher
-from services.worker.tokenizer_handler import BODY_BYTES_MAX, PROMPTS_MAX, TOKENS_S_MAX, TokenizerDesk
+from services.worker.tokenizer_handler import BODY_BYTES_MAX, PROMPTS_MAX, TOKENS_S_MAX, TokenizerHandler
 from shared.bus.port import Envelope
 from shared.contracts.channels import KV_EVENTS, KV_SNAPSHOT, LOAD, TOKENIZER, TOKENS, WORKER_RECORDS
 from shared.contracts.control import AskTokenizer, AskTokens, ProbePrompt
@@ -135,7 +135,7 @@ async def test_an_engine_that_takes_no_step_uses_what_is_leased():
 
 async def test_the_record_says_what_the_engine_is_and_goes_with_the_worker():
     async with running_worker() as worker:
-        records = await worker.bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        records = await worker.bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
         found = (await records.get(WORKER)).value
 
         worker.service.stopping.set()
@@ -148,7 +148,7 @@ async def test_the_record_says_what_the_engine_is_and_goes_with_the_worker():
 
 async def test_a_registry_that_lost_its_memory_has_the_record_back_after_the_reconnection():
     async with running_worker() as worker:
-        records = await worker.bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        records = await worker.bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
         await records.delete(WORKER)
 
         worker.service.bus.lose()
@@ -201,8 +201,8 @@ async def test_probes_are_bounded_in_number_size_and_time():
 
 def test_an_engine_that_hangs_on_a_probe_is_not_waited_for():
     async def story() -> list[str]:
-        desk = TokenizerDesk(FakeEngine(), WORKER, Epoch(1), MemoryBus(MemoryHub()))
-        found = await desk.tokens(asked_tokens('{"hangs": true}', '{"hangs": true}'), Envelope({}, 0))
+        handler = TokenizerHandler(FakeEngine(), WORKER, Epoch(1), MemoryBus(MemoryHub()))
+        found = await handler.tokens(asked_tokens('{"hangs": true}', '{"hangs": true}'), Envelope({}, 0))
         return [prompt.refusal for prompt in found.prompts]
 
     assert run_in_virtual_time(story()) == [f"not done within {TOKENS_S_MAX:g} s"] * 2

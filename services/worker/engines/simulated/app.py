@@ -26,7 +26,7 @@ from services.worker.engines.simulated.responses import (
 from services.worker.engines.simulated.resume import caught_up
 from services.worker.engines.simulated.tokenizer import SimulatedTokenizer
 from shared.contracts.inference import LegKind
-from shared.contracts.kv_exchange import KvProof
+from shared.contracts.kv_exchange import KvTransferReport
 
 Receive = Callable[[], Awaitable[AsgiMessage]]
 Send = Callable[[AsgiMessage], Awaitable[None]]
@@ -117,7 +117,7 @@ class SimulatedApp:
                     continue  # a stop string has ended it
                 if choice.is_at_start():
                     _note_first_token(record, choice)
-                    record.proof = _proof(job)
+                    record.transfer_report = _transfer_report(job)
                 _note_token(record, token)
                 if plain and token is not None and not finish_reason and choice.stops is None:
                     choice.token_ids.append(token)
@@ -171,7 +171,7 @@ class SimulatedApp:
                     continue
                 if choice.is_at_start():
                     _note_first_token(record, choice)
-                    record.proof = _proof(job)
+                    record.transfer_report = _transfer_report(job)
                 _note_token(record, token)
                 self._add(choice, token, finish_reason)
                 if choice.has_ended():
@@ -208,7 +208,7 @@ class SimulatedApp:
         sequence = choice.sequence
         if sequence is not None:
             self._engine.abort(sequence)  # one that a stop string has ended would go on
-            job.record.proof = _proof(job)
+            job.record.transfer_report = _transfer_report(job)
 
 
 def _open(job: Job) -> int:
@@ -221,14 +221,16 @@ def _note_token(record: LegRecord, token: int | None) -> None:
         record.completion_tokens += 1
 
 
-def _proof(job: Job) -> KvProof | None:
+def _transfer_report(job: Job) -> KvTransferReport | None:
     """As far as is known by now; of several choices, what they found together."""
     sequences = [choice.sequence for choice in job.choices if choice.sequence is not None]
-    proofs = [sequence.account.proof for sequence in sequences if sequence.account.proof is not None]
-    return reduce(_together, proofs) if proofs else None
+    transfer_reports = [
+        sequence.account.transfer_report for sequence in sequences if sequence.account.transfer_report is not None
+    ]
+    return reduce(_together, transfer_reports) if transfer_reports else None
 
 
-def _together(one: KvProof, other: KvProof) -> KvProof:
+def _together(one: KvTransferReport, other: KvTransferReport) -> KvTransferReport:
     sums = {
         name: getattr(one, name) + getattr(other, name)
         for name in ("prompt_tokens", "local_tokens", "fetched_tokens", "recomputed_tokens", "preemptions", "reads")
@@ -264,7 +266,7 @@ def _usage(job: Job) -> dict[str, Any]:
 
 def _cached_before(record: LegRecord) -> int:
     """In the prefill worker's cache: told by the router, or by that worker when it was followed."""
-    told = record.proof.prefill_cached_tokens if record.proof is not None else -1
+    told = record.transfer_report.prefill_cached_tokens if record.transfer_report is not None else -1
     return told if told >= 0 else record.prefill_cached_tokens
 
 

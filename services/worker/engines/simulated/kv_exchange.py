@@ -1,10 +1,10 @@
-"""The simulated engine's end of the KV exchange behind its port: calls go in, news come out, bytes are moved."""
+"""The simulated engine's KV exchange behind its port: calls in, notifications out, blocks copied."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from connector.scheduler.calls import EngineCall, EngineNews
+from connector.scheduler.calls import EngineCall, EngineNotification
 from connector.transfer.memory_agent import MemoryNetwork
 from services.worker.engines.port import EngineDead
 from services.worker.engines.simulated.core.engine_core import EngineCore
@@ -38,18 +38,18 @@ class SimulatedExchange:
         self._mover = mover
         self._clock = clock
         self._wake = wake
-        self._listeners: list[Callable[[EngineNews], None]] = []
+        self._listeners: list[Callable[[EngineNotification], None]] = []
         self._closed = False
 
-    async def call(self, call: EngineCall) -> EngineNews:
-        """Have it done at once; what comes of it later is news. Raises EngineDead."""
+    async def call(self, call: EngineCall) -> EngineNotification:
+        """Have it done at once; what comes of it later is notifications. Raises EngineDead."""
         if self._closed:
             raise EngineDead("the engine was closed")
-        news = self._core.call(call, self._clock())
+        notifications = self._core.call(call, self._clock())
         self._wake()
-        return news
+        return notifications
 
-    def on_news(self, listener: Callable[[EngineNews], None]) -> None:
+    def on_notifications(self, listener: Callable[[EngineNotification], None]) -> None:
         """Call ``listener`` with what the engine says without being asked."""
         self._listeners.append(listener)
 
@@ -61,10 +61,10 @@ class SimulatedExchange:
         results = self._mover.take_results() if self.moving or orders else None
         if results:
             self._core.results(results, self._clock())
-        news = self._core.exchange.take_news()
-        if news is not None:
+        notifications = self._core.exchange.take_notifications()
+        if notifications is not None:
             for listener in self._listeners:
-                listener(news)
+                listener(notifications)
         return bool(results)
 
     @property

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from connector.holder.holder import HolderSettings
-from connector.scheduler.calls import EngineCall, EngineNews
+from connector.scheduler.calls import EngineCall, EngineNotification
 from services.worker.engines.kv_event_feed import KvEventFeed
 from services.worker.engines.port import (
     AsgiApp,
@@ -66,7 +66,7 @@ class StoreEngine:
     """An ``Engine``, and an ``EngineExchange``. Must be made on a running event loop."""
 
     def __init__(self, plan: Plan, shape: BlockShape, blocks: int, room: Room, make_mover: MoverOf) -> None:
-        self._facts = facts_of(plan, blocks, room.in_words(blocks))
+        self._facts = facts_of(plan, blocks, room.as_text(blocks))
         tiers = Tiers(
             BlockCache(blocks), FileTier(room.files.slots if room.files else 0), max(1, JOB_BYTES // shape.block_bytes)
         )
@@ -82,7 +82,7 @@ class StoreEngine:
         self._core = StoreExchange(holding, shape.block_tokens, tiers, time.monotonic)
         self._mover, handshake = make_mover(plan.identity, shape, room.arena.address, blocks, self._ring)
         self._core.describe(handshake)
-        self._listeners: list[Callable[[EngineNews], None]] = []
+        self._listeners: list[Callable[[EngineNotification], None]] = []
         self._load_listeners: list[Callable[[], None]] = []
         self._wake = asyncio.Event()
         self._jobs = FileJobs(self._core, room, ring=self._wake.set, fail=self._die)
@@ -112,15 +112,15 @@ class StoreEngine:
         """What it keeps."""
         return self._core.tiers
 
-    async def call(self, call: EngineCall) -> EngineNews:
-        """Have it done at once; what comes of it later is news. Raises EngineDead."""
+    async def call(self, call: EngineCall) -> EngineNotification:
+        """Have it done at once; what comes of it later is notifications. Raises EngineDead."""
         if self._died.done():
             raise EngineDead(self._died.result())
-        news = self._core.call(call)
+        notifications = self._core.call(call)
         self._wake.set()
-        return news
+        return notifications
 
-    def on_news(self, listener: Callable[[EngineNews], None]) -> None:
+    def on_notifications(self, listener: Callable[[EngineNotification], None]) -> None:
         """Call ``listener`` with what the store says without being asked."""
         self._listeners.append(listener)
 
@@ -201,9 +201,9 @@ class StoreEngine:
             self._loop.call_soon_threadsafe(self._wake.set)
 
     def _tell(self) -> None:
-        if (news := self._core.take_news()) is not None:
+        if (notifications := self._core.take_notifications()) is not None:
             for listener in self._listeners:
-                listener(news)
+                listener(notifications)
         if events := self._core.tiers.take_events():
             self._feed.tell(events)
             for changed in self._load_listeners:

@@ -12,7 +12,7 @@ import msgspec
 
 from connector.holder.holder import HolderSettings
 from connector.reader.fetch_plan import Limits
-from connector.scheduler.calls import EngineCall, EngineNews
+from connector.scheduler.calls import EngineCall, EngineNotification
 from connector.scheduler.engine_exchange import EngineExchange
 from connector.scheduler.orders import Orders, Results
 from services.worker.engines.simulated.core.leasable import LeasablePool
@@ -51,14 +51,14 @@ class StoreExchange:
         """The memory is registered; this is what others need to read it."""
         self._parts.handshake = handshake
 
-    def call(self, call: EngineCall) -> EngineNews:
+    def call(self, call: EngineCall) -> EngineNotification:
         """Do what the worker asks."""
         for release in call.releases:
             self._unwanted(release)
         ready = [lease for lease in call.leases if not self._waits(lease)]
         self._parts.obey(msgspec.structs.replace(call, leases=ready))
         self.look()
-        return self._noted(self._parts.news(describe=call.describe))
+        return self._noted(self._parts.notifications(describe=call.describe))
 
     def look(self) -> None:
         """End what is over, and answer what can be answered: after whatever happened, and when it wants to be woken."""
@@ -107,9 +107,9 @@ class StoreExchange:
         """Whether the mover has something that is not over."""
         return bool(self._parts.connecting) or not self._parts.prefetcher.idle
 
-    def take_news(self) -> EngineNews | None:
+    def take_notifications(self) -> EngineNotification | None:
         """For the worker, if there is any."""
-        return self._noted(self._parts.news()) if self._parts.has_news else None
+        return self._noted(self._parts.notifications()) if self._parts.has_notifications else None
 
     def state(self, block_bytes: int, disk_free_bytes: int = -1) -> StoreState:
         """What it keeps and has done; ``block_bytes`` is what a block takes."""
@@ -132,9 +132,9 @@ class StoreExchange:
             granted_bytes_total=self._granted_blocks * block_bytes,
         )
 
-    def _noted(self, news: EngineNews) -> EngineNews:
-        self._granted_blocks += sum(len(unpack_block_ids(grant.block_ids)) for grant in news.grants)
-        return news
+    def _noted(self, notifications: EngineNotification) -> EngineNotification:
+        self._granted_blocks += sum(len(unpack_block_ids(grant.block_ids)) for grant in notifications.grants)
+        return notifications
 
     def _waits(self, lease: LeaseKv) -> bool:
         missing = self.tiers.asked_for(unpack_full_hashes(lease.hashes))

@@ -29,7 +29,7 @@ class Room:
     thread: ThreadPoolExecutor
     """Whoever calls ``files``."""
 
-    def in_words(self, blocks: int) -> str:
+    def as_text(self, blocks: int) -> str:
         """How much there is, for a person."""
         files = "none in files" if self.files is None else f"{self.files.slots} in files ({self.files.words})"
         return f"{blocks} blocks in memory, {files}"

@@ -54,7 +54,7 @@ async def find_partner(bus: Bus, me: WorkerId, model: str) -> Partner:
 async def records(bus: Bus) -> list[WorkerRecord]:
     """Everybody's; nobody's while the registry cannot be read."""
     try:
-        kept = await bus.kept(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        kept = await bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
         return [entry.value for entry in await kept.all() if entry.value is not None]
     except BusError as error:
         log.info("the registry cannot be read yet: %s", error)

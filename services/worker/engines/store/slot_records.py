@@ -16,11 +16,11 @@ from shared.contracts.kv_exchange import FULL_HASH_BYTES
 
 MAGIC = b"BATONKV1"
 CHECKSUM_BYTES = 16
-PROOF_BYTES = 8
-HEADER = struct.Struct(f"<8s32sQ{PROOF_BYTES}s8x")
-"""Magic, identity, bytes of a block, proof."""
-RECORD = struct.Struct(f"<{FULL_HASH_BYTES}s{CHECKSUM_BYTES}sQ{PROOF_BYTES}s")
-"""Name, checksum, when it was last used (a count; 0: never), proof."""
+TRANSFER_REPORT_BYTES = 8
+HEADER = struct.Struct(f"<8s32sQ{TRANSFER_REPORT_BYTES}s8x")
+"""Magic, identity, bytes of a block, transfer_report."""
+RECORD = struct.Struct(f"<{FULL_HASH_BYTES}s{CHECKSUM_BYTES}sQ{TRANSFER_REPORT_BYTES}s")
+"""Name, checksum, when it was last used (a count; 0: never), transfer_report."""
 assert HEADER.size == RECORD.size, "record n follows the header and n records"
 
 
@@ -44,7 +44,7 @@ def checksum_of(identity: bytes, name: bytes, content: memoryview | bytes) -> by
 
 def pack_header(identity: bytes, block_bytes: int) -> bytes:
     """The index's first bytes."""
-    return HEADER.pack(MAGIC, identity, block_bytes, _proof(identity, MAGIC, block_bytes))
+    return HEADER.pack(MAGIC, identity, block_bytes, _transfer_report(identity, MAGIC, block_bytes))
 
 
 def is_header_of(packed: bytes, identity: bytes, block_bytes: int) -> bool:
@@ -55,7 +55,7 @@ def is_header_of(packed: bytes, identity: bytes, block_bytes: int) -> bool:
 def pack_record(identity: bytes, record: SlotRecord) -> bytes:
     """For the place that it names."""
     about = (record.name, record.checksum, record.used)
-    return RECORD.pack(*about, _proof(identity, *about, record.slot))
+    return RECORD.pack(*about, _transfer_report(identity, *about, record.slot))
 
 
 def offset_of(slot: int) -> int:
@@ -76,13 +76,13 @@ def read_records(identity: bytes, packed: bytes, slots: int) -> list[SlotRecord]
 def _each(identity: bytes, packed: bytes, slots: int) -> Iterator[SlotRecord]:
     whole = min(slots, len(packed) // RECORD.size)
     for slot, fields in enumerate(RECORD.iter_unpack(packed[: whole * RECORD.size])):
-        name, checksum, used, proof = fields
-        if used and proof == _proof(identity, name, checksum, used, slot):
+        name, checksum, used, transfer_report = fields
+        if used and transfer_report == _transfer_report(identity, name, checksum, used, slot):
             yield SlotRecord(name, slot, checksum, used)
 
 
-def _proof(*fields: bytes | int) -> bytes:
-    return hashlib.sha256(b"".join(_bytes(fields))).digest()[:PROOF_BYTES]
+def _transfer_report(*fields: bytes | int) -> bytes:
+    return hashlib.sha256(b"".join(_bytes(fields))).digest()[:TRANSFER_REPORT_BYTES]
 
 
 def _bytes(fields: Iterable[bytes | int]) -> Iterator[bytes]:

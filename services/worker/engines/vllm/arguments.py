@@ -74,7 +74,7 @@ def _kv_transfer(settings: Settings, *, on_cpu: bool) -> dict[str, object]:
     }
 
 
-def introduce(config: Any, settings: Settings, identity: Identity, *, news: str, fingerprint: str) -> None:
+def introduce(config: Any, settings: Settings, identity: Identity, *, notifications: str, fingerprint: str) -> None:
     """Tell our connector what only vLLM's resolved configuration shows. Does nothing to another one."""
     if config.kv_transfer_config.kv_connector != OWN_CONNECTOR:
         return
@@ -83,7 +83,7 @@ def introduce(config: Any, settings: Settings, identity: Identity, *, news: str,
         worker_id=identity.worker_id,
         epoch=identity.epoch,
         fingerprint=fingerprint,
-        news=news,
+        notifications=notifications,
         lease_s=settings.kv_lease_s,
         lease_share_max=settings.kv_lease_share_max,
         copy_cores=sorted(os.sched_getaffinity(0)),

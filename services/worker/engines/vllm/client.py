@@ -15,7 +15,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from services.worker.engines.port import CURRENT_LEG, LegRecord
 from services.worker.engines.vllm.arguments import OWN_CONNECTOR
-from services.worker.engines.vllm.leg_orders import give_order, take_proof, tell_truth
+from services.worker.engines.vllm.leg_orders import give_order, take_transfer_report, tell_truth
 from services.worker.engines.vllm.resume import CatchUp, opening, taken_up
 from services.worker.engines.vllm.stats import EngineMeter, PromptSources
 from shared.contracts.inference import LegKind
@@ -107,7 +107,7 @@ class LegEngine(AsyncLLM):
 
     def _tell_truth(self, record: LegRecord, request_id: str, output: RequestOutput) -> None:
         if self.has_exchange:
-            take_proof(record, request_id, output)
+            take_transfer_report(record, request_id, output)
             tell_truth(record, output)
 
     def _note_prompt(self, record: LegRecord, output: RequestOutput, sources: PromptSources) -> None:

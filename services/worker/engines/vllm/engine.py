@@ -113,7 +113,7 @@ async def _start(launch: Launch, say: Callable[[str], None]) -> VllmEngine:
     try:
         say("loading the model")
         args, llm, fingerprinted = await in_daemon_thread(
-            lambda: _construct(launch, line, meter, news=exchange.endpoint if exchange else "")
+            lambda: _construct(launch, line, meter, notifications=exchange.endpoint if exchange else "")
         )
         try:
             say("starting the OpenAI server")
@@ -140,7 +140,9 @@ async def _start(launch: Launch, say: Callable[[str], None]) -> VllmEngine:
     )
 
 
-def _construct(launch: Launch, line: list[str], meter: EngineMeter, *, news: str) -> tuple[Any, LegEngine, Fingerprint]:
+def _construct(
+    launch: Launch, line: list[str], meter: EngineMeter, *, notifications: str
+) -> tuple[Any, LegEngine, Fingerprint]:
     """Blocks until the engine is ready."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
@@ -163,7 +165,9 @@ def _construct(launch: Launch, line: list[str], meter: EngineMeter, *, news: str
     with threads:
         config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
         fingerprinted = fingerprint(config)
-        introduce(config, launch.settings, launch.identity, news=news, fingerprint=fingerprinted.key())
+        introduce(
+            config, launch.settings, launch.identity, notifications=notifications, fingerprint=fingerprinted.key()
+        )
         llm = LegEngine.from_vllm_config(
             config, usage_context=UsageContext.OPENAI_API_SERVER, stat_loggers=[lambda *_args, **_options: meter]
         )

@@ -1,4 +1,4 @@
-"""A vLLM engine's end of the KV exchange: utility calls into EngineCore, and the news that it pushes."""
+"""A vLLM engine's end of the KV exchange: utility calls into EngineCore, and the notifications that it pushes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import zmq
 import zmq.asyncio
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from connector.scheduler.calls import EngineCall, EngineNews
+from connector.scheduler.calls import EngineCall, EngineNotification
 from services.worker.engines.port import EngineDead
 
 NEWS_QUEUED_MAX = 4096
@@ -21,34 +21,34 @@ SHUTTING_DOWN = "Server shutting down"
 """What EngineCore answers when it is about to end."""
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(EngineNews).decode
+_decode = msgspec.msgpack.Decoder(EngineNotification).decode
 
 
 class VllmExchange:
-    """See ``engines.port.EngineExchange``. Bound to the engine by ``attach``, after which it follows the news."""
+    """See ``engines.port.EngineExchange``. ``attach`` binds it to the engine; then it receives notifications."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.endpoint = f"ipc://{run_dir}/news"
+        self.endpoint = f"ipc://{run_dir}/notifications"
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PULL)  # type: ignore[attr-defined]
         self._socket.set_hwm(NEWS_QUEUED_MAX)
         self._socket.bind(self.endpoint)
-        self._listeners: list[Callable[[EngineNews], None]] = []
+        self._listeners: list[Callable[[EngineNotification], None]] = []
         self._core: Any = None
         self._following: asyncio.Task[None] | None = None
 
     def attach(self, core: Any, on_failed: Callable[[str], None]) -> None:
-        """``core`` is vLLM's client of EngineCore. ``on_failed`` is told why when no more news can be had."""
+        """``core`` is vLLM's client of EngineCore. ``on_failed`` is told why when no more notifications can be had."""
         self._core = core
 
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled():
-                on_failed(f"the engine's news cannot be read: {task.exception()!r}")
+                on_failed(f"the engine's notifications cannot be read: {task.exception()!r}")
 
-        self._following = asyncio.get_running_loop().create_task(self._follow(), name="engine-news")
+        self._following = asyncio.get_running_loop().create_task(self._follow(), name="engine-notifications")
         self._following.add_done_callback(ended)
 
-    async def call(self, call: EngineCall) -> EngineNews:
+    async def call(self, call: EngineCall) -> EngineNotification:
         """In EngineCore's main thread, between two steps. Raises EngineDead."""
         try:
             return _decode(await self._core.call_utility_async("kv_exchange", _encode(call)))
@@ -59,7 +59,7 @@ class VllmExchange:
                 raise EngineDead(str(error)) from error
             raise
 
-    def on_news(self, listener: Callable[[EngineNews], None]) -> None:
+    def on_notifications(self, listener: Callable[[EngineNotification], None]) -> None:
         """What EngineCore pushes after a step."""
         self._listeners.append(listener)
 
@@ -71,6 +71,6 @@ class VllmExchange:
 
     async def _follow(self) -> None:
         while True:
-            news = _decode(await self._socket.recv())
+            notifications = _decode(await self._socket.recv())
             for listener in self._listeners:
-                listener(news)
+                listener(notifications)

@@ -11,11 +11,11 @@ from vllm.sampling_params import SamplingParams
 
 from services.worker.engines.port import LegRecord
 from shared.contracts.inference import LegKind
-from shared.contracts.kv_exchange import KvProof, LegOrder
+from shared.contracts.kv_exchange import KvTransferReport, LegOrder
 
 TRANSFER = "kv_transfer_params"
 PARAMS = "baton"
-"""Our connector's key in ``kv_transfer_params``: a packed LegOrder on the way in, a packed KvProof on the way out."""
+"""Our connector's key in ``kv_transfer_params``: a packed LegOrder in, a packed KvTransferReport out."""
 CACHE_THRESHOLD = "cache_threshold"
 """Our scheduler's ``stop_reason`` for a request that it refused, and the ``finish_reason`` that its client sees."""
 SUMMED = (
@@ -29,7 +29,7 @@ SUMMED = (
 )
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(KvProof).decode
+_decode = msgspec.msgpack.Decoder(KvTransferReport).decode
 
 
 class NoTokens(list[int]):
@@ -46,7 +46,7 @@ def give_order(params: SamplingParams, order: LegOrder) -> None:
     params.extra_args = {**(params.extra_args or {}), TRANSFER: {PARAMS: _encode(order)}}
 
 
-def take_proof(record: LegRecord, name: str, output: RequestOutput) -> None:
+def take_transfer_report(record: LegRecord, name: str, output: RequestOutput) -> None:
     """From the output that carries it, so that no client sees it. One comes with the prompt's first token and one at
     the end, which knows more.
     """
@@ -54,14 +54,14 @@ def take_proof(record: LegRecord, name: str, output: RequestOutput) -> None:
     output.kv_transfer_params = None
     if not isinstance(packed, bytes):
         return
-    record.proofs[name] = _decode(packed)
-    record.proof = reduce(added, record.proofs.values())
-    record.cached_tokens = record.proof.local_tokens
-    record.received_tokens = record.proof.fetched_tokens
-    record.received_bytes = sum(read.bytes for read in record.proof.reads)
+    record.transfer_reports[name] = _decode(packed)
+    record.transfer_report = reduce(added, record.transfer_reports.values())
+    record.cached_tokens = record.transfer_report.local_tokens
+    record.received_tokens = record.transfer_report.fetched_tokens
+    record.received_bytes = sum(read.bytes for read in record.transfer_report.reads)
 
 
-def added(one: KvProof, other: KvProof) -> KvProof:
+def added(one: KvTransferReport, other: KvTransferReport) -> KvTransferReport:
     """Of two prompts together."""
     sums: dict[str, Any] = {name: getattr(one, name) + getattr(other, name) for name in SUMMED}
     return msgspec.structs.replace(one, **sums, refused=one.refused or other.refused, reads=one.reads + other.reads)
@@ -75,7 +75,7 @@ def tell_truth(record: LegRecord, output: RequestOutput) -> None:
             completion.token_ids = completion.token_ids or NoTokens()
     if record.kind is not LegKind.DECODE or record.order is None:
         return
-    if record.proof is not None and record.proof.prefill_cached_tokens >= 0:
-        output.num_cached_tokens = record.proof.prefill_cached_tokens
+    if record.transfer_report is not None and record.transfer_report.prefill_cached_tokens >= 0:
+        output.num_cached_tokens = record.transfer_report.prefill_cached_tokens
     elif record.order.take is not None:
         output.num_cached_tokens = record.prefill_cached_tokens

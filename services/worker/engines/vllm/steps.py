@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from services.worker.telemetry.step_totals import StepTally
+from services.worker.telemetry.step_totals import StepTotalsCounter
 from shared.contracts.load import StepTotals
 
 SCHEDULED = "SCHEDULED"
@@ -23,7 +23,7 @@ class StepMeter:
     def __init__(self) -> None:
         self.tokens_per_use = 0
         """Tokens that a full KV cache holds."""
-        self._tally = StepTally()
+        self._tally = StepTotalsCounter()
         self._pairs = 0.0
         self._scheduled_at = 0.0
         """When the first of the requests was scheduled that have their first token in this step."""

@@ -58,7 +58,7 @@ def fleet(*names, carry=None, **changes) -> Fleet:
 
 def prefill(made: Fleet, member: Member, tokens) -> KvOffer | None:
     """What a prefill leg offers."""
-    return made.answer(member, tokens, OFFER).account.proof.offer
+    return made.answer(member, tokens, OFFER).account.transfer_report.offer
 
 
 def finish_all(core: EngineCore, *, now=0.0, check=lambda _core: None, steps_max=10_000) -> float:

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable
 from itertools import count
 
-from connector.scheduler.calls import EngineCall, EngineNews, Peer, PeerGone
+from connector.scheduler.calls import EngineCall, EngineNotification, Peer, PeerGone
 from connector.transfer.memory_agent import MemoryNetwork
 from services.worker.engines.simulated.core.engine_core import EngineCore, ModelTokens
 from services.worker.engines.simulated.core.sequence import Sequence, Wish
@@ -78,10 +78,10 @@ class Fleet:
 
     def introduce(self, member: Member, *, to: Member, error_s: float = 0.002) -> None:
         """As a handshake does."""
-        news = member.core.call(EngineCall(describe=True), member.now())
-        self.deliver(news, member)
+        notifications = member.core.call(EngineCall(describe=True), member.now())
+        self.deliver(notifications, member)
         ahead_s = member.ahead_s - to.ahead_s + error_s
-        self.call(to, EngineCall(peers=[Peer(handshake=news.handshake, clock_ahead_s=ahead_s)]))
+        self.call(to, EngineCall(peers=[Peer(handshake=notifications.handshake, clock_ahead_s=ahead_s)]))
 
     def kill(self, member: Member, *, notice_s: float = 0.0) -> None:
         """It is gone at once; the others learn of it later."""
@@ -108,9 +108,9 @@ class Fleet:
             if results:
                 core.results(results, member.now())
                 self.wake(member, member.now())
-        news = core.exchange.take_news()
-        if news is not None:
-            self.deliver(news, member)
+        notifications = core.exchange.take_notifications()
+        if notifications is not None:
+            self.deliver(notifications, member)
         wakes_at = core.wakes_at()
         if wakes_at is not None:
             self.wake(member, wakes_at)
@@ -130,15 +130,15 @@ class Fleet:
             member.woken(at)
             self.turn(member)
 
-    def deliver(self, news: EngineNews, sender: Member) -> None:
+    def deliver(self, notifications: EngineNotification, sender: Member) -> None:
         """Over the bus."""
         member_of = self.members.get
-        for fetch in news.fetched:
+        for fetch in notifications.fetched:
             sender.fetched[fetch.fetch_id] = fetch.result
-        sender.connected += news.connected
-        if news.state is not None:
-            sender.states.append(news.state)
-        for message in (*news.leases, *news.grants, *news.releases):
+        sender.connected += notifications.connected
+        if notifications.state is not None:
+            sender.states.append(notifications.state)
+        for message in (*notifications.leases, *notifications.grants, *notifications.releases):
             to = message.reader_id if isinstance(message, KvGrant) else message.worker_id
             for delay_s, arrives in self.carry(message):
                 self.later(delay_s, lambda arrives=arrives, to=to: self._arrive(member_of(to), arrives))

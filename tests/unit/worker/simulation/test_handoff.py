@@ -1,4 +1,4 @@
-"""Simulated engines exchange KV as real ones do: tokens are those of one engine alone, and proofs say what moved."""
+"""Simulated engines exchange KV as real ones do: tokens are those of one engine alone, and transfer_reports say what moved."""
 
 import pytest
 from hypothesis import given
@@ -28,8 +28,11 @@ def alone(tokens, max_tokens=6):
     return completion(answer(engine(kv_blocks=256), tokens, wish(max_tokens)))
 
 
-def adds_up(proof):
-    assert proof.local_tokens + proof.fetched_tokens + proof.recomputed_tokens == proof.prompt_tokens
+def adds_up(transfer_report):
+    assert (
+        transfer_report.local_tokens + transfer_report.fetched_tokens + transfer_report.recomputed_tokens
+        == transfer_report.prompt_tokens
+    )
 
 
 def at_rest(made):
@@ -58,13 +61,13 @@ def test_disaggregated_answers_are_the_aggregated_ones_whatever_was_cached_or_ev
     fitting = [(prompt(n, seed), t) for n, seed, t in requests if n + t <= 20 * BLOCK]
     legs = []
     for tokens, count in fitting:
-        offered = made.answer(p, tokens, OFFER).account.proof
+        offered = made.answer(p, tokens, OFFER).account.transfer_report
         legs.append(made.ask(d, tokens, take(offered.offer, count)))
     made.until(lambda: all(leg.finish_reason for leg in legs))
 
     for leg, (tokens, count) in zip(legs, fitting, strict=True):
         assert completion(leg) == alone(tokens, count)
-        adds_up(leg.account.proof)
+        adds_up(leg.account.transfer_report)
         assert leg.account.cached_tokens + leg.account.received_tokens >= (len(tokens) - 1) // BLOCK * BLOCK
     totals = d.core.measures
     assert totals.prompt_tokens == totals.computed_tokens + totals.cached_tokens + totals.received_tokens
@@ -97,8 +100,11 @@ def test_only_what_the_decode_engine_has_not_cached_is_received():
     assert leg.account.cached_tokens == 8 * BLOCK
     assert leg.account.received_tokens == 6 * BLOCK
     assert leg.account.received_bytes == 6 * BLOCK * d.core.settings.sim_kv_bytes_per_token
-    assert (leg.account.proof.local_tokens, leg.account.proof.fetched_tokens) == (8 * BLOCK, 6 * BLOCK)
-    assert leg.account.proof.recomputed_tokens == 1
+    assert (leg.account.transfer_report.local_tokens, leg.account.transfer_report.fetched_tokens) == (
+        8 * BLOCK,
+        6 * BLOCK,
+    )
+    assert leg.account.transfer_report.recomputed_tokens == 1
 
 
 def test_an_offer_of_another_prompt_is_not_read():
@@ -137,7 +143,7 @@ def test_a_transfer_takes_its_bytes_over_the_bandwidth_and_the_next_one_queues_b
 
     assert first.account.first_token_at - begun == pytest.approx(1.6 + 0.5)
     assert second.account.first_token_at - begun == pytest.approx(2 * 1.6 + 0.5)
-    assert second.account.proof.reads[0].read_s == pytest.approx(1.6 + 0.5)
+    assert second.account.transfer_report.reads[0].read_s == pytest.approx(1.6 + 0.5)
     # As in vLLM, who waits for KV is still queued: what it counts as computing begins when all has come.
     assert first.account.scheduled_at - begun == pytest.approx(1.6 + 0.5)
     assert first.account.received_s == pytest.approx(1.6 + 0.5)
@@ -152,7 +158,7 @@ def test_a_lease_that_would_end_during_the_read_is_not_read():
 
     assert leg.account.received_tokens == 0
     assert completion(leg) == alone(prompt(4 * BLOCK + 1))
-    assert "lease" in leg.account.proof.reads[0].failure
+    assert "lease" in leg.account.transfer_report.reads[0].failure
     at_rest(made)
 
 
@@ -223,9 +229,9 @@ def test_a_prompt_is_read_while_it_is_computed_and_only_its_end_is_waited_for():
     together.until(lambda: followed.finish_reason)
 
     assert completion(followed) == completion(after) == alone(tokens)
-    proof = followed.account.proof
-    assert (proof.fetched_tokens, proof.recomputed_tokens) == (400, 1)
-    assert proof.reads[0].followed
+    transfer_report = followed.account.transfer_report
+    assert (transfer_report.fetched_tokens, transfer_report.recomputed_tokens) == (400, 1)
+    assert transfer_report.reads[0].followed
     exposed = followed.account.first_token_at - 0.401
     assert exposed < (after.account.first_token_at - 0.401) / 3
     at_rest(together)
@@ -243,7 +249,7 @@ def test_prompts_that_are_followed_never_wait_for_each_others_leases():
 
     assert made.now < 1.5
     assert [completion(leg) for leg in legs] == [alone(prompt(201, seed)) for seed in (1, 2)]
-    assert sum(leg.account.proof.fetched_tokens for leg in legs) >= 64 * BLOCK
+    assert sum(leg.account.transfer_report.fetched_tokens for leg in legs) >= 64 * BLOCK
     at_rest(made)
 
 
@@ -256,8 +262,8 @@ def test_who_follows_a_prompt_learns_what_was_cached_of_it():
     made.ask(p, prompt(61), wish(1))
     made.until(lambda: followed.finish_reason)
 
-    assert followed.account.proof.prefill_cached_tokens == 20
-    assert followed.account.proof.fetched_tokens == 60
+    assert followed.account.transfer_report.prefill_cached_tokens == 20
+    assert followed.account.transfer_report.fetched_tokens == 60
 
 
 def test_previous_turns_are_read_back_from_who_answered_them():
@@ -268,7 +274,7 @@ def test_previous_turns_are_read_back_from_who_answered_them():
 
     leg = made.answer(p, conversation, fetch(d))
 
-    assert leg.account.proof.fetched_tokens == 40
+    assert leg.account.transfer_report.fetched_tokens == 40
     assert completion(leg) == alone(conversation)
     at_rest(made)
 
@@ -280,7 +286,7 @@ def test_too_few_tokens_are_not_worth_fetching():
 
     leg = made.answer(p, prompt(30), fetch(d, fetch_min_tokens=29))
 
-    assert (leg.account.proof.fetched_tokens, leg.account.proof.reads) == (0, [])
+    assert (leg.account.transfer_report.fetched_tokens, leg.account.transfer_report.reads) == (0, [])
 
 
 def test_several_sources_each_give_what_they_have():
@@ -291,9 +297,9 @@ def test_several_sources_each_give_what_they_have():
 
     leg = made.answer(c, prompt(61), fetch(a, b))
 
-    assert [read.tokens for read in leg.account.proof.reads] == [16, 24]
+    assert [read.tokens for read in leg.account.transfer_report.reads] == [16, 24]
     assert completion(leg) == alone(prompt(61))
-    adds_up(leg.account.proof)
+    adds_up(leg.account.transfer_report)
 
 
 def test_below_the_threshold_nothing_is_computed_and_nothing_said():
@@ -306,7 +312,7 @@ def test_below_the_threshold_nothing_is_computed_and_nothing_said():
     cold = made.answer(d, prompt(40, seed=3), wish(order=LegOrder(cache_hit_threshold=0.33)))
 
     assert (warm.finish_reason, len(completion(warm))) == ("length", 6)
-    assert (cold.finish_reason, completion(cold), cold.account.proof.refused) == ("cache_threshold", [], True)
+    assert (cold.finish_reason, completion(cold), cold.account.transfer_report.refused) == ("cache_threshold", [], True)
     assert d.core.measures.computed_tokens - before == 4
     assert d.core.cache.free == d.core.cache.blocks
 
@@ -319,7 +325,7 @@ def test_what_can_be_fetched_counts_for_the_threshold():
     leg = made.answer(d, prompt(41), fetch(p, cache_hit_threshold=0.9))
 
     assert leg.finish_reason == "length"
-    assert leg.account.proof.fetched_tokens == 40
+    assert leg.account.transfer_report.fetched_tokens == 40
 
 
 def test_a_preempted_sequence_fetches_again_instead_of_computing_again():
@@ -333,10 +339,10 @@ def test_a_preempted_sequence_fetches_again_instead_of_computing_again():
 
     assert d.core.batch.preemptions > 0
     assert [completion(one) for one in (old, young)] == [alone(prompt(20, seed), 30) for seed in (1, 2)]
-    proof = young.account.proof
-    assert proof.preemptions > 0
-    assert proof.fetched_tokens == 19
-    adds_up(proof)
+    transfer_report = young.account.transfer_report
+    assert transfer_report.preemptions > 0
+    assert transfer_report.fetched_tokens == 19
+    adds_up(transfer_report)
     at_rest(made)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from connector.scheduler.calls import EngineCall, EngineNews
+from connector.scheduler.calls import EngineCall, EngineNotification
 from connector.scheduler.orders import Results
 from services.worker.engines.simulated.core.batch import Batch, Plan
 from services.worker.engines.simulated.core.block_cache import BlockCache
@@ -93,7 +93,7 @@ class EngineCore:
             self.batch.remove(sequence)
             self.batch.settle(self._now)
 
-    def call(self, call: EngineCall, now: float) -> EngineNews:
+    def call(self, call: EngineCall, now: float) -> EngineNotification:
         """What the worker asks of the exchange; nothing else goes on before the next ``advance``."""
         self._now = now
         return self.exchange.call(call)
@@ -212,7 +212,7 @@ class EngineCore:
             sequence.tokens.append(token)
             if sequence.account.first_token_at is None:
                 sequence.account.first_token_at = now
-                sequence.account.proof = self.exchange.proof(sequence)
+                sequence.account.transfer_report = self.exchange.transfer_report(sequence)
                 self.measures.prompt_finished(sequence)
             sequence.finish_reason = sequence.wish.ending(token, sequence.generated, self._eos)
             if sequence.finish_reason:

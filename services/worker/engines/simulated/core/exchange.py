@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from connector.holder.holder import HolderSettings
 from connector.reader.fetch_plan import Limits
-from connector.scheduler.calls import EngineCall, EngineNews
+from connector.scheduler.calls import EngineCall, EngineNotification
 from connector.scheduler.engine_exchange import EngineExchange
 from connector.scheduler.orders import Orders, Results
 from services.worker.engines.simulated.core.block_cache import BlockCache
@@ -20,7 +20,7 @@ from services.worker.engines.simulated.core.link import SimulatedLink
 from services.worker.engines.simulated.core.sequence import Sequence
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import KvOffer, KvProof
+from shared.contracts.kv_exchange import KvOffer, KvTransferReport
 from shared.contracts.kv_handshake import KvHandshake
 
 LOOK_S = 0.05
@@ -50,11 +50,11 @@ class Exchange:
         """The cache's memory is registered; this is what others need to read it."""
         self._parts.handshake = handshake
 
-    def call(self, call: EngineCall) -> EngineNews:
+    def call(self, call: EngineCall) -> EngineNotification:
         """Do what the worker asks."""
         self._parts.obey(call)
         self.look()
-        return self._parts.news(describe=call.describe)
+        return self._parts.notifications(describe=call.describe)
 
     def look(self) -> None:
         """End what is over, and grant what became ready: after each step, and when it wants to be woken."""
@@ -74,13 +74,13 @@ class Exchange:
         """A sequence has ended, or nobody wants it. Its blocks are still its own."""
         offer = self._offer(sequence) if offers else None
         self._parts.used(sequence.hashes, sequence.computed)
-        sequence.account.proof = self._parts.finished(sequence.request_id, offer, sequence.wish.order)
+        sequence.account.transfer_report = self._parts.finished(sequence.request_id, offer, sequence.wish.order)
         self.send()
 
-    def proof(self, sequence: Sequence) -> KvProof:
+    def transfer_report(self, sequence: Sequence) -> KvTransferReport:
         """Where its KV came from, as far as is known by now."""
         self.reader.admitted.discard(sequence.request_id)
-        return self.reader.proof(sequence.request_id)
+        return self.reader.transfer_report(sequence.request_id)
 
     def scheduled(self, sequence: Sequence) -> None:
         """A prompt is computed for the first time: those who follow it want to know what was cached of it."""
@@ -107,9 +107,9 @@ class Exchange:
         """Whether the mover has something that is not over."""
         return bool(self._parts.connecting) or self._link.copying
 
-    def take_news(self) -> EngineNews | None:
+    def take_notifications(self) -> EngineNotification | None:
         """For the worker, if there is any."""
-        return self._parts.news() if self._parts.has_news else None
+        return self._parts.notifications() if self._parts.has_notifications else None
 
     def _offer(self, sequence: Sequence) -> KvOffer | None:
         full = sequence.prompt_tokens // self._settings.block_size

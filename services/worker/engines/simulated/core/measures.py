@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from services.worker.engines.simulated.core.sequence import Sequence
-from services.worker.telemetry.step_totals import StepTally
+from services.worker.telemetry.step_totals import StepTotalsCounter
 from shared.contracts.load import StepTotals
 
 SPEED_MEMORY = 0.9
@@ -27,7 +27,7 @@ class Measures:
     generated_tokens: int = 0
     prefill_tokens_per_s: float = 0.0
     decode_s_per_token: float = 0.0
-    steps: StepTally = field(default_factory=StepTally)
+    steps: StepTotalsCounter = field(default_factory=StepTotalsCounter)
 
     def prompt_finished(self, sequence: Sequence) -> None:
         """The first token of ``sequence`` is out."""

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared.contracts.kv_exchange import KvProof, LegOrder
+from shared.contracts.kv_exchange import KvTransferReport, LegOrder
 
 LENGTH, STOP, ABORT = "length", "stop", "abort"
 CACHE_THRESHOLD = "cache_threshold"
@@ -50,7 +50,7 @@ class Account:
     received_tokens: int = 0
     received_bytes: int = 0
     received_s: float = 0.0
-    proof: KvProof | None = None
+    transfer_report: KvTransferReport | None = None
     """From the first token on, and anew when the sequence has finished."""
 
 
