@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from replay.legs import Leg, Flight
+from replay.legs import Flight, Leg
 from replay.profile import Profile
 from replay.results import Slo
 from replay.simworker import MODEL, PERIOD_S, SimWorker
@@ -82,9 +82,7 @@ class PlannedWorld(World):
         """What was changed, and when."""
         return [(each.at_ms / 1000, each) for each in self.decisions if each.action is not PlanAction.NOTHING]
 
-    def run(
-        self, requests: list[Request], progress: Callable[[int], None] = lambda _number: None
-    ) -> list[Flight]:
+    def run(self, requests: list[Request], progress: Callable[[int], None] = lambda _number: None) -> list[Flight]:
         """All of them; the fleet is looked after until the last one has come."""
         self._until = requests[-1].at_s
         self.at(0.0, self._tick, 0)
