@@ -52,16 +52,16 @@ test-vllm: setup-dev ## Only the tests with real vLLM engines and NIXL
 	@$(PYTHON) -m pytest -m "vllm and not gpu" -rs $(ARGS)
 
 chaos: setup-dev ## 50 simulated workers under load, and everything breaks; ten minutes; ARGS="--workers 8 --minutes 1 --seed 2"
-	@$(PYTHON) -m tests.chaos $(ARGS)
+	@$(PYTHON) -m tests.nightly.chaos $(ARGS)
 
 audit: setup-dev ## Known vulnerabilities of the locked packages; asks the advisory databases, and says so where they cannot be reached
 	@$(PYTHON) scripts/audit.py
 
 fuzz: setup-dev ## 100,000 inputs of each kind, through the edge and on every channel of the bus; half an hour; ARGS="--only LOAD --seed 2"
-	@$(PYTHON) -m tests.fuzz $(ARGS)
+	@$(PYTHON) -m tests.nightly.fuzz $(ARGS)
 
 compose-test: setup-dev ## Containers with simulated engines: up, requests, lose one, down (skips where no docker daemon runs)
-	@$(PYTHON) -m pytest -m compose -rs tests/compose $(ARGS)
+	@$(PYTHON) -m pytest -m compose -rs tests/nightly/compose $(ARGS)
 
 bench-router: setup-dev ## What the router costs: against direct access, for short and long prompts
 	@$(PYTHON) -m bench.bench_router $(ARGS)

@@ -18,9 +18,9 @@ from statistics import median
 
 from bench.fleet_deeds import Deeds, Seen
 from bench.kv_bench_page import machine, table
-from tests.chaos.chaos import Run, opened_run
-from tests.chaos.faults import Kind
-from tests.chaos.fleet import Size
+from tests.nightly.chaos.chaos import Run, opened_run
+from tests.nightly.chaos.faults import Kind
+from tests.nightly.chaos.fleet import Size
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "fleet.md"
 SIZE = Size(prefill=3, decode=4, both=0, skewed_share=0.0)

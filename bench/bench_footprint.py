@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.e2e.system import System
+from tests.support.system import System
 
 READY_S_MAX = 300.0
 SETTLE_S, IDLE_S = 5.0, 20.0

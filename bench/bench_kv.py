@@ -24,7 +24,7 @@ from bench.kv_bench_fleet import bench_fleet
 from bench.kv_bench_page import Measured, measuring, ms, page, table, with_interval
 from bench.plain_reads import PlainReader
 from bench.wide_model import KV_BYTES_PER_TOKEN, make_wide_model
-from tests.e2e.kv_driver import BLOCK
+from tests.support.kv_driver import BLOCK
 
 COMMAND = "make bench-kv"
 CACHE = Path.home() / ".cache" / "baton"

@@ -21,7 +21,7 @@ from bench.plain_reads import PlainRead, PlainReader
 from shared.bus.leg_inbox import Leg
 from shared.contracts.inference import FrameKind, LegKind, LegReport
 from shared.contracts.kv_exchange import KvOffer, pack_block_ids, unpack_block_ids
-from tests.e2e.kv_driver import BLOCK, full_hashes
+from tests.support.kv_driver import BLOCK, full_hashes
 
 P, D = "p", "d"
 STREAMED, OFFERED, UPSTREAM = "streamed", "offered", "upstream"

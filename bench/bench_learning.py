@@ -23,8 +23,8 @@ import httpx
 
 from services.router.state.speed_learner import Learner
 from shared.engine_speed import Steps
-from tests.e2e.system import System
 from tests.scenarios.predicted_fleet import APART, TOGETHER, Errors, PredictedFleet, itl_errors, mixed, ttft_errors
+from tests.support.system import System
 
 HEAD = f"{'':34}{'TTFT p50':>10}{'p90':>8}{'bias':>8}{'ITL p50':>10}{'p90':>8}{'bias':>8}"
 SEEDS = (1, 2, 3)

@@ -17,13 +17,13 @@ from shared.contracts.channels import CHANGE_ROLE, DESCRIBE_FLEET, DRAIN, DRAINE
 from shared.contracts.fleet_orders import ChangeRole, DrainWorker, WorkerDrained
 from shared.contracts.ids import WorkerId
 from shared.contracts.workers import DescribeFleet, Role, WorkerLost
-from tests.chaos.breaker import Breaker
-from tests.chaos.chaos import LIMITS, Run
-from tests.chaos.faults import Fault, Kind, Part
-from tests.chaos.fleet import PACE
-from tests.chaos.outcomes import violations
-from tests.chaos.trace import Ask
-from tests.chaos.traffic import Traffic
+from tests.nightly.chaos.breaker import Breaker
+from tests.nightly.chaos.chaos import LIMITS, Run
+from tests.nightly.chaos.faults import Fault, Kind, Part
+from tests.nightly.chaos.fleet import PACE
+from tests.nightly.chaos.outcomes import violations
+from tests.nightly.chaos.trace import Ask
+from tests.nightly.chaos.traffic import Traffic
 
 STREAMS, STREAM_TOKENS = 12, 300
 PROMPT_TOKENS = 300

@@ -16,11 +16,11 @@ from pathlib import Path
 import httpx
 import psutil
 
-from tests.e2e.kv_driver import Driver, driving
-from tests.e2e.kv_tap import Tap
-from tests.integration.worker.pair import WorkerProcess, start_worker, wait_ready
+from tests.support.kv_driver import Driver, driving
+from tests.support.kv_tap import Tap
 from tests.support.nats_server import NatsServer, free_port
 from tests.support.processes import service_process
+from tests.support.worker_processes import WorkerProcess, start_worker, wait_ready
 
 ROUTER_READY_S_MAX = 60.0
 VOCABULARY = range(10, 3000)

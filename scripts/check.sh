@@ -24,6 +24,6 @@ part layers "$bin/lint-imports"
 part generated "$bin/python" -m shared.contracts.catalogue --check
 # shellcheck disable=SC2046  # a list of folders
 part tests "$bin/python" -m pytest -q -m "not nats and not vllm and not gpu and not compose" \
-    $(for part in architecture unit contracts properties scenarios observability; do [ -d "tests/$part" ] && echo "tests/$part"; done)
+    $(for part in architecture unit contracts properties scenarios; do [ -d "tests/$part" ] && echo "tests/$part"; done)
 
 [ -z "$failed" ] || { echo "check failed:$failed" >&2; exit 1; }

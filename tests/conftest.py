@@ -36,9 +36,9 @@ class _ByFile(LoadScopeScheduling):
 
 @cache
 def _group(path: str) -> str:
-    if Path(path).parent.name == "chaos":
+    if path.startswith("tests/nightly/chaos/"):
         return "chaos"
-    return "engines" if "mark.vllm" in (ROOT / path).read_text(encoding="utf-8") else path
+    return "engines" if path.startswith("tests/engines/") else path
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _turn(item: pytest.Item) -> int:
     path = item.path.relative_to(ROOT)
-    return 0 if _group(str(path)) == "engines" else 1 if path.parts[1] in ("e2e", "chaos", "browser") else 2
+    return 0 if _group(str(path)) == "engines" else 1 if path.parts[1] in ("e2e", "nightly") else 2
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from openai import OpenAI
 
-from tests.e2e.system import System
+from tests.support.system import System
 
 START_S_MAX = 120.0
 FAST = {

@@ -12,7 +12,7 @@ from shared.bus.nats_bus import connect_nats
 from shared.bus.nats_credentials import Access, new_seed
 from shared.bus.port import BusDown
 from shared.contracts.channels import KV_EVENTS, Party
-from tests.conformance.worlds import until
+from tests.integration.bus.worlds import until
 from tests.support.builders import kv_batch
 from tests.support.cluster_keys import ClusterKeys
 

@@ -10,7 +10,7 @@ import pytest
 from shared.bus.nats_bus import connect_nats
 from shared.bus.port import BusDown
 from shared.contracts.channels import KV_EVENTS
-from tests.conformance.worlds import until
+from tests.integration.bus.worlds import until
 from tests.support.builders import kv_batch
 from tests.support.nats_server import NatsServer, free_port
 

@@ -36,8 +36,8 @@ from shared.contracts.inference import FrameBatch, LegReport
 from shared.contracts.kv_events import AskKvSnapshot, KvSnapshot
 from shared.contracts.kv_handshake import AskKvHandshake, KvHandshake
 from shared.contracts.workers import DescribeFleet, FleetState, WorkerRecord
-from tests.conformance.worlds import until
 from tests.contracts.examples import example
+from tests.integration.bus.worlds import until
 from tests.support.builders import kv_batch, start_leg
 from tests.support.cluster_keys import ClusterKeys
 from tests.support.nats_server import NatsServer, find_nats_server

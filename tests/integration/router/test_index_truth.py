@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.worlds import NatsWorld
+from tests.integration.bus.worlds import NatsWorld
 from tests.integration.router.told_workers import LOST_SHARE, ToldFleet
 from tests.support.nats_server import NatsServer
 

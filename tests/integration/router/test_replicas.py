@@ -12,10 +12,10 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.e2e.system import until
 from tests.support.nats_server import NatsServer, free_port
 from tests.support.processes import ServiceProcess, service_process
 from tests.support.simulated_system import until_ready
+from tests.support.system import until
 
 pytestmark = pytest.mark.nats
 

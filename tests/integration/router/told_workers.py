@@ -25,7 +25,7 @@ from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_events import KvEvent, KvTier, block_hash64, unpack_hashes
 from shared.contracts.workers import Role, WorkerPhase
 from shared.runtime.clock import SystemClock
-from tests.conformance.worlds import NatsWorld, until
+from tests.integration.bus.worlds import NatsWorld, until
 from tests.support.fleet_builders import record
 
 CHAINS, CHAIN_BLOCKS = 40, 60

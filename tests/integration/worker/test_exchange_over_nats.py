@@ -13,7 +13,7 @@ import pytest
 from connector.scheduler.calls import EngineNotification
 from shared.bus.nats_bus import connect_nats
 from shared.contracts.kv_exchange import NoGrant, ReleaseKv
-from tests.conformance.worlds import until
+from tests.integration.bus.worlds import until
 from tests.support.nats_server import NatsServer
 from tests.unit.worker.exchange_fakes import OneWorker, exchanging, grant, lease
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.chaos.nats_proxy import Stream, Trouble
+from tests.nightly.chaos.nats_proxy import Stream, Trouble
 
 FROM_NATS = [
     b'INFO {"max_payload":1}\r\n',

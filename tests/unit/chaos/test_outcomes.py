@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tests.chaos.faults import Fault, Kind, Part
-from tests.chaos.outcomes import BUS_AWAY_S_MIN, Happened, Limits, Outcome, violations
-from tests.chaos.trace import Ask
-from tests.chaos.traffic import read_event
+from tests.nightly.chaos.faults import Fault, Kind, Part
+from tests.nightly.chaos.outcomes import BUS_AWAY_S_MIN, Happened, Limits, Outcome, violations
+from tests.nightly.chaos.trace import Ask
+from tests.nightly.chaos.traffic import read_event
 
 ASK = Ask(number=0, at_s=1.0, conversation=0, prompt=(10, 11), max_tokens=3, stream=True, answer=" one two three")
 LIMITS = Limits(deadline_s=30.0, settle_s=5.0)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from services.worker.engines.simulated.core.engine_core import EngineCore
 from services.worker.engines.simulated.core.sequence import Wish
 from services.worker.engines.simulated.core.settings import SimulationSettings
-from tests.chaos.chaos import make_oracle
-from tests.chaos.faults import MENU, WORKERS_ONLY, Cast, Part, Rhythm, schedule
-from tests.chaos.oracle import Oracle
-from tests.chaos.trace import Shape, make_trace
+from tests.nightly.chaos.chaos import make_oracle
+from tests.nightly.chaos.faults import MENU, WORKERS_ONLY, Cast, Part, Rhythm, schedule
+from tests.nightly.chaos.oracle import Oracle
+from tests.nightly.chaos.trace import Shape, make_trace
 
 ROLES = {"p1": "prefill", "p2": "prefill", "p3": "prefill", "d1": "decode", "d2": "decode"}
 CAST = Cast(

@@ -15,8 +15,8 @@ from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegReport
 from shared.contracts.kv_exchange import KvLedgerState, KvRead, KvTransferReport
 from shared.contracts.load import StepTotals
-from tests.e2e.system import Metrics
 from tests.support.fleet_builders import load, record
+from tests.support.system import Metrics
 from tests.unit.router.fake_worker import DONE, SSE
 from tests.unit.router.world import in_world, prompt, settle
 

@@ -1,0 +1,115 @@
+"""Overload on a real bus: who cannot be served in time is told so and when to come again, and nobody takes all."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import START_S_MAX
+from tests.support.system import System, until
+
+pytestmark = pytest.mark.nats
+
+MODEL = "baton-tiny"
+TOKENS = 500
+PROMPT_S = 0.25
+"""Such a prompt takes its engine so long."""
+TARGET_S = 6.0
+SLOS = {"classes": {"quick": {"ttft_s": TARGET_S}, "patient": {"priority": 10}}}
+BURST = 48
+"""Requests at once: 12 s of work."""
+SOME = 4
+ENGINE = {"WORKER_SIM_PREFILL_TOKENS_PER_S": str(TOKENS / PROMPT_S), "WORKER_SIM_DECODE_BASE_S": "0.001"}
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    """One slow worker, targets, and room for all to wait."""
+    folder = tmp_path_factory.mktemp("admission")
+    env = {**ENGINE, "ROUTER_SLOS": json.dumps(SLOS), "ROUTER_LATE_RATIO": "1.0"}
+    with System(folder, "--engine", "simulated", "--both", "1", env=env) as system:
+        yield system.wait_ready(START_S_MAX)
+
+
+@pytest.fixture(autouse=True)
+def idle(system: System) -> None:
+    system.until_idle()
+
+
+def ask(system: System, tenant: str = "", **fields: Any) -> httpx.Response:
+    """A prompt that nobody has cached."""
+    prompt = [random.randrange(3, 500) for _ in range(TOKENS)]
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 2, "stream": True, **fields}
+    headers = {"x-baton-tenant": tenant} if tenant else {}
+    return system.http.post("/v1/completions", json=body, headers=headers)
+
+
+def burst(clients: ThreadPoolExecutor, system: System, **fields: Any) -> list[Future[httpx.Response]]:
+    asks = [clients.submit(ask, system, **fields) for _ in range(BURST)]
+    until(lambda: system.metrics().sum("baton_router_requests_waiting") > BURST / 4, "some wait")
+    return asks
+
+
+def served(system: System) -> float:
+    return system.metrics().sum("baton_router_requests_total", status="200")
+
+
+def test_in_an_overload_those_that_are_served_are_served_in_time(system: System):
+    with ThreadPoolExecutor(BURST + 1) as clients:
+        asks = burst(clients, system, baton={"class": "quick"})
+        until(lambda: served(system) >= SOME, "it is known how fast the line moves")
+        begun = time.monotonic()
+        late = ask(system, baton={"class": "quick"})
+        told_after_s = time.monotonic() - begun
+        answers = [one.result() for one in asks]
+
+    statuses = [answer.status_code for answer in answers]
+    assert set(statuses) == {200, 503}
+    assert statuses.count(200) >= 0.25 * TARGET_S / PROMPT_S
+    assert (late.status_code, told_after_s < TARGET_S / 2) == (503, True)
+    # About 11 s of work were before it.
+    assert 2 <= int(late.headers["retry-after"]) <= 30
+    assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers if answer.status_code == 503)
+    metrics = system.metrics()
+    in_time = metrics.sum("baton_router_time_to_first_token_seconds_bucket", le="10.0")
+    assert in_time == metrics.sum("baton_router_time_to_first_token_seconds_count")
+    assert metrics.sum("baton_router_refusals_total", reason="overloaded") == statuses.count(503) + 1
+
+
+def test_without_a_target_all_of_them_wait_and_are_served(system: System):
+    with ThreadPoolExecutor(BURST) as clients:
+        answers = [one.result() for one in burst(clients, system)]
+
+    assert {answer.status_code for answer in answers} == {200}
+    assert system.metrics().sum("baton_router_requests_waiting") == 0
+
+
+def test_a_modest_tenant_is_served_while_a_greedy_one_waits(system: System):
+    with ThreadPoolExecutor(BURST) as clients:
+        greedy = burst(clients, system, tenant="greedy")
+        modest = [ask(system, tenant="modest") for _ in range(3)]
+        left = sum(not one.done() for one in greedy)
+        statuses = {one.result().status_code for one in greedy}
+
+    assert [answer.status_code for answer in modest] == [200] * 3
+    assert statuses == {200}
+    # It waited for what the engine had before, each time, and not for the greedy one's queue.
+    assert left > BURST / 4
+
+
+def test_a_patient_class_waits_behind_everybody_else(system: System):
+    with ThreadPoolExecutor(BURST) as clients:
+        patient = burst(clients, system, baton={"class": "patient"})
+        answer = ask(system)
+        left = sum(not one.done() for one in patient)
+        assert {one.result().status_code for one in patient} == {200}
+
+    assert answer.status_code == 200
+    assert left > BURST / 4

@@ -1,0 +1,130 @@
+"""Whatever arrives on the bus, no process dies of it and requests go on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import nats
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shared.bus.nats_bus import connect_nats
+from shared.bus.wire import BadMessage, pack, unpack
+from shared.contracts.channels import CHANGE_ROLE, CHANNELS, DRAIN, PLACEHOLDER, REQUESTS_FINISHED, Channel, Delivery
+from shared.contracts.inference import RequestsFinished
+from tests.contracts.examples import strategy
+from tests.contracts.golden_files import FOLDER as GOLDEN
+from tests.support.system import SOON_S_MAX, System, until
+
+pytestmark = pytest.mark.nats
+
+PAYLOADS_PER_CHANNEL = 30
+PART_HEADERS = [
+    "",
+    "x",
+    "a/0/2",
+    "a/1/2",
+    "a/0/0",
+    "a/-1/3",
+    "b/0/99999999",
+    "a/0/2/3",
+    "/0/1",
+    "a/9" + "9" * 50 + "/1",
+]
+"""Of parts: without meaning, out of order, never complete."""
+FLUSH_S_MAX = 10
+NOBODY = "nobody"
+OBEYED = (DRAIN, CHANGE_ROLE)
+"""Orders: whom a sound one reaches does what it says."""
+
+
+def broken(channel: Channel, golden: bytes) -> st.SearchStrategy[bytes]:
+    """Anything at all; the message cut off, flipped, with something put in; and a message that says nonsense."""
+    position = st.integers(0, max(0, len(golden) - 1))
+    flipped = st.builds(
+        lambda at, bit: golden[:at] + bytes([golden[at] ^ (1 << bit)]) + golden[at + 1 :], position, st.integers(0, 7)
+    )
+    nonsense = strategy(channel.message).map(pack)
+    stuffed = st.builds(lambda at, extra: golden[:at] + extra + golden[at:], position, st.binary(max_size=20))
+    return st.one_of(st.binary(max_size=300), position.map(lambda at: golden[:at]), flipped, stuffed, nonsense)
+
+
+def payloads(channel: Channel) -> list[bytes]:
+    golden = (GOLDEN / f"{channel.message.__name__}.msgpack").read_bytes()
+    made: list[bytes] = [b"", golden]
+
+    @settings(
+        max_examples=PAYLOADS_PER_CHANNEL, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    )
+    @given(broken(channel, golden))
+    def collect(payload: bytes) -> None:
+        made.append(payload)
+
+    collect()
+    return made
+
+
+def subjects(channel: Channel, ids: dict[str, list[str]]) -> Iterator[tuple[str, dict[str, str]]]:
+    """The channel's subject with each combination of ids that exist and one that does not, and those ids."""
+    choices = [[(part, value) for value in [*ids.get(part, []), NOBODY]] for part in channel.parts]
+    prefix = "$KV." if channel.delivery is Delivery.KEY_VALUE else ""
+    for combination in itertools.product(*choices):
+        named = dict(combination)
+        yield prefix + PLACEHOLDER.sub(lambda found, named=named: named[found[1]], channel.subject), named
+
+
+def addressed(payload: bytes, channel: Channel, ids: dict[str, str]) -> bytes:
+    """A payload that can be read says the ids of the subject that it is sent to: else nobody would look into it. Only
+    what a worker or router says of itself stays forged: nobody is to believe it.
+    """
+    if channel.delivery in (Delivery.EVENT, Delivery.KEY_VALUE) and NOBODY not in ids.values():
+        return payload
+    try:
+        message: Any = unpack(payload, channel.message)
+        return pack(msgspec.structs.replace(message, **ids))
+    except BadMessage:
+        return payload
+
+
+async def router_id_of(system: System) -> str:
+    """What the router calls itself on the bus."""
+    heard: list[RequestsFinished] = []
+    bus = await connect_nats(system.nats_url, name="test")
+    await bus.subscribe(REQUESTS_FINISHED, lambda told, _envelope: heard.append(told))
+    assert well(system)
+    while not heard:
+        await bus.flush(SOON_S_MAX)
+    await bus.close()
+    return heard[0].router_id
+
+
+def well(system: System) -> bool:
+    body = {"model": "baton-tiny", "prompt": "Is anybody there?", "max_tokens": 4}
+    answers = [system.http.post("/v1/completions", json=body) for _ in range(8)]
+    return {answer.status_code for answer in answers} == {200}
+
+
+async def test_nothing_that_is_published_ends_a_process(simulated: System):
+    alive = {process.pid for process in simulated.processes()}
+    ids = {"worker_id": ["prefill-1", "decode-2"], "router_id": [await router_id_of(simulated)], "role": ["fleet"]}
+    stranger = await nats.connect(simulated.nats_url)
+
+    for channel in CHANNELS.values():
+        reached = {} if channel in OBEYED else ids
+        for (subject, named), payload in itertools.product(subjects(channel, reached), payloads(channel)):
+            await stranger.publish(subject, addressed(payload, channel, named))
+        for (subject, _named), header in itertools.product(subjects(channel, reached), PART_HEADERS):
+            await stranger.publish(subject, b"part", headers={"Baton-Part": header} if header else None)
+        await stranger.flush(FLUSH_S_MAX)
+    await stranger.close()
+
+    until(lambda: well(simulated), "requests work")
+    until(lambda: simulated.exact_indexes() == 4, "all indexes are exact")
+    until(lambda: {"prefill-1", "prefill-2", "decode-1", "decode-2"} <= simulated.fleet().keys(), "the fleet is known")
+    assert simulated.metrics().sum("baton_bus_bad_messages_total") > PAYLOADS_PER_CHANNEL
+    assert simulated.fleet_metrics().sum("baton_bus_bad_messages_total") > PAYLOADS_PER_CHANNEL
+    assert alive <= {process.pid for process in simulated.processes()}, simulated.story()

@@ -1,0 +1,52 @@
+"""`baton doctor` as a user has it: on a system that is well, without one, and on a NATS that has gone silent."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.nats_server import NatsServer
+from tests.support.system import System, baton
+
+pytestmark = pytest.mark.nats
+
+SYSTEM = {"NATS", "Services", "Who gets in"}
+
+
+def test_a_system_that_is_well_has_no_errors(simulated: System):
+    _code, out, err = baton("doctor", "--quick", "--json", "--state-dir", str(simulated.folder))
+
+    told = json.loads(out)
+    findings = told["findings"]
+    # Of workers other tests may have put strangers beside them.
+    assert [one for one in findings if one["area"] in SYSTEM and one["level"] == "error"] == [], err
+    said = " | ".join(one["what"] for one in findings if one["level"] == "ok")
+    for words in (
+        "1 router ready",
+        "1 orchestrator ready",
+        "1 collector ready",
+        "leads the fleet",
+        "asks for no API keys",
+    ):
+        assert words in said
+
+
+def test_without_a_system_the_installation_is_looked_at(tmp_path: Path):
+    code, out, _err = baton("doctor", "--quick", "--state-dir", str(tmp_path))
+
+    assert "Installation" in out
+    assert "Nothing runs here; `baton up` starts it." in out.splitlines()[-1]
+    assert code == (1 if "✗" in out else 0)
+
+
+def test_a_nats_that_has_gone_silent_is_named_with_what_to_do(tmp_path: Path):
+    with NatsServer(tmp_path) as server:
+        server.pause()
+        code, out, _err = baton("doctor", "--quick", "--state-dir", str(tmp_path), "--nats-url", server.url)
+        server.resume()
+
+    assert code == 1
+    assert f"NATS at {server.url} does not answer." in out
+    assert "→ Is the address right" in out

@@ -1,0 +1,61 @@
+"""Whatever a client sends, the edge answers what its OpenAPI document promises, and never breaks."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis.errors import Unsatisfiable
+from schemathesis import checks
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from tests.support.system import System
+
+pytestmark = pytest.mark.nats
+
+EXAMPLES = 10
+"""For each path."""
+ANSWER_S_MAX = 60.0
+BREAKAGES = {500, 502, 504}
+"""What no input alone may cause, while all workers are well."""
+
+
+CHECKS = [checks.not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+
+
+def test_the_edge_answers_anything_as_its_document_says(simulated: System):
+    schema = schemathesis.openapi.from_url(f"{simulated.endpoint}/openapi.json")
+    operations = [operation.ok() for operation in schema.get_all_operations()]
+
+    for operation in operations:
+        for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
+            fuzz(operation, mode)
+
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/models"} <= {operation.path for operation in operations}
+
+
+def fuzz(operation: schemathesis.APIOperation, mode: schemathesis.GenerationMode) -> None:
+    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def answers(case: schemathesis.Case) -> None:
+        answer = case.call(timeout=ANSWER_S_MAX)
+
+        case.validate_response(answer, checks=CHECKS)
+        assert answer.status_code not in BREAKAGES
+
+    with contextlib.suppress(Unsatisfiable):  # an operation without parameters has no wrong ones
+        answers()
+
+
+def test_after_all_that_the_system_is_well(simulated: System):
+    simulated.until_idle()
+    answer = simulated.http.post("/v1/completions", json={"model": "baton-tiny", "prompt": "x", "max_tokens": 2})
+
+    assert answer.status_code == 200
+    assert simulated.metrics().sum("baton_router_refusals_total", reason="internal") == 0

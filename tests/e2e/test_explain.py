@@ -1,0 +1,199 @@
+"""From an answer's header to the reason for it: over HTTP, over NATS, and as a picture on the command line."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from shared.contracts.decisions import Decision, Part
+from tests.support.system import System, baton, until
+
+START_S_MAX = 120.0
+SLOW = {
+    "WORKER_SIM_PREFILL_TOKENS_PER_S": "8000",
+    "WORKER_SIM_PREFILL_BASE_S": "0.02",
+    "WORKER_SIM_DECODE_BASE_S": "0.01",
+}
+"""Slow enough that what is measured is not the machine's noise."""
+ROUTERS = 2
+CLIENT_S = 5.0
+"""What the client's own connection and the machine's other work may add to a TTFT."""
+
+pytestmark = pytest.mark.nats
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    folder = tmp_path_factory.mktemp("explain")
+    arguments = ("--engine", "simulated", "--prefill", "2", "--decode", "2", "--routers", str(ROUTERS))
+    with System(folder, *arguments, env=SLOW) as system:
+        system.wait_ready(START_S_MAX)
+        until(lambda: answers_apart(system), "prefill and decode workers take part")
+        yield system
+
+
+def answers_apart(system: System) -> bool:
+    return ask(system, "Are you there? " * 20).headers.get("x-baton-mode") == "disaggregated"
+
+
+def ask(system: System, prompt: str, **fields: Any) -> httpx.Response:
+    body = {"model": "baton-tiny", "prompt": prompt, "max_tokens": 8, **fields}
+    headers = fields.pop("headers", {})
+    return httpx.post(f"{system.endpoint}/v1/completions", json=body, headers=headers, timeout=60.0, trust_env=False)
+
+
+def stream(system: System, prompt: str) -> tuple[str, float]:
+    """The decision's id, and the time to the first token as the client sees it."""
+    body = {"model": "baton-tiny", "prompt": prompt, "max_tokens": 8, "stream": True}
+    with httpx.Client(trust_env=False, timeout=60.0) as client:
+        client.get(f"{system.endpoint}/health")  # The connection is there.
+        begun = time.perf_counter()
+        with client.stream("POST", f"{system.endpoint}/v1/completions", json=body) as answer:
+            events = answer.iter_bytes()
+            next(events)
+            ttft_s = time.perf_counter() - begun
+            for _event in events:
+                pass
+    return answer.headers["x-baton-decision"], ttft_s
+
+
+def explained(system: System, *arguments: str) -> Decision:
+    code, out, err = baton("explain", *arguments, "--json", "--state-dir", str(system.folder))
+    assert code == 0, err
+    return msgspec.json.decode(out, type=Decision)
+
+
+def check(told: Decision) -> None:
+    """The numbers of a decision that went well agree with each other."""
+    assert told.outcome == "ok"
+    assert told.measured is not None
+    assert told.measured.total_s() == pytest.approx(told.ttft_s, rel=0.02, abs=1e-6)
+    assert all(getattr(told.measured, name) >= 0 for name in told.measured.__struct_fields__)
+    parts = {Part.PREFILL, Part.DECODE} if told.prefill_worker else {Part.WHOLE}
+    for part in parts:
+        (chosen,) = [one for one in told.candidates if one.part is part and one.chosen]
+        assert chosen.worker_id == (told.prefill_worker if part is Part.PREFILL else told.decode_worker)
+    for one in told.candidates:
+        computed_s, handed_s = one.queue_s + one.fetch_s + one.prefill_s, one.handoff_s + one.first_token_s
+        after_s = one.decode_s - one.within_s + one.others_s
+        assert one.cost_s == pytest.approx(computed_s + handed_s + one.transit_s + after_s)
+        if one.part is not Part.DECODE:
+            assert one.cached_tokens + one.fetched_tokens + one.computed_tokens == told.prompt_tokens
+    assert {one.part for one in told.candidates if one.chosen} == parts
+    assert len(told.candidates) <= told.considered * len(Part)
+
+
+@pytest.mark.parametrize("repeats", [3, 900], ids=["short", "streamed handoff"])
+def test_a_streams_decision_is_found_and_its_parts_are_the_clients_wait(system: System, repeats: int):
+    decision_id, waited_s = stream(
+        system, f"A story of {repeats} words about the sea and those who sail it. " * repeats
+    )
+
+    told = explained(system, decision_id)
+
+    check(told)
+    assert told.decision_id == decision_id
+    assert told.mode == "disaggregated"
+    assert told.measured is not None
+    assert told.ttft_s <= waited_s <= told.ttft_s + CLIENT_S
+    assert told.measured.prefill_s > 0
+    assert told.cached_tokens == 0
+
+
+def test_a_whole_answers_first_token_is_not_its_last(system: System):
+    answer = ask(system, "Once more, with feeling. " * 40, max_tokens=64)
+
+    told = explained(system, answer.headers["x-baton-decision"])
+
+    check(told)
+    assert told.ttft_s < answer.elapsed.total_seconds() - 60 * 0.01  # Of 64 tokens, one each 10 ms.
+
+
+def test_what_was_cached_is_the_reason_for_the_next_turns_place(system: System):
+    prompt = "The same long introduction that everybody has to read first. " * 60
+
+    def again() -> Decision | None:
+        told = explained(system, ask(system, prompt).headers["x-baton-decision"])
+        return told if told.predicted_cached_tokens > 0 else None
+
+    told = until(again, "the router has heard what is cached")
+
+    check(told)
+    assert told.exact
+    assert told.cached_tokens == told.predicted_cached_tokens > 0.9 * told.prompt_tokens
+
+
+def test_every_router_answers_for_every_other_and_so_does_nats(system: System):
+    answer = ask(system, "Who knows about this?", headers={"x-request-id": "who-knows"})
+    decision_id = answer.headers["x-baton-decision"]
+    urls = [system.endpoint, *json.loads((system.folder / "running.json").read_text())["routers"].values()]
+
+    by_url = [explained(system, decision_id, "--url", url) for url in urls]
+    by_request = [explained(system, "--request", answer.headers["x-request-id"], "--url", url) for url in urls]
+    by_nats = explained(system, decision_id, "--nats-url", system.nats_url)
+    newest = explained(system)
+
+    assert len(urls) == ROUTERS + 1
+    assert {one.decision_id for one in (*by_url, *by_request, by_nats, newest)} == {decision_id}
+
+
+def test_the_picture_tells_the_same_numbers(system: System):
+    answer = ask(system, "Paint it. " * 100)
+    decision_id = answer.headers["x-baton-decision"]
+    told = explained(system, decision_id)
+
+    code, drawn, err = baton("explain", decision_id, "--state-dir", str(system.folder), env={"COLUMNS": "80"})
+
+    assert (code, err) == (0, "")
+    assert max(map(len, drawn.splitlines())) <= 80
+    assert f"was computed on {told.prefill_worker} and answered by {told.decode_worker}" in " ".join(drawn.split())
+    for words in (decision_id, "prefill", "in all", "predicted", "measured"):
+        assert words in drawn
+
+
+def test_a_refusal_is_explained_too(system: System):
+    answer = ask(system, "Is there anybody?", model="nobody")
+
+    told = explained(system, answer.headers["x-baton-decision"])
+    code, drawn, _err = baton("explain", told.decision_id, "--state-dir", str(system.folder))
+
+    assert answer.status_code == 404
+    assert (told.mode, told.outcome, told.reason) == ("", "model_unknown", answer.json()["error"]["message"])
+    assert code == 0
+    assert "was not placed (model_unknown)" in drawn
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["router-x-d7"], "does not answer"),
+        (["a-request-of-yesterday"], "No router remembers a request"),
+        (["latest", "--url", "http://127.0.0.1:9"], "No router answers at"),
+        (["latest", "--url", "nonsense"], "is no address of a router"),
+        (["latest", "--nats-url", "nats://127.0.0.1:9"], "NATS at nats://127.0.0.1:9 does not answer"),
+    ],
+)
+def test_who_asks_for_what_is_not_there_is_told_what_to_do(system: System, arguments: list[str], words: str):
+    code, out, err = baton("explain", *arguments, "--state-dir", str(system.folder))
+
+    assert (code, out) == (1, "")
+    assert words in err
+    assert "Traceback" not in err
+
+
+def test_a_collector_is_no_router_and_without_a_system_there_is_advice(system: System, tmp_path):
+    collector = f"http://127.0.0.1:{system.collector_port}"
+
+    code, _out, err = baton("explain", "--url", collector)
+    assert code == 1
+    assert "is no router of Baton" in err
+
+    code, _out, err = baton("explain", "--state-dir", str(tmp_path))
+    assert code == 1
+    assert "--url http://HOST:8000" in err

@@ -1,0 +1,234 @@
+"""`baton` as a user has it, with keys for NATS: refused starts, a second terminal, the fleet's table, and no process left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.launcher.cluster.folder import variables
+from tests.e2e.conftest import START_S_MAX
+from tests.support.system import GUARD_S_MAX, STOP_S_MAX, Launched, System, baton, until
+
+pytestmark = pytest.mark.nats
+
+SIMULATED = ("--engine", "simulated")
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    with System(
+        tmp_path_factory.mktemp("launcher"), *SIMULATED, "--secure", "--prefill", "1", "--decode", "1"
+    ) as system:
+        yield system.wait_ready(START_S_MAX)
+
+
+def test_the_endpoint_the_curl_line_the_console_and_the_logs_are_said(system: System):
+    said = system.said()
+
+    assert f"{system.endpoint}/v1" in said
+    assert "curl -N" in said
+    assert f"http://127.0.0.1:{system.collector_port}/console" in said
+    assert str(system.logs) in said
+    assert {log.stem for log in system.logs.glob("*.log")} == {
+        "nats", "orchestrator", "collector", "router", "prefill-1", "decode-1"
+    }  # fmt: skip
+
+
+def test_a_second_start_on_the_same_ports_names_them_and_starts_nothing(system: System, tmp_path: Path):
+    ports = (
+        "--port",
+        str(system.port),
+        "--collector-port",
+        str(system.collector_port),
+        "--nats-port",
+        str(system.nats_port),
+    )
+
+    code, out, err = baton("up", *SIMULATED, *ports, "--state-dir", str(tmp_path))
+
+    assert code == 1
+    for port, option in (
+        (system.port, "--port"),
+        (system.collector_port, "--collector-port"),
+        (system.nats_port, "--nats-port"),
+    ):
+        assert f"Port {port}" in out + err
+        assert option in out + err
+    assert not list((tmp_path / "logs").glob("*.log"))
+
+
+def test_a_port_that_a_stranger_holds_is_named_with_its_holder(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = stranger.getsockname()[1]
+        code, out, err = baton("up", *SIMULATED, "--port", str(port), "--state-dir", str(tmp_path))
+
+    assert code == 1
+    assert f"Port {port}" in out + err
+    assert f"pid {os.getpid()}" in out + err
+
+
+def test_a_second_start_with_the_same_state_directory_is_refused(system: System):
+    code, out, err = baton("up", *SIMULATED, "--state-dir", str(system.folder))
+
+    assert code == 1
+    assert "already runs" in out + err
+    assert system.http.get("/ready").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--prefill", "1"), "--decode 1"),
+        (("--prefill", "0", "--decode", "0"), "No workers"),
+        (("--nats-url", "nats://127.0.0.1:9"), "127.0.0.1:9"),
+        (("--join",), "No system runs"),
+    ],
+)
+def test_what_cannot_work_is_said_in_one_sentence(tmp_path: Path, arguments: tuple[str, ...], words: str):
+    code, out, err = baton("up", *SIMULATED, "--state-dir", str(tmp_path), *arguments)
+
+    assert code == 1
+    assert words in out + err
+    assert "Traceback" not in out + err
+
+
+def test_a_misspelled_setting_stops_the_start_and_is_named(tmp_path: Path):
+    with System(tmp_path, *SIMULATED, env={"ROUTER_BODY_BYTE_MAX": "1"}) as wrong:
+        assert wrong.process is not None
+        assert wrong.process.wait(STOP_S_MAX) == 1
+
+    assert "ROUTER_BODY_BYTES_MAX" in wrong.said()
+
+
+def test_a_joined_worker_takes_traffic_and_leaves_without_a_trace(system: System):
+    second_terminal = Launched(system.folder, "--join", "--decode", "1")
+    with second_terminal:
+        second_terminal.wait_said("joined tls", START_S_MAX)
+        assert set(system.fleet()) >= {"prefill-1", "decode-1", "decode-2"}
+        until(lambda: served_by(system, "decode-2") == "decode-2", "the new worker serves")
+        second_terminal.end()
+
+    assert served_by(system) == "decode-1"
+    until(lambda: "decode-2" not in ready(system), "it is not ready any more")
+
+
+def served_by(system: System, asked: str = "") -> str:
+    """Who answered. Of two that are equal, routers may find the same one better again and again: so one may be asked."""
+    body = {"model": "baton-tiny", "prompt": "Who runs?", "max_tokens": 2}
+    body |= {"baton": {"decode_worker": asked}} if asked else {}
+    answer = system.http.post("/v1/completions", json=body)
+    if asked and answer.status_code != 200:  # the router has not heard of it yet
+        return ""
+    assert answer.status_code == 200, answer.text
+    return answer.headers["x-baton-decode-worker"]
+
+
+def ready(system: System) -> set[str]:
+    return {name for name, worker in system.fleet().items() if worker["phase"] == "ready"}
+
+
+def test_the_fleet_is_listed_for_people(system: System):
+    code, out, _err = baton("workers", "--state-dir", str(system.folder))
+
+    rows = {line.split()[0]: line for line in out.splitlines() if line}
+    assert code == 0
+    assert "prefill" in rows["prefill-1"]
+    assert "ready" in rows["decode-1"]
+    assert str(system.worker_pid("decode-1")) in out
+
+
+def test_services_say_whether_they_are_well_to_whoever_has_their_own_key(system: System):
+    def health(party: str, *of: str) -> int:
+        """As in a container, which has one party's key and no other."""
+        own = {"BATON_STATE_DIR": str(system.folder / "none"), **variables(str(system.folder / "cluster"), party)}
+        return baton("health", party, *of, "--nats-url", system.nats_url, env=own)[0]
+
+    well = [health(service) for service in ("router", "orchestrator", "collector")]
+    nobody = health("worker", "nobody", "--within-s", "0.5")
+
+    assert well == [0, 0, 0]
+    assert nobody == 1
+
+
+def test_down_from_another_terminal_ends_everything(tmp_path: Path):
+    with System(tmp_path, *SIMULATED, "--both", "1") as system:
+        system.wait_ready(START_S_MAX)
+
+        code, out, _err = baton("down", "--state-dir", str(tmp_path))
+
+        assert code == 0
+        assert system.endpoint in out
+        until(lambda: not system.processes(), "no process is left", GUARD_S_MAX)
+        assert all(is_free(port) for port in (system.port, system.collector_port, system.nats_port))
+
+
+def test_ctrl_c_while_it_starts_leaves_nothing(tmp_path: Path):
+    with System(tmp_path, *SIMULATED, "--both", "1") as system:
+        system.wait_said("nats", START_S_MAX)
+
+        system.end(signal.SIGINT)
+
+        assert all(is_free(port) for port in (system.port, system.collector_port, system.nats_port))
+
+
+def test_ctrl_c_under_load_lets_what_runs_finish_and_leaves_nothing(tmp_path: Path):
+    with System(tmp_path, *SIMULATED, "--both", "1") as system:
+        system.wait_ready(START_S_MAX)
+        body = {"model": "baton-tiny", "prompt": "Run!", "max_tokens": 300, "ignore_eos": True, "stream": True}
+        with system.http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+
+            system.process.send_signal(signal.SIGINT)
+
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert system.process.wait(STOP_S_MAX) == 0
+        assert not system.processes()
+
+
+def test_a_killed_launcher_leaves_no_process_behind(tmp_path: Path):
+    with System(tmp_path, *SIMULATED, "--both", "1") as system:
+        system.wait_ready(START_S_MAX)
+        others = [process for process in system.processes() if process.pid != system.process.pid]
+        assert len(others) >= 5
+
+        system.process.kill()
+
+        _gone, left = psutil.wait_procs(others, GUARD_S_MAX)
+        assert left == []
+        assert all(is_free(port) for port in (system.port, system.collector_port, system.nats_port))
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def test_no_process_was_refused_anything_on_nats(system: System):
+    assert served_by(system)
+
+    logs = {log.stem: log.read_text() for log in system.logs.glob("*.log")}
+    assert {"router", "orchestrator", "collector", "prefill-1", "decode-1"} <= logs.keys()
+    assert [name for name, text in logs.items() if "violation" in text.lower()] == []
+
+
+def test_who_has_no_key_is_told_so_and_learns_nothing(system: System, tmp_path: Path):
+    code, out, err = baton(
+        "workers", "--nats-url", f"tls://127.0.0.1:{system.nats_port}", "--state-dir", str(tmp_path),
+        env={"BATON_NATS_CA_FILE": str(system.folder / "cluster" / "router" / "ca.pem")},
+    )  # fmt: skip
+
+    assert code == 1
+    assert "BATON_NATS_NKEY_FILE" in out + err
+    assert "prefill-1" not in out + err

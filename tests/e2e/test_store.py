@@ -1,0 +1,178 @@
+"""A store among simulated workers: what it gives is what was put there, from memory and from files, before and after it
+was killed, and when its files were spoilt meanwhile.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from services.worker.engines.store.block_shape import BLOCK_BYTES_COUNTED_MIN
+from shared.contracts.channels import KV_SNAPSHOT
+from shared.contracts.failures import Reason
+from shared.contracts.ids import WorkerId
+from shared.contracts.inference import LegKind
+from shared.contracts.kv_events import AskKvSnapshot, KvSnapshot
+from shared.contracts.workers import Role, WorkerPhase
+from tests.support.kv_driver import BLOCK, Driver, driving, transfer_report_of
+from tests.support.kv_tap import Tap
+from tests.support.nats_server import NatsServer
+from tests.support.worker_processes import WorkerProcess, start_worker
+
+pytestmark = pytest.mark.nats
+
+BLOCKS_IN_MEMORY, PLACES_IN_FILES = 32, 256
+PROMPT_TOKENS = 20 * BLOCK + 5
+HASH_BYTES = 8
+START_S_MAX = 120.0
+SETTINGS = {
+    "engine": "simulated",
+    "sim_prefill_tokens_per_s": "0",
+    "sim_prefill_base_s": "0",
+    "sim_decode_base_s": "0",
+    "sim_transfer_base_s": "0",
+    "kv_copy_uses_min": "0",
+}
+STORE = {
+    "role": "store",
+    "store_memory_bytes": str(BLOCKS_IN_MEMORY * BLOCK_BYTES_COUNTED_MIN),
+    "store_files_bytes": str(PLACES_IN_FILES * BLOCK_BYTES_COUNTED_MIN),
+}
+
+
+def draw(seed: int) -> list[int]:
+    return random.Random(seed).choices(range(200, 2000), k=PROMPT_TOKENS)
+
+
+@dataclass
+class World:
+    nats: NatsServer
+    folder: Path
+    workers: dict[str, WorkerProcess]
+
+    def start(self, name: str, **settings: str) -> WorkerProcess:
+        self.workers[name] = start_worker(
+            self.nats.url, name, self.folder, environ={"BATON_STATE_DIR": str(self.folder)}, **{**SETTINGS, **settings}
+        )
+        return self.workers[name]
+
+    def start_store(self) -> WorkerProcess:
+        return self.start("s1", **STORE)
+
+    def spoil(self) -> None:
+        """Every block in the store's files has a byte that is not its own."""
+        file = self.folder / "kv-store" / "s1" / "blocks"
+        data = bytearray(file.read_bytes())
+        for at in range(0, len(data), HASH_BYTES):  # a simulated block
+            data[at] ^= 0xFF
+        file.write_bytes(data)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    with NatsServer(tmp_path) as nats:
+        world = World(nats, tmp_path, {})
+        try:
+            yield world
+        finally:
+            for worker in world.workers.values():
+                worker.kill()
+
+
+@asynccontextmanager
+async def driver_of(world: World) -> AsyncIterator[Driver]:
+    async with Tap(world.nats.url) as tap, driving(tap) as driver:
+
+        def are_ready() -> bool:  # as they say now: records outlive who is killed
+            for name, worker in world.workers.items():
+                assert worker.process.poll() is None, (name, worker.process.poll(), worker.log.read_text())
+            return all((load := tap.loads.get(name)) and load.phase is WorkerPhase.READY for name in world.workers)
+
+        await tap.until(are_ready, "all workers are ready", START_S_MAX)
+        yield driver
+
+
+async def snapshot(driver: Driver) -> KvSnapshot:
+    return await driver.bus.ask(KV_SNAPSHOT, AskKvSnapshot(worker_id=WorkerId("s1")), timeout_s=START_S_MAX)
+
+
+async def until_saved(driver: Driver, blocks: int) -> KvSnapshot:
+    """Until so many blocks are in files, as routers are told."""
+    heard = lambda: driver.tap.loads["s1"].digest  # noqa: E731
+    while len((found := await snapshot(driver)).disk_hashes) < blocks * HASH_BYTES:
+        before = heard()
+        await driver.tap.until(lambda before=before: heard() != before, "more is saved")
+    return found
+
+
+def damaged(driver: Driver) -> int:
+    state = driver.tap.loads["s1"].store
+    return state.damaged_blocks_total if state is not None else 0
+
+
+async def read(driver: Driver, prompt: list[int]) -> int:
+    """Have d1 compute the prompt with the store as its only source; how many tokens came from there."""
+    answer = await driver.leg("d1", LegKind.AGGREGATED, prompt, kv_sources=[driver.source("s1")])
+    assert answer.token_ids == await driver.alone("p1", prompt)
+    return transfer_report_of(answer).fetched_tokens
+
+
+async def test_copies_survive_their_source_and_the_store_s_own_death(world: World):
+    world.start("p1", role="prefill")
+    world.start("d1", role="decode")
+    world.start_store()
+    prompts = [draw(seed) for seed in range(4)]  # two and a half times what fits into memory
+    full = PROMPT_TOKENS // BLOCK
+    async with driver_of(world) as driver:
+        assert driver.tap.loads["s1"].role is Role.STORE
+        for prompt in prompts:
+            await driver.leg("p1", LegKind.AGGREGATED, prompt)
+            copied = await driver.fetch("s1", prompt, driver.source("p1"))
+            assert (copied.held, copied.fetched, copied.failure) == (0, full, "")
+            await until_saved(driver, full * (prompts.index(prompt) + 1))
+        told = await snapshot(driver)
+        assert len(told.host_hashes) == BLOCKS_IN_MEMORY * HASH_BYTES
+        assert (told.hashes, len(told.disk_hashes)) == (b"", 4 * full * HASH_BYTES)
+
+        refused = await driver.leg("s1", LegKind.AGGREGATED, prompts[0])
+        assert refused.failure is not None
+        assert refused.failure.reason is Reason.WORKER_BUSY
+        again = await driver.fetch("s1", prompts[0], driver.source("p1"))
+        assert (again.held, again.fetched) == (full, 0)
+        assert await read(driver, prompts[0]) == full * BLOCK  # from files
+
+    world.workers.pop("s1").kill()
+    world.start_store()
+    async with driver_of(world) as driver:
+        assert len((await until_saved(driver, 4 * full)).host_hashes) == 0
+        assert await read(driver, prompts[1]) == full * BLOCK
+
+    assert world.workers.pop("s1").stop() == 0
+    world.spoil()
+    world.start_store()
+    async with driver_of(world) as driver:
+        assert await read(driver, prompts[2]) == 0
+        await driver.tap.until_settled("p1", "d1", "s1")
+        left = await snapshot(driver)
+        assert (left.host_hashes, len(left.disk_hashes)) == (b"", 3 * full * HASH_BYTES)
+        await driver.tap.until(lambda: damaged(driver) == full, "what was damaged is told")
+
+
+async def test_workers_copy_to_a_store_what_is_used_twice_and_nothing_else(world: World):
+    world.start("p1", kv_copy_uses_min="2")
+    world.start_store()
+    once, twice = draw(10), draw(11)
+    full = PROMPT_TOKENS // BLOCK
+    async with driver_of(world) as driver:
+        for prompt in (twice, once, twice):
+            await driver.leg("p1", LegKind.AGGREGATED, prompt)
+
+        told = await until_saved(driver, full)
+        assert len(told.disk_hashes) == full * HASH_BYTES
+        assert (await driver.fetch("s1", twice)).held == full
+        assert (await driver.fetch("s1", once)).held == 0

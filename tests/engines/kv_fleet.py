@@ -1,0 +1,164 @@
+"""A whole system with real engines whose NATS belongs to the test: one endpoint that streams each handoff and one that
+does not, a worker that serves a second name with a cache hit threshold of its own, and a store.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.support.kv_driver import Driver, body, driving
+from tests.support.kv_tap import Tap
+from tests.support.nats_server import NatsServer, free_port
+from tests.support.processes import service_process
+from tests.support.system import System, until
+from tests.support.worker_processes import WorkerProcess, start_worker
+
+PREFILL, DECODE, PICKY, STORE = "prefill-1", "decode-1", "decode-2", "store-1"
+STORE_BYTES = str(64 << 20)
+"""Of memory, and of files."""
+PICKY_MODEL = "picky"
+"""A second name of the model that only the picky worker has."""
+PICKY_THRESHOLD = 0.8
+ENGINES_START_S_MAX = 400.0
+ANSWER_S_MAX = 120.0
+STREAM_ALL, STREAM_NONE = "0", "-1"
+"""ROUTER_STREAM_TOKENS_MIN of the two endpoints."""
+
+
+@dataclass
+class Fleet:
+    """See the module."""
+
+    nats: NatsServer
+    system: System
+    endpoints: dict[str, str]
+    """``streamed`` and ``offered``: how the handoff goes there."""
+    folder: Path
+    store: WorkerProcess
+
+    def restart_store(self) -> None:
+        """Killed, and started again as it was."""
+        self.store.kill()
+        self.store = start_store(self.nats, self.folder)
+
+
+def start_store(nats: NatsServer, folder: Path) -> WorkerProcess:
+    """Whatever the files of an earlier one hold, it has."""
+    sizes = {"store_memory_bytes": STORE_BYTES, "store_files_bytes": STORE_BYTES}
+    return start_worker(nats.url, STORE, folder, role="store", store_dir=str(folder / "kv-store"), **sizes)
+
+
+@contextmanager
+def kv_fleet(folder: Path, **variables: str) -> Iterator[Fleet]:
+    """Three engines: start it once."""
+    offered = free_port()
+    by_nobody = {"WORKER_KV_COPY_USES_MIN": "0"}  # the store has what a test tells it to take, and nothing else
+    env = {"ROUTER_STREAM_TOKENS_MIN": STREAM_ALL, **by_nobody, **variables}
+    with (
+        NatsServer(folder) as nats,
+        System(folder / "state", "--prefill", "1", "--decode", "1", nats_url=nats.url, env=env) as system,
+        service_process(
+            "router",
+            folder,
+            BATON_NATS_URL=nats.url,
+            ROUTER_PORT=str(offered),
+            ROUTER_STREAM_TOKENS_MIN=STREAM_NONE,
+        ),
+    ):
+        picky = start_worker(
+            nats.url,
+            PICKY,
+            folder,
+            environ={**by_nobody, **variables},
+            role="decode",
+            cache_hit_threshold=str(PICKY_THRESHOLD),
+            engine_args=f"--served-model-name baton-tiny {PICKY_MODEL}",
+            cpu_cores=str(max(os.sched_getaffinity(0))),
+        )
+        endpoints = {"streamed": system.endpoint, "offered": f"http://127.0.0.1:{offered}"}
+        fleet = Fleet(nats, system, endpoints, folder, start_store(nats, folder))
+        try:
+            system.wait_ready(ENGINES_START_S_MAX)
+            until(lambda: all(exact(url) == 4 for url in endpoints.values()), "all indexes are exact", 120.0)
+            yield fleet
+        finally:
+            picky.kill()
+            fleet.store.kill()
+
+
+def exact(url: str) -> int:
+    """Workers whose blocks that router knows exactly."""
+    try:
+        text = httpx.get(f"{url}/metrics", trust_env=False).text
+    except httpx.HTTPError:
+        return 0
+    return sum('state="exact"' in line and line.endswith(" 1.0") for line in text.splitlines())
+
+
+@dataclass(frozen=True)
+class Said:
+    """An HTTP answer."""
+
+    status: int
+    request_id: str
+    json: dict[str, Any]
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        (choice,) = self.json["choices"]
+        return choice
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.choice["token_ids"]
+
+
+@dataclass
+class Client:
+    """Asks over HTTP, and drives workers directly."""
+
+    fleet: Fleet
+    http: httpx.AsyncClient
+    tap: Tap
+    driver: Driver
+
+    async def ask(self, prompt: Sequence[int] | str, mode: str = "auto", by: str = "streamed", **fields: Any) -> Said:
+        """A greedy completion. ``by`` is the endpoint."""
+        asked = {**body([]), "prompt": prompt, "return_token_ids": True, **fields}
+        url = f"{self.fleet.endpoints[by]}/v1/completions"
+        answer = await self.http.post(url, json=asked, headers={"x-baton-mode": mode})
+        return Said(answer.status_code, answer.headers.get("x-request-id", ""), answer.json())
+
+    async def events(self, prompt: Sequence[int], mode: str = "auto", **fields: Any) -> list[dict[str, Any]]:
+        """The same, streamed; all events."""
+        asked = {**body(prompt), "return_token_ids": True, **fields, "stream": True}
+        url = f"{self.fleet.endpoints['streamed']}/v1/completions"
+        async with self.http.stream("POST", url, json=asked, headers={"x-baton-mode": mode}) as answer:
+            assert answer.status_code == 200, await answer.aread()
+            lines = [line.removeprefix("data: ") async for line in answer.aiter_lines() if line]
+        return [json.loads(line) for line in lines if line != "[DONE]"]
+
+    async def alone(self, prompt: Sequence[int], tokens: int = 16) -> list[int]:
+        """What one engine says that computes everything itself."""
+        return await self.driver.alone(PREFILL, prompt, tokens)
+
+
+@asynccontextmanager
+async def client_of(fleet: Fleet) -> AsyncIterator[Client]:
+    """Everything that one test needs of the fleet."""
+    timeout = httpx.Timeout(ANSWER_S_MAX)
+    async with (
+        httpx.AsyncClient(timeout=timeout, trust_env=False) as http,
+        Tap(fleet.nats.url) as tap,
+        driving(tap) as driver,
+    ):
+        await tap.until(lambda: {PREFILL, DECODE, PICKY} <= tap.loads.keys(), "all workers say how busy they are")
+        yield Client(fleet, http, tap, driver)

@@ -1,0 +1,177 @@
+"""The KV exchange between two real engines, seen by whoever drives their workers."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from shared.contracts.channels import KV_HANDSHAKE
+from shared.contracts.ids import WorkerId
+from shared.contracts.inference import LegKind
+from shared.contracts.kv_exchange import KvLedgerState, KvSource
+from shared.contracts.kv_handshake import AskKvHandshake
+from tests.engines.test_handover import completion, prompt_of
+from tests.support.worker_processes import handoff
+
+pytestmark = pytest.mark.vllm
+
+BLOCK = 32
+
+
+def adds_up(transfer_report) -> bool:
+    return (
+        transfer_report.local_tokens + transfer_report.fetched_tokens + transfer_report.recomputed_tokens
+        == transfer_report.prompt_tokens
+    )
+
+
+def source(worker, **more) -> KvSource:
+    return KvSource(worker_id=worker.worker_id, epoch=worker.record.epoch, **more)
+
+
+async def ledger(router, worker) -> KvLedgerState:
+    """As it is now."""
+    return (await router.load_where(worker, lambda load: load.exchange is not None)).exchange
+
+
+async def released(router, worker, before: KvLedgerState) -> None:
+    """Until one more lease was given back and nothing more is leased than before."""
+    await router.load_where(
+        worker,
+        lambda load: (
+            load.exchange.leases_released_total > before.leases_released_total
+            and load.exchange.leases <= before.leases
+            and load.exchange.pinned_blocks <= before.pinned_blocks
+        ),
+    )
+
+
+async def test_the_proof_of_a_handoff_adds_up_and_only_the_tail_is_computed(pair, router):
+    before = await ledger(router, pair[0])
+
+    first, second = await router.handed_over(*pair, completion(prompt_of(300, seed=701)))
+
+    transfer_report = second.report.kv
+    assert adds_up(first.report.kv)
+    assert adds_up(transfer_report)
+    assert transfer_report.prompt_tokens == second.report.prompt_tokens
+    assert transfer_report.fetched_tokens == second.report.received_tokens > 0
+    assert transfer_report.recomputed_tokens <= BLOCK
+    (read,) = transfer_report.reads
+    assert (read.worker_id, read.tokens, read.failure) == ("p1", transfer_report.fetched_tokens, "")
+    assert second.report.received_bytes == read.bytes > 0
+    await released(router, pair[0], before)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_a_prompt_is_read_while_it_is_computed(pair, router, stream):
+    prefill, decode = pair
+    body = completion(prompt_of(1500, seed=702 + stream), stream=stream)
+    if stream:
+        body["stream_options"] = {"include_usage": True}
+    before = await ledger(router, prefill)
+
+    first, second = await asyncio.gather(
+        router.leg(prefill, LegKind.PREFILL, body, kv_offer=False),
+        router.leg(decode, LegKind.DECODE, body, kv_sources=[source(prefill, follow=True)]),
+    )
+    alone = await router.leg(prefill, LegKind.AGGREGATED, body)
+
+    assert first.report.kv.offer is None
+    assert second.token_ids == alone.token_ids
+    assert second.report.kv.recomputed_tokens <= BLOCK
+    assert second.report.kv.reads[0].followed
+    usage = second.events()[-1]["usage"] if stream else second.json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == first.report.cached_tokens
+    await released(router, prefill, before)
+
+
+async def test_a_prefill_worker_reads_back_what_the_decode_worker_holds(pair, router):
+    prefill, decode = pair
+    body = completion(prompt_of(400, seed=704))
+    await router.leg(decode, LegKind.AGGREGATED, body)
+    before = await ledger(router, decode)
+
+    first = await router.leg(prefill, LegKind.PREFILL, body, kv_sources=[source(decode)])
+
+    assert first.report.kv.fetched_tokens > 0
+    assert first.report.kv.recomputed_tokens <= BLOCK
+    assert adds_up(first.report.kv)
+    await released(router, decode, before)
+
+
+async def test_an_offer_of_another_life_is_not_read(pair, router):
+    prefill, decode = pair
+    body = completion(prompt_of(300, seed=705))
+    first = await router.leg(prefill, LegKind.PREFILL, body)
+    other = msgspec.structs.replace(first.report.kv.offer, epoch=first.report.kv.offer.epoch + 1)
+
+    second = await router.leg(decode, LegKind.DECODE, body, kv_transfer=msgspec.msgpack.encode(other))
+    alone = await router.leg(decode, LegKind.AGGREGATED, body)
+
+    assert second.report.received_tokens == 0
+    assert second.token_ids == alone.token_ids
+
+
+@pytest.mark.parametrize("garbage", [b"\xc1", b"{}"], ids=str)
+async def test_an_offer_that_cannot_be_read_costs_a_prefill_and_nothing_else(pair, router, garbage):
+    body = completion(prompt_of(100, seed=706))
+
+    second = await router.leg(pair[1], LegKind.DECODE, body, kv_transfer=garbage)
+
+    assert len(second.token_ids) == 24
+
+
+@pytest.mark.parametrize("kind", list(LegKind))
+async def test_no_client_sees_or_gives_the_connectors_parameters(pair, router, kind):
+    hostile = {"baton": "\xc1", "do_remote_prefill": True}
+    body = completion(
+        prompt_of(100, seed=707), kv_transfer_params=hostile, vllm_xargs={"kv_transfer_params": "x", "baton": "x"}
+    )
+
+    answer = await router.leg(pair[1], kind, body)
+
+    assert (answer.status, answer.failure) == (200, None)
+    assert answer.report.kv is not None
+    assert b'baton"' not in answer.body.replace(b"baton-tiny", b"")
+    if answer.body:
+        assert answer.json()["kv_transfer_params"] is None
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_the_proof_of_several_prompts_is_of_all_of_them(pair, router, stream):
+    prompts = [prompt_of(100 + 50 * number, seed=710 + number) for number in range(3)]
+
+    answer = await router.leg(pair[1], LegKind.AGGREGATED, completion(prompts, stream=stream))
+
+    assert answer.report.kv.prompt_tokens == answer.report.prompt_tokens > 300
+    assert adds_up(answer.report.kv)
+
+
+async def test_workers_describe_themselves_with_the_time(pair, router):
+    answers = [
+        await router.bus.ask(
+            KV_HANDSHAKE, AskKvHandshake(worker_id=worker.worker_id, reader_id=WorkerId("test")), timeout_s=5.0
+        )
+        for worker in pair
+        for _again in range(2)
+    ]
+
+    assert [answer.worker_id for answer in answers] == ["p1", "p1", "d1", "d1"]
+    assert answers[0].clock_s < answers[1].clock_s
+    assert answers[0].fingerprint == answers[2].fingerprint == pair[0].record.fingerprint.key()
+
+
+async def test_a_prompt_that_was_offered_and_not_fetched_is_free_when_its_leg_is(pair, router):
+    prefill, decode = pair
+    body = completion(prompt_of(300, seed=708))
+    before = await ledger(router, prefill)
+    first = await router.leg(prefill, LegKind.PREFILL, body)
+    await router.load_where(prefill, lambda load: load.exchange.leases > before.leases)
+
+    leg = await router.start(decode, LegKind.DECODE, body, kv_transfer=handoff(first.report))
+    leg.cancel()
+
+    await released(router, prefill, before)

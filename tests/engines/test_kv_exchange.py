@@ -1,0 +1,311 @@
+"""The KV exchange between real vLLM engines over NIXL: every way in which KV moves gives the tokens of an engine that
+computed everything itself, and the transfer_report says that nothing but the tail was computed twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from shared.contracts.inference import LegKind
+from shared.contracts.load import LoadReport
+from shared.contracts.workers import WorkerPhase
+from tests.engines.kv_fleet import DECODE, PICKY, PREFILL, STORE, Client, Fleet, client_of, kv_fleet
+from tests.support.kv_driver import BLOCK, transfer_report_of
+from tests.support.processes import quietest_cpu
+from tests.support.prompts import VOCABULARY, prompts_with_shared_prefixes
+
+pytestmark = [pytest.mark.vllm, pytest.mark.nats]
+
+WORKERS = (PREFILL, DECODE, PICKY)
+KV_BYTES_PER_TOKEN = 4096
+"""4 layers, keys and values, 2 heads of 64 floats."""
+CACHED_SOON_S = 2.0
+"""Until the router's index knows what an engine has cached, and idle engines have said that they are idle."""
+ABORTS, ABORTING_AT_ONCE, PATIENCE_S_MAX = 200, 8, 1.0
+IDLE_CPU_MAX = 0.1
+CONNECTED_S_MAX, AGAIN_S = 60.0, 0.2
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Tokens are worth fetching from the first block on, so that short prompts say much."""
+    folder: Path = tmp_path_factory.mktemp("kv")
+    with kv_fleet(folder, WORKER_KV_FETCH_MIN_TOKENS=str(BLOCK), ROUTER_FETCH_TOKENS_MIN=str(BLOCK)) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+async def client(fleet: Fleet) -> AsyncIterator[Client]:
+    async with client_of(fleet) as client:
+        yield client
+
+
+def draw(seed: int, tokens: int) -> list[int]:
+    return random.Random(seed).choices(VOCABULARY, k=tokens)
+
+
+def whole_blocks(tokens: int) -> int:
+    """How many of so many tokens lie in full blocks."""
+    return tokens // BLOCK * BLOCK
+
+
+async def test_twenty_prompts_give_the_same_tokens_streamed_and_offered_as_on_one_engine(client: Client):
+    prompts = prompts_with_shared_prefixes(20, shortest=100)
+    alone = [await client.alone(prompt) for prompt in prompts]
+    assert len({tuple(tokens) for tokens in alone}) == len(prompts)
+
+    for handoff in ("streamed", "offered"):
+        for prompt, expected in zip(prompts, alone, strict=True):
+            said = await client.ask(prompt, "disaggregated", by=handoff, cache_salt=handoff)
+            legs = await client.tap.story(said.request_id)
+            prefill, decode = legs[LegKind.PREFILL].transfer_report, legs[LegKind.DECODE].transfer_report
+
+            assert said.token_ids == expected, (handoff, len(prompt), decode)
+            for transfer_report in (prefill, decode):
+                parts = (
+                    transfer_report.local_tokens + transfer_report.fetched_tokens + transfer_report.recomputed_tokens
+                )
+                assert parts == transfer_report.prompt_tokens == len(prompt)
+            assert decode.recomputed_tokens <= BLOCK, (handoff, len(prompt), decode)
+            assert all(read.followed == (handoff == "streamed") for read in decode.reads if read.tokens)
+            assert sum(read.bytes for read in decode.reads) == decode.fetched_tokens * KV_BYTES_PER_TOKEN
+            assert said.json["usage"]["prompt_tokens_details"] is None or (
+                said.json["usage"]["prompt_tokens_details"]["cached_tokens"] == prefill.local_tokens
+            )
+    await client.tap.until_settled(*WORKERS)
+
+
+async def test_streamed_answers_are_the_same_tokens(client: Client):
+    prompt = draw(31, 1500)
+
+    events = await client.events(prompt, "disaggregated")
+
+    tokens = [token for event in events for choice in event["choices"] for token in choice["token_ids"] or []]
+    assert tokens == await client.alone(prompt)
+
+
+async def test_the_next_turn_fetches_what_the_decode_engine_generated(client: Client):
+    first = draw(41, 20 * BLOCK)
+    said = await client.ask(first, "disaggregated", max_tokens=10 * BLOCK, baton={"decode_worker": DECODE})
+    await asyncio.sleep(CACHED_SOON_S)
+    second = first + said.token_ids + draw(42, 100)
+
+    turn = await client.ask(second, "disaggregated", baton={"sources": [DECODE]})  # see below
+    prefill = (await client.tap.story(turn.request_id))[LegKind.PREFILL].transfer_report
+
+    assert turn.token_ids == await client.alone(second)
+    history = whole_blocks(len(first) + len(said.token_ids) - 1)
+    assert prefill.local_tokens + prefill.fetched_tokens == history, prefill
+    assert prefill.fetched_tokens >= history - len(first), prefill
+    assert [read.tokens for read in prefill.reads if read.tokens] == [prefill.fetched_tokens]
+
+
+async def test_an_edited_and_a_shortened_history_match_less_and_are_never_wrong(client: Client):
+    first = draw(51, 20 * BLOCK)
+    said = await client.ask(first, "disaggregated", max_tokens=15 * BLOCK, baton={"decode_worker": DECODE})
+    await asyncio.sleep(CACHED_SOON_S)
+    history = first + said.token_ids
+    edited = [*history[: 26 * BLOCK + 7], 77, *history[26 * BLOCK + 8 :], *draw(52, 40)]
+    shortened = history[: 32 * BLOCK + 3] + draw(53, 300)
+
+    for prompt, same in ((edited, 26 * BLOCK), (shortened, 32 * BLOCK)):
+        # Whether to fetch so little is placement's to decide, by how busy it finds the workers: here it is told to.
+        turn = await client.ask(prompt, "disaggregated", baton={"sources": [DECODE]})
+        prefill = (await client.tap.story(turn.request_id))[LegKind.PREFILL].transfer_report
+
+        assert turn.token_ids == await client.alone(prompt)
+        assert prefill.local_tokens + prefill.fetched_tokens == same, prefill
+        assert prefill.recomputed_tokens == len(prompt) - same
+
+
+async def test_one_prompt_is_read_from_two_holders(client: Client):
+    prompt = draw(61, 40 * BLOCK + 5)
+    await client.driver.leg(PREFILL, LegKind.AGGREGATED, prompt[: 15 * BLOCK])
+    await client.driver.leg(DECODE, LegKind.AGGREGATED, prompt)
+    sources = [client.driver.source(PREFILL, end=15), client.driver.source(DECODE, first=15)]
+
+    answer = await client.driver.leg(PICKY, LegKind.AGGREGATED, prompt, kv_sources=sources, cache_hit_threshold=0.0)
+
+    transfer_report = transfer_report_of(answer)
+    assert answer.token_ids == await client.alone(prompt)
+    assert [(read.worker_id, read.tokens) for read in transfer_report.reads] == [
+        (PREFILL, 15 * BLOCK),
+        (DECODE, 25 * BLOCK),
+    ]
+    assert transfer_report.recomputed_tokens == 5
+
+
+async def test_what_was_prefetched_is_cached_and_no_token_was_computed(client: Client):
+    prompt = draw(71, 30 * BLOCK + 1)
+    await client.driver.leg(PREFILL, LegKind.AGGREGATED, prompt)
+    before = client.tap.loads[PICKY]
+
+    fetched = await client.driver.fetch(PICKY, prompt, client.driver.source(PREFILL))
+    again = await client.driver.fetch(PICKY, prompt, client.driver.source(PREFILL))
+    await asyncio.sleep(CACHED_SOON_S)
+
+    after = client.tap.loads[PICKY]
+    assert (fetched.held, fetched.fetched, fetched.failure) == (0, 30, "")
+    assert fetched.bytes == 30 * BLOCK * KV_BYTES_PER_TOKEN
+    assert (again.held, again.fetched) == (30, 0)
+    assert after.computed_tokens_total == before.computed_tokens_total
+    assert after.generation_tokens_total == before.generation_tokens_total
+    answer = await client.driver.leg(PICKY, LegKind.AGGREGATED, prompt)
+    assert transfer_report_of(answer).local_tokens == 30 * BLOCK
+    assert answer.token_ids == await client.alone(prompt)
+    await client.tap.until_settled(*WORKERS)
+
+
+async def test_a_request_below_its_cache_hit_threshold_is_refused_uncomputed(client: Client):
+    """The four requests of vLLM PR #24520; the last meets the worker's own threshold."""
+    base = draw(81, 1000)
+
+    async def served(seed: int, shared: int, **fields: float) -> bool:
+        prompt = base[:shared] + draw(seed, 1000 - shared)
+        before = client.tap.loads[PICKY].computed_tokens_total
+        said = await client.ask(prompt, model="picky", **fields)
+        assert said.status == 200, said
+        if said.choice["finish_reason"] == "cache_threshold":
+            assert said.choice["text"] == ""
+            assert not said.choice["token_ids"]
+            assert said.json["usage"]["completion_tokens"] == 0
+            await asyncio.sleep(CACHED_SOON_S)
+            assert client.tap.loads[PICKY].computed_tokens_total == before
+            return False
+        assert len(said.token_ids) == 16
+        assert said.token_ids == await client.alone(prompt)
+        return True
+
+    assert await served(82, 0, cache_hit_threshold=0.0)
+    warm = await client.ask(base, model="picky", cache_hit_threshold=0.0)
+    assert len(warm.token_ids) == 16
+    assert not await served(83, 280, cache_hit_threshold=0.33)
+    assert await served(84, 400, cache_hit_threshold=0.33)
+    assert not await served(85, 410)
+
+
+async def test_the_thresholds_ends_streams_and_empty_prompts(client: Client):
+    cold = draw(91, 300)
+
+    events = await client.events(cold, model="picky", cache_hit_threshold=1.0)
+    empty = await client.ask("", model="picky", cache_hit_threshold=0.5)
+    none = await client.ask([], model="picky", cache_hit_threshold=0.5)
+    wrong = [await client.ask(cold, model="picky", cache_hit_threshold=value) for value in (-0.1, 1.1, "x")]
+
+    assert [choice["finish_reason"] for choice in events[-1]["choices"]] == ["cache_threshold"]
+    assert not any(choice["text"] for event in events for choice in event["choices"])
+    assert (empty.status, none.status) == (400, 400), "vLLM's own answer"
+    assert [said.status for said in wrong] == [400] * 3
+    assert all("cache_hit_threshold" in said.json["error"]["message"] for said in wrong)
+
+
+async def test_a_prefill_leg_is_exempt_and_what_can_be_fetched_counts(client: Client):
+    cold = draw(95, 700)
+
+    for handoff in ("streamed", "offered"):
+        said = await client.ask(cold, "disaggregated", by=handoff, cache_salt=handoff, cache_hit_threshold=0.9)
+
+        assert said.token_ids == await client.alone(cold)
+
+
+async def test_two_hundred_requests_with_random_aborts_leave_nothing_pinned(client: Client):
+    dice, turn = random.Random(7), asyncio.Semaphore(ABORTING_AT_ONCE)
+    ended = {"answered": 0, "left": 0}
+
+    async def ask_and_maybe_leave(number: int) -> None:
+        async with turn:
+            asking = client.ask(
+                draw(1000 + number, dice.randint(40, 900)),
+                "disaggregated",
+                by=dice.choice(("streamed", "offered")),
+                max_tokens=dice.randint(1, 24),
+            )
+            try:
+                said = await asyncio.wait_for(asking, dice.uniform(0.01, PATIENCE_S_MAX))
+                assert said.status == 200, said
+                ended["answered"] += 1
+            except (TimeoutError, httpx.HTTPError):
+                ended["left"] += 1
+
+    await asyncio.gather(*(ask_and_maybe_leave(number) for number in range(ABORTS)))
+    begun_at = time.monotonic()
+    await client.tap.until_settled(*WORKERS)
+
+    print(f"\n{ended}, nothing pinned {time.monotonic() - begun_at:.1f} s after the last")
+    assert min(ended.values()) > 0
+    prompt = draw(99, 500)
+    assert (await client.ask(prompt, "disaggregated")).token_ids == await client.alone(prompt)
+
+
+async def test_engines_that_serve_nobody_rest_pinned_leases_or_not(client: Client, fleet: Fleet):
+    await client.tap.until_settled(*WORKERS)
+    trees = [[process, *process.children(True)] for process in map(psutil.Process, worker_pids(fleet))]
+
+    offer = await client.driver.offered(PREFILL, draw(101, 2000))
+    await asyncio.sleep(CACHED_SOON_S)
+    pinned = client.tap.ledger(PREFILL).pinned_blocks
+    used = await asyncio.to_thread(quietest_cpu, trees, enough=IDLE_CPU_MAX)
+
+    print(f"\nidle CPU with {pinned} blocks pinned: {used}")
+    assert pinned == 2000 // BLOCK
+    assert offer.until_s > time.monotonic()
+    assert used < IDLE_CPU_MAX
+    await client.driver.taken(DECODE, draw(101, 2000), offer)
+    await client.tap.until_settled(*WORKERS)
+
+
+def worker_pids(fleet: Fleet) -> list[int]:
+    return [fleet.system.worker_pid(worker) for worker in (PREFILL, DECODE)]
+
+
+async def test_a_prompt_goes_from_its_prefill_worker_to_a_store_and_after_its_restart_to_decode_workers(client: Client):
+    driver, tap, prompt = client.driver, client.tap, draw(171, 20 * BLOCK + 9)
+    alone = await client.alone(prompt)
+    warm = draw(172, BLOCK)
+    for one in (warm, prompt):
+        await driver.leg(PREFILL, LegKind.AGGREGATED, one, cache_hit_threshold=0.0)
+    await until_read(client, STORE, PREFILL, warm)
+
+    copied = await driver.fetch(STORE, prompt, driver.source(PREFILL))
+    assert (copied.held, copied.fetched, copied.failure) == (0, 20, "")
+    assert copied.bytes == 20 * BLOCK * KV_BYTES_PER_TOKEN
+    await tap.until(lambda: tap.loads[STORE].digest.count == 42, "each block is in memory and in files")
+    assert (await driver.fetch(STORE, prompt, driver.source(PREFILL))).held == 20
+
+    for reader, kind in ((DECODE, "memory"), (PICKY, "files")):
+        await until_read(client, reader, STORE, warm)
+        answer = await driver.leg(
+            reader, LegKind.AGGREGATED, prompt, kv_sources=[driver.source(STORE)], cache_hit_threshold=0.0
+        )
+        transfer_report = transfer_report_of(answer)
+        assert answer.token_ids == alone, (kind, transfer_report)
+        assert (transfer_report.fetched_tokens, transfer_report.recomputed_tokens) == (20 * BLOCK, 9), (
+            kind,
+            transfer_report,
+        )
+        if kind == "memory":
+            before = tap.loads[STORE].epoch
+            client.fleet.restart_store()
+            await tap.until(lambda before=before: is_ready_since(tap.loads[STORE], before), "the store is back", 120.0)
+            assert tap.loads[STORE].digest.count == 21
+    await tap.until_settled(STORE, *WORKERS)
+
+
+async def until_read(client: Client, reader: str, source: str, prompt: list[int]) -> None:
+    """Until ``reader`` has the prompt's blocks from ``source``: on a busy machine it takes time to be connected."""
+    async with asyncio.timeout(CONNECTED_S_MAX):
+        while (await client.driver.fetch(reader, prompt, client.driver.source(source))).failure:
+            await asyncio.sleep(AGAIN_S)
+
+
+def is_ready_since(load: LoadReport, epoch: int) -> bool:
+    """Whether a later life of the worker is ready."""
+    return load.epoch > epoch and load.phase is WorkerPhase.READY

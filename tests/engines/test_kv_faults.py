@@ -1,0 +1,288 @@
+"""Whatever breaks in the middle of a KV exchange between real engines: the tokens are those of an engine that computed
+everything itself, or there is a clear error in time; and nothing stays pinned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from shared.bus.streams import LegFailed
+from shared.contracts.channels import KV_GRANT
+from shared.contracts.failures import Reason
+from shared.contracts.inference import LegKind
+from tests.engines.kv_forgeries import FORGERIES, GARBLED, Garbled
+from tests.engines.kv_pair import (
+    DECODE,
+    LEASE_S,
+    LEG_S_MAX,
+    PREFILL,
+    Pair,
+    begun,
+    draw,
+    driver_of,
+    kill,
+    kv_pair,
+    packed,
+    reads,
+    report_of,
+    rest,
+    tokens_of,
+    two_that_do_not_fit,
+)
+from tests.support.kv_driver import BLOCK, TOKENS, Driver, transfer_report_of
+
+pytestmark = [pytest.mark.vllm, pytest.mark.nats]
+
+EXPIRED_S_MAX = LEASE_S + 30.0
+PROMPT = 12 * BLOCK + 9
+"""Small enough that the decode engine holds four of them."""
+NATS_BACK_S_MAX = 60.0
+LATE_S = 0.5
+"""After the end of a lease. A frozen holder is let go on before the reader hangs up: UCX aborts a process that finds the
+requests of somebody who has hung up.
+"""
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with kv_pair(tmp_path_factory.mktemp("kv-faults")) as pair:
+        yield pair
+
+
+@pytest.fixture
+async def driver(pair: Pair) -> AsyncIterator[Driver]:
+    """Each test leaves nothing pinned, read or served."""
+    async with driver_of(pair) as driver:
+        yield driver
+        await driver.tap.until_settled(PREFILL, DECODE, s_max=EXPIRED_S_MAX)
+
+
+async def test_a_handoff_over_tcp_works_offered_and_followed(pair: Pair, driver: Driver):
+    prompt = draw(1, 40 * BLOCK + 3)
+
+    offered = await driver.taken(DECODE, prompt, await driver.offered(PREFILL, prompt))
+    salted = {"fields": {"cache_salt": "followed"}}
+    follow = [driver.source(PREFILL, follow=True)]
+    prefill, followed = await asyncio.gather(
+        driver.leg(PREFILL, LegKind.PREFILL, prompt, kv_offer=False, **salted),
+        driver.leg(DECODE, LegKind.DECODE, prompt, kv_sources=follow, **salted),
+    )
+
+    expected = await driver.alone(PREFILL, prompt)
+    assert offered.token_ids == followed.token_ids == expected
+    assert transfer_report_of(offered).recomputed_tokens == transfer_report_of(followed).recomputed_tokens == 3
+    assert transfer_report_of(prefill).offer is None
+    grants = [grant for grant in driver.tap.grants if grant.reader_id == DECODE and grant.block_ids]
+    assert len(grants) > 2, "a followed prompt is granted chunk by chunk"
+
+
+async def test_blocks_whose_lease_ended_before_the_read_are_computed(driver: Driver):
+    prompt = draw(2, PROMPT)
+    offer = await driver.offered(PREFILL, prompt)
+    await driver.tap.until_settled(PREFILL, s_max=EXPIRED_S_MAX)
+    assert time.monotonic() > offer.until_s - 0.5
+
+    answer = await driver.taken(DECODE, prompt, offer)
+
+    transfer_report = transfer_report_of(answer)
+    assert answer.token_ids == await driver.alone(PREFILL, prompt)
+    assert all(read.tokens == 0 or read.read_at > offer.until_s for read in transfer_report.reads), transfer_report
+
+
+async def test_blocks_whose_lease_ends_during_the_read_are_not_used(pair: Pair, driver: Driver):
+    prompt = draw(3, PROMPT)
+    expected = await driver.alone(PREFILL, prompt)
+    offer = await driver.offered(PREFILL, prompt)
+
+    with pair.frozen_prefill_engine():
+        reading = asyncio.create_task(driver.taken(DECODE, prompt, offer, deadline_s=LEG_S_MAX))
+        await reads(driver, 1)
+        await asyncio.sleep(offer.until_s - time.monotonic() + LATE_S)  # the lease's own time is what is waited for
+    answer = await reading
+
+    transfer_report = transfer_report_of(answer)
+    print(
+        f"\n{time.monotonic() - offer.until_s:.1f} s after the lease: {[read.failure for read in transfer_report.reads]}"
+    )
+    assert answer.token_ids == expected
+    assert transfer_report.fetched_tokens == 0
+    assert any(read.failure for read in transfer_report.reads)
+
+
+async def test_a_corrupted_or_stale_grant_is_not_believed(pair: Pair, driver: Driver):
+    prompts = {name: draw(40 + number, PROMPT) for number, name in enumerate(FORGERIES)}
+    expected = {name: await driver.alone(PREFILL, prompt) for name, prompt in prompts.items()}
+
+    with pair.frozen_prefill_engine():
+        for name, forge in FORGERIES.items():
+            known = len(driver.tap.leases)
+            begun_at = time.monotonic()
+            leg = await driver.start(
+                DECODE, LegKind.DECODE, prompts[name], kv_sources=[driver.source(PREFILL)], deadline_s=LEG_S_MAX
+            )
+            ask = (await driver.tap.until(lambda known=known: driver.tap.leases[known:], "decode asks"))[0]
+            lie = forge(ask)
+            await driver.bus.publish(GARBLED if isinstance(lie, Garbled) else KV_GRANT, lie)
+
+            assert tokens_of(await rest(leg)) == expected[name], name
+            print(f"\n{name}: computed after {time.monotonic() - begun_at:.1f} s", end="")
+
+
+async def test_a_client_that_leaves_at_any_phase_leaves_nothing_behind(pair: Pair, driver: Driver):
+    tap = driver.tap
+
+    prefilling = await driver.start(PREFILL, LegKind.PREFILL, draw(50, 1900))
+    await tap.until(lambda: tap.loads[PREFILL].running, "it is prefilling")
+    prefilling.cancel()
+    await tap.until_settled(PREFILL)
+
+    offer = await driver.offered(PREFILL, draw(51, PROMPT))
+    with pair.frozen_prefill_engine():
+        asked = len(tap.leases)
+        asking = await driver.start(DECODE, LegKind.DECODE, draw(52, PROMPT), kv_sources=[driver.source(PREFILL)])
+        following = [driver.source(PREFILL, follow=True)]
+        waiting = await driver.start(DECODE, LegKind.DECODE, draw(53, PROMPT), kv_sources=following)
+        await tap.until(lambda: len(tap.leases) >= asked + 2, "both ask")
+        reading = await driver.start(DECODE, LegKind.DECODE, draw(51, PROMPT), kv_transfer=packed(offer))
+        await reads(driver, 3)
+        for leg in (asking, waiting, reading):
+            leg.cancel()
+        await tap.until(lambda: not tap.loads[DECODE].legs, "the legs are over")
+    await tap.until_settled(PREFILL, DECODE, s_max=0.9 * LEASE_S)
+
+    decoding = await driver.start(DECODE, LegKind.DECODE, draw(54, PROMPT), fields={"stream": True, "max_tokens": 900})
+    await begun(decoding)
+    decoding.cancel()
+    await tap.until_settled(DECODE)
+
+
+async def test_a_preempted_decode_request_fetches_again_and_computes_only_its_tail(pair: Pair, driver: Driver):
+    first, second = draw(60, 30 * BLOCK), draw(61, 30 * BLOCK)
+    expected = await driver.alone(PREFILL, second, 60)
+
+    hungry, victim = await two_that_do_not_fit(driver, first, second)
+    await rest(hungry)
+    frames = await rest(victim)
+    _report, transfer_report = report_of(frames)
+
+    print(f"\n{transfer_report}")
+    assert tokens_of(frames) == expected
+    assert transfer_report.preemptions >= 1
+    assert transfer_report.refetched_tokens > 0
+    assert transfer_report.reprefilled_tokens <= 60 + BLOCK
+    assert transfer_report.recomputed_tokens <= BLOCK
+
+
+async def test_a_preempted_request_below_its_threshold_is_bounced(pair: Pair, driver: Driver):
+    first, second = draw(62, 30 * BLOCK), draw(63, 30 * BLOCK)
+
+    hungry, victim = await two_that_do_not_fit(driver, first, second, cache_hit_threshold=0.9)
+    frames = await begun(victim)
+    with pair.frozen_prefill_engine():
+        await rest(hungry)
+        frames = await rest(victim, frames)
+
+    report, transfer_report = report_of(frames)
+    assert transfer_report.refused
+    assert transfer_report.preemptions == 1
+    assert report.finish_reason == "cache_threshold"
+    assert b'"cache_threshold"' in b"".join(frame.data for frame in frames)
+
+
+async def test_a_handoff_goes_on_when_nats_comes_back(pair: Pair, driver: Driver):
+    prompt, followed = draw(70, PROMPT), draw(71, PROMPT)
+    expected = [await driver.alone(PREFILL, one) for one in (prompt, followed)]
+    offer = await driver.offered(PREFILL, prompt)
+    with pair.frozen_prefill_engine():
+        asked = len(driver.tap.leases)
+        lost = await driver.start(DECODE, LegKind.DECODE, followed, kv_sources=[driver.source(PREFILL, follow=True)])
+        await driver.tap.until(lambda: driver.tap.leases[asked:], "decode follows")
+        pair.nats.kill()
+        with pytest.raises(LegFailed) as failed:
+            await rest(lost)
+        pair.nats.start()
+
+    driver.tap.loads.clear()
+    await driver.tap.until(lambda: {PREFILL, DECODE} <= driver.tap.loads.keys(), "both are heard", NATS_BACK_S_MAX)
+    answer = await driver.taken(DECODE, prompt, offer)
+    again = await driver.taken(DECODE, followed, await driver.offered(PREFILL, followed))
+
+    assert failed.value.failure.reason is Reason.BUS_DOWN
+    assert [answer.token_ids, again.token_ids] == expected
+    assert transfer_report_of(again).recomputed_tokens <= BLOCK
+
+
+async def test_a_prefill_engine_that_dies_while_it_is_followed_and_its_next_life(pair: Pair, driver: Driver):
+    prompt, before = draw(80, 1800), draw(81, PROMPT)
+    expected = [await driver.alone(PREFILL, one) for one in (prompt, before)]
+    old_offer = await driver.offered(PREFILL, before)
+    old_source = driver.source(PREFILL)
+    known = len(driver.tap.grants)
+    await driver.start(PREFILL, LegKind.PREFILL, prompt, kv_offer=False)
+    leg = await driver.start(DECODE, LegKind.DECODE, prompt, kv_sources=[driver.source(PREFILL, follow=True)])
+    granted = lambda: [grant for grant in driver.tap.grants[known:] if grant.block_ids]  # noqa: E731
+    await driver.tap.until(granted, "the first chunk is granted")
+
+    pair.prefill.kill()
+    killed_at = time.monotonic()
+    assert tokens_of(await rest(leg)) == expected[0]
+    print(f"\nanswered {time.monotonic() - killed_at:.1f} s after the death, {len(granted())} grants before it")
+    await pair.restart_prefill(driver.tap)
+
+    stale = await driver.taken(DECODE, before, old_offer)
+    asked = await driver.leg(DECODE, LegKind.DECODE, before[:-BLOCK], kv_sources=[old_source])
+    fresh = await driver.taken(DECODE, draw(82, PROMPT), await driver.offered(PREFILL, draw(82, PROMPT)))
+
+    assert stale.token_ids == expected[1]
+    assert transfer_report_of(stale).fetched_tokens == 0
+    assert len(asked.token_ids) == TOKENS
+    assert fresh.token_ids == await driver.alone(PREFILL, draw(82, PROMPT))
+    assert transfer_report_of(fresh).recomputed_tokens <= BLOCK
+
+
+async def test_a_prefill_engine_that_dies_harms_none_that_has_read_reads_or_will_read(pair: Pair, driver: Driver):
+    read, reading, unread = (draw(90 + number, PROMPT) for number in range(3))
+    expected = [await driver.alone(PREFILL, prompt, 200) for prompt in (read, reading, unread)]
+    offers = [await driver.offered(PREFILL, prompt) for prompt in (read, reading, unread)]
+    long = {"fields": {"stream": True, "max_tokens": 200}}
+    decoding = await driver.start(DECODE, LegKind.DECODE, read, kv_transfer=packed(offers[0]), **long)
+    frames = await begun(decoding)
+
+    with pair.frozen_prefill_engine() as core:
+        stuck = await driver.start(DECODE, LegKind.DECODE, reading, kv_transfer=packed(offers[1]), **long)
+        await reads(driver, 2)
+        kill(core)
+        killed_at = time.monotonic()
+        late = await driver.start(DECODE, LegKind.DECODE, unread, kv_transfer=packed(offers[2]), **long)
+        answers = [await rest(decoding, frames), await rest(stuck), await rest(late)]
+
+    print(f"\nall answered {time.monotonic() - killed_at:.1f} s after the death")
+    assert [tokens_of(frames) for frames in answers] == expected
+    await pair.restart_prefill(driver.tap)
+
+
+async def test_a_decode_engine_that_dies_leaves_nothing_pinned_on_prefill(pair: Pair):
+    async with driver_of(pair) as driver:
+        unread, decoding, followed = draw(100, PROMPT), draw(101, PROMPT), draw(102, 1400)
+        await driver.offered(PREFILL, unread)
+        offer = await driver.offered(PREFILL, decoding)
+        long = {"stream": True, "max_tokens": 900}
+        legs = [await driver.start(DECODE, LegKind.DECODE, decoding, kv_transfer=packed(offer), fields=long)]
+        await begun(legs[0])
+        known = len(driver.tap.grants)
+        await driver.start(PREFILL, LegKind.PREFILL, followed, kv_offer=False)
+        follow = [driver.source(PREFILL, follow=True)]
+        legs.append(await driver.start(DECODE, LegKind.DECODE, followed, kv_sources=follow))
+        await driver.tap.until(lambda: driver.tap.grants[known:], "the first chunk is granted")
+        kill(pair.decode.engine_core())
+
+        for leg in legs:
+            with pytest.raises(LegFailed) as failed:
+                await rest(leg)
+            assert failed.value.failure.reason in {Reason.ENGINE_DEAD, Reason.WORKER_LOST}
+        await driver.tap.until_settled(PREFILL, s_max=EXPIRED_S_MAX)
+        assert await driver.alone(PREFILL, unread)

@@ -1,0 +1,72 @@
+"""Handoffs between real engines of different tensor-parallel sizes: each rank reads the heads that it owns."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from shared.contracts.inference import LegKind
+from tests.support.kv_driver import BLOCK, Driver, driving, transfer_report_of
+from tests.support.kv_tap import Tap
+from tests.support.nats_server import NatsServer
+from tests.support.prompts import VOCABULARY
+from tests.support.worker_processes import start_worker, wait_ready
+
+pytestmark = [pytest.mark.vllm, pytest.mark.nats]
+
+WHOLE, HALVES = "one-rank", "two-ranks"
+TWO_RANKS = {
+    "environ": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    "engine_args": "--tensor-parallel-size 2 --distributed-executor-backend mp",
+}
+
+
+@pytest.fixture(scope="module")
+def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    folder: Path = tmp_path_factory.mktemp("ranks")
+    with NatsServer(folder) as nats:
+        workers = [
+            start_worker(nats.url, WHOLE, folder, role="prefill", cpu_cores="0", max_model_len="2000"),
+            start_worker(nats.url, HALVES, folder, role="decode", cpu_cores="1", max_model_len="2000", **TWO_RANKS),
+        ]
+        try:
+            asyncio.run(wait_ready(nats.url, workers))
+            yield nats
+        finally:
+            for worker in workers:
+                worker.kill()
+
+
+@pytest.fixture
+async def driver(nats: NatsServer) -> AsyncIterator[Driver]:
+    async with Tap(nats.url) as tap, driving(tap) as driver:
+        await tap.until(lambda: {WHOLE, HALVES} <= tap.loads.keys(), "both workers say how busy they are")
+        yield driver
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(WHOLE, HALVES), (HALVES, WHOLE)])
+async def test_a_prompt_is_handed_over_to_an_engine_with_another_number_of_ranks(driver: Driver, prefill, decode):
+    for seed in range(5):
+        prompt = random.Random(f"{prefill}-{seed}").choices(VOCABULARY, k=300 + 100 * seed)
+        alone = await driver.alone(decode, prompt)
+
+        offer = await driver.offered(prefill, prompt)
+        answer = await driver.taken(decode, prompt, offer)
+
+        assert answer.token_ids == alone
+        transfer_report = transfer_report_of(answer)
+        assert transfer_report.fetched_tokens == len(prompt) // BLOCK * BLOCK
+        assert transfer_report.reads[0].failure == ""
+
+
+async def test_ranks_fetch_what_another_engine_has_cached(driver: Driver):
+    prompt = random.Random("fetched").choices(VOCABULARY, k=500)
+    await driver.leg(WHOLE, LegKind.AGGREGATED, prompt)
+
+    fetched = await driver.fetch(HALVES, prompt, driver.source(WHOLE))
+
+    assert (fetched.held, fetched.fetched, fetched.failure) == (0, len(prompt) // BLOCK, "")

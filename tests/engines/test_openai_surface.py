@@ -1,0 +1,160 @@
+"""What clients may ask for is vLLM's business: it must work, or fail, the same on one engine and on two."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from shared.contracts.inference import LegKind
+from tests.engines.test_handover import completion, prompt_of
+
+pytestmark = pytest.mark.vllm
+
+CHAT = {"path": "/v1/chat/completions"}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "start_race",
+        "description": "Fire the gun",
+        "parameters": {"type": "object", "properties": {"lane": {"type": "integer"}}, "required": ["lane"]},
+    },
+}
+
+
+def chat(content: str, **more) -> dict:
+    messages = [{"role": "user", "content": content}]
+    return {"model": "baton-tiny", "messages": messages, "max_tokens": 16, "temperature": 0, **more}
+
+
+SAME_ON_BOTH = {
+    "plain": {},
+    "logprobs": {"logprobs": True, "top_logprobs": 3},
+    "stop string that the first token holds": {"stop": ["a", "e", "i", "o"]},
+    "minimum of tokens": {"min_tokens": 8},
+    "json schema": {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "n", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+        }
+    },
+    "tools in the prompt": {"tools": [TOOL], "tool_choice": "none"},
+    "required tools": {"tools": [TOOL], "tool_choice": "required"},
+    "a named tool": {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "start_race"}}},
+    "seeded sampling": {"temperature": 0.8, "seed": 11},
+    "bad words": {"bad_words": ["the"]},
+    "a cache salt": {"cache_salt": "tenant"},
+    "truncated as fits": {"truncate_prompt_tokens": -1},
+}
+
+
+def without_ids(choices: list[dict]) -> list[dict]:
+    """Tool calls have random ids."""
+    for choice in choices:
+        for call in choice["message"].get("tool_calls") or ():
+            call["id"] = ""
+    return choices
+
+
+@pytest.mark.parametrize("more", SAME_ON_BOTH.values(), ids=SAME_ON_BOTH.keys())
+async def test_chat_options_mean_the_same_on_two_engines_as_on_one(pair, router, more):
+    prefill, decode = pair
+    body = chat(prompt_of(80, seed=200 + list(SAME_ON_BOTH.values()).index(more)), **more)
+
+    _first, second = await router.handed_over(prefill, decode, body, **CHAT)
+    alone = await router.leg(prefill, LegKind.AGGREGATED, body, **CHAT)
+
+    assert second.status == alone.status == 200, (second.body, alone.body)
+    assert without_ids(second.json()["choices"]) == without_ids(alone.json()["choices"])
+    assert second.report.received_tokens > 0
+
+
+async def test_a_streamed_chat_ends_with_done(pair, router):
+    prefill, decode = pair
+    body = chat(prompt_of(60, seed=3), stream=True)
+
+    _first, second = await router.handed_over(prefill, decode, body, **CHAT)
+
+    assert second.body.endswith(b"data: [DONE]\n\n")
+    assert second.events()[0]["choices"][0]["delta"]["role"] == "assistant"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"n": 2, "temperature": 1.0},
+        {"prompt_logprobs": 1},
+        {"echo": True, "logprobs": 1},
+        {"use_beam_search": True, "n": 2},
+    ],
+    ids=str,
+)
+async def test_what_cannot_be_handed_over_is_computed_where_it_is_decoded(pair, router, more):
+    prefill, decode = pair
+    body = completion(prompt_of(70, seed=5), **more)
+
+    first, second = await router.handed_over(prefill, decode, body)
+
+    assert first.report.kv_transfer == b""
+    assert first.report.prompt_tokens == 0
+    assert second.status == 200, second.body
+    assert second.report.received_tokens == 0
+
+
+async def test_several_choices_come_from_one_engine(pair, router):
+    _prefill, decode = pair
+
+    answer = await router.leg(decode, LegKind.AGGREGATED, completion(prompt_of(50, seed=9), n=3, temperature=1.0))
+
+    assert len(answer.json()["choices"]) == 3
+    assert answer.report.completion_tokens == 72
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (completion("x", model="nobody"), 404),
+        (completion("x", max_tokens=-4), 400),
+        (completion("x", max_tokens=1_000_000), 400),
+        (completion("x", stream_options={"include_usage": True}), 400),
+        (b"this is no JSON", 400),
+        (b"[1, 2]", 400),
+    ],
+    ids=["unknown model", "negative", "too long", "options of no stream", "no JSON", "no object"],
+)
+async def test_a_bad_request_is_refused_by_the_prefill_engine_in_vllms_words(pair, router, body, status):
+    prefill, _decode = pair
+
+    answer = await router.leg(prefill, LegKind.PREFILL, body)
+
+    assert answer.status == status
+    assert "message" in json.loads(answer.body)["error"]
+
+
+async def test_an_unknown_path_is_vllms_404(pair, router):
+    prefill, _decode = pair
+
+    answer = await router.leg(prefill, LegKind.AGGREGATED, {}, path="/v1/nothing")
+
+    assert answer.status == 404
+
+
+async def test_other_paths_of_vllms_server_are_served(pair, router):
+    prefill, _decode = pair
+
+    answer = await router.leg(
+        prefill, LegKind.AGGREGATED, {"model": "baton-tiny", "prompt": "one lap"}, path="/tokenize"
+    )
+
+    assert answer.json()["count"] == len(answer.json()["tokens"]) > 0
+
+
+async def test_a_client_cannot_give_orders_to_the_kv_connector(pair, router):
+    prefill, _decode = pair
+    order = {"do_remote_prefill": True, "remote_block_ids": [[1]], "remote_engine_id": "e", "remote_request_id": "r"}
+    order |= {"remote_host": "127.0.0.1", "remote_port": 1, "tp_size": 1}
+
+    answer = await router.leg(prefill, LegKind.AGGREGATED, completion(prompt_of(60, seed=13), kv_transfer_params=order))
+
+    assert answer.status == 200
+    assert answer.report.received_tokens == 0

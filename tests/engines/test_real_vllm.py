@@ -1,0 +1,383 @@
+"""Real vLLM engines with NIXL, everything in place: what one engine computed, the other continues, token for token."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+import uuid
+from collections.abc import Iterator
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import openai
+import psutil
+import pytest
+from openai import OpenAI
+
+from shared.telemetry.span_names import Attribute, SpanName
+from tests.support.nats_server import NatsServer
+from tests.support.otlp_receiver import OtlpReceiver, Span
+from tests.support.processes import quietest_cpu
+from tests.support.prompts import VOCABULARY, prompts_with_shared_prefixes
+from tests.support.spans import ADD_UP, length, time_to_first_token
+from tests.support.system import Metrics, System, baton, until
+
+pytestmark = [pytest.mark.vllm, pytest.mark.nats]
+
+MODEL = "baton-tiny"
+BLOCK = 32
+KV_BYTES_PER_TOKEN = 4096
+"""4 layers, keys and values, 2 heads of 64 floats."""
+TOOLS = "--enable-auto-tool-choice --tool-call-parser pythonic"
+COMPACT_JSON = """--structured-outputs-config '{"backend": "xgrammar", "disable_any_whitespace": true}'"""
+"""A model that says nothing sensible may say spaces for ever where it is free to."""
+FLEET = ("--prefill", "1", "--decode", "1", f"--engine-args={TOOLS} {COMPACT_JSON}")
+ENGINES_START_S_MAX = 300.0
+NATS_PAYLOAD_BYTES_MAX = 64 * 1024
+ANSWER_S_MAX = 120.0
+ERROR_S_MAX = 30.0
+"""From the death of an engine to the error that its stream ends with."""
+CLIENT_S_MAX = 5.0
+"""What the client itself adds to a TTFT, on a machine that computes as well."""
+TRANSIT_S_MAX = 1.0
+"""Processes wait for each other on such a machine; it is no part of what engines report."""
+ENGINE_SPAN = "llm_request"
+"""vLLM's own."""
+IDLE_CPU_MAX = 0.05
+"""Of one core, for all processes of one engine."""
+
+
+@pytest.fixture(scope="module")
+def receiver() -> Iterator[OtlpReceiver]:
+    with OtlpReceiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory, receiver: OtlpReceiver) -> Iterator[System]:
+    """One prefill and one decode engine, on a NATS whose messages are small; who asks for it is traced."""
+    folder = tmp_path_factory.mktemp("vllm")
+    tracing = {"BATON_OTLP_ENDPOINT": receiver.endpoint, "BATON_TRACE_SAMPLE_RATIO": "0"}
+    with (
+        NatsServer(folder, max_payload=NATS_PAYLOAD_BYTES_MAX) as nats,
+        System(folder / "state", *FLEET, nats_url=nats.url, env=tracing) as system,
+    ):
+        system.wait_ready(ENGINES_START_S_MAX).until_exact(2)
+        yield system
+
+
+@pytest.fixture(scope="module")
+def client(system: System) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{system.endpoint}/v1", api_key="unused", max_retries=0, timeout=ANSWER_S_MAX) as client:
+        yield client
+
+
+def send(client: OpenAI, prompt: Any, mode: str = "auto", **fields: Any) -> Any:
+    extra = {"ignore_eos": True, "return_token_ids": True, **fields.pop("extra_body", {})}
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 32, "temperature": 0, **fields}
+    return client.completions.create(**body, extra_body=extra, extra_headers={"x-baton-mode": mode})
+
+
+def tokens_of(metrics: Metrics, worker_id: str, source: str) -> float:
+    return metrics.sum("baton_worker_prompt_tokens_total", worker_id=worker_id, source=source)
+
+
+def grown(system: System, before: Metrics, worker_id: str, **sums: float) -> dict[str, float]:
+    """What was added to a worker's prompt tokens, once the numbers of all requests have arrived."""
+
+    def growth() -> dict[str, float]:
+        after = system.fleet_metrics()
+        sources = ("computed", "cached", "received")
+        return {
+            source: tokens_of(after, worker_id, source) - tokens_of(before, worker_id, source) for source in sources
+        }
+
+    until(lambda: sum(growth().values()) >= sums["all"], f"{worker_id} has told of {sums['all']} tokens")
+    return growth()
+
+
+def test_both_workers_are_ready_and_no_canary_between_them_failed(system: System):
+    fleet = system.fleet()
+
+    assert {worker["phase"] for worker in fleet.values()} == {"ready"}
+    # Whoever was ready first had nobody to prove itself with, and answered the other one.
+    notes = sorted(worker["record"].get("note", "") for worker in fleet.values())
+    assert notes == ["", "nobody was there to prove itself with"]
+
+
+def test_a_decode_worker_does_both_and_only_decodes_again_without_a_restart(system: System, client: OpenAI):
+    pid = system.worker_pid("decode-1")
+    for role in ("both", "decode"):
+        code, out, err = baton("role", "decode-1", role, "--json", "--state-dir", str(system.folder))
+        assert code == 0, err
+        told = json.loads(out)
+        print(f"decode-1 is {role} after {told['seconds']:.3f} s")
+
+        assert told["role"] == role
+        assert send(client, "Once upon a time", mode="aggregated" if role == "both" else "auto").choices[0].text
+    assert system.worker_pid("decode-1") == pid
+
+
+def test_twenty_prompts_give_the_same_tokens_on_two_engines_as_on_one(system: System, client: OpenAI):
+    prompts, before = prompts_with_shared_prefixes(20, shortest=100), system.fleet_metrics()
+    total = sum(map(len, prompts))
+
+    apart = [send(client, prompt, "disaggregated") for prompt in prompts]
+    decode, prefill = (grown(system, before, worker, all=total) for worker in ("decode-1", "prefill-1"))
+    received_bytes = system.fleet_metrics().sum("baton_worker_kv_received_bytes_total", worker_id="decode-1")
+    # A salt of its own hides what is cached: this engine computes the prompt itself.
+    alone = [
+        send(client, prompt, "aggregated", extra_body={"cache_salt": f"alone-{number}"})
+        for number, prompt in enumerate(prompts)
+    ]
+    streams = [list(send(client, prompt, "disaggregated", stream=True)) for prompt in prompts]
+
+    for one, two, events in zip(alone, apart, streams, strict=True):
+        assert two.choices[0].token_ids == one.choices[0].token_ids
+        assert two.choices[0].text == one.choices[0].text
+        assert "".join(event.choices[0].text for event in events) == one.choices[0].text
+        assert [token for event in events for token in event.choices[0].token_ids or []] == one.choices[0].token_ids
+        assert len(one.choices[0].token_ids) == 32
+    assert len({two.choices[0].text for two in apart}) == len(prompts)
+    print(f"\nof {total} prompt tokens: decode-1 {decode}, prefill-1 {prefill}, {received_bytes:.0f} bytes received")
+    assert decode["computed"] <= len(prompts) * BLOCK
+    assert decode["received"] > total / 2
+    assert decode["received"] * KV_BYTES_PER_TOKEN <= received_bytes + len(prompts) * BLOCK * KV_BYTES_PER_TOKEN
+    assert prefill["received"] == 0
+    assert sum(prefill.values()) == sum(decode.values()) == total
+
+
+def test_usage_is_true_and_tells_what_was_cached(client: OpenAI):
+    prompt = random.Random(5).choices(VOCABULARY, k=10 * BLOCK + 9)
+
+    first, second = (send(client, prompt).usage for _ in range(2))
+    *_, last = send(client, prompt, stream=True, stream_options={"include_usage": True})
+
+    assert (first.prompt_tokens, first.completion_tokens) == (len(prompt), 32)
+    assert not first.prompt_tokens_details or first.prompt_tokens_details.cached_tokens == 0
+    assert second.prompt_tokens_details.cached_tokens == 10 * BLOCK
+    assert last.usage.prompt_tokens_details.cached_tokens == 10 * BLOCK
+    assert last.usage.total_tokens == len(prompt) + 32
+
+
+@pytest.mark.parametrize("tokens", [200, 3000], ids=["offered", "streamed handoff"])
+@pytest.mark.parametrize("mode", ["aggregated", "disaggregated"])
+def test_the_parts_of_the_time_to_the_first_token_add_up_to_what_the_client_waits(
+    system: System, receiver: OtlpReceiver, mode: str, tokens: int
+):
+    prompt = random.Random(f"{mode}{tokens}").choices(VOCABULARY, k=tokens)
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "stream": True}
+    trace_id = uuid.uuid4().hex
+    headers = {"x-baton-mode": mode, "traceparent": f"00-{trace_id}-00f067aa0ba902b7-01"}
+    begun = time.perf_counter()
+    with system.http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+        events = answer.iter_bytes()
+        next(events)
+        waited_s = time.perf_counter() - begun
+        list(events)
+
+    told = system.http.get(f"/v1/decisions/{answer.headers['x-baton-decision']}").json()
+
+    parts = told["measured"]
+    print(
+        f"\n{mode}, {tokens} tokens: waited {waited_s * 1e3:.1f} ms;", {n: round(s * 1e3, 1) for n, s in parts.items()}
+    )
+    assert (told["mode"], told["outcome"]) == (mode, "ok")
+    assert sum(parts.values()) == pytest.approx(told["ttft_s"], rel=0.02)
+    assert 0 <= waited_s - told["ttft_s"] < CLIENT_S_MAX
+    assert parts["prefill_s"] > 0
+    assert (parts["first_token_s"] > 0) == (mode == "disaggregated")
+    assert parts["transit_s"] < TRANSIT_S_MAX
+    the_trace_says_the_same(receiver, trace_id, told)
+
+
+def the_trace_says_the_same(receiver: OtlpReceiver, trace_id: str, decision: dict[str, Any]) -> None:
+    """Router, workers and engines: one trace, in which the parts follow each other and add up."""
+    workers = [worker for worker in (decision["prefill_worker"], decision["decode_worker"]) if worker]
+
+    def spans(name: str) -> list[Span]:
+        return [span for span in receiver.spans if (span.trace_id, span.name) == (trace_id, name)]
+
+    wanted = {SpanName.REQUEST: 1, SpanName.SERVE_LEG: len(workers), ENGINE_SPAN: len(workers)}
+    assert receiver.wait_for(lambda: all(len(spans(name)) == count for name, count in wanted.items()))
+
+    ttft_s, lengths = time_to_first_token([span for span in receiver.spans if span.trace_id == trace_id])
+    assert ttft_s == pytest.approx(decision["ttft_s"], rel=ADD_UP)
+    computed = {span.instance: length(span) for span in spans(SpanName.ENGINE_PREFILL)}
+    assert sorted(computed) == sorted(workers)
+    (request,) = spans(SpanName.REQUEST)
+    if request.attributes.get(Attribute.HANDOFF) != "streamed":  # Then its end lies before the router's count begins.
+        assert computed[workers[0]] == pytest.approx(lengths[SpanName.TTFT_PREFILL], abs=ADD_UP * ttft_s)
+    if len(workers) > 1:
+        (read,) = spans(SpanName.READ)
+        assert computed[workers[1]] == pytest.approx(lengths[SpanName.TTFT_FIRST_TOKEN], abs=ADD_UP * ttft_s)
+        assert read.attributes[Attribute.KV_SOURCE] == workers[0]
+        assert read.attributes[Attribute.KV_GB_PER_S] > 0
+
+
+def test_a_body_of_many_nats_messages_works(client: OpenAI):
+    prompt = random.Random(6).choices(range(1000, 3000), k=12_000)
+    padding = {"metadata": {"note": "x" * 1_200_000}}
+
+    apart = send(client, prompt, "disaggregated", max_tokens=4, extra_body=padding)
+
+    assert apart.usage.prompt_tokens == 12_000
+    assert len(apart.choices[0].token_ids) == 4
+
+
+def chat(client: OpenAI, **fields: Any) -> Any:
+    messages = [{"role": "system", "content": "You run."}, {"role": "user", "content": "Who takes the baton? " * 20}]
+    return client.chat.completions.create(
+        **{"model": MODEL, "messages": messages, "max_tokens": 16, "temperature": 0, **fields}
+    )
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "start_race",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"lane": {"enum": [1, 2]}},
+            "required": ["lane"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def test_a_named_tool_is_called_with_arguments_of_its_schema(client: OpenAI):
+    choice = {"type": "function", "function": {"name": "start_race"}}
+
+    (call,) = chat(client, tools=[TOOL], tool_choice=choice, max_tokens=64).choices[0].message.tool_calls
+
+    assert call.function.name == "start_race"
+    assert json.loads(call.function.arguments)["lane"] in {1, 2}
+
+
+def test_a_json_schema_is_kept_streamed_and_not(client: OpenAI):
+    schema = {
+        "type": "object",
+        "properties": {"winner": {"enum": ["red", "blue"]}},
+        "required": ["winner"],
+        "additionalProperties": False,
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "race", "schema": schema}}
+
+    whole = chat(client, response_format=wanted, max_tokens=100).choices[0]
+    events = chat(client, response_format=wanted, max_tokens=100, stream=True)
+
+    assert json.loads(whole.message.content)["winner"] in {"red", "blue"}
+    assert whole.finish_reason == "stop"
+    assert "".join(event.choices[0].delta.content or "" for event in events) == whole.message.content
+
+
+def test_logprobs_stop_and_several_choices_work(client: OpenAI):
+    plain = chat(client, logprobs=True, top_logprobs=2)
+    text = plain.choices[0].message.content
+    stop = text[len(text) // 2 : len(text) // 2 + 2]
+    several = chat(client, n=2, temperature=0.9)
+
+    assert len(plain.choices[0].logprobs.content) == plain.usage.completion_tokens
+    assert all(len(token.top_logprobs) == 2 for token in plain.choices[0].logprobs.content)
+    assert chat(client, stop=[stop]).choices[0].message.content == text[: text.index(stop)]
+    assert [choice.index for choice in several.choices] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 7}, "top_p"),
+        ({"n": 0}, "n must"),
+        ({"logit_bias": {"x": 1}}, ""),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [10] * 140_000}, "context length"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_vllm_refuses_is_400_in_its_words(client: OpenAI, wrong: dict[str, Any], words: str, stream: bool):
+    with pytest.raises(openai.BadRequestError) as refused:
+        send(client, **{"prompt": "Run!", **wrong}, stream=stream)
+
+    assert words in refused.value.message
+
+
+def test_malformed_json_is_400_in_vllms_words(system: System):
+    answer = system.http.post(
+        "/v1/completions", content=b'{"model": "baton-tiny",', headers={"content-type": "application/json"}
+    )
+
+    assert answer.status_code == 400
+    assert "JSON" in answer.json()["error"]["message"]
+
+
+def test_an_unknown_model_is_404(client: OpenAI):
+    with pytest.raises(openai.NotFoundError):
+        send(client, "x", extra_body={"model": "nobody"})
+
+
+def test_a_client_that_leaves_ends_the_work_on_the_engine(system: System, client: OpenAI):
+    stream = send(client, "Run!", stream=True, max_tokens=20_000)
+    next(iter(stream))
+
+    stream.close()
+
+    system.until_idle()
+
+
+def test_decoding_runs_at_the_speed_of_the_model(client: OpenAI):
+    arrived = [time.perf_counter() for _event in send(client, "Run!", stream=True, max_tokens=200)]
+
+    gaps = [later - earlier for earlier, later in pairwise(arrived)]
+    print(f"\ntime between tokens: median {median(gaps) * 1000:.1f} ms, largest {max(gaps) * 1000:.1f} ms")
+    assert median(gaps) < 0.05
+
+
+def test_idle_engines_use_next_to_no_processor(system: System):
+    system.until_idle()
+    trees = {worker: tree(system.worker_pid(worker)) for worker in ("prefill-1", "decode-1")}
+
+    used = quietest_cpu(list(trees.values()), enough=IDLE_CPU_MAX)
+    memory = {worker: sum(p.memory_info().rss for p in processes) // 2**20 for worker, processes in trees.items()}
+    print(f"\nidle CPU {used}, RSS in MiB {memory}")
+    assert used < IDLE_CPU_MAX
+
+
+def tree(pid: int) -> list[psutil.Process]:
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
+
+
+def test_an_engine_killed_mid_stream_ends_a_stream_that_may_not_go_on_and_its_worker_comes_back(
+    system: System, client: OpenAI
+):
+    worker = system.worker_pid("decode-1")
+    engine = max(tree(worker)[1:], key=lambda process: process.memory_info().rss)
+    stream = send(client, "Run!", stream=True, max_tokens=20_000, extra_body={"baton": {"resumes_max": 0}})
+    next(iter(stream))
+
+    os.kill(engine.pid, signal.SIGKILL)
+    killed_at = time.monotonic()
+    with pytest.raises(openai.APIError) as broken:
+        list(stream)
+
+    assert time.monotonic() - killed_at < ERROR_S_MAX
+    print(f"\nthe stream ended with {broken.value.code} after {time.monotonic() - killed_at:.1f} s")
+    until(lambda: ready_pid(system) not in (0, worker), "the worker is started again", ENGINES_START_S_MAX)
+    system.until_exact(2)
+    again = send(client, "Run!", "disaggregated")
+    assert len(again.choices[0].token_ids) == 32
+
+
+def ready_pid(system: System) -> int:
+    """The process of decode-1, if it is ready."""
+    worker = system.fleet().get("decode-1", {})
+    return worker["record"]["pid"] if worker.get("phase") == "ready" else 0

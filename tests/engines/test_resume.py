@@ -1,0 +1,204 @@
+"""An answer that one vLLM engine began and another one took up is, byte for byte, the answer of one engine."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from shared.contracts.failures import Reason
+from shared.contracts.ids import RequestId
+from shared.contracts.inference import Frame, FrameKind, LegKind, pack_tokens
+from tests.engines.test_handover import prompt_of
+from tests.support.worker_processes import handoff
+
+pytestmark = pytest.mark.vllm
+
+TOKENS = 20
+BLOCK = 32
+EVERY = 3
+"""Cuts are so many pieces apart."""
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+BYTES = [133, 108, 168, 251, 104, 178, 259, 253, 230, 70]
+"""Tokens that are single bytes, of letters of two, three and four of them: what they make is seldom whole."""
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+
+def body_of(path: str, words_seed: int, **more: Any) -> dict:
+    common = {"model": "baton-tiny", "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
+    asked = (
+        {"prompt": prompt_of(70, seed=words_seed)}
+        if path == COMPLETIONS
+        else {"messages": [{"role": "user", "content": prompt_of(70, seed=words_seed)}]}
+    )
+    return {**common, "stream_options": {"include_usage": True}, **asked, **more}
+
+
+async def frames_of(router, worker, body: dict, path: str, kind=LegKind.AGGREGATED, **options) -> list[Frame]:
+    leg = await router.start(worker, kind, body, path=path, request_id=RequestId("q"), **options)
+    frames: list[Frame] = []
+    while not frames or frames[-1].kind is not FrameKind.END:
+        frames += await leg.frames()
+    return frames
+
+
+def pieces(frames: list[Frame]) -> list[Frame]:
+    return [frame for frame in frames if frame.kind is FrameKind.DATA]
+
+
+def tokens_of(frames: list[Frame]) -> list[int]:
+    return [token for frame in frames for token in frame.token_ids]
+
+
+def story_of(frames: list[Frame]) -> dict[str, Any]:
+    """What a client makes of a stream. How many tokens come in one event depends on who was busy, a probability's last
+    digits on what was computed together, and cached tokens on what was asked before.
+    """
+    parts = b"".join(frame.data for frame in frames).decode().split("\n\n")
+    assert parts[-2:] == ["data: [DONE]", ""]
+    story: dict[str, Any] = {
+        "ids": set(),
+        "roles": [],
+        "text": "",
+        "ends": [],
+        "usage": [],
+        "tokens": [],
+        "offsets": [],
+    }
+    story["logprobs"] = []
+    for event in (json.loads(part.removeprefix("data: ")) for part in parts[:-2]):
+        story["ids"].add(event["id"])
+        if event.get("usage"):
+            story["usage"].append((event["usage"]["prompt_tokens"], event["usage"]["completion_tokens"]))
+        for choice in event["choices"]:
+            delta = choice.get("delta", {})
+            story["roles"] += [delta["role"]] if "role" in delta else []
+            story["text"] += choice.get("text") or delta.get("content") or ""
+            story["ends"] += [choice["finish_reason"]] if choice["finish_reason"] else []
+            _add_logprobs(story, choice.get("logprobs") or {})
+    return story
+
+
+def _add_logprobs(story: dict[str, Any], logprobs: dict[str, Any]) -> None:
+    said = logprobs.get("content") or []
+    story["tokens"] += logprobs.get("tokens") or [(one["token"], one["bytes"]) for one in said]
+    story["offsets"] += logprobs.get("text_offset") or []
+    story["logprobs"] += logprobs.get("token_logprobs") or [one["logprob"] for one in said]
+
+
+def same(story: dict[str, Any]) -> dict[str, Any]:
+    return {**story, "logprobs": pytest.approx(story["logprobs"], abs=1e-3)}
+
+
+CASES = {
+    "completion": (COMPLETIONS, {}),
+    "completion with logprobs": (COMPLETIONS, {"logprobs": 2, "echo": False}),
+    "characters in pieces": (COMPLETIONS, {"allowed_token_ids": BYTES, "logprobs": 1}),
+    "text held back": (COMPLETIONS, {"stop": ["no such text, and long"], "min_tokens": 6}),
+    "chat": (CHAT, {"logprobs": True, "top_logprobs": 2}),
+    "chat in pieces": (CHAT, {"allowed_token_ids": BYTES, "repetition_penalty": 1.3}),
+    "chat with tools": (CHAT, {"tools": [TOOL], "tool_choice": "auto"}),
+}
+
+
+@pytest.mark.parametrize(("path", "more"), CASES.values(), ids=CASES.keys())
+async def test_cut_anywhere_the_answer_goes_on_as_if_it_had_not_been(pair, router, path, more):
+    one, other = pair
+    body = body_of(path, 500 + list(CASES.values()).index((path, more)), **more)
+    whole = pieces(await frames_of(router, one, body, path))
+    assert len(tokens_of(whole)) == TOKENS
+
+    for cut in range(1, len(whole), EVERY):
+        had = whole[:cut]
+        frames = await frames_of(router, other, body, path, resume=pack_tokens(tokens_of(had)))
+
+        assert story_of([*had, *frames]) == same(story_of(whole)), f"cut behind piece {cut}"
+        assert tokens_of([*had, *frames]) == tokens_of(whole)
+        assert frames[-1].report.completion_tokens == TOKENS
+
+
+async def test_a_stop_string_that_began_before_the_cut_ends_the_answer_behind_it(pair, router):
+    one, other = pair
+    plain = story_of(await frames_of(router, one, body_of(COMPLETIONS, 41), COMPLETIONS))["text"]
+    body = body_of(COMPLETIONS, 41, stop=[plain[len(plain) // 2 - 8 : len(plain) // 2 + 8]])
+    whole = pieces(await frames_of(router, one, body, COMPLETIONS))
+    assert story_of(whole)["ends"] == ["stop"]
+
+    for cut in range(1, len(whole)):
+        had = whole[:cut]
+        frames = await frames_of(router, other, body, COMPLETIONS, resume=pack_tokens(tokens_of(had)))
+
+        assert story_of([*had, *frames]) == story_of(whole)
+        assert tokens_of([*had, *frames]) == tokens_of(whole)
+
+
+async def test_an_answer_that_had_all_its_tokens_gets_its_end_without_the_engine(pair, router):
+    one, other = pair
+    body = body_of(CHAT, 42)
+    whole = pieces(await frames_of(router, one, body, CHAT))
+
+    frames = await frames_of(router, other, body, CHAT, resume=pack_tokens(tokens_of(whole)))
+
+    assert tokens_of(frames) == []
+    assert story_of(frames)["usage"] == story_of(whole)["usage"]
+    assert story_of(frames)["text"] == ""
+    assert frames[-1].report.finish_reason == "length"
+    assert frames[-1].report.queue_s == 0
+
+
+async def test_a_broken_off_answer_is_handed_over_with_its_tokens(pair, router):
+    """Prefill there, decode here, of the prompt and what was said: only the tail is computed twice."""
+    prefill, decode = pair
+    body = body_of(COMPLETIONS, 43, max_tokens=60)
+    whole = pieces(await frames_of(router, prefill, {**body, "cache_salt": "another"}, COMPLETIONS))
+    had = whole[:45]
+    resume = pack_tokens(tokens_of(had))
+
+    first = await frames_of(router, prefill, body, COMPLETIONS, LegKind.PREFILL, resume=resume)
+    told = first[-1].report
+    frames = await frames_of(
+        router, decode, body, COMPLETIONS, LegKind.DECODE, resume=resume, kv_transfer=handoff(told)
+    )
+
+    assert story_of([*had, *frames]) == story_of(whole)
+    transfer_report = frames[-1].report.kv
+    assert transfer_report.prompt_tokens == told.prompt_tokens + len(tokens_of(had))
+    assert transfer_report.fetched_tokens > told.prompt_tokens
+    assert transfer_report.recomputed_tokens <= BLOCK
+
+
+@pytest.mark.parametrize(
+    ("more", "word"),
+    [
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "structured_outputs"),
+        ({"n": 2}, "one completion"),
+    ],
+)
+async def test_what_cannot_be_taken_up_is_refused_and_says_why(pair, router, more, word):
+    answer = await router.leg(
+        pair[0], LegKind.AGGREGATED, body_of(COMPLETIONS, 44, **more), path=COMPLETIONS, resume=pack_tokens([70])
+    )
+
+    assert answer.failure.reason is Reason.CANNOT_RESUME
+    assert word in answer.failure.message
+
+
+async def test_tokens_that_the_model_does_not_have_hurt_one_leg_and_not_the_engine(pair, router):
+    leg = await router.leg(pair[0], LegKind.AGGREGATED, body_of(CHAT, 45), path=CHAT, resume=pack_tokens([1 << 31]))
+    after = await frames_of(router, pair[0], body_of(CHAT, 45), CHAT)
+
+    assert leg.failure.reason is Reason.CANNOT_RESUME
+    assert after[-1].report.completion_tokens == TOKENS
+
+
+async def test_a_seeded_answer_goes_on_with_the_same_seed_in_the_same_way_each_time(pair, router):
+    body = body_of(COMPLETIONS, 46, seed=7, temperature=1.0)
+    resume = pack_tokens([70, 71, 72])
+
+    texts = [story_of(await frames_of(router, worker, body, COMPLETIONS, resume=resume))["text"] for worker in pair]
+
+    assert texts[0] == texts[1]
+    assert texts[0]

@@ -1,0 +1,248 @@
+"""The console as a person uses it: a real browser before a running system of simulated workers."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Locator, Page, expect
+
+from tests.support.nats_server import NatsServer, free_port
+from tests.support.processes import service_process
+from tests.support.simulated_system import SimulatedSystem, simulated_system, until_ready
+from tests.support.system import until
+
+LEFT_S_MAX = 60.0
+PHONE = {"width": 360, "height": 780}
+ADMIN_KEY = "the-operator's-own-key"
+SECONDS = re.compile(r"(?P<number>[\d.]+) (?P<unit>ms|s)$")
+ROUNDED = 0.06
+"""By how much numbers of two or three digits may miss what they add up to."""
+
+pytestmark = pytest.mark.nats
+
+
+@pytest.fixture(scope="module")
+def nats(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    """Not without a browser: nothing of all this is started only to be skipped."""
+    with NatsServer(tmp_path_factory.mktemp("nats")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory, nats: NatsServer) -> Iterator[SimulatedSystem]:
+    """Workers that take long enough for a request to be slow."""
+    folder = tmp_path_factory.mktemp("console")
+    keys = folder / "admin_keys"
+    keys.write_text(hashlib.sha256(ADMIN_KEY.encode()).hexdigest() + "\n")
+    settings = {"WORKER_SIM_PREFILL_BASE_S": "0.03", "COLLECTOR_ADMIN_KEY_FILE": str(keys)}
+    with simulated_system(folder, nats, **settings) as system:
+        yield system
+
+
+@pytest.fixture
+def console(page: Page, system: SimulatedSystem) -> Page:
+    """The page, when it has its first news."""
+    page.goto(f"{system.collector_url}/")
+    expect(page.locator("#connection")).to_have_text("Live")
+    return page
+
+
+def row_of(console: Page, request_id: str) -> Locator:
+    """The line of a request."""
+    return console.locator(f"[data-request='{request_id}']")
+
+
+def ask(system: SimulatedSystem, request_id: str, **body: object) -> None:
+    """One request, which has been answered by both workers."""
+    headers = {"x-request-id": request_id, "x-baton-mode": "disaggregated"}
+    answer = system.complete(f"{request_id} wants to know. " * 20, headers, **body)
+    assert answer.status_code == 200, answer.text
+
+
+def mode_of(system: SimulatedSystem) -> str:
+    """How a request is served that asks for no mode."""
+    return system.complete("As you like it. " * 20).headers["x-baton-mode"]
+
+
+def seconds(words: str) -> float:
+    """``12.3 ms`` as a number."""
+    match = SECONDS.search(words)
+    assert match is not None, words
+    return float(match["number"]) * (0.001 if match["unit"] == "ms" else 1.0)
+
+
+def test_health_and_workers_are_seen_at_a_look(console: Page):
+    expect(console).to_have_url(re.compile("/console$"))
+    expect(console.locator("#health")).to_have_attribute("data-status", re.compile("well|strained|ill"))
+    expect(console.locator("#served")).to_contain_text("baton-tiny")
+    expect(console.locator("[data-id=router]")).to_be_visible()
+    expect(console.locator(".column[data-role=prefill] [data-id=p1]")).to_contain_text("ready")
+    expect(console.locator(".column[data-role=decode] [data-id=d1]")).to_contain_text("ready")
+    expect(console.locator("#figures")).to_contain_text("2 of 2")
+
+
+def test_a_request_appears_by_itself_and_so_does_what_flows(console: Page, system: SimulatedSystem):
+    assert row_of(console, "by-itself").count() == 0
+
+    ask(system, "by-itself")
+
+    expect(row_of(console, "by-itself")).to_have_attribute("aria-label", re.compile("first token after"))
+    assert row_of(console, "by-itself").locator(".bar-ttft rect").count() > 1
+    expect(console.locator("#lines [data-from=p1][data-to=d1]")).to_have_attribute("data-words", re.compile("KV"))
+
+
+def test_a_slow_request_leads_to_its_decision(console: Page, system: SimulatedSystem):
+    ask(system, "too-slow", baton={"ttft_s": 0.001})
+    ask(system, "soon-enough", baton={"ttft_s": 3600})
+    expect(row_of(console, "soon-enough")).to_be_visible()
+    console.get_by_role("button", name="Slow", exact=True).click()
+    expect(row_of(console, "soon-enough")).to_have_count(0)
+
+    row_of(console, "too-slow").click()
+
+    panel = console.get_by_role("dialog", name="Request")
+    expect(panel.locator(".lead")).to_contain_text("Slow")
+    rows = panel.locator(".waterfall tbody tr")
+    parts = [seconds(row.locator("td").nth(1).inner_text()) for row in rows.all()[:-2]]
+    whole = seconds(panel.locator(".waterfall .sum td").nth(1).inner_text())
+    assert len(parts) > 3
+    assert sum(parts) == pytest.approx(whole, rel=ROUNDED)
+    expect(panel.locator(".decision")).to_contain_text("computed on p1 and answered by d1")
+    expect(panel.locator(".decision")).to_contain_text("was chosen because")
+    expect(panel.locator(".candidates .chosen")).to_have_count(2)
+    expect(panel.locator(".comparison .sum")).to_contain_text("in all")
+    assert seconds(panel.locator(".comparison .sum td").nth(1).inner_text()) == pytest.approx(whole, rel=ROUNDED)
+
+
+def test_a_decisions_address_opens_it(console: Page, system: SimulatedSystem):
+    answer = system.complete("Where is it kept? " * 20, {"x-request-id": "kept"})
+    decision_id = answer.headers["x-baton-decision"]
+
+    console.goto(f"{system.collector_url}/console#request={decision_id}")
+
+    expect(console.locator("#panel .decision")).to_contain_text(f"baton explain {decision_id}")
+
+
+def test_what_a_client_makes_up_stays_text(console: Page, system: SimulatedSystem):
+    """Its words are on the page, and nothing that they would make of it."""
+    nasty = "<img src=x onerror=document.body.remove()>"
+
+    refused = system.complete("Who are you?", {"x-request-id": "nasty"}, model=nasty)
+
+    assert refused.status_code == 404
+    expect(row_of(console, "nasty")).to_contain_text("img src=x")
+    row_of(console, "nasty").click()
+    expect(console.locator("#panel .decision")).to_contain_text(nasty)
+    assert console.locator("main img, #panel img").count() == 0
+
+
+def test_the_keyboard_is_enough(console: Page, system: SimulatedSystem):
+    ask(system, "first")
+    ask(system, "second")
+    expect(row_of(console, "second")).to_be_visible()
+    focused = console.locator(":focus")
+
+    console.keyboard.press("Tab")
+    expect(focused).to_have_text("Skip to the requests")
+    console.keyboard.press("Enter")
+    for _ in range(7):  # three filters of one kind, two of others, the pause; then the list, which is one stop
+        console.keyboard.press("Tab")
+    expect(focused).to_have_attribute("data-request", "second")
+    console.keyboard.press("ArrowDown")
+    expect(focused).to_have_attribute("data-request", "first")
+    console.keyboard.press("Enter")
+    expect(console.locator("#panel")).to_contain_text("first")
+    expect(focused).to_have_text("Request")
+    console.keyboard.press("Escape")
+    expect(console.locator("#panel")).to_be_hidden()
+    expect(focused).to_have_attribute("data-request", "first")
+
+
+@pytest.mark.parametrize("colours", ["light", "dark"])
+def test_a_phone_shows_all_of_it_without_scrolling_sideways(console: Page, system: SimulatedSystem, colours: str):
+    ask(system, f"on-a-phone-{colours}")
+    console.emulate_media(color_scheme=colours)
+    console.set_viewport_size(PHONE)
+    row_of(console, f"on-a-phone-{colours}").click()
+    expect(console.locator("#panel .candidates").first).to_be_visible()
+
+    assert width_of(console) == PHONE["width"]
+    assert (brightness_of(console, "#panel") > 0.5) == (colours == "light")
+    console.keyboard.press("Escape")
+    console.get_by_role("button", name="Table", exact=True).click()
+    expect(console.locator("#worker-table")).to_contain_text("p1")
+    assert width_of(console) == PHONE["width"]
+
+
+def test_a_chosen_theme_is_kept(console: Page):
+    console.get_by_role("button", name="Switch to dark colours").click()
+    assert brightness_of(console, "body") < 0.5
+
+    console.reload()
+
+    assert brightness_of(console, "body") < 0.5
+
+
+def test_a_lost_connection_is_said_and_mended(page: Page, forgiven: list[str], nats: NatsServer, tmp_path: Path):
+    forgiven.append("net::ERR_")
+    port = free_port()
+    settings = {"BATON_NATS_URL": nats.url, "COLLECTOR_PORT": str(port)}
+    with service_process("collector", tmp_path, **settings):
+        until_ready(f"http://127.0.0.1:{port}/ready")
+        page.goto(f"http://127.0.0.1:{port}/console")
+        expect(page.locator("#connection")).to_have_text("Live")
+
+    expect(page.locator("#connection")).to_contain_text("Connection lost")
+    with service_process("collector", tmp_path, **settings):
+        expect(page.locator("#connection")).to_have_text("Live")
+        expect(page.locator("[data-id=p1]")).to_contain_text("ready")
+
+
+def test_the_mode_of_requests_that_ask_for_none_is_set(console: Page, system: SimulatedSystem):
+    console.get_by_role("button", name="Mode: auto …").click()
+    dialog = console.get_by_role("dialog", name="Routing mode")
+    dialog.get_by_label("Mode").select_option("aggregated")
+    dialog.get_by_label("Admin key").fill(ADMIN_KEY)
+    dialog.get_by_role("button", name="Set mode").click()
+    expect(dialog.get_by_role("status")).to_have_attribute("data-state", "done")
+
+    console.keyboard.press("Escape")
+
+    expect(console.get_by_role("button", name="Mode: aggregated …")).to_be_focused()
+    until(lambda: mode_of(system) == "aggregated", "the router follows")
+
+
+def test_orders_want_the_admin_key_and_are_carried_out(console: Page, forgiven: list[str], system: SimulatedSystem):
+    """The last one: it takes a worker away."""
+    forgiven.append("status of 40[13]")
+    console.locator("[data-id=p1]").click()
+    console.get_by_role("button", name="Drain …").click()
+    dialog = console.get_by_role("dialog", name="Drain p1?")
+    dialog.get_by_label("Admin key").fill("a guess")
+    dialog.get_by_role("button", name="Drain p1").click()
+    expect(dialog.get_by_role("status")).to_have_attribute("data-state", "refused")
+    assert system.processes["p1"].process.poll() is None
+
+    dialog.get_by_label("Admin key").fill(ADMIN_KEY)
+    dialog.get_by_role("button", name="Drain p1").click()
+
+    expect(dialog.get_by_role("status")).to_have_attribute("data-state", "done")
+    dialog.get_by_role("button", name="Close").click()
+    expect(console.locator("#event-rows")).to_contain_text("told it to drain")
+    assert system.processes["p1"].process.wait(LEFT_S_MAX) == 0
+    expect(console.locator("#figures")).not_to_contain_text("2 of 2")
+
+
+def width_of(console: Page) -> int:
+    """Of all that could be scrolled to."""
+    return int(console.evaluate("Math.max(document.documentElement.scrollWidth, document.body.scrollWidth)"))
+
+
+def brightness_of(console: Page, selector: str) -> float:
+    """Of the background, from 0 to 1."""
+    colour = console.locator(selector).evaluate("node => getComputedStyle(node).backgroundColor")
+    return sum(map(int, re.findall(r"\d+", colour)[:3])) / (3 * 255)

@@ -1,0 +1,54 @@
+"""``python -m tests.nightly.chaos``: the long form. Leaves with 1 when a promise was broken."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.nightly.chaos.chaos import Report, opened_run
+from tests.nightly.chaos.faults import MENU, WORKERS_ONLY
+from tests.nightly.chaos.fleet import Size
+from tests.nightly.chaos.trace import Shape
+
+
+def main() -> None:
+    """Parse, run, tell."""
+    parser = argparse.ArgumentParser(prog="chaos", description=__doc__)
+    parser.add_argument("--workers", type=int, default=50)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--requests-per-s", type=float, default=12.0)
+    parser.add_argument("--every-s", type=float, default=3.0, help="mean seconds from one fault to the next")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--workers-only", action="store_true", help="only workers die or freeze: no request may fail")
+    parser.add_argument("--logs", type=Path, default=None, help="folder for what the processes said")
+    given = parser.parse_args()
+    report = asyncio.run(run(given))
+    print(report.story())
+    verdict = [*report.verdict(), *(report.failures if given.workers_only else [])]
+    sys.exit(1 if verdict else 0)
+
+
+async def run(given: argparse.Namespace) -> Report:
+    """One chaos of the size that was asked for."""
+    prefill = max(2, given.workers * 2 // 5)
+    both = max(0, given.workers // 10)
+    size = Size(
+        prefill=prefill,
+        decode=max(2, given.workers - prefill - both),
+        both=both,
+        proxied_share=min(1.0, 12 / given.workers),
+        seed=given.seed,
+    )
+    shape = Shape(seed=given.seed, seconds=60 * given.minutes, requests_per_s=given.requests_per_s)
+    menu = WORKERS_ONLY if given.workers_only else MENU
+    with tempfile.TemporaryDirectory(prefix="baton-chaos-") as scratch:
+        async with opened_run(size, given.logs or Path(scratch)) as opened:
+            print(f"{given.workers} workers are ready", flush=True)
+            return await opened.chaos(shape, given.every_s, menu)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""One run: a fleet under load, broken by a schedule, left in peace, and judged."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shared.runtime.settings import load_common
+from tests.nightly.chaos.breaker import Breaker
+from tests.nightly.chaos.faults import MENU, Fault, Rhythm, Row, schedule
+from tests.nightly.chaos.fleet import REQUEST_S_MAX, Fleet, Size, running_fleet
+from tests.nightly.chaos.oracle import Oracle
+from tests.nightly.chaos.outcomes import Happened, Limits, Outcome, failures, violations
+from tests.nightly.chaos.trace import Ask, Shape, make_trace
+from tests.nightly.chaos.traffic import Traffic
+from tests.nightly.chaos.witness import Witness, witness_of
+
+START_S_MAX = 600.0
+SETTLE_S_MAX = 90.0
+"""From the last answer until everything is as if nothing had been: leases end, silence is noticed, indexes are exact."""
+DEADLINE_SLACK_S = 8.0
+"""What a client allows beside the request's budget: the router's own last look, and a machine that stands still."""
+TOLD_MAX = 60
+LIMITS = Limits(deadline_s=REQUEST_S_MAX + DEADLINE_SLACK_S)
+
+
+@dataclass(kw_only=True)
+class Report:
+    """What came of a run."""
+
+    asks: Sequence[Ask]
+    outcomes: Sequence[Outcome]
+    happened: Sequence[Happened]
+    violations: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    deaths: list[str] = field(default_factory=list)
+    unsettled: list[str] = field(default_factory=list)
+    settled_s: float = 0.0
+
+    def verdict(self) -> list[str]:
+        """Everything that breaks a promise."""
+        return [*self.violations, *self.deaths, *self.unsettled]
+
+    def story(self) -> str:
+        """For a person."""
+        kinds = Counter(f"{one.fault.part} {one.fault.kind}" for one in self.happened)
+        ends = Counter(str(one.status) if one.is_answered else one.code or "cut" for one in self.outcomes)
+        lines = [
+            f"{len(self.asks)} requests: " + ", ".join(f"{end} {count}" for end, count in sorted(ends.items())),
+            f"{len(self.happened)} faults: " + ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items())),
+            f"settled after {self.settled_s:.1f} s" if not self.unsettled else "never settled",
+            f"{len(self.verdict())} broken promises",
+            *self.verdict()[:TOLD_MAX],
+            *(["not answered:", *self.failures[:TOLD_MAX]] if self.failures else []),
+            *(f"{one.began_s:.2f}..{one.ended_s:.2f} s: {one.fault.kind} {one.fault.target}" for one in self.happened),
+        ]
+        return "\n".join(lines)
+
+
+class Run:
+    """A fleet that is ready, with its witness; each ``break_it`` is one trace under one schedule."""
+
+    def __init__(self, fleet: Fleet, witness: Witness, oracle: Oracle) -> None:
+        self.fleet = fleet
+        self.witness = witness
+        self.oracle = oracle
+
+    async def ready(self) -> None:
+        """Until everybody is there and nothing is wrong."""
+        left = await self.witness.settled(START_S_MAX)
+        assert not left, "\n".join([*left, *self.fleet.deaths()])
+
+    async def break_it(self, shape: Shape, faults: Sequence[Fault], *, always: bool = True) -> Report:
+        """The whole story; unless ``always``, of each kind of process enough are left, however slow the machine."""
+        asks = make_trace(shape, self.oracle)
+        began = time.monotonic()
+
+        def now() -> float:
+            return time.monotonic() - began
+
+        traffic, breaker = Traffic(self.fleet.routers, now), Breaker(self.fleet, now)
+        try:
+            async with asyncio.TaskGroup() as acts:
+                acts.create_task(traffic.send_all(asks), name="traffic")
+                acts.create_task(breaker.follow(faults, None if always else self.witness.spares), name="breaker")
+        finally:
+            await traffic.close()
+        ended_s = now()
+        unsettled = await self.witness.settled(SETTLE_S_MAX)
+        return Report(
+            asks=asks,
+            outcomes=traffic.outcomes,
+            happened=breaker.happened,
+            violations=violations(asks, traffic.outcomes, breaker.happened, LIMITS),
+            failures=failures(traffic.outcomes),
+            deaths=self.fleet.deaths(),
+            unsettled=unsettled,
+            settled_s=now() - ended_s,
+        )
+
+    async def chaos(self, shape: Shape, every_s: float, menu: Sequence[Row] = MENU) -> Report:
+        """With faults that follow from the shape's seed."""
+        rhythm = Rhythm(seconds=shape.seconds, every_s=every_s)
+        return await self.break_it(shape, schedule(shape.seed, self.fleet.cast(), rhythm, menu), always=False)
+
+
+@asynccontextmanager
+async def opened_run(size: Size, folder: Path) -> AsyncIterator[Run]:
+    """A fleet of that size, ready."""
+    oracle = await asyncio.to_thread(make_oracle)
+    async with running_fleet(size, folder) as fleet, witness_of(fleet) as witness:
+        run = Run(fleet, witness, oracle)
+        await run.ready()
+        yield run
+
+
+def make_oracle() -> Oracle:
+    """From the same tokenizer as the workers."""
+    return Oracle(Path(load_common().cache_dir))

@@ -1,0 +1,49 @@
+"""One fleet for all chaos of the short form: it must get over each test, and the next begins with what is left of it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
+
+import pytest
+
+from tests.nightly.chaos.chaos import Run, opened_run
+from tests.nightly.chaos.fleet import Size
+
+T = TypeVar("T")
+
+SHORT = Size(prefill=3, decode=3, both=2)
+RUN_S_MAX = 700.0
+
+
+class Stage:
+    """The fleet's event loop in a thread of its own: its lines carry on between two tests."""
+
+    def __init__(self) -> None:
+        self.run: Run
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="chaos", daemon=True)
+        self._thread.start()
+
+    def play(self, act: Coroutine[Any, Any, T]) -> T:
+        """Run it on the loop, to its end."""
+        return asyncio.run_coroutine_threadsafe(act, self._loop).result(RUN_S_MAX)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+
+@pytest.fixture(scope="session")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """Eight workers, two routers, two orchestrators and a collector, all ready."""
+    stage = Stage()
+    opening = opened_run(SHORT, tmp_path_factory.mktemp("chaos"))
+    stage.run = stage.play(opening.__aenter__())
+    try:
+        yield stage
+    finally:
+        stage.play(opening.__aexit__(None, None, None))
+        stage.close()

@@ -1,0 +1,218 @@
+"""A fleet to be broken: every service a process of its own on a real NATS, each behind a line that can be troubled."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.nightly.chaos.faults import Cast, Part
+from tests.nightly.chaos.nats_proxy import Line
+from tests.support.nats_server import NatsServer, free_port
+from tests.support.processes import ServiceProcess
+
+SKEWED = Path(__file__).parent / "skewed"
+SKEW_S_MAX, SET_BY_S_MAX = 300.0, 60.0
+UPTIME_S_MAX = 1e6
+LEASE_S = 8.0
+DEADLINES = {
+    "ROUTER_REQUEST_S_MAX": "25",
+    "ROUTER_FIRST_FRAME_S_MAX": "6",
+    "ROUTER_PREFILL_S_MAX": "8",
+    "ROUTER_FRAME_GAP_S_MAX": "4",
+    "ROUTER_LOG_REQUESTS": "false",
+}
+REQUEST_S_MAX = float(DEADLINES["ROUTER_REQUEST_S_MAX"])
+PACE = {
+    "WORKER_ENGINE": "simulated",
+    "WORKER_SIM_TRANSFER": "tcp",
+    "WORKER_SIM_DECODE_BASE_S": "0.02",
+    "WORKER_SIM_PREFILL_TOKENS_PER_S": "6000",
+    "WORKER_KV_LEASE_S": f"{LEASE_S:g}",
+    "WORKER_KV_CACHE_BYTES": str(64 * 1024 * 1024),
+}
+"""Slow enough that faults hit streams, with a cache small enough that blocks come and go."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Who is there."""
+
+    prefill: int = 3
+    decode: int = 3
+    both: int = 2
+    routers: int = 2
+    orchestrators: int = 2
+    proxied_share: float = 1.0
+    """Of the workers, how many have a line that can be troubled; of the others, all."""
+    skewed_share: float = 0.5
+    """Of the workers, how many have clocks of another machine."""
+    seed: int = 1
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def roles(self) -> dict[str, str]:
+        """Of each worker."""
+        counts = {"prefill": self.prefill, "decode": self.decode, "both": self.both}
+        return {f"{role}-{n}": role for role, count in counts.items() for n in range(1, count + 1)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skew:
+    """How the clocks of a process differ from ours, in seconds."""
+
+    wall_s: float
+    uptime_s: float
+    """Of the monotonic clock: two machines were not started together."""
+    set_after_s: float
+    """From the beginning of each life until the wall clock is set, as a time service does it."""
+    set_by_s: float
+
+    def settings(self, life: int) -> dict[str, str]:
+        """For the so-manieth life: the clock was set in each one before."""
+        numbers = (self.wall_s + self.set_by_s * (life - 1), self.uptime_s, self.set_after_s, self.set_by_s)
+        return {"CHAOS_CLOCK": ",".join(f"{number:.3f}" for number in numbers), "PYTHONPATH": str(SKEWED)}
+
+
+def skew_of(chance: random.Random) -> Skew:
+    """The clock of some other machine."""
+    return Skew(
+        wall_s=chance.uniform(-SKEW_S_MAX, SKEW_S_MAX),
+        uptime_s=chance.uniform(0.0, UPTIME_S_MAX),
+        set_after_s=chance.uniform(1.0, 20.0),
+        set_by_s=chance.uniform(-SET_BY_S_MAX, SET_BY_S_MAX),
+    )
+
+
+class Actor:
+    """One process, life after life, with the same settings."""
+
+    def __init__(self, service: str, name: str, folder: Path, settings: dict[str, str], line: Line | None) -> None:
+        self.name = name
+        self.line = line
+        self.lives = 0
+        self.skew: Skew | None = None
+        self._service = service
+        self._folder = folder
+        self._settings = settings
+        self._process: ServiceProcess | None = None
+        self._is_expected = False
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.process.pid
+
+    def start(self, skew: Skew | None = None) -> None:
+        """A new life; in the first one it is given its clock."""
+        self.skew = self.skew or skew
+        self.lives += 1
+        self._is_expected = False
+        settings = self._settings | (self.skew.settings(self.lives) if self.skew is not None else {})
+        self._process = ServiceProcess(self._service, self._folder / f"{self.name}-{self.lives}.log", settings)
+
+    def kill(self) -> None:
+        """SIGKILL, by us."""
+        self._is_expected = True
+        if self._process is not None:
+            self._process.kill()
+
+    def expect_end(self) -> None:
+        """It is told to leave."""
+        self._is_expected = True
+
+    def signal(self, number: int) -> None:
+        """SIGSTOP or SIGCONT."""
+        os.kill(self.pid, number)
+
+    def died(self) -> str:
+        """What it said last, if it has ended by itself, which nothing may make a process do."""
+        if self._process is None or self._is_expected or self._process.process.poll() is None:
+            return ""
+        log = self._process.log.read_text(errors="replace")[-2000:]
+        return f"{self.name} ended by itself with {self._process.process.returncode}:\n{log}"
+
+    def said(self) -> str:
+        """The ends of the logs of all its lives."""
+        logs = (self._folder / f"{self.name}-{life}.log" for life in range(1, self.lives + 1))
+        return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in logs)
+
+
+class Fleet:
+    """All actors by name, and NATS."""
+
+    def __init__(self, size: Size, nats: NatsServer, folder: Path) -> None:
+        self.size = size
+        self.nats = nats
+        self.folder = folder
+        self.actors: dict[str, Actor] = {}
+        self.routers: list[tuple[str, str]] = []
+        """Names and addresses."""
+        self.collector_url = ""
+
+    def cast(self) -> Cast:
+        """Who may be hit."""
+        names = {
+            Part.WORKER: tuple(self.size.roles),
+            Part.ROUTER: tuple(name for name, _ in self.routers),
+            Part.ORCHESTRATOR: tuple(name for name in self.actors if name.startswith("orchestrator")),
+            Part.COLLECTOR: ("collector",),
+            Part.NATS: ("nats",),
+        }
+        proxied = frozenset(name for name, actor in self.actors.items() if actor.line is not None)
+        return Cast(names=names, roles=self.size.roles, proxied=proxied)
+
+    async def add_all(self, lines: AsyncExitStack) -> None:
+        """Start everybody."""
+        chance = random.Random(self.size.seed)
+        for worker_id, role in self.size.roles.items():
+            skew = skew_of(chance) if chance.random() < self.size.skewed_share else None
+            proxied = chance.random() < self.size.proxied_share
+            own = {**PACE, "WORKER_WORKER_ID": worker_id, "WORKER_ROLE": role}
+            (await self.add("worker", worker_id, own, lines if proxied else None)).start(skew)
+        for number in range(1, self.size.routers + 1):
+            name, port = f"router-{number}", free_port()
+            self.routers.append((name, f"http://127.0.0.1:{port}"))
+            own = {**DEADLINES, "ROUTER_PORT": str(port), "ROUTER_INSTANCE": name}
+            (await self.add("router", name, own, lines)).start(skew_of(chance))
+        for number in range(1, self.size.orchestrators + 1):
+            name = f"orchestrator-{number}"
+            (await self.add("orchestrator", name, {"ORCHESTRATOR_INSTANCE": name}, lines)).start(skew_of(chance))
+        port = free_port()
+        self.collector_url = f"http://127.0.0.1:{port}"
+        await self.add("collector", "collector", {"COLLECTOR_PORT": str(port)}, lines)
+        self.actors["collector"].start()
+
+    async def add(self, service: str, name: str, settings: Mapping[str, str], lines: AsyncExitStack | None) -> Actor:
+        """One more process, not started, behind a line of its own if ``lines`` keeps it."""
+        line = None if lines is None else await lines.enter_async_context(Line(self.nats.port, name))
+        url = self.nats.url if line is None else line.url
+        whole = {"BATON_NATS_URL": url, **settings, **self.size.settings}
+        actor = self.actors[name] = Actor(service, name, self.folder, whole, line)
+        return actor
+
+    def deaths(self) -> list[str]:
+        """Processes that ended by themselves."""
+        return [death for actor in self.actors.values() if (death := actor.died())]
+
+    def end(self) -> None:
+        """Nobody is left."""
+        for actor in self.actors.values():
+            actor.kill()
+
+
+@asynccontextmanager
+async def running_fleet(size: Size, folder: Path) -> AsyncIterator[Fleet]:
+    """All processes have been started; whether they are ready, the witness sees. What they said is in ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    async with AsyncExitStack() as lines:
+        nats = lines.enter_context(NatsServer(folder))
+        fleet = Fleet(size, nats, folder)
+        lines.callback(fleet.end)
+        await fleet.add_all(lines)
+        yield fleet
+        await asyncio.sleep(0)

@@ -1,0 +1,167 @@
+"""What became of each request, and whether that may be: pure rules over what clients have recorded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from shared.contracts.failures import HTTP_STATUS, Reason
+from tests.nightly.chaos.faults import Fault, Kind, Part
+from tests.nightly.chaos.trace import Ask
+
+OK = 200
+CODES = {str(reason): HTTP_STATUS[reason] for reason in Reason}
+"""Every documented failure that a client may be told of a good request, and the status that belongs to it."""
+BUGS = {str(Reason.INTERNAL), str(Reason.BAD_MESSAGE)}
+"""Documented, and never right."""
+
+
+BUS_AWAY_S_MIN = 1.0
+"""An outage of NATS that is shorter costs nobody anything: new requests wait for it, streams go on when it is back."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """One request as its client saw it. Seconds are those of the run."""
+
+    number: int
+    router: str
+    sent_s: float
+    ended_s: float = 0.0
+    status: int = 0
+    """0: no answer came."""
+    code: str = ""
+    """Of the error that it was told."""
+    text: str = ""
+    finishes: list[str] = field(default_factory=list)
+    dones: int = 0
+    events_after_end: int = 0
+    is_cut: bool = False
+    """The connection ended before the answer did."""
+    first_s: float = -1.0
+    """The first piece of the answer."""
+    gap_s: float = 0.0
+    """The longest wait between two pieces."""
+    decode_worker: str = ""
+
+    @property
+    def is_answered(self) -> bool:
+        return self.status == OK and not self.code and not self.is_cut
+
+    def describe(self) -> str:
+        """For a person."""
+        end = f"status {self.status}{' ' + self.code if self.code else ''}{' cut' if self.is_cut else ''}"
+        return (
+            f"#{self.number} via {self.router} {self.sent_s:.2f}..{self.ended_s:.2f} s: {end}, {len(self.text)} chars"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Happened:
+    """A fault as it was really done."""
+
+    fault: Fault
+    began_s: float
+    ended_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What is promised."""
+
+    deadline_s: float
+    """A request's whole budget, and what its client allows for the way."""
+    settle_s: float = 8.0
+    """Until a fault of the bus is behind everybody: silence that is noticed, connections that come back."""
+
+
+def violations(
+    asks: Sequence[Ask], outcomes: Sequence[Outcome], faults: Sequence[Happened], limits: Limits
+) -> list[str]:
+    """Everything that may not be, in words. No violation: every request ended once, in time, and rightly."""
+    found = [
+        f"#{number} ended {count} times" for number, count in Counter(o.number for o in outcomes).items() if count > 1
+    ]
+    missing = {ask.number for ask in asks} - {outcome.number for outcome in outcomes}
+    found += [f"#{number} never ended" for number in sorted(missing)]
+    by_number = {ask.number: ask for ask in asks}
+    for outcome in outcomes:
+        ask = by_number.get(outcome.number)
+        if ask is None:
+            found.append(f"#{outcome.number} was never asked")
+            continue
+        found += [f"{wrong}: {outcome.describe()}" for wrong in _wrongs(ask, outcome, faults, limits)]
+    return found
+
+
+def _wrongs(ask: Ask, outcome: Outcome, faults: Sequence[Happened], limits: Limits) -> Iterator[str]:
+    yield from _wrong_content(ask, outcome)
+    yield from _wrong_error(outcome)
+    near = [happened for happened in faults if _touches(happened, outcome, limits)]
+    if outcome.is_cut and not any(_cuts(happened, outcome) for happened in near):
+        yield "the connection ended, and its router was well"
+    elif outcome.code and not any(_may_fail(happened, outcome) for happened in near):
+        yield "failed without an excuse"
+    late_s = outcome.ended_s - outcome.sent_s - limits.deadline_s
+    frozen_s = sum(happened.ended_s - happened.began_s for happened in near if _freezes(happened, outcome))
+    if late_s > frozen_s:
+        yield f"{late_s:.1f} s late"
+
+
+def _wrong_content(ask: Ask, outcome: Outcome) -> Iterator[str]:
+    """Whatever a client was given is the right answer or its beginning, and has one end."""
+    if not ask.answer.startswith(outcome.text):
+        yield "wrong tokens"
+    if not outcome.is_answered:
+        return
+    if outcome.text != ask.answer:
+        yield "tokens are missing"
+    if outcome.finishes != ["length"]:
+        yield f"finish reasons {outcome.finishes}"
+    if ask.stream and (outcome.dones != 1 or outcome.events_after_end):
+        yield f"{outcome.dones} ends and {outcome.events_after_end} events after the end"
+
+
+def _wrong_error(outcome: Outcome) -> Iterator[str]:
+    if outcome.is_answered or outcome.is_cut:
+        return
+    if outcome.code not in CODES:
+        yield f"an error that is not documented, {outcome.code!r}"
+    elif outcome.code in BUGS:
+        yield "a bug"
+    elif outcome.status != OK and outcome.status != CODES[outcome.code]:
+        yield f"status {outcome.status} of {outcome.code!r}"
+    if outcome.finishes or outcome.dones:
+        yield "an answer that ended well and failed"
+
+
+def _touches(happened: Happened, outcome: Outcome, limits: Limits) -> bool:
+    """Whether the request was under way while the fault was, or while others still found out."""
+    return happened.began_s <= outcome.ended_s and outcome.sent_s <= happened.ended_s + limits.settle_s
+
+
+def _cuts(happened: Happened, outcome: Outcome) -> bool:
+    fault = happened.fault
+    return fault.kind is Kind.KILL and fault.target == outcome.router
+
+
+def _freezes(happened: Happened, outcome: Outcome) -> bool:
+    fault = happened.fault
+    return fault.kind is Kind.FREEZE and (fault.target == outcome.router or fault.part is Part.NATS)
+
+
+def _may_fail(happened: Happened, outcome: Outcome) -> bool:
+    """Whether it may end with a documented error: only if the bus was away for longer than a request has to wait for
+    it, or if messages were lost, again and again perhaps. That workers die is no excuse.
+    """
+    fault = happened.fault
+    if fault.part is Part.NATS or (fault.part is Part.ROUTER and fault.kind is Kind.CUT):
+        is_its = fault.part is Part.NATS or fault.target == outcome.router
+        return is_its and happened.ended_s - happened.began_s > BUS_AWAY_S_MIN
+    return fault.kind is Kind.LOSE and (fault.part is Part.WORKER or fault.target == outcome.router)
+
+
+def failures(outcomes: Sequence[Outcome]) -> list[str]:
+    """All requests that were not answered."""
+    return [outcome.describe() for outcome in outcomes if not outcome.is_answered]

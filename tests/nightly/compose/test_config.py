@@ -1,0 +1,70 @@
+"""The compose files say what they mean to say; no daemon is needed for that."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.nightly.compose.conftest import ROOT
+
+pytestmark = [pytest.mark.compose, pytest.mark.usefixtures("compose_client")]
+
+LIGHT = {"init", "nats", "router", "orchestrator", "collector"}
+ALL_WORKERS = "engines,simulated,store,simulated-store"
+
+
+def services(profiles: str, *files: str) -> dict[str, dict[str, object]]:
+    command = ["docker", "compose", *(part for file in files for part in ("-f", file)), "config"]
+    environment = {**os.environ, "COMPOSE_PROFILES": profiles} if profiles else dict(os.environ)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return yaml.safe_load(done.stdout)["services"]
+
+
+def test_docker_compose_up_starts_real_engines_without_any_setting():
+    assert set(services("")) == LIGHT | {"prefill", "decode"}
+
+
+def test_the_simulated_profile_needs_only_the_light_image():
+    system = services("simulated")
+
+    assert set(system) == LIGHT | {"sim-prefill", "sim-decode"}
+    assert {str(service["image"]) for name, service in system.items() if name != "nats"} == {"baton-light:dev"}
+
+
+def test_a_store_is_added_by_a_profile_of_its_own():
+    for workers, store in (("engines", "store"), ("simulated", "simulated-store")):
+        added = set(services(f"{workers},{store}")) - set(services(workers))
+        assert added == {store.replace("simulated", "sim")}
+
+
+def test_the_observability_profile_adds_its_four_services():
+    added = set(services("engines,observability")) - set(services("engines"))
+
+    assert added == {"otel-collector", "tempo", "prometheus", "grafana"}
+
+
+def test_the_cuda_file_gives_each_worker_a_gpu_of_its_own():
+    system = services("engines", "compose.yaml", "compose/cuda.yaml")
+
+    devices = [system[name]["deploy"]["resources"]["reservations"]["devices"][0] for name in ("prefill", "decode")]
+    assert [device["device_ids"] for device in devices] == [["0"], ["1"]]
+
+
+def test_every_service_of_ours_is_checked_restarted_and_unprivileged():
+    for name, service in services(ALL_WORKERS).items():
+        assert service["cap_drop"] == ["ALL"], name
+        if name == "init":  # It makes the keys, and ends.
+            continue
+        assert service["restart"] == "unless-stopped", name
+        assert "healthcheck" in service, name
+
+
+def test_every_file_that_a_container_mounts_is_in_the_repository():
+    for name, service in services(f"{ALL_WORKERS},observability").items():
+        for volume in service.get("volumes", []):
+            assert volume["type"] == "volume" or Path(volume["source"]).exists(), (name, volume["source"])

@@ -1,0 +1,279 @@
+"""So many connections of clients that send nearly HTTP, through the real protocol, edge, relay and application."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import httptools
+
+from services.router.http.protocol import RouterProtocol
+from services.router.http.server import make_server
+from services.router.settings import Settings
+from shared.bus.streams import LegFrames
+from shared.contracts.inference import LegReport, StartLeg
+from tests.nightly.fuzz.bus_fuzz import Campaign
+from tests.nightly.fuzz.watch import OBJECTS_GROWN_MAX, Watch, memory_bytes, objects
+from tests.support.virtual_time import run_in_virtual_time
+from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, WHOLE_ANSWER, FakeWorker
+from tests.unit.router.world import World, open_world
+
+BATCH = 25
+PAUSE_S = 0.2
+REST_S = 300.0
+"""Beyond all deadlines of clients."""
+PIECES_MAX = 4
+CHANGES_MAX = 4
+PIPELINED_MAX = 3
+NOT_READ_SHARE = 0.1
+INJECTED = b"x-injected"
+
+BODIES = (
+    b'{"model":"m","prompt":"hello","max_tokens":3}',
+    b'{"model":"m","prompt":"hello","stream":true}',
+    b'{"model":"m","messages":[{"role":"user","content":"hello"}],"baton":{"mode":"aggregated","ttft_s":1}}',
+    b'{"model":"nobody"}',
+    b"[",
+)
+LINES = (
+    b"host: x",
+    b"connection: close",
+    b"connection: keep-alive",
+    b"connection: upgrade\r\nupgrade: h2c",
+    b"expect: 100-continue",
+    b"x-request-id: mine",
+    b"x-baton-mode: aggregated",
+    b"x-baton-tenant: t",
+    b"authorization: Bearer secret",
+    b"traceparent: 00-%b-%b-01" % (b"a" * 32, b"b" * 16),
+    b"origin: https://elsewhere",
+    b"content-type: application/json",
+)
+TARGETS = (b"/v1/completions", b"/v1/chat/completions", b"/v1/embeddings", b"/v1/models", b"/metrics", b"/ready")
+READ = (
+    b"/v1/models",
+    b"/v1/decisions",
+    b"/v1/decisions/latest",
+    b"/metrics",
+    b"/health",
+    b"/openapi.json",
+    b"/%2e",
+    b"*",
+)
+INSERTED = (
+    b"\r\n",
+    b"\n",
+    b"\r",
+    b"\r\n\r\n",
+    b"\0",
+    b" ",
+    b":",
+    b"\xff",
+    b"%0d%0ax-injected: 1",
+    b"\r\nx-injected: 1",
+    b"content-length: 5\r\n",
+    b"transfer-encoding: chunked\r\n",
+    b"0\r\n\r\n",
+    b"ffffffffffffffffff\r\n",
+    b";a=b",
+    b"HTTP/1.0",
+    b"a" * 70_000,
+    b"a: b\r\n" * 300,
+)
+
+
+class Client(asyncio.Transport):
+    """The other end of a connection, without a socket."""
+
+    def __init__(self, *, reads: bool) -> None:
+        super().__init__()
+        self.written = bytearray()
+        self.protocol: Any = None
+        self._reads = reads
+        self._closing = False
+        self._lost = False
+
+    def write(self, data: bytes) -> None:  # type: ignore[override]
+        if self._closing:
+            return
+        self.written += data
+        if not self._reads:
+            self.protocol.pause_writing()
+
+    def get_write_buffer_size(self) -> int:
+        return 0 if self._reads else len(self.written)
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return ("127.0.0.1", 1) if name in ("peername", "sockname") else default
+
+    def is_closing(self) -> bool:
+        return self._closing
+
+    def pause_reading(self) -> None:
+        """It is asked for less than it may be sent: whatever comes must be borne."""
+
+    def resume_reading(self) -> None:
+        """See above."""
+
+    def close(self) -> None:
+        if not self._closing:
+            self._closing = True
+            asyncio.get_running_loop().call_soon(self.lose)
+
+    abort = close
+
+    def lose(self) -> None:
+        """The connection is gone, once."""
+        self._closing = True
+        if not self._lost:
+            self._lost = True
+            self.protocol.connection_lost(None)
+
+
+class Answers:
+    """Reads what a client was answered as a client does."""
+
+    def __init__(self) -> None:
+        self.names: list[bytes] = []
+
+    def on_header(self, name: bytes, _value: bytes) -> None:
+        """One header."""
+        self.names.append(name.lower())
+
+    def fault(self, written: bytes) -> str:
+        """Why that is no answer; empty when it is one, or the beginning of one."""
+        try:
+            httptools.HttpResponseParser(self).feed_data(written)
+        except httptools.HttpParserUpgrade:
+            return "an upgrade"
+        except httptools.HttpParserError as error:
+            return f"{error}: {written[:400]!r}"
+        return "an injected header" if INJECTED in self.names else ""
+
+
+def answer(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
+    """Whatever the body is."""
+    streams = b'"stream":true' in start.body
+    frames.head(200, SSE if streams else JSON)
+    for data in (*EVENTS, DONE) if streams else (WHOLE_ANSWER,):
+        frames.data(data, [1])
+    frames.end(LegReport(prompt_tokens=9, completion_tokens=3))
+    del worker.started[:], worker.headers[:], worker.cancelled[:]
+    worker.frames.clear()
+
+
+class Requests:
+    """What clients send; the same for the same seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(f"edge {seed}")
+
+    def sent(self) -> list[bytes]:
+        """One connection's bytes, in pieces."""
+        whole = b"".join(self._request() for _ in range(self.random.randint(1, PIPELINED_MAX)))
+        for _ in range(self.random.randint(0, CHANGES_MAX)):
+            whole = self._changed(whole)
+        cuts = sorted(self.random.randrange(len(whole) + 1) for _ in range(self.random.randrange(PIECES_MAX)))
+        return [whole[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
+
+    def _request(self) -> bytes:
+        lines = self.random.sample(LINES, self.random.randint(0, 4))
+        version = self.random.choice((b"1.1", b"1.1", b"1.0"))
+        if self.random.random() < 0.25:
+            head = [b"GET %b HTTP/%b" % (self.random.choice(READ), version), *lines]
+            return b"\r\n".join([*head, b"", b""])
+        body = self.random.choice(BODIES)
+        head = [b"POST %b HTTP/%b" % (self.random.choice(TARGETS), version), *lines]
+        if self.random.random() < 0.3:
+            middle = self.random.randrange(1, len(body) + 1)
+            parts = (body[:middle], body[middle:], b"") if middle < len(body) else (body, b"")
+            chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts)
+            return b"\r\n".join([*head, b"transfer-encoding: chunked", b"", chunks])
+        return b"\r\n".join([*head, b"content-length: %d" % len(body), b"", body])
+
+    def _changed(self, whole: bytes) -> bytes:
+        at = self.random.randrange(len(whole) + 1)
+        match self.random.randrange(4):
+            case 0:
+                return whole[:at] + self.random.choice(INSERTED) + whole[at:]
+            case 1:
+                return whole[:at] + whole[at + self.random.randrange(1, 20) :]
+            case 2:
+                return whole[:at] + bytes([self.random.randrange(256)]) + whole[at + 1 :]
+            case _:
+                end = self.random.randrange(at, len(whole) + 1)
+                return whole[:end] + whole[at:end] + whole[end:]
+
+
+async def connect(protocol: RouterProtocol, client: Client, pieces: list[bytes], *, leaves: bool) -> None:
+    """One connection's life, as far as its client decides."""
+    client.protocol = protocol
+    protocol.connection_made(client)
+    for piece in pieces:
+        if client.is_closing():
+            break
+        if piece:
+            protocol.data_received(piece)
+        await asyncio.sleep(0)
+    if leaves:
+        client.lose()
+
+
+async def fuzz(count: int, seed: int, progress: Callable[[str, int], None]) -> Campaign:
+    """``count`` connections."""
+    campaign, requests = Campaign("edge HTTP"), Requests(seed)
+    async with open_world(Settings(log_requests=False, connections_per_address_max=0, decisions_max=100)) as world:
+        await world.worker("w1", script=answer)
+        server = make_server(world.router.edge, world.router.parts.settings)
+        server.config.load()
+        for warm in (True, False):  # The first connections fill what is kept for ever.
+            with Watch() as watch:
+                before, bytes_before = objects(), memory_bytes()
+                for at in range(0, count // 10 if warm else count, BATCH):
+                    clients = await batch(server, requests)
+                    campaign.sent += 0 if warm else len(clients)
+                    campaign.heard += sum(bool(client.written) for client in clients)
+                    campaign.read += sum(client.written.startswith(b"HTTP/1.1 200") for client in clients)
+                    found = [fault for client in clients if (fault := Answers().fault(bytes(client.written)))]
+                    campaign.findings += found[:1]
+                    if at % 1000 == 0:
+                        progress(campaign.name, campaign.sent)
+                await asyncio.sleep(REST_S)
+                campaign.findings += [*left_over(world, server), *watch.findings]
+                campaign.objects_grown, campaign.bytes_grown = objects() - before, memory_bytes() - bytes_before
+        if campaign.objects_grown > OBJECTS_GROWN_MAX:
+            campaign.findings.append(f"{campaign.objects_grown} more objects than before")
+    return campaign
+
+
+async def batch(server: Any, requests: Requests) -> list[Client]:
+    """Some connections side by side; half of the clients wait until they are let go."""
+    clients = [Client(reads=requests.random.random() >= NOT_READ_SHARE) for _ in range(BATCH)]
+    lives = []
+    for client in clients:
+        protocol = RouterProtocol(config=server.config, server_state=server.server_state, app_state={})
+        leaves = requests.random.random() < 0.5
+        lives.append(asyncio.create_task(connect(protocol, client, requests.sent(), leaves=leaves)))
+    await asyncio.gather(*lives)
+    await asyncio.sleep(PAUSE_S)
+    return clients
+
+
+def left_over(world: World, server: Any) -> list[str]:
+    """Of connections that have all ended."""
+    edge = world.router.edge
+    held = {
+        "requests": len(world.router.relay.flights),
+        "uploads": len(edge.uploads),
+        "bytes of bodies": edge.bodies.bytes_held,
+        "connections": edge.connections.count + len(server.server_state.connections),
+        "clients that are waited for": len(edge.idle._asking) + len(edge.idle._reading),
+    }
+    return [f"{count} {what} are left over" for what, count in held.items() if count]
+
+
+def fuzz_edge(count: int, seed: int, progress: Callable[[str, int], None]) -> Campaign:
+    """In virtual time."""
+    return run_in_virtual_time(fuzz(count, seed, progress))

@@ -1,0 +1,45 @@
+"""Whatever strangers send, to the edge or on the bus: nobody crashes, nobody hangs, nothing is left over.
+
+This is the short form; `make fuzz` sends 100,000 of each kind.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shared.contracts.channels import CHANNELS
+from tests.contracts.examples import ALL_MESSAGES
+from tests.nightly.fuzz.bus_fuzz import Plan, fuzz_bus
+from tests.nightly.fuzz.edge_fuzz import fuzz_edge
+from tests.nightly.fuzz.mutation import Mutator
+
+CONNECTIONS = 300
+PAYLOADS = 50
+"""Of each kind."""
+
+
+def test_whatever_clients_send_the_edge_answers_in_http_and_keeps_nothing():
+    campaign = fuzz_edge(CONNECTIONS, 1, lambda _name, _sent: None)
+
+    assert campaign.findings == []
+    assert campaign.sent == CONNECTIONS
+    assert 0 < campaign.read < campaign.heard
+
+
+def test_whatever_strangers_say_on_any_channel_no_service_ends(tmp_path: Path):
+    campaigns = fuzz_bus(tmp_path, Plan(PAYLOADS))
+
+    assert [finding for campaign in campaigns for finding in campaign.findings] == []
+    assert {campaign.name.split()[0] for campaign in campaigns} == set(CHANNELS)
+    assert all(0 < campaign.read < campaign.sent for campaign in campaigns)
+
+
+@pytest.mark.parametrize("message", ALL_MESSAGES, ids=lambda message: message.__name__)
+def test_the_same_seed_makes_the_same_payloads(message: type):
+    def made(seed: int) -> list[bytes]:
+        mutator = Mutator(message, seed)
+        return [mutator.payload({"worker_id": ["w1"]})[0] for _ in range(20)]
+
+    assert made(1) == made(1) != made(2)

@@ -1,0 +1,163 @@
+"""Legs, leases and fetches ordered by a test itself, worker by worker, on a NATS with real engines."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+from services.router.tokenize.block_hash import extend_chain
+from shared.bus.leg_inbox import Leg
+from shared.bus.port import Bus
+from shared.contracts.channels import KV_FETCH, KV_LEASE, KV_RELEASE
+from shared.contracts.ids import WorkerId
+from shared.contracts.inference import LegKind
+from shared.contracts.kv_exchange import (
+    FetchedKv,
+    FetchKv,
+    KvGrant,
+    KvOffer,
+    KvSource,
+    KvTransferReport,
+    LeaseKv,
+    ReleaseKv,
+    pack_full_hashes,
+)
+from shared.contracts.workers import HashScheme
+from tests.support.kv_tap import Tap
+from tests.support.worker_processes import Answer, Router
+
+MODEL = "baton-tiny"
+BLOCK = 32
+TOKENS = 16
+"""Of an answer, where its length does not matter."""
+ANSWER_S_MAX = 60.0
+GRANT_S_MAX = 30.0
+ALONE = "alone"
+"""A cache salt: what it computes, it computes from nothing."""
+
+
+def body(prompt: Sequence[int], **fields: Any) -> dict[str, Any]:
+    """A greedy completion of so many tokens."""
+    fixed = {"model": MODEL, "prompt": list(prompt), "temperature": 0, "ignore_eos": True}
+    return {**fixed, "max_tokens": TOKENS, **fields}
+
+
+def full_hashes(tokens: Sequence[int]) -> list[bytes]:
+    """The names of the prompt's full blocks."""
+    scheme, names = HashScheme(block_size=BLOCK), list[bytes]()
+    for at in range(0, len(tokens) - BLOCK + 1, BLOCK):
+        _short, digest = extend_chain(names[-1] if names else None, tokens[at : at + BLOCK], scheme)
+        assert digest is not None
+        names.append(digest)
+    return names
+
+
+def transfer_report_of(answer: Answer) -> KvTransferReport:
+    """Where the answer's prompt came from; asserts that it adds up."""
+    assert answer.failure is None, answer.failure
+    transfer_report = answer.report.kv
+    assert transfer_report is not None, "no transfer_report"
+    assert (
+        transfer_report.local_tokens + transfer_report.fetched_tokens + transfer_report.recomputed_tokens
+        == transfer_report.prompt_tokens
+    ), transfer_report
+    return transfer_report
+
+
+class Driver:
+    """A router's end, a reader's end, and an ear."""
+
+    def __init__(self, router: Router, tap: Tap) -> None:
+        self.router = router
+        self.tap = tap
+        self.bus: Bus = router.bus
+        self.reader_id = WorkerId(f"reader-{uuid.uuid4().hex[:8]}")
+
+    async def leg(self, worker: str, kind: LegKind, prompt: Sequence[int], **options: Any) -> Answer:
+        """One leg, to its end. ``fields`` go into the body, the rest into StartLeg."""
+        fields = options.pop("fields", {})
+        async with asyncio.timeout(ANSWER_S_MAX):
+            return await self.router.leg(who(worker), kind, body(prompt, **fields), **options)
+
+    async def start(self, worker: str, kind: LegKind, prompt: Sequence[int], **options: Any) -> Leg:
+        """One leg that nobody waits for."""
+        return await self.router.start(who(worker), kind, body(prompt, **options.pop("fields", {})), **options)
+
+    async def offered(self, worker: str, prompt: Sequence[int], **options: Any) -> KvOffer:
+        """A prefill leg's offer."""
+        answer = await self.leg(worker, LegKind.PREFILL, prompt, **options)
+        offer = transfer_report_of(answer).offer
+        assert offer is not None, "a prefill leg without an offer"
+        return offer
+
+    async def taken(self, worker: str, prompt: Sequence[int], offer: KvOffer, **options: Any) -> Answer:
+        """A decode leg that reads what was offered."""
+        return await self.leg(worker, LegKind.DECODE, prompt, kv_transfer=msgspec.msgpack.encode(offer), **options)
+
+    async def alone(self, worker: str, prompt: Sequence[int], tokens: int = TOKENS) -> list[int]:
+        """What one engine says that computes everything itself."""
+        fields = {"cache_salt": ALONE, "max_tokens": tokens}
+        answer = await self.leg(worker, LegKind.AGGREGATED, prompt, fields=fields, cache_hit_threshold=0.0)
+        assert len(answer.token_ids) == tokens, answer
+        return answer.token_ids
+
+    def source(self, worker: str, **fields: Any) -> KvSource:
+        """The worker as it lives now."""
+        return KvSource(worker_id=WorkerId(worker), epoch=self.tap.loads[worker].epoch, **fields)
+
+    async def fetch(self, worker: str, prompt: Sequence[int], *sources: KvSource) -> FetchedKv:
+        """Have it fetch the prompt's full blocks."""
+        order = FetchKv(
+            worker_id=WorkerId(worker),
+            hashes=pack_full_hashes(full_hashes(prompt)),
+            sources=list(sources),
+            deadline_s=ANSWER_S_MAX / 2,
+        )
+        return await self.bus.ask(KV_FETCH, order, timeout_s=ANSWER_S_MAX)
+
+    async def lease(self, worker: str, prompt: Sequence[int], *, hold_s: float) -> KvGrant:
+        """Lease the prompt's blocks in the name of a reader that nobody else knows."""
+        ask = LeaseKv(
+            worker_id=WorkerId(worker),
+            epoch=self.tap.loads[worker].epoch,
+            reader_id=self.reader_id,
+            ask_id=uuid.uuid4().hex,
+            hashes=pack_full_hashes(full_hashes(prompt)),
+            hold_s=hold_s,
+        )
+        await self.bus.publish(KV_LEASE, ask)
+        answered = lambda: [grant for grant in self.tap.grants if grant.ask_id == ask.ask_id]  # noqa: E731
+        return (await self.tap.until(answered, f"{worker} grants", GRANT_S_MAX))[0]
+
+    async def release(self, grant: KvGrant) -> None:
+        """Give it back."""
+        told = ReleaseKv(
+            worker_id=grant.worker_id,
+            epoch=grant.epoch,
+            reader_id=self.reader_id,
+            ask_ids=[grant.ask_id],
+            lease_ids=[grant.lease_id],
+        )
+        await self.bus.publish(KV_RELEASE, told)
+
+
+def who(worker_id: str) -> Any:
+    """A worker by its name."""
+    return SimpleNamespace(worker_id=WorkerId(worker_id))
+
+
+@asynccontextmanager
+async def driving(tap: Tap) -> AsyncIterator[Driver]:
+    """A driver on the tap's NATS."""
+    router = Router(tap.bus)
+    await router.open()
+    try:
+        yield Driver(router, tap)
+    finally:
+        await router.inbox.close()

@@ -1,0 +1,78 @@
+"""What the compose file tells our processes is what they understand; not even docker is needed for that."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import yaml
+
+from services.router.settings import Settings as RouterSettings
+from services.router.settings import check
+from services.worker.settings import Settings
+from shared.contracts.workers import Role
+from shared.runtime.settings import SettingsError, load, load_common
+from tests.support.processes import ROOT
+
+WORKERS = ["prefill", "decode", "store", "sim-prefill", "sim-decode", "sim-store"]
+VARIABLE = re.compile(r"\$\{(\w+):([-+])([^}]*)\}")
+SERVICES = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+
+
+def environment(service: str, **given: str) -> dict[str, str]:
+    """As it is when nobody has set anything but what is ``given``."""
+
+    def value(found: re.Match[str]) -> str:
+        name, when, text = found.groups()
+        return given.get(name, text) if when == "-" else text if given.get(name) else ""
+
+    return {name: VARIABLE.sub(value, told) for name, told in SERVICES[service]["environment"].items()}
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_a_worker_understands_what_it_is_told(name: str):
+    settings = load(Settings, "WORKER_", environment(name))
+
+    assert load_common(environment(name)).nats_url == "tls://nats:4222"
+    assert settings.role is Role(name.removeprefix("sim-"))
+    assert settings.engine == ("simulated" if name.startswith("sim-") else "vllm")
+
+
+@pytest.mark.parametrize("name", ["store", "sim-store"])
+def test_a_store_finds_its_files_again_in_another_container(name: str):
+    service = SERVICES[name]
+    (volume,) = [volume for volume in service["volumes"] if not volume.endswith(":ro")]
+    source, folder = volume.split(":")
+
+    assert source in yaml.safe_load((ROOT / "compose.yaml").read_text())["volumes"]
+    assert environment(name)["WORKER_WORKER_ID"] == "store"
+    assert "WORKER_WORKER_ID" not in " ".join(service["command"])
+    assert not environment(name).keys() & {"WORKER_STORE_DIR", "BATON_STATE_DIR"}  # so its home is where they are
+    # A new volume belongs to whom the image's folder belongs to, who is not root.
+    image = (ROOT / service["build"]["dockerfile"]).read_text()
+    made, owned, user = f"mkdir -p /home/baton/.cache {folder}", "chown -R baton /home/baton", "USER baton"
+    assert made in image
+    assert owned in image
+    assert user in image.split("FROM")[-1]
+    assert "user" not in service
+
+
+def router(**given: str) -> RouterSettings:
+    return load(RouterSettings, "ROUTER_", environment("router", **given))
+
+
+def test_a_router_that_only_this_machine_reaches_asks_for_no_key():
+    settings = router()
+
+    check(settings)
+    assert settings.keys_file == ""
+    assert SERVICES["router"]["ports"] == ["${BIND:-127.0.0.1}:${PORT:-8000}:8000"]
+
+
+def test_a_router_that_is_published_to_others_wants_keys_or_to_be_told_that_it_needs_none():
+    with pytest.raises(SettingsError, match="baton keys new"):
+        check(router(BIND="0.0.0.0"))
+    check(router(BIND="0.0.0.0", INSECURE="true"))
+    with_keys = router(BIND="0.0.0.0", KEYS_FILE="./keys.toml")
+    (mounted,) = [one for one in SERVICES["router"]["volumes"] if "KEYS_FILE" in one]
+    assert mounted == f"${{KEYS_FILE:-/dev/null}}:{with_keys.keys_file}:ro"

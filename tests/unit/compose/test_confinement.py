@@ -1,0 +1,100 @@
+"""What a container may do to the machine that it runs on, and to itself: as little as it needs."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import yaml
+
+from tests.support.processes import ROOT
+
+FILE = yaml.safe_load((ROOT / "compose.yaml").read_text())
+SERVICES = FILE["services"]
+CUDA = yaml.safe_load((ROOT / "compose/cuda.yaml").read_text().replace("!reset", ""))["services"]
+OURS = [name for name, service in SERVICES.items() if service["image"].startswith("baton-")]
+WORKERS = ["prefill", "decode", "store", "sim-prefill", "sim-decode", "sim-store"]
+NOT_ROOT_BY_IMAGE = {"otel-collector", "tempo", "prometheus", "grafana"}
+"""Their makers' images name a user."""
+
+every_service = pytest.mark.parametrize("name", SERVICES)
+
+
+@every_service
+def test_nobody_has_privileges(name: str):
+    service = SERVICES[name]
+
+    assert service["cap_drop"] == ["ALL"]
+    assert "cap_add" not in service
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert not service.keys() & {"privileged", "devices", "pid", "userns_mode", "ipc"}
+    assert service.get("network_mode", "none") == "none"
+    assert "docker.sock" not in str(service)
+
+
+@every_service
+def test_nobody_is_root(name: str):
+    service = SERVICES[name]
+    if name in OURS:
+        last_stages = (ROOT / service["build"]["dockerfile"]).read_text().split("\nFROM ")
+        target = service["build"].get("target")
+        stages = [stage for stage in last_stages if target is None or f" AS {target}\n" in stage]
+        assert re.findall(r"^USER (\S+)$", stages[-1], re.MULTILINE) == ["baton"]
+        assert "user" not in service
+    else:
+        assert name in NOT_ROOT_BY_IMAGE or service["user"].split(":")[0].isdigit()
+        assert not service.get("user", "1").startswith(("0", "root"))
+
+
+@every_service
+def test_nobody_writes_but_where_something_must_be_written(name: str):
+    service = SERVICES[name]
+
+    assert service["read_only"] is True
+    assert service["tmpfs"][0].partition(":")[0] == "/tmp"
+    for volume in service.get("volumes", []):
+        source = volume.split(":")[0]
+        assert volume.endswith(":ro") or source in FILE["volumes"] or source == "/home/baton/.local/state", volume
+
+
+@every_service
+def test_nobody_takes_all_processes_or_all_memory_unless_told_to(name: str):
+    service = SERVICES[name]
+
+    assert 0 < service["pids_limit"] <= 4096
+    memory = re.fullmatch(r"\$\{(\w+):-(\w+)\}", service["mem_limit"])
+    assert memory is not None
+    assert memory[1] in (ROOT / "compose/env.example").read_text()
+    assert memory[2] != "0" or "engine" in service["image"]
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_a_worker_can_write_its_caches_and_what_must_survive_a_restart(name: str):
+    service = SERVICES[name]
+    memory = [where.partition(":")[0] for where in service["tmpfs"]]
+    disk = [volume.split(":")[-1] for volume in service["volumes"] if not volume.endswith(":ro")]
+
+    assert "/home/baton/.cache" in memory + disk
+    assert "/home/baton/.local/state" in disk
+    folders = {
+        name: value for name, value in service["environment"].items() if name.endswith(("_DIR", "_PATH", "_ROOT"))
+    }
+    assert all(folder.startswith("/home/baton/.cache/") for folder in folders.values()), folders
+
+
+def test_the_models_of_real_engines_outlive_their_container():
+    for name in ("prefill", "decode"):
+        assert "models:/home/baton/.cache" in SERVICES[name]["volumes"]
+
+
+def test_only_who_needs_it_listens_beyond_the_machine_and_only_if_told_to():
+    published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
+
+    assert set(published) == {"router", "collector", "prometheus", "grafana"}
+    assert all(port.startswith("${BIND:-127.0.0.1}:") for ports in published.values() for port in ports)
+
+
+def test_a_gpu_takes_nothing_of_that_back():
+    for name, service in CUDA.items():
+        loosened = service.keys() & {"read_only", "cap_drop", "cap_add", "security_opt", "privileged", "user", "tmpfs"}
+        assert not loosened, name

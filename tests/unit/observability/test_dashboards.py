@@ -1,0 +1,88 @@
+"""Dashboards as Grafana needs them: what it would otherwise show as an empty panel, or not at all."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+import yaml
+
+from observability.grafana.make_dashboards import PAGES, pages
+from observability.grafana.panels import VARIABLES
+from shared.telemetry.span_names import SpanName
+from tests.unit.observability.expressions import ROOT
+
+DASHBOARDS = {name: json.loads(text) for name, text in pages().items()}
+PANELS = [(name, panel) for name, page in DASHBOARDS.items() for panel in page["panels"]]
+USED = re.compile(r'"\$(\w+)"')
+UNITS = {"short", "s", "percentunit", "reqps", "bytes", "Bps"}
+
+every_panel = pytest.mark.parametrize(
+    "panel", [panel for _, panel in PANELS], ids=[f"{name}: {panel['title']}" for name, panel in PANELS]
+)
+
+
+def datasources() -> dict[str, dict]:
+    provisioned = yaml.safe_load(Path(ROOT / "grafana/provisioning/datasources/baton.yaml").read_text())
+    return {each["uid"]: each for each in provisioned["datasources"]}
+
+
+def test_there_is_a_page_for_each_thing_that_one_looks_for():
+    assert set(PAGES) == {"Fleet", "Requests", "KV exchange", "Placement", "Tenants"}
+
+
+@every_panel
+def test_a_panel_says_what_it_shows_and_in_which_unit(panel):
+    assert panel["description"].endswith(".")
+    assert panel["fieldConfig"]["defaults"]["unit"] in UNITS
+
+
+@every_panel
+def test_thresholds_rise(panel):
+    steps = panel["fieldConfig"]["defaults"].get("thresholds", {}).get("steps", [])
+    values = [step["value"] for step in steps[1:]]
+
+    assert values == sorted(values)
+    assert not steps or steps[0]["value"] is None
+
+
+@pytest.mark.parametrize("page", DASHBOARDS.values(), ids=DASHBOARDS)
+def test_a_page_has_the_variables_that_its_panels_use_and_no_others(page):
+    used = {name for panel in page["panels"] for target in panel["targets"] for name in USED.findall(target["expr"])}
+
+    assert {each["name"] for each in page["templating"]["list"]} == used <= set(VARIABLES)
+    assert used, "nothing can be chosen"
+
+
+@pytest.mark.parametrize("page", DASHBOARDS.values(), ids=DASHBOARDS)
+def test_a_variable_offers_the_values_of_a_label_that_its_metric_has(page):
+    for variable in page["templating"]["list"]:
+        metric, _ = VARIABLES[variable["name"]]
+        assert variable["name"] in {*metric.labels, "instance"}
+        assert variable["query"]["query"] == f"label_values({metric.name}, {variable['name']})"
+
+
+def test_histograms_show_exemplars_which_lead_to_their_traces():
+    targets = [target for _, panel in PANELS for target in panel["targets"]]
+    (destination,) = datasources()["prometheus"]["jsonData"]["exemplarTraceIdDestinations"]
+
+    assert all(target["exemplar"] == ("_bucket" in target["expr"]) for target in targets)
+    assert destination["name"] == "trace_id"
+    assert destination["datasourceUid"] in datasources()
+
+
+@pytest.mark.parametrize("title", ["TTFT", "ITL", "E2E", "TPOT", "Errors", "TTFT by decode worker"])
+def test_a_click_on_a_latency_searches_the_traces_of_its_time(title):
+    (panel,) = [each for _, each in PANELS if each["title"] == title]
+    (link,) = panel["fieldConfig"]["defaults"]["links"]
+    asked = parse_qs(urlsplit(link["url"]).query)
+    pane = json.loads(asked["panes"][0])["traces"]
+
+    assert pane["datasource"] in datasources()
+    assert pane["range"] == {"from": "${__from}", "to": "${__to}"}
+    (query,) = pane["queries"]
+    assert set(re.findall(r'(?<!\.)name = "([^"]+)"', query["query"])) <= set(SpanName)
+    assert re.fullmatch(r"\{ .+ \}", query["query"])
