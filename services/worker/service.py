@@ -117,7 +117,7 @@ class Worker:
             self._follows.append(exchange.follow)
         if exchange is not None and record.role is not Role.STORE:  # which has nothing to answer self_tests with
             self_tests = SelfTestHandler(service.bus, service.clock, engine, identity)
-            self._prober = Prober(worker_id, exchange.peers, self_tests)
+            self._prober = Prober(worker_id, exchange.peers, self_tests, lends=engine.facts.prefix_caching)
             self._opens.append(self_tests.open)
             copies = StoreCopies(service.bus, service.clock, exchange, lambda: registration.record, settings)
             self._follows.append(copies.follow)

@@ -86,7 +86,8 @@ class WorkerRecord(Message, frozen=True, kw_only=True):
     wire_version: int
     note: str = ""
     prefix_caching: bool = True
-    """Whether its engine finds earlier prompts again. Without, nobody can read KV that it is still computing."""
+    """Whether its engine finds earlier prompts again. If not, it lends no KV by block hash: it is no source, it is not
+    followed, and no self-test reads from it. It still reads KV, and hands off a prompt's KV by an offer."""
     step_tokens_max: int = 2048
     """Tokens that its engine computes in one step."""
 

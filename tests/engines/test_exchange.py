@@ -13,7 +13,7 @@ from shared.contracts.inference import LegKind
 from shared.contracts.kv_exchange import KvLedgerState, KvSource
 from shared.contracts.kv_handshake import AskKvHandshake
 from tests.engines.test_handover import completion, prompt_of
-from tests.support.worker_processes import handoff
+from tests.support.worker_processes import handoff, start_worker, wait_ready
 
 pytestmark = pytest.mark.vllm
 
@@ -175,3 +175,32 @@ async def test_a_prompt_that_was_offered_and_not_fetched_is_free_when_its_leg_is
     leg.cancel()
 
     await released(router, prefill, before)
+
+
+async def test_an_engine_without_prefix_caching_serves_hands_off_and_reads_back(pair, router, nats_url, run_dir):
+    decode = pair[1]
+    args = "--no-enable-prefix-caching"
+    worker = start_worker(
+        nats_url, "p2", run_dir, role="prefill", cpu_cores="0", max_model_len="8192", engine_args=args
+    )
+    try:
+        await wait_ready(nats_url, [worker])
+        assert worker.record is not None
+        assert (worker.record.prefix_caching, worker.record.note) == (False, "")
+
+        body = completion(prompt_of(300, seed=720))
+        first, second = await router.handed_over(worker, decode, body)
+        alone = await router.leg(worker, LegKind.AGGREGATED, body)
+        assert first.report.kv.offer is not None
+        assert second.token_ids == alone.token_ids
+        assert second.report.kv.fetched_tokens > 0
+        assert second.report.kv.recomputed_tokens <= BLOCK
+
+        body = completion(prompt_of(400, seed=721))
+        await router.leg(decode, LegKind.AGGREGATED, body)
+        read_back = await router.leg(worker, LegKind.PREFILL, body, kv_sources=[source(decode)])
+        assert read_back.report.kv.fetched_tokens > 0
+        assert read_back.report.kv.recomputed_tokens <= BLOCK
+        worker.stop()
+    finally:
+        worker.kill()

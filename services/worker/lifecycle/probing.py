@@ -54,10 +54,14 @@ class SelfTests(Protocol):
 class Prober:
     """One worker's transfer_report that it can exchange KV."""
 
-    def __init__(self, worker_id: WorkerId, neighbours: Neighbours, self_tests: SelfTests) -> None:
+    def __init__(
+        self, worker_id: WorkerId, neighbours: Neighbours, self_tests: SelfTests, *, lends: bool = True
+    ) -> None:
+        """``lends``: whether other workers can read this one's KV by block hash, which takes prefix caching."""
         self._worker_id = worker_id
         self._neighbours = neighbours
-        self._canaries = self_tests
+        self._self_tests = self_tests
+        self._lends = lends
         self._changed = asyncio.Event()
         self._seen: set[tuple[WorkerId, Epoch, Role, WorkerPhase]] = set()
         neighbours.on_records(self._look_again)
@@ -85,8 +89,10 @@ class Prober:
 
     async def _prove_with(self, kind: Kind) -> list[Attempt]:
         attempts: list[Attempt] = []
-        while partner := next_partner(partners(self._worker_id, self._neighbours.records, kind), attempts):
-            found = await self._canaries.try_with(partner)
+        while partner := next_partner(
+            partners(self._worker_id, self._neighbours.records, kind, lends=self._lends), attempts
+        ):
+            found = await self._self_tests.try_with(partner)
             attempts.append(Attempt(partner.worker_id, found))
             if found.outcome is not Outcome.PASSED:
                 log.warning("a self_test with %s %s: %s", partner.worker_id, found.outcome.value, found.why)

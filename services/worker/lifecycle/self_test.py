@@ -74,13 +74,19 @@ class Attempt:
     found: Finding
 
 
-def partners(me: WorkerId, records: Iterable[WorkerRecord], kind: Kind) -> list[WorkerRecord]:
-    """Who could be tried, the best first: those that serve already; among equals each worker prefers others, so that
-    many that start together do not all ask the same one.
+def partners(me: WorkerId, records: Iterable[WorkerRecord], kind: Kind, *, lends: bool) -> list[WorkerRecord]:
+    """Possible partners of this kind, the preferred ones first: those that lend, then those that are READY. Among
+    equals each worker has an order of its own, so that many that start together do not all choose the same partner.
+
+    An engine without prefix caching reads KV and cannot lend it by hash. ``lends`` says whether this worker can: two
+    workers that both cannot have nothing to test.
     """
-    able = [record for record in records if KIND_OF.get(record.role) is kind and record.prefix_caching]
+    able = [record for record in records if KIND_OF.get(record.role) is kind and (lends or record.prefix_caching)]
     serving = [record for record in able if record.phase in {WorkerPhase.READY, WorkerPhase.PROBING}]
-    return sorted(serving, key=lambda it: (it.phase is not WorkerPhase.READY, _liking(me, it.worker_id)))
+    return sorted(
+        serving,
+        key=lambda it: (not it.prefix_caching, it.phase is not WorkerPhase.READY, _liking(me, it.worker_id)),
+    )
 
 
 def _liking(me: WorkerId, other: WorkerId) -> bytes:
@@ -116,9 +122,9 @@ def as_text(found: Mapping[Kind, Sequence[Attempt]]) -> str:
     return "; ".join(parts)
 
 
-def worse(one: Finding, other: Finding) -> Finding:
-    """Of the two directions."""
-    return min(one, other, key=lambda found: FROM_BAD_TO_GOOD.index(found.outcome))
+def severity(found: Finding) -> int:
+    """For ``min``: the worst finding of all directions counts."""
+    return FROM_BAD_TO_GOOD.index(found.outcome)
 
 
 def pause_s(rounds: int) -> float:

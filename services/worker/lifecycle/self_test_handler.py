@@ -68,18 +68,26 @@ class SelfTestHandler:
         await self._bus.answer(RUN_SELF_TEST, self._try_for, worker_id=self._me.worker_id)
 
     async def try_with(self, partner: WorkerRecord) -> Finding:
-        """A self_test in both directions: its KV read here, and ours there."""
+        """Test each direction that is possible: this engine reads the partner's KV, the partner reads this engine's. An
+        engine without prefix caching cannot lend blocks by hash.
+        """
+        findings = []
+        async with asyncio.TaskGroup() as directions:
+            if partner.prefix_caching:
+                findings.append(directions.create_task(self._read_from(partner), name="read-self-test"))
+            if self._engine.facts.prefix_caching:
+                findings.append(directions.create_task(self._have_read(partner.worker_id), name="lend-self-test"))
+        return min((found.result() for found in findings), key=core.severity, default=core.FINE)
+
+    async def _read_from(self, partner: WorkerRecord) -> Finding:
         try:
             self_test = await self._ask_for(partner.worker_id)
         except BusError as error:
             return Finding(Outcome.UNANSWERED, f"it gives no self_test: {error or type(error).__name__}")
         if self_test.epoch != partner.epoch:
             return Finding(Outcome.UNANSWERED, "another life of it answers")
-        async with asyncio.TaskGroup() as both:
-            here = both.create_task(self._read(self_test), name="read-self_test")
-            there = both.create_task(self._have_read(partner.worker_id), name="have-self_test-read")
-        found, _answer = here.result()
-        return core.worse(found, there.result())
+        found, _answer = await self._read(self_test)
+        return found
 
     async def _ask_for(self, worker_id: WorkerId) -> SelfTestPrompt:
         ask = AskSelfTestPrompt(worker_id=worker_id, reader_id=self._me.worker_id)
@@ -94,7 +102,10 @@ class SelfTestHandler:
         return Finding(Outcome.FAILED, f"it cannot read ours: {tried.failure}") if tried.failure else core.FINE
 
     async def _make(self, _ask: AskSelfTestPrompt, _envelope: Envelope) -> SelfTestPrompt:
-        """Answerer of SELF_TEST_PROMPT."""
+        """Answerer of SELF_TEST_PROMPT. Raises AskRefused."""
+        if not self._engine.facts.prefix_caching:
+            message = "its engine has no prefix caching, so it lends no blocks by hash"
+            raise AskRefused(Failure(reason=Reason.WORKER_BUSY, message=message))
         if self._slots.locked():
             raise AskRefused(Failure(reason=Reason.WORKER_BUSY, message="it computes as many self_tests as it may"))
         async with self._slots:

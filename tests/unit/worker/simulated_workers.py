@@ -62,7 +62,15 @@ class Workers:
         self._model = model
         self._changed = asyncio.Event()
 
-    def start(self, worker_id: str, role: Role, wrap: Callable[[Engine], Any] = lambda engine: engine, **more) -> None:
+    def start(
+        self,
+        worker_id: str,
+        role: Role,
+        wrap: Callable[[Engine], Any] = lambda engine: engine,
+        *,
+        prefix_caching: bool = True,
+        **more,
+    ) -> None:
         """One more, which is not ready yet. ``wrap`` makes what the worker takes for its engine."""
         settings = Settings(worker_id=worker_id, role=role, engine="simulated", **more)
 
@@ -71,6 +79,7 @@ class Workers:
                 **{"kv_blocks": 512, "max_model_len": 2048, **INSTANT, "sim_transfer": "memory"},
                 worker_id=worker_id,
                 epoch=identity.epoch,
+                prefix_caching=prefix_caching,
             )
             return wrap(await open_simulated_engine(timing, SimulatedModel(directory=self._model)))
 

@@ -23,8 +23,8 @@ from services.worker.lifecycle.self_test import (
     pause_s,
     prompt_tokens,
     read_well,
+    severity,
     verdict,
-    worse,
 )
 from shared.contracts.kv_exchange import KvRead, KvTransferReport
 from shared.contracts.workers import Role, WorkerPhase
@@ -49,23 +49,32 @@ def test_partners_are_those_of_the_kind_that_serve_or_probe():
         record("b1", role=Role.BOTH),
         record("d2", WorkerPhase.DRAINING, role=Role.DECODE),
         record("s1", role=Role.STORE),
-        msgspec.structs.replace(record("d3", role=Role.DECODE), prefix_caching=False),
     ]
 
-    assert ids(partners("me", fleet, Kind.PREFILL)) == ["p1"]
-    assert set(ids(partners("me", fleet, Kind.DECODE))) == {"d1", "b1"}
+    assert ids(partners("me", fleet, Kind.PREFILL, lends=True)) == ["p1"]
+    assert set(ids(partners("me", fleet, Kind.DECODE, lends=False))) == {"d1", "b1"}
+
+
+def test_partners_that_cannot_lend_come_last_and_only_for_a_lender():
+    fleet = [
+        msgspec.structs.replace(record("d1", role=Role.DECODE), prefix_caching=False),
+        record("d2", WorkerPhase.PROBING, role=Role.DECODE),
+    ]
+
+    assert ids(partners("me", fleet, Kind.DECODE, lends=True)) == ["d2", "d1"]
+    assert ids(partners("me", fleet, Kind.DECODE, lends=False)) == ["d2"]
 
 
 def test_those_that_serve_are_tried_before_those_that_probe_themselves():
     fleet = [record("d1", WorkerPhase.PROBING, role=Role.DECODE), record("d2", role=Role.DECODE)]
 
-    assert ids(partners("me", fleet, Kind.DECODE)) == ["d2", "d1"]
+    assert ids(partners("me", fleet, Kind.DECODE, lends=True)) == ["d2", "d1"]
 
 
 def test_many_that_start_together_do_not_all_ask_the_same_one():
     fleet = [record(f"d{number}", role=Role.DECODE) for number in range(8)]
 
-    asked = {partners(f"new-{number}", fleet, Kind.DECODE)[0].worker_id for number in range(32)}
+    asked = {partners(f"new-{number}", fleet, Kind.DECODE, lends=True)[0].worker_id for number in range(32)}
 
     assert len(asked) > 4
 
@@ -109,11 +118,11 @@ def test_what_speaks_against_it_is_said_and_what_passed_is_not():
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "both"),
+    ("one", "other", "worst"),
     [(FINE, FINE, FINE), (FINE, UNANSWERED, UNANSWERED), (UNANSWERED, FAILED, FAILED), (FAILED, FINE, FAILED)],
 )
-def test_both_directions_count(one, other, both):
-    assert worse(one, other) is both
+def test_the_worst_direction_counts(one, other, worst):
+    assert min(one, other, key=severity) is worst
 
 
 def test_kv_that_came_whole_is_well_and_less_of_it_is_not():

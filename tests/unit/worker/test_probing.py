@@ -64,6 +64,53 @@ async def test_a_new_worker_proves_itself_with_each_kind_of_partner_and_is_ready
         assert asked.count(("self_test", "d2")) == 2
 
 
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.BOTH])
+async def test_a_worker_without_prefix_caching_tests_what_it_can_and_is_ready(model, role):
+    async with workers_on_one_bus(model) as workers:
+        workers.start("d1", Role.DECODE)
+        await workers.until_ready("d1")
+        asked = []
+        for channel in (SELF_TEST_PROMPT, RUN_SELF_TEST):
+            for worker_id in ("d1", "p1"):
+                await workers.bus.subscribe(
+                    channel,
+                    lambda ask, _e, channel=channel: asked.append((channel, ask.worker_id)),
+                    worker_id=worker_id,
+                )
+
+        workers.start("p1", role, prefix_caching=False)
+        await workers.until_ready("p1")
+        assert asked == [(SELF_TEST_PROMPT, "d1")]
+        assert workers.records["p1"].note == ""
+        assert not workers.records["p1"].prefix_caching
+
+        workers.start("d2", Role.DECODE)
+        await workers.until_ready("d2")
+        assert workers.records["d2"].note == ""
+        assert (SELF_TEST_PROMPT, "p1") not in asked
+
+
+async def test_the_only_partner_has_no_prefix_caching_and_still_tests_what_it_reads(model):
+    async with workers_on_one_bus(model) as workers:
+        workers.start("p1", Role.PREFILL, prefix_caching=False)
+        await workers.until_ready("p1")
+        asked = []
+        await workers.bus.subscribe(RUN_SELF_TEST, lambda ask, _e: asked.append(ask.source_id), worker_id="p1")
+
+        workers.start("d1", Role.DECODE)
+        await workers.until_ready("d1")
+
+        assert asked == ["d1"]
+        assert workers.records["d1"].note == ""
+
+
+async def test_two_workers_without_prefix_caching_have_nothing_to_test(model):
+    async with workers_on_one_bus(model) as workers:
+        workers.start("p1", Role.PREFILL, prefix_caching=False)
+        workers.start("d1", Role.DECODE, prefix_caching=False)
+        await workers.until_ready("p1", "d1")
+
+
 async def test_many_that_start_at_the_same_moment_all_come_up(model):
     async with workers_on_one_bus(model) as workers:
         names = [f"w{number}" for number in range(8)]

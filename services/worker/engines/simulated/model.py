@@ -48,6 +48,7 @@ def facts_of(settings: SimulationSettings, model: SimulatedModel, legs_max: int)
         kv_blocks=settings.kv_blocks,
         legs_max=legs_max,
         step_tokens_max=settings.max_num_batched_tokens,
+        prefix_caching=settings.prefix_caching,
     )
 
 

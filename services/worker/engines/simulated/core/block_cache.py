@@ -28,8 +28,10 @@ class BlockCache:
     until it is handed out again, the one that has been free for longest first.
     """
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, *, prefix_caching: bool = True) -> None:
         self.blocks = blocks
+        self.prefix_caching = prefix_caching
+        """Without it no block is named, so none is found again."""
         self.contents = array("q", bytes(CONTENT_BYTES * (blocks + 1)))
         """The KV itself, by block (see ``tokens``), in memory that never moves; the last place is no block's."""
         self._holders = [0] * blocks
@@ -103,7 +105,7 @@ class BlockCache:
 
     def name(self, block: int, name: bytes, parent: bytes | None) -> None:
         """The held ``block`` is full: others may find it. A second block of the same hash stays nameless."""
-        if name in self._named:
+        if name in self._named or not self.prefix_caching:
             return
         self._names[block] = name
         self._named[name] = block

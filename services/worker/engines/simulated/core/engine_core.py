@@ -54,7 +54,7 @@ class EngineCore:
 
     def __init__(self, settings: SimulationSettings, model: ModelTokens) -> None:
         self.settings = settings
-        self.cache = BlockCache(settings.kv_blocks)
+        self.cache = BlockCache(settings.kv_blocks, prefix_caching=settings.prefix_caching)
         self.exchange = Exchange(settings, self.cache, lambda: self._now)
         self.batch = Batch(settings, self.cache, self.exchange.reader)
         self.measures = Measures()

@@ -18,10 +18,9 @@ class NumberedBlock:
 class LeasablePool:
     """A ``connector.holder.holder.Pool``. Blocks have no name before the step that fills them has ended."""
 
-    enable_caching = True
-
     def __init__(self, cache: BlockCache) -> None:
         self.blocks: Sequence[NumberedBlock] = [NumberedBlock(number) for number in range(cache.blocks)]
+        self.enable_caching = cache.prefix_caching
         self._cache = cache
 
     def get_cached_block(self, block_hash: bytes, _groups: list[int]) -> list[NumberedBlock] | None:

@@ -49,6 +49,7 @@ class SimulationSettings(SimulatedTiming, frozen=True, kw_only=True):
     """Tokens computed in one step, at most."""
     max_num_seqs: int = 256
     """Sequences in one step, at most."""
+    prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         for name in ("block_size", "kv_blocks", "max_model_len", "max_num_batched_tokens", "max_num_seqs"):
