@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -35,6 +36,7 @@ from shared.bus.port import (
 from shared.bus.receiver import SUBJECT_SHOWN_MAX, Receiver, Reply, count_bad, make_reply, read_reply, unreadable
 from shared.bus.wire import BadMessage, can_be_sent_to, pack
 from shared.contracts.channels import AskChannel, Channel
+from shared.deadline import end, within
 
 log = logging.getLogger("baton.bus")
 
@@ -74,6 +76,10 @@ async def connect_nats(
     return bus
 
 
+class _TooLate(Exception):
+    """The deadline of the first connection has passed. No subclass of OSError: nats-py would try again."""
+
+
 class NatsBus(Connection):
     """One connection. See ``port.Bus``."""
 
@@ -89,6 +95,8 @@ class NatsBus(Connection):
         self._listenings: WeakSet[Listening] = WeakSet()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
+        self._connect_until = math.inf
+        """When the first connection must be there, in the event loop's time."""
 
     async def open(self, url: str, name: str, connect_s_max: float) -> None:
         """Connect and listen for answers. Raises BusDown."""
@@ -110,17 +118,23 @@ class NatsBus(Connection):
             closed_cb=self._on_closed,
             **self._known_by.options,
         )
+        self._connect_until = asyncio.get_running_loop().time() + connect_s_max
         try:
-            async with asyncio.timeout(connect_s_max):
-                await connecting
-        except (BusDown, TimeoutError, OSError, nats.errors.Error) as error:
+            await within(connect_s_max, self._connected(connecting), name="connect to NATS")
+        except (BusDown, _TooLate, OSError, nats.errors.Error) as error:
             why = self._nc.last_error or error
             await self.close()
             if isinstance(error, BusDown):
                 raise
             raise BusDown(f"no NATS at {without_password(url)} within {connect_s_max:g} s: {why}") from error
+        self._connect_until = math.inf
         self._complaints.is_first_attempt = False
         await self._listen(self._inbox.subject, self._inbox.on_message, QUEUE_MAX, None)
+
+    async def _connected(self, connecting: Coroutine[Any, Any, None]) -> None:
+        await connecting
+        if self._closing:  # The deadline has passed, and the attempt lost its cancellation.
+            await self._nc.close()
 
     @property
     def max_payload(self) -> int:
@@ -212,11 +226,14 @@ class NatsBus(Connection):
         if not self.connected:
             raise BusDown("NATS cannot be reached")
         try:
-            # nats-py writes the PING past what it still holds back: without this line the PONG would prove nothing.
-            await self._nc._flush_pending(force_flush=True)
-            await self._nc.flush(timeout_s)  # type: ignore[arg-type]  # nats-py says int and waits any number
-        except nats.errors.Error as error:
+            await within(timeout_s, self._flush(timeout_s), name="flush")
+        except (TimeoutError, nats.errors.Error) as error:
             raise BusDown(f"flush: {error}") from error
+
+    async def _flush(self, timeout_s: float) -> None:
+        # nats-py writes the PING past what it still holds back: without this line the PONG would prove nothing.
+        await self._nc._flush_pending(force_flush=True)
+        await self._nc.flush(timeout_s)  # type: ignore[arg-type]  # nats-py says int and waits any number
 
     async def close(self) -> None:
         if self._closing:
@@ -227,10 +244,12 @@ class NatsBus(Connection):
             except BusDown:
                 log.info("NATS went away before everything was sent")
         self._closing = True
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._nc.close()
+        await end(self._tasks)
+        try:
+            # nats-py waits until the socket has taken what it holds back: for ever if the server does not read.
+            await within(GOODBYE_S_MAX, self._nc.close(), name="close the connection to NATS")
+        except TimeoutError:
+            self._nc.abort()
 
     async def _reply(self, subject: str, reply: Reply) -> None:
         payload, refused = reply
@@ -268,6 +287,9 @@ class NatsBus(Connection):
                     listening.on_slow()
             return
         self._complaints.hear(error)
+        # nats-py calls this after each attempt that failed, and what this raises ends its endless loop of attempts.
+        if asyncio.get_running_loop().time() >= self._connect_until:
+            raise _TooLate
 
     async def _on_disconnected(self) -> None:
         if self._closing:

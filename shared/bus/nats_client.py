@@ -8,6 +8,8 @@ from typing import Any
 import nats.errors
 from nats.aio.client import Client
 
+from shared.deadline import keep_cancellation
+
 Direct = Callable[[bytes, dict[str, str], str, str], None]
 """Payload, headers, subject, reply subject."""
 
@@ -44,11 +46,20 @@ class DirectClient(Client):
         try:
             await super()._process_connect_init()
         except Exception:
-            writer = getattr(self._transport, "_io_writer", None)
-            if writer is not None:
-                writer.transport.abort()
+            self.abort()
             self._transport = None
             raise
+
+    async def _attempt_reconnect(self) -> None:
+        """nats-py would wait until the lost connection has taken what is unsent: for ever if the server is silent."""
+        self.abort()
+        await super()._attempt_reconnect()
+
+    def abort(self) -> None:
+        """Drop the socket at once, with what was not sent yet."""
+        writer = getattr(self._transport, "_io_writer", None)
+        if writer is not None:
+            writer.transport.abort()
 
     def _connect_command(self) -> bytes:
         """The first thing that we say, and nothing is said in clear that was to be encrypted, whatever the server
@@ -70,7 +81,8 @@ class DirectClient(Client):
         if writer is not None and writer.transport.is_closing():  # by the server: the reading side is about to hear it
             return None
         if force_flush or not self.is_connected or writer is None or not _takes_more(writer):
-            return await super()._flush_pending(force_flush)
+            with keep_cancellation():  # which nats-py swallows
+                return await super()._flush_pending(force_flush)
         pending, self._pending, self._pending_data_size = self._pending, [], 0
         writer.writelines(pending)
         return None

@@ -25,6 +25,7 @@ from shared.bus.port import BusCounts, BusDown, BusError, StoredValue, WrongRevi
 from shared.bus.receiver import count_bad, read_kept
 from shared.bus.wire import BadMessage, pack
 from shared.contracts.channels import Channel
+from shared.deadline import keep_cancellation
 
 log = logging.getLogger("baton.bus")
 
@@ -70,7 +71,7 @@ class NatsKeyValueStore(Generic[M]):
     async def open(cls, owner: Owner, nc: Client, channel: Channel[M], ttl_s: float | None) -> NatsKeyValueStore[M]:
         """Make the bucket if there is none. Raises BusDown."""
         kept = cls(owner, nc.jetstream(timeout=ANSWER_S_MAX), channel, ttl_s)
-        with _our_errors():
+        with keep_cancellation(), _our_errors():
             await kept._make_bucket()
         owner.on_reconnect(kept._watch_anew)
         return kept
@@ -174,7 +175,7 @@ class NatsKeyValueStore(Generic[M]):
         """Do something with the bucket, making it anew if the server lost it. Raises BusDown, WrongRevision."""
         if not self._owner.connected:
             raise BusDown("NATS cannot be reached")
-        with _our_errors():
+        with keep_cancellation(), _our_errors():
             kv = self._kv or await self._make_bucket()
             try:
                 return await operation(kv)
@@ -254,7 +255,8 @@ async def _newest(kv: KeyValue, key: str) -> KeyValue.Entry | None:
 
 async def _stop(watcher: KeyValue.KeyWatcher) -> None:
     try:
-        await watcher.stop()  # type: ignore[no-untyped-call]
+        with keep_cancellation():
+            await watcher.stop()  # type: ignore[no-untyped-call]
     except nats.errors.Error as error:  # Already stopped, or the connection is closed.
         log.debug("watch: %r", error)
 

@@ -133,7 +133,7 @@ def run_service(
     facts = ServiceFacts(name=name, instance=instance, url=url, drain_s_max=drain_s_max)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         code = runner.run(_run(facts, common, main))
-    _leave_after(CANCEL_S_MAX, code)
+        _leave_after(CANCEL_S_MAX, code)  # Closing the runner waits for every task that is left.
     sys.exit(code)
 
 

@@ -7,9 +7,10 @@ import time
 
 import pytest
 
-from shared.bus.nats_bus import connect_nats
-from shared.bus.port import BusDown
-from shared.contracts.channels import KV_EVENTS
+from shared.bus.nats_bus import SEND_S_MAX, UNSENT_BYTES_MAX, connect_nats
+from shared.bus.port import AskTimedOut, BusDown
+from shared.contracts.channels import KV_EVENTS, TOKENS
+from shared.contracts.control import AskTokens, ProbePrompt
 from tests.integration.bus.worlds import until
 from tests.support.builders import kv_batch
 from tests.support.nats_server import NatsServer, free_port
@@ -74,3 +75,21 @@ async def test_a_restart_with_a_smaller_limit_changes_how_messages_are_cut(tmp_p
         await until(lambda: got)
         assert (bus.max_payload, got) == (65536, [400_000])
         await bus.close()
+
+
+async def test_a_server_that_does_not_read_delays_neither_an_ask_nor_close(nats_server):
+    bus = await connect_nats(nats_server.url, name="test")
+    prompt = ProbePrompt(path="/v1/completions", body=bytes(2 * UNSENT_BYTES_MAX))
+    nats_server.pause()
+    try:
+        began = time.monotonic()
+        with pytest.raises(AskTimedOut):
+            await bus.ask(TOKENS, AskTokens(worker_id="w1", prompts=[prompt]), timeout_s=0.2)
+        asked = time.monotonic()
+        await bus.close()
+        closed = time.monotonic()
+    finally:
+        nats_server.resume()
+
+    assert asked - began < SEND_S_MAX
+    assert closed - asked < SEND_S_MAX
