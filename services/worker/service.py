@@ -14,17 +14,16 @@ import msgspec
 
 from services.worker.engines.port import Engine, EngineDead, Identity, StartEngine
 from services.worker.kv_exchange.store_copies import StoreCopies
-from services.worker.kv_exchange.unread_offers import Unread
 from services.worker.kv_exchange.worker_exchange import WorkerExchange
 from services.worker.legs.capacity import Capacity
 from services.worker.legs.kv_order import KvPolicy
 from services.worker.legs.server import LegServer
-from services.worker.lifecycle.drain import Departure
-from services.worker.lifecycle.leaving import FAREWELL_S_MAX, HANDOVER_S_MAX, Leaving
+from services.worker.legs.unread_offers import UnreadOffers
+from services.worker.lifecycle.drain import FLUSH_S_MAX, HANDOFF_S_MAX, Drain, DrainPlan
 from services.worker.lifecycle.order_handler import OrderHandler
 from services.worker.lifecycle.probing import Prober
 from services.worker.lifecycle.registration import Registration, new_epoch
-from services.worker.lifecycle.saved_role import SavedRole
+from services.worker.lifecycle.role import SavedRole
 from services.worker.lifecycle.self_test_handler import SelfTestHandler
 from services.worker.lifecycle.status import WorkerStatus
 from services.worker.settings import Settings
@@ -48,7 +47,7 @@ ENGINES = {"vllm": "services.worker.engines.vllm.engine", "simulated": "services
 SEEK_ROUTERS_S = 2.0
 """How long an engine works for a router that died."""
 ENGINE_CLOSE_S_MAX = 5.0
-LEAVING_S_MAX = 2 * FAREWELL_S_MAX + HANDOVER_S_MAX + ENGINE_CLOSE_S_MAX
+LEAVING_S_MAX = 2 * FLUSH_S_MAX + HANDOFF_S_MAX + ENGINE_CLOSE_S_MAX
 """What a worker needs after its last leg."""
 
 
@@ -112,7 +111,7 @@ class Worker:
         self._follows: list[Callable[[], Coroutine[Any, Any, None]]] = []
         if exchange is not None:
             load.tell_of(exchange)
-            self._server.unread = Unread(exchange, identity)
+            self._server.unread = UnreadOffers(exchange, identity)
             self._opens.append(exchange.open)
             self._follows.append(exchange.follow)
         if exchange is not None and record.role is not Role.STORE:  # which has nothing to answer self_tests with
@@ -123,7 +122,7 @@ class Worker:
             self._follows.append(copies.follow)
         self._status = WorkerStatus(service, registration, load, self._server, engine.facts, saved_role)
         self._orders = OrderHandler(service, self._server, self._prober, self._status, settings.drain_s_max)
-        self._leaving = Leaving(
+        self._leaving = Drain(
             service, settings, engine, exchange, self._server, self._sender, lambda: registration.record
         )
 
@@ -163,7 +162,7 @@ class Worker:
         await bus.subscribe(CANCEL_LEG, self._server.cancel, worker_id=worker_id)
         await bus.subscribe(START_LEG, self._server.start, worker_id=worker_id)
 
-    async def _be_ready_unless(self, told: asyncio.Task[Departure]) -> None:
+    async def _be_ready_unless(self, told: asyncio.Task[DrainPlan]) -> None:
         """Take legs as soon as nothing speaks against it, unless told to leave before that."""
         note = self._engine.facts.note
         if self._prober is not None:

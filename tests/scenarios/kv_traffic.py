@@ -12,8 +12,8 @@ import msgspec
 from connector.scheduler.calls import EngineCall, StartFetch
 from services.worker.engines.simulated.core.sequence import ABORT, CACHE_THRESHOLD, Sequence, Wish
 from shared.contracts.kv_exchange import FetchKv, KvGrant, KvOffer, KvSource, LegOrder, pack_full_hashes
-from tests.unit.worker.simulation.builders import BLOCK, MODEL, VOCABULARY, answer, completion, engine, settings
-from tests.unit.worker.simulation.fleet import LATENCY_S, Carry, Fleet, Member, Message
+from tests.unit.worker.simulated.builders import BLOCK, MODEL, VOCABULARY, answer, completion, engine, settings
+from tests.unit.worker.simulated.fleet import LATENCY_S, Carry, Fleet, Member, Message
 
 WAIT_S_MAX = 3.0
 ANSWER_TOKENS_MAX = 12

@@ -27,7 +27,7 @@ from shared.contracts.kv_exchange import KvTransferReport, LegOrder
 from shared.contracts.load import LOAD_HZ_MAX
 from shared.contracts.workers import Role
 from tests.support.fleet_builders import load, record
-from tests.unit.worker.simulation.fleet import Fleet, Member
+from tests.unit.worker.simulated.fleet import Fleet, Member
 
 VOCABULARY = 1000
 MODEL = ModelTokens(size=VOCABULARY, sayable=list(range(10, VOCABULARY)), eos=1)

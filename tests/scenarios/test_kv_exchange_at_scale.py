@@ -7,7 +7,7 @@ import pytest
 
 from shared.contracts.kv_exchange import KvGrant
 from tests.scenarios.kv_traffic import Traffic, completion, lossy
-from tests.unit.worker.simulation.fleet import carried_well
+from tests.unit.worker.simulated.fleet import carried_well
 
 WORKERS = 20
 SCARCE = {"kv_blocks": 64, "max_model_len": 256, "sim_transfer_bytes_per_s": 4e6}

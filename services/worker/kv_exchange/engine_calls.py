@@ -1,14 +1,44 @@
-"""The line to the engine: what comes up in one turn of the loop goes in one call."""
+"""Calls to the engine's end of the KV exchange: small calls that wait together become one."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from connector.scheduler.calls import EngineCall, EngineNotification
+from connector.scheduler.calls import EngineCall, EngineNotification, PeerGone
 from services.worker.engines.port import EngineDead, EngineExchange
-from services.worker.kv_exchange.call_batch import one_call
+from shared.contracts.kv_exchange import LeaseKv
+
+
+def merged(calls: Sequence[EngineCall]) -> EngineCall:
+    """The same as all of them one after the other, though an engine does what is of one kind together: a lease that a
+    later release ends is left out, and so is the end of a peer that came back.
+    """
+    if len(calls) == 1:
+        return calls[0]
+    leases: dict[tuple[str, str], LeaseKv] = {}
+    ended: dict[tuple[str, int], PeerGone] = {}
+    for call in calls:
+        for peer in call.peers:
+            ended.pop((peer.handshake.worker_id, peer.handshake.epoch), None)
+        ended.update({(gone.worker_id, gone.epoch): gone for gone in call.gone})
+        for release in call.releases:
+            for ask_id in release.ask_ids:
+                leases.pop((release.reader_id, ask_id), None)
+        leases.update({(lease.reader_id, lease.ask_id): lease for lease in call.leases})
+    return EngineCall(
+        describe=any(call.describe for call in calls),
+        peers=[peer for call in calls for peer in call.peers],
+        gone=list(ended.values()),
+        releases=[release for call in calls for release in call.releases],
+        leases=list(leases.values()),
+        grants=[grant for call in calls for grant in call.grants],
+        fetches=[fetch for call in calls for fetch in call.fetches],
+        chains_max=max(call.chains_max for call in calls),
+        release_all=any(call.release_all for call in calls),
+    )
+
 
 log = logging.getLogger("baton.worker")
 
@@ -56,7 +86,7 @@ class EngineCalls:
                 await self._arrived.wait()
                 await self._free.acquire()
                 self._arrived.clear()
-                call, self._waiting = one_call(self._waiting), []
+                call, self._waiting = merged(self._waiting), []
                 calls.create_task(self._perform(call), name="engine-call")
 
     async def _perform(self, call: EngineCall) -> None:

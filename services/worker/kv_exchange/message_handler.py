@@ -9,7 +9,7 @@ from collections import deque
 from connector.scheduler.calls import EngineCall, EngineNotification
 from services.worker.engines.port import Identity
 from services.worker.kv_exchange.engine_calls import EngineCalls
-from services.worker.kv_exchange.open_asks import AskBook, is_sound_lease, no_grant, unclaimed
+from services.worker.kv_exchange.open_asks import OpenAsks, is_sound_lease, no_grant, unclaimed
 from shared.bus.port import Bus, BusDown, Envelope, MessageTooLarge
 from shared.contracts.channels import KV_GRANT, KV_LEASE, KV_RELEASE
 from shared.contracts.kv_exchange import KvGrant, LeaseKv, NoGrant, ReleaseKv
@@ -36,7 +36,7 @@ class MessageHandler:
         self._bus = bus
         self._me = identity
         self._line = line
-        self._asks = AskBook()
+        self._asks = OpenAsks()
         self._out: deque[Message] = deque(maxlen=MESSAGES_WAITING_MAX)
         self._has_out = asyncio.Event()
         self._unsent: deque[ReleaseKv] = deque(maxlen=RELEASES_KEPT_MAX)

@@ -21,7 +21,7 @@ ASKS_MAX = 8192
 BLOCK_ID_BYTES = 4
 
 
-class AskBook:
+class OpenAsks:
     """Every LeaseKv that went out, until its last grant, its release, or the notifications that nobody got it."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 
 from connector.scheduler.calls import EngineCall, PeerConnected, PeerGone
-from services.worker.kv_exchange.peers import RETRY_S, PeerBook
+from services.worker.kv_exchange.peers import RETRY_S, PeerTable
 from shared.bus.port import Bus, BusError, Envelope
 from shared.contracts.channels import KV_HANDSHAKE, WORKER_LOST, WORKER_RECORDS
 from shared.contracts.ids import WorkerId
@@ -26,7 +26,7 @@ class PeerWatch:
     """Keeps the book, and tells the engine whom it may read from (``tell``)."""
 
     def __init__(
-        self, bus: Bus, clock: Clock, worker_id: WorkerId, book: PeerBook, tell: Callable[[EngineCall], None]
+        self, bus: Bus, clock: Clock, worker_id: WorkerId, book: PeerTable, tell: Callable[[EngineCall], None]
     ) -> None:
         self._bus = bus
         self._clock = clock

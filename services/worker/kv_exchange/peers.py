@@ -43,7 +43,7 @@ class Known:
     """The engine was told of it."""
 
 
-class PeerBook:
+class PeerTable:
     """See the module. Records and answers in, engine calls out; times are this machine's."""
 
     def __init__(self, worker_id: WorkerId, fingerprint: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from services.worker.engines.port import Identity
-from services.worker.lifecycle.evacuation_plan import Spread
+from services.worker.kv_exchange.copy_targets import CopyTargets
 from shared.bus.port import AskRefused, Bus, BusError
 from shared.contracts.channels import KV_FETCH
 from shared.contracts.failures import Reason
@@ -34,7 +34,7 @@ OVERTIME_S = 3.0
 
 
 @dataclass(slots=True)
-class Copied:
+class CopyTotals:
     """How it went, in the words of ``WorkerDrained``."""
 
     prefixes: int = 0
@@ -44,10 +44,12 @@ class Copied:
     seconds: float = 0.0
 
 
-class Copying:
+class PrefixCopier:
     """Chains of one worker, spread over those that take them. ``left_s``: how much time there still is."""
 
-    def __init__(self, bus: Bus, identity: Identity, spread: Spread, done: Copied, left_s: Callable[[], float]) -> None:
+    def __init__(
+        self, bus: Bus, identity: Identity, spread: CopyTargets, done: CopyTotals, left_s: Callable[[], float]
+    ) -> None:
         self._bus = bus
         self._source = KvSource(worker_id=identity.worker_id, epoch=identity.epoch)
         self._spread = spread

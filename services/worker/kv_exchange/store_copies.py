@@ -9,9 +9,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from services.worker.engines.port import Identity
-from services.worker.kv_exchange.prefix_copy import Copied, Copying
+from services.worker.kv_exchange.copy_targets import CopyTargets, copy_targets
+from services.worker.kv_exchange.prefix_copy import CopyTotals, PrefixCopier
 from services.worker.kv_exchange.worker_exchange import WorkerExchange
-from services.worker.lifecycle.evacuation_plan import Spread, takers
 from services.worker.settings import Settings
 from shared.bus.port import Bus
 from shared.contracts.ids import Epoch, WorkerId
@@ -53,11 +53,11 @@ class StoreCopies:
             await asyncio.sleep(LOOK_S)
             await self.look()
 
-    async def look(self) -> Copied:
+    async def look(self) -> CopyTotals:
         """Copy what was used since the last look; of a store that is new, everything."""
-        record, done = self._record(), Copied()
+        record, done = self._record(), CopyTotals()
         stores = [one for one in self._exchange.peers.records if one.role is Role.STORE]
-        spread = Spread(takers(record, stores))
+        spread = CopyTargets(copy_targets(record, stores))
         lives = {(store.worker_id, store.epoch) for store in stores}
         if lives - self._stores:
             self._copied.clear()
@@ -69,7 +69,7 @@ class StoreCopies:
         told = await self._exchange.hot_chains(CHAINS_MAX, uses_min=self._uses_min, idle_s_max=began - self._looked_at)
         self._looked_at = began
         chains = [unpack_full_hashes(chain.hashes) for chain in told]
-        copying = Copying(
+        copying = PrefixCopier(
             self._bus,
             Identity(record.worker_id, record.epoch),
             spread,

@@ -15,7 +15,7 @@ from services.worker.kv_exchange.engine_calls import EngineCalls
 from services.worker.kv_exchange.fetch_handler import FetchHandler
 from services.worker.kv_exchange.message_handler import MessageHandler
 from services.worker.kv_exchange.peer_watch import PeerWatch
-from services.worker.kv_exchange.peers import PeerBook
+from services.worker.kv_exchange.peers import PeerTable
 from shared.bus.port import Bus, Envelope
 from shared.contracts.channels import KV_FETCH, KV_HANDSHAKE
 from shared.contracts.ids import Epoch, WorkerId
@@ -43,7 +43,7 @@ class WorkerExchange:
         self._line = EngineCalls(engine, self._on_notifications)
         self._handler = MessageHandler(bus, identity, self._line)
         self._fetches = FetchHandler(self._line)
-        book = PeerBook(identity.worker_id, fingerprint)
+        book = PeerTable(identity.worker_id, fingerprint)
         self.peers = PeerWatch(bus, clock, identity.worker_id, book, self._handler.tell_engine)
         engine.on_notifications(self._on_notifications)
 

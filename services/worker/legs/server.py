@@ -12,12 +12,12 @@ from opentelemetry.trace import Span
 from opentelemetry.util.types import AttributeValue
 
 from services.worker.engines.port import CURRENT_LEG, Engine, LegRecord
-from services.worker.kv_exchange.unread_offers import Unread
 from services.worker.legs.asgi_call import AsgiCall
 from services.worker.legs.body import HANDOVER_PATHS, own_body, prepare, salted
 from services.worker.legs.capacity import Capacity
 from services.worker.legs.kv_order import KvPolicy, moves_kv
 from services.worker.legs.resume import CannotResume, cannot_resume, joined_tokens, resumed_tokens
+from services.worker.legs.unread_offers import UnreadOffers
 from services.worker.telemetry.leg_spans import show_leg
 from shared.bus.port import Envelope
 from shared.bus.streams import FrameSender, LegFrames, LegGone
@@ -73,7 +73,7 @@ class LegServer:
         self._death = death
         self._on_changed = on_changed
         self._policy = policy
-        self.unread: Unread | None = None
+        self.unread: UnreadOffers | None = None
         """Told of legs that were broken off, where the engine has an exchange."""
         self._legs: dict[LegId, RunningLeg] = {}
         self._idle = asyncio.Event()

@@ -7,9 +7,9 @@ import logging
 from typing import Any
 
 from services.worker.legs.server import LegServer
-from services.worker.lifecycle.drain import Departure, ordered
+from services.worker.lifecycle.drain import DrainPlan, ordered
 from services.worker.lifecycle.probing import Prober, failed
-from services.worker.lifecycle.role_change import refusal
+from services.worker.lifecycle.role import refusal
 from services.worker.lifecycle.self_test import NEW_TO, as_text
 from services.worker.lifecycle.status import WorkerStatus
 from shared.bus.port import Envelope
@@ -38,7 +38,7 @@ class OrderHandler:
         self._prober = prober
         self._status = standing
         self._drain_s_max = drain_s_max
-        self._order: asyncio.Future[Departure] = asyncio.get_running_loop().create_future()
+        self._order: asyncio.Future[DrainPlan] = asyncio.get_running_loop().create_future()
         self._is_changing = False
 
     async def open(self) -> None:
@@ -47,7 +47,7 @@ class OrderHandler:
         await self._service.bus.answer(DRAIN, self._drain, worker_id=worker_id)
         await self._service.bus.answer(CHANGE_ROLE, self._change_role, worker_id=worker_id)
 
-    async def told_to_leave(self) -> Departure:
+    async def told_to_leave(self) -> DrainPlan:
         """Wait for an order, or for the process to be told to end."""
         stopping = asyncio.ensure_future(self._service.stopping.wait())
         either: list[asyncio.Future[Any]] = [stopping, self._order]
@@ -55,7 +55,7 @@ class OrderHandler:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopping.cancel()
-        return self._order.result() if self._order.done() else Departure(s_max=self._drain_s_max)
+        return self._order.result() if self._order.done() else DrainPlan(s_max=self._drain_s_max)
 
     async def _drain(self, order: DrainWorker, _envelope: Envelope) -> OrderTaken:
         """Answerer of DRAIN."""

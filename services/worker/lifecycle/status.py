@@ -7,7 +7,7 @@ import msgspec
 from services.worker.engines.port import EngineFacts
 from services.worker.legs.server import LegServer
 from services.worker.lifecycle.registration import Registration
-from services.worker.lifecycle.saved_role import SavedRole
+from services.worker.lifecycle.role import SavedRole
 from services.worker.telemetry.publishers import LoadPublisher
 from shared.contracts.control import ServicePhase
 from shared.contracts.workers import Role, WorkerPhase, WorkerRecord

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from services.worker.engines.port import Engine, EngineDead
 from services.worker.kv_exchange.worker_exchange import WorkerExchange
-from services.worker.telemetry.held_blocks import HeldBlocks
+from services.worker.telemetry.kv_events import HeldBlocks
 from shared.bus.port import Bus, BusDown, Envelope
 from shared.contracts.channels import KV_EVENTS, LOAD
 from shared.contracts.ids import Epoch, WorkerId

@@ -15,7 +15,7 @@ from shared.bus.nats_bus import connect_nats
 from shared.contracts.kv_exchange import NoGrant, ReleaseKv
 from tests.integration.bus.worlds import until
 from tests.support.nats_server import NatsServer
-from tests.unit.worker.exchange_fakes import OneWorker, exchanging, grant, lease
+from tests.unit.worker.kv_exchange.fakes import OneWorker, exchanging, grant, lease
 
 pytestmark = pytest.mark.nats
 

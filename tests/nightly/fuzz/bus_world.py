@@ -41,8 +41,8 @@ from tests.support.memory_bus import MemoryBus
 from tests.support.virtual_time import LoopClock
 from tests.unit.router.fake_worker import SSE, FakeWorker
 from tests.unit.router.world import FakeConnection, World, open_world
-from tests.unit.worker.exchange_fakes import FakeExchange
 from tests.unit.worker.fakes import FakeEngine
+from tests.unit.worker.kv_exchange.fakes import FakeExchange
 
 REAL, PLAYED = "w1", "w2"
 """A worker with a real shell around a fake engine, and one that a test plays: its legs stay open."""

@@ -18,7 +18,7 @@ from services.worker.engines.simulated.core.block_cache import BlockCache
 from services.worker.engines.store.file_tier import FileTier
 from services.worker.engines.store.files import StoreFiles, content_at
 from services.worker.engines.store.tiers import SAVE_AGAIN_S, Job, JobKind, Tiers
-from services.worker.telemetry.held_blocks import HeldBlocks
+from services.worker.telemetry.kv_events import HeldBlocks
 from shared.contracts.kv_events import KvTier, block_hash64, unpack_hashes
 
 BLOCKS, SLOTS, BLOCK_BYTES, JOB_BLOCKS = 12, 16, 64, 3

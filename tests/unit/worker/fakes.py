@@ -24,7 +24,7 @@ from shared.runtime.service import Service, ServiceFacts, live
 from shared.runtime.settings import CommonSettings
 from tests.support.fleet_builders import FINGERPRINT
 from tests.support.memory_bus import MemoryBus, MemoryHub
-from tests.unit.worker.exchange_fakes import FakeExchange
+from tests.unit.worker.kv_exchange.fakes import FakeExchange
 
 WORKER = WorkerId("w1")
 KV_TRANSFER = b'{"do_remote_prefill":true}'

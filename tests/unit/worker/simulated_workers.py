@@ -22,7 +22,7 @@ from shared.runtime.clock import SystemClock
 from shared.runtime.service import Service, ServiceFacts, live
 from shared.runtime.settings import CommonSettings
 from tests.support.memory_bus import MemoryBus, MemoryHub
-from tests.unit.worker.simulation.builders import INSTANT
+from tests.unit.worker.simulated.builders import INSTANT
 
 SOON_S_MAX = 60.0
 LEAVE_S_MAX = 10.0

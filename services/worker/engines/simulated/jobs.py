@@ -9,9 +9,8 @@ from functools import partial
 from typing import Any
 
 from services.worker.engines.port import LegRecord
-from services.worker.engines.simulated.choices import Choice, Inbox, chat_logprobs, completion_logprobs
+from services.worker.engines.simulated.choices import Choice, Inbox, StopStrings, chat_logprobs, completion_logprobs
 from services.worker.engines.simulated.core.sequence import NO_ORDER, Wish
-from services.worker.engines.simulated.core.stop_strings import StopStrings
 from services.worker.engines.simulated.requests import (
     ApiError,
     ChatBody,

@@ -40,7 +40,7 @@ log = logging.getLogger("baton.worker")
 LEASE_SHARE_MAX = 0.8
 """Of the memory, that readers may pin: a store has no requests of its own, but must load and take copies."""
 JOB_BYTES = 8 << 20
-"""Copied between memory and files at a time: what is asked for meanwhile waits for no more than that."""
+"""CopyTotals between memory and files at a time: what is asked for meanwhile waits for no more than that."""
 SAVE_S_MAX = 4.0
 """Before it ends, for what has arrived and is not saved yet."""
 POLL_S = 0.002

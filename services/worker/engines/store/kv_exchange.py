@@ -15,7 +15,7 @@ from connector.reader.fetch_plan import Limits
 from connector.scheduler.calls import EngineCall, EngineNotification
 from connector.scheduler.engine_exchange import EngineExchange
 from connector.scheduler.orders import Orders, Results
-from services.worker.engines.simulated.core.leasable import LeasablePool
+from services.worker.engines.simulated.core.block_pool import LeasablePool
 from services.worker.engines.store.tiers import Job, Tiers
 from shared.contracts.kv_exchange import LeaseKv, ReleaseKv, unpack_block_ids, unpack_full_hashes
 from shared.contracts.kv_handshake import KvHandshake

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from services.worker.engines.daemon_thread import in_daemon_thread
 from services.worker.engines.port import (
     AsgiApp,
     Engine,
@@ -29,6 +28,7 @@ from services.worker.engines.port import (
 )
 from services.worker.engines.vllm import environment
 from services.worker.engines.vllm.arguments import arguments, introduce
+from services.worker.engines.vllm.daemon_thread import in_daemon_thread
 from services.worker.settings import TINY_MODEL, Settings
 from services.worker.tiny_model.tiny_model import ensure_tiny_model
 from shared.contracts.kv_events import KvEvent
@@ -255,7 +255,7 @@ class VllmEngine:
 
     async def tokens(self, path: str, body: bytes) -> EngineTokens:
         """Asked of vLLM's own server and hashing."""
-        from services.worker.engines.vllm.tokens import engine_tokens
+        from services.worker.engines.vllm.tokenizer import engine_tokens
 
         return await engine_tokens(self._app, self._llm.vllm_config.cache_config, path, body)
 

@@ -14,8 +14,7 @@ from connector.scheduler.calls import EngineCall, EngineNotification
 from connector.scheduler.engine_exchange import EngineExchange
 from connector.scheduler.orders import Orders, Results
 from services.worker.engines.simulated.core.block_cache import BlockCache
-from services.worker.engines.simulated.core.cache_shelf import CacheShelf
-from services.worker.engines.simulated.core.leasable import LeasablePool
+from services.worker.engines.simulated.core.block_pool import CacheShelf, LeasablePool
 from services.worker.engines.simulated.core.link import SimulatedLink
 from services.worker.engines.simulated.core.sequence import Sequence
 from services.worker.engines.simulated.core.settings import SimulationSettings

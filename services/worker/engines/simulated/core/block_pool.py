@@ -1,0 +1,66 @@
+"""The simulated cache as the connector sees vLLM's block pool: to lease blocks from, and to put fetched blocks into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from connector.reader.prefetch import FREE_SHARE_MIN
+from services.worker.engines.simulated.core.block_cache import BlockCache
+
+
+@dataclass(frozen=True, slots=True)
+class NumberedBlock:
+    """A block, by its number alone."""
+
+    block_id: int
+
+
+class LeasablePool:
+    """A ``connector.holder.holder.Pool``. Blocks have no name before the step that fills them has ended."""
+
+    def __init__(self, cache: BlockCache) -> None:
+        self.blocks: Sequence[NumberedBlock] = [NumberedBlock(number) for number in range(cache.blocks)]
+        self.enable_caching = cache.prefix_caching
+        self._cache = cache
+
+    def get_cached_block(self, block_hash: bytes, _groups: list[int]) -> list[NumberedBlock] | None:
+        """The block that is cached under this hash."""
+        block = self._cache.block_of(block_hash)
+        return None if block is None else [self.blocks[block]]
+
+    def touch(self, blocks: Sequence[NumberedBlock]) -> None:
+        """Somebody more needs these."""
+        self._cache.hold([block.block_id for block in blocks])
+
+    def free_blocks(self, ordered_blocks: Iterable[NumberedBlock]) -> None:
+        """Somebody fewer needs these; the first of them is forgotten first."""
+        ordered = [block.block_id for block in ordered_blocks]
+        self._cache.release(ordered[::-1])
+
+
+class CacheShelf:
+    """See ``connector.reader.prefetch.Shelf``."""
+
+    def __init__(self, cache: BlockCache) -> None:
+        self._cache = cache
+
+    def hold(self, hashes: Sequence[bytes]) -> list[int]:
+        """Keep the longest cached prefix of these where it is."""
+        found = self._cache.find(hashes, len(hashes))
+        self._cache.hold(found)
+        return found
+
+    def take(self, count: int) -> list[int]:
+        """At most ``count`` blocks for new content, none if too few would be left for requests."""
+        spare = self._cache.free - int(self._cache.blocks * FREE_SHARE_MIN)
+        return self._cache.take(max(0, min(count, spare))) or []
+
+    def name(self, hashes: Sequence[bytes], first: int, blocks: Sequence[int]) -> None:
+        """Into the prefix cache."""
+        for index, block in enumerate(blocks, start=first):
+            self._cache.name(block, hashes[index], hashes[index - 1] if index else None)
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Held or taken, they are not needed any more."""
+        self._cache.release(blocks)

@@ -1,0 +1,174 @@
+"""Which grants a reader believes, and what becomes of asks that nobody answers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from connector.scheduler.calls import EngineCall, Peer, PeerGone
+from services.worker.kv_exchange.engine_calls import merged
+from services.worker.kv_exchange.open_asks import ASKS_MAX, OpenAsks, is_sound_lease, unclaimed
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.kv_exchange import LEASE_BLOCKS_MAX, KvGrant, NoGrant, ReleaseKv
+from tests.unit.worker.kv_exchange.fakes import HASH, grant, handshake, lease
+
+
+def asked(*asks) -> OpenAsks:
+    book = OpenAsks()
+    for ask in asks or (lease(),):
+        book.asked(ask)
+    return book
+
+
+def test_a_grant_that_was_asked_for_is_believed_until_the_last_one():
+    book = asked()
+    first, last = grant(lease(), final=False), grant(lease(), first=1)
+
+    assert book.answered(first) is first
+    assert book.answered(last) is last
+    assert book.open == 0
+
+
+def test_a_grant_after_the_end_is_given_back():
+    book = asked()
+    book.answered(grant(lease()))
+
+    assert book.answered(grant(lease(), first=1)) == unclaimed(grant(lease()))
+
+
+def test_a_grant_for_an_earlier_life_of_this_worker_is_given_back():
+    stray = grant(lease(ask_id="of-an-earlier-life"))
+
+    assert asked().answered(stray) == ReleaseKv(
+        worker_id=WorkerId("h1"), epoch=Epoch(1), reader_id=WorkerId("r1"), ask_ids=["of-an-earlier-life"]
+    )
+
+
+def test_an_unasked_no_is_nothing():
+    assert OpenAsks().answered(grant(lease(), lease_id="", block_ids=b"", reason=NoGrant.NOT_HELD)) is None
+
+
+def test_a_grant_of_somebody_else_than_was_asked_is_given_back_and_the_ask_stays_open():
+    book = asked()
+
+    assert isinstance(book.answered(grant(lease(), worker_id=WorkerId("h2"))), ReleaseKv)
+    assert book.open == 1
+
+
+@pytest.mark.parametrize("answer", [{"epoch": Epoch(2)}, {"reason": NoGrant.EPOCH}], ids=["its epoch", "its reason"])
+def test_another_life_of_the_holder_grants_nothing_whatever_it_says(answer):
+    book = asked()
+
+    told = book.answered(grant(lease(), **answer))
+
+    assert isinstance(told, KvGrant)
+    assert (told.reason, told.block_ids, told.epoch, told.final) == (NoGrant.EPOCH, b"", 1, True)
+    assert book.open == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"block_ids": b"\1\0\0"},
+        {"last_hash": b"short"},
+        {"lease_id": ""},
+        {"first": -1},
+        {"until_s": math.nan},
+        {"clock_s": math.inf},
+        {"block_ids": bytes(4 * (LEASE_BLOCKS_MAX + 1))},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_a_grant_that_makes_no_sense_ends_its_ask_with_nothing(wrong):
+    book = asked()
+
+    told = book.answered(grant(lease(), final=False, **wrong))
+
+    assert isinstance(told, KvGrant)
+    assert (told.reason, told.block_ids, told.final) == (NoGrant.UNREACHABLE, b"", True)
+    assert book.open == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"hashes": b""},
+        {"hashes": HASH + b"x"},
+        {"hashes": HASH * (LEASE_BLOCKS_MAX + 1)},
+        {"reader": "a.b"},
+        {"reader": ">"},
+        {"ask_id": ""},
+        {"hold_s": math.inf},
+        {"hold_s": -1.0},
+        {"follow_s": math.nan},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_an_ask_that_makes_no_sense_never_reaches_the_engine(wrong):
+    assert is_sound_lease(lease())
+    assert not is_sound_lease(lease(**wrong))
+
+
+def test_an_ask_that_nobody_listens_to_ends_with_nothing():
+    nothing = asked().unreachable("a1")
+
+    assert nothing is not None
+    assert (nothing.ask_id, nothing.reason, nothing.final) == ("a1", NoGrant.UNREACHABLE, True)
+    assert OpenAsks().unreachable("a1") is None
+
+
+def test_a_lost_connection_ends_every_ask():
+    book = asked(lease(ask_id="a1"), lease(ask_id="a2"))
+
+    assert [(one.ask_id, one.reason) for one in book.all_unreachable()] == [
+        ("a1", NoGrant.UNREACHABLE),
+        ("a2", NoGrant.UNREACHABLE),
+    ]
+    assert book.open == 0
+
+
+def test_an_ask_too_many_ends_the_oldest():
+    book = asked(*(lease(ask_id=f"a{number}") for number in range(ASKS_MAX)))
+
+    (ended,) = book.asked(lease(ask_id="one-more"))
+
+    assert ended.ask_id == "a0"
+    assert book.open == ASKS_MAX
+
+
+def test_nothing_is_awaited_of_a_life_that_is_over():
+    book = asked(lease(ask_id="a1", epoch=1), lease(ask_id="a2", epoch=2), lease("h2", ask_id="a3"))
+
+    book.gone(WorkerId("h1"), Epoch(1))
+
+    assert [one.ask_id for one in book.all_unreachable()] == ["a2", "a3"]
+
+
+def test_what_the_engine_released_is_not_awaited():
+    book = asked()
+
+    book.released(ReleaseKv(worker_id=WorkerId("h1"), epoch=Epoch(1), reader_id=WorkerId("r1"), ask_ids=["a1"]))
+
+    assert book.open == 0
+
+
+def test_a_lease_that_was_released_in_the_same_turn_is_not_asked_of_the_engine():
+    calls = [
+        EngineCall(leases=[lease(ask_id="a1"), lease(ask_id="a2")]),
+        EngineCall(releases=[unclaimed(grant(lease()))]),
+    ]
+
+    both = merged(calls)
+
+    assert [ask.ask_id for ask in both.leases] == ["a2"]
+    assert len(both.releases) == 1
+    assert [ask.ask_id for ask in merged(calls[::-1]).leases] == ["a1", "a2"]
+
+
+def test_a_peer_that_came_back_in_the_same_turn_is_not_forgotten():
+    back = EngineCall(peers=[Peer(handshake=handshake("w1", epoch=2), clock_ahead_s=0.0)])
+    lost = EngineCall(gone=[PeerGone(worker_id=WorkerId("w1"), epoch=Epoch(epoch)) for epoch in (1, 2)])
+
+    assert [gone.epoch for gone in merged([lost, back]).gone] == [1]
+    assert [gone.epoch for gone in merged([back, lost]).gone] == [1, 2]

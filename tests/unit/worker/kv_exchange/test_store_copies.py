@@ -1,0 +1,143 @@
+"""While a worker serves, what more than one request has used goes to a store."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AsyncExitStack
+
+from connector.scheduler.calls import Chain, EngineCall, EngineNotification
+from services.worker.kv_exchange.store_copies import StoreCopies
+from services.worker.settings import Settings
+from shared.contracts.kv_exchange import pack_full_hashes
+from shared.contracts.workers import Role
+from shared.runtime.clock import SystemClock
+from tests.support.fleet_builders import record
+from tests.support.memory_bus import MemoryHub
+from tests.unit.connector.holding import chain
+from tests.unit.worker.kv_exchange.fakes import OneWorker, exchanging
+from tests.unit.worker.lifecycle.staying_workers import Stayer
+
+USES_MIN = 2
+SETTINGS = Settings(kv_copy_uses_min=USES_MIN)
+
+
+class Copier:
+    """A worker that serves, and the stores beside it."""
+
+    def __init__(self, hub: MemoryHub, stack: AsyncExitStack) -> None:
+        self._hub = hub
+        self._stack = stack
+        self.me = OneWorker(hub, "me")
+        self.chains: list[list[bytes]] = []
+        self.me.engine.answer = self._answer
+        self.copies = StoreCopies(self.me.bus, SystemClock(), self.me.exchange, lambda: record("me"), SETTINGS)
+
+    def _answer(self, call: EngineCall) -> EngineNotification:
+        told = self.chains if call.chains_max else []
+        return EngineNotification(chains=[Chain(hashes=pack_full_hashes(one), uses=USES_MIN) for one in told])
+
+    @property
+    def questions(self) -> list[EngineCall]:
+        """How the engine was asked for its hot prefixes."""
+        return [call for call in self.me.engine.calls if call.chains_max]
+
+    async def joins(self, name: str, role: Role = Role.STORE) -> Stayer:
+        return await self._stack.enter_async_context(exchanging(Stayer(self._hub, name, role)))
+
+
+async def serving(stack: AsyncExitStack, *stores: str) -> tuple[Copier, list[Stayer]]:
+    copier = Copier(MemoryHub(), stack)
+    joined = [await copier.joins(store) for store in stores]
+    await stack.enter_async_context(exchanging(copier.me))
+    await copier.me.exchange.peers.all_read()
+    return copier, joined
+
+
+async def test_hot_prefixes_are_copied_once():
+    async with AsyncExitStack() as stack:
+        copier, (store,) = await serving(stack, "store")
+        copier.chains = [chain(4, "1"), chain(4, "2")]
+
+        first = await copier.copies.look()
+        again = await copier.copies.look()
+
+    assert (first.prefixes, first.blocks) == (2, 8)
+    assert (again.prefixes, again.blocks) == (0, 0)
+    assert store.held == {*chain(4, "1"), *chain(4, "2")}
+    assert len(store.fetches) == 2
+
+
+async def test_the_engine_is_asked_for_what_was_used_often_and_since_the_last_look():
+    async with AsyncExitStack() as stack:
+        copier, _stores = await serving(stack, "store")
+        await copier.copies.look()
+        await copier.copies.look()
+
+    first, second = copier.questions
+    assert (first.chains_uses_min, first.chains_idle_s_max) == (USES_MIN, math.inf)
+    assert 0.0 <= second.chains_idle_s_max < 60.0
+
+
+async def test_of_the_next_turn_only_what_is_new_is_moved_and_to_the_same_store():
+    conversation = chain(12)
+    async with AsyncExitStack() as stack:
+        copier, stores = await serving(stack, "s1", "s2", "s3")
+        copier.chains = [conversation[:8]]
+        await copier.copies.look()
+        copier.chains = [conversation]
+        done = await copier.copies.look()
+
+    assert done.blocks == 4
+    assert [len(store.held) for store in stores].count(12) == 1
+    assert sum(len(store.held) for store in stores) == 12
+
+
+async def test_two_workers_with_the_same_prefix_choose_the_same_store():
+    async with AsyncExitStack() as stack:
+        copier, stores = await serving(stack, "s1", "s2", "s3")
+        copier.chains = [chain(4, str(number)) for number in range(12)]
+        await copier.copies.look()
+        before = [len(store.held) for store in stores]
+        other = StoreCopies(copier.me.bus, SystemClock(), copier.me.exchange, lambda: record("me"), SETTINGS)
+        done = await other.look()
+
+    assert done.blocks == 0
+    assert [len(store.held) for store in stores] == before
+    assert min(before) > 0, "each store has some"
+
+
+async def test_without_a_store_the_engine_is_not_even_asked():
+    async with AsyncExitStack() as stack:
+        copier, _ = await serving(stack)
+        await copier.joins("another", Role.BOTH)
+        copier.chains = [chain(4)]
+        done = await copier.copies.look()
+
+    assert not copier.questions
+    assert done.prefixes == 0
+
+
+async def test_a_store_that_came_later_gets_what_was_used_before():
+    async with AsyncExitStack() as stack:
+        copier, (first,) = await serving(stack, "s1")
+        copier.chains = [chain(4)]
+        await copier.copies.look()
+        first.exchange.take_no_more()
+        second = await copier.joins("s2")
+        await copier.me.engine.told("peers", 2)
+        await copier.copies.look()
+
+    assert second.held == set(chain(4))
+    assert copier.questions[-1].chains_idle_s_max == math.inf
+
+
+async def test_what_a_store_had_no_room_for_is_offered_again_when_it_is_used_again():
+    async with AsyncExitStack() as stack:
+        copier, (store,) = await serving(stack, "store")
+        copier.chains = [chain(4)]
+        store.takes = lambda _wanted: 1
+        await copier.copies.look()
+        store.takes = lambda wanted: wanted
+        done = await copier.copies.look()
+
+    assert (done.prefixes, done.blocks) == (1, 3)

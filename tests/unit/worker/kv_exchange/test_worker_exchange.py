@@ -1,0 +1,284 @@
+"""The exchange of whole workers on one bus: what reaches which engine, and what never does."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from connector.scheduler.calls import EngineNotification, FetchEnded, PeerConnected, PeerGone
+from shared.bus.port import AskRefused
+from shared.contracts.channels import KV_FETCH, KV_GRANT, KV_HANDSHAKE, KV_LEASE, KV_RELEASE, WORKER_LOST
+from shared.contracts.failures import Reason
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.kv_exchange import FetchedKv, FetchKv, NoGrant, ReleaseKv
+from shared.contracts.kv_handshake import AskKvHandshake
+from shared.contracts.workers import WorkerLost
+from tests.support.memory_bus import MemoryHub
+from tests.unit.worker.kv_exchange.fakes import HASH, WAIT_S_MAX, OneWorker, exchanging, grant, lease, ledger
+
+
+async def test_workers_that_come_know_each_other_before_any_request():
+    hub = MemoryHub()
+    async with exchanging(OneWorker(hub, "w1")) as first, exchanging(OneWorker(hub, "w2")) as second:
+        (peer,) = await first.engine.told("peers")
+        (other,) = await second.engine.told("peers")
+
+    assert (peer.handshake.worker_id, other.handshake.worker_id) == ("w2", "w1")
+    assert 0.0 <= peer.clock_ahead_s < WAIT_S_MAX
+
+
+async def test_a_handshake_has_the_time_of_its_answer_without_asking_the_engine_again():
+    async with exchanging(OneWorker(MemoryHub(), "w1")) as worker:
+        before = time.monotonic()
+        ask = AskKvHandshake(worker_id=worker.worker_id, reader_id=WorkerId("r1"))
+        answer = await worker.bus.ask(KV_HANDSHAKE, ask, timeout_s=WAIT_S_MAX)
+
+        assert answer.clock_s >= before
+        assert sum(call.describe for call in worker.engine.calls) == 1
+
+
+async def test_an_ask_and_its_grant_go_from_engine_to_engine():
+    hub = MemoryHub()
+    async with exchanging(OneWorker(hub, "h1")) as holder, exchanging(OneWorker(hub, "r1")) as reader:
+        reader.engine.tell(leases=[lease()])
+        (arrived,) = await holder.engine.told("leases")
+        holder.engine.tell(grants=[grant(arrived)])
+        (granted,) = await reader.engine.told("grants")
+        reader.engine.tell(releases=[ReleaseKv(worker_id="h1", epoch=1, reader_id="r1", ask_ids=["a1"])])
+        (released,) = await holder.engine.told("releases")
+
+    assert arrived == lease()
+    assert granted == grant(lease())
+    assert released.ask_ids == ["a1"]
+
+
+async def test_the_answer_in_the_engines_own_reply_is_sent_like_any_other():
+    hub = MemoryHub()
+    async with exchanging(OneWorker(hub, "h1")) as holder, exchanging(OneWorker(hub, "r1")) as reader:
+        holder.engine.answer = lambda call: EngineNotification(grants=[grant(ask) for ask in call.leases])
+
+        reader.engine.tell(leases=[lease()])
+
+        assert await reader.engine.told("grants") == [grant(lease())]
+
+
+async def test_a_holder_that_nobody_hears_grants_nothing():
+    async with exchanging(OneWorker(MemoryHub(), "r1")) as reader:
+        reader.engine.tell(leases=[lease("nobody")])
+
+        (nothing,) = await reader.engine.told("grants")
+
+    assert (nothing.reason, nothing.final, nothing.block_ids) == (NoGrant.UNREACHABLE, True, b"")
+
+
+async def test_a_lost_connection_ends_open_asks_and_new_ones_at_once():
+    hub = MemoryHub()
+    async with exchanging(OneWorker(hub, "h1")) as holder, exchanging(OneWorker(hub, "r1")) as reader:
+        reader.engine.tell(leases=[lease(ask_id="before")])
+        await holder.engine.told("leases")
+
+        reader.bus.lose()
+        reader.engine.tell(leases=[lease(ask_id="after")])
+
+        ended = await reader.engine.told("grants", 2)
+        reader.bus.restore()
+
+    assert [(one.ask_id, one.reason) for one in ended] == [
+        ("before", NoGrant.UNREACHABLE),
+        ("after", NoGrant.UNREACHABLE),
+    ]
+
+
+async def test_blocks_whose_grant_cannot_be_sent_do_not_stay_pinned():
+    async with exchanging(OneWorker(MemoryHub(), "h1")) as holder:
+        holder.bus.lose()
+        holder.engine.tell(grants=[grant(lease())])
+
+        (released,) = await holder.engine.told("releases")
+        holder.bus.restore()
+
+    assert (released.worker_id, released.ask_ids) == ("h1", ["a1"])
+
+
+async def test_what_could_not_be_released_is_released_when_the_connection_is_back():
+    hub = MemoryHub()
+    async with exchanging(OneWorker(hub, "h1")) as holder, exchanging(OneWorker(hub, "r1")) as reader:
+        reader.bus.lose()
+        reader.engine.tell(releases=[ReleaseKv(worker_id="h1", epoch=1, reader_id="r1", ask_ids=["a1"])])
+        for _turn in range(10):
+            await asyncio.sleep(0)
+
+        reader.bus.restore()
+
+        (released,) = await holder.engine.told("releases")
+        assert released.ask_ids == ["a1"]
+
+
+async def test_an_earlier_life_is_asked_in_vain_and_its_engine_never_hears_of_it():
+    hub = MemoryHub()
+    async with exchanging(OneWorker(hub, "h1", epoch=2)) as holder, exchanging(OneWorker(hub, "r1")) as reader:
+        reader.engine.tell(leases=[lease(epoch=1)])
+        (nothing,) = await reader.engine.told("grants")
+        await holder.bus.publish(KV_RELEASE, ReleaseKv(worker_id="h1", epoch=1, reader_id="r1", lease_ids=["old"]))
+        reader.engine.tell(leases=[lease(epoch=2, ask_id="a2")])
+        await holder.engine.told("leases")
+
+    assert nothing.reason is NoGrant.EPOCH
+    assert [ask.ask_id for ask in holder.engine.every("leases")] == ["a2"]
+    assert holder.engine.every("releases") == []
+
+
+async def test_a_grant_that_nobody_asked_for_is_given_back_and_not_believed():
+    hub = MemoryHub()
+    async with exchanging(OneWorker(hub, "h1")) as holder, exchanging(OneWorker(hub, "r1")) as reader:
+        await holder.bus.publish(KV_GRANT, grant(lease(ask_id="of-an-earlier-life")))
+
+        (released,) = await holder.engine.told("releases")
+
+        assert released.ask_ids == ["of-an-earlier-life"]
+        assert reader.engine.every("grants") == []
+
+
+async def test_garbage_on_the_exchanges_subjects_harms_nobody():
+    hub = MemoryHub()
+    async with exchanging(OneWorker(hub, "h1")) as holder, exchanging(OneWorker(hub, "r1")) as reader:
+        for subject in ("kv.h1.lease", "kv.h1.release", "kv.h1.grant", "kv.h1.fetch"):
+            hub.deliver(subject, b"\xc1 garbage", {})
+        await reader.bus.publish(KV_LEASE, lease(hashes=b"not a hash"))
+        reader.engine.tell(leases=[lease()])
+
+        assert await holder.engine.told("leases") == [lease()]
+
+
+async def test_what_comes_up_in_one_turn_goes_in_one_call():
+    hub = MemoryHub()
+    async with exchanging(OneWorker(hub, "h1")) as holder, exchanging(OneWorker(hub, "r1")) as reader:
+        reader.engine.tell(leases=[lease(ask_id=f"a{number}") for number in range(50)])
+        await holder.engine.told("leases", 50)
+
+        assert len([call for call in holder.engine.calls if call.leases]) < 10
+
+
+async def test_while_the_engine_is_busy_what_comes_up_waits_and_goes_together():
+    hub = MemoryHub()
+    async with exchanging(OneWorker(hub, "h1")) as holder, exchanging(OneWorker(hub, "r1")) as reader:
+        await holder.engine.told("peers")
+        holder.engine.gate.clear()
+        for number in range(40):
+            reader.engine.tell(leases=[lease(ask_id=f"a{number}")])
+            for _turn in range(5):
+                await asyncio.sleep(0)
+        holder.engine.gate.set()
+        arrived = await holder.engine.told("leases", 40)
+
+    assert [ask.ask_id for ask in arrived] == [f"a{number}" for number in range(40)]
+    assert len([call for call in holder.engine.calls if call.leases]) <= 10
+
+
+async def test_an_idle_engine_is_woken_when_its_next_lease_ends():
+    async with exchanging(OneWorker(MemoryHub(), "h1")) as holder:
+        await asyncio.sleep(0)
+        calls = len(holder.engine.calls)
+        holder.engine.answer = lambda _call: EngineNotification(state=ledger())
+        ends_at = time.monotonic() + 0.05
+
+        holder.engine.tell(state=ledger(pinned_blocks=3, next_expiry_s=ends_at))
+        async with asyncio.timeout(WAIT_S_MAX):
+            await holder.exchange.handed_over()
+
+        assert time.monotonic() >= ends_at
+        assert len(holder.engine.calls) == calls + 1
+
+
+async def test_a_worker_that_is_wanted_is_asked_again_at_once():
+    hub = MemoryHub()
+    async with exchanging(OneWorker(hub, "r1")) as reader, exchanging(OneWorker(hub, "h1")):
+        await reader.engine.told("peers")
+
+        reader.engine.tell(wanted=["h1"])
+
+        assert len(await reader.engine.told("peers", 2)) == 2
+
+
+async def test_a_peer_that_cannot_be_connected_is_not_asked_again_at_once():
+    hub = MemoryHub()
+    async with exchanging(OneWorker(hub, "r1")) as reader, exchanging(OneWorker(hub, "h1")):
+        await reader.engine.told("peers")
+
+        reader.engine.tell(connected=[PeerConnected(worker_id="h1", epoch=1, failure="no route")], wanted=["h1"])
+        for _turn in range(50):
+            await asyncio.sleep(0)
+
+        assert len(reader.engine.every("peers")) == 1
+
+
+async def test_a_peer_that_is_lost_is_gone_and_its_next_life_is_known():
+    hub = MemoryHub()
+    async with exchanging(OneWorker(hub, "r1")) as reader:
+        async with exchanging(OneWorker(hub, "h1", epoch=1)):
+            await reader.engine.told("peers")
+        await reader.bus.publish(WORKER_LOST, WorkerLost(worker_id=WorkerId("h1"), epoch=Epoch(1), silent_s=3.0))
+        ended = await reader.engine.told("gone")
+        async with exchanging(OneWorker(hub, "h1", epoch=2)):
+            peers = await reader.engine.told("peers", 2)
+
+    assert ended == [PeerGone(worker_id="h1", epoch=1)]
+    assert [peer.handshake.epoch for peer in peers] == [1, 2]
+
+
+async def test_blocks_are_fetched_by_command():
+    fetch = FetchKv(worker_id="w1", hashes=HASH, sources=[], deadline_s=1.0)
+    async with exchanging(OneWorker(MemoryHub(), "w1")) as worker:
+        result = FetchedKv(held=1)
+        worker.engine.answer = lambda call: EngineNotification(
+            fetched=[FetchEnded(fetch_id=one.fetch_id, result=result) for one in call.fetches]
+        )
+
+        assert await worker.bus.ask(KV_FETCH, fetch, timeout_s=WAIT_S_MAX) == result
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"hashes": b"x"}, {"hashes": b""}, {"deadline_s": -1.0}, {"deadline_s": 1e9}], ids=str
+)
+async def test_a_fetch_that_makes_no_sense_is_refused(wrong):
+    fetch = FetchKv(**{"worker_id": "w1", "hashes": HASH, "sources": [], "deadline_s": 1.0, **wrong})
+    async with exchanging(OneWorker(MemoryHub(), "w1")) as worker:
+        with pytest.raises(AskRefused) as refused:
+            await worker.bus.ask(KV_FETCH, fetch, timeout_s=WAIT_S_MAX)
+
+        assert refused.value.failure.reason is Reason.BAD_MESSAGE
+        assert worker.engine.every("fetches") == []
+
+
+async def test_a_worker_that_leaves_unpins_everything_and_grants_nothing_more():
+    hub = MemoryHub()
+    async with exchanging(OneWorker(hub, "h1")) as holder, exchanging(OneWorker(hub, "r1")) as reader:
+        await holder.exchange.release_all()
+        reader.engine.tell(leases=[lease()])
+        (nothing,) = await reader.engine.told("grants")
+
+        assert [call.release_all for call in holder.engine.calls].count(True) == 1
+        assert nothing.reason is NoGrant.DRAINING
+        assert holder.engine.every("leases") == []
+
+
+async def test_the_ledger_is_kept_for_whoever_asks():
+    async with exchanging(OneWorker(MemoryHub(), "w1")) as worker:
+        changes = []
+        worker.exchange.on_changed(lambda: changes.append(worker.exchange.state.pinned_blocks))
+
+        worker.engine.tell(state=ledger(pinned_blocks=3))
+        worker.engine.tell(grants=[])
+        worker.engine.tell(state=ledger(pinned_blocks=0))
+
+    assert changes == [3, 0]
+
+
+async def test_older_news_that_arrives_late_does_not_bring_leases_back():
+    async with exchanging(OneWorker(MemoryHub(), "w1")) as worker:
+        worker.engine.tell(state=ledger(pinned_blocks=0, leases_granted_total=1, leases_released_total=1))
+        worker.engine.tell(state=ledger(pinned_blocks=3, leases_granted_total=1))
+
+        assert worker.exchange.state.pinned_blocks == 0

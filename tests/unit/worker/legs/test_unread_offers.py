@@ -1,0 +1,98 @@
+"""KV that nobody will read is given back as soon as that is known."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from shared.contracts.channels import KV_RELEASE
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.inference import LegKind
+from shared.contracts.kv_exchange import KvOffer, ReleaseKv
+from tests.unit.worker.fakes import WAIT_S_MAX, RunningWorker, running_worker
+from tests.unit.worker.kv_exchange.fakes import HASH, FakeExchange
+
+OFFER = KvOffer(
+    worker_id=WorkerId("p9"), epoch=Epoch(7), lease_id="offered", block_ids=bytes(4), last_hash=HASH, until_s=9.0
+)
+PACKED = msgspec.msgpack.encode(OFFER)
+
+
+async def released_elsewhere(worker: RunningWorker) -> asyncio.Queue[ReleaseKv]:
+    """What the worker tells the holder of OFFER."""
+    told: asyncio.Queue[ReleaseKv] = asyncio.Queue()
+    await worker.bus.subscribe(KV_RELEASE, lambda release, _envelope: told.put_nowait(release), worker_id="p9")
+    return told
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["while it runs", "when its end is under way"])
+async def test_a_prefill_leg_that_nobody_wants_gives_its_offer_back(ended: bool):
+    engine = FakeExchange("w1")
+    async with running_worker(engine) as worker:
+        if not ended:
+            worker.engine.gate.clear()
+        leg = await worker.leg(LegKind.PREFILL)
+        if ended:
+            await worker.read(leg)
+            assert engine.every("releases") == []
+            worker.inbox.cancel(leg, None)
+        else:
+            await worker.engine.started.wait()
+            leg.cancel()
+
+        (release,) = await engine.told("releases")
+
+    assert release.lease_ids == [worker.engine.orders[0].offer_id] == [leg.leg_id]
+
+
+@pytest.mark.parametrize("body", [{"crash": True}, {}], ids=["it fails", "it is cancelled"])
+async def test_a_decode_leg_that_is_broken_off_gives_back_what_it_was_to_read(body: dict[str, bool]):
+    async with running_worker(FakeExchange("w1")) as worker:
+        told = await released_elsewhere(worker)
+        worker.engine.gate.clear()
+        leg = await worker.leg(LegKind.DECODE, body=body, kv_transfer=PACKED)
+        await worker.engine.started.wait()
+        leg.cancel()
+
+        async with asyncio.timeout(WAIT_S_MAX):
+            release = await told.get()
+
+    assert (release.worker_id, release.epoch, release.lease_ids) == ("p9", 7, ["offered"])
+
+
+async def test_a_decode_leg_that_is_cancelled_before_it_began_gives_back_what_it_was_to_read():
+    async with running_worker(FakeExchange("w1")) as worker:
+        told = await released_elsewhere(worker)
+        leg = await worker.leg(LegKind.DECODE, kv_transfer=PACKED)
+        leg.cancel()  # in the same turn of the loop: the worker reads both orders before it runs anything
+
+        async with asyncio.timeout(WAIT_S_MAX):
+            release = await told.get()
+
+    assert release.lease_ids == ["offered"]
+
+
+async def test_a_decode_leg_that_is_refused_gives_back_what_it_was_to_read():
+    async with running_worker(FakeExchange("w1")) as worker:
+        told = await released_elsewhere(worker)
+
+        _frames, failure = await worker.read(await worker.leg(LegKind.DECODE, kv_transfer=PACKED, epoch=Epoch(1)))
+        async with asyncio.timeout(WAIT_S_MAX):
+            release = await told.get()
+
+    assert failure is not None
+    assert release.lease_ids == ["offered"]
+
+
+async def test_legs_that_end_well_leave_offers_to_those_who_read_them():
+    engine = FakeExchange("w1")
+    async with running_worker(engine) as worker:
+        told = await released_elsewhere(worker)
+
+        await worker.read(await worker.leg(LegKind.PREFILL))
+        await worker.read(await worker.leg(LegKind.DECODE, kv_transfer=PACKED))
+
+        assert engine.every("releases") == []
+        assert told.empty()

@@ -1,0 +1,175 @@
+"""A simulated engine takes up another one's answer: the two halves are what one engine alone would have said."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from services.worker.engines.port import CURRENT_LEG, LegRecord
+from services.worker.engines.simulated.core.settings import SimulationSettings
+from services.worker.engines.simulated.engine import SimulatedEngine, SimulatedModel
+from services.worker.engines.simulated.tokenizer import SimulatedTokenizer
+from services.worker.legs.asgi_call import AsgiCall
+from services.worker.tiny_model.tiny_model import ensure_tiny_tokenizer
+from shared.contracts.ids import LegId, RequestId, RouterId, WorkerId
+from shared.contracts.inference import LegKind, StartLeg
+from shared.contracts.kv_exchange import LegOrder
+from tests.unit.worker.simulated.builders import INSTANT
+
+PROMPT = "The station master kept three clocks on the wall. " * 8
+TOKENS = 12
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return SimulatedTokenizer(ensure_tiny_tokenizer(tmp_path_factory.mktemp("models")))
+
+
+@pytest.fixture
+async def engines(tokenizer, tmp_path):
+    settings = SimulationSettings(**{"kv_blocks": 512, "max_model_len": 2048, **INSTANT})
+    opened = [SimulatedEngine(settings, SimulatedModel(directory=tmp_path), tokenizer, 256) for _ in range(2)]
+    yield opened
+    for engine in opened:
+        await engine.close(1.0)
+
+
+class Frames:
+    """What a router would get: pieces of the answer, each with its tokens."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.pieces: list[tuple[bytes, list[int]]] = []
+
+    def head(self, status, _content_type) -> None:
+        self.status = status
+
+    def data(self, data, token_ids=(), _joined=None) -> None:
+        self.pieces.append((data, list(token_ids)))
+
+    async def drain(self) -> None:
+        return
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(data for data, _ in self.pieces)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for _, tokens in self.pieces for token in tokens]
+
+
+async def no_server_error() -> None:
+    return
+
+
+async def serve(engine, path, fields, *, resume=None, kind=LegKind.AGGREGATED, order=None):
+    if path == COMPLETIONS and "logprobs" in fields:
+        fields = {**fields, "logprobs": 1}
+    body = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True, "max_tokens": TOKENS}
+    asked = {"prompt": PROMPT} if path == COMPLETIONS else {"messages": [{"role": "user", "content": PROMPT}]}
+    raw = json.dumps({**body, **asked, **fields}).encode()
+    start = StartLeg(
+        worker_id=WorkerId("w1"),
+        router_id=RouterId("r1"),
+        request_id=RequestId("q"),
+        leg_id=LegId("l"),
+        kind=kind,
+        path=path,
+        body=raw,
+        deadline_s=60.0,
+    )
+    record = LegRecord(kind=kind, request_id="q", trace_headers={}, resume=resume, order=order)
+    frames = Frames()
+    await asyncio.create_task(_call(engine, AsgiCall(start, raw, record, frames, no_server_error), record))
+    return frames, record
+
+
+async def _call(engine, call, record) -> None:
+    CURRENT_LEG.set(record)
+    await call.run(engine.app)
+    call.finish()
+
+
+def events(body: bytes) -> list:
+    """Without what depends on the moment, and on how warm the engine's cache was."""
+    return [_settled(part.removeprefix(b"data: ")) for part in body.split(b"\n\n") if part]
+
+
+def _settled(event: bytes):
+    if event == b"[DONE]":
+        return "done"
+    parsed = json.loads(event)
+    del parsed["created"]
+    if parsed.get("usage"):
+        del parsed["usage"]["prompt_tokens_details"]
+    return parsed
+
+
+def joined(had: list[tuple[bytes, list[int]]]) -> tuple[bytes, list[int]]:
+    return b"".join(data for data, _ in had), [token for _, said in had for token in said]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"logprobs": True}, {"stop": ["qqqqqqqqqqqqqqqqqqqqqqqq"]}, {"min_tokens": TOKENS, "ignore_eos": False}],
+)
+async def test_cut_behind_any_piece_the_answer_goes_on_as_if_it_had_not_been(engines, path, fields):
+    """Held-back text, logprobs' offsets and the usage are those of one answer; the id is the request's."""
+    whole, _ = await serve(engines[0], path, fields)
+    assert len(whole.tokens) == TOKENS
+    for cut in range(1, len(whole.pieces)):
+        data, tokens = joined(whole.pieces[:cut])
+
+        rest, record = await serve(engines[1], path, fields, resume=tokens)
+
+        assert events(data + rest.body) == events(whole.body)
+        assert tokens + rest.tokens == whole.tokens
+        assert record.completion_tokens == TOKENS
+
+
+async def test_a_stop_string_that_began_before_the_cut_ends_the_answer_behind_it(engines):
+    plain, _ = await serve(engines[0], COMPLETIONS, {})
+    texts = [json.loads(data.removeprefix(b"data: "))["choices"][0]["text"] for data, _ in plain.pieces[:TOKENS]]
+    fields = {"stop": [texts[5][1:] + texts[6]]}
+    whole, _ = await serve(engines[0], COMPLETIONS, fields)
+    assert len(whole.tokens) == 7
+
+    data, tokens = joined(whole.pieces[:6])
+    rest, record = await serve(engines[1], COMPLETIONS, fields, resume=tokens)
+
+    assert events(data + rest.body) == events(whole.body)
+    assert record.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_an_answer_that_had_all_its_tokens_gets_its_end(engines, path):
+    whole, _ = await serve(engines[0], path, {})
+
+    rest, record = await serve(engines[1], path, {}, resume=whole.tokens)
+
+    assert events(rest.body) == events(whole.body)[-2:]
+    assert rest.tokens == []
+    assert (record.finish_reason, record.completion_tokens) == ("length", TOKENS)
+    assert engines[1].load().generation_tokens_total == 0
+
+
+async def test_a_prefill_leg_reads_the_resumed_tokens_as_part_of_its_prompt(engines):
+    tokens = list(range(100, 164))
+
+    _frames, record = await serve(
+        engines[0], COMPLETIONS, {}, resume=tokens, kind=LegKind.PREFILL, order=LegOrder(offer=True, offer_id="l")
+    )
+
+    assert record.transfer_report.prompt_tokens == record.prompt_tokens + len(tokens)
+    assert record.completion_tokens == 1
+
+
+async def test_tokens_that_the_model_does_not_have_are_refused(engines):
+    frames, _ = await serve(engines[0], COMPLETIONS, {}, resume=[4_000_000_000])
+
+    assert frames.status == 400

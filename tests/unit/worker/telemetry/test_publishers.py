@@ -1,0 +1,208 @@
+"""What a worker tells: its cache, its load, its record, its tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.worker.engines.port import EngineLoad
+from services.worker.telemetry.kv_events import HeldBlocks
+from services.worker.telemetry.publishers import LoadPublisher
+from services.worker.tokenizer_handler import BODY_BYTES_MAX, PROMPTS_MAX, TOKENS_S_MAX, TokenizerHandler
+from shared.bus.port import Envelope
+from shared.contracts.channels import KV_EVENTS, KV_SNAPSHOT, LOAD, TOKENIZER, TOKENS, WORKER_RECORDS
+from shared.contracts.control import AskTokenizer, AskTokens, ProbePrompt
+from shared.contracts.ids import Epoch
+from shared.contracts.kv_events import AskKvSnapshot, KvEvent, KvEventKind, pack_hashes, unpack_hashes
+from shared.contracts.kv_exchange import KvLedgerState
+from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerPhase
+from tests.support.memory_bus import MemoryBus, MemoryHub
+from tests.support.virtual_time import run_in_virtual_time
+from tests.unit.worker.fakes import WAIT_S_MAX, WORKER, FakeEngine, running_worker
+
+
+def stored(*hashes: int) -> KvEvent:
+    return KvEvent(kind=KvEventKind.STORED, hashes=pack_hashes(hashes))
+
+
+def removed(*hashes: int) -> KvEvent:
+    return KvEvent(kind=KvEventKind.REMOVED, hashes=pack_hashes(hashes))
+
+
+async def collected(worker, channel, enough) -> list:
+    """The messages of a channel until ``enough(messages)``."""
+    messages: list = []
+    done = asyncio.Event()
+
+    def take(message, _envelope) -> None:
+        messages.append(message)
+        if enough(messages):
+            done.set()
+
+    subscription = await worker.bus.subscribe(channel, take)
+    async with asyncio.timeout(WAIT_S_MAX):
+        await done.wait()
+    await subscription.close()
+    return messages
+
+
+async def test_kv_events_are_numbered_from_one_and_the_snapshot_follows():
+    async with running_worker() as worker:
+        watching = asyncio.create_task(
+            collected(worker, KV_EVENTS, lambda batches: sum(len(batch.events) for batch in batches) == 3)
+        )
+        await asyncio.sleep(0)
+        for event in (stored(1, 2, 3), removed(2), stored(4)):
+            worker.engine.events.put_nowait([event])
+
+        batches = await watching
+        snapshot = await worker.bus.ask(KV_SNAPSHOT, AskKvSnapshot(worker_id=WORKER), timeout_s=WAIT_S_MAX)
+
+        assert [batch.seq for batch in batches] == list(range(1, len(batches) + 1))
+        assert snapshot.seq == batches[-1].seq
+        assert sorted(unpack_hashes(snapshot.hashes)) == [1, 3, 4]
+
+
+async def test_the_load_report_carries_the_engines_numbers_and_the_digest():
+    async with running_worker() as worker:
+        worker.engine.events.put_nowait([stored(5, 9)])
+        worker.engine.now = EngineLoad(running=3, kv_blocks_used=4, received_bytes_total=12)
+
+        reports = await collected(worker, LOAD, lambda reports: reports[-1].running == 3)
+
+        report = reports[-1]
+        assert (report.kv_blocks_used, report.kv_blocks_total, report.received_bytes_total) == (4, 10, 12)
+        assert (report.digest.count, report.digest.xor) == (2, 5 ^ 9)
+        assert report.phase is WorkerPhase.READY
+
+
+async def test_a_change_is_reported_sooner_than_the_period():
+    async with running_worker() as worker:
+        worker.engine.gate.clear()
+        await worker.leg()
+
+        reports = await collected(worker, LOAD, lambda reports: reports[-1].legs == 1)
+
+        assert reports[-1].legs == 1
+
+
+class Exchange:
+    """Of a worker; it says what the test tells it."""
+
+    def __init__(self) -> None:
+        self.state = KvLedgerState()
+        self.told: list = []
+
+    def on_changed(self, listener) -> None:
+        self.told.append(listener)
+
+
+async def test_the_load_report_tells_what_is_leased_and_read_and_whose_bytes_they_are():
+    bus, engine, exchange = MemoryBus(MemoryHub()), FakeEngine(), Exchange()
+    load = LoadPublisher(bus, WORKER, Epoch(1), Role.PREFILL, held=HeldBlocks(), engine=engine)
+    reports: asyncio.Queue = asyncio.Queue()
+    await bus.subscribe(LOAD, lambda report, _envelope: reports.put_nowait(report))
+
+    await load.report(WorkerPhase.READY, 0)
+    load.tell_of(exchange)
+    exchange.state = KvLedgerState(leases=2, pinned_blocks=9, read_bytes_total=4096, read_seconds_total=0.5)
+    await load.report(WorkerPhase.READY, 0)
+
+    async with asyncio.timeout(WAIT_S_MAX):
+        before, after = await reports.get(), await reports.get()
+    assert before.exchange is None
+    assert after.exchange == exchange.state
+    assert (after.received_bytes_total, after.received_seconds_total) == (4096, 0.5)
+    assert exchange.told == [load.changed]
+    await bus.close()
+
+
+async def test_an_engine_that_takes_no_step_uses_what_is_leased():
+    bus, engine, exchange = MemoryBus(MemoryHub()), FakeEngine(), Exchange()
+    load = LoadPublisher(bus, WORKER, Epoch(1), Role.PREFILL, held=HeldBlocks(), engine=engine)
+    load.tell_of(exchange)
+    reports: asyncio.Queue = asyncio.Queue()
+    await bus.subscribe(LOAD, lambda report, _envelope: reports.put_nowait(report))
+
+    exchange.state = KvLedgerState(pinned_blocks=9)
+    for running in (1, 0):
+        engine.now = EngineLoad(running=running, kv_blocks_used=20)
+        await load.report(WorkerPhase.READY, 0)
+
+    async with asyncio.timeout(WAIT_S_MAX):
+        assert [(await reports.get()).kv_blocks_used for _running in (1, 0)] == [20, 9]
+    await bus.close()
+
+
+async def test_the_record_says_what_the_engine_is_and_goes_with_the_worker():
+    async with running_worker() as worker:
+        records = await worker.bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        found = (await records.get(WORKER)).value
+
+        worker.service.stopping.set()
+        await worker.exit
+
+        assert (found.phase, found.engine, found.models, found.kv_blocks) == (WorkerPhase.READY, "fake", ["m"], 10)
+        gone = await records.get(WORKER)
+        assert gone is None or gone.value is None
+
+
+async def test_a_registry_that_lost_its_memory_has_the_record_back_after_the_reconnection():
+    async with running_worker() as worker:
+        records = await worker.bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        await records.delete(WORKER)
+
+        worker.service.bus.lose()
+        worker.service.bus.restore()
+
+        async with asyncio.timeout(WAIT_S_MAX):
+            async for change in records.watch():
+                if change and change.value:
+                    break
+        assert change.value.phase is WorkerPhase.READY
+
+
+async def test_a_router_gets_the_engines_tokenizer():
+    async with running_worker() as worker:
+        asset = await worker.bus.ask(TOKENIZER, AskTokenizer(worker_id=WORKER), timeout_s=WAIT_S_MAX)
+
+        assert asset.tokenizer_json == b"{}"
+        assert asset.chat_template == "{{ x }}"
+        assert asset.special_tokens == {"bos_token": "<s>"}
+
+
+def asked_tokens(*bodies: str) -> AskTokens:
+    prompts = [ProbePrompt(path="/v1/completions", body=body.encode()) for body in bodies]
+    return AskTokens(worker_id=WORKER, prompts=prompts)
+
+
+async def test_a_router_is_told_how_the_engine_tokenizes():
+    async with running_worker() as worker:
+        found = await worker.bus.ask(TOKENS, asked_tokens('{"tokens": 70}', '{"refusal": "no"}'), timeout_s=WAIT_S_MAX)
+
+        first, second = found.prompts
+        assert (len(first.tokens), unpack_hashes(first.hashes), first.refusal) == (70, (7, 7), "")
+        assert second.refusal == "no"
+
+
+async def test_probes_are_bounded_in_number_size_and_time():
+    async with running_worker() as worker:
+        too_large = '{"x": "' + "x" * BODY_BYTES_MAX + '"}'
+        asked = asked_tokens(too_large, "not json", *["{}"] * PROMPTS_MAX)
+
+        found = await worker.bus.ask(TOKENS, asked, timeout_s=WAIT_S_MAX)
+
+        refusals = [prompt.refusal for prompt in found.prompts]
+        assert len(refusals) == PROMPTS_MAX + 2
+        assert str(BODY_BYTES_MAX) in refusals[0]
+        assert "JSONDecodeError" in refusals[1]
+        assert refusals[2:PROMPTS_MAX] == [""] * (PROMPTS_MAX - 2)
+        assert all(str(PROMPTS_MAX) in refusal for refusal in refusals[PROMPTS_MAX:])
+
+
+def test_an_engine_that_hangs_on_a_probe_is_not_waited_for():
+    async def story() -> list[str]:
+        handler = TokenizerHandler(FakeEngine(), WORKER, Epoch(1), MemoryBus(MemoryHub()))
+        found = await handler.tokens(asked_tokens('{"hangs": true}', '{"hangs": true}'), Envelope({}, 0))
+        return [prompt.refusal for prompt in found.prompts]
+
+    assert run_in_virtual_time(story()) == [f"not done within {TOKENS_S_MAX:g} s"] * 2

@@ -1,0 +1,164 @@
+"""What a worker tells vLLM; needs no vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from connector.settings import read
+from services.worker.engines.port import Identity
+from services.worker.engines.vllm.arguments import arguments, introduce
+from services.worker.engines.vllm.daemon_thread import in_daemon_thread
+from services.worker.engines.vllm.environment import engine_threads, free_port, parse_cores
+from services.worker.settings import Settings
+from shared.contracts.ids import Epoch, WorkerId
+from shared.runtime.settings import SettingsError, load
+
+
+def line(settings: Settings, *, on_cpu: bool = True, otlp_endpoint: str = "") -> list[str]:
+    return arguments(settings, "/models/m", on_cpu=on_cpu, events=("ipc://a", "ipc://b"), otlp_endpoint=otlp_endpoint)
+
+
+def value(arguments: list[str], name: str) -> str:
+    return arguments[arguments.index(name) + 1]
+
+
+def test_the_operators_own_arguments_come_last_and_win():
+    typed = line(Settings(engine_args="--dtype bfloat16 --max-num-seqs 8"))
+
+    assert typed[-4:] == ["--dtype", "bfloat16", "--max-num-seqs", "8"]
+
+
+def test_a_failed_read_is_recomputed_and_hashes_are_everybodys():
+    typed = line(Settings())
+
+    assert json.loads(value(typed, "--kv-transfer-config"))["kv_load_failure_policy"] == "recompute"
+    assert value(typed, "--prefix-caching-hash-algo") == "sha256_cbor"
+    assert value(typed, "--block-size") == "32"
+
+
+def transfer(settings: Settings) -> dict:
+    return json.loads(value(line(settings), "--kv-transfer-config"))
+
+
+def test_the_exchange_moves_kv_unless_vllms_own_connector_is_asked_for():
+    assert transfer(Settings())["kv_connector"] == "BatonConnector"
+    upstream = transfer(Settings(connector="upstream", kv_lease_s=20.0))
+    assert upstream["kv_connector"] == "NixlConnector"
+    assert upstream["kv_connector_extra_config"]["kv_lease_duration"] == 20
+
+
+def resolved(settings: Settings, *, async_scheduling: bool) -> SimpleNamespace:
+    """What ``introduce`` looks at of vLLM's configuration."""
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            kv_connector=transfer(settings)["kv_connector"], kv_connector_extra_config={}
+        ),
+        scheduler_config=SimpleNamespace(async_scheduling=async_scheduling, scheduler_cls=None),
+    )
+
+
+def introduced(settings: Settings, *, async_scheduling: bool = False) -> SimpleNamespace:
+    config = resolved(settings, async_scheduling=async_scheduling)
+    introduce(config, settings, Identity(WorkerId("w1"), Epoch(7)), notifications="ipc://n", fingerprint="f")
+    return config
+
+
+def test_an_engine_learns_whose_it_is_in_words_that_its_connector_understands():
+    config = introduced(Settings(kv_lease_s=20.0, kv_lease_share_max=0.25))
+
+    told = read(config.kv_transfer_config.kv_connector_extra_config)
+    assert (told.worker_id, told.epoch, told.fingerprint, told.notifications) == ("w1", 7, "f", "ipc://n")
+    assert (told.lease_s, told.lease_share_max) == (20.0, 0.25)
+    assert told.copy_cores == sorted(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(("ahead", "name"), [(False, "BatonScheduler"), (True, "BatonAsyncScheduler")])
+def test_the_scheduler_is_of_the_kind_that_vllm_decided_on(ahead, name):
+    assert (
+        introduced(Settings(), async_scheduling=ahead).scheduler_config.scheduler_cls
+        == f"connector.scheduler.scheduler.{name}"
+    )
+
+
+def test_vllms_own_connector_gets_vllms_own_scheduler():
+    config = introduced(Settings(connector="upstream"))
+
+    assert config.scheduler_config.scheduler_cls is None
+    assert config.kv_transfer_config.kv_connector_extra_config == {}
+
+
+def test_a_share_beyond_the_whole_stops_the_worker_at_its_start():
+    with pytest.raises(SettingsError, match="WORKER_CACHE_HIT_THRESHOLD"):
+        load(Settings, "WORKER_", {"WORKER_CACHE_HIT_THRESHOLD": "1.5"})
+
+
+def test_a_gpu_keeps_vllms_own_choices():
+    typed = line(Settings(), on_cpu=False)
+
+    for name in ("--enforce-eager", "--dtype", "--distributed-executor-backend", "--kv-cache-memory-bytes"):
+        assert name not in typed
+
+
+def test_tracing_is_asked_for_only_with_an_endpoint():
+    assert "--otlp-traces-endpoint" not in line(Settings())
+    assert (
+        value(line(Settings(), otlp_endpoint="http://h:4318/"), "--otlp-traces-endpoint") == "http://h:4318/v1/traces"
+    )
+
+
+def test_cores_are_numbers_and_ranges():
+    assert parse_cores("0,2-4") == [0, 2, 3, 4]
+    assert parse_cores("") == sorted(os.sched_getaffinity(0))
+    with pytest.raises(ValueError):
+        parse_cores("first")
+
+
+def test_the_engines_threads_are_set_up_for_its_process_only():
+    before = dict(os.environ)
+
+    with engine_threads([2, 3]):
+        assert os.environ["OMP_NUM_THREADS"] == "2"
+        assert os.environ["OMP_PLACES"] == "{2},{3}"
+
+    assert dict(os.environ) == before
+
+
+def test_a_taken_port_is_not_chosen():
+    with socket.socket() as taken:
+        port = free_port("127.0.0.1")
+        taken.bind(("127.0.0.1", port))
+
+        assert free_port("127.0.0.1") != port
+
+
+def test_a_foreign_address_is_refused_with_what_to_do():
+    with pytest.raises(OSError, match="WORKER_KV_HOST"):
+        free_port("192.0.2.1")
+
+
+async def test_work_in_a_daemon_thread_answers_or_raises():
+    def fail() -> None:
+        raise ValueError("no")
+
+    assert await in_daemon_thread(lambda: threading.current_thread().daemon)
+    with pytest.raises(ValueError, match="no"):
+        await in_daemon_thread(fail)
+
+
+async def test_nobody_waits_for_work_that_was_given_up():
+    may_end = threading.Event()
+    work = asyncio.create_task(in_daemon_thread(may_end.wait))
+    await asyncio.sleep(0)
+
+    work.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    may_end.set()

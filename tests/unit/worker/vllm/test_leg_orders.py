@@ -1,0 +1,146 @@
+"""What an engine with an exchange is told to do about KV with each leg, and what its worker tells of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+import pytest
+
+from services.worker.legs.kv_order import KvPolicy, moves_kv
+from shared.bus.port import AskRefused
+from shared.contracts.channels import KV_FETCH
+from shared.contracts.failures import Reason
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.inference import LegKind, StartLeg
+from shared.contracts.kv_exchange import FetchKv, KvOffer, KvSource, KvTransferReport, LegOrder
+from tests.unit.worker.fakes import WAIT_S_MAX, running_worker
+from tests.unit.worker.kv_exchange.fakes import HASH, FakeExchange, ledger
+
+OFFER = KvOffer(
+    worker_id=WorkerId("p1"), epoch=Epoch(1), lease_id="l1", block_ids=bytes(4), last_hash=HASH, until_s=9.0
+)
+PACKED = msgspec.msgpack.encode(OFFER)
+DEFAULTS = KvPolicy()
+SOURCE = KvSource(worker_id=WorkerId("d2"), epoch=Epoch(1))
+
+
+def start(kind: LegKind, **more) -> StartLeg:
+    fields = {"worker_id": "w1", "router_id": "r1", "request_id": "q", "leg_id": "l", "deadline_s": 60.0, **more}
+    return StartLeg(kind=kind, path="/v1/completions", body=b"{}", **fields)
+
+
+def order(kind: LegKind, policy: KvPolicy = DEFAULTS, *, is_plain: bool = True, answers: bool = True, **more):
+    return policy.order(start(kind, **more), is_plain=is_plain, answers=answers)
+
+
+def test_a_prefill_leg_offers_what_it_computes_unless_it_is_followed():
+    assert order(LegKind.PREFILL).offer
+    assert not order(LegKind.PREFILL, kv_offer=False).offer
+    assert not order(LegKind.DECODE).offer
+
+
+def test_a_decode_leg_takes_what_the_prefill_leg_offered():
+    assert order(LegKind.DECODE, kv_transfer=PACKED).take == OFFER
+
+
+@pytest.mark.parametrize("garbage", [b"\xc1", b'{"do_remote_prefill":true}', PACKED[:-3], b"\x81\xa1\xff\x01"])
+def test_an_offer_that_cannot_be_read_is_none_and_the_prompt_is_computed(garbage):
+    assert order(LegKind.DECODE, kv_transfer=garbage).take is None
+
+
+def test_no_kv_is_moved_for_a_request_of_several_sequences():
+    moved = order(LegKind.DECODE, is_plain=False, kv_transfer=PACKED, kv_sources=[SOURCE])
+
+    assert (moved.take, moved.sources, moved.offer) == (None, [], False)
+
+
+def test_the_request_decides_and_otherwise_the_worker_does():
+    policy = KvPolicy(cache_hit_threshold=0.8, fetch_min_tokens=64)
+
+    assert order(LegKind.DECODE, policy).cache_hit_threshold == 0.8
+    assert order(LegKind.DECODE, policy).fetch_min_tokens == 64
+    told = order(LegKind.DECODE, policy, cache_hit_threshold=0.0, kv_fetch_min_tokens=0)
+    assert (told.cache_hit_threshold, told.fetch_min_tokens) == (0.0, 0)
+
+
+def test_prefill_legs_and_paths_that_cannot_say_so_are_exempt_from_the_threshold():
+    policy = KvPolicy(cache_hit_threshold=0.8)
+
+    assert order(LegKind.PREFILL, policy, cache_hit_threshold=0.9).cache_hit_threshold == 0.0
+    assert order(LegKind.AGGREGATED, policy, answers=False).cache_hit_threshold == 0.0
+    assert order(LegKind.AGGREGATED, policy, is_plain=False).cache_hit_threshold == 0.8
+
+
+def test_a_stream_that_goes_on_is_not_refused_for_what_is_cached():
+    """Its client has had some of it: an end with ``cache_threshold`` would be taken for the answer's."""
+    assert order(LegKind.AGGREGATED, KvPolicy(cache_hit_threshold=0.8), resume=b"").cache_hit_threshold == 0.0
+
+
+def test_nobody_waits_longer_for_kv_than_for_the_leg():
+    assert order(LegKind.DECODE, deadline_s=2.0).wait_s_max == 2.0
+    assert order(LegKind.DECODE, deadline_s=600.0).wait_s_max == LegOrder().wait_s_max
+
+
+def test_only_legs_about_others_kv_are_looked_into():
+    assert moves_kv(start(LegKind.PREFILL))
+    assert moves_kv(start(LegKind.DECODE, kv_transfer=PACKED))
+    assert moves_kv(start(LegKind.AGGREGATED, kv_sources=[SOURCE]))
+    assert not moves_kv(start(LegKind.AGGREGATED))
+    assert not moves_kv(start(LegKind.DECODE))
+
+
+async def test_orders_travel_beside_a_body_that_stays_the_clients_own():
+    body = b'{ "model" : "m", "temperature": 1.0e0 }'
+    async with running_worker(FakeExchange("w1")) as worker:
+        await worker.read(await worker.leg(LegKind.PREFILL, body=body))
+        await worker.read(await worker.leg(LegKind.DECODE, body=body, kv_transfer=PACKED, kv_sources=[SOURCE]))
+
+        assert worker.engine.bodies == [body, body]
+        assert worker.engine.orders == [
+            LegOrder(offer=True, offer_id="l1", fetch_min_tokens=64, wait_s_max=5.0),
+            LegOrder(take=OFFER, sources=[SOURCE], fetch_min_tokens=64, wait_s_max=5.0),
+        ]
+
+
+async def test_an_order_of_a_clients_does_not_reach_the_engine():
+    async with running_worker(FakeExchange("w1")) as worker:
+        await worker.read(await worker.leg(body={"kv_transfer_params": {"baton": "x"}, "prompt": "y"}))
+
+        assert worker.engine.bodies == [b'{"prompt": "y"}'.replace(b": ", b":")]
+
+
+async def test_the_report_says_where_the_prompts_kv_came_from():
+    async with running_worker(FakeExchange("w1")) as worker:
+        worker.engine.transfer_report = KvTransferReport(
+            prompt_tokens=64, fetched_tokens=32, recomputed_tokens=32, offer=OFFER
+        )
+
+        frames, failure = await worker.read(await worker.leg(LegKind.PREFILL))
+
+        assert failure is None
+        assert frames[-1].report.kv == worker.engine.transfer_report
+        assert frames[-1].report.kv_transfer == b""
+
+
+async def test_a_worker_with_leased_blocks_fetches_no_more_stays_until_they_are_read_and_then_unpins_everything():
+    exchange = FakeExchange("w1")
+    async with running_worker(exchange) as worker:
+        exchange.tell(state=ledger(pinned_blocks=3, next_expiry_s=time.monotonic() + 60.0))
+        worker.service.stopping.set()
+        while worker.service.phase != "draining":
+            await asyncio.sleep(0)
+        for _turn in range(20):
+            await asyncio.sleep(0)
+        assert not any(call.release_all for call in exchange.calls)
+        fetch = FetchKv(worker_id="w1", hashes=bytes(32), sources=[], deadline_s=1.0)
+        with pytest.raises(AskRefused) as refused:
+            await worker.bus.ask(KV_FETCH, fetch, timeout_s=WAIT_S_MAX)
+        assert refused.value.failure.reason is Reason.WORKER_DRAINING
+
+        exchange.tell(state=ledger())
+
+        assert await asyncio.wait_for(worker.exit, WAIT_S_MAX) == 0
+        assert exchange.calls[-1].release_all
+        assert worker.engine.closed
