@@ -1,7 +1,7 @@
 """Writes what follows from the channel table: ``python -m shared.contracts.catalogue [--check]``.
 
-docs/catalogue.md for people, docs/asyncapi.yaml for tools, compose/nats/permissions.conf for nats-server. ``--check`` writes
-nothing and fails when a file is not what the table says.
+docs/catalogue.md for people, docs/asyncapi.yaml for tools, compose/nats/permissions.conf for nats-server. ``--check``
+writes nothing and fails when a file differs.
 """
 
 from __future__ import annotations
