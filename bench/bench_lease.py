@@ -25,7 +25,7 @@ def ask_us(blocks: int) -> tuple[float, float]:
     for number in range(ROUNDS):
         asked, unwanted = ask(chain(blocks), f"ask-{number}"), release(f"ask-{number}")
         begin = time.thread_time()
-        holding.holder.ask(asked)
+        holding.holder.lease(asked)
         between = time.thread_time()
         holding.holder.release(unwanted)
         asking.append(between - begin)
@@ -41,7 +41,7 @@ def step_us(requests: int, followings: int) -> tuple[float, float, float]:
     holding.holder.scheduled(first := step(new=prompt))
     holding.holder.computed(first)
     for number in range(followings):
-        holding.holder.ask(ask(chain(100, f"prompt {number}"), f"ask-{number}", follow_s=100.0))
+        holding.holder.lease(ask(chain(100, f"prompt {number}"), f"ask-{number}", follow_s=100.0))
     turns: list[list[float]] = [[], [], []]
     for number in range(STEPS):
         at = 1 + number % (15 * BLOCK_TOKENS)

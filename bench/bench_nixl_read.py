@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
 
-from connector.layout.read_plan import block_bytes_of, routes_to, spans_of
-from connector.scheduler.calls import Peer
-from connector.scheduler.orders import Orders, Read, Results
+from connector.layout.routes import block_bytes_of, routes_to, spans_of
+from connector.messages import Peer
+from connector.orders import Orders, Read, Results
 from connector.transfer.agent import Spans, TransferState
 from connector.transfer.nixl_agent import NixlAgent
 from connector.worker.copier import Copier
-from connector.worker.transfer_thread import Transfers
+from connector.worker.transfer_thread import TransferThread
 from tests.support.kv_engines import RankMemory, ReadingRank, Shape
 from tests.support.kv_holders import Holder, start_holder
 
@@ -33,7 +33,7 @@ POLL_S = 0.000_05
 
 
 class Bench:
-    """A holder in a process of its own, and a reader here: one agent that reads plainly, one behind Transfers."""
+    """A holder in a process of its own, and a reader here: one agent that reads plainly, one behind TransferThread."""
 
     def __init__(self, shape: Shape) -> None:
         self.holder: Holder = start_holder(shape)
@@ -44,8 +44,8 @@ class Bench:
         self.name = self.plain.connect(self.holder.handshake.ranks[0].agent)
         agent = NixlAgent(f"transfers-{os.getpid()}-{time.monotonic_ns()}")
         own = self.reading.own(agent)
-        self.transfers = Transfers(lambda: Copier(agent, own, time.monotonic))
-        self.transfers.obey(Orders(connect=[Peer(handshake=self.holder.handshake, clock_ahead_s=0.0)]))
+        self.transfers = TransferThread(lambda: Copier(agent, own, time.monotonic))
+        self.transfers.submit(Orders(connect=[Peer(handshake=self.holder.handshake, clock_ahead_s=0.0)]))
         assert not next(self.results()).connected[0].failure
 
     def results(self) -> Iterator[Results]:
@@ -70,7 +70,7 @@ class Bench:
     def transfers_s(self, remote: list[int], local: list[int]) -> float:
         began = time.perf_counter()
         read = Read(1, ("holder", 1), remote, local, time.monotonic() + 60.0)
-        self.transfers.obey(Orders(reads=[read]))
+        self.transfers.submit(Orders(reads=[read]))
         arrived = 0
         for results in self.results():
             assert not [part.failure for part in results.parts if part.failure]

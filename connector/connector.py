@@ -25,10 +25,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from connector.layout.engine_layout import kv_heads_of, refuse_unsupported, required_layout
-from connector.scheduler.metadata import StepOrders, StepReport
-from connector.scheduler.scheduler_side import EngineShape, SchedulerSide
+from connector.scheduler.connector_scheduler import ConnectorScheduler, EngineShape, StepOrders, StepReport
 from connector.settings import read
-from connector.worker.worker_side import RankHandshake, WorkerSide
+from connector.worker.connector_worker import ConnectorWorker, RankHandshake
 from shared.contracts.kv_exchange import KvTransferReport, LegOrder
 
 if TYPE_CHECKING:
@@ -49,13 +48,13 @@ _encode = msgspec.msgpack.Encoder().encode
 
 def kv_exchange(core: Any, call: bytes) -> bytes:
     """A utility method that ``EngineCore`` gets from us: runs between two steps, or at once when there are none."""
-    side: SchedulerSide = core.scheduler.connector.scheduler_side
-    side.rest.in_front_of(core)
-    if side.rest.can_be_rung and not side.rest.hears_reads and has_kv_transfer_group():
+    side: ConnectorScheduler = core.scheduler.connector.connector_scheduler
+    side.idle_wait.attach_to(core)
+    if side.idle_wait.is_attached and not side.idle_wait.wakes_on_reads and has_kv_transfer_group():
         beside = get_kv_transfer_group()  # the worker role, where it is in this process too
         assert isinstance(beside, BatonConnector)
-        beside.ring_when_final(side.rest.ring)
-        side.rest.hears_reads = True
+        beside.wake_on_results(side.idle_wait.wake)
+        side.idle_wait.wakes_on_reads = True
     return side.exchange(call)
 
 
@@ -68,17 +67,17 @@ class BatonConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         refuse_unsupported(vllm_config, kv_cache_config)
         settings = read(self._kv_transfer_config.kv_connector_extra_config)
-        self.scheduler_side: SchedulerSide
-        self._worker: WorkerSide
+        self.connector_scheduler: ConnectorScheduler
+        self._worker: ConnectorWorker
         self._refusals: dict[str, dict[str, Any]] = {}
         if role is KVConnectorRole.SCHEDULER:
             self._block_tokens: int = vllm_config.cache_config.block_size
             ranks = vllm_config.parallel_config.tensor_parallel_size
             shape = EngineShape(self._block_tokens, kv_heads_of(vllm_config), ranks)
-            self.scheduler_side = SchedulerSide(settings, shape)
+            self.connector_scheduler = ConnectorScheduler(settings, shape)
             EngineCore.kv_exchange = kv_exchange
         else:
-            self._worker = WorkerSide(vllm_config, kv_cache_config, resolve_name(settings.agent))
+            self._worker = ConnectorWorker(vllm_config, kv_cache_config, resolve_name(settings.agent))
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -94,20 +93,20 @@ class BatonConnector(KVConnectorBase_V1):
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """The engine's blocks."""
-        self.scheduler_side.bind(gpu_block_pool)
+        self.connector_scheduler.bind(gpu_block_pool)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """Every rank has registered its memory."""
         ranks = [metadata[rank] for rank in sorted(metadata)]
         described = [one.rank() for one in ranks if isinstance(one, RankHandshake)]
-        self.scheduler_side.describe(described, self._kv_cache_config.num_blocks)
+        self.connector_scheduler.describe(described, self._kv_cache_config.num_blocks)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that come from other workers; None: their answer is awaited, or the request is refused."""
         order = _order_of(request)
         if order is None:
             return 0, False
-        tokens = self.scheduler_side.reader.matched(request, order, num_computed_tokens)
+        tokens = self.connector_scheduler.reader.matched(request, order, num_computed_tokens)
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -115,7 +114,7 @@ class BatonConnector(KVConnectorBase_V1):
         order = _order_of(request)
         if order is None:
             return
-        side = self.scheduler_side
+        side = self.connector_scheduler
         side.reader.allocated(request, blocks.get_block_ids()[0] if num_external_tokens else (), num_external_tokens)
         if (
             not num_external_tokens
@@ -126,20 +125,20 @@ class BatonConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """The worker role's orders for this step."""
-        self.scheduler_side.holder.scheduled(scheduler_output)
-        return self.scheduler_side.orders(scheduler_output.total_num_scheduled_tokens)
+        self.connector_scheduler.holder.scheduled(scheduler_output)
+        return self.connector_scheduler.step_orders(scheduler_output.total_num_scheduled_tokens)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Offer what a prefill leg computed; tell where a request's tokens came from. Never delays the free."""
-        self.scheduler_side.used(request.block_hashes, request.num_computed_tokens)
+        self.connector_scheduler.used(request.block_hashes, request.num_computed_tokens)
         order = _order_of(request)
         if order is None:
             return False, None
         offer = None
         if order.offer and request.status in COMPLETE:
             full = request.num_prompt_tokens // self._block_tokens
-            offer = self.scheduler_side.holder.offer(request.block_hashes[:full], block_ids[:full], order.offer_id)
-        transfer_report = self.scheduler_side.finished(request.request_id, offer, order)
+            offer = self.connector_scheduler.holder.offer(request.block_hashes[:full], block_ids[:full], order.offer_id)
+        transfer_report = self.connector_scheduler.finished(request.request_id, offer, order)
         params = params_of(transfer_report or KvTransferReport())
         if transfer_report is not None and transfer_report.refused:
             self._refusals[request.request_id] = params
@@ -151,11 +150,11 @@ class BatonConnector(KVConnectorBase_V1):
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must step though it has no request."""
-        return self.scheduler_side.pressing
+        return self.connector_scheduler.must_step
 
     def reset_cache(self) -> bool | None:
         """The prefix cache can be emptied when nobody has leased a part of it."""
-        return not self.scheduler_side.holder.counts.leases
+        return not self.connector_scheduler.holder.counts.leases
 
     # Worker role
 
@@ -163,9 +162,9 @@ class BatonConnector(KVConnectorBase_V1):
         """The memory that others read, and that reads write into."""
         self._worker.register_kv_caches(kv_caches)
 
-    def ring_when_final(self, ring: Callable[[], None]) -> None:
+    def wake_on_results(self, ring: Callable[[], None]) -> None:
         """For a scheduler role in the same process: called, on another thread, whenever something became final."""
-        self._worker.ring_when_final(ring)
+        self._worker.wake_on_results(ring)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """The memory and the agent of one rank."""
@@ -175,7 +174,7 @@ class BatonConnector(KVConnectorBase_V1):
         """Before the forward: on a CPU it blocks until it is done, and reads should go on beside it."""
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, StepOrders) and connector_metadata.orders:
-            self._worker.obey(connector_metadata.orders)
+            self._worker.submit(connector_metadata.orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begun in ``bind_connector_metadata``."""
@@ -190,7 +189,7 @@ class BatonConnector(KVConnectorBase_V1):
         """Nothing is pushed."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
-        """The scheduler side says when a request's blocks have come: see ``connector.scheduler.scheduler``."""
+        """The scheduler side says when a request's blocks have come: see ``connector.scheduler.engine_scheduler``."""
         return KVConnectorTransferResults()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
@@ -202,7 +201,7 @@ class BatonConnector(KVConnectorBase_V1):
     def shutdown(self) -> None:
         """The engine ends."""
         if self._role is KVConnectorRole.SCHEDULER:
-            self.scheduler_side.close()
+            self.connector_scheduler.close()
         else:
             self._worker.close()
 

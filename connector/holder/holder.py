@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from connector.holder.leases import ANYONE, Following, Lease, Ledger, Limits
-from connector.scheduler.in_flight import InFlight, Step
+from connector.holder.leases import ANYONE, FollowedPrompt, Lease, LeaseLimits, LeaseTable
+from connector.holder.pending_writes import PendingWrites, Step
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import (
     FULL_HASH_BYTES,
@@ -88,42 +88,42 @@ class Holder:
         self._offers = 0
         self._prompts: OrderedDict[bytes, int] = OrderedDict()
         self._pool: Pool
-        self._ledger = Ledger(Limits(pinned_blocks_max=0))
-        self._in_flight = InFlight(blocks=0, block_size=1)
+        self._leases = LeaseTable(LeaseLimits(pinned_blocks_max=0))
+        self._pending_writes = PendingWrites(blocks=0, block_size=1)
 
     def bind(self, pool: Pool, block_size: int) -> None:
         """The engine's blocks, once, before anything else."""
         self._pool = pool
-        self._ledger = Ledger(Limits(pinned_blocks_max=int(len(pool.blocks) * self._settings.lease_share_max)))
-        self._in_flight = InFlight(len(pool.blocks), block_size)
+        self._leases = LeaseTable(LeaseLimits(pinned_blocks_max=int(len(pool.blocks) * self._settings.lease_share_max)))
+        self._pending_writes = PendingWrites(len(pool.blocks), block_size)
 
     @property
-    def has_followings(self) -> bool:
+    def has_followed(self) -> bool:
         """Whether ``advance`` may have something to grant after any step."""
-        return bool(self._ledger.followings)
+        return bool(self._leases.followed)
 
-    def ask(self, ask: LeaseKv) -> KvGrant:
+    def lease(self, request: LeaseKv) -> KvGrant:
         """Pin what is held of it now. Not ``final``: ``advance`` grants the rest as it is computed."""
-        refusal = self._refusal(ask)
-        hashes = _hashes(ask) if refusal is None else None
-        if not hashes or not ask.hold_s > 0 or self._ledger.find(ask.ask_id) is not None:
-            self._ledger.totals.refused += 1
-            return self._word(ask.ask_id, ask.reader_id, 0, refusal or NoGrant.NOT_HELD)
+        refusal = self._refusal(request)
+        hashes = _hashes(request) if refusal is None else None
+        if not hashes or not request.hold_s > 0 or self._leases.find(request.ask_id) is not None:
+            self._leases.totals.refused += 1
+            return self._empty_grant(request.ask_id, request.reader_id, 0, refusal or NoGrant.NOT_HELD)
         now = self._now()
-        following = Following(
+        following = FollowedPrompt(
             hashes=hashes,
-            hold_s=min(ask.hold_s, self._settings.lease_s_max),
-            until_s=now + min(ask.follow_s, FOLLOW_S_MAX),
-            follow_s=min(ask.follow_s, FOLLOW_S_MAX),
+            hold_s=min(request.hold_s, self._settings.lease_s_max),
+            until_s=now + min(request.follow_s, FOLLOW_S_MAX),
+            follow_s=min(request.follow_s, FOLLOW_S_MAX),
         )
-        grant = self._grant(ask.ask_id, ask.reader_id, following, self._ready(following))
-        if ask.follow_s > 0:
+        grant = self._grant(request.ask_id, request.reader_id, following, self._ready(following))
+        if request.follow_s > 0:
             if grant.reason is None:
                 return replace(grant, prefill_cached_tokens=self._noted(following))
-            if self._pool.enable_caching and self._ledger.follow(ask.ask_id, ask.reader_id, following):
-                return replace(grant, lease_id=ask.ask_id, final=False, reason=None)
+            if self._pool.enable_caching and self._leases.follow(request.ask_id, request.reader_id, following):
+                return replace(grant, lease_id=request.ask_id, final=False, reason=None)
         if not following.granted:
-            self._ledger.totals.refused += 1
+            self._leases.totals.refused += 1
         return grant
 
     def release(self, release: ReleaseKv) -> None:
@@ -134,16 +134,16 @@ class Holder:
         if (release.worker_id, release.epoch) != (self._settings.worker_id, self._settings.epoch):
             return
         for lease_id in (*release.ask_ids, *release.lease_ids):
-            self._free(self._ledger.release(lease_id, release.reader_id))
+            self._free(self._leases.release(lease_id, release.reader_id))
 
     def offer(self, hashes: Sequence[bytes], block_ids: Sequence[int], offer_id: str = "") -> KvOffer | None:
         """Pin the full blocks of a prompt that is computed, as many as there is room for. None: there is no room."""
         held = list(block_ids[: min(len(hashes), LEASE_BLOCKS_MAX)])
         if not held:
             return None
-        room = 0 if self._draining or self._ledger.is_full() else self._ledger.room_for(held)
+        room = 0 if self._draining or self._leases.is_full() else self._leases.room_for(held)
         if not room:
-            self._ledger.totals.refused += 1
+            self._leases.totals.refused += 1
             return None
         self._offers += 1
         settings = self._settings
@@ -162,19 +162,19 @@ class Holder:
 
     def scheduled(self, step: Step) -> None:
         """A step was scheduled: vLLM has named its blocks, and their KV is not there yet."""
-        self._in_flight.scheduled(step)
+        self._pending_writes.scheduled(step)
 
     def computed(self, step: Step) -> None:
         """That step's output is here. Call before the scheduler acts on it."""
-        self._in_flight.computed(step)
+        self._pending_writes.computed(step)
 
     def advance(self) -> list[KvGrant]:
         """After a step, or when woken: end what is over, and grant what became ready for those who follow."""
         now = self._now()
-        self._free(self._ledger.expire(now))
-        if not self._ledger.followings:
+        self._free(self._leases.expire(now))
+        if not self._leases.followed:
             return []
-        further = (self._further(lease, now) for lease in list(self._ledger.followings.values()))
+        further = (self._grant_further(lease, now) for lease in list(self._leases.followed.values()))
         return [grant for grant in further if grant is not None]
 
     def note_prompt(self, last_full_hash: bytes, cached_tokens: int) -> None:
@@ -193,16 +193,16 @@ class Holder:
         ``next_expiry_s``.
         """
         self._draining = True
-        self._free(self._ledger.unpin_all())
+        self._free(self._leases.unpin_all())
 
     @property
     def counts(self) -> LeaseCounts:
-        """The ledger now."""
-        ledger, totals = self._ledger, self._ledger.totals
-        next_expiry_s = ledger.next_expiry()
+        """The leases now."""
+        leases, totals = self._leases, self._leases.totals
+        next_expiry_s = leases.next_expiry()
         return LeaseCounts(
-            leases=len(ledger),
-            pinned_blocks=ledger.pinned_blocks,
+            leases=len(leases),
+            pinned_blocks=leases.pinned_blocks,
             next_expiry_s=0.0 if next_expiry_s == math.inf else next_expiry_s,
             granted_total=totals.granted,
             released_total=totals.released,
@@ -210,16 +210,16 @@ class Holder:
             refused_total=totals.refused,
         )
 
-    def _refusal(self, ask: LeaseKv) -> NoGrant | None:
-        if (ask.worker_id, ask.epoch) != (self._settings.worker_id, self._settings.epoch):
+    def _refusal(self, request: LeaseKv) -> NoGrant | None:
+        if (request.worker_id, request.epoch) != (self._settings.worker_id, self._settings.epoch):
             return NoGrant.EPOCH
         if self._draining:
             return NoGrant.DRAINING
-        return NoGrant.FULL if self._ledger.is_full() else None
+        return NoGrant.FULL if self._leases.is_full() else None
 
-    def _ready(self, following: Following) -> list[Any]:
+    def _ready(self, following: FollowedPrompt) -> list[Any]:
         """The next blocks that are held and computed, without a gap."""
-        find, writes = self._pool.get_cached_block, self._in_flight.writes
+        find, writes = self._pool.get_cached_block, self._pending_writes.writes
         ready = []
         for block_hash in islice(following.hashes, following.granted, None):
             cached = find(block_hash, GROUPS)
@@ -228,27 +228,27 @@ class Holder:
             ready.append(cached[0])
         return ready
 
-    def _grant(self, lease_id: str, reader_id: WorkerId, following: Following, ready: list[Any]) -> KvGrant:
+    def _grant(self, lease_id: str, reader_id: WorkerId, following: FollowedPrompt, ready: list[Any]) -> KvGrant:
         """Pin of these blocks what there is room for, and say so; with a reason when it is not all that was asked."""
-        held = ready[: self._ledger.room_for([block.block_id for block in ready])]
+        held = ready[: self._leases.room_for([block.block_id for block in ready])]
         first = following.granted
         following.granted += len(held)
         reason = None
         if following.granted < len(following.hashes):
             reason = NoGrant.FULL if len(held) < len(ready) else NoGrant.NOT_HELD
-        word = self._word(lease_id, reader_id, first, reason)
+        empty = self._empty_grant(lease_id, reader_id, first, reason)
         if not held:
-            return word
-        until_s = word.clock_s + following.hold_s
+            return empty
+        until_s = empty.clock_s + following.hold_s
         return replace(
-            word,
+            empty,
             lease_id=lease_id,
             block_ids=pack_block_ids(self._pin(lease_id, reader_id, held, until_s)),
             last_hash=following.hashes[following.granted - 1],
             until_s=until_s,
         )
 
-    def _word(self, ask_id: str, reader_id: WorkerId, first: int, reason: NoGrant | None) -> KvGrant:
+    def _empty_grant(self, ask_id: str, reader_id: WorkerId, first: int, reason: NoGrant | None) -> KvGrant:
         """A grant of nothing."""
         return KvGrant(
             reader_id=reader_id,
@@ -260,13 +260,13 @@ class Holder:
             reason=reason,
         )
 
-    def _further(self, lease: Lease, now: float) -> KvGrant | None:
+    def _grant_further(self, lease: Lease, now: float) -> KvGrant | None:
         following = lease.following
         assert following is not None
         if self._draining or now >= following.until_s:
-            self._ledger.stop_following(lease.lease_id)
+            self._leases.stop_following(lease.lease_id)
             reason = NoGrant.DRAINING if self._draining else NoGrant.FOLLOW_OVER
-            last = self._word(lease.lease_id, lease.reader_id, following.granted, reason)
+            last = self._empty_grant(lease.lease_id, lease.reader_id, following.granted, reason)
             return replace(last, lease_id=lease.lease_id, prefill_cached_tokens=self._noted(following))
         ready = self._ready(following)
         if not ready:
@@ -274,14 +274,14 @@ class Holder:
         grant = self._grant(lease.lease_id, lease.reader_id, following, ready)
         following.progress(now, granted=bool(grant.block_ids))
         if grant.reason is None or now >= following.stuck_since_s + FULL_S_MAX:
-            self._ledger.stop_following(lease.lease_id)
+            self._leases.stop_following(lease.lease_id)
             return replace(grant, lease_id=lease.lease_id, prefill_cached_tokens=self._noted(following))
         return replace(grant, final=False, reason=None) if grant.block_ids else None
 
     def _pin(self, lease_id: str, reader_id: WorkerId, blocks: list[Any], until_s: float) -> list[int]:
         block_ids = [block.block_id for block in blocks]
         self._pool.touch(blocks)
-        self._ledger.grant(lease_id, reader_id, block_ids, until_s)
+        self._leases.grant(lease_id, reader_id, block_ids, until_s)
         return block_ids
 
     def _free(self, block_ids: list[int]) -> None:
@@ -289,12 +289,12 @@ class Holder:
         if block_ids:
             self._pool.free_blocks([self._pool.blocks[block_id] for block_id in reversed(block_ids)])
 
-    def _noted(self, following: Following) -> int:
+    def _noted(self, following: FollowedPrompt) -> int:
         return self._prompts.get(following.hashes[-1], 0)
 
 
-def _hashes(ask: LeaseKv) -> list[bytes] | None:
+def _hashes(request: LeaseKv) -> list[bytes] | None:
     """None: no reader of ours asks like this."""
-    if not 0 < len(ask.hashes) <= LEASE_BLOCKS_MAX * FULL_HASH_BYTES or len(ask.hashes) % FULL_HASH_BYTES:
+    if not 0 < len(request.hashes) <= LEASE_BLOCKS_MAX * FULL_HASH_BYTES or len(request.hashes) % FULL_HASH_BYTES:
         return None
-    return unpack_full_hashes(ask.hashes)
+    return unpack_full_hashes(request.hashes)

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from connector.scheduler.calls import Chain
+from connector.messages import Chain
 from shared.contracts.kv_exchange import LEASE_BLOCKS_MAX, pack_full_hashes
 
 CHAINS_MAX = 1024

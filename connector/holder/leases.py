@@ -5,7 +5,7 @@
     following ┘   instant                  └──► expired    by the holder's clock
 
 A lease has parts, one for each grant: a prompt that is followed while it is computed is granted bit by bit. Every state
-ends by itself: parts at their instant, followings at theirs.
+ends by itself: parts at their instant, followed at theirs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shared.contracts.ids import WorkerId
 
 LEASES_MAX = 4096
 """At once, offers included."""
-FOLLOWINGS_MAX = 256
+FOLLOWED_MAX = 256
 """At once; each may name thousands of blocks."""
 ANYONE = WorkerId("")
 """The reader of an offer: whoever names it."""
@@ -28,16 +28,16 @@ STALE_ENDS_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class LeaseLimits:
     """How much may be promised."""
 
     pinned_blocks_max: int
     leases_max: int = LEASES_MAX
-    followings_max: int = FOLLOWINGS_MAX
+    followed_max: int = FOLLOWED_MAX
 
 
 @dataclass(slots=True)
-class Following:
+class FollowedPrompt:
     """An ask whose next blocks are granted as they are computed."""
 
     hashes: list[bytes]
@@ -66,7 +66,7 @@ class Lease:
     """Who may release it."""
     parts: dict[int, list[int]] = field(default_factory=dict)
     """Blocks by number of the grant."""
-    following: Following | None = None
+    following: FollowedPrompt | None = None
     ever_granted: bool = False
 
 
@@ -80,12 +80,12 @@ class Totals:
     refused: int = 0
 
 
-class Ledger:
+class LeaseTable:
     """All leases of one life of one engine. Every method that returns block ids returns what is to be freed."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: LeaseLimits) -> None:
         self.totals = Totals()
-        self.followings: dict[str, Lease] = {}
+        self.followed: dict[str, Lease] = {}
         """Those leases that are followed, by id."""
         self._limits = limits
         self._leases: dict[str, Lease] = {}
@@ -140,20 +140,20 @@ class Ledger:
         for block_id in block_ids:
             pins[block_id] = pins.get(block_id, 0) + 1
 
-    def follow(self, lease_id: str, reader_id: WorkerId, following: Following) -> bool:
+    def follow(self, lease_id: str, reader_id: WorkerId, following: FollowedPrompt) -> bool:
         """Remember what an ask still waits for; False: too many are followed."""
-        if len(self.followings) >= self._limits.followings_max:
+        if len(self.followed) >= self._limits.followed_max:
             return False
         lease = self._leases.get(lease_id)
         if lease is None:
             lease = self._leases[lease_id] = Lease(lease_id, reader_id)
         lease.following = following
-        self.followings[lease_id] = lease
+        self.followed[lease_id] = lease
         return True
 
     def stop_following(self, lease_id: str) -> None:
         """Nothing further is granted; what was granted stays as long as was said."""
-        lease = self.followings.pop(lease_id, None)
+        lease = self.followed.pop(lease_id, None)
         if lease is None:
             return
         lease.following = None
@@ -167,14 +167,14 @@ class Ledger:
         lease = self._leases.get(lease_id)
         if lease is None or lease.reader_id not in (ANYONE, reader_id):
             return []
-        self.followings.pop(lease_id, None)
+        self.followed.pop(lease_id, None)
         freed = self._unpin_all_of(lease)
         self._over(lease, expired=False)
         self._forget_stale_ends()
         return freed
 
     def unpin_all(self) -> list[int]:
-        """End every lease, but for the followings: their readers wait for a last word."""
+        """End every lease, but for the followed: their readers wait for a last word."""
         freed: list[int] = []
         for lease in list(self._leases.values()):
             if lease.following is None:
@@ -190,7 +190,7 @@ class Ledger:
         while ends and not self._lasts(ends[0]):
             heapq.heappop(ends)
         first = ends[0][0] if ends else math.inf
-        for lease in self.followings.values():
+        for lease in self.followed.values():
             if lease.following is not None:
                 first = min(first, lease.following.until_s)
         return first

@@ -6,29 +6,31 @@ fetch.begin(local_blocks, now)      room is made: reads begin
 fetch.on_grant / on_part / on_time  what happens
 fetch.over                          nothing is asked, read or leased any more; ``missing()`` did not arrive
 
-Whatever is to be done about it (asks, releases, reads, cancels) is appended to the plan's ``Effects``.
+Whatever is to be done about it (asks, releases, reads, cancels) is appended to the plan's ``Outbox``.
 """
 
 from __future__ import annotations
 
-from connector.reader.asks import Ask, Segment, Source
-from connector.reader.fetch_plan import Plan, lease_of, release_of
-from connector.reader.wanted_blocks import ARRIVED, GRANTED, MISSING, Wanted
-from connector.scheduler.orders import PeerKey, Read, ReadPart
+from connector.orders import PeerKey, Read, ReadPart
+from connector.reader.block_progress import ARRIVED, GRANTED, MISSING, BlockProgress
+from connector.reader.fetch_plan import FetchPlan, lease_of, release_of
+from connector.reader.lease_request import LeaseRequest, Segment, Source
 from shared.contracts.kv_exchange import LEASE_BLOCKS_MAX, KvGrant, KvOffer, KvRead, NoGrant, unpack_block_ids
 
 
 class Fetch:
     """See the module. Times are on the reader's clock unless they say otherwise."""
 
-    def __init__(self, plan: Plan, now: float) -> None:
+    def __init__(self, plan: FetchPlan, now: float) -> None:
         self.plan = plan
-        self.asks: list[Ask] = []
+        self.asks: list[LeaseRequest] = []
         self.stopped = False
-        self._wanted = Wanted(plan.start, plan.goal)
+        self._progress = BlockProgress(plan.start, plan.goal)
         self._spent: set[tuple[PeerKey, int]] = set()
         self._local: list[int] | None = None
-        self._reads: dict[int, tuple[Ask, int, int]] = {}  # under way: whose, its first index, blocks not final
+        self._reads: dict[
+            int, tuple[LeaseRequest, int, int]
+        ] = {}  # under way: whose, its first index, blocks not final
         self._peers_due_at = now + plan.limits.peer_s_max
         if plan.take is not None:
             self._take(plan.take, now)
@@ -37,10 +39,10 @@ class Fetch:
     def count(self) -> int | None:
         """Blocks behind ``start`` to make room for; None while it is not known."""
         if any(ask.open and ask.followed for ask in self.asks):
-            return len(self._wanted)
+            return len(self._progress)
         if any(ask.open for ask in self.asks):
             return None
-        return self._wanted.promised
+        return self._progress.promised
 
     @property
     def over(self) -> bool:
@@ -55,7 +57,7 @@ class Fetch:
     @property
     def arrived(self) -> int:
         """Blocks of the longest prefix that arrived."""
-        return self._wanted.arrived
+        return self._progress.arrived
 
     @property
     def reads_under_way(self) -> int:
@@ -73,7 +75,7 @@ class Fetch:
     def missing(self) -> list[int]:
         """Local blocks that were made room for and hold nothing."""
         local = self._local or []
-        return [local[place] for place in self._wanted.not_arrived() if place < len(local)]
+        return [local[place] for place in self._progress.not_arrived() if place < len(local)]
 
     def reads(self) -> list[KvRead]:
         """What came of each source."""
@@ -82,7 +84,7 @@ class Fetch:
     def begin(self, local_blocks: list[int], now: float) -> None:
         """There is room for the first ``len(local_blocks)`` blocks behind ``start``; the rest is not wanted."""
         self._local = local_blocks
-        self._wanted.cut(len(local_blocks))
+        self._progress.cut(len(local_blocks))
         self._read_granted(now)
 
     def on_grant(self, grant: KvGrant, now: float) -> None:
@@ -97,7 +99,7 @@ class Fetch:
             first = max(ask.granted_end, ask.first)
             if self._fits(ask, grant, first, len(blocks)):
                 ask.granted(Segment(first, blocks, grant.until_s), now)
-                self._wanted.mark(first, len(blocks), GRANTED)
+                self._progress.mark(first, len(blocks), GRANTED)
                 if ask.followed:  # The prompt is being computed: what comes next has its own time.
                     ask.overdue_at = now + self.plan.follow_s
             else:
@@ -114,14 +116,14 @@ class Fetch:
             self._reads[part.read_id] = (ask, first, left - part.count)
         if part.failure:
             ask.story.fail(part.failure)
-            self._wanted.mark(first + part.first, part.count, MISSING)
+            self._progress.mark(first + part.first, part.count, MISSING)
             self._spent.update(
                 (ask.peer, index) for index in range(first + part.first, first + part.first + part.count)
             )
         else:
             ask.story.tokens += part.count * self.plan.block_tokens
             ask.story.moved(part.started_s, part.ended_s, part.bytes)
-            self._wanted.mark(first + part.first, part.count, ARRIVED)
+            self._progress.mark(first + part.first, part.count, ARRIVED)
         self._go_on(now)
 
     def on_peer(self, now: float) -> None:
@@ -153,7 +155,7 @@ class Fetch:
             ask.open = False
             ask.segments.clear()
             self._release(ask)
-        self.plan.effects.cancel.extend(self._reads)
+        self.plan.outbox.cancel.extend(self._reads)
 
     def _go_on(self, now: float) -> None:
         if self.stopped:
@@ -170,7 +172,7 @@ class Fetch:
         if not 0 < len(blocks) <= len(hashes) or hashes[len(blocks) - 1] != offer.last_hash:
             return
         end = min(len(blocks), self.plan.goal)
-        ask = Ask(
+        ask = LeaseRequest(
             ask_id=offer.lease_id,
             peer=(offer.worker_id, offer.epoch),
             first=self.plan.start,
@@ -183,22 +185,22 @@ class Fetch:
         self.asks.append(ask)
         if end > self.plan.start:
             ask.granted(Segment(self.plan.start, blocks[self.plan.start : end], offer.until_s), now)
-            self._wanted.mark(self.plan.start, end - self.plan.start, GRANTED)
+            self._progress.mark(self.plan.start, end - self.plan.start, GRANTED)
         else:
             self._release(ask)
 
     def _ask(self, now: float) -> None:
-        """Ask for what nobody has granted or been asked for, in order; behind a gap nothing is of use."""
+        """LeaseRequest for what nobody has granted or been asked for, in order; behind a gap nothing is of use."""
         open_until = self._open_ends()
-        index = self._wanted.next_missing(self.plan.start)
-        while index < self._wanted.end:
+        index = self._progress.next_missing(self.plan.start)
+        while index < self._progress.end:
             if index in open_until:
                 behind = open_until[index]
             elif (source := self._source_of(index)) is not None:
                 behind = self._ask_one(source, index, now)
             else:
                 return
-            index = self._wanted.next_missing(behind)
+            index = self._progress.next_missing(behind)
 
     def _open_ends(self) -> dict[int, int]:
         """Where each open ask's ungranted blocks begin, and behind their end."""
@@ -213,8 +215,8 @@ class Fetch:
     def _ask_one(self, source: Source, index: int, now: float) -> int:
         """Send one ask; answers the index behind it."""
         plan, limits = self.plan, self.plan.limits
-        end = self._wanted.missing_until(index, min(source.end, self._wanted.end, index + LEASE_BLOCKS_MAX))
-        ask = Ask(
+        end = self._progress.missing_until(index, min(source.end, self._progress.end, index + LEASE_BLOCKS_MAX))
+        ask = LeaseRequest(
             ask_id=f"{plan.reader[0]}-{plan.reader[1]}-{plan.next_number()}",
             peer=source.peer,
             first=index,
@@ -225,15 +227,15 @@ class Fetch:
         )
         self.asks.append(ask)
         self._spent.update((source.peer, at) for at in range(index, end))
-        plan.effects.asks.append(lease_of(plan, ask))
+        plan.outbox.lease_requests.append(lease_of(plan, ask))
         return end
 
-    def _fits(self, ask: Ask, grant: KvGrant, first: int, count: int) -> bool:
+    def _fits(self, ask: LeaseRequest, grant: KvGrant, first: int, count: int) -> bool:
         behind = first + count
         return (
             grant.first == first - ask.first
             and behind <= ask.end
-            and behind <= self._wanted.end
+            and behind <= self._progress.end
             and grant.last_hash == self.plan.hashes[behind - 1]
         )
 
@@ -245,7 +247,7 @@ class Fetch:
             while ask.segments and ahead_s is not None:
                 self._read(ask, ask.segments.popleft(), ahead_s, now)
 
-    def _read(self, ask: Ask, segment: Segment, ahead_s: float, now: float) -> None:
+    def _read(self, ask: LeaseRequest, segment: Segment, ahead_s: float, now: float) -> None:
         start, local = self.plan.start, self._local or []
         count = min(len(segment.block_ids), start + len(local) - segment.first)
         until_s = segment.until_s - ahead_s - self.plan.limits.margin_s
@@ -253,7 +255,7 @@ class Fetch:
             return
         if now >= until_s:
             ask.story.fail("the lease is over")
-            self._wanted.mark(segment.first, count, MISSING)
+            self._progress.mark(segment.first, count, MISSING)
             return
         read = Read(
             read_id=self.plan.next_number(),
@@ -264,21 +266,21 @@ class Fetch:
         )
         ask.reading += count
         self._reads[read.read_id] = (ask, segment.first, count)
-        self.plan.effects.reads.append(read)
+        self.plan.outbox.reads.append(read)
 
-    def _drop(self, ask: Ask, why: str) -> None:
+    def _drop(self, ask: LeaseRequest, why: str) -> None:
         """Nothing that is not being read already will come from it."""
         for segment in ask.segments:
-            self._wanted.mark(segment.first, len(segment.block_ids), MISSING)
+            self._progress.mark(segment.first, len(segment.block_ids), MISSING)
         ask.segments.clear()
         ask.close(why)
 
-    def _release(self, ask: Ask) -> None:
+    def _release(self, ask: LeaseRequest) -> None:
         """Tell the holder, once, that its blocks are free of us."""
         if ask.released:
             return
         ask.released = True
-        self.plan.effects.releases.append(release_of(self.plan, ask))
+        self.plan.outbox.releases.append(release_of(self.plan, ask))
 
 
 def _blocks(packed: bytes) -> list[int] | None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from connector.reader.asks import Ask, Source
-from connector.scheduler.orders import PeerKey, Read
+from connector.orders import PeerKey, Read
+from connector.reader.lease_request import LeaseRequest, Source
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvOffer, LeaseKv, ReleaseKv, pack_full_hashes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class FetchLimits:
     """Seconds."""
 
     answer_s_max: float = 0.5
@@ -26,17 +26,17 @@ class Limits:
 
 
 @dataclass(slots=True)
-class Effects:
+class Outbox:
     """What is to be done, in order of kind; the shell empties the lists."""
 
-    asks: list[LeaseKv] = field(default_factory=list)
+    lease_requests: list[LeaseKv] = field(default_factory=list)
     releases: list[ReleaseKv] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)
     cancel: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)
-class Plan:
+class FetchPlan:
     """What to fetch, from whom, on whose behalf."""
 
     reader: PeerKey
@@ -50,15 +50,15 @@ class Plan:
     take: KvOffer | None = None
     follow_s: float = 30.0
     block_tokens: int
-    limits: Limits
-    effects: Effects
+    limits: FetchLimits
+    outbox: Outbox
     clock_ahead: Callable[[PeerKey], float | None]
     """How far a peer's clock may be ahead of ours, seconds; None: it is not connected."""
     next_number: Callable[[], int]
     """Unique among all fetches of this reader."""
 
 
-def lease_of(plan: Plan, ask: Ask) -> LeaseKv:
+def lease_of(plan: FetchPlan, ask: LeaseRequest) -> LeaseKv:
     """The ask, in the words of the exchange."""
     return LeaseKv(
         worker_id=WorkerId(ask.peer[0]),
@@ -71,7 +71,7 @@ def lease_of(plan: Plan, ask: Ask) -> LeaseKv:
     )
 
 
-def release_of(plan: Plan, ask: Ask) -> ReleaseKv:
+def release_of(plan: FetchPlan, ask: LeaseRequest) -> ReleaseKv:
     """The end of the ask, in the words of the exchange."""
     ids = {"lease_ids": [ask.ask_id]} if ask.is_offer else {"ask_ids": [ask.ask_id]}
     return ReleaseKv(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from connector.scheduler.calls import Peer
-from connector.scheduler.orders import PeerKey
+from connector.messages import Peer
+from connector.orders import PeerKey
 from shared.contracts.ids import WorkerId
 
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from connector.reader.asks import Source
+from connector.messages import FetchEnded, StartFetch
+from connector.orders import PeerKey, ReadPart
 from connector.reader.fetch import Fetch
+from connector.reader.lease_request import Source
 from connector.reader.reader import Reader
-from connector.scheduler.calls import FetchEnded, StartFetch
-from connector.scheduler.orders import PeerKey, ReadPart
 from shared.contracts.kv_exchange import FetchedKv, KvGrant, LegOrder, unpack_full_hashes
 
 FETCHES_MAX = 16
@@ -23,19 +23,19 @@ FREE_SHARE_MIN = 0.1
 """Of the engine's blocks, left to requests whatever is to be fetched."""
 
 
-class Shelf(Protocol):
+class BlockAllocator(Protocol):
     """The engine's blocks, by number."""
 
     def hold(self, hashes: Sequence[bytes]) -> list[int]:
         """Keep the longest cached prefix of these where it is."""
 
-    def take(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         """At most ``count`` blocks for new content, none if too few would be left for requests."""
 
-    def name(self, hashes: Sequence[bytes], first: int, blocks: Sequence[int]) -> None:
+    def cache(self, hashes: Sequence[bytes], first: int, blocks: Sequence[int]) -> None:
         """``blocks`` hold what ``hashes`` from ``first`` on stand for: part of the prefix cache from now on."""
 
-    def give_back(self, blocks: Sequence[int]) -> None:
+    def free(self, blocks: Sequence[int]) -> None:
         """Held or taken, they are not needed any more."""
 
 
@@ -60,12 +60,12 @@ class Prefetcher:
         self.ended: list[FetchEnded] = []
         self._reader = reader
         self._now = now
-        self._shelf: Shelf
+        self._allocator: BlockAllocator
         self._under_way: list[Prefetch] = []
 
-    def bind(self, shelf: Shelf) -> None:
+    def bind(self, allocator: BlockAllocator) -> None:
         """The engine's blocks, once, before anything else."""
-        self._shelf = shelf
+        self._allocator = allocator
 
     @property
     def idle(self) -> bool:
@@ -80,10 +80,10 @@ class Prefetcher:
     def start(self, order: StartFetch) -> None:
         """Begin; ends in ``ended``, at once when there is nothing to do."""
         hashes = unpack_full_hashes(order.fetch.hashes)
-        held = self._shelf.hold(hashes)
+        held = self._allocator.hold(hashes)
         refusal = "too many fetches at a time: try again later" if len(self._under_way) >= FETCHES_MAX else ""
         if len(held) == len(hashes) or refusal:
-            self._shelf.give_back(held)
+            self._allocator.free(held)
             failure = "" if len(held) == len(hashes) else refusal
             self.ended.append(FetchEnded(fetch_id=order.fetch_id, result=FetchedKv(held=len(held), failure=failure)))
             return
@@ -139,7 +139,7 @@ class Prefetcher:
             prefetch.failure = "the deadline passed"
             fetch.stop()
         elif not fetch.begun and (count := fetch.count()) is not None:
-            prefetch.room = self._shelf.take(count) if count else []
+            prefetch.room = self._allocator.allocate(count) if count else []
             if prefetch.room:
                 fetch.begin(prefetch.room, now)
             else:
@@ -148,8 +148,8 @@ class Prefetcher:
 
     def _finish(self, prefetch: Prefetch) -> None:
         held, hashes, arrived = prefetch.held, prefetch.hashes, min(prefetch.fetch.arrived, len(prefetch.room))
-        self._shelf.name(hashes, len(held), prefetch.room[:arrived])
-        self._shelf.give_back([*held, *prefetch.room])
+        self._allocator.cache(hashes, len(held), prefetch.room[:arrived])
+        self._allocator.free([*held, *prefetch.room])
         reads = prefetch.fetch.reads()
         failure = prefetch.failure or next((read.failure for read in reads if read.failure), "")
         whole = len(held) + arrived == len(hashes)

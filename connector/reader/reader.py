@@ -1,4 +1,4 @@
-"""The reading side of an engine's scheduler: what each request fetches before it is computed, and what came of it.
+"""The state side of an engine's scheduler: what each request fetches before it is computed, and what came of it.
 
 The engine asks ``matched`` until it gets a number, makes room and says so (``allocated``), and learns from ``settle``,
 step by step, for which requests everything that will come has come.
@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
-from connector.reader.asks import Source
+from connector.orders import PeerKey, ReadPart
 from connector.reader.fetch import Fetch
-from connector.reader.fetch_plan import Effects, Limits, Plan
+from connector.reader.fetch_plan import FetchLimits, FetchPlan, Outbox
+from connector.reader.lease_request import Source
 from connector.reader.peers import Peers
-from connector.reader.token_account import Account
-from connector.scheduler.orders import PeerKey, ReadPart
+from connector.reader.token_counts import TokenCounts
 from shared.contracts.ids import WorkerId
 from shared.contracts.kv_exchange import KvGrant, KvOffer, KvTransferReport, LegOrder, ReleaseKv
 
@@ -40,11 +40,11 @@ class EngineRequest(Protocol):
 
 
 @dataclass(slots=True)
-class Reading:
+class RequestState:
     """One request on this side."""
 
     order: LegOrder
-    account: Account = field(default_factory=Account)
+    counts: TokenCounts = field(default_factory=TokenCounts)
     fetch: Fetch | None = None
     loading: bool = False
     """The engine has made room and waits."""
@@ -58,13 +58,15 @@ class Reading:
 class Reader:
     """See the module."""
 
-    def __init__(self, me: PeerKey, block_tokens: int, peers: Peers, limits: Limits, now: Callable[[], float]) -> None:
-        self.effects = Effects()
+    def __init__(
+        self, me: PeerKey, block_tokens: int, peers: Peers, limits: FetchLimits, now: Callable[[], float]
+    ) -> None:
+        self.outbox = Outbox()
         self.refused: list[str] = []
         """Requests that may not be computed, because too little is cached."""
         self.admitted: set[str] = set()
         """Requests whose transfer_report is new and not told yet."""
-        self.wanted: set[PeerKey] = set()
+        self.unknown_peers: set[PeerKey] = set()
         """Sources that are not connected."""
         self.numbers = count(1)
         self._me = me
@@ -72,96 +74,96 @@ class Reader:
         self._peers = peers
         self._limits = limits
         self._now = now
-        self._readings: dict[str, Reading] = {}
+        self._requests: dict[str, RequestState] = {}
         self._unfinished: list[Fetch] = []
         """Fetches that nobody waits for and whose reads are not over."""
 
     def matched(self, request: EngineRequest, order: LegOrder, local_tokens: int) -> int | None:
         """Tokens beyond ``local_tokens`` that can be fetched; None: ask again, or it was refused."""
-        reading = self._readings.setdefault(request.request_id, Reading(order))
-        account = reading.account
-        if request.num_preemptions != account.preemptions:
-            account.preempted(request.num_preemptions)
-            reading.fetches = 0
-        fetch = self._fetch(reading, request, local_tokens // self._block_tokens)
+        state = self._requests.setdefault(request.request_id, RequestState(order))
+        counts = state.counts
+        if request.num_preemptions != counts.preemptions:
+            counts.preempted(request.num_preemptions)
+            state.fetches = 0
+        fetch = self._fetch(state, request, local_tokens // self._block_tokens)
         blocks: int | None = 0
         if fetch is not None:
             fetch.on_time(self._now())
             blocks = fetch.count()
             if blocks is None:
                 return None
-        account.local = local_tokens
-        account.fetched = 0
+        counts.local = local_tokens
+        counts.fetched = 0
         tokens = (blocks or 0) * self._block_tokens
-        threshold = reading.order.cache_hit_threshold
+        threshold = state.order.cache_hit_threshold
         if threshold and request.num_tokens and (local_tokens + tokens) / request.num_tokens < threshold:
-            account.refused = True
-            self._drop(reading)
+            counts.refused = True
+            self._drop(state)
             self.refused.append(request.request_id)
             return None
         if not tokens:
-            self._drop(reading)
+            self._drop(state)
         return tokens
 
     def allocated(self, request: EngineRequest, block_ids: Sequence[int], fetched_tokens: int) -> None:
         """The engine has room for the request: for the tokens to be fetched, or else for those to be computed."""
-        reading = self._readings.get(request.request_id)
-        if reading is None:
+        state = self._requests.get(request.request_id)
+        if state is None:
             return
         if not fetched_tokens:
-            self._drop(reading)
-            self._decline(reading)
-            if not reading.account.admitted:
-                reading.account.admit(request.num_tokens)
+            self._drop(state)
+            self._decline(state)
+            if not state.counts.admitted:
+                state.counts.admit(request.num_tokens)
                 self.admitted.add(request.request_id)
-        elif reading.fetch is not None:
-            start = reading.fetch.plan.start
+        elif state.fetch is not None:
+            start = state.fetch.plan.start
             room = list(block_ids[start : start + fetched_tokens // self._block_tokens])
-            reading.loading = True
-            reading.fetch.begin(room, self._now())
+            state.loading = True
+            state.fetch.begin(room, self._now())
 
     def finished(self, request_id: str, offer: KvOffer | None, order: LegOrder) -> KvTransferReport | None:
         """The request is over, well or not; None when nothing is known of it."""
-        reading = self._readings.get(request_id)
-        self._decline(reading or Reading(order))
-        if reading is None:
+        state = self._requests.get(request_id)
+        self._decline(state or RequestState(order))
+        if state is None:
             return KvTransferReport(offer=offer) if offer is not None else None
-        transfer_report = reading.account.transfer_report(offer)
+        transfer_report = state.counts.transfer_report(offer)
         self.admitted.discard(request_id)
-        if reading.loading and reading.fetch is not None:
-            reading.aborted = True  # Its blocks are free when no read writes into them any more: see ``settle``.
-            reading.fetch.stop()
+        if state.loading and state.fetch is not None:
+            state.aborted = True  # Its blocks are free when no read writes into them any more: see ``settle``.
+            state.fetch.stop()
         else:
-            self._drop(reading)
-            del self._readings[request_id]
+            self._drop(state)
+            del self._requests[request_id]
         return transfer_report
 
     def transfer_report(self, request_id: str) -> KvTransferReport:
         """As far as is known by now."""
-        reading = self._readings.get(request_id)
-        return reading.account.transfer_report(None) if reading is not None else KvTransferReport()
+        state = self._requests.get(request_id)
+        return state.counts.transfer_report(None) if state is not None else KvTransferReport()
 
     def cached_tokens(self, request_id: str) -> int:
         """Tokens that the request did not have to compute when it was first admitted."""
-        reading = self._readings.get(request_id)
-        return reading.account.first_local + reading.account.first_fetched if reading is not None else 0
+        state = self._requests.get(request_id)
+        return state.counts.first_local + state.counts.first_fetched if state is not None else 0
 
     def settle(self) -> tuple[set[str], set[int]]:
         """Requests for which everything that will come has come, and their blocks that hold nothing."""
         ended: set[str] = set()
         empty: set[int] = set()
-        for request_id, reading in list(self._readings.items()):
-            fetch = reading.fetch
-            if not reading.loading or fetch is None or not fetch.over:
+        for request_id, state in list(self._requests.items()):
+            fetch = state.fetch
+            if not state.loading or fetch is None or not fetch.over:
                 continue
             ended.add(request_id)
-            if reading.aborted:
-                del self._readings[request_id]
+            if state.aborted:
+                del self._requests[request_id]
                 continue
             empty.update(fetch.missing())
-            reading.account.fetched = fetch.arrived * self._block_tokens
-            reading.loading = False
-            self._drop(reading)
+            state.counts.fetched = fetch.arrived * self._block_tokens
+            state.loading = False
+            self._drop(state)
         self._unfinished = [fetch for fetch in self._unfinished if not fetch.over]
         return ended, empty
 
@@ -173,11 +175,11 @@ class Reader:
 
     def on_grant(self, grant: KvGrant) -> None:
         """To whom it belongs, nobody else; a grant that nobody waits for has been released already."""
-        for reading in self._readings.values():
-            if reading.fetch is not None and reading.fetch.asked(grant.ask_id):
-                reading.fetch.on_grant(grant, self._now())
-                if grant.final and any(source.follow for source in reading.order.sources):
-                    reading.account.prefill_cached_tokens = grant.prefill_cached_tokens
+        for state in self._requests.values():
+            if state.fetch is not None and state.fetch.asked(grant.ask_id):
+                state.fetch.on_grant(grant, self._now())
+                if grant.final and any(source.follow for source in state.order.sources):
+                    state.counts.prefill_cached_tokens = grant.prefill_cached_tokens
                 return
 
     def on_part(self, part: ReadPart) -> bool:
@@ -201,7 +203,7 @@ class Reader:
     @property
     def idle(self) -> bool:
         """Nothing is asked for, and no byte moves."""
-        return not self._unfinished and not any(reading.fetch is not None for reading in self._readings.values())
+        return not self._unfinished and not any(state.fetch is not None for state in self._requests.values())
 
     @property
     def reads_under_way(self) -> int:
@@ -209,14 +211,14 @@ class Reader:
         return sum(fetch.reads_under_way for fetch in self._fetches())
 
     @property
-    def nothing_lingers(self) -> bool:
+    def has_only_wanted_reads(self) -> bool:
         """No byte moves for a request that is gone."""
-        return not self._unfinished and not any(reading.aborted for reading in self._readings.values())
+        return not self._unfinished and not any(state.aborted for state in self._requests.values())
 
-    def plan(self, hashes: Sequence[bytes], start: int, sources: list[Source], order: LegOrder) -> Plan:
+    def plan(self, hashes: Sequence[bytes], start: int, sources: list[Source], order: LegOrder) -> FetchPlan:
         """A plan for the blocks from ``start`` to the end of ``hashes``."""
-        self.wanted.update(source.peer for source in sources if self._peers.clock_ahead_s(source.peer) is None)
-        return Plan(
+        self.unknown_peers.update(source.peer for source in sources if self._peers.clock_ahead_s(source.peer) is None)
+        return FetchPlan(
             reader=self._me,
             hashes=hashes,
             start=start,
@@ -225,61 +227,61 @@ class Reader:
             follow_s=order.wait_s_max,
             block_tokens=self._block_tokens,
             limits=self._limits,
-            effects=self.effects,
+            outbox=self.outbox,
             clock_ahead=self._peers.clock_ahead_s,
             next_number=lambda: next(self.numbers),
         )
 
-    def _fetch(self, reading: Reading, request: EngineRequest, start: int) -> Fetch | None:
+    def _fetch(self, state: RequestState, request: EngineRequest, start: int) -> Fetch | None:
         """The fetch of this admission: the one that is under way if it still begins where the cached part ends."""
-        if reading.fetch is not None:
-            if reading.fetch.plan.start == start:
-                return reading.fetch
-            reading.fetches -= reading.account.preemptions > 0 and not reading.fetch.begun  # it waits for room
-            self._drop(reading)
+        if state.fetch is not None:
+            if state.fetch.plan.start == start:
+                return state.fetch
+            state.fetches -= state.counts.preemptions > 0 and not state.fetch.begun  # it waits for room
+            self._drop(state)
         hashes = request.block_hashes
-        order, first = reading.order, reading.fetches == 0 and not reading.account.preemptions
+        order, first = state.order, state.fetches == 0 and not state.counts.preemptions
         named = _sources(order, len(hashes), may_follow=first)
         sources = [source for source in named if not self._peers.is_shunned(source.peer)]
         take = order.take if first and order.take and not self._peers.is_shunned(_holder(order.take)) else None
-        if reading.fetches >= FETCHES_MAX or start >= len(hashes) or not (sources or take):
+        if state.fetches >= FETCHES_MAX or start >= len(hashes) or not (sources or take):
             return None
         handed_over = take is not None or (first and any(source.follow for source in sources))
         if not handed_over and (len(hashes) - start) * self._block_tokens < order.fetch_min_tokens:
             return None
-        reading.fetches += 1
+        state.fetches += 1
         plan = self.plan(list(hashes), start, sources, order)
         if take is not None:
             plan.take = take
             if self._peers.clock_ahead_s(_holder(take)) is None:
-                self.wanted.add(_holder(take))
-        reading.fetch = Fetch(plan, self._now())
-        reading.has_used_offer = reading.has_used_offer or any(ask.is_offer for ask in reading.fetch.asks)
-        return reading.fetch
+                self.unknown_peers.add(_holder(take))
+        state.fetch = Fetch(plan, self._now())
+        state.has_used_offer = state.has_used_offer or any(ask.is_offer for ask in state.fetch.asks)
+        return state.fetch
 
-    def _decline(self, reading: Reading) -> None:
+    def _decline(self, state: RequestState) -> None:
         """An offer of which no use is made need not be kept until its time is over."""
-        offer = reading.order.take
-        if offer is None or reading.has_used_offer:
+        offer = state.order.take
+        if offer is None or state.has_used_offer:
             return
-        reading.has_used_offer = True
+        state.has_used_offer = True
         me, lease_ids = WorkerId(self._me[0]), [offer.lease_id]
-        self.effects.releases.append(
+        self.outbox.releases.append(
             ReleaseKv(worker_id=offer.worker_id, epoch=offer.epoch, reader_id=me, lease_ids=lease_ids)
         )
 
-    def _drop(self, reading: Reading) -> None:
+    def _drop(self, state: RequestState) -> None:
         """That fetch is of no more use, or has done all it could."""
-        fetch, reading.fetch = reading.fetch, None
+        fetch, state.fetch = state.fetch, None
         if fetch is None:
             return
         fetch.stop()
-        reading.account.reads.extend(fetch.reads())
+        state.counts.reads.extend(fetch.reads())
         if not fetch.over:
             self._unfinished.append(fetch)
 
     def _fetches(self) -> list[Fetch]:
-        waiting = [reading.fetch for reading in self._readings.values() if reading.fetch is not None]
+        waiting = [state.fetch for state in self._requests.values() if state.fetch is not None]
         return [*waiting, *self._unfinished]
 
 

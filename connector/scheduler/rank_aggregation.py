@@ -4,7 +4,7 @@ connection when all ranks have it, and no longer when one has lost it.
 
 from __future__ import annotations
 
-from connector.scheduler.orders import Connected, PeerKey, ReadPart, Results
+from connector.orders import Connected, PeerKey, ReadPart, Results
 
 
 class RankAggregation:
@@ -15,16 +15,16 @@ class RankAggregation:
         self._parts: dict[tuple[int, int], list[ReadPart]] = {}
         self._connected: dict[PeerKey, list[Connected]] = {}
 
-    def count(self, results: Results) -> Results:
+    def add(self, results: Results) -> Results:
         """What has become final with these."""
         if self._ranks == 1:
             return results
         final = Results()
         for part in results.parts:
             key = (part.read_id, part.first)
-            votes = self._parts.setdefault(key, [])
-            votes.append(part)
-            if len(votes) == self._ranks:
+            shares = self._parts.setdefault(key, [])
+            shares.append(part)
+            if len(shares) == self._ranks:
                 final.parts.append(_together(self._parts.pop(key)))
         for connected in results.connected:
             said = self._connected.setdefault(connected.peer, [])

@@ -14,9 +14,18 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from connector.layout.read_plan import halves_of
+from connector.layout.routes import halves_of
 from connector.transfer.agent import Region, Spans, TransferFailed, TransferState
-from connector.transfer.nixl_lane import COPY_S_MAX, MEMORY, Lane, deregister, failing, make_agent, open_lane, register
+from connector.transfer.nixl_read_agent import (
+    COPY_S_MAX,
+    MEMORY,
+    ReadAgent,
+    deregister,
+    failing,
+    make_agent,
+    open_read_agent,
+    register,
+)
 
 SPLIT_BYTES = 32 << 20
 """Smaller reads are over before a second thread would be awake, where engines have all cores busy."""
@@ -35,7 +44,7 @@ class _Transfer:
     def state(self) -> TransferState:
         if self.handle is None:
             return TransferState.FAILED
-        state = self.connection.lane.state(self.handle)
+        state = self.connection.first.state(self.handle)
         if self.beside is None or state is TransferState.FAILED:
             return state
         if not self.beside.done():
@@ -48,14 +57,14 @@ class _Transfer:
 class _Connection:
     """To one peer."""
 
-    lane: Lane
+    first: ReadAgent
     metadata: bytes
-    opening: Future[Lane] | None = None
+    opening: Future[ReadAgent] | None = None
     """The second lane."""
     transfers: set[_Transfer] = field(default_factory=set)
 
     @property
-    def second(self) -> Lane | None:
+    def second(self) -> ReadAgent | None:
         """That can be read with now."""
         opening = self.opening
         return opening.result() if opening is not None and opening.done() and not opening.exception() else None
@@ -71,7 +80,7 @@ class NixlAgent:
         self._regions: list[Region] = []
         self._registered: list[Any] = []
         self._connections: dict[str, _Connection] = {}
-        self._lane_numbers = count(1)
+        self._agent_numbers = count(1)
         self._opening = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-open-lane")
         self._beside = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="kv-second-lane", initializer=_leave, initargs=(os.sched_getaffinity(0),)
@@ -93,8 +102,8 @@ class NixlAgent:
         self._connections[lane.name] = _Connection(lane, metadata)
         return lane.name
 
-    def _open(self, metadata: bytes) -> Lane:
-        return open_lane(f"{self._name}-{next(self._lane_numbers)}", self._regions, metadata)
+    def _open(self, metadata: bytes) -> ReadAgent:
+        return open_read_agent(f"{self._name}-{next(self._agent_numbers)}", self._regions, metadata)
 
     def forget(self, name: str) -> None:
         """Disconnect; harmless when unknown. No byte of a read from there moves any more.
@@ -108,10 +117,10 @@ class NixlAgent:
             if transfer.beside is not None and not transfer.beside.cancel():
                 transfer.beside.exception(2 * COPY_S_MAX)
             if transfer.handle is not None:
-                connection.lane.release(transfer.handle)
+                connection.first.release(transfer.handle)
                 transfer.handle = None
         connection.transfers.clear()
-        connection.lane.end()
+        connection.first.end()
         if connection.opening is not None and not connection.opening.cancel():
             connection.opening.add_done_callback(_end_opened)
 
@@ -123,7 +132,7 @@ class NixlAgent:
         connection = self._connections.get(name)
         if connection is None:
             raise TransferFailed(f"reading: {name} is not connected")
-        memories, lane = (MEMORY[remote_device], MEMORY[device]), connection.lane
+        memories, lane = (MEMORY[remote_device], MEMORY[device]), connection.first
         is_large = int(remote[:, 1].sum()) >= self._split_bytes
         second = connection.second if is_large else None
         own, other = ((remote, local), None) if second is None else halves_of(remote, local)
@@ -149,7 +158,7 @@ class NixlAgent:
         if handle.handle is None:
             return True
         is_over = handle.beside is None or handle.beside.done()
-        lane = handle.connection.lane
+        lane = handle.connection.first
         if not is_over or lane.state(handle.handle) is TransferState.RUNNING or not lane.release(handle.handle):
             return False
         handle.handle = None
@@ -174,6 +183,6 @@ def _leave(cores: set[int]) -> None:
         os.sched_setaffinity(0, others)
 
 
-def _end_opened(opening: Future[Lane]) -> None:
+def _end_opened(opening: Future[ReadAgent]) -> None:
     if not opening.exception():
         opening.result().end()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from connector.transfer.agent import TransferFailed
-from connector.transfer.nixl_lane import ERRORS, make_agent
+from connector.transfer.nixl_read_agent import ERRORS, make_agent
 
 BACKENDS = ["POSIX"]
 POLL_S = 0.000_1
@@ -20,7 +20,7 @@ TRANSFER_S_MAX = 60.0
 class NixlFile:
     """One open file and one piece of memory, both registered."""
 
-    words = "NIXL POSIX"
+    description = "NIXL POSIX"
 
     def __init__(self, name: str, descriptor: int, size: int, memory: tuple[int, int]) -> None:
         """``memory``: address and length. Raises TransferFailed where the plugin cannot run."""

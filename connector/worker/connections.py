@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from connector.layout.compatibility import why_not
-from connector.layout.read_plan import Reader, Route, routes_to
-from connector.scheduler.calls import Peer
-from connector.scheduler.orders import Connected, PeerKey
+from connector.layout.routes import ReaderRank, Route, routes_to
+from connector.messages import Peer
+from connector.orders import Connected, PeerKey
 from connector.transfer.agent import TransferAgent, TransferFailed, TransferState
 from shared.contracts.kv_handshake import KvHandshake, KvRank
 
@@ -27,7 +27,7 @@ PROBE_BYTES = 8
 class Own:
     """Who reads: this rank, and the handshake of its engine with this rank alone."""
 
-    reader: Reader
+    reader: ReaderRank
     handshake: KvHandshake
     scratch: int
     """Address of PROBE_BYTES of registered cpu memory."""

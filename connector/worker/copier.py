@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from connector.layout.read_plan import PART_BYTES, block_bytes_of, parts_of, spans_of
-from connector.scheduler.orders import Orders, PeerKey, Read, ReadPart, Results
+from connector.layout.routes import PART_BYTES, block_bytes_of, parts_of, spans_of
+from connector.orders import Orders, PeerKey, Read, ReadPart, Results
 from connector.transfer.agent import TransferAgent, TransferFailed, TransferState
 from connector.worker.connections import Connection, Connections, Own
 
@@ -64,7 +64,7 @@ class Copier:
         """Whether anything is waiting or under way."""
         return bool(self._waiting or self._running or self._connections.probing)
 
-    def obey(self, orders: Orders) -> None:
+    def submit(self, orders: Orders) -> None:
         """Take orders on. A peer forgotten and connected in one step is connected anew, and may be read at once."""
         for key in orders.forget:
             self._give_up([part for part in self._parts() if part.read.peer == key], "the peer is gone")

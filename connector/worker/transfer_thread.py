@@ -11,9 +11,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from connector.scheduler.orders import Orders, Results
+from connector.orders import Orders, Results
+from connector.transfer.cpu_affinity import allow_cores
 from connector.worker.copier import Copier
-from connector.worker.cpu_affinity import run_on
 
 POLL_S = 0.000_1
 """Between looks at what is under way."""
@@ -28,7 +28,7 @@ BEHIND_S_MAX = 5.0
 """For the thread to take some on. An engine that cannot move KV any more must not seem to live."""
 
 
-class Transfers:
+class TransferThread:
     """Hands orders to a Copier on its own thread, and results back."""
 
     def __init__(self, make_copier: Callable[[], Copier], cores: Sequence[int] = ()) -> None:
@@ -45,7 +45,7 @@ class Transfers:
         self._thread = threading.Thread(target=self._run, name="kv-transfers", daemon=True)
         self._thread.start()
 
-    def obey(self, orders: Orders) -> None:
+    def submit(self, orders: Orders) -> None:
         """Take orders on; answers at once."""
         if not orders:
             return
@@ -79,7 +79,7 @@ class Transfers:
 
     def _run(self) -> None:
         try:
-            run_on(self._cores)
+            allow_cores(self._cores)
             copier = self._make_copier()
             while not self._closing:
                 self._turn(copier)
@@ -98,7 +98,7 @@ class Transfers:
             if orders:
                 self._wake.notify_all()
         for one in orders:
-            copier.obey(one)
+            copier.submit(one)
         goes_on = copier.advance() and copier.busy
         is_due = copier.has_ended_a_read and time.monotonic() > self._reported_at + REPORT_S_MAX
         if not goes_on or is_due:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from connector.scheduler.calls import EngineCall, StartFetch
+from connector.messages import EngineCall, StartFetch
 from services.worker.engines.simulated.core.sequence import ABORT, CACHE_THRESHOLD, Sequence, Wish
 from shared.contracts.kv_exchange import FetchKv, KvGrant, KvOffer, KvSource, LegOrder, pack_full_hashes
 from tests.unit.worker.simulated.builders import BLOCK, MODEL, VOCABULARY, answer, completion, engine, settings

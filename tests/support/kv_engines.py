@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from connector.layout.read_plan import Reader
+from connector.layout.routes import ReaderRank
 from connector.layout.tensors import CacheTensor, heads_of, layer_of
 from connector.transfer.agent import Region, TransferAgent
 from connector.worker.connections import PROBE_BYTES, Own
@@ -127,7 +127,7 @@ class ReadingRank:
         agent.register([*self.memory.regions(), Region(self.scratch.ctypes.data, PROBE_BYTES, "cpu", 0)])
         rank = self.memory.described(agent.metadata())
         own = handshake([rank], shape, worker_id="reader")
-        return Own(Reader(rank, shape.ranks, shape.kv_heads), own, self.scratch.ctypes.data)
+        return Own(ReaderRank(rank, shape.ranks, shape.kv_heads), own, self.scratch.ctypes.data)
 
     def assert_holds(self, blocks: dict[int, int], torn: Container[int] = ()) -> None:
         """Local block -> the holder's block it must be equal to; every other block must be untouched, but for those

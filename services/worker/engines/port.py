@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from connector.scheduler.calls import EngineCall, EngineNotification
+from connector.messages import EngineCall, EngineNotification
 from services.worker.settings import Settings
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegKind

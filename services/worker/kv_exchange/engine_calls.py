@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from connector.scheduler.calls import EngineCall, EngineNotification, PeerGone
+from connector.messages import EngineCall, EngineNotification, PeerGone
 from services.worker.engines.port import EngineDead, EngineExchange
 from shared.contracts.kv_exchange import LeaseKv
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 
-from connector.scheduler.calls import EngineCall, FetchEnded, StartFetch
+from connector.messages import EngineCall, FetchEnded, StartFetch
 from services.worker.kv_exchange.engine_calls import EngineCalls
 from shared.bus.port import AskRefused, Envelope
 from shared.contracts.failures import Failure, Reason

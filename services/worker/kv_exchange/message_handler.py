@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import deque
 
-from connector.scheduler.calls import EngineCall, EngineNotification
+from connector.messages import EngineCall, EngineNotification
 from services.worker.engines.port import Identity
 from services.worker.kv_exchange.engine_calls import EngineCalls
 from services.worker.kv_exchange.open_asks import OpenAsks, is_sound_lease, no_grant, unclaimed

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable
 
-from connector.scheduler.calls import EngineCall, PeerConnected, PeerGone
+from connector.messages import EngineCall, PeerConnected, PeerGone
 from services.worker.kv_exchange.peers import RETRY_S, PeerTable
 from shared.bus.port import Bus, BusError, Envelope
 from shared.contracts.channels import KV_HANDSHAKE, WORKER_LOST, WORKER_RECORDS

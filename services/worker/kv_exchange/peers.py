@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from connector.scheduler.calls import Peer, PeerGone
+from connector.messages import Peer, PeerGone
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_handshake import KvHandshake
 from shared.contracts.workers import WorkerPhase, WorkerRecord

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from connector.scheduler.calls import Chain, EngineCall, EngineNotification
+from connector.messages import Chain, EngineCall, EngineNotification
 from services.worker.engines.port import EngineDead, EngineExchange, Identity
 from services.worker.kv_exchange.engine_calls import EngineCalls
 from services.worker.kv_exchange.fetch_handler import FetchHandler
@@ -114,8 +114,8 @@ class WorkerExchange:
     def _on_notifications(self, notifications: EngineNotification) -> None:
         self._handler.send(notifications)
         self._fetches.ended(notifications.fetched)
-        if notifications.wanted:
-            self.peers.want(notifications.wanted)
+        if notifications.unknown_peers:
+            self.peers.want(notifications.unknown_peers)
         self.peers.connected(notifications.connected)
         if notifications.state is not None and events(notifications.state) >= events(self.state):
             self.state = notifications.state

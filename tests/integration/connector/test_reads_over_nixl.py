@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import psutil
 import pytest
 
-from connector.scheduler.calls import Peer
-from connector.scheduler.orders import Orders, PeerKey, Read, Results
+from connector.messages import Peer
+from connector.orders import Orders, PeerKey, Read, Results
 from connector.worker.copier import LET_GO_S_MAX, Copier
-from connector.worker.transfer_thread import Transfers
+from connector.worker.transfer_thread import TransferThread
 from shared.contracts.kv_handshake import KvHandshake
 from tests.support.faulty_agent import FaultyAgent
 from tests.support.kv_engines import RankMemory, ReadingRank, Shape
@@ -40,7 +40,7 @@ class ReadingEngine:
     shape: Shape
     before_read: Callable[[int], None] = lambda _: None
     ranks: list[ReadingRank] = field(default_factory=list)
-    transfers: list[Transfers] = field(default_factory=list)
+    transfers: list[TransferThread] = field(default_factory=list)
     reports: list[Results] = field(default_factory=list)
     """Of each rank, all so far."""
 
@@ -52,17 +52,17 @@ class ReadingEngine:
             reading = ReadingRank(RankMemory(self.shape, rank))
             copier = Copier(agent, reading.own(agent), time.monotonic, part_bytes=PART_BLOCKS << 20)
             self.ranks.append(reading)
-            self.transfers.append(Transfers(lambda copier=copier: copier))
+            self.transfers.append(TransferThread(lambda copier=copier: copier))
             self.reports.append(Results())
 
-    def obey(self, orders: Orders) -> None:
+    def submit(self, orders: Orders) -> None:
         for transfers in self.transfers:
-            transfers.obey(orders)
+            transfers.submit(orders)
 
     def connect(self, handshake: KvHandshake) -> PeerKey:
         key = (handshake.worker_id, handshake.epoch)
         before = [len(report.connected) for report in self.reports]
-        self.obey(Orders(connect=[Peer(handshake=handshake, clock_ahead_s=0.0)]))
+        self.submit(Orders(connect=[Peer(handshake=handshake, clock_ahead_s=0.0)]))
         self.until(lambda: all(len(one.connected) > n for one, n in zip(self.reports, before, strict=True)))
         assert [report.connected[-1].failure for report in self.reports] == [""] * len(self.ranks)
         return key
@@ -71,7 +71,7 @@ class ReadingEngine:
         self, blocks: dict[int, int], key: PeerKey = ("holder", 1), read_id: int = 1, within_s: float = 30.0
     ) -> None:
         until_s = time.monotonic() + within_s
-        self.obey(Orders(reads=[Read(read_id, key, list(blocks.values()), list(blocks), until_s)]))
+        self.submit(Orders(reads=[Read(read_id, key, list(blocks.values()), list(blocks), until_s)]))
 
     def until(self, seen: Callable[[], bool]) -> None:
         """Take reports until the test has seen what it waits for."""
@@ -241,7 +241,7 @@ def test_a_dead_holder_is_not_connected(engines, holders):
     holder.kill()
     engine = engines(Shape())
 
-    engine.obey(Orders(connect=[Peer(handshake=holder.handshake, clock_ahead_s=0.0)]))
+    engine.submit(Orders(connect=[Peer(handshake=holder.handshake, clock_ahead_s=0.0)]))
     engine.until(lambda: bool(engine.reports[0].connected))
 
     assert engine.reports[0].connected[0].failure
@@ -249,7 +249,7 @@ def test_a_dead_holder_is_not_connected(engines, holders):
 
 def test_a_read_that_is_cancelled_stops_between_parts(engines, holders):
     holder = holders(BIG)
-    engine: ReadingEngine = engines(BIG, lambda number: engine.obey(Orders(cancel=[1])) if number == 2 else None)
+    engine: ReadingEngine = engines(BIG, lambda number: engine.submit(Orders(cancel=[1])) if number == 2 else None)
     engine.connect(holder.handshake)
 
     engine.read(straight(128))

@@ -10,7 +10,7 @@ from statistics import median
 
 import pytest
 
-from connector.scheduler.calls import EngineNotification
+from connector.messages import EngineNotification
 from shared.bus.nats_bus import connect_nats
 from shared.contracts.kv_exchange import NoGrant, ReleaseKv
 from tests.integration.bus.worlds import until

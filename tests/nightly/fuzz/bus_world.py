@@ -14,7 +14,7 @@ from opentelemetry.trace import NoOpTracer
 from prometheus_client import generate_latest
 from rich.console import Console
 
-from connector.scheduler.calls import EngineCall, EngineNotification
+from connector.messages import EngineCall, EngineNotification
 from services.collector.http.access import Access
 from services.collector.service import Collector
 from services.launcher.system.scaling_steps import Own, steps_for

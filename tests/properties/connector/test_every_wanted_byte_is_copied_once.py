@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from connector.layout.read_plan import Reader, block_bytes_of, halves_of, parts_of, routes_to, spans_of
+from connector.layout.routes import ReaderRank, block_bytes_of, halves_of, parts_of, routes_to, spans_of
 from connector.layout.tensors import UnsupportedLayout, heads_of
 from tests.support.kv_engines import RankMemory, ReadingRank, Shape, handshake
 
@@ -54,7 +54,7 @@ def test_what_a_rank_reads_is_its_heads_of_the_wanted_blocks_and_nothing_else(se
 
     for rank in range(of_reader.ranks):
         reading = ReadingRank(RankMemory(of_reader, rank))
-        reader = Reader(reading.memory.described(), of_reader.ranks, of_reader.kv_heads)
+        reader = ReaderRank(reading.memory.described(), of_reader.ranks, of_reader.kv_heads)
         copied = 0
         for route in routes_to(reader, peer):
             there, here = spans_of(route, remote, local)
@@ -96,7 +96,7 @@ def test_two_halves_of_a_read_are_the_same_bytes_as_many_in_each(seed):
 def test_no_piece_can_be_made_longer(seed):
     of_holder, of_reader, remote, local = shapes(seed)
     peer = handshake([RankMemory(of_holder, rank).described() for rank in range(of_holder.ranks)], of_holder)
-    reader = Reader(RankMemory(of_reader, 0).described(), of_reader.ranks, of_reader.kv_heads)
+    reader = ReaderRank(RankMemory(of_reader, 0).described(), of_reader.ranks, of_reader.kv_heads)
 
     for route in routes_to(reader, peer):
         there, here = spans_of(route, remote, local)
@@ -109,7 +109,7 @@ def test_no_piece_can_be_made_longer(seed):
 def test_a_run_of_blocks_is_one_piece_in_each_layer():
     shape = Shape(layers=3)
     peer = handshake([RankMemory(shape, 0).described()], shape)
-    reader = Reader(RankMemory(shape, 0).described(), 1, shape.kv_heads)
+    reader = ReaderRank(RankMemory(shape, 0).described(), 1, shape.kv_heads)
 
     there, _ = spans_of(routes_to(reader, peer)[0], [3, 4, 5, 6], [9, 10, 11, 12])
 
@@ -119,7 +119,7 @@ def test_a_run_of_blocks_is_one_piece_in_each_layer():
 def test_two_ranks_of_a_reader_share_the_ranks_that_hold_a_latent_cache():
     shape = Shape(ranks=2, kv_heads=1)
     peer = handshake([RankMemory(shape, rank).described() for rank in range(2)], shape)
-    readers = [Reader(RankMemory(shape, rank).described(), 2, 1) for rank in range(2)]
+    readers = [ReaderRank(RankMemory(shape, rank).described(), 2, 1) for rank in range(2)]
 
     assert [[route.rank for route in routes_to(reader, peer)] for reader in readers] == [[0], [1]]
 

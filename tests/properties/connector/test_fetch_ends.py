@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.reader.asks import Source
+from connector.orders import ReadPart
 from connector.reader.fetch import Fetch
-from connector.scheduler.orders import ReadPart
+from connector.reader.lease_request import Source
 from shared.contracts.kv_exchange import FULL_HASH_BYTES, KvGrant, NoGrant, pack_block_ids
 from tests.unit.connector.fetching import HASHES, Bench
 

@@ -1,4 +1,4 @@
-"""Whatever readers do and whenever they vanish: what the ledger says is pinned is what was touched and not freed."""
+"""Whatever readers do and whenever they vanish: what the leases says is pinned is what was touched and not freed."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from connector.holder.leases import ANYONE, Following, Ledger, Limits
+from connector.holder.leases import ANYONE, FollowedPrompt, LeaseLimits, LeaseTable
 
 BLOCKS = st.lists(st.integers(min_value=1, max_value=30), min_size=1, max_size=12, unique=True)
 READERS = st.sampled_from(["d0", "d1"])
 IDS = st.sampled_from([f"lease-{number}" for number in range(8)])
 SECONDS = st.floats(min_value=0.0, max_value=20.0)
-PINNED_MAX, LEASES_MAX, FOLLOWINGS_MAX = 15, 5, 2
+PINNED_MAX, LEASES_MAX, FOLLOWED_MAX = 15, 5, 2
 
 
 class AnyHistory(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.ledger = Ledger(Limits(PINNED_MAX, LEASES_MAX, FOLLOWINGS_MAX))
+        self.leases = LeaseTable(LeaseLimits(PINNED_MAX, LEASES_MAX, FOLLOWED_MAX))
         self.now = 0.0
         self.touched: Counter[int] = Counter()
         self.owners: dict[str, str] = {}
 
     @rule(lease_id=IDS, reader=READERS, blocks=BLOCKS, hold_s=SECONDS)
     def ask(self, lease_id, reader, blocks, hold_s):
-        if self.ledger.find(lease_id) is None and not self.ledger.is_full():
+        if self.leases.find(lease_id) is None and not self.leases.is_full():
             self.owners[lease_id] = reader
             self.grant(lease_id, reader, blocks, hold_s)
 
@@ -38,75 +38,75 @@ class AnyHistory(RuleBasedStateMachine):
 
     @rule(lease_id=IDS, reader=READERS, follow_s=SECONDS)
     def follow(self, lease_id, reader, follow_s):
-        lease = self.ledger.find(lease_id)
-        if (lease is None and self.ledger.is_full()) or (lease is not None and lease.following is not None):
+        lease = self.leases.find(lease_id)
+        if (lease is None and self.leases.is_full()) or (lease is not None and lease.following is not None):
             return
         owner = self.owners[lease_id] if lease is not None else reader
         self.owners[lease_id] = owner
-        before = len(self.ledger.followings)
-        followed = self.ledger.follow(lease_id, owner, Following([b"x"], hold_s=1.0, until_s=self.now + follow_s))
-        assert followed == (before < FOLLOWINGS_MAX)
+        before = len(self.leases.followed)
+        followed = self.leases.follow(lease_id, owner, FollowedPrompt([b"x"], hold_s=1.0, until_s=self.now + follow_s))
+        assert followed == (before < FOLLOWED_MAX)
 
     @rule(blocks=BLOCKS, hold_s=SECONDS)
     def grant_further(self, blocks, hold_s):
-        for lease in list(self.ledger.followings.values()):
+        for lease in list(self.leases.followed.values()):
             self.grant(lease.lease_id, lease.reader_id, blocks, hold_s)
 
     @rule(lease_id=IDS, reader=READERS)
     def release(self, lease_id, reader):
-        known = self.ledger.find(lease_id) is not None
-        freed = self.ledger.release(lease_id, reader)
+        known = self.leases.find(lease_id) is not None
+        freed = self.leases.release(lease_id, reader)
         self.free(freed)
         if known and self.owners[lease_id] in (ANYONE, reader):
-            assert self.ledger.find(lease_id) is None
+            assert self.leases.find(lease_id) is None
         else:
             assert freed == []
-            assert (self.ledger.find(lease_id) is not None) == known
+            assert (self.leases.find(lease_id) is not None) == known
 
     @rule(seconds=SECONDS)
     def time_passes(self, seconds):
         self.now += seconds
-        self.free(self.ledger.expire(self.now))
-        for lease in list(self.ledger.followings.values()):
+        self.free(self.leases.expire(self.now))
+        for lease in list(self.leases.followed.values()):
             if lease.following.until_s <= self.now:
-                self.ledger.stop_following(lease.lease_id)
-        assert self.ledger.next_expiry() > self.now
+                self.leases.stop_following(lease.lease_id)
+        assert self.leases.next_expiry() > self.now
 
     @rule()
     def everything_is_unpinned(self):
-        self.free(self.ledger.unpin_all())
+        self.free(self.leases.unpin_all())
         assert not self.touched
-        assert len(self.ledger) == len(self.ledger.followings)
+        assert len(self.leases) == len(self.leases.followed)
 
     @invariant()
     def the_ledger_pins_what_was_touched(self):
-        assert self.ledger.pinned_blocks == len(self.touched) <= PINNED_MAX
-        assert len(self.ledger) <= LEASES_MAX
-        assert len(self.ledger.followings) <= FOLLOWINGS_MAX
+        assert self.leases.pinned_blocks == len(self.touched) <= PINNED_MAX
+        assert len(self.leases) <= LEASES_MAX
+        assert len(self.leases.followed) <= FOLLOWED_MAX
 
     @invariant()
     def every_lease_that_was_granted_is_held_or_has_ended(self):
-        totals = self.ledger.totals
-        held = sum(1 for lease_id in self.owners if (lease := self.ledger.find(lease_id)) and lease.ever_granted)
+        totals = self.leases.totals
+        held = sum(1 for lease_id in self.owners if (lease := self.leases.find(lease_id)) and lease.ever_granted)
         assert totals.granted == totals.released + totals.expired + held
 
     def teardown(self):
         for _ in range(100):
-            next_end = self.ledger.next_expiry()
+            next_end = self.leases.next_expiry()
             if next_end == math.inf:
                 break
             self.time_passes(max(0.0, next_end - self.now))
         assert not self.touched
-        assert len(self.ledger) == 0
-        assert self.ledger.pinned_blocks == 0
+        assert len(self.leases) == 0
+        assert self.leases.pinned_blocks == 0
 
     def grant(self, lease_id, reader, blocks, hold_s):
-        held = blocks[: self.ledger.room_for(blocks)]
+        held = blocks[: self.leases.room_for(blocks)]
         if len(held) < len(blocks):
             assert len(set(self.touched) | set(blocks[: len(held) + 1])) > PINNED_MAX
         if held:
             self.touched.update(held)
-            self.ledger.grant(lease_id, reader, held, self.now + hold_s)
+            self.leases.grant(lease_id, reader, held, self.now + hold_s)
 
     def free(self, blocks):
         for block in blocks:

@@ -92,11 +92,11 @@ class StoreLife(RuleBasedStateMachine):
     def arrives(self, chain: tuple[int, int], copied: bool) -> None:
         names = names_of(chain)
         held = self.tiers.hold(names)
-        room = self.tiers.take(len(names) - len(held))
+        room = self.tiers.allocate(len(names) - len(held))
         for name, block in zip(names[len(held) :], room, strict=False):
             self.block(block)[:] = content_of(self.identity, name)
-        self.tiers.name(names, len(held), room)
-        self.tiers.give_back([*held, *room])
+        self.tiers.cache(names, len(held), room)
+        self.tiers.free([*held, *room])
         if copied:
             self.all_is_copied()
 

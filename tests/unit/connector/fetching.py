@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from itertools import count
 
-from connector.reader.asks import Source
+from connector.orders import ReadPart
 from connector.reader.fetch import Fetch
-from connector.reader.fetch_plan import Effects, Limits, Plan
-from connector.scheduler.orders import ReadPart
+from connector.reader.fetch_plan import FetchLimits, FetchPlan, Outbox
+from connector.reader.lease_request import Source
 from shared.contracts.kv_exchange import KvGrant, pack_block_ids
 
 A, B, ME = ("a", 1), ("b", 1), ("me", 1)
@@ -27,12 +27,12 @@ def follow(peer):
 class Bench:
     def __init__(self):
         self.now = 10.0
-        self.effects = Effects()
+        self.outbox = Outbox()
         self.ahead = {A: 0.0, B: 0.0}
         self._numbers = count(1)
 
     def fetch(self, *, start=0, goal=BLOCKS, sources=(), take=None):
-        plan = Plan(
+        plan = FetchPlan(
             reader=ME,
             hashes=HASHES,
             start=start,
@@ -40,8 +40,8 @@ class Bench:
             sources=list(sources),
             take=take,
             block_tokens=BLOCK_TOKENS,
-            limits=Limits(),
-            effects=self.effects,
+            limits=FetchLimits(),
+            outbox=self.outbox,
             clock_ahead=self.ahead.get,
             next_number=lambda: next(self._numbers),
         )
@@ -51,16 +51,16 @@ class Bench:
         self.now += seconds
 
     def asks(self):
-        return self.effects.asks
+        return self.outbox.lease_requests
 
     def reads(self):
-        return self.effects.reads
+        return self.outbox.reads
 
     def released(self):
-        return [name for release in self.effects.releases for name in (*release.ask_ids, *release.lease_ids)]
+        return [name for release in self.outbox.releases for name in (*release.ask_ids, *release.lease_ids)]
 
     def grant(self, fetch, *, ask, blocks, first=0, final=True, reason=None, until_s=None, **wrong):
-        asked = self.effects.asks[ask]
+        asked = self.outbox.lease_requests[ask]
         names = [asked.hashes[at : at + 32] for at in range(0, len(asked.hashes), 32)]
         last = names[min(first + len(blocks), len(names)) - 1]
         fields = {

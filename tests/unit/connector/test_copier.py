@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from connector.scheduler.calls import Peer
-from connector.scheduler.orders import Orders, PeerKey, Read, Results
+from connector.messages import Peer
+from connector.orders import Orders, PeerKey, Read, Results
 from connector.transfer.memory_agent import MemoryAgent, MemoryNetwork
 from connector.worker.connections import CONNECT_S_MAX
 from connector.worker.copier import AT_ONCE_MAX, LET_GO_S_MAX, READ_S_MAX, Copier
@@ -43,7 +43,7 @@ class World:
         return handshake([memory.described(agent.metadata())], self.shape, worker_id, epoch)
 
     def connected(self, worker_id: str = "holder", epoch: int = 1) -> PeerKey:
-        self.copier.obey(Orders(connect=[Peer(handshake=self.holder(worker_id, epoch), clock_ahead_s=0.0)]))
+        self.copier.submit(Orders(connect=[Peer(handshake=self.holder(worker_id, epoch), clock_ahead_s=0.0)]))
         assert [one.failure for one in self.settled().connected] == [""]
         return worker_id, epoch
 
@@ -57,7 +57,7 @@ class World:
     def read(
         self, blocks: dict[int, int], until_s: float = 1000.0, key: PeerKey = ("holder", 1), read_id: int = 1
     ) -> None:
-        self.copier.obey(Orders(reads=[Read(read_id, key, list(blocks.values()), list(blocks), until_s)]))
+        self.copier.submit(Orders(reads=[Read(read_id, key, list(blocks.values()), list(blocks), until_s)]))
 
 
 def straight(count: int) -> dict[int, int]:
@@ -168,7 +168,7 @@ def test_what_is_given_up_is_reported_only_when_it_is_over(given_up_by):
     if given_up_by == "deadline":
         world.now += READ_S_MAX + 0.1
     else:
-        world.copier.obey(Orders(cancel=[1]))
+        world.copier.submit(Orders(cancel=[1]))
     assert world.settled().parts == []
     world.now += LET_GO_S_MAX + 0.1
     results = world.settled()
@@ -190,7 +190,7 @@ def test_a_cancelled_read_that_waits_is_never_begun():
     world.settled()
     begun = len(world.agent.behaviour.reads)
 
-    world.copier.obey(Orders(cancel=[AT_ONCE_MAX + 1]))
+    world.copier.submit(Orders(cancel=[AT_ONCE_MAX + 1]))
     world.agent.behaviour.stalled = False
     parts = {part.read_id: part.failure for part in world.settled().parts}
 
@@ -232,7 +232,7 @@ def test_a_forgotten_peer_fails_what_is_read_from_it():
     world.settled()
 
     world.read({2: 2}, read_id=2)
-    world.copier.obey(Orders(forget=[key]))
+    world.copier.submit(Orders(forget=[key]))
     results = world.settled()
 
     assert {part.read_id: part.failure for part in results.parts} == {1: "the peer is gone", 2: "the peer is gone"}
@@ -242,10 +242,10 @@ def test_a_forgotten_peer_fails_what_is_read_from_it():
 def test_a_peer_that_is_forgotten_and_known_again_in_one_step_is_connected_anew():
     world = World()
     peer = Peer(handshake=world.holder(), clock_ahead_s=0.0)
-    world.copier.obey(Orders(connect=[peer]))
+    world.copier.submit(Orders(connect=[peer]))
     world.settled()
 
-    world.copier.obey(Orders(forget=[("holder", 1)], connect=[peer]))
+    world.copier.submit(Orders(forget=[("holder", 1)], connect=[peer]))
     world.read({1: 1})
 
     results = world.settled()
@@ -257,7 +257,7 @@ def test_two_lives_of_a_worker_are_two_peers():
     world = World()
     first, second = world.connected(epoch=1), world.connected(epoch=2)
 
-    world.copier.obey(Orders(forget=[first]))
+    world.copier.submit(Orders(forget=[first]))
     world.read({1: 1}, key=first, read_id=1)
     world.read({2: 2}, key=second, read_id=2)
 
@@ -269,8 +269,8 @@ def test_a_known_peer_is_connected_once():
     world = World()
     peer = Peer(handshake=world.holder(), clock_ahead_s=0.0)
 
-    world.copier.obey(Orders(connect=[peer]))
-    world.copier.obey(Orders(connect=[peer]))
+    world.copier.submit(Orders(connect=[peer]))
+    world.copier.submit(Orders(connect=[peer]))
     world.settled()
 
     assert len(world.agent.behaviour.reads) == 1, "one probe"
@@ -280,7 +280,7 @@ def test_a_peer_with_other_kv_is_not_connected():
     world = World()
     peer = msgspec.structs.replace(world.holder(), fingerprint="another model")
 
-    world.copier.obey(Orders(connect=[Peer(handshake=peer, clock_ahead_s=0.0)]))
+    world.copier.submit(Orders(connect=[Peer(handshake=peer, clock_ahead_s=0.0)]))
 
     assert "fingerprint differs" in world.settled().connected[0].failure
 
@@ -288,7 +288,7 @@ def test_a_peer_with_other_kv_is_not_connected():
 def test_a_connection_that_does_not_work_in_time_is_reported():
     world = World()
     world.agent.behaviour.stalled = True
-    world.copier.obey(Orders(connect=[Peer(handshake=world.holder(), clock_ahead_s=0.0)]))
+    world.copier.submit(Orders(connect=[Peer(handshake=world.holder(), clock_ahead_s=0.0)]))
     assert world.settled().connected == []
 
     world.now += CONNECT_S_MAX + 0.1

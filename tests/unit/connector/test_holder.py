@@ -17,7 +17,7 @@ def test_the_longest_prefix_that_is_held_is_pinned_until_the_instant_that_is_sai
     hashes = chain(6)
     held = holding.hold(hashes[:4])
 
-    grant = holding.holder.ask(ask(hashes))
+    grant = holding.holder.lease(ask(hashes))
 
     assert blocks_of(grant) == held
     assert (grant.first, grant.last_hash, grant.reason, grant.final) == (0, hashes[3], NoGrant.NOT_HELD, True)
@@ -28,7 +28,7 @@ def test_the_longest_prefix_that_is_held_is_pinned_until_the_instant_that_is_sai
 def test_all_that_was_asked_for_needs_no_reason(holding):
     holding.hold(chain(3))
 
-    grant = holding.holder.ask(ask(chain(3)))
+    grant = holding.holder.lease(ask(chain(3)))
 
     assert (len(blocks_of(grant)), grant.reason) == (3, None)
 
@@ -37,20 +37,20 @@ def test_a_gap_ends_the_prefix(holding):
     hashes = chain(3)
     holding.hold([hashes[0], hashes[2]])
 
-    assert len(blocks_of(holding.holder.ask(ask(hashes)))) == 1
+    assert len(blocks_of(holding.holder.lease(ask(hashes)))) == 1
 
 
 def test_another_history_of_the_same_length_matches_nothing(holding):
     holding.hold(chain(3, "what was said"))
 
-    grant = holding.holder.ask(ask(chain(3, "what was said, edited")))
+    grant = holding.holder.lease(ask(chain(3, "what was said, edited")))
 
     assert (grant.lease_id, grant.block_ids, grant.reason) == ("", b"", NoGrant.NOT_HELD)
 
 
 def test_leased_blocks_cannot_be_evicted(holding):
     hashes = chain(4)
-    grant = holding.holder.ask(ask(hashes[: len(holding.hold(hashes))]))
+    grant = holding.holder.lease(ask(hashes[: len(holding.hold(hashes))]))
 
     taken = holding.squeeze()
 
@@ -60,28 +60,28 @@ def test_leased_blocks_cannot_be_evicted(holding):
 
 def test_a_released_lease_frees_its_blocks_and_they_stay_in_the_cache(holding):
     held = holding.hold(chain(4))
-    holding.holder.ask(ask(chain(4)))
+    holding.holder.lease(ask(chain(4)))
 
     holding.holder.release(release("ask-1"))
 
     assert holding.free == holding.free_at_first
-    assert blocks_of(holding.holder.ask(ask(chain(4), "ask-2"))) == held
+    assert blocks_of(holding.holder.lease(ask(chain(4), "ask-2"))) == held
 
 
 def test_the_end_of_a_prompt_is_evicted_before_its_beginning(holding):
     hashes = chain(4)
     holding.hold(hashes)
-    holding.holder.ask(ask(hashes))
+    holding.holder.lease(ask(hashes))
     holding.holder.release(release("ask-1"))
 
     holding.pool.get_new_blocks(holding.free - 2)
 
-    assert len(blocks_of(holding.holder.ask(ask(hashes, "ask-2")))) == 2
+    assert len(blocks_of(holding.holder.lease(ask(hashes, "ask-2")))) == 2
 
 
 def test_a_lease_ends_by_the_holders_clock_and_not_before(holding):
     holding.hold(chain(2))
-    holding.holder.ask(ask(chain(2), hold_s=5.0))
+    holding.holder.lease(ask(chain(2), hold_s=5.0))
 
     holding.now = 104.999
     holding.holder.advance()
@@ -97,20 +97,20 @@ def test_a_lease_lasts_no_longer_than_the_holder_allows():
     holding = Holding(lease_s_max=2.0)
     holding.hold(chain(1))
 
-    assert holding.holder.ask(ask(chain(1), hold_s=1e9)).until_s == 102.0
+    assert holding.holder.lease(ask(chain(1), hold_s=1e9)).until_s == 102.0
 
 
 @pytest.mark.parametrize("hold_s", [0.0, -1.0, float("nan")])
 def test_a_lease_of_no_time_is_none(holding, hold_s):
     holding.hold(chain(1))
 
-    assert holding.holder.ask(ask(chain(1), hold_s=hold_s)).block_ids == b""
+    assert holding.holder.lease(ask(chain(1), hold_s=hold_s)).block_ids == b""
 
 
 def test_blocks_in_several_leases_stay_until_the_last_has_ended(holding):
     holding.hold(chain(3))
-    holding.holder.ask(ask(chain(3), "ask-1", hold_s=5.0))
-    holding.holder.ask(ask(chain(2), "ask-2", hold_s=9.0))
+    holding.holder.lease(ask(chain(3), "ask-1", hold_s=5.0))
+    holding.holder.lease(ask(chain(2), "ask-2", hold_s=9.0))
     assert (holding.holder.counts.leases, holding.holder.counts.pinned_blocks) == (2, 3)
 
     holding.now = 105.0
@@ -123,7 +123,7 @@ def test_blocks_in_several_leases_stay_until_the_last_has_ended(holding):
 
 def test_a_running_requests_blocks_can_be_leased_and_outlive_it(holding):
     running = holding.run(chain(3))
-    holding.holder.ask(ask(chain(3)))
+    holding.holder.lease(ask(chain(3)))
     holding.end(running)
 
     assert holding.free == holding.free_at_first - 3
@@ -143,7 +143,7 @@ def test_a_running_requests_blocks_can_be_leased_and_outlive_it(holding):
 )
 def test_a_release_that_is_not_the_readers_own_is_ignored(holding, unwanted):
     holding.hold(chain(2))
-    holding.holder.ask(ask(chain(2)))
+    holding.holder.lease(ask(chain(2)))
 
     holding.holder.release(unwanted)
 
@@ -152,8 +152,8 @@ def test_a_release_that_is_not_the_readers_own_is_ignored(holding, unwanted):
 
 def test_releasing_twice_frees_once(holding):
     holding.hold(chain(2))
-    holding.holder.ask(ask(chain(2), "ask-1"))
-    holding.holder.ask(ask(chain(2), "ask-2"))
+    holding.holder.lease(ask(chain(2), "ask-1"))
+    holding.holder.lease(ask(chain(2), "ask-2"))
 
     holding.holder.release(release("ask-1"))
     holding.holder.release(release("ask-1"))
@@ -164,7 +164,7 @@ def test_releasing_twice_frees_once(holding):
 def test_a_release_that_overtakes_its_ask_leaves_no_lease_for_ever(holding):
     holding.hold(chain(2))
     holding.holder.release(release("ask-1"))
-    holding.holder.ask(ask(chain(2), "ask-1"))
+    holding.holder.lease(ask(chain(2), "ask-1"))
 
     holding.now += 5.0
     holding.holder.advance()
@@ -175,8 +175,8 @@ def test_a_release_that_overtakes_its_ask_leaves_no_lease_for_ever(holding):
 def test_another_life_of_the_worker_is_told_apart(holding):
     holding.hold(chain(2))
 
-    assert holding.holder.ask(ask(chain(2), epoch=6)).reason is NoGrant.EPOCH
-    assert holding.holder.ask(ask(chain(2), worker_id="prefill-2")).reason is NoGrant.EPOCH
+    assert holding.holder.lease(ask(chain(2), epoch=6)).reason is NoGrant.EPOCH
+    assert holding.holder.lease(ask(chain(2), worker_id="prefill-2")).reason is NoGrant.EPOCH
     assert holding.free == holding.free_at_first
 
 
@@ -184,10 +184,10 @@ def test_leases_pin_no_more_than_their_share_of_the_memory():
     holding = Holding(blocks=20, lease_share_max=0.5)
     holding.hold(chain(15))
 
-    first = holding.holder.ask(ask(chain(15), "ask-1"))
-    again = holding.holder.ask(ask(chain(15), "ask-2"))
+    first = holding.holder.lease(ask(chain(15), "ask-1"))
+    again = holding.holder.lease(ask(chain(15), "ask-2"))
     holding.hold(chain(2, "another prompt"))
-    other = holding.holder.ask(ask(chain(2, "another prompt"), "ask-3"))
+    other = holding.holder.lease(ask(chain(2, "another prompt"), "ask-3"))
 
     assert (len(blocks_of(first)), first.reason) == (10, NoGrant.FULL)
     assert (len(blocks_of(again)), again.reason) == (10, NoGrant.FULL)
@@ -201,15 +201,15 @@ def test_an_ask_that_no_reader_of_ours_sends_is_refused_and_harms_nobody(holding
     odd = ask(chain(1))
     odd = type(odd)(**{name: getattr(odd, name) for name in odd.__struct_fields__} | {"hashes": hashes})
 
-    assert holding.holder.ask(odd).reason is NoGrant.NOT_HELD
+    assert holding.holder.lease(odd).reason is NoGrant.NOT_HELD
     assert holding.free == holding.free_at_first
 
 
 def test_an_ask_that_comes_twice_is_granted_once(holding):
     holding.hold(chain(2))
-    holding.holder.ask(ask(chain(2)))
+    holding.holder.lease(ask(chain(2)))
 
-    assert holding.holder.ask(ask(chain(2))).block_ids == b""
+    assert holding.holder.lease(ask(chain(2))).block_ids == b""
     holding.holder.release(release("ask-1"))
     assert holding.free == holding.free_at_first
 
@@ -268,20 +268,20 @@ def test_a_prompt_shorter_than_a_block_is_not_offered(holding):
 def test_before_the_engine_ends_everything_is_free_and_nothing_more_is_granted(holding):
     hashes = chain(4)
     running = holding.run(hashes)
-    holding.holder.ask(ask(hashes))
+    holding.holder.lease(ask(hashes))
     holding.holder.offer(hashes, [block.block_id for block in running])
     holding.end(running)
 
     holding.holder.release_all()
 
     assert holding.free == holding.free_at_first
-    assert holding.holder.ask(ask(hashes, "ask-2")).reason is NoGrant.DRAINING
+    assert holding.holder.lease(ask(hashes, "ask-2")).reason is NoGrant.DRAINING
     assert holding.holder.offer(hashes, [block.block_id for block in running]) is None
 
 
 def test_a_prefix_cache_cannot_be_reset_under_a_lease_and_can_after_it(holding):
     holding.hold(chain(2))
-    holding.holder.ask(ask(chain(2)))
+    holding.holder.lease(ask(chain(2)))
     assert not holding.pool.reset_prefix_cache()
 
     holding.now = holding.holder.counts.next_expiry_s
@@ -298,7 +298,7 @@ def test_blocks_that_are_named_but_not_computed_are_not_granted(holding):
     blocks = [block.block_id for block in (*computed, *ahead)]
     running = step(new=[("r1", blocks, 2 * BLOCK_TOKENS, 2 * BLOCK_TOKENS)])
     holding.holder.scheduled(running)
-    assert blocks_of(holding.holder.ask(ask(hashes, "ask-1"))) == blocks[:2]
+    assert blocks_of(holding.holder.lease(ask(hashes, "ask-1"))) == blocks[:2]
 
     holding.holder.computed(running)
-    assert blocks_of(holding.holder.ask(ask(hashes, "ask-2"))) == blocks
+    assert blocks_of(holding.holder.lease(ask(hashes, "ask-2"))) == blocks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from connector.holder.holder import FULL_S_MAX
-from connector.holder.leases import FOLLOWINGS_MAX
+from connector.holder.leases import FOLLOWED_MAX
 from shared.contracts.kv_exchange import NoGrant
 from tests.unit.connector.holding import BLOCK_TOKENS, Holding, ask, blocks_of, chain, release, step
 
@@ -43,7 +43,7 @@ def holding():
 def test_a_prompt_is_granted_chunk_by_chunk_while_it_is_computed(holding):
     hashes = chain(6)
     prefill = Prefill(holding, hashes)
-    first = holding.holder.ask(ask(hashes, follow_s=30.0))
+    first = holding.holder.lease(ask(hashes, follow_s=30.0))
     assert (first.final, first.block_ids, first.reason, first.lease_id) == (False, b"", None, "ask-1")
 
     prefill.compute(2)
@@ -60,13 +60,13 @@ def test_a_prompt_is_granted_chunk_by_chunk_while_it_is_computed(holding):
     ]
     assert {one.lease_id for one in (second, third, last)} == {"ask-1"}
     assert [one.last_hash for one in (second, third, last)] == [hashes[1], hashes[4], hashes[5]]
-    assert (last.reason, holding.holder.has_followings, holding.holder.advance()) == (None, False, [])
+    assert (last.reason, holding.holder.has_followed, holding.holder.advance()) == (None, False, [])
 
 
 def test_a_chunk_is_granted_when_it_is_computed_not_when_the_next_is_scheduled(holding):
     hashes = chain(4)
     prefill = Prefill(holding, hashes)
-    holding.holder.ask(ask(hashes, follow_s=30.0))
+    holding.holder.lease(ask(hashes, follow_s=30.0))
     first, second = prefill.schedule(2), prefill.schedule(2)
     assert holding.holder.advance() == []
 
@@ -83,15 +83,15 @@ def test_what_is_held_already_is_granted_at_once_and_the_rest_followed(holding):
     hashes = chain(3)
     held = holding.hold(hashes[:2])
 
-    grant = holding.holder.ask(ask(hashes, follow_s=30.0))
+    grant = holding.holder.lease(ask(hashes, follow_s=30.0))
 
-    assert (blocks_of(grant), grant.final, holding.holder.has_followings) == (held, False, True)
+    assert (blocks_of(grant), grant.final, holding.holder.has_followed) == (held, False, True)
 
 
 def test_one_release_frees_all_that_was_granted_and_ends_the_following(holding):
     hashes = chain(4)
     prefill = Prefill(holding, hashes)
-    holding.holder.ask(ask(hashes, follow_s=30.0))
+    holding.holder.lease(ask(hashes, follow_s=30.0))
     for _ in range(3):
         prefill.compute(1)
         holding.holder.advance()
@@ -107,7 +107,7 @@ def test_one_release_frees_all_that_was_granted_and_ends_the_following(holding):
 
 
 def test_a_following_that_gets_nothing_ends_at_its_time_and_says_so(holding):
-    holding.holder.ask(ask(chain(2), follow_s=3.0))
+    holding.holder.lease(ask(chain(2), follow_s=3.0))
     assert holding.holder.counts.next_expiry_s == 103.0
 
     holding.now = 102.9
@@ -120,7 +120,7 @@ def test_a_following_that_gets_nothing_ends_at_its_time_and_says_so(holding):
 
 
 def test_nothing_is_granted_after_the_time_to_follow(holding):
-    holding.holder.ask(ask(chain(2), follow_s=3.0))
+    holding.holder.lease(ask(chain(2), follow_s=3.0))
     holding.hold(chain(2))
 
     holding.now = 200.0
@@ -132,7 +132,7 @@ def test_nothing_is_granted_after_the_time_to_follow(holding):
 def test_early_grants_end_at_their_own_time_while_later_ones_stay(holding):
     hashes = chain(4)
     prefill = Prefill(holding, hashes)
-    holding.holder.ask(ask(hashes, hold_s=5.0, follow_s=30.0))
+    holding.holder.lease(ask(hashes, hold_s=5.0, follow_s=30.0))
     prefill.compute(2)
     holding.holder.advance()
     holding.now = 104.0
@@ -153,7 +153,7 @@ def test_early_grants_end_at_their_own_time_while_later_ones_stay(holding):
 def test_a_prompt_queued_for_longer_than_a_lease_lasts_is_still_followed(holding):
     hashes = chain(4)
     holding.hold(hashes[:1])
-    holding.holder.ask(ask(hashes, hold_s=5.0, follow_s=30.0))
+    holding.holder.lease(ask(hashes, hold_s=5.0, follow_s=30.0))
     holding.now = 120.0
     holding.holder.advance()
     prefill = Prefill(holding, hashes)
@@ -168,11 +168,11 @@ def test_memory_that_is_full_delays_a_following_until_there_is_room():
     holding = Holding(blocks=20, lease_share_max=0.3)
     hashes = chain(4)
     holding.hold(chain(6, "another prompt"))
-    holding.holder.ask(ask(chain(6, "another prompt"), "ask-0"))
+    holding.holder.lease(ask(chain(6, "another prompt"), "ask-0"))
     prefill = Prefill(holding, hashes)
     prefill.compute(4)
 
-    first = holding.holder.ask(ask(hashes, follow_s=30.0))
+    first = holding.holder.lease(ask(hashes, follow_s=30.0))
     assert (first.final, first.block_ids) == (False, b"")
     assert holding.holder.advance() == []
 
@@ -184,20 +184,20 @@ def test_memory_that_is_full_delays_a_following_until_there_is_room():
 def test_a_following_for_which_there_is_no_room_ends_soon():
     holding = Holding(blocks=20, lease_share_max=0.1)
     holding.hold(chain(4))
-    holding.holder.ask(ask(chain(4), hold_s=30.0, follow_s=30.0))
+    holding.holder.lease(ask(chain(4), hold_s=30.0, follow_s=30.0))
     assert holding.holder.advance() == []
 
     holding.now += FULL_S_MAX
     (last,) = holding.holder.advance()
 
     assert (last.reason, last.first, last.final) == (NoGrant.FULL, 2, True)
-    assert not holding.holder.has_followings
+    assert not holding.holder.has_followed
 
 
 def test_the_last_grant_tells_how_much_of_the_prompt_the_holder_had_cached(holding):
     hashes = chain(3)
     prefill = Prefill(holding, hashes)
-    holding.holder.ask(ask(hashes, follow_s=30.0))
+    holding.holder.lease(ask(hashes, follow_s=30.0))
     holding.holder.note_prompt(hashes[-1], 2 * BLOCK_TOKENS)
     prefill.compute(2)
     (early,) = holding.holder.advance()
@@ -211,7 +211,7 @@ def test_a_follower_that_comes_when_all_is_computed_learns_it_too(holding):
     holding.holder.note_prompt(chain(3)[-1], BLOCK_TOKENS)
     holding.hold(chain(3))
 
-    grant = holding.holder.ask(ask(chain(3), follow_s=30.0))
+    grant = holding.holder.lease(ask(chain(3), follow_s=30.0))
 
     assert (grant.final, grant.prefill_cached_tokens) == (True, BLOCK_TOKENS)
 
@@ -219,7 +219,7 @@ def test_a_follower_that_comes_when_all_is_computed_learns_it_too(holding):
 def test_followers_are_told_when_the_engine_ends(holding):
     hashes = chain(4)
     prefill = Prefill(holding, hashes)
-    holding.holder.ask(ask(hashes, follow_s=30.0))
+    holding.holder.lease(ask(hashes, follow_s=30.0))
     prefill.compute(2)
     holding.holder.advance()
 
@@ -235,7 +235,7 @@ def test_followers_are_told_when_the_engine_ends(holding):
 def test_more_followers_than_are_kept_get_what_there_is(holding):
     hashes = chain(3)
     holding.hold(hashes[:1])
-    asks = [holding.holder.ask(ask(hashes, f"ask-{number}", follow_s=30.0)) for number in range(FOLLOWINGS_MAX + 1)]
+    asks = [holding.holder.lease(ask(hashes, f"ask-{number}", follow_s=30.0)) for number in range(FOLLOWED_MAX + 1)]
 
-    assert [one.final for one in asks] == [False] * FOLLOWINGS_MAX + [True]
+    assert [one.final for one in asks] == [False] * FOLLOWED_MAX + [True]
     assert (len(blocks_of(asks[-1])), asks[-1].reason) == (1, NoGrant.NOT_HELD)

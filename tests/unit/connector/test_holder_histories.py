@@ -64,7 +64,7 @@ class Life:
             hold_s=hold_s,
             follow_s=follow_s,
         )
-        self.said.append(self.holder.ask(asked))
+        self.said.append(self.holder.lease(asked))
 
     def offer(self) -> None:
         if self.requests:

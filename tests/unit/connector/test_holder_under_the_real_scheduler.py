@@ -25,7 +25,7 @@ class Reader:
     def ask(self, names: list[int], hashes: list[bytes], hold_s: float, follow_s: float) -> None:
         ask_id = f"ask-{len(self.prompts)}"
         self.prompts[ask_id] = names
-        self.take([self.engine.holder.ask(ask(hashes, ask_id, hold_s=hold_s, follow_s=follow_s, **HOLDER))])
+        self.take([self.engine.holder.lease(ask(hashes, ask_id, hold_s=hold_s, follow_s=follow_s, **HOLDER))])
 
     def take(self, grants: list[KvGrant]) -> None:
         self.granted += [grant for grant in grants if grant.block_ids]

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from connector.reader.fetch_plan import Limits
+from connector.messages import Peer
+from connector.orders import ReadPart
+from connector.reader.fetch_plan import FetchLimits
 from connector.reader.peers import Peers
 from connector.reader.reader import Reader
-from connector.scheduler.calls import Peer
-from connector.scheduler.orders import ReadPart
 from shared.contracts.kv_exchange import KvGrant, KvOffer, KvSource, LegOrder, pack_block_ids
 from shared.contracts.kv_handshake import KvHandshake
 
@@ -42,7 +42,7 @@ class Desk:
 
     def __init__(self):
         self.peers = Peers()
-        self.reader = Reader(("me", 1), 32, self.peers, Limits(), lambda: 10.0)
+        self.reader = Reader(("me", 1), 32, self.peers, FetchLimits(), lambda: 10.0)
         self.connect()
 
     def connect(self):
@@ -60,7 +60,7 @@ class Desk:
         self.peers.know(Peer(handshake=handshake, clock_ahead_s=0.0))
 
     def grant(self, blocks, reason=None):
-        ask = self.reader.effects.asks[-1]
+        ask = self.reader.outbox.lease_requests[-1]
         names = [ask.hashes[at : at + 32] for at in range(0, len(ask.hashes), 32)]
         self.reader.on_grant(
             KvGrant(
@@ -77,12 +77,12 @@ class Desk:
         )
 
     def read_all(self, failure=""):
-        for read in self.reader.effects.reads:
+        for read in self.reader.outbox.reads:
             self.reader.on_part(ReadPart(read.read_id, 0, len(read.local_blocks), 96, 1.0, 2.0, failure))
-        self.reader.effects.reads.clear()
+        self.reader.outbox.reads.clear()
 
     def released(self):
-        return [name for one in self.reader.effects.releases for name in (*one.ask_ids, *one.lease_ids)]
+        return [name for one in self.reader.outbox.releases for name in (*one.ask_ids, *one.lease_ids)]
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_a_read_that_failed_is_not_tried_again_at_the_same_source_for_the_same_a
     desk.read_all(failure="gone")
     desk.reader.settle()
 
-    assert desk.reader.effects.asks == []
+    assert desk.reader.outbox.lease_requests == []
 
 
 def test_a_preempted_request_asks_again_by_content(desk):
@@ -168,7 +168,7 @@ def test_a_preempted_request_asks_again_by_content(desk):
 
 def test_too_little_is_not_worth_a_fetch(desk):
     assert desk.reader.matched(Request(tokens=40), READ_BACK, 0) == 0
-    assert desk.reader.effects.asks == []
+    assert desk.reader.outbox.lease_requests == []
 
 
 @pytest.mark.parametrize(("granted", "refused"), [([7, 8, 9], False), ([7], True)])
@@ -214,7 +214,7 @@ def test_an_aborted_request_keeps_its_blocks_until_no_read_writes_into_them(desk
 
     desk.reader.finished("r", HAND_OVER, None)
     assert desk.reader.settle() == (set(), set())
-    assert desk.reader.effects.cancel
+    assert desk.reader.outbox.cancel
 
     desk.read_all(failure="cancelled")
     assert desk.reader.settle() == ({"r"}, set())

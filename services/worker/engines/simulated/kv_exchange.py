@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from connector.scheduler.calls import EngineCall, EngineNotification
+from connector.messages import EngineCall, EngineNotification
 from connector.transfer.memory_agent import MemoryNetwork
 from services.worker.engines.port import EngineDead
 from services.worker.engines.simulated.core.engine_core import EngineCore
@@ -57,7 +57,7 @@ class SimulatedExchange:
         """Have moved what is to be moved, tell what is to be told; answers whether the engine has to look again."""
         orders = self._core.exchange.take_orders()
         if orders:
-            self._mover.obey(orders)
+            self._mover.submit(orders)
         results = self._mover.take_results() if self.moving or orders else None
         if results:
             self._core.results(results, self._clock())

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 from connector.layout.compatibility import PROTOCOL_VERSION
-from connector.layout.read_plan import Reader
-from connector.scheduler.orders import Orders, Results
+from connector.layout.routes import ReaderRank
+from connector.orders import Orders, Results
 from connector.transfer.agent import Region, TransferAgent
 from connector.worker.connections import PROBE_BYTES, Own
 from connector.worker.copier import Copier
-from connector.worker.transfer_thread import Transfers
+from connector.worker.transfer_thread import TransferThread
 from services.worker.engines.simulated.core.block_cache import CONTENT_BYTES
 from services.worker.engines.simulated.core.engine_core import EngineCore
 from shared.contracts.ids import Epoch, WorkerId
@@ -27,7 +27,7 @@ MakeAgent = Callable[[str], TransferAgent]
 class Mover(Protocol):
     """Carries out what an engine's exchange orders."""
 
-    def obey(self, orders: Orders) -> None:
+    def submit(self, orders: Orders) -> None:
         """Take orders on."""
 
     def take_results(self) -> Results:
@@ -43,9 +43,9 @@ class DirectMover:
     def __init__(self, copier: Copier) -> None:
         self._copier = copier
 
-    def obey(self, orders: Orders) -> None:
+    def submit(self, orders: Orders) -> None:
         """Take orders on."""
-        self._copier.obey(orders)
+        self._copier.submit(orders)
 
     def take_results(self) -> Results:
         """What became final since the last call."""
@@ -62,10 +62,12 @@ def direct_mover(core: EngineCore, agent: TransferAgent, fingerprint: str, clock
     return DirectMover(Copier(agent, _introduce(core, agent, fingerprint), clock))
 
 
-def threaded_mover(core: EngineCore, agent: TransferAgent, fingerprint: str, clock: Callable[[], float]) -> Transfers:
+def threaded_mover(
+    core: EngineCore, agent: TransferAgent, fingerprint: str, clock: Callable[[], float]
+) -> TransferThread:
     """On a thread of its own, for agents that take their time. The engine can be described from now on."""
     own = _introduce(core, agent, fingerprint)
-    return Transfers(lambda: Copier(agent, own, clock))
+    return TransferThread(lambda: Copier(agent, own, clock))
 
 
 def agent_name(worker_id: str, epoch: int) -> str:
@@ -93,4 +95,4 @@ def _introduce(core: EngineCore, agent: TransferAgent, fingerprint: str) -> Own:
         ranks=[memory],
     )
     core.exchange.describe(handshake)
-    return Own(Reader(memory, ranks=1, kv_heads=1), handshake, cache.address + size)
+    return Own(ReaderRank(memory, ranks=1, kv_heads=1), handshake, cache.address + size)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from connector.holder.holder import HolderSettings
-from connector.scheduler.calls import EngineCall, EngineNotification
+from connector.messages import EngineCall, EngineNotification
 from services.worker.engines.kv_event_feed import KvEventFeed
 from services.worker.engines.port import (
     AsgiApp,
@@ -176,7 +176,7 @@ class StoreEngine:
             self._wake.clear()
             core.look()
             if orders := core.take_orders():
-                self._mover.obey(orders)
+                self._mover.submit(orders)
             if results := self._mover.take_results():
                 core.results(results)
                 continue

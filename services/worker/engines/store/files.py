@@ -40,7 +40,7 @@ class FolderTaken(Exception):
 class BlockFile(Protocol):
     """Moves blocks between memory and an open file."""
 
-    words: str
+    description: str
     """What moves them, for a person."""
 
     def write(self, addresses: Sequence[int], offsets: Sequence[int], length: int) -> None:
@@ -56,7 +56,7 @@ class BlockFile(Protocol):
 class PlainFile:
     """The operating system's own reading and writing, where NIXL's file plugin cannot be had."""
 
-    words = "plain files"
+    description = "plain files"
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -102,7 +102,7 @@ class StoreFiles:
         self._used = max((record.used for record in self.restored), default=0)
         os.ftruncate(self._blocks, slots * block_bytes)  # space is taken as it is written
         self._file = open_file(io, self._blocks, lambda: nixl_file(self._blocks, slots * block_bytes, memory))
-        self.words = self._file.words
+        self.description = self._file.description
 
     def perform(self, job: Job) -> list[bytes]:
         """Move a job's blocks; each one's checksum, nothing for those that were not moved. Raises TimeoutError."""

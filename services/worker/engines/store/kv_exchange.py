@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import msgspec
 
 from connector.holder.holder import HolderSettings
-from connector.reader.fetch_plan import Limits
-from connector.scheduler.calls import EngineCall, EngineNotification
-from connector.scheduler.engine_exchange import EngineExchange
-from connector.scheduler.orders import Orders, Results
+from connector.reader.fetch_plan import FetchLimits
+from connector.messages import EngineCall, EngineNotification
+from connector.scheduler.exchange_core import ExchangeCore
+from connector.orders import Orders, Results
 from services.worker.engines.simulated.core.block_pool import LeasablePool
 from services.worker.engines.store.tiers import Job, Tiers
 from shared.contracts.kv_exchange import LeaseKv, ReleaseKv, unpack_block_ids, unpack_full_hashes
@@ -42,23 +42,23 @@ class StoreExchange:
     def __init__(self, holding: HolderSettings, block_tokens: int, tiers: Tiers, now: Callable[[], float]) -> None:
         self.tiers = tiers
         self._now = now
-        self._parts = EngineExchange(holding, block_tokens, Limits(), now)
-        self._parts.bind(LeasablePool(tiers.memory), tiers)
+        self._core = ExchangeCore(holding, block_tokens, FetchLimits(), now)
+        self._core.bind(LeasablePool(tiers.memory), tiers)
         self._waiting: list[_Waiting] = []
         self._granted_blocks = 0
 
     def describe(self, handshake: KvHandshake) -> None:
         """The memory is registered; this is what others need to read it."""
-        self._parts.handshake = handshake
+        self._core.handshake = handshake
 
     def call(self, call: EngineCall) -> EngineNotification:
         """Do what the worker asks."""
         for release in call.releases:
             self._unwanted(release)
         ready = [lease for lease in call.leases if not self._waits(lease)]
-        self._parts.obey(msgspec.structs.replace(call, leases=ready))
+        self._core.handle(msgspec.structs.replace(call, leases=ready))
         self.look()
-        return self._noted(self._parts.notifications(describe=call.describe))
+        return self._noted(self._core.notifications(describe=call.describe))
 
     def look(self) -> None:
         """End what is over, and answer what can be answered: after whatever happened, and when it wants to be woken."""
@@ -66,33 +66,33 @@ class StoreExchange:
         due = [one for one in self._waiting if now >= one.until or not any(map(self.tiers.is_coming, one.names))]
         if due:
             self._waiting = [one for one in self._waiting if one not in due]
-            self._parts.obey(EngineCall(leases=[one.lease for one in due]))
-        self._parts.grant()
-        self._parts.on_time()
-        effects, orders = self._parts.reader.effects, self._parts.orders
-        orders.reads += effects.reads
-        orders.cancel += effects.cancel
-        effects.reads, effects.cancel = [], []
+            self._core.handle(EngineCall(leases=[one.lease for one in due]))
+        self._core.grant()
+        self._core.on_time()
+        outbox, orders = self._core.reader.outbox, self._core.orders
+        orders.reads += outbox.reads
+        orders.cancel += outbox.cancel
+        outbox.reads, outbox.cancel = [], []
 
     def wakes_at(self) -> float | None:
         """When to look again."""
-        parts = self._parts
-        looks = not parts.prefetcher.idle or parts.holder.has_followings
-        now, expiry_s = self._now(), parts.holder.counts.next_expiry_s or None
+        core = self._core
+        looks = not core.prefetcher.idle or core.holder.has_followed
+        now, expiry_s = self._now(), core.holder.counts.next_expiry_s or None
         times = [expiry_s, now + LOOK_S if looks else None, self.tiers.saves_at(now)]
         times += [one.until for one in self._waiting]
         return min((at for at in times if at is not None), default=None)
 
     def take_orders(self) -> Orders:
         """For the mover."""
-        orders, self._parts.orders = self._parts.orders, Orders()
+        orders, self._core.orders = self._core.orders, Orders()
         return orders
 
     def results(self, results: Results) -> None:
         """What the mover has done."""
-        self._parts.on_connected(results.connected)
+        self._core.on_connected(results.connected)
         for part in results.parts:
-            self._parts.on_part(part)
+            self._core.on_part(part)
 
     def next_job(self) -> Job | None:
         """For whoever moves blocks between memory and files."""
@@ -105,11 +105,11 @@ class StoreExchange:
     @property
     def moving(self) -> bool:
         """Whether the mover has something that is not over."""
-        return bool(self._parts.connecting) or not self._parts.prefetcher.idle
+        return bool(self._core.connecting) or not self._core.prefetcher.idle
 
     def take_notifications(self) -> EngineNotification | None:
         """For the worker, if there is any."""
-        return self._noted(self._parts.notifications()) if self._parts.has_notifications else None
+        return self._noted(self._core.notifications()) if self._core.has_notifications else None
 
     def state(self, block_bytes: int, disk_free_bytes: int = -1) -> StoreState:
         """What it keeps and has done; ``block_bytes`` is what a block takes."""

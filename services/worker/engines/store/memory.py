@@ -31,5 +31,5 @@ class Room:
 
     def as_text(self, blocks: int) -> str:
         """How much there is, for a person."""
-        files = "none in files" if self.files is None else f"{self.files.slots} in files ({self.files.words})"
+        files = "none in files" if self.files is None else f"{self.files.slots} in files ({self.files.description})"
         return f"{blocks} blocks in memory, {files}"

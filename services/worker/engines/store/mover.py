@@ -8,12 +8,12 @@ from importlib.util import find_spec
 from typing import Protocol
 
 from connector.layout.compatibility import PROTOCOL_VERSION
-from connector.layout.read_plan import Reader
-from connector.scheduler.orders import Orders, Results
+from connector.layout.routes import ReaderRank
+from connector.orders import Orders, Results
 from connector.transfer.agent import Region, TransferAgent
 from connector.worker.connections import PROBE_BYTES, Own
 from connector.worker.copier import Copier
-from connector.worker.transfer_thread import Transfers
+from connector.worker.transfer_thread import TransferThread
 from services.worker.engines.port import Identity
 from services.worker.engines.simulated.mover import DirectMover, agent_name
 from services.worker.engines.store.block_shape import BlockShape
@@ -27,7 +27,7 @@ class StoreMover(Protocol):
     rings: bool
     """Says itself when something has ended; otherwise it must be asked."""
 
-    def obey(self, orders: Orders) -> None:
+    def submit(self, orders: Orders) -> None:
         """Take orders on."""
 
     def take_results(self) -> Results:
@@ -41,7 +41,7 @@ MoverOf = Callable[[Identity, BlockShape, int, int, Callable[[], None]], tuple[S
 """From who it is, its blocks' shape, where they begin and how many they are, and what to ring."""
 
 
-class Threaded(Transfers):
+class Threaded(TransferThread):
     """On a thread of its own, which rings."""
 
     rings = True
@@ -113,4 +113,4 @@ def introduce(agent: TransferAgent, identity: Identity, shape: BlockShape, base:
         kv_heads=shape.kv_heads,
         ranks=[rank],
     )
-    return Own(Reader(rank, ranks=1, kv_heads=shape.kv_heads), handshake, base + size)
+    return Own(ReaderRank(rank, ranks=1, kv_heads=shape.kv_heads), handshake, base + size)

@@ -13,7 +13,7 @@ from enum import Enum
 import msgspec
 
 from services.worker.engines.simulated.core.block_cache import BlockCache
-from services.worker.engines.simulated.core.block_pool import CacheShelf
+from services.worker.engines.simulated.core.block_pool import CacheBlockAllocator
 from services.worker.engines.store.file_tier import FileTier
 from shared.contracts.kv_events import KvEvent, KvEventKind, KvTier, block_hash64, pack_hashes
 
@@ -51,12 +51,12 @@ class Counts:
 
 
 class Tiers:
-    """A ``connector.reader.prefetch.Shelf``: a block of the file has a number, too, behind those of memory."""
+    """A ``connector.reader.prefetch.BlockAllocator``: a block of the file has a number, too, behind those of memory."""
 
     def __init__(self, memory: BlockCache, files: FileTier, job_blocks_max: int) -> None:
         self.memory = memory
         self.files = files
-        self._shelf = CacheShelf(memory)
+        self._allocator = CacheBlockAllocator(memory)
         self._job_blocks_max = job_blocks_max
         self._to_load: dict[bytes, None] = {}
         self._to_save: dict[bytes, None] = {}
@@ -80,19 +80,19 @@ class Tiers:
         self.files.hold(slots)
         return held
 
-    def take(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         """At most ``count`` blocks of memory for new content."""
-        return self._shelf.take(count)
+        return self._allocator.allocate(count)
 
-    def name(self, hashes: Sequence[bytes], first: int, blocks: Sequence[int]) -> None:
+    def cache(self, hashes: Sequence[bytes], first: int, blocks: Sequence[int]) -> None:
         """They have arrived: others may read them from now on, and they are to be saved."""
-        self._shelf.name(hashes, first, blocks)
+        self._allocator.cache(hashes, first, blocks)
         if self.files.slots:
             self._to_save.update(dict.fromkeys(hashes[first : first + len(blocks)]))
             while len(self._to_save) > self.memory.blocks:
                 del self._to_save[next(iter(self._to_save))]
 
-    def give_back(self, blocks: Sequence[int]) -> None:
+    def free(self, blocks: Sequence[int]) -> None:
         """Held or taken, they are not needed any more."""
         in_memory, slots = self._apart(blocks)
         self.memory.release(in_memory)

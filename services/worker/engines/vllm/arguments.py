@@ -13,8 +13,8 @@ from services.worker.settings import Settings
 CPU_KV_BYTES = 256 * 1024 * 1024
 OWN_CONNECTOR = "BatonConnector"
 OWN_SCHEDULERS = {
-    False: "connector.scheduler.scheduler.BatonScheduler",
-    True: "connector.scheduler.scheduler.BatonAsyncScheduler",
+    False: "connector.scheduler.engine_scheduler.BatonScheduler",
+    True: "connector.scheduler.engine_scheduler.BatonAsyncScheduler",
 }
 """By whether the engine schedules ahead, which vLLM decides; a scheduler of the wrong kind computes nonsense."""
 

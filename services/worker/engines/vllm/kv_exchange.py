@@ -12,7 +12,7 @@ import zmq
 import zmq.asyncio
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from connector.scheduler.calls import EngineCall, EngineNotification
+from connector.messages import EngineCall, EngineNotification
 from services.worker.engines.port import EngineDead
 
 NEWS_QUEUED_MAX = 4096

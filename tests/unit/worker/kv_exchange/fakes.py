@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from connector.scheduler.calls import EngineCall, EngineNotification
+from connector.messages import EngineCall, EngineNotification
 from services.worker.engines.port import Identity
 from services.worker.kv_exchange.worker_exchange import WorkerExchange
 from shared.bus.port import Bus

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from connector.scheduler.calls import EngineCall, Peer, PeerGone
+from connector.messages import EngineCall, Peer, PeerGone
 from services.worker.kv_exchange.engine_calls import merged
 from services.worker.kv_exchange.open_asks import ASKS_MAX, OpenAsks, is_sound_lease, unclaimed
 from shared.contracts.ids import Epoch, WorkerId

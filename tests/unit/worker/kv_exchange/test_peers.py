@@ -7,7 +7,7 @@ import math
 import msgspec
 import pytest
 
-from connector.scheduler.calls import PeerGone
+from connector.messages import PeerGone
 from services.worker.kv_exchange.peers import (
     ASKS_AT_ONCE_MAX,
     KEEP_ALIVE_S,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import AsyncExitStack
 
-from connector.scheduler.calls import Chain, EngineCall, EngineNotification
+from connector.messages import Chain, EngineCall, EngineNotification
 from services.worker.kv_exchange.store_copies import StoreCopies
 from services.worker.settings import Settings
 from shared.contracts.kv_exchange import pack_full_hashes

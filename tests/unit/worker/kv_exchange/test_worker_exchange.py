@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from connector.scheduler.calls import EngineNotification, FetchEnded, PeerConnected, PeerGone
+from connector.messages import EngineNotification, FetchEnded, PeerConnected, PeerGone
 from shared.bus.port import AskRefused
 from shared.contracts.channels import KV_FETCH, KV_GRANT, KV_HANDSHAKE, KV_LEASE, KV_RELEASE, WORKER_LOST
 from shared.contracts.failures import Reason
@@ -197,7 +197,7 @@ async def test_a_worker_that_is_wanted_is_asked_again_at_once():
     async with exchanging(OneWorker(hub, "r1")) as reader, exchanging(OneWorker(hub, "h1")):
         await reader.engine.told("peers")
 
-        reader.engine.tell(wanted=["h1"])
+        reader.engine.tell(unknown_peers=["h1"])
 
         assert len(await reader.engine.told("peers", 2)) == 2
 
@@ -207,7 +207,7 @@ async def test_a_peer_that_cannot_be_connected_is_not_asked_again_at_once():
     async with exchanging(OneWorker(hub, "r1")) as reader, exchanging(OneWorker(hub, "h1")):
         await reader.engine.told("peers")
 
-        reader.engine.tell(connected=[PeerConnected(worker_id="h1", epoch=1, failure="no route")], wanted=["h1"])
+        reader.engine.tell(connected=[PeerConnected(worker_id="h1", epoch=1, failure="no route")], unknown_peers=["h1"])
         for _turn in range(50):
             await asyncio.sleep(0)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from connector.scheduler.calls import EngineCall, EngineNotification, FetchEnded
+from connector.messages import EngineCall, EngineNotification, FetchEnded
 from shared.contracts.channels import WORKER_RECORDS
 from shared.contracts.kv_exchange import FetchedKv, FetchKv, unpack_full_hashes
 from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerPhase

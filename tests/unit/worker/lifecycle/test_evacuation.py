@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from connector.scheduler.calls import Chain, EngineNotification
+from connector.messages import Chain, EngineNotification
 from services.worker.kv_exchange.prefix_copy import CopyTotals
 from services.worker.lifecycle.evacuation import CHAINS_AT_ONCE_MAX, evacuate
 from shared.contracts.kv_exchange import pack_full_hashes

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable
 from itertools import count
 
-from connector.scheduler.calls import EngineCall, EngineNotification, Peer, PeerGone
+from connector.messages import EngineCall, EngineNotification, Peer, PeerGone
 from connector.transfer.memory_agent import MemoryNetwork
 from services.worker.engines.simulated.core.engine_core import EngineCore, ModelTokens
 from services.worker.engines.simulated.core.sequence import Sequence, Wish
@@ -102,7 +102,7 @@ class Fleet:
         core = member.core
         ended = [sequence for sequence, _ in core.advance(member.now()) if sequence.finish_reason]
         orders = core.exchange.take_orders()
-        member.mover.obey(orders)
+        member.mover.submit(orders)
         if core.exchange.moving or orders:
             results = member.mover.take_results()
             if results:

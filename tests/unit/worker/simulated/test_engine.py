@@ -8,7 +8,7 @@ from array import array
 import numpy as np
 import pytest
 
-from connector.scheduler.calls import EngineCall, Peer, StartFetch
+from connector.messages import EngineCall, Peer, StartFetch
 from connector.transfer.agent import TransferFailed
 from services.worker.engines.port import CURRENT_LEG, EngineDead, Identity, LegRecord
 from services.worker.engines.simulated.core.settings import SimulationSettings

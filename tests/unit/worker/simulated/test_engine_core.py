@@ -28,7 +28,7 @@ REQUESTS = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 3), st.integers
 
 def keeps_its_limits(core):
     uses = Counter(block for sequence in core.batch.everyone() for block in sequence.blocks)
-    uses += core.exchange.holder._ledger._pins
+    uses += core.exchange.holder._leases._pins
     assert core.cache._holders == [uses[block] for block in range(core.cache.blocks)]
     assert len(core.batch.running) <= core.settings.max_num_seqs
     if core._step is not None:

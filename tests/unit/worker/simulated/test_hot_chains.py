@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from connector.scheduler.calls import Chain, EngineCall, StartFetch
+from connector.messages import Chain, EngineCall, StartFetch
 from shared.contracts.kv_exchange import FetchKv, KvSource, unpack_full_hashes
 from tests.unit.worker.simulated.builders import BLOCK, answer, completion, engine, fleet, prompt, wish
 from tests.unit.worker.simulated.fleet import Fleet, Member

@@ -8,7 +8,7 @@ import pytest
 
 from connector.holder.holder import HolderSettings
 from connector.layout.tensors import heads_of
-from connector.scheduler.calls import EngineCall
+from connector.messages import EngineCall
 from services.worker.engines.simulated.core.block_cache import BlockCache
 from services.worker.engines.store.block_shape import shape_of
 from services.worker.engines.store.file_tier import FileTier
@@ -41,9 +41,9 @@ class Store:
         self.tiers.files.restore(SlotRecord(name, slot, SUM, slot + 1) for slot, name in enumerate(names))
 
     def in_memory(self, names: list[bytes]) -> None:
-        blocks = self.tiers.take(len(names))
-        self.tiers.name(names, 0, blocks)
-        self.tiers.give_back(blocks)
+        blocks = self.tiers.allocate(len(names))
+        self.tiers.cache(names, 0, blocks)
+        self.tiers.free(blocks)
 
     def ask(self, names: list[bytes], **fields):
         self.asks += 1

@@ -83,7 +83,7 @@ def test_an_engine_learns_whose_it_is_in_words_that_its_connector_understands():
 def test_the_scheduler_is_of_the_kind_that_vllm_decided_on(ahead, name):
     assert (
         introduced(Settings(), async_scheduling=ahead).scheduler_config.scheduler_cls
-        == f"connector.scheduler.scheduler.{name}"
+        == f"connector.scheduler.engine_scheduler.{name}"
     )
 
 

@@ -39,8 +39,8 @@ class LeasablePool:
         self._cache.release(ordered[::-1])
 
 
-class CacheShelf:
-    """See ``connector.reader.prefetch.Shelf``."""
+class CacheBlockAllocator:
+    """See ``connector.reader.prefetch.BlockAllocator``."""
 
     def __init__(self, cache: BlockCache) -> None:
         self._cache = cache
@@ -51,16 +51,16 @@ class CacheShelf:
         self._cache.hold(found)
         return found
 
-    def take(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         """At most ``count`` blocks for new content, none if too few would be left for requests."""
         spare = self._cache.free - int(self._cache.blocks * FREE_SHARE_MIN)
         return self._cache.take(max(0, min(count, spare))) or []
 
-    def name(self, hashes: Sequence[bytes], first: int, blocks: Sequence[int]) -> None:
-        """Into the prefix cache."""
+    def cache(self, hashes: Sequence[bytes], first: int, blocks: Sequence[int]) -> None:
+        """Put them into the prefix cache."""
         for index, block in enumerate(blocks, start=first):
             self._cache.name(block, hashes[index], hashes[index - 1] if index else None)
 
-    def give_back(self, blocks: Sequence[int]) -> None:
+    def free(self, blocks: Sequence[int]) -> None:
         """Held or taken, they are not needed any more."""
         self._cache.release(blocks)

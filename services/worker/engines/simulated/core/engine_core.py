@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from connector.scheduler.calls import EngineCall, EngineNotification
-from connector.scheduler.orders import Results
+from connector.messages import EngineCall, EngineNotification
+from connector.orders import Results
 from services.worker.engines.simulated.core.batch import Batch, Plan
 from services.worker.engines.simulated.core.block_cache import BlockCache
 from services.worker.engines.simulated.core.block_hashes import BlockHasher

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from connector.holder.holder import HolderSettings
-from connector.reader.fetch_plan import Limits
-from connector.scheduler.calls import EngineCall, EngineNotification
-from connector.scheduler.engine_exchange import EngineExchange
-from connector.scheduler.orders import Orders, Results
+from connector.messages import EngineCall, EngineNotification
+from connector.orders import Orders, Results
+from connector.reader.fetch_plan import FetchLimits
+from connector.scheduler.exchange_core import ExchangeCore
 from services.worker.engines.simulated.core.block_cache import BlockCache
-from services.worker.engines.simulated.core.block_pool import CacheShelf, LeasablePool
+from services.worker.engines.simulated.core.block_pool import CacheBlockAllocator, LeasablePool
 from services.worker.engines.simulated.core.link import SimulatedLink
 from services.worker.engines.simulated.core.sequence import Sequence
 from services.worker.engines.simulated.core.settings import SimulationSettings
@@ -40,31 +40,31 @@ class Exchange:
             lease_s_max=settings.kv_lease_s,
             lease_share_max=settings.kv_lease_share_max,
         )
-        self._parts = EngineExchange(holding, settings.block_size, Limits(), now)
-        self._parts.bind(LeasablePool(cache), CacheShelf(cache))
-        self.holder = self._parts.holder
-        self.reader = self._parts.reader
+        self._core = ExchangeCore(holding, settings.block_size, FetchLimits(), now)
+        self._core.bind(LeasablePool(cache), CacheBlockAllocator(cache))
+        self.holder = self._core.holder
+        self.reader = self._core.reader
 
     def describe(self, handshake: KvHandshake) -> None:
         """The cache's memory is registered; this is what others need to read it."""
-        self._parts.handshake = handshake
+        self._core.handshake = handshake
 
     def call(self, call: EngineCall) -> EngineNotification:
         """Do what the worker asks."""
-        self._parts.obey(call)
+        self._core.handle(call)
         self.look()
-        return self._parts.notifications(describe=call.describe)
+        return self._core.notifications(describe=call.describe)
 
     def look(self) -> None:
         """End what is over, and grant what became ready: after each step, and when it wants to be woken."""
-        self._parts.grant()
-        self._parts.on_time()
+        self._core.grant()
+        self._core.on_time()
         self.send()
-        self._parts.orders.reads += self._link.arrivals(self._now())
+        self._core.orders.reads += self._link.arrivals(self._now())
 
     def wakes_at(self) -> float | None:
         """When to look again."""
-        looks = not self.reader.idle or not self._parts.prefetcher.idle or self.holder.has_followings
+        looks = not self.reader.idle or not self._core.prefetcher.idle or self.holder.has_followed
         expiry = self.holder.counts.next_expiry_s or None
         times = (self._link.next_arrival(), self._now() + LOOK_S if looks else None, expiry)
         return min((at for at in times if at is not None), default=None)
@@ -72,8 +72,8 @@ class Exchange:
     def finished(self, sequence: Sequence, *, offers: bool) -> None:
         """A sequence has ended, or nobody wants it. Its blocks are still its own."""
         offer = self._offer(sequence) if offers else None
-        self._parts.used(sequence.hashes, sequence.computed)
-        sequence.account.transfer_report = self._parts.finished(sequence.request_id, offer, sequence.wish.order)
+        self._core.used(sequence.hashes, sequence.computed)
+        sequence.account.transfer_report = self._core.finished(sequence.request_id, offer, sequence.wish.order)
         self.send()
 
     def transfer_report(self, sequence: Sequence) -> KvTransferReport:
@@ -89,26 +89,26 @@ class Exchange:
 
     def take_orders(self) -> Orders:
         """For the mover."""
-        orders, self._parts.orders = self._parts.orders, Orders()
+        orders, self._core.orders = self._core.orders, Orders()
         return orders
 
     def results(self, results: Results) -> None:
         """What the mover has done."""
-        self._parts.on_connected(results.connected)
+        self._core.on_connected(results.connected)
         for part in results.parts:
             landed = self._link.landed(part, self._now())
             if landed is not None:
-                self._parts.on_part(landed)
+                self._core.on_part(landed)
         self.send()
 
     @property
     def moving(self) -> bool:
         """Whether the mover has something that is not over."""
-        return bool(self._parts.connecting) or self._link.copying
+        return bool(self._core.connecting) or self._link.copying
 
     def take_notifications(self) -> EngineNotification | None:
         """For the worker, if there is any."""
-        return self._parts.notifications() if self._parts.has_notifications else None
+        return self._core.notifications() if self._core.has_notifications else None
 
     def _offer(self, sequence: Sequence) -> KvOffer | None:
         full = sequence.prompt_tokens // self._settings.block_size
@@ -116,15 +116,15 @@ class Exchange:
 
     def send(self) -> None:
         """Put reads on the link, and take off it what nobody wants."""
-        effects = self.reader.effects
-        while effects.reads or effects.cancel:
-            reads, effects.reads = effects.reads, []
-            cancel, effects.cancel = effects.cancel, []
+        outbox = self.reader.outbox
+        while outbox.reads or outbox.cancel:
+            reads, outbox.reads = outbox.reads, []
+            cancel, outbox.cancel = outbox.cancel, []
             now = self._now()
             for read in reads:
                 self._link.begin(read, now)
             for read_id in cancel:
                 if (end := self._link.cancel(read_id, now)) is not None:
-                    self._parts.on_part(end)
+                    self._core.on_part(end)
                 else:
-                    self._parts.orders.cancel.append(read_id)
+                    self._core.orders.cancel.append(read_id)

@@ -14,7 +14,7 @@ from pathlib import Path
 CPUS = Path("/sys/devices/system/cpu")
 
 
-def run_on(cores: Iterable[int]) -> None:
+def allow_cores(cores: Iterable[int]) -> None:
     """The calling thread may also run on those of these cores that are as near to its memory as its own."""
     own = os.sched_getaffinity(0)
     nodes = {node_of(core) for core in own}

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from connector.worker import cpu_affinity as cores
-from connector.worker.cpu_affinity import run_on
+from connector.transfer import cpu_affinity
+from connector.transfer.cpu_affinity import allow_cores
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +17,7 @@ def _two_nodes(tmp_path, monkeypatch):
     """Every second core is of another node, none of which the test's machine needs to have."""
     for core in range(64):
         (tmp_path / f"cpu{core}" / f"node{core % 2}").mkdir(parents=True)
-    monkeypatch.setattr(cores, "CPUS", tmp_path)
+    monkeypatch.setattr(cpu_affinity, "CPUS", tmp_path)
 
 
 def on_a_thread(call: Callable[[], None]) -> set[int]:
@@ -39,25 +39,25 @@ def test_it_may_run_on_other_cores_that_are_near():
     mine = os.sched_getaffinity(0)
     own = min(mine)
 
-    assert on_a_thread(lambda: run_on(mine)) == {core for core in mine if core % 2 == own % 2}
+    assert on_a_thread(lambda: allow_cores(mine)) == {core for core in mine if core % 2 == own % 2}
 
 
 def test_cores_of_another_node_are_left_alone():
     own = min(os.sched_getaffinity(0))
 
-    assert on_a_thread(lambda: run_on([own + 1])) == {own}
+    assert on_a_thread(lambda: allow_cores([own + 1])) == {own}
 
 
 def test_without_other_cores_it_stays_where_it_is():
-    assert on_a_thread(lambda: run_on(())) == {min(os.sched_getaffinity(0))}
+    assert on_a_thread(lambda: allow_cores(())) == {min(os.sched_getaffinity(0))}
 
 
 def test_where_no_nodes_are_told_all_are_near(tmp_path, monkeypatch):
-    monkeypatch.setattr(cores, "CPUS", tmp_path / "nothing")
+    monkeypatch.setattr(cpu_affinity, "CPUS", tmp_path / "nothing")
     mine = os.sched_getaffinity(0)
 
-    assert on_a_thread(lambda: run_on(mine)) == mine
+    assert on_a_thread(lambda: allow_cores(mine)) == mine
 
 
 def test_cores_that_nobody_has_cost_nothing():
-    assert on_a_thread(lambda: run_on([10_000])) == {min(os.sched_getaffinity(0))}
+    assert on_a_thread(lambda: allow_cores([10_000])) == {min(os.sched_getaffinity(0))}

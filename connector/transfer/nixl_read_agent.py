@@ -43,7 +43,7 @@ _making = threading.Lock()
 
 
 @dataclass(slots=True, eq=False)
-class Lane:
+class ReadAgent:
     """An agent that reads from one peer. Not thread-safe; methods raise nixl's ERRORS where nothing else is said."""
 
     agent: Any
@@ -88,7 +88,7 @@ class Lane:
         self.agent = None
 
 
-def open_lane(name: str, regions: Sequence[Region], metadata: bytes) -> Lane:
+def open_read_agent(name: str, regions: Sequence[Region], metadata: bytes) -> ReadAgent:
     """An agent of that name, which must be unique for ever, wired to the peer. Raises TransferFailed."""
     agent = make_agent(name, progress=False)
     registered = register(agent, regions)
@@ -96,7 +96,7 @@ def open_lane(name: str, regions: Sequence[Region], metadata: bytes) -> Lane:
         added = agent.add_remote_agent(metadata)
         peer = added.decode() if isinstance(added, bytes) else str(added)
         agent.make_connection(peer, backends=BACKENDS)
-    return Lane(agent, registered, peer)
+    return ReadAgent(agent, registered, peer)
 
 
 def make_agent(name: str, *, progress: bool, backends: Sequence[str] = BACKENDS) -> Any:

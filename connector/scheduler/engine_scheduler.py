@@ -12,7 +12,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from connector.connector import BatonConnector, params_of
-from connector.scheduler.metadata import StepReport
+from connector.scheduler.connector_scheduler import StepReport
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -32,22 +32,22 @@ class BatonScheduling:
 
     def add_request(self, request: Request) -> None:
         """A new request: no rest before it has been looked at."""
-        self.connector.scheduler_side.rest.stir()
+        self.connector.connector_scheduler.idle_wait.note_change()
         super().add_request(request)  # type: ignore[misc]
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> list[Request]:
         """What ends makes room; what it gives back is told at once, for an engine left with nothing does not step."""
-        self.connector.scheduler_side.rest.stir()
+        self.connector.connector_scheduler.idle_wait.note_change()
         finished: list[Request] = super().finish_requests(*args, **kwargs)  # type: ignore[misc]
-        self.connector.scheduler_side.tell()
+        self.connector.connector_scheduler.push_notifications()
         return finished
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """After a rest, if all that could be done was to look again whether something has come."""
-        side = self.connector.scheduler_side
-        side.pause()
+        side = self.connector.connector_scheduler
+        side.wait_if_idle()
         scheduled: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        side.rest.stepped(scheduled.total_num_scheduled_tokens)
+        side.idle_wait.note_step(scheduled.total_num_scheduled_tokens)
         return scheduled
 
     def update_from_output(
@@ -56,11 +56,11 @@ class BatonScheduling:
         """Around vLLM's own: requests whose blocks have come are named in time for it to go on with them."""
         if not isinstance(self.connector, BatonConnector):
             raise TypeError("this scheduler is for the Baton connector: set kv_connector to BatonConnector")
-        side = self.connector.scheduler_side
+        side = self.connector.connector_scheduler
         side.holder.computed(scheduler_output)
         report = model_runner_output.kv_connector_output
         worker_meta = report.kv_connector_worker_meta if report is not None else None
-        ended, empty = side.digest(worker_meta if isinstance(worker_meta, StepReport) else None)
+        ended, empty = side.take_report(worker_meta if isinstance(worker_meta, StepReport) else None)
         if ended:
             model_runner_output = _with_ended(model_runner_output, ended, empty)
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(  # type: ignore[misc]
@@ -69,7 +69,7 @@ class BatonScheduling:
         if side.reader.admitted:
             self._send_transfer_reports(outputs, side.reader)
         self._refuse(outputs)
-        side.stepped()
+        side.finish_step()
         return outputs
 
     def _send_transfer_reports(self, outputs: dict[int, EngineCoreOutputs], reader: Reader) -> None:
@@ -83,7 +83,7 @@ class BatonScheduling:
 
     def _refuse(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         """End the requests of which too little is cached: no token, no compute."""
-        reader = self.connector.scheduler_side.reader
+        reader = self.connector.connector_scheduler.reader
         if not reader.refused:
             return
         refused, reader.refused = reader.refused, []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from connector.scheduler.calls import Peer
+from connector.messages import Peer
 
 PeerKey = tuple[str, int]
 """Worker id and epoch: one life of a worker."""

@@ -1,7 +1,7 @@
 """An engine's end of the KV exchange, whatever the engine: the parts that decide, and what goes between them and the
 worker. All on the thread of the engine's scheduler.
 
-Around it a real engine (``SchedulerSide``) and a simulated one put their memory, their clock, who moves the bytes, and
+Around it a real engine (``ConnectorScheduler``) and a simulated one put their memory, their clock and what moves bytes, and
 when they look.
 """
 
@@ -15,12 +15,12 @@ import msgspec
 from connector.holder.holder import GROUPS, Holder, HolderSettings, Pool
 from connector.holder.hot_chains import HotChains
 from connector.layout.compatibility import why_not
-from connector.reader.fetch_plan import Limits
+from connector.messages import Chain, EngineCall, EngineNotification, Peer, PeerConnected
+from connector.orders import Connected, Orders, PeerKey, ReadPart
+from connector.reader.fetch_plan import FetchLimits
 from connector.reader.peers import Peers, key_of
-from connector.reader.prefetch import Prefetcher, Shelf
+from connector.reader.prefetch import BlockAllocator, Prefetcher
 from connector.reader.reader import Reader
-from connector.scheduler.calls import Chain, EngineCall, EngineNotification, Peer, PeerConnected
-from connector.scheduler.orders import Connected, Orders, PeerKey, ReadPart
 from connector.scheduler.stats import ExchangeStats
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvGrant, KvOffer, KvTransferReport, LegOrder
@@ -28,7 +28,7 @@ from shared.contracts.kv_handshake import KvHandshake
 
 
 @dataclass(slots=True)
-class Said:
+class PendingReplies:
     """What is to be told of the worker's calls, until it is."""
 
     grants: list[KvGrant] = field(default_factory=list)
@@ -39,10 +39,12 @@ class Said:
         return bool(self.grants or self.connected or self.chains)
 
 
-class EngineExchange:
-    """See the module. Reads and cancels are in ``reader.effects``, for whoever moves bytes here."""
+class ExchangeCore:
+    """See the module. Reads and cancels are in ``reader.outbox``, for whoever moves bytes here."""
 
-    def __init__(self, settings: HolderSettings, block_tokens: int, limits: Limits, now: Callable[[], float]) -> None:
+    def __init__(
+        self, settings: HolderSettings, block_tokens: int, limits: FetchLimits, now: Callable[[], float]
+    ) -> None:
         self.handshake: KvHandshake | None = None
         """What others need to read this engine's memory, when it is registered."""
         self.orders = Orders()
@@ -51,20 +53,20 @@ class EngineExchange:
         self._now = now
         self._block_tokens = block_tokens
         self._peers = Peers()
-        self._tally = ExchangeStats()
-        self._said = Said()
+        self._stats = ExchangeStats()
+        self._replies = PendingReplies()
         self.holder = Holder(settings, now)
         self.reader = Reader((settings.worker_id, settings.epoch), block_tokens, self._peers, limits, now)
         self.prefetcher = Prefetcher(self.reader, now)
         self._hot: HotChains
 
-    def bind(self, pool: Pool, shelf: Shelf) -> None:
+    def bind(self, pool: Pool, allocator: BlockAllocator) -> None:
         """The engine's blocks, once, before anything else."""
         self.holder.bind(pool, self._block_tokens)
-        self.prefetcher.bind(shelf)
+        self.prefetcher.bind(allocator)
         self._hot = HotChains(lambda name: pool.get_cached_block(name, GROUPS) is not None)
 
-    def obey(self, call: EngineCall) -> None:
+    def handle(self, call: EngineCall) -> None:
         """Do what the worker asks; the answer is ``notifications``."""
         for peer in call.peers:
             self._know(peer)
@@ -72,14 +74,14 @@ class EngineExchange:
             self._forget((gone.worker_id, gone.epoch))
         for release in call.releases:
             self.holder.release(release)
-        self._said.grants += [self.holder.ask(ask) for ask in call.leases]
+        self._replies.grants += [self.holder.lease(ask) for ask in call.leases]
         for grant in call.grants:
             self.reader.on_grant(grant)
             self.prefetcher.on_grant(grant)
         for fetch in call.fetches:
             self.prefetcher.start(fetch)
         if call.chains_max:
-            self._said.chains = self._hot.hottest(
+            self._replies.chains = self._hot.hottest(
                 call.chains_max, self._now(), uses_min=call.chains_uses_min, idle_s_max=call.chains_idle_s_max
             )
         if call.release_all:
@@ -87,7 +89,7 @@ class EngineExchange:
 
     def grant(self) -> None:
         """What became ready for those who wait for it, and the end of what is over."""
-        self._said.grants += self.holder.advance()
+        self._replies.grants += self.holder.advance()
 
     def on_time(self) -> None:
         """What is overdue is given up, what can begin begins."""
@@ -107,7 +109,7 @@ class EngineExchange:
 
     def on_part(self, part: ReadPart) -> None:
         """Blocks of a read are final."""
-        self._tally.part(part)
+        self._stats.part(part)
         if not self.reader.on_part(part):
             self.prefetcher.on_part(part)
 
@@ -116,7 +118,7 @@ class EngineExchange:
         transfer_report = self.reader.finished(request_id, offer, order)
         handed_over = order.take is not None or any(source.follow for source in order.sources)
         if transfer_report is not None:
-            self._tally.request(transfer_report, self._block_tokens, handed_over=handed_over)
+            self._stats.request(transfer_report, self._block_tokens, handed_over=handed_over)
         return transfer_report
 
     def used(self, hashes: Sequence[bytes], computed_tokens: int) -> None:
@@ -133,30 +135,30 @@ class EngineExchange:
     @property
     def has_notifications(self) -> bool:
         """Whether there is something to tell the worker."""
-        effects, reader = self.reader.effects, self.reader
-        said = effects.asks or effects.releases or self._said or self.prefetcher.ended
-        return bool(said or reader.wanted or self._tally.changed(self.holder, reads=self.reads))
+        outbox, reader = self.reader.outbox, self.reader
+        said = outbox.lease_requests or outbox.releases or self._replies or self.prefetcher.ended
+        return bool(said or reader.unknown_peers or self._stats.changed(self.holder, reads=self.reads))
 
     def notifications(self, *, describe: bool = False) -> EngineNotification:
         """All of it, once; with the handshake if it is asked for."""
-        effects, reader, said = self.reader.effects, self.reader, self._said
+        outbox, reader, said = self.reader.outbox, self.reader, self._replies
         handshake = self.handshake if describe else None
         if handshake is not None:
             handshake = msgspec.structs.replace(handshake, clock_s=self._now())
         notifications = EngineNotification(
             handshake=handshake,
-            wanted=self._peers.unknown(list(reader.wanted)),
-            leases=effects.asks,
+            unknown_peers=self._peers.unknown(list(reader.unknown_peers)),
+            leases=outbox.lease_requests,
             grants=said.grants,
-            releases=effects.releases,
+            releases=outbox.releases,
             connected=said.connected,
             fetched=self.prefetcher.ended,
             chains=said.chains,
-            state=self._tally.state(self.holder, reads=self.reads),
+            state=self._stats.state(self.holder, reads=self.reads),
         )
-        effects.asks, effects.releases, self.prefetcher.ended = [], [], []
-        self._said = Said()
-        reader.wanted.clear()
+        outbox.lease_requests, outbox.releases, self.prefetcher.ended = [], [], []
+        self._replies = PendingReplies()
+        reader.unknown_peers.clear()
         return notifications
 
     def _know(self, peer: Peer) -> None:
@@ -186,4 +188,4 @@ class EngineExchange:
 
     def _say_connected(self, key: PeerKey, seconds: float, failure: str) -> None:
         said = PeerConnected(worker_id=WorkerId(key[0]), epoch=Epoch(key[1]), seconds=seconds, failure=failure)
-        self._said.connected.append(said)
+        self._replies.connected.append(said)

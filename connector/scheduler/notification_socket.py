@@ -9,7 +9,7 @@ import msgspec
 import zmq
 from zmq.constants import Flag, SocketOption, SocketType
 
-from connector.scheduler.calls import EngineNotification
+from connector.messages import EngineNotification
 
 NOTIFICATION_QUEUE_MAX = 4096
 """Messages kept for a worker that does not take them; beyond, they are dropped: every lease and ask has a deadline."""

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from connector.holder.holder import HolderSettings
-from connector.reader.fetch_plan import Limits
-from connector.scheduler.calls import EngineCall, Peer, PeerGone
-from connector.scheduler.engine_exchange import EngineExchange
-from connector.scheduler.orders import Connected
+from connector.messages import EngineCall, Peer, PeerGone
+from connector.orders import Connected
+from connector.reader.fetch_plan import FetchLimits
+from connector.scheduler.exchange_core import ExchangeCore
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_handshake import KvHandshake
 from tests.support.kv_engines import RankMemory, Shape, handshake
@@ -21,11 +21,11 @@ class End:
     def __init__(self):
         self.now = 5.0
         holding = HolderSettings(worker_id=WorkerId("me"), epoch=Epoch(1))
-        self.exchange = EngineExchange(holding, Shape().block_size, Limits(), lambda: self.now)
+        self.exchange = ExchangeCore(holding, Shape().block_size, FetchLimits(), lambda: self.now)
         self.exchange.handshake = described("me")
 
     def is_told_of(self, peer: KvHandshake):
-        self.exchange.obey(EngineCall(peers=[Peer(handshake=peer, clock_ahead_s=0.0)]))
+        self.exchange.handle(EngineCall(peers=[Peer(handshake=peer, clock_ahead_s=0.0)]))
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_a_peer_whose_kv_means_something_else_is_not_connected_and_the_worker_le
 
 def test_a_peer_that_is_gone_before_it_was_connected_is_not_connected(end):
     end.is_told_of(described())
-    end.exchange.obey(EngineCall(gone=[PeerGone(worker_id=WorkerId("holder"), epoch=Epoch(1))]))
+    end.exchange.handle(EngineCall(gone=[PeerGone(worker_id=WorkerId("holder"), epoch=Epoch(1))]))
 
     assert end.exchange.orders.connect == []
     assert end.exchange.orders.forget == [HOLDER]

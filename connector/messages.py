@@ -93,7 +93,7 @@ class EngineNotification(Message, frozen=True, kw_only=True):
     """Everything that an engine's exchange has to say. Empty lists are the rule."""
 
     handshake: KvHandshake | None = None
-    wanted: list[WorkerId] = msgspec.field(default_factory=list)
+    unknown_peers: list[WorkerId] = msgspec.field(default_factory=list)
     """Workers that requests name as sources and that are not connected: their handshake, please."""
     leases: list[LeaseKv] = msgspec.field(default_factory=list)
     """To be asked of other workers."""

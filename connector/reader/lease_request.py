@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from connector.scheduler.orders import PeerKey
+from connector.orders import PeerKey
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvRead
 
@@ -32,7 +32,7 @@ class Segment:
 
 
 @dataclass(slots=True)
-class AskStory:
+class ReadTotals:
     """What is told of an ask when all is over."""
 
     tokens: int = 0
@@ -56,7 +56,7 @@ class AskStory:
 
 
 @dataclass(slots=True, kw_only=True)
-class Ask:
+class LeaseRequest:
     """See the module. Block indices count from the start of the prompt."""
 
     ask_id: str
@@ -77,7 +77,7 @@ class Ask:
     segments: deque[Segment] = field(default_factory=deque)
     reading: int = 0
     """Blocks being read."""
-    story: AskStory = field(default_factory=AskStory)
+    story: ReadTotals = field(default_factory=ReadTotals)
 
     def granted(self, segment: Segment, now: float) -> None:
         """More blocks are leased."""

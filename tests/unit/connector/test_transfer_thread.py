@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from connector.scheduler.calls import Peer
-from connector.scheduler.orders import Orders, Read, Results
+from connector.messages import Peer
+from connector.orders import Orders, Read, Results
 from connector.transfer.memory_agent import MemoryNetwork
 from connector.worker.copier import Copier
-from connector.worker.transfer_thread import Transfers
+from connector.worker.transfer_thread import TransferThread
 from tests.support.faulty_agent import FaultyAgent
 from tests.support.kv_engines import RankMemory, ReadingRank, Shape, handshake
 
@@ -39,10 +39,10 @@ class Side:
         self.reading = ReadingRank(RankMemory(shape, 0))
         agent = FaultyAgent(network.agent("reader"), before_read)
         own = self.reading.own(agent)
-        self.transfers = Transfers(lambda: Copier(agent, own, time.monotonic, part_bytes=PART_BYTES))
+        self.transfers = TransferThread(lambda: Copier(agent, own, time.monotonic, part_bytes=PART_BYTES))
 
     def read(self, read_id: int = 1) -> None:
-        self.transfers.obey(Orders(reads=[Read(read_id, PEER, [3], [4], time.monotonic() + 60.0)]))
+        self.transfers.submit(Orders(reads=[Read(read_id, PEER, [3], [4], time.monotonic() + 60.0)]))
 
     def until(self, seen: Callable[[Results], bool]) -> Results:
         results = Results()
@@ -71,7 +71,7 @@ def sides() -> Iterator[Callable[..., Side]]:
 def test_one_step_may_connect_and_read(sides):
     side = sides()
 
-    side.transfers.obey(Orders(connect=[side.peer]))
+    side.transfers.submit(Orders(connect=[side.peer]))
     side.read()
 
     assert side.until(lambda results: bool(results.parts)).parts[0].failure == ""
@@ -88,7 +88,7 @@ def test_orders_are_taken_while_a_read_is_copied(sides):
             copied.set()
 
     side = sides(hold_up)
-    side.transfers.obey(Orders(connect=[side.peer]))
+    side.transfers.submit(Orders(connect=[side.peer]))
     side.read(1)
     assert copying.wait(SOON_S)
 
@@ -102,11 +102,11 @@ def test_orders_are_taken_while_a_read_is_copied(sides):
 def test_a_read_that_is_copied_part_by_part_is_reported_once(sides):
     rings: queue.Queue[Results] = queue.Queue()
     side = sides(lambda _: None, BIG)
-    side.transfers.obey(Orders(connect=[side.peer]))
+    side.transfers.submit(Orders(connect=[side.peer]))
     side.until(lambda results: bool(results.connected))
     side.transfers.ring = lambda: rings.put(side.transfers.take_results())
 
-    side.transfers.obey(Orders(reads=[Read(1, PEER, BLOCKS, BLOCKS, time.monotonic() + 60.0)]))
+    side.transfers.submit(Orders(reads=[Read(1, PEER, BLOCKS, BLOCKS, time.monotonic() + 60.0)]))
 
     assert len(rings.get(timeout=SOON_S).parts) == 2
 
@@ -122,7 +122,7 @@ def test_a_thread_that_breaks_breaks_the_engine_and_not_only_its_reads(sides):
         raise KeyError("a bug")
 
     side = sides(bug)
-    side.transfers.obey(Orders(connect=[side.peer]))
+    side.transfers.submit(Orders(connect=[side.peer]))
 
     with pytest.raises(RuntimeError, match="the transfer thread broke"):
         side.until(lambda _: False)

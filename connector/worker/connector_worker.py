@@ -18,12 +18,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 from connector import settings
 from connector.layout.compatibility import PROTOCOL_VERSION
 from connector.layout.engine_layout import kv_heads_of, layers_of, regions_of
-from connector.layout.read_plan import Reader
-from connector.scheduler.orders import Orders, Results
+from connector.layout.routes import ReaderRank
+from connector.orders import Orders, Results
 from connector.transfer.agent import Region, TransferAgent
 from connector.worker.connections import PROBE_BYTES, Own
 from connector.worker.copier import Copier
-from connector.worker.transfer_thread import Transfers
+from connector.worker.transfer_thread import TransferThread
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_handshake import KvHandshake, KvRank
 
@@ -43,7 +43,7 @@ class RankHandshake(KVConnectorHandshakeMetadata):
         return msgspec.msgpack.decode(self.packed, type=KvRank)
 
 
-class WorkerSide:
+class ConnectorWorker:
     """See the module. ``register_kv_caches`` comes first."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, make_agent: MakeAgent) -> None:
@@ -54,7 +54,7 @@ class WorkerSide:
         self._make_agent = make_agent
         self._scratch = np.zeros(PROBE_BYTES, dtype=np.uint8)
         self._memory: KvRank | None = None
-        self._transfers: Transfers | None = None
+        self._transfers: TransferThread | None = None
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Make the engine's blocks readable by peers, and start the thread that reads theirs."""
@@ -72,8 +72,10 @@ class WorkerSide:
             device_id=regions[0].device_id,
             layers=layers_of(kv_caches, self._cache),
         )
-        own = Own(Reader(self._memory, self._parallel.tensor_parallel_size, self._kv_heads), self._own(), scratch.base)
-        self._transfers = Transfers(lambda: Copier(agent, own, time.monotonic), self._settings.copy_cores)
+        own = Own(
+            ReaderRank(self._memory, self._parallel.tensor_parallel_size, self._kv_heads), self._own(), scratch.base
+        )
+        self._transfers = TransferThread(lambda: Copier(agent, own, time.monotonic), self._settings.copy_cores)
 
     def _own(self) -> KvHandshake:
         assert self._memory is not None
@@ -93,15 +95,15 @@ class WorkerSide:
         """What a peer must know of this rank's memory; None before it is registered."""
         return RankHandshake(msgspec.msgpack.encode(self._memory)) if self._memory is not None else None
 
-    def ring_when_final(self, ring: Callable[[], None]) -> None:
+    def wake_on_results(self, ring: Callable[[], None]) -> None:
         """Called, on another thread, whenever there are results."""
         assert self._transfers is not None
         self._transfers.ring = ring
 
-    def obey(self, orders: Orders) -> None:
+    def submit(self, orders: Orders) -> None:
         """Take the step's orders on; answers at once."""
         if self._transfers is not None:
-            self._transfers.obey(orders)
+            self._transfers.submit(orders)
 
     def results(self, wait_s: float = 0.0) -> Results:
         """What became final since the last call; if nothing did, wait for it so long."""

@@ -11,15 +11,15 @@ from connector.scheduler.idle_wait import IdleWait
 
 def resting():
     inbox = queue.Queue()
-    rest = IdleWait()
-    rest.in_front_of(SimpleNamespace(input_queue=inbox))
-    rest.stepped(scheduled_tokens=0)
-    return rest, inbox
+    idle_wait = IdleWait()
+    idle_wait.attach_to(SimpleNamespace(input_queue=inbox))
+    idle_wait.note_step(scheduled_tokens=0)
+    return idle_wait, inbox
 
 
 def test_what_comes_ends_the_rest():
-    rest, inbox = resting()
-    rests = threading.Thread(target=lambda: [rest.take() for _ in range(1000)])
+    idle_wait, inbox = resting()
+    rests = threading.Thread(target=lambda: [idle_wait.wait() for _ in range(1000)])
     waited = inbox.not_empty.wait
 
     def comes(_s):  # As soon as the engine waits: without a notification it would wait for ever.
@@ -34,36 +34,36 @@ def test_what_comes_ends_the_rest():
 
 
 def test_what_has_come_already_is_not_waited_for():
-    rest, inbox = resting()
+    idle_wait, inbox = resting()
     inbox.not_empty.wait = lambda _s: 1 / 0
     inbox.put("request")
 
-    rest.take()
+    idle_wait.wait()
 
 
 def test_a_step_that_computed_is_followed_by_the_next_one_at_once():
-    rest, inbox = resting()
+    idle_wait, inbox = resting()
     inbox.not_empty.wait = lambda _s: 1 / 0
-    rest.stepped(scheduled_tokens=1)
+    idle_wait.note_step(scheduled_tokens=1)
 
-    rest.take()
+    idle_wait.wait()
 
 
 def test_whatever_stirs_is_looked_at_before_the_next_rest():
-    rest, inbox = resting()
+    idle_wait, inbox = resting()
     inbox.not_empty.wait = lambda _s: 1 / 0
-    rest.stir()
+    idle_wait.note_change()
 
-    rest.take()
+    idle_wait.wait()
 
 
 def test_a_ring_ends_the_rest():
-    rest, inbox = resting()
-    rests = threading.Thread(target=rest.take)
+    idle_wait, inbox = resting()
+    rests = threading.Thread(target=idle_wait.wait)
     waited = inbox.not_empty.wait
 
     def is_rung(_s):  # As soon as the engine waits: without a notification it would wait for ever.
-        threading.Thread(target=rest.ring).start()
+        threading.Thread(target=idle_wait.wake).start()
         return waited(None)
 
     inbox.not_empty.wait = is_rung
@@ -74,23 +74,23 @@ def test_a_ring_ends_the_rest():
 
 
 def test_a_ring_before_the_rest_is_not_slept_through():
-    rest, inbox = resting()
+    idle_wait, inbox = resting()
     inbox.not_empty.wait = lambda _s: 1 / 0
-    rest.ring()
+    idle_wait.wake()
 
-    rest.take()
+    idle_wait.wait()
 
 
 def test_a_ring_is_heard_by_nobody_where_the_queue_is_not_known():
-    rest = IdleWait()
+    idle_wait = IdleWait()
 
-    rest.ring()
+    idle_wait.wake()
 
-    assert not rest.can_be_rung
+    assert not idle_wait.is_attached
 
 
 def test_an_engine_whose_queue_is_not_known_goes_on():
-    rest = IdleWait()
-    rest.stepped(scheduled_tokens=0)
+    idle_wait = IdleWait()
+    idle_wait.note_step(scheduled_tokens=0)
 
-    rest.take()
+    idle_wait.wait()

@@ -18,8 +18,8 @@ GROUP = 0
 """The one KV cache group of the models that the exchange supports."""
 
 
-class PoolShelf:
-    """See ``connector.reader.prefetch.Shelf``. On the scheduler's thread."""
+class PoolBlockAllocator:
+    """See ``connector.reader.prefetch.BlockAllocator``. On the scheduler's thread."""
 
     def __init__(self, pool: BlockPool, block_tokens: int) -> None:
         self._pool = pool
@@ -32,13 +32,13 @@ class PoolShelf:
         self._pool.touch(blocks)
         return [block.block_id for block in blocks]
 
-    def take(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         """At most ``count`` blocks for new content, none if too few would be left for requests."""
         spare = self._pool.get_num_free_blocks() - int(self._pool.num_gpu_blocks * FREE_SHARE_MIN)
         count = min(count, spare)
         return [block.block_id for block in self._pool.get_new_blocks(count)] if count > 0 else []
 
-    def name(self, hashes: Sequence[bytes], first: int, blocks: Sequence[int]) -> None:
+    def cache(self, hashes: Sequence[bytes], first: int, blocks: Sequence[int]) -> None:
         """Into the prefix cache, and routers are told."""
         pool = self._pool
         if not blocks or not pool.enable_caching:
@@ -62,6 +62,6 @@ class PoolShelf:
                 )
             )
 
-    def give_back(self, blocks: Sequence[int]) -> None:
+    def free(self, blocks: Sequence[int]) -> None:
         """The end of a prefix is evicted before its beginning."""
         self._pool.free_blocks([self._pool.blocks[block_id] for block_id in reversed(blocks)])

@@ -39,7 +39,7 @@ class Step(Protocol):
     finished_req_ids: Collection[str]
 
 
-class InFlight:
+class PendingWrites:
     """Follows every step from its scheduling to its computation."""
 
     def __init__(self, blocks: int, block_size: int) -> None:

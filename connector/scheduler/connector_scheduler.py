@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from connector.holder.holder import HolderSettings
 from connector.layout.compatibility import PROTOCOL_VERSION
-from connector.reader.fetch_plan import Limits
-from connector.reader.pool_shelf import PoolShelf
-from connector.scheduler.calls import EngineCall
-from connector.scheduler.engine_exchange import EngineExchange
-from connector.scheduler.idle_wait import READ_REST_S_MAX, IdleWait
-from connector.scheduler.metadata import StepOrders, StepReport
-from connector.scheduler.notifications import NotificationSocket
-from connector.scheduler.orders import Orders
+from connector.messages import EngineCall
+from connector.orders import Orders, Results
+from connector.reader.fetch_plan import FetchLimits
+from connector.reader.pool_allocator import PoolBlockAllocator
+from connector.scheduler.exchange_core import ExchangeCore
+from connector.scheduler.idle_wait import READ_WAIT_S_MAX, IdleWait
+from connector.scheduler.notification_socket import NotificationSocket
 from connector.scheduler.rank_aggregation import RankAggregation
 from connector.settings import Settings
 from shared.contracts.ids import Epoch, WorkerId
@@ -32,7 +32,7 @@ from shared.contracts.kv_handshake import KvHandshake, KvRank
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
-READ_WAIT_S = 0.003
+REPORT_WAIT_S = 0.003
 """How long an engine that computes nothing waits for another process's read before it looks at its requests."""
 
 _call = msgspec.msgpack.Decoder(EngineCall)
@@ -48,15 +48,36 @@ class EngineShape:
     ranks: int
 
 
-class SchedulerSide:
+@dataclass
+class StepOrders(KVConnectorMetadata):
+    """Scheduler role to worker role, once per step."""
+
+    orders: Orders = field(default_factory=Orders)
+    wait_s: float = 0.0
+    """How long the worker role waits at the end of the step for a result."""
+
+
+@dataclass
+class StepReport(KVConnectorWorkerMetadata):
+    """Worker role to scheduler role, after a step in which something became final; one ``Results`` per rank."""
+
+    results: list[Results] = field(default_factory=list)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Join the reports of all ranks."""
+        assert isinstance(other, StepReport)
+        return StepReport(self.results + other.results)
+
+
+class ConnectorScheduler:
     """See the module."""
 
     def __init__(self, settings: Settings, shape: EngineShape) -> None:
         self._settings = settings
         self._shape = shape
-        self._votes = RankAggregation(shape.ranks)
-        self._port = NotificationSocket(settings.notifications)
-        self.rest = IdleWait()
+        self._aggregation = RankAggregation(shape.ranks)
+        self._socket = NotificationSocket(settings.notifications)
+        self.idle_wait = IdleWait()
         holding = HolderSettings(
             worker_id=WorkerId(settings.worker_id),
             epoch=Epoch(settings.epoch),
@@ -64,18 +85,18 @@ class SchedulerSide:
             lease_s_max=settings.lease_s_max,
             lease_share_max=settings.lease_share_max,
         )
-        limits = Limits(answer_s_max=settings.answer_s_max)
-        self._parts = EngineExchange(holding, shape.block_tokens, limits, time.monotonic)
-        self.holder = self._parts.holder
-        self.reader = self._parts.reader
+        limits = FetchLimits(answer_s_max=settings.answer_s_max)
+        self._core = ExchangeCore(holding, shape.block_tokens, limits, time.monotonic)
+        self.holder = self._core.holder
+        self.reader = self._core.reader
 
     def bind(self, pool: BlockPool) -> None:
         """The engine's blocks."""
-        self._parts.bind(pool, PoolShelf(pool, self._shape.block_tokens))
+        self._core.bind(pool, PoolBlockAllocator(pool, self._shape.block_tokens))
 
     def describe(self, ranks: list[KvRank], blocks: int) -> None:
         """Every rank has registered its memory, all of the same number of blocks."""
-        self._parts.handshake = KvHandshake(
+        self._core.handshake = KvHandshake(
             worker_id=WorkerId(self._settings.worker_id),
             epoch=Epoch(self._settings.epoch),
             version=PROTOCOL_VERSION,
@@ -89,83 +110,83 @@ class SchedulerSide:
 
     def exchange(self, packed: bytes) -> bytes:
         """An ``EngineCall`` from the worker; answers ``EngineNotification``. An idle engine does it without a step."""
-        self.rest.stir()
+        self.idle_wait.note_change()
         call = _call.decode(packed)
-        self._parts.obey(call)
-        self._parts.grant()
+        self._core.handle(call)
+        self._core.grant()
         self._take_effects()
-        return _encode(self._parts.notifications(describe=call.describe))
+        return _encode(self._core.notifications(describe=call.describe))
 
     def used(self, hashes: Sequence[bytes], computed_tokens: int) -> None:
         """A request has ended that had the KV of so many tokens."""
-        self._parts.used(hashes, computed_tokens)
+        self._core.used(hashes, computed_tokens)
 
     def finished(self, request_id: str, offer: KvOffer | None, order: LegOrder) -> KvTransferReport | None:
         """A request has ended."""
-        return self._parts.finished(request_id, offer, order)
+        return self._core.finished(request_id, offer, order)
 
-    def orders(self, scheduled_tokens: int) -> StepOrders:
+    def step_orders(self, scheduled_tokens: int) -> StepOrders:
         """For the step that begins; and the asks of this pass leave before it computes. A step that computes nothing
         may wait for a read to end where that does not ring: the sooner it is known, the sooner its request goes on.
         """
         self._take_effects()
-        self.tell()
-        orders, self._parts.orders = self._parts.orders, Orders()
-        waits = self._is_moving and not scheduled_tokens and not self.rest.hears_reads
-        return StepOrders(orders, wait_s=READ_WAIT_S if waits else 0.0)
+        self.push_notifications()
+        orders, self._core.orders = self._core.orders, Orders()
+        waits = self._is_moving and not scheduled_tokens and not self.idle_wait.wakes_on_reads
+        return StepOrders(orders, wait_s=REPORT_WAIT_S if waits else 0.0)
 
-    def digest(self, report: StepReport | None) -> tuple[set[str], set[int]]:
+    def take_report(self, report: StepReport | None) -> tuple[set[str], set[int]]:
         """After a step, before the scheduler sees its output: requests whose blocks came, and blocks that did not."""
         if report is not None:
-            self.rest.stir()
+            self.idle_wait.note_change()
             for one in report.results:
-                results = self._votes.count(one)
-                self._parts.on_connected(results.connected)
+                results = self._aggregation.add(one)
+                self._core.on_connected(results.connected)
                 for part in results.parts:
-                    self._parts.on_part(part)
-        self._parts.on_time()
+                    self._core.on_part(part)
+        self._core.on_time()
         return self.reader.settle()
 
-    def stepped(self) -> None:
+    def finish_step(self) -> None:
         """After the scheduler has taken in a step's output."""
-        self._parts.grant()
+        self._core.grant()
         self._take_effects()
-        self.tell()
+        self.push_notifications()
 
-    def pause(self) -> None:
+    def wait_if_idle(self) -> None:
         """Before a step: rest, if all that can be done is to look again whether an answer came, or a read's end."""
-        if self._parts.orders:
+        if self._core.orders:
             return
         if not self._is_moving:
             if not self.reader.idle:
-                self.rest.take()
-        elif self.rest.hears_reads:
-            self.rest.take(READ_REST_S_MAX)
+                self.idle_wait.wait()
+        elif self.idle_wait.wakes_on_reads:
+            self.idle_wait.wait(READ_WAIT_S_MAX)
 
     @property
-    def pressing(self) -> bool:
+    def must_step(self) -> bool:
         """The engine must step though it has no request: something is to be ordered, or a byte moves for nobody's."""
-        parts = self._parts
-        return bool(parts.orders or parts.connecting) or not (parts.prefetcher.idle and self.reader.nothing_lingers)
+        core = self._core
+        return bool(core.orders or core.connecting) or not (core.prefetcher.idle and self.reader.has_only_wanted_reads)
 
-    def tell(self) -> None:
+    def push_notifications(self) -> None:
         """Tell the worker, if there is something to tell."""
-        if self._parts.has_notifications:
+        if self._core.has_notifications:
             self._take_effects()
-            self._port.push(self._parts.notifications())
+            self._socket.push(self._core.notifications())
 
     def close(self) -> None:
         """The engine ends."""
         self.holder.release_all()
-        self._port.close()
+        self._socket.close()
 
     @property
     def _is_moving(self) -> bool:
-        parts = self._parts
-        return bool(parts.connecting or self.reader.reads_under_way or not parts.prefetcher.idle)
+        core = self._core
+        return bool(core.connecting or self.reader.reads_under_way or not core.prefetcher.idle)
 
     def _take_effects(self) -> None:
-        effects, orders = self.reader.effects, self._parts.orders
-        orders.reads += effects.reads
-        orders.cancel += effects.cancel
-        effects.reads, effects.cancel = [], []
+        outbox, orders = self.reader.outbox, self._core.orders
+        orders.reads += outbox.reads
+        orders.cancel += outbox.cancel
+        outbox.reads, outbox.cancel = [], []

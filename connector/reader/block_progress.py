@@ -6,7 +6,7 @@ MISSING, GRANTED, ARRIVED = 0, 1, 2
 """Nobody's; leased, perhaps being read; here."""
 
 
-class Wanted:
+class BlockProgress:
     """A run of blocks. As bytes, so that a long prompt's are looked through at memory speed."""
 
     def __init__(self, start: int, goal: int) -> None:

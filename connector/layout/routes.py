@@ -27,7 +27,7 @@ FEW_PIECES = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class ReaderRank:
     """The rank that reads."""
 
     memory: KvRank
@@ -59,12 +59,12 @@ class Route:
     """The same numbers piece by piece, in the order of the peer's addresses."""
 
 
-def routes_to(reader: Reader, peer: KvHandshake) -> list[Route]:
+def routes_to(reader: ReaderRank, peer: KvHandshake) -> list[Route]:
     """One route for each of the peer's ranks that the reader needs. Expects compatible layouts."""
     return [_route(reader, peer, rank) for rank in _ranks_wanted(reader, peer)]
 
 
-def _ranks_wanted(reader: Reader, peer: KvHandshake) -> list[int]:
+def _ranks_wanted(reader: ReaderRank, peer: KvHandshake) -> list[int]:
     holders: dict[range, list[int]] = {}
     for rank in range(len(peer.ranks)):
         holders.setdefault(heads_of(rank, len(peer.ranks), peer.kv_heads), []).append(rank)
@@ -76,7 +76,7 @@ def _ranks_wanted(reader: Reader, peer: KvHandshake) -> list[int]:
     ]
 
 
-def _route(reader: Reader, peer: KvHandshake, rank: int) -> Route:
+def _route(reader: ReaderRank, peer: KvHandshake, rank: int) -> Route:
     theirs = heads_of(rank, len(peer.ranks), peer.kv_heads)
     ours = reader.heads
     common = range(max(ours.start, theirs.start), min(ours.stop, theirs.stop))

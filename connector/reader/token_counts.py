@@ -8,7 +8,7 @@ from shared.contracts.kv_exchange import KvOffer, KvRead, KvTransferReport
 
 
 @dataclass(slots=True)
-class Account:
+class TokenCounts:
     """Tokens. ``local`` and ``fetched`` are of the admission that is under way."""
 
     local: int = 0

@@ -1,0 +1,59 @@
+"""The leases of leases, beyond what any history shows."""
+
+from __future__ import annotations
+
+import math
+
+from connector.holder.holder import Holder, HolderSettings
+from connector.holder.leases import STALE_ENDS_MAX, LeaseLimits, LeaseTable
+from shared.contracts.ids import Epoch, WorkerId
+
+READER = WorkerId("decode-1")
+
+
+def test_leases_released_long_before_their_end_are_not_remembered_until_then():
+    leases = LeaseTable(LeaseLimits(pinned_blocks_max=100))
+    for number in range(10 * STALE_ENDS_MAX):
+        leases.grant(f"lease-{number}", READER, [1, 2], until_s=1e6)
+        leases.release(f"lease-{number}", READER)
+
+    assert len(leases._ends) <= STALE_ENDS_MAX + 2
+
+
+def test_the_next_expiry_is_of_a_lease_that_is_still_held():
+    leases = LeaseTable(LeaseLimits(pinned_blocks_max=100))
+    leases.grant("short", READER, [1], until_s=5.0)
+    leases.grant("long", READER, [1], until_s=9.0)
+
+    leases.release("short", READER)
+    assert leases.next_expiry() == 9.0
+
+    assert leases.expire(9.0) == [1]
+    assert leases.next_expiry() == math.inf
+
+
+def test_a_lease_whose_name_comes_again_does_not_end_with_the_first():
+    leases = LeaseTable(LeaseLimits(pinned_blocks_max=100))
+    leases.grant("lease", READER, [1], until_s=5.0)
+    leases.release("lease", READER)
+    leases.grant("lease", READER, [2], until_s=9.0)
+
+    assert leases.expire(5.0) == []
+    assert leases.expire(9.0) == [2]
+
+
+def test_room_counts_a_block_that_is_pinned_already_for_nothing():
+    leases = LeaseTable(LeaseLimits(pinned_blocks_max=3))
+    leases.grant("lease", READER, [1, 2], until_s=5.0)
+
+    assert leases.room_for([1, 5, 2, 6]) == 3
+    assert leases.room_for([5, 1, 2]) == 3
+    assert leases.room_for([5, 6]) == 1
+
+
+def test_a_holder_that_never_saw_its_pool_ends_without_fuss():
+    holder = Holder(HolderSettings(WorkerId("p"), Epoch(1)), lambda: 0.0)
+
+    holder.release_all()
+
+    assert (holder.advance(), holder.counts.leases) == ([], 0)
