@@ -1,8 +1,7 @@
-"""An engine's end of the KV exchange, whatever the engine: the parts that decide, and what goes between them and the
-worker. All on the thread of the engine's scheduler.
+"""The KV exchange of one engine, whichever engine it is: decides about leases, fetches and peers.
 
-Around it a real engine (``ConnectorScheduler``) and a simulated one put their memory, their clock and what moves bytes, and
-when they look.
+A real engine (``ConnectorScheduler``), a simulated engine and a store each use one. They supply memory, a clock and
+something that moves bytes, and call in from the thread of their scheduler.
 """
 
 from __future__ import annotations
