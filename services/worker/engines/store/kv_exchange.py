@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import msgspec
 
 from connector.holder.holder import HolderSettings
-from connector.reader.fetch_plan import FetchLimits
 from connector.messages import EngineCall, EngineNotification
-from connector.scheduler.exchange_core import ExchangeCore
 from connector.orders import Orders, Results
+from connector.reader.fetch_plan import FetchLimits
+from connector.scheduler.exchange_core import ExchangeCore
 from services.worker.engines.simulated.core.block_pool import LeasablePool
 from services.worker.engines.store.tiers import Job, Tiers
 from shared.contracts.kv_exchange import LeaseKv, ReleaseKv, unpack_block_ids, unpack_full_hashes
