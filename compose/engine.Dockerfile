@@ -13,7 +13,7 @@ FROM base AS cpu
 RUN apt-get update && apt-get install --yes --no-install-recommends libnuma1 && rm -rf /var/lib/apt/lists/*
 ARG TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 COPY requirements/engine-cpu.txt requirements/
-# torch first: package indexes mostly lack its CPU build, PyTorch's own has it.
+# torch first: most package indexes lack its CPU build; PyTorch's own index has it.
 RUN sed -n '/^torch==/,/[^\\]$/p' requirements/engine-cpu.txt > requirements/torch.txt \
     && { pip install --no-deps --require-hashes -r requirements/torch.txt \
          || pip install --no-deps --require-hashes -r requirements/torch.txt --extra-index-url "$TORCH_CPU_INDEX"; } \
@@ -27,7 +27,7 @@ USER baton
 WORKDIR /home/baton
 
 FROM base AS cuda
-# Triton compiles the launchers of its kernels where they run.
+# Triton compiles the launchers of its kernels at run time.
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 COPY requirements/engine-cuda.txt requirements/
 RUN pip install --no-deps --require-hashes -r requirements/engine-cuda.txt

@@ -1,4 +1,4 @@
-# Router, orchestrator, collector and workers with simulated engines: neither vLLM nor torch is in here.
+# Router, orchestrator, collector and workers with simulated engines, without vLLM and torch.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 FROM ${BASE_IMAGE} AS base
 
@@ -6,7 +6,7 @@ RUN python -m venv /opt/baton \
     && useradd --uid 10001 --create-home --shell /usr/sbin/nologin baton \
     && mkdir -p /home/baton/.cache /home/baton/.local/state \
     && chown -R baton /home/baton
-# Volumes that are new take their owner from here: what `baton init` makes, and what NATS keeps.
+# New volumes take their owner from these folders: the keys that `baton init` makes, and the storage of NATS.
 RUN cd / && mkdir -p data keys/ca keys/nats keys/router keys/orchestrator keys/collector keys/worker keys/launcher \
     && chown -R baton data keys
 ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1

@@ -1,4 +1,4 @@
-"""What a container may do to the machine that it runs on, and to itself: as little as it needs."""
+"""Each container has as few rights as it needs, on its machine and in itself."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ CUDA = yaml.safe_load((ROOT / "compose/cuda.yaml").read_text().replace("!reset",
 OURS = [name for name, service in SERVICES.items() if service["image"].startswith("baton-")]
 WORKERS = ["prefill", "decode", "store", "sim-prefill", "sim-decode", "sim-store"]
 NOT_ROOT_BY_IMAGE = {"otel-collector", "tempo", "prometheus", "grafana"}
-"""Their makers' images name a user."""
+"""Their images name a user."""
 
 every_service = pytest.mark.parametrize("name", SERVICES)
 
 
 @every_service
-def test_nobody_has_privileges(name: str):
+def test_no_service_has_privileges(name: str):
     service = SERVICES[name]
 
     assert service["cap_drop"] == ["ALL"]
@@ -33,7 +33,7 @@ def test_nobody_has_privileges(name: str):
 
 
 @every_service
-def test_nobody_is_root(name: str):
+def test_no_service_runs_as_root(name: str):
     service = SERVICES[name]
     if name in OURS:
         last_stages = (ROOT / service["build"]["dockerfile"]).read_text().split("\nFROM ")
@@ -47,7 +47,7 @@ def test_nobody_is_root(name: str):
 
 
 @every_service
-def test_nobody_writes_but_where_something_must_be_written(name: str):
+def test_only_tmp_and_named_volumes_are_writable(name: str):
     service = SERVICES[name]
 
     assert service["read_only"] is True
@@ -57,8 +57,20 @@ def test_nobody_writes_but_where_something_must_be_written(name: str):
         assert volume.endswith(":ro") or source in FILE["volumes"] or source == "/home/baton/.local/state", volume
 
 
+@pytest.mark.parametrize("name", OURS)
+def test_a_tmpfs_in_the_users_home_belongs_to_the_user(name: str):
+    dockerfile = (ROOT / SERVICES[name]["build"]["dockerfile"]).read_text()
+    user = re.search(r"useradd --uid (\d+) ", dockerfile)
+    assert user is not None
+
+    for mount in SERVICES[name]["tmpfs"]:
+        path, _, options = mount.partition(":")
+        if path.startswith("/home/baton/"):
+            assert {f"uid={user[1]}", f"gid={user[1]}"} <= set(options.split(",")), mount
+
+
 @every_service
-def test_nobody_takes_all_processes_or_all_memory_unless_told_to(name: str):
+def test_processes_and_memory_are_limited_by_default(name: str):
     service = SERVICES[name]
 
     assert 0 < service["pids_limit"] <= 4096
@@ -69,7 +81,7 @@ def test_nobody_takes_all_processes_or_all_memory_unless_told_to(name: str):
 
 
 @pytest.mark.parametrize("name", WORKERS)
-def test_a_worker_can_write_its_caches_and_what_must_survive_a_restart(name: str):
+def test_a_worker_can_write_its_caches_and_its_state(name: str):
     service = SERVICES[name]
     memory = [where.partition(":")[0] for where in service["tmpfs"]]
     disk = [volume.split(":")[-1] for volume in service["volumes"] if not volume.endswith(":ro")]
@@ -87,14 +99,14 @@ def test_the_models_of_real_engines_outlive_their_container():
         assert "models:/home/baton/.cache" in SERVICES[name]["volumes"]
 
 
-def test_only_who_needs_it_listens_beyond_the_machine_and_only_if_told_to():
+def test_ports_are_published_on_this_machine_only_by_default():
     published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
 
     assert set(published) == {"router", "collector", "prometheus", "grafana"}
     assert all(port.startswith("${BIND:-127.0.0.1}:") for ports in published.values() for port in ports)
 
 
-def test_a_gpu_takes_nothing_of_that_back():
+def test_the_gpu_variant_loosens_no_restriction():
     for name, service in CUDA.items():
         loosened = service.keys() & {"read_only", "cap_drop", "cap_add", "security_opt", "privileged", "user", "tmpfs"}
         assert not loosened, name
