@@ -18,8 +18,8 @@ from pathlib import Path
 
 import uvloop
 
+from shared.bus.leg_inbox import LegInbox
 from shared.bus.nats_bus import connect_nats
-from shared.bus.streams import LegInbox
 from shared.bus.wire import pack, unpacker
 from shared.contracts.channels import FRAMES, START_LEG
 from shared.contracts.inference import Frame, FrameBatch, FrameKind

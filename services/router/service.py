@@ -35,8 +35,8 @@ from services.router.telemetry.queue_metrics import QueueMetrics
 from services.router.telemetry.request_log import Ledger, LiveMetrics
 from services.router.telemetry.tracing import Tracing
 from services.router.tokenize.prompts import Prompts
+from shared.bus.leg_inbox import LegInbox
 from shared.bus.port import Bus
-from shared.bus.streams import LegInbox
 from shared.contracts.control import ServicePhase
 from shared.contracts.ids import RouterId
 from shared.runtime.clock import Clock
@@ -173,7 +173,7 @@ async def live(router: Router, service: Service, listener: socket.socket, shared
     place their requests.
     """
     await router.open()
-    service.standing = teller(router.parts.fleet.index, router.parts.prompts.parity.book)
+    service.router_health = teller(router.parts.fleet.index, router.parts.prompts.parity.book)
     router.start(service.tasks)
     server = make_server(router.edge, router.parts.settings)
     serving = service.tasks.create_task(server.serve(sockets=[listener]), name="serve-http")

@@ -29,7 +29,7 @@ from services.worker.lifecycle.status import WorkerStatus
 from services.worker.settings import Settings
 from services.worker.telemetry.publishers import CachePublisher, LoadPublisher
 from services.worker.tokenizer_handler import TokenizerHandler
-from shared.bus.streams import FrameSender
+from shared.bus.frame_sender import FrameSender
 from shared.contracts.channels import CANCEL_LEG, KV_SNAPSHOT, START_LEG
 from shared.contracts.control import ServicePhase
 from shared.contracts.failures import Failure, Reason

@@ -1,4 +1,4 @@
-"""The life of every process: connect, say where it is, serve, drain on a signal, leave with a true exit code."""
+"""The life of every service process: connect to NATS, publish its status, serve, drain on a signal, exit."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import uvloop
 from opentelemetry.trace import NoOpTracer, Tracer
@@ -21,7 +21,7 @@ from shared.bus.nats_bus import connect_nats
 from shared.bus.port import Bus, BusError
 from shared.contracts.channels import SERVICE_STATUS
 from shared.contracts.control import RouterHealth, ServicePhase, ServiceStatus
-from shared.runtime.access import access_of
+from shared.deadline import end
 from shared.runtime.clock import Clock, SystemClock
 from shared.runtime.settings import CommonSettings
 from shared.runtime.version import baton_version
@@ -32,10 +32,11 @@ log = logging.getLogger("baton.service")
 
 CONNECT_S_MAX = 30.0
 STATUS_PERIOD_S = 2.0
-FLUSH_S_MAX = 2.0
 TELEMETRY_S_MAX = 2.0
 CANCEL_S_MAX = 5.0
-"""Tasks that do not end this long after they were cancelled are left behind."""
+"""Cancelled tasks may take this long to end; after that the process exits without them."""
+ENDING_S_MAX = 15.0
+"""From the end of the main function to the end of the process: background tasks, last status, bus and telemetry."""
 
 EXIT_FAILED = 1
 
@@ -45,12 +46,12 @@ class DrainTooSlow(Exception):
 
 
 class _Finished(Exception):
-    """The main function returned: its background tasks end too."""
+    """The main function returned; cancels the background tasks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceFacts:
-    """What does not change while the process lives."""
+    """Constant while the process lives."""
 
     name: str
     """router, orchestrator, collector or worker."""
@@ -60,25 +61,34 @@ class ServiceFacts:
 
 
 class Service:
-    """What a main function works with. ``tasks`` end when it returns; ``stopping`` is set on SIGTERM and SIGINT."""
+    """Passed to the main function. ``tasks`` are cancelled when it returns; SIGTERM and SIGINT set ``stopping``."""
 
-    def __init__(self, facts: ServiceFacts, bus: Bus, clock: Clock, tracer: Tracer) -> None:
+    def __init__(
+        self,
+        facts: ServiceFacts,
+        bus: Bus,
+        clock: Clock,
+        tracer: Tracer,
+        *,
+        stopping: asyncio.Event | None = None,
+        spans: SpanSink | None = None,
+    ) -> None:
         self.facts = facts
         self.bus = bus
         self.clock = clock
         self.tracer = tracer
-        self.spans: SpanSink | None = None
-        """For spans that are drawn when all is over; None where nobody traces."""
+        self.spans = spans
+        """Receives the spans of finished requests; None if this process does not trace."""
         self.tasks = asyncio.TaskGroup()
-        self.stopping = asyncio.Event()
+        self.stopping = stopping or asyncio.Event()
         self.phase = ServicePhase.STARTING
-        self.standing: Callable[[], RouterHealth | None] = lambda: None
-        """What a router has to tell with its status."""
+        self.router_health: Callable[[], RouterHealth | None] = lambda: None
+        """Published with the status of a router."""
         self._detail = ""
         self._changed = asyncio.Event()
 
     def set_phase(self, phase: ServicePhase, detail: str = "") -> None:
-        """Tell everyone where this process is; repeated every ``STATUS_PERIOD_S``."""
+        """Log and publish the phase; the status is repeated every ``STATUS_PERIOD_S``."""
         if (phase, detail) != (self.phase, self._detail):
             log.info("%s%s", phase.value, f": {detail}" if detail else "")
         self.phase = phase
@@ -97,7 +107,7 @@ class Service:
                 pass
 
     async def publish_status(self) -> None:
-        """Publish the status once; nobody is told while NATS is down."""
+        """Publish the status once; skipped while NATS is down."""
         status = ServiceStatus(
             service=self.facts.name,
             instance=self.facts.instance,
@@ -108,7 +118,7 @@ class Service:
             version=baton_version(),
             host=socket.gethostname(),
             at_ms=self.clock.wall_ms(),
-            router=self.standing(),
+            router=self.router_health(),
         )
         try:
             await self.bus.publish(SERVICE_STATUS, status)
@@ -142,7 +152,7 @@ def _tracing(facts: ServiceFacts, common: CommonSettings) -> Iterator[tuple[Trac
     if not common.otlp_endpoint:
         yield NoOpTracer(), None
         return
-    # 7 MB and a tenth of a second of start-up, which nobody pays who does not trace.
+    # The SDK costs 7 MB and 0.1 s of start-up, so only processes that trace import it.
     from shared.telemetry.setup import setup
 
     telemetry = setup(
@@ -164,24 +174,34 @@ async def _run(facts: ServiceFacts, common: CommonSettings, main: Main) -> int:
         common.nats_url,
         name=f"{facts.name}-{facts.instance}",
         connect_s_max=CONNECT_S_MAX,
-        access=access_of(common, facts.name),
+        access=common.nats_access(facts.name),
     )
     with _tracing(facts, common) as (tracer, spans):
         try:
             bus = await _unless_stopped(connecting, stopping)
         except BusError as error:
-            log.error("%s", error)  # noqa: TRY400  # The operator needs the sentence, not our stack.
+            log.error("%s", error)  # noqa: TRY400  # The message is for the operator; the stack adds nothing.
             return EXIT_FAILED
         if bus is None:
             return 0
-        service = Service(facts, bus, SystemClock(), tracer)
-        service.stopping = stopping
-        service.spans = spans
-        return await live(service, main, drain_s_max=facts.drain_s_max)
+        service = Service(facts, bus, SystemClock(), tracer, stopping=stopping, spans=spans)
+        return await live(service, _ending_in_time(main), drain_s_max=facts.drain_s_max)
+
+
+def _ending_in_time(main: Main) -> Main:
+    """Background tasks that ignore their cancellation cannot keep the process alive after ``main``."""
+
+    async def run(service: Service) -> None:
+        try:
+            await main(service)
+        finally:
+            _leave_after(ENDING_S_MAX, EXIT_FAILED)
+
+    return run
 
 
 async def live(service: Service, main: Main, *, drain_s_max: float) -> int:
-    """Run ``main`` to its end, then say goodbye; answers the exit code."""
+    """Run ``main``, publish the last status and close the bus. Returns the exit code."""
     code = 0
     try:
         await _serve(service, main, drain_s_max)
@@ -218,21 +238,20 @@ async def _watch_drain(stopping: asyncio.Event, drain_s_max: float) -> None:
     raise DrainTooSlow(f"not drained within {drain_s_max:g} s")
 
 
-async def _unless_stopped(connecting: Awaitable[Bus], stopping: asyncio.Event) -> Bus | None:
-    """The bus, or None when a signal came first. Raises BusDown."""
-    connect = asyncio.ensure_future(connecting)
+async def _unless_stopped(connecting: Coroutine[Any, Any, Bus], stopping: asyncio.Event) -> Bus | None:
+    """The bus, or None if a signal arrives first. Raises BusDown."""
+    connect = asyncio.get_running_loop().create_task(connecting, name="connect")
     stop = asyncio.ensure_future(stopping.wait())
     await asyncio.wait({connect, stop}, return_when=asyncio.FIRST_COMPLETED)
     stop.cancel()
     if connect.done():
         return connect.result()
-    connect.cancel()
-    await asyncio.wait({connect}, timeout=CANCEL_S_MAX)
+    await end({connect}, grace_s=CANCEL_S_MAX)
     return None
 
 
 def _leave_after(seconds: float, code: int) -> None:
-    """If a task ignores its cancellation, or a thread of a third party never ends, the process ends all the same."""
+    """Exit after ``seconds`` even if a task ignores its cancellation or a third party's thread never ends."""
     last_resort = threading.Timer(seconds, os._exit, (code,))
     last_resort.daemon = True
     last_resort.start()

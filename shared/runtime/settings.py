@@ -1,7 +1,7 @@
-"""Settings are read once, whole, at boot: a wrong or misspelled variable stops the process there.
+"""Settings are read once, at start; a wrong or misspelled variable stops the process.
 
 ``load(Settings, "ROUTER_")`` fills the field ``port`` from ``ROUTER_PORT``. An empty variable counts as not set:
-that is how compose files pass on what nobody gave.
+compose files pass unset variables on as empty ones.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from shared.bus.nats_credentials import Access
+
 S = TypeVar("S", bound=msgspec.Struct)
 
 COMMON_PREFIX = "BATON_"
 
 
 class SettingsError(Exception):
-    """A variable is wrong; the message names it and says what to do."""
+    """A variable is wrong; the message names it and the correction."""
 
 
 def _xdg(variable: str, fallback: str) -> str:
@@ -29,25 +31,29 @@ def _xdg(variable: str, fallback: str) -> str:
 
 
 class CommonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What every process needs, from BATON_* variables."""
+    """The settings of every process, from BATON_* variables."""
 
     nats_url: str = "nats://127.0.0.1:4222"
     nats_nkey_file: str = ""
-    """The key by which NATS knows this process, as `baton init` made it; empty: a NATS that asks for none."""
+    """The nkey of this process, made by `baton init`. Empty: NATS requires none."""
     nats_ca_file: str = ""
-    """The CA that signed NATS's certificate, and with it TLS: nothing is sent in clear then. Empty: as NATS wants."""
+    """The CA that signed NATS's certificate; the process then insists on TLS. Empty: TLS only if NATS requires it."""
     otlp_endpoint: str = ""
-    """Base URL of an OTLP/HTTP receiver, such as ``http://127.0.0.1:4318``; empty: no tracing, at no cost."""
+    """Base URL of an OTLP/HTTP receiver, such as ``http://127.0.0.1:4318``. Empty: no tracing."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "text"] = "text"
     state_dir: str = msgspec.field(default_factory=lambda: _xdg("XDG_STATE_HOME", ".local/state"))
-    """What must survive a restart: NATS storage, copies of a store, roles that workers were told to take on, logs."""
+    """Survives a restart: NATS storage, files of a store, roles that workers changed to at run time, logs."""
     cache_dir: str = msgspec.field(default_factory=lambda: _xdg("XDG_CACHE_HOME", ".cache"))
-    """What can be made anew: models, tokenizers."""
+    """Can be deleted at any time: models, tokenizers."""
     trace_sample_ratio: float = 0.01
-    """0.0 to 1.0: the share of the requests that are traced, unless the client's trace context decides. Of few requests
-    all are, and those that were slow, failed or resumed are in any case.
+    """0.0 to 1.0: the share of requests that are traced, unless the client's trace context decides. At a low request
+    rate all are traced; slow, failed and resumed requests always are.
     """
+
+    def nats_access(self, party: str) -> Access:
+        """For a process of ``party``, if its key does not name its owner."""
+        return Access(party=party, nkey_file=self.nats_nkey_file, ca_file=self.nats_ca_file)
 
 
 def load(settings_type: type[S], prefix: str, environ: Mapping[str, str] | None = None) -> S:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from shared.bus.streams import LegFailed
+from shared.bus.leg_inbox import LegFailed
 from shared.contracts.channels import KV_GRANT
 from shared.contracts.failures import Reason
 from shared.contracts.inference import LegKind

@@ -11,9 +11,10 @@ import msgspec
 import nats
 import pytest
 
+from shared.bus.frame_sender import FrameSender
+from shared.bus.leg_inbox import LegInbox
 from shared.bus.nats_bus import connect_nats
 from shared.bus.port import AskTimedOut, Bus
-from shared.bus.streams import FrameSender, LegInbox
 from shared.contracts.catalogue import files
 from shared.contracts.channels import (
     CANCEL_LEG,

@@ -19,9 +19,9 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from shared.bus.leg_inbox import LegFailed, LegInbox
 from shared.bus.nats_bus import connect_nats
 from shared.bus.port import Bus, Envelope
-from shared.bus.streams import LegFailed, LegInbox
 from shared.contracts.channels import KV_EVENTS, KV_SNAPSHOT, LOAD, WORKER_RECORDS
 from shared.contracts.failures import Failure
 from shared.contracts.ids import LegId, RequestId, RouterId, WorkerId

@@ -8,7 +8,6 @@ from services.launcher.cluster.folder import variables
 from services.launcher.system.machine import inherited_environment
 from shared.bus.nats_credentials import Access
 from shared.contracts.channels import Party
-from shared.runtime.access import access_of
 from shared.runtime.settings import load_common
 
 
@@ -20,4 +19,4 @@ def use_keys(folder: str) -> None:
 
 def launcher_access() -> Access:
     """Raises SettingsError."""
-    return access_of(load_common(inherited_environment()), Party.LAUNCHER)
+    return load_common(inherited_environment()).nats_access(Party.LAUNCHER)

@@ -155,20 +155,20 @@ async def served_model(endpoint: str) -> str:
     """The first model that the router offers, once it is ready; empty if it wants a key to say. Raises StartFailed."""
     said = "it does not answer"
     async with httpx.AsyncClient(base_url=endpoint, timeout=HTTP_S_MAX, trust_env=False) as client:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ROUTER_READY_S_MAX):
-                while True:
-                    try:
-                        answer = await client.get("/ready")
-                        said = answer.text
-                        if answer.status_code == httpx.codes.OK:
-                            models = await client.get("/v1/models", headers=key_headers())
-                            if models.status_code == httpx.codes.UNAUTHORIZED:
-                                return ""
-                            return str(models.json()["data"][0]["id"])
-                    except (httpx.TransportError, LookupError):
-                        pass
-                    await asyncio.sleep(POLL_S)
+        # The clock is read between the attempts: httpx could lose a cancellation, and each attempt ends by itself.
+        until = asyncio.get_running_loop().time() + ROUTER_READY_S_MAX
+        while asyncio.get_running_loop().time() < until:
+            try:
+                answer = await client.get("/ready")
+                said = answer.text
+                if answer.status_code == httpx.codes.OK:
+                    models = await client.get("/v1/models", headers=key_headers())
+                    if models.status_code == httpx.codes.UNAUTHORIZED:
+                        return ""
+                    return str(models.json()["data"][0]["id"])
+            except (httpx.TransportError, LookupError):
+                pass
+            await asyncio.sleep(POLL_S)
     raise StartFailed(f"All processes are up, but after {ROUTER_READY_S_MAX:.0f} s the router is not ready: {said}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from shared.bus.streams import LegFailed
+from shared.bus.leg_inbox import LegFailed
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import WorkerId
 from shared.contracts.inference import CACHE_THRESHOLD, Frame
@@ -20,7 +20,7 @@ class Frames(Protocol):
     worker_id: WorkerId
 
     async def frames(self) -> list[Frame]:
-        """See ``shared.bus.streams.Leg``."""
+        """See ``shared.bus.leg_inbox.Leg``."""
 
 
 class GuardedLeg:

@@ -17,8 +17,8 @@ from services.router.relay.parts import Parts
 from services.router.relay.request_context import RequestContext
 from services.router.relay.start_leg import Starts
 from services.router.relay.write_coalescer import WriteCoalescer
+from shared.bus.leg_inbox import Leg, LegFailed
 from shared.bus.port import BusDown, MessageTooLarge
-from shared.bus.streams import Leg, LegFailed
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import WorkerId
 from shared.contracts.inference import Frame, FrameKind, LegKind, LegReport, StartLeg

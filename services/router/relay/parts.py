@@ -17,8 +17,8 @@ from services.router.state.speed_feed import Measures
 from services.router.telemetry.request_log import Ledger
 from services.router.telemetry.tracing import Tracing
 from services.router.tokenize.prompts import Prompts
+from shared.bus.leg_inbox import LegInbox
 from shared.bus.port import Bus
-from shared.bus.streams import LegInbox
 from shared.contracts.ids import RouterId
 from shared.runtime.clock import Clock
 

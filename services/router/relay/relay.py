@@ -20,8 +20,8 @@ from services.router.relay.migration import resumes_allowed, why_not_resumed
 from services.router.relay.parts import Parts
 from services.router.relay.request_context import LEFT, RequestContext
 from services.router.relay.retry import Recovery
+from shared.bus.leg_inbox import LegFailed
 from shared.bus.port import BusDown, MessageTooLarge
-from shared.bus.streams import LegFailed
 from shared.contracts.failures import HTTP_STATUS, Failure, Reason
 from shared.contracts.inference import RequestFinished
 from shared.telemetry.span_names import SpanName

@@ -11,7 +11,7 @@ from services.router.telemetry.kv_usage import cached_tokens, kv_moves, kv_numbe
 from services.router.telemetry.trace import Trace
 from services.router.telemetry.ttft import Legs, RouterTimes, ttft_parts, ttft_s
 from services.router.tokenize.segments import Prompt
-from shared.bus.streams import Leg, LegInbox
+from shared.bus.leg_inbox import Leg, LegInbox
 from shared.contracts.decisions import TtftParts
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import DecisionId

@@ -13,7 +13,7 @@ from services.router.relay.migration import excluded, needs, resumed, suits
 from services.router.relay.parts import Parts
 from services.router.relay.request_context import RequestContext
 from services.router.state.bus_health import LOOK_S_MAX, LOOK_S_MIN
-from shared.bus.streams import LegFailed
+from shared.bus.leg_inbox import LegFailed
 from shared.contracts.failures import Failure, Reason
 
 Next = tuple[PlacementRequest, Placement | Rejection]

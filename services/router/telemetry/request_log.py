@@ -20,8 +20,8 @@ from services.router.telemetry.latency_metrics import Goals, Timings, TraceMetri
 from services.router.telemetry.prediction_metrics import PredictionTimings
 from services.router.telemetry.tracing import Tracing
 from services.router.tokenize.parity import Parity, ParityBook
+from shared.bus.leg_inbox import Orphans
 from shared.bus.port import Bus, BusDown
-from shared.bus.streams import Orphans
 from shared.contracts.channels import REQUESTS_FINISHED
 from shared.contracts.failures import Reason
 from shared.contracts.ids import RouterId

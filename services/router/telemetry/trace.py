@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, Self
 
-from shared.bus.streams import LegFailed
+from shared.bus.leg_inbox import LegFailed
 from shared.contracts.ids import LegId, WorkerId
 from shared.contracts.inference import LegKind
 from shared.telemetry.span_names import SpanName

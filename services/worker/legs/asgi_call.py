@@ -18,7 +18,7 @@ LEAVE_S_MAX = 0.25
 
 
 class Answer(Protocol):
-    """Where an answer goes (see ``shared.bus.streams.LegFrames``)."""
+    """Where an answer goes (see ``shared.bus.frame_sender.LegFrames``)."""
 
     def head(self, status: int, content_type: str) -> None:
         """First."""

@@ -19,8 +19,8 @@ from services.worker.legs.kv_order import KvPolicy, moves_kv
 from services.worker.legs.resume import CannotResume, cannot_resume, joined_tokens, resumed_tokens
 from services.worker.legs.unread_offers import UnreadOffers
 from services.worker.telemetry.leg_spans import show_leg
+from shared.bus.frame_sender import FrameSender, LegFrames, LegGone
 from shared.bus.port import Envelope
-from shared.bus.streams import FrameSender, LegFrames, LegGone
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import LegId, is_subject_token
 from shared.contracts.inference import CancelLeg, LegKind, LegReport, StartLeg

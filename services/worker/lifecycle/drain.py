@@ -15,8 +15,8 @@ from services.worker.kv_exchange.worker_exchange import WorkerExchange
 from services.worker.legs.server import LegServer
 from services.worker.lifecycle.evacuation import evacuate
 from services.worker.settings import Settings
+from shared.bus.frame_sender import FrameSender
 from shared.bus.port import BusDown, BusError
-from shared.bus.streams import FrameSender
 from shared.contracts.channels import DRAINED
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.fleet_orders import DrainWorker, WorkerDrained

@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
+from shared.bus.frame_sender import FrameSender, LegGone
+from shared.bus.leg_inbox import LegFailed, LegInbox
 from shared.bus.port import BusDown, MessageTooLarge
-from shared.bus.streams import FrameSender, LegFailed, LegGone, LegInbox
 from shared.contracts.channels import CANCEL_LEG, FRAMES, START_LEG
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import Frame, FrameBatch, FrameKind, LegReport

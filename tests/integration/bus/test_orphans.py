@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared.bus.leg_inbox import ROLLS_MISSED_MAX
-from shared.bus.streams import LegFailed
+from shared.bus.leg_inbox import ROLLS_MISSED_MAX, LegFailed
 from shared.contracts.channels import FRAMES
 from shared.contracts.failures import Reason
 from shared.contracts.inference import LegReport

@@ -26,8 +26,8 @@ from services.router.settings import Settings as RouterSettings
 from services.worker.engines.port import CURRENT_LEG, EngineTokens
 from services.worker.service import run_worker
 from services.worker.settings import Settings as WorkerSettings
+from shared.bus.frame_sender import LegFrames
 from shared.bus.port import Envelope
-from shared.bus.streams import LegFrames
 from shared.bus.wire import pack
 from shared.contracts.channels import PLACEHOLDER, SCALE, Channel, Delivery
 from shared.contracts.inference import StartLeg

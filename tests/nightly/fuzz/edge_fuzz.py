@@ -12,7 +12,7 @@ import httptools
 from services.router.http.protocol import RouterProtocol
 from services.router.http.server import make_server
 from services.router.settings import Settings
-from shared.bus.streams import LegFrames
+from shared.bus.frame_sender import LegFrames
 from shared.contracts.inference import LegReport, StartLeg
 from tests.nightly.fuzz.bus_fuzz import Campaign
 from tests.nightly.fuzz.watch import OBJECTS_GROWN_MAX, Watch, memory_bytes, objects

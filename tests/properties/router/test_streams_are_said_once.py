@@ -9,7 +9,7 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.bus.streams import LegFrames
+from shared.bus.frame_sender import LegFrames
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import StartLeg
 from tests.unit.router.fake_worker import DONE, FakeWorker

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
+from shared.bus.frame_sender import FrameSender, LegFrames
 from shared.bus.port import Bus, Envelope
-from shared.bus.streams import FrameSender, LegFrames
 from shared.contracts.channels import CANCEL_LEG, KV_SNAPSHOT, LOAD, START_LEG, TOKENIZER, WORKER_RECORDS
 from shared.contracts.control import AskTokenizer, TokenizerAsset
 from shared.contracts.ids import Epoch, LegId, WorkerId

@@ -13,7 +13,7 @@ from services.router.service import Router
 from services.router.settings import Settings
 from services.router.state.reservations import ReservationBook
 from services.router.telemetry.tracing import Tracing
-from shared.bus.streams import LegFrames
+from shared.bus.frame_sender import LegFrames
 from shared.contracts.ids import RouterId
 from shared.contracts.inference import StartLeg
 from shared.contracts.workers import Role

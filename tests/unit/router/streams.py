@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shared.bus.streams import LegFrames
+from shared.bus.frame_sender import LegFrames
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import LegKind, LegReport, StartLeg, unpack_tokens
 from tests.unit.router.fake_worker import DONE, SSE, FakeWorker, Script, answer_well

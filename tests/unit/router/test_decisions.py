@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from services.router.placement.decisions import Decisions
+from shared.bus.frame_sender import LegFrames
 from shared.bus.port import Envelope
-from shared.bus.streams import LegFrames
 from shared.contracts.channels import DECISION, REQUESTS_FINISHED
 from shared.contracts.decisions import AskDecision, Decision
 from shared.contracts.failures import Failure, Reason

@@ -10,7 +10,7 @@ import pytest
 
 from services.router.http.connections import OTHER_FILES, Connections, allow_open_files, owner_of
 from services.router.http.protocol import HEADERS_MAX
-from shared.bus.streams import LegFrames
+from shared.bus.frame_sender import LegFrames
 from shared.contracts.inference import LegReport, StartLeg
 from tests.unit.router.fake_worker import JSON, SSE, FakeWorker
 from tests.unit.router.test_hostile_clients import STREAMED, connected, read_to_end

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.router.http.errors import failed
-from shared.bus.streams import LegFrames
+from shared.bus.frame_sender import LegFrames
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import LegKind, LegReport, StartLeg
 from shared.contracts.workers import Role

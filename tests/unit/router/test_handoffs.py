@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
-from shared.bus.streams import LegFrames
+from shared.bus.frame_sender import LegFrames
 from shared.contracts.channels import FRAMES, REQUESTS_FINISHED
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import (

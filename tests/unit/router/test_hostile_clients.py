@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from shared.bus.streams import LegFrames
+from shared.bus.frame_sender import LegFrames
 from shared.contracts.inference import LegReport, StartLeg
 from tests.unit.router.fake_worker import EVENTS, JSON, SSE, FakeWorker, answer_well
 from tests.unit.router.test_http_server import BODY, PATIENCE_S, Running, request, running, until

@@ -15,7 +15,7 @@ from services.router.http.server import PortTaken, Server, listen, make_server
 from services.router.service import Router
 from services.router.settings import Settings
 from services.router.telemetry.tracing import Tracing
-from shared.bus.streams import LegFrames
+from shared.bus.frame_sender import LegFrames
 from shared.contracts.inference import StartLeg
 from shared.runtime.clock import SystemClock
 from tests.support.memory_bus import MemoryBus, MemoryHub

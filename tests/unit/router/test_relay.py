@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from shared.bus.streams import LegFrames
+from shared.bus.frame_sender import LegFrames
 from shared.contracts.channels import WORKER_LOST
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import LegKind, LegReport, StartLeg

@@ -12,7 +12,7 @@ from contextlib import suppress
 import pytest
 
 from services.router.http.request import header_value
-from shared.bus.streams import LegFrames
+from shared.bus.frame_sender import LegFrames
 from shared.contracts.inference import LegReport, StartLeg
 from tests.unit.router.fake_worker import JSON, FakeWorker
 from tests.unit.router.test_http_server import BODY, PATIENCE_S, request, running

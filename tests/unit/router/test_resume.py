@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shared.bus.streams import LegFrames
+from shared.bus.frame_sender import LegFrames
 from shared.contracts.channels import REQUESTS_FINISHED
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import LegKind, LegReport, RequestFinished, RequestsFinished, StartLeg, pack_tokens

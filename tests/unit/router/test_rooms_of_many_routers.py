@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from shared.bus.streams import LegFrames
+from shared.bus.frame_sender import LegFrames
 from shared.contracts.inference import LegReport, StartLeg
 from tests.support.virtual_time import run_in_virtual_time
 from tests.unit.router.fake_worker import JSON, WHOLE_ANSWER, FakeWorker

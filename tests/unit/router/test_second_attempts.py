@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from services.router.placement.request_fields import MODEL_CHARS_MAX
-from shared.bus.streams import LegFrames
+from shared.bus.frame_sender import LegFrames
 from shared.contracts.channels import REQUESTS_FINISHED, WORKER_RECORDS
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import LegKind, LegReport, RequestFinished, RequestsFinished, StartLeg

@@ -11,7 +11,7 @@ import pytest
 from services.router.telemetry.outcome import Goal, Kept, goal, kept
 from services.router.telemetry.trace import MARKS_MAX, Trace
 from services.router.telemetry.trace_sampling import FEW_AT_ONCE, ODD_AT_ONCE_MAX, TraceShare
-from shared.bus.streams import LegFrames
+from shared.bus.frame_sender import LegFrames
 from shared.contracts.failures import Reason
 from shared.contracts.ids import Epoch, RequestId, WorkerId
 from shared.contracts.inference import LegKind, LegReport, RequestFinished, StartLeg

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from services.router.settings import Settings, check
-from shared.bus.streams import LegFrames
+from shared.bus.frame_sender import LegFrames
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import LegReport, StartLeg
 from shared.runtime.settings import SettingsError

@@ -63,7 +63,7 @@ async def test_a_status_says_which_baton_on_which_machine_at_what_time_and_what_
     standing = RouterHealth(not_exact={"w1": "degraded"})
 
     async def main(service):
-        service.standing = lambda: standing
+        service.router_health = lambda: standing
         service.set_phase(ServicePhase.READY)
         await asyncio.sleep(0)
 

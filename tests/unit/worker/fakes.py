@@ -12,7 +12,7 @@ from opentelemetry.trace import NoOpTracer
 from services.worker.engines.port import CURRENT_LEG, EngineFacts, EngineLoad, EngineTokens, TokenizerFiles
 from services.worker.service import run_worker
 from services.worker.settings import Settings
-from shared.bus.streams import Leg, LegFailed, LegInbox
+from shared.bus.leg_inbox import Leg, LegFailed, LegInbox
 from shared.contracts.failures import Failure
 from shared.contracts.ids import LegId, RequestId, RouterId, WorkerId
 from shared.contracts.inference import Frame, FrameKind, LegKind, StartLeg
