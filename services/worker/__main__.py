@@ -9,7 +9,7 @@ from functools import partial
 import msgspec
 
 from services.worker.engines.port import StartEngine
-from services.worker.service import LEAVING_S_MAX, engine_starter, run_worker
+from services.worker.service import SHUTDOWN_S_MAX, engine_starter, run_worker
 from services.worker.settings import Settings
 from shared.bus.port import Bus
 from shared.contracts.ids import is_subject_token
@@ -19,7 +19,6 @@ from shared.runtime.settings import SettingsError, load, load_common
 
 
 def main() -> None:
-    """Read the settings, then live."""
     try:
         common, settings = load_common(), with_id(load(Settings, "WORKER_"))
     except SettingsError as error:
@@ -28,14 +27,14 @@ def main() -> None:
     async def live(service: Service) -> None:
         await run_worker(service, settings, common, starter_of(settings, service.bus))
 
-    run_service("worker", settings.worker_id, common, live, drain_s_max=settings.drain_s_max + LEAVING_S_MAX)
+    run_service("worker", settings.worker_id, common, live, drain_s_max=settings.drain_s_max + SHUTDOWN_S_MAX)
 
 
 def starter_of(settings: Settings, bus: Bus) -> StartEngine:
-    """What starts the engine, or the store that stands in its place and looks for its partner on the bus."""
+    """Starts the engine, or the store that stands in its place and finds its partner over the bus."""
     if settings.role is not Role.STORE:
         return engine_starter(settings.engine)
-    from services.worker.engines.store.start import start_store  # only a store reads this
+    from services.worker.engines.store.start import start_store  # Only a store imports it.
 
     return partial(start_store, bus=bus)
 
@@ -48,5 +47,5 @@ def with_id(settings: Settings) -> Settings:
     return msgspec.structs.replace(settings, worker_id=worker_id)
 
 
-if __name__ == "__main__":  # vLLM's child process imports this module, too
+if __name__ == "__main__":  # vLLM's child process imports this module too.
     main()

@@ -1,4 +1,4 @@
-"""A worker from its first breath to its last: register, start the engine, serve legs, drain, leave."""
+"""A worker's life: register, start the engine, test the KV exchange, serve legs, drain, end."""
 
 from __future__ import annotations
 
@@ -43,38 +43,37 @@ log = logging.getLogger("baton.worker")
 
 T = TypeVar("T")
 ENGINES = {"vllm": "services.worker.engines.vllm.engine", "simulated": "services.worker.engines.simulated.engine"}
-"""Imported only when chosen: a machine for simulated workers has neither torch nor vLLM."""
+"""Imported only when chosen: a machine for simulated workers may have neither torch nor vLLM."""
 SEEK_ROUTERS_S = 2.0
-"""How long an engine works for a router that died."""
+"""How long an engine may go on working for a router that has died."""
 ENGINE_CLOSE_S_MAX = 5.0
-LEAVING_S_MAX = 2 * FLUSH_S_MAX + HANDOFF_S_MAX + ENGINE_CLOSE_S_MAX
-"""What a worker needs after its last leg."""
+SHUTDOWN_S_MAX = 2 * FLUSH_S_MAX + HANDOFF_S_MAX + ENGINE_CLOSE_S_MAX
+"""For what a worker does after its last leg."""
 
 
 def engine_starter(name: str) -> StartEngine:
-    """``start_engine`` of the engine of that name."""
     return cast("StartEngine", importlib.import_module(ENGINES[name]).start_engine)
 
 
 async def run_worker(service: Service, settings: Settings, common: CommonSettings, start_engine: StartEngine) -> None:
-    """The whole life. Raises EngineDead when the engine dies, which ends the process."""
+    """From registration to removal. Raises EngineDead when the engine dies, which ends the process."""
     saved_role = SavedRole(common.state_dir, settings.worker_id, settings.role)
     settings = msgspec.structs.replace(settings, role=saved_role.role)
     epoch = await new_epoch(service.bus, WorkerId(settings.worker_id), service.clock.wall_ms())
     registration = Registration(service.bus, first_record(settings, epoch))
     service.tasks.create_task(registration.follow(), name="renew-registration")
 
-    def say(detail: str) -> None:
+    def report(detail: str) -> None:
         service.set_phase(ServicePhase.STARTING, detail)
 
     try:
-        starting = start_engine(settings, common, say, identity=Identity(registration.record.worker_id, epoch))
+        starting = start_engine(settings, common, report, identity=Identity(registration.record.worker_id, epoch))
         engine = await _unless_stopped(starting, service.stopping)
         if engine is None:
             saved_role.forget()
             return
         try:
-            await Worker(service, settings, engine, registration, saved_role).live()
+            await Worker(service, settings, engine, registration, saved_role).run()
         finally:
             await engine.close(ENGINE_CLOSE_S_MAX)
     finally:
@@ -96,7 +95,9 @@ class Worker:
         self._cache = CachePublisher(service.bus, worker_id, epoch)
         self._sender = FrameSender(service.bus, worker_id, epoch)
         exchange = make_exchange(service, engine, identity)
-        load = LoadPublisher(service.bus, worker_id, epoch, record.role, held=self._cache.held, engine=engine)
+        load = LoadPublisher(
+            service.bus, worker_id, epoch, record.role, held=self._cache.held, engine=engine, exchange=exchange
+        )
         self._server = LegServer(
             service,
             engine,
@@ -105,16 +106,15 @@ class Worker:
             self._death,
             load.changed,
             KvPolicy(settings.cache_hit_threshold, settings.kv_fetch_min_tokens),
+            None if exchange is None else UnreadOffers(exchange, identity),
         )
         self._prober = None
         self._opens = [TokenizerHandler(engine, worker_id, epoch, service.bus).open]
         self._follows: list[Callable[[], Coroutine[Any, Any, None]]] = []
         if exchange is not None:
-            load.tell_of(exchange)
-            self._server.unread = UnreadOffers(exchange, identity)
             self._opens.append(exchange.open)
             self._follows.append(exchange.follow)
-        if exchange is not None and record.role is not Role.STORE:  # which has nothing to answer self_tests with
+        if exchange is not None and record.role is not Role.STORE:  # A store cannot generate, so it runs no self-test.
             self_tests = SelfTestHandler(service.bus, service.clock, engine, identity)
             self._prober = Prober(worker_id, exchange.peers, self_tests, lends=engine.facts.prefix_caching)
             self._opens.append(self_tests.open)
@@ -122,12 +122,12 @@ class Worker:
             self._follows.append(copies.follow)
         self._status = WorkerStatus(service, registration, load, self._server, engine.facts, saved_role)
         self._orders = OrderHandler(service, self._server, self._prober, self._status, settings.drain_s_max)
-        self._leaving = Drain(
+        self._drain = Drain(
             service, settings, engine, exchange, self._server, self._sender, lambda: registration.record
         )
 
-    async def live(self) -> None:
-        """Serve until told to leave, then leave. Raises EngineDead."""
+    async def run(self) -> None:
+        """Serve until an order or SIGTERM, then drain. Raises EngineDead."""
         tasks = self._service.tasks
         background: list[asyncio.Task[Any]] = [
             tasks.create_task(self._watch_engine(), name="watch-engine"),
@@ -138,12 +138,12 @@ class Worker:
         try:
             await self._until(self._open())
             background += [tasks.create_task(follow(), name="follow-exchange") for follow in self._follows]
-            told = tasks.create_task(self._orders.told_to_leave(), name="await-orders")
-            background.append(told)
-            await self._until(self._be_ready_unless(told))
-            departure = await self._until(told)
-            await self._status.leaving()
-            await self._until(self._leaving.leave(departure))
+            drain_wanted = tasks.create_task(self._orders.wait_for_drain(), name="await-orders")
+            background.append(drain_wanted)
+            await self._until(self._be_ready_unless(drain_wanted))
+            plan = await self._until(drain_wanted)
+            await self._status.draining()
+            await self._until(self._drain.run(plan))
         except EngineDead as dead:
             await self._die(str(dead))
             raise
@@ -153,34 +153,34 @@ class Worker:
             await asyncio.wait(background)
 
     async def _open(self) -> None:
-        """Every subscription is live before the worker says that it is there."""
+        """Every subscription is live before the registry shows the worker."""
         bus, worker_id = self._service.bus, self._status.record.worker_id
-        for answer in self._opens:
-            await answer()
+        for open_handler in self._opens:
+            await open_handler()
         await bus.answer(KV_SNAPSHOT, self._cache.answer, worker_id=worker_id)
         await self._orders.open()
         await bus.subscribe(CANCEL_LEG, self._server.cancel, worker_id=worker_id)
         await bus.subscribe(START_LEG, self._server.start, worker_id=worker_id)
 
-    async def _be_ready_unless(self, told: asyncio.Task[DrainPlan]) -> None:
-        """Take legs as soon as nothing speaks against it, unless told to leave before that."""
+    async def _be_ready_unless(self, drain_wanted: asyncio.Task[DrainPlan]) -> None:
+        """Take legs once the KV self-test has passed, unless the worker is to drain before that."""
         note = self._engine.facts.note
         if self._prober is not None:
             await self._status.probing()
-            proving = asyncio.create_task(self._prober.until_proven(self._status.probing), name="probe")
+            probing = asyncio.create_task(self._prober.until_passed(self._status.probing), name="probe")
             try:
-                await asyncio.wait([proving, told], return_when=asyncio.FIRST_COMPLETED)
-                note = proving.result() if proving.done() else ""
+                await asyncio.wait([probing, drain_wanted], return_when=asyncio.FIRST_COMPLETED)
+                note = probing.result() if probing.done() else ""
             finally:
-                proving.cancel()
-        if not told.done():
+                probing.cancel()
+        if not drain_wanted.done():
             await self._status.ready(note)
 
     async def _die(self, why: str) -> None:
         log.error("the engine died: %s", why)
         self._server.phase = WorkerPhase.GONE
         self._server.fail_all(Failure(reason=Reason.ENGINE_DEAD, message=why))
-        await self._leaving.farewell()
+        await self._drain.flush_frames()
 
     async def _until(self, done: Awaitable[T]) -> T:
         """Wait for ``done``. Raises EngineDead if that comes first."""
@@ -212,14 +212,14 @@ class Worker:
 
 
 def make_exchange(service: Service, engine: Engine, identity: Identity) -> WorkerExchange | None:
-    """For an engine that has an end of it."""
+    """None for an engine without a KV exchange."""
     if engine.exchange is None:
         return None
     return WorkerExchange(service.bus, service.clock, identity, engine.exchange, engine.facts.fingerprint.key())
 
 
 async def _unless_stopped(starting: Awaitable[Engine], stopping: asyncio.Event) -> Engine | None:
-    """The engine, or None when the service was to stop first."""
+    """The engine, or None when the service stops before it has started."""
     start, stop = asyncio.ensure_future(starting), asyncio.ensure_future(stopping.wait())
     try:
         await asyncio.wait([start, stop], return_when=asyncio.FIRST_COMPLETED)
@@ -233,7 +233,7 @@ async def _unless_stopped(starting: Awaitable[Engine], stopping: asyncio.Event) 
 
 
 def first_record(settings: Settings, epoch: Epoch) -> WorkerRecord:
-    """What is known before the engine has started."""
+    """The record before the engine has started."""
     model = settings.served_model_name or settings.model
     fingerprint = Fingerprint(
         model=model,

@@ -91,7 +91,7 @@ class SelfTestPrompt(Message, frozen=True, kw_only=True):
 
 
 class RunSelfTest(Message, frozen=True, kw_only=True):
-    """Worker -> worker: read my canary's KV and see whether you answer as I do."""
+    """Worker -> worker: read the KV of my self-test prompt and check that you generate the same tokens."""
 
     worker_id: WorkerId
     source_id: WorkerId

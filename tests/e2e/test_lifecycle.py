@@ -182,10 +182,10 @@ def test_a_role_that_was_changed_outlives_the_process(system: System):
 
     after = until(next_life, "prefill-1 is ready again", START_S_MAX)
     assert (before["role"], after["role"]) == ("both", "both")
-    assert "before it was started again" in after["note"]
+    assert "as ordered before the restart" in after["note"]
 
 
-def test_a_worker_whose_canary_fails_is_kept_out_until_nobody_speaks_against_it(tmp_path: Path):
+def test_a_worker_whose_kv_self_test_fails_is_not_ready(tmp_path: Path):
     with NatsServer(tmp_path) as nats:
         common = {"BATON_NATS_URL": nats.url, "WORKER_ENGINE": "simulated"}
         with service_process("worker", tmp_path, **common, WORKER_WORKER_ID="p1", WORKER_ROLE="prefill") as well:
@@ -198,11 +198,11 @@ def test_a_worker_whose_canary_fails_is_kept_out_until_nobody_speaks_against_it(
             assert well.stop() == 0
 
     said = [detail for detail in details if detail.startswith("starting probing: ")]
-    assert any("liar: it cannot read ours: not held" in detail for detail in said), details
+    assert any("with liar: it cannot read this worker's KV: not held" in detail for detail in said), details
 
 
 class Liar:
-    """A decode worker of the same fingerprint that says of everybody that it cannot read their KV."""
+    """A decode worker of the same fingerprint that reports that it cannot read any other worker's KV."""
 
     def __init__(self, bus: Bus, registry: KeyValueStore[WorkerRecord], record: WorkerRecord) -> None:
         self._bus = bus

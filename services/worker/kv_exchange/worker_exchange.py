@@ -70,8 +70,8 @@ class WorkerExchange:
         """Call ``listener`` when the state is new."""
         self._listeners.append(listener)
 
-    async def handed_over(self) -> None:
-        """Wait until nothing is leased any more."""
+    async def unpinned(self) -> None:
+        """Wait until no block is leased."""
         changed = asyncio.Event()
         self.on_changed(changed.set)
         while self.state.pinned_blocks:
@@ -87,8 +87,8 @@ class WorkerExchange:
             log.info("the engine does not tell its hot prefixes: %s", error or "it does not answer")
             return []
 
-    def take_no_more(self) -> None:
-        """For a worker that leaves: what others want it to fetch is refused from now on."""
+    def refuse_fetches(self) -> None:
+        """For a worker that drains."""
         self._fetches.is_closed = True
 
     async def release_all(self) -> None:

@@ -55,7 +55,7 @@ class RunningLeg:
 class LegServer:
     """Every leg that this worker serves. Its tasks are children of the service's."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917  # wiring
         self,
         service: Service,
         engine: Engine,
@@ -64,6 +64,7 @@ class LegServer:
         death: asyncio.Future[str],
         on_changed: Callable[[], None],
         policy: KvPolicy = KvPolicy(),  # noqa: B008  # frozen
+        unread: UnreadOffers | None = None,
     ) -> None:
         self.phase = WorkerPhase.STARTING
         self._service = service
@@ -73,8 +74,7 @@ class LegServer:
         self._death = death
         self._on_changed = on_changed
         self._policy = policy
-        self.unread: UnreadOffers | None = None
-        """Told of legs that were broken off, where the engine has an exchange."""
+        self._unread = unread
         self._legs: dict[LegId, RunningLeg] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -108,8 +108,8 @@ class LegServer:
         if leg := self._legs.get(order.leg_id):
             leg.frames.abandon()
             leg.task.cancel()
-        elif self.unread is not None:
-            self.unread.unwanted(order.leg_id)
+        elif self._unread is not None:
+            self._unread.unwanted(order.leg_id)
 
     def fail_all(self, failure: Failure) -> None:
         """End every leg with ``failure``."""
@@ -167,8 +167,8 @@ class LegServer:
         return False
 
     def _broken_off(self, start: StartLeg) -> None:
-        if self.unread is not None:
-            self.unread.broken_off(start)
+        if self._unread is not None:
+            self._unread.broken_off(start)
 
     async def _serve(self, start: StartLeg, frames: LegFrames, span: Span) -> None:
         arrived = self._service.clock.now()

@@ -1,4 +1,4 @@
-"""Before a worker leaves: its hot prefixes go to workers that stay, so that conversations find their cache there."""
+"""Before a worker ends, other workers fetch its hot prefixes, so that conversations find their cache there."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from shared.runtime.clock import Clock
 log = logging.getLogger("baton.worker")
 
 CHAINS_MAX = 256
-"""Moved at most, the hottest first."""
+"""The hottest ones are copied, no more than this."""
 CHAINS_AT_ONCE_MAX = 4
-"""What they pin here, and what they take of the network, at a time."""
+"""Limits the blocks pinned here and the share of the network."""
 
 
 async def evacuate(
     bus: Bus, clock: Clock, exchange: WorkerExchange, record: WorkerRecord, *, s_max: float
 ) -> CopyTotals:
-    """Have others fetch what ``record``'s worker is about to take with it, for ``s_max`` seconds at most.
+    """Copy the hot prefixes of ``record``'s worker to others, for at most ``s_max`` seconds.
 
-    Never raises for what others do or do not do: what nobody took in time is counted as left.
+    Never raises for what other workers do: a prefix that no worker took in time is counted as left.
     """
     began = clock.now()
-    done, chains = CopyTotals(), list[list[bytes]]()
+    totals, chains = CopyTotals(), list[list[bytes]]()
     try:
         async with asyncio.timeout(s_max):
             chains = [unpack_full_hashes(chain.hashes) for chain in await exchange.hot_chains(CHAINS_MAX)]
             await exchange.peers.all_read()
-            spread = CopyTargets(copy_targets(record, exchange.peers.records))
-            me = Identity(record.worker_id, record.epoch)
-            copying = PrefixCopier(bus, me, spread, done, left_s=lambda: began + s_max - clock.now())
-            await copying.copy_all(chains, at_once=CHAINS_AT_ONCE_MAX)
+            targets = CopyTargets(copy_targets(record, exchange.peers.records))
+            identity = Identity(record.worker_id, record.epoch)
+            copier = PrefixCopier(bus, identity, targets, totals, left_s=lambda: began + s_max - clock.now())
+            await copier.copy_all(chains, at_once=CHAINS_AT_ONCE_MAX)
     except TimeoutError:
         log.info("evacuation ended at its deadline of %g s", s_max)
-    done.prefixes_left = len(chains) - done.prefixes
-    done.seconds = clock.now() - began
-    return done
+    totals.prefixes_left = len(chains) - totals.prefixes
+    totals.seconds = clock.now() - began
+    return totals

@@ -1,4 +1,4 @@
-"""Before a worker gets traffic, and when it takes on another role: self_tests with one partner of each kind."""
+"""Phase PROBING: a worker tests its KV exchange before it gets traffic, and again before it takes another role."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Protocol
 
 from services.worker.lifecycle.self_test import (
     Attempt,
-    Finding,
-    Kind,
     Outcome,
+    PartnerKind,
+    Result,
     as_text,
     next_partner,
+    outcome_of,
     partners,
     pause_s,
-    verdict,
 )
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.workers import Role, WorkerPhase, WorkerRecord
@@ -24,98 +24,97 @@ from shared.contracts.workers import Role, WorkerPhase, WorkerRecord
 log = logging.getLogger("baton.worker")
 
 REGISTRY_S_MAX = 10.0
-"""For everybody's records to be read once; then the worker says that it waits for that."""
+"""For the first read of the registry; after that the worker reports that it waits for it."""
 
-Found = dict[Kind, list[Attempt]]
-"""All attempts with each kind of partner."""
+Results = dict[PartnerKind, list[Attempt]]
 
 
-class Neighbours(Protocol):
-    """Whom a worker may exchange KV with (see ``exchange.peers.PeerWatch``)."""
+class Peers(Protocol):
+    """The workers that may exchange KV with this one (see ``PeerWatch``)."""
 
     @property
     def records(self) -> list[WorkerRecord]:
-        """As they registered."""
+        """As registered."""
 
     def on_records(self, listener: Callable[[], None]) -> None:
-        """Call ``listener`` when one has joined, changed or left."""
+        """Call ``listener`` when a worker has joined, changed or left."""
 
     async def all_read(self) -> None:
-        """Wait until everybody who is registered is known."""
+        """Wait until every registered worker is known."""
 
 
 class SelfTests(Protocol):
-    """See ``self_tests.SelfTestHandler``."""
+    """See ``SelfTestHandler``."""
 
-    async def try_with(self, partner: WorkerRecord) -> Finding:
-        """In both directions."""
+    async def try_with(self, partner: WorkerRecord) -> Result:
+        """Test each direction that is possible."""
 
 
 class Prober:
-    """One worker's transfer_report that it can exchange KV."""
+    """Runs a worker's KV self-tests."""
 
-    def __init__(
-        self, worker_id: WorkerId, neighbours: Neighbours, self_tests: SelfTests, *, lends: bool = True
-    ) -> None:
+    def __init__(self, worker_id: WorkerId, peers: Peers, self_tests: SelfTests, *, lends: bool = True) -> None:
         """``lends``: whether other workers can read this one's KV by block hash, which takes prefix caching."""
         self._worker_id = worker_id
-        self._neighbours = neighbours
+        self._peers = peers
         self._self_tests = self_tests
         self._lends = lends
         self._changed = asyncio.Event()
         self._seen: set[tuple[WorkerId, Epoch, Role, WorkerPhase]] = set()
-        neighbours.on_records(self._look_again)
+        peers.on_records(self._on_records)
 
-    async def until_proven(self, say: Callable[[str], Awaitable[None]]) -> str:
-        """Try until nothing speaks against this worker; ``say`` is told what does. Answers what should be noted."""
+    async def until_passed(self, report: Callable[[str], Awaitable[None]]) -> str:
+        """Repeat until no kind of partner fails; ``report`` gets the failures of each round. Returns a note for the
+        registry.
+        """
         rounds = 0
         while True:
             self._changed.clear()
-            if await self._registry_read(say):
-                found = await self.prove(Kind)
-                words = as_text(found)
-                if not failed(found):
-                    return words
+            if await self._registry_read(report):
+                results = await self.test(PartnerKind)
+                text = as_text(results)
+                if not failed(results):
+                    return text
                 rounds += 1
-                await say(words)
+                await report(text)
                 await self._pause(pause_s(rounds))
 
-    async def prove(self, kinds: Iterable[Kind]) -> Found:
-        """Once, with each of these kinds of partner."""
+    async def test(self, kinds: Iterable[PartnerKind]) -> Results:
+        """One round with each of these kinds of partner, side by side."""
         kinds = list(kinds)
         async with asyncio.TaskGroup() as tasks:
-            trying = [tasks.create_task(self._prove_with(kind), name=f"probe-{kind.value}") for kind in kinds]
-        return {kind: task.result() for kind, task in zip(kinds, trying, strict=True)}
+            testing = [tasks.create_task(self._test_with(kind), name=f"probe-{kind.value}") for kind in kinds]
+        return {kind: task.result() for kind, task in zip(kinds, testing, strict=True)}
 
-    async def _prove_with(self, kind: Kind) -> list[Attempt]:
+    async def _test_with(self, kind: PartnerKind) -> list[Attempt]:
         attempts: list[Attempt] = []
         while partner := next_partner(
-            partners(self._worker_id, self._neighbours.records, kind, lends=self._lends), attempts
+            partners(self._worker_id, self._peers.records, kind, lends=self._lends), attempts
         ):
-            found = await self._self_tests.try_with(partner)
-            attempts.append(Attempt(partner.worker_id, found))
-            if found.outcome is not Outcome.PASSED:
-                log.warning("a self_test with %s %s: %s", partner.worker_id, found.outcome.value, found.why)
+            result = await self._self_tests.try_with(partner)
+            attempts.append(Attempt(partner.worker_id, result))
+            if result.outcome is not Outcome.PASSED:
+                log.warning("KV self-test with %s %s: %s", partner.worker_id, result.outcome.value, result.failure)
         return attempts
 
-    def _look_again(self) -> None:
-        """Not for every word of another one's record, or two that fail with each other would never pause."""
-        seen = {(it.worker_id, it.epoch, it.role, it.phase) for it in self._neighbours.records}
+    def _on_records(self) -> None:
+        """Ignores changes of notes: two workers that fail with each other would wake each other without a pause."""
+        seen = {(it.worker_id, it.epoch, it.role, it.phase) for it in self._peers.records}
         if seen != self._seen:
             self._seen = seen
             self._changed.set()
 
-    async def _registry_read(self, say: Callable[[str], Awaitable[None]]) -> bool:
+    async def _registry_read(self, report: Callable[[str], Awaitable[None]]) -> bool:
         try:
             async with asyncio.timeout(REGISTRY_S_MAX):
-                await self._neighbours.all_read()
+                await self._peers.all_read()
         except TimeoutError:
-            await say("the registry does not say who else is there")
+            await report("the registry cannot be read, so partners for a KV self-test are unknown")
             return False
         return True
 
     async def _pause(self, seconds: float) -> None:
-        """Shorter if somebody joins, changes or leaves."""
+        """Ends early when a worker joins, changes or leaves."""
         try:
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
@@ -123,6 +122,6 @@ class Prober:
             pass
 
 
-def failed(found: Found) -> bool:
-    """Whether something speaks against this worker."""
-    return any(verdict(attempts) is Outcome.FAILED for attempts in found.values())
+def failed(results: Results) -> bool:
+    """Whether any kind of partner failed."""
+    return any(outcome_of(attempts) is Outcome.FAILED for attempts in results.values())

@@ -1,4 +1,4 @@
-"""The worker's entry in the registry: kept alive while the worker lives, gone soon after."""
+"""The worker's record in the registry: renewed while the process runs, removed when it ends."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ RENEWALS_PER_TTL = 3
 
 
 async def new_epoch(bus: Bus, worker_id: WorkerId, wall_ms: int) -> Epoch:
-    """The epoch of a life that begins now. A machine's clock may have been set back since the life before, and nobody
-    listens to an epoch older than the one he knows: as long as the registry knows that, the new one is greater.
+    """The epoch of a process that starts now. Other services ignore epochs older than the newest they know, and the
+    machine's clock may have been set back: while the registry has the earlier epoch, the new one is greater.
     """
     try:
         records = await bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
         before = await records.get(worker_id)
     except BusError as error:
-        log.info("the registry cannot be asked for the life before: %s", error)
+        log.info("the registry cannot be asked for the earlier epoch: %s", error)
         return Epoch(wall_ms)
     return Epoch(wall_ms if before is None or before.value is None else max(wall_ms, before.value.epoch + 1))
 
@@ -39,18 +39,18 @@ class Registration:
     def __init__(self, bus: Bus, record: WorkerRecord) -> None:
         self.record = record
         self._bus = bus
-        self._kept: KeyValueStore[WorkerRecord] | None = None
+        self._records: KeyValueStore[WorkerRecord] | None = None
         self._writing = asyncio.Lock()
         self._is_changed = asyncio.Event()
         bus.on_reconnect(self._is_changed.set)
 
-    async def say(self, record: WorkerRecord) -> None:
-        """Write this record now; if NATS is away, as soon as it is back."""
+    async def update(self, record: WorkerRecord) -> None:
+        """Write this record now; if NATS is unreachable, after the reconnect."""
         self.record = record
         await self._write()
 
     async def follow(self) -> None:
-        """Renew for ever."""
+        """Renew until cancelled."""
         while True:
             await self._write()
             self._is_changed.clear()
@@ -61,22 +61,22 @@ class Registration:
                 pass
 
     async def remove(self) -> None:
-        """The worker is gone. Nothing may write the record afterwards."""
+        """The worker ends. Nothing writes the record afterwards."""
         async with self._writing:
             self.record = msgspec.structs.replace(self.record, phase=WorkerPhase.GONE)
             try:
-                if self._kept is not None:
-                    await self._kept.delete(self.record.worker_id)
+                if self._records is not None:
+                    await self._records.delete(self.record.worker_id)
             except BusError as error:
-                log.info("the registry was not told of the end, it will notice by itself: %s", error)
+                log.info("the record was not removed, it will expire: %s", error)
 
     async def _write(self) -> None:
         async with self._writing:
             if self.record.phase is WorkerPhase.GONE:
                 return
             try:
-                if self._kept is None:
-                    self._kept = await self._bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
-                await self._kept.put(self.record)
+                if self._records is None:
+                    self._records = await self._bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+                await self._records.put(self.record)
             except BusError as error:
                 log.warning("the registry could not be written, trying again: %s", error)

@@ -9,17 +9,19 @@ import msgspec
 from shared.contracts.workers import Role, WorkerPhase
 from shared.runtime.saved_role import saved_role_file
 
+log = logging.getLogger("baton.worker")
 
-class TakenRole(msgspec.Struct, frozen=True, kw_only=True):
-    """A role that was taken on at run time, as it is kept for the next life."""
+
+class ChangedRole(msgspec.Struct, frozen=True, kw_only=True):
+    """A role that was ordered at run time, as it is saved for a restart."""
 
     role: Role
     of_settings: Role
-    """What the settings said then."""
+    """The role in the settings at that time."""
 
 
 def refusal(before: Role, after: Role, phase: WorkerPhase, *, is_changing: bool) -> str:
-    """Why not, in words; empty when it may."""
+    """Why the role may not change; empty when it may."""
     if Role.STORE in (before, after) and before is not after:
         return "a store has no engine, and an engine is no store"
     if phase is not WorkerPhase.READY:
@@ -27,64 +29,54 @@ def refusal(before: Role, after: Role, phase: WorkerPhase, *, is_changing: bool)
     return "another change of its role is under way" if is_changing else ""
 
 
-def to_keep(role: Role, of_settings: Role) -> TakenRole | None:
-    """None: the settings say it already."""
-    return None if role is of_settings else TakenRole(role=role, of_settings=of_settings)
-
-
-def begins_as(of_settings: Role, kept: TakenRole | None) -> tuple[Role, str]:
-    """The role of a life that begins, and what there is to note about it. Settings that were changed since the role was
-    taken on are the newer order.
+def role_at_start(of_settings: Role, saved: ChangedRole | None) -> tuple[Role, str]:
+    """The role of a process that starts, and a note about it. If the role in the settings has changed since the order,
+    the settings are newer and win.
     """
-    if kept is None or kept.of_settings is not of_settings:
+    if saved is None or saved.of_settings is not of_settings:
         return of_settings, ""
-    return kept.role, f"{kept.role.value}, as it was told to be before it was started again"
-
-
-log = logging.getLogger("baton.worker")
+    return saved.role, f"{saved.role.value}, as ordered before the restart"
 
 
 class SavedRole:
-    """The role of this life and, if it ends in a crash, of the next one. If the folder cannot be written to, the next
-    life has the role of its settings.
+    """The role of this process and, after a crash, of the next one. If the folder is not writable, the next process has
+    the role of its settings.
     """
 
     def __init__(self, state_dir: str, worker_id: str, of_settings: Role) -> None:
         self._file = saved_role_file(state_dir, worker_id)
         self._of_settings = of_settings
-        self.role, self.note = begins_as(of_settings, self._read())
-        """With which this life begins, and what to note about it."""
+        self.role, self.note = role_at_start(of_settings, self._read())
         if self.role is of_settings:
-            self.forget()  # what was kept under other settings
+            self.forget()  # It was saved under other settings.
         else:
             log.info("the role is %s; the settings say %s", self.note, of_settings.value)
 
-    def take_on(self, role: Role) -> None:
-        """Remember it."""
-        kept = to_keep(role, self._of_settings)
-        if kept is None:
+    def save(self, role: Role) -> None:
+        """Remember it for the next process."""
+        if role is self._of_settings:
             self.forget()
             return
         draft = self._file.with_suffix(".draft")
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_bytes(msgspec.json.encode(kept))
+            draft.write_bytes(msgspec.json.encode(ChangedRole(role=role, of_settings=self._of_settings)))
             draft.replace(self._file)
         except OSError as error:
-            log.warning("the role %s will be forgotten if this process crashes: %s", role.value, error)
+            log.warning("the role %s will be lost if this process crashes: %s", role.value, error)
 
     def forget(self) -> None:
-        """The next life begins as its settings say."""
+        """The next process starts with the role of its settings."""
         try:
             self._file.unlink(missing_ok=True)
         except OSError as error:
-            log.warning("the next life of this worker may begin with a role of this one: %s", error)
+            log.warning("the saved role cannot be removed, the next process may start with it: %s", error)
 
-    def _read(self) -> TakenRole | None:
+    def _read(self) -> ChangedRole | None:
         try:
-            return msgspec.json.decode(self._file.read_bytes(), type=TakenRole)
+            return msgspec.json.decode(self._file.read_bytes(), type=ChangedRole)
         except FileNotFoundError:
             return None
         except (OSError, msgspec.DecodeError) as error:
-            log.warning("which role this worker had cannot be read: %s", error)
+            log.warning("the saved role cannot be read: %s", error)
             return None

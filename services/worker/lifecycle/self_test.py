@@ -1,7 +1,7 @@
-"""Whether two workers exchange KV as they should: a self_test is a short prompt of one whose KV the other one reads.
+"""The KV self-test: one worker computes a short prompt, another reads its KV and must generate the same tokens.
 
-A worker proves itself with one partner of each kind, in both directions. Who fails with one partner tries the next: a
-partner may be ill itself. Who finds nobody that answers has proved nothing, and nothing speaks against it.
+A worker tests itself with one partner of each kind, in both directions. If the test fails with one partner, the worker
+tries another, because the partner may be the faulty one. An unresponsive partner does not fail the test.
 """
 
 from __future__ import annotations
@@ -17,64 +17,67 @@ from shared.contracts.workers import Role, WorkerPhase, WorkerRecord
 
 FULL_BLOCKS = 2
 TAIL_TOKENS = 5
-"""Behind the full blocks: what a reader computes itself."""
+"""After the full blocks: the reader computes these itself."""
 ANSWER_TOKENS = 4
 ATTEMPTS_MAX = 3
-"""For one kind of partner, before the worker waits and begins again."""
+"""With one kind of partner in one round."""
 NUMBERS_MAX = 1000
-"""The prompt's words are numbers below that."""
+"""The prompt is made of numbers below this."""
 PAUSE_S = 1.0
-"""After all attempts have failed; twice as long each time."""
+"""After the first failed round; doubled after each further one."""
 PAUSE_S_MAX = 30.0
 
 
-class Kind(StrEnum):
-    """What a partner is to others: where prompts are computed, or where answers are."""
+class PartnerKind(StrEnum):
+    """Whether a partner computes prompts or generates answers."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
-KIND_OF: Mapping[Role, Kind] = {Role.PREFILL: Kind.PREFILL, Role.DECODE: Kind.DECODE, Role.BOTH: Kind.DECODE}
-"""A store has no engine that could answer."""
-NEW_TO: Mapping[Role, frozenset[Kind]] = {
-    Role.PREFILL: frozenset({Kind.DECODE}),
-    Role.DECODE: frozenset({Kind.PREFILL}),
-    Role.BOTH: frozenset(Kind),
+KIND_OF: Mapping[Role, PartnerKind] = {
+    Role.PREFILL: PartnerKind.PREFILL,
+    Role.DECODE: PartnerKind.DECODE,
+    Role.BOTH: PartnerKind.DECODE,
 }
-"""With whom a worker deals that takes on that role. It cannot become a store, nor a store anything else."""
+"""A store is no partner: it has no engine that could generate."""
+NEW_PARTNERS: Mapping[Role, frozenset[PartnerKind]] = {
+    Role.PREFILL: frozenset({PartnerKind.DECODE}),
+    Role.DECODE: frozenset({PartnerKind.PREFILL}),
+    Role.BOTH: frozenset(PartnerKind),
+}
+"""Kinds of partner that a worker exchanges KV with after a change to this role. A store never changes its role."""
 
 
 class Outcome(StrEnum):
-    """Of one attempt, or of all with one kind of partner."""
+    """Of one attempt, or of all attempts with one kind of partner. From worst to best."""
 
-    PASSED = "passed"
     FAILED = "failed"
-    UNANSWERED = "unanswered"
-    """The partner had no time, or is gone: that proves nothing."""
+    INCONCLUSIVE = "inconclusive"
+    """The partner was busy or has ended."""
+    PASSED = "passed"
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """What one look at it has shown."""
+class Result:
+    """Of a self-test in one direction, or of the worst direction."""
 
     outcome: Outcome
-    why: str = ""
+    failure: str = ""
 
 
-FINE = Finding(Outcome.PASSED)
-FROM_BAD_TO_GOOD = (Outcome.FAILED, Outcome.UNANSWERED, Outcome.PASSED)
+PASSED = Result(Outcome.PASSED)
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A self_test in both directions with one partner."""
+    """A self-test with one partner."""
 
     partner: WorkerId
-    found: Finding
+    result: Result
 
 
-def partners(me: WorkerId, records: Iterable[WorkerRecord], kind: Kind, *, lends: bool) -> list[WorkerRecord]:
+def partners(me: WorkerId, records: Iterable[WorkerRecord], kind: PartnerKind, *, lends: bool) -> list[WorkerRecord]:
     """Possible partners of this kind, the preferred ones first: those that lend, then those that are READY. Among
     equals each worker has an order of its own, so that many that start together do not all choose the same partner.
 
@@ -85,55 +88,55 @@ def partners(me: WorkerId, records: Iterable[WorkerRecord], kind: Kind, *, lends
     serving = [record for record in able if record.phase in {WorkerPhase.READY, WorkerPhase.PROBING}]
     return sorted(
         serving,
-        key=lambda it: (not it.prefix_caching, it.phase is not WorkerPhase.READY, _liking(me, it.worker_id)),
+        key=lambda it: (not it.prefix_caching, it.phase is not WorkerPhase.READY, _affinity(me, it.worker_id)),
     )
 
 
-def _liking(me: WorkerId, other: WorkerId) -> bytes:
+def _affinity(me: WorkerId, other: WorkerId) -> bytes:
     return blake2b(f"{me} {other}".encode(), digest_size=8).digest()
 
 
 def next_partner(able: Sequence[WorkerRecord], attempts: Sequence[Attempt]) -> WorkerRecord | None:
-    """Whom to try now; None: this kind is settled. Who did not answer is not asked again this time."""
-    if len(attempts) >= ATTEMPTS_MAX or any(attempt.found.outcome is Outcome.PASSED for attempt in attempts):
+    """The partner to try now; None: this kind is settled. An inconclusive partner is not tried again in this round."""
+    if len(attempts) >= ATTEMPTS_MAX or any(attempt.result.outcome is Outcome.PASSED for attempt in attempts):
         return None
-    silent = {attempt.partner for attempt in attempts if attempt.found.outcome is Outcome.UNANSWERED}
+    silent = {attempt.partner for attempt in attempts if attempt.result.outcome is Outcome.INCONCLUSIVE}
     tried = [attempt.partner for attempt in attempts]
     waiting = [record for record in able if record.worker_id not in silent]
     return min(waiting, key=lambda record: tried.count(record.worker_id), default=None)
 
 
-def verdict(attempts: Sequence[Attempt]) -> Outcome:
-    """Of all attempts with one kind of partner; no partner at all proves nothing either."""
-    outcomes = {attempt.found.outcome for attempt in attempts}
-    return next((it for it in (Outcome.PASSED, Outcome.FAILED) if it in outcomes), Outcome.UNANSWERED)
+def outcome_of(attempts: Sequence[Attempt]) -> Outcome:
+    """Of all attempts with one kind of partner: one pass is enough, and no attempt at all is inconclusive."""
+    outcomes = {attempt.result.outcome for attempt in attempts}
+    return next((it for it in (Outcome.PASSED, Outcome.FAILED) if it in outcomes), Outcome.INCONCLUSIVE)
 
 
-def as_text(found: Mapping[Kind, Sequence[Attempt]]) -> str:
-    """What a person should know of it: why each kind that was tried did not pass. Empty: all is well."""
-    if not any(found.values()):
-        return "nobody was there to prove itself with"
+def as_text(results: Mapping[PartnerKind, Sequence[Attempt]]) -> str:
+    """For the worker's note: why each kind of partner that was tried did not pass. Empty if all passed."""
+    if not any(results.values()):
+        return "no partner for a KV self-test"
     parts = []
-    for attempts in found.values():
-        outcome = verdict(attempts)
-        last = next((it for it in reversed(attempts) if it.found.outcome is outcome), None)
+    for attempts in results.values():
+        outcome = outcome_of(attempts)
+        last = next((it for it in reversed(attempts) if it.result.outcome is outcome), None)
         if last is not None and outcome is not Outcome.PASSED:
-            parts.append(f"{last.partner}: {last.found.why}")
+            parts.append(f"KV self-test with {last.partner}: {last.result.failure}")
     return "; ".join(parts)
 
 
-def severity(found: Finding) -> int:
-    """For ``min``: the worst finding of all directions counts."""
-    return FROM_BAD_TO_GOOD.index(found.outcome)
+def worst(results: Iterable[Result]) -> Result:
+    """Of all directions; without any direction there is nothing that could fail."""
+    return min(results, key=lambda result: list(Outcome).index(result.outcome), default=PASSED)
 
 
 def pause_s(rounds: int) -> float:
-    """After so many rounds that failed."""
+    """After so many failed rounds."""
     return float(min(PAUSE_S_MAX, PAUSE_S * 2.0 ** min(rounds - 1, 16)))
 
 
 def prompt_tokens(block_size: int, max_model_len: int) -> int:
-    """How long a self_test is; 0: the model is too small for one."""
+    """Length of the prompt; 0: the model's context is too small for a self-test."""
     tail = min(TAIL_TOKENS, max(1, block_size - 1))
     for blocks in range(FULL_BLOCKS, 0, -1):
         if blocks * block_size + tail + ANSWER_TOKENS <= max_model_len:
@@ -141,21 +144,21 @@ def prompt_tokens(block_size: int, max_model_len: int) -> int:
     return 0
 
 
-def read_well(transfer_report: KvTransferReport | None, full_tokens: int) -> Finding:
-    """What the reader's engine says of the KV that it was to read: whether all came, and only the tail was computed."""
-    if transfer_report is None:
-        return Finding(Outcome.FAILED, "the engine does not tell where KV comes from")
-    if transfer_report.fetched_tokens >= full_tokens:
-        return FINE
-    why = next((read.failure for read in transfer_report.reads if read.failure), "") or "nothing could be asked for"
-    # A holder in a long step answers too late for a prompt that somebody waits for.
-    outcome = Outcome.UNANSWERED if why == NoGrant.UNREACHABLE else Outcome.FAILED
-    return Finding(outcome, f"{transfer_report.fetched_tokens} of {full_tokens} tokens' KV came: {why}")
+def check_report(report: KvTransferReport | None, full_tokens: int) -> Result:
+    """Whether the reader's engine fetched all full blocks."""
+    if report is None:
+        return Result(Outcome.FAILED, "the engine makes no KV transfer report")
+    if report.fetched_tokens >= full_tokens:
+        return PASSED
+    why = next((read.failure for read in report.reads if read.failure), "") or "nothing could be asked for"
+    # A holder in a long step grants too late for a request that waits: that does not mean that reading is broken.
+    outcome = Outcome.INCONCLUSIVE if why == NoGrant.UNREACHABLE else Outcome.FAILED
+    return Result(outcome, f"{report.fetched_tokens} of {full_tokens} tokens' KV came: {why}")
 
 
-def answered_alike(expected: Sequence[int], answered: Sequence[int]) -> Finding:
-    """Whether the KV that was read gives the very tokens that its holder gave."""
-    if list(expected) == list(answered):
-        return FINE
-    words = f"with the KV that was read the answer is {list(answered)}, its holder's was {list(expected)}"
-    return Finding(Outcome.FAILED, words)
+def check_tokens(expected: Sequence[int], generated: Sequence[int]) -> Result:
+    """Whether the KV that was read gives the same tokens as at its holder."""
+    if list(expected) == list(generated):
+        return PASSED
+    text = f"with the KV that was read the engine generated {list(generated)}, its holder {list(expected)}"
+    return Result(Outcome.FAILED, text)

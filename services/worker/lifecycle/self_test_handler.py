@@ -1,4 +1,4 @@
-"""SelfTests on the bus: this worker's own for whoever wants to read them, and those of others that it reads itself."""
+"""KV self-tests on the bus: computes prompts for partners to read, and reads the prompts of partners."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 from services.worker.engines.port import CURRENT_LEG, Engine, Identity, LegRecord
 from services.worker.legs.asgi_call import ask_app
 from services.worker.lifecycle import self_test as core
-from services.worker.lifecycle.self_test import Finding, Outcome
+from services.worker.lifecycle.self_test import Outcome, Result
 from shared.bus.port import AskRefused, Bus, BusError, Envelope
 from shared.contracts.channels import RUN_SELF_TEST, SELF_TEST_PROMPT
 from shared.contracts.failures import Failure, Reason
@@ -28,176 +28,183 @@ log = logging.getLogger("baton.worker")
 
 PATH = "/v1/completions"
 OK = 200
-SELF_TESTS_AT_ONCE_MAX = 8
-"""That an engine computes for others; who asks for one more asks somebody else."""
-SELF_TEST_S_MAX = 5.0
-"""For a partner to compute its self_test; after that it counts as too busy."""
+PROMPTS_AT_ONCE_MAX = 8
+"""Computed for other workers at a time; further asks are refused."""
+PROMPT_S_MAX = 5.0
+"""For a partner to compute its prompt; a slower one counts as too busy."""
 READ_S_MAX = 10.0
-"""For this engine to read a self_test and answer it."""
-TRY_S_MAX = SELF_TEST_S_MAX + READ_S_MAX
-"""For a partner to read ours."""
+"""For this engine to read a prompt's KV and generate."""
+RUN_S_MAX = PROMPT_S_MAX + READ_S_MAX
+"""For a partner to ask for this worker's prompt and read it."""
 ERROR_CHARS_MAX = 300
 
 
-class CannotTry(Exception):
-    """Our engine could not compute a self_test; whoever reads it is not to blame."""
+class CannotCompute(Exception):
+    """The engine of this worker could not compute a self-test prompt; the partner is not the cause."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
-    """What the engine made of a prompt."""
+class Completion:
+    """What the engine generated, and the record of that call."""
 
     tokens: list[int]
     record: LegRecord
 
 
 class SelfTestHandler:
-    """See the module. What happens here is no leg: nobody waits for its tokens but another worker."""
+    """Runs KV self-tests with partners and serves theirs. Its engine calls are not legs: no router waits for them."""
 
     def __init__(self, bus: Bus, clock: Clock, engine: Engine, identity: Identity) -> None:
         self._bus = bus
         self._clock = clock
         self._engine = engine
         self._me = identity
-        self._slots = asyncio.Semaphore(SELF_TESTS_AT_ONCE_MAX)
+        self._slots = asyncio.Semaphore(PROMPTS_AT_ONCE_MAX)
         self._number = 0
 
     async def open(self) -> None:
-        """Answer from now on: a worker that probes answers those that probe, or two that start would wait for ever."""
-        await self._bus.answer(SELF_TEST_PROMPT, self._make, worker_id=self._me.worker_id)
-        await self._bus.answer(RUN_SELF_TEST, self._try_for, worker_id=self._me.worker_id)
+        """Serve partners from now on. A worker serves them while it probes, or two that start would wait for each other
+        for ever.
+        """
+        await self._bus.answer(SELF_TEST_PROMPT, self._make_prompt, worker_id=self._me.worker_id)
+        await self._bus.answer(RUN_SELF_TEST, self._run, worker_id=self._me.worker_id)
 
-    async def try_with(self, partner: WorkerRecord) -> Finding:
+    async def try_with(self, partner: WorkerRecord) -> Result:
         """Test each direction that is possible: this engine reads the partner's KV, the partner reads this engine's. An
         engine without prefix caching cannot lend blocks by hash.
         """
-        findings = []
+        results = []
         async with asyncio.TaskGroup() as directions:
             if partner.prefix_caching:
-                findings.append(directions.create_task(self._read_from(partner), name="read-self-test"))
+                results.append(directions.create_task(self._read_from(partner), name="read-self-test"))
             if self._engine.facts.prefix_caching:
-                findings.append(directions.create_task(self._have_read(partner.worker_id), name="lend-self-test"))
-        return min((found.result() for found in findings), key=core.severity, default=core.FINE)
+                results.append(directions.create_task(self._lend_to(partner.worker_id), name="lend-self-test"))
+        return core.worst(task.result() for task in results)
 
-    async def _read_from(self, partner: WorkerRecord) -> Finding:
+    async def _read_from(self, partner: WorkerRecord) -> Result:
         try:
-            self_test = await self._ask_for(partner.worker_id)
+            prompt = await self._ask_for(partner.worker_id)
         except BusError as error:
-            return Finding(Outcome.UNANSWERED, f"it gives no self_test: {error or type(error).__name__}")
-        if self_test.epoch != partner.epoch:
-            return Finding(Outcome.UNANSWERED, "another life of it answers")
-        found, _answer = await self._read(self_test)
-        return found
+            return Result(Outcome.INCONCLUSIVE, f"it sends no prompt: {error or type(error).__name__}")
+        if prompt.epoch != partner.epoch:
+            return Result(Outcome.INCONCLUSIVE, "it has been restarted")
+        result, _completion = await self._read(prompt)
+        return result
 
     async def _ask_for(self, worker_id: WorkerId) -> SelfTestPrompt:
         ask = AskSelfTestPrompt(worker_id=worker_id, reader_id=self._me.worker_id)
-        return await self._bus.ask(SELF_TEST_PROMPT, ask, timeout_s=SELF_TEST_S_MAX)
+        return await self._bus.ask(SELF_TEST_PROMPT, ask, timeout_s=PROMPT_S_MAX)
 
-    async def _have_read(self, reader: WorkerId) -> Finding:
+    async def _lend_to(self, reader: WorkerId) -> Result:
         ask = RunSelfTest(worker_id=reader, source_id=self._me.worker_id, source_epoch=self._me.epoch)
         try:
-            tried = await self._bus.ask(RUN_SELF_TEST, ask, timeout_s=TRY_S_MAX)
+            result = await self._bus.ask(RUN_SELF_TEST, ask, timeout_s=RUN_S_MAX)
         except BusError as error:
-            return Finding(Outcome.UNANSWERED, f"it does not read ours: {error or type(error).__name__}")
-        return Finding(Outcome.FAILED, f"it cannot read ours: {tried.failure}") if tried.failure else core.FINE
+            return Result(Outcome.INCONCLUSIVE, f"it does not read this worker's KV: {error or type(error).__name__}")
+        if result.failure:
+            return Result(Outcome.FAILED, f"it cannot read this worker's KV: {result.failure}")
+        return core.PASSED
 
-    async def _make(self, _ask: AskSelfTestPrompt, _envelope: Envelope) -> SelfTestPrompt:
-        """Answerer of SELF_TEST_PROMPT. Raises AskRefused."""
+    async def _make_prompt(self, _ask: AskSelfTestPrompt, _envelope: Envelope) -> SelfTestPrompt:
+        """Handler of SELF_TEST_PROMPT. Raises AskRefused."""
         if not self._engine.facts.prefix_caching:
-            message = "its engine has no prefix caching, so it lends no blocks by hash"
-            raise AskRefused(Failure(reason=Reason.WORKER_BUSY, message=message))
+            raise _busy("its engine has no prefix caching, so it lends no blocks by hash")
         if self._slots.locked():
-            raise AskRefused(Failure(reason=Reason.WORKER_BUSY, message="it computes as many self_tests as it may"))
+            raise _busy(f"it computes {PROMPTS_AT_ONCE_MAX} self-test prompts already")
         async with self._slots:
             try:
-                async with asyncio.timeout(SELF_TEST_S_MAX):
-                    prompt = await self._prompt()
-                    answer = await self._answer(prompt, LegOrder())
-            except (CannotTry, TimeoutError) as error:
-                message = str(error) or f"it did not compute its self_test within {SELF_TEST_S_MAX:g} s"
-                raise AskRefused(Failure(reason=Reason.WORKER_BUSY, message=message)) from error
+                async with asyncio.timeout(PROMPT_S_MAX):
+                    prompt = await self._new_prompt()
+                    completion = await self._generate(prompt, LegOrder())
+            except (CannotCompute, TimeoutError) as error:
+                raise _busy(str(error) or f"it did not compute the prompt within {PROMPT_S_MAX:g} s") from error
         me = self._me
-        return SelfTestPrompt(worker_id=me.worker_id, epoch=me.epoch, tokens=prompt, answer=answer.tokens)
+        return SelfTestPrompt(worker_id=me.worker_id, epoch=me.epoch, tokens=prompt, answer=completion.tokens)
 
-    async def _try_for(self, ask: RunSelfTest, _envelope: Envelope) -> SelfTestResult:
-        """Answerer of RUN_SELF_TEST."""
+    async def _run(self, ask: RunSelfTest, _envelope: Envelope) -> SelfTestResult:
+        """Handler of RUN_SELF_TEST. Raises AskRefused where the test is inconclusive."""
         me, began = self._me, self._clock.now()
         try:
-            self_test = await self._ask_for(ask.source_id)
+            prompt = await self._ask_for(ask.source_id)
         except AskRefused as refused:
             raise AskRefused(refused.failure) from refused
         except BusError as error:
-            words = f"it gave no self_test: {error or type(error).__name__}"
-            return SelfTestResult(worker_id=me.worker_id, epoch=me.epoch, failure=words)
-        if self_test.epoch != ask.source_epoch:
-            raise AskRefused(Failure(reason=Reason.WORKER_LOST, message="another life of it answers"))
-        found, answer = await self._read(self_test)
-        if found.outcome is Outcome.UNANSWERED:
-            raise AskRefused(Failure(reason=Reason.WORKER_BUSY, message=found.why))
+            text = f"it sent no prompt: {error or type(error).__name__}"
+            return SelfTestResult(worker_id=me.worker_id, epoch=me.epoch, failure=text)
+        if prompt.epoch != ask.source_epoch:
+            raise AskRefused(Failure(reason=Reason.WORKER_LOST, message="the source has been restarted"))
+        result, completion = await self._read(prompt)
+        if result.outcome is Outcome.INCONCLUSIVE:
+            raise _busy(result.failure)
         return SelfTestResult(
             worker_id=me.worker_id,
             epoch=me.epoch,
-            fetched_tokens=answer.record.received_tokens if answer else 0,
-            bytes=answer.record.received_bytes if answer else 0,
+            fetched_tokens=completion.record.received_tokens if completion else 0,
+            bytes=completion.record.received_bytes if completion else 0,
             seconds=self._clock.now() - began,
-            failure=found.why,
-            tokens=answer.tokens if answer else [],
+            failure=result.failure,
+            tokens=completion.tokens if completion else [],
         )
 
-    async def _read(self, self_test: SelfTestPrompt) -> tuple[Finding, Answered | None]:
-        """Fetch its blocks as any request does, compute its tail, and compare."""
-        sources = [KvSource(worker_id=self_test.worker_id, epoch=self_test.epoch)]
+    async def _read(self, prompt: SelfTestPrompt) -> tuple[Result, Completion | None]:
+        """Fetch the prompt's blocks as any request does, compute its tail, and compare the tokens."""
+        sources = [KvSource(worker_id=prompt.worker_id, epoch=prompt.epoch)]
         try:
             async with asyncio.timeout(READ_S_MAX):
-                answer = await self._answer(self_test.tokens, LegOrder(sources=sources))
-        except (CannotTry, TimeoutError) as error:
-            words = str(error) or f"our engine did not answer within {READ_S_MAX:g} s"
-            return Finding(Outcome.FAILED, words), None
-        full_tokens = (len(self_test.tokens) - 1) // self._block_size * self._block_size
-        read = core.read_well(answer.record.transfer_report, full_tokens)
-        return (read if read is not core.FINE else core.answered_alike(self_test.answer, answer.tokens)), answer
+                completion = await self._generate(prompt.tokens, LegOrder(sources=sources))
+        except (CannotCompute, TimeoutError) as error:
+            text = str(error) or f"the reading engine was not done within {READ_S_MAX:g} s"
+            return Result(Outcome.FAILED, text), None
+        full_tokens = (len(prompt.tokens) - 1) // self._block_size * self._block_size
+        read = core.check_report(completion.record.transfer_report, full_tokens)
+        if read.outcome is not Outcome.PASSED:
+            return read, completion
+        return core.check_tokens(prompt.answer, completion.tokens), completion
 
     @property
     def _block_size(self) -> int:
         return self._engine.facts.hashing.block_size
 
-    async def _prompt(self) -> list[int]:
-        """Tokens that the model has, in an order that nobody has computed before. Raises CannotTry."""
+    async def _new_prompt(self) -> list[int]:
+        """Random tokens of the model's vocabulary, so that no cache has them. Raises CannotCompute."""
         facts = self._engine.facts
         count = core.prompt_tokens(self._block_size, facts.max_model_len)
-        words = " ".join(str(secrets.randbelow(core.NUMBERS_MAX)) for _ in range(count))
-        body = msgspec.json.encode({"model": facts.models[0], "prompt": words})
-        told = await self._engine.tokens(PATH, body)
-        if not 0 < count <= len(told.tokens):
-            raise CannotTry(
-                f"no self_test can be made of {len(told.tokens)} tokens: {told.refusal or 'they are too few'}"
-            )
-        return told.tokens[-count:]
+        text = " ".join(str(secrets.randbelow(core.NUMBERS_MAX)) for _ in range(count))
+        body = msgspec.json.encode({"model": facts.models[0], "prompt": text})
+        tokenized = await self._engine.tokens(PATH, body)
+        if not 0 < count <= len(tokenized.tokens):
+            why = tokenized.refusal or "they are too few"
+            raise CannotCompute(f"no self-test can be made of {len(tokenized.tokens)} tokens: {why}")
+        return tokenized.tokens[-count:]
 
-    async def _answer(self, prompt: list[int], order: LegOrder) -> Answered:
-        """What follows, greedily. Raises CannotTry."""
+    async def _generate(self, prompt: list[int], order: LegOrder) -> Completion:
+        """Generate greedily. Raises CannotCompute."""
         self._number += 1
         record = LegRecord(
             kind=LegKind.AGGREGATED,
-            request_id=RequestId(f"self_test-{self._me.worker_id}-{self._number}"),
+            request_id=RequestId(f"self-test-{self._me.worker_id}-{self._number}"),
             trace_headers=dict(NOT_TRACED),
             order=order,
         )
-        asked = {"max_tokens": core.ANSWER_TOKENS, "temperature": 0.0, "ignore_eos": True}
-        body = msgspec.json.encode({"model": self._engine.facts.models[0], "prompt": prompt, **asked})
-        calling = asyncio.create_task(self._call(record, body), name="self_test")
+        params = {"max_tokens": core.ANSWER_TOKENS, "temperature": 0.0, "ignore_eos": True}
+        body = msgspec.json.encode({"model": self._engine.facts.models[0], "prompt": prompt, **params})
+        calling = asyncio.create_task(self._call(record, body), name="self-test")
         try:
-            status, answer = await calling
+            status, response = await calling
         finally:
             calling.cancel()
         if status != OK:
-            raise CannotTry(f"the engine answers {status}: {answer.decode(errors='replace')[:ERROR_CHARS_MAX]}")
-        return Answered(record.token_ids, record)
+            raise CannotCompute(f"the engine answers {status}: {response.decode(errors='replace')[:ERROR_CHARS_MAX]}")
+        return Completion(record.token_ids, record)
 
     async def _call(self, record: LegRecord, body: bytes) -> tuple[int, bytes]:
-        CURRENT_LEG.set(record)  # of this task
+        CURRENT_LEG.set(record)  # In the context of this task alone.
         try:
             return await ask_app(self._engine.app, PATH, body)
-        except Exception as error:  # the engine's server failed on a prompt that is nobody's: no request suffers
-            log.exception("a self_test failed")
-            raise CannotTry(f"{type(error).__name__}: {error}") from error
+        except Exception as error:  # The engine's server failed on a prompt that belongs to no client.
+            log.exception("a KV self-test failed")
+            raise CannotCompute(f"{type(error).__name__}: {error}") from error
+
+
+def _busy(message: str) -> AskRefused:
+    return AskRefused(Failure(reason=Reason.WORKER_BUSY, message=message))

@@ -1,4 +1,4 @@
-"""What a worker is to others just now: its phase, its role, and what there is to note about it."""
+"""What other services see of a worker: its phase, its role and a note for operators."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SERVICE_PHASES = {
 
 
 class WorkerStatus:
-    """One place to change it: the registry, the load reports, the leg server and the process's status say the same."""
+    """Changes it in one place, so that the registry, the load reports, the leg server and the service status agree."""
 
     def __init__(
         self,
@@ -41,55 +41,54 @@ class WorkerStatus:
 
     @property
     def record(self) -> WorkerRecord:
-        """As it is registered."""
+        """As registered."""
         return self._registration.record
 
     @property
     def phase(self) -> WorkerPhase:
-        """As its legs are served."""
+        """Of the leg server."""
         return self._server.phase
 
     async def report_load(self) -> None:
-        """Tell how busy it is, for ever."""
+        """Publish load reports until cancelled."""
         await self._load.follow(lambda: (self._server.phase, self._server.legs))
 
     async def enter(self, phase: WorkerPhase, note: str = "") -> None:
-        """The next phase of its life."""
         self._server.phase = phase
         self._load.changed()
-        await self._registration.say(full_record(self.record, self._facts, phase, note))
+        await self._registration.update(full_record(self.record, self._facts, phase, note))
         self._service.set_phase(SERVICE_PHASES[phase], detail(phase, note))
 
-    async def probing(self, why_not: str = "") -> None:
-        """It proves itself; what has spoken against it so far."""
-        await self.enter(WorkerPhase.PROBING, why_not)
+    async def probing(self, failure: str = "") -> None:
+        """The KV self-test runs; ``failure`` is that of its last round."""
+        await self.enter(WorkerPhase.PROBING, failure)
 
     async def ready(self, note: str) -> None:
-        """It takes legs; ``note`` is what its start has shown."""
+        """It takes legs; ``note`` is what the operator should know of its start."""
         await self.enter(WorkerPhase.READY, "; ".join(filter(None, (self._saved_role.note, note))))
 
-    async def leaving(self) -> None:
-        """It goes because it was told to, so its next life begins as its settings say."""
+    async def draining(self) -> None:
+        """The worker ends by order, so its next process starts with the role of its settings."""
         self._saved_role.forget()
         await self.enter(WorkerPhase.DRAINING)
 
-    async def take_on(self, role: Role, note: str) -> None:
-        """Be placed for other legs from now on, in the next life too if this one ends in a crash."""
-        self._saved_role.take_on(role)
+    async def change_role(self, role: Role, note: str) -> None:
+        """Be placed for other legs from now on, also after a crash."""
+        self._saved_role.save(role)
         self._load.role = role
         self._load.changed()
-        await self._registration.say(msgspec.structs.replace(self.record, role=role, note=note))
+        await self._registration.update(msgspec.structs.replace(self.record, role=role, note=note))
 
 
 def detail(phase: WorkerPhase, note: str) -> str:
-    """What the process says that it does."""
+    """Of the service status."""
     if phase is WorkerPhase.PROBING:
         return f"probing: {note}" if note else "probing"
     return ""
 
 
 def full_record(record: WorkerRecord, facts: EngineFacts, phase: WorkerPhase, note: str) -> WorkerRecord:
-    """The same worker, with what its engine says of itself."""
+    """The record with the engine's facts."""
     return msgspec.structs.replace(
         record,
         phase=phase,

@@ -70,7 +70,15 @@ class LoadPublisher:
     """The load report: on each change, at most LOAD_HZ_MAX times a second, and at least once in LOAD_PERIOD_S_MAX."""
 
     def __init__(
-        self, bus: Bus, worker_id: WorkerId, epoch: Epoch, role: Role, *, held: HeldBlocks, engine: Engine
+        self,
+        bus: Bus,
+        worker_id: WorkerId,
+        epoch: Epoch,
+        role: Role,
+        *,
+        held: HeldBlocks,
+        engine: Engine,
+        exchange: WorkerExchange | None = None,
     ) -> None:
         self.role = role
         self._bus = bus
@@ -78,14 +86,11 @@ class LoadPublisher:
         self._epoch = epoch
         self._held = held
         self._engine = engine
-        self._exchange: WorkerExchange | None = None
+        self._exchange = exchange
         self._is_changed = asyncio.Event()
         engine.on_load_changed(self._is_changed.set)
-
-    def tell_of(self, exchange: WorkerExchange) -> None:
-        """Report its ledger, too, and whenever it is new."""
-        self._exchange = exchange
-        exchange.on_changed(self.changed)
+        if exchange is not None:
+            exchange.on_changed(self.changed)
 
     def changed(self) -> None:
         """Something in the report may be different now."""

@@ -69,7 +69,7 @@ def test_traffic_flows_requests_plans_and_news_are_told(columns: int, lines: int
         "decode-2 lost: silent for 3.0 s",
         "decode-7 left after 3.2 s: 12 legs, 44 prefixes moved",
         "planner both-1 becomes decode",
-        "decode-10: reads a canary from prefill-1",
+        "decode-10: KV self-test with prefill-1",
     ):
         assert words in text
 

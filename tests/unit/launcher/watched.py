@@ -29,7 +29,7 @@ FLEET = {
 
 def join(watch: Watch, worker_id: str, role: Role, phase: WorkerPhase, now: float, revision: str = "r") -> None:
     made = record(worker_id, phase=phase, role=role, revision=revision)
-    note = "reads a canary from prefill-1" if phase is WorkerPhase.PROBING else ""
+    note = "KV self-test with prefill-1" if phase is WorkerPhase.PROBING else ""
     watch.record(msgspec.structs.replace(made, note=note), now)
 
 

@@ -133,12 +133,12 @@ def test_without_a_leader_nobody_answers_for_the_plan():
 
 def test_a_worker_that_does_not_change_its_role_is_told_with_its_reason_and_left_alone():
     async def story() -> None:
-        async with orchestrators("o1", refuses="no canary came through") as heard:
+        async with orchestrators("o1", refuses="the KV self-test failed") as heard:
             await asyncio.sleep(95.0)
 
             assert [each.outcome for each in heard.changes if each.outcome][:2] == [
-                "d1 stays decode: no canary came through",
-                "d2 stays decode: no canary came through",
+                "d1 stays decode: the KV self-test failed",
+                "d2 stays decode: the KV self-test failed",
             ]
             assert len(heard.workers["d1"].orders) == 1
 

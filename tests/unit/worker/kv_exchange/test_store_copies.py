@@ -122,7 +122,7 @@ async def test_a_store_that_came_later_gets_what_was_used_before():
         copier, (first,) = await serving(stack, "s1")
         copier.chains = [chain(4)]
         await copier.copies.look()
-        first.exchange.take_no_more()
+        first.exchange.refuse_fetches()
         second = await copier.joins("s2")
         await copier.me.engine.told("peers", 2)
         await copier.copies.look()

@@ -186,7 +186,7 @@ async def test_an_idle_engine_is_woken_when_its_next_lease_ends():
 
         holder.engine.tell(state=ledger(pinned_blocks=3, next_expiry_s=ends_at))
         async with asyncio.timeout(WAIT_S_MAX):
-            await holder.exchange.handed_over()
+            await holder.exchange.unpinned()
 
         assert time.monotonic() >= ends_at
         assert len(holder.engine.calls) == calls + 1

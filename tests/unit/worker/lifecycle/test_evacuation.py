@@ -89,7 +89,7 @@ async def test_a_worker_that_leaves_too_gets_nothing_and_the_others_no_more_than
     chains = [chain(4, str(number)) for number in range(30)]
     async with AsyncExitStack() as stack:
         worker, (a, b) = await leaving(stack, chains, "a", "b")
-        a.exchange.take_no_more()
+        a.exchange.refuse_fetches()
         done = await worker.leave()
 
     assert not a.engine.every("fetches")
@@ -103,7 +103,7 @@ async def test_when_nobody_can_take_them_they_are_left_and_nobody_waits(names):
     async with AsyncExitStack() as stack:
         worker, stayers = await leaving(stack, chains, *names)
         for stayer in stayers:
-            stayer.exchange.take_no_more()
+            stayer.exchange.refuse_fetches()
         done = await worker.leave()
 
     assert (done.prefixes, done.prefixes_left) == (0, len(chains))

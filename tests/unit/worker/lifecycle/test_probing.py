@@ -1,4 +1,4 @@
-"""A worker is ready when it has proved itself, and obeys: self_tests, another role, the way out."""
+"""Workers test their KV exchange before they are ready, and obey orders to change their role or to drain."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 
 from services.worker.engines.port import EngineTokens, Identity
 from services.worker.lifecycle.probing import Prober, failed
-from services.worker.lifecycle.self_test import FINE, PAUSE_S, Finding, Kind, Outcome
-from services.worker.lifecycle.self_test_handler import SELF_TESTS_AT_ONCE_MAX, SelfTestHandler
+from services.worker.lifecycle.self_test import PASSED, PAUSE_S, Outcome, PartnerKind, Result
+from services.worker.lifecycle.self_test_handler import PROMPTS_AT_ONCE_MAX, SelfTestHandler
 from services.worker.tiny_model.tiny_model import ensure_tiny_tokenizer
 from shared.bus.port import AskRefused, Envelope
 from shared.contracts.channels import CHANGE_ROLE, DRAIN, DRAINED, LOAD, RUN_SELF_TEST, SELF_TEST_PROMPT, SERVICE_STATUS
@@ -25,7 +25,7 @@ from tests.unit.worker.fakes import FakeEngine
 from tests.unit.worker.simulated_workers import SOON_S_MAX, Forgetful, workers_on_one_bus
 
 PROBING, READY, DRAINING = WorkerPhase.PROBING, WorkerPhase.READY, WorkerPhase.DRAINING
-FAILED = Finding(Outcome.FAILED, "other tokens")
+FAILED = Result(Outcome.FAILED, "other tokens")
 
 
 @pytest.fixture(scope="module")
@@ -33,23 +33,23 @@ def model(tmp_path_factory):
     return ensure_tiny_tokenizer(tmp_path_factory.mktemp("models"))
 
 
-async def test_the_first_worker_is_ready_although_nobody_is_there(model):
+async def test_a_worker_without_partners_is_ready(model):
     async with workers_on_one_bus(model) as workers:
         workers.start("p1", Role.PREFILL)
         await workers.until_ready("p1")
 
-        assert workers.records["p1"].note == "nobody was there to prove itself with"
+        assert workers.records["p1"].note == "no partner for a KV self-test"
         phases = [phase for _id, _role, phase in workers.said]
         assert phases[-2:] == [PROBING, READY]
 
 
-async def test_a_new_worker_proves_itself_with_each_kind_of_partner_and_is_ready(model):
+async def test_a_new_worker_tests_itself_with_each_kind_of_partner(model):
     async with workers_on_one_bus(model) as workers:
         workers.start("p1", Role.PREFILL)
         workers.start("d1", Role.DECODE)
         await workers.until_ready("p1", "d1")
         asked = []
-        tapped = [("self_test", SELF_TEST_PROMPT), ("try", RUN_SELF_TEST)]
+        tapped = [("prompt", SELF_TEST_PROMPT), ("run", RUN_SELF_TEST)]
         for name, channel in tapped:
             for worker_id in ("p1", "d1", "d2"):
                 await workers.bus.subscribe(
@@ -60,8 +60,8 @@ async def test_a_new_worker_proves_itself_with_each_kind_of_partner_and_is_ready
         await workers.until_ready("d2")
 
         assert workers.records["d2"].note == ""
-        assert {("self_test", "p1"), ("self_test", "d1"), ("try", "p1"), ("try", "d1")} <= set(asked)
-        assert asked.count(("self_test", "d2")) == 2
+        assert {("prompt", "p1"), ("prompt", "d1"), ("run", "p1"), ("run", "d1")} <= set(asked)
+        assert asked.count(("prompt", "d2")) == 2
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.BOTH])
@@ -111,7 +111,7 @@ async def test_two_workers_without_prefix_caching_have_nothing_to_test(model):
         await workers.until_ready("p1", "d1")
 
 
-async def test_many_that_start_at_the_same_moment_all_come_up(model):
+async def test_workers_that_start_together_all_become_ready(model):
     async with workers_on_one_bus(model) as workers:
         names = [f"w{number}" for number in range(8)]
         for number, name in enumerate(names):
@@ -120,7 +120,7 @@ async def test_many_that_start_at_the_same_moment_all_come_up(model):
         await workers.until_ready(*names)
 
 
-async def test_a_worker_whose_engine_answers_otherwise_gets_no_traffic_and_says_why(model):
+async def test_a_worker_that_generates_other_tokens_stays_probing_and_says_why(model):
     async with workers_on_one_bus(model) as workers:
         workers.start("p1", Role.PREFILL)
         await workers.until_ready("p1")
@@ -132,29 +132,31 @@ async def test_a_worker_whose_engine_answers_otherwise_gets_no_traffic_and_says_
 
         assert workers.phase("d1") is PROBING
         assert "p1" in workers.records["d1"].note
-        assert "the answer is" in workers.records["d1"].note
+        assert "the engine generated" in workers.records["d1"].note
         async with asyncio.timeout(SOON_S_MAX):
-            while not any("probing: p1" in detail for detail in details):
+            while not any("probing: KV self-test with p1" in detail for detail in details):
                 await asyncio.sleep(0.01)
         assert ("d1", Role.DECODE, READY) not in workers.said
 
 
-async def test_an_ill_partner_does_not_keep_a_worker_out_when_another_one_is_well(model):
+async def test_a_faulty_partner_does_not_block_a_worker_if_another_works(model):
     async with workers_on_one_bus(model) as workers:
-        ill = []
-        workers.start("d1", Role.DECODE, wrap=lambda engine: ill.append(Forgetful(engine, forgets=False)) or ill[0])
+        faulty = []
+        workers.start(
+            "d1", Role.DECODE, wrap=lambda engine: faulty.append(Forgetful(engine, forgets=False)) or faulty[0]
+        )
         workers.start("d2", Role.DECODE)
         await workers.until_ready("d1", "d2")
-        ill[0].forgets = True
+        faulty[0].forgets = True
 
-        names = [f"p{number}" for number in range(4)]  # Of which some try the ill one first.
+        names = [f"p{number}" for number in range(4)]  # Some of them try the faulty one first.
         for name in names:
             workers.start(name, Role.PREFILL)
 
         await workers.until_ready(*names)
 
 
-async def test_a_worker_takes_on_another_role_without_a_restart(model):
+async def test_a_role_changes_without_a_restart(model):
     async with workers_on_one_bus(model) as workers:
         workers.start("p1", Role.PREFILL)
         workers.start("p2", Role.PREFILL)
@@ -174,13 +176,15 @@ async def test_a_worker_takes_on_another_role_without_a_restart(model):
                 await asyncio.sleep(0.01)
 
 
-async def test_a_role_that_cannot_be_verified_is_not_taken_on(model):
+async def test_a_role_whose_self_test_fails_is_not_taken(model):
     async with workers_on_one_bus(model) as workers:
-        ill = []
-        workers.start("p1", Role.PREFILL, wrap=lambda engine: ill.append(Forgetful(engine, forgets=False)) or ill[0])
+        faulty = []
+        workers.start(
+            "p1", Role.PREFILL, wrap=lambda engine: faulty.append(Forgetful(engine, forgets=False)) or faulty[0]
+        )
         workers.start("p2", Role.PREFILL)
         await workers.until_ready("p1", "p2")
-        ill[0].forgets = True
+        faulty[0].forgets = True
 
         order = ChangeRole(worker_id=WorkerId("p2"), role=Role.DECODE)
         told = await workers.bus.ask(CHANGE_ROLE, order, timeout_s=SOON_S_MAX)
@@ -194,7 +198,7 @@ async def test_a_role_that_cannot_be_verified_is_not_taken_on(model):
 @pytest.mark.parametrize(
     ("role", "words"), [(Role.PREFILL, ""), (Role.STORE, "a store has no engine, and an engine is no store")]
 )
-async def test_a_role_that_it_has_or_cannot_have_changes_nothing(model, role, words):
+async def test_an_order_for_its_own_or_an_impossible_role_changes_nothing(model, role, words):
     async with workers_on_one_bus(model) as workers:
         workers.start("p1", Role.PREFILL)
         await workers.until_ready("p1")
@@ -207,7 +211,7 @@ async def test_a_role_that_it_has_or_cannot_have_changes_nothing(model, role, wo
         assert workers.said == before
 
 
-async def test_a_worker_that_is_told_to_leave_says_how_it_left_and_ends_well(model):
+async def test_a_drained_worker_reports_and_exits_with_0(model):
     async with workers_on_one_bus(model) as workers:
         workers.start("p1", Role.PREFILL)
         workers.start("p2", Role.PREFILL)
@@ -226,7 +230,7 @@ async def test_a_worker_that_is_told_to_leave_says_how_it_left_and_ends_well(mod
         await workers.until(lambda: "p2" not in workers.records)
 
 
-async def test_a_second_order_to_leave_is_refused(model):
+async def test_a_second_order_to_drain_is_refused(model):
     async with workers_on_one_bus(model) as workers:
         workers.start("p1", Role.PREFILL)
         await workers.until_ready("p1")
@@ -235,11 +239,11 @@ async def test_a_second_order_to_leave_is_refused(model):
         async with asyncio.TaskGroup() as both:
             asks = [both.create_task(workers.bus.ask(DRAIN, order, timeout_s=SOON_S_MAX)) for _ in range(2)]
 
-        assert sorted(ask.result().refusal for ask in asks) == ["", "it is leaving already"]
+        assert sorted(ask.result().refusal for ask in asks) == ["", "it drains already"]
 
 
-class Neighbours:
-    """Records that the test writes."""
+class FakePeers:
+    """Peers whose records the test writes."""
 
     def __init__(self, *records) -> None:
         self.records = list(records)
@@ -260,88 +264,88 @@ class Neighbours:
 
 
 class SelfTests:
-    """Ends each self_test as the test has said."""
+    """Each partner has a result."""
 
-    def __init__(self, **findings: Finding) -> None:
-        self.findings = findings
+    def __init__(self, **results: Result) -> None:
+        self.results = results
         self.tried: list[tuple[float, str]] = []
 
-    async def try_with(self, partner) -> Finding:
+    async def try_with(self, partner) -> Result:
         self.tried.append((asyncio.get_running_loop().time(), partner.worker_id))
-        return self.findings[partner.worker_id]
+        return self.results[partner.worker_id]
 
 
 async def ignore(_words: str) -> None:
     pass
 
 
-def test_who_fails_tries_again_with_pauses_that_grow_until_it_passes():
-    async def story() -> tuple[list[float], list[str], str]:
+def test_failed_rounds_are_repeated_with_growing_pauses():
+    async def run() -> tuple[list[float], list[str], str]:
         self_tests, said = SelfTests(d1=FAILED), []
 
         async def say(words: str) -> None:
             said.append(words)
             if len(said) == 4:
-                self_tests.findings["d1"] = FINE
+                self_tests.results["d1"] = PASSED
 
-        note = await Prober(WorkerId("me"), Neighbours(record("d1")), self_tests).until_proven(say)
+        note = await Prober(WorkerId("me"), FakePeers(record("d1")), self_tests).until_passed(say)
         return sorted({at for at, _who in self_tests.tried}), said, note
 
-    times, said, note = run_in_virtual_time(story())
+    times, said, note = run_in_virtual_time(run())
 
     assert times == [PAUSE_S * pause for pause in (0, 1, 3, 7, 15)]
-    assert said == ["d1: other tokens"] * 4
+    assert said == ["KV self-test with d1: other tokens"] * 4
     assert note == ""
 
 
-def test_a_new_partner_ends_the_pause_and_a_renewed_record_does_not():
-    async def story() -> list[tuple[float, str]]:
-        neighbours, self_tests = Neighbours(record("d1")), SelfTests(d1=FAILED, d2=FINE)
-        prober = Prober(WorkerId("me"), neighbours, self_tests)
-        neighbours.now(record("d1"))
+def test_a_new_partner_ends_the_pause_a_renewed_record_does_not():
+    async def run() -> list[tuple[float, str]]:
+        peers, self_tests = FakePeers(record("d1")), SelfTests(d1=FAILED, d2=PASSED)
+        prober = Prober(WorkerId("me"), peers, self_tests)
+        peers.now(record("d1"))
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(prober.until_proven(ignore))
+            tasks.create_task(prober.until_passed(ignore))
             await asyncio.sleep(PAUSE_S / 4)
-            neighbours.now(record("d1", models=("m", "n")))
+            peers.now(record("d1", models=("m", "n")))
             await asyncio.sleep(PAUSE_S / 4)
-            neighbours.now(record("d1"), record("d2"))
+            peers.now(record("d1"), record("d2"))
         return [(at, who) for at, who in self_tests.tried if who == "d2" or at > 0.0]
 
-    tried = run_in_virtual_time(story())
+    tried = run_in_virtual_time(run())
 
     assert {at for at, _who in tried} == {PAUSE_S / 2}
     assert tried[-1][1] == "d2"
 
 
-def test_while_the_registry_cannot_be_read_nobody_is_ready():
-    async def story() -> tuple[list[str], bool]:
-        neighbours, said = Neighbours(), []
-        neighbours.read.clear()
+def test_no_worker_is_ready_before_the_registry_was_read():
+    async def run() -> tuple[list[str], bool]:
+        peers, said = FakePeers(), []
+        peers.read.clear()
 
         async def say(words: str) -> None:
             said.append(words)
-            neighbours.read.set()
+            peers.read.set()
 
-        await Prober(WorkerId("me"), neighbours, SelfTests()).until_proven(say)
+        await Prober(WorkerId("me"), peers, SelfTests()).until_passed(say)
         return said
 
-    assert run_in_virtual_time(story()) == ["the registry does not say who else is there"]
+    assert run_in_virtual_time(run()) == ["the registry cannot be read, so partners for a KV self-test are unknown"]
 
 
-def test_partners_of_several_kinds_are_tried_side_by_side():
-    async def story() -> tuple[dict, list]:
-        fleet = Neighbours(record("p1", role=Role.PREFILL), record("d1", role=Role.DECODE))
-        self_tests = SelfTests(p1=FINE, d1=Finding(Outcome.UNANSWERED, "no answer"))
-        return await Prober(WorkerId("me"), fleet, self_tests).prove(Kind), self_tests.tried
+def test_kinds_of_partner_are_tried_side_by_side():
+    async def run() -> tuple[dict, list]:
+        fleet = FakePeers(record("p1", role=Role.PREFILL), record("d1", role=Role.DECODE))
+        self_tests = SelfTests(p1=PASSED, d1=Result(Outcome.INCONCLUSIVE, "no answer"))
+        return await Prober(WorkerId("me"), fleet, self_tests).test(PartnerKind), self_tests.tried
 
-    found, tried = run_in_virtual_time(story())
+    found, tried = run_in_virtual_time(run())
 
     assert {at for at, _who in tried} == {0.0}
     assert not failed(found)
 
 
 class Talker(FakeEngine):
-    """Every text has more tokens than a self_test."""
+    """Every text has more tokens than a self-test prompt."""
 
     async def tokens(self, path: str, body: bytes) -> EngineTokens:
         return EngineTokens(tokens=list(range(self.facts.max_model_len)))
@@ -353,17 +357,16 @@ async def answering(hub: MemoryHub) -> FakeEngine:
     return engine
 
 
-async def test_an_engine_computes_so_many_canaries_and_no_more_at_a_time():
+async def test_prompts_computed_for_partners_are_bounded():
     hub = MemoryHub()
     engine = await answering(hub)
     engine.gate.clear()
     bus, ask = MemoryBus(hub), AskSelfTestPrompt(worker_id=WorkerId("w1"), reader_id=WorkerId("r1"))
     asks = [
-        asyncio.ensure_future(bus.ask(SELF_TEST_PROMPT, ask, timeout_s=SOON_S_MAX))
-        for _ in range(SELF_TESTS_AT_ONCE_MAX)
+        asyncio.ensure_future(bus.ask(SELF_TEST_PROMPT, ask, timeout_s=SOON_S_MAX)) for _ in range(PROMPTS_AT_ONCE_MAX)
     ]
     async with asyncio.timeout(SOON_S_MAX):
-        while len(engine.bodies) < SELF_TESTS_AT_ONCE_MAX:
+        while len(engine.bodies) < PROMPTS_AT_ONCE_MAX:
             await asyncio.sleep(0)
 
     with pytest.raises(AskRefused) as refused:
@@ -371,20 +374,20 @@ async def test_an_engine_computes_so_many_canaries_and_no_more_at_a_time():
 
     engine.gate.set()
     assert refused.value.failure.reason is Reason.WORKER_BUSY
-    assert len(await asyncio.gather(*asks)) == SELF_TESTS_AT_ONCE_MAX
+    assert len(await asyncio.gather(*asks)) == PROMPTS_AT_ONCE_MAX
 
 
-async def test_a_source_that_gives_no_canary_cannot_be_read():
+async def test_a_source_that_sends_no_prompt_fails_the_test():
     hub = MemoryHub()
     await answering(hub)
     ask = RunSelfTest(worker_id=WorkerId("w1"), source_id=WorkerId("nobody"), source_epoch=Epoch(1))
 
     tried = await MemoryBus(hub).ask(RUN_SELF_TEST, ask, timeout_s=SOON_S_MAX)
 
-    assert "it gave no self_test" in tried.failure
+    assert "it sent no prompt" in tried.failure
 
 
-async def test_another_life_of_the_source_proves_nothing():
+async def test_a_restarted_source_makes_the_test_inconclusive():
     hub = MemoryHub()
     await answering(hub)
 
@@ -394,5 +397,5 @@ async def test_another_life_of_the_source_proves_nothing():
     await MemoryBus(hub).answer(SELF_TEST_PROMPT, give, worker_id="s1")
     ask = RunSelfTest(worker_id=WorkerId("w1"), source_id=WorkerId("s1"), source_epoch=Epoch(1))
 
-    with pytest.raises(AskRefused, match="another life"):
+    with pytest.raises(AskRefused, match="restarted"):
         await MemoryBus(hub).ask(RUN_SELF_TEST, ask, timeout_s=SOON_S_MAX)

@@ -16,7 +16,7 @@ from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerRecord
 from shared.runtime.settings import CommonSettings
 from tests.unit.worker.fakes import WAIT_S_MAX, WORKER, RunningWorker, running_worker
 
-BEFORE = "before it was started again"
+BEFORE = "before the restart"
 
 
 class Life:

@@ -98,12 +98,12 @@ class Exchange:
 
 async def test_the_load_report_tells_what_is_leased_and_read_and_whose_bytes_they_are():
     bus, engine, exchange = MemoryBus(MemoryHub()), FakeEngine(), Exchange()
-    load = LoadPublisher(bus, WORKER, Epoch(1), Role.PREFILL, held=HeldBlocks(), engine=engine)
+    without = LoadPublisher(bus, WORKER, Epoch(1), Role.PREFILL, held=HeldBlocks(), engine=engine)
+    load = LoadPublisher(bus, WORKER, Epoch(1), Role.PREFILL, held=HeldBlocks(), engine=engine, exchange=exchange)
     reports: asyncio.Queue = asyncio.Queue()
     await bus.subscribe(LOAD, lambda report, _envelope: reports.put_nowait(report))
 
-    await load.report(WorkerPhase.READY, 0)
-    load.tell_of(exchange)
+    await without.report(WorkerPhase.READY, 0)
     exchange.state = KvLedgerState(leases=2, pinned_blocks=9, read_bytes_total=4096, read_seconds_total=0.5)
     await load.report(WorkerPhase.READY, 0)
 
@@ -118,8 +118,7 @@ async def test_the_load_report_tells_what_is_leased_and_read_and_whose_bytes_the
 
 async def test_an_engine_that_takes_no_step_uses_what_is_leased():
     bus, engine, exchange = MemoryBus(MemoryHub()), FakeEngine(), Exchange()
-    load = LoadPublisher(bus, WORKER, Epoch(1), Role.PREFILL, held=HeldBlocks(), engine=engine)
-    load.tell_of(exchange)
+    load = LoadPublisher(bus, WORKER, Epoch(1), Role.PREFILL, held=HeldBlocks(), engine=engine, exchange=exchange)
     reports: asyncio.Queue = asyncio.Queue()
     await bus.subscribe(LOAD, lambda report, _envelope: reports.put_nowait(report))
 
