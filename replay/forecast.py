@@ -42,7 +42,7 @@ def forecast(worker: SimWorker, size: tuple[int, int], prefix: tuple[int, int], 
     (tokens, out), (cached, had) = size, prefix
     ready_at = 0.0
     if had > cached:
-        ready_at = max(now + profile.ask_s, worker.link_free_at) + profile.transfer_s(had - cached)
+        ready_at = max(now + profile.ask_s, worker.link.free_at) + profile.transfer_s(had - cached)
     blocks = -(-tokens // profile.block_tokens) - cached // profile.block_tokens
     new = Prompt(tokens, had, tokens + out, blocks, ready_at)
     roll.prompts.append(new)
@@ -88,7 +88,7 @@ class Roll:
         for job in engine.receiving:
             job_prompt = self._prompt(job)
             job_prompt.computed = max(job.computed, min(job.granted or 0, job.tokens - 1))
-            job_prompt.ready_at = worker.link_free_at
+            job_prompt.ready_at = worker.link.free_at
             self.prompts.append(job_prompt)
         for job in engine.waiting:
             self.prompts.append(self._waiting(worker, job))
@@ -106,8 +106,7 @@ class Roll:
             step_s = self._step_s(chunks)
             for prompt, count in chunks:
                 if prompt is new:
-                    self.own_s += count / (self._profile.prefill_tokens_per_s or float("inf"))
-                    self.own_s += self._profile.prefill_s_per_pair * count * (prompt.computed - count / 2)
+                    self.own_s += self._profile.prefill_s(count, count * (prompt.computed - count / 2))
             alike = 1 if chunks or not self.prompts else self._steps_alike(step_s)
             self.now += alike * step_s
             self._stepped(alike)
@@ -125,9 +124,7 @@ class Roll:
 
     def decode_step_s(self, joining: int, context_tokens: float) -> float:
         """With so many more."""
-        profile = self._profile
-        seconds = profile.decode_base_s + (self.decoding_now + joining - 1) * profile.decode_per_sequence_s
-        return seconds + (self._context + context_tokens) * profile.decode_per_context_token_s
+        return self._profile.decode_s(self.decoding_now + joining, self._context + context_tokens)
 
     def _prompt(self, job: Job) -> Prompt:
         return Prompt(job.tokens, job.computed, job.last_tokens, 0)
@@ -164,14 +161,9 @@ class Roll:
         return chunks
 
     def _step_s(self, chunks: list[tuple[Prompt, int]]) -> float:
-        profile = self._profile
-        seconds = self.decode_step_s(0, 0.0) if self.decoding_now else 0.0
-        if chunks:
-            seconds += profile.prefill_base_s
-            for prompt, count in chunks:
-                seconds += count / (profile.prefill_tokens_per_s or float("inf"))
-                seconds += profile.prefill_s_per_pair * count * (prompt.computed - count / 2)
-        return seconds
+        tokens = sum(count for _prompt, count in chunks)
+        pairs = sum(count * (prompt.computed - count / 2) for prompt, count in chunks)
+        return self._profile.step_s(tokens, pairs, self.decoding_now, self._context)
 
     def _steps_alike(self, step_s: float) -> int:
         """Until somebody ends, or what is fetched is there."""

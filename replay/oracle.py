@@ -111,13 +111,12 @@ class Oracle:
         pending = list(engine.waiting) + list(engine.receiving) + list(engine.received_jobs)
         decoding = len(engine.decoders) + len(pending)
         context = engine.decoders.context_tokens + sum(job.tokens for job in pending)
-        step_s = profile.decode_base_s + decoding * profile.decode_per_sequence_s
-        step_s += (context + need.prompt_tokens + tokens_out / 2) * profile.decode_per_context_token_s
+        step_s = profile.decode_s(decoding + 1, context + need.prompt_tokens + tokens_out / 2)
         added_s = profile.decode_per_sequence_s + need.prompt_tokens * profile.decode_per_context_token_s
         blocks = -(-(need.prompt_tokens + tokens_out) // profile.block_tokens)
         wanted = blocks + sum(-(-job.tokens // profile.block_tokens) for job in engine.waiting)
         crowded = max(0.0, wanted - engine.pool.free)
-        reading_s = max(0.0, worker.link_free_at - self._world.now)
+        reading_s = max(0.0, worker.link.free_at - self._world.now)
         return tokens_out * (step_s + decoding * added_s) + reading_s + crowded * step_s * 100
 
 

@@ -1,15 +1,16 @@
-"""How fast the simulated engines are, and where the numbers come from."""
+"""Speeds and sizes of the replay's engines, and where the numbers come from."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from replay.traces import BLOCK_TOKENS
+from services.worker.engines.simulated.core.timing import StepTiming
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Profile:
-    """One kind of engine: the fields of ``SimulatedTiming``, and its size. A speed of 0: the thing takes no time."""
+class Profile(StepTiming):
+    """One kind of engine: its speeds and its size."""
 
     block_tokens: int = BLOCK_TOKENS
     kv_blocks: int = 800
@@ -18,7 +19,6 @@ class Profile:
     prefill_tokens_per_s: float = 24_600.0
     prefill_base_s: float = 0.002
     prefill_s_per_pair: float = 1.3e-9
-    """For each earlier token that a computed token attends to."""
     decode_base_s: float = 0.008
     decode_per_sequence_s: float = 0.000_05
     decode_per_context_token_s: float = 6e-8
@@ -26,27 +26,21 @@ class Profile:
     transfer_base_s: float = 0.002
     kv_bytes_per_token: int = 131_072
     ask_s: float = 0.004
-    """From asking another worker for KV to its answer."""
+    """From requesting KV of another worker to its grant."""
     tail_tokens: int = 16
-    """Of a prompt that is handed over, how many tokens the decode worker computes: less than a real block."""
-
-    def prefill_s(self, tokens: int, before: int) -> float:
-        """One chunk of ``tokens`` behind ``before`` earlier ones, without the base."""
-        seconds = tokens / self.prefill_tokens_per_s if self.prefill_tokens_per_s else 0.0
-        if self.prefill_s_per_pair:
-            seconds += self.prefill_s_per_pair * tokens * (before + tokens / 2)
-        return seconds
+    """Tokens of a handed-over prompt that the decode worker computes. A real tail is shorter than a block of 16; the
+    blocks of the trace have 512 tokens.
+    """
 
     def prompt_s(self, tokens: int, cached: int) -> float:
-        """A prompt alone in an engine, in chunks; ``cached`` of its tokens are there."""
+        """Seconds to compute a prompt alone in an engine, in chunks, when ``cached`` of its tokens are cached."""
         computed = max(1, tokens - cached)
         steps = -(-computed // self.max_num_batched_tokens)
-        return steps * self.prefill_base_s + self.prefill_s(computed, tokens - computed)
+        return steps * self.prefill_base_s + self.prefill_s(computed, computed * (tokens - computed / 2))
 
     def transfer_s(self, tokens: int) -> float:
-        """Reading the KV of so many tokens."""
-        rate = self.transfer_bytes_per_s
-        return self.transfer_base_s + (tokens * self.kv_bytes_per_token / rate if rate else 0.0)
+        """Seconds to read the KV of ``tokens`` over an idle link."""
+        return self.transfer_base_s + self.occupies_s(tokens * self.kv_bytes_per_token)
 
 
 PROFILES = {

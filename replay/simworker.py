@@ -7,6 +7,7 @@ import math
 from replay.engine import Engine, Listener
 from replay.job import Job
 from replay.profile import Profile
+from services.worker.engines.simulated.core.timing import TransferLink
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_events import KvEvent, KvEventBatch, pack_hashes
 from shared.contracts.load import LOAD_HZ_MAX, LoadReport
@@ -28,7 +29,7 @@ class SimWorker:
         self.scheduled_at = math.inf
         """When the world will wake the engine."""
         self.legs = 0
-        self.link_free_at = 0.0
+        self.link = TransferLink(profile)
         self._tick_offset_s = offset_s
         self._totals = Totals()
         self._past: LoadReport | None = None
@@ -73,11 +74,7 @@ class SimWorker:
 
     def book(self, tokens: int, now: float) -> float:
         """Put the KV of so many tokens on its link; answers when all of it has arrived."""
-        profile = self.engine.profile
-        rate = profile.transfer_bytes_per_s
-        began_at = max(now, self.link_free_at)
-        self.link_free_at = began_at + (tokens * profile.kv_bytes_per_token / rate if rate else 0.0)
-        return self.link_free_at + profile.transfer_base_s
+        return self.link.book(tokens * self.engine.profile.kv_bytes_per_token, now)[1]
 
     def load_now(self) -> LoadReport:
         """What it would say of itself at this instant."""

@@ -40,15 +40,8 @@ class Step:
             else:
                 self.prefill_tokens += count
                 self.prefill_pairs += count * (job.computed - count / 2)
-        self.first_s = self.growth_s = 0.0
-        if self.prefill_tokens:
-            self.first_s += profile.prefill_base_s + profile.prefill_s_per_pair * self.prefill_pairs
-            if profile.prefill_tokens_per_s:
-                self.first_s += self.prefill_tokens / profile.prefill_tokens_per_s
-        if self.decoding:
-            self.first_s += profile.decode_base_s + (self.decoding - 1) * profile.decode_per_sequence_s
-            self.first_s += self.context_tokens * profile.decode_per_context_token_s
-            self.growth_s = self.decoding * profile.decode_per_context_token_s
+        self.first_s = profile.step_s(self.prefill_tokens, self.prefill_pairs, self.decoding, self.context_tokens)
+        self.growth_s = self.decoding * profile.decode_per_context_token_s
         self.count = 1 if chunks else decoders.steps_alike
         self.ends_at = now + self.seconds(self.count)
 

@@ -80,8 +80,4 @@ class MooncakeConductor(Baseline):
     def _tbt_s(self, need: PlacementRequest, view: WorkerView) -> float:
         active, profile = self.active(view), self.profile
         context = active.context_tokens + need.prompt_tokens + (active.requests + 1) * TOKENS_OUT_UNKNOWN / 2
-        return (
-            profile.decode_base_s
-            + active.requests * profile.decode_per_sequence_s
-            + context * profile.decode_per_context_token_s
-        )
+        return profile.decode_s(active.requests + 1, context)

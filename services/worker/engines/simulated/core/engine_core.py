@@ -20,7 +20,6 @@ from services.worker.engines.simulated.core.exchange import Exchange
 from services.worker.engines.simulated.core.measures import Measures
 from services.worker.engines.simulated.core.sequence import ABORT, Account, Sequence, Wish
 from services.worker.engines.simulated.core.settings import SimulationSettings
-from services.worker.engines.simulated.core.timing import step_s
 from services.worker.engines.simulated.core.tokens import ROOT_CONTENT, TokenSampler, block_content
 from shared.contracts.load import StepTotals
 
@@ -58,6 +57,7 @@ class EngineCore:
         self.exchange = Exchange(settings, self.cache, lambda: self._now)
         self.batch = Batch(settings, self.cache, self.exchange.reader)
         self.measures = Measures()
+        self._timing = settings.step_timing()
         self._hasher = BlockHasher(settings.block_size, model.size)
         self._sampler = TokenSampler(model.sayable, model.eos)
         self._eos = model.eos
@@ -167,7 +167,7 @@ class EngineCore:
                 wish = sequence.wish
                 may_end = not wish.ignore_eos and sequence.generated + 1 >= wish.min_tokens
                 sampled.append((sequence, self._sampler.next_token(map(content_of, sequence.blocks), may_end=may_end)))
-        seconds = step_s(self.settings, prefill_tokens, decoding, context_tokens, pairs)
+        seconds = self._timing.step_s(prefill_tokens, pairs, decoding, context_tokens)
         totals = StepTotals(
             seconds=seconds,
             prefill_steps=int(prefill_tokens > 0),

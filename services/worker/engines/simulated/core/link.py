@@ -26,7 +26,7 @@ class SimulatedLink:
     """Reads on their way. All times are the engine's."""
 
     def __init__(self, settings: SimulationSettings) -> None:
-        self._wire = TransferLink(settings)
+        self._wire = TransferLink(settings.step_timing())
         self._block_bytes = settings.block_size * settings.sim_kv_bytes_per_token
         self._due: list[tuple[float, int]] = []
         self._waiting: dict[int, _Transfer] = {}

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from services.worker.engines.simulated.core.timing import StepTiming
+
 
 class SimulatedTiming(msgspec.Struct, frozen=True, kw_only=True):
     """How fast a simulated engine pretends to be, and what moves its KV. A speed of 0: the thing takes no time."""
@@ -27,7 +29,12 @@ class SimulatedTiming(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds until the first byte of a transfer arrives."""
     sim_kv_bytes_per_token: int = 4096
     sim_transfer: Literal["auto", "memory", "tcp", "nixl"] = "auto"
-    """What really moves it; memory: within this process only; auto: for workers, NIXL where it is installed, or TCP."""
+    """How bytes really move. memory: within this process only; auto: NIXL where it is installed, otherwise TCP."""
+
+    def step_timing(self) -> StepTiming:
+        """The speeds among these settings."""
+        names = StepTiming.__dataclass_fields__
+        return StepTiming(**{name: getattr(self, f"sim_{name}") for name in names})
 
 
 class SimulationSettings(SimulatedTiming, frozen=True, kw_only=True):
