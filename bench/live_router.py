@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from replay.experiment import SWEPT
-from replay.policies.base import TOKENS_OUT_UNKNOWN, Surroundings
+from replay.policies.base import TOKENS_OUT_UNKNOWN, PolicyContext
 from replay.policies.names import BASELINES, BATON
 from replay.profile import PROFILES
 from replay.request_counts import Active
@@ -44,7 +44,7 @@ class LiveLedger:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self.flight: Any = SimpleNamespace(number=0)
+        self.replayed: Any = SimpleNamespace(number=0)
         self.predicted_s: dict[int, float] = {}
         self.prefills: defaultdict[WorkerId, deque[tuple[int, float]]] = defaultdict(deque)
         """Prompts sent to a worker: tokens to compute, and predicted seconds."""
@@ -71,7 +71,7 @@ class Replayed:
 
     def __init__(self, policy: str, fleet: Fleet, setting: LiveSetting) -> None:
         self._ledger = LiveLedger(fleet)
-        around = Surroundings(
+        around = PolicyContext(
             fleet=fleet,
             ledger=self._ledger,  # type: ignore[arg-type]
             profile=PROFILES[setting.profile],

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from replay.legs import Flight, Leg
+from replay.legs import Leg, ReplayedRequest
 from replay.profile import Profile
 from replay.results import Slo
 from replay.simworker import MODEL, PERIOD_S, SimWorker
@@ -82,7 +82,9 @@ class PlannedWorld(World):
         """What was changed, and when."""
         return [(each.at_ms / 1000, each) for each in self.decisions if each.action is not PlanAction.NOTHING]
 
-    def run(self, requests: list[Request], progress: Callable[[int], None] = lambda _number: None) -> list[Flight]:
+    def run(
+        self, requests: list[Request], progress: Callable[[int], None] = lambda _number: None
+    ) -> list[ReplayedRequest]:
         """All of them; the fleet is looked after until the last one has come."""
         self._until = requests[-1].at_s
         self.at(0.0, self._tick, 0)
@@ -90,10 +92,10 @@ class PlannedWorld(World):
 
     # What the router does, overheard.
 
-    def _decided(self, now: float, flight: Flight, placed: Placement | Rejection) -> None:
-        super()._decided(now, flight, placed)
+    def _decided(self, now: float, replayed: ReplayedRequest, placed: Placement | Rejection) -> None:
+        super()._decided(now, replayed, placed)
         if isinstance(placed, Rejection):
-            self._ended_request(now, _turned_away(flight))
+            self._ended_request(now, _turned_away(replayed))
             return
         views = [placed.decode] if placed.prefill is None else [placed.prefill, placed.decode]
         self._expected.update(view.record.worker_id for view in views)
@@ -102,8 +104,8 @@ class PlannedWorld(World):
         super()._prompt_computed(now, leg)
         if leg.kind is not LegKind.DECODE:
             began_s = leg.job.scheduled_at if leg.job.scheduled_at is not None else now
-            self._parts[leg.flight.number] = TtftParts(
-                admission_s=leg.sent.at - leg.flight.request.at_s,
+            self._parts[leg.replayed.number] = TtftParts(
+                admission_s=leg.sent.at - leg.replayed.request.at_s,
                 queue_s=max(0.0, began_s - leg.sent.at - NETWORK_S),
             )
 
@@ -111,7 +113,7 @@ class PlannedWorld(World):
         super()._ended(now, leg)
         self._expected[leg.worker.worker_id] -= 1
         if leg.kind is not LegKind.PREFILL:
-            self._ended_request(now, _served(leg.flight, self._parts.pop(leg.flight.number)))
+            self._ended_request(now, _served(leg.replayed, self._parts.pop(leg.replayed.number)))
 
     def _ended_request(self, now: float, request: RequestFinished) -> None:
         if self.planner is not None:
@@ -195,28 +197,28 @@ class PlannedWorld(World):
         planner.came_of(decision, done=True, outcome="done", now=now)
 
 
-def _told(flight: Flight, **more: Any) -> RequestFinished:
-    return RequestFinished(request_id=RequestId(str(flight.number)), model=MODEL, path="/v1/completions", **more)
+def _told(replayed: ReplayedRequest, **more: Any) -> RequestFinished:
+    return RequestFinished(request_id=RequestId(str(replayed.number)), model=MODEL, path="/v1/completions", **more)
 
 
-def _turned_away(flight: Flight) -> RequestFinished:
-    return _told(flight, mode="", status=503)
+def _turned_away(replayed: ReplayedRequest) -> RequestFinished:
+    return _told(replayed, mode="", status=503)
 
 
-def _served(flight: Flight, parts: TtftParts) -> RequestFinished:
-    placed = flight.placed
+def _served(replayed: ReplayedRequest, parts: TtftParts) -> RequestFinished:
+    placed = replayed.placed
     assert placed is not None
     return _told(
-        flight,
+        replayed,
         mode="aggregated" if placed.prefill is None else "disaggregated",
         status=200,
         prefill_worker=placed.prefill.record.worker_id if placed.prefill is not None else "",
         decode_worker=placed.decode.record.worker_id,
-        prompt_tokens=flight.request.input_tokens,
-        completion_tokens=flight.request.output_tokens,
-        cached_tokens=flight.cached_tokens,
-        readback_tokens=flight.fetched_tokens,
-        ttft_s=flight.ttft_s,
-        itl_s=flight.tpot_s,
+        prompt_tokens=replayed.request.input_tokens,
+        completion_tokens=replayed.request.output_tokens,
+        cached_tokens=replayed.cached_tokens,
+        readback_tokens=replayed.fetched_tokens,
+        ttft_s=replayed.ttft_s,
+        itl_s=replayed.tpot_s,
         ttft_parts=parts,
     )

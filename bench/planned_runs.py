@@ -64,9 +64,9 @@ def run(course: Course, shape: Shape, name: str, rules: Rules | None = None) -> 
     world = PlannedWorld(shape, course.profile, course.slo, rules, course.delays)
     if course.admission is not None:
         world.admit(course.admission)
-    flights = world.run(course.requests)
-    result = summarise((name, 1.0, ""), flights, [*world.workers.values(), *world.left], course.slo, 0.0)
-    ttft = sorted(flight.ttft_s for flight in flights if flight.finished_at is not None)
+    outcomes = world.run(course.requests)
+    result = summarise((name, 1.0, ""), outcomes, [*world.workers.values(), *world.left], course.slo, 0.0)
+    ttft = sorted(replayed.ttft_s for replayed in outcomes if replayed.finished_at is not None)
     sizes, changes = world.sizes, world.changes
     mean = sum(size.all for size in sizes) / len(sizes)
     prefill, decode = (sum(getattr(size, role) for size in sizes) for role in ("prefill", "decode"))
@@ -81,7 +81,7 @@ def run(course: Course, shape: Shape, name: str, rules: Rules | None = None) -> 
         ttft_p50=ttft[len(ttft) // 2],
         ttft_p95=ttft[int(len(ttft) * 0.95)],
         itl_p95=result.itl.p95,
-        refused=result.refused / len(flights),
+        refused=result.refused / len(outcomes),
         switches=sum(each.action is PlanAction.CHANGE_ROLE for _at, each in changes),
         scalings=sum(each.action is PlanAction.SCALE for _at, each in changes),
         undone=len(undone(changes, UNDONE_S)),

@@ -1,7 +1,7 @@
-"""The KV blocks of a simulated engine, by content: the same rules as ``simulation.block_cache``, without numbers.
+"""The KV blocks of a simulated engine, by content instead of number; the rules of the worker's ``BlockCache``.
 
-Only full blocks have names, and no name is held by two blocks. A block that nobody holds keeps its name until it is
-handed out again: nameless ones first, then the one that has been free for longest.
+Only full blocks have names, and each name belongs to one block. A free block keeps its name until it is reused:
+unnamed blocks first, then the least recently freed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shared.contracts.kv_events import KvEventKind
 
 @dataclass(slots=True)
 class Change:
-    """Consecutive equal changes, to be told as one event."""
+    """Consecutive changes of one kind, published as one event."""
 
     kind: KvEventKind
     names: list[int]
@@ -24,7 +24,7 @@ class Change:
 
 @dataclass(slots=True)
 class Holding:
-    """The blocks that one sequence holds: those it holds by name, in the order of its chain, and the others' number."""
+    """Blocks of one sequence: named ones in chain order, and the number of unnamed ones."""
 
     named: list[int] = field(default_factory=list)
     nameless: int = 0
@@ -43,12 +43,12 @@ class BlockPool:
         self.free_nameless = blocks
         self.free_named: OrderedDict[int, None] = OrderedDict()
         self.holders: dict[int, int] = {}
-        """By name of a held block: how many hold it."""
+        """Reference count of each held named block."""
         self.changes: list[Change] = []
 
     @property
     def free(self) -> int:
-        """Blocks that nobody holds."""
+        """Free blocks."""
         return self.free_nameless + len(self.free_named)
 
     def has(self, name: int) -> bool:
@@ -64,11 +64,11 @@ class BlockPool:
         return min(limit, len(chain))
 
     def room_beside(self, names: Iterable[int]) -> int:
-        """Blocks that could be handed out after holding these."""
+        """Blocks available after holding ``names``."""
         return self.free - sum(name in self.free_named for name in names)
 
     def hold(self, names: Iterable[int]) -> None:
-        """One more needs these."""
+        """Add a reference to each named block."""
         holders = self.holders
         for name in names:
             count = holders.get(name, 0)
@@ -77,7 +77,7 @@ class BlockPool:
             holders[name] = count + 1
 
     def take(self, count: int) -> bool:
-        """``count`` nameless blocks for new content; False, and nothing has changed, if there are too few."""
+        """Take ``count`` blocks for new content; returns False and changes nothing when there are too few."""
         if count > self.free:
             return False
         plain = min(count, self.free_nameless)
@@ -88,7 +88,7 @@ class BlockPool:
         return True
 
     def name(self, holding: Holding, name: int, parent: int | None) -> None:
-        """One of the nameless blocks held is full. A second block of the same content stays nameless."""
+        """Name a held block that is full. A second block of the same content stays unnamed."""
         if name in self.holders or name in self.free_named:
             return
         holding.nameless -= 1
@@ -97,13 +97,13 @@ class BlockPool:
         self._tell(KvEventKind.STORED, name, parent)
 
     def release(self, holding: Holding) -> None:
-        """Give up all of it. The end of a prefix is forgotten before its beginning."""
+        """Release all blocks. The end of a prefix is evicted before its beginning."""
         self.free_nameless += holding.nameless
         self.unhold(holding.named)
         holding.named, holding.nameless = [], 0
 
     def unhold(self, names: Sequence[int]) -> None:
-        """One fewer needs these."""
+        """Drop a reference of each named block."""
         holders = self.holders
         for name in reversed(names):
             if holders[name] == 1:
@@ -113,7 +113,7 @@ class BlockPool:
                 holders[name] -= 1
 
     def take_changes(self) -> list[Change]:
-        """What changed since the last call, in order."""
+        """Changes since the last call, in order."""
         changes, self.changes = self.changes, []
         return changes
 

@@ -43,7 +43,7 @@ WIDTH_OF_FILES = 200
 """Columns of a table that goes into a file or a pipe."""
 screen = Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES)
 ProfileName = StrEnum("ProfileName", {name: name for name in PROFILES})  # type: ignore[misc]
-USUAL = ProfileName("8b")
+DEFAULT_PROFILE = ProfileName("8b")
 
 
 @app.callback()
@@ -57,7 +57,9 @@ def replay_command(  # noqa: PLR0913, PLR0917  # one parameter per option is how
     workers: Annotated[int, typer.Option(help="That do both phases.", min=0)] = 8,
     prefill: Annotated[int, typer.Option(help="Prefill workers; with --decode, instead of --workers.", min=0)] = 0,
     decode: Annotated[int, typer.Option(help="Decode workers.", min=0)] = 0,
-    profile: Annotated[ProfileName, typer.Option(help="How fast the engines are; see replay/profile.py.")] = USUAL,
+    profile: Annotated[
+        ProfileName, typer.Option(help="How fast the engines are; see replay/profile.py.")
+    ] = DEFAULT_PROFILE,
     kv_blocks: Annotated[int, typer.Option(help="Blocks of 512 tokens in each KV cache; 0: the profile's.")] = 0,
     policy: Annotated[
         list[str] | None, typer.Option(help="Again for each; all by default. See `baton bench policies`.")
@@ -90,7 +92,7 @@ def replay_command(  # noqa: PLR0913, PLR0917  # one parameter per option is how
     try:
         requests = cut(read_trace(trace, seed=seed), hours=hours, limit=limit)
     except (TraceError, UnicodeDecodeError) as error:
-        fail(f"That is no trace that can be read: {error}")
+        fail(f"This trace cannot be read: {error}")
     if not requests:
         fail("Nothing of the trace is left to replay.")
     setting = Setting(
@@ -108,7 +110,7 @@ def replay_command(  # noqa: PLR0913, PLR0917  # one parameter per option is how
     for result in run_all(setting, runs):
         results.append(result)
         if out is not None:
-            save(results, out)  # Whoever interrupts has what was done.
+            save(results, out)  # an interrupted run keeps what is done
     for label in dict.fromkeys(result.label for result in results):
         screen.print(table_of([result for result in results if result.label == label]))
     if out is not None:
@@ -123,7 +125,7 @@ def policies() -> None:
 
 
 def shape_of(workers: int, prefill: int, decode: int) -> Shape:
-    """Refuses a fleet that could serve nothing."""
+    """The fleet's shape; exits for a fleet that cannot serve."""
     if bool(prefill) != bool(decode):
         fail("A fleet of prefill and decode workers needs both: --prefill and --decode.")
     shape = Shape(prefill=prefill, decode=decode) if prefill else Shape(both=workers)
@@ -133,12 +135,12 @@ def shape_of(workers: int, prefill: int, decode: int) -> Shape:
 
 
 def profile_of(name: str, kv_blocks: int) -> Profile:
-    """With another size of cache, if one is given."""
+    """The named profile, with another cache size if given."""
     return replace(PROFILES[name], kv_blocks=kv_blocks) if kv_blocks > 0 else PROFILES[name]
 
 
 def run_all(setting: Setting, runs: list[tuple[str, float, str]]) -> Iterator[Result]:
-    """Policies, loads and labels, with a bar for each run."""
+    """Run all (policy, load, label), with a progress bar each."""
     with bars() as progress:
         for policy, load, label in runs:
             task = progress.add_task(f"{label}: {policy}", total=len(setting.requests))
@@ -151,7 +153,7 @@ def run_all(setting: Setting, runs: list[tuple[str, float, str]]) -> Iterator[Re
 
 
 def bars() -> Progress:
-    """They vanish when they are full."""
+    """Transient progress bars."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, TimeRemainingColumn(), console=screen, transient=True)
 
@@ -183,7 +185,7 @@ def searched(result: Result) -> str:
 
 
 def load_of(text: str) -> float:
-    """A positive number."""
+    """Parse a positive number."""
     try:
         load = float(text)
     except ValueError:
@@ -205,6 +207,6 @@ def write(results: list[Result], out: Path) -> None:
 
 
 def fail(message: str) -> NoReturn:
-    """Say it and leave."""
+    """Print an error and exit."""
     Console(stderr=True, soft_wrap=True).print(message, style="red", markup=False)
     raise typer.Exit(2)

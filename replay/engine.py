@@ -1,10 +1,10 @@
-"""A simulated engine in virtual time: the law of ``services.worker.engines.simulated.core``, many decode steps at once.
+"""A simulated engine in virtual time that advances many decode steps at once.
 
-As there: running sequences first, in the order in which they came in, then those that wait, first come, first served;
-long prompts in chunks of what the decoding ones leave of a step; when no block is left the youngest running sequence
-gives up its own and is computed again later. What differs is the bookkeeping. While nobody computes a prompt, all
-steps until the next finish or the next full block are alike but for the growing context, so their total is known in
-closed form; whatever comes meanwhile takes effect at the end of the step it falls into.
+It schedules like ``services.worker.engines.simulated.core``: running sequences first, in order of admission, then
+waiting ones, first come, first served; long prompts in chunks of what decodes leave of a step; without free blocks the
+youngest running sequence is preempted and computed again later. The bookkeeping differs: while no prompt is computed,
+all steps until the next finish or the next full block differ only in the growing context, so their total duration has
+a closed form. An event in between takes effect at the end of its step.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from replay.step import Step
 
 
 class Listener(Protocol):
-    """Who is told what happens. An engine's jobs are never given back to it from within these calls."""
+    """Callbacks of an engine. They must not add jobs to it directly."""
 
     def asks(self, engine: Engine, job: Job, now: float) -> None:
-        """The job wants KV from elsewhere: answer with ``granted``, then ``poke``."""
+        """The job wants KV of other workers: set ``job.granted``, then call ``poke``."""
 
     def receives(self, engine: Engine, job: Job, now: float) -> None:
-        """Room is made: let the reads begin, then ``received``."""
+        """Blocks are reserved: start the reads, then call ``received``."""
 
     def computed(self, engine: Engine, job: Job, now: float) -> None:
-        """A chunk of its prompt is there."""
+        """A chunk of the prompt is computed."""
 
     def first_token(self, engine: Engine, job: Job, now: float) -> None:
-        """Its first token is out."""
+        """The first token is generated."""
 
     def finished(self, engine: Engine, job: Job, now: float) -> None:
-        """All of its tokens are out. Its blocks are still its own."""
+        """All tokens are generated; the job still holds its blocks."""
 
 
 class Engine:
-    """``wakes_at`` is when to call ``wake``; anything else may change it."""
+    """Call ``wake`` at ``wakes_at``; any other call may change that instant."""
 
     def __init__(self, profile: Profile, listener: Listener) -> None:
         self.profile = profile
         self.pool = BlockPool(profile.kv_blocks)
         self.waiting: deque[Job] = deque()
         self.receiving: set[Job] = set()
-        """They hold room for all of their prompt, and some of it is being read."""
+        """Blocks are reserved for the whole prompt; some are being read."""
         self.received_jobs: deque[Job] = deque()
         self.running: dict[Job, None] = {}
-        """In the order of admission. All but the last decode, or it does as well."""
+        """In order of admission. All decode, except possibly the last."""
         self.decoders = Decoders(profile)
         self.waiting_tokens = 0
         """Prompt tokens accepted and not yet computed."""
@@ -62,22 +62,22 @@ class Engine:
 
     @property
     def wakes_at(self) -> float:
-        """Infinity when nothing happens by itself."""
+        """Infinity when the engine is idle."""
         return self.step.ends_at
 
     @property
     def queued(self) -> int:
-        """Sequences that compute nothing yet."""
+        """Sequences that are not running yet."""
         return len(self.waiting) + len(self.receiving) + len(self.received_jobs)
 
     def add(self, job: Job, now: float) -> None:
-        """At the end of the queue."""
+        """Append a job to the queue."""
         self.waiting.append(job)
         self.waiting_tokens += job.prompt_tokens
         self.poke(now)
 
     def received(self, job: Job, tokens: int, now: float) -> None:
-        """All that will come of its prompt has come: the first ``tokens`` are there."""
+        """Reading has ended: the KV of the first ``tokens`` is here."""
         self.receiving.discard(job)
         job.received_tokens = max(0, tokens - job.computed)
         job.received_s = now - (job.scheduled_at or now)
@@ -87,7 +87,7 @@ class Engine:
         self.poke(now)
 
     def poke(self, now: float) -> None:
-        """Something may be possible that was not: it is tried when the present step ends."""
+        """Reschedule at the end of the current step, because something changed."""
         step = self.step
         if step.ends_at == math.inf:
             self._begin(now)
@@ -95,12 +95,12 @@ class Engine:
             step.cut(now)
 
     def wake(self, now: float) -> None:
-        """The present steps are over; begin the next."""
+        """End the current steps and begin the next."""
         self._end(now)
         self._begin(now)
 
     def tokens_of(self, job: Job) -> int:
-        """Its length after the steps that have ended."""
+        """Length of a job in tokens after the last completed step."""
         return job.tokens + (self.decoders.steps - job.since_step if job.since_step >= 0 else 0)
 
     def _end(self, now: float) -> None:
@@ -159,11 +159,11 @@ class Engine:
             self._begin(now)
 
     def _go_on(self, chunks: list[tuple[Job, int]], budget: int) -> bool:
-        """Room for those that run; answers whether somebody had to give up room."""
+        """Reserve blocks for running jobs; returns whether one was preempted."""
         preempted = False
         for job in self.decoders.crossing():
             if job.since_step < 0:
-                continue  # Preempted by one before it.
+                continue  # preempted for an earlier job
             self._name_full(job, self.tokens_of(job) - 1)
             while not self.pool.take(1):
                 preempted = True
@@ -242,13 +242,13 @@ class Engine:
             job.cached_tokens = min(job.computed, job.prompt_tokens - 1)
 
     def _hold_prefix(self, job: Job) -> bool:
-        """Holds what is cached of its tokens, if the rest of them has room as well."""
+        """Hold the cached prefix, if the remaining tokens have room as well."""
         size, pool = self.profile.block_tokens, self.pool
         limit = job.cacheable(size)
         depth = pool.depth(job.chain, limit)
         names = list(job.chain[:depth])
         while depth == len(names) >= len(job.chain) and len(names) < limit and pool.has(job.name_of(depth)):
-            names.append(job.name_of(depth))  # Its own, from before a preemption.
+            names.append(job.name_of(depth))  # its own block from before a preemption
             depth += 1
         if -(-job.tokens // size) - depth > pool.room_beside(names):
             return False

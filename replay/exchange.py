@@ -1,4 +1,4 @@
-"""How KV moves between simulated engines: asked for, granted by what is there, and read over the reader's one link."""
+"""KV exchange between simulated engines: request, grant, and read over the reader's link."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ At = Callable[..., None]
 
 
 class Exchange:
-    """Of one world. Blocks being read are pinned where they are."""
+    """The KV exchange of one world. Blocks are pinned at their holder while they are read."""
 
     def __init__(self, workers: dict[WorkerId, SimWorker], at: At, woken: Callable[[SimWorker], Any]) -> None:
         self._workers = workers
@@ -22,11 +22,11 @@ class Exchange:
         self._woken = woken
 
     def asks(self, leg: Leg, now: float) -> None:
-        """The prompt's turn has come, and others should have more of it: they answer a little later."""
+        """Request KV of a job's sources; the grant arrives after ``ask_s``."""
         self._at(now + leg.worker.engine.profile.ask_s, self._granted, leg)
 
     def receives(self, leg: Leg, now: float) -> None:
-        """Room is made: what is there can be read."""
+        """Start reading the granted tokens that exist already."""
         job, prefill = leg.job, leg.reads_from
         leg.booked_tokens = job.computed
         assert job.granted is not None
@@ -36,19 +36,19 @@ class Exchange:
             self._follow(leg, prefill, prefill.job.filled * leg.worker.engine.profile.block_tokens, now)
 
     def computed(self, prefill: Leg, now: float) -> None:
-        """More of a prompt is there, or all of it: whoever reads it goes on."""
+        """A prefill leg computed more tokens: its reader continues."""
         leg = prefill.read_by
         if leg is not None and leg.job in leg.worker.engine.receiving:
             self._follow(leg, prefill, prefill.job.computed, now)
 
     def prefill_finished(self, prefill: Leg) -> None:
-        """Its blocks stay until they have been read."""
+        """Pin the blocks of a finished prefill leg until they are read."""
         leg = prefill.read_by
         if leg is None or leg.job.fetches or leg.job in leg.worker.engine.receiving:
             self._pin(prefill, prefill.worker, list(prefill.job.holding.named))
 
     def read_over(self, leg: Leg, now: float) -> None:
-        """It needs nobody's blocks any more."""
+        """Release the blocks that were pinned for a leg."""
         for one in (leg, leg.reads_from):
             for holder, names in one.pins if one is not None else ():
                 holder.changes(now)
@@ -69,7 +69,7 @@ class Exchange:
             self._book(leg, tokens, now)
 
     def _granted(self, now: float, leg: Leg) -> None:
-        """Each source gives what it has of its part of the chain, as far as it joins the parts before it."""
+        """Grant the blocks that each source holds, as far as they extend the chain without a gap."""
         job, engine = leg.job, leg.worker.engine
         size = engine.profile.block_tokens
         limit = job.cacheable(size)

@@ -1,4 +1,4 @@
-"""One policy, one load, one fleet: run it and sum it up. And the search for the knee."""
+"""Runs one policy at one load on one fleet, and searches for the knee."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from replay.oracle import Oracle
-from replay.policies.base import Surroundings
+from replay.policies.base import PolicyContext
 from replay.policies.names import BASELINES, BATON, BATON_STRICT, BATON_WAITING, ORACLE, SWEEPS, Make
 from replay.profile import Profile
 from replay.results import Result, Slo, summarise
@@ -17,14 +17,14 @@ from services.router.admission.policy import AdmissionPolicy
 from services.router.placement.slo import Targets
 
 KNEE_RATIO = 1.02
-"""It is found to within so much."""
+"""Precision of the search."""
 KNEE_LOAD_MAX = 4096.0
 SWEPT: dict[str, Make] = {name: make for sweep in SWEEPS.values() for name, make in sweep.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What all runs of a comparison have in common."""
+    """Common to all runs of a comparison."""
 
     requests: list[Request]
     """At load 1."""
@@ -41,19 +41,19 @@ def run(
     label: str = "",
     progress: Callable[[int], None] = lambda _number: None,
 ) -> Result:
-    """Expects a known policy."""
+    """Run one policy (see ``known``)."""
     requests = at_load(setting.requests, load)
     world = World(setting.shape, setting.profile)
     install(world, policy, setting)
     began_s = time.process_time()
-    flights = world.run(requests, progress)
+    outcomes = world.run(requests, progress)
     cpu_s = time.process_time() - began_s
     name = (policy, load, label or f"{load:g}")
-    return summarise(name, flights, world.workers.values(), setting.slo, cpu_s)
+    return summarise(name, outcomes, world.workers.values(), setting.slo, cpu_s)
 
 
 def install(world: World, policy: str, setting: Setting) -> None:
-    """Let this policy place."""
+    """Make ``policy`` the world's placer."""
     slo = setting.slo
     if policy in (BATON, BATON_WAITING, BATON_STRICT):
         world.targets = Targets(ttft_s=slo.ttft_s, itl_s=slo.itl_s)
@@ -64,15 +64,15 @@ def install(world: World, policy: str, setting: Setting) -> None:
         world.fleet.placer = Oracle(world)
         return
     make = BASELINES.get(policy) or SWEPT[policy]
-    around = Surroundings(
+    context = PolicyContext(
         fleet=world.fleet,
-        ledger=world.ledger,
+        counts=world.counts,
         profile=setting.profile,
         slo_ttft_s=slo.ttft_s,
         slo_itl_s=slo.itl_s,
         seed=setting.seed,
     )
-    world.fleet.placer = make(around)
+    world.fleet.placer = make(context)
 
 
 def known(policy: str) -> bool:
@@ -83,7 +83,7 @@ def known(policy: str) -> bool:
 def find_knee(setting: Setting, policies: list[str], told: Callable[[Result], None] = lambda _result: None) -> float:
     """The largest load at which the best of these policies keeps the target with the p95 of TTFT, to two per cent.
 
-    Found by bisection: the first policy's knee first, then only those are looked at that still keep the target there.
+    Found by bisection: the first policy's knee, then the knee of each policy that still keeps the target there.
     """
 
     def keeps(policy: str, load: float) -> bool:
@@ -99,7 +99,7 @@ def find_knee(setting: Setting, policies: list[str], told: Callable[[Result], No
 
 
 def _knee_of(keeps: Callable[[float], bool], known: float) -> float:
-    """Expects that what is kept at a load is kept at all smaller ones. ``known``: one that is; 0: none yet."""
+    """Assumes that a target kept at a load is kept at smaller ones. ``known``: a load at which it is kept, or 0."""
     low = known
     high = known * 2 or 1.0
     while high < KNEE_LOAD_MAX and keeps(high):

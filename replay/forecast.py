@@ -1,4 +1,4 @@
-"""What would happen to one more prompt in an engine if nobody else came: the engine's law rolled forward."""
+"""Predicts one more prompt in an engine without further arrivals, by simulating its steps."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Forecast(NamedTuple):
 
     ttft_s: float
     total_s: float
-    """Until it ends, and what it adds to the time of others."""
+    """Until the completion ends, plus the time it adds to other requests."""
 
 
 class Prompt:
-    """One that is to be computed, ahead of the new one or the new one itself."""
+    """A prompt to be computed: the new one, or one ahead of it."""
 
     __slots__ = ("blocks", "computed", "last", "ready_at", "tokens")
 
@@ -28,16 +28,16 @@ class Prompt:
         self.tokens = tokens
         self.computed = computed
         self.last = last
-        """Tokens at its end."""
+        """Total tokens at the end."""
         self.blocks = blocks
-        """That it still needs before it is admitted."""
+        """Blocks needed for admission."""
         self.ready_at = ready_at
-        """When what it fetches is there."""
+        """When its fetched KV has arrived."""
 
 
 def forecast(worker: SimWorker, size: tuple[int, int], prefix: tuple[int, int], now: float) -> Forecast:
-    """``size``: tokens of the prompt and of the completion; ``prefix``: tokens cached there, and with a fetch."""
-    roll = Roll(worker, now)
+    """``size``: prompt and completion tokens; ``prefix``: cached tokens without and with a fetch."""
+    projection = Projection(worker, now)
     profile = worker.engine.profile
     (tokens, out), (cached, had) = size, prefix
     ready_at = 0.0
@@ -45,19 +45,21 @@ def forecast(worker: SimWorker, size: tuple[int, int], prefix: tuple[int, int], 
         ready_at = max(now + profile.ask_s, worker.link.free_at) + profile.transfer_s(had - cached)
     blocks = -(-tokens // profile.block_tokens) - cached // profile.block_tokens
     new = Prompt(tokens, had, tokens + out, blocks, ready_at)
-    roll.prompts.append(new)
-    roll.until_computed(new)
-    ttft_s = roll.now - now
-    step_s = roll.decode_step_s(1, tokens + out / 2)
-    left = sorted(steps - roll.steps for steps, _tokens, _blocks in roll.decoding if steps > roll.steps)
+    projection.prompts.append(new)
+    projection.until_computed(new)
+    ttft_s = projection.now - now
+    step_s = projection.decode_step_s(1, tokens + out / 2)
+    left = sorted(
+        steps - projection.steps for steps, _tokens, _blocks in projection.decoding if steps > projection.steps
+    )
     together = sum(min(out, steps) for steps in left)
     slower_s = profile.decode_per_sequence_s + (tokens + out / 2) * profile.decode_per_context_token_s
-    meanwhile = len(left) + roll.finished_meanwhile
-    return Forecast(ttft_s, ttft_s + out * step_s + together * slower_s + roll.own_s * meanwhile)
+    meanwhile = len(left) + projection.finished_meanwhile
+    return Forecast(ttft_s, ttft_s + out * step_s + together * slower_s + projection.own_s * meanwhile)
 
 
-class Roll:
-    """An engine's future."""
+class Projection:
+    """The projected state of an engine."""
 
     def __init__(self, worker: SimWorker, now: float) -> None:
         engine = worker.engine
@@ -67,14 +69,12 @@ class Roll:
         self.now = max(now, min(ends_at, engine.step.began_at + engine.step.first_s)) if busy else now
         self.steps = 0
         self.own_s = 0.0
-        """Spent on the new prompt's own tokens."""
+        """Compute time of the new prompt."""
         self.finished_meanwhile = 0
-        done = engine.decoders.steps
         self.decoding: list[tuple[int, int, int]] = sorted(
             (steps, engine.tokens_of(job), job.holding.blocks) for steps, job in engine.decoders.everyone_left()
         )
-        """Steps to its end, tokens now, blocks."""
-        del done
+        """(steps to its end, tokens now, blocks) of each decoding sequence."""
         self._context = engine.decoders.context_tokens
         self._free = engine.pool.free
         self._over = 0
@@ -94,7 +94,7 @@ class Roll:
             self.prompts.append(self._waiting(worker, job))
 
     def until_computed(self, new: Prompt) -> None:
-        """Step by step until the new prompt's first token."""
+        """Advance to the new prompt's first token."""
         while True:
             chunks = self._plan()
             if not chunks and not self.decoding_now:
@@ -119,11 +119,11 @@ class Roll:
 
     @property
     def decoding_now(self) -> int:
-        """Sequences that decode."""
+        """Number of decoding sequences."""
         return len(self.decoding) - self._over
 
     def decode_step_s(self, joining: int, context_tokens: float) -> float:
-        """With so many more."""
+        """Step time with ``joining`` more sequences."""
         return self._profile.decode_s(self.decoding_now + joining, self._context + context_tokens)
 
     def _prompt(self, job: Job) -> Prompt:
@@ -166,7 +166,7 @@ class Roll:
         return self._profile.step_s(tokens, pairs, self.decoding_now, self._context)
 
     def _steps_alike(self, step_s: float) -> int:
-        """Until somebody ends, or what is fetched is there."""
+        """Steps until the next sequence ends or fetched KV arrives."""
         steps = self.decoding[self._over][0] - self.steps if self.decoding_now else 1
         waits = [prompt.ready_at - self.now for prompt in self.prompts if prompt.ready_at > self.now]
         if waits and step_s > 0:

@@ -1,4 +1,4 @@
-"""What a simulated engine works on: one leg's sequence."""
+"""One leg's sequence in a simulated engine."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ class Job:
     prompt_tokens: int
     output_tokens: int
     owner: Any = None
-    """The caller's, never read here."""
+    """Set and read by the caller only."""
     fetches: bool = False
-    """It wants KV from elsewhere before it is computed."""
+    """It fetches KV from other workers before it is computed."""
     granted: int | None = None
-    """Tokens of the prompt, from its start, that can be had from elsewhere or here; None: not asked yet."""
+    """Prompt tokens, from the start, that are cached here or granted by others; None: not requested yet."""
     asked: bool = False
     tokens: int = 0
     computed: int = 0
     filled: int = 0
-    """Full blocks that have been considered for a name."""
+    """Full blocks that were offered to the prefix cache."""
     holding: Holding = field(default_factory=Holding)
     order: int = 0
-    """Of its admission to the batch; 0: not in it."""
+    """Order of admission to the batch; 0: not in it."""
     since_step: int = -1
-    """When it began to decode; -1: it does not."""
+    """Step in which it began to decode; -1: not decoding."""
     cached_tokens: int = 0
-    """Of the prompt, found here when it was first scheduled."""
+    """Prompt tokens cached here when it was first scheduled."""
     received_tokens: int = 0
     received_s: float = 0.0
-    """From room being made for them to their arrival."""
+    """From the reservation of blocks to their arrival."""
     scheduled_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None
@@ -60,15 +60,15 @@ class Job:
 
     @property
     def last_tokens(self) -> int:
-        """Its length when it has finished."""
+        """Total length at the end."""
         return self.prompt_tokens + self.output_tokens
 
     def name_of(self, index: int) -> int:
-        """The name of a block; those with generated tokens are like no other."""
+        """Content name of a block; blocks with generated tokens are unique."""
         if index < len(self.chain):
             return self.chain[index]
         return ((self.number << 12 | index) * PRIVATE) & _MASK
 
     def cacheable(self, block_tokens: int) -> int:
-        """Blocks that need not be computed. The last token always is: the next one follows from it."""
+        """Blocks that may come from a cache. The last token is always computed, since the next one follows from it."""
         return (self.tokens - 1) // block_tokens

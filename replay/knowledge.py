@@ -1,4 +1,4 @@
-"""What a router knows of the simulated fleet, told to its own core the way its shells do: late, and in order."""
+"""Feeds the router's state with reports and KV events of the simulated fleet, delayed and in order."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from services.router.state.speed_feed import Measures
 from shared.contracts.kv_events import KvEventBatch, KvSnapshot
 
 NETWORK_S = 0.001
-"""One way between a router and a worker."""
+"""One-way latency between router and worker."""
 KV_EVENTS_S = 0.01
-"""From a change in an engine's cache to the router's index."""
+"""From a cache change in an engine to the router's index."""
 SILENCE_S = 1.0
-"""A worker whose load does not change reports so often."""
+"""Report interval of a worker whose load does not change."""
 
 
 class Knowledge:
-    """Feeds one fleet's view and index."""
+    """Updates one fleet's cluster view and prefix index."""
 
     def __init__(self, fleet: Fleet, workers: Iterable[SimWorker]) -> None:
         self._fleet = fleet
@@ -31,7 +31,7 @@ class Knowledge:
             self.joined(worker, 0.0)
 
     def joined(self, worker: SimWorker, now: float) -> None:
-        """A worker is ready for the first time."""
+        """A worker became ready."""
         self._workers.append(worker)
         self._fleet.cluster.record(worker.record, now)
         self._measures.joined(worker.record)
@@ -41,7 +41,7 @@ class Knowledge:
         self._tell(worker, now)
 
     def left(self, worker: SimWorker, now: float) -> None:
-        """It has drained and is heard no more."""
+        """A worker has drained and left."""
         self._workers.remove(worker)
         self._fleet.cluster.unregister(worker.worker_id)
         self._fleet.cluster.lose(worker.worker_id, worker.record.epoch)
@@ -50,20 +50,20 @@ class Knowledge:
             self._measures.gone(record.worker_id)
 
     def changed(self, worker: SimWorker, now: float) -> None:
-        """An engine has made a step: its KV events are on their way."""
+        """Queue the KV events of an engine's step."""
         batch = worker.kv_events()
         if batch is not None:
             self._batches.append((now + KV_EVENTS_S, batch))
 
     def catch_up(self, now: float) -> None:
-        """Everything that has arrived by now."""
+        """Apply everything that has arrived by ``now``."""
         while self._batches and self._batches[0][0] <= now:
             self._fleet.index.apply(self._batches.popleft()[1])
         for worker in self._workers:
             self._tell(worker, now)
 
     def catch_up_with(self, worker: SimWorker, now: float) -> None:
-        """One worker's load report, before something else is told about it."""
+        """Apply one worker's newest load report."""
         self._tell(worker, now)
 
     def _tell(self, worker: SimWorker, now: float) -> None:

@@ -1,4 +1,4 @@
-"""A request on its way through the fleet, and its legs."""
+"""A replayed request and its legs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from shared.contracts.kv_exchange import KvSource
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
-    """One request, and when what happened to it. Instants are those at the client."""
+class ReplayedRequest:
+    """One request and its outcome. Instants are the client's."""
 
     number: int
     request: Request
@@ -25,19 +25,19 @@ class Flight:
     first_token_at: float | None = None
     finished_at: float | None = None
     cached_tokens: int = 0
-    """Of its prompt, where it was computed."""
+    """Prompt tokens cached at the worker that computed the prompt."""
     fetched_tokens: int = 0
     preemptions: int = 0
 
     @property
     def ttft_s(self) -> float:
-        """Expects that it was served."""
+        """Seconds; the request must have been served."""
         assert self.first_token_at is not None
         return self.first_token_at - self.request.at_s
 
     @property
     def tpot_s(self) -> float:
-        """The mean time between its tokens; 0 when it has but one."""
+        """Mean seconds between tokens; 0 for a single token."""
         assert self.first_token_at is not None
         assert self.finished_at is not None
         return (self.finished_at - self.first_token_at) / max(1, self.request.output_tokens - 1)
@@ -45,20 +45,20 @@ class Flight:
 
 @dataclass(slots=True, eq=False)
 class Leg:
-    """What one worker does of it."""
+    """The part of a request that one worker serves."""
 
     kind: LegKind
-    flight: Flight
+    replayed: ReplayedRequest
     worker: SimWorker
     job: Job
     sent: Sent
     uncached_tokens: int = 0
-    """As placement expected."""
+    """As predicted by placement."""
     sources: tuple[KvSource, ...] = ()
     reads_from: Leg | None = None
-    """The prefill leg whose prompt this one takes over."""
+    """The prefill leg whose KV this one reads."""
     read_by: Leg | None = None
     booked_tokens: int = 0
-    """Of the prompt, from its start: those here already or on the link."""
+    """Prompt tokens, from the start, that are here or on the link."""
     pins: list[tuple[SimWorker, list[int]]] = field(default_factory=list)
-    """Blocks of others that are kept until they are read."""
+    """Blocks pinned at other workers until they are read."""

@@ -1,4 +1,4 @@
-"""Pictures of a comparison, one line per policy. Needs matplotlib, which only this module imports."""
+"""Plots of a comparison, one line per policy. The only module that imports matplotlib."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STYLES: dict[str, dict[str, Any]] = {
 }
 OTHERS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan")
 LINES = ("-", ":")
-"""Of those who have no style of their own: all colours, then all again."""
+"""Line styles of policies without one of their own."""
 PICTURES: dict[str, tuple[str, list[tuple[str, Measure]]]] = {
     "ttft": (
         "time to the first token (s)",
@@ -38,7 +38,7 @@ PICTURES: dict[str, tuple[str, list[tuple[str, Measure]]]] = {
 
 
 class NoPlots(Exception):
-    """matplotlib is not there."""
+    """matplotlib is not installed."""
 
 
 def draw(results: Sequence[Result], folder: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""What a run came to: latencies, hit rate and goodput of one policy at one load."""
+"""Results of one policy at one load: latencies, hit rate, goodput."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from math import inf
 
 import msgspec
 
-from replay.legs import Flight
+from replay.legs import ReplayedRequest
 from replay.simworker import SimWorker
 from replay.speeds import seconds_of
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True):
-    """What counts as good: the first token within ``ttft_s``, the others ``itl_s`` apart on average."""
+    """Targets: first token within ``ttft_s``, the others on average ``itl_s`` apart."""
 
     ttft_s: float = 5.0
     itl_s: float = 0.1
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one measure, in seconds."""
+    """Percentiles and mean of one measure, in seconds."""
 
     mean: float = 0.0
     p50: float = 0.0
@@ -35,39 +35,43 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     load: float
     label: str
-    """What the load is called, such as knee."""
+    """Name of the load, such as knee."""
     offered_per_s: float
     requests: int
     refused: int
     ttft: Spread
-    """A refused request counts as later than any other; the mean is of those that were served."""
+    """A rejected request counts as infinitely late; the mean is over served requests."""
     tpot: Spread
-    """The mean time between tokens of each request."""
+    """Mean time between tokens per request."""
     itl: Spread
     """The time between tokens, of all tokens."""
     hit_share: float
-    """Of all prompt tokens, those found where they were wanted."""
+    """Share of prompt tokens cached at the worker that computed the prompt."""
     fetched_share: float
-    """And those read from other workers."""
+    """Share of prompt tokens read from other workers."""
     goodput_per_s: float
-    """Requests that kept both targets, in a second of the trace; refused ones did not."""
+    """Requests per second of the trace that met both targets; rejected ones did not."""
     good_share: float
     preemptions: int
     busy_share: float
-    """Of the workers' time while requests arrived, spent in steps."""
+    """Share of the workers' time spent in steps while requests arrived."""
     cpu_s: float
-    """What the run took."""
+    """CPU seconds of the run."""
 
 
 def summarise(
-    name: tuple[str, float, str], flights: Sequence[Flight], workers: Iterable[SimWorker], slo: Slo, cpu_s: float
+    name: tuple[str, float, str],
+    outcomes: Sequence[ReplayedRequest],
+    workers: Iterable[SimWorker],
+    slo: Slo,
+    cpu_s: float,
 ) -> Result:
     """``name``: policy, load and the load's label."""
-    served = [flight for flight in flights if flight.finished_at is not None]
-    span_s = max(flights[-1].request.at_s - flights[0].request.at_s, 1e-9)
-    ended_s = max((flight.finished_at or 0.0 for flight in served), default=span_s)
-    prompt_tokens = max(1, sum(flight.request.input_tokens for flight in served))
-    good = sum(flight.ttft_s <= slo.ttft_s and flight.tpot_s <= slo.itl_s for flight in served)
+    served = [replayed for replayed in outcomes if replayed.finished_at is not None]
+    span_s = max(outcomes[-1].request.at_s - outcomes[0].request.at_s, 1e-9)
+    ended_s = max((replayed.finished_at or 0.0 for replayed in served), default=span_s)
+    prompt_tokens = max(1, sum(replayed.request.input_tokens for replayed in served))
+    good = sum(replayed.ttft_s <= slo.ttft_s and replayed.tpot_s <= slo.itl_s for replayed in served)
     itl: Counter[int] = Counter()
     busy_s, count = 0.0, 0
     for worker in workers:
@@ -77,24 +81,24 @@ def summarise(
         policy=name[0],
         load=name[1],
         label=name[2],
-        offered_per_s=len(flights) / span_s,
-        requests=len(flights),
-        refused=len(flights) - len(served),
-        ttft=spread_of([flight.ttft_s for flight in served], len(flights) - len(served)),
-        tpot=spread_of([flight.tpot_s for flight in served if flight.request.output_tokens > 1]),
+        offered_per_s=len(outcomes) / span_s,
+        requests=len(outcomes),
+        refused=len(outcomes) - len(served),
+        ttft=spread_of([replayed.ttft_s for replayed in served], len(outcomes) - len(served)),
+        tpot=spread_of([replayed.tpot_s for replayed in served if replayed.request.output_tokens > 1]),
         itl=spread_of_counts(itl),
-        hit_share=sum(flight.cached_tokens for flight in served) / prompt_tokens,
-        fetched_share=sum(flight.fetched_tokens for flight in served) / prompt_tokens,
+        hit_share=sum(replayed.cached_tokens for replayed in served) / prompt_tokens,
+        fetched_share=sum(replayed.fetched_tokens for replayed in served) / prompt_tokens,
         goodput_per_s=good / span_s,
-        good_share=good / len(flights),
-        preemptions=sum(flight.preemptions for flight in served),
+        good_share=good / len(outcomes),
+        preemptions=sum(replayed.preemptions for replayed in served),
         busy_share=busy_s / (max(1, count) * max(ended_s, 1e-9)),
         cpu_s=cpu_s,
     )
 
 
 def spread_of(values: Sequence[float], never: int = 0) -> Spread:
-    """Percentiles by the nearest rank; so many more values never came, and count as infinite."""
+    """Percentiles by nearest rank; ``missing`` further values count as infinite."""
     if not values:
         return Spread()
     ordered = sorted(values) + [inf] * never

@@ -1,4 +1,4 @@
-"""A simulated worker: an engine, the link through which KV comes to it, and what it tells about itself."""
+"""A simulated worker: an engine, its network link, and its reports."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from shared.contracts.workers import Fingerprint, HashScheme, Role, WorkerPhase,
 
 MODEL = "replayed"
 LEGS_MAX = 1_000_000
-"""No policy is told that a worker is full: how much one can take is what they are compared by."""
+"""Workers never report that they are full: the policies are compared by how they distribute load."""
 PERIOD_S = 1.0 / LOAD_HZ_MAX
 
 
 class SimWorker:
-    """One of the fleet."""
+    """One worker of the fleet."""
 
     def __init__(self, number: int, role: Role, profile: Profile, listener: Listener, *, offset_s: float) -> None:
         self.record = record_of(number, role, profile)
         self.engine = Engine(profile, listener)
         self.scheduled_at = math.inf
-        """When the world will wake the engine."""
+        """When the world wakes the engine."""
         self.legs = 0
         self.link = TransferLink(profile)
         self._tick_offset_s = offset_s
         self._totals = Totals()
         self._past: LoadReport | None = None
-        """What the report of the newest tick before the last change was; None: nothing has changed since then."""
+        """Report as of the newest tick before the last change; None: unchanged since then."""
         self._past_tick = self._told_tick = -1
         self._seq = 0
 
     @property
     def worker_id(self) -> WorkerId:
-        """Its name."""
+        """Worker id."""
         return self.record.worker_id
 
     def changes(self, now: float) -> None:
-        """Something about it is about to change: what a report of the last tick says must be known before."""
+        """Call before any change: saves the report of the last tick."""
         tick = self._tick(now)
         if tick > self._past_tick:
             self._past, self._past_tick = self.load_now(), tick
 
     def report(self, sent_by: float) -> tuple[LoadReport, float] | None:
-        """The newest load report not later than ``sent_by`` that has not been given yet, and when it was sent."""
+        """The newest unread load report sent by ``sent_by``, and when it was sent."""
         tick = self._tick(sent_by)
         if tick <= self._told_tick:
             return None
@@ -58,7 +58,7 @@ class SimWorker:
         return load, tick * PERIOD_S + self._tick_offset_s
 
     def kv_events(self) -> KvEventBatch | None:
-        """What changed in its cache since the last call."""
+        """KV events since the last call."""
         changes = self.engine.pool.take_changes()
         if not changes:
             return None
@@ -69,15 +69,15 @@ class SimWorker:
         return KvEventBatch(worker_id=self.worker_id, epoch=self.record.epoch, seq=self._seq, events=events)
 
     def prompt_finished(self, job: Job) -> None:
-        """Its first token is out."""
+        """Count a computed prompt."""
         self._totals.add(job)
 
     def book(self, tokens: int, now: float) -> float:
-        """Put the KV of so many tokens on its link; answers when all of it has arrived."""
+        """Queue the KV of ``tokens`` on the link; returns when it has arrived."""
         return self.link.book(tokens * self.engine.profile.kv_bytes_per_token, now)[1]
 
     def load_now(self) -> LoadReport:
-        """What it would say of itself at this instant."""
+        """Load report as of now."""
         engine, totals = self.engine, self._totals
         return LoadReport(
             worker_id=self.worker_id,
@@ -106,7 +106,7 @@ class SimWorker:
 
 
 class Totals:
-    """Prompt tokens, and where their KV came from."""
+    """Prompt tokens by the source of their KV."""
 
     def __init__(self) -> None:
         self.prompt = 0
@@ -115,7 +115,7 @@ class Totals:
         self.received_s = 0.0
 
     def add(self, job: Job) -> None:
-        """A prompt is finished."""
+        """Add a computed prompt."""
         self.prompt += job.prompt_tokens
         self.cached += job.cached_tokens
         self.received += job.received_tokens
@@ -123,7 +123,7 @@ class Totals:
 
 
 def record_of(number: int, role: Role, profile: Profile) -> WorkerRecord:
-    """Its entry in the registry."""
+    """Registry record of a worker."""
     name = "worker" if role is Role.BOTH else role.value
     return WorkerRecord(
         worker_id=WorkerId(f"{name}-{number:04d}"),

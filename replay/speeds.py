@@ -1,4 +1,4 @@
-"""What a simulated engine measures about itself, as ``simulation.measures`` does."""
+"""Measurements of a simulated engine, like the worker's ``Measures``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step of an engine that is under way, or so many steps with nothing but decoding."""
+"""The current step of an engine, or a run of steps that only decode."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from replay.profile import Profile
 
 
 class Step:
-    """How long it takes, by the law of ``simulation.timing``, and what it computes."""
+    """Its duration and its work."""
 
     def __init__(self) -> None:
         self.began_at = 0.0
@@ -18,18 +18,18 @@ class Step:
         self.count = 0
         self.chunks: list[tuple[Job, int]] = []
         self.first_s = 0.0
-        """Of the first of them."""
+        """Duration of the first step of the run."""
         self.growth_s = 0.0
-        """By how much each is longer than the one before."""
+        """Added duration of each further step."""
         self.prefill_tokens = 0
         self.prefill_pairs = 0.0
-        """For each of these tokens, those before it."""
+        """Sum over these tokens of the tokens before them."""
         self.decoding = 0
         self.context_tokens = 0
-        """That the decoding ones attend to in the first step."""
+        """Context tokens of the decoding sequences in the first step."""
 
     def begin(self, now: float, chunks: list[tuple[Job, int]], decoders: Decoders, profile: Profile) -> None:
-        """As long as it takes."""
+        """Start a step, or a run of steps until the next event."""
         self.began_at, self.chunks = now, chunks
         self.prefill_tokens, self.prefill_pairs = 0, 0.0
         self.decoding, self.context_tokens = len(decoders), decoders.context_tokens
@@ -46,11 +46,11 @@ class Step:
         self.ends_at = now + self.seconds(self.count)
 
     def seconds(self, steps: int) -> float:
-        """That the first so many of them take."""
+        """Duration of the first ``steps`` steps of the run."""
         return steps * self.first_s + self.growth_s * (steps * (steps - 1) / 2)
 
     def cut(self, now: float) -> None:
-        """End with the step that is under way at ``now``, or that ends then."""
+        """Shorten the run to end with the step in progress at ``now``."""
         target = now - self.began_at
         low, high = 1, self.count
         while low < high:

@@ -25,7 +25,7 @@ HASH_BYTES = 8
 
 
 class TraceError(ValueError):
-    """The file is no trace of a known form. The message says where."""
+    """The file is not a trace of a known format; the message says where."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def read_trace(path: Path, *, seed: int = 0) -> list[Request]:
     return [replace(request, at_s=request.at_s - start_s) for request in requests]
 
 
-def read_mooncake(path: Path, chance: random.Random) -> Iterator[Request]:
+def read_mooncake(path: Path, rng: random.Random) -> Iterator[Request]:
     """Lines of JSON."""
     decoder = msgspec.json.Decoder(MooncakeRow)
     rows = []
@@ -70,7 +70,7 @@ def read_mooncake(path: Path, chance: random.Random) -> Iterator[Request]:
     windows = [(stamp / 1000, list(group)) for stamp, group in groupby(rows, key=lambda row: row.timestamp)]
     for (start_s, group), (end_s, _) in zip(windows, [*windows, (0.0, [])][1 : len(windows) + 1], strict=True):
         width_s = max(0.0, end_s - start_s) if len(group) > 1 else 0.0
-        offsets = sorted(chance.uniform(0.0, width_s) for _ in group)
+        offsets = sorted(rng.uniform(0.0, width_s) for _ in group)
         for row, offset_s in zip(group, offsets, strict=True):
             full = tuple(row.hash_ids[: row.input_length // BLOCK_TOKENS])
             yield Request(start_s + offset_s, full, max(1, row.input_length), max(1, row.output_length))

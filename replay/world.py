@@ -1,4 +1,4 @@
-"""The event loop: requests arrive, a placer chooses, engines work, the client sees tokens. All in virtual time."""
+"""Event loop of the replay in virtual time: arrivals, placement, engines, tokens."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
-from replay.admission import Authenticator
+from replay.admission import VirtualAdmission
 from replay.engine import Engine
 from replay.exchange import Exchange
 from replay.job import Job
 from replay.knowledge import NETWORK_S, Knowledge
-from replay.legs import Flight, Leg
+from replay.legs import Leg, ReplayedRequest
 from replay.profile import Profile
-from replay.request_counts import Ledger
+from replay.request_counts import RequestCounts
 from replay.simworker import MODEL, PERIOD_S, SimWorker
 from replay.traces import Request, chains
 from services.router.admission.policy import AdmissionPolicy
@@ -30,19 +30,19 @@ from shared.contracts.workers import Role, WorkerRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How many workers of each role."""
+    """Number of workers of each role."""
 
     both: int = 0
     prefill: int = 0
     decode: int = 0
 
     def roles(self) -> list[Role]:
-        """Of all workers."""
+        """Role of each worker."""
         return [Role.BOTH] * self.both + [Role.PREFILL] * self.prefill + [Role.DECODE] * self.decode
 
 
 class World:
-    """A fleet and one router. Engines are told of nothing; the placer may be one that looks into them (an oracle)."""
+    """A fleet and one router. Only an oracle placer reads the engines' state directly."""
 
     def __init__(self, shape: Shape, profile: Profile) -> None:
         self.now = 0.0
@@ -54,107 +54,109 @@ class World:
         ]
         self.workers = {worker.worker_id: worker for worker in made}
         self.fleet = Fleet(Policy(silent_s_max=math.inf))
-        self.ledger = Ledger()
+        self.counts = RequestCounts()
         self.targets: Targets = NO_TARGETS
-        """Said of every request."""
-        self._gate: Authenticator | None = None
+        """Of every request."""
+        self._admission: VirtualAdmission | None = None
         self._knowledge = Knowledge(self.fleet, made)
         self._exchange = Exchange(self.workers, self.at, self._woken)
         self._due: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = count()
 
-    def run(self, requests: list[Request], progress: Callable[[int], None] = lambda _number: None) -> list[Flight]:
-        """All of them, to the last token. ``progress`` is told how many have arrived."""
-        flights = [
-            Flight(number, request, chain)
+    def run(
+        self, requests: list[Request], progress: Callable[[int], None] = lambda _number: None
+    ) -> list[ReplayedRequest]:
+        """Replay all requests to the last token; ``progress`` is called with the number of each arrival."""
+        outcomes = [
+            ReplayedRequest(number, request, chain)
             for number, (request, chain) in enumerate(zip(requests, chains(requests), strict=True))
         ]
-        arriving = iter(flights)
+        arriving = iter(outcomes)
         self._next_arrival(0.0, arriving, progress)
         due = self._due
         while due:
             self.now, _number, call, arguments = heappop(due)
             call(self.now, *arguments)
-        return flights
+        return outcomes
 
     def at(self, when: float, call: Callable[..., None], *arguments: Any) -> None:
-        """Call it then, with the instant as its first argument."""
+        """Schedule ``call(when, *arguments)``."""
         heappush(self._due, (when, next(self._numbers), call, arguments))
 
-    def _next_arrival(self, _now: float, arriving: Iterable[Flight], progress: Callable[[int], None]) -> None:
-        for flight in arriving:
-            self.at(flight.request.at_s, self._arrives, flight)
-            self.at(flight.request.at_s, self._next_arrival, arriving, progress)
-            progress(flight.number)
+    def _next_arrival(self, _now: float, arriving: Iterable[ReplayedRequest], progress: Callable[[int], None]) -> None:
+        for replayed in arriving:
+            self.at(replayed.request.at_s, self._arrives, replayed)
+            self.at(replayed.request.at_s, self._next_arrival, arriving, progress)
+            progress(replayed.number)
             break
 
     def join(self, worker: SimWorker) -> None:
-        """One more is ready."""
+        """Add a ready worker."""
         self.workers[worker.worker_id] = worker
         self._knowledge.joined(worker, self.now)
         self._ring(self.now)
 
     def rewrite(self, worker: SimWorker, record: WorkerRecord) -> None:
-        """Its entry in the registry says something else now, such as another role or phase."""
+        """Change a worker's registry record, for example its role or phase."""
         worker.changes(self.now)
         worker.record = record
         self.fleet.cluster.record(record, self.now)
         self._ring(self.now)
 
     def leave(self, worker: SimWorker) -> None:
-        """Nobody needs it any more. Expects that no leg is or will be there."""
+        """Remove a worker that has no legs."""
         del self.workers[worker.worker_id]
         self._knowledge.left(worker, self.now)
 
     def admit(self, policy: AdmissionPolicy) -> None:
-        """From now on requests wait for their turn at the router, and may be refused."""
-        self._gate = Authenticator(self.fleet, policy, lambda when: self.at(when, self._turn), self._decided)
+        """Turn admission on: requests may wait in the router or be rejected."""
+        self._admission = VirtualAdmission(self.fleet, policy, lambda when: self.at(when, self._turn), self._decided)
 
-    def _arrives(self, now: float, flight: Flight) -> None:
+    def _arrives(self, now: float, replayed: ReplayedRequest) -> None:
         self._knowledge.catch_up(now)
-        request = flight.request
-        need = PlacementRequest(
-            model=MODEL, prompt_tokens=request.input_tokens, hashes=flight.chain, targets=self.targets
+        request = replayed.request
+        wanted = PlacementRequest(
+            model=MODEL, prompt_tokens=request.input_tokens, hashes=replayed.chain, targets=self.targets
         )
-        self.ledger.arrives(flight)
-        if self._gate is None:
-            self._decided(now, flight, self.fleet.place(need, now))
+        self.counts.arrives(replayed)
+        if self._admission is None:
+            self._decided(now, replayed, self.fleet.place(wanted, now))
         else:
-            self._gate.offer(flight, need, now)
+            self._admission.offer(replayed, wanted, now)
             self._reported(now)
 
     def _reported(self, now: float) -> None:
-        """While somebody waits, each worker's report is a reason to look: they come one after the other."""
-        if self._gate is not None and self._gate.waiting:
-            self._gate.ring(now + PERIOD_S / len(self.workers))
+        """While requests wait, each report triggers a scheduling pass; reports are spread over the period."""
+        if self._admission is not None and self._admission.waiting:
+            self._admission.ring(now + PERIOD_S / len(self.workers))
 
     def _turn(self, now: float) -> None:
-        if self._gate is not None and self._gate.due(now):
+        if self._admission is not None and self._admission.due(now):
             self._knowledge.catch_up(now)
-            self._gate.turn(now)
+            self._admission.turn(now)
             self._reported(now)
 
-    def _decided(self, now: float, flight: Flight, placed: Placement | Rejection) -> None:
+    def _decided(self, now: float, replayed: ReplayedRequest, placed: Placement | Rejection) -> None:
         if isinstance(placed, Rejection):
-            flight.refused_at = now
+            replayed.refused_at = now
             return
-        flight.placed = placed
+        replayed.placed = placed
         if placed.prefill is None:
-            self._start(self._leg(LegKind.AGGREGATED, flight, placed, now), now)
+            self._start(self._leg(LegKind.AGGREGATED, replayed, placed, now), now)
             return
-        prefill = self._leg(LegKind.PREFILL, flight, placed, now)
+        prefill = self._leg(LegKind.PREFILL, replayed, placed, now)
         self._start(prefill, now)
         if placed.streamed:
             self._start_decode(now, prefill)
 
-    def _leg(self, kind: LegKind, flight: Flight, placed: Placement, now: float) -> Leg:
-        prefill, request = kind is LegKind.PREFILL, flight.request
+    def _leg(self, kind: LegKind, replayed: ReplayedRequest, placed: Placement, now: float) -> Leg:
+        prefill, request = kind is LegKind.PREFILL, replayed.request
         view = placed.prefill if prefill and placed.prefill is not None else placed.decode
         uncached = 0 if kind is LegKind.DECODE else placed.uncached_tokens
-        job = Job(next(self._numbers), flight.chain, request.input_tokens, 1 if prefill else request.output_tokens)
+        job = Job(next(self._numbers), replayed.chain, request.input_tokens, 1 if prefill else request.output_tokens)
         leg = Leg(
             kind,
-            flight,
+            replayed,
             self.workers[view.record.worker_id],
             job,
             Sent(now, uncached, request.input_tokens if prefill else placed.context_tokens),
@@ -167,13 +169,13 @@ class World:
     def _start(self, leg: Leg, now: float) -> None:
         self._knowledge.catch_up_with(leg.worker, now)
         self.fleet.cluster.leg_started(leg.worker.worker_id, leg.sent)
-        self.ledger.started(leg)
+        self.counts.started(leg)
         self.at(now + NETWORK_S, self._reaches_worker, leg)
 
     def _start_decode(self, now: float, prefill: Leg) -> None:
-        flight = prefill.flight
-        assert flight.placed is not None
-        leg = self._leg(LegKind.DECODE, flight, flight.placed, now)
+        replayed = prefill.replayed
+        assert replayed.placed is not None
+        leg = self._leg(LegKind.DECODE, replayed, replayed.placed, now)
         leg.reads_from, prefill.read_by = prefill, leg
         leg.job.fetches = True
         leg.job.granted = max(0, leg.job.prompt_tokens - self.profile.tail_tokens)
@@ -187,7 +189,7 @@ class World:
         self._woken(worker)
 
     def _woken(self, worker: SimWorker) -> None:
-        """Something was done with its engine."""
+        """Publish cache changes and reschedule the engine's wake-up."""
         if worker.engine.pool.changes:
             self._knowledge.changed(worker, self.now)
         wakes_at = worker.engine.wakes_at
@@ -203,18 +205,18 @@ class World:
             worker.engine.wake(now)
             self._woken(worker)
 
-    # What engines tell.
+    # Callbacks of engines (see ``engine.Listener``).
 
     def asks(self, _engine: Engine, job: Job, now: float) -> None:
-        """A job wants KV from elsewhere."""
+        """A job requests KV of other workers."""
         self._exchange.asks(job.owner, now)
 
     def receives(self, _engine: Engine, job: Job, now: float) -> None:
-        """Room for it is made."""
+        """Its blocks are reserved."""
         self._exchange.receives(job.owner, now)
 
     def computed(self, _engine: Engine, job: Job, now: float) -> None:
-        """A chunk is there, which the decode leg may be waiting for."""
+        """A chunk is computed; the decode leg may read it."""
         self._exchange.computed(job.owner, now)
 
     def first_token(self, _engine: Engine, job: Job, now: float) -> None:
@@ -223,45 +225,45 @@ class World:
         leg.worker.prompt_finished(job)
         self._exchange.read_over(leg, now)
         if leg.kind is not LegKind.DECODE:
-            leg.flight.cached_tokens, leg.flight.fetched_tokens = job.cached_tokens, job.received_tokens
+            leg.replayed.cached_tokens, leg.replayed.fetched_tokens = job.cached_tokens, job.received_tokens
         if leg.kind is not LegKind.PREFILL:
-            leg.flight.first_token_at = now + NETWORK_S
+            leg.replayed.first_token_at = now + NETWORK_S
         self.at(now + NETWORK_S, self._prompt_computed, leg)
 
     def finished(self, _engine: Engine, job: Job, now: float) -> None:
-        """All of a leg is done."""
+        """A leg has ended."""
         leg: Leg = job.owner
         leg.worker.legs -= 1
-        leg.flight.preemptions += job.preemptions
+        leg.replayed.preemptions += job.preemptions
         if leg.kind is LegKind.PREFILL:
             self._exchange.prefill_finished(leg)
         else:
-            leg.flight.finished_at = now + NETWORK_S
+            leg.replayed.finished_at = now + NETWORK_S
         self.at(now + NETWORK_S, self._ended, leg)
 
     def _prompt_computed(self, now: float, leg: Leg) -> None:
         self._knowledge.catch_up_with(leg.worker, now)
         self.fleet.cluster.prompt_computed(leg.worker.worker_id, leg.sent, leg.uncached_tokens)
-        self.ledger.prompt_computed(leg)
+        self.counts.prompt_computed(leg)
         self._ring(now)
 
     def _ended(self, now: float, leg: Leg) -> None:
         self._knowledge.catch_up_with(leg.worker, now)
-        context = leg.flight.request.input_tokens if leg.kind is LegKind.PREFILL else self._context(leg)
+        context = leg.replayed.request.input_tokens if leg.kind is LegKind.PREFILL else self._context(leg)
         self.fleet.cluster.leg_ended(leg.worker.worker_id, leg.sent, context)
-        self.ledger.ended(leg)
-        placed = leg.flight.placed
+        self.counts.ended(leg)
+        placed = leg.replayed.placed
         if leg.kind is not LegKind.PREFILL:
-            if self._gate is not None:
-                self._gate.ended(leg.flight)
+            if self._admission is not None:
+                self._admission.ended(leg.replayed)
         elif placed is not None and not placed.streamed:
             self._start_decode(now, leg)
         self._ring(now)
 
     def _ring(self, now: float) -> None:
-        if self._gate is not None:
-            self._gate.ring(now)
+        if self._admission is not None:
+            self._admission.ring(now)
 
     def _context(self, leg: Leg) -> int:
-        assert leg.flight.placed is not None
-        return leg.flight.placed.context_tokens
+        assert leg.replayed.placed is not None
+        return leg.replayed.placed.context_tokens

@@ -1,4 +1,4 @@
-"""What the baselines have in common: they choose one worker by a rule, and know what the router knows."""
+"""Base of the baselines: policies that choose one worker by a rule and know what the router knows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from replay.profile import Profile
-from replay.request_counts import Active, Ledger
+from replay.request_counts import Active, RequestCounts
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.request_fields import Mode
 from services.router.state.cluster_view import WorkerView
@@ -19,94 +19,95 @@ from shared.contracts.kv_exchange import KvSource
 from shared.contracts.workers import Role
 
 TOKENS_OUT_UNKNOWN = 256
-NOBODY = Rejection(reason=Reason.NO_WORKER, message="No worker is there.")
+NOBODY = Rejection(reason=Reason.NO_WORKER, message="There is no worker.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """What a policy is made with."""
+class PolicyContext:
+    """Constructor arguments of a policy."""
 
     fleet: Fleet
-    ledger: Ledger
+    counts: RequestCounts
     profile: Profile
-    """For policies that are published with a model of the engine that was fitted offline: here it is exact."""
+    """Exact engine speeds, for policies that are published with a model fitted offline."""
     slo_ttft_s: float
     slo_itl_s: float
     seed: int
 
 
 class Baseline(ABC):
-    """A ``Placer``. On a fleet of prefill and decode workers each leg's worker is chosen by its own rule, and decode
-    is dispatched with prefill under the same conditions as Baton's.
+    """Implements ``Placer``. With prefill and decode workers it chooses each leg's worker by its own rule.
+
+    The decode leg is dispatched together with the prefill leg under the same conditions as Baton's.
     """
 
-    def __init__(self, around: Surroundings) -> None:
-        self.fleet = around.fleet
-        self.profile = around.profile
-        self.chance = random.Random(around.seed)
-        self._ledger = around.ledger
+    def __init__(self, context: PolicyContext) -> None:
+        self.fleet = context.fleet
+        self.profile = context.profile
+        self.rng = random.Random(context.seed)
+        self._counts = context.counts
         self._by_role: dict[Role, list[WorkerView]] = {}
         self._count = -1
 
     @abstractmethod
     def choose(
-        self, need: PlacementRequest, workers: Sequence[WorkerView], matches: dict[WorkerId, int]
+        self, request: PlacementRequest, workers: Sequence[WorkerView], matches: dict[WorkerId, int]
     ) -> WorkerView | Rejection:
-        """Who computes the prompt. ``matches``: how many blocks of it each worker holds, by the prefix index."""
+        """The worker that computes the prompt. ``matches``: cached blocks of the prompt per worker."""
 
-    def choose_decode(self, _need: PlacementRequest, workers: Sequence[WorkerView]) -> WorkerView:
-        """Who answers, when that is somebody else: the one with the fewest requests, unless a policy says more."""
+    def choose_decode(self, _request: PlacementRequest, workers: Sequence[WorkerView]) -> WorkerView:
+        """The decode worker; by default the one with the fewest requests."""
         return self.least(workers, [self.active(view).requests for view in workers])
 
     def sources(
-        self, _need: PlacementRequest, _chosen: WorkerView, _matches: dict[WorkerId, int]
+        self, _request: PlacementRequest, _chosen: WorkerView, _matches: dict[WorkerId, int]
     ) -> tuple[KvSource, ...]:
-        """Whom the worker that computes the prompt should ask for KV first: nobody, unless a policy says so."""
+        """Workers to fetch KV from before computing; by default none."""
         return ()
 
-    def place(self, need: PlacementRequest, _now: float) -> Placement | Rejection:
-        """Either one worker for all of it, or two."""
+    def place(self, request: PlacementRequest, _now: float) -> Placement | Rejection:
+        """Place on one worker, or on a prefill and a decode worker."""
         both, prefills, decodes = (self._workers(role) for role in (Role.BOTH, Role.PREFILL, Role.DECODE))
         if not both and not (prefills and decodes):
             return NOBODY
-        matches = self.fleet.index.match(need.hashes)
-        chosen = self.choose(need, both or prefills, matches)
+        matches = self.fleet.index.match(request.hashes)
+        chosen = self.choose(request, both or prefills, matches)
         if isinstance(chosen, Rejection):
             return chosen
-        sources = self.sources(need, chosen, matches)
+        sources = self.sources(request, chosen, matches)
         size = self.profile.block_tokens
-        limit = (need.prompt_tokens - 1) // size
+        limit = (request.prompt_tokens - 1) // size
         blocks = min(limit, matches.get(chosen.record.worker_id, 0))
         fetched = max(0, max((min(limit, source.end) for source in sources), default=0) - blocks)
-        uncached = need.prompt_tokens - (blocks + fetched) * size
+        uncached = request.prompt_tokens - (blocks + fetched) * size
         apart = not both
         policy = self.fleet.policy
         streamed = apart and 0 <= policy.stream_tokens_min <= uncached
         return Placement(
             mode=Mode.DISAGGREGATED if apart else Mode.AGGREGATED,
-            decode=self.choose_decode(need, decodes) if apart else chosen,
+            decode=self.choose_decode(request, decodes) if apart else chosen,
             prefill=chosen if apart else None,
             cached_tokens=blocks * size,
             fetched_tokens=fetched * size,
             uncached_tokens=uncached,
-            context_tokens=need.prompt_tokens + (need.tokens_out or TOKENS_OUT_UNKNOWN),
+            context_tokens=request.prompt_tokens + (request.tokens_out or TOKENS_OUT_UNKNOWN),
             sources=sources,
             streamed=streamed,
         )
 
     def active(self, view: WorkerView) -> Active:
-        """What the router itself has sent there."""
-        return self._ledger.active[view.record.worker_id]
+        """The router's own legs at this worker."""
+        return self._counts.active[view.record.worker_id]
 
     def predicted(self, prefill_s: float) -> None:
-        """Remember what the prompt that is being placed should take."""
-        assert self._ledger.flight is not None
-        self._ledger.predicted_s[self._ledger.flight.number] = prefill_s
+        """Store the predicted prefill time of the request that is being placed."""
+        assert self._counts.replayed is not None
+        self._counts.predicted_s[self._counts.replayed.number] = prefill_s
 
     def least(self, workers: Sequence[WorkerView], costs: Sequence[float]) -> WorkerView:
-        """One with the smallest cost, at random among equals."""
+        """The worker with the smallest cost; ties are broken at random."""
         smallest = min(costs)
-        return self.chance.choice([view for view, cost in zip(workers, costs, strict=True) if cost == smallest])
+        return self.rng.choice([view for view, cost in zip(workers, costs, strict=True) if cost == smallest])
 
     def _workers(self, role: Role) -> list[WorkerView]:
         workers = self.fleet.cluster.workers

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from replay.policies.base import Baseline, Surroundings
+from replay.policies.base import Baseline, PolicyContext
 from services.router.placement.placement import PlacementRequest
 from services.router.state.cluster_view import WorkerView
 from shared.contracts.ids import WorkerId
@@ -23,15 +23,17 @@ from shared.contracts.workers import Role
 class DynamoKvCost(Baseline):
     """See the module."""
 
-    def __init__(self, around: Surroundings, prefill_load_scale: float = 1.0, credit: float = 1.0) -> None:
-        super().__init__(around)
+    def __init__(self, context: PolicyContext, prefill_load_scale: float = 1.0, credit: float = 1.0) -> None:
+        super().__init__(context)
         self._scale = prefill_load_scale
         self._credit = credit
 
-    def choose(self, need: PlacementRequest, workers: Sequence[WorkerView], matches: dict[WorkerId, int]) -> WorkerView:
+    def choose(
+        self, request: PlacementRequest, workers: Sequence[WorkerView], matches: dict[WorkerId, int]
+    ) -> WorkerView:
         """The smallest cost."""
         size = self.profile.block_tokens
-        incoming = -(-need.prompt_tokens // size)
+        incoming = -(-request.prompt_tokens // size)
         costs = []
         for view in workers:
             active = self.active(view)
@@ -41,6 +43,6 @@ class DynamoKvCost(Baseline):
             costs.append(self._scale * adjusted + decode)
         return self.least(workers, costs)
 
-    def choose_decode(self, need: PlacementRequest, workers: Sequence[WorkerView]) -> WorkerView:
+    def choose_decode(self, request: PlacementRequest, workers: Sequence[WorkerView]) -> WorkerView:
         """The fewest active blocks."""
         return self.least(workers, [self.active(view).context_tokens for view in workers])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from replay.policies.base import Baseline, Surroundings
+from replay.policies.base import Baseline, PolicyContext
 from services.router.placement.placement import PlacementRequest
 from services.router.state.cluster_view import WorkerView
 from shared.contracts.ids import WorkerId
@@ -21,17 +21,21 @@ from shared.contracts.ids import WorkerId
 class LlmDScorer(Baseline):
     """See the module."""
 
-    def __init__(self, around: Surroundings, prefix: float = 3.0, queue: float = 2.0, utilisation: float = 2.0) -> None:
-        super().__init__(around)
+    def __init__(
+        self, context: PolicyContext, prefix: float = 3.0, queue: float = 2.0, utilisation: float = 2.0
+    ) -> None:
+        super().__init__(context)
         self._weights = prefix, queue, utilisation
 
-    def choose(self, need: PlacementRequest, workers: Sequence[WorkerView], matches: dict[WorkerId, int]) -> WorkerView:
+    def choose(
+        self, request: PlacementRequest, workers: Sequence[WorkerView], matches: dict[WorkerId, int]
+    ) -> WorkerView:
         """The largest score."""
-        blocks = max(1, len(need.hashes))
+        blocks = max(1, len(request.hashes))
         prefix = [min(1.0, matches.get(view.record.worker_id, 0) / blocks) for view in workers]
         return self._best(workers, prefix)
 
-    def choose_decode(self, need: PlacementRequest, workers: Sequence[WorkerView]) -> WorkerView:
+    def choose_decode(self, request: PlacementRequest, workers: Sequence[WorkerView]) -> WorkerView:
         """By load alone."""
         return self._best(workers, [0.0] * len(workers))
 

@@ -1,11 +1,11 @@
-"""All policies by name, each with the settings it is published with, and the sweep of its main knob."""
+"""All policies by name, with their published settings, and sweeps of their main parameter."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 
-from replay.policies.base import Surroundings
+from replay.policies.base import PolicyContext
 from replay.policies.dynamo import DynamoKvCost
 from replay.policies.llm_d import LlmDScorer
 from replay.policies.mooncake import MooncakeConductor
@@ -14,13 +14,13 @@ from replay.policies.simple import LeastLoaded, PowerOfTwo, RandomChoice, RoundR
 from services.router.placement.placer import Placer
 
 BATON = "baton"
-"""Its placement alone: each request goes to its worker at once, as with the others."""
+"""Placement alone: each request goes to its worker at once, as with the baselines."""
 BATON_STRICT = "baton-strict"
-"""The same, refusing what even an idle worker would serve too late."""
+"""With admission; rejects requests that even an idle worker would serve too late."""
 BATON_WAITING = "baton-waiting"
-"""With its admission: a request that no engine would soon begin waits in the router, or is refused."""
+"""With admission: requests that no engine would start soon wait in the router, or are rejected."""
 ORACLE = "oracle"
-Make = Callable[[Surroundings], Placer]
+Make = Callable[[PolicyContext], Placer]
 
 BASELINES: dict[str, Make] = {
     "random": RandomChoice,

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from replay.policies.base import Baseline, Surroundings
+from replay.policies.base import Baseline, PolicyContext
 from services.router.placement.placement import PlacementRequest
 from services.router.state.cluster_view import WorkerView
 from shared.contracts.ids import WorkerId
@@ -63,30 +63,32 @@ class RoutedPrompts:
 class SglangCacheAware(Baseline):
     """See the module."""
 
-    def __init__(self, around: Surroundings, knobs: Knobs = Knobs()) -> None:
-        super().__init__(around)
+    def __init__(self, context: PolicyContext, knobs: Knobs = Knobs()) -> None:
+        super().__init__(context)
         self._knobs = knobs
         self._trees: dict[WorkerId, RoutedPrompts] = {}
         self._trimmed_at = 0.0
 
-    def place(self, need: PlacementRequest, now: float):  # type: ignore[no-untyped-def]  # noqa: ANN201
+    def place(self, request: PlacementRequest, now: float):  # type: ignore[no-untyped-def]  # noqa: ANN201
         """Its tree is trimmed now and then."""
         if now - self._trimmed_at >= EVICT_EVERY_S:
             self._trimmed_at = now
             for tree in self._trees.values():
                 tree.trim(TREE_TOKENS_MAX // self.profile.block_tokens)
-        return super().place(need, now)
+        return super().place(request, now)
 
-    def choose(self, need: PlacementRequest, workers: Sequence[WorkerView], matches: dict[WorkerId, int]) -> WorkerView:
+    def choose(
+        self, request: PlacementRequest, workers: Sequence[WorkerView], matches: dict[WorkerId, int]
+    ) -> WorkerView:
         """Balance first, then the cache."""
         loads = [self.active(view).requests for view in workers]
-        chosen = self._choose(need, workers, loads, matches)
+        chosen = self._choose(request, workers, loads, matches)
         if not self._knobs.exact:
-            self._trees.setdefault(chosen.record.worker_id, RoutedPrompts()).add(need.hashes)
+            self._trees.setdefault(chosen.record.worker_id, RoutedPrompts()).add(request.hashes)
         return chosen
 
     def _choose(
-        self, need: PlacementRequest, workers: Sequence[WorkerView], loads: list[int], matches: dict[WorkerId, int]
+        self, request: PlacementRequest, workers: Sequence[WorkerView], loads: list[int], matches: dict[WorkerId, int]
     ) -> WorkerView:
         knobs = self._knobs
         smallest, largest = min(loads), max(loads)
@@ -94,9 +96,9 @@ class SglangCacheAware(Baseline):
             return self.least(workers, loads)
         if knobs.exact:
             return self._by_overlap(workers, loads, matches)
-        depths = [self._depth(view, need.hashes) for view in workers]
+        depths = [self._depth(view, request.hashes) for view in workers]
         deepest = max(depths)
-        if deepest * self.profile.block_tokens > knobs.cache_threshold * need.prompt_tokens:
+        if deepest * self.profile.block_tokens > knobs.cache_threshold * request.prompt_tokens:
             return self.least(workers, [-depth for depth in depths])
         return self.least(workers, loads)
 

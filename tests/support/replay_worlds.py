@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 
-from replay.policies.base import Surroundings
+from replay.policies.base import PolicyContext
 from replay.policies.names import BASELINES
 from replay.profile import Profile
 from replay.traces import Request
@@ -17,17 +17,17 @@ THREE = Shape(both=3)
 
 def conversations(count: int, *, seed: int = 1, per_s: float = 4.0) -> list[Request]:
     """Turns of some conversations, each with the blocks of the turns before it."""
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     histories: dict[int, list[int]] = {}
     at_s, made = 0.0, []
     for number in range(count):
-        at_s += chance.expovariate(per_s)
-        blocks = histories.setdefault(chance.randrange(12), [0])
+        at_s += rng.expovariate(per_s)
+        blocks = histories.setdefault(rng.randrange(12), [0])
         if len(blocks) > 12:
             del blocks[1:]
-        blocks += [1000 * number + index for index in range(chance.randint(1, 3))]
-        tokens = 512 * len(blocks) + chance.randint(1, 500)
-        made.append(Request(at_s, tuple(blocks), tokens, chance.randint(1, 120)))
+        blocks += [1000 * number + index for index in range(rng.randint(1, 3))]
+        tokens = 512 * len(blocks) + rng.randint(1, 500)
+        made.append(Request(at_s, tuple(blocks), tokens, rng.randint(1, 120)))
     return made
 
 
@@ -49,10 +49,10 @@ def world(shape: Shape = THREE, profile: Profile = PROFILE) -> World:
     return World(shape, profile)
 
 
-def around(of: World, seed: int = 1) -> Surroundings:
-    return Surroundings(fleet=of.fleet, ledger=of.ledger, profile=of.profile, slo_ttft_s=5.0, slo_itl_s=0.1, seed=seed)
+def context(of: World, seed: int = 1) -> PolicyContext:
+    return PolicyContext(fleet=of.fleet, counts=of.counts, profile=of.profile, slo_ttft_s=5.0, slo_itl_s=0.1, seed=seed)
 
 
 def with_baseline(of: World, name: str, seed: int = 1) -> World:
-    of.fleet.placer = BASELINES[name](around(of, seed))
+    of.fleet.placer = BASELINES[name](context(of, seed))
     return of

@@ -35,12 +35,12 @@ DAY_H = 0.5
 
 def trace(count: int, *, per_s: float, seed: int = 1) -> list[Request]:
     """By turns a long prompt with a short answer, and a short prompt with a long one."""
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     at_s, made = 0.0, []
     for number in range(count):
-        at_s += chance.expovariate(per_s)
+        at_s += rng.expovariate(per_s)
         longest, answer = (600, 150) if number % 2 else (3500, 10)
-        made.append(Request(at_s, (number,), chance.randint(longest - 200, longest), answer))
+        made.append(Request(at_s, (number,), rng.randint(longest - 200, longest), answer))
     return made
 
 

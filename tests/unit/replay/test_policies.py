@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from replay.legs import Flight
+from replay.legs import ReplayedRequest
 from replay.policies.dynamo import DynamoKvCost
 from replay.policies.llm_d import LlmDScorer
 from replay.policies.mooncake import MooncakeConductor
@@ -18,13 +18,13 @@ from replay.world import Shape
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from shared.contracts.kv_events import KvEvent, KvEventBatch, KvEventKind, pack_hashes
 from tests.support.fleet_builders import load
-from tests.support.replay_worlds import around, world
+from tests.support.replay_worlds import context, world
 
 
 @pytest.fixture
 def of():
     made = world(Shape(both=3))
-    made.ledger.arrives(Flight(0, Request(0.0, (1, 2, 3, 4), 2100, 1), (11, 12, 13, 14)))
+    made.counts.arrives(ReplayedRequest(0, Request(0.0, (1, 2, 3, 4), 2100, 1), (11, 12, 13, 14)))
     return made
 
 
@@ -49,28 +49,28 @@ def chosen(policy, needed=None):
 
 
 def test_random_takes_everybody_sooner_or_later(of, ids):
-    policy = RandomChoice(around(of))
+    policy = RandomChoice(context(of))
 
     assert {chosen(policy) for _ in range(50)} == set(ids)
 
 
 def test_round_robin_goes_round(of, ids):
-    policy = RoundRobin(around(of))
+    policy = RoundRobin(context(of))
 
     assert [chosen(policy) for _ in range(4)] == [*ids, ids[0]]
 
 
 def test_the_least_loaded_has_the_fewest_requests_in_flight(of, ids):
     for worker_id, requests in zip(ids, (3, 1, 2), strict=True):
-        of.ledger.active[worker_id].requests = requests
+        of.counts.active[worker_id].requests = requests
 
-    assert chosen(LeastLoaded(around(of))) == ids[1]
+    assert chosen(LeastLoaded(context(of))) == ids[1]
 
 
 def test_of_two_random_workers_the_less_loaded_is_taken(of, ids):
     for worker_id, requests in zip(ids, (9, 5, 1), strict=True):
-        of.ledger.active[worker_id].requests = requests
-    policy = PowerOfTwo(around(of))
+        of.counts.active[worker_id].requests = requests
+    policy = PowerOfTwo(context(of))
     counts = Counter(chosen(policy) for _ in range(300))
 
     assert counts[ids[0]] == 0  # whoever it is compared with has less
@@ -80,12 +80,12 @@ def test_of_two_random_workers_the_less_loaded_is_taken(of, ids):
 
 def test_dynamos_cost_adds_prefill_blocks_without_overlap_and_decode_blocks(of, ids):
     holds(of, ids[0], [11, 12, 13])
-    of.ledger.active[ids[0]].context_tokens = 512 * 4  # 5 - 3 + 4 + 5 = 11 blocks
-    of.ledger.active[ids[1]].prefill_tokens = 512 * 2  # 2 + 5 + 5 = 12 blocks
-    of.ledger.active[ids[2]].context_tokens = 512 * 3  # 5 + 3 + 5 = 13 blocks
+    of.counts.active[ids[0]].context_tokens = 512 * 4  # 5 - 3 + 4 + 5 = 11 blocks
+    of.counts.active[ids[1]].prefill_tokens = 512 * 2  # 2 + 5 + 5 = 12 blocks
+    of.counts.active[ids[2]].context_tokens = 512 * 3  # 5 + 3 + 5 = 13 blocks
 
-    assert chosen(DynamoKvCost(around(of))) == ids[0]
-    assert chosen(DynamoKvCost(around(of), credit=0.5)) == ids[1]
+    assert chosen(DynamoKvCost(context(of))) == ids[0]
+    assert chosen(DynamoKvCost(context(of), credit=0.5)) == ids[1]
 
 
 def test_llm_ds_scores_are_weighed(of, ids):
@@ -94,26 +94,26 @@ def test_llm_ds_scores_are_weighed(of, ids):
     for worker_id, (waiting, used) in zip(ids, reports, strict=True):
         of.fleet.cluster.report(load(worker_id, waiting=waiting, kv_blocks_used=used, kv_blocks_total=100), 0.5)
 
-    assert chosen(LlmDScorer(around(of))) == ids[1]  # 3*.5+2*0+2*.2 = 1.9; 0+2*1+2*.6 = 3.2; 0+2*.5+2*1 = 3.0
-    assert chosen(LlmDScorer(around(of), prefix=10.0)) == ids[0]
-    assert chosen(LlmDScorer(around(of), prefix=0.0, queue=0.0)) == ids[2]
+    assert chosen(LlmDScorer(context(of))) == ids[1]  # 3*.5+2*0+2*.2 = 1.9; 0+2*1+2*.6 = 3.2; 0+2*.5+2*1 = 3.0
+    assert chosen(LlmDScorer(context(of), prefix=10.0)) == ids[0]
+    assert chosen(LlmDScorer(context(of), prefix=0.0, queue=0.0)) == ids[2]
 
 
 def test_sglang_follows_its_tree_unless_the_load_is_out_of_balance(of, ids):
-    policy = SglangCacheAware(around(of), Knobs(balance_abs=4, balance_rel=1.5))
+    policy = SglangCacheAware(context(of), Knobs(balance_abs=4, balance_rel=1.5))
     first = chosen(policy)
 
     assert chosen(policy) == first
-    of.ledger.active[first].requests = 5
+    of.counts.active[first].requests = 5
     assert chosen(policy) != first
 
 
 def test_sglang_sends_a_prompt_that_matches_too_little_to_the_least_loaded(of, ids):
-    policy = SglangCacheAware(around(of))
-    of.ledger.active[ids[0]].requests = of.ledger.active[ids[2]].requests = 1
+    policy = SglangCacheAware(context(of))
+    of.counts.active[ids[0]].requests = of.counts.active[ids[2]].requests = 1
     assert chosen(policy) == ids[1]
-    of.ledger.active[ids[1]].requests = 2
-    of.ledger.active[ids[2]].requests = 0
+    of.counts.active[ids[1]].requests = 2
+    of.counts.active[ids[2]].requests = 0
 
     assert chosen(policy, need(2100, (11, 99, 98, 97))) == ids[2]  # a quarter of it is less than 0.3
     assert chosen(policy, need(2100, (11, 12, 98, 97))) == ids[1]
@@ -122,16 +122,16 @@ def test_sglang_sends_a_prompt_that_matches_too_little_to_the_least_loaded(of, i
 def test_sglang_with_kv_events_takes_the_largest_overlap_then_the_less_loaded(of, ids):
     holds(of, ids[0], [11, 12])
     holds(of, ids[2], [11, 12])
-    of.ledger.active[ids[0]].requests = 1
+    of.counts.active[ids[0]].requests = 1
 
-    assert chosen(SglangCacheAware(around(of), Knobs(exact=True))) == ids[2]
+    assert chosen(SglangCacheAware(context(of), Knobs(exact=True))) == ids[2]
 
 
 def test_mooncake_takes_the_least_time_to_the_first_token_and_fetches_a_longer_prefix(of, ids):
     holds(of, ids[0], [11, 12, 13, 14])
-    of.ledger.active[ids[0]].prefill_s = 2.0
-    of.ledger.active[ids[1]].prefill_s = 0.5
-    placed = MooncakeConductor(around(of)).place(need(), 1.0)
+    of.counts.active[ids[0]].prefill_s = 2.0
+    of.counts.active[ids[1]].prefill_s = 0.5
+    placed = MooncakeConductor(context(of)).place(need(), 1.0)
 
     assert placed.decode.record.worker_id == ids[2]
     assert [(source.worker_id, source.first, source.end) for source in placed.sources] == [(ids[0], 0, 4)]
@@ -141,16 +141,16 @@ def test_mooncake_takes_the_least_time_to_the_first_token_and_fetches_a_longer_p
 def test_mooncake_computes_what_is_not_longer_by_the_threshold(of, ids):
     holds(of, ids[0], [11, 12, 13, 14])
     holds(of, ids[1], [11, 12, 13])
-    of.ledger.active[ids[0]].prefill_s = of.ledger.active[ids[2]].prefill_s = 2.0
+    of.counts.active[ids[0]].prefill_s = of.counts.active[ids[2]].prefill_s = 2.0
 
-    assert MooncakeConductor(around(of), threshold=1.2).place(need(), 1.0).sources
-    assert MooncakeConductor(around(of), threshold=1.5).place(need(), 1.0).sources == ()
+    assert MooncakeConductor(context(of), threshold=1.2).place(need(), 1.0).sources
+    assert MooncakeConductor(context(of), threshold=1.5).place(need(), 1.0).sources == ()
 
 
 def test_mooncake_refuses_what_would_miss_the_target_if_it_is_told_to(of, ids):
-    of.fleet.placer = MooncakeConductor(around(of), rejecting=True)
+    of.fleet.placer = MooncakeConductor(context(of), rejecting=True)
     assert isinstance(of.fleet.placer.place(need(), 1.0), Placement)
     for worker_id in ids:
-        of.ledger.active[worker_id].prefill_s = 6.0
+        of.counts.active[worker_id].prefill_s = 6.0
 
     assert isinstance(of.fleet.placer.place(need(), 1.0), Rejection)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from replay.knowledge import NETWORK_S
-from replay.legs import Flight
+from replay.legs import ReplayedRequest
 from replay.oracle import Oracle
 from replay.policies.names import BASELINES
 from replay.traces import Request
@@ -18,8 +18,8 @@ from tests.support.replay_worlds import PROFILE, conversations, with_baseline, w
 SHAPES = [Shape(both=3), Shape(prefill=2, decode=2), Shape(both=1, prefill=1, decode=1)]
 
 
-def outcome(flights: list[Flight]) -> list[tuple[float | None, float | None, int, int]]:
-    return [(one.first_token_at, one.finished_at, one.cached_tokens, one.fetched_tokens) for one in flights]
+def outcome(outcomes: list[ReplayedRequest]) -> list[tuple[float | None, float | None, int, int]]:
+    return [(one.first_token_at, one.finished_at, one.cached_tokens, one.fetched_tokens) for one in outcomes]
 
 
 def made(name: str, shape: Shape) -> World:
@@ -38,14 +38,14 @@ def made(name: str, shape: Shape) -> World:
 def test_every_request_ends_once_and_all_blocks_come_back(name, shape):
     of = made(name, shape)
     requests = conversations(60)
-    flights = of.run(requests)
+    outcomes = of.run(requests)
 
-    assert [flight.request for flight in flights] == requests
-    for flight in flights:
-        assert (flight.finished_at is None) == (flight.refused_at is not None)
-        if flight.finished_at is not None:
-            assert flight.request.at_s + NETWORK_S < flight.first_token_at <= flight.finished_at
-            assert 0 <= flight.cached_tokens + flight.fetched_tokens < flight.request.input_tokens
+    assert [replayed.request for replayed in outcomes] == requests
+    for replayed in outcomes:
+        assert (replayed.finished_at is None) == (replayed.refused_at is not None)
+        if replayed.finished_at is not None:
+            assert replayed.request.at_s + NETWORK_S < replayed.first_token_at <= replayed.finished_at
+            assert 0 <= replayed.cached_tokens + replayed.fetched_tokens < replayed.request.input_tokens
     for worker in of.workers.values():
         engine = worker.engine
         assert worker.legs == engine.queued == len(engine.running) == engine.waiting_tokens == 0
@@ -80,11 +80,11 @@ def test_the_routers_index_knows_exactly_what_the_engines_hold():
 
 def test_a_lone_request_takes_what_the_law_says():
     of = with_baseline(world(Shape(both=1)), "random")
-    (flight,) = of.run([Request(0.0, (1, 2), 1400, 11)])
+    (replayed,) = of.run([Request(0.0, (1, 2), 1400, 11)])
     step_s = PROFILE.decode_base_s + 1405.5 * PROFILE.decode_per_context_token_s
 
-    assert flight.ttft_s == pytest.approx(PROFILE.prompt_s(1400, 0) + 2 * NETWORK_S)
-    assert flight.tpot_s == pytest.approx(step_s, rel=1e-3)
+    assert replayed.ttft_s == pytest.approx(PROFILE.prompt_s(1400, 0) + 2 * NETWORK_S)
+    assert replayed.tpot_s == pytest.approx(step_s, rel=1e-3)
 
 
 def test_a_prompt_seen_before_is_computed_behind_what_is_cached():
@@ -97,20 +97,20 @@ def test_a_prompt_seen_before_is_computed_behind_what_is_cached():
 
 def test_a_handoff_that_is_streamed_takes_hardly_longer_than_the_prompt():
     of = with_baseline(world(Shape(prefill=1, decode=1)), "random")
-    (flight,) = of.run([Request(0.0, tuple(range(12)), 6300, 3)])
+    (replayed,) = of.run([Request(0.0, tuple(range(12)), 6300, 3)])
 
-    assert flight.placed is not None
-    assert flight.placed.streamed
-    assert 0.0 < flight.ttft_s - PROFILE.prompt_s(6300, 0) < 0.05
+    assert replayed.placed is not None
+    assert replayed.placed.streamed
+    assert 0.0 < replayed.ttft_s - PROFILE.prompt_s(6300, 0) < 0.05
 
 
 def test_what_cannot_be_served_in_time_waits_at_the_router_and_is_refused():
     of = world(Shape(both=1))
     of.targets = Targets(ttft_s=1.0)
     of.admit(AdmissionPolicy())
-    flights = of.run([Request(number / 100, (), 9000, 5) for number in range(60)])
+    outcomes = of.run([Request(number / 100, (), 9000, 5) for number in range(60)])
 
-    refused = [flight for flight in flights if flight.refused_at is not None]
+    refused = [replayed for replayed in outcomes if replayed.refused_at is not None]
     assert 10 < len(refused) < 60
     # Six of them, of half a second each, before the engine is known to be as fast as that: nobody waits for thirty.
-    assert all(flight.ttft_s < 4.0 for flight in flights if flight.finished_at is not None)
+    assert all(replayed.ttft_s < 4.0 for replayed in outcomes if replayed.finished_at is not None)
