@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from replay.world import Shape
-from tests.scenarios.verdict_worlds import judged, traffic, truth
+from tests.scenarios.report_worlds import judged, traffic, truth
 
 PROMPTS = (1100, 4000)
 NEAR = 0.35

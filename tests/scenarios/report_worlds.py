@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from replay.legs import Flight, Leg
+from replay.legs import Leg, ReplayedRequest
 from replay.profile import Profile
 from replay.simworker import MODEL
 from replay.traces import Request
@@ -55,7 +55,7 @@ class ToldWorld(World):
         self.judge = judge
         self.legs: dict[int, dict[LegKind, Leg]] = defaultdict(dict)
 
-    def serve(self, requests: list[Request]) -> list[Flight]:
+    def serve(self, requests: list[Request]) -> list[ReplayedRequest]:
         for second in range(int(requests[-1].at_s)):
             self.at(second * REPORT_S, self._report)
         return self.run(requests)
@@ -64,43 +64,43 @@ class ToldWorld(World):
         for worker in self.workers.values():
             self.judge.load_reported(worker.load_now(), now)
 
-    def _leg(self, kind: LegKind, flight: Flight, placed: Placement, now: float) -> Leg:
-        leg = super()._leg(kind, flight, placed, now)
-        self.legs[flight.number][kind] = leg
+    def _leg(self, kind: LegKind, replayed: ReplayedRequest, placed: Placement, now: float) -> Leg:
+        leg = super()._leg(kind, replayed, placed, now)
+        self.legs[replayed.number][kind] = leg
         return leg
 
     def finished(self, engine, job, now: float) -> None:
         super().finished(engine, job, now)
         if job.owner.kind is not LegKind.PREFILL:
-            self.judge.request_finished(self._story(job.owner.flight), now)
+            self.judge.request_finished(self._story(job.owner.replayed), now)
 
-    def _story(self, flight: Flight) -> RequestFinished:
-        placed, legs = flight.placed, self.legs[flight.number]
+    def _story(self, replayed: ReplayedRequest) -> RequestFinished:
+        placed, legs = replayed.placed, self.legs[replayed.number]
         assert placed is not None
-        assert flight.first_token_at is not None
-        assert flight.finished_at is not None
+        assert replayed.first_token_at is not None
+        assert replayed.finished_at is not None
         first = legs.get(LegKind.PREFILL) or legs[LegKind.AGGREGATED]
         job = first.job
-        queue_s = job.scheduled_at - flight.request.at_s
+        queue_s = job.scheduled_at - replayed.request.at_s
         prefill_s = job.first_token_at - job.scheduled_at
         return RequestFinished(
-            request_id=str(flight.number),
+            request_id=str(replayed.number),
             model=MODEL,
             path="/v1/completions",
             mode=placed.mode.value,
             status=200,
             prefill_worker=first.worker.worker_id if placed.prefill else "",
             decode_worker=placed.decode.record.worker_id,
-            prompt_tokens=flight.request.input_tokens,
-            completion_tokens=flight.request.output_tokens,
-            cached_tokens=flight.cached_tokens,
-            ttft_s=flight.ttft_s,
-            itl_s=flight.tpot_s,
-            e2e_s=flight.finished_at - flight.request.at_s,
+            prompt_tokens=replayed.request.input_tokens,
+            completion_tokens=replayed.request.output_tokens,
+            cached_tokens=replayed.cached_tokens,
+            ttft_s=replayed.ttft_s,
+            itl_s=replayed.tpot_s,
+            e2e_s=replayed.finished_at - replayed.request.at_s,
             ttft_parts=TtftParts(
                 queue_s=queue_s,
                 prefill_s=prefill_s,
-                handoff_s=max(0.0, flight.ttft_s - queue_s - prefill_s) if placed.prefill else 0.0,
+                handoff_s=max(0.0, replayed.ttft_s - queue_s - prefill_s) if placed.prefill else 0.0,
             ),
         )
 
@@ -129,8 +129,8 @@ def judged(requests: list[Request], shape: Shape) -> list[ReportBucket]:
 def truth(requests: list[Request], engines: int, low: int, high: int) -> Truth:
     """What aggregated serving really gives, on as many engines, to prompts of these lengths."""
     world = ToldWorld(Shape(both=engines), Mode.AGGREGATED, Judge(SILENT_S_MAX))
-    flights = [one for one in world.serve(requests) if low <= one.request.input_tokens <= high]
-    assert all(one.finished_at is not None for one in flights)
+    outcomes = [one for one in world.serve(requests) if low <= one.request.input_tokens <= high]
+    assert all(one.finished_at is not None for one in outcomes)
     of_each = [attrgetter(name) for name in ("ttft_s", "tpot_s")]
-    ttft_s, itl_s = (median(map(get, flights)) for get in of_each)
-    return Truth(ttft_s, itl_s, median((one.finished_at or 0.0) - one.request.at_s for one in flights))
+    ttft_s, itl_s = (median(map(get, outcomes)) for get in of_each)
+    return Truth(ttft_s, itl_s, median((one.finished_at or 0.0) - one.request.at_s for one in outcomes))
