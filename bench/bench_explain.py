@@ -1,7 +1,7 @@
 """What remembering a decision costs a request: ``python -m bench.bench_explain``.
 
-A fleet of as many workers places requests; their decisions are remembered, ended and told. Microseconds of processor
-per decision, best of several rounds, and the memory that each holds.
+For fleets of several sizes: microseconds of processor time to remember a decision, to complete it when the request
+ends, and to render its record; best of several rounds. Also the memory that a decision holds, measured and counted.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import time
 import tracemalloc
 from collections.abc import Callable
 
-from services.router.placement.choice import asked_of, choice_of
-from services.router.placement.decision_log import DecisionLog, Entry, Outcome
-from services.router.placement.placement import Placement, PlacementRequest, Policy
+from services.router.placement.decision import Decision
+from services.router.placement.decision_log import DecisionLog
+from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
 from services.router.state.fleet import Fleet
 from services.router.telemetry.ttft import Legs, RouterTimes, ttft_parts
 from shared.contracts.decisions import TtftParts
@@ -24,6 +24,7 @@ from tests.support.fleet_builders import load, record
 
 FLEETS = (2, 8, 100, 1000)
 DECISIONS = 2000
+ROUTER_ID = RouterId("router-1-abcdef01")
 ROUNDS = 15
 MEASURED = TtftParts(queue_s=0.1, prefill_s=0.2)
 PREFILLED = LegReport(queue_s=0.1, prefill_s=0.2, first_token_s=0.301, total_s=0.302)
@@ -31,7 +32,7 @@ PREFILLED = LegReport(queue_s=0.1, prefill_s=0.2, first_token_s=0.301, total_s=0
 
 def make_fleet(workers: int) -> Fleet:
     """Half of it prefill workers, half decode workers."""
-    fleet = Fleet(Policy())
+    fleet = Fleet(PlacementPolicy())
     for number in range(workers):
         worker_id, role = f"w{number}", Role.PREFILL if number % 2 else Role.DECODE
         fleet.cluster.record(record(worker_id, role=role), 0.0)
@@ -40,7 +41,7 @@ def make_fleet(workers: int) -> Fleet:
 
 
 def best_us(work: Callable[[], object]) -> float:
-    """Microseconds of one of ``DECISIONS``."""
+    """Microseconds for one of ``DECISIONS``."""
     rounds = []
     for _ in range(ROUNDS):
         gc.collect()
@@ -53,48 +54,47 @@ def best_us(work: Callable[[], object]) -> float:
 def measure(workers: int) -> list[str]:
     """A line of the table."""
     fleet = make_fleet(workers)
-    need = PlacementRequest(model="m", prompt_tokens=8192)
-    places = [fleet.place(need, 0.0) for _ in range(DECISIONS)]
-    assert all(isinstance(one, Placement) for one in places)
-    entries: list[Entry] = []
-    log = DecisionLog(RouterId("router-1-abcdef01"), count_max=DECISIONS, bytes_max=1 << 40)
+    request = PlacementRequest(model="m", prompt_tokens=8192)
+    placements = [fleet.place(request, 0.0) for _ in range(DECISIONS)]
+    assert all(isinstance(one, Placement) for one in placements)
+    decisions: list[Decision] = []
+    log = DecisionLog(ROUTER_ID, count_max=DECISIONS, bytes_max=1 << 40)
 
     def remember() -> None:
-        entries.clear()
-        for placed in places:
-            asked = asked_of(need, RequestId("request-123"), 1.7e9, attempt=1, exact=True)
-            entries.append(log.made(asked, choice_of(placed)))
+        decisions.clear()
+        for placement in placements:
+            decisions.append(log.add(RequestId("request-123"), request, placement, at_unix_s=1.7e9, exact=True))
 
     def end() -> None:
-        for entry in entries:
+        for decision in decisions:
             legs = Legs(answering=PREFILLED, prefill=PREFILLED)
             parts = ttft_parts(0.9, RouterTimes(tokenize_s=0.001), legs)
-            entry.outcome = Outcome(outcome="ok", measured=parts, ttft_s=0.9, cached_tokens=3)
+            decision.end("ok", measured=parts, ttft_s=0.9, cached_tokens=3)
 
-    made_us, ended_us = best_us(remember), best_us(end)
-    told_us = best_us(lambda: [log.told(entry) for entry in entries])
-    held = held_bytes(fleet, need)
-    estimate = log.bytes_held / len(log)
-    numbers = (
+    remember_us, end_us = best_us(remember), best_us(end)
+    render_us = best_us(lambda: [decision.record(ROUTER_ID) for decision in decisions])
+    held = held_bytes(fleet, request)
+    counted = log.bytes_held / len(log)
+    return [
         f"{workers:,}",
-        f"{made_us:.1f}",
-        f"{ended_us:.1f}",
-        f"{told_us:.0f}",
+        f"{remember_us:.1f}",
+        f"{end_us:.1f}",
+        f"{render_us:.0f}",
         f"{held:,.0f}",
-        f"{estimate:,.0f}",
-    )
-    return list(numbers)
+        f"{counted:,.0f}",
+    ]
 
 
-def held_bytes(fleet: Fleet, need: PlacementRequest) -> float:
-    """What a decision holds in memory, with the placement that it refers to."""
-    log = DecisionLog(RouterId("router-1-abcdef01"), count_max=DECISIONS, bytes_max=1 << 40)
+def held_bytes(fleet: Fleet, request: PlacementRequest) -> float:
+    """Memory of a decision, with the placement that it refers to."""
+    log = DecisionLog(ROUTER_ID, count_max=DECISIONS, bytes_max=1 << 40)
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     for number in range(DECISIONS):
-        asked = asked_of(need, RequestId(f"request-{number}"), 1.7e9 + number, attempt=1, exact=True)
-        entry = log.made(asked, choice_of(fleet.place(need, 0.0)))
-        entry.outcome = Outcome(outcome="ok", measured=MEASURED, ttft_s=0.9, cached_tokens=3)
+        placement = fleet.place(request, 0.0)
+        request_id = RequestId(f"request-{number}")
+        decision = log.add(request_id, request, placement, at_unix_s=1.7e9 + number, exact=True)
+        decision.end("ok", measured=MEASURED, ttft_s=0.9, cached_tokens=3)
     held = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     return held / DECISIONS
@@ -102,7 +102,7 @@ def held_bytes(fleet: Fleet, need: PlacementRequest) -> float:
 
 def main() -> None:
     """The table."""
-    print("| workers | to remember it, us | to end it, us | to tell it, us | bytes held | bytes counted |")
+    print("| workers | remember, µs | complete, µs | render, µs | bytes held | bytes counted |")
     print("|---:|---:|---:|---:|---:|---:|")
     for workers in FLEETS:
         print(f"| {' | '.join(measure(workers))} |")

@@ -12,8 +12,8 @@ import random
 import time
 from statistics import median
 
-from services.router.placement.placement import Placement, PlacementRequest, Policy
-from services.router.placement.placer import Costs
+from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
+from services.router.placement.placer import CostPlacer
 from services.router.service import leave_garbage_alone
 from services.router.state.cluster_view import ClusterView
 from services.router.state.native_block_table import block_table
@@ -31,7 +31,7 @@ SIZES = (2, 4, 16, 100, 1000)
 FLEETS = {"do both": (Role.BOTH,), "prefill and decode": (Role.PREFILL, Role.DECODE)}
 
 
-def fleet(size: int, roles: tuple[Role, ...]) -> tuple[ClusterView, Costs]:
+def fleet(size: int, roles: tuple[Role, ...]) -> tuple[ClusterView, CostPlacer]:
     """So many workers, some of them holding a part of the prompt."""
     chance = random.Random(size)
     cluster, index = ClusterView(), PrefixIndex(block_table())
@@ -44,7 +44,7 @@ def fleet(size: int, roles: tuple[Role, ...]) -> tuple[ClusterView, Costs]:
         held = chance.choice((0, 0, 0, chance.randrange(BLOCKS)))
         snapshot = KvSnapshot(worker_id=worker_id, epoch=1, seq=1, hashes=pack_hashes(range(1, held + 1)))
         index.restore(snapshot)
-    return cluster, Costs(cluster, index, Policy())
+    return cluster, CostPlacer(cluster, index, PlacementPolicy())
 
 
 def measure(size: int, roles: tuple[Role, ...]) -> tuple[float, float, float, float]:

@@ -29,7 +29,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from services.router.placement.placement import Placement, PlacementRequest, Policy
+from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
 from services.router.placement.request_fields import CHAT, RequestFacts, read_request
 from services.router.service import leave_garbage_alone
 from services.router.state.fleet import Fleet
@@ -151,7 +151,7 @@ class Router:
             worker_id=WorkerId("w0"), epoch=1, tokenizer_json=tokenizer_json.encode(), chat_template=TEMPLATE
         )
         scheme = HashScheme(block_size=BLOCK_TOKENS)
-        fleet = Fleet(Policy())
+        fleet = Fleet(PlacementPolicy())
         for number in range(WORKERS):
             fleet.cluster.record(record(f"w{number}"), 0.0)
             fleet.cluster.report(load(f"w{number}", kv_blocks_total=10_000), 0.0)

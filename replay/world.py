@@ -20,7 +20,7 @@ from replay.request_counts import RequestCounts
 from replay.simworker import MODEL, PERIOD_S, SimWorker
 from replay.traces import Request, chains
 from services.router.admission.policy import AdmissionPolicy
-from services.router.placement.placement import Placement, PlacementRequest, Policy, Rejection
+from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest, Rejection
 from services.router.placement.slo import NO_TARGETS, Targets
 from services.router.state.fleet import Fleet
 from services.router.state.sent_work import Sent
@@ -53,7 +53,7 @@ class World:
             for number, role in enumerate(roles)
         ]
         self.workers = {worker.worker_id: worker for worker in made}
-        self.fleet = Fleet(Policy(silent_s_max=math.inf))
+        self.fleet = Fleet(PlacementPolicy(silent_s_max=math.inf))
         self.counts = RequestCounts()
         self.targets: Targets = NO_TARGETS
         """Of every request."""

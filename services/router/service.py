@@ -15,8 +15,8 @@ from services.router.auth.authenticator import Authenticator
 from services.router.http.api import make_app
 from services.router.http.edge import Edge
 from services.router.http.server import make_server
-from services.router.placement.decisions import Decisions
-from services.router.placement.placement import Policy
+from services.router.placement.decision_service import DecisionService
+from services.router.placement.placement import PlacementPolicy
 from services.router.relay.deadline_monitor import DeadlineMonitor
 from services.router.relay.parts import Parts
 from services.router.relay.relay import Relay
@@ -60,12 +60,14 @@ class Router:
 
     def __init__(self, settings: Settings, bus: Bus, clock: Clock, tracing: Tracing) -> None:
         router_id = RouterId(f"{settings.instance or 'router'}-{secrets.token_hex(4)}")
-        policy = Policy(
+        policy = PlacementPolicy(
             silent_s_max=settings.silent_s_max,
             stream_tokens_min=settings.stream_tokens_min,
             fetch_tokens_min=settings.fetch_tokens_min,
         )
-        fleet, ledger = Fleet(policy), Ledger(router_id, tracing, log_requests=settings.log_requests)
+        fleet = Fleet(policy)
+        reservations = ReservationFeed(router_id, bus, clock, fleet.cluster)
+        ledger = Ledger(router_id, tracing, log_requests=settings.log_requests)
         self.parts = parts = Parts(
             router_id=router_id,
             settings=settings,
@@ -82,16 +84,20 @@ class Router:
             inbox=LegInbox(bus, router_id, leg_buffer_bytes_max=settings.leg_buffer_bytes_max),
             prompts=Prompts(settings, bus, clock, fleet),
             ledger=ledger,
-            decisions=Decisions(
-                router_id, bus, clock, count_max=settings.decisions_max, bytes_max=settings.decisions_bytes_max
+            decisions=DecisionService(
+                router_id,
+                bus,
+                clock,
+                reservations.book.router_ids,
+                count_max=settings.decisions_max,
+                bytes_max=settings.decisions_bytes_max,
             ),
             tracing=tracing,
-            reservations=ReservationFeed(router_id, bus, clock, fleet.cluster),
+            reservations=reservations,
             bus_health=BusHealth(bus, fleet.cluster, clock),
             failures=failure_policy(settings),
             usual=DefaultModeFeed(bus),
         )
-        parts.decisions.others = parts.reservations.book.router_ids
         self.kv = KvFeed(bus, fleet.index)
         self.feed = FleetFeed(parts, self.kv)
         self.relay = Relay(parts)

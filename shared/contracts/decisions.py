@@ -1,4 +1,4 @@
-"""Why a request went where it went: what was considered, what was predicted, and what then came of it."""
+"""Why a request was placed where it was: the candidates, the predictions, and what was then measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shared.contracts.message import Message
 
 
 class Part(StrEnum):
-    """What a candidate was considered for."""
+    """The part of a request that a worker may serve."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -21,10 +21,10 @@ class Part(StrEnum):
 
 
 class TtftParts(Message, frozen=True, kw_only=True):
-    """Where the time to the first token goes, in seconds; what is not known is 0. They add up to it."""
+    """The time to the first token, split, in seconds; the parts add up to it, and an unknown part is 0."""
 
     admission_s: float = 0.0
-    """In the router's own queue."""
+    """In the router's admission queue."""
     tokenize_s: float = 0.0
     place_s: float = 0.0
     failed_s: float = 0.0
@@ -32,11 +32,11 @@ class TtftParts(Message, frozen=True, kw_only=True):
     queue_s: float = 0.0
     """In the queue of the engine that computes the prompt."""
     fetch_s: float = 0.0
-    """Asking other workers for KV of the prompt and reading it, before the rest is computed."""
+    """Asking other workers for the prompt's KV and reading it, before the rest is computed."""
     prefill_s: float = 0.0
-    """Computing what nobody could hand over."""
+    """Computing the rest of the prompt."""
     handoff_s: float = 0.0
-    """What the decode worker then needs to get the prompt's KV; 0 when one worker does both."""
+    """Until the decode worker then has the prompt's KV; 0 when one worker serves both legs."""
     decode_queue_s: float = 0.0
     first_token_s: float = 0.0
     """The decode worker's first step."""
@@ -48,8 +48,8 @@ class TtftParts(Message, frozen=True, kw_only=True):
         return float(sum(getattr(self, name) for name in self.__struct_fields__))
 
 
-class Candidate(Message, frozen=True, kw_only=True):
-    """One worker that could have served a part of the request, and what that was predicted to cost. Seconds, tokens."""
+class CandidateRecord(Message, frozen=True, kw_only=True):
+    """A worker that could have served a part of the request, and its predicted cost. Seconds, tokens."""
 
     worker_id: WorkerId
     part: Part
@@ -64,20 +64,20 @@ class Candidate(Message, frozen=True, kw_only=True):
     decode_s: float = 0.0
     """To generate the completion."""
     within_s: float = 0.0
-    """Of that, what is within the target between tokens, and so costs nothing."""
+    """The part of ``decode_s`` that is within the target between tokens, and so costs nothing."""
     first_token_s: float = 0.0
     """The step that computes what was not handed over, and with it the first token."""
     transit_s: float = 0.0
-    """Of a leg, beside the engine: bus, relay, scheduling of processes."""
+    """A leg's time outside the engine: bus, relay, scheduling of processes."""
     others_s: float = 0.0
-    """By how much it delays all other requests together."""
+    """The time that it adds to all other requests together."""
     cost_s: float = 0.0
-    """What is compared: all of the above, less ``within_s``."""
+    """What placement compares: the sum of the above, less ``within_s``."""
     meets_targets: bool = True
 
 
-class Decision(Message, frozen=True, kw_only=True):
-    """One placement, and how it turned out. -1 where not known (yet)."""
+class DecisionRecord(Message, frozen=True, kw_only=True):
+    """One placement, and how its attempt ended. -1 where a number is not known (yet)."""
 
     decision_id: DecisionId
     router_id: RouterId
@@ -85,41 +85,41 @@ class Decision(Message, frozen=True, kw_only=True):
     at_unix_s: float
     model: str
     mode: str
-    """aggregated, disaggregated or decode_first; empty when nobody could serve it."""
+    """aggregated, disaggregated or decode_first; empty when no worker could serve it."""
     reason: str
-    """In words: why this one."""
+    """Why these workers, or why none; text for people."""
     attempt: int = 1
     earlier: DecisionId = DecisionId("")
-    """The one of the attempt before this; it failed."""
+    """The decision of the attempt before this one, which failed."""
     prompt_tokens: int = 0
     exact: bool = False
-    """Whether the prompt was tokenized as the engine does, so that cached tokens are known and not guessed."""
+    """Whether the prompt was tokenized as the engine does; otherwise cached tokens are an estimate."""
     tenant: str = ""
     priority: int = 0
     ttft_target_s: float = -1.0
     itl_target_s: float = -1.0
     considered: int = 0
-    """Workers that could have been chosen; ``candidates`` are the best of them."""
-    candidates: list[Candidate] = msgspec.field(default_factory=list)
+    """Free workers that could have been chosen; ``candidates`` are the best of them."""
+    candidates: list[CandidateRecord] = msgspec.field(default_factory=list)
     prefill_worker: str = ""
     decode_worker: str = ""
     sources: list[KvSource] = msgspec.field(default_factory=list)
     predicted: TtftParts = TtftParts()
     predicted_itl_s: float = -1.0
     measured: TtftParts | None = None
-    """None until the request has ended, and where it never had a first token."""
+    """None until the request has ended, and if it never had a first token."""
     ttft_s: float = -1.0
     itl_s: float = -1.0
     predicted_cached_tokens: int = -1
     cached_tokens: int = -1
     regret_s: float = -1.0
-    """By how much the measured time to the first token exceeds the best that was predicted for another candidate."""
+    """By how much the measured time to the first token exceeds the best prediction for another candidate."""
     outcome: str = ""
     """Empty while it runs; then ``ok``, or the ``Reason`` that ended it."""
 
 
 class AskDecision(Message, frozen=True, kw_only=True):
-    """Anyone -> the router that decided: why? Its newest decision when neither is named."""
+    """Anyone -> a router: one of its decisions; the newest when neither field is set."""
 
     router_id: RouterId
     decision_id: DecisionId = DecisionId("")
@@ -128,7 +128,7 @@ class AskDecision(Message, frozen=True, kw_only=True):
 
 
 class FoundDecision(Message, frozen=True, kw_only=True):
-    """Router -> asker."""
+    """Router -> the sender of ``AskDecision``."""
 
-    decision: Decision | None
-    """None: never made here, or forgotten since."""
+    decision: DecisionRecord | None
+    """None: this router never made it, or has dropped it."""

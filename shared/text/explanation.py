@@ -6,7 +6,7 @@ from operator import attrgetter
 
 import msgspec
 
-from shared.contracts.decisions import Candidate, Decision, Part, TtftParts
+from shared.contracts.decisions import CandidateRecord, DecisionRecord, Part, TtftParts
 from shared.text.quantities import counted, duration
 
 DISAGGREGATED, DECODE_FIRST = "disaggregated", "decode_first"
@@ -41,7 +41,7 @@ FIRST_PARTS = (Part.PREFILL, Part.WHOLE)
 """Whose workers compute the prompt."""
 
 
-def headline(told: Decision) -> str:
+def headline(told: DecisionRecord) -> str:
     """Who served it."""
     request = f"Request {told.request_id}"
     if not told.mode:
@@ -59,7 +59,7 @@ def headline(told: Decision) -> str:
     return f"{request} {who}{failed}."
 
 
-def because(told: Decision) -> list[str]:
+def because(told: DecisionRecord) -> list[str]:
     """Why those workers: a sentence for each."""
     sentences = []
     for part in Part:
@@ -69,30 +69,30 @@ def because(told: Decision) -> list[str]:
     return sentences
 
 
-def chosen_one(told: Decision, part: Part) -> Candidate | None:
+def chosen_one(told: DecisionRecord, part: Part) -> CandidateRecord | None:
     """Who got that part."""
     return next((one for one in told.candidates if one.part is part and one.chosen), None)
 
 
-def next_best(told: Decision, part: Part) -> Candidate | None:
+def next_best(told: DecisionRecord, part: Part) -> CandidateRecord | None:
     """The cheapest of the others."""
     others = [one for one in told.candidates if one.part is part and not one.chosen]
     return min(others, key=attrgetter("cost_s"), default=None)
 
 
-def is_tie(one: Candidate, other: Candidate) -> bool:
+def is_tie(one: CandidateRecord, other: CandidateRecord) -> bool:
     """As good as equal."""
     low, high = sorted((one.cost_s, other.cost_s))
     return high <= low * (1 + TIE_RATIO) + TIE_S
 
 
-def counts(candidate: Candidate, name: str) -> float:
+def counts(candidate: CandidateRecord, name: str) -> float:
     """What that part adds to the cost: of the time to generate, only what goes beyond the target."""
     value = float(getattr(candidate, name))
     return value - candidate.within_s if name == "decode_s" else value
 
 
-def why_not(candidate: Candidate, chosen: Candidate | None) -> str:
+def why_not(candidate: CandidateRecord, chosen: CandidateRecord | None) -> str:
     """In two words."""
     if candidate.chosen:
         return "chosen"
@@ -110,7 +110,7 @@ def why_not(candidate: Candidate, chosen: Candidate | None) -> str:
     return LESSER[more]
 
 
-def regret_text(told: Decision) -> str:
+def regret_text(told: DecisionRecord) -> str:
     """Whether another choice would have been better, as far as anybody can say."""
     if told.measured is None:
         return ""
@@ -126,7 +126,7 @@ def regret_text(told: Decision) -> str:
     return f"{words}; {late}." if late else f"{words}."
 
 
-def target_text(told: Decision) -> list[str]:
+def target_text(told: DecisionRecord) -> list[str]:
     """What was promised, and whether it was kept."""
     promised = (("TTFT", told.ttft_target_s, told.ttft_s), ("ITL", told.itl_target_s, told.itl_s))
     words = []
@@ -138,7 +138,7 @@ def target_text(told: Decision) -> list[str]:
     return words
 
 
-def ttft_text(told: Decision) -> str:
+def ttft_text(told: DecisionRecord) -> str:
     """Predicted and measured, in a line."""
     predicted_s = told.predicted.total_s()
     if told.ttft_s < 0:
@@ -148,7 +148,7 @@ def ttft_text(told: Decision) -> str:
     return f"{duration(predicted_s)} predicted, {duration(told.ttft_s)} measured"
 
 
-def cached_text(told: Decision) -> str:
+def cached_text(told: DecisionRecord) -> str:
     """Predicted and actual cached tokens."""
     whole, predicted, actual = (
         counted(number) for number in (told.prompt_tokens, told.predicted_cached_tokens, told.cached_tokens)
@@ -163,7 +163,7 @@ def cached_text(told: Decision) -> str:
     return f"{whole} tokens, {predicted} predicted to be cached, {actual} were"
 
 
-def printable(told: Decision) -> Decision:
+def printable(told: DecisionRecord) -> DecisionRecord:
     """The same, with nothing in it that a terminal would obey: some of its words are a client's."""
     return msgspec.structs.replace(
         told,
@@ -175,7 +175,7 @@ def printable(told: Decision) -> Decision:
     )
 
 
-def _why_that_one(told: Decision, chosen: Candidate, other: Candidate | None) -> str:
+def _why_that_one(told: DecisionRecord, chosen: CandidateRecord, other: CandidateRecord | None) -> str:
     name = chosen.worker_id
     if other is None:
         could = {Part.PREFILL: "compute the prompt", Part.DECODE: "answer", Part.WHOLE: "do both"}[chosen.part]
@@ -190,7 +190,7 @@ def _why_that_one(told: Decision, chosen: Candidate, other: Candidate | None) ->
     return f"{name} was chosen because {_advantage(told, chosen, other)}: {compared}, the next best."
 
 
-def _advantage(told: Decision, chosen: Candidate, other: Candidate) -> str:
+def _advantage(told: DecisionRecord, chosen: CandidateRecord, other: CandidateRecord) -> str:
     most = _most(other, chosen)
     mine, theirs = duration(counts(chosen, most)), duration(counts(other, most))
     more = _had(chosen) > _had(other) or chosen.cached_tokens > other.cached_tokens
@@ -207,12 +207,12 @@ def _advantage(told: Decision, chosen: Candidate, other: Candidate) -> str:
     }[most]
 
 
-def _most(dearer: Candidate, cheaper: Candidate) -> str:
+def _most(dearer: CandidateRecord, cheaper: CandidateRecord) -> str:
     """The part of the cost in which they differ most."""
     return max(LESSER, key=lambda name: counts(dearer, name) - counts(cheaper, name))
 
 
-def _had(candidate: Candidate) -> int:
+def _had(candidate: CandidateRecord) -> int:
     return candidate.cached_tokens + candidate.fetched_tokens
 
 

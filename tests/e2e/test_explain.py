@@ -11,7 +11,7 @@ import httpx
 import msgspec
 import pytest
 
-from shared.contracts.decisions import Decision, Part
+from shared.contracts.decisions import DecisionRecord, Part
 from tests.support.system import System, baton, until
 
 START_S_MAX = 120.0
@@ -63,13 +63,13 @@ def stream(system: System, prompt: str) -> tuple[str, float]:
     return answer.headers["x-baton-decision"], ttft_s
 
 
-def explained(system: System, *arguments: str) -> Decision:
+def explained(system: System, *arguments: str) -> DecisionRecord:
     code, out, err = baton("explain", *arguments, "--json", "--state-dir", str(system.folder))
     assert code == 0, err
-    return msgspec.json.decode(out, type=Decision)
+    return msgspec.json.decode(out, type=DecisionRecord)
 
 
-def check(told: Decision) -> None:
+def check(told: DecisionRecord) -> None:
     """The numbers of a decision that went well agree with each other."""
     assert told.outcome == "ok"
     assert told.measured is not None
@@ -118,7 +118,7 @@ def test_a_whole_answers_first_token_is_not_its_last(system: System):
 def test_what_was_cached_is_the_reason_for_the_next_turns_place(system: System):
     prompt = "The same long introduction that everybody has to read first. " * 60
 
-    def again() -> Decision | None:
+    def again() -> DecisionRecord | None:
         told = explained(system, ask(system, prompt).headers["x-baton-decision"])
         return told if told.predicted_cached_tokens > 0 else None
 

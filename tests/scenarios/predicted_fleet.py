@@ -13,7 +13,7 @@ from statistics import median
 
 import msgspec
 
-from services.router.placement.placement import Placement, PlacementRequest, Policy
+from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
 from services.router.state.cluster_view import WorkerView
 from services.router.state.fleet import Fleet as View
 from services.router.state.sent_work import Sent
@@ -93,7 +93,7 @@ class PredictedFleet:
         self.learns = learns
         self.draw = random.Random(seed)
         self.fleet = Fleet(MODEL)
-        self.view = View(Policy(tie_s=0.0, stream_tokens_min=-1))
+        self.view = View(PlacementPolicy(tie_s=0.0, stream_tokens_min=-1))
         self.measurements = Measurements()
         self.asked: list[Asked] = []
         self._roles = roles

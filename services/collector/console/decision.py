@@ -6,7 +6,7 @@ from typing import Any
 
 from services.collector.console.requests import part_name
 from services.collector.console.views import RequestRow
-from shared.contracts.decisions import Decision, TtftParts
+from shared.contracts.decisions import DecisionRecord, TtftParts
 from shared.contracts.failures import Reason
 from shared.contracts.message import in_full
 from shared.text import explanation as words
@@ -34,7 +34,7 @@ MEANINGS = {
 }
 
 
-def detail_of(row: RequestRow | None, decision: Decision) -> dict[str, Any]:
+def detail_of(row: RequestRow | None, decision: DecisionRecord) -> dict[str, Any]:
     """What the page shows of one request when somebody wants to know more."""
     told = in_full(decision)
     for candidate, one in zip(decision.candidates, told["candidates"], strict=True):
@@ -56,7 +56,7 @@ def parts_beside(predicted: TtftParts, measured: TtftParts | None) -> list[dict[
     ]
 
 
-def words_of(decision: Decision) -> dict[str, Any]:
+def words_of(decision: DecisionRecord) -> dict[str, Any]:
     """All that can be said of it."""
     return {
         "headline": words.headline(decision),

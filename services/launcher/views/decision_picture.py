@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shared.contracts.decisions import Candidate, Decision, Part
+from shared.contracts.decisions import CandidateRecord, DecisionRecord, Part
 from shared.text import explanation as words
 from shared.text.quantities import counted, duration
 
@@ -62,7 +62,7 @@ LETTERS = Glyphs("^", "_", "#", "|", "*")
 """Where only ASCII gets through."""
 
 
-def draw(told: Decision, console: Console) -> None:
+def draw(told: DecisionRecord, console: Console) -> None:
     """All of it."""
     has_colour = console.color_system is not None and not console.no_color
     glyphs = LETTERS if console.options.ascii_only else COLOURED if has_colour else BLOCKS
@@ -70,7 +70,7 @@ def draw(told: Decision, console: Console) -> None:
         console.print(section, highlight=False)
 
 
-def _sections(told: Decision, columns: int, glyphs: Glyphs) -> Iterator[RenderableType]:
+def _sections(told: DecisionRecord, columns: int, glyphs: Glyphs) -> Iterator[RenderableType]:
     yield Text(words.headline(told), "bold")
     why = words.because(told)
     for sentence in why:
@@ -92,7 +92,7 @@ def _sections(told: Decision, columns: int, glyphs: Glyphs) -> Iterator[Renderab
         yield Text(regret, MISSED if told.regret_s > 0 else "")
 
 
-def _facts(told: Decision) -> Table:
+def _facts(told: DecisionRecord) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style=QUIET, no_wrap=True)
     table.add_column()
@@ -123,12 +123,12 @@ def _blocks(first: int, end: int) -> str:
     return f"from block {counted(first)} on" if first else "as much as it has"
 
 
-def _itl(told: Decision) -> str:
+def _itl(told: DecisionRecord) -> str:
     said = [f"{duration(told.predicted_itl_s)} predicted"] if told.predicted_itl_s > 0 else []
     return ", ".join([*said, f"{duration(told.itl_s)} measured"] if told.itl_s >= 0 else said)
 
 
-def _waterfall(told: Decision, columns: int, glyphs: Glyphs) -> Table:
+def _waterfall(told: DecisionRecord, columns: int, glyphs: Glyphs) -> Table:
     """A line for each part, each bar beginning where the one before ends."""
     predicted, measured = told.predicted, told.measured
     whole_s = max(predicted.total_s(), measured.total_s() if measured is not None else 0.0)
@@ -178,7 +178,7 @@ def _bar(spans: list[tuple[int, int]], wide: int, glyphs: Glyphs) -> Text:
     return bar
 
 
-def _legend(told: Decision, glyphs: Glyphs) -> Text:
+def _legend(told: DecisionRecord, glyphs: Glyphs) -> Text:
     if told.measured is None:
         return Text.assemble((glyphs.predicted, PREDICTED), (" predicted", QUIET))
     return Text.assemble(
@@ -191,12 +191,12 @@ def _legend(told: Decision, glyphs: Glyphs) -> Text:
     )
 
 
-def _heading(told: Decision, part: Part, shown: int) -> str:
+def _heading(told: DecisionRecord, part: Part, shown: int) -> str:
     of = f" ({shown} of {counted(told.considered)} workers)" if told.considered > shown else ""
     return f"{HEADINGS[part]}{of}"
 
 
-def _candidates(candidates: list[Candidate], columns: int, glyphs: Glyphs) -> Table:
+def _candidates(candidates: list[CandidateRecord], columns: int, glyphs: Glyphs) -> Table:
     """Chosen first, then by cost; as many columns as fit."""
     chosen = next((one for one in candidates if one.chosen), None)
     ordered = sorted(candidates, key=lambda one: (not one.chosen, one.cost_s))
@@ -212,7 +212,7 @@ def _candidates(candidates: list[Candidate], columns: int, glyphs: Glyphs) -> Ta
     return table
 
 
-def _fitting(ordered: list[Candidate], verdicts: list[str], columns: int) -> tuple[list[list[str]], int]:
+def _fitting(ordered: list[CandidateRecord], verdicts: list[str], columns: int) -> tuple[list[list[str]], int]:
     """The table's columns, each with its heading first, and the gap between them: what may be left out goes until all
     others fit.
     """
@@ -240,7 +240,7 @@ def _shortened(name: str, columns: int) -> str:
     return name if len(name) <= columns else f"..{name[2 - columns :]}"
 
 
-def _cell(candidate: Candidate, name: str) -> str:
+def _cell(candidate: CandidateRecord, name: str) -> str:
     value = getattr(candidate, name)
     return counted(value) if isinstance(value, int) else _duration_or_dash(words.counts(candidate, name))
 

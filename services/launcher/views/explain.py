@@ -16,7 +16,7 @@ from services.launcher.views.fleet import open_bus
 from shared.bus.port import AskTimedOut, Envelope, NoResponders
 from shared.contracts.channels import DECISION, SERVICE_STATUS
 from shared.contracts.control import ServiceStatus
-from shared.contracts.decisions import AskDecision, Decision
+from shared.contracts.decisions import AskDecision, DecisionRecord
 from shared.contracts.ids import DecisionId, RouterId, is_subject_token
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class NotExplained(Exception):
 class Listed(msgspec.Struct):
     """What ``GET /v1/decisions`` answers."""
 
-    decisions: list[Decision]
+    decisions: list[DecisionRecord]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def question_of(named: str, request_id: str) -> Question:
     return Question(named) if named == LATEST or DECISION_ID.search(named) else Question(request_id=named)
 
 
-async def ask_router(url: str, question: Question) -> Decision:
+async def ask_router(url: str, question: Question) -> DecisionRecord:
     """Over HTTP. Raises NotExplained."""
     base = url.rstrip("/").removesuffix("/v1")
     try:
@@ -69,7 +69,7 @@ async def ask_router(url: str, question: Question) -> Decision:
                 if not listed:
                     raise NotExplained(f"No router remembers a request {question.request_id}. {REQUEST_HINT}")
                 wanted = listed[0].decision_id
-            return read(await client.get(f"/v1/decisions/{quote(wanted, safe='')}"), Decision, base)
+            return read(await client.get(f"/v1/decisions/{quote(wanted, safe='')}"), DecisionRecord, base)
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         raise NotExplained(f"{url} is no address of a router, such as http://127.0.0.1:8000: {error}") from error
     except httpx.TransportError as error:
@@ -80,7 +80,7 @@ KEY_HINT = f"Set {API_KEY_VARIABLE} to one with the permission admin."
 REQUEST_HINT = "Its id is in the header x-request-id of the answer; the oldest are forgotten (ROUTER_DECISIONS_MAX)."
 
 
-async def ask_over_nats(nats_url: str, question: Question) -> Decision:
+async def ask_over_nats(nats_url: str, question: Question) -> DecisionRecord:
     """Of the router that made it; where the question does not say which one that was, of any router over HTTP. Raises
     NotExplained, BusError.
     """

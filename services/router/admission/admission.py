@@ -182,7 +182,7 @@ class Admission:
         if not self._policy.serve_late:
             late_at = math.inf
         if late_at <= now:
-            lane.late_again_at = now + own_s / (LATE_SHARE_MAX * max(1, placed.considered.count))
+            lane.late_again_at = now + own_s / (LATE_SHARE_MAX * max(1, placed.considered))
             return None
         message = "Even an idle worker would miss its target. Try again when nobody waits, or without a target."
         return refused(ticket, Reason.OVERLOADED, message, late_at - now)

@@ -10,9 +10,9 @@ from fastapi import FastAPI, Query, Request, Response
 from services.router.auth.api_keys import Key, Permission
 from services.router.auth.client import CALLER
 from services.router.http.errors import error_body
-from services.router.placement.decision_log import LISTED_MAX, Wanted, router_of
-from services.router.placement.decisions import Decisions
-from shared.contracts.decisions import Decision
+from services.router.placement.decision_log import LISTED_MAX, DecisionFilter, router_of
+from services.router.placement.decision_service import DecisionService
+from shared.contracts.decisions import DecisionRecord
 from shared.contracts.message import in_full
 
 JSON = "application/json"
@@ -31,7 +31,7 @@ NOT_FOUND: Responses = {
 }
 
 
-def add_decisions(app: FastAPI, decisions: Decisions) -> None:
+def add_decisions(app: FastAPI, decisions: DecisionService) -> None:
     """The routes."""
 
     @app.get("/v1/decisions/{decision_id}", tags=["state"], responses=NOT_FOUND)
@@ -55,7 +55,7 @@ def add_decisions(app: FastAPI, decisions: Decisions) -> None:
     ) -> Response:
         """The newest decisions of this router, newest first, without their candidates; of a request, of any router."""
         key = request.scope[CALLER].key
-        wanted = Wanted(
+        wanted = DecisionFilter(
             tenant=None if key.may(Permission.ADMIN) else key.tenant,
             request_id=request_id,
             worker_id=worker,
@@ -77,11 +77,11 @@ def may_know(key: Key, tenant: str) -> bool:
     return key.may(Permission.ADMIN) or key.tenant == tenant
 
 
-def _told(found: Decision) -> Response:
+def _told(found: DecisionRecord) -> Response:
     return Response(msgspec.json.encode(in_full(found)), media_type=JSON)
 
 
-def _not_found(decisions: Decisions, asked: str) -> Response:
+def _not_found(decisions: DecisionService, asked: str) -> Response:
     router_id = router_of(asked)
     if asked == LATEST:
         why = "No router has placed a request yet."

@@ -1,4 +1,4 @@
-"""Who holds how much of a prompt, and whom a worker should ask for what it lacks before it computes."""
+"""Which workers hold how much of a prompt, and which of them a worker should ask for the KV that it lacks."""
 
 from __future__ import annotations
 
@@ -11,50 +11,56 @@ from services.router.state.cluster_view import WorkerView
 from shared.contracts.kv_exchange import KvSource
 
 SOURCES_MAX = 2
-"""The second is asked for what the first no longer has."""
+"""The second is asked for what the first has evicted meanwhile."""
 RANKED_MAX = 8
-"""Holders of each fingerprint that may be asked; the longest know enough."""
+"""Holders of each group that may be asked; those with the longest match are enough."""
 
 
 class Holder(NamedTuple):
-    """Somebody who can be asked."""
+    """A worker that can be asked for KV."""
 
     blocks: int
     row: int
 
 
 class Holders:
-    """Of one prompt. ``blocks``: how many of its blocks, from its start, each row of the table holds."""
+    """The holders of one prompt's KV."""
 
     __slots__ = ("_blocks", "_ranked", "_tokens_min")
 
-    def __init__(self, table: t.FleetTable, blocks: t.Ints | None, able: t.Bools | None, tokens_min: int) -> None:
-        """``blocks`` is None when nothing is known of the prompt; ``able``: who may be asked, None: nobody."""
+    def __init__(self, table: t.FleetTable, blocks: t.Ints | None, sources: t.Bools | None, tokens_min: int) -> None:
+        """``blocks``: how many of the prompt's blocks, from its start, each row of the table holds; None when the
+        prompt's hashes are not known. ``sources``: rows that may be asked; None: none may.
+        """
         self._tokens_min = max(1, tokens_min)
         self._blocks = blocks
         self._ranked: dict[int, list[Holder]] = {}
-        if blocks is None or able is None:
+        if blocks is None or sources is None:
             return
-        rows = np.flatnonzero(able & (blocks * table.numbers[t.BLOCK_SIZE, : table.count] >= self._tokens_min))
+        rows = np.flatnonzero(sources & (blocks * table.numbers[t.BLOCK_SIZE, : table.count] >= self._tokens_min))
         if len(rows):
             self._rank(rows[np.argsort(-blocks[rows], kind="stable")], table.groups)
 
     def held_by(self, row: int, block_size: int, prompt_tokens: int) -> int:
-        """Tokens that a worker need not compute. The last one always is, however much is cached."""
+        """Tokens that a worker need not compute. The engine always computes the last one, however much is cached."""
         if self._blocks is None:
             return 0
         return min(int(self._blocks[row]), max(0, prompt_tokens - 1) // block_size) * block_size
 
     def reachable_by(self, view: WorkerView, group: int, held: int, prompt_tokens: int) -> int:
-        """Tokens that a worker that holds ``held`` may have with what one other holds; ``held`` if nobody helps."""
+        """Tokens that a worker that holds ``held`` has after it fetched from one other; ``held`` if that is too few to
+        be worth it.
+        """
         block_size = view.record.hashing.block_size
         most = next((one.blocks for one in self._ranked.get(group, ()) if one.row != view.row), 0)
         reach = min(most, max(0, prompt_tokens - 1) // block_size) * block_size
         return reach if reach - held >= self._tokens_min else held
 
-    def of_all(self, block_sizes: t.Floats, groups: t.Ints, able: t.Bools, prompt_tokens: int) -> tuple[t.Ints, t.Ints]:
-        """``held_by`` and ``reachable_by`` of every row of the table, one and the same when nobody helps; only those
-        that are ``able`` can be helped.
+    def of_all(
+        self, block_sizes: t.Floats, groups: t.Ints, exchange: t.Bools, prompt_tokens: int
+    ) -> tuple[t.Ints, t.Ints]:
+        """``held_by`` and ``reachable_by`` of every row of the table; the same array twice when no row can be helped.
+        ``exchange``: rows that can fetch KV.
         """
         if self._blocks is None:
             nothing = np.zeros(len(groups), dtype=np.int64)
@@ -69,12 +75,12 @@ class Holders:
             reach[groups == group] = ranked[0].blocks
             reach[ranked[0].row] = ranked[1].blocks if len(ranked) > 1 else 0
         reach = np.minimum(reach, most) * sizes
-        return held, np.where(able & (reach - held >= self._tokens_min), reach, held)
+        return held, np.where(exchange & (reach - held >= self._tokens_min), reach, held)
 
     def sources(
         self, view: WorkerView, views: list[WorkerView | None], group: int, span: tuple[int, int]
     ) -> list[KvSource]:
-        """Whom ``view`` should ask for the prompt's tokens from ``span[0]`` to at most ``span[1]``."""
+        """The workers that ``view`` should ask for the prompt's tokens from ``span[0]`` to at most ``span[1]``."""
         block_size = view.record.hashing.block_size
         first, last = span[0] // block_size, span[1] // block_size
         sources: list[KvSource] = []
@@ -87,8 +93,7 @@ class Holders:
                 sources.append(source_of(holder, first=first, end=end))
         return sources
 
-    def enough(self, tokens: int) -> bool:
-        """Whether so many are worth asking for."""
+    def worth_fetching(self, tokens: int) -> bool:
         return tokens >= self._tokens_min
 
     def _rank(self, rows: t.Ints, groups: t.Ints) -> None:
@@ -99,6 +104,6 @@ class Holders:
 
 
 def source_of(view: WorkerView, *, first: int = 0, end: int = 0, follow: bool = False) -> KvSource:
-    """A worker's present life as a source; without ``end`` (a block), as far as the prompt goes."""
+    """A worker in its present epoch as a source of the blocks ``first`` to ``end`` - 1; 0: to the prompt's end."""
     record = view.record
     return KvSource(worker_id=record.worker_id, epoch=record.epoch, first=first, end=end, follow=follow)

@@ -1,4 +1,4 @@
-"""Which workers serve a request: the pair with the smallest predicted cost, or one worker for all of it."""
+"""What is asked of placement, and its result: a placement on one or two workers, or a rejection."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from services.router.placement.considered import NOTHING_CONSIDERED, Considered
+from services.router.placement.candidate import PartCandidates
 from services.router.placement.request_fields import Forced, Mode
 from services.router.placement.slo import NO_TARGETS, Targets
 from services.router.state.cluster_view import ClusterView, WorkerView
@@ -16,36 +16,38 @@ from shared.contracts.ids import WorkerId
 from shared.contracts.kv_exchange import KvSource
 
 RETRY_AFTER_S = 1.0
-"""Told to clients when nobody is fit or everybody is full; a worker's report may change that within a second."""
+"""For clients when no worker is ready or all are full; a worker's report may change that within a second."""
 NOTHING_PREDICTED = TtftParts()
 
 
-class Policy(msgspec.Struct, frozen=True, kw_only=True):
-    """What the operator decided about placement."""
+class PlacementPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """The operator's settings, and constants that tests change."""
 
     silent_s_max: float = 3.0
-    """A worker that was not heard for so long gets nothing new."""
+    """A worker that was silent for longer gets no new legs."""
     tie_s: float = 0.002
-    """Costs that differ by less count as equal; equals take turns, so that requests do not herd onto one of them."""
+    """Costs that differ by less count as equal. Equal workers take turns, so that requests do not all go to one."""
     stream_tokens_min: int = 1024
-    """Decode is dispatched with prefill when that has so many tokens to compute; 0: always, negative: never."""
+    """The decode leg is dispatched together with the prefill leg when that has at least so many tokens to compute; 0:
+    always, negative: never.
+    """
     stream_s_max: float = 20.0
-    """Decode is not dispatched with a prefill that, with its time in the queue, is predicted to take longer: it would
-    hold room for the prompt all the while.
+    """With a predicted prefill (queue included) longer than this, the decode leg is dispatched after it: otherwise it
+    would reserve KV blocks for the prompt all that time.
     """
     weighed_max: int = 12
-    """So many workers are all weighed one by one; more are first cut down to those that can be best."""
+    """Up to so many free workers are all weighed one by one; of more, only a shortlist."""
     fetch_tokens_min: int = 256
-    """Fewer tokens than this are computed, not fetched from another worker; a request may say otherwise."""
+    """Fewer tokens than this are computed, not fetched from another worker; a request may override it."""
 
 
 class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request needs of its workers."""
+    """What placement needs to know of a request."""
 
     model: str
     mode: Mode = Mode.AUTO
     whole: str = ""
-    """Why it cannot be split; empty when it can."""
+    """Why the request cannot be split; empty when it can."""
     prompt_tokens: int = 0
     hashes: Sequence[int] = ()
     """Block hashes of the prompt; empty when they could not be computed."""
@@ -53,62 +55,65 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     excluded: frozenset[WorkerId] = frozenset()
     """Workers that have already failed this request."""
     fetch_tokens_min: int | None = None
-    """The client's; None: the operator's."""
+    """The client's value; None: the operator's holds."""
     cache_hit_threshold: float | None = None
-    """The client's; None: it does not say."""
+    """The client's value; None: it set none."""
     may_decode_first: bool = True
-    """Whether a decode worker may be asked to answer alone: not again when one has refused."""
+    """Whether a decode worker may be asked to serve the request alone: not after one has refused."""
     forced: Forced | None = None
     targets: Targets = NO_TARGETS
     tenant: str = ""
     priority: int = 0
     revisions: tuple[str, ...] = ()
-    """Which revisions may serve it, the wanted one first (see ``revisions``); empty: any."""
+    """Revisions that may serve it, the preferred one first (see ``revisions``); empty: any."""
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the request goes, and what is expected of it."""
+    """Where the request goes, and what is predicted for it."""
 
     mode: Mode
     decode: WorkerView
-    """Serves the decode leg, or the whole request when there is no other."""
+    """Serves the decode leg, or the whole request when there is no prefill worker."""
     prefill: WorkerView | None = None
     cached_tokens: int = 0
-    """Expected to be found by the worker that computes the prompt."""
+    """Tokens that the worker that computes the prompt is expected to have cached."""
     fetched_tokens: int = 0
-    """Expected to be had from ``sources``."""
+    """Tokens that it is expected to fetch from ``sources``."""
     uncached_tokens: int = 0
-    """Expected to be computed: the rest of the prompt."""
+    """Tokens that it is expected to compute: the rest of the prompt."""
     context_tokens: int = 0
     """Prompt and completion, as far as they are known."""
     sources: tuple[KvSource, ...] = ()
-    """Whom the worker that computes the prompt should ask first."""
+    """Workers that the worker that computes the prompt asks for KV first."""
     handoff: tuple[KvSource, ...] = ()
-    """Whom the decode worker may ask for the prompt's KV: the prefill worker, if their connector can."""
+    """The prefill worker, as the decode worker's source, if its connector can transfer KV by content."""
     streamed: bool = False
-    """Both legs are dispatched together: decode takes the KV as prefill computes it."""
+    """Both legs are dispatched together: the decode worker reads the KV while it is computed."""
     hit_share_min: float = 0.0
-    """DECODE_FIRST: a worker that has a smaller share of the prompt shall refuse it, and it goes on disaggregated."""
+    """DECODE_FIRST: a worker that has a smaller share of the prompt refuses the leg, and the router disaggregates."""
     predicted: TtftParts = NOTHING_PREDICTED
     predicted_itl_s: float = 0.0
     predicted_s: float = 0.0
     """Until the completion ends."""
     why: str = ""
-    considered: Considered = NOTHING_CONSIDERED
+    considered: int = 0
+    """Free workers that could have been chosen."""
+    candidates: tuple[PartCandidates, ...] = ()
+    """For each part that was weighed, those of them that could be best, and the chosen one."""
 
 
 class Rejection(msgspec.Struct, frozen=True, kw_only=True):
-    """Nobody can serve it just now."""
+    """No worker can serve the request now."""
 
     reason: Reason
     message: str
     retry_after_s: float | None = None
 
 
-def refuse(need: PlacementRequest, cluster: ClusterView, *, busy: bool) -> Rejection:
-    """Why nobody is free: the three cases have three answers."""
-    if need.model and need.model not in cluster.models_known and cluster.is_whole:
-        message = f"The model `{need.model}` does not exist; /v1/models lists those that do."
+def reject(request: PlacementRequest, cluster: ClusterView, *, busy: bool) -> Rejection:
+    """The model is unknown, or its workers are full (``busy``), or none is ready."""
+    if request.model and request.model not in cluster.models_known and cluster.is_whole:
+        message = f"The model `{request.model}` does not exist; /v1/models lists those that do."
         return Rejection(reason=Reason.MODEL_UNKNOWN, message=message)
     if busy:
         message = "All workers of this model are full. Try again shortly."
@@ -117,12 +122,12 @@ def refuse(need: PlacementRequest, cluster: ClusterView, *, busy: bool) -> Rejec
     return Rejection(reason=Reason.NO_WORKER, message=message, retry_after_s=RETRY_AFTER_S)
 
 
-def refuse_pair(need: PlacementRequest, *, busy: bool) -> Rejection:
-    """There is no pair of workers for it, or none that has room."""
+def reject_pair(request: PlacementRequest, *, busy: bool) -> Rejection:
+    """No pair of workers can serve the request, or the workers of each pair are full (``busy``)."""
     reason = Reason.WORKER_BUSY if busy else Reason.NO_WORKER
     message = "No prefill and decode workers of the same fingerprint are ready for this model."
-    if need.forced is not None:
-        message = "The workers that were asked for cannot serve this request together, or are not ready."
+    if request.forced is not None:
+        message = "The requested workers cannot serve this request together, or are not ready."
     if busy:
         message = "The workers that could serve this request are full. Try again shortly."
     return Rejection(reason=reason, message=message, retry_after_s=RETRY_AFTER_S)

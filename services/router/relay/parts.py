@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.router.admission.admission_queue import AdmissionQueue
-from services.router.placement.decisions import Decisions
+from services.router.placement.decision_service import DecisionService
 from services.router.placement.policy import RequestPolicy
 from services.router.relay.failure_policy import FailurePolicy
 from services.router.settings import Settings
@@ -38,7 +38,7 @@ class Parts:
     ledger: Ledger
     terms: RequestPolicy
     room: AdmissionQueue
-    decisions: Decisions
+    decisions: DecisionService
     tracing: Tracing
     reservations: ReservationFeed
     bus_health: BusHealth

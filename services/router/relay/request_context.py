@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.router.http.request import Header, HttpRequest
-from services.router.placement.decision_log import Entry
+from services.router.placement.decision import Decision
 from services.router.placement.placement import Placement
 from services.router.placement.request_fields import Mode, RequestFacts
 from services.router.relay.attempt import Attempts
@@ -131,7 +131,7 @@ class RequestContext:
         """Why the present attempt goes no further."""
         self.late_at = NEVER
         """When the present hop was found late."""
-        self.decision: Entry | None = None
+        self.decision: Decision | None = None
         """The last placement, or refusal, in the log."""
         self.story = Story(now)
 
@@ -221,7 +221,7 @@ def finished(flight: RequestContext, now: float) -> RequestFinished:
     mode = placed.mode if placed is not None else Mode.AGGREGATED
     kv = kv_numbers(story.prefill_report, answering, mode)
     whole_s, parts = first_token(flight)
-    asked = flight.decision.asked if flight.decision is not None else None
+    asked = flight.decision
     prefill_worker = placed.prefill.record.worker_id if placed is not None and placed.prefill is not None else ""
     decode_worker = placed.decode.record.worker_id if placed is not None else ""
     return RequestFinished(

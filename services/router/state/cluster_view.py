@@ -279,5 +279,5 @@ class ClusterView:
     def _write_load(self, view: WorkerView) -> None:
         numbers, row = self.table.numbers, view.row
         numbers[t.LEGS, row] = view.legs
-        numbers[t.DECODING : t.ROOM_TOKENS + 1, row] = view.busy()
+        numbers[t.DECODING : t.FREE_TOKENS + 1, row] = view.busy()
         numbers[t.SENT_TOKENS, row] = view.own.sent_tokens if view.load is not None else view.own.tokens

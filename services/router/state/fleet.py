@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.router.placement.placement import Placement, PlacementRequest, Policy, Rejection
-from services.router.placement.placer import Costs, Placer
+from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest, Rejection
+from services.router.placement.placer import CostPlacer, Placer
 from services.router.placement.request_fields import RequestFacts
 from services.router.state.cluster_view import ClusterView, exchanges_kv
 from services.router.state.prefix_index import PrefixIndex
@@ -13,11 +13,11 @@ from shared.contracts.workers import Role
 class Fleet:
     """Fed by ``fleet_feed`` and ``kv_feed``, asked by ``relay``."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: PlacementPolicy) -> None:
         self.cluster = ClusterView()
         self.index = PrefixIndex()
         self.policy = policy
-        self.placer: Placer = Costs(self.cluster, self.index, policy)
+        self.placer: Placer = CostPlacer(self.cluster, self.index, policy)
 
     def place(self, need: PlacementRequest, now: float) -> Placement | Rejection:
         """Which workers serve it."""

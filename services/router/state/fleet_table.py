@@ -26,7 +26,7 @@ WAITING_TOKENS: Final = 5
 """Prompt tokens that it has accepted and must still compute."""
 CONTEXT_TOKENS: Final = 6
 """Tokens in its KV cache that running requests use."""
-ROOM_TOKENS: Final = 7
+FREE_TOKENS: Final = 7
 """Tokens that its KV cache could still take."""
 BLOCK_SIZE: Final = 8
 STEP_TOKENS: Final = 9

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.placement.kv_sources import SOURCES_MAX
-from services.router.placement.placement import Placement, PlacementRequest, Policy, Rejection
-from services.router.placement.placer import Costs
+from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest, Rejection
+from services.router.placement.placer import CostPlacer
 from services.router.placement.request_fields import Forced, Mode
 from services.router.state.cluster_view import ClusterView, exchanges_kv
 from services.router.state.prefix_index import PrefixIndex
@@ -18,7 +18,7 @@ from shared.contracts.workers import Role, WorkerPhase
 from tests.support.fleet_builders import load, record
 
 NOW = 100.0
-POLICY = Policy(silent_s_max=3.0, fetch_tokens_min=40, stream_tokens_min=64)
+POLICY = PlacementPolicy(silent_s_max=3.0, fetch_tokens_min=40, stream_tokens_min=64)
 
 
 @st.composite
@@ -77,7 +77,7 @@ forcings = st.builds(Forced, prefill_worker=workers, decode_worker=workers, sour
 @given(fleets(), needs())
 def test_every_placement_keeps_the_rules(fleet, need):
     cluster, index = fleet
-    placed = Costs(cluster, index, POLICY).place(need, NOW)
+    placed = CostPlacer(cluster, index, POLICY).place(need, NOW)
     if isinstance(placed, Rejection):
         known = not need.model or need.model in cluster.models_known
         assert (placed.reason is Reason.MODEL_UNKNOWN) == (not known)
@@ -157,7 +157,7 @@ def test_who_can_serve_it_does(fleet, need):
     cluster, index = fleet
     need = msgspec.structs.replace(need, forced=None)
     able = [view for view in wanted(cluster, need) if view.legs < view.record.legs_max]
-    placed = Costs(cluster, index, POLICY).place(need, NOW)
+    placed = CostPlacer(cluster, index, POLICY).place(need, NOW)
     if need.mode is not Mode.DISAGGREGATED or need.whole:
         assert isinstance(placed, Placement) == bool(able)
 
@@ -179,4 +179,4 @@ def test_two_workers_that_may_pair_do_so_when_asked_to(fleet):
         for decode in able
     )
     need = PlacementRequest(model="m", mode=Mode.DISAGGREGATED, prompt_tokens=10)
-    assert isinstance(Costs(cluster, index, POLICY).place(need, NOW), Placement) == possible
+    assert isinstance(CostPlacer(cluster, index, POLICY).place(need, NOW), Placement) == possible

@@ -12,7 +12,7 @@ from services.collector.console.routes import BODY_BYTES_MAX, page_files
 from services.collector.http.access import Access, read_digests
 from shared.bus.port import AskRefused
 from shared.contracts.channels import CHANGE_ROLE, DECISION, DEFAULT_MODE, DRAIN
-from shared.contracts.decisions import Candidate, Decision, FoundDecision, Part
+from shared.contracts.decisions import CandidateRecord, DecisionRecord, FoundDecision, Part
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.fleet_orders import OrderTaken, RoleChanged
 from shared.contracts.routing import FLEET
@@ -78,10 +78,10 @@ async def test_every_answer_forbids_what_other_sites_could_do_with_it():
 
 async def test_a_request_is_explained_by_the_router_that_placed_it():
     candidates = [
-        Candidate(worker_id="p1", part=Part.PREFILL, chosen=True, cached_tokens=40, prefill_s=0.1, cost_s=0.1),
-        Candidate(worker_id="p2", part=Part.PREFILL, queue_s=0.4, prefill_s=0.1, cost_s=0.5),
+        CandidateRecord(worker_id="p1", part=Part.PREFILL, chosen=True, cached_tokens=40, prefill_s=0.1, cost_s=0.1),
+        CandidateRecord(worker_id="p2", part=Part.PREFILL, queue_s=0.4, prefill_s=0.1, cost_s=0.5),
     ]
-    decision = Decision(
+    decision = DecisionRecord(
         decision_id="router-1-ab-d7", router_id="router-1-ab", request_id="r1", at_unix_s=1.0, model="m", mode="disaggregated",
         reason="costs least", candidates=candidates, prefill_worker="p1", decode_worker="d1", predicted=PARTS, measured=PARTS,
         ttft_s=PARTS.total_s(), outcome="ok",

@@ -11,16 +11,18 @@ from rich.console import Console
 
 from services.launcher.views.decision_picture import draw
 from services.launcher.views.explain import Question, question_of
-from shared.contracts.decisions import Candidate, Decision, Part, TtftParts
+from shared.contracts.decisions import CandidateRecord, DecisionRecord, Part, TtftParts
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvSource
 from shared.text import explanation as words
 from shared.text.quantities import duration
 
 
-def one(worker_id: str, part: Part, *, chosen: bool = False, meets_targets: bool = True, **numbers: Any) -> Candidate:
+def one(
+    worker_id: str, part: Part, *, chosen: bool = False, meets_targets: bool = True, **numbers: Any
+) -> CandidateRecord:
     cost_s = sum(value for name, value in numbers.items() if name.endswith("_s"))
-    return Candidate(
+    return CandidateRecord(
         worker_id=WorkerId(worker_id),
         part=part,
         chosen=chosen,
@@ -38,7 +40,7 @@ PREDICTED = TtftParts(prefill_s=0.21, handoff_s=0.02, first_token_s=0.01)
 MEASURED = TtftParts(tokenize_s=0.001, queue_s=0.05, prefill_s=0.2, handoff_s=0.02, first_token_s=0.01, transit_s=0.004)
 
 
-def told(**fields: Any) -> Decision:
+def told(**fields: Any) -> DecisionRecord:
     usual: dict[str, Any] = {
         "decision_id": "router-1-ab-d7",
         "router_id": "router-1-ab",
@@ -61,7 +63,7 @@ def told(**fields: Any) -> Decision:
         "regret_s": 0.0,
         "outcome": "ok",
     }
-    return Decision(**{**usual, **fields})
+    return DecisionRecord(**{**usual, **fields})
 
 
 def test_the_headline_says_who_did_what_and_whether_it_is_over():
@@ -167,7 +169,7 @@ def test_a_name_is_a_decisions_or_a_requests():
     assert question_of("latest", "r-d7") == Question(request_id="r-d7")
 
 
-def picture(decision: Decision, columns: int, encoding: str = "utf-8", **console: Any) -> str:
+def picture(decision: DecisionRecord, columns: int, encoding: str = "utf-8", **console: Any) -> str:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding=encoding, newline="")
     draw(decision, Console(file=file, width=columns, **console))

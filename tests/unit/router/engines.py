@@ -10,7 +10,6 @@ from typing import Any
 from services.router.admission.admission import Admission
 from services.router.admission.policy import AdmissionPolicy
 from services.router.admission.queues import QueueEntry
-from services.router.placement.considered import Considered
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.request_fields import Mode
 from services.router.placement.slo import Targets
@@ -70,7 +69,7 @@ class Engines:
             uncached_tokens=need.prompt_tokens,
             predicted=parts,
             predicted_itl_s=0.01 * (engine.legs + 1),
-            considered=Considered(count=len(offering)),
+            considered=len(offering),
         )
 
     def offer(self, tokens: int = 100, *, ends_at: float = float("inf"), **need: Any) -> QueueEntry:

@@ -11,7 +11,7 @@ import msgspec
 
 from services.router.auth.authenticator import Authenticator
 from services.router.auth.tenant_salt import salt_of
-from services.router.placement.decision_log import Wanted
+from services.router.placement.decision_log import DecisionFilter
 from services.router.settings import Settings, keyring_of, salt_secret_of
 from shared.contracts.failures import Reason
 from shared.runtime.clock import SystemClock
@@ -191,7 +191,7 @@ def test_whoever_has_a_key_is_its_tenant_whatever_the_header_says():
         await world.ask(prompt(), x_baton_tenant="rival", **bearer(ACME))
         await world.ask(prompt(), x_baton_tenant="not a tenant!", **bearer(ACME))
 
-        assert [one.tenant for one in world.router.parts.decisions.log.listed(Wanted())] == ["acme", "acme"]
+        assert [one.tenant for one in world.router.parts.decisions.log.listed(DecisionFilter())] == ["acme", "acme"]
 
     in_world(story, keys=KEYS)
 

@@ -1,117 +1,164 @@
-"""Decisions are remembered, within bounds, and told as they were made and as they turned out."""
+"""The decision log is bounded, and renders decisions as they were made and as they ended."""
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from services.router.placement.decision_log import (
-    BASE_BYTES,
-    CANDIDATE_BYTES,
-    LISTED_MAX,
-    Asked,
-    Choice,
-    DecisionLog,
-    Outcome,
-    Wanted,
-    router_of,
-)
-from shared.contracts.decisions import Candidate, Part, TtftParts
-from shared.contracts.ids import RequestId, RouterId, WorkerId
+from services.router.placement.candidate import Candidate
+from services.router.placement.cost import Cost, DecodeEstimate, PrefillEstimate
+from services.router.placement.decision import BASE_BYTES, CANDIDATE_BYTES, CANDIDATES_SHOWN_MAX, Decision
+from services.router.placement.decision_log import LISTED_MAX, DecisionFilter, DecisionLog, router_of
+from services.router.placement.placement import Placement, PlacementRequest, Rejection
+from services.router.placement.request_fields import Mode
+from services.router.placement.slo import Targets
+from shared.contracts.decisions import Part, TtftParts
+from shared.contracts.failures import Reason
+from shared.contracts.ids import RequestId, RouterId
 
 ROOMY = {"count_max": 1000, "bytes_max": 10_000_000}
 
 
-class FakeConsidered:
-    """As many candidates as there are seconds; asks are counted."""
+class CountingCandidate(Candidate):
+    """Counts how often a record of it is made."""
 
-    def __init__(self, *prefill_s: float, count: int = 0) -> None:
-        self.count = count or len(prefill_s)
-        self.prefill_s = prefill_s
-        self.asks = 0
+    records = 0
 
-    def candidates(self) -> list[Candidate]:
-        self.asks += 1
-        return [
-            Candidate(worker_id=WorkerId(f"p{n}"), part=Part.WHOLE, chosen=n == 0, prefill_s=s, cost_s=s)
-            for n, s in enumerate(self.prefill_s)
-        ]
+    def record(self, *args: Any, **options: Any):
+        type(self).records += 1
+        return super().record(*args, **options)
+
+
+def view(worker_id: str) -> Any:
+    return SimpleNamespace(record=SimpleNamespace(worker_id=worker_id))
+
+
+def candidate(number: int, prefill_s: float) -> Candidate:
+    prefill = PrefillEstimate(0, 0, 0, 0.0, 0.0, prefill_s, 0.0)
+    decode = DecodeEstimate(*[0.0] * len(DecodeEstimate._fields))
+    return CountingCandidate(view(f"p{number}"), 0, [0.0, 0.0, 0.0], (prefill, decode, Cost(0.0, 0.0, prefill_s)))
+
+
+def whole(*prefill_s: float, worker: str = "p0", considered: int = 0, **fields: Any) -> Placement:
+    """A placement on one worker, chosen as the first of candidates with these times."""
+    candidates = [candidate(number, s) for number, s in enumerate(prefill_s)]
+    return Placement(
+        mode=Mode.AGGREGATED,
+        decode=view(worker),
+        why="least time",
+        considered=considered or len(candidates),
+        candidates=((Part.WHOLE, candidates, candidates[0]),) if candidates else (),
+        **fields,
+    )
 
 
 def make_log(**bounds: int) -> DecisionLog:
     return DecisionLog(RouterId("router-ab"), **{**ROOMY, **bounds})
 
 
-def asked(request_id: str = "r1", **fields) -> Asked:
-    return Asked(request_id=RequestId(request_id), model="m", at_unix_s=5.0, **fields)
+def add(
+    log: DecisionLog,
+    result: Placement | Rejection | None = None,
+    request_id: str = "r1",
+    *,
+    attempt: int = 1,
+    exact: bool = False,
+    **request: Any,
+) -> Decision:
+    asked = PlacementRequest(model="m", **request)
+    result = result or whole()
+    return log.add(RequestId(request_id), asked, result, at_unix_s=5.0, attempt=attempt, exact=exact)
 
 
-def whole(worker: str = "p0", **fields) -> Choice:
-    return Choice(mode="aggregated", reason="least time", decode_worker=worker, **fields)
-
-
-def test_a_decision_is_found_by_its_id_and_told_with_its_candidates():
+def test_a_decision_is_found_by_its_id_with_its_candidates():
     log = make_log()
 
-    entry = log.made(asked(prompt_tokens=9, exact=True), whole(considered=FakeConsidered(1.0, 2.0), cached_tokens=4))
+    decision = add(log, whole(1.0, 2.0, cached_tokens=4), prompt_tokens=9, exact=True)
 
-    told = log.find(entry.decision_id)
-    assert told is not None
-    assert (told.decision_id, told.router_id, told.request_id) == ("router-ab-d1", "router-ab", "r1")
-    assert (told.mode, told.decode_worker, told.outcome, told.measured) == ("aggregated", "p0", "", None)
-    assert [(one.worker_id, one.chosen) for one in told.candidates] == [("p0", True), ("p1", False)]
-    assert (told.considered, told.predicted_cached_tokens, told.cached_tokens) == (2, 4, -1)
-    assert told.regret_s == -1
+    record = log.find(decision.decision_id)
+    assert record is not None
+    assert (record.decision_id, record.router_id, record.request_id) == ("router-ab-d1", "router-ab", "r1")
+    assert (record.mode, record.decode_worker, record.outcome, record.measured) == ("aggregated", "p0", "", None)
+    assert [(one.worker_id, one.chosen) for one in record.candidates] == [("p0", True), ("p1", False)]
+    assert (record.considered, record.predicted_cached_tokens, record.cached_tokens) == (2, 4, -1)
+    assert record.regret_s == -1
 
 
-def test_what_came_of_it_is_told_with_the_regret():
+def test_an_ended_decision_shows_its_outcome_and_regret():
     log = make_log()
-    entry = log.made(asked(), whole(considered=FakeConsidered(1.0, 1.5), predicted=TtftParts(prefill_s=1.0)))
+    decision = add(log, whole(1.0, 1.5, predicted=TtftParts(prefill_s=1.0)))
 
     parts = TtftParts(tokenize_s=0.25, prefill_s=2.0)
-    entry.outcome = Outcome(outcome="ok", measured=parts, ttft_s=2.25, cached_tokens=3)
+    decision.end("ok", measured=parts, ttft_s=2.25, cached_tokens=3)
 
-    told = log.find(entry.decision_id)
-    assert told is not None
-    assert (told.outcome, told.ttft_s, told.measured) == ("ok", 2.25, parts)
-    assert told.regret_s == pytest.approx(0.5)
-
-
-def test_the_log_makes_no_candidates_until_somebody_asks():
-    log, considered = make_log(), FakeConsidered(1.0)
-
-    entry = log.made(asked(), whole(considered=considered))
-    assert considered.asks == 0
-    log.find(entry.decision_id)
-
-    assert considered.asks == 1
+    record = log.find(decision.decision_id)
+    assert record is not None
+    assert (record.outcome, record.ttft_s, record.measured) == ("ok", 2.25, parts)
+    assert record.regret_s == pytest.approx(0.5)
 
 
-def test_the_oldest_are_forgotten_beyond_the_count():
+def test_candidates_are_rendered_only_on_demand():
+    log = make_log()
+    CountingCandidate.records = 0
+
+    decision = add(log, whole(1.0))
+    assert CountingCandidate.records == 0
+    log.find(decision.decision_id)
+
+    assert CountingCandidate.records == 1
+
+
+def test_a_record_shows_the_cheapest_candidates_and_the_chosen_one():
+    chosen_is_dearest = whole(*(float(100 - number) for number in range(2 * CANDIDATES_SHOWN_MAX)))
+    log = make_log()
+
+    record = log.find(add(log, chosen_is_dearest).decision_id)
+
+    assert record is not None
+    assert len(record.candidates) == CANDIDATES_SHOWN_MAX
+    assert record.candidates[-1].chosen
+    costs = [one.cost_s for one in record.candidates]
+    assert costs == sorted(costs)
+
+
+def test_a_decision_keeps_no_block_hashes_of_the_prompt():
+    hashes = tuple(range(1 << 62, (1 << 62) + 100))
+
+    decision = add(make_log(), whole(), hashes=hashes)
+
+    assert not any(getattr(decision, name) is hashes for name in Decision.__slots__)
+    assert sys.getrefcount(hashes) == 2
+
+
+def test_the_oldest_decisions_are_dropped_beyond_the_count():
     log = make_log(count_max=3)
 
-    ids = [log.made(asked(f"r{n}"), whole()).decision_id for n in range(5)]
+    ids = [add(log, request_id=f"r{n}").decision_id for n in range(5)]
 
     assert [log.find(one) is not None for one in ids] == [False, False, True, True, True]
     assert len(log) == 3
 
 
-def test_the_oldest_are_forgotten_beyond_the_bytes_and_wide_decisions_count_for_more():
+def test_the_oldest_are_dropped_beyond_the_bytes_and_candidates_count():
     wide = 20
     log = make_log(bytes_max=2 * (BASE_BYTES + wide * CANDIDATE_BYTES))
 
-    ids = [log.made(asked(), whole(considered=FakeConsidered(1.0, count=wide))).decision_id for _ in range(3)]
+    ids = [add(log, whole(1.0, considered=wide)).decision_id for _ in range(3)]
 
     assert [log.find(one) is not None for one in ids] == [False, True, True]
     assert log.bytes_held <= 2 * (BASE_BYTES + wide * CANDIDATE_BYTES)
 
 
-def test_a_single_decision_beyond_the_bytes_is_forgotten_at_once_and_does_no_harm():
+def test_a_decision_larger_than_the_log_is_dropped_at_once():
     log = make_log(bytes_max=BASE_BYTES - 1)
 
-    entry = log.made(asked(), whole())
-    entry.outcome = Outcome(outcome="ok")
+    decision = add(log)
+    decision.end("ok")
 
-    assert log.find(entry.decision_id) is None
+    assert log.find(decision.decision_id) is None
     assert (len(log), log.bytes_held, log.newest()) == (0, 0, None)
 
 
@@ -122,15 +169,15 @@ def test_a_single_decision_beyond_the_bytes_is_forgotten_at_once_and_does_no_har
 )  # fmt: skip
 def test_an_id_that_was_never_given_finds_nothing(wrong):
     log = make_log()
-    log.made(asked(), whole())
+    add(log)
 
     assert log.find(wrong) is None
 
 
-def test_the_newest_and_those_of_a_request_come_newest_first():
+def test_attempts_of_a_request_come_newest_first():
     log = make_log()
-    for attempt, request in ((1, "r1"), (2, "r1"), (1, "r2")):
-        log.made(asked(request, attempt=attempt), whole())
+    for attempt, request_id in ((1, "r1"), (2, "r1"), (1, "r2")):
+        add(log, request_id=request_id, attempt=attempt)
 
     assert [one.attempt for one in log.of_request("r1")] == [2, 1]
     newest = log.newest()
@@ -141,30 +188,31 @@ def test_the_newest_and_those_of_a_request_come_newest_first():
 def test_a_list_is_filtered_bounded_and_without_candidates():
     log = make_log()
     for n in range(300):
-        entry = log.made(asked(f"r{n}", ttft_target_s=0.5), whole(f"w{n % 2}", considered=FakeConsidered(1.0)))
-        entry.outcome = Outcome(outcome="ok" if n % 3 else "worker_lost", ttft_s=n / 100)
+        decision = add(log, whole(1.0, worker=f"w{n % 2}"), f"r{n}", targets=Targets(ttft_s=0.5))
+        decision.end("ok" if n % 3 else "worker_lost", ttft_s=n / 100)
 
-    assert len(log.listed(Wanted(limit=10**6))) == LISTED_MAX
-    assert [one.request_id for one in log.listed(Wanted(limit=2))] == ["r299", "r298"]
-    assert log.listed(Wanted(limit=-5)) == []
-    assert {one.decode_worker for one in log.listed(Wanted(worker_id="w1"))} == {"w1"}
-    assert {one.outcome for one in log.listed(Wanted(outcome="worker_lost"))} == {"worker_lost"}
-    assert [one.request_id for one in log.listed(Wanted(ttft_s_min=2.99))] == ["r299"]
-    assert len(log.listed(Wanted(missed=True, worker_id="w0", limit=200))) == LISTED_MAX
-    assert all(one.ttft_s > 0.5 for one in log.listed(Wanted(missed=True)))
-    assert all(one.candidates == [] for one in log.listed(Wanted()))
+    assert len(log.listed(DecisionFilter(limit=10**6))) == LISTED_MAX
+    assert [one.request_id for one in log.listed(DecisionFilter(limit=2))] == ["r299", "r298"]
+    assert log.listed(DecisionFilter(limit=-5)) == []
+    assert {one.decode_worker for one in log.listed(DecisionFilter(worker_id="w1"))} == {"w1"}
+    assert {one.outcome for one in log.listed(DecisionFilter(outcome="worker_lost"))} == {"worker_lost"}
+    assert [one.request_id for one in log.listed(DecisionFilter(ttft_s_min=2.99))] == ["r299"]
+    assert len(log.listed(DecisionFilter(missed=True, worker_id="w0", limit=200))) == LISTED_MAX
+    assert all(one.ttft_s > 0.5 for one in log.listed(DecisionFilter(missed=True)))
+    assert all(one.candidates == [] for one in log.listed(DecisionFilter()))
 
 
-def test_a_refusal_is_a_decision_without_workers():
+def test_a_rejection_is_a_decision_without_workers():
     log = make_log()
 
-    entry = log.made(asked(), Choice(mode="", reason="All workers of this model are full."))
+    decision = add(log, Rejection(reason=Reason.WORKER_BUSY, message="All workers of this model are full."))
 
-    told = log.find(entry.decision_id)
-    assert told is not None
-    assert (told.mode, told.decode_worker, told.candidates, told.considered) == ("", "", [], 0)
+    record = log.find(decision.decision_id)
+    assert record is not None
+    assert (record.mode, record.decode_worker, record.candidates, record.considered) == ("", "", [], 0)
+    assert record.reason == "All workers of this model are full."
 
 
-def test_the_id_says_which_router_made_it():
+def test_the_id_names_the_router_that_made_it():
     assert router_of("my-d-router-3f-d17") == "my-d-router-3f"
     assert [router_of(one) for one in ("", "latest", "r1", "x-d", "x-dy")] == [""] * 5

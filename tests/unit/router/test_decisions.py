@@ -9,11 +9,11 @@ import httpx
 import msgspec
 import pytest
 
-from services.router.placement.decisions import Decisions
+from services.router.placement.decision_service import DecisionService
 from shared.bus.frame_sender import LegFrames
 from shared.bus.port import Envelope
 from shared.contracts.channels import DECISION, REQUESTS_FINISHED
-from shared.contracts.decisions import AskDecision, Decision
+from shared.contracts.decisions import AskDecision, DecisionRecord
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import DecisionId, RequestId, RouterId
 from shared.contracts.inference import LegKind, LegReport, RequestFinished, RequestsFinished, StartLeg
@@ -82,13 +82,13 @@ async def get(world: World, path: str, **params: Any) -> httpx.Response:
         return await client.get(path, params=params)
 
 
-async def decision(world: World, decision_id: str) -> Decision:
+async def decision(world: World, decision_id: str) -> DecisionRecord:
     answer = await get(world, f"/v1/decisions/{decision_id}")
     assert answer.status_code == 200, answer.text
-    return msgspec.json.decode(answer.content, type=Decision)
+    return msgspec.json.decode(answer.content, type=DecisionRecord)
 
 
-def parts_of(told: Decision) -> dict[str, float]:
+def parts_of(told: DecisionRecord) -> dict[str, float]:
     assert told.measured is not None
     assert told.measured.total_s() == pytest.approx(told.ttft_s, abs=1e-9)
     values = {name: round(getattr(told.measured, name), 6) for name in told.measured.__struct_fields__}
@@ -259,11 +259,17 @@ def test_decisions_are_listed_newest_first_and_filtered():
 
 def test_any_router_answers_for_any_other():
     async def story(world: World) -> None:
-        other = Decisions(RouterId("other-1"), MemoryBus(world.hub), LoopClock(), count_max=10, bytes_max=10**6)
+        other = DecisionService(
+            RouterId("other-1"),
+            MemoryBus(world.hub),
+            LoopClock(),
+            lambda: [world.router.parts.router_id, RouterId("gone-1")],
+            count_max=10,
+            bytes_max=10**6,
+        )
         await other.open()
         await world.worker("w1", script=timed(prefill_s=0.2))
         answer = await world.ask(prompt(), x_request_id="mine")
-        other.others = lambda: [world.router.parts.router_id, RouterId("gone-1")]
 
         by_id = await other.find(answer.headers[HEADER])
 
@@ -301,7 +307,7 @@ def test_a_router_tells_over_the_bus_what_it_decided():
         answer = await world.ask(prompt(), x_request_id="mine")
         bus, router_id = MemoryBus(world.hub), world.router.parts.router_id
 
-        async def ask(**fields: Any) -> Decision | None:
+        async def ask(**fields: Any) -> DecisionRecord | None:
             return (await bus.ask(DECISION, AskDecision(router_id=router_id, **fields), timeout_s=1.0)).decision
 
         newest = await ask()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from services.router.placement.placement import Placement, PlacementRequest, Policy
-from services.router.placement.placer import Costs
+from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
+from services.router.placement.placer import CostPlacer
 from services.router.placement.request_fields import Mode
 from services.router.state.cluster_view import ClusterView
 from services.router.state.engine_speed import EngineSpeed
@@ -18,7 +18,7 @@ from tests.support.fleet_builders import load, record
 
 BLOCK = 32
 NOW = 0.0
-POLICY = Policy()
+POLICY = PlacementPolicy()
 PROMPT = PlacementRequest(model="m", may_decode_first=False, prompt_tokens=20 * BLOCK + 7, hashes=tuple(range(1, 21)))
 
 
@@ -34,8 +34,8 @@ class Fleet:
         self.index.join(worker_id, 1)
         self.index.restore(KvSnapshot(worker_id=worker_id, epoch=1, seq=1, hashes=pack_hashes(range(1, held + 1))))
 
-    def place(self, need: PlacementRequest = PROMPT, policy: Policy = POLICY) -> Placement:
-        placed = Costs(self.cluster, self.index, policy).place(need, NOW)
+    def place(self, need: PlacementRequest = PROMPT, policy: PlacementPolicy = POLICY) -> Placement:
+        placed = CostPlacer(self.cluster, self.index, policy).place(need, NOW)
         assert isinstance(placed, Placement)
         return placed
 
@@ -85,8 +85,8 @@ def test_too_few_tokens_are_not_worth_asking_for():
     fleet.add("p1", Role.PREFILL, held=10)
     fleet.add("d1", Role.DECODE, held=17)
 
-    assert asked(fleet.place(policy=Policy(fetch_tokens_min=7 * BLOCK + 1))) == []
-    assert asked(fleet.place(policy=Policy(fetch_tokens_min=7 * BLOCK))) == [("d1", 10, 17)]
+    assert asked(fleet.place(policy=PlacementPolicy(fetch_tokens_min=7 * BLOCK + 1))) == []
+    assert asked(fleet.place(policy=PlacementPolicy(fetch_tokens_min=7 * BLOCK))) == [("d1", 10, 17)]
 
 
 def test_a_request_may_say_by_itself_how_much_is_worth_it():
@@ -152,7 +152,7 @@ def test_other_connectors_are_asked_for_nothing_and_take_nothing_as_it_comes():
     fleet.add("p1", Role.PREFILL, connector="nixl-1")
     fleet.add("d1", Role.DECODE, held=18, connector="nixl-1")
 
-    placed = fleet.place(policy=Policy(stream_tokens_min=0))
+    placed = fleet.place(policy=PlacementPolicy(stream_tokens_min=0))
 
     assert (placed.sources, placed.handoff, placed.streamed) == ((), (), False)
 
@@ -173,7 +173,7 @@ def test_decode_goes_with_prefill_when_that_has_enough_to_compute():
     left = 10 * BLOCK + 7
 
     def streamed(stream_tokens_min: int) -> bool:
-        return fleet.place(policy=Policy(stream_tokens_min=stream_tokens_min)).streamed
+        return fleet.place(policy=PlacementPolicy(stream_tokens_min=stream_tokens_min)).streamed
 
     assert [streamed(tokens) for tokens in (left, left + 1, 0, -1)] == [True, False, True, False]
 
@@ -182,7 +182,7 @@ def test_decode_keeps_no_room_for_a_prompt_whose_turn_is_far_away():
     fleet = Fleet()
     fleet.add("p1", Role.PREFILL, prefill_s_per_token=1e-3, waiting_tokens=20_000)
     fleet.add("d1", Role.DECODE)
-    far, near = Policy(stream_tokens_min=0), Policy(stream_tokens_min=0, stream_s_max=21.0)
+    far, near = PlacementPolicy(stream_tokens_min=0), PlacementPolicy(stream_tokens_min=0, stream_s_max=21.0)
 
     assert [fleet.place(policy=policy).streamed for policy in (far, near)] == [False, True]
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from services.router.placement.placement import Placement, PlacementRequest, Policy, Rejection
-from services.router.placement.placer import Costs
+from services.router.placement.decision_log import DecisionLog
+from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest, Rejection
+from services.router.placement.placer import CostPlacer
 from services.router.placement.request_fields import Forced, Mode
 from services.router.placement.slo import Targets
 from services.router.state.cluster_view import ClusterView
 from services.router.state.engine_speed import EngineSpeed
 from services.router.state.prefix_index import PrefixIndex
 from services.router.state.sent_work import Sent
-from shared.contracts.decisions import Part
+from shared.contracts.decisions import CandidateRecord, Part
 from shared.contracts.failures import Reason
-from shared.contracts.ids import WorkerId
+from shared.contracts.ids import RequestId, RouterId, WorkerId
 from shared.contracts.kv_events import KvSnapshot, pack_hashes
 from shared.contracts.workers import Role
 from tests.support.fleet_builders import load, record
@@ -26,9 +27,9 @@ PROMPT = PlacementRequest(model="m", prompt_tokens=20 * BLOCK + 7, hashes=tuple(
 
 
 class Fleet:
-    def __init__(self, policy: Policy | None = None) -> None:
+    def __init__(self, policy: PlacementPolicy | None = None) -> None:
         self.cluster, self.index = ClusterView(), PrefixIndex()
-        self.costs = Costs(self.cluster, self.index, policy or Policy())
+        self.costs = CostPlacer(self.cluster, self.index, policy or PlacementPolicy())
 
     def add(self, worker_id: str, role: Role = Role.BOTH, held: int = 0, **numbers: float) -> None:
         speeds = {name: numbers.pop(name) for name in EngineSpeed.__struct_fields__ if name in numbers}
@@ -46,6 +47,11 @@ class Fleet:
 
 def who(placed: Placement) -> tuple[str, str]:
     return placed.prefill.record.worker_id if placed.prefill else "", placed.decode.record.worker_id
+
+
+def candidates(placement: Placement) -> list[CandidateRecord]:
+    log = DecisionLog(RouterId("r"), count_max=1, bytes_max=1 << 20)
+    return log.add(RequestId("q"), PROMPT, placement, at_unix_s=0.0).record(RouterId("r")).candidates
 
 
 def a_pair_of_which_decode_has_most(**of_decode: float) -> Fleet:
@@ -163,9 +169,9 @@ def test_the_record_has_the_chosen_with_a_cost_that_is_the_sum_of_its_parts():
         fleet.add(f"d{number}", Role.DECODE, running=number)
 
     placed = fleet.place(may_decode_first=False)
-    told = placed.considered.candidates()
+    told = candidates(placed)
 
-    assert placed.considered.count == 24
+    assert placed.considered == 24
     assert {(one.part, one.worker_id) for one in told if one.chosen} == {
         (Part.PREFILL, who(placed)[0]),
         (Part.DECODE, who(placed)[1]),
@@ -177,7 +183,7 @@ def test_the_record_has_the_chosen_with_a_cost_that_is_the_sum_of_its_parts():
 
 
 def test_the_same_is_chosen_from_a_shortlist_as_from_all():
-    fleets = [Fleet(Policy(weighed_max=most, tie_s=0.0)) for most in (4, 1000)]
+    fleets = [Fleet(PlacementPolicy(weighed_max=most, tie_s=0.0)) for most in (4, 1000)]
     for fleet in fleets:
         for number in range(60):
             role = list(Role)[number % 3]
@@ -203,7 +209,7 @@ def test_the_record_has_both_the_pair_and_the_single_workers_whichever_was_chose
     fleet.add("b1", Role.BOTH)
 
     for what in ({}, {"mode": Mode.DISAGGREGATED}):
-        told = fleet.place(**what).considered.candidates()
+        told = candidates(fleet.place(**what))
         assert {one.part for one in told} >= {Part.PREFILL, Part.DECODE}
         assert Part.WHOLE in {one.part for one in told}
 

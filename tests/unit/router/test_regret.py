@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from services.router.placement.regret import best_other_s, regret_s
-from shared.contracts.decisions import Candidate, Part, TtftParts
+from services.router.placement.decision import best_other_s, regret_s
+from shared.contracts.decisions import CandidateRecord, Part, TtftParts
 from shared.contracts.ids import WorkerId
 
 
-def one(part: Part, *, chosen: bool = False, **seconds: float) -> Candidate:
-    return Candidate(worker_id=WorkerId("w"), part=part, chosen=chosen, **seconds)
+def one(part: Part, *, chosen: bool = False, **seconds: float) -> CandidateRecord:
+    return CandidateRecord(worker_id=WorkerId("w"), part=part, chosen=chosen, **seconds)
 
 
 PAIR = [

@@ -11,8 +11,8 @@ from services.router.admission.admission import Admission
 from services.router.admission.policy import AdmissionPolicy
 from services.router.admission.queues import QueueEntry
 from services.router.http.models import list_models
-from services.router.placement.placement import Placement, PlacementRequest, Policy, Rejection
-from services.router.placement.placer import Costs
+from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest, Rejection
+from services.router.placement.placer import CostPlacer
 from services.router.placement.policy import RequestHeaders, RequestPolicy
 from services.router.placement.request_fields import CHAT, COMPLETIONS, Forced, Mode, RequestFacts, read_request
 from services.router.placement.revisions import ANY, means, read_shares
@@ -136,7 +136,7 @@ class Upgrade:
     """Workers of two revisions: pairs p1 and d1 of v1, p2 and d2 of v2."""
 
     def __init__(self) -> None:
-        self.fleet = Fleet(Policy())
+        self.fleet = Fleet(PlacementPolicy())
         for number in (1, 2):
             self.add(f"p{number}", Role.PREFILL, f"v{number}")
             self.add(f"d{number}", Role.DECODE, f"v{number}")
@@ -155,7 +155,7 @@ class Upgrade:
 
     def place(self, *revisions: str, **what: object) -> Placement | Rejection:
         need = PlacementRequest(model="m", prompt_tokens=100, revisions=revisions, **what)
-        return Costs(self.cluster, PrefixIndex(), self.fleet.policy).place(need, NOW)
+        return CostPlacer(self.cluster, PrefixIndex(), self.fleet.policy).place(need, NOW)
 
     def served_by(self, *revisions: str, **what: object) -> tuple[str, str]:
         placed = self.place(*revisions, **what)

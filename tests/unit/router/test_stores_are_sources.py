@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.placement.placement import Placement, PlacementRequest, Policy
-from services.router.placement.placer import Costs
+from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
+from services.router.placement.placer import CostPlacer
 from services.router.placement.request_fields import Forced, Mode, RequestFacts
 from services.router.state.cluster_view import ClusterView
 from services.router.state.engine_speed import EngineSpeed
@@ -45,7 +45,7 @@ class Known:
         need = PlacementRequest(
             **{"model": "m", "prompt_tokens": 20 * BLOCK + 7, "hashes": HASHES, "may_decode_first": False, **fields}
         )
-        return Costs(self.cluster, self.index, Policy()).place(need, NOW)
+        return CostPlacer(self.cluster, self.index, PlacementPolicy()).place(need, NOW)
 
 
 def test_what_a_store_has_in_memory_or_in_files_is_asked_of_it():
@@ -85,7 +85,7 @@ def test_with_nobody_but_a_store_there_is_no_worker():
 
 
 def test_one_worker_and_a_store_are_reason_enough_to_look_at_the_prompt_but_the_store_alone_serves_nobody():
-    fleet = Fleet(Policy())
+    fleet = Fleet(PlacementPolicy())
     fleet.cluster.record(record("s1", role=Role.STORE, connector="baton-1"), NOW)
 
     assert not fleet.ready(NOW)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from services.router.placement.placement import Placement, PlacementRequest, Policy
-from services.router.placement.placer import Costs
+from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
+from services.router.placement.placer import CostPlacer
 from services.router.placement.request_fields import Mode
 from services.router.state import fleet_table
 from services.router.state.cluster_view import ClusterView
@@ -27,7 +27,7 @@ def test_a_worker_pairs_by_the_fingerprint_that_it_has_when_it_is_ready():
     cluster.record(record("p", role=Role.PREFILL), now=1.0)
     cluster.record(record("d", role=Role.DECODE), now=1.0)
 
-    placed = Costs(cluster, PrefixIndex(), Policy()).place(PlacementRequest(model="m"), 1.0)
+    placed = CostPlacer(cluster, PrefixIndex(), PlacementPolicy()).place(PlacementRequest(model="m"), 1.0)
 
     assert isinstance(placed, Placement)
     assert placed.mode is Mode.DISAGGREGATED

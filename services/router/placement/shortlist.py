@@ -1,4 +1,4 @@
-"""Of a large fleet, the few workers that can be best: so that only these are weighed one by one."""
+"""In a large fleet, picks the few workers that can be best for a request; only these become candidates."""
 
 from __future__ import annotations
 
@@ -8,30 +8,29 @@ from typing import Any
 import numpy as np
 
 from services.router.placement import cost as cost_model
-from services.router.placement.cost import ARRAYS, Answering, Computing, Cost, Prompt
+from services.router.placement.cost import ARRAYS, Cost, DecodeEstimate, Estimate, PrefillEstimate, Prompt
 from services.router.placement.kv_sources import Holders
-from services.router.placement.option import Weighed
 from services.router.state import fleet_table as t
 from services.router.state.cluster_view import ClusterView
 from services.router.state.prefix_index import PrefixIndex
 
 SHORTLISTED = 4
-"""Of each part. More than one, for those that are equal take turns, and some may have to be left out."""
+"""Workers for each part. More than one, because equals take turns and some may have to be left out."""
 NEVER_S = 1e9
 
 
-class Depths:
-    """How many blocks of a prompt, from its start, each row of the fleet's table holds."""
+class PrefixDepths:
+    """How many blocks of a prompt, from its start, each row of the fleet table holds."""
 
     def __init__(self, cluster: ClusterView, index: PrefixIndex) -> None:
         self._cluster = cluster
         self._index = index
         self._slots: t.Ints = np.zeros(0, dtype=np.int64)
-        """Where the index has each row's worker; one behind its last slot where it has not."""
+        """The index's slot of each row's worker; -1 for a worker that the index does not know."""
         self._as_of = (-1, -1)
 
     def of(self, hashes: Sequence[int]) -> t.Ints:
-        """Zero for whom the index has not met."""
+        """Zero for workers that the index does not know."""
         table = self._cluster.table
         if self._as_of != (table.moves, self._index.moves):
             self._as_of = (table.moves, self._index.moves)
@@ -42,8 +41,8 @@ class Depths:
         return depths
 
     def beyond(self, hashes: Sequence[int], first: int, end: int, able: t.Bools) -> list[tuple[int, int, int]]:
-        """The fewest ``able`` rows that together hold the blocks from ``first`` on, up to ``end``, each with its part:
-        of a chain whose beginning others hold. Seldom anybody.
+        """The fewest ``able`` rows that together hold the blocks from ``first`` to before ``end``, each as (row, first
+        block, end), although they need not hold the blocks before ``first``. Mostly empty.
         """
         end = min(end, len(hashes))
         if first >= end or not self._index.held(hashes[first]):
@@ -56,7 +55,7 @@ class Depths:
 
 
 class Shortlist:
-    """All rows of the table worked out for one prompt, since picking some out first takes longer than that."""
+    """Computes the cost of all rows of the table for one prompt: selecting some rows first would take longer."""
 
     def __init__(self, table: t.FleetTable, holders: Holders, prompt: Prompt) -> None:
         self._numbers, self._flags = table.numbers[:, : table.count], table.flags[:, : table.count]
@@ -64,48 +63,50 @@ class Shortlist:
         held, reachable = holders.of_all(
             self._numbers[t.BLOCK_SIZE], self._groups, self._flags[t.EXCHANGES], prompt.tokens
         )
-        self._one, self._two, self._costs = cost_model.weigh(self._numbers, prompt, held, reachable, ARRAYS)
+        self._prefill, self._decode, self._costs = cost_model.estimate(self._numbers, prompt, held, reachable, ARRAYS)
 
     def rows(self, free: t.Bools, targets_s: tuple[float, float]) -> list[int]:
-        """The cheapest of the ``free`` rows for each part, those first that keep the targets (time to the first token,
-        and between tokens).
+        """The cheapest of the ``free`` rows for each part. Rows that meet the targets (time to the first token, and
+        between tokens) come before those that do not.
         """
         prefill_s, decode_s, whole_s = self._costs
         if targets_s[0] < np.inf:
-            late_s = np.where(self._one.ttft_s() > targets_s[0], NEVER_S, 0.0)
+            late_s = np.where(self._prefill.ttft_s() > targets_s[0], NEVER_S, 0.0)
             prefill_s, whole_s = prefill_s + late_s, whole_s + late_s
         if targets_s[1] < np.inf:
-            slow_s = np.where(self._two.itl_s > targets_s[1], NEVER_S, 0.0)
+            slow_s = np.where(self._decode.itl_s > targets_s[1], NEVER_S, 0.0)
             decode_s, whole_s = decode_s + slow_s, whole_s + slow_s
         parts = ((prefill_s, t.PREFILLS), (decode_s, t.DECODES), (whole_s, t.DECODES), (whole_s, None))
         chosen: dict[int, None] = {}
-        for here in self._apart(np.flatnonzero(free)):
-            able: dict[int | None, t.Ints] = {None: here}
+        for rows in self._by_group(np.flatnonzero(free)):
+            able: dict[int | None, t.Ints] = {None: rows}
             for cost_s, flag in parts:
                 if flag not in able:
-                    able[flag] = here[self._flags[flag, here]]
+                    able[flag] = rows[self._flags[flag, rows]]
                 chosen.update(dict.fromkeys(_cheapest(able[flag], cost_s)))
         return list(chosen)
 
-    def _apart(self, rows: t.Ints) -> list[t.Ints]:
-        """By group: mostly there is one."""
+    def _by_group(self, rows: t.Ints) -> list[t.Ints]:
         groups = self._groups[rows]
-        if len(rows) and (groups == groups[0]).all():
+        if len(rows) and (groups == groups[0]).all():  # the usual case
             return [rows]
         return [rows[groups == group] for group in set(groups.tolist())]
 
-    def weighed(self, rows: list[int]) -> list[Weighed]:
-        """These rows, each for itself."""
+    def estimates(self, rows: list[int]) -> list[Estimate]:
+        """One estimate of plain numbers for each of these rows."""
         at = np.array(rows, dtype=np.int64)
-        columns = [_at(column, at) for column in (*self._one, *self._two)]
+        columns = [_at(column, at) for column in (*self._prefill, *self._decode)]
         costs = [_at(column, at) for column in self._costs]
-        ones, twos = columns[: len(self._one)], columns[len(self._one) :]
-        parts = zip(zip(*ones, strict=True), zip(*twos, strict=True), zip(*costs, strict=True), strict=True)
-        return [(Computing._make(one), Answering._make(two), Cost._make(cost)) for one, two, cost in parts]
+        prefills, decodes = columns[: len(self._prefill)], columns[len(self._prefill) :]
+        each = zip(zip(*prefills, strict=True), zip(*decodes, strict=True), zip(*costs, strict=True), strict=True)
+        return [
+            (PrefillEstimate._make(prefill), DecodeEstimate._make(decode), Cost._make(cost))
+            for prefill, decode, cost in each
+        ]
 
 
 def _at(column: Any, rows: t.Ints) -> list[Any]:
-    """Where nobody can be helped, some columns are one number for all."""
+    """A column is a single number where no worker can fetch KV from another."""
     return list(column[rows].tolist()) if isinstance(column, np.ndarray) else [column] * len(rows)
 
 

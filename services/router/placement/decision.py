@@ -1,0 +1,188 @@
+"""One placement from the moment it is made until its attempt ends: what was asked, what was chosen, what came of it.
+
+A request pays only for references and a few numbers; the wire message is rendered when somebody asks for it, which
+hardly ever happens. ``python -m bench.bench_explain`` measures both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import inf
+from operator import methodcaller
+
+from services.router.placement.placement import Placement, Rejection
+from services.router.placement.slo import Targets
+from shared.contracts.decisions import CandidateRecord, DecisionRecord, Part, TtftParts
+from shared.contracts.ids import DecisionId, RequestId, RouterId
+
+BASE_BYTES = 2500
+"""About the memory of one decision, apart from its candidates."""
+CANDIDATE_BYTES = 350
+"""About the memory of each candidate that it keeps."""
+CANDIDATES_KEPT_MAX = 24
+CANDIDATES_SHOWN_MAX = 8
+"""In a record, for each part of the request."""
+UNKNOWN = -1.0
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Decision:
+    """It copies a few numbers of the ``PlacementRequest`` instead of keeping it: the block hashes in there may take
+    hundreds of kilobytes.
+    """
+
+    decision_id: DecisionId
+    request_id: RequestId
+    model: str
+    tenant: str
+    priority: int
+    targets: Targets
+    prompt_tokens: int
+    exact: bool
+    """Whether the prompt was tokenized as the engine does."""
+    at_unix_s: float
+    attempt: int
+    earlier: DecisionId
+    """The decision of the attempt before this one, which failed; empty for the first attempt."""
+    result: Placement | Rejection
+    outcome: str = ""
+    """``ok``, or the reason that ended the attempt; empty while it runs."""
+    measured: TtftParts | None = None
+    ttft_s: float = UNKNOWN
+    itl_s: float = UNKNOWN
+    cached_tokens: int = -1
+
+    def end(
+        self,
+        outcome: str,
+        *,
+        measured: TtftParts | None = None,
+        ttft_s: float = UNKNOWN,
+        itl_s: float = UNKNOWN,
+        cached_tokens: int = -1,
+    ) -> None:
+        """The attempt is over."""
+        self.outcome = outcome
+        self.measured = measured
+        self.ttft_s = ttft_s
+        self.itl_s = itl_s
+        self.cached_tokens = cached_tokens
+
+    @property
+    def bytes(self) -> int:
+        """Its memory, about."""
+        considered = self.result.considered if isinstance(self.result, Placement) else 0
+        return BASE_BYTES + min(considered, CANDIDATES_KEPT_MAX) * CANDIDATE_BYTES
+
+    @property
+    def workers(self) -> tuple[str, str]:
+        """Prefill and decode worker; empty where there is none."""
+        result = self.result
+        if isinstance(result, Rejection):
+            return "", ""
+        prefill = result.prefill.record.worker_id if result.prefill is not None else ""
+        return prefill, result.decode.record.worker_id
+
+    @property
+    def ttft_target_s(self) -> float:
+        return self.targets.ttft_s if self.targets.ttft_s < inf else UNKNOWN
+
+    @property
+    def itl_target_s(self) -> float:
+        return self.targets.itl_s if self.targets.itl_s < inf else UNKNOWN
+
+    @property
+    def missed_target(self) -> bool:
+        return self.ttft_s > self.targets.ttft_s or self.itl_s > self.targets.itl_s
+
+    def record(self, router_id: RouterId, *, with_candidates: bool = True) -> DecisionRecord:
+        """The wire message."""
+        result = self.result
+        placement = result if isinstance(result, Placement) else None
+        candidates = self._candidates(placement) if placement is not None else []
+        prefill_worker, decode_worker = self.workers
+        predicted = placement.predicted if placement is not None else TtftParts()
+        return DecisionRecord(
+            decision_id=self.decision_id,
+            router_id=router_id,
+            request_id=self.request_id,
+            at_unix_s=self.at_unix_s,
+            model=self.model,
+            mode=placement.mode.value if placement is not None else "",
+            reason=result.why if isinstance(result, Placement) else result.message,
+            attempt=self.attempt,
+            earlier=self.earlier,
+            prompt_tokens=self.prompt_tokens,
+            exact=self.exact,
+            tenant=self.tenant,
+            priority=self.priority,
+            ttft_target_s=self.ttft_target_s,
+            itl_target_s=self.itl_target_s,
+            considered=placement.considered if placement is not None else 0,
+            candidates=candidates if with_candidates else [],
+            prefill_worker=prefill_worker,
+            decode_worker=decode_worker,
+            sources=list(placement.sources) if placement is not None else [],
+            predicted=predicted,
+            predicted_itl_s=placement.predicted_itl_s if placement is not None else UNKNOWN,
+            measured=self.measured,
+            ttft_s=self.ttft_s,
+            itl_s=self.itl_s,
+            predicted_cached_tokens=placement.cached_tokens if placement is not None and self.exact else -1,
+            cached_tokens=self.cached_tokens,
+            regret_s=regret_s(predicted, self.measured, candidates),
+            outcome=self.outcome,
+        )
+
+    def _candidates(self, placement: Placement) -> list[CandidateRecord]:
+        """The cheapest of each part, in order of cost; the chosen one is among them."""
+        records: list[CandidateRecord] = []
+        for part, candidates, chosen in placement.candidates:
+            ranked = sorted(candidates, key=methodcaller("cost_s", part))
+            best = ranked[:CANDIDATES_SHOWN_MAX]
+            if chosen in ranked[CANDIDATES_SHOWN_MAX:]:
+                best[-1:] = [chosen]
+            records += [one.record(part, self.targets, chosen=one is chosen) for one in best]
+        return records
+
+
+def regret_s(predicted: TtftParts, measured: TtftParts | None, candidates: list[CandidateRecord]) -> float:
+    """By how much the measured time to the first token exceeds the best prediction for another choice of workers.
+
+    What the router itself spent before the legs would have been the same whatever was chosen; it is taken as measured.
+    0 when no other choice was predicted to be faster; -1 while nothing is measured.
+    """
+    if measured is None:
+        return UNKNOWN
+    best_s = best_other_s(candidates)
+    if best_s == inf:
+        return 0.0
+    before_s = measured.admission_s + measured.tokenize_s + measured.place_s + measured.failed_s
+    return max(0.0, measured.total_s() - before_s - best_s - predicted.first_token_s - predicted.transit_s)
+
+
+def best_other_s(candidates: list[CandidateRecord]) -> float:
+    """The least time to the first token that was predicted for other workers than the chosen ones, without the router's
+    own share; infinite when there was no other choice.
+    """
+    prefills, decodes, wholes = ([one for one in candidates if one.part is part] for part in Part)
+    chosen_prefill, chosen_decode = _least(prefills, chosen=True), _least(decodes, chosen=True)
+    pairs = (
+        (_least(prefills, chosen=False) + chosen_decode, chosen_prefill + _least(decodes, chosen=False))
+        if chosen_prefill + chosen_decode < inf
+        else (_least(prefills) + _least(decodes),)
+    )
+    return min(*pairs, _least(wholes, chosen=False))
+
+
+def _least(candidates: Iterable[CandidateRecord], *, chosen: bool | None = None) -> float:
+    """The shortest predicted contribution to the time to the first token."""
+    return min(
+        (
+            one.queue_s + one.fetch_s + one.prefill_s + one.handoff_s + one.first_token_s + one.transit_s
+            for one in candidates
+            if chosen is None or one.chosen is chosen
+        ),
+        default=inf,
+    )

@@ -1,0 +1,128 @@
+"""Records this router's decisions, answers questions about them over the bus, and asks other routers about theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from services.router.placement.decision_log import DecisionLog, router_of
+from services.router.placement.placement import Placement, PlacementRequest, Rejection
+from services.router.relay.request_context import RequestContext
+from shared.bus.port import Bus, BusError, Envelope, Subscription
+from shared.contracts.channels import DECISION
+from shared.contracts.decisions import AskDecision, DecisionRecord, FoundDecision
+from shared.contracts.failures import Failure
+from shared.contracts.ids import DecisionId, RequestId, RouterId, is_subject_token
+from shared.contracts.inference import RequestFinished
+from shared.runtime.clock import Clock
+
+log = logging.getLogger("baton.router")
+
+DECISION_S_MAX = 2.0
+"""For another router to reply."""
+ROUTERS_ASKED_MAX = 64
+"""Asked at a time for one decision."""
+OK = "ok"
+
+
+class DecisionService:
+    """A decision contains nothing of the prompt but its length."""
+
+    def __init__(
+        self,
+        router_id: RouterId,
+        bus: Bus,
+        clock: Clock,
+        others: Callable[[], Iterable[RouterId]],
+        *,
+        count_max: int,
+        bytes_max: int,
+    ) -> None:
+        """``others`` returns the other routers that are alive."""
+        self.log = DecisionLog(router_id, count_max=count_max, bytes_max=bytes_max)
+        self.router_id = router_id
+        self.others = others
+        self._bus = bus
+        self._clock = clock
+        self._subscription: Subscription | None = None
+
+    async def open(self) -> None:
+        """Questions are answered when it returns."""
+        self._subscription = await self._bus.answer(DECISION, self._on_ask, router_id=self.router_id)
+
+    async def close(self) -> None:
+        if self._subscription is not None:
+            await self._subscription.close()
+
+    def made(self, flight: RequestContext, request: PlacementRequest, result: Placement | Rejection) -> None:
+        """The request is placed, or cannot be."""
+        story = flight.story
+        flight.decision = self.log.add(
+            flight.exchange.head.request_id,
+            request,
+            result,
+            at_unix_s=self._clock.wall_ms() / 1000,
+            attempt=flight.attempts.count + 1,
+            exact=story.prompt is not None and story.prompt.exact,
+            earlier=flight.decision,
+        )
+
+    def failed(self, flight: RequestContext, failure: Failure) -> None:
+        """The attempt that was placed last has failed."""
+        if flight.decision is not None:
+            flight.decision.end(str(failure.reason))
+
+    def finished(self, flight: RequestContext, finished: RequestFinished) -> None:
+        if flight.decision is not None:
+            flight.decision.end(
+                finished.reason or OK,
+                measured=finished.ttft_parts,
+                ttft_s=finished.ttft_s,
+                itl_s=finished.itl_s,
+                cached_tokens=finished.cached_tokens,
+            )
+
+    async def find(self, decision_id: str) -> DecisionRecord | None:
+        """From the router that made it. None: it does not know the decision any more, or does not reply."""
+        found = self.log.find(decision_id)
+        router_id = router_of(decision_id)
+        if found is not None or router_id in ("", self.router_id):
+            return found
+        return await self._ask(AskDecision(router_id=router_id, decision_id=DecisionId(decision_id)))
+
+    async def newest(self) -> DecisionRecord | None:
+        """The newest of all routers."""
+        asks = [AskDecision(router_id=router_id) for router_id in self.others()]
+        return newest_of([self.log.newest(), *await self._ask_all(asks)])
+
+    async def of_request(self, request_id: str) -> DecisionRecord | None:
+        """The last decision for that request, of any router."""
+        mine = self.log.of_request(request_id)
+        if mine or not is_subject_token(request_id):
+            return mine[0] if mine else None
+        named = RequestId(request_id)
+        asks = [AskDecision(router_id=router_id, request_id=named) for router_id in self.others()]
+        return newest_of(await self._ask_all(asks))
+
+    async def _ask_all(self, asks: list[AskDecision]) -> list[DecisionRecord | None]:
+        return list(await asyncio.gather(*(self._ask(ask) for ask in asks[:ROUTERS_ASKED_MAX])))
+
+    async def _ask(self, ask: AskDecision) -> DecisionRecord | None:
+        try:
+            return (await self._bus.ask(DECISION, ask, timeout_s=DECISION_S_MAX)).decision
+        except BusError as error:
+            log.debug("router %s did not reply about its decisions: %s", ask.router_id, error)
+            return None
+
+    async def _on_ask(self, ask: AskDecision, _envelope: Envelope) -> FoundDecision:
+        if ask.decision_id:
+            return FoundDecision(decision=self.log.find(ask.decision_id))
+        if ask.request_id:
+            attempts = self.log.of_request(ask.request_id)
+            return FoundDecision(decision=attempts[0] if attempts else None)
+        return FoundDecision(decision=self.log.newest())
+
+
+def newest_of(found: Iterable[DecisionRecord | None]) -> DecisionRecord | None:
+    return max((one for one in found if one is not None), key=lambda one: one.at_unix_s, default=None)
