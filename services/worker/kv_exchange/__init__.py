@@ -1,1 +1,1 @@
-"""The worker's side of the KV exchange: between the bus and its engine."""
+"""The worker's part of the KV exchange: between the bus and the engine."""

@@ -11,8 +11,8 @@ from services.worker.engines.port import EngineDead, EngineExchange
 from shared.contracts.kv_exchange import LeaseKv
 
 
-def merged(calls: Sequence[EngineCall]) -> EngineCall:
-    """The same as all of them one after the other, though an engine does what is of one kind together: a lease that a
+def merge_calls(calls: Sequence[EngineCall]) -> EngineCall:
+    """One call with the effect of all calls in their order. An engine handles each kind together, so a lease that a
     later release ends is left out, and so is the end of a peer that came back.
     """
     if len(calls) == 1:
@@ -43,14 +43,14 @@ def merged(calls: Sequence[EngineCall]) -> EngineCall:
 log = logging.getLogger("baton.worker")
 
 CALLS_AT_ONCE_MAX = 4
-"""On their way to a busy engine; what comes up meanwhile waits and goes together."""
+"""Unanswered by a busy engine; further calls wait and are merged."""
 CALL_S_MAX = 60.0
-"""Longer than any step of an engine. A call that takes longer is given up; what it was about has its own deadlines."""
+"""Longer than any engine step. A call that takes longer is given up; what it asked for has deadlines of its own."""
 CALLS_WAITING_MAX = 16384
 
 
 class EngineCalls:
-    """Collects what the engine is to be told and passes on what it answers."""
+    """Queues calls to the engine and dispatches its notifications."""
 
     def __init__(self, exchange: EngineExchange, on_notifications: Callable[[EngineNotification], None]) -> None:
         self._exchange = exchange
@@ -61,13 +61,13 @@ class EngineCalls:
 
     @property
     def full(self) -> bool:
-        """The engine has not taken anything for a long time."""
+        """Whether the engine has taken no call for a long time."""
         return len(self._waiting) >= CALLS_WAITING_MAX
 
     def add(self, more: EngineCall) -> None:
-        """To be told soon. When the line is full it is not: everything that is asked by call has a deadline."""
+        """Queue a call. A full queue drops it: everything that is asked by a call has a deadline."""
         if self.full:
-            log.warning("the engine takes no calls; one was dropped")
+            log.warning("the engine takes no calls; one call was dropped")
             return
         self._waiting.append(more)
         self._arrived.set()
@@ -80,13 +80,13 @@ class EngineCalls:
         return notifications
 
     async def follow(self) -> None:
-        """Call the engine for ever."""
+        """Call the engine until cancelled."""
         async with asyncio.TaskGroup() as calls:
             while True:
                 await self._arrived.wait()
                 await self._free.acquire()
                 self._arrived.clear()
-                call, self._waiting = merged(self._waiting), []
+                call, self._waiting = merge_calls(self._waiting), []
                 calls.create_task(self._perform(call), name="engine-call")
 
     async def _perform(self, call: EngineCall) -> None:
@@ -95,6 +95,6 @@ class EngineCalls:
         except TimeoutError:
             log.warning("the engine did not take a call within %g s", CALL_S_MAX)
         except EngineDead as dead:
-            log.info("the engine is dead, and so is the exchange: %s", dead)
+            log.info("the engine is dead, the KV exchange stops: %s", dead)
         finally:
             self._free.release()

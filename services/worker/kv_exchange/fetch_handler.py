@@ -1,4 +1,4 @@
-"""Blocks fetched by command: prefetch, replicate, evacuate."""
+"""Fetches by command: prefetch, replicate, evacuate."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from shared.contracts.kv_exchange import FULL_HASH_BYTES, LEASE_BLOCKS_MAX, Fetc
 FETCHES_AT_ONCE_MAX = 32
 FETCH_S_MAX = 300.0
 OVERTIME_S = 2.0
-"""The engine ends a fetch at its deadline; its answer needs a moment."""
+"""After a fetch's deadline, for the engine's notification to arrive."""
 
 
 class FetchHandler:
     """Answers KV_FETCH."""
 
-    def __init__(self, line: EngineCalls) -> None:
+    def __init__(self, calls: EngineCalls) -> None:
         self.is_closed = False
-        """The worker leaves: what it would fetch would go with it."""
-        self._line = line
+        """The worker drains, so fetched blocks would be lost."""
+        self._calls = calls
         self._under_way: dict[str, asyncio.Future[FetchedKv]] = {}
 
     async def answer(self, fetch: FetchKv, _envelope: Envelope) -> FetchedKv:
-        """Answerer of KV_FETCH. Raises AskRefused."""
+        """Handler of KV_FETCH. Raises AskRefused."""
         if refusal := self._refusal(fetch):
             raise AskRefused(refusal)
         fetch_id = uuid.uuid4().hex
         done: asyncio.Future[FetchedKv] = asyncio.get_running_loop().create_future()
         self._under_way[fetch_id] = done
-        self._line.add(EngineCall(fetches=[StartFetch(fetch_id=fetch_id, fetch=fetch)]))
+        self._calls.add(EngineCall(fetches=[StartFetch(fetch_id=fetch_id, fetch=fetch)]))
         try:
             async with asyncio.timeout(fetch.deadline_s + OVERTIME_S):
                 return await done
         except TimeoutError:
-            return FetchedKv(failure=f"the engine was not done after {fetch.deadline_s:g} s")
+            return FetchedKv(failure=f"the engine had not finished after {fetch.deadline_s:g} s")
         finally:
             del self._under_way[fetch_id]
 
     def ended(self, ends: list[FetchEnded]) -> None:
-        """The engine is done with them."""
+        """The engine has ended these fetches."""
         for end in ends:
             done = self._under_way.get(end.fetch_id)
             if done is not None and not done.done():
@@ -51,8 +51,8 @@ class FetchHandler:
 
     def _refusal(self, fetch: FetchKv) -> Failure | None:
         if self.is_closed:
-            return Failure(reason=Reason.WORKER_DRAINING, message="this worker leaves")
-        if len(self._under_way) >= FETCHES_AT_ONCE_MAX or self._line.full:
+            return Failure(reason=Reason.WORKER_DRAINING, message="this worker drains")
+        if len(self._under_way) >= FETCHES_AT_ONCE_MAX or self._calls.full:
             return Failure(reason=Reason.WORKER_BUSY, message=f"{len(self._under_way)} fetches are under way already")
         blocks, rest = divmod(len(fetch.hashes), FULL_HASH_BYTES)
         if rest or not 0 < blocks <= LEASE_BLOCKS_MAX:

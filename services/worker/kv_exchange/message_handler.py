@@ -1,4 +1,4 @@
-"""Messages of the exchange: from the bus to the engine, and what the engine says onto the bus."""
+"""LeaseKv, KvGrant and ReleaseKv: from the bus to the engine, and from the engine to the bus."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from shared.contracts.kv_exchange import KvGrant, LeaseKv, NoGrant, ReleaseKv
 log = logging.getLogger("baton.worker")
 
 MESSAGES_WAITING_MAX = 65536
-"""For the bus; beyond that the oldest is dropped, and its deadline ends what it was about."""
+"""For the bus. Beyond that the oldest is dropped; the deadline of what it asked for ends it."""
 RELEASES_KEPT_MAX = 1024
-"""For the time when NATS is back: what they are about stays pinned until then or until its lease ends."""
+"""Until NATS is reachable again. Their blocks stay pinned until then, or until their leases end."""
 
 NO_ENVELOPE = Envelope(headers={}, size=0)
-"""Of what did not come by the bus."""
+"""Of messages that did not come over the bus."""
 
 Message = LeaseKv | KvGrant | ReleaseKv
 
 
 class MessageHandler:
-    """See the module. Nothing here waits for the engine."""
+    """Never waits for the engine."""
 
-    def __init__(self, bus: Bus, identity: Identity, line: EngineCalls) -> None:
+    def __init__(self, bus: Bus, identity: Identity, calls: EngineCalls) -> None:
         self.is_closed = False
-        """Nothing is granted any more."""
+        """Whether every ask for blocks is refused."""
         self._bus = bus
         self._me = identity
-        self._line = line
+        self._calls = calls
         self._asks = OpenAsks()
         self._out: deque[Message] = deque(maxlen=MESSAGES_WAITING_MAX)
         self._has_out = asyncio.Event()
         self._unsent: deque[ReleaseKv] = deque(maxlen=RELEASES_KEPT_MAX)
 
     async def open(self) -> None:
-        """Listen; live when it returns."""
+        """Subscribe; live when it returns."""
         me = self._me.worker_id
         self._bus.on_unreachable(self._on_unreachable)
         self._bus.on_disconnect(self._on_disconnect)
@@ -52,7 +52,7 @@ class MessageHandler:
         await self._bus.subscribe(KV_GRANT, self._on_grant, reader_id=me)
 
     def send(self, notifications: EngineNotification) -> None:
-        """What the engine wants told to other workers; its releases come last, behind the leases that they end."""
+        """Send the engine's messages to other workers. Releases go last, after the leases that they end."""
         for lease in notifications.leases:
             self._to_engine(self._asks.asked(lease))
         for release in notifications.releases:
@@ -62,7 +62,7 @@ class MessageHandler:
             self._has_out.set()
 
     def give_back(self, release: ReleaseKv) -> None:
-        """To this engine or to another worker."""
+        """Release a lease of this engine or of another worker's."""
         if release.worker_id == self._me.worker_id:
             self._on_release(release, NO_ENVELOPE)
         else:
@@ -70,13 +70,13 @@ class MessageHandler:
             self._has_out.set()
 
     def tell_engine(self, call: EngineCall) -> None:
-        """About peers: asks of those that are gone are over."""
+        """Pass changes of peers on; open asks to peers that are gone end."""
         for gone in call.gone:
             self._asks.gone(gone.worker_id, gone.epoch)
-        self._line.add(call)
+        self._calls.add(call)
 
     async def follow(self) -> None:
-        """Send, for ever."""
+        """Send until cancelled."""
         while True:
             await self._has_out.wait()
             self._has_out.clear()
@@ -100,47 +100,47 @@ class MessageHandler:
         if isinstance(message, LeaseKv):
             self._on_unreachable(message.ask_id)
         elif isinstance(message, KvGrant) and message.lease_id:
-            self._line.add(EngineCall(releases=[unclaimed(message)]))
+            self._calls.add(EngineCall(releases=[unclaimed(message)]))
         elif isinstance(message, ReleaseKv):
             self._unsent.append(message)
 
     def _on_lease(self, lease: LeaseKv, _envelope: Envelope) -> None:
         if not is_sound_lease(lease):
-            log.warning("an ask for blocks of %s makes no sense and is ignored", lease.reader_id[:64])
+            log.warning("a malformed ask for blocks of %s is ignored", lease.reader_id[:64])
         elif reason := self._refusal(lease):
             self._out.append(no_grant(lease, reason))
             self._has_out.set()
         else:
-            self._line.add(EngineCall(leases=[lease]))
+            self._calls.add(EngineCall(leases=[lease]))
 
     def _refusal(self, lease: LeaseKv) -> NoGrant | None:
-        """What can be refused without the engine."""
+        """Why an ask is refused without the engine."""
         if lease.epoch != self._me.epoch:
             return NoGrant.EPOCH
         if self.is_closed:
             return NoGrant.DRAINING
-        return NoGrant.FULL if self._line.full else None
+        return NoGrant.FULL if self._calls.full else None
 
     def _on_release(self, release: ReleaseKv, _envelope: Envelope) -> None:
         if release.epoch == self._me.epoch:
-            self._line.add(EngineCall(releases=[release]))
+            self._calls.add(EngineCall(releases=[release]))
 
     def _on_grant(self, grant: KvGrant, _envelope: Envelope) -> None:
         match self._asks.answered(grant):
-            case KvGrant() as believed:
-                self._line.add(EngineCall(grants=[believed]))
+            case KvGrant() as checked:
+                self._calls.add(EngineCall(grants=[checked]))
             case ReleaseKv() as unwanted:
                 self._out.append(unwanted)
                 self._has_out.set()
             case None:
-                log.warning("a grant of %s does not fit what was asked and is ignored", grant.worker_id[:64])
+                log.warning("a grant of %s that nothing asked for is ignored", grant.worker_id[:64])
 
     def _on_unreachable(self, ask_id: str) -> None:
-        if nothing := self._asks.unreachable(ask_id):
-            self._to_engine([nothing])
+        if refusal := self._asks.unreachable(ask_id):
+            self._to_engine([refusal])
 
     def _on_disconnect(self) -> None:
-        """Answers may be lost with the connection: better to compute now than to wait."""
+        """Grants may be lost with the connection: computing now is better than waiting for them."""
         self._to_engine(self._asks.all_unreachable())
 
     def _on_reconnect(self) -> None:
@@ -150,4 +150,4 @@ class MessageHandler:
 
     def _to_engine(self, grants: list[KvGrant]) -> None:
         if grants:
-            self._line.add(EngineCall(grants=grants))
+            self._calls.add(EngineCall(grants=grants))

@@ -1,4 +1,4 @@
-"""What this worker's engine has asked of holders and is not done with: who may answer, and who will not."""
+"""Asks of this worker's engine that holders have not fully answered."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from shared.contracts.kv_exchange import (
 )
 
 ASKS_MAX = 8192
-"""Open at a time; the oldest beyond that counts as unanswered."""
+"""Open at a time; beyond that the oldest ends as unreachable."""
 BLOCK_ID_BYTES = 4
 
 
 class OpenAsks:
-    """Every LeaseKv that went out, until its last grant, its release, or the notifications that nobody got it."""
+    """Every LeaseKv that was sent, until its last grant, its release, or the report that it was not delivered."""
 
     def __init__(self) -> None:
         self._open: dict[str, LeaseKv] = {}
 
     @property
     def open(self) -> int:
-        """Asks that may still be answered."""
+        """Number of asks that may still be answered."""
         return len(self._open)
 
     def asked(self, lease: LeaseKv) -> list[KvGrant]:
-        """It goes out. Answers what the engine must be told for it to fit."""
+        """It is sent. Returns grants for the engine that end older asks, if there are too many."""
         self._open[lease.ask_id] = msgspec.structs.replace(lease, hashes=b"")
         if len(self._open) <= ASKS_MAX:
             return []
         return [no_grant(self._open.pop(next(iter(self._open))), NoGrant.UNREACHABLE)]
 
     def released(self, release: ReleaseKv) -> None:
-        """The engine does not want it any more."""
+        """The engine has released these."""
         for ask_id in release.ask_ids:
             self._open.pop(ask_id, None)
 
     def answered(self, grant: KvGrant) -> KvGrant | ReleaseKv | None:
-        """A grant arrived: what the engine is told, or what the holder is told when nobody here asked for it, or
-        nothing. A holder of another life grants nothing, whatever it says, and neither does one that makes no sense.
+        """A grant arrived. Returns the grant for the engine, a release for the holder if the engine did not ask for it,
+        or None. A grant of another epoch or a malformed one becomes a grant of nothing.
         """
         ask = self._open.get(grant.ask_id)
         if ask is None or ask.worker_id != grant.worker_id:
@@ -62,35 +62,35 @@ class OpenAsks:
         return grant
 
     def unreachable(self, ask_id: str) -> KvGrant | None:
-        """Nobody listens to that ask."""
+        """The ask was not delivered."""
         ask = self._open.pop(ask_id, None)
         return None if ask is None else no_grant(ask, NoGrant.UNREACHABLE)
 
     def all_unreachable(self) -> list[KvGrant]:
-        """Answers may have been lost: none is expected any more."""
+        """Grants may have been lost: all open asks end."""
         grants = [no_grant(ask, NoGrant.UNREACHABLE) for ask in self._open.values()]
         self._open.clear()
         return grants
 
     def gone(self, worker_id: WorkerId, epoch: Epoch) -> None:
-        """That life of a holder is over; the engine is told, too."""
+        """That epoch of a holder has ended. The engine learns of it by ``PeerGone``."""
         self._open = {
             ask_id: ask for ask_id, ask in self._open.items() if (ask.worker_id, ask.epoch) != (worker_id, epoch)
         }
 
 
 def no_grant(ask: LeaseKv, reason: NoGrant) -> KvGrant:
-    """The end of an ask that was answered with nothing, or nothing more."""
+    """The last grant of an ask, without blocks."""
     return KvGrant(reader_id=ask.reader_id, worker_id=ask.worker_id, epoch=ask.epoch, ask_id=ask.ask_id, reason=reason)
 
 
 def unclaimed(grant: KvGrant) -> ReleaseKv:
-    """Its reader does not wait for it (any more), or will never hear of it: the holder need not keep it."""
+    """Releases a grant that its reader does not wait for, or will never receive."""
     return ReleaseKv(worker_id=grant.worker_id, epoch=grant.epoch, reader_id=grant.reader_id, ask_ids=[grant.ask_id])
 
 
 def is_sound_grant(grant: KvGrant) -> bool:
-    """Whether its parts can be read and fit each other."""
+    """Whether its fields can be read and agree."""
     blocks, rest = divmod(len(grant.block_ids), BLOCK_ID_BYTES)
     return (
         rest == 0
@@ -103,7 +103,7 @@ def is_sound_grant(grant: KvGrant) -> bool:
 
 
 def is_sound_lease(lease: LeaseKv) -> bool:
-    """Whether it can be read, and its answer can be addressed."""
+    """Whether it can be read, and its reader can be addressed."""
     hashes, rest = divmod(len(lease.hashes), FULL_HASH_BYTES)
     return (
         rest == 0
@@ -120,5 +120,5 @@ def _is_duration(seconds: float) -> bool:
 
 
 def without_released(leases: list[LeaseKv], release: ReleaseKv) -> list[LeaseKv]:
-    """A release may come before the lease that it ends: it travels on another subject."""
+    """A release may arrive before the lease that it ends, because it travels on another subject."""
     return [lease for lease in leases if lease.ask_id not in release.ask_ids or lease.reader_id != release.reader_id]

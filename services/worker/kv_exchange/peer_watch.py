@@ -1,4 +1,4 @@
-"""Who else there is: follows the registry, asks for handshakes, keeps them fresh."""
+"""Follows the registry and keeps the handshakes of this worker's peers up to date."""
 
 from __future__ import annotations
 
@@ -19,68 +19,68 @@ from shared.runtime.clock import Clock
 log = logging.getLogger("baton.worker")
 
 ANSWER_S_MAX = 2.0
-"""For a handshake: the peer's service answers it, not its engine."""
+"""For a handshake. The peer's worker process answers it, not its engine."""
 
 
 class PeerWatch:
-    """Keeps the book, and tells the engine whom it may read from (``tell``)."""
+    """Drives a ``PeerTable`` and tells the engine which peers it may read from (``tell``)."""
 
     def __init__(
-        self, bus: Bus, clock: Clock, worker_id: WorkerId, book: PeerTable, tell: Callable[[EngineCall], None]
+        self, bus: Bus, clock: Clock, worker_id: WorkerId, table: PeerTable, tell: Callable[[EngineCall], None]
     ) -> None:
         self._bus = bus
         self._clock = clock
         self._worker_id = worker_id
-        self._book = book
+        self._table = table
         self._tell = tell
         self._changed = asyncio.Event()
         self._all_read = asyncio.Event()
         self._listeners: list[Callable[[], None]] = []
-        self._told = 0
-        """The revision of the records that the listeners know."""
+        self._notified_revision = 0
+        """Revision of the records that the listeners know."""
 
     @property
     def records(self) -> list[WorkerRecord]:
-        """Of those whose KV can be read here, as they registered."""
-        return self._book.records
+        """Of the workers that exchange KV with this one, as registered."""
+        return self._table.records
 
     def on_records(self, listener: Callable[[], None]) -> None:
         """Call ``listener`` when a worker has joined, changed or left."""
         self._listeners.append(listener)
 
     async def all_read(self) -> None:
-        """Wait until everybody who is registered is known."""
+        """Wait until every registered worker is known."""
         await self._all_read.wait()
 
     async def open(self) -> None:
-        """Listen; live when it returns."""
+        """Subscribe; live when it returns."""
         await self._bus.subscribe(WORKER_LOST, self._on_lost)
 
     def want(self, worker_ids: list[WorkerId]) -> None:
-        """Requests name workers that the engine cannot read from yet."""
-        self._book.want(worker_ids, self._clock.now())
+        """Requests name workers that the engine is not connected to."""
+        self._table.want(worker_ids, self._clock.now())
         self._changed.set()
 
     def connected(self, ends: list[PeerConnected]) -> None:
-        """The engine tried. One that cannot be read from costs every prompt that it holds."""
+        """Attempts to connect have ended. After a failure, prompts that the peer holds are computed."""
         for end in ends:
             if end.failure:
-                log.warning("KV of %s cannot be read: %s", end.worker_id, end.failure)
-                self._book.refused(end.worker_id, end.epoch, self._clock.now())
+                log.warning("the engine cannot connect to %s to read its KV: %s", end.worker_id, end.failure)
+                self._table.refused(end.worker_id, end.epoch, self._clock.now())
                 self._changed.set()
             else:
                 log.info("connected to %s in %.0f ms", end.worker_id, end.seconds * 1000)
 
     async def follow(self) -> None:
-        """Watch and ask, for ever."""
+        """Watch and ask until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watch_records(), name="watch-peers")
             while True:
                 self._changed.clear()
-                for worker_id in self._book.due(self._clock.now()):
+                for worker_id in self._table.due(self._clock.now()):
                     tasks.create_task(self._ask(worker_id), name=f"ask-handshake-{worker_id}")
-                self._end(self._book.expired(self._clock.now()))
-                await self._until(self._book.next_at())
+                self._end(self._table.expired(self._clock.now()))
+                await self._until(self._table.next_at())
 
     async def _until(self, at: float) -> None:
         """Wait for that time, or for a change."""
@@ -94,17 +94,17 @@ class PeerWatch:
     async def _watch_records(self) -> None:
         while True:
             try:
-                kept = await self._bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
-                async for entry in kept.watch():
+                registry = await self._bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+                async for entry in registry.watch():
                     if entry is None:
                         self._all_read.set()
                         continue
                     if entry.value is None:
-                        self._book.missing(WorkerId(entry.key), self._clock.now())
+                        self._table.missing(WorkerId(entry.key), self._clock.now())
                     else:
-                        self._end(self._book.record(entry.value, self._clock.now()))
+                        self._end(self._table.record(entry.value, self._clock.now()))
                     self._changed.set()
-                    self._tell_records()
+                    self._notify_listeners()
             except BusError as error:
                 log.warning("the registry cannot be watched, trying again: %s", error)
                 await asyncio.sleep(RETRY_S)
@@ -115,23 +115,23 @@ class PeerWatch:
         try:
             handshake = await self._bus.ask(KV_HANDSHAKE, ask, timeout_s=ANSWER_S_MAX)
         except BusError as error:
-            log.debug("%s does not describe itself: %s", worker_id, error)
-            self._book.failed(worker_id, self._clock.now())
+            log.debug("%s sent no handshake: %s", worker_id, error)
+            self._table.failed(worker_id, self._clock.now())
         else:
-            peers, gone = self._book.answered(worker_id, handshake, asked_at, self._clock.now())
+            peers, gone = self._table.answered(worker_id, handshake, asked_at, self._clock.now())
             self._end(gone)
             if peers:
                 self._tell(EngineCall(peers=peers))
         self._changed.set()
 
     def _on_lost(self, lost: WorkerLost, _envelope: Envelope) -> None:
-        self._end(self._book.lost(lost.worker_id, lost.epoch))
-        self._tell_records()
+        self._end(self._table.lost(lost.worker_id, lost.epoch))
+        self._notify_listeners()
 
-    def _tell_records(self) -> None:
-        if self._told == self._book.revision:
+    def _notify_listeners(self) -> None:
+        if self._notified_revision == self._table.revision:
             return
-        self._told = self._book.revision
+        self._notified_revision = self._table.revision
         for listener in self._listeners:
             listener()
 

@@ -1,4 +1,4 @@
-"""While a worker serves: prefixes that more than one request has used are copied to a store, if there is one."""
+"""While a worker serves, prefixes that several requests have used are copied to a store, if there is one."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from shared.runtime.clock import Clock
 
 log = logging.getLogger("baton.worker")
 
-LOOK_S = 5.0
-"""From one look at the engine's hot prefixes to the next."""
+ROUND_S = 5.0
+"""Between two rounds."""
 ROUND_S_MAX = 30.0
-"""For the copies of one look."""
+"""For the copies of one round."""
 CHAINS_MAX = 64
-"""In one look."""
+"""In one round."""
 COPIED_KEPT_MAX = 4096
-"""Chains that are remembered as copied."""
+"""Chains remembered as copied."""
 
 
 class StoreCopies:
-    """See the module. ``record`` answers what this worker has registered."""
+    """Copies in rounds. ``record`` returns the worker's registry record."""
 
     def __init__(
         self, bus: Bus, clock: Clock, exchange: WorkerExchange, record: Callable[[], WorkerRecord], settings: Settings
@@ -44,44 +44,44 @@ class StoreCopies:
         self._uses_min = settings.kv_copy_uses_min
         self._stores: set[tuple[WorkerId, Epoch]] = set()
         self._copied: OrderedDict[bytes, None] = OrderedDict()
-        """Last blocks of the chains that a store has."""
-        self._looked_at = -math.inf
+        """Last blocks of the chains that the stores have."""
+        self._round_at = -math.inf
 
     async def follow(self) -> None:
-        """For ever, unless nothing is to be copied."""
+        """Until cancelled; returns at once if copying is switched off."""
         while self._uses_min:
-            await asyncio.sleep(LOOK_S)
-            await self.look()
+            await asyncio.sleep(ROUND_S)
+            await self.copy_round()
 
-    async def look(self) -> CopyTotals:
-        """Copy what was used since the last look; of a store that is new, everything."""
-        record, done = self._record(), CopyTotals()
+    async def copy_round(self) -> CopyTotals:
+        """Copy the chains used since the last round; all chains if a store is new."""
+        record, totals = self._record(), CopyTotals()
         stores = [one for one in self._exchange.peers.records if one.role is Role.STORE]
-        spread = CopyTargets(copy_targets(record, stores))
+        targets = CopyTargets(copy_targets(record, stores))
         lives = {(store.worker_id, store.epoch) for store in stores}
         if lives - self._stores:
             self._copied.clear()
-            self._looked_at = -math.inf
+            self._round_at = -math.inf
         self._stores = lives
-        if not spread:
-            return done
+        if not targets:
+            return totals
         began = self._clock.now()
-        told = await self._exchange.hot_chains(CHAINS_MAX, uses_min=self._uses_min, idle_s_max=began - self._looked_at)
-        self._looked_at = began
-        chains = [unpack_full_hashes(chain.hashes) for chain in told]
-        copying = PrefixCopier(
+        hot = await self._exchange.hot_chains(CHAINS_MAX, uses_min=self._uses_min, idle_s_max=began - self._round_at)
+        self._round_at = began
+        chains = [unpack_full_hashes(chain.hashes) for chain in hot]
+        copier = PrefixCopier(
             self._bus,
             Identity(record.worker_id, record.epoch),
-            spread,
-            done,
+            targets,
+            totals,
             left_s=lambda: began + ROUND_S_MAX - self._clock.now(),
         )
         for chain in chains:
-            if spread and chain[-1] not in self._copied and await copying.copy(chain):
+            if targets and chain[-1] not in self._copied and await copier.copy(chain):
                 self._remember(chain[-1])
-        if done.blocks:
-            log.info("%d blocks of %d prefixes were copied to stores", done.blocks, done.prefixes)
-        return done
+        if totals.blocks:
+            log.info("%d blocks of %d prefixes were copied to stores", totals.blocks, totals.prefixes)
+        return totals
 
     def _remember(self, last_block: bytes) -> None:
         self._copied[last_block] = None

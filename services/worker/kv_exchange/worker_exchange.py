@@ -1,4 +1,4 @@
-"""The worker's exchange as a whole: everybody's handshakes, leases and grants, and the engine that they are about."""
+"""The worker's KV exchange: handshakes, leases, grants and fetches, between the bus and one engine."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ from shared.runtime.clock import Clock
 log = logging.getLogger("baton.worker")
 
 EXPIRY_MARGIN_S = 0.01
-"""A look at leases just after they end finds them ended."""
+"""After a lease's end, so that the engine finds it expired."""
 
 
 class WorkerExchange:
-    """Between the bus and one engine's exchange. Must be made on a running event loop."""
+    """Construct it on a running event loop."""
 
     def __init__(self, bus: Bus, clock: Clock, identity: Identity, engine: EngineExchange, fingerprint: str) -> None:
         self.state = KvLedgerState()
-        """The engine's ledger, as it last told."""
+        """The engine's ledger, as last reported."""
         self._bus = bus
         self._clock = clock
         self._me = identity
         self._handshake: KvHandshake | None = None
         self._listeners: list[Callable[[], None]] = []
-        self._line = EngineCalls(engine, self._on_notifications)
-        self._handler = MessageHandler(bus, identity, self._line)
-        self._fetches = FetchHandler(self._line)
-        book = PeerTable(identity.worker_id, fingerprint)
-        self.peers = PeerWatch(bus, clock, identity.worker_id, book, self._handler.tell_engine)
+        self._calls = EngineCalls(engine, self._on_notifications)
+        self._handler = MessageHandler(bus, identity, self._calls)
+        self._fetches = FetchHandler(self._calls)
+        table = PeerTable(identity.worker_id, fingerprint)
+        self.peers = PeerWatch(bus, clock, identity.worker_id, table, self._handler.tell_engine)
         engine.on_notifications(self._on_notifications)
 
     async def open(self) -> None:
         """Every subscription is live when it returns. Raises EngineDead."""
-        notifications = await self._line.ask(EngineCall(describe=True))
+        notifications = await self._calls.ask(EngineCall(describe=True))
         if notifications.handshake is None:
-            raise EngineDead("the engine does not describe its KV memory")
+            raise EngineDead("the engine has no handshake for its KV memory")
         self._handshake = notifications.handshake
         await self._handler.open()
         await self.peers.open()
@@ -59,15 +59,15 @@ class WorkerExchange:
         await self._bus.answer(KV_FETCH, self._fetches.answer, worker_id=self._me.worker_id)
 
     async def follow(self) -> None:
-        """Work, for ever."""
+        """Work until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._line.follow(), name="call-engine")
+            tasks.create_task(self._calls.follow(), name="call-engine")
             tasks.create_task(self._handler.follow(), name="send-exchange")
             tasks.create_task(self.peers.follow(), name="follow-peers")
             tasks.create_task(self._watch_expiry(), name="watch-expiry")
 
     def on_changed(self, listener: Callable[[], None]) -> None:
-        """Call ``listener`` when the state is new."""
+        """Call ``listener`` after each change of ``state``."""
         self._listeners.append(listener)
 
     async def unpinned(self) -> None:
@@ -79,12 +79,12 @@ class WorkerExchange:
             await changed.wait()
 
     async def hot_chains(self, chains_max: int, *, uses_min: int = 1, idle_s_max: float = math.inf) -> list[Chain]:
-        """The prefixes that the engine's requests used most lately, the hottest first; none, if it does not answer."""
+        """The prefixes that recent requests used most, the hottest first; none if the engine does not answer."""
         call = EngineCall(chains_max=chains_max, chains_uses_min=uses_min, chains_idle_s_max=idle_s_max)
         try:
-            return (await self._line.ask(call)).chains
+            return (await self._calls.ask(call)).chains
         except (TimeoutError, EngineDead) as error:
-            log.info("the engine does not tell its hot prefixes: %s", error or "it does not answer")
+            log.info("the engine's hot prefixes are unknown: %s", error or "no response")
             return []
 
     def refuse_fetches(self) -> None:
@@ -92,22 +92,22 @@ class WorkerExchange:
         self._fetches.is_closed = True
 
     async def release_all(self) -> None:
-        """Grant nothing more and unpin everything: the engine is about to end."""
+        """Grant nothing more and unpin every block: the engine is about to end."""
         self._handler.is_closed = True
         try:
-            await self._line.ask(EngineCall(release_all=True))
+            await self._calls.ask(EngineCall(release_all=True))
         except (TimeoutError, EngineDead) as error:
-            log.info("the engine's leases end with it: %s", error or "it does not answer")
+            log.info("the engine did not release its leases, they end with it: %s", error or "no response")
 
     def give_back(self, *, worker_id: WorkerId, epoch: Epoch, lease_id: str) -> None:
-        """Nobody will read what that lease is about; harmless when the holder does not know it."""
+        """Release a lease whose blocks no worker will read; harmless when the holder does not know it."""
         me = self._me
         self._handler.give_back(
             ReleaseKv(worker_id=worker_id, epoch=epoch, reader_id=me.worker_id, lease_ids=[lease_id])
         )
 
     async def _describe(self, _ask: AskKvHandshake, _envelope: Envelope) -> KvHandshake:
-        """Answerer of KV_HANDSHAKE. The engine's clock is this machine's, so a busy engine need not be asked."""
+        """Handler of KV_HANDSHAKE. The engine's clock is this machine's, so the engine need not be asked."""
         assert self._handshake is not None
         return msgspec.structs.replace(self._handshake, clock_s=self._clock.now())
 
@@ -123,7 +123,7 @@ class WorkerExchange:
                 listener()
 
     async def _watch_expiry(self) -> None:
-        """An idle engine does not look at its leases by itself: wake it when the next one ends."""
+        """An idle engine does not check its leases: wake it when the next one ends."""
         changed = asyncio.Event()
         self.on_changed(changed.set)
         while True:
@@ -134,11 +134,11 @@ class WorkerExchange:
                 async with asyncio.timeout(wait_s):
                     await changed.wait()
             except TimeoutError:
-                self._line.add(EngineCall())
+                self._calls.add(EngineCall())
                 await changed.wait()
 
 
 def events(state: KvLedgerState) -> int:
-    """Grows with all that happens to a ledger. News comes in two ways, and the older may arrive last."""
+    """Grows with every change of a ledger. States arrive over two connections, and the older one may arrive last."""
     leases = state.leases_granted_total + state.leases_released_total + state.leases_expired_total
     return leases + state.leases_refused_total + state.reads_total + state.reads_failed_total

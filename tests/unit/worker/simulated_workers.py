@@ -1,4 +1,4 @@
-"""Whole workers around simulated engines in this process, on one memory bus: they lease, read and prove themselves."""
+"""Whole workers around simulated engines in this process, on one memory bus."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model that the project makes itself."""
+"""The tiny model."""
 
 import json
 import time
@@ -38,7 +38,7 @@ def test_two_machines_make_the_same_model_within_seconds(tmp_path):
     assert time.monotonic() - started < 60.0
 
 
-def test_processes_that_need_the_model_at_once_make_it_once_and_leave_nothing_else(tmp_path):
+def test_concurrent_processes_make_the_model_once(tmp_path):
     with ThreadPoolExecutor(4) as pool:
         paths = list(pool.map(lambda _: ensure_tiny_model(tmp_path), range(4)))
 

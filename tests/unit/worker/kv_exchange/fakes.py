@@ -1,4 +1,4 @@
-"""An engine's end of the exchange that a test plays, and workers' exchanges around it on a memory bus."""
+"""A fake engine exchange, and workers' exchanges around it on a memory bus."""
 
 from __future__ import annotations
 

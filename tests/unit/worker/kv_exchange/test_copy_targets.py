@@ -1,11 +1,11 @@
-"""Who of those that stay gets which prefix."""
+"""Which worker gets which prefix."""
 
 from __future__ import annotations
 
 import msgspec
 import pytest
 
-from services.worker.kv_exchange.copy_targets import STORE, CopyTarget, CopyTargets, copy_targets
+from services.worker.kv_exchange.copy_targets import STORE_RANK, CopyTarget, CopyTargets, copy_targets
 from shared.contracts.workers import Role, WorkerPhase
 from tests.support.fleet_builders import record
 from tests.unit.connector.holding import chain
@@ -18,66 +18,66 @@ def spread(*names: str, blocks: int = 100, ranks: dict[str, int] | None = None) 
 
 
 def give(to: CopyTargets, worker_id: str, hashes: list[bytes]) -> None:
-    missed = to.give(worker_id, hashes)
-    to.given(worker_id, hashes, missed=missed, moved=missed, held=len(hashes))
+    missed = to.reserve(worker_id, hashes)
+    to.note_fetched(worker_id, hashes, missed=missed, moved=missed, held=len(hashes))
 
 
-def test_chains_that_share_nothing_are_spread_evenly():
+def test_unrelated_chains_are_spread_evenly():
     to = spread("a", "b", "c")
     got = {"a": 0, "b": 0, "c": 0}
     for number in range(9):
         hashes = chain(4, str(number))
-        best = to.best(hashes)[0]
+        best = to.ranked(hashes)[0]
         give(to, best, hashes)
         got[best] += 1
 
     assert got == {"a": 3, "b": 3, "c": 3}
 
 
-def test_who_has_part_of_a_chain_gets_the_rest():
+def test_a_target_with_part_of_a_chain_gets_the_rest():
     to = spread("a", "b")
     hashes = chain(10)
-    to.found("b", hashes[:6])
+    to.note_held("b", hashes[:6])
 
-    assert to.best(hashes) == ["b", "a"]
+    assert to.ranked(hashes) == ["b", "a"]
 
 
-def test_a_worker_with_more_memory_gets_more():
+def test_a_target_with_more_memory_gets_more():
     to = CopyTargets([CopyTarget("small", 0, 100), CopyTarget("large", 0, 300)])
     for number in range(8):
         hashes = chain(10, str(number))
-        give(to, to.best(hashes)[0], hashes)
+        give(to, to.ranked(hashes)[0], hashes)
 
-    assert to.best(chain(10, "next"))[0] == "large"
-    assert to.best(chain(60, "long")) == ["large"], "the small one would lose more than half of its memory"
+    assert to.ranked(chain(10, "next"))[0] == "large"
+    assert to.ranked(chain(60, "long")) == ["large"], "the small one would lose more than half of its memory"
 
 
 def test_one_worker_never_fills_more_than_half_of_anothers_memory():
     to = spread("a", blocks=20)
     give(to, "a", chain(8, "1"))
 
-    assert to.best(chain(3, "2")) == []
-    assert to.best(chain(2, "2")) == ["a"]
-    assert to.best(chain(8, "1")) == ["a"], "it has that already"
+    assert to.ranked(chain(3, "2")) == []
+    assert to.ranked(chain(2, "2")) == ["a"]
+    assert to.ranked(chain(8, "1")) == ["a"], "it has that already"
 
 
 @pytest.mark.parametrize(("moved", "held"), [(4, 4), (4, 10)], ids=["the rest did not come", "it had the rest"])
-def test_only_what_was_moved_takes_room(moved, held):
+def test_only_fetched_blocks_count_as_filled(moved, held):
     to = spread("a", blocks=20)
     hashes = chain(10)
-    missed = to.give("a", hashes)
-    to.given("a", hashes, missed=missed, moved=moved, held=held)
+    missed = to.reserve("a", hashes)
+    to.note_fetched("a", hashes, missed=missed, moved=moved, held=held)
 
-    assert to.best(chain(6, "other")) == ["a"]
-    assert to.best(chain(7, "other")) == []
+    assert to.ranked(chain(6, "other")) == ["a"]
+    assert to.ranked(chain(7, "other")) == []
 
 
-def test_stores_take_what_no_engine_has_room_for():
-    to = CopyTargets([CopyTarget("store", STORE, 1000), CopyTarget("same", 0, 20), CopyTarget("other", 1, 20)])
+def test_stores_take_chains_that_fit_no_engine():
+    to = CopyTargets([CopyTarget("store", STORE_RANK, 1000), CopyTarget("same", 0, 20), CopyTarget("other", 1, 20)])
     order = []
     for number in range(3):
         hashes = chain(10, str(number))
-        order.append(to.best(hashes)[0])
+        order.append(to.ranked(hashes)[0])
         give(to, order[-1], hashes)
 
     assert order == ["same", "other", "store"]
@@ -91,14 +91,14 @@ def test_stores_take_what_no_engine_has_room_for():
         (Role.BOTH, {Role.PREFILL: 0, Role.BOTH: 0, Role.DECODE: 0, Role.STORE: 2}),
     ],
 )
-def test_those_who_do_the_same_work_come_first(mine, ranks):
+def test_targets_of_the_same_role_come_first(mine, ranks):
     me = record("me", WorkerPhase.DRAINING, role=mine)
     found = copy_targets(me, [record(role.value, role=role) for role in Role])
 
     assert {taker.worker_id: taker.rank for taker in found} == {role.value: rank for role, rank in ranks.items()}
 
 
-def test_only_ready_workers_that_read_the_same_kv_and_remember_it_take_any():
+def test_targets_are_ready_caching_workers_of_the_same_fingerprint():
     others = [
         record("leaves", WorkerPhase.DRAINING),
         record("comes", WorkerPhase.PROBING),
@@ -112,7 +112,7 @@ def test_only_ready_workers_that_read_the_same_kv_and_remember_it_take_any():
 
 
 def test_a_store_may_be_filled_to_the_last_block():
-    to = CopyTargets([CopyTarget("store", STORE, 20)])
+    to = CopyTargets([CopyTarget("store", STORE_RANK, 20)])
 
-    assert to.best(chain(20)) == ["store"]
-    assert to.best(chain(21)) == []
+    assert to.ranked(chain(20)) == ["store"]
+    assert to.ranked(chain(21)) == []

@@ -1,4 +1,4 @@
-"""Which grants a reader believes, and what becomes of asks that nobody answers."""
+"""Which grants a reader accepts, and how unanswered asks end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 
 from connector.messages import EngineCall, Peer, PeerGone
-from services.worker.kv_exchange.engine_calls import merged
+from services.worker.kv_exchange.engine_calls import merge_calls
 from services.worker.kv_exchange.open_asks import ASKS_MAX, OpenAsks, is_sound_lease, unclaimed
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import LEASE_BLOCKS_MAX, KvGrant, NoGrant, ReleaseKv
@@ -21,7 +21,7 @@ def asked(*asks) -> OpenAsks:
     return book
 
 
-def test_a_grant_that_was_asked_for_is_believed_until_the_last_one():
+def test_grants_of_an_open_ask_are_accepted_until_the_final_one():
     book = asked()
     first, last = grant(lease(), final=False), grant(lease(), first=1)
 
@@ -30,14 +30,14 @@ def test_a_grant_that_was_asked_for_is_believed_until_the_last_one():
     assert book.open == 0
 
 
-def test_a_grant_after_the_end_is_given_back():
+def test_a_grant_after_the_final_one_is_released():
     book = asked()
     book.answered(grant(lease()))
 
     assert book.answered(grant(lease(), first=1)) == unclaimed(grant(lease()))
 
 
-def test_a_grant_for_an_earlier_life_of_this_worker_is_given_back():
+def test_a_grant_for_an_earlier_epoch_of_this_worker_is_released():
     stray = grant(lease(ask_id="of-an-earlier-life"))
 
     assert asked().answered(stray) == ReleaseKv(
@@ -45,11 +45,11 @@ def test_a_grant_for_an_earlier_life_of_this_worker_is_given_back():
     )
 
 
-def test_an_unasked_no_is_nothing():
+def test_an_unasked_refusal_is_ignored():
     assert OpenAsks().answered(grant(lease(), lease_id="", block_ids=b"", reason=NoGrant.NOT_HELD)) is None
 
 
-def test_a_grant_of_somebody_else_than_was_asked_is_given_back_and_the_ask_stays_open():
+def test_a_grant_of_another_holder_is_released_and_the_ask_stays_open():
     book = asked()
 
     assert isinstance(book.answered(grant(lease(), worker_id=WorkerId("h2"))), ReleaseKv)
@@ -57,7 +57,7 @@ def test_a_grant_of_somebody_else_than_was_asked_is_given_back_and_the_ask_stays
 
 
 @pytest.mark.parametrize("answer", [{"epoch": Epoch(2)}, {"reason": NoGrant.EPOCH}], ids=["its epoch", "its reason"])
-def test_another_life_of_the_holder_grants_nothing_whatever_it_says(answer):
+def test_a_grant_of_another_epoch_of_the_holder_is_a_refusal(answer):
     book = asked()
 
     told = book.answered(grant(lease(), **answer))
@@ -80,7 +80,7 @@ def test_another_life_of_the_holder_grants_nothing_whatever_it_says(answer):
     ],
     ids=lambda wrong: next(iter(wrong)),
 )
-def test_a_grant_that_makes_no_sense_ends_its_ask_with_nothing(wrong):
+def test_a_malformed_grant_ends_its_ask_as_unreachable(wrong):
     book = asked()
 
     told = book.answered(grant(lease(), final=False, **wrong))
@@ -105,12 +105,12 @@ def test_a_grant_that_makes_no_sense_ends_its_ask_with_nothing(wrong):
     ],
     ids=lambda wrong: next(iter(wrong)),
 )
-def test_an_ask_that_makes_no_sense_never_reaches_the_engine(wrong):
+def test_a_malformed_ask_never_reaches_the_engine(wrong):
     assert is_sound_lease(lease())
     assert not is_sound_lease(lease(**wrong))
 
 
-def test_an_ask_that_nobody_listens_to_ends_with_nothing():
+def test_an_undelivered_ask_ends_as_unreachable():
     nothing = asked().unreachable("a1")
 
     assert nothing is not None
@@ -128,7 +128,7 @@ def test_a_lost_connection_ends_every_ask():
     assert book.open == 0
 
 
-def test_an_ask_too_many_ends_the_oldest():
+def test_asks_beyond_the_maximum_end_the_oldest():
     book = asked(*(lease(ask_id=f"a{number}") for number in range(ASKS_MAX)))
 
     (ended,) = book.asked(lease(ask_id="one-more"))
@@ -137,7 +137,7 @@ def test_an_ask_too_many_ends_the_oldest():
     assert book.open == ASKS_MAX
 
 
-def test_nothing_is_awaited_of_a_life_that_is_over():
+def test_asks_to_an_ended_epoch_are_dropped():
     book = asked(lease(ask_id="a1", epoch=1), lease(ask_id="a2", epoch=2), lease("h2", ask_id="a3"))
 
     book.gone(WorkerId("h1"), Epoch(1))
@@ -145,7 +145,7 @@ def test_nothing_is_awaited_of_a_life_that_is_over():
     assert [one.ask_id for one in book.all_unreachable()] == ["a2", "a3"]
 
 
-def test_what_the_engine_released_is_not_awaited():
+def test_released_asks_are_not_open():
     book = asked()
 
     book.released(ReleaseKv(worker_id=WorkerId("h1"), epoch=Epoch(1), reader_id=WorkerId("r1"), ask_ids=["a1"]))
@@ -153,22 +153,22 @@ def test_what_the_engine_released_is_not_awaited():
     assert book.open == 0
 
 
-def test_a_lease_that_was_released_in_the_same_turn_is_not_asked_of_the_engine():
+def test_a_lease_released_in_the_same_call_is_left_out():
     calls = [
         EngineCall(leases=[lease(ask_id="a1"), lease(ask_id="a2")]),
         EngineCall(releases=[unclaimed(grant(lease()))]),
     ]
 
-    both = merged(calls)
+    both = merge_calls(calls)
 
     assert [ask.ask_id for ask in both.leases] == ["a2"]
     assert len(both.releases) == 1
-    assert [ask.ask_id for ask in merged(calls[::-1]).leases] == ["a1", "a2"]
+    assert [ask.ask_id for ask in merge_calls(calls[::-1]).leases] == ["a1", "a2"]
 
 
-def test_a_peer_that_came_back_in_the_same_turn_is_not_forgotten():
+def test_a_peer_that_returns_in_the_same_call_is_not_forgotten():
     back = EngineCall(peers=[Peer(handshake=handshake("w1", epoch=2), clock_ahead_s=0.0)])
     lost = EngineCall(gone=[PeerGone(worker_id=WorkerId("w1"), epoch=Epoch(epoch)) for epoch in (1, 2)])
 
-    assert [gone.epoch for gone in merged([lost, back]).gone] == [1]
-    assert [gone.epoch for gone in merged([back, lost]).gone] == [1, 2]
+    assert [gone.epoch for gone in merge_calls([lost, back]).gone] == [1]
+    assert [gone.epoch for gone in merge_calls([back, lost]).gone] == [1, 2]

@@ -1,4 +1,4 @@
-"""Whom a worker may exchange KV with: who is asked when, and what the engine is told."""
+"""The peers of a worker: when each is asked for its handshake, and what the engine learns."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_ready_worker_is_asked_at_once_and_only_once():
     ],
     ids=["itself", "starting", "other KV"],
 )
-def test_whose_kv_cannot_be_read_is_not_asked(other):
+def test_workers_of_another_fingerprint_are_not_asked(other):
     one = book()
 
     one.record(other, 0.0)
@@ -64,7 +64,7 @@ def test_whose_kv_cannot_be_read_is_not_asked(other):
     assert one.next_at() == math.inf
 
 
-def test_the_clock_is_ahead_by_no_more_than_the_answer_can_have_taken():
+def test_the_clock_offset_is_an_upper_bound():
     one = book()
     one.record(record("w1"), 0.0)
     one.due(10.0)
@@ -74,7 +74,7 @@ def test_the_clock_is_ahead_by_no_more_than_the_answer_can_have_taken():
     assert peer.clock_ahead_s == 490.25
 
 
-def test_a_peer_is_asked_again_to_keep_it_alive():
+def test_a_peer_is_asked_again_periodically():
     one = connected(now=0.0)
 
     assert one.due(KEEP_ALIVE_S - 0.1) == []
@@ -82,7 +82,7 @@ def test_a_peer_is_asked_again_to_keep_it_alive():
     assert one.due(KEEP_ALIVE_S) == ["w1"]
 
 
-def test_who_does_not_answer_is_asked_again_soon_but_not_at_once_even_when_wanted():
+def test_an_unresponsive_peer_is_asked_again_after_a_pause():
     one = book()
     one.record(record("w1"), 0.0)
     one.due(0.0)
@@ -102,7 +102,7 @@ def test_a_wanted_peer_is_asked_at_once():
     assert one.due(1.0) == ["w1"]
 
 
-def test_a_peer_that_the_engine_cannot_connect_to_is_left_alone_for_a_while_even_when_wanted():
+def test_a_peer_that_cannot_be_connected_is_asked_after_a_pause():
     one = connected(now=0.0)
     one.refused("w1", 1, 1.0)
     one.want(["w1"], 1.0)
@@ -112,21 +112,21 @@ def test_a_peer_that_the_engine_cannot_connect_to_is_left_alone_for_a_while_even
     assert one.due(1.0 + RECONNECT_S) == ["w1"]
 
 
-def test_a_new_life_ends_the_old_one_and_is_asked():
+def test_a_new_epoch_ends_the_old_one_and_is_asked():
     one = connected(epoch=1)
 
     assert one.record(record("w1", epoch=2), 1.0) == gone(epoch=1)
     assert one.due(1.0) == ["w1"]
 
 
-def test_a_record_of_an_earlier_life_changes_nothing():
+def test_a_record_of_an_earlier_epoch_changes_nothing():
     one = connected(epoch=2)
 
     assert one.record(record("w1", epoch=1), 1.0) == []
     assert one.connected == 1
 
 
-def test_an_answer_of_a_later_life_than_the_record_says_ends_the_earlier():
+def test_a_handshake_of_a_later_epoch_ends_the_earlier_one():
     one = connected(epoch=1)
     one.due(KEEP_ALIVE_S)
 
@@ -146,7 +146,7 @@ def test_an_answer_of_a_later_life_than_the_record_says_ends_the_earlier():
     ],
     ids=["earlier life", "somebody else", "other KV", "no time"],
 )
-def test_an_answer_that_is_not_the_peers_own_is_none(stale):
+def test_a_handshake_of_another_worker_is_a_failure(stale):
     one = book()
     one.record(record("w1", epoch=2), 0.0)
     one.due(0.0)
@@ -156,7 +156,7 @@ def test_an_answer_that_is_not_the_peers_own_is_none(stale):
     assert one.due(RETRY_S) == ["w1"]
 
 
-def test_an_answer_after_the_peer_was_lost_is_none():
+def test_a_handshake_after_the_loss_of_the_peer_is_ignored():
     one = book()
     one.record(record("w1"), 0.0)
     one.due(0.0)
@@ -165,12 +165,12 @@ def test_an_answer_after_the_peer_was_lost_is_none():
     assert one.answered("w1", handshake("w1"), 0.0, 0.1) == ([], [])
 
 
-def test_a_lost_peer_is_gone_at_once_but_not_its_next_life():
+def test_a_lost_peer_is_gone_at_once_its_next_epoch_is_not():
     assert connected(epoch=1).lost("w1", 1) == gone()
     assert connected(epoch=2).lost("w1", 1) == []
 
 
-def test_a_record_that_comes_back_soon_was_never_gone():
+def test_a_record_that_returns_in_time_changes_nothing():
     one = connected(now=0.0)
     one.missing("w1", 1.0)
 
@@ -180,7 +180,7 @@ def test_a_record_that_comes_back_soon_was_never_gone():
     assert one.expired(1.0 + MISSING_S_MAX) == []
 
 
-def test_a_record_that_stays_away_means_gone_also_when_it_is_kept_alive_meanwhile():
+def test_a_record_that_stays_away_ends_the_peer():
     one = connected(now=0.0)
     one.missing("w1", KEEP_ALIVE_S)
     one.due(KEEP_ALIVE_S)
@@ -190,7 +190,7 @@ def test_a_record_that_stays_away_means_gone_also_when_it_is_kept_alive_meanwhil
     assert one.connected == 0
 
 
-def test_a_draining_peer_still_holds_what_others_want():
+def test_a_draining_peer_stays_connected():
     one = connected()
 
     assert one.record(record("w1", WorkerPhase.DRAINING), 1.0) == []
@@ -198,7 +198,7 @@ def test_a_draining_peer_still_holds_what_others_want():
     assert one.record(record("w1", WorkerPhase.GONE), 2.0) == gone()
 
 
-def test_a_large_fleet_is_asked_a_few_at_a_time_and_nobody_waits_for_time_to_pass():
+def test_a_large_fleet_is_asked_a_few_at_a_time():
     one = book()
     for number in range(3 * ASKS_AT_ONCE_MAX):
         one.record(record(f"w{number}"), 0.0)
@@ -211,7 +211,7 @@ def test_a_large_fleet_is_asked_a_few_at_a_time_and_nobody_waits_for_time_to_pas
     assert len(one.due(0.0)) == 1
 
 
-def test_there_are_no_more_peers_than_may_be():
+def test_the_number_of_peers_is_bounded():
     one = book()
     for number in range(PEERS_MAX + 5):
         one.record(record(f"w{number}"), 0.0)

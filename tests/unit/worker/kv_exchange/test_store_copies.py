@@ -1,4 +1,4 @@
-"""While a worker serves, what more than one request has used goes to a store."""
+"""Copies of hot prefixes to a store while a worker serves."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ async def test_hot_prefixes_are_copied_once():
         copier, (store,) = await serving(stack, "store")
         copier.chains = [chain(4, "1"), chain(4, "2")]
 
-        first = await copier.copies.look()
-        again = await copier.copies.look()
+        first = await copier.copies.copy_round()
+        again = await copier.copies.copy_round()
 
     assert (first.prefixes, first.blocks) == (2, 8)
     assert (again.prefixes, again.blocks) == (0, 0)
@@ -67,25 +67,25 @@ async def test_hot_prefixes_are_copied_once():
     assert len(store.fetches) == 2
 
 
-async def test_the_engine_is_asked_for_what_was_used_often_and_since_the_last_look():
+async def test_each_round_asks_for_chains_used_since_the_last_one():
     async with AsyncExitStack() as stack:
         copier, _stores = await serving(stack, "store")
-        await copier.copies.look()
-        await copier.copies.look()
+        await copier.copies.copy_round()
+        await copier.copies.copy_round()
 
     first, second = copier.questions
     assert (first.chains_uses_min, first.chains_idle_s_max) == (USES_MIN, math.inf)
     assert 0.0 <= second.chains_idle_s_max < 60.0
 
 
-async def test_of_the_next_turn_only_what_is_new_is_moved_and_to_the_same_store():
+async def test_the_next_turn_moves_only_new_blocks_to_the_same_store():
     conversation = chain(12)
     async with AsyncExitStack() as stack:
         copier, stores = await serving(stack, "s1", "s2", "s3")
         copier.chains = [conversation[:8]]
-        await copier.copies.look()
+        await copier.copies.copy_round()
         copier.chains = [conversation]
-        done = await copier.copies.look()
+        done = await copier.copies.copy_round()
 
     assert done.blocks == 4
     assert [len(store.held) for store in stores].count(12) == 1
@@ -96,48 +96,48 @@ async def test_two_workers_with_the_same_prefix_choose_the_same_store():
     async with AsyncExitStack() as stack:
         copier, stores = await serving(stack, "s1", "s2", "s3")
         copier.chains = [chain(4, str(number)) for number in range(12)]
-        await copier.copies.look()
+        await copier.copies.copy_round()
         before = [len(store.held) for store in stores]
         other = StoreCopies(copier.me.bus, SystemClock(), copier.me.exchange, lambda: record("me"), SETTINGS)
-        done = await other.look()
+        done = await other.copy_round()
 
     assert done.blocks == 0
     assert [len(store.held) for store in stores] == before
     assert min(before) > 0, "each store has some"
 
 
-async def test_without_a_store_the_engine_is_not_even_asked():
+async def test_without_a_store_the_engine_is_not_asked():
     async with AsyncExitStack() as stack:
         copier, _ = await serving(stack)
         await copier.joins("another", Role.BOTH)
         copier.chains = [chain(4)]
-        done = await copier.copies.look()
+        done = await copier.copies.copy_round()
 
     assert not copier.questions
     assert done.prefixes == 0
 
 
-async def test_a_store_that_came_later_gets_what_was_used_before():
+async def test_a_new_store_gets_earlier_chains_too():
     async with AsyncExitStack() as stack:
         copier, (first,) = await serving(stack, "s1")
         copier.chains = [chain(4)]
-        await copier.copies.look()
+        await copier.copies.copy_round()
         first.exchange.refuse_fetches()
         second = await copier.joins("s2")
         await copier.me.engine.told("peers", 2)
-        await copier.copies.look()
+        await copier.copies.copy_round()
 
     assert second.held == set(chain(4))
     assert copier.questions[-1].chains_idle_s_max == math.inf
 
 
-async def test_what_a_store_had_no_room_for_is_offered_again_when_it_is_used_again():
+async def test_a_chain_that_did_not_fit_is_copied_after_its_next_use():
     async with AsyncExitStack() as stack:
         copier, (store,) = await serving(stack, "store")
         copier.chains = [chain(4)]
         store.takes = lambda _wanted: 1
-        await copier.copies.look()
+        await copier.copies.copy_round()
         store.takes = lambda wanted: wanted
-        done = await copier.copies.look()
+        done = await copier.copies.copy_round()
 
     assert (done.prefixes, done.blocks) == (1, 3)

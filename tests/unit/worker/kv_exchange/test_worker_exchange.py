@@ -1,4 +1,4 @@
-"""The exchange of whole workers on one bus: what reaches which engine, and what never does."""
+"""KV exchange of several workers on one bus."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.memory_bus import MemoryHub
 from tests.unit.worker.kv_exchange.fakes import HASH, WAIT_S_MAX, OneWorker, exchanging, grant, lease, ledger
 
 
-async def test_workers_that_come_know_each_other_before_any_request():
+async def test_new_workers_connect_before_any_request():
     hub = MemoryHub()
     async with exchanging(OneWorker(hub, "w1")) as first, exchanging(OneWorker(hub, "w2")) as second:
         (peer,) = await first.engine.told("peers")
@@ -29,7 +29,7 @@ async def test_workers_that_come_know_each_other_before_any_request():
     assert 0.0 <= peer.clock_ahead_s < WAIT_S_MAX
 
 
-async def test_a_handshake_has_the_time_of_its_answer_without_asking_the_engine_again():
+async def test_a_handshake_has_the_current_clock_without_an_engine_call():
     async with exchanging(OneWorker(MemoryHub(), "w1")) as worker:
         before = time.monotonic()
         ask = AskKvHandshake(worker_id=worker.worker_id, reader_id=WorkerId("r1"))
@@ -54,7 +54,7 @@ async def test_an_ask_and_its_grant_go_from_engine_to_engine():
     assert released.ask_ids == ["a1"]
 
 
-async def test_the_answer_in_the_engines_own_reply_is_sent_like_any_other():
+async def test_messages_in_a_calls_response_are_sent_too():
     hub = MemoryHub()
     async with exchanging(OneWorker(hub, "h1")) as holder, exchanging(OneWorker(hub, "r1")) as reader:
         holder.engine.answer = lambda call: EngineNotification(grants=[grant(ask) for ask in call.leases])
@@ -64,7 +64,7 @@ async def test_the_answer_in_the_engines_own_reply_is_sent_like_any_other():
         assert await reader.engine.told("grants") == [grant(lease())]
 
 
-async def test_a_holder_that_nobody_hears_grants_nothing():
+async def test_an_ask_to_an_absent_holder_is_not_granted():
     async with exchanging(OneWorker(MemoryHub(), "r1")) as reader:
         reader.engine.tell(leases=[lease("nobody")])
 
@@ -102,7 +102,7 @@ async def test_blocks_whose_grant_cannot_be_sent_do_not_stay_pinned():
     assert (released.worker_id, released.ask_ids) == ("h1", ["a1"])
 
 
-async def test_what_could_not_be_released_is_released_when_the_connection_is_back():
+async def test_unsent_releases_are_sent_after_the_reconnect():
     hub = MemoryHub()
     async with exchanging(OneWorker(hub, "h1")) as holder, exchanging(OneWorker(hub, "r1")) as reader:
         reader.bus.lose()
@@ -116,7 +116,7 @@ async def test_what_could_not_be_released_is_released_when_the_connection_is_bac
         assert released.ask_ids == ["a1"]
 
 
-async def test_an_earlier_life_is_asked_in_vain_and_its_engine_never_hears_of_it():
+async def test_an_ask_for_an_earlier_epoch_is_refused_without_the_engine():
     hub = MemoryHub()
     async with exchanging(OneWorker(hub, "h1", epoch=2)) as holder, exchanging(OneWorker(hub, "r1")) as reader:
         reader.engine.tell(leases=[lease(epoch=1)])
@@ -130,7 +130,7 @@ async def test_an_earlier_life_is_asked_in_vain_and_its_engine_never_hears_of_it
     assert holder.engine.every("releases") == []
 
 
-async def test_a_grant_that_nobody_asked_for_is_given_back_and_not_believed():
+async def test_an_unasked_grant_is_released_and_not_used():
     hub = MemoryHub()
     async with exchanging(OneWorker(hub, "h1")) as holder, exchanging(OneWorker(hub, "r1")) as reader:
         await holder.bus.publish(KV_GRANT, grant(lease(ask_id="of-an-earlier-life")))
@@ -141,7 +141,7 @@ async def test_a_grant_that_nobody_asked_for_is_given_back_and_not_believed():
         assert reader.engine.every("grants") == []
 
 
-async def test_garbage_on_the_exchanges_subjects_harms_nobody():
+async def test_malformed_messages_are_ignored():
     hub = MemoryHub()
     async with exchanging(OneWorker(hub, "h1")) as holder, exchanging(OneWorker(hub, "r1")) as reader:
         for subject in ("kv.h1.lease", "kv.h1.release", "kv.h1.grant", "kv.h1.fetch"):
@@ -152,7 +152,7 @@ async def test_garbage_on_the_exchanges_subjects_harms_nobody():
         assert await holder.engine.told("leases") == [lease()]
 
 
-async def test_what_comes_up_in_one_turn_goes_in_one_call():
+async def test_calls_of_one_loop_turn_are_merged():
     hub = MemoryHub()
     async with exchanging(OneWorker(hub, "h1")) as holder, exchanging(OneWorker(hub, "r1")) as reader:
         reader.engine.tell(leases=[lease(ask_id=f"a{number}") for number in range(50)])
@@ -161,7 +161,7 @@ async def test_what_comes_up_in_one_turn_goes_in_one_call():
         assert len([call for call in holder.engine.calls if call.leases]) < 10
 
 
-async def test_while_the_engine_is_busy_what_comes_up_waits_and_goes_together():
+async def test_calls_to_a_busy_engine_wait_and_are_merged():
     hub = MemoryHub()
     async with exchanging(OneWorker(hub, "h1")) as holder, exchanging(OneWorker(hub, "r1")) as reader:
         await holder.engine.told("peers")
@@ -192,7 +192,7 @@ async def test_an_idle_engine_is_woken_when_its_next_lease_ends():
         assert len(holder.engine.calls) == calls + 1
 
 
-async def test_a_worker_that_is_wanted_is_asked_again_at_once():
+async def test_a_peer_wanted_by_a_request_is_asked_again_at_once():
     hub = MemoryHub()
     async with exchanging(OneWorker(hub, "r1")) as reader, exchanging(OneWorker(hub, "h1")):
         await reader.engine.told("peers")
@@ -202,7 +202,7 @@ async def test_a_worker_that_is_wanted_is_asked_again_at_once():
         assert len(await reader.engine.told("peers", 2)) == 2
 
 
-async def test_a_peer_that_cannot_be_connected_is_not_asked_again_at_once():
+async def test_a_peer_that_cannot_be_connected_is_asked_again_later():
     hub = MemoryHub()
     async with exchanging(OneWorker(hub, "r1")) as reader, exchanging(OneWorker(hub, "h1")):
         await reader.engine.told("peers")
@@ -214,7 +214,7 @@ async def test_a_peer_that_cannot_be_connected_is_not_asked_again_at_once():
         assert len(reader.engine.every("peers")) == 1
 
 
-async def test_a_peer_that_is_lost_is_gone_and_its_next_life_is_known():
+async def test_a_lost_peer_is_forgotten_and_its_next_epoch_connected():
     hub = MemoryHub()
     async with exchanging(OneWorker(hub, "r1")) as reader:
         async with exchanging(OneWorker(hub, "h1", epoch=1)):
@@ -242,7 +242,7 @@ async def test_blocks_are_fetched_by_command():
 @pytest.mark.parametrize(
     "wrong", [{"hashes": b"x"}, {"hashes": b""}, {"deadline_s": -1.0}, {"deadline_s": 1e9}], ids=str
 )
-async def test_a_fetch_that_makes_no_sense_is_refused(wrong):
+async def test_a_malformed_fetch_is_refused(wrong):
     fetch = FetchKv(**{"worker_id": "w1", "hashes": HASH, "sources": [], "deadline_s": 1.0, **wrong})
     async with exchanging(OneWorker(MemoryHub(), "w1")) as worker:
         with pytest.raises(AskRefused) as refused:
@@ -252,7 +252,7 @@ async def test_a_fetch_that_makes_no_sense_is_refused(wrong):
         assert worker.engine.every("fetches") == []
 
 
-async def test_a_worker_that_leaves_unpins_everything_and_grants_nothing_more():
+async def test_a_draining_worker_unpins_everything_and_grants_nothing():
     hub = MemoryHub()
     async with exchanging(OneWorker(hub, "h1")) as holder, exchanging(OneWorker(hub, "r1")) as reader:
         await holder.exchange.release_all()
@@ -264,7 +264,7 @@ async def test_a_worker_that_leaves_unpins_everything_and_grants_nothing_more():
         assert holder.engine.every("leases") == []
 
 
-async def test_the_ledger_is_kept_for_whoever_asks():
+async def test_the_last_ledger_state_is_available():
     async with exchanging(OneWorker(MemoryHub(), "w1")) as worker:
         changes = []
         worker.exchange.on_changed(lambda: changes.append(worker.exchange.state.pinned_blocks))
@@ -276,7 +276,7 @@ async def test_the_ledger_is_kept_for_whoever_asks():
     assert changes == [3, 0]
 
 
-async def test_older_news_that_arrives_late_does_not_bring_leases_back():
+async def test_an_older_state_that_arrives_late_is_ignored():
     async with exchanging(OneWorker(MemoryHub(), "w1")) as worker:
         worker.engine.tell(state=ledger(pinned_blocks=0, leases_granted_total=1, leases_released_total=1))
         worker.engine.tell(state=ledger(pinned_blocks=3, leases_granted_total=1))

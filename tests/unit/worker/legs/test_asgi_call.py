@@ -1,4 +1,4 @@
-"""What a call of the engine's server does when nobody waits for its answer any more."""
+"""Calls of the engine's server: cancellation and errors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def call() -> AsgiCall:
     return AsgiCall(start, b"{}", record, Nobody(), no_server_error)
 
 
-async def test_a_server_that_computes_in_a_task_of_its_own_is_told_that_its_client_has_gone():
+async def test_cancelling_a_call_disconnects_the_server_first():
     """As vLLM's does for answers that are not streamed."""
     computing, ended = asyncio.Event(), asyncio.Event()
 
@@ -73,7 +73,7 @@ async def test_a_server_that_computes_in_a_task_of_its_own_is_told_that_its_clie
     await asyncio.wait_for(ended.wait(), SOON_S)
 
 
-async def test_a_server_that_does_not_listen_is_cancelled():
+async def test_a_server_that_ignores_a_disconnect_is_cancelled():
     computing, ended = asyncio.Event(), asyncio.Event()
 
     async def app(_scope, _receive, _send) -> None:
@@ -92,7 +92,7 @@ async def test_a_server_that_does_not_listen_is_cancelled():
     await asyncio.wait_for(ended.wait(), SOON_S)
 
 
-async def test_what_the_server_raises_is_raised():
+async def test_exceptions_of_the_server_propagate():
     async def app(_scope, _receive, _send) -> None:
         raise ZeroDivisionError
 

@@ -1,4 +1,4 @@
-"""The engine's body for a leg: the client's own, but for the orders to the KV connector."""
+"""The engine's body for a leg: the client's, without orders to the KV connector."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def escaped(text: str) -> str:
 
 
 @given(fields, private, kinds, paths, encodings, st.booleans())
-def test_no_order_of_a_clients_reaches_the_engine(given_fields, orders, kind, path, encoding, escape):
+def test_private_fields_of_a_client_never_reach_the_engine(given_fields, orders, kind, path, encoding, escape):
     text = json.dumps(given_fields | orders)
     body = (escaped(text) if escape else text).encode(encoding)
 
@@ -54,7 +54,7 @@ def test_no_order_of_a_clients_reaches_the_engine(given_fields, orders, kind, pa
 
 
 @given(fields, private, kinds, paths)
-def test_every_other_field_arrives_as_it_was_sent(given_fields, orders, kind, path):
+def test_other_fields_arrive_unchanged(given_fields, orders, kind, path):
     made = prepare(kind, path, json.dumps(given_fields | orders).encode(), TRANSFER)
 
     if made is not None:
@@ -65,7 +65,7 @@ def test_every_other_field_arrives_as_it_was_sent(given_fields, orders, kind, pa
 
 
 @given(st.binary())
-def test_what_is_no_json_object_goes_to_the_engine_as_it_is(body):
+def test_a_body_that_is_no_json_object_is_passed_unchanged(body):
     try:
         is_object = isinstance(json.loads(body), dict)
     except ValueError:
@@ -106,7 +106,7 @@ def test_numbers_and_spaces_inside_fields_stay_as_they_are_in_a_prefill_body():
     ],
     ids=str,
 )
-def test_what_is_not_one_plain_sequence_is_left_to_the_decode_leg(more):
+def test_requests_of_several_sequences_are_left_to_the_decode_leg(more):
     body = json.dumps({"model": "m", "prompt": "x", **more}).encode()
 
     assert prepare(LegKind.PREFILL, COMPLETIONS, body) is None
@@ -127,7 +127,7 @@ def test_what_is_not_one_plain_sequence_is_left_to_the_decode_leg(more):
     ],
     ids=str,
 )
-def test_one_plain_sequence_is_handed_over(more):
+def test_one_prompt_and_one_completion_are_handed_off(more):
     body = json.dumps({"model": "m", "prompt": "x", **more}).encode()
 
     assert "kv_transfer_params" in json.loads(prepare(LegKind.PREFILL, COMPLETIONS, body))
@@ -154,7 +154,7 @@ def test_numbers_that_only_some_parsers_accept_are_kept():
 
 
 @pytest.mark.parametrize("prompt", [b'"\xff"', b"[1," + b"9" * 5000 + b"]"], ids=["bytes", "digits"])
-def test_a_prompt_that_cannot_be_read_is_left_to_the_engine_that_would_answer(prompt):
+def test_an_unreadable_prompt_is_left_to_the_decode_engine(prompt):
     body = b'{"model":"m","prompt":' + prompt + b"}"
 
     assert prepare(LegKind.PREFILL, COMPLETIONS, body) is None
@@ -163,14 +163,14 @@ def test_a_prompt_that_cannot_be_read_is_left_to_the_engine_that_would_answer(pr
 
 
 @pytest.mark.parametrize("kind", list(LegKind))
-def test_no_depth_of_a_prompt_is_too_much(kind):
+def test_a_deeply_nested_prompt_is_no_crash(kind):
     for deep in range(800, 1100):  # Somewhere between, one of the readers gives up and another does not.
         body = b'{"model":"m","prompt":[1,' + b"[" * deep + b"]" * deep + b"]}"
         prepare(kind, COMPLETIONS, body, TRANSFER)
 
 
 @given(fields, encodings, st.booleans(), st.text())
-def test_a_salted_body_is_the_clients_with_one_salt_however_its_own_is_written(given_fields, encoding, escape, own):
+def test_a_salted_body_has_exactly_one_salt(given_fields, encoding, escape, own):
     text = json.dumps({**given_fields, "cache_salt": own})
     name = '"cache\\u005fsalt"' if escape else '"cache_salt"'
     written = text.replace('"cache_salt"', name)[:-1] + f', {name}: "again"}}'
@@ -182,6 +182,6 @@ def test_a_salted_body_is_the_clients_with_one_salt_however_its_own_is_written(g
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"null", b'{"prompt":', b"\xff"])
-def test_what_cannot_be_salted_reaches_no_engine(body):
+def test_a_body_that_cannot_be_salted_reaches_no_engine(body):
     assert salted(body, "tenants") == b"null"
     assert salted(body, "") is body

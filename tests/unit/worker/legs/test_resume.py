@@ -1,4 +1,4 @@
-"""Legs that go on where another one broke off: which can, and what the shell passes on of them."""
+"""Resumed legs: which requests can resume, and what the worker relays."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def refusal(leg: StartLeg, *, is_plain: bool = True):
         {"seed": 7, "stop": ["x"], "logit_bias": {"5": -100}, "logprobs": True},
     ],
 )
-def test_what_follows_from_the_tokens_alone_goes_on(body):
+def test_requests_that_depend_on_tokens_alone_resume(body):
     assert resumed_tokens(start(body), is_plain=True) == [5, 6]
 
 
@@ -65,7 +65,7 @@ def test_what_follows_from_the_tokens_alone_goes_on(body):
         ({"stream": False}, "stream"),
     ],
 )
-def test_what_the_lost_engine_alone_knew_is_refused_by_name(body, word):
+def test_state_of_the_lost_engine_prevents_a_resume_and_is_named(body, word):
     failure = refusal(start(body))
 
     assert failure.reason is Reason.CANNOT_RESUME
@@ -77,11 +77,11 @@ def test_several_completions_and_other_paths_are_refused():
     assert refusal(start({}, path="/v1/responses")).reason is Reason.CANNOT_RESUME
 
 
-def test_tokens_that_cannot_be_read_are_a_bad_message():
+def test_unreadable_tokens_are_a_bad_message():
     assert refusal(start({}, resume=b"abc")).reason is Reason.BAD_MESSAGE
 
 
-def test_which_tokens_came_together_is_read_alike():
+def test_joined_tokens_are_unpacked_the_same_way():
     assert joined_tokens(start({}, resume_joined=pack_tokens([1, 4]))) == {1, 4}
     assert joined_tokens(start({})) == set()
     with pytest.raises(CannotResume) as refused:
@@ -89,7 +89,7 @@ def test_which_tokens_came_together_is_read_alike():
     assert refused.value.failure.reason is Reason.BAD_MESSAGE
 
 
-def test_tokens_that_a_server_hears_of_at_once_are_told_as_such():
+def test_tokens_given_to_the_server_together_are_marked_joined():
     record = LegRecord(kind=LegKind.AGGREGATED, request_id="q", trace_headers={})
     record.heard([1], last=False)
     record.heard([2, 3, 4], last=False)
@@ -102,7 +102,7 @@ def test_tokens_that_a_server_hears_of_at_once_are_told_as_such():
     assert record.completion_tokens == 8
 
 
-def test_all_events_say_when_the_answer_began_and_no_text_is_taken_for_that():
+def test_every_event_has_the_original_created_time_and_text_stays():
     text = json.dumps({"created": 5, "text": '"created":6 and {"created":7}'}, separators=(",", ":")).encode()
 
     assert dated(b"data: %b\n\ndata: %b\n\n" % (text, text), 12) == (
@@ -116,12 +116,12 @@ def test_a_prefill_leg_need_not_be_a_stream():
     assert resumed_tokens(leg, is_plain=True) == [5, 6]
 
 
-def test_no_tokens_at_all_are_tokens_to_resume_from():
+def test_an_empty_list_of_tokens_resumes_too():
     assert resumed_tokens(start({}, resume=b""), is_plain=True) == []
     assert resumed_tokens(start({"n": 2}, resume=None), is_plain=False) is None
 
 
-async def test_what_the_client_has_had_is_not_sent_again():
+async def test_resumed_tokens_are_not_sent_again():
     async with running_worker() as worker:
         leg = await worker.leg(body={"stream": True, "tokens": 4}, resume=pack_tokens([0, 1]))
 
@@ -134,7 +134,7 @@ async def test_what_the_client_has_had_is_not_sent_again():
         ]
 
 
-async def test_the_report_counts_the_prompt_and_the_answer_as_their_client_does():
+async def test_the_report_counts_prompt_and_completion_as_the_client_does():
     async with running_worker() as worker:
         leg = await worker.leg(body={"stream": True, "tokens": 8}, resume=pack_tokens(range(6)))
 
@@ -144,7 +144,7 @@ async def test_the_report_counts_the_prompt_and_the_answer_as_their_client_does(
         assert (report.prompt_tokens, report.cached_tokens, report.completion_tokens) == (7, 7, 8)
 
 
-async def test_an_engine_that_will_not_go_on_fails_the_leg_and_nothing_else():
+async def test_an_engine_that_cannot_resume_fails_that_leg_only():
     async with running_worker() as worker:
         leg = await worker.leg(body={"stream": True, "cannot_resume": "it forgot"}, resume=pack_tokens([0]))
 
@@ -155,7 +155,7 @@ async def test_an_engine_that_will_not_go_on_fails_the_leg_and_nothing_else():
         assert all(frame.kind is not FrameKind.DATA for frame in frames)
 
 
-async def test_a_server_that_never_gets_through_the_tokens_is_not_taken_for_an_answer():
+async def test_a_server_that_never_catches_up_fails_the_leg():
     async with running_worker() as worker:
         leg = await worker.leg(body={"stream": True, "tokens": 2}, resume=pack_tokens([0, 1, 2]))
 
@@ -165,7 +165,7 @@ async def test_a_server_that_never_gets_through_the_tokens_is_not_taken_for_an_a
         assert all(frame.kind is not FrameKind.DATA for frame in frames)
 
 
-async def test_a_request_with_state_in_the_lost_engine_never_reaches_another():
+async def test_a_request_with_lost_engine_state_never_reaches_the_engine():
     async with running_worker() as worker:
         leg = await worker.leg(body={"stream": True, "presence_penalty": 1}, resume=pack_tokens([0]))
 

@@ -39,7 +39,7 @@ async def test_a_leg_is_answered_with_head_data_and_end():
         assert report.finish_reason == "length"
 
 
-async def test_what_follows_the_last_token_comes_in_one_piece_with_the_end():
+async def test_data_after_the_last_token_is_sent_in_one_frame():
     async with running_worker() as worker:
         frames, _failure = await worker.read(await worker.leg(body={"tokens": 1, "more": ["usage ", "done"]}))
 
@@ -47,7 +47,7 @@ async def test_what_follows_the_last_token_comes_in_one_piece_with_the_end():
         assert kinds(frames[3:]) == [FrameKind.END]
 
 
-async def test_what_the_server_says_of_an_engine_that_died_is_not_passed_on():
+async def test_the_servers_error_about_a_dead_engine_is_not_relayed():
     """The router answers for that, or has the answer taken up elsewhere."""
     async with running_worker() as worker:
         leg = await worker.leg(body={"tokens": 1, "more": ["error"], "dies_at_the_end": True})
@@ -58,7 +58,7 @@ async def test_what_the_server_says_of_an_engine_that_died_is_not_passed_on():
         assert [frame.data for frame in frames if frame.kind is FrameKind.DATA] == [b"data: 0\n\n"]
 
 
-async def test_a_prefill_leg_answers_with_its_kv_and_no_data():
+async def test_a_prefill_leg_returns_its_kv_and_no_data():
     async with running_worker() as worker:
         frames, _failure = await worker.read(await worker.leg(LegKind.PREFILL))
 
@@ -67,7 +67,7 @@ async def test_a_prefill_leg_answers_with_its_kv_and_no_data():
         assert json.loads(worker.engine.bodies[0])["kv_transfer_params"] == {"do_remote_decode": True}
 
 
-async def test_a_refused_prefill_relays_the_engines_words():
+async def test_a_refused_prefill_relays_the_engines_error():
     async with running_worker() as worker:
         frames, _failure = await worker.read(await worker.leg(LegKind.PREFILL, body={"status": 400}))
 
@@ -75,7 +75,7 @@ async def test_a_refused_prefill_relays_the_engines_words():
         assert frames[1].data == b'{"error":{}}'
 
 
-async def test_a_prefill_that_cannot_be_handed_over_never_reaches_the_engine():
+async def test_a_prefill_without_a_possible_handoff_never_reaches_the_engine():
     async with running_worker() as worker:
         frames, _failure = await worker.read(await worker.leg(LegKind.PREFILL, body={"n": 2}))
 
@@ -91,7 +91,7 @@ async def test_a_decode_leg_carries_the_prefills_kv_to_the_engine():
         assert json.loads(worker.engine.bodies[0])["kv_transfer_params"] == json.loads(KV_TRANSFER)
 
 
-async def test_a_leg_of_a_router_whose_name_is_no_part_of_a_subject_is_never_served():
+async def test_a_leg_with_an_unusable_router_id_is_not_served():
     async with running_worker() as worker:
         for name in ("", "r1.>", "*", "r 1"):
             await worker.leg(router_id=RouterId(name), body={"tokens": 1})
@@ -102,7 +102,7 @@ async def test_a_leg_of_a_router_whose_name_is_no_part_of_a_subject_is_never_ser
         assert [json.loads(body)["tokens"] for body in worker.engine.bodies] == [2]
 
 
-async def test_one_leg_too_many_is_refused_as_busy():
+async def test_legs_beyond_the_maximum_are_refused_as_busy():
     async with running_worker() as worker:
         worker.engine.gate.clear()
         for _ in range(worker.engine.facts.legs_max):
@@ -114,7 +114,7 @@ async def test_one_leg_too_many_is_refused_as_busy():
         assert failure.retry_after_s
 
 
-async def test_a_leg_for_an_earlier_life_is_refused_as_lost():
+async def test_a_leg_for_an_earlier_epoch_is_refused_as_lost():
     async with running_worker() as worker:
         _frames, failure = await worker.read(await worker.leg(epoch=Epoch(1)))
 
@@ -210,14 +210,14 @@ async def test_a_dead_engine_fails_every_leg_and_ends_the_process():
         assert await worker.exit == 1
 
 
-async def test_a_server_error_that_comes_from_a_dying_engine_is_told_as_such():
+async def test_a_server_error_of_a_dying_engine_fails_as_engine_dead():
     async with running_worker() as worker:
         _frames, failure = await worker.read(await worker.leg(body={"status": 500, "dies": True}))
 
         assert failure.reason is Reason.ENGINE_DEAD
 
 
-async def test_a_worker_that_is_stopped_while_its_engine_starts_leaves_at_once():
+async def test_a_worker_stopped_during_engine_start_exits_at_once():
     worker = RunningWorker(MemoryHub(), FakeEngine())
     never = asyncio.Event()
     cancelled = asyncio.Event()
@@ -237,7 +237,7 @@ async def test_a_worker_that_is_stopped_while_its_engine_starts_leaves_at_once()
     assert cancelled.is_set()
 
 
-def test_a_leg_that_its_router_has_forgotten_is_aborted_though_it_never_says_anything():
+def test_a_silent_leg_that_its_router_has_forgotten_is_aborted():
     async def story() -> int:
         async with running_worker() as worker:
             worker.engine.gate.clear()
@@ -252,7 +252,7 @@ def test_a_leg_that_its_router_has_forgotten_is_aborted_though_it_never_says_any
 
 
 @pytest.mark.parametrize("deadline_s", [math.nan, math.inf, -1.0, 1e300])
-async def test_a_leg_with_a_deadline_that_is_no_time_is_refused_and_the_next_is_served(deadline_s: float):
+async def test_a_leg_with_an_invalid_deadline_is_refused(deadline_s: float):
     async with running_worker() as worker:
         _, failure = await worker.read(await worker.leg(deadline_s=deadline_s))
         _, after = await worker.read(await worker.leg())
@@ -261,7 +261,7 @@ async def test_a_leg_with_a_deadline_that_is_no_time_is_refused_and_the_next_is_
         assert after is None
 
 
-async def test_a_content_type_that_no_header_can_carry_harms_nobody():
+async def test_an_unencodable_content_type_fails_no_leg():
     async with running_worker() as worker:
         frames, failure = await worker.read(await worker.leg(content_type="a\u2028b"))
 

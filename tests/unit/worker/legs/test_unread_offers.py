@@ -1,4 +1,4 @@
-"""KV that nobody will read is given back as soon as that is known."""
+"""Offers that no worker will read are released at once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def released_elsewhere(worker: RunningWorker) -> asyncio.Queue[ReleaseKv]:
 
 
 @pytest.mark.parametrize("ended", [False, True], ids=["while it runs", "when its end is under way"])
-async def test_a_prefill_leg_that_nobody_wants_gives_its_offer_back(ended: bool):
+async def test_a_broken_off_prefill_leg_releases_its_offer(ended: bool):
     engine = FakeExchange("w1")
     async with running_worker(engine) as worker:
         if not ended:
@@ -48,7 +48,7 @@ async def test_a_prefill_leg_that_nobody_wants_gives_its_offer_back(ended: bool)
 
 
 @pytest.mark.parametrize("body", [{"crash": True}, {}], ids=["it fails", "it is cancelled"])
-async def test_a_decode_leg_that_is_broken_off_gives_back_what_it_was_to_read(body: dict[str, bool]):
+async def test_a_broken_off_decode_leg_releases_the_offer_it_would_read(body: dict[str, bool]):
     async with running_worker(FakeExchange("w1")) as worker:
         told = await released_elsewhere(worker)
         worker.engine.gate.clear()
@@ -62,7 +62,7 @@ async def test_a_decode_leg_that_is_broken_off_gives_back_what_it_was_to_read(bo
     assert (release.worker_id, release.epoch, release.lease_ids) == ("p9", 7, ["offered"])
 
 
-async def test_a_decode_leg_that_is_cancelled_before_it_began_gives_back_what_it_was_to_read():
+async def test_a_decode_leg_cancelled_before_its_start_releases_its_offer():
     async with running_worker(FakeExchange("w1")) as worker:
         told = await released_elsewhere(worker)
         leg = await worker.leg(LegKind.DECODE, kv_transfer=PACKED)
@@ -74,7 +74,7 @@ async def test_a_decode_leg_that_is_cancelled_before_it_began_gives_back_what_it
     assert release.lease_ids == ["offered"]
 
 
-async def test_a_decode_leg_that_is_refused_gives_back_what_it_was_to_read():
+async def test_a_refused_decode_leg_releases_its_offer():
     async with running_worker(FakeExchange("w1")) as worker:
         told = await released_elsewhere(worker)
 
@@ -86,7 +86,7 @@ async def test_a_decode_leg_that_is_refused_gives_back_what_it_was_to_read():
     assert release.lease_ids == ["offered"]
 
 
-async def test_legs_that_end_well_leave_offers_to_those_who_read_them():
+async def test_legs_that_succeed_release_no_offer():
     engine = FakeExchange("w1")
     async with running_worker(engine) as worker:
         told = await released_elsewhere(worker)

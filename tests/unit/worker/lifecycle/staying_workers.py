@@ -1,4 +1,4 @@
-"""Workers that fetch what they are told to, for tests of those who tell them."""
+"""Workers that fetch prefixes by command."""
 
 from __future__ import annotations
 

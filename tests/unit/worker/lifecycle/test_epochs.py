@@ -1,4 +1,4 @@
-"""Each life of a worker has a greater epoch than the one before, whatever the machine's clock says."""
+"""Each process of a worker has a greater epoch than the one before, even if the clock was set back."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ async def bus() -> Bus:
     return MemoryBus(MemoryHub())
 
 
-async def test_the_first_life_is_named_by_the_clock(bus):
+async def test_the_first_epoch_is_the_wall_clock(bus):
     assert await new_epoch(bus, W1, 4000) == 4000
 
 
 @pytest.mark.parametrize(("wall_ms", "epoch"), [(6000, 6000), (BEFORE, BEFORE + 1), (10, BEFORE + 1)])
-async def test_a_later_life_is_greater_than_the_registered_one(bus, wall_ms, epoch):
+async def test_an_epoch_is_greater_than_the_registered_one(bus, wall_ms, epoch):
     records = await bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
     await records.put(record(W1, epoch=BEFORE))
 
     assert await new_epoch(bus, W1, wall_ms) == epoch
 
 
-async def test_a_life_whose_record_was_removed_binds_nobody(bus):
+async def test_a_removed_record_does_not_bind_the_next_epoch(bus):
     records = await bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
     await records.put(record(W1, epoch=BEFORE))
     await records.delete(W1)

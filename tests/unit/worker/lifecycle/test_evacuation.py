@@ -1,4 +1,4 @@
-"""A worker that leaves has its hot prefixes fetched by those that stay."""
+"""Other workers fetch the hot prefixes of one that drains."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def leaving(stack: AsyncExitStack, chains: list[list[bytes]], *names: str)
     return one, await one.beside(*names)
 
 
-async def test_every_hot_prefix_is_with_one_that_stays_and_the_numbers_tell():
+async def test_every_hot_prefix_is_copied_and_counted():
     chains = [chain(4, str(number)) for number in range(10)]
     async with AsyncExitStack() as stack:
         worker, stayers = await leaving(stack, chains, "a", "b")
@@ -62,7 +62,7 @@ async def test_every_hot_prefix_is_with_one_that_stays_and_the_numbers_tell():
     assert (source.worker_id, source.epoch) == ("leaving", 1)
 
 
-async def test_a_prefix_goes_to_who_has_the_most_of_it_and_what_is_there_is_not_moved():
+async def test_a_prefix_goes_to_the_worker_that_has_most_of_it():
     hashes = chain(8)
     async with AsyncExitStack() as stack:
         worker, (a, b) = await leaving(stack, [hashes], "a", "b")
@@ -74,7 +74,7 @@ async def test_a_prefix_goes_to_who_has_the_most_of_it_and_what_is_there_is_not_
     assert (done.prefixes, done.blocks) == (1, 2)
 
 
-async def test_who_has_no_room_is_not_the_end_of_it():
+async def test_a_full_target_is_followed_by_the_next_one():
     chains = [chain(4, str(number)) for number in range(3)]
     async with AsyncExitStack() as stack:
         worker, (a, b) = await leaving(stack, chains, "a", "b")
@@ -85,7 +85,7 @@ async def test_who_has_no_room_is_not_the_end_of_it():
     assert len(b.held) == 12
 
 
-async def test_a_worker_that_leaves_too_gets_nothing_and_the_others_no_more_than_half_of_their_memory():
+async def test_a_draining_target_gets_nothing_others_half_of_their_memory():
     chains = [chain(4, str(number)) for number in range(30)]
     async with AsyncExitStack() as stack:
         worker, (a, b) = await leaving(stack, chains, "a", "b")
@@ -98,7 +98,7 @@ async def test_a_worker_that_leaves_too_gets_nothing_and_the_others_no_more_than
 
 
 @pytest.mark.parametrize("names", [(), ("alone",)])
-async def test_when_nobody_can_take_them_they_are_left_and_nobody_waits(names):
+async def test_prefixes_without_a_target_are_left_at_once(names):
     chains = [chain(4, str(number)) for number in range(CHAINS_AT_ONCE_MAX * 2)]
     async with AsyncExitStack() as stack:
         worker, stayers = await leaving(stack, chains, *names)
@@ -110,7 +110,7 @@ async def test_when_nobody_can_take_them_they_are_left_and_nobody_waits(names):
     assert done.seconds < S_MAX
 
 
-async def test_a_worker_without_hot_prefixes_asks_nobody():
+async def test_without_hot_prefixes_no_worker_is_asked():
     async with AsyncExitStack() as stack:
         worker, (a,) = await leaving(stack, [], "a")
         done = await worker.leave()
@@ -119,7 +119,7 @@ async def test_a_worker_without_hot_prefixes_asks_nobody():
     assert not a.engine.every("fetches")
 
 
-def test_evacuation_ends_at_its_deadline_whoever_does_not_answer():
+def test_evacuation_ends_at_its_deadline():
     async def main() -> CopyTotals:
         async with AsyncExitStack() as stack:
             worker, (a,) = await leaving(stack, [chain(4, "1"), chain(4, "2")], "a")

@@ -1,4 +1,4 @@
-"""A role that a worker was told to take on outlives a crash of its process, and nothing else."""
+"""A changed role survives a crash of the process, and nothing else."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def life(folder: Path, role: Role) -> AsyncIterator[Life]:
         yield Life(worker)
 
 
-async def test_lives_after_a_crash_begin_with_the_role_that_was_taken_on_and_say_so(tmp_path):
+async def test_a_changed_role_survives_crashes_and_is_noted(tmp_path):
     async with life(tmp_path, Role.PREFILL) as first:
         assert await first.role() is Role.PREFILL
         await first.takes_on(Role.DECODE)
@@ -88,7 +88,7 @@ async def test_lives_after_a_crash_begin_with_the_role_that_was_taken_on_and_say
             await later.crashes()
 
 
-async def test_settings_that_were_changed_since_win_for_good(tmp_path):
+async def test_settings_changed_since_the_order_win(tmp_path):
     async with life(tmp_path, Role.PREFILL) as first:
         await first.takes_on(Role.DECODE)
         await first.crashes()
@@ -101,7 +101,7 @@ async def test_settings_that_were_changed_since_win_for_good(tmp_path):
 
 
 @pytest.mark.parametrize("end", [Life.is_told_to_leave, Life.is_ended])
-async def test_who_left_in_order_begins_anew(tmp_path, end):
+async def test_a_drained_worker_restarts_with_the_role_of_its_settings(tmp_path, end):
     async with life(tmp_path, Role.PREFILL) as first:
         await first.takes_on(Role.DECODE)
         await end(first)
@@ -110,7 +110,7 @@ async def test_who_left_in_order_begins_anew(tmp_path, end):
         assert await later.role() is Role.PREFILL
 
 
-async def test_who_has_its_first_role_again_has_nothing_to_remember(tmp_path):
+async def test_a_change_back_to_the_settings_role_forgets_the_saved_one(tmp_path):
     async with life(tmp_path, Role.PREFILL) as first:
         await first.takes_on(Role.DECODE)
         await first.takes_on(Role.PREFILL)
@@ -121,7 +121,7 @@ async def test_who_has_its_first_role_again_has_nothing_to_remember(tmp_path):
         assert (record.role, record.note) == (Role.PREFILL, "")
 
 
-async def test_a_folder_that_cannot_be_written_costs_the_memory_and_not_the_change(tmp_path):
+async def test_an_unwritable_folder_does_not_prevent_the_change(tmp_path):
     folder = tmp_path / "file"
     folder.touch()
 
@@ -134,7 +134,7 @@ async def test_a_folder_that_cannot_be_written_costs_the_memory_and_not_the_chan
         assert await later.role() is Role.PREFILL
 
 
-async def test_what_cannot_be_read_counts_as_nothing(tmp_path):
+async def test_an_unreadable_saved_role_is_ignored(tmp_path):
     async with life(tmp_path, Role.PREFILL) as first:
         await first.takes_on(Role.DECODE)
         await first.crashes()

@@ -1,4 +1,4 @@
-"""Several simulated engines that exchange KV, in virtual time: what their workers and the bus would do, without either."""
+"""Several simulated engines that exchange KV in virtual time, without workers and bus."""
 
 from __future__ import annotations
 

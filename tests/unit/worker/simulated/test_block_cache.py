@@ -1,4 +1,4 @@
-"""The paged cache never loses a block, never forgets one in use, and tells exactly what it holds."""
+"""The paged cache loses no block, evicts none in use, and its events are exact."""
 
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -78,7 +78,7 @@ TestAnyOrderOfCalls = CacheAgainstModel.TestCase
 TestAnyOrderOfCalls.settings = hypothesis_settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_what_has_been_free_for_longest_is_forgotten_first_and_the_end_of_a_prefix_before_its_beginning():
+def test_eviction_is_lru_and_takes_the_end_of_a_prefix_first():
     cache = BlockCache(4)
     first, second = cache.take(2), cache.take(2)
     for index, block in enumerate([*first, *second]):
@@ -93,7 +93,7 @@ def test_what_has_been_free_for_longest_is_forgotten_first_and_the_end_of_a_pref
     assert removed == pack_hashes(map(block_hash64, [name(3), name(2), name(1)]))
 
 
-def test_a_block_without_a_name_is_taken_before_any_that_somebody_may_find_again():
+def test_unnamed_blocks_are_taken_before_cached_ones():
     cache = BlockCache(2)
     named, nameless = cache.take(1), cache.take(1)
     cache.name(named[0], name(1), None)
@@ -103,7 +103,7 @@ def test_a_block_without_a_name_is_taken_before_any_that_somebody_may_find_again
     assert cache.take(1) == nameless
 
 
-def test_consecutive_blocks_are_told_in_one_event_with_their_parent():
+def test_consecutive_blocks_make_one_event_with_their_parent():
     cache = BlockCache(4)
     blocks = cache.take(3)
     cache.name(blocks[0], name(1), name(9))
@@ -116,7 +116,7 @@ def test_consecutive_blocks_are_told_in_one_event_with_their_parent():
     assert (second.hashes, second.parent) == (pack_hashes([block_hash64(name(3))]), block_hash64(name(7)))
 
 
-def test_a_reader_who_lost_events_can_be_brought_up_to_date():
+def test_the_whole_cache_as_events_resynchronises_a_reader():
     cache, told = BlockCache(4), HeldBlocks()
     for number, block in enumerate(cache.take(3)):
         cache.name(block, name(number), None)

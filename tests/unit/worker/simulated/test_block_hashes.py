@@ -43,12 +43,12 @@ def chain(tokens, size, salt=""):
     size=st.sampled_from([1, 16, 23, 24, 32]),
     salt=st.sampled_from(["", "tenant"]),
 )
-def test_ready_made_pieces_hash_as_a_general_encoder_does(tokens, size, salt):
+def test_cached_pieces_hash_like_a_general_encoder(tokens, size, salt):
     assert chain(tokens, size, salt) == plainly(tokens, size, salt)
 
 
 @pytest.mark.parametrize("size", [128, 256, 300])
-def test_large_blocks_too(size):
+def test_large_blocks_hash_the_same(size):
     tokens = list(range(2 * size))
 
     assert chain(tokens, size) == plainly(tokens, size)

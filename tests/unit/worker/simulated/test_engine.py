@@ -1,4 +1,4 @@
-"""The simulated engine behind its port: OpenAI's shapes, the leg's record, and what the worker follows."""
+"""The simulated engine behind its port: OpenAI responses, the leg record, events and load."""
 
 import asyncio
 import contextlib
@@ -143,7 +143,7 @@ async def handshake(*engines):
     return deliver
 
 
-async def test_a_completion_streamed_is_the_same_as_whole(engine):
+async def test_a_streamed_completion_equals_a_whole_one(engine):
     whole = (await complete(engine, max_tokens=12)).json()
     streamed = await complete(engine, max_tokens=12, stream=True)
     events = streamed.events()
@@ -155,7 +155,7 @@ async def test_a_completion_streamed_is_the_same_as_whole(engine):
     assert whole["usage"]["completion_tokens"] == 12
 
 
-async def test_a_chat_streamed_is_the_same_as_whole_and_begins_with_the_role(engine):
+async def test_a_streamed_chat_equals_a_whole_one_and_begins_with_the_role(engine):
     whole = (await chat(engine, max_tokens=7)).json()
     events = (await chat(engine, max_tokens=7, stream=True)).events()
 
@@ -174,7 +174,7 @@ async def test_an_answer_sent_back_makes_the_same_tokens_again(engine):
     assert cached >= prompt_tokens - 2 * 32
 
 
-async def test_usage_comes_last_when_asked_for_and_counts_what_was_cached(engine):
+async def test_usage_comes_last_and_counts_cached_tokens(engine):
     await complete(engine, max_tokens=1)
     options = {"include_usage": True}
     last = (await complete(engine, max_tokens=3, stream=True, stream_options=options)).events()[-1]
@@ -233,7 +233,7 @@ async def test_prompts_may_be_token_ids(engine):
     assert two["choices"][0]["text"] == one["choices"][0]["text"]
 
 
-async def test_echo_and_logprobs_say_the_prompt_too(engine):
+async def test_echo_and_logprobs_include_the_prompt(engine):
     answer = (await complete(engine, prompt="Hello there", echo=True, logprobs=1, max_tokens=2)).json()
     streamed = (await complete(engine, prompt="Hello there", echo=True, max_tokens=2, stream=True)).events()
     choice = answer["choices"][0]
@@ -285,7 +285,7 @@ async def test_chat_logprobs_and_prompt_logprobs_have_their_shapes(engine):
         ("/v1/chat/completions", {"messages": [{"role": "user"}], "top_logprobs": 3}, 400, "top_logprobs"),
     ],
 )
-async def test_bad_input_is_answered_in_vllms_words_and_shape(engine, path, body, status, param):
+async def test_bad_input_gets_vllms_errors(engine, path, body, status, param):
     answer = await call(engine, path, body)
 
     assert answer.status == status
@@ -304,7 +304,7 @@ async def test_models_health_and_unknown_paths(engine):
     assert (await call(engine, "/v1/completions", b"", method="GET")).status == 405
 
 
-async def test_a_request_prefilled_here_and_decoded_there_answers_as_one_engine_would(engine, directory):
+async def test_a_disaggregated_request_answers_like_an_aggregated_one(engine, directory):
     body = {"prompt": PROMPT, "max_tokens": 16, "stream": True, "stop": ["zzz"], "ignore_eos": True}
     body["stream_options"] = {"include_usage": True}
     async with running(directory, worker_id="decoder") as decoder:
@@ -333,7 +333,7 @@ async def test_a_request_prefilled_here_and_decoded_there_answers_as_one_engine_
 
 
 @pytest.mark.parametrize("transfer", ["memory", "tcp", "nixl"])
-async def test_whatever_moves_the_bytes_moves_the_right_ones(directory, transfer):
+async def test_every_transfer_agent_moves_the_right_bytes(directory, transfer):
     if transfer == "nixl":
         pytest.importorskip("nixl")
     body = {"prompt": PROMPT, "max_tokens": 16, "ignore_eos": True}
@@ -351,7 +351,7 @@ async def test_whatever_moves_the_bytes_moves_the_right_ones(directory, transfer
     assert answer.json()["choices"][0]["text"] == alone.json()["choices"][0]["text"]
 
 
-async def test_a_reader_over_tcp_gets_nothing_but_blocks(directory):
+async def test_a_tcp_reader_gets_registered_memory_only(directory):
     async with running(directory, worker_id="p", sim_transfer="tcp") as engine:
         told = (await engine.exchange.call(EngineCall(describe=True))).handshake
         reader = TcpAgent("reader", "127.0.0.1")
@@ -366,7 +366,7 @@ async def test_a_reader_over_tcp_gets_nothing_but_blocks(directory):
     assert room[0] == 7
 
 
-async def test_a_prompt_followed_while_it_is_computed_tells_what_was_cached_of_it(directory):
+async def test_a_streamed_handoff_reports_prefill_cached_tokens(directory):
     slow = {"sim_prefill_tokens_per_s": 2000.0, "max_num_batched_tokens": 64}
     body = {"prompt": PROMPT, "max_tokens": 5, "ignore_eos": True}
     async with running(directory, worker_id="p", **slow) as prefiller, running(directory, worker_id="d") as decoder:
@@ -387,7 +387,7 @@ async def test_a_prompt_followed_while_it_is_computed_tells_what_was_cached_of_i
     assert decoded.transfer_report.reads[0].followed
 
 
-async def test_kv_that_was_damaged_in_the_holders_memory_changes_the_answer(engine, directory):
+async def test_damaged_kv_changes_the_answer(engine, directory):
     body = {"prompt": PROMPT, "max_tokens": 16, "ignore_eos": True}
     async with running(directory, worker_id="decoder") as decoder:
         await handshake(engine, decoder)
@@ -415,7 +415,7 @@ async def test_a_request_with_too_little_cached_is_refused_with_200_and_no_token
     assert warm.json()["choices"][0]["text"] == warmed.json()["choices"][0]["text"]
 
 
-async def test_blocks_are_had_by_command_without_a_token_computed(engine, directory):
+async def test_a_fetch_by_command_computes_no_token(engine, directory):
     await complete(engine, max_tokens=1)
     hashes = list(engine._core.cache.hashes())
     async with running(directory, worker_id="other") as other:
@@ -437,7 +437,7 @@ async def test_blocks_are_had_by_command_without_a_token_computed(engine, direct
         )
 
 
-async def test_the_record_of_a_leg_says_what_it_cost(directory):
+async def test_the_leg_record_has_its_costs(directory):
     async with running(directory, sim_prefill_base_s=0.01, sim_decode_base_s=0.001) as engine:
         made, taken = record(), []
 
@@ -458,7 +458,7 @@ async def test_the_record_of_a_leg_says_what_it_cost(directory):
     assert made.finish_reason == "length"
 
 
-async def test_cancelling_a_call_frees_everything_and_others_go_on(directory):
+async def test_a_cancelled_call_frees_its_blocks(directory):
     async with running(directory, sim_decode_base_s=0.001) as engine:
         begun = asyncio.Event()
         body = {"prompt": PROMPT, "max_tokens": 1000, "stream": True, "ignore_eos": True}
@@ -472,7 +472,7 @@ async def test_cancelling_a_call_frees_everything_and_others_go_on(directory):
         assert (engine.load().running, engine.load().kv_blocks_used) == (0, 0)
 
 
-async def test_closing_the_engine_fails_what_runs_and_what_comes(directory):
+async def test_closing_the_engine_fails_running_and_new_requests(directory):
     async with running(directory, sim_decode_base_s=0.001) as engine:
         begun = asyncio.Event()
         body = {"prompt": PROMPT, "max_tokens": 1000, "stream": True, "ignore_eos": True}
@@ -511,7 +511,7 @@ async def test_events_and_load_follow_the_cache(directory):
         assert changes[-1] == 0
 
 
-async def test_the_tokenizer_given_to_routers_is_the_engines_own(engine):
+async def test_routers_get_the_engines_own_tokenizer(engine):
     files = engine.tokenizer_files()
 
     assert json.loads(files.tokenizer_json)["model"]["type"] == "BPE"
@@ -520,7 +520,7 @@ async def test_the_tokenizer_given_to_routers_is_the_engines_own(engine):
 
 
 @pytest.mark.parametrize("salt", ["", "tenant"])
-async def test_the_engine_says_what_it_would_make_of_a_request(directory, salt):
+async def test_the_engine_reports_a_requests_tokens_and_hashes(directory, salt):
     asked = {"prompt": PROMPT * 3, "cache_salt": salt, "max_tokens": 1}
     async with running(directory) as engine:
         told = await engine.tokens("/v1/completions", json.dumps(asked).encode())

@@ -1,4 +1,4 @@
-"""The simulated engine: it keeps its limits, everything finishes, and its tokens depend on the KV that it holds."""
+"""The simulated engine keeps its limits, and its tokens depend on its KV."""
 
 from collections import Counter
 
@@ -41,7 +41,7 @@ def keeps_its_limits(core):
 
 @given(requests=REQUESTS, blocks=st.integers(20, 60), budget=st.integers(1, 64), seqs=st.integers(1, 6))
 @hypothesis_settings(max_examples=80, deadline=None)
-def test_every_request_finishes_within_budget_and_blocks_and_nothing_stays_held(requests, blocks, budget, seqs):
+def test_every_request_finishes_within_limits_and_frees_its_blocks(requests, blocks, budget, seqs):
     core = engine(kv_blocks=blocks, max_num_batched_tokens=budget, max_num_seqs=seqs)
     sequences = [
         core.add(None, prompt(length, seed), wish(tokens), now=0.0)
@@ -58,7 +58,7 @@ def test_every_request_finishes_within_budget_and_blocks_and_nothing_stays_held(
 
 @given(requests=REQUESTS, blocks=st.integers(20, 40), budget=st.integers(3, 40))
 @hypothesis_settings(max_examples=60, deadline=None)
-def test_an_answer_is_the_same_alone_and_in_a_crowd_that_preempts_and_evicts(requests, blocks, budget):
+def test_tokens_do_not_depend_on_preemption_or_eviction(requests, blocks, budget):
     crowded = engine(kv_blocks=blocks, max_num_batched_tokens=budget)
     sequences = [crowded.add(None, prompt(n, seed), wish(t), now=0.0) for n, seed, t in requests if n + t <= blocks * 4]
     finish_all(crowded)
@@ -93,7 +93,7 @@ def test_the_last_prompt_token_is_always_computed():
     assert again.account.cached_tokens == 3 * BLOCK
 
 
-def test_a_long_prompt_is_read_in_chunks_while_another_answer_goes_on():
+def test_a_long_prompt_is_chunked_while_others_decode():
     core = engine(max_num_batched_tokens=8, **INSTANT)
     talking = core.add("talking", prompt(4), wish(20), now=0.0)
     core.advance(0.0)
@@ -108,7 +108,7 @@ def test_a_long_prompt_is_read_in_chunks_while_another_answer_goes_on():
     assert len(completion(talking)) == 20
 
 
-def test_when_no_block_is_left_the_youngest_steps_back_and_its_answer_stays_the_same():
+def test_without_free_blocks_the_youngest_sequence_is_preempted():
     core = engine(kv_blocks=16, max_model_len=60)
     old = core.add(None, prompt(20, seed=1), wish(30), now=0.0)
     young = core.add(None, prompt(20, seed=2), wish(30), now=0.0)
@@ -120,7 +120,7 @@ def test_when_no_block_is_left_the_youngest_steps_back_and_its_answer_stays_the_
 
 
 @pytest.mark.parametrize("advances", [0, 1, 2, 5])
-def test_an_aborted_sequence_gives_back_its_blocks_at_once_and_says_nothing_more(advances):
+def test_an_aborted_sequence_frees_its_blocks_at_once(advances):
     core = engine()
     gone = core.add("gone", prompt(30), wish(30), now=0.0)
     core.add("stays", prompt(30, seed=3), wish(10), now=0.0)
@@ -141,7 +141,7 @@ def test_an_aborted_sequence_gives_back_its_blocks_at_once_and_says_nothing_more
     assert core.cache.free == core.cache.blocks
 
 
-def test_events_tell_what_the_cache_holds_through_evictions():
+def test_events_match_the_cache_through_evictions():
     core, told = engine(kv_blocks=12, max_model_len=40), HeldBlocks()
     for seed in range(6):
         answer(core, prompt(20, seed), wish(10))
@@ -160,7 +160,7 @@ def test_salts_keep_the_blocks_of_tenants_apart():
     assert completion(first) == completion(other)
 
 
-def test_answers_end_by_themselves_unless_that_is_ignored_or_too_early():
+def test_eos_ends_an_answer_unless_ignored_or_too_early():
     core = engine(kv_blocks=1000)
     lengths = [len(completion(answer(core, prompt(10, seed), wish(2000, ignore_eos=False)))) for seed in range(30)]
     patient = answer(core, prompt(10), wish(2000, ignore_eos=False, min_tokens=1500))
@@ -179,7 +179,7 @@ def test_a_stop_token_ends_the_answer_with_it():
     assert stopped.finish_reason == "stop"
 
 
-def test_steps_take_the_time_that_their_work_costs():
+def test_steps_take_the_simulated_time():
     core = engine(
         max_num_batched_tokens=100,
         sim_prefill_base_s=0.5,
@@ -222,7 +222,7 @@ def test_tokens_wait_until_the_step_that_computes_them_has_ended():
     assert waiting == [40, 40, 8, 0]
 
 
-def test_a_caller_who_wakes_a_little_late_does_not_slow_the_engine_down():
+def test_a_slightly_late_caller_does_not_slow_the_engine_down():
     core = engine(sim_decode_base_s=1.0)
     core.add(None, prompt(4), wish(5), now=0.0)
     core.advance(0.0)
@@ -233,7 +233,7 @@ def test_a_caller_who_wakes_a_little_late_does_not_slow_the_engine_down():
 
 
 @pytest.mark.parametrize(("tokens", "count"), [([], 1), ([5] * 257, 1), ([5] * 250, 7), ([5], 0)])
-def test_what_cannot_be_served_is_refused_at_once(tokens, count):
+def test_impossible_requests_are_refused_at_once(tokens, count):
     with pytest.raises(ValueError, match="do not fit"):
         engine().add(None, tokens, wish(count), now=0.0)
 
@@ -247,7 +247,7 @@ def test_settings_that_cannot_work_are_refused_with_their_reason():
         settings(sim_decode_base_s=-1.0)
 
 
-def test_what_is_expected_to_be_cached_is_no_work_that_waits():
+def test_expected_cache_hits_do_not_count_as_waiting_work():
     sequence = Sequence(
         request_id="1", owner=None, prompt_tokens=100, tokens=[1] * 100, wish=Wish(max_tokens=1, expected_tokens=30),
         account=Account(arrived_at=0.0),

@@ -1,4 +1,4 @@
-"""Simulated engines exchange KV as real ones do: tokens are those of one engine alone, and transfer_reports say what moved."""
+"""Simulated engines exchange KV as real ones do: the tokens are those of one engine, and transfer reports are true."""
 
 import pytest
 from hypothesis import given
@@ -51,9 +51,7 @@ def at_rest(made):
     timing=st.sampled_from([INSTANT, {}]),
 )
 @hypothesis_settings(max_examples=60, deadline=None)
-def test_disaggregated_answers_are_the_aggregated_ones_whatever_was_cached_or_evicted(
-    requests, prefill_blocks, decode_blocks, timing
-):
+def test_disaggregated_tokens_equal_aggregated_ones(requests, prefill_blocks, decode_blocks, timing):
     made = fleet()
     p = made.add(settings(worker_id="p", kv_blocks=prefill_blocks, kv_lease_share_max=1.0, **timing))
     d = made.add(settings(worker_id="d", kv_blocks=decode_blocks, **timing))
@@ -76,7 +74,7 @@ def test_disaggregated_answers_are_the_aggregated_ones_whatever_was_cached_or_ev
 
 @given(length=st.integers(BLOCK + 1, 120), position=st.integers(0, 10_000), flip=st.integers(1, 2**62))
 @hypothesis_settings(deadline=None)
-def test_one_block_that_is_wrong_in_the_holders_memory_changes_the_answer(length, position, flip):
+def test_a_wrong_block_in_the_holders_memory_changes_the_tokens(length, position, flip):
     tokens, made = prompt(length), fleet("p", "d")
     p, d = made.members.values()
     wanted = prefill(made, p, tokens)
@@ -130,7 +128,7 @@ def test_what_was_received_is_cached_for_the_next_request():
     assert again.account.cached_tokens == 40
 
 
-def test_a_transfer_takes_its_bytes_over_the_bandwidth_and_the_next_one_queues_behind_it():
+def test_transfers_share_the_link_one_after_the_other():
     timing = {**INSTANT, "sim_kv_bytes_per_token": 100, "sim_transfer_bytes_per_s": 1000.0, "sim_transfer_base_s": 0.5}
     made = fleet("p", "d", **timing)
     p, d = made.members.values()
@@ -162,7 +160,7 @@ def test_a_lease_that_would_end_during_the_read_is_not_read():
     at_rest(made)
 
 
-def test_a_lease_that_is_over_before_the_decode_leg_comes_is_not_read():
+def test_an_expired_lease_is_not_read():
     made = fleet("p", "d", kv_lease_s=1.0)
     p, d = made.members.values()
     offer = prefill(made, p, prompt(41))
@@ -192,7 +190,7 @@ def pinned_soon(made, member):
     return member.core.exchange.holder.counts.pinned_blocks
 
 
-def test_an_offer_that_nobody_needs_any_more_is_given_back_at_once():
+def test_an_unneeded_offer_is_released_at_once():
     made = fleet("p", "d", max_num_seqs=1)
     p, d = made.members.values()
     long, tokens = prompt(20, seed=3), prompt(41)
@@ -209,7 +207,7 @@ def test_an_offer_that_nobody_needs_any_more_is_given_back_at_once():
     assert pinned_soon(made, p) == 0
 
 
-def test_a_prompt_is_read_while_it_is_computed_and_only_its_end_is_waited_for():
+def test_a_streamed_handoff_waits_only_for_the_prompts_end():
     timing = {
         "sim_prefill_tokens_per_s": 1000.0,
         "sim_kv_bytes_per_token": 1000,
@@ -253,7 +251,7 @@ def test_prompts_that_are_followed_never_wait_for_each_others_leases():
     at_rest(made)
 
 
-def test_who_follows_a_prompt_learns_what_was_cached_of_it():
+def test_a_follower_learns_the_prefill_workers_cached_tokens():
     made = fleet("p", "d", max_num_batched_tokens=8)
     p, d = made.members.values()
     made.answer(p, prompt(21), wish(1))
@@ -266,7 +264,7 @@ def test_who_follows_a_prompt_learns_what_was_cached_of_it():
     assert followed.account.transfer_report.fetched_tokens == 60
 
 
-def test_previous_turns_are_read_back_from_who_answered_them():
+def test_previous_turns_are_read_back_from_the_decode_engine():
     made = fleet("p", "d")
     p, d = made.members.values()
     first = made.answer(d, prompt(30), wish(11))
@@ -289,7 +287,7 @@ def test_too_few_tokens_are_not_worth_fetching():
     assert (leg.account.transfer_report.fetched_tokens, leg.account.transfer_report.reads) == (0, [])
 
 
-def test_several_sources_each_give_what_they_have():
+def test_several_sources_each_give_their_part():
     made = fleet("a", "b", "c")
     a, b, c = made.members.values()
     made.answer(a, prompt(17), wish(1))
@@ -302,7 +300,7 @@ def test_several_sources_each_give_what_they_have():
     adds_up(leg.account.transfer_report)
 
 
-def test_below_the_threshold_nothing_is_computed_and_nothing_said():
+def test_below_the_cache_threshold_nothing_is_computed():
     made = fleet("p", "d")
     _, d = made.members.values()
     made.answer(d, prompt(20), wish())

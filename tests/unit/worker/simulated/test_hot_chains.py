@@ -1,4 +1,4 @@
-"""What a simulated engine's requests leave behind, as those learn of it who may want a copy before the engine goes."""
+"""Hot chains of a simulated engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fetched(made: Fleet, chain: Chain, *, by: Member, of: Member):
     return by.fetched["f"]
 
 
-def test_the_next_turn_finds_prompt_and_answer_where_they_were_copied_to():
+def test_the_next_turn_hits_the_copied_prompt_and_answer():
     made = fleet("leaves", "stays")
     leaves, stays = made.members.values()
     first = made.answer(leaves, prompt(PROMPT), wish(ANSWER))
@@ -42,7 +42,7 @@ def test_the_next_turn_finds_prompt_and_answer_where_they_were_copied_to():
     assert completion(second) == completion(answer(engine(), turn, wish()))
 
 
-def test_a_conversation_is_one_chain_however_many_turns_it_has():
+def test_a_conversation_of_many_turns_is_one_chain():
     made = fleet("one")
     (member,) = made.members.values()
     tokens = prompt(PROMPT)
@@ -54,7 +54,7 @@ def test_a_conversation_is_one_chain_however_many_turns_it_has():
     assert len(unpack_full_hashes(chain.hashes)) == (len(tokens) - QUESTION - 1) // BLOCK
 
 
-def test_what_was_not_computed_when_its_client_left_is_no_chain():
+def test_uncomputed_tokens_are_in_no_chain():
     made = fleet("one", max_num_batched_tokens=BLOCK)
     (member,) = made.members.values()
     sequence = made.ask(member, prompt(8 * BLOCK), wish())
@@ -66,7 +66,7 @@ def test_what_was_not_computed_when_its_client_left_is_no_chain():
     assert max(map(len, told), default=0) <= 3
 
 
-def test_what_the_cache_has_lost_is_told_no_more():
+def test_evicted_chains_are_not_reported():
     made = fleet("one", kv_blocks=16)
     (member,) = made.members.values()
     made.answer(member, prompt(PROMPT), wish(ANSWER))

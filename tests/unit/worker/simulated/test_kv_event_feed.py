@@ -1,4 +1,4 @@
-"""How an engine's KV events come to their follower: all of them in order, or the whole cache anew."""
+"""The KV event feed: all events in order, or the whole cache again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def feed(died: asyncio.Future[str]) -> KvEventFeed:
     return KvEventFeed(died, lambda: list(WHOLE))
 
 
-async def test_what_was_told_before_anybody_followed_comes_first_and_all_at_once(feed: KvEventFeed):
+async def test_events_before_the_first_read_come_in_one_batch(feed: KvEventFeed):
     feed.tell([stored(1)])
     feed.tell([stored(2), stored(3)])
     following = feed.batches()
@@ -38,7 +38,7 @@ async def test_what_was_told_before_anybody_followed_comes_first_and_all_at_once
     assert await anext(following) == [stored(4)]
 
 
-async def test_nothing_new_wakes_nobody(feed: KvEventFeed):
+async def test_an_empty_list_of_events_wakes_no_reader(feed: KvEventFeed):
     following = asyncio.ensure_future(anext(feed.batches()))
     feed.tell([])
     await asyncio.sleep(0)
@@ -47,7 +47,7 @@ async def test_nothing_new_wakes_nobody(feed: KvEventFeed):
     assert await following == [stored(1)]
 
 
-async def test_who_is_too_far_behind_is_told_everything_anew_and_what_comes_after_that(feed: KvEventFeed):
+async def test_a_reader_too_far_behind_gets_the_whole_cache(feed: KvEventFeed):
     for block in range(KV_EVENTS_MAX):
         feed.tell([stored(block)])
     feed.tell([stored(KV_EVENTS_MAX)])
@@ -56,7 +56,7 @@ async def test_who_is_too_far_behind_is_told_everything_anew_and_what_comes_afte
     assert await anext(feed.batches()) == [*WHOLE, stored(1)]
 
 
-async def test_who_follows_an_engine_that_dies_is_told_why(feed: KvEventFeed, died: asyncio.Future[str]):
+async def test_a_reader_learns_why_the_engine_died(feed: KvEventFeed, died: asyncio.Future[str]):
     following = asyncio.ensure_future(anext(feed.batches()))
     await asyncio.sleep(0)
 

@@ -1,4 +1,4 @@
-"""A simulated engine takes up another one's answer: the two halves are what one engine alone would have said."""
+"""Resuming an answer on another simulated engine gives the tokens of one engine."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def joined(had: list[tuple[bytes, list[int]]]) -> tuple[bytes, list[int]]:
     "fields",
     [{}, {"logprobs": True}, {"stop": ["qqqqqqqqqqqqqqqqqqqqqqqq"]}, {"min_tokens": TOKENS, "ignore_eos": False}],
 )
-async def test_cut_behind_any_piece_the_answer_goes_on_as_if_it_had_not_been(engines, path, fields):
+async def test_an_answer_cut_anywhere_resumes_unchanged(engines, path, fields):
     """Held-back text, logprobs' offsets and the usage are those of one answer; the id is the request's."""
     whole, _ = await serve(engines[0], path, fields)
     assert len(whole.tokens) == TOKENS
@@ -132,7 +132,7 @@ async def test_cut_behind_any_piece_the_answer_goes_on_as_if_it_had_not_been(eng
         assert record.completion_tokens == TOKENS
 
 
-async def test_a_stop_string_that_began_before_the_cut_ends_the_answer_behind_it(engines):
+async def test_a_stop_string_across_the_cut_ends_the_answer(engines):
     plain, _ = await serve(engines[0], COMPLETIONS, {})
     texts = [json.loads(data.removeprefix(b"data: "))["choices"][0]["text"] for data, _ in plain.pieces[:TOKENS]]
     fields = {"stop": [texts[5][1:] + texts[6]]}
@@ -147,7 +147,7 @@ async def test_a_stop_string_that_began_before_the_cut_ends_the_answer_behind_it
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-async def test_an_answer_that_had_all_its_tokens_gets_its_end(engines, path):
+async def test_an_answer_with_all_its_tokens_gets_only_its_end(engines, path):
     whole, _ = await serve(engines[0], path, {})
 
     rest, record = await serve(engines[1], path, {}, resume=whole.tokens)
@@ -169,7 +169,7 @@ async def test_a_prefill_leg_reads_the_resumed_tokens_as_part_of_its_prompt(engi
     assert record.completion_tokens == 1
 
 
-async def test_tokens_that_the_model_does_not_have_are_refused(engines):
+async def test_tokens_out_of_vocabulary_are_refused(engines):
     frames, _ = await serve(engines[0], COMPLETIONS, {}, resume=[4_000_000_000])
 
     assert frames.status == 400

@@ -19,7 +19,7 @@ def shown(pieces, stops, *, include=False):
     pieces=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=12),
     stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
 )
-def test_nothing_from_the_first_stop_string_on_is_shown_and_nothing_before_it_is_lost(pieces, stops):
+def test_text_ends_exactly_before_the_first_stop_string(pieces, stops):
     text, matched = shown(pieces, stops)
     whole = "".join(pieces)
 

@@ -16,5 +16,5 @@ def test_a_long_prompt_takes_more_than_its_parts():
     assert second == pytest.approx(3 * first)
 
 
-def test_attention_takes_no_time_unless_it_is_said():
+def test_attention_takes_no_time_by_default():
     assert settings(**INSTANT).step_timing().step_s(1000, 1e9, 0, 0) == 0.0

@@ -1,4 +1,4 @@
-"""What a store answers: blocks in memory at once, blocks in files when they are loaded or as far as they are in time."""
+"""Grants of a store: blocks in memory at once, blocks in files after loading."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def blocks_of(grant) -> list[int]:
     return unpack_block_ids(grant.block_ids)
 
 
-def test_what_is_in_memory_is_granted_at_once(store):
+def test_blocks_in_memory_are_granted_at_once(store):
     store.in_memory(chain(1, 4))
 
     (grant,) = store.ask(chain(1, 4))
@@ -93,7 +93,7 @@ def test_what_is_in_memory_is_granted_at_once(store):
     assert store.pinned == 4
 
 
-def test_what_is_in_files_is_granted_when_it_is_loaded(store):
+def test_blocks_in_files_are_granted_after_loading(store):
     store.in_files(chain(1, 5))
 
     assert store.ask(chain(1, 5)) == []
@@ -104,7 +104,7 @@ def test_what_is_in_files_is_granted_when_it_is_loaded(store):
     assert [store.tiers.memory.block_of(name) for name in chain(1, 5)] == blocks_of(grant)
 
 
-def test_what_is_not_loaded_in_time_is_not_granted_and_is_there_for_the_next(store):
+def test_blocks_loaded_too_late_are_there_for_the_next_ask(store):
     store.in_files(chain(1, 6))
     assert store.ask(chain(1, 6)) == []
     assert store.load(jobs=1) == []
@@ -118,14 +118,14 @@ def test_what_is_not_loaded_in_time_is_not_granted_and_is_there_for_the_next(sto
     assert len(blocks_of(whole)) == 6
 
 
-def test_the_wait_ends_without_anybody_s_help(store):
+def test_the_wait_for_a_load_ends_by_itself(store):
     store.in_files(chain(1, 2))
     store.ask(chain(1, 2))
 
     assert store.exchange.wakes_at() == pytest.approx(store.now + LOAD_S_MAX)
 
 
-def test_two_who_ask_for_the_same_wait_for_one_load(store):
+def test_two_asks_for_the_same_blocks_share_one_load(store):
     store.in_files(chain(1, 3))
     assert store.ask(chain(1, 3)) == []
     assert store.ask(chain(1, 3)) == []
@@ -146,7 +146,7 @@ def test_a_damaged_block_ends_the_grant_and_is_forgotten(store):
     assert (len(store.tiers.files), store.tiers.counts.damaged, store.pinned) == (0, 3, 0)
 
 
-def test_loading_takes_no_room_from_the_beginning_of_the_same_prompt_nor_from_what_is_leased(store):
+def test_loading_evicts_neither_the_same_prompt_nor_leased_blocks(store):
     store.in_memory(chain(2, 4))
     (leased,) = store.ask(chain(2, 4))
     store.in_files(chain(1, 7))
@@ -161,7 +161,7 @@ def test_loading_takes_no_room_from_the_beginning_of_the_same_prompt_nor_from_wh
     assert not set(blocks_of(grant)) & set(blocks_of(leased))
 
 
-def test_an_ask_that_is_taken_back_while_it_waits_pins_nothing(store):
+def test_an_ask_released_while_it_waits_pins_nothing(store):
     store.in_files(chain(1, 3))
     store.ask(chain(1, 3))
 
@@ -173,7 +173,7 @@ def test_an_ask_that_is_taken_back_while_it_waits_pins_nothing(store):
     assert store.pinned == 0
 
 
-def test_a_store_that_ends_grants_nothing_to_those_who_wait(store):
+def test_a_closing_store_refuses_waiting_asks(store):
     store.in_files(chain(1, 3))
     store.ask(chain(1, 3))
     store.exchange.call(EngineCall(release_all=True))
@@ -183,7 +183,7 @@ def test_a_store_that_ends_grants_nothing_to_those_who_wait(store):
     assert (grant.block_ids, grant.reason, store.pinned) == (b"", NoGrant.DRAINING, 0)
 
 
-def test_a_store_says_what_it_keeps_and_what_it_gave(store):
+def test_the_store_state_counts_blocks_kept_and_granted(store):
     store.in_files(chain(1, 5))
     store.in_memory(chain(2, 4))
     store.ask(chain(2, 4))
@@ -201,7 +201,7 @@ def test_a_store_says_what_it_keeps_and_what_it_gave(store):
     )
 
 
-def test_a_store_counts_what_it_copied_lost_and_forgot(store):
+def test_the_store_state_counts_copies_damage_and_evictions(store):
     store.in_memory(chain(1, BLOCKS))
     store.load()
     store.in_memory(chain(2, 3))
@@ -217,7 +217,7 @@ def test_a_store_counts_what_it_copied_lost_and_forgot(store):
     assert told.evicted_host_blocks_total == 3 + 3
 
 
-def test_no_more_blocks_wait_to_be_saved_than_memory_holds_while_nothing_can_be_saved(store):
+def test_blocks_waiting_for_a_save_are_bounded_by_memory(store):
     store.in_memory(chain(0, 1))
     store.load(checksum=b"", jobs=1)
     for number in range(1, 20):
@@ -227,7 +227,7 @@ def test_no_more_blocks_wait_to_be_saved_than_memory_holds_while_nothing_can_be_
     assert store.exchange.state(1000).saves_waiting == BLOCKS
 
 
-def test_a_store_s_block_is_all_heads_of_all_layers_of_all_ranks_in_one_piece():
+def test_a_stored_block_is_contiguous_over_layers_heads_and_ranks():
     shape = Shape(ranks=2, kv_heads=4, layers=3)
     ranks = [RankMemory(shape, rank).described() for rank in range(2)]
 

@@ -1,4 +1,4 @@
-"""A store's files: what moves blocks there and back, who may have the folder, and what is believed of it later."""
+"""A store's files: reading, writing, locking, and validity after a restart."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def records(checksums, slots=(6, 0, 3, 1)):
 
 
 @pytest.mark.parametrize("io", ["plain", "nixl"])
-def test_what_is_saved_is_loaded_as_it_was_in_this_life_and_the_next(tmp_path, memory, io):
+def test_saved_blocks_load_unchanged_also_after_a_restart(tmp_path, memory, io):
     if io == "nixl":
         pytest.importorskip("nixl")
     content = os.urandom(BLOCKS * BLOCK_BYTES)
@@ -69,7 +69,7 @@ def test_what_is_saved_is_loaded_as_it_was_in_this_life_and_the_next(tmp_path, m
     files.close([])
 
 
-def test_both_ways_write_the_same_files(tmp_path, memory):
+def test_nixl_and_plain_files_write_the_same_bytes(tmp_path, memory):
     pytest.importorskip("nixl")
     memory.buffer[:] = os.urandom(BLOCKS * BLOCK_BYTES)
     for io in ("plain", "nixl"):
@@ -80,7 +80,7 @@ def test_both_ways_write_the_same_files(tmp_path, memory):
         assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "nixl" / name).read_bytes()
 
 
-def test_one_store_at_a_time_has_the_folder(tmp_path, memory):
+def test_a_folder_belongs_to_one_store_at_a_time(tmp_path, memory):
     files = opened(tmp_path, memory)
     with pytest.raises(FolderTaken):
         opened(tmp_path, memory)
@@ -90,7 +90,7 @@ def test_one_store_at_a_time_has_the_folder(tmp_path, memory):
 
 
 @pytest.mark.parametrize("changes", [{"identity": b"o" * 32}, {"block_bytes": BLOCK_BYTES // 2}])
-def test_of_another_kind_of_blocks_nothing_is_left(tmp_path, memory, changes):
+def test_files_of_another_kind_of_blocks_are_emptied(tmp_path, memory, changes):
     files = opened(tmp_path, memory)
     files.close(records(files.perform(job(JobKind.SAVE))))
 
@@ -101,7 +101,7 @@ def test_of_another_kind_of_blocks_nothing_is_left(tmp_path, memory, changes):
     again.close([])
 
 
-def test_with_less_room_than_before_the_places_beyond_are_forgotten_and_their_bytes_given_back(tmp_path, memory):
+def test_smaller_files_forget_the_slots_beyond_their_end(tmp_path, memory):
     files = opened(tmp_path, memory)
     files.close(records(files.perform(job(JobKind.SAVE))))
 
@@ -112,7 +112,7 @@ def test_with_less_room_than_before_the_places_beyond_are_forgotten_and_their_by
     smaller.close([])
 
 
-def test_the_order_of_use_outlives_a_good_end(tmp_path, memory):
+def test_the_order_of_use_survives_a_clean_close(tmp_path, memory):
     files = opened(tmp_path, memory)
     kept = records(files.perform(job(JobKind.SAVE)))
     files.close([SlotRecord(one.name, one.slot, one.checksum, 9 - one.used) for one in kept])
@@ -123,7 +123,7 @@ def test_the_order_of_use_outlives_a_good_end(tmp_path, memory):
     again.close([])
 
 
-def test_a_record_copied_to_another_place_is_not_believed(tmp_path, memory):
+def test_a_record_copied_to_another_slot_is_invalid(tmp_path, memory):
     files = opened(tmp_path, memory)
     files.close(records(files.perform(job(JobKind.SAVE))))
     index = bytearray((tmp_path / "index").read_bytes())
@@ -136,7 +136,7 @@ def test_a_record_copied_to_another_place_is_not_believed(tmp_path, memory):
     again.close([])
 
 
-def test_a_file_that_cannot_be_written_or_read_costs_the_blocks_and_not_the_store(tmp_path, memory):
+def test_an_io_error_costs_blocks_and_not_the_store(tmp_path, memory):
     files = opened(tmp_path, memory)
     os.ftruncate(files._blocks, 0)
 
@@ -144,7 +144,7 @@ def test_a_file_that_cannot_be_written_or_read_costs_the_blocks_and_not_the_stor
     files.close([])
 
 
-def test_where_nixl_s_plugin_cannot_run_plain_files_take_its_place_unless_it_must_be_nixl():
+def test_plain_files_replace_a_failing_nixl_plugin_unless_required():
     pytest.importorskip("nixl")
 
     def refuses():

@@ -1,4 +1,4 @@
-"""Whose copies a store keeps, and when it has nobody's any more."""
+"""Which workers a store keeps copies for."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def describe(bus: MemoryBus, one: WorkerRecord, fingerprint: str = "") -> 
     await bus.answer(KV_HANDSHAKE, answer, worker_id=one.worker_id)
 
 
-def test_a_partner_is_of_the_model_exchanges_kv_by_content_and_has_an_engine_that_runs():
+def test_a_partner_serves_the_model_and_exchanges_kv_by_content():
     good = of("w1")
     others = [
         of("s2", role=Role.STORE),
@@ -57,11 +57,11 @@ def test_a_partner_is_of_the_model_exchanges_kv_by_content_and_has_an_engine_tha
     assert fitting([good], "/models/m") == [good]
 
 
-def test_those_that_began_first_are_asked_first():
+def test_workers_that_started_first_are_asked_first():
     assert [one.worker_id for one in fitting([of("w1", epoch=9), of("w2", epoch=2)], "m")] == ["w2", "w1"]
 
 
-def test_a_store_waits_for_somebody_who_says_how_its_blocks_look():
+def test_a_store_waits_for_a_handshake_with_a_block_shape():
     async def story():
         bus, one = MemoryBus(MemoryHub()), of("w1")
         finding = asyncio.create_task(find_partner(bus, ME, "m"))
@@ -81,7 +81,7 @@ def test_a_store_waits_for_somebody_who_says_how_its_blocks_look():
     assert (partner.record.worker_id, len(partner.shape.layers)) == ("w1", 2)
 
 
-def test_somebody_who_says_that_its_blocks_are_of_another_fingerprint_is_no_partner():
+def test_a_handshake_of_another_fingerprint_is_no_partner():
     async def story():
         bus, wrong, right = MemoryBus(MemoryHub()), of("w1"), of("w2")
         await register(bus, wrong, right)
@@ -94,7 +94,7 @@ def test_somebody_who_says_that_its_blocks_are_of_another_fingerprint_is_no_part
     assert run_in_virtual_time(story()).record.worker_id == "w2"
 
 
-def test_a_store_ends_when_all_workers_of_its_model_have_long_been_of_another_fingerprint_and_not_before():
+def test_a_store_ends_when_its_fingerprint_has_been_gone_long_enough():
     async def story():
         bus, old, new = MemoryBus(MemoryHub()), of("w1"), of("w2", revision="r2")
         watch = asyncio.create_task(wait_for_orphanage(bus, old.fingerprint.key(), "m"))

@@ -1,4 +1,4 @@
-"""The mirror of the cache, and the translation of the engine's events."""
+"""Held blocks, and the translation of the engine's KV events."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def full(block: int) -> bytes:
 
 
 @given(engine_steps)
-def test_held_is_every_block_of_which_the_engine_has_a_copy(steps):
+def test_held_blocks_are_those_with_at_least_one_copy(steps):
     translation, held = EventTranslation(), HeldBlocks()
     copies: dict[KvTier, Counter[int]] = {tier: Counter() for tier in KvTier}
     for kind, names, tier in steps:
@@ -84,7 +84,7 @@ def test_a_block_that_moves_to_another_tier_changes_the_digest():
 
 
 @given(wire_events)
-def test_it_does_not_matter_how_events_are_batched(events):
+def test_batching_of_events_does_not_change_the_result(events):
     one, many = HeldBlocks(), HeldBlocks()
 
     one.apply(events)
@@ -108,7 +108,7 @@ def test_a_stored_run_names_the_block_before_it():
     assert event == KvEvent(kind=KvEventKind.STORED, hashes=pack_hashes([2, 3]), parent=block_hash64(full(1)))
 
 
-def test_removing_one_of_two_copies_says_nothing():
+def test_removing_one_of_two_copies_makes_no_event():
     translation = EventTranslation()
     translation.stored([full(1)], None)
     translation.stored([full(1)], None)

@@ -1,4 +1,4 @@
-"""What a trace tells of a leg: what the engine did, and the KV exchange."""
+"""Spans of a leg: the engine's work and the KV exchange."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def offsets(span: ReadableSpan) -> tuple[float, float]:
     return pytest.approx(start, abs=1e-6), pytest.approx(end, abs=1e-6)
 
 
-def test_a_read_is_a_lease_a_wait_and_a_read_below_the_leg_at_their_true_times():
+def test_a_read_has_spans_for_lease_wait_and_read():
     leg, *children = shown(READ)
 
     assert [each.name for each in children] == [SpanName.LEASE, SpanName.WAIT, SpanName.READ]
@@ -68,7 +68,7 @@ def test_a_read_is_a_lease_a_wait_and_a_read_below_the_leg_at_their_true_times()
     assert {each.context.trace_id for each in children} == {leg.context.trace_id}
 
 
-def test_the_read_says_from_whom_how_much_and_how_fast():
+def test_the_read_span_has_source_bytes_and_speed():
     *_others, read = shown(READ)
 
     assert read.attributes == {
@@ -81,13 +81,13 @@ def test_the_read_says_from_whom_how_much_and_how_fast():
     assert read.status.status_code is StatusCode.UNSET
 
 
-def test_an_offer_needs_no_lease_and_its_trace_shows_none():
+def test_an_offer_has_no_lease_span():
     _leg, *children = shown(of(asked_at=0.0))
 
     assert [each.name for each in children] == [SpanName.WAIT, SpanName.READ]
 
 
-def test_a_lease_that_nobody_granted_is_one_span_that_says_why():
+def test_a_lease_without_a_grant_is_one_failed_span():
     _leg, only = shown(of(granted_at=0.0, read_at=0.0, read_s=0.0, tokens=0, bytes=0, failure="p1 does not answer"))
 
     assert (only.name, offsets(only)) == (SpanName.LEASE, (0.5, 0.1))
@@ -102,27 +102,27 @@ def test_a_grant_whose_read_never_began_ends_in_the_wait():
     assert [Attribute.KV_FAILURE in each.attributes for each in children] == [False, True]
 
 
-def test_a_source_that_was_never_asked_is_still_seen():
+def test_a_source_that_was_never_asked_has_a_span():
     _leg, only = shown(KvRead(worker_id=WorkerId("p2"), epoch=Epoch(1), failure="not connected"))
 
     assert (only.name, offsets(only)) == (SpanName.LEASE, (0.0, 0.0))
     assert only.attributes[Attribute.KV_SOURCE] == "p2"
 
 
-def test_the_leg_says_what_was_computed_although_it_could_have_been_read():
+def test_the_leg_span_has_the_recomputed_tokens():
     leg, *_children = shown(READ, recomputed_tokens=40, reprefilled_tokens=32)
 
     assert leg.attributes[Attribute.RECOMPUTED_TOKENS] == 40
     assert leg.attributes[Attribute.REPREFILLED_TOKENS] == 32
 
 
-def test_a_leg_with_very_many_sources_does_not_flood_the_trace():
+def test_spans_of_many_sources_are_bounded():
     _leg, *children = shown(*[READ] * (SOURCES_SHOWN_MAX + 5))
 
     assert len(children) == 3 * SOURCES_SHOWN_MAX
 
 
-def test_the_engines_queue_prefill_and_decode_stand_one_behind_the_other_within_the_leg():
+def test_queue_prefill_and_decode_spans_follow_each_other():
     report = LegReport(
         prompt_tokens=100, cached_tokens=32, received_tokens=60, completion_tokens=9, finish_reason="stop",
         queue_s=0.1, prefill_s=0.2, first_token_s=0.35, total_s=0.95,
@@ -140,7 +140,7 @@ def test_the_engines_queue_prefill_and_decode_stand_one_behind_the_other_within_
     assert leg.attributes[Attribute.FINISH_REASONS] == ("stop",)
 
 
-def test_of_a_prefill_leg_nothing_is_decoded_and_what_made_no_token_shows_no_engine():
+def test_a_prefill_leg_has_no_decode_span():
     _leg, *children = drawn(LegReport(completion_tokens=1, prefill_s=0.2, first_token_s=0.3, total_s=0.4), NOW - 0.5)
     _leg, *none = drawn(LegReport(total_s=0.4), NOW - 0.5)
 
@@ -148,7 +148,7 @@ def test_of_a_prefill_leg_nothing_is_decoded_and_what_made_no_token_shows_no_eng
     assert none == []
 
 
-def test_without_tracing_nothing_is_drawn():
+def test_without_tracing_no_span_is_made():
     tracer = NoOpTracer()
     with tracer.start_as_current_span("serve leg") as leg:
         show_leg(tracer, leg, LegReport(kv=KvTransferReport(reads=[READ])), NOW, FakeClock(NOW, WALL_MS))

@@ -1,4 +1,4 @@
-"""What a worker tells: its cache, its load, its record, its tokenizer."""
+"""What a worker publishes: KV events, load, its record, its tokenizer."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Exchange:
         self.told.append(listener)
 
 
-async def test_the_load_report_tells_what_is_leased_and_read_and_whose_bytes_they_are():
+async def test_the_load_report_includes_the_exchange_ledger():
     bus, engine, exchange = MemoryBus(MemoryHub()), FakeEngine(), Exchange()
     without = LoadPublisher(bus, WORKER, Epoch(1), Role.PREFILL, held=HeldBlocks(), engine=engine)
     load = LoadPublisher(bus, WORKER, Epoch(1), Role.PREFILL, held=HeldBlocks(), engine=engine, exchange=exchange)
@@ -116,7 +116,7 @@ async def test_the_load_report_tells_what_is_leased_and_read_and_whose_bytes_the
     await bus.close()
 
 
-async def test_an_engine_that_takes_no_step_uses_what_is_leased():
+async def test_an_idle_engine_reports_pinned_blocks_as_used():
     bus, engine, exchange = MemoryBus(MemoryHub()), FakeEngine(), Exchange()
     load = LoadPublisher(bus, WORKER, Epoch(1), Role.PREFILL, held=HeldBlocks(), engine=engine, exchange=exchange)
     reports: asyncio.Queue = asyncio.Queue()
@@ -132,7 +132,7 @@ async def test_an_engine_that_takes_no_step_uses_what_is_leased():
     await bus.close()
 
 
-async def test_the_record_says_what_the_engine_is_and_goes_with_the_worker():
+async def test_the_record_has_the_engines_facts_and_is_removed_at_the_end():
     async with running_worker() as worker:
         records = await worker.bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
         found = (await records.get(WORKER)).value
@@ -145,7 +145,7 @@ async def test_the_record_says_what_the_engine_is_and_goes_with_the_worker():
         assert gone is None or gone.value is None
 
 
-async def test_a_registry_that_lost_its_memory_has_the_record_back_after_the_reconnection():
+async def test_a_registry_without_data_gets_the_record_back_on_reconnect():
     async with running_worker() as worker:
         records = await worker.bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
         await records.delete(WORKER)
@@ -174,7 +174,7 @@ def asked_tokens(*bodies: str) -> AskTokens:
     return AskTokens(worker_id=WORKER, prompts=prompts)
 
 
-async def test_a_router_is_told_how_the_engine_tokenizes():
+async def test_a_router_gets_the_engines_tokens_of_a_request():
     async with running_worker() as worker:
         found = await worker.bus.ask(TOKENS, asked_tokens('{"tokens": 70}', '{"refusal": "no"}'), timeout_s=WAIT_S_MAX)
 
@@ -198,7 +198,7 @@ async def test_probes_are_bounded_in_number_size_and_time():
         assert all(str(PROMPTS_MAX) in refusal for refusal in refusals[PROMPTS_MAX:])
 
 
-def test_an_engine_that_hangs_on_a_probe_is_not_waited_for():
+def test_a_probe_that_hangs_times_out():
     async def story() -> list[str]:
         handler = TokenizerHandler(FakeEngine(), WORKER, Epoch(1), MemoryBus(MemoryHub()))
         found = await handler.tokens(asked_tokens('{"hangs": true}', '{"hangs": true}'), Envelope({}, 0))

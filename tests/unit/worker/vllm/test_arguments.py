@@ -1,4 +1,4 @@
-"""What a worker tells vLLM; needs no vLLM."""
+"""Arguments and environment for vLLM; needs no vLLM."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_operators_own_arguments_come_last_and_win():
     assert typed[-4:] == ["--dtype", "bfloat16", "--max-num-seqs", "8"]
 
 
-def test_a_failed_read_is_recomputed_and_hashes_are_everybodys():
+def test_failed_reads_are_recomputed_and_hashes_are_reproducible():
     typed = line(Settings())
 
     assert json.loads(value(typed, "--kv-transfer-config"))["kv_load_failure_policy"] == "recompute"
@@ -47,7 +47,7 @@ def transfer(settings: Settings) -> dict:
     return json.loads(value(line(settings), "--kv-transfer-config"))
 
 
-def test_the_exchange_moves_kv_unless_vllms_own_connector_is_asked_for():
+def test_the_exchange_moves_kv_by_default():
     assert transfer(Settings())["kv_connector"] == "BatonConnector"
     upstream = transfer(Settings(connector="upstream", kv_lease_s=20.0))
     assert upstream["kv_connector"] == "NixlConnector"
@@ -70,7 +70,7 @@ def introduced(settings: Settings, *, async_scheduling: bool = False) -> SimpleN
     return config
 
 
-def test_an_engine_learns_whose_it_is_in_words_that_its_connector_understands():
+def test_the_connector_gets_the_workers_identity():
     config = introduced(Settings(kv_lease_s=20.0, kv_lease_share_max=0.25))
 
     told = read(config.kv_transfer_config.kv_connector_extra_config)
@@ -80,7 +80,7 @@ def test_an_engine_learns_whose_it_is_in_words_that_its_connector_understands():
 
 
 @pytest.mark.parametrize(("ahead", "name"), [(False, "BatonScheduler"), (True, "BatonAsyncScheduler")])
-def test_the_scheduler_is_of_the_kind_that_vllm_decided_on(ahead, name):
+def test_the_scheduler_is_async_if_vllm_decided_so(ahead, name):
     assert (
         introduced(Settings(), async_scheduling=ahead).scheduler_config.scheduler_cls
         == f"connector.scheduler.engine_scheduler.{name}"
@@ -94,7 +94,7 @@ def test_vllms_own_connector_gets_vllms_own_scheduler():
     assert config.kv_transfer_config.kv_connector_extra_config == {}
 
 
-def test_a_share_beyond_the_whole_stops_the_worker_at_its_start():
+def test_a_lease_share_above_1_stops_the_start():
     with pytest.raises(SettingsError, match="WORKER_CACHE_HIT_THRESHOLD"):
         load(Settings, "WORKER_", {"WORKER_CACHE_HIT_THRESHOLD": "1.5"})
 
@@ -106,7 +106,7 @@ def test_a_gpu_keeps_vllms_own_choices():
         assert name not in typed
 
 
-def test_tracing_is_asked_for_only_with_an_endpoint():
+def test_tracing_needs_an_endpoint():
     assert "--otlp-traces-endpoint" not in line(Settings())
     assert (
         value(line(Settings(), otlp_endpoint="http://h:4318/"), "--otlp-traces-endpoint") == "http://h:4318/v1/traces"
@@ -138,12 +138,12 @@ def test_a_taken_port_is_not_chosen():
         assert free_port("127.0.0.1") != port
 
 
-def test_a_foreign_address_is_refused_with_what_to_do():
+def test_a_foreign_address_is_refused_with_advice():
     with pytest.raises(OSError, match="WORKER_KV_HOST"):
         free_port("192.0.2.1")
 
 
-async def test_work_in_a_daemon_thread_answers_or_raises():
+async def test_work_in_a_daemon_thread_returns_or_raises():
     def fail() -> None:
         raise ValueError("no")
 
@@ -152,7 +152,7 @@ async def test_work_in_a_daemon_thread_answers_or_raises():
         await in_daemon_thread(fail)
 
 
-async def test_nobody_waits_for_work_that_was_given_up():
+async def test_the_loop_does_not_wait_for_abandoned_work():
     may_end = threading.Event()
     work = asyncio.create_task(in_daemon_thread(may_end.wait))
     await asyncio.sleep(0)

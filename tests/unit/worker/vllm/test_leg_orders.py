@@ -1,4 +1,4 @@
-"""What an engine with an exchange is told to do about KV with each leg, and what its worker tells of it."""
+"""Orders about KV to an engine with each leg, and the worker's report of it."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def order(kind: LegKind, policy: KvPolicy = DEFAULTS, *, is_plain: bool = True, 
     return policy.order(start(kind, **more), is_plain=is_plain, answers=answers)
 
 
-def test_a_prefill_leg_offers_what_it_computes_unless_it_is_followed():
+def test_a_prefill_leg_offers_its_kv_unless_it_is_followed():
     assert order(LegKind.PREFILL).offer
     assert not order(LegKind.PREFILL, kv_offer=False).offer
     assert not order(LegKind.DECODE).offer
 
 
-def test_a_decode_leg_takes_what_the_prefill_leg_offered():
+def test_a_decode_leg_takes_the_prefill_legs_offer():
     assert order(LegKind.DECODE, kv_transfer=PACKED).take == OFFER
 
 
 @pytest.mark.parametrize("garbage", [b"\xc1", b'{"do_remote_prefill":true}', PACKED[:-3], b"\x81\xa1\xff\x01"])
-def test_an_offer_that_cannot_be_read_is_none_and_the_prompt_is_computed(garbage):
+def test_an_unreadable_offer_is_ignored(garbage):
     assert order(LegKind.DECODE, kv_transfer=garbage).take is None
 
 
@@ -56,7 +56,7 @@ def test_no_kv_is_moved_for_a_request_of_several_sequences():
     assert (moved.take, moved.sources, moved.offer) == (None, [], False)
 
 
-def test_the_request_decides_and_otherwise_the_worker_does():
+def test_a_request_overrides_the_workers_kv_policy():
     policy = KvPolicy(cache_hit_threshold=0.8, fetch_min_tokens=64)
 
     assert order(LegKind.DECODE, policy).cache_hit_threshold == 0.8
@@ -65,7 +65,7 @@ def test_the_request_decides_and_otherwise_the_worker_does():
     assert (told.cache_hit_threshold, told.fetch_min_tokens) == (0.0, 0)
 
 
-def test_prefill_legs_and_paths_that_cannot_say_so_are_exempt_from_the_threshold():
+def test_prefill_legs_and_other_paths_are_exempt_from_the_threshold():
     policy = KvPolicy(cache_hit_threshold=0.8)
 
     assert order(LegKind.PREFILL, policy, cache_hit_threshold=0.9).cache_hit_threshold == 0.0
@@ -73,17 +73,17 @@ def test_prefill_legs_and_paths_that_cannot_say_so_are_exempt_from_the_threshold
     assert order(LegKind.AGGREGATED, policy, is_plain=False).cache_hit_threshold == 0.8
 
 
-def test_a_stream_that_goes_on_is_not_refused_for_what_is_cached():
+def test_a_resumed_stream_is_exempt_from_the_threshold():
     """Its client has had some of it: an end with ``cache_threshold`` would be taken for the answer's."""
     assert order(LegKind.AGGREGATED, KvPolicy(cache_hit_threshold=0.8), resume=b"").cache_hit_threshold == 0.0
 
 
-def test_nobody_waits_longer_for_kv_than_for_the_leg():
+def test_the_wait_for_kv_is_bounded_by_the_legs_deadline():
     assert order(LegKind.DECODE, deadline_s=2.0).wait_s_max == 2.0
     assert order(LegKind.DECODE, deadline_s=600.0).wait_s_max == LegOrder().wait_s_max
 
 
-def test_only_legs_about_others_kv_are_looked_into():
+def test_only_bodies_of_legs_that_move_kv_are_parsed():
     assert moves_kv(start(LegKind.PREFILL))
     assert moves_kv(start(LegKind.DECODE, kv_transfer=PACKED))
     assert moves_kv(start(LegKind.AGGREGATED, kv_sources=[SOURCE]))
@@ -91,7 +91,7 @@ def test_only_legs_about_others_kv_are_looked_into():
     assert not moves_kv(start(LegKind.DECODE))
 
 
-async def test_orders_travel_beside_a_body_that_stays_the_clients_own():
+async def test_orders_travel_beside_an_unchanged_body():
     body = b'{ "model" : "m", "temperature": 1.0e0 }'
     async with running_worker(FakeExchange("w1")) as worker:
         await worker.read(await worker.leg(LegKind.PREFILL, body=body))
@@ -104,14 +104,14 @@ async def test_orders_travel_beside_a_body_that_stays_the_clients_own():
         ]
 
 
-async def test_an_order_of_a_clients_does_not_reach_the_engine():
+async def test_a_clients_kv_parameters_do_not_reach_the_engine():
     async with running_worker(FakeExchange("w1")) as worker:
         await worker.read(await worker.leg(body={"kv_transfer_params": {"baton": "x"}, "prompt": "y"}))
 
         assert worker.engine.bodies == [b'{"prompt": "y"}'.replace(b": ", b":")]
 
 
-async def test_the_report_says_where_the_prompts_kv_came_from():
+async def test_the_report_has_the_source_of_the_prompts_kv():
     async with running_worker(FakeExchange("w1")) as worker:
         worker.engine.transfer_report = KvTransferReport(
             prompt_tokens=64, fetched_tokens=32, recomputed_tokens=32, offer=OFFER
@@ -124,7 +124,7 @@ async def test_the_report_says_where_the_prompts_kv_came_from():
         assert frames[-1].report.kv_transfer == b""
 
 
-async def test_a_worker_with_leased_blocks_fetches_no_more_stays_until_they_are_read_and_then_unpins_everything():
+async def test_a_draining_worker_waits_until_its_leased_blocks_are_read():
     exchange = FakeExchange("w1")
     async with running_worker(exchange) as worker:
         exchange.tell(state=ledger(pinned_blocks=3, next_expiry_s=time.monotonic() + 60.0))

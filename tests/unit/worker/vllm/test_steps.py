@@ -1,4 +1,4 @@
-"""What vLLM's scheduler says of its steps, as load reports tell it. Needs no vLLM."""
+"""Step totals from vLLM's scheduler statistics; needs no vLLM."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def first_token(meter: StepMeter, made_at: float, scheduled_at: float, *, comput
     meter.results([SimpleNamespace(prefill_stats=stats, events=events)], made_at)
 
 
-def test_an_idle_engines_first_step_takes_from_when_its_first_request_was_scheduled():
+def test_the_first_step_after_idling_begins_when_a_request_was_scheduled():
     meter = StepMeter()
     first_token(meter, 10.25, 10.0)
     step(meter, 10.3, prompts=100, left=0)
@@ -37,7 +37,7 @@ def test_an_idle_engines_first_step_takes_from_when_its_first_request_was_schedu
     assert (meter.totals().prefill_steps, meter.totals().prefill_tokens) == (2, 300)
 
 
-def test_an_engine_that_goes_on_has_no_pause_between_steps():
+def test_consecutive_steps_have_no_pause_between_them():
     meter = StepMeter()
     meter.tokens_per_use = 10_000
     first_token(meter, 1.2, 1.0)
@@ -51,7 +51,7 @@ def test_an_engine_that_goes_on_has_no_pause_between_steps():
     assert (totals.decode_steps, totals.decode_requests, totals.decode_context_tokens) == (10, 20, 5000)
 
 
-def test_steps_in_the_middle_of_a_prompt_end_when_they_are_told_of():
+def test_steps_within_a_prompt_end_when_they_are_reported():
     meter = StepMeter()
     first_token(meter, 1.2, 1.0)
     step(meter, 1.2, prompts=100)
@@ -65,7 +65,7 @@ def test_steps_in_the_middle_of_a_prompt_end_when_they_are_told_of():
     assert totals.prefill_tokens == 100 + 5000
 
 
-def test_a_step_whose_begin_is_not_known_does_not_count():
+def test_a_step_with_an_unknown_start_does_not_count():
     meter = StepMeter()
     step(meter, 1.5, prompts=2048)
     assert meter.totals() is None
@@ -97,7 +97,7 @@ def test_a_prompts_pairs_count_with_the_step_of_its_first_token():
     assert meter.totals().prefill_pairs == 3000 * (1000 + 1500)
 
 
-def test_steps_that_compute_nothing_do_not_count():
+def test_empty_steps_do_not_count():
     meter = StepMeter()
     step(meter, 1.0, is_dummy=True)
     meter.step(SimpleNamespace(iteration_details=None, kv_cache_usage=0.5, num_running_reqs=1), 2.0)
@@ -105,7 +105,7 @@ def test_steps_that_compute_nothing_do_not_count():
     assert meter.totals() is None
 
 
-def test_vllm_keeps_its_details_to_itself_and_logs_the_rest():
+def test_iteration_details_are_filtered_from_vllms_log():
     def record(text):
         return logging.LogRecord("vllm", logging.INFO, "", 0, text, None, None)
 
