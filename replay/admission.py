@@ -58,7 +58,7 @@ class VirtualAdmission:
 
     def turn(self, now: float) -> None:
         """Run a scheduling pass. All reports that have arrived by ``now`` must have been applied."""
-        for entry, outcome in self._admission.turn(now):
+        for entry, outcome in self._admission.schedule(now):
             self._settle(now, self._waiting_requests.pop(entry), entry, outcome)
         if self._waiting_requests:
             self._wake_at(now, self._admission.wakes_at(now))

@@ -1,12 +1,13 @@
-"""When a request is placed: at once if an engine would soon begin it, else when its turn has come.
+"""Decides when a request is placed: at once if an engine would begin it soon, or else later from a queue.
 
-What waits here can still go anywhere; what waits in an engine's queue cannot. So engines get what keeps them busy and
-no more, and the rest waits in order: by priority, then by the fair shares of tenants, then by deadline. On each change
-the first in order are placed anew, by what is known then. One that would still wait for a worker keeps it: those behind
-may pass on other workers only, so nobody starves and nothing that could run stands in line.
+A request that waits in the router can still go to any worker; one that waits in an engine's queue cannot. So each
+engine gets enough work to be busy and no more, and the rest waits here in order: by priority, then by the fair shares
+of tenants, then by deadline. On each change the first in order are placed anew with what is known then. A request that
+would still have to wait for a worker reserves that worker: later requests may begin on other workers only. So no
+request starves, and none waits that could run.
 
-Nothing waits for ever, nor without bound: a request that cannot begin in time to be of use is refused as soon as that
-is predicted, and who waits with more than its share makes room first.
+All waits are bounded. A request that cannot begin in time to be useful is rejected as soon as that is predicted, and
+when the queue is full, the tenant that has more than its share of it loses a request first.
 """
 
 from __future__ import annotations
@@ -17,270 +18,275 @@ from heapq import heapify, heappop, heappush
 from services.router.admission.fair_share import cost_of
 from services.router.admission.policy import LATE_SHARE_MAX, AdmissionPolicy
 from services.router.admission.queues import ModelQueue, PriorityQueue, QueueEntry
-from services.router.admission.scheduling_pass import Place, SchedulingPass, prompt_worker
+from services.router.admission.scheduling_pass import Place, SchedulingPass, prefill_worker
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
 
 WORK_S_MIN = 0.001
-"""Of an engine's time, for any request: also those whose prompt is cached take some."""
+"""Engine time of a request at least: one whose prompt is cached takes some, too."""
 WAIT_SHARE_MIN = 0.05
-"""Of a request's own time to its first token: for so long it may wait in any case."""
+"""A request may always wait for this share of its own time to the first token."""
 RETRY_AFTER_S_MIN, RETRY_AFTER_S_MAX = 1.0, 120.0
-"""What clients are told lies between them, whatever is predicted."""
-NEXT_READY = 1.5
-"""Usual prompts that an engine may have before the one that is sent to it: the one that it computes, and some of the
-next.
+"""Bounds of Retry-After, whatever is predicted."""
+MEAN_PROMPTS_AHEAD = 1.5
+"""Mean prompts that an engine may have before the one that is sent to it: the one that it computes, and some of the
+next. A worker reports a computed prompt only then, and a little late: the next one must be there already.
 """
-LANES_IDLE_MAX = 64
-"""Models whose counters are kept while nobody waits for them."""
+MODELS_IDLE_MAX = 64
+"""Models whose counters are kept while none of their requests waits."""
 EXPIRIES_SPARE = 64
-"""Entries in the list of latest instants, of requests that wait no more."""
+"""Entries of requests that no longer wait may stay in the heap of expiries, up to as many as wait plus this."""
 
 
 class Admission:
-    """Requests that wait, and the shares of their tenants. ``place`` has the last word on where one goes."""
+    """Waiting requests and the shares of their tenants. ``place`` decides on which workers a request may go."""
 
     def __init__(self, policy: AdmissionPolicy, place: Place) -> None:
         self._policy = policy
         self._place = place
-        self._lanes: dict[str, ModelQueue] = {}
+        self._models: dict[str, ModelQueue] = {}
         self._numbers = 0
         self._expiries: list[tuple[float, int, QueueEntry]] = []
         self._evicted: list[tuple[QueueEntry, Placement | Rejection]] = []
-        """Rejection to make room, and not told yet."""
-        self._again = False
-        """Something may begin that the last turn did not get to."""
+        """Rejected to make room for others; reported by the next ``schedule``."""
+        self._unfinished = False
+        """A request may begin that the last scheduling passes did not reach."""
         self._running: dict[WorkerId, int] = {}
-        """Requests on the worker that completes them."""
+        """Requests on the worker that generates their completion."""
         self.waiting = 0
 
-    def offer(self, ticket: QueueEntry, now: float) -> Placement | Rejection | None:
-        """A request comes: where it goes, why it is refused, or None when it has to wait."""
-        need = ticket.need
-        placed = self._place(need, now)
-        if isinstance(placed, Rejection) and placed.reason is not Reason.WORKER_BUSY:
-            return placed
-        lane = self._lane(lane_of(need))
-        line = ticket.line = lane.line(need.priority, self._policy.tenant_weights)
-        self._judge(ticket, placed)
-        if isinstance(placed, Placement):
-            if (no := self._refuse_late(ticket, placed, now)) is not None:
-                return no
-            obstacle = self._obstacle(ticket, placed)
-            if obstacle is None and lane.passable(prompt_worker(placed), placed.decode.record.worker_id):
-                line.share.enter(need.tenant)
-                self._begin(ticket, placed)
-                line.share.leave(need.tenant)
-                return placed
-            ticket.wants = obstacle or prompt_worker(placed)
-            self._again = self._again or obstacle is None
-        return self._queue(ticket, placed, now)
+    def offer(self, entry: QueueEntry, now: float) -> Placement | Rejection | None:
+        """A request arrives. None when it has to wait: ``schedule`` decides about it later."""
+        request = entry.request
+        result = self._place(request, now)
+        if isinstance(result, Rejection) and result.reason is not Reason.WORKER_BUSY:
+            return result
+        models = self._model_queue(queue_name(request))
+        queue = entry.queue = models.of_priority(request.priority, self._policy.tenant_weights)
+        self._estimate(entry, result)
+        if isinstance(result, Placement):
+            if (rejection := self._reject_late(entry, result, now)) is not None:
+                return rejection
+            obstacle = self._obstacle(entry, result)
+            if obstacle is None and models.may_overtake(prefill_worker(result), result.decode.record.worker_id):
+                queue.share.enter(request.tenant)
+                self._begin(entry, result)
+                queue.share.leave(request.tenant)
+                return result
+            entry.awaits = obstacle or prefill_worker(result)
+            self._unfinished = self._unfinished or obstacle is None
+        return self._enqueue(entry, result, now)
 
-    def withdraw(self, ticket: QueueEntry) -> None:
-        """Nobody waits for it any more."""
-        if ticket.waiting:
-            self._leave(ticket)
+    def withdraw(self, entry: QueueEntry) -> None:
+        """The request need not be placed any more; does nothing if it does not wait."""
+        if entry.waiting:
+            self._leave(entry)
 
-    def turn(self, now: float) -> list[tuple[QueueEntry, Placement | Rejection]]:
-        """Something has changed: who goes where now, and who is refused."""
+    def schedule(self, now: float) -> list[tuple[QueueEntry, Placement | Rejection]]:
+        """Something has changed: the requests that are placed or rejected now."""
         decided, self._evicted = self._evicted, []
-        self._again = False
+        self._unfinished = False
         expiries = self._expiries
         while expiries and expiries[0][0] <= now:
-            ticket = heappop(expiries)[-1]
-            if ticket.waiting:
-                decided.append((ticket, self._too_late(ticket, now)))
-                self._leave(ticket)
-        for lane in [lane for lane in self._lanes.values() if lane.count]:
-            lane.drain.passed(now)
-            look = SchedulingPass(lane, self._place, self._obstacle)
-            look.look(now)
-            self._again = self._again or look.unfinished
-            for ticket, placed in look.decided:
-                self._leave(ticket)
-                if isinstance(placed, Placement):
-                    lane.drain.begun(ticket.work_s)
-                    self._judge(ticket, placed)
-                    self._begin(ticket, placed)
-            decided += look.decided
+            entry = heappop(expiries)[-1]
+            if entry.waiting:
+                decided.append((entry, self._expired(entry, now)))
+                self._leave(entry)
+        for queue in [queue for queue in self._models.values() if queue.count]:
+            queue.throughput.advance(now)
+            scheduling = SchedulingPass(queue, self._place, self._obstacle)
+            scheduling.run(now)
+            self._unfinished = self._unfinished or scheduling.unfinished
+            for entry, result in scheduling.decided:
+                self._leave(entry)
+                if isinstance(result, Placement):
+                    queue.throughput.begun(entry.work_s)
+                    self._estimate(entry, result)
+                    self._begin(entry, result)
+            decided += scheduling.decided
         return decided
 
     def wakes_at(self, now: float) -> float | None:
-        """When the next turn is due, whatever happens; None when nobody waits."""
-        if self._again or self._evicted:
+        """When ``schedule`` is due even without a change; None when no request waits."""
+        if self._unfinished or self._evicted:
             return now
         while self._expiries and not self._expiries[0][-1].waiting:
             heappop(self._expiries)
         return self._expiries[0][0] if self._expiries else None
 
-    def ended(self, ticket: QueueEntry, computed_tokens: int = -1, tokens_out: int = -1) -> None:
-        """A request that was placed is over, after so many tokens (-1: nobody knows): its tenant's account is settled.
+    def ended(self, entry: QueueEntry, computed_tokens: int = -1, tokens_out: int = -1) -> None:
+        """A placed request has ended, after so many tokens (-1: unknown): settle its tenant's account.
 
-        Whoever got no answer keeps paying for what was expected of it: somebody may have computed it.
+        A request that failed stays charged with the estimate: a worker may have computed it.
         """
-        placed, line = ticket.placed, ticket.line
-        if placed is None or line is None:
+        placement, queue = entry.placement, entry.queue
+        if placement is None or queue is None:
             return
-        ticket.placed = None
-        worker_id = placed.decode.record.worker_id
+        entry.placement = None
+        worker_id = placement.decode.record.worker_id
         left = self._running[worker_id] - 1
         if left:
             self._running[worker_id] = left
         else:
             del self._running[worker_id]
         if computed_tokens >= 0 and tokens_out >= 0:
-            tenant = ticket.need.tenant
-            line.share.charge(tenant, cost_of(computed_tokens, tokens_out) - ticket.cost)
-            line.share.completed(tenant, tokens_out)
+            tenant = entry.request.tenant
+            queue.share.charge(tenant, cost_of(computed_tokens, tokens_out) - entry.cost)
+            queue.share.completed(tenant, tokens_out)
 
-    def _lane(self, model: str) -> ModelQueue:
-        lane = self._lanes.get(model)
-        if lane is None:
-            if len(self._lanes) >= LANES_IDLE_MAX:
-                self._lanes = {name: lane for name, lane in self._lanes.items() if lane.count}
-            lane = self._lanes[model] = ModelQueue()
-        return lane
+    def _model_queue(self, name: str) -> ModelQueue:
+        queue = self._models.get(name)
+        if queue is None:
+            if len(self._models) >= MODELS_IDLE_MAX:
+                self._models = {model: queue for model, queue in self._models.items() if queue.count}
+            queue = self._models[name] = ModelQueue()
+        return queue
 
-    def _judge(self, ticket: QueueEntry, placed: Placement | Rejection) -> None:
-        """What it will cost, as far as can be told now."""
-        need, line = ticket.need, ticket.line
-        assert line is not None
-        tokens_out = line.share.expected_tokens_out(need.tenant, need.tokens_out)
-        if isinstance(placed, Rejection):
-            ticket.work_s = line.lane.work_s
-            ticket.cost = cost_of(need.prompt_tokens, tokens_out)
+    def _estimate(self, entry: QueueEntry, result: Placement | Rejection) -> None:
+        """The request's work and cost, from its placement or else from the model's mean."""
+        request, queue = entry.request, entry.queue
+        assert queue is not None
+        tokens_out = queue.share.expected_tokens_out(request.tenant, request.tokens_out)
+        if isinstance(result, Rejection):
+            entry.work_s = queue.model_queue.work_s
+            entry.cost = cost_of(request.prompt_tokens, tokens_out)
         else:
-            ticket.work_s = max(WORK_S_MIN, placed.predicted.fetch_s + placed.predicted.prefill_s)
-            ticket.cost = cost_of(placed.uncached_tokens, tokens_out)
-            line.lane.learn_work(ticket.work_s)
+            entry.work_s = max(WORK_S_MIN, result.predicted.fetch_s + result.predicted.prefill_s)
+            entry.cost = cost_of(result.uncached_tokens, tokens_out)
+            queue.model_queue.learn_work(entry.work_s)
 
-    def _obstacle(self, ticket: QueueEntry, placed: Placement, given_s: float = 0.0) -> WorkerId | None:
-        """The worker that it had to wait for; None when it can begin. ``given_s``: more work in front of it than shows.
+    def _obstacle(self, entry: QueueEntry, placement: Placement, given_s: float = 0.0) -> WorkerId | None:
+        """The worker that the request has to wait for; None when it can begin. ``given_s``: work that the worker got
+        and that its predicted queue does not contain yet.
 
-        A worker that completes nothing of ours just now is no obstacle to a completion: it will not get any faster.
+        A decode worker that serves none of this router's requests is no obstacle: waiting would not make it faster.
         """
-        predicted, line = placed.predicted, ticket.line
-        # A worker tells that a prompt is computed only then, and a little late: another one must be there already.
-        own_s = NEXT_READY * line.lane.work_s if line is not None else 0.0
+        predicted, queue = placement.predicted, entry.queue
+        own_s = MEAN_PROMPTS_AHEAD * queue.model_queue.work_s if queue is not None else 0.0
         soon_s = max(self._policy.engine_queue_s_max, own_s)
         if predicted.queue_s + given_s > soon_s:
-            return prompt_worker(placed)
+            return prefill_worker(placement)
         late = predicted.decode_queue_s > soon_s
-        if late or placed.predicted_itl_s > ticket.need.targets.itl_s:
-            decode = placed.decode.record.worker_id
+        if late or placement.predicted_itl_s > entry.request.targets.itl_s:
+            decode = placement.decode.record.worker_id
             return decode if decode in self._running else None
         return None
 
-    def _refuse_late(self, ticket: QueueEntry, placed: Placement, now: float) -> Rejection | None:
-        """One that would miss its target on an idle worker, too, is served as long as that harms few."""
-        assert ticket.line is not None
-        own_s, lane = _own_s(ticket, placed), ticket.line.lane
-        if own_s <= self._policy.late_ratio * ticket.need.targets.ttft_s:
+    def _reject_late(self, entry: QueueEntry, placement: Placement, now: float) -> Rejection | None:
+        """A request that would miss its target even on an idle worker is served only while its model's queue is calm,
+        and such requests get ``LATE_SHARE_MAX`` of the engines' time while others run (DECISIONS 27): each occupies an
+        engine for seconds, and meets its target in no case.
+        """
+        assert entry.queue is not None
+        own_s, queue = _own_s(entry, placement), entry.queue.model_queue
+        if own_s <= self._policy.late_ratio * entry.request.targets.ttft_s:
             return None
-        late_at = max(lane.drain.calm_at(now), lane.late_again_at if self._running else now)
+        late_at = max(queue.throughput.calm_at(now), queue.late_allowed_at if self._running else now)
         if not self._policy.serve_late:
             late_at = math.inf
         if late_at <= now:
-            lane.late_again_at = now + own_s / (LATE_SHARE_MAX * max(1, placed.considered))
+            queue.late_allowed_at = now + own_s / (LATE_SHARE_MAX * max(1, placement.considered))
             return None
-        message = "Even an idle worker would miss its target. Try again when nobody waits, or without a target."
-        return refused(ticket, Reason.OVERLOADED, message, late_at - now)
+        message = "Even an idle worker would miss the target. Try again when no requests wait, or without a target."
+        return rejection_of(entry, Reason.OVERLOADED, message, late_at - now)
 
-    def _begin(self, ticket: QueueEntry, placed: Placement) -> None:
-        assert ticket.line is not None
-        ticket.placed = placed
-        ticket.line.share.charge(ticket.need.tenant, ticket.cost)
-        decode = placed.decode.record.worker_id
+    def _begin(self, entry: QueueEntry, placement: Placement) -> None:
+        assert entry.queue is not None
+        entry.placement = placement
+        entry.queue.share.charge(entry.request.tenant, entry.cost)
+        decode = placement.decode.record.worker_id
         self._running[decode] = self._running.get(decode, 0) + 1
 
-    def _queue(self, ticket: QueueEntry, placed: Placement | Rejection, now: float) -> Rejection | None:
-        line = ticket.line
-        assert line is not None
+    def _enqueue(self, entry: QueueEntry, result: Placement | Rejection, now: float) -> Rejection | None:
+        queue = entry.queue
+        assert queue is not None
         self._numbers += 1
-        ticket.number = self._numbers
-        self._set_deadline(ticket, placed)
-        wait_s = line.lane.wait_s(ticket, line) or 0.0
-        if now + wait_s > ticket.hopeless_at:
-            return refused(ticket, Reason.OVERLOADED, "It would wait too long to be of use. Try again later.")
-        if len(line.tenants.get(ticket.need.tenant, ())) >= self._policy.tenant_queue_max:
-            return refused(ticket, Reason.OVER_SHARE, "Too many requests of this tenant wait already.")
-        if self.waiting >= self._policy.queue_max and (no := self._make_room(ticket, line)) is not None:
-            return no
-        line.lane.drain.passed(now)
-        line.add(ticket)
+        entry.number = self._numbers
+        self._set_deadline(entry, result)
+        wait_s = queue.model_queue.wait_s(entry, queue) or 0.0
+        if now + wait_s > entry.expires_at:
+            return rejection_of(
+                entry, Reason.OVERLOADED, "The request would wait too long to be useful. Try again later."
+            )
+        if len(queue.tenants.get(entry.request.tenant, ())) >= self._policy.tenant_queue_max:
+            return rejection_of(entry, Reason.OVER_SHARE, "Too many requests of this tenant wait already.")
+        if self.waiting >= self._policy.queue_max and (rejection := self._evict_for(entry, queue)) is not None:
+            return rejection
+        queue.model_queue.throughput.advance(now)
+        queue.add(entry)
         self.waiting += 1
-        heappush(self._expiries, (ticket.hopeless_at, ticket.number, ticket))
+        heappush(self._expiries, (entry.expires_at, entry.number, entry))
         if len(self._expiries) > 2 * self.waiting + EXPIRIES_SPARE:
-            self._expiries = [entry for entry in self._expiries if entry[-1].waiting]
+            self._expiries = [one for one in self._expiries if one[-1].waiting]
             heapify(self._expiries)
         return None
 
-    def _set_deadline(self, ticket: QueueEntry, placed: Placement | Rejection) -> None:
-        """Who could have its first token soonest, had it come to idle engines, comes first: the target counts from
-        there, so that a short prompt passes a long one by as much as it is shorter, and never by more. A target that
-        even an idle worker would miss is no reason to refuse a request: it may wait for a part of its own time.
+    def _set_deadline(self, entry: QueueEntry, result: Placement | Rejection) -> None:
+        """The deadline is arrival + target + the request's own time on an idle worker (DECISIONS 20): a short prompt
+        overtakes a long one by the difference of their times, and by no more. A target that even an idle worker would
+        miss is no reason to reject a request: it may wait for a share of its own time.
         """
-        policy, target_s, own_s = self._policy, ticket.need.targets.ttft_s, _own_s(ticket, placed)
-        latest_at = ticket.arrived_at + policy.queue_s_max
+        policy, target_s, own_s = self._policy, entry.request.targets.ttft_s, _own_s(entry, result)
+        latest_at = entry.arrived_at + policy.queue_s_max
         if target_s < math.inf:
-            ticket.deadline = ticket.arrived_at + target_s + own_s
+            entry.deadline = entry.arrived_at + target_s + own_s
             wait_s = max(policy.late_ratio * target_s - own_s, WAIT_SHARE_MIN * own_s)
-            latest_at = min(latest_at, ticket.arrived_at + wait_s)
+            latest_at = min(latest_at, entry.arrived_at + wait_s)
         else:
-            ticket.deadline = latest_at + own_s
-        ticket.hopeless_at = min(latest_at, ticket.ends_at)
+            entry.deadline = latest_at + own_s
+        entry.expires_at = min(latest_at, entry.ends_at)
 
-    def _make_room(self, ticket: QueueEntry, own: PriorityQueue) -> Rejection | None:
-        """The queue is full: someone less urgent goes, or of the least urgent whoever waits with most. Answers why
-        nobody does.
+    def _evict_for(self, entry: QueueEntry, own: PriorityQueue) -> Rejection | None:
+        """The queue is full: evict a less urgent request, or among equally urgent ones the last request of the tenant
+        with the highest load. Returns why no other request is evicted.
         """
-        lines = [line for lane in self._lanes.values() for line in lane.lines.values() if line.count]
-        fullest = max(lines, key=lambda line: (line.priority, line.count))
+        queues = [queue for models in self._models.values() for queue in models.priorities.values() if queue.count]
+        fullest = max(queues, key=lambda queue: (queue.priority, queue.count))
         greediest = fullest.greediest()
         if fullest.priority > own.priority:
             self._evict(fullest, greediest, Reason.OVERLOADED)
             return None
-        mine = own.load(ticket.need.tenant, 1)
-        if fullest.priority == own.priority and fullest.load(greediest) > mine:
+        load = own.load(entry.request.tenant, 1)
+        if fullest.priority == own.priority and fullest.load(greediest) > load:
             self._evict(fullest, greediest, Reason.OVER_SHARE)
             return None
-        if len(own.tenants.keys() | {ticket.need.tenant}) > 1 and mine > own.load_mean():
-            return refused(ticket, Reason.OVER_SHARE, "The queue is full, and this tenant has its share of it.")
-        return refused(ticket, Reason.OVERLOADED, "The queue is full. Try again later.")
+        if len(own.tenants.keys() | {entry.request.tenant}) > 1 and load > own.load_mean():
+            return rejection_of(entry, Reason.OVER_SHARE, "The queue is full, and this tenant has its share of it.")
+        return rejection_of(entry, Reason.OVERLOADED, "The queue is full. Try again later.")
 
-    def _evict(self, line: PriorityQueue, tenant: str, reason: Reason) -> None:
-        last = line.tenants[tenant][-1]
-        self._evicted.append((last, refused(last, reason, "The queue is full, and others come first.")))
+    def _evict(self, queue: PriorityQueue, tenant: str, reason: Reason) -> None:
+        last = queue.tenants[tenant][-1]
+        self._evicted.append((last, rejection_of(last, reason, "The queue is full, and other requests come first.")))
         self._leave(last)
 
-    def _leave(self, ticket: QueueEntry) -> None:
-        assert ticket.line is not None
-        ticket.line.remove(ticket)
+    def _leave(self, entry: QueueEntry) -> None:
+        assert entry.queue is not None
+        entry.queue.remove(entry)
         self.waiting -= 1
 
-    def _too_late(self, ticket: QueueEntry, now: float) -> Rejection:
-        if now >= ticket.ends_at:
+    def _expired(self, entry: QueueEntry, now: float) -> Rejection:
+        if now >= entry.ends_at:
             return Rejection(reason=Reason.DEADLINE, message="The request took too long.")
-        return refused(ticket, Reason.OVERLOADED, "It waited too long to be of use. Try again later.")
+        return rejection_of(entry, Reason.OVERLOADED, "The request waited too long to be useful. Try again later.")
 
 
-def _own_s(ticket: QueueEntry, placed: Placement | Rejection) -> float:
-    """To its first token on an idle worker."""
-    if isinstance(placed, Rejection):
-        return ticket.work_s
-    predicted = placed.predicted
-    return max(ticket.work_s, predicted.total_s() - predicted.queue_s - predicted.decode_queue_s)
+def _own_s(entry: QueueEntry, result: Placement | Rejection) -> float:
+    """The request's time to the first token on an idle worker."""
+    if isinstance(result, Rejection):
+        return entry.work_s
+    predicted = result.predicted
+    return max(entry.work_s, predicted.total_s() - predicted.queue_s - predicted.decode_queue_s)
 
 
-def lane_of(need: PlacementRequest) -> str:
-    """With whom it stands in line: with those who want the same workers."""
-    return f"{need.model} {need.revisions[0]}" if need.revisions else need.model
+def queue_name(request: PlacementRequest) -> str:
+    """Requests that can be served by the same workers share a queue."""
+    return f"{request.model} {request.revisions[0]}" if request.revisions else request.model
 
 
-def refused(ticket: QueueEntry, reason: Reason, message: str, again_s: float = 0.0) -> Rejection:
-    """With when a request like this one could be begun: not before ``again_s`` from now."""
-    line = ticket.line
-    wait_s = line.lane.wait_s(ticket, line) if line is not None else None
+def rejection_of(entry: QueueEntry, reason: Reason, message: str, again_s: float = 0.0) -> Rejection:
+    """``retry_after_s`` predicts when a request like this one could begin: not before ``again_s`` from now."""
+    queue = entry.queue
+    wait_s = queue.model_queue.wait_s(entry, queue) if queue is not None else None
     retry_after_s = min(max(wait_s or 0.0, again_s, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX)
     return Rejection(reason=reason, message=message, retry_after_s=retry_after_s)

@@ -106,7 +106,7 @@ class AdmissionQueue:
     def _turn(self) -> None:
         self._timer = None
         begun = self._now()
-        for ticket, verdict in self._admission.turn(begun):
+        for ticket, verdict in self._admission.schedule(begun):
             if (decided := self._waiting.get(ticket)) is not None:
                 settle(decided, verdict)
         ended = self._now()

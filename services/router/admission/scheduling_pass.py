@@ -1,83 +1,88 @@
-"""One look over those who wait for a model: who begins now, on which worker."""
+"""One scheduling pass over a model's queue: which waiting requests begin now, and on which workers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.router.admission.queues import ANYBODY, ModelQueue, QueueEntry
+from services.router.admission.queues import ANY_WORKER, ModelQueue, QueueEntry
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
 
-LOOKS_MAX = 8
-"""Requests that are placed anew and found to wait still, in one look: half of them the first in order, half from where
-the last look stopped.
+HELD_MAX = 8
+"""A pass ends after so many requests were placed anew and found to wait still. Half of them are the first in order, the
+other half follow the position where the last pass stopped, so that every request is tried in time.
 """
-LIKE_THE_NEXT = LOOKS_MAX // 2
-"""Counted for a request that waits for what the next ones most likely wait for, too."""
+HELD_LIKE_NEXT = HELD_MAX // 2
+"""Counted for a request that waits for something that the next requests most likely wait for, too."""
 BEGUN_MAX = 64
-"""Requests that begin in one look."""
+"""Requests that begin in one pass. A placement takes a good tenth of a millisecond, so that more of them would hold up
+the streams that the router relays.
+"""
 
 Place = Callable[[PlacementRequest, float], Placement | Rejection]
 Obstacle = Callable[[QueueEntry, Placement, float], WorkerId | None]
 
 
 class SchedulingPass:
-    """``look`` fills ``decided`` and changes nothing but what those who wait are known to want."""
+    """``run`` fills ``decided``. In the queue it changes only which workers the requests wait for."""
 
-    def __init__(self, lane: ModelQueue, place: Place, obstacle: Obstacle) -> None:
-        self._lane = lane
+    def __init__(self, model_queue: ModelQueue, place: Place, obstacle: Obstacle) -> None:
+        self._model_queue = model_queue
         self._place = place
         self._obstacle = obstacle
         self._reserved: set[WorkerId] = set()
-        """Wanted by somebody who comes before whoever is looked at."""
-        self._given: dict[WorkerId, float] = {}
-        """Seconds of work that workers got in this look, and that do not show in what is known of them."""
+        """Workers that an earlier request of the order waits for: later ones must not take them."""
+        self._given_s: dict[WorkerId, float] = {}
+        """Work that workers got in this pass, which their reports do not show yet. Several small prompts may begin on
+        one worker in one pass, as long as their sum keeps within the obstacle's bound: with one prompt for each pass,
+        a queue of prompts that take less time than a pass would grow without end.
+        """
         self._held = 0
         self.decided: list[tuple[QueueEntry, Placement | Rejection]] = []
         self.unfinished = False
-        """Another look, right after this one, may find more."""
+        """Another pass, right after this one, may begin more requests."""
 
-    def look(self, now: float) -> None:
-        """Bounded, however many wait; each is looked at in time."""
-        lane, resume = self._lane, self._lane.looked_at
-        lane.looked_at = 0
-        for position, ticket in enumerate(lane.in_order()):
-            if self._held >= LOOKS_MAX // 2 and position < resume:
+    def run(self, now: float) -> None:
+        """The number of placements is bounded, however many requests wait."""
+        queue, resume = self._model_queue, self._model_queue.resume_position
+        queue.resume_position = 0
+        for position, entry in enumerate(queue.in_order()):
+            if self._held >= HELD_MAX // 2 and position < resume:
                 continue
-            if self._held >= LOOKS_MAX or len(self.decided) >= BEGUN_MAX:
-                lane.looked_at = position
+            if self._held >= HELD_MAX or len(self.decided) >= BEGUN_MAX:
+                queue.resume_position = position
                 self.unfinished = self.unfinished or len(self.decided) >= BEGUN_MAX
                 return
-            self._weigh(ticket, self._place(ticket.need, now))
+            self._decide(entry, self._place(entry.request, now))
 
-    def _weigh(self, ticket: QueueEntry, placed: Placement | Rejection) -> None:
-        if isinstance(placed, Rejection):
-            if placed.reason is Reason.WORKER_BUSY:
-                self._hold(ticket, ANYBODY, LIKE_THE_NEXT)
+    def _decide(self, entry: QueueEntry, result: Placement | Rejection) -> None:
+        if isinstance(result, Rejection):
+            if result.reason is Reason.WORKER_BUSY:
+                self._hold(entry, ANY_WORKER, HELD_LIKE_NEXT)
             else:
-                self.decided.append((ticket, placed))
+                self.decided.append((entry, result))
             return
-        prompt, decode = prompt_worker(placed), placed.decode.record.worker_id
-        given_s = self._given.get(prompt, 0.0)
-        wanted = self._obstacle(ticket, placed, given_s)
-        if wanted is not None and given_s:
+        prefill, decode = prefill_worker(result), result.decode.record.worker_id
+        given_s = self._given_s.get(prefill, 0.0)
+        awaits = self._obstacle(entry, result, given_s)
+        if awaits is not None and given_s:
             self.unfinished = True
-            self._hold(ticket, wanted, LIKE_THE_NEXT)
-        elif wanted is not None:
-            self._hold(ticket, wanted)
-        elif prompt in self._reserved or decode in self._reserved:
-            self._hold(ticket, prompt if prompt in self._reserved else decode)
+            self._hold(entry, awaits, HELD_LIKE_NEXT)
+        elif awaits is not None:
+            self._hold(entry, awaits)
+        elif prefill in self._reserved or decode in self._reserved:
+            self._hold(entry, prefill if prefill in self._reserved else decode)
         else:
-            self._given[prompt] = given_s + ticket.work_s
-            self.decided.append((ticket, placed))
+            self._given_s[prefill] = given_s + entry.work_s
+            self.decided.append((entry, result))
 
-    def _hold(self, ticket: QueueEntry, wanted: WorkerId, looks: int = 1) -> None:
-        self._held += looks
-        self._reserved.add(wanted)
-        self._lane.want(ticket, wanted)
+    def _hold(self, entry: QueueEntry, awaits: WorkerId, count: int = 1) -> None:
+        self._held += count
+        self._reserved.add(awaits)
+        self._model_queue.set_awaited(entry, awaits)
 
 
-def prompt_worker(placed: Placement) -> WorkerId:
-    """Who computes the prompt."""
-    return (placed.prefill or placed.decode).record.worker_id
+def prefill_worker(placement: Placement) -> WorkerId:
+    """The worker that computes the prompt."""
+    return (placement.prefill or placement.decode).record.worker_id

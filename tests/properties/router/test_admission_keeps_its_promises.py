@@ -60,27 +60,27 @@ def test_every_request_ends_once_and_the_queue_is_bounded(story):
         elif what == "wait":
             engines.run(until=engines.now + value)
         elif offered:
-            ticket = offered[value % len(offered)]
-            if ticket.waiting:
-                gone.add(ticket)
-            engines.withdraw(ticket)
+            entry = offered[value % len(offered)]
+            if entry.waiting:
+                gone.add(entry)
+            engines.withdraw(entry)
         assert engines.admission.waiting <= QUEUE_MAX
-        assert engines.admission.waiting == sum(ticket.waiting for ticket in offered)
+        assert engines.admission.waiting == sum(entry.waiting for entry in offered)
     engines.run()
 
-    ends = Counter(ticket for ticket, _verdict in engines.ends)
+    ends = Counter(entry for entry, _verdict in engines.ends)
     assert set(ends) | gone == set(offered)
     assert not set(ends) & gone
     assert set(ends.values()) <= {1}
     assert engines.admission.waiting == 0
     assert engines.admission.wakes_at(engines.now) is None
-    for ticket, verdict in engines.ends:
-        if isinstance(verdict, Placement):
-            assert engines.placed_at[ticket] - ticket.arrived_at <= QUEUE_S_MAX
-            assert engines.placed_at[ticket] <= ticket.ends_at
+    for entry, result in engines.ends:
+        if isinstance(result, Placement):
+            assert engines.placed_at[entry] - entry.arrived_at <= QUEUE_S_MAX
+            assert engines.placed_at[entry] <= entry.ends_at
         else:
-            assert verdict.reason in {Reason.OVERLOADED, Reason.OVER_SHARE, Reason.DEADLINE}
-            assert verdict.reason is Reason.DEADLINE or 1.0 <= (verdict.retry_after_s or 0) <= 120.0
+            assert result.reason in {Reason.OVERLOADED, Reason.OVER_SHARE, Reason.DEADLINE}
+            assert result.reason is Reason.DEADLINE or 1.0 <= (result.retry_after_s or 0) <= 120.0
 
 
 @settings(max_examples=100, deadline=None)
@@ -91,7 +91,7 @@ def test_no_engine_idles_while_somebody_waits(prompts, count):
         engines.offer(tokens)
     engines.run()
 
-    assert not any(isinstance(verdict, Rejection) for _ticket, verdict in engines.ends)
+    assert not any(isinstance(result, Rejection) for _ticket, result in engines.ends)
     work_s = sum(prompts) / 1000
     # Lists of jobs that are given out greedily end within the mean plus the longest job.
     assert max(engines.first_token_at.values()) <= work_s / count + max(prompts) / 1000 + 1e-6
@@ -139,7 +139,7 @@ def test_a_greedy_tenant_costs_a_modest_one_no_more_than_its_share(greedy, befor
 
     order = list(engines.placed_at)[begun_before:]
     last = order.index(modest[-1])
-    others = sum(ticket.need.prompt_tokens for ticket in order[:last] if ticket not in modest)
+    others = sum(entry.request.prompt_tokens for entry in order[:last] if entry not in modest)
     most = 900 + 2.0
     assert others <= 500 * 10 + 2 * most + 10 * 2.0
 
@@ -163,9 +163,9 @@ def test_who_comes_late_has_neither_credit_nor_debt(charges):
 def test_those_that_wait_for_one_engine_begin_by_priority_and_then_in_turn(priorities):
     engines = Engines(Engine("w1"), queue_max=1000, queue_s_max=10_000.0)
     engines.offer(5000)
-    tickets = [engines.offer(2000, priority=priority) for priority in priorities]
-    first = len([ticket for ticket in tickets if ticket in engines.placed_at])
+    entries = [engines.offer(2000, priority=priority) for priority in priorities]
+    first = len([entry for entry in entries if entry in engines.placed_at])
     engines.run()
 
-    order = [ticket for ticket in engines.placed_at if ticket in tickets][first:]
-    assert order == sorted(order, key=lambda ticket: (ticket.need.priority, ticket.number))
+    order = [entry for entry in engines.placed_at if entry in entries][first:]
+    assert order == sorted(order, key=lambda entry: (entry.request.priority, entry.number))

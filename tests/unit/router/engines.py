@@ -1,4 +1,4 @@
-"""Engines with nothing but a queue, a placement that knows them, and virtual time: what admission needs of a fleet."""
+"""Engines that consist of a queue, in virtual time, and a placement that knows them: the fleet of admission tests."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from shared.contracts.decisions import TtftParts
 from shared.contracts.failures import Reason
 
 BUSY = Rejection(reason=Reason.WORKER_BUSY, message="full", retry_after_s=1.0)
-NOBODY = Rejection(reason=Reason.NO_WORKER, message="nobody", retry_after_s=1.0)
+NONE_READY = Rejection(reason=Reason.NO_WORKER, message="none ready", retry_after_s=1.0)
 TOKENS_PER_S = 1000.0
 
 
 @dataclass
 class Engine:
-    """Computes prompts one behind the other; a completion then takes ``decode_s`` beside all others."""
+    """Computes prompts one after the other; a completion then takes ``decode_s``, in parallel with others."""
 
     worker_id: str
     legs_max: int = 1000
@@ -39,7 +39,7 @@ class Engine:
 
 
 class Engines:
-    """A fleet in virtual time. ``run`` lets time pass; each ticket's end is noted once in ``ends``."""
+    """``run`` lets time pass. ``ends`` records the result of each entry once."""
 
     def __init__(self, *engines: Engine, **policy: Any) -> None:
         self.engines = {engine.worker_id: engine for engine in engines}
@@ -52,41 +52,41 @@ class Engines:
         self._events: list[tuple[float, int, Any]] = []
         self._count = 0
 
-    def place(self, need: PlacementRequest, now: float) -> Placement | Rejection:
+    def place(self, request: PlacementRequest, now: float) -> Placement | Rejection:
         self.places += 1
-        offering = [one for one in self.engines.values() if need.model in one.models]
-        if need.forced is not None:
-            offering = [one for one in offering if one.worker_id == need.forced.decode_worker]
+        offering = [one for one in self.engines.values() if request.model in one.models]
+        if request.forced is not None:
+            offering = [one for one in offering if one.worker_id == request.forced.decode_worker]
         fit = [one for one in offering if one.legs < one.legs_max]
         if not fit:
-            return BUSY if offering else NOBODY
+            return BUSY if offering else NONE_READY
         engine = min(fit, key=lambda one: max(one.free_at, now))
         queue_s = max(0.0, engine.free_at - now)
-        parts = TtftParts(queue_s=queue_s, prefill_s=need.prompt_tokens / TOKENS_PER_S)
+        parts = TtftParts(queue_s=queue_s, prefill_s=request.prompt_tokens / TOKENS_PER_S)
         return Placement(
             mode=Mode.AGGREGATED,
             decode=engine.view,
-            uncached_tokens=need.prompt_tokens,
+            uncached_tokens=request.prompt_tokens,
             predicted=parts,
             predicted_itl_s=0.01 * (engine.legs + 1),
             considered=len(offering),
         )
 
-    def offer(self, tokens: int = 100, *, ends_at: float = float("inf"), **need: Any) -> QueueEntry:
-        """A request comes now."""
-        ticket = QueueEntry(ask(tokens, **need), self.now, ends_at)
-        verdict = self.admission.offer(ticket, self.now)
-        if verdict is not None:
-            self._decided(ticket, verdict)
-        self._turns()
-        return ticket
+    def offer(self, tokens: int = 100, *, ends_at: float = float("inf"), **request: Any) -> QueueEntry:
+        """A request arrives now."""
+        entry = QueueEntry(ask(tokens, **request), self.now, ends_at)
+        result = self.admission.offer(entry, self.now)
+        if result is not None:
+            self._decided(entry, result)
+        self._schedule()
+        return entry
 
-    def withdraw(self, ticket: QueueEntry) -> None:
-        self.admission.withdraw(ticket)
-        self._turns()
+    def withdraw(self, entry: QueueEntry) -> None:
+        self.admission.withdraw(entry)
+        self._schedule()
 
     def run(self, until: float = float("inf")) -> None:
-        """Let time pass: prompts and completions end, timers ring."""
+        """Let time pass: prompts and completions end, timers fire."""
         while True:
             wakes_at = self.admission.wakes_at(self.now)
             next_at = min(self._events[0][0] if self._events else float("inf"), wakes_at or float("inf"))
@@ -96,46 +96,46 @@ class Engines:
             self.now = max(self.now, next_at)
             while self._events and self._events[0][0] <= self.now:
                 heapq.heappop(self._events)[2]()
-            self._turns()
+            self._schedule()
 
-    def _turns(self) -> None:
+    def _schedule(self) -> None:
         for _ in range(100):
-            for ticket, verdict in self.admission.turn(self.now):
-                self._decided(ticket, verdict)
+            for entry, result in self.admission.schedule(self.now):
+                self._decided(entry, result)
             wakes_at = self.admission.wakes_at(self.now)
             if wakes_at is None or wakes_at > self.now:
                 return
-        raise AssertionError("turns without an end")
+        raise AssertionError("scheduling does not end")
 
-    def _decided(self, ticket: QueueEntry, verdict: Placement | Rejection) -> None:
-        self.ends.append((ticket, verdict))
-        if isinstance(verdict, Rejection):
+    def _decided(self, entry: QueueEntry, result: Placement | Rejection) -> None:
+        self.ends.append((entry, result))
+        if isinstance(result, Rejection):
             return
-        engine = self.engines[verdict.decode.record.worker_id]
+        engine = self.engines[result.decode.record.worker_id]
         engine.legs += 1
-        engine.begun.append(ticket.need.tenant)
-        engine.free_at = max(engine.free_at, self.now) + ticket.need.prompt_tokens / TOKENS_PER_S
-        self.placed_at[ticket] = self.now
-        self.first_token_at[ticket] = engine.free_at
+        engine.begun.append(entry.request.tenant)
+        engine.free_at = max(engine.free_at, self.now) + entry.request.prompt_tokens / TOKENS_PER_S
+        self.placed_at[entry] = self.now
+        self.first_token_at[entry] = engine.free_at
         self._at(engine.free_at, lambda: None)
-        self._at(engine.free_at + engine.decode_s, lambda: self._end(ticket, engine))
+        self._at(engine.free_at + engine.decode_s, lambda: self._end(entry, engine))
 
-    def _end(self, ticket: QueueEntry, engine: Engine) -> None:
+    def _end(self, entry: QueueEntry, engine: Engine) -> None:
         engine.legs -= 1
-        self.admission.ended(ticket, ticket.need.prompt_tokens, ticket.need.tokens_out)
+        self.admission.ended(entry, entry.request.prompt_tokens, entry.request.tokens_out)
 
     def _at(self, at: float, what: Any) -> None:
         self._count += 1
         heapq.heappush(self._events, (at, self._count, what))
 
-    def reason(self, ticket: QueueEntry) -> Reason | None:
-        """Why it was refused; None when it was not."""
-        verdict = dict(self.ends)[ticket]
-        return verdict.reason if isinstance(verdict, Rejection) else None
+    def reason(self, entry: QueueEntry) -> Reason | None:
+        """Why it was rejected; None when it was not."""
+        result = dict(self.ends)[entry]
+        return result.reason if isinstance(result, Rejection) else None
 
 
 def ask(
-    tokens: int = 100, *, ttft_s: float = float("inf"), itl_s: float = float("inf"), **need: Any
+    tokens: int = 100, *, ttft_s: float = float("inf"), itl_s: float = float("inf"), **request: Any
 ) -> PlacementRequest:
-    fields: dict[str, Any] = {"model": "m", "tokens_out": 1, **need}
+    fields: dict[str, Any] = {"model": "m", "tokens_out": 1, **request}
     return PlacementRequest(prompt_tokens=tokens, targets=Targets(ttft_s=ttft_s, itl_s=itl_s), **fields)

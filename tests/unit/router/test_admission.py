@@ -7,7 +7,7 @@ import math
 import pytest
 
 from services.router.admission.policy import LATE_SHARE_MAX
-from services.router.admission.queues import DRAIN_S_MIN, STRAINED_FOR_S
+from services.router.admission.queues import STRAINED_FOR_S, WAITED_S_MIN
 from services.router.placement.placement import Placement, Rejection
 from services.router.placement.request_fields import Forced
 from shared.contracts.failures import Reason
@@ -17,17 +17,17 @@ A_SECOND = 1000
 """Prompt tokens that an engine computes in a second."""
 
 
-def order(engines: Engines, *tickets) -> list:
-    """The tickets as they were begun."""
-    return [ticket for ticket in engines.placed_at if ticket in tickets]
+def order(engines: Engines, *entries) -> list:
+    """The entries as they were begun."""
+    return [entry for entry in engines.placed_at if entry in entries]
 
 
 def test_an_idle_engine_gets_a_request_at_once():
     engines = Engines(Engine("w1"))
 
-    ticket = engines.offer()
+    entry = engines.offer()
 
-    assert engines.placed_at[ticket] == 0.0
+    assert engines.placed_at[entry] == 0.0
     assert engines.admission.waiting == 0
     assert engines.admission.wakes_at(0.0) is None
 
@@ -35,9 +35,9 @@ def test_an_idle_engine_gets_a_request_at_once():
 def test_an_engine_gets_what_keeps_it_busy_and_the_rest_waits_here():
     engines = Engines(Engine("w1"), engine_queue_s_max=0.25)
 
-    tickets = [engines.offer(100) for _ in range(10)]
+    entries = [engines.offer(100) for _ in range(10)]
 
-    assert [ticket in engines.placed_at for ticket in tickets] == [True] * 3 + [False] * 7
+    assert [entry in engines.placed_at for entry in entries] == [True] * 3 + [False] * 7
     assert engines.admission.waiting == 7
 
 
@@ -57,9 +57,9 @@ def test_small_prompts_that_waited_begin_together_or_a_line_of_them_would_never_
     engines.offer(A_SECOND)
     small = [engines.offer(1) for _ in range(50)]
 
-    decided = engines.admission.turn(0.8)  # the engine has a fifth of a second left to do
+    decided = engines.admission.schedule(0.8)  # the engine has a fifth of a second left to do
 
-    assert [ticket for ticket, _placed in decided] == small
+    assert [entry for entry, _placed in decided] == small
 
 
 def test_what_begins_together_is_no_more_than_what_keeps_an_engine_busy():
@@ -68,7 +68,7 @@ def test_what_begins_together_is_no_more_than_what_keeps_an_engine_busy():
     for _ in range(10):
         engines.offer(100)
 
-    assert len(engines.admission.turn(0.8)) == 1
+    assert len(engines.admission.schedule(0.8)) == 1
 
 
 def test_full_workers_make_requests_wait_instead_of_refusing_them():
@@ -84,9 +84,9 @@ def test_full_workers_make_requests_wait_instead_of_refusing_them():
 def test_nobody_waits_for_workers_that_are_not_there():
     engines = Engines(Engine("w1"))
 
-    ticket = engines.offer(model="other")
+    entry = engines.offer(model="other")
 
-    assert engines.reason(ticket) is Reason.NO_WORKER
+    assert engines.reason(entry) is Reason.NO_WORKER
 
 
 def test_who_waits_is_told_when_the_last_worker_goes():
@@ -95,9 +95,9 @@ def test_who_waits_is_told_when_the_last_worker_goes():
     waiting = engines.offer(A_SECOND)
 
     engines.engines.clear()
-    decided = engines.admission.turn(0.5)
+    decided = engines.admission.schedule(0.5)
 
-    assert [(ticket, no.reason) for ticket, no in decided if isinstance(no, Rejection)] == [(waiting, Reason.NO_WORKER)]
+    assert [(entry, no.reason) for entry, no in decided if isinstance(no, Rejection)] == [(waiting, Reason.NO_WORKER)]
 
 
 def test_the_more_urgent_priority_comes_first():
@@ -123,11 +123,11 @@ def test_of_one_tenant_the_earliest_deadline_comes_first():
 def test_without_targets_the_first_to_come_is_the_first_to_go():
     engines = Engines(Engine("w1"))
     engines.offer(A_SECOND)
-    tickets = [engines.offer(500) for _ in range(5)]
+    entries = [engines.offer(500) for _ in range(5)]
 
     engines.run()
 
-    assert order(engines, *tickets) == tickets
+    assert order(engines, *entries) == entries
 
 
 def test_a_modest_tenant_does_not_stand_behind_a_greedy_one():
@@ -137,7 +137,7 @@ def test_a_modest_tenant_does_not_stand_behind_a_greedy_one():
 
     engines.run()
 
-    assert sum(engines.placed_at[ticket] > engines.placed_at[modest] for ticket in greedy) >= 16
+    assert sum(engines.placed_at[entry] > engines.placed_at[modest] for entry in greedy) >= 16
 
 
 def test_a_tenant_of_twice_the_weight_gets_twice_as_much():
@@ -178,9 +178,9 @@ def test_nobody_takes_the_worker_that_one_before_it_waits_for():
 def test_a_target_between_tokens_that_nobody_could_meet_makes_nobody_wait():
     engines = Engines(Engine("w1", decode_s=1.0))
 
-    ticket = engines.offer(10, itl_s=0.001)
+    entry = engines.offer(10, itl_s=0.001)
 
-    assert engines.placed_at[ticket] == 0.0
+    assert engines.placed_at[entry] == 0.0
 
 
 def test_many_that_wait_for_one_worker_do_not_hide_who_could_start_on_another():
@@ -201,19 +201,19 @@ def test_one_models_queue_is_not_in_the_way_of_anothers():
     for _ in range(50):
         engines.offer(A_SECOND)
 
-    ticket = engines.offer(model="other")
+    entry = engines.offer(model="other")
 
-    assert engines.placed_at[ticket] == 0.0
+    assert engines.placed_at[entry] == 0.0
 
 
 def test_the_queue_is_bounded_and_says_when_to_come_again():
     engines = Engines(Engine("w1"), queue_max=5)
 
-    tickets = [engines.offer(A_SECOND) for _ in range(10)]
+    entries = [engines.offer(A_SECOND) for _ in range(10)]
 
-    refused = [ticket for ticket in tickets if ticket in dict(engines.ends) and engines.reason(ticket)]
+    refused = [entry for entry in entries if entry in dict(engines.ends) and engines.reason(entry)]
     assert (len(refused), engines.admission.waiting) == (4, 5)
-    assert {engines.reason(ticket) for ticket in refused} == {Reason.OVERLOADED}
+    assert {engines.reason(entry) for entry in refused} == {Reason.OVERLOADED}
     assert all(no.retry_after_s >= 1.0 for _ticket, no in engines.ends if isinstance(no, Rejection))
 
 
@@ -234,9 +234,9 @@ def test_a_tenant_with_its_share_of_a_full_queue_is_told_so():
         engines.offer(A_SECOND, tenant="greedy")
         engines.offer(A_SECOND, tenant="modest")
 
-    ticket = engines.offer(A_SECOND, tenant="greedy")
+    entry = engines.offer(A_SECOND, tenant="greedy")
 
-    assert engines.reason(ticket) is Reason.OVER_SHARE
+    assert engines.reason(entry) is Reason.OVER_SHARE
 
 
 def test_a_full_queue_makes_room_for_what_is_more_urgent():
@@ -254,10 +254,10 @@ def test_a_full_queue_makes_room_for_what_is_more_urgent():
 def test_one_tenant_has_a_bound_of_its_own():
     engines = Engines(Engine("w1"), tenant_queue_max=2)
     engines.offer(A_SECOND, tenant="a")
-    tickets = [engines.offer(A_SECOND, tenant="a") for _ in range(3)]
+    entries = [engines.offer(A_SECOND, tenant="a") for _ in range(3)]
     other = engines.offer(A_SECOND, tenant="b")
 
-    assert engines.reason(tickets[2]) is Reason.OVER_SHARE
+    assert engines.reason(entries[2]) is Reason.OVER_SHARE
     assert other not in dict(engines.ends)
 
 
@@ -265,28 +265,28 @@ def test_what_would_come_too_late_is_refused_when_it_comes():
     engines = Engines(Engine("w1"), late_ratio=1.0)
     for _ in range(20):
         engines.offer(A_SECOND)
-    engines.run(until=DRAIN_S_MIN + 3.0)
+    engines.run(until=WAITED_S_MIN + 3.0)
 
     sooner = engines.offer(100, ttft_s=2.0)
-    ticket = engines.offer(100, ttft_s=2.0, priority=1)
+    entry = engines.offer(100, ttft_s=2.0, priority=1)
 
     assert sooner not in dict(engines.ends)  # it comes before all that have no target
-    verdict = dict(engines.ends)[ticket]
-    assert isinstance(verdict, Rejection)
-    assert verdict.reason is Reason.OVERLOADED
-    assert 10.0 < (verdict.retry_after_s or 0) < 25.0  # about 16 s of work are before it
+    result = dict(engines.ends)[entry]
+    assert isinstance(result, Rejection)
+    assert result.reason is Reason.OVERLOADED
+    assert 10.0 < (result.retry_after_s or 0) < 25.0  # about 16 s of work are before it
 
 
 def test_what_became_too_late_while_it_waited_is_refused_then():
     engines = Engines(Engine("w1"), late_ratio=1.0)
     engines.offer(10 * A_SECOND)
-    ticket = engines.offer(100, ttft_s=2.0)
+    entry = engines.offer(100, ttft_s=2.0)
 
     engines.run(until=1.8)
-    assert ticket not in dict(engines.ends)
+    assert entry not in dict(engines.ends)
     engines.run(until=2.0)
 
-    assert engines.reason(ticket) is Reason.OVERLOADED
+    assert engines.reason(entry) is Reason.OVERLOADED
 
 
 def test_a_target_that_even_an_idle_engine_misses_is_no_reason_to_refuse():
@@ -294,10 +294,10 @@ def test_a_target_that_even_an_idle_engine_misses_is_no_reason_to_refuse():
     engines.offer(100)
     engines.offer(200)
 
-    ticket = engines.offer(5 * A_SECOND, ttft_s=0.1)
+    entry = engines.offer(5 * A_SECOND, ttft_s=0.1)
     engines.run()
 
-    assert engines.reason(ticket) is None
+    assert engines.reason(entry) is None
 
 
 def test_what_is_late_anyway_is_refused_until_nobody_has_waited_for_minutes():
@@ -323,7 +323,7 @@ def test_what_is_late_anyway_takes_a_small_share_of_engines_that_have_other_work
         asked.append(engines.offer(A_SECOND, ttft_s=0.5))
         engines.run(until=engines.now + 0.09)  # the other one is still being computed
 
-    served = [ticket for ticket in asked if ticket in engines.placed_at]
+    served = [entry for entry in asked if entry in engines.placed_at]
     assert len(served) == math.ceil(engines.now * 8 * LATE_SHARE_MAX / 1.0)
     again_s = [no.retry_after_s for _ticket, no in engines.ends if isinstance(no, Rejection)]
     assert max(again_s) == pytest.approx(1.0 / (8 * LATE_SHARE_MAX), abs=0.1)
@@ -336,7 +336,7 @@ def test_what_is_late_anyway_is_served_where_nothing_else_runs():
         asked.append(engines.offer(A_SECOND, ttft_s=0.5))
         engines.run()
 
-    assert [engines.reason(ticket) for ticket in asked] == [None] * 3
+    assert [engines.reason(entry) for entry in asked] == [None] * 3
 
 
 def test_what_is_late_anyway_is_always_refused_if_the_operator_says_so():
@@ -348,21 +348,21 @@ def test_what_is_late_anyway_is_always_refused_if_the_operator_says_so():
 def test_nobody_waits_longer_than_the_longest_wait():
     engines = Engines(Engine("w1"), queue_s_max=3.0)
     engines.offer(10 * A_SECOND)
-    ticket = engines.offer()
+    entry = engines.offer()
 
     engines.run(until=5.0)
 
-    assert engines.reason(ticket) is Reason.OVERLOADED
+    assert engines.reason(entry) is Reason.OVERLOADED
 
 
 def test_a_request_whose_own_time_ends_while_it_waits_is_told_that():
     engines = Engines(Engine("w1"))
     engines.offer(10 * A_SECOND)
-    ticket = engines.offer(ends_at=2.0)
+    entry = engines.offer(ends_at=2.0)
 
     engines.run(until=3.0)
 
-    assert engines.reason(ticket) is Reason.DEADLINE
+    assert engines.reason(entry) is Reason.DEADLINE
 
 
 def test_who_leaves_is_forgotten():
@@ -384,7 +384,7 @@ def test_a_look_is_bounded_however_many_wait():
         engines.offer(A_SECOND)
     before = engines.places
 
-    engines.admission.turn(engines.now)
+    engines.admission.schedule(engines.now)
 
     assert engines.places - before <= 8
 
@@ -392,12 +392,12 @@ def test_a_look_is_bounded_however_many_wait():
 def test_completions_that_came_out_longer_are_charged_at_their_end():
     engines = Engines(Engine("w1"))
     admission = engines.admission
-    ticket = engines.offer(100, tenant="a", tokens_out=10)
-    share = ticket.line.share
+    entry = engines.offer(100, tenant="a", tokens_out=10)
+    share = entry.queue.share
     expected = share.served("a")
 
-    admission.ended(ticket, 100, 500)
-    admission.ended(ticket, 100, 500)  # once only
+    admission.ended(entry, 100, 500)
+    admission.ended(entry, 100, 500)  # once only
 
     assert share.served("a") == expected + 2 * 490
 
@@ -405,14 +405,14 @@ def test_completions_that_came_out_longer_are_charged_at_their_end():
 def test_what_is_cached_is_not_charged():
     engines = Engines(Engine("w1"))
     admission = engines.admission
-    ticket = engines.offer(100, tenant="a", tokens_out=1)
+    entry = engines.offer(100, tenant="a", tokens_out=1)
 
-    admission.ended(ticket, 0, 1)
+    admission.ended(entry, 0, 1)
 
-    assert ticket.line.share.served("a") == 2.0
+    assert entry.queue.share.served("a") == 2.0
 
 
 def test_need_has_no_opinion_by_default():
-    need = ask()
+    request = ask()
 
-    assert (need.tenant, need.priority, need.forced) == ("", 0, None)
+    assert (request.tenant, request.priority, request.forced) == ("", 0, None)
