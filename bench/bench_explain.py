@@ -14,8 +14,9 @@ from collections.abc import Callable
 from services.router.placement.decision import Decision
 from services.router.placement.decision_log import DecisionLog
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
+from services.router.relay.timings import Timings
 from services.router.state.fleet import Fleet
-from services.router.telemetry.ttft import Legs, RouterTimes, ttft_parts
+from services.router.telemetry.ttft import Legs, ttft_parts
 from shared.contracts.decisions import TtftParts
 from shared.contracts.ids import RequestId, RouterId
 from shared.contracts.inference import LegReport
@@ -68,7 +69,7 @@ def measure(workers: int) -> list[str]:
     def end() -> None:
         for decision in decisions:
             legs = Legs(answering=PREFILLED, prefill=PREFILLED)
-            parts = ttft_parts(0.9, RouterTimes(tokenize_s=0.001), legs)
+            parts = ttft_parts(0.9, Timings(tokenize_s=0.001), legs)
             decision.end("ok", measured=parts, ttft_s=0.9, cached_tokens=3)
 
     remember_us, end_us = best_us(remember), best_us(end)

@@ -14,7 +14,7 @@ from statistics import median
 
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
 from services.router.placement.placer import CostPlacer
-from services.router.service import leave_garbage_alone
+from services.router.service import tune_garbage_collection
 from services.router.state.cluster_view import ClusterView
 from services.router.state.native_block_table import block_table
 from services.router.state.prefix_index import PrefixIndex
@@ -54,7 +54,7 @@ def measure(size: int, roles: tuple[Role, ...]) -> tuple[float, float, float, fl
     cluster, costs = fleet(size, roles)
     need = PlacementRequest(model="m", prompt_tokens=BLOCKS * BLOCK_TOKENS + 5, hashes=tuple(range(1, BLOCKS + 1)))
     took_us, looks_us, same_us = [], [], []
-    leave_garbage_alone()
+    tune_garbage_collection()
     for number in range(PLACEMENTS):
         began_s = time.thread_time()
         placed = costs.place(need, 0.0)

@@ -31,7 +31,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
 from services.router.placement.request_fields import CHAT, RequestFacts, read_request
-from services.router.service import leave_garbage_alone
+from services.router.service import tune_garbage_collection
 from services.router.state.fleet import Fleet
 from services.router.tokenize.block_hash import block_hashes
 from services.router.tokenize.segments import Prompt
@@ -253,7 +253,7 @@ def main() -> None:
         begun = time.process_time()
         router = Router.made(tokenizer_json, threads, loop)
         loaded_s = time.process_time() - begun
-        leave_garbage_alone()
+        tune_garbage_collection()
         bench = Bench(router, plain, Prose(1), options.rounds)
         chars_per_token = 10_000 / len(plain.encode(bench.prose.text(10_000)).ids)
         print("| | tokens | CPU, ms | least to most | `tokenizers` alone, ms | times |")

@@ -21,7 +21,7 @@ from replay.request_counts import Active
 from services.router.http.server import listen
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.placer import Placer
-from services.router.service import Router, live
+from services.router.service import Router, run
 from services.router.settings import Settings
 from services.router.state.fleet import Fleet
 from services.router.telemetry.tracing import Tracing
@@ -98,8 +98,8 @@ def main() -> None:
     async def serve(service: Service) -> None:
         router = Router(settings, service.bus, service.clock, Tracing(service.spans, service.clock))
         if policy != BATON:
-            router.parts.fleet.placer = Replayed(policy, router.parts.fleet, setting)
-        await live(router, service, listener)
+            router.fleet.placer = Replayed(policy, router.fleet, setting)
+        await run(router, service, listener)
 
     run_service("router", "live", common, serve, drain_s_max=settings.drain_s_max)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 
-from services.router.http.connections import allow_open_files
+from services.router.http.limits import allow_open_files
 from services.router.http.server import PortTaken, listen, share
 from services.router.service import serve
 from services.router.settings import Settings, check

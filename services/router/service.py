@@ -1,4 +1,4 @@
-"""A router process, put together: feeds, relay, HTTP; and taken apart again in reverse when it is told to stop."""
+"""A router process: makes its objects, serves until it is told to stop, and closes them in reverse."""
 
 from __future__ import annotations
 
@@ -9,18 +9,26 @@ import secrets
 import socket
 import sys
 
+from prometheus_client import CollectorRegistry
+
 from services.router.admission.admission import Admission
 from services.router.admission.admission_queue import AdmissionQueue
+from services.router.admission.placing import Placing
 from services.router.auth.authenticator import Authenticator
 from services.router.http.api import make_app
 from services.router.http.edge import Edge
+from services.router.http.response_headers import ResponseHeaders
 from services.router.http.server import make_server
 from services.router.placement.decision_service import DecisionService
 from services.router.placement.placement import PlacementPolicy
+from services.router.placement.policy import RequestPolicy
 from services.router.relay.deadline_monitor import DeadlineMonitor
-from services.router.relay.parts import Parts
+from services.router.relay.leg_load import LegLoads
+from services.router.relay.legs import LegRunner
 from services.router.relay.relay import Relay
-from services.router.settings import Settings, admission_policy, failure_policy, terms_of
+from services.router.relay.retry import Retry
+from services.router.relay.start_leg import LegStarter
+from services.router.settings import Settings, admission_policy, failure_policy, request_policy
 from services.router.state.bus_health import BusHealth
 from services.router.state.default_mode import DefaultModeFeed
 from services.router.state.fleet import Fleet
@@ -29,10 +37,9 @@ from services.router.state.kv_feed import KvFeed
 from services.router.state.native_block_table import IS_COMPILED
 from services.router.state.reservation_feed import ReservationFeed
 from services.router.state.speed_feed import Measures
-from services.router.telemetry.health import teller
-from services.router.telemetry.prediction_metrics import LearnedMetrics
-from services.router.telemetry.queue_metrics import QueueMetrics
-from services.router.telemetry.request_log import Ledger, LiveMetrics
+from services.router.telemetry.health import health_of
+from services.router.telemetry.metrics import LiveMetrics, QueueMetrics, RequestMetrics, SpeedMetrics
+from services.router.telemetry.request_log import RequestLog
 from services.router.telemetry.tracing import Tracing
 from services.router.tokenize.prompts import Prompts
 from shared.bus.leg_inbox import LegInbox
@@ -47,107 +54,166 @@ from shared.telemetry.prometheus import gauge
 log = logging.getLogger("baton.router")
 
 FIRST_WORKER_S_MAX = 10.0
-"""A router that shares its port takes none of its connections for so long, if it knows no worker."""
+"""How long a router without workers takes no connections from a port that it shares."""
 FIRST_WORKER_LOOK_S = 0.05
-TURN_S_MAX = 0.001
-"""How long the event loop waits for a thread that tokenizes to let go of the interpreter."""
+SWITCH_S = 0.001
+"""How long the event loop waits for a tokenizing thread to release the GIL."""
 YOUNG_OBJECTS_MAX = 50_000
-"""New objects between two searches for cycles."""
+"""New objects between two runs of the cyclic garbage collector."""
 
 
 class Router:
-    """All parts of one router, wired but not running."""
+    """All objects of one router, wired but not running."""
 
     def __init__(self, settings: Settings, bus: Bus, clock: Clock, tracing: Tracing) -> None:
-        router_id = RouterId(f"{settings.instance or 'router'}-{secrets.token_hex(4)}")
-        policy = PlacementPolicy(
-            silent_s_max=settings.silent_s_max,
-            stream_tokens_min=settings.stream_tokens_min,
-            fetch_tokens_min=settings.fetch_tokens_min,
+        self.router_id = router_id = RouterId(f"{settings.instance or 'router'}-{secrets.token_hex(4)}")
+        self.settings = settings
+        self.clock = clock
+        self.bus = bus
+        self.registry = CollectorRegistry()
+        self.fleet = fleet = Fleet(
+            PlacementPolicy(
+                silent_s_max=settings.silent_s_max,
+                stream_tokens_min=settings.stream_tokens_min,
+                fetch_tokens_min=settings.fetch_tokens_min,
+            )
         )
-        fleet = Fleet(policy)
-        reservations = ReservationFeed(router_id, bus, clock, fleet.cluster)
-        ledger = Ledger(router_id, tracing, log_requests=settings.log_requests)
-        self.parts = parts = Parts(
-            router_id=router_id,
-            settings=settings,
-            clock=clock,
-            bus=bus,
-            fleet=fleet,
-            terms=terms_of(settings),
-            room=AdmissionQueue(
-                Admission(admission_policy(settings), fleet.place),
-                clock,
-                QueueMetrics(ledger.registry, settings.queue_max),
-            ),
-            measures=Measures(fleet.cluster),
-            inbox=LegInbox(bus, router_id, leg_buffer_bytes_max=settings.leg_buffer_bytes_max),
-            prompts=Prompts(settings, bus, clock, fleet),
-            ledger=ledger,
-            decisions=DecisionService(
-                router_id,
-                bus,
-                clock,
-                reservations.book.router_ids,
-                count_max=settings.decisions_max,
-                bytes_max=settings.decisions_bytes_max,
-            ),
-            tracing=tracing,
-            reservations=reservations,
-            bus_health=BusHealth(bus, fleet.cluster, clock),
-            failures=failure_policy(settings),
-            usual=DefaultModeFeed(bus),
+        self.speeds = Measures(fleet.cluster)
+        self.inbox = LegInbox(bus, router_id, leg_buffer_bytes_max=settings.leg_buffer_bytes_max)
+        self.prompts = Prompts(settings, bus, clock, fleet)
+        self.queue = AdmissionQueue(
+            Admission(admission_policy(settings), fleet.place),
+            clock,
+            QueueMetrics(self.registry, settings.queue_max),
         )
+        self.reservations = ReservationFeed(router_id, bus, clock, fleet.cluster)
+        self.default_mode = DefaultModeFeed(bus)
         self.kv = KvFeed(bus, fleet.index)
-        self.feed = FleetFeed(parts, self.kv)
-        self.relay = Relay(parts)
-        self.gate = Authenticator(settings, clock.now)
-        self.edge = Edge(settings, clock, self.relay, parts.ledger, self.gate)
-        self.edge.app = make_app(parts)
-        self.deadline_monitor = DeadlineMonitor(self.relay.flights, self.edge, clock)
-        gauge(names.ROUTER_INDEX_COMPILED, parts.ledger.registry).set(IS_COMPILED)
-        others = gauge(names.ROUTER_OTHERS, parts.ledger.registry)
-        others.set_function(lambda: parts.reservations.book.others)
-        parts.ledger.registry.register(LearnedMetrics(parts.measures))
-        parity, orphans = parts.prompts.parity.book, parts.inbox.orphans
-        parts.ledger.registry.register(LiveMetrics(self.relay.flights, fleet, self.kv, parity, bus, orphans))
+        self.feed = FleetFeed(
+            bus=bus,
+            clock=clock,
+            fleet=fleet,
+            inbox=self.inbox,
+            speeds=self.speeds,
+            fleet_changed=self.queue.ring,
+            reservations=self.reservations,
+            prompts=self.prompts,
+            kv=self.kv,
+        )
+        self.decisions = DecisionService(
+            router_id,
+            bus,
+            clock,
+            self.reservations.book.router_ids,
+            count_max=settings.decisions_max,
+            bytes_max=settings.decisions_bytes_max,
+        )
+        metrics = RequestMetrics(self.registry, tracing.counts)
+        self.request_log = RequestLog(router_id, tracing, metrics, log_requests=settings.log_requests)
+        policy = request_policy(settings)
+        self.relay = self._make_relay(policy, tracing)
+        self.authenticator = Authenticator(settings, clock.now)
+        app = make_app(
+            fleet=fleet,
+            shares=policy.shares,
+            decisions=self.decisions,
+            registry=self.registry,
+            bus=bus,
+            clock=clock,
+        )
+        self.edge = Edge(settings, clock, self.relay, self.request_log, self.authenticator, app)
+        self.deadline_monitor = DeadlineMonitor(self.relay.in_flight, self.edge, clock)
+        self._register_metrics()
+
+    def _make_relay(self, policy: RequestPolicy, tracing: Tracing) -> Relay:
+        settings, now, cluster = self.settings, self.clock.now, self.fleet.cluster
+        failures, response_headers = failure_policy(settings), ResponseHeaders()
+        bus_health = BusHealth(self.bus, cluster, self.clock)
+        placing = Placing(self.fleet, self.queue, bus_health, now, bus_wait_s_max=settings.bus_wait_s_max)
+        runner = LegRunner(
+            settings=settings,
+            now=now,
+            inbox=self.inbox,
+            starter=LegStarter(self.router_id, now, guards_handoffs=failures.guards_handoffs),
+            loads=LegLoads(cluster, self.reservations, self.queue.ring, now),
+            speeds=self.speeds,
+            tracing=tracing,
+            request_log=self.request_log,
+            response_headers=response_headers,
+        )
+        retry = Retry(
+            settings=settings,
+            now=now,
+            policy=failures,
+            placing=placing,
+            cluster=cluster,
+            bus_health=bus_health,
+            inbox=self.inbox,
+            prompts=self.prompts,
+            request_log=self.request_log,
+        )
+        return Relay(
+            settings=settings,
+            now=now,
+            inbox=self.inbox,
+            cluster=cluster,
+            policy=policy,
+            default_mode=self.default_mode,
+            prompts=self.prompts,
+            queue=self.queue,
+            placing=placing,
+            runner=runner,
+            retry=retry,
+            decisions=self.decisions,
+            request_log=self.request_log,
+            tracing=tracing,
+            response_headers=response_headers,
+        )
+
+    def _register_metrics(self) -> None:
+        book = self.reservations.book
+        gauge(names.ROUTER_INDEX_COMPILED, self.registry).set(IS_COMPILED)
+        gauge(names.ROUTER_OTHERS, self.registry).set_function(lambda: book.others)
+        self.registry.register(SpeedMetrics(self.speeds))
+        parity, orphans = self.prompts.parity.book, self.inbox.orphans
+        self.registry.register(LiveMetrics(self.relay.in_flight, self.fleet, self.kv, parity, self.bus, orphans))
 
     async def open(self) -> None:
-        """Subscribe to everything; live when it returns."""
-        await self.parts.inbox.open()
-        await self.parts.decisions.open()
+        """Subscribe to everything; all subscriptions are live when it returns."""
+        await self.inbox.open()
+        await self.decisions.open()
         await self.kv.open()
         await self.feed.open()
-        await self.parts.reservations.open()
+        await self.reservations.open()
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Begin everything that goes on beside requests."""
+        """Start the background tasks."""
         for work, name in (
             (self.feed.follow_registry(), "follow-registry"),
             (self.feed.sweep(), "sweep-workers"),
-            (self.parts.usual.follow(), "follow-usual-mode"),
-            (self.parts.reservations.follow(), "tell-reservations"),
+            (self.default_mode.follow(), "follow-default-mode"),
+            (self.reservations.follow(), "publish-reservations"),
             (self.kv.follow(), "follow-kv"),
-            (self.parts.prompts.follow(), "follow-tokenizers"),
-            (self.parts.prompts.parity.follow(), "probe-tokens"),
-            (self.parts.ledger.report(self.parts.bus), "report-finished"),
-            (self.deadline_monitor.walk(), "watch-requests"),
-            (self.gate.follow(), "follow-keys"),
+            (self.prompts.follow(), "follow-tokenizers"),
+            (self.prompts.parity.follow(), "probe-tokens"),
+            (self.request_log.report(self.bus), "report-finished"),
+            (self.deadline_monitor.run(), "monitor-deadlines"),
+            (self.authenticator.follow(), "follow-keys"),
         ):
             tasks.create_task(work, name=name)
 
     async def close(self) -> None:
-        """Cancel what still runs, tell the last, stop listening."""
-        self.parts.room.close()
-        await self.parts.inbox.close()
-        await self.parts.decisions.close()
-        await self.parts.ledger.report_now(self.parts.bus)
-        self.parts.prompts.close()
+        """Cancel what still runs, report the last requests, stop listening."""
+        self.queue.close()
+        await self.inbox.close()
+        await self.decisions.close()
+        await self.request_log.report_now(self.bus)
+        self.prompts.close()
 
 
-def leave_garbage_alone() -> None:
-    """Frames are made and dropped by the hundred thousand, without cycles: look for those seldom, and never among what
-    start-up made.
+def tune_garbage_collection() -> None:
+    """Frames come and go by the hundred thousand without cycles: collect cycles seldom, and never scan the objects of
+    start-up.
     """
     gc.collect()
     gc.freeze()
@@ -155,11 +221,11 @@ def leave_garbage_alone() -> None:
 
 
 async def first_worker(router: Router, service: Service) -> bool:
-    """Wait until a request could be placed; but clients shall not wait for ever to be told that none can. False when
-    the router shall stop.
+    """Wait until a request can be placed, at most ``FIRST_WORKER_S_MAX``: after that clients get errors rather than
+    nothing. False when the router is to stop.
     """
     deadline = service.clock.now() + FIRST_WORKER_S_MAX
-    while not router.parts.fleet.ready(service.clock.now()) and service.clock.now() < deadline:
+    while not router.fleet.ready(service.clock.now()) and service.clock.now() < deadline:
         if service.stopping.is_set():
             break
         await asyncio.sleep(FIRST_WORKER_LOOK_S)
@@ -169,30 +235,30 @@ async def first_worker(router: Router, service: Service) -> bool:
 async def serve(
     service: Service, settings: Settings, listener: socket.socket, shared: socket.socket | None = None
 ) -> None:
-    """A router with these settings, from its first moment to its last."""
+    """Run a router with these settings until the service stops."""
     tracing = Tracing(service.spans, service.clock, slow_s=settings.trace_slow_s)
-    await live(Router(settings, service.bus, service.clock, tracing), service, listener, shared)
+    await run(Router(settings, service.bus, service.clock, tracing), service, listener, shared)
 
 
-async def live(router: Router, service: Service, listener: socket.socket, shared: socket.socket | None = None) -> None:
-    """Open, serve until told to stop, finish what runs, leave. Connections to the port that it shares come when it can
-    place their requests.
+async def run(router: Router, service: Service, listener: socket.socket, shared: socket.socket | None = None) -> None:
+    """Open, serve until the service stops, finish running requests, close. The router joins its shared port when it can
+    place requests.
     """
     await router.open()
-    service.router_health = teller(router.parts.fleet.index, router.parts.prompts.parity.book)
+    service.router_health = health_of(router.fleet.index, router.prompts.parity.book)
     router.start(service.tasks)
-    server = make_server(router.edge, router.parts.settings)
+    server = make_server(router.edge, router.settings)
     serving = service.tasks.create_task(server.serve(sockets=[listener]), name="serve-http")
     await server.listening.wait()
-    leave_garbage_alone()
-    sys.setswitchinterval(TURN_S_MAX)
+    tune_garbage_collection()
+    sys.setswitchinterval(SWITCH_S)
     service.set_phase(ServicePhase.READY)
     if shared is not None and await first_worker(router, service):
         await server.listen_too(shared)
     await service.stopping.wait()
-    service.set_phase(ServicePhase.DRAINING, f"{len(router.relay.flights)} requests")
-    router.parts.room.close()
-    # uvicorn closes the listener and idle connections, and lets requests that run end.
+    service.set_phase(ServicePhase.DRAINING, f"{len(router.relay.in_flight)} requests")
+    router.queue.close()
+    # uvicorn closes the listener and idle connections, and waits for running requests.
     server.should_exit = True
     await serving
     await router.close()

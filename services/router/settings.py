@@ -163,7 +163,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 def check(settings: Settings) -> None:
     """Raises SettingsError for what can be read and makes no sense."""
     check_entrance(settings)
-    terms_of(settings)
+    request_policy(settings)
     admission_policy(settings)
     failure_policy(settings)
     if not 0 <= settings.resumes_max <= RESUMES_MAX_MAX:
@@ -237,7 +237,7 @@ def failure_policy(settings: Settings) -> FailurePolicy:
         raise SettingsError(f"ROUTER_FAILURE_POLICY ({path}): {error}; correct it or unset it") from error
 
 
-def terms_of(settings: Settings) -> RequestPolicy:
+def request_policy(settings: Settings) -> RequestPolicy:
     """On what terms requests are served. Raises SettingsError."""
     try:
         terms = read_policy_fields(

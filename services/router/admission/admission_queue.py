@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -10,7 +11,7 @@ from services.router.admission.admission import Admission
 from services.router.admission.queues import QueueEntry
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.relay.request_context import RequestContext
-from services.router.telemetry.queue_metrics import QueueMetrics
+from services.router.telemetry.metrics import QueueMetrics
 from shared.contracts.failures import Reason
 from shared.runtime.clock import Clock
 
@@ -24,7 +25,7 @@ CLOSED = Rejection(
 
 
 class AdmissionQueue:
-    """Admits flights. ``ring`` whenever something has changed that may let one begin."""
+    """Admits requests. ``ring`` whenever something has changed that may let one begin."""
 
     def __init__(self, admission: Admission, clock: Clock, metrics: QueueMetrics) -> None:
         self._admission = admission
@@ -42,22 +43,22 @@ class AdmissionQueue:
         return len(self._waiting)
 
     @contextmanager
-    def ticket(self, flight: RequestContext, need: PlacementRequest) -> Iterator[QueueEntry]:
+    def ticket(self, context: RequestContext, need: PlacementRequest) -> Iterator[QueueEntry]:
         """From a request's wish to be served to its end, when its tenant's account is settled."""
-        ticket = QueueEntry(need, flight.story.started_at, flight.ends_at)
+        ticket = QueueEntry(need, context.timings.started_at, context.ends_at)
         try:
             yield ticket
         finally:
-            computed, tokens_out = computed_tokens(flight)
+            computed, tokens_out = computed_tokens(context)
             self._admission.ended(ticket, computed, tokens_out)
-            self._metrics.ended(need.tenant, flight.story.reason, max(0, computed), max(0, tokens_out))
+            self._metrics.ended(need.tenant, context.reason, max(0, computed), max(0, tokens_out))
             self.ring()
 
     def offer(self, ticket: QueueEntry) -> Placement | Rejection | None:
         """Where it goes, if that is decided at once."""
         return self._admission.offer(ticket, self._now())
 
-    async def turn_of(self, ticket: QueueEntry, flight: RequestContext) -> Placement | Rejection:
+    async def turn_of(self, ticket: QueueEntry, context: RequestContext) -> Placement | Rejection:
         """Wait until it is decided. A client that leaves gives its place away."""
         if self._closed:
             self._admission.withdraw(ticket)
@@ -66,11 +67,12 @@ class AdmissionQueue:
         decided: asyncio.Future[Placement | Rejection] = asyncio.get_running_loop().create_future()
         self._waiting[ticket] = decided
         self._wake_at(self._admission.wakes_at(begun))
-        flight.exchange.on_left = lambda: self._left(ticket, flight)
+        leave = functools.partial(settle, decided, LEFT)
+        context.http_request.on_left.append(leave)
         try:
             return await decided
         finally:
-            flight.exchange.on_left = flight.client_left
+            context.http_request.on_left.remove(leave)
             del self._waiting[ticket]
             self._admission.withdraw(ticket)
             self._metrics.waited(self._now() - begun)
@@ -86,10 +88,6 @@ class AdmissionQueue:
         for ticket, decided in self._waiting.items():
             self._admission.withdraw(ticket)
             settle(decided, CLOSED)
-
-    def _left(self, ticket: QueueEntry, flight: RequestContext) -> None:
-        flight.client_left()
-        settle(self._waiting[ticket], LEFT)
 
     def _wake_at(self, at: float | None) -> None:
         if at is None:
@@ -124,10 +122,11 @@ def settle(decided: asyncio.Future[Placement | Rejection], verdict: Placement | 
         decided.set_result(verdict)
 
 
-def computed_tokens(flight: RequestContext) -> tuple[int, int]:
+def computed_tokens(context: RequestContext) -> tuple[int, int]:
     """Prompt tokens that were computed for it, and tokens of its completion; -1 where nobody says."""
-    story = flight.story
-    if story.report is None:
+    if context.report is None:
         return -1, -1
-    told = story.prefill_report or story.report
-    return max(0, told.prompt_tokens - told.cached_tokens - told.received_tokens), story.report.completion_tokens
+    report = context.prefill_report or context.report
+    return max(
+        0, report.prompt_tokens - report.cached_tokens - report.received_tokens
+    ), context.report.completion_tokens

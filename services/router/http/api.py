@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from starlette.exceptions import HTTPException
 
@@ -19,11 +20,15 @@ from services.router.auth.client import CALLER
 from services.router.http.decision_routes import add_decisions
 from services.router.http.edge import PASSED_THROUGH
 from services.router.http.errors import error_body
-from services.router.http.models import list_models
+from services.router.placement.decision_service import DecisionService
 from services.router.placement.policy import CLASS_HEADER, TENANT_HEADER
 from services.router.placement.request_fields import CHAT, COMPLETIONS, FETCH_MIN_TOKENS_MAX, SOURCES_MAX, Mode
+from services.router.placement.revisions import Shares
 from services.router.placement.slo import PRIORITY_MAX, PRIORITY_MIN, TARGET_S_MAX, TARGET_S_MIN
-from services.router.relay.parts import Parts
+from services.router.state.cluster_view import WorkerView
+from services.router.state.fleet import Fleet
+from shared.bus.port import Bus
+from shared.runtime.clock import Clock
 
 JSON = "application/json"
 
@@ -178,19 +183,21 @@ def _responses(path: str) -> dict[int | str, dict[str, Any]]:
     return responses
 
 
-def make_app(parts: Parts) -> FastAPI:
-    """Everything but the hot path."""
+def make_app(
+    *, fleet: Fleet, shares: Shares, decisions: DecisionService, registry: CollectorRegistry, bus: Bus, clock: Clock
+) -> FastAPI:
+    """The FastAPI app for everything but the relayed paths."""
     app = FastAPI(title="Baton", description="OpenAI-compatible inference over prefill and decode workers.")
     _add_inference(app)
-    _add_state(app, parts)
-    add_decisions(app, parts.decisions)
+    _add_state(app, fleet, shares, bus, clock)
+    add_decisions(app, decisions)
     _add_errors(app)
 
     @app.get("/metrics", response_class=Response, tags=["state"])
     async def metrics(request: Request) -> Response:
         """Prometheus metrics of this router; as OpenMetrics, to whoever accepts that, with examples of traces."""
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(parts.ledger.registry), headers={"content-type": content_type})
+        return Response(encode(registry), headers={"content-type": content_type})
 
     return app
 
@@ -218,15 +225,14 @@ def _add_inference(app: FastAPI) -> None:
         )
 
 
-def _add_state(app: FastAPI, parts: Parts) -> None:
-    fleet, bus, clock = parts.fleet, parts.bus, parts.clock
+def _add_state(app: FastAPI, fleet: Fleet, shares: Shares, bus: Bus, clock: Clock) -> None:
     created = int(time.time())
 
     @app.get("/v1/models", tags=["inference"])
     async def models(request: Request) -> Response:
         """The models that ready workers offer, the revisions of each, and their shares of its conversations."""
         allowed = request.scope[CALLER].key.models
-        data = list_models(fleet, parts.terms.shares, clock.now(), created)
+        data = list_models(fleet, shares, clock.now(), created)
         data = [one for one in data if not allowed or one["id"] in allowed]
         return Response(msgspec.json.encode({"object": "list", "data": data}), media_type=JSON)
 
@@ -257,3 +263,40 @@ def _add_errors(app: FastAPI) -> None:
     async def invalid(_request: Request, error: RequestValidationError) -> Response:
         wrong = [f"{'.'.join(map(str, one['loc'][1:]))}: {one['msg']}" for one in error.errors()]
         return Response(error_body(400, "; ".join(wrong)), 400, media_type=JSON)
+
+
+def list_models(fleet: Fleet, shares: Shares, now: float, created: int) -> list[dict[str, Any]]:
+    """OpenAI's model objects of everything that ready workers offer."""
+    offering: dict[str, list[WorkerView]] = {}
+    for view in fleet.cluster.workers.values():
+        if view.fit(now, fleet.policy.silent_s_max):
+            for model in view.record.models:
+                offering.setdefault(model, []).append(view)
+    return [_model(name, views, shares, created) for name, views in offering.items()]
+
+
+def _model(name: str, views: list[WorkerView], shares: Shares, created: int) -> dict[str, Any]:
+    record = views[-1].record
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "baton",
+        "root": record.fingerprint.model,
+        "parent": None,
+        "max_model_len": record.max_model_len,
+        "permission": [],
+        "revisions": _revisions(name, views, shares),
+    }
+
+
+def _revisions(name: str, views: list[WorkerView], shares: Shares) -> list[dict[str, Any]]:
+    """The oldest worker's first."""
+    workers: dict[str, dict[str, int]] = {}
+    for view in views:
+        roles = workers.setdefault(view.record.fingerprint.revision, {})
+        roles[view.record.role.value] = roles.get(view.record.role.value, 0) + 1
+    return [
+        {"revision": revision, "share": shares.share(name, revision), "workers": roles}
+        for revision, roles in workers.items()
+    ]

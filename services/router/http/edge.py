@@ -1,4 +1,4 @@
-"""The HTTP edge of the relayed paths: bounds first, then the relay; a bug costs its request, not the process."""
+"""Admits HTTP requests: authentication and limits first, then the relay. A bug ends its request, not the process."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ import msgspec
 
 from services.router.auth.authenticator import Authenticator
 from services.router.auth.client import ApiClient
-from services.router.http.connections import Connections
 from services.router.http.errors import HttpError, error_body, error_event, failed
-from services.router.http.idle_clients import IdleClients
-from services.router.http.request import Bodies, Connection, Head, Header, HttpRequest, Upload
+from services.router.http.limits import Connections, IdleClients
+from services.router.http.request import Connection, Head, Header, HttpRequest, Upload, UploadTotals
 from services.router.placement.request_fields import CHAT, COMPLETIONS, Mode
 from services.router.relay.relay import Relay
 from services.router.settings import Settings
-from services.router.telemetry.request_log import Ledger
+from services.router.telemetry.request_log import RequestLog
 from shared.contracts.failures import Reason
 from shared.runtime.clock import Clock
 from shared.telemetry.propagation import trace_named
@@ -39,15 +38,15 @@ PASSED_THROUGH = (
     "/tokenize",
     "/detokenize",
 )
-"""Other endpoints of vLLM's server, served by one worker as they are."""
+"""Other endpoints of vLLM's server, passed through to one worker unchanged."""
 RELAYED = (COMPLETIONS, CHAT, *PASSED_THROUGH)
 
 UPLOAD_DISCARDED_FACTOR = 4
-"""A body announced as up to so many times the limit is read and thrown away, so that the client reads its 413 instead
-of a broken connection.
+"""A body whose Content-Length is up to this many times the limit is read and discarded: most clients read the response
+only after they have sent the body, so that closing at once would show them a reset connection instead of the 413.
 """
 BAD_MODE = f"x-baton-mode must be one of {', '.join(Mode)}."
-BUG = "The router has a bug; its log says more."
+BUG = "Internal error in the router; its log has details."
 
 AsgiMessage = MutableMapping[str, Any]
 AsgiApp = Callable[
@@ -57,18 +56,26 @@ AsgiApp = Callable[
 
 
 class Edge:
-    """Serves exchanges; as an ASGI app, passes everything else on to ``app``."""
+    """Serves the relayed paths. As an ASGI app it passes everything else on to FastAPI, after authentication."""
 
-    def __init__(self, settings: Settings, clock: Clock, relay: Relay, ledger: Ledger, gate: Authenticator) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Clock,
+        relay: Relay,
+        request_log: RequestLog,
+        authenticator: Authenticator,
+        app: AsgiApp,
+    ) -> None:
         self._settings = settings
         self._now = clock.now
         self._relay = relay
-        self._ledger = ledger
-        self._gate = gate
-        self.app: AsgiApp | None = None
+        self._request_log = request_log
+        self._authenticator = authenticator
+        self._app = app
         self.uploads: set[HttpRequest] = set()
-        """Requests whose body does not come in one piece."""
-        self.bodies = Bodies()
+        """Requests whose body has not arrived completely."""
+        self.upload_totals = UploadTotals()
         self.connections = Connections(
             count_max=settings.connections_max, per_address_max=settings.connections_per_address_max
         )
@@ -78,12 +85,11 @@ class Edge:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """ASGI."""
-        assert self.app is not None
-        refusal = self._gate.refusal(scope)
+        refusal = self._authenticator.refusal(scope)
         if refusal is None:
-            await self.app(scope, receive, send)
+            await self._app(scope, receive, send)
             return
-        self._ledger.refused(refusal.status, refusal.reason)
+        self._request_log.refused(refusal.status, refusal.reason)
         headers = [*refusal.headers(), (b"content-length", b"%d" % len(refusal.body))]
         await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
         await send({"type": "http.response.body", "body": refusal.body})
@@ -91,78 +97,83 @@ class Edge:
     def admit(
         self, connection: Connection, path: str, headers: list[Header], *, http11: bool, keep: bool
     ) -> HttpRequest:
-        """The head is there. May refuse before any of the body is read."""
+        """A request's head is complete. Its ``refusal`` is set if it is refused before its body is read."""
         head = Head(path, headers, self._new_id)
-        exchange = HttpRequest(connection, head, Upload(self._now(), self.bodies), http11=http11, keep_alive=keep)
-        if not self._lets_in(exchange, self._gate.client(headers)):
-            return exchange
+        http_request = HttpRequest(
+            connection, head, Upload(self._now(), self.upload_totals), http11=http11, keep_alive=keep
+        )
+        if not self._lets_in(http_request, self._authenticator.client(headers)):
+            return http_request
         if head.mode is None:
-            self._refuse(exchange, HttpError(400, error_body(400, BAD_MODE), reason="bad_request"))
-        elif len(self._relay.flights) >= self._settings.requests_at_once_max:
-            self._refuse(exchange, failed(Reason.WORKER_BUSY, "The router is full. Try again shortly."))
+            self._refuse(http_request, HttpError(400, error_body(400, BAD_MODE), reason="bad_request"))
+        elif len(self._relay.in_flight) >= self._settings.requests_at_once_max:
+            self._refuse(http_request, failed(Reason.WORKER_BUSY, "The router is full. Try again shortly."))
         else:
-            self.bound(exchange, head.length)
-        return exchange
+            self.limit_body(http_request, head.length)
+        return http_request
 
-    def _lets_in(self, exchange: HttpRequest, client: ApiClient | None) -> bool:
-        """Whether it may have a request served. A large body that nobody will read is not waited for."""
-        refusal = self._gate.request(client)
+    def _lets_in(self, http_request: HttpRequest, client: ApiClient | None) -> bool:
+        """Whether the client may have requests served. A refusal closes rather than read a large body."""
+        refusal = self._authenticator.request(client)
         if refusal is not None:
-            closes = exchange.head.length > UPLOAD_DISCARDED_FACTOR * self._settings.body_bytes_max
-            self._refuse(exchange, msgspec.structs.replace(refusal, closes=closes))
+            closes = http_request.head.length > UPLOAD_DISCARDED_FACTOR * self._settings.body_bytes_max
+            self._refuse(http_request, msgspec.structs.replace(refusal, closes=closes))
         elif client is not None:
-            exchange.head.client = client
+            http_request.head.client = client
         return refusal is None
 
-    def turned_away(self) -> None:
-        """A connection was one too many."""
-        self._ledger.refused(503, "too_many_connections")
+    def refused_connection(self) -> None:
+        """Count a connection that was refused."""
+        self._request_log.refused(503, "too_many_connections")
 
-    def bound(self, exchange: HttpRequest, body_bytes: int) -> bool:
-        """Refuse a body that is, or says it will be, too large, or one too many; answers whether it was refused."""
+    def limit_body(self, http_request: HttpRequest, body_bytes: int) -> bool:
+        """Refuse a body larger than the limit, announced or received, or one that the router has no memory for.
+
+        Returns whether the body was refused.
+        """
         bytes_max = self._settings.body_bytes_max
         if body_bytes <= bytes_max:
-            if self.bodies.bytes_held <= self._settings.bodies_bytes_max:
+            if self.upload_totals.bytes_held <= self._settings.bodies_bytes_max:
                 return False
-            self._refuse(exchange, failed(Reason.WORKER_BUSY, "The router is full. Try again shortly."))
-            exchange.upload.over()
+            self._refuse(http_request, failed(Reason.WORKER_BUSY, "The router is full. Try again shortly."))
+            http_request.upload.over()
             return True
-        discarded = 0 <= exchange.head.length <= UPLOAD_DISCARDED_FACTOR * bytes_max
+        discarded = 0 <= http_request.head.length <= UPLOAD_DISCARDED_FACTOR * bytes_max
         message = f"The body is larger than {bytes_max} bytes."
-        self._refuse(exchange, failed(Reason.TOO_LARGE, message, closes=not discarded))
-        exchange.upload.over()
+        self._refuse(http_request, failed(Reason.TOO_LARGE, message, closes=not discarded))
+        http_request.upload.over()
         return True
 
     def end_slow_uploads(self) -> None:
-        """Refuse bodies that do not come in time."""
+        """Refuse requests whose body does not arrive in time."""
         late = self._now() - self._settings.body_s_max
-        for exchange in [exchange for exchange in self.uploads if exchange.upload.begun_at < late]:
-            self.uploads.discard(exchange)
-            if exchange.ended:
-                exchange.abort()
+        for http_request in [http_request for http_request in self.uploads if http_request.upload.begun_at < late]:
+            self.uploads.discard(http_request)
+            if http_request.ended:
+                http_request.abort()
                 continue
-            message = f"The body did not come within {self._settings.body_s_max:g} s."
-            self._refuse(exchange, HttpError(408, error_body(408, message), reason="body_slow", closes=True))
-            if exchange.my_turn and exchange.refusal is not None:
-                exchange.refuse(exchange.refusal)
+            message = f"The body did not arrive within {self._settings.body_s_max:g} s."
+            self._refuse(http_request, HttpError(408, error_body(408, message), reason="body_slow", closes=True))
+            if http_request.my_turn and http_request.refusal is not None:
+                http_request.refuse(http_request.refusal)
 
-    async def serve(self, exchange: HttpRequest) -> None:
-        """One complete request."""
+    async def serve(self, http_request: HttpRequest) -> None:
+        """Serve one complete request."""
         try:
-            await self._relay.serve(exchange)
+            await self._relay.serve(http_request)
         except Exception:
-            log.exception("a request ended in a bug")
-            if exchange.left or exchange.ended:
+            log.exception("a request failed with an internal error")
+            if http_request.left or http_request.ended:
                 return
-            if exchange.begun:
-                exchange.end(error_event(Reason.INTERNAL, BUG))
+            if http_request.begun:
+                http_request.end(error_event(Reason.INTERNAL, BUG))
             else:
-                exchange.refuse(failed(Reason.INTERNAL, BUG))
+                http_request.refuse(failed(Reason.INTERNAL, BUG))
         finally:
-            exchange.upload.over()
+            http_request.upload.over()
 
-    def _refuse(self, exchange: HttpRequest, error: HttpError) -> None:
-        exchange.refusal = error
-        head = exchange.head
+    def _refuse(self, http_request: HttpRequest, error: HttpError) -> None:
+        http_request.refusal = error
+        head = http_request.head
         known = {"request_id": head.request_id, "path": head.path, "trace_id": trace_named(head.trace)}
-        self._ledger.refused(error.status, error.reason, **known)
+        self._request_log.refused(error.status, error.reason, **known)

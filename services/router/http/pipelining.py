@@ -41,25 +41,25 @@ def head_without_upgrade(parser: HttpRequestParser, url: bytes, headers: list[He
     return b"\r\n".join([*lines, b"", b""])
 
 
-class Turn:
-    """An exchange's place among the requests of its connection, in the shape that uvicorn's protocol looks at."""
+class PipelinedRequest:
+    """An http_request's place among the requests of its connection, in the shape that uvicorn's protocol looks at."""
 
-    __slots__ = ("disconnected", "exchange", "message_event")
+    __slots__ = ("disconnected", "http_request", "message_event")
 
-    def __init__(self, exchange: HttpRequest) -> None:
-        self.exchange = exchange
+    def __init__(self, http_request: HttpRequest) -> None:
+        self.http_request = http_request
         self.disconnected = False
         self.message_event = NOBODY_WAITS
 
     @property
     def response_complete(self) -> bool:
         """Whether the next request may be served."""
-        return self.exchange.ended
+        return self.http_request.ended
 
 
 class _NobodyWaits:
     def set(self) -> None:
-        """Nothing: an exchange is told directly."""
+        """Nothing: an http_request is told directly."""
 
 
 NOBODY_WAITS = _NobodyWaits()

@@ -11,9 +11,9 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from services.router.http import pipelining as said
+from services.router.http import pipelining
 from services.router.http.edge import RELAYED, Edge
-from services.router.http.pipelining import TooManyHeaders, Turn, head_without_upgrade
+from services.router.http.pipelining import PipelinedRequest, TooManyHeaders, head_without_upgrade
 from services.router.http.request import HttpRequest
 
 HEAD_BYTES_MAX = 64 * 1024
@@ -34,8 +34,8 @@ class RouterProtocol(HttpToolsProtocol):
     app: Any
     """What ``make_server`` gave to uvicorn: the edge."""
     cycle: Any
-    """uvicorn's cycle, or an exchange's place in the connection's order of requests."""
-    exchange: HttpRequest | None = None
+    """uvicorn's cycle, or an http_request's place in the connection's order of requests."""
+    http_request: HttpRequest | None = None
     """The relayed request whose body comes, or whose answer goes, just now."""
     serving: HttpRequest | None = None
     """The relayed request whose turn it is; later ones of the same connection wait in ``pipeline``."""
@@ -59,19 +59,21 @@ class RouterProtocol(HttpToolsProtocol):
         try:
             self._parse(data)
         except httptools.HttpParserError as error:
-            self._end_with(said.HEAD_TOO_LARGE if isinstance(error.__context__, TooManyHeaders) else said.NOT_HTTP)
+            self._end_with(
+                pipelining.HEAD_TOO_LARGE if isinstance(error.__context__, TooManyHeaders) else pipelining.NOT_HTTP
+            )
             return
-        exchange = self.exchange
+        http_request = self.http_request
         if self.in_head:
             if self.request_bytes > HEAD_BYTES_MAX:
-                self._end_with(said.HEAD_TOO_LARGE)
+                self._end_with(pipelining.HEAD_TOO_LARGE)
                 return
             self.edge.idle.waits_for_head(self)
         elif self.request_bytes > FRAMING_BYTES_MAX + FRAMING_RATIO_MAX * self.body_bytes:
-            self._end_with(said.NOT_HTTP)
-        elif exchange is not None and not exchange.upload.complete:
-            self.edge.uploads.add(exchange)
-        elif (exchange is None or exchange.ended) and not self.busy:
+            self._end_with(pipelining.NOT_HTTP)
+        elif http_request is not None and not http_request.upload.complete:
+            self.edge.uploads.add(http_request)
+        elif (http_request is None or http_request.ended) and not self.busy:
             self.edge.idle.waits_for_head(self)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -83,8 +85,8 @@ class RouterProtocol(HttpToolsProtocol):
             self.address = address
             self.edge.idle.waits_for_head(self)
             return
-        self.edge.turned_away()
-        self.write(said.TOO_MANY)
+        self.edge.refused_connection()
+        self.write(pipelining.TOO_MANY)
         transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -94,10 +96,10 @@ class RouterProtocol(HttpToolsProtocol):
         if self.address:
             self.edge.connections.leave(self.address)
         cycles = [self.cycle, *[cycle for cycle, _app in self.pipeline]]
-        exchanges = {cycle.exchange for cycle in cycles if isinstance(cycle, Turn)}
-        for exchange in exchanges | ({self.serving} if self.serving is not None else set()):
-            exchange.client_left()
-            self.edge.uploads.discard(exchange)
+        http_requests = {cycle.http_request for cycle in cycles if isinstance(cycle, PipelinedRequest)}
+        for http_request in http_requests | ({self.serving} if self.serving is not None else set()):
+            http_request.client_left()
+            self.edge.uploads.discard(http_request)
 
     def _parse(self, data: bytes) -> None:
         """Raises HttpParserError."""
@@ -116,16 +118,18 @@ class RouterProtocol(HttpToolsProtocol):
 
     def _end_with(self, words: bytes) -> None:
         """Nothing more is understood. What was asked before is answered first: these words are no answer to that."""
-        exchange = self.exchange
-        if exchange is not None and not exchange.upload.complete:  # It is the end of this one that makes no sense.
+        http_request = self.http_request
+        if (
+            http_request is not None and not http_request.upload.complete
+        ):  # It is the end of this one that makes no sense.
             self.last_text = b""
-            self.edge.uploads.discard(exchange)
-            if exchange.ended:
+            self.edge.uploads.discard(http_request)
+            if http_request.ended:
                 self.transport.close()
             else:
-                exchange.refusal = said.NO_SENSE
-                self._advance(exchange)
-        elif self.busy and (self.in_head or exchange is not None):
+                http_request.refusal = pipelining.NO_SENSE
+                self._advance(http_request)
+        elif self.busy and (self.in_head or http_request is not None):
             self.last_text = words
         else:
             self.last_text = b"" if self.busy else words
@@ -139,7 +143,7 @@ class RouterProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A new request."""
         self.in_head = True
-        self.exchange = None
+        self.http_request = None
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
@@ -150,15 +154,15 @@ class RouterProtocol(HttpToolsProtocol):
         if len(self.headers) > HEADERS_MAX:
             raise TooManyHeaders
         self.edge.idle.head_came(self)
-        headers, self.headers = self.headers, said.NO_TRAILERS
+        headers, self.headers = self.headers, pipelining.NO_TRAILERS
         path = PATHS.get(self.url.partition(b"?")[0])
         if path is None or self.parser.get_method() != b"POST":
             super().on_headers_complete()
             return
         http11 = self.parser.get_http_version() == "1.1"
         keep = http11 and self.parser.should_keep_alive()
-        exchange = self.exchange = self.edge.admit(self, path, headers, http11=http11, keep=keep)
-        before, self.cycle = self.cycle, Turn(exchange)
+        http_request = self.http_request = self.edge.admit(self, path, headers, http11=http11, keep=keep)
+        before, self.cycle = self.cycle, PipelinedRequest(http_request)
         if (before is None or before.response_complete) and not self.held:
             self._start_asgi_task(self.cycle, self.app)
         else:
@@ -166,46 +170,46 @@ class RouterProtocol(HttpToolsProtocol):
             self.pipeline.appendleft((self.cycle, self.app))
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        if not isinstance(cycle, Turn):
+        if not isinstance(cycle, PipelinedRequest):
             super()._start_asgi_task(cycle, app)
             return
-        self.serving = cycle.exchange
-        cycle.exchange.my_turn = True
-        if self.expect_100_continue and cycle.exchange.refusal is None and not cycle.exchange.upload.complete:
-            self.transport.write(said.CONTINUE)
-        self._advance(cycle.exchange)
+        self.serving = cycle.http_request
+        cycle.http_request.my_turn = True
+        if self.expect_100_continue and cycle.http_request.refusal is None and not cycle.http_request.upload.complete:
+            self.transport.write(pipelining.CONTINUE)
+        self._advance(cycle.http_request)
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body."""
         self.body_bytes += len(body)
-        exchange = self.exchange
-        if exchange is None:
+        http_request = self.http_request
+        if http_request is None:
             super().on_body(body)
-        elif exchange.refusal is None:
-            exchange.upload.add(body)
-            if self.edge.bound(exchange, exchange.upload.size):
-                self._advance(exchange)
+        elif http_request.refusal is None:
+            http_request.upload.add(body)
+            if self.edge.limit_body(http_request, http_request.upload.size):
+                self._advance(http_request)
 
     def on_message_complete(self) -> None:
         """The whole request is there."""
         self.request_bytes = self.body_bytes = 0
         if self.parser.should_upgrade():
             return
-        exchange = self.exchange
-        if exchange is None:
+        http_request = self.http_request
+        if http_request is None:
             super().on_message_complete()
             return
-        exchange.upload.complete = True
-        self.edge.uploads.discard(exchange)
-        self._advance(exchange)
+        http_request.upload.complete = True
+        self.edge.uploads.discard(http_request)
+        self._advance(http_request)
 
-    def _advance(self, exchange: HttpRequest) -> None:
-        if not exchange.my_turn or exchange.ended:
+    def _advance(self, http_request: HttpRequest) -> None:
+        if not http_request.my_turn or http_request.ended:
             return
-        if exchange.refusal is not None:
-            exchange.refuse(exchange.refusal)
-        elif exchange.upload.complete:
-            task = self.loop.create_task(self.edge.serve(exchange))
+        if http_request.refusal is not None:
+            http_request.refuse(http_request.refusal)
+        elif http_request.upload.complete:
+            task = self.loop.create_task(self.edge.serve(http_request))
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
 
@@ -238,9 +242,9 @@ class RouterProtocol(HttpToolsProtocol):
     def shutdown(self) -> None:
         """Take no more requests on this connection."""
         if self.serving is not None and not self.serving.ended:
-            self.serving.last()
-        elif isinstance(self.cycle, Turn) and not self.cycle.response_complete:
-            self.cycle.exchange.last()
+            self.serving.close_after()
+        elif isinstance(self.cycle, PipelinedRequest) and not self.cycle.response_complete:
+            self.cycle.http_request.close_after()
         else:
             super().shutdown()
 
@@ -256,7 +260,7 @@ class RouterProtocol(HttpToolsProtocol):
     def head_is_late(self) -> None:
         """No request came in time, or no whole one."""
         if self.in_head:
-            self.transport.write(said.HEAD_TOO_SLOW)
+            self.transport.write(pipelining.HEAD_TOO_SLOW)
             self.transport.close()
             self.edge.idle.waits_for_reader(self)
         else:
@@ -276,24 +280,24 @@ class RouterProtocol(HttpToolsProtocol):
             super().timeout_keep_alive_handler()
 
     def write(self, data: bytes) -> None:
-        """For exchanges: to the socket, if it is still there."""
+        """Write to the socket, unless it is closing."""
         if not self.transport.is_closing():
             self.transport.write(data)
 
     def write_paused(self) -> bool:
-        """For exchanges: whether the client reads too slowly."""
+        """Whether the client reads too slowly."""
         return self.flow.write_paused
 
     async def drain(self) -> None:
-        """For exchanges: wait for the client."""
+        """Wait until the client has caught up."""
         await self.flow.drain()
 
     def answered(self, *, close: bool) -> None:
-        """For exchanges: the answer is complete."""
+        """The response is complete."""
         if close:
             self.transport.close()
         self.on_response_complete()
 
     def abort(self) -> None:
-        """For exchanges: drop the connection."""
+        """Drop the connection."""
         self.transport.abort()

@@ -1,7 +1,7 @@
-"""The client's side of one request: its body, its answer whole or as a stream, and whether it still waits.
+"""The client's side of one request: its head, its body, and its response, whole or as a stream.
 
-An exchange writes to its connection itself, head and first data in one write: for short requests the HTTP machinery
-costs more than everything else that a router does.
+A request writes its response to the connection itself, head and first data in one write: for short requests ASGI's
+messages would cost more than everything else that the router does.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ TRACE_CONTEXT = {
     b"traceparent": re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"),
     b"tracestate": re.compile(rb"[ -~]{1,512}"),
 }
-"""What travels on to the workers, if it looks as W3C says."""
+"""Headers that are passed on to the workers, in the form that W3C Trace Context prescribes."""
 
 UNPRINTABLE = b"unprintable"
 MODES = {mode.value.encode(): mode for mode in Mode}
 
 
 def header_value(text: str) -> bytes:
-    """What a worker said, for a header of the answer: not a byte of it may end that header and begin another."""
+    """Text from a worker as a response header. It must not contain CR or LF: they would begin another header."""
     return text.encode() if text.isascii() and text.isprintable() else UNPRINTABLE
 
 
 class Connection(Protocol):
-    """What an exchange needs of its connection."""
+    """What a request uses of its connection."""
 
     def write(self, data: bytes) -> None:
         """Hand bytes to the socket, or to its buffer."""
 
     def write_paused(self) -> bool:
-        """Whether the client reads too slowly just now."""
+        """Whether the write buffer is full, because the client reads too slowly."""
 
     async def drain(self) -> None:
-        """Wait until it has caught up, or is gone."""
+        """Wait until the client has caught up or left."""
 
     def answered(self, *, close: bool) -> None:
-        """The answer is complete: the connection may close, or take the next request."""
+        """The response is complete: the connection closes, or takes the next request."""
 
     def abort(self) -> None:
-        """Drop the connection with all that it has not sent."""
+        """Drop the connection with its unsent bytes."""
 
 
 class Head:
-    """What the head of a request says that concerns a router. Header names are lower case."""
+    """The parts of a request's head that the router uses. Header names are lower case."""
 
     __slots__ = (
         "class_name",
@@ -72,17 +72,17 @@ class Head:
     def __init__(self, path: str, headers: list[Header], new_id: Callable[[], str]) -> None:
         self.path = path
         self.http11 = True
-        """Whether its client reads an answer in chunks."""
+        """Whether the response may be chunked."""
         self.client = ANYONE
-        """Whoever asks, as their key says."""
+        """The owner of the API key."""
         self.mode: Mode | None = Mode.AUTO
-        """None when the header asks for something that does not exist."""
+        """None when the header names no mode."""
         self.class_name = ""
         self.tenant = ""
-        """Whoever asks, as it says itself."""
+        """The header's tenant, which counts when no API key says otherwise."""
         self.content_type = "application/json"
         self.length = -1
-        """The body's length as announced; -1 when it was not."""
+        """The Content-Length; -1 without one."""
         self.trace: dict[str, str] | None = None
         """The client's W3C trace context."""
         request_id = ""
@@ -104,8 +104,8 @@ class Head:
         self.request_id = RequestId(request_id if request_id and is_subject_token(request_id) else new_id())
 
 
-class Bodies:
-    """The bodies of all requests that have come and are not answered."""
+class UploadTotals:
+    """Bytes of all bodies that are held for requests without a complete response."""
 
     __slots__ = ("bytes_held",)
 
@@ -114,12 +114,12 @@ class Bodies:
 
 
 class Upload:
-    """A request's body, as it comes."""
+    """A request's body as it arrives."""
 
-    __slots__ = ("_all", "_held", "_parts", "begun_at", "complete", "size")
+    __slots__ = ("_held", "_parts", "_totals", "begun_at", "complete", "size")
 
-    def __init__(self, begun_at: float, bodies: Bodies) -> None:
-        self._all = bodies
+    def __init__(self, begun_at: float, totals: UploadTotals) -> None:
+        self._totals = totals
         self._held = 0
         self._parts: list[bytes] = []
         self.size = 0
@@ -127,28 +127,28 @@ class Upload:
         self.complete = False
 
     def add(self, data: bytes) -> None:
-        """A piece of it."""
+        """Append a piece."""
         size = len(data)
         self._parts.append(data)
         self.size += size
         self._held += size
-        self._all.bytes_held += size
+        self._totals.bytes_held += size
 
     def over(self) -> None:
-        """Nobody needs it any more."""
-        self._all.bytes_held -= self._held
+        """The body is no longer needed."""
+        self._totals.bytes_held -= self._held
         self._held = 0
         self._parts = []
 
     def body(self) -> bytes:
-        """All of it that has come."""
+        """What has arrived so far."""
         if len(self._parts) > 1:
             self._parts = [b"".join(self._parts)]
         return self._parts[0] if self._parts else b""
 
 
 class HttpRequest:
-    """One request and its answer. ``begun``: some of the answer was handed to the client."""
+    """One request and its response."""
 
     __slots__ = (
         "_connection",
@@ -173,47 +173,53 @@ class HttpRequest:
         head.http11 = http11
         self.upload = upload
         self.my_turn = False
-        """Earlier requests of the same connection have been answered."""
+        """Earlier requests of the same connection have their responses: this one may be served."""
         self.refusal: HttpError | None = None
-        """Decided before the body was complete."""
+        """An error that was decided before the body was complete."""
         self.begun = False
+        """The response's head is decided, and written at the latest with the first data."""
         self.ended = False
+        """The response is complete."""
         self.left = False
-        """The client is gone."""
+        """The client has disconnected."""
         self.slow = False
-        """The client did not read in time, and was disconnected for that."""
-        self.on_left: Callable[[], None] | None = None
+        """The router disconnected the client because it did not read in time."""
+        self.on_left: list[Callable[[], None]] = []
+        """Called when the client disconnects before its response is complete. Each layer that waits for this request
+        appends its own callback and removes it when it is done.
+        """
 
     def client_left(self) -> None:
-        """The connection is gone."""
+        """The connection has closed."""
         self.left = True
-        if not (self.upload.complete and self.my_turn):  # Else it is being served, and still needed.
+        if not (self.upload.complete and self.my_turn):  # Else it is being served: the body is released when that ends.
             self.upload.over()
-        if self.on_left is not None and not self.ended:
-            self.on_left()
+        if not self.ended:
+            for callback in tuple(self.on_left):
+                callback()
 
     def answer(self, status: int, headers: list[Header], body: bytes) -> None:
-        """A whole answer at once."""
+        """Send a whole response."""
         length = (b"content-length", b"%d" % len(body))
         self._begin(status, [*headers, length])
         self._connection.write(self._unsent_head + body)
         self._end()
 
     def refuse(self, error: HttpError, more: Iterable[Header] = ()) -> None:
-        """An error of the router's own."""
+        """Send an error of the router's own."""
         if error.closes:
             self._keep_alive = False
         headers = [*error.headers(), (b"x-request-id", self.head.request_id.encode()), *more]
         self.answer(error.status, headers, error.body)
 
     def begin(self, status: int, headers: list[Header]) -> None:
-        """The head of a stream; it leaves with the first data."""
+        """Begin a stream. Its head is written with the first data."""
         if not self.head.http11:
             self._keep_alive = False
         self._begin(status, [*headers, (b"transfer-encoding", b"chunked")] if self.head.http11 else headers)
 
     async def send(self, data: bytes) -> None:
-        """A piece of a stream; waits while the client reads too slowly."""
+        """Send a piece of a stream; waits while the client reads too slowly."""
         connection = self._connection
         if connection.write_paused():
             await connection.drain()
@@ -222,17 +228,17 @@ class HttpRequest:
             self._unsent_head = b""
 
     def end(self, data: bytes = b"") -> None:
-        """The last piece of a stream."""
+        """Send the last piece of a stream."""
         framed = self._framed(data) if data else self._unsent_head
         self._connection.write(framed + b"0\r\n\r\n" if self.head.http11 else framed)
         self._end()
 
-    def last(self) -> None:
-        """The connection closes after this answer."""
+    def close_after(self) -> None:
+        """Close the connection after this response."""
         self._keep_alive = False
 
     def abort(self) -> None:
-        """Drop the client."""
+        """Drop the connection."""
         self._connection.abort()
 
     def _framed(self, data: bytes) -> bytes:

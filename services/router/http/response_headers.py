@@ -1,4 +1,4 @@
-"""What a client is told beside its answer: who served it, and by what names to ask about it."""
+"""Response headers of a served request: the workers that served it, and the ids to ask about it."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from services.router.placement.request_fields import Mode
 from services.router.relay.request_context import RequestContext
 
 FIXED_HEADERS_MAX = 4096
-"""Combinations of workers whose headers are kept ready."""
+"""Combinations whose headers are cached; when they are more, the cache begins anew."""
 
 
-class ServedBy:
-    """Headers of answers. Those that are alike are made once."""
+class ResponseHeaders:
+    """Makes response headers. Those that depend on the workers only are made once for each combination."""
 
     def __init__(self) -> None:
         self._fixed: dict[tuple[Mode, str, str, str, bool], list[Header]] = {}
 
-    def headers(self, flight: RequestContext, placed: Placement, content_type: str) -> list[Header]:
-        """Of one answer."""
-        prefill = placed.prefill.record.worker_id if placed.prefill is not None else ""
-        key = (placed.mode, content_type, placed.decode.record.worker_id, prefill, placed.streamed)
+    def of(self, context: RequestContext, placement: Placement, content_type: str) -> list[Header]:
+        """The headers of one response."""
+        prefill = placement.prefill.record.worker_id if placement.prefill is not None else ""
+        key = (placement.mode, content_type, placement.decode.record.worker_id, prefill, placement.streamed)
         fixed = self._fixed.get(key)
         if fixed is None:
             if len(self._fixed) >= FIXED_HEADERS_MAX:
                 self._fixed.clear()
             fixed = self._fixed[key] = _fixed_headers(*key)
-        named = (b"x-request-id", flight.exchange.head.request_id.encode())
-        return [*fixed, named, *flight.decision_headers()]
+        named = (b"x-request-id", context.http_request.head.request_id.encode())
+        return [*fixed, named, *context.decision_headers()]
 
 
 def _fixed_headers(mode: Mode, content_type: str, decode: str, prefill: str, streamed: bool) -> list[Header]:

@@ -55,27 +55,26 @@ class DecisionService:
         if self._subscription is not None:
             await self._subscription.close()
 
-    def made(self, flight: RequestContext, request: PlacementRequest, result: Placement | Rejection) -> None:
+    def made(self, context: RequestContext, request: PlacementRequest, result: Placement | Rejection) -> None:
         """The request is placed, or cannot be."""
-        story = flight.story
-        flight.decision = self.log.add(
-            flight.exchange.head.request_id,
+        context.decision = self.log.add(
+            context.http_request.head.request_id,
             request,
             result,
             at_unix_s=self._clock.wall_ms() / 1000,
-            attempt=flight.attempts.count + 1,
-            exact=story.prompt is not None and story.prompt.exact,
-            earlier=flight.decision,
+            attempt=context.attempts + 1,
+            exact=context.prompt is not None and context.prompt.exact,
+            earlier=context.decision,
         )
 
-    def failed(self, flight: RequestContext, failure: Failure) -> None:
+    def failed(self, context: RequestContext, failure: Failure) -> None:
         """The attempt that was placed last has failed."""
-        if flight.decision is not None:
-            flight.decision.end(str(failure.reason))
+        if context.decision is not None:
+            context.decision.end(str(failure.reason))
 
-    def finished(self, flight: RequestContext, finished: RequestFinished) -> None:
-        if flight.decision is not None:
-            flight.decision.end(
+    def finished(self, context: RequestContext, finished: RequestFinished) -> None:
+        if context.decision is not None:
+            context.decision.end(
                 finished.reason or OK,
                 measured=finished.ttft_parts,
                 ttft_s=finished.ttft_s,

@@ -1,6 +1,6 @@
-"""Looks after requests from outside: hops that are late, clients that do not read, heads and bodies that do not come.
+"""Enforces deadlines: late steps of requests, clients that do not read, heads and bodies that do not arrive.
 
-One walk over all of them a few times a second replaces a timer for each; most requests are over before it comes by.
+One walk over all requests a few times a second replaces a timer for each; most requests end before the first walk.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shared.runtime.clock import Clock
 
 WALK_S = 0.05
 LATE_S_MAX = 5.0
-"""For a request to come to its end after its leg was stopped. One that takes longer is stuck on a client that does not
+"""For a request to end after its legs were stopped. A request that takes longer is blocked on a client that does not
 read: its connection is dropped.
 """
 
@@ -22,32 +22,32 @@ TOO_LONG = Failure(reason=Reason.DEADLINE, message="The request took too long.")
 
 
 class DeadlineMonitor:
-    """Walks over ``flights`` and the edge's uploads."""
+    """Walks over the requests in flight and the edge's connections and uploads."""
 
-    def __init__(self, flights: set[RequestContext], edge: Edge, clock: Clock) -> None:
-        self._flights = flights
+    def __init__(self, in_flight: set[RequestContext], edge: Edge, clock: Clock) -> None:
+        self._in_flight = in_flight
         self._edge = edge
         self._clock = clock
 
-    async def walk(self) -> None:
-        """For ever."""
+    async def run(self) -> None:
+        """Walk until cancelled."""
         while True:
             await asyncio.sleep(WALK_S)
-            self.look(self._clock.now())
+            self.walk(self._clock.now())
 
-    def look(self, now: float) -> None:
-        """One walk."""
-        for flight in list(self._flights):
-            if now > flight.deadline_at:
-                self._late(flight, now)
+    def walk(self, now: float) -> None:
+        """End all that is late."""
+        for context in list(self._in_flight):
+            if now > context.deadline_at:
+                self._end(context, now)
         if self._edge.uploads:
             self._edge.end_slow_uploads()
         self._edge.idle.end_late()
 
-    def _late(self, flight: RequestContext, now: float) -> None:
-        if flight.late_at == NEVER:
-            flight.late_at = now
-            flight.stop(TOO_LONG)
-        elif now - flight.late_at > LATE_S_MAX:
-            flight.exchange.slow = True
-            flight.exchange.abort()
+    def _end(self, context: RequestContext, now: float) -> None:
+        if context.late_at == NEVER:
+            context.late_at = now
+            context.stop(TOO_LONG)
+        elif now - context.late_at > LATE_S_MAX:
+            context.http_request.slow = True
+            context.http_request.abort()

@@ -1,4 +1,4 @@
-"""A leg whose worker shall refuse what it would have to compute: its refusal is a failure, and no answer."""
+"""A leg whose worker may refuse to compute a prompt that it has too little of: the refusal is raised as a failure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from shared.contracts.ids import WorkerId
 from shared.contracts.inference import CACHE_THRESHOLD, Frame
 
 REFUSED = b'"finish_reason":"%b"' % CACHE_THRESHOLD.encode()
-"""In an event of the answer. Text that says so has its quotes escaped."""
+"""As it stands in a refusing event. Generated text cannot imitate it: JSON escapes the quotes inside of text."""
 MISSED = Failure(reason=Reason.CACHE_MISSED, message="The worker has too little of the prompt in its cache.")
 
 
 class Frames(Protocol):
-    """A leg, as far as its answer is read."""
+    """What a reader of a leg uses."""
 
     worker_id: WorkerId
 
@@ -24,7 +24,7 @@ class Frames(Protocol):
 
 
 class GuardedLeg:
-    """``frames`` ends before the refusal, which is raised as LegFailed."""
+    """Passes frames on up to a refusal, which it raises as LegFailed."""
 
     def __init__(self, leg: Frames) -> None:
         self.worker_id = leg.worker_id
@@ -32,7 +32,7 @@ class GuardedLeg:
         self._refused = False
 
     async def frames(self) -> list[Frame]:
-        """As the leg's, up to a refusal. Raises LegFailed."""
+        """The leg's frames. Raises LegFailed for a refusal, after the frames that came before it were read."""
         if not self._refused:
             frames = await self._leg.frames()
             good = next((number for number, frame in enumerate(frames) if is_refusal(frame)), len(frames))
@@ -43,5 +43,5 @@ class GuardedLeg:
 
 
 def is_refusal(frame: Frame) -> bool:
-    """Whether the worker says here that it had too little, at first or after a preemption."""
+    """Whether the worker refuses here, at the start or after a preemption."""
     return REFUSED in frame.data or (frame.report is not None and frame.report.finish_reason == CACHE_THRESHOLD)

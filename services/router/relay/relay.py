@@ -1,9 +1,10 @@
-"""Serve a request: place it, run its legs, place it again when a leg fails early, tell the client when all fails."""
+"""Serves a request: places it, runs its legs, retries it when they fail, and tells the client when nothing helps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from services.router.admission.admission_queue import AdmissionQueue
 from services.router.admission.placing import Placing
 from services.router.admission.queues import QueueEntry
 from services.router.auth.authenticator import limited
@@ -11,16 +12,23 @@ from services.router.auth.rate_limit import tokens_used
 from services.router.auth.tenant_salt import salted
 from services.router.http.errors import HttpError, bad_request, error_event, failed, refused_field
 from services.router.http.request import HttpRequest
+from services.router.http.response_headers import ResponseHeaders
+from services.router.placement.decision_service import DecisionService
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
-from services.router.placement.policy import RequestHeaders
+from services.router.placement.policy import RequestHeaders, RequestPolicy
 from services.router.placement.request_fields import Mode, default_or_requested, read_request
-from services.router.relay.attempt import Attempts
 from services.router.relay.legs import EngineRefused, LegRunner
-from services.router.relay.migration import resumes_allowed, why_not_resumed
-from services.router.relay.parts import Parts
-from services.router.relay.request_context import LEFT, RequestContext
-from services.router.relay.retry import Recovery
-from shared.bus.leg_inbox import LegFailed
+from services.router.relay.migration import resumes_allowed, why_not_resumable
+from services.router.relay.request_context import CLIENT_LEFT, RequestContext
+from services.router.relay.retry import Retry
+from services.router.relay.timings import Timings
+from services.router.settings import Settings
+from services.router.state.cluster_view import ClusterView
+from services.router.state.default_mode import DefaultModeFeed
+from services.router.telemetry.request_log import RequestLog
+from services.router.telemetry.tracing import Tracing
+from services.router.tokenize.prompts import Prompts
+from shared.bus.leg_inbox import LegFailed, LegInbox
 from shared.bus.port import BusDown, MessageTooLarge
 from shared.contracts.failures import HTTP_STATUS, Failure, Reason
 from shared.contracts.inference import RequestFinished
@@ -33,156 +41,188 @@ ENGINE_FULL = Failure(reason=Reason.WORKER_BUSY, message="the engine takes no re
 class Relay:
     """Serves requests side by side; each call of ``serve`` is one."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._settings = parts.settings
-        self._now: Callable[[], float] = parts.clock.now
-        self._prompts = parts.prompts
-        self._ledger = parts.ledger
-        self._decisions = parts.decisions
-        self._room = parts.room
-        self._tracing = parts.tracing
-        self._runner = LegRunner(parts)
-        self._placing = Placing(parts)
-        self._recovery = Recovery(parts, self._placing)
-        self.flights: set[RequestContext] = set()
+    def __init__(  # noqa: PLR0913  # wiring
+        self,
+        *,
+        settings: Settings,
+        now: Callable[[], float],
+        inbox: LegInbox,
+        cluster: ClusterView,
+        policy: RequestPolicy,
+        default_mode: DefaultModeFeed,
+        prompts: Prompts,
+        queue: AdmissionQueue,
+        placing: Placing,
+        runner: LegRunner,
+        retry: Retry,
+        decisions: DecisionService,
+        request_log: RequestLog,
+        tracing: Tracing,
+        response_headers: ResponseHeaders,
+    ) -> None:
+        self._settings = settings
+        self._now = now
+        self._inbox = inbox
+        self._cluster = cluster
+        self._policy = policy
+        self._default_mode = default_mode
+        self._prompts = prompts
+        self._queue = queue
+        self._placing = placing
+        self._runner = runner
+        self._retry = retry
+        self._decisions = decisions
+        self._request_log = request_log
+        self._tracing = tracing
+        self._headers = response_headers.of
+        self.in_flight: set[RequestContext] = set()
 
-    async def serve(self, exchange: HttpRequest) -> None:
-        """One request from its body to the end of its answer."""
+    async def serve(self, http_request: HttpRequest) -> None:
+        """Serve one request from its complete body to the end of its response."""
         now = self._now()
-        client = exchange.head.client
-        facts = salted(read_request(exchange.head.path, exchange.upload.body()), client.key, client.secret)
-        resumes_max = resumes_allowed(self._settings.resumes_max, facts.wishes.resumes_max)
-        attempts = Attempts(resumes_max, why_not_resumed(facts))
-        flight = RequestContext(exchange, facts, self._parts.inbox, attempts, now, now + self._settings.request_s_max)
-        exchange.on_left = flight.client_left
-        self.flights.add(flight)
+        client = http_request.head.client
+        facts = salted(read_request(http_request.head.path, http_request.upload.body()), client.key, client.secret)
+        ends_at = now + self._settings.request_s_max
+        context = RequestContext(
+            http_request=http_request,
+            facts=facts,
+            inbox=self._inbox,
+            timings=Timings(started_at=now),
+            ends_at=ends_at,
+            deadline_at=ends_at,
+            resumes_max=resumes_allowed(self._settings.resumes_max, facts.wishes.resumes_max),
+            why_not_resumable=why_not_resumable(facts),
+        )
+        http_request.on_left.append(context.client_left)
+        self.in_flight.add(context)
         try:
-            self._tracing.begin(flight)
-            await self._serve(flight)
+            self._tracing.begin(context)
+            await self._serve(context)
         finally:
-            self.flights.discard(flight)
-            flight.close()
-            told = self._ledger.finished(flight, self._now())
-            self._decisions.finished(flight, told)
-            if flight.charged:
-                client.rate_limit.settle(self._now(), flight.charged, used(flight, told))
+            self.in_flight.discard(context)
+            http_request.on_left.remove(context.client_left)
+            context.close()
+            finished = self._request_log.finished(context, self._now())
+            self._decisions.finished(context, finished)
+            if context.charged_tokens:
+                client.rate_limit.settle(self._now(), context.charged_tokens, used_tokens(context, finished))
 
-    async def _serve(self, flight: RequestContext) -> None:
-        facts, head = flight.facts, flight.exchange.head
-        key = flight.exchange.head.client.key
-        tenant = key.tenant or head.tenant
-        mode = default_or_requested(facts, head.mode or Mode.AUTO, self._parts.usual.mode)
-        request_headers = RequestHeaders(mode=mode, class_name=head.class_name, tenant=tenant, key=key)
-        if (fault := self._parts.terms.fault(facts, request_headers, self._parts.fleet.cluster.workers)) is not None:
-            self._tell(flight, refused_field(fault))
+    async def _serve(self, context: RequestContext) -> None:
+        facts, head = context.facts, context.http_request.head
+        key = head.client.key
+        mode = default_or_requested(facts, head.mode or Mode.AUTO, self._default_mode.mode)
+        headers = RequestHeaders(mode=mode, class_name=head.class_name, tenant=key.tenant or head.tenant, key=key)
+        if (fault := self._policy.fault(facts, headers, self._cluster.workers)) is not None:
+            self._refuse(context, refused_field(fault))
             return
         begun = self._now()
-        prompt = await self._prompts.of(flight.exchange, facts)
+        context.prompt = prompt = await self._prompts.of(context.http_request, facts)
         ended = self._now()
-        flight.story.spent.tokenize_s = ended - begun
-        flight.mark(SpanName.TOKENIZE, begun, ended)
-        flight.story.prompt = prompt
-        if (over := self._charge(flight, prompt.tokens)) is not None:
-            self._tell(flight, over)
+        context.timings.tokenize_s = ended - begun
+        context.mark(SpanName.TOKENIZE, begun, ended)
+        if (over := self._charge(context, prompt.tokens)) is not None:
+            self._refuse(context, over)
             return
-        need = self._parts.terms.need(facts, request_headers, prompt.tokens, prompt.hashes)
-        with self._room.ticket(flight, need) as ticket:
-            await self._serve_in_turn(flight, need, ticket)
+        request = self._policy.need(facts, headers, prompt.tokens, prompt.hashes)
+        with self._queue.ticket(context, request) as entry:
+            await self._serve_in_turn(context, request, entry)
 
-    def _charge(self, flight: RequestContext, prompt_tokens: int) -> HttpError | None:
-        """Take the prompt's tokens of what its key may use; why not."""
-        client, now = flight.exchange.head.client, self._now()
+    def _charge(self, context: RequestContext, prompt_tokens: int) -> HttpError | None:
+        """Take the prompt's tokens from the key's rate limit; an error when the limit is reached."""
+        client, now = context.http_request.head.client, self._now()
         over = client.rate_limit.tokens(now, prompt_tokens)
         if over is not None:
             return limited(over, client, now)
-        flight.charged = prompt_tokens
+        context.charged_tokens = prompt_tokens
         return None
 
-    async def _serve_in_turn(self, flight: RequestContext, need: PlacementRequest, ticket: QueueEntry) -> None:
-        """Wait for its turn, then try until an attempt succeeds; further attempts do not stand in line again."""
+    async def _serve_in_turn(self, context: RequestContext, request: PlacementRequest, entry: QueueEntry) -> None:
+        """Wait in the admission queue, then try until an attempt succeeds; further attempts do not queue again."""
         lost: LegFailed | None = None
-        placement = await self._placing.first(flight, ticket)
+        placement = await self._placing.first(context, entry)
+        timings = context.timings
         while True:
-            self._decisions.made(flight, need, placement)
+            self._decisions.made(context, request, placement)
             if isinstance(placement, Rejection):
-                self._refuse(flight, placement, lost)
+                self._reject(context, placement, lost)
                 return
-            begun, placing_s = self._now(), flight.story.spent.place_s
-            lost = await self._attempt(flight, placement)
+            begun, place_s = self._now(), timings.place_s
+            lost = await self._attempt(context, placement)
             if lost is None:
                 return
-            self._decisions.failed(flight, lost.failure)
-            found = await self._recovery.after(flight, need, lost)
+            self._decisions.failed(context, lost.failure)
+            found = await self._retry.next_attempt(context, request, lost)
             if isinstance(found, Failure):
-                self._fail(flight, found)
+                self._fail(context, found)
                 return
-            placing_s = flight.story.spent.place_s - placing_s
-            flight.story.spent.failed_s += max(0.0, self._now() - begun - placing_s)
-            need, placement = found
+            timings.failed_s += max(0.0, self._now() - begun - (timings.place_s - place_s))
+            request, placement = found
 
-    async def _attempt(self, flight: RequestContext, placed: Placement) -> LegFailed | None:
-        """Run the legs; answers why they did not end well, or None when the client has its answer."""
-        flight.attempt(placed)
+    async def _attempt(self, context: RequestContext, placement: Placement) -> LegFailed | None:
+        """Run the legs. Returns why they failed, or None when the client has its response."""
+        context.begin_attempt(placement)
         try:
-            await self._runner.run(flight, placed)
+            await self._runner.run(context, placement)
         except LegFailed as lost:
             return lost
         except BusDown as error:
             return LegFailed(Failure(reason=Reason.BUS_DOWN, message=str(error)))
         except MessageTooLarge as error:
             return LegFailed(Failure(reason=Reason.TOO_LARGE, message=str(error)))
-        except EngineRefused as no:
-            more = flight.attempts.left(self._settings.attempts_max, begun=flight.exchange.begun)
-            if no.status == SERVICE_UNAVAILABLE and more:
-                return LegFailed(ENGINE_FULL, no.worker_id)
-            if flight.exchange.begun:
-                return LegFailed(Failure(reason=Reason.CANNOT_RESUME, message=no.as_text()), no.worker_id)
-            self._pass_on(flight, placed, no)
+        except EngineRefused as error:
+            if error.status == SERVICE_UNAVAILABLE and context.may_retry(self._settings.attempts_max):
+                return LegFailed(ENGINE_FULL, error.worker_id)
+            if context.http_request.begun:
+                return LegFailed(Failure(reason=Reason.CANNOT_RESUME, message=error.as_text()), error.worker_id)
+            self._pass_on(context, placement, error)
         return None
 
-    def _pass_on(self, flight: RequestContext, placed: Placement, refusal: EngineRefused) -> None:
-        """The engine's own error, word for word."""
-        flight.story.status = refusal.status
-        flight.story.reason = "engine_refused"
-        headers = self._runner.headers(flight, placed, refusal.content_type)
-        flight.exchange.answer(refusal.status, headers, refusal.body)
+    def _pass_on(self, context: RequestContext, placement: Placement, error: EngineRefused) -> None:
+        """Send the engine's own error unchanged."""
+        context.status = error.status
+        context.reason = "engine_refused"
+        headers = self._headers(context, placement, error.content_type)
+        context.http_request.answer(error.status, headers, error.body)
 
-    def _refuse(self, flight: RequestContext, refused: Rejection, lost: LegFailed | None) -> None:
-        """Nobody can serve it. A client whose attempts ran out of time is told so; an unreadable body is its own."""
-        if flight.exchange.left:
-            self._fail(flight, LEFT)
+    def _reject(self, context: RequestContext, rejection: Rejection, lost: LegFailed | None) -> None:
+        """No worker can serve the request. A deadline that ended the last attempt, or an unreadable body, says more
+        than that.
+        """
+        if context.http_request.left:
+            self._fail(context, CLIENT_LEFT)
         elif lost is not None and lost.failure.reason is Reason.DEADLINE:
-            self._fail(flight, lost.failure)
-        elif flight.facts.body is None:
-            self._tell(flight, bad_request("The body is not a JSON object."))
+            self._fail(context, lost.failure)
+        elif context.facts.body is None:
+            self._refuse(context, bad_request("The body is not a JSON object."))
         else:
-            self._tell(flight, failed(refused.reason, refused.message, refused.retry_after_s))
+            self._refuse(context, failed(rejection.reason, rejection.message, rejection.retry_after_s))
 
-    def _fail(self, flight: RequestContext, failure: Failure) -> None:
-        """The last word on a request that did not end well."""
-        exchange, story = flight.exchange, flight.story
-        reason = (Reason.CLIENT_SLOW if exchange.slow else Reason.CANCELLED) if exchange.left else failure.reason
-        if not exchange.begun and not flight.exchange.left:
-            self._tell(flight, failed(reason, failure.message, failure.retry_after_s))
+    def _fail(self, context: RequestContext, failure: Failure) -> None:
+        """End a request that failed: with a status, with a stream's last event, or silently if the client has left."""
+        http_request = context.http_request
+        left, reason = http_request.left, failure.reason
+        if left:
+            reason = Reason.CLIENT_SLOW if http_request.slow else Reason.CANCELLED
+        if not http_request.begun and not left:
+            self._refuse(context, failed(reason, failure.message, failure.retry_after_s))
             return
-        story.status = HTTP_STATUS[reason]
-        story.reason = str(reason)
-        if not flight.exchange.left and not exchange.ended:
-            exchange.end(error_event(reason, failure.message))
+        context.status = HTTP_STATUS[reason]
+        context.reason = str(reason)
+        if not left and not http_request.ended:
+            http_request.end(error_event(reason, failure.message))
 
-    def _tell(self, flight: RequestContext, error: HttpError) -> None:
-        flight.story.status = error.status
-        flight.story.reason = error.reason
-        flight.exchange.refuse(error, flight.decision_headers())
+    def _refuse(self, context: RequestContext, error: HttpError) -> None:
+        context.status = error.status
+        context.reason = error.reason
+        context.http_request.refuse(error, context.decision_headers())
 
 
-def used(flight: RequestContext, told: RequestFinished) -> int:
-    """Tokens that the request has cost whoever asked for it."""
+def used_tokens(context: RequestContext, finished: RequestFinished) -> int:
+    """Tokens that the request counts against its key's rate limit."""
     return tokens_used(
-        charged=flight.charged,
-        prompt=told.prompt_tokens,
-        completion=told.completion_tokens,
-        relayed=len(flight.attempts.had.tokens),
-        was_placed=flight.story.placed is not None,
+        charged=context.charged_tokens,
+        prompt=finished.prompt_tokens,
+        completion=finished.completion_tokens,
+        relayed=len(context.relayed),
+        was_placed=context.placement is not None,
     )

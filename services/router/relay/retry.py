@@ -1,133 +1,203 @@
-"""What comes after an attempt that failed: the failure policy's answers, tried one after the other."""
+"""What follows a failed attempt: the recovery actions of the failure policy, tried in order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
 from services.router.admission.placing import BUS_AWAY, Placing
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
-from services.router.relay.failure_policy import NO_ROOM, WITHOUT_IT, FailureKind, Plan, kind_of
-from services.router.relay.migration import excluded, needs, resumed, suits
-from services.router.relay.parts import Parts
+from services.router.placement.request_fields import Mode
+from services.router.relay.failure_policy import (
+    NO_ROOM,
+    WORKER_UNUSABLE,
+    FailureKind,
+    FailurePolicy,
+    Plan,
+    RecoveryAction,
+    kind_of,
+)
+from services.router.relay.migration import continued
 from services.router.relay.request_context import RequestContext
-from services.router.state.bus_health import LOOK_S_MAX, LOOK_S_MIN
-from shared.bus.leg_inbox import LegFailed
+from services.router.settings import Settings
+from services.router.state.bus_health import LOOK_S_MAX, LOOK_S_MIN, BusHealth
+from services.router.state.cluster_view import ClusterView, WorkerView
+from services.router.telemetry.request_log import RequestLog
+from services.router.tokenize.prompts import Prompts
+from shared.bus.leg_inbox import LegFailed, LegInbox
 from shared.contracts.failures import Failure, Reason
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.workers import Fingerprint, Role
 
-Next = tuple[PlacementRequest, Placement | Rejection]
-"""Where it goes, or why nowhere; and what was asked for."""
+NextAttempt = tuple[PlacementRequest, Placement | Rejection]
+"""The placement of the next attempt, or why there is none; and the request it was made for."""
 
-
-class Recovery:
-    """Finds the next attempt."""
-
-    def __init__(self, parts: Parts, placing: Placing) -> None:
-        self._now: Callable[[], float] = parts.clock.now
-        self._attempts_max = parts.settings.attempts_max
-        self._bus_wait_s_max = parts.settings.bus_wait_s_max
-        self._policy = parts.failures
-        self._presence = parts.bus_health
-        self._prompts = parts.prompts
-        self._fleet = parts.fleet
-        self._inbox = parts.inbox
-        self._ledger = parts.ledger
-        self._placing = placing
-
-    async def after(self, flight: RequestContext, need: PlacementRequest, lost: LegFailed) -> Next | Failure:
-        """``lost`` ended the last attempt. Answers the next one, or the failure that the client is to be told."""
-        attempts, begun = flight.attempts, flight.exchange.begun
-        failure = lost.failure
-        kind = kind_of(
-            failure.reason,
-            prefill=of_prefill(flight, lost),
-            answering=attempts.answering,
-            after_prefill=flight.story.placed is not None and flight.story.placed.prefill is not None,
-        )
-        over = flight.exchange.left or self._inbox.closed or self._now() >= flight.ends_at
-        if kind is None or over or not attempts.left(self._attempts_max, begun=begun):
-            return told(failure, attempts.why_not) if begun and kind is not None else failure
-        plan = self._policy.plan(kind if self._presence.here else FailureKind.BUS_DOWN, begun=begun)
-        if not plan.answers:
-            return failure
-        self._note(flight, lost, kind)
-        self._ledger.retried(failure.reason, resumed=begun)
-        flight.give_up(failure)
-        if begun:
-            attempts.broke_at = flight.story.last_at
-            need = await self._behind_its_tokens(flight, need)
-        found = await self._find(flight, need, plan)
-        if isinstance(found[1], Rejection) and begun:
-            return told(failure, found[1].message)
-        return found
-
-    async def _find(self, flight: RequestContext, need: PlacementRequest, plan: Plan) -> Next:
-        """Try the plan's answers, until its time is over if need be."""
-        wait_s = self._bus_wait_s_max if not (self._presence.here or flight.exchange.begun) else plan.wait_s
-        until = min(self._now() + wait_s, flight.ends_at)
-        look_s = LOOK_S_MIN
-        while True:
-            if not self._presence.here and not (plan.wait_s and await self._presence.back(flight, until)):
-                return need, BUS_AWAY
-            found = self._look(flight, need, plan)
-            now = self._now()
-            if isinstance(found[1], Placement) or now >= until or flight.exchange.left:
-                return found
-            await self._presence.pause(flight, min(look_s, until - now))
-            look_s = min(2 * look_s, LOOK_S_MAX)
-            flight.attempts.busy.clear()  # They may have room by now.
-
-    def _look(self, flight: RequestContext, need: PlacementRequest, plan: Plan) -> Next:
-        attempts = flight.attempts
-        without = excluded(attempts.failed, self._fleet.cluster.workers, attempts.like) | attempts.busy
-        last: Next | None = None
-        for answer in plan.answers:
-            for asked in needs(need, answer, without):
-                placed = self._placing.again(flight, asked)
-                if isinstance(placed, Rejection):
-                    last = last or (asked, placed)
-                elif suits(answer, placed):
-                    return asked, placed
-        return last or (need, NOBODY_SUITS)
-
-    def _note(self, flight: RequestContext, lost: LegFailed, kind: FailureKind) -> None:
-        """Whom not to ask again: for this request, or for a while."""
-        attempts, placed, reason = flight.attempts, flight.story.placed, lost.failure.reason
-        if attempts.like is None and placed is not None and flight.exchange.begun:
-            attempts.like = placed.decode.record.fingerprint
-        if lost.worker_id is None or placed is None:
-            return
-        if kind in NO_ROOM:
-            attempts.busy.add(lost.worker_id)
-            return
-        if reason not in WITHOUT_IT:
-            return
-        for view in (placed.decode, placed.prefill):
-            if view is not None and view.record.worker_id == lost.worker_id:
-                attempts.failed[lost.worker_id] = view.record.epoch
-
-    async def _behind_its_tokens(self, flight: RequestContext, need: PlacementRequest) -> PlacementRequest:
-        """As the workers will see it: the prompt, and behind it what the client has had."""
-        tokens = flight.attempts.had.tokens
-        prompt = await self._prompts.of(flight.exchange, flight.facts, tokens)
-        return resumed(need, prompt.tokens, prompt.hashes, len(tokens))
-
-
-NOBODY_SUITS = Rejection(
+NO_SUBSTITUTE = Rejection(
     reason=Reason.NO_WORKER,
-    message="No worker is ready that could take over from the one that failed. Try again shortly.",
+    message="No ready worker can take over from the one that failed. Try again shortly.",
     retry_after_s=1.0,
 )
 
 
-def of_prefill(flight: RequestContext, lost: LegFailed) -> bool:
+class Retry:
+    """Decides whether and where a failed request is tried again."""
+
+    def __init__(  # noqa: PLR0913  # wiring
+        self,
+        *,
+        settings: Settings,
+        now: Callable[[], float],
+        policy: FailurePolicy,
+        placing: Placing,
+        cluster: ClusterView,
+        bus_health: BusHealth,
+        inbox: LegInbox,
+        prompts: Prompts,
+        request_log: RequestLog,
+    ) -> None:
+        self._now = now
+        self._attempts_max = settings.attempts_max
+        self._bus_wait_s_max = settings.bus_wait_s_max
+        self._policy = policy
+        self._placing = placing
+        self._cluster = cluster
+        self._bus_health = bus_health
+        self._inbox = inbox
+        self._prompts = prompts
+        self._request_log = request_log
+
+    async def next_attempt(
+        self, context: RequestContext, request: PlacementRequest, lost: LegFailed
+    ) -> NextAttempt | Failure:
+        """After ``lost`` ended an attempt: the next one, or the failure that the client is told."""
+        begun, failure = context.http_request.begun, lost.failure
+        kind = kind_of(
+            failure.reason,
+            prefill=failed_in_prefill(context, lost),
+            answering=context.answering,
+            after_prefill=context.placement is not None and context.placement.prefill is not None,
+        )
+        over = context.http_request.left or self._inbox.closed or self._now() >= context.ends_at
+        if kind is None or over or not context.may_retry(self._attempts_max):
+            return cannot_resume(failure, context.why_not_resumable) if begun and kind is not None else failure
+        plan = self._policy.plan(kind if self._bus_health.here else FailureKind.BUS_DOWN, begun=begun)
+        if not plan.actions:
+            return failure
+        self._note(context, lost, kind)
+        self._request_log.retried(failure.reason, resumed=begun)
+        context.give_up(failure)
+        if begun:
+            context.timings.broke_at = context.timings.last_at
+            request = await self._rest_of_stream(context, request)
+        found = await self._find(context, request, plan)
+        if isinstance(found[1], Rejection) and begun:
+            return cannot_resume(failure, found[1].message)
+        return found
+
+    async def _find(self, context: RequestContext, request: PlacementRequest, plan: Plan) -> NextAttempt:
+        """Try the plan's actions, again and again until its wait is over if it has one."""
+        bus_health, http_request = self._bus_health, context.http_request
+        wait_s = self._bus_wait_s_max if not (bus_health.here or http_request.begun) else plan.wait_s
+        until = min(self._now() + wait_s, context.ends_at)
+        look_s = LOOK_S_MIN
+        while True:
+            if not bus_health.here and not (plan.wait_s and await bus_health.back(context, until)):
+                return request, BUS_AWAY
+            found = self._try(context, request, plan)
+            now = self._now()
+            if isinstance(found[1], Placement) or now >= until or http_request.left:
+                return found
+            await bus_health.pause(context, min(look_s, until - now))
+            look_s = min(2 * look_s, LOOK_S_MAX)
+            context.busy_workers.clear()  # They may have room again.
+
+    def _try(self, context: RequestContext, request: PlacementRequest, plan: Plan) -> NextAttempt:
+        """The first action that placement can carry out; else the first rejection."""
+        without = excluded(context.failed_workers, self._cluster.workers, context.fingerprint) | context.busy_workers
+        rejected: NextAttempt | None = None
+        for action in plan.actions:
+            for wanted in requests_for(request, action, without):
+                placement = self._placing.again(context, wanted)
+                if isinstance(placement, Rejection):
+                    rejected = rejected or (wanted, placement)
+                elif suits(action, placement):
+                    return wanted, placement
+        return rejected or (request, NO_SUBSTITUTE)
+
+    def _note(self, context: RequestContext, lost: LegFailed, kind: FailureKind) -> None:
+        """Remember which worker this request avoids: for good, or until it has room."""
+        placement = context.placement
+        if context.fingerprint is None and placement is not None and context.http_request.begun:
+            context.fingerprint = placement.decode.record.fingerprint
+        if lost.worker_id is None or placement is None:
+            return
+        if kind in NO_ROOM:
+            context.busy_workers.add(lost.worker_id)
+            return
+        if lost.failure.reason not in WORKER_UNUSABLE:
+            return
+        for view in (placement.decode, placement.prefill):
+            if view is not None and view.record.worker_id == lost.worker_id:
+                context.failed_workers[lost.worker_id] = view.record.epoch
+
+    async def _rest_of_stream(self, context: RequestContext, request: PlacementRequest) -> PlacementRequest:
+        """The request whose prompt includes the tokens that the client has received."""
+        prompt = await self._prompts.of(context.http_request, context.facts, context.relayed)
+        return continued(request, prompt.tokens, prompt.hashes, len(context.relayed))
+
+
+def failed_in_prefill(context: RequestContext, lost: LegFailed) -> bool:
     """Whether it was the prefill leg that failed."""
-    placed = flight.story.placed
-    return placed is not None and placed.prefill is not None and placed.prefill.record.worker_id == lost.worker_id
+    prefill = context.placement.prefill if context.placement is not None else None
+    return prefill is not None and prefill.record.worker_id == lost.worker_id
 
 
-def told(failure: Failure, why: str) -> Failure:
-    """What the client of a broken stream reads."""
-    message = f"{failure.message}; and it could not go on elsewhere: {why}" if why else failure.message
+def cannot_resume(failure: Failure, why: str) -> Failure:
+    """The failure as the client of a broken stream reads it."""
+    message = f"{failure.message}; and the stream could not be resumed: {why}" if why else failure.message
     return msgspec.structs.replace(failure, message=message)
+
+
+def excluded(
+    failed: Mapping[WorkerId, Epoch], views: Mapping[WorkerId, WorkerView], like: Fingerprint | None
+) -> frozenset[WorkerId]:
+    """Workers that may not serve the next attempt: those that failed it and have not restarted since, and for a stream
+    that has begun, those whose model differs from ``like``.
+    """
+    out = {name for name, epoch in failed.items() if name in views and views[name].record.epoch <= epoch}
+    if like is not None:
+        out |= {name for name, view in views.items() if not _same_model(view.record.fingerprint, like)}
+    return frozenset(out)
+
+
+def requests_for(
+    request: PlacementRequest, action: RecoveryAction, without: frozenset[WorkerId]
+) -> tuple[PlacementRequest, ...]:
+    """What to ask placement for, in order, to carry out this action."""
+    replace = msgspec.structs.replace
+    if action is RecoveryAction.BOUNCE_TO_PREFILL:
+        if not request.may_decode_first:  # It was bounced once: a second bounce would end the same way.
+            return ()
+        mode = Mode.AUTO if request.mode is Mode.DECODE_FIRST else request.mode
+        return (replace(request, mode=mode, may_decode_first=False, excluded=without),)
+    again = replace(request, excluded=without)
+    if action is RecoveryAction.PREFILL_ON_DECODE:
+        if request.mode is Mode.DISAGGREGATED:  # The client has ruled out one worker for both.
+            return ()
+        return (replace(again, mode=Mode.AGGREGATED),)
+    if action is RecoveryAction.RESUME:
+        # The workers that the client has forced may be gone: finishing the stream matters more than where.
+        return (again, replace(again, mode=Mode.AUTO, forced=None))
+    return (again,)
+
+
+def suits(action: RecoveryAction, placement: Placement) -> bool:
+    """Whether this placement carries out the action."""
+    if action in (RecoveryAction.ANOTHER_PREFILL, RecoveryAction.BOUNCE_TO_PREFILL):
+        return placement.prefill is not None or placement.decode.record.role is not Role.DECODE
+    return True
+
+
+def _same_model(one: Fingerprint, other: Fingerprint) -> bool:
+    return (one.model, one.revision, one.dtype) == (other.model, other.revision, other.dtype)

@@ -1,7 +1,8 @@
-"""When many streams run at full speed, they gather data for a moment and are all written in one turn of the loop.
+"""Batches the writes of many fast streams into one turn of the event loop.
 
-A write costs more than all else that is done for an event, most of it for waking the reader. With few streams nobody
-waits long; with hundreds at full speed the processor belongs to all of them. A token every 10 ms or slower never waits.
+A socket write costs more than everything else the router does for an event; most of that is waking the client. With
+few streams the wait is too short to matter. With hundreds at full speed it saves most of the CPU. A stream with 10 ms
+or more between its tokens never waits.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ PERIOD_S_MAX = 0.01
 
 
 class WriteCoalescer:
-    """``with coalescer:`` around each stream; ``beat`` waits for the moment at which all of them write."""
+    """``with coalescer:`` around each stream; ``wait`` ends at the moment when all waiting streams write."""
 
     def __init__(self) -> None:
         self.period_s = 0.0
-        """Streams that get data faster than this gather it."""
+        """A stream that has written less than this ago waits before its next write."""
         self._streams = 0
         self._next: asyncio.Event | None = None
 
@@ -29,14 +30,14 @@ class WriteCoalescer:
         self._streams -= 1
         self.period_s = min(PERIOD_S_MAX, self._streams * PERIOD_S_PER_STREAM)
 
-    async def beat(self) -> None:
+    async def wait(self) -> None:
         """Wait for the next common moment, at most ``PERIOD_S_MAX``."""
         if self._next is None:
             self._next = asyncio.Event()
-            asyncio.get_running_loop().call_later(self.period_s, self._strike)
+            asyncio.get_running_loop().call_later(self.period_s, self._wake_all)
         await self._next.wait()
 
-    def _strike(self) -> None:
-        struck, self._next = self._next, None
-        if struck is not None:
-            struck.set()
+    def _wake_all(self) -> None:
+        waiting, self._next = self._next, None
+        if waiting is not None:
+            waiting.set()

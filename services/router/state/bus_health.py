@@ -7,6 +7,7 @@ reconnection those count that have spoken since; when all have, or those that ha
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 from collections.abc import Callable
 
@@ -37,29 +38,27 @@ class BusHealth:
         """Whether requests can be placed now."""
         return self._bus.connected and (not self._cluster.away or self._now() >= self._given_up_at)
 
-    async def back(self, flight: RequestContext, until: float) -> bool:
+    async def back(self, context: RequestContext, until: float) -> bool:
         """Wait for it, at most ``until``; answers whether it is here. False, too, when the client leaves."""
         looks_s = LOOK_S_MIN
         while not self.here:
-            if flight.exchange.left or self._now() >= until:
+            if context.http_request.left or self._now() >= until:
                 return False
-            await self.pause(flight, min(looks_s, until - self._now()))
+            await self.pause(context, min(looks_s, until - self._now()))
             looks_s = min(2 * looks_s, LOOK_S_MAX)
         return True
 
-    async def pause(self, flight: RequestContext, s: float) -> None:
+    async def pause(self, context: RequestContext, s: float) -> None:
         """Let so many seconds pass, or less when the client leaves. The request's own time goes on; no hop's does."""
-        flight.allow(self._now(), flight.ends_at)
+        context.allow(self._now(), context.ends_at)
         left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        exchange = flight.exchange
-        was, exchange.on_left = exchange.on_left, lambda: _wake(left)
+        http_request, wake = context.http_request, functools.partial(_wake, left)
+        http_request.on_left.append(wake)
         try:
-            if not exchange.left:
+            if not http_request.left:
                 await asyncio.wait([left], timeout=s)
         finally:
-            exchange.on_left = was
-            if exchange.left:
-                flight.client_left()
+            http_request.on_left.remove(wake)
 
     def _on_disconnect(self) -> None:
         self._given_up_at = math.inf  # The connection may be up a moment before anybody is told that it is back.

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
-from services.router.relay.parts import Parts
+from services.router.state.fleet import Fleet
 from services.router.state.kv_feed import KvFeed
-from shared.bus.port import Envelope, StoredValue
+from services.router.state.reservation_feed import ReservationFeed
+from services.router.state.speed_feed import Measures
+from services.router.tokenize.prompts import Prompts
+from shared.bus.leg_inbox import LegInbox
+from shared.bus.port import Bus, Envelope, StoredValue
 from shared.contracts.channels import LOAD, WORKER_LOST, WORKER_RECORDS
 from shared.contracts.ids import WorkerId
 from shared.contracts.load import LoadReport
 from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerLost, WorkerPhase, WorkerRecord
+from shared.runtime.clock import Clock
 
 log = logging.getLogger("baton.router")
 
@@ -22,15 +28,28 @@ SWEEP_S = 1.0
 class FleetFeed:
     """Keeps ``Fleet.cluster`` true."""
 
-    def __init__(self, parts: Parts, kv: KvFeed) -> None:
-        self._bus = parts.bus
-        self._clock = parts.clock
-        self._fleet = parts.fleet
-        self._inbox = parts.inbox
-        self._measures = parts.measures
-        self._room = parts.room
-        self._reservations = parts.reservations
-        self._prompts = parts.prompts
+    def __init__(  # noqa: PLR0913  # wiring
+        self,
+        *,
+        bus: Bus,
+        clock: Clock,
+        fleet: Fleet,
+        inbox: LegInbox,
+        speeds: Measures,
+        fleet_changed: Callable[[float], None],
+        reservations: ReservationFeed,
+        prompts: Prompts,
+        kv: KvFeed,
+    ) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._fleet = fleet
+        self._inbox = inbox
+        self._speeds = speeds
+        self._fleet_changed = fleet_changed
+        """Called with the seconds after which requests that wait should be looked at again."""
+        self._reservations = reservations
+        self._prompts = prompts
         self._kv = kv
 
     async def open(self) -> None:
@@ -54,10 +73,10 @@ class FleetFeed:
             await asyncio.sleep(SWEEP_S)
             for record in self._fleet.cluster.sweep(self._clock.now(), self._fleet.policy.silent_s_max):
                 self._fleet.index.drop(record.worker_id)
-                self._measures.gone(record.worker_id)
+                self._speeds.gone(record.worker_id)
                 self._inbox.worker_lost(record.worker_id, record.epoch)
                 log.info("worker %s is gone", record.worker_id)
-            self._room.ring()  # Silence tells nobody.
+            self._fleet_changed(0.0)  # Silence tells nobody.
 
     def _on_record(self, entry: StoredValue[WorkerRecord]) -> None:
         record = entry.value
@@ -66,8 +85,8 @@ class FleetFeed:
             return
         known = self._fleet.cluster.workers.get(record.worker_id)
         self._fleet.cluster.record(record, self._clock.now())
-        self._measures.joined(record)
-        self._room.ring()
+        self._speeds.joined(record)
+        self._fleet_changed(0.0)
         if known is not None and known.record.epoch < record.epoch:
             self._inbox.worker_lost(
                 record.worker_id, known.record.epoch
@@ -81,8 +100,8 @@ class FleetFeed:
 
     def _on_load(self, load: LoadReport, _envelope: Envelope) -> None:
         self._fleet.cluster.report(load, self._clock.now())
-        self._measures.load(load)
-        self._room.ring(self._reservations.book.lag_s())
+        self._speeds.load(load)
+        self._fleet_changed(self._reservations.book.lag_s())
         if load.digest is not None:
             self._kv.check(load.worker_id, load.epoch, load.digest)
 

@@ -1,4 +1,4 @@
-"""What a router says of itself with its status: which workers it does not know as it should."""
+"""The health that a router reports with its status: the workers that it has no exact picture of."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from services.router.tokenize.parity import Parity, ParityBook
 from shared.contracts.control import ROUTER_TROUBLES_MAX, RouterHealth
 
 
-def teller(index: PrefixIndex, parity: ParityBook) -> Callable[[], RouterHealth]:
-    """Answers with the standing of the moment."""
+def health_of(index: PrefixIndex, parity: ParityBook) -> Callable[[], RouterHealth]:
+    """A function that returns the present health."""
 
-    def standing() -> RouterHealth:
+    def health() -> RouterHealth:
         inexact = (
             (worker_id, one.state) for worker_id, one in index.entries.items() if one.state is not IndexState.EXACT
         )
@@ -25,4 +25,4 @@ def teller(index: PrefixIndex, parity: ParityBook) -> Callable[[], RouterHealth]
             is_index_compiled=IS_COMPILED,
         )
 
-    return standing
+    return health

@@ -1,4 +1,4 @@
-"""How a request that has ended is to be seen: whether it kept its targets, and whether its trace is worth keeping."""
+"""How a request ended: whether it met its targets, and whether its trace is worth keeping."""
 
 from __future__ import annotations
 
@@ -17,44 +17,46 @@ class Kept(StrEnum):
     RESUMED = "resumed"
     SLOW = "slow"
     SHARE = "share"
-    """Nothing is odd about it: it is one of the share that is traced anyway."""
+    """Nothing unusual: one of the share that is traced anyway."""
 
 
-class Goal(StrEnum):
-    """What became of a request's targets."""
+class TargetOutcome(StrEnum):
+    """Whether a request met its targets."""
 
     MET = "met"
     TTFT_MISSED = "ttft_missed"
     ITL_MISSED = "itl_missed"
     FAILED = "failed"
-    """No answer, or not all of it: as far from its targets as can be."""
+    """No response, or an incomplete one: counted as missing every target."""
     NO_TARGET = "no_target"
 
 
-def failed(told: RequestFinished) -> bool:
-    """Through no fault of its client, which neither left nor asked for what there is not."""
-    return told.status >= SERVER_ERROR or told.status == TOO_MANY
+def failed(finished: RequestFinished) -> bool:
+    """Whether the request failed for a reason other than its client leaving or asking for something invalid."""
+    return finished.status >= SERVER_ERROR or finished.status == TOO_MANY
 
 
-def goal(told: RequestFinished) -> Goal | None:
-    """None: its client left, or was told its own mistake; that says nothing of how well it was served."""
-    if failed(told):
-        return Goal.FAILED
-    if told.reason:
+def target_outcome(finished: RequestFinished) -> TargetOutcome | None:
+    """None when the client left or made an error: that says nothing about how well requests are served."""
+    if failed(finished):
+        return TargetOutcome.FAILED
+    if finished.reason:
         return None
-    if 0.0 <= told.ttft_target_s < told.ttft_s:
-        return Goal.TTFT_MISSED
-    if 0.0 <= told.itl_target_s < told.itl_s:
-        return Goal.ITL_MISSED
-    return Goal.NO_TARGET if told.ttft_target_s < 0.0 and told.itl_target_s < 0.0 else Goal.MET
+    if 0.0 <= finished.ttft_target_s < finished.ttft_s:
+        return TargetOutcome.TTFT_MISSED
+    if 0.0 <= finished.itl_target_s < finished.itl_s:
+        return TargetOutcome.ITL_MISSED
+    return (
+        TargetOutcome.NO_TARGET if finished.ttft_target_s < 0.0 and finished.itl_target_s < 0.0 else TargetOutcome.MET
+    )
 
 
-def kept(told: RequestFinished, slow_s: float) -> Kept:
-    """``slow_s``: a first token that comes later is slow, where the request has no target that says otherwise."""
-    if failed(told):
+def kept(finished: RequestFinished, slow_s: float) -> Kept:
+    """Why the trace is worth keeping. ``slow_s``: a later first token is slow, for requests without a TTFT target."""
+    if failed(finished):
         return Kept.FAILED
-    if told.resumes:
+    if finished.resumes:
         return Kept.RESUMED
-    waited_s = told.ttft_s if told.ttft_s >= 0.0 else told.e2e_s
-    late = waited_s > (told.ttft_target_s if told.ttft_target_s >= 0.0 else slow_s)
-    return Kept.SLOW if late or 0.0 <= told.itl_target_s < told.itl_s else Kept.SHARE
+    waited_s = finished.ttft_s if finished.ttft_s >= 0.0 else finished.e2e_s
+    late = waited_s > (finished.ttft_target_s if finished.ttft_target_s >= 0.0 else slow_s)
+    return Kept.SLOW if late or 0.0 <= finished.itl_target_s < finished.itl_s else Kept.SHARE

@@ -1,4 +1,4 @@
-"""What is noted of a request while it runs, so that its spans can be drawn when it has ended."""
+"""What the router notes of a request while it runs, to make its spans when it has ended."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from shared.contracts.inference import LegKind
 from shared.telemetry.span_names import SpanName
 
 MARKS_MAX = 64
-"""Of one request; one that is placed again and again is no better understood by more of them."""
+"""Marks of one request: more of them would not explain a request that is retried again and again any better."""
 PARENT, STATE = "traceparent", "tracestate"
 BAD_VERSION = "ff"
 SAMPLED = 1
 
 
 class Mark(NamedTuple):
-    """Something that the router itself did."""
+    """A span of the router's own work."""
 
     name: SpanName
     begun_at: float
@@ -26,7 +26,7 @@ class Mark(NamedTuple):
 
 
 class LegMark(NamedTuple):
-    """A leg, from its start to its end as the router saw them."""
+    """A leg, from its start to its end as seen by the router."""
 
     span_id: int
     worker_id: WorkerId
@@ -45,20 +45,20 @@ class Trace:
     def __init__(self, trace_id: int, span_id: int, parent_id: int = 0) -> None:
         self.trace_id = trace_id
         self.span_id = span_id
-        """The request's own."""
+        """Of the request's own span."""
         self.parent_id = parent_id
-        """The client's; 0: it has none."""
+        """The client's span; 0: the client has none."""
         self.sampled = False
-        """Chosen from the beginning: its workers draw their part."""
+        """Chosen at the start: the workers export spans of their own."""
         self.unwanted = False
-        """The client says that it is not to be traced."""
+        """The client's context says that it is not sampled."""
         self.state = ""
         self.marks: list[Mark] = []
         self.legs: list[LegMark] = []
 
     @classmethod
     def below(cls, context: Mapping[str, str], span_id: int) -> Self | None:
-        """In the client's trace; None when what it says names none."""
+        """A trace below the client's span; None when ``context`` is no valid W3C trace context."""
         version, _, ids = context.get(PARENT, "").partition("-")
         trace_id, _, rest = ids.partition("-")
         parent_id, _, flags = rest.partition("-")
@@ -71,13 +71,13 @@ class Trace:
         return trace
 
     def mark(self, name: SpanName, begun_at: float, ended_at: float) -> None:
-        """Something was done."""
+        """Note a span of the router's own work."""
         if len(self.marks) < MARKS_MAX:
             self.marks.append(Mark(name, begun_at, ended_at))
 
     def headers(self, span_id: int) -> dict[str, str] | None:
-        """What a leg's message carries; ``span_id``: the leg's. None where its worker has nothing to draw: headers cost
-        the bus more than all that is noted here.
+        """Headers for a leg's message; ``span_id``: the leg's. None when its worker exports no spans: headers cost
+        more on the bus than all notes here.
         """
         if not self.sampled:
             return None
@@ -87,10 +87,10 @@ class Trace:
         return headers
 
     def name(self) -> str:
-        """As people read it."""
+        """The trace id in hexadecimal."""
         return f"{self.trace_id:032x}"
 
 
-def why(error: BaseException) -> str:
-    """In a word."""
+def error_of(error: BaseException) -> str:
+    """The span's error type."""
     return str(error.failure.reason) if isinstance(error, LegFailed) else type(error).__name__

@@ -1,4 +1,4 @@
-"""A finished request's spans, from what was noted of it and from what its workers reported."""
+"""The spans of a finished request, from the router's notes and the workers' reports."""
 
 from __future__ import annotations
 
@@ -38,64 +38,63 @@ IN_ORDER = {
     "first_token_s": SpanName.TTFT_FIRST_TOKEN,
     "transit_s": SpanName.TTFT_TRANSIT,
 }
-"""The parts of the time to the first token, as they follow each other; transit is spread over all of them."""
+"""The parts of the time to the first token in order. Transit is drawn last, although it is spread over all of them."""
 TTFT_ATTRIBUTES = {name: Attribute(f"baton.ttft.{name}") for name in TtftParts.__struct_fields__}
 OPERATIONS = {CHAT: "chat", COMPLETIONS: "text_completion", "/v1/embeddings": "embeddings"}
-"""OpenTelemetry's names for what is asked for, where it has some."""
+"""OpenTelemetry's ``gen_ai.operation.name``, for the endpoints that it names."""
 PROVIDER = "vllm"
 
 
-def spans_of(flight: RequestContext, told: RequestFinished, why: Kept, now: float) -> list[Drawn]:
-    """All that the router draws; ``why`` it does."""
-    trace = flight.story.spent.trace
+def spans_of(context: RequestContext, finished: RequestFinished, why: Kept, now: float) -> list[Drawn]:
+    """All spans that the router exports for the request; ``why``: why its trace is kept."""
+    trace = context.trace
     if trace is None:
         return []
     request = Drawn(
         name=SpanName.REQUEST,
-        begun_at=flight.story.started_at,
+        begun_at=context.timings.started_at,
         ended_at=now,
         span_id=trace.span_id,
         parent_id=trace.parent_id,
         parent_is_remote=True,
         kind=SpanKind.SERVER,
-        about=about_request(flight, told, why),
-        error=told.reason if told.status >= SERVER_ERROR else None,
+        about=about_request(context, finished, why),
+        error=finished.reason if finished.status >= SERVER_ERROR else None,
     )
     own = [
         below(trace.span_id, mark.name, mark.begun_at, mark.ended_at)
         for mark in sorted(trace.marks, key=lambda mark: mark.begun_at)
     ]
-    return [request, *own, *first_token(flight, told, trace), *legs(flight, trace)]
+    return [request, *own, *first_token(context, finished, trace), *legs(context, trace)]
 
 
-def first_token(flight: RequestContext, told: RequestFinished, trace: Trace) -> Iterator[Drawn]:
-    """The time to it, in its parts, and what came after it."""
-    started_at, story = flight.story.started_at, flight.story
-    if told.ttft_s < 0.0:
+def first_token(context: RequestContext, finished: RequestFinished, trace: Trace) -> Iterator[Drawn]:
+    """The time to the first token with its parts, and the time from then to the last token."""
+    started_at, last_at = context.timings.started_at, context.timings.last_at
+    if finished.ttft_s < 0.0:
         return
-    first_at = started_at + told.ttft_s
+    first_at = started_at + finished.ttft_s
     whole = below(trace.span_id, SpanName.FIRST_TOKEN, started_at, first_at)
     yield whole
     at = started_at
-    for field, name in IN_ORDER.items() if told.ttft_parts is not None else ():
-        part_s = getattr(told.ttft_parts, field)
+    for field, name in IN_ORDER.items() if finished.ttft_parts is not None else ():
+        part_s = getattr(finished.ttft_parts, field)
         if part_s > 0.0:
             yield below(whole.span_id, name, at, at + part_s)
             at += part_s
-    if story.last_at > first_at:
+    if last_at > first_at:
         yield below(
             trace.span_id,
             SpanName.DECODE,
             first_at,
-            story.last_at,
-            {Attribute.OUTPUT_TOKENS: told.completion_tokens},
+            last_at,
+            {Attribute.OUTPUT_TOKENS: finished.completion_tokens},
         )
 
 
-def legs(flight: RequestContext, trace: Trace) -> Iterator[Drawn]:
-    """Each leg; of workers that drew nothing themselves, as the router was told."""
-    story = flight.story
-    reports = {LegKind.PREFILL: story.prefill_report}
+def legs(context: RequestContext, trace: Trace) -> Iterator[Drawn]:
+    """Each leg; of workers that drew nothing themselves, as the router was finished."""
+    reports = {LegKind.PREFILL: context.prefill_report}
     last = {mark.kind is LegKind.PREFILL: mark for mark in trace.legs}
     for mark in trace.legs:
         yield Drawn(
@@ -112,14 +111,14 @@ def legs(flight: RequestContext, trace: Trace) -> Iterator[Drawn]:
             },
             error=mark.error,
         )
-        report = reports.get(mark.kind, story.report)
+        report = reports.get(mark.kind, context.report)
         if report is not None and not trace.sampled and mark is last[mark.kind is LegKind.PREFILL]:
-            yield from as_told(mark, report)
+            yield from worker_spans(mark, report)
 
 
-def as_told(mark: LegMark, report: LegReport) -> Iterator[Drawn]:
-    """A leg at its worker. Its instants are another clock's: the leg is put into the middle of the time that the
-    router waited for it, and what happened in it to where the durations say.
+def worker_spans(mark: LegMark, report: LegReport) -> Iterator[Drawn]:
+    """The leg as its worker reported it. The worker's clock is not the router's: its total time is put in the middle of
+    the time that the router waited, and the intervals within it follow from their durations.
     """
     arrived_at = mark.begun_at + max(0.0, mark.ended_at - mark.begun_at - report.total_s) / 2
     about = report_of(report) | {Attribute.TOLD: True, Attribute.WORKER_ID: mark.worker_id}
@@ -135,7 +134,7 @@ def as_told(mark: LegMark, report: LegReport) -> Iterator[Drawn]:
 
 
 def shifted(parent_id: int, interval: Interval, by_s: float) -> Drawn:
-    """What a worker did, on the router's clock."""
+    """An interval on a worker's clock, moved to the router's."""
     return Drawn(
         name=interval.name,
         begun_at=interval.begun_at + by_s,
@@ -148,66 +147,66 @@ def shifted(parent_id: int, interval: Interval, by_s: float) -> Drawn:
 
 
 def below(parent_id: int, name: SpanName, begun_at: float, ended_at: float, about: About | None = None) -> Drawn:
-    """Something that went well."""
+    """A span without an error."""
     return Drawn(
         name=name, begun_at=begun_at, ended_at=ended_at, span_id=new_id(), parent_id=parent_id, about=about or {}
     )
 
 
-def about_request(flight: RequestContext, told: RequestFinished, why: Kept) -> About:
-    """What the request's own span says."""
+def about_request(context: RequestContext, finished: RequestFinished, why: Kept) -> About:
+    """Attributes of the request's own span."""
     about: About = {
-        Attribute.REQUEST_ID: told.request_id,
+        Attribute.REQUEST_ID: finished.request_id,
         Attribute.KEPT: why.value,
-        Attribute.HTTP_ROUTE: told.path,
-        Attribute.HTTP_STATUS: told.status,
+        Attribute.HTTP_ROUTE: finished.path,
+        Attribute.HTTP_STATUS: finished.status,
         Attribute.PROVIDER: PROVIDER,
-        Attribute.MODEL: told.model,
-        Attribute.STREAM: flight.facts.stream,
-        Attribute.ATTEMPTS: told.attempts,
-        Attribute.RESUMES: told.resumes,
+        Attribute.MODEL: finished.model,
+        Attribute.STREAM: context.facts.stream,
+        Attribute.ATTEMPTS: finished.attempts,
+        Attribute.RESUMES: finished.resumes,
     }
-    said = {
-        Attribute.OPERATION: OPERATIONS.get(told.path, ""),
-        Attribute.DECISION_ID: told.decision_id,
-        Attribute.TENANT: told.tenant,
-        Attribute.REASON: told.reason,
-        Attribute.ERROR_TYPE: told.reason,
+    optional = {
+        Attribute.OPERATION: OPERATIONS.get(finished.path, ""),
+        Attribute.DECISION_ID: finished.decision_id,
+        Attribute.TENANT: finished.tenant,
+        Attribute.REASON: finished.reason,
+        Attribute.ERROR_TYPE: finished.reason,
     }
-    about |= {key: value for key, value in said.items() if value}
-    if told.resumes:
-        about[Attribute.RESUMED_TOKENS] = told.resumed_tokens
-    if told.ttft_s >= 0.0:
-        about[Attribute.TIME_TO_FIRST_CHUNK] = told.ttft_s
-    if told.ttft_parts is not None:
-        about |= {key: getattr(told.ttft_parts, name) for name, key in TTFT_ATTRIBUTES.items()}
-    return about | about_placement(flight, told) | about_report(flight, told)
+    about |= {key: value for key, value in optional.items() if value}
+    if finished.resumes:
+        about[Attribute.RESUMED_TOKENS] = finished.resumed_tokens
+    if finished.ttft_s >= 0.0:
+        about[Attribute.TIME_TO_FIRST_CHUNK] = finished.ttft_s
+    if finished.ttft_parts is not None:
+        about |= {key: getattr(finished.ttft_parts, name) for name, key in TTFT_ATTRIBUTES.items()}
+    return about | about_placement(context, finished) | about_report(context, finished)
 
 
-def about_placement(flight: RequestContext, told: RequestFinished) -> About:
-    """Who served it."""
-    placed = flight.story.placed
-    if placed is None:
+def about_placement(context: RequestContext, finished: RequestFinished) -> About:
+    """Attributes of the workers that served the request."""
+    placement = context.placement
+    if placement is None:
         return {}
     about: About = {
-        Attribute.MODE: told.mode,
-        Attribute.DECODE_WORKER: told.decode_worker,
-        Attribute.PREDICTED_CACHED_TOKENS: placed.cached_tokens,
+        Attribute.MODE: finished.mode,
+        Attribute.DECODE_WORKER: finished.decode_worker,
+        Attribute.PREDICTED_CACHED_TOKENS: placement.cached_tokens,
     }
-    if told.prefill_worker:
-        about[Attribute.PREFILL_WORKER] = told.prefill_worker
-        about[Attribute.HANDOFF] = "streamed" if placed.streamed else "offered"
+    if finished.prefill_worker:
+        about[Attribute.PREFILL_WORKER] = finished.prefill_worker
+        about[Attribute.HANDOFF] = "streamed" if placement.streamed else "offered"
     return about
 
 
-def about_report(flight: RequestContext, told: RequestFinished) -> About:
-    """What the worker that answered said of it."""
-    report = flight.story.report
+def about_report(context: RequestContext, finished: RequestFinished) -> About:
+    """Attributes from the report of the leg that answered."""
+    report = context.report
     if report is None:
         return {}
-    return {**tokens_of(report), Attribute.CACHE_READ_TOKENS: told.cached_tokens}
+    return {**tokens_of(report), Attribute.CACHE_READ_TOKENS: finished.cached_tokens}
 
 
 def new_id() -> int:
-    """Of a span; never 0, which is none."""
+    """A span id; never 0, which means none."""
     return random.getrandbits(SPAN_BITS) or 1

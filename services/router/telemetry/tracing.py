@@ -1,8 +1,8 @@
-"""One trace per request. While it runs instants are noted; its spans are drawn when it has ended, if anybody is to see
-them: a share of all requests, and every one that was slow, failed or went on elsewhere.
+"""One trace per request. While a request runs the router only notes instants; it makes the spans when the request has
+ended, if its trace is kept: a share of all requests, and those that were slow, failed or resumed.
 
-The workers of a request that its share has chosen draw their own spans below its legs. For one that turned out odd
-the router draws them, from what the workers reported.
+The workers of a request that is sampled at its start export their own spans below its legs. For a request whose trace
+is kept only at its end, the router makes those spans too, from the workers' reports.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 
 from services.router.relay.request_context import RequestContext
 from services.router.telemetry.outcome import Kept, kept
-from services.router.telemetry.trace import LegMark, Trace, why
+from services.router.telemetry.trace import LegMark, Trace, error_of
 from services.router.telemetry.trace_sampling import TraceShare
 from services.router.telemetry.trace_spans import new_id, spans_of
 from shared.contracts.inference import RequestFinished, StartLeg
@@ -28,61 +28,61 @@ from shared.telemetry.propagation import trace_named
 Headers = dict[str, str] | None
 TRACE_BITS = 128
 TOO_MANY = "too_many"
-"""Would have been kept, but there were too many at a time."""
+"""Worth keeping, but over the rate limit."""
 SLOW_S = 2.0
-"""What is slow, unless settings say."""
+"""Default of ROUTER_TRACE_SLOW_S."""
 
 
 class Tracing:
-    """Without a ``sink`` only the client's own trace context is passed on."""
+    """Without a ``sink`` the router only passes the client's trace context on."""
 
     def __init__(self, sink: SpanSink | None = None, clock: Clock | None = None, *, slow_s: float = SLOW_S) -> None:
         self._sink = sink
         self._now: Callable[[], float] = (clock or SystemClock()).now
         self._share = TraceShare(sink.sample_ratio if sink is not None else 0.0)
         self._slow_s = slow_s
-        self.counts = dict.fromkeys([*(why.value for why in Kept), TOO_MANY], 0)
-        """Of traces, by why they were kept; and of those that were not."""
+        self.counts = dict.fromkeys([*(one.value for one in Kept), TOO_MANY], 0)
+        """Traces by why they were kept, and those over the rate limit."""
 
-    def begin(self, flight: RequestContext) -> None:
-        """A request has come. One that its client has traced goes on in the client's trace."""
-        context = flight.exchange.head.trace
+    def begin(self, context: RequestContext) -> None:
+        """Begin the request's trace: below the client's span if its headers name one."""
+        client_trace = context.http_request.head.trace
         if self._sink is None:
-            TRACE_ID.set(trace_named(context))
+            TRACE_ID.set(trace_named(client_trace))
             return
-        trace = Trace.below(context, new_id()) if context is not None else None
+        trace = Trace.below(client_trace, new_id()) if client_trace is not None else None
         if trace is None:
             trace = Trace(random.getrandbits(TRACE_BITS) or 1, new_id())
             trace.sampled = self._share.chosen(trace.trace_id, self._now())
         elif trace.sampled:
             trace.sampled = self._share.allowed(self._now())
-        flight.story.spent.trace = trace
+        context.trace = trace
         TRACE_ID.set(trace.name())
 
-    def leg(self, flight: RequestContext, start: StartLeg) -> AbstractContextManager[Headers]:
-        """Around one leg; gives the headers that its message carries."""
-        trace = flight.story.spent.trace
-        return nullcontext(flight.exchange.head.trace) if trace is None else LegTimes(trace, start, self._now)
+    def leg(self, context: RequestContext, start: StartLeg) -> AbstractContextManager[Headers]:
+        """``with`` this around one leg; it returns the headers for the leg's message."""
+        trace = context.trace
+        return nullcontext(context.http_request.head.trace) if trace is None else LegTimes(trace, start, self._now)
 
-    def ended(self, flight: RequestContext, told: RequestFinished) -> RequestFinished:
-        """The request's story, with its trace's name when the trace is kept."""
-        trace, sink = flight.story.spent.trace, self._sink
+    def ended(self, context: RequestContext, finished: RequestFinished) -> RequestFinished:
+        """Keep or drop the trace of a request that has ended. Returns its record, with the trace id of a kept trace."""
+        trace, sink = context.trace, self._sink
         if trace is None or sink is None:
-            return told
-        worth = kept(told, self._slow_s)
-        if not trace.sampled and (worth is Kept.SHARE or trace.unwanted):
-            return told
+            return finished
+        why = kept(finished, self._slow_s)
+        if not trace.sampled and (why is Kept.SHARE or trace.unwanted):
+            return finished
         if not trace.sampled and not self._share.allowed(self._now()):
             self.counts[TOO_MANY] += 1
-            return told
-        self.counts[worth.value] += 1
-        told = msgspec.structs.replace(told, trace_id=trace.name())
-        sink.draw(trace.trace_id, spans_of(flight, told, worth, self._now()))
-        return told
+            return finished
+        self.counts[why.value] += 1
+        finished = msgspec.structs.replace(finished, trace_id=trace.name())
+        sink.draw(trace.trace_id, spans_of(context, finished, why, self._now()))
+        return finished
 
 
 class LegTimes:
-    """When a leg began and ended, for its span."""
+    """Notes when a leg began and ended, for its span."""
 
     __slots__ = ("_begun_at", "_now", "_span_id", "_start", "_trace")
 
@@ -100,7 +100,7 @@ class LegTimes:
     def __exit__(
         self, _kind: type[BaseException] | None, error: BaseException | None, _tb: TracebackType | None
     ) -> None:
-        start, failure = self._start, None if error is None else why(error)
+        start, failure = self._start, None if error is None else error_of(error)
         self._trace.legs.append(
             LegMark(self._span_id, start.worker_id, start.leg_id, start.kind, self._begun_at, self._now(), failure)
         )

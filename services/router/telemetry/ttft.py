@@ -18,22 +18,10 @@ from collections.abc import Iterable
 
 import msgspec
 
+from services.router.relay.timings import Timings
 from shared.contracts.decisions import TtftParts
 from shared.contracts.inference import LegReport
 from shared.contracts.kv_exchange import KvRead
-
-
-class RouterTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """What the router spent before the last attempt's legs; seconds on its own clock, one behind the other."""
-
-    admission_s: float = 0.0
-    tokenize_s: float = 0.0
-    place_s: float = 0.0
-    failed_s: float = 0.0
-
-    def total_s(self) -> float:
-        """All of it."""
-        return self.admission_s + self.tokenize_s + self.place_s + self.failed_s
 
 
 class Legs(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +44,7 @@ def ttft_s(first_data_s: float, answering: LegReport | None, *, stream: bool) ->
     return max(0.0, first_data_s - max(0.0, answering.total_s - answering.first_token_s))
 
 
-def ttft_parts(whole_s: float, router: RouterTimes, legs: Legs) -> TtftParts:
+def ttft_parts(whole_s: float, router: Timings, legs: Legs) -> TtftParts:
     """``whole_s`` in its parts."""
     return fitted(whole_s, router, leg_parts(legs))
 
@@ -90,9 +78,9 @@ def leg_parts(legs: Legs) -> TtftParts:
     )
 
 
-def fitted(whole_s: float, router: RouterTimes, work: TtftParts) -> TtftParts:
+def fitted(whole_s: float, router: Timings, work: TtftParts) -> TtftParts:
     """The router's times and the workers' parts, made to add up to ``whole_s``; the rest is transit."""
-    own_s = router.total_s()
+    own_s = router.admission_s + router.tokenize_s + router.place_s + router.failed_s
     own = whole_s / own_s if own_s > whole_s else 1.0
     work_s = work.queue_s + work.fetch_s + work.prefill_s + work.handoff_s + work.decode_queue_s + work.first_token_s
     room_s = max(0.0, whole_s - own_s)

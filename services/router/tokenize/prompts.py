@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from services.router.http.request import HttpRequest
 from services.router.placement.request_fields import CHAT, COMPLETIONS, RequestFacts
 from services.router.placement.revisions import means
-from services.router.settings import Settings, terms_of
+from services.router.settings import Settings, request_policy
 from services.router.state.cluster_view import WorkerView
 from services.router.state.fleet import Fleet
 from services.router.tokenize.parity_probe import ParityWatch
@@ -54,24 +54,24 @@ class Prompts:
         self._sources: dict[str, tuple[WorkerId, Epoch]] = {}
         """Whose tokenizer it is, by fingerprint."""
         self._try_at: dict[str, float] = {}
-        self._shares = terms_of(settings).shares
+        self._shares = request_policy(settings).shares
         self._wake = asyncio.Event()
 
-    async def of(self, exchange: HttpRequest, facts: RequestFacts, more: Sequence[int] = ()) -> Prompt:
+    async def of(self, http_request: HttpRequest, facts: RequestFacts, more: Sequence[int] = ()) -> Prompt:
         """Exact when it matters and can be known, else a guess from the length. ``more``: tokens that follow it."""
         body, bytes_per_token = facts.body, BYTES_PER_TOKEN_GUESSED
-        if body is not None and facts.path in (CHAT, COMPLETIONS) and self._matters(facts, exchange.upload.size):
+        if body is not None and facts.path in (CHAT, COMPLETIONS) and self._matters(facts, http_request.upload.size):
             view = self._like_whom(facts)
             known = self._tokenizers.get(view.pairs_with) if view is not None else None
             if view is not None and known is not None:
                 bytes_per_token = known.chars_per_token
-                readable = exchange.upload.size <= BYTES_PER_TOKEN_MAX * view.record.max_model_len
+                readable = http_request.upload.size <= BYTES_PER_TOKEN_MAX * view.record.max_model_len
                 if readable and self.parity.trusted(view.pairs_with):
                     held, chars_max = self._fleet.index.held, self._settings.tokenize_loop_chars_max
                     prompt = await known.prompt(facts, held, threads=self.threads, loop_chars_max=chars_max, more=more)
                     if prompt is not None:
                         return prompt
-        guess = guessed(facts, exchange.upload.size, bytes_per_token)
+        guess = guessed(facts, http_request.upload.size, bytes_per_token)
         return Prompt(guess.tokens + len(more), (), exact=False) if more else guess
 
     def _like_whom(self, facts: RequestFacts) -> WorkerView | None:

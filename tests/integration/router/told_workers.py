@@ -156,7 +156,7 @@ class ToldFleet:
 
     @property
     def index(self) -> PrefixIndex:
-        return self.router.parts.fleet.index
+        return self.router.fleet.index
 
     @property
     def lost(self) -> int:

@@ -49,8 +49,8 @@ class Witness:
 
     def ready(self) -> set[str]:
         """Workers that may be given requests now, and whose present life is the one that is known."""
-        cluster, silent_s_max = self._router.parts.fleet.cluster, self._router.parts.fleet.policy.silent_s_max
-        now, actors = self._router.parts.clock.now(), self._fleet.actors
+        cluster, silent_s_max = self._router.fleet.cluster, self._router.fleet.policy.silent_s_max
+        now, actors = self._router.clock.now(), self._fleet.actors
         fit = [view.record for view in cluster.workers.values() if view.fit(now, silent_s_max)]
         return {str(one.worker_id) for one in fit if one.worker_id in actors and actors[one.worker_id].pid == one.pid}
 
@@ -124,7 +124,7 @@ class Witness:
 
     async def _untrue(self, worker_id: WorkerId) -> list[str]:
         """Whether the index says of this worker what the worker says of itself, block by block."""
-        index = self._router.parts.fleet.index
+        index = self._router.fleet.index
         if worker_id not in index.entries or index.state(worker_id) is not IndexState.EXACT:
             return [f"{worker_id}: the witness's index is not exact"]
         try:
@@ -146,7 +146,7 @@ class Witness:
             return [f"{name} does not answer"]
         found = []
         for labels, blocks in metrics.each("baton_router_index_blocks"):
-            truth = self._router.parts.fleet.index.count(WorkerId(labels["worker_id"]))
+            truth = self._router.fleet.index.count(WorkerId(labels["worker_id"]))
             if blocks != truth:
                 found.append(f"{name}: knows {blocks:g} blocks of {labels['worker_id']}, which has {truth}")
         for gauge in ("baton_router_requests_in_flight", "baton_router_requests_waiting"):

@@ -167,9 +167,9 @@ def left_over(here: BusWorld) -> list[str]:
     """When all clients have gone and time has passed."""
     parts, edge = here.world.router.parts, here.world.router.edge
     held = {
-        "requests": len(here.world.router.relay.flights),
+        "requests": len(here.world.router.relay.in_flight),
         "legs": len(parts.inbox._legs),
-        "bytes of bodies": edge.bodies.bytes_held,
+        "bytes of bodies": edge.upload_totals.bytes_held,
     }
     return [f"{count} {what} are left over" for what, count in held.items() if count]
 

@@ -133,7 +133,7 @@ class BusWorld:
         tasks.create_task(self._keep_worker(), name="worker")
         await ready.wait()
         self.played = await self.world.worker(PLAYED, script=stall)
-        while REAL not in self.world.router.parts.fleet.cluster.workers:
+        while REAL not in self.world.router.fleet.cluster.workers:
             await asyncio.sleep(0.1)
 
     async def _keep_worker(self) -> None:
@@ -160,16 +160,16 @@ class BusWorld:
 
     def ids(self) -> Ids:
         """As they are now."""
-        views = self.world.router.parts.fleet.cluster.workers
+        views = self.world.router.fleet.cluster.workers
         epochs = [view.record.epoch for worker_id, view in views.items() if worker_id in (REAL, PLAYED)]
         legs = [start.leg_id for start in self.played.started[-LEGS_NAMED:]] if self.played else []
-        flights = self.world.router.relay.flights
-        decisions = [flight.decision.decision_id for flight in flights if flight.decision is not None]
+        in_flight = self.world.router.relay.in_flight
+        decisions = [context.decision.decision_id for context in in_flight if context.decision is not None]
         return {
             "worker_id": [REAL, REAL, REAL, "stranger"],
             "reader_id": [REAL, "stranger"],
             "source_id": [REAL, "stranger"],
-            "router_id": [self.world.router.parts.router_id, "r2"],
+            "router_id": [self.world.router.router_id, "r2"],
             "epoch": [*epochs, 1],
             "leg_id": [*legs, "leg-1"],
             "decision_id": [*decisions, "d-1"],
@@ -207,7 +207,7 @@ class BusWorld:
 
     async def show(self) -> None:
         """All that people and other systems look at is drawn."""
-        generate_latest(self.world.router.parts.ledger.registry)
+        generate_latest(self.world.router.registry)
         to_prometheus(self.collector.families())
         self.collector.page()
         self.top.frame(Drawing(200, LINES))

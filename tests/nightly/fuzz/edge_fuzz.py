@@ -226,7 +226,7 @@ async def fuzz(count: int, seed: int, progress: Callable[[str, int], None]) -> C
     campaign, requests = Campaign("edge HTTP"), Requests(seed)
     async with open_world(Settings(log_requests=False, connections_per_address_max=0, decisions_max=100)) as world:
         await world.worker("w1", script=answer)
-        server = make_server(world.router.edge, world.router.parts.settings)
+        server = make_server(world.router.edge, world.router.settings)
         server.config.load()
         for warm in (True, False):  # The first connections fill what is kept for ever.
             with Watch() as watch:
@@ -265,9 +265,9 @@ def left_over(world: World, server: Any) -> list[str]:
     """Of connections that have all ended."""
     edge = world.router.edge
     held = {
-        "requests": len(world.router.relay.flights),
+        "requests": len(world.router.relay.in_flight),
         "uploads": len(edge.uploads),
-        "bytes of bodies": edge.bodies.bytes_held,
+        "bytes of bodies": edge.upload_totals.bytes_held,
         "connections": edge.connections.count + len(server.server_state.connections),
         "clients that are waited for": len(edge.idle._asking) + len(edge.idle._reading),
     }

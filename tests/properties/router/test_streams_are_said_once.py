@@ -67,8 +67,8 @@ def test_a_stream_is_said_once_and_whole_or_ends_with_one_error(breaks):
             assert said in BEGINNINGS
             assert rest.count(b"\n\n") == 1
         assert DONE not in answer.body.removesuffix(DONE)
-        views = world.router.parts.fleet.cluster.workers.values()
+        views = world.router.fleet.cluster.workers.values()
         assert {(view.own.legs, view.own.tokens) for view in views} == {(0, 0)}
-        assert not world.router.parts.inbox._legs
+        assert not world.router.inbox._legs
 
     in_world(story, resumes_max=RESUMES_MAX, frame_gap_s_max=2.0, attempts_max=10)

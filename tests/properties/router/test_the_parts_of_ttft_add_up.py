@@ -7,7 +7,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.telemetry.ttft import Legs, RouterTimes, covered_s, exchanging_s, ttft_parts, ttft_s
+from services.router.relay.timings import Timings
+from services.router.telemetry.ttft import Legs, covered_s, exchanging_s, ttft_parts, ttft_s
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegReport
 from shared.contracts.kv_exchange import KvRead, KvTransferReport
@@ -29,12 +30,12 @@ transfer_reports = st.none() | st.builds(KvTransferReport, reads=st.lists(reads,
 reports = st.builds(
     LegReport, queue_s=seconds, prefill_s=seconds, first_token_s=seconds, total_s=seconds, kv=transfer_reports
 )
-routers = st.builds(RouterTimes, admission_s=seconds, tokenize_s=seconds, place_s=seconds, failed_s=seconds)
+routers = st.builds(Timings, admission_s=seconds, tokenize_s=seconds, place_s=seconds, failed_s=seconds)
 legs_of = st.builds(Legs, answering=reports, prefill=st.none() | reports, streamed=st.booleans())
 
 
 @given(whole_s=seconds, router=routers, legs=legs_of)
-def test_parts_are_not_negative_and_add_up(whole_s: float, router: RouterTimes, legs: Legs):
+def test_parts_are_not_negative_and_add_up(whole_s: float, router: Timings, legs: Legs):
     parts = ttft_parts(whole_s, router, legs)
 
     values = [getattr(parts, name) for name in parts.__struct_fields__]
@@ -43,10 +44,15 @@ def test_parts_are_not_negative_and_add_up(whole_s: float, router: RouterTimes, 
 
 
 @given(router=routers, report=reports, prefill=reports, more_s=seconds)
-def test_what_fits_is_told_as_it_was_measured(
-    router: RouterTimes, report: LegReport, prefill: LegReport, more_s: float
-):
-    whole_s = router.total_s() + sum(one.queue_s + one.prefill_s for one in (report, prefill)) + more_s
+def test_what_fits_is_told_as_it_was_measured(router: Timings, report: LegReport, prefill: LegReport, more_s: float):
+    whole_s = (
+        router.admission_s
+        + router.tokenize_s
+        + router.place_s
+        + router.failed_s
+        + sum(one.queue_s + one.prefill_s for one in (report, prefill))
+        + more_s
+    )
 
     parts = ttft_parts(whole_s, router, Legs(answering=report, prefill=prefill))
 

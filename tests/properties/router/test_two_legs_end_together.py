@@ -79,10 +79,10 @@ def nothing_goes_on(world: World) -> None:
     for worker in world.workers.values():
         for leg_id, frames in worker.frames.items():
             assert frames.ended or leg_id in worker.cancelled, f"{worker.worker_id} still serves {leg_id}"
-    views = world.router.parts.fleet.cluster.workers.values()
+    views = world.router.fleet.cluster.workers.values()
     assert [(view.own.legs, view.own.tokens) for view in views] == [(0, 0)] * len(views)
-    assert not world.router.parts.inbox._legs
-    assert not world.router.relay.flights
+    assert not world.router.inbox._legs
+    assert not world.router.relay.in_flight
     assert not [task for task in asyncio.all_tasks() if task.get_name() == "prefill-leg"]
 
 
@@ -102,7 +102,7 @@ def test_a_request_ends_and_takes_everything_with_it(prefill_legs, decode_legs, 
             connection = await serve_one(world, leaves_s)
 
             nothing_goes_on(world)
-            if not connection.exchange.left:
+            if not connection.http_request.left:
                 answer = parse(connection.written)
                 assert answer.body.endswith(DONE) or b'"error"' in answer.body
                 assert answer.status == 200 or not (is_good(prefill_legs[0]) and is_good(decode_legs[0]))

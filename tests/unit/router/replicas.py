@@ -51,11 +51,11 @@ class Replicas:
     def ask(self, router: Router, **fields: Any) -> None:
         """A request whose answer nobody waits for."""
         connection = FakeConnection()
-        exchange = router.edge.admit(connection, COMPLETIONS, [], http11=True, keep=True)
-        connection.exchange = exchange
-        exchange.upload.add(msgspec.json.encode(prompt(**fields)))
-        exchange.upload.complete = True
-        self._asked.append(asyncio.ensure_future(router.edge.serve(exchange)))
+        http_request = router.edge.admit(connection, COMPLETIONS, [], http11=True, keep=True)
+        connection.http_request = http_request
+        http_request.upload.add(msgspec.json.encode(prompt(**fields)))
+        http_request.upload.complete = True
+        self._asked.append(asyncio.ensure_future(router.edge.serve(http_request)))
 
     async def answered(self) -> None:
         """Until all requests have their answers."""
@@ -83,7 +83,7 @@ async def replicas(routers: int, workers: int, *, loses_reservations: bool = Fal
     hub = Hub(loses_reservations=loses_reservations)
     made = [Router(Settings(log_requests=False), MemoryBus(hub), LoopClock(), Tracing()) for _ in range(routers)]
     for number, router in enumerate(made):  # the same names in each run: instants are drawn by them
-        router.parts.reservations.book = ReservationBook(RouterId(f"r{number}"))
+        router.reservations.book = ReservationBook(RouterId(f"r{number}"))
     async with asyncio.TaskGroup() as tasks:
         for router in made:
             await router.open()
@@ -92,7 +92,7 @@ async def replicas(routers: int, workers: int, *, loses_reservations: bool = Fal
         all_of_them = Replicas(hub, made, fleet)
         for worker in fleet:
             await worker.join()
-        while not all(len(router.parts.fleet.cluster.workers) == workers for router in made):
+        while not all(len(router.fleet.cluster.workers) == workers for router in made):
             await asyncio.sleep(0)
         await all_of_them.report()
         await asyncio.sleep(0.1)

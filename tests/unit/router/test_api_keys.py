@@ -191,7 +191,7 @@ def test_whoever_has_a_key_is_its_tenant_whatever_the_header_says():
         await world.ask(prompt(), x_baton_tenant="rival", **bearer(ACME))
         await world.ask(prompt(), x_baton_tenant="not a tenant!", **bearer(ACME))
 
-        assert [one.tenant for one in world.router.parts.decisions.log.listed(DecisionFilter())] == ["acme", "acme"]
+        assert [one.tenant for one in world.router.decisions.log.listed(DecisionFilter())] == ["acme", "acme"]
 
     in_world(story, keys=KEYS)
 

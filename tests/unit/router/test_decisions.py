@@ -263,7 +263,7 @@ def test_any_router_answers_for_any_other():
             RouterId("other-1"),
             MemoryBus(world.hub),
             LoopClock(),
-            lambda: [world.router.parts.router_id, RouterId("gone-1")],
+            lambda: [world.router.router_id, RouterId("gone-1")],
             count_max=10,
             bytes_max=10**6,
         )
@@ -305,7 +305,7 @@ def test_a_router_tells_over_the_bus_what_it_decided():
     async def story(world: World) -> None:
         await world.worker("w1", script=timed())
         answer = await world.ask(prompt(), x_request_id="mine")
-        bus, router_id = MemoryBus(world.hub), world.router.parts.router_id
+        bus, router_id = MemoryBus(world.hub), world.router.router_id
 
         async def ask(**fields: Any) -> DecisionRecord | None:
             return (await bus.ask(DECISION, AskDecision(router_id=router_id, **fields), timeout_s=1.0)).decision

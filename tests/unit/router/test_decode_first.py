@@ -28,8 +28,8 @@ def who_has_nothing(_worker: FakeWorker, start: StartLeg, frames: LegFrames) -> 
 def test_a_decode_worker_that_has_less_than_was_believed_gets_the_prompt_from_a_prefill_worker(stream):
     async def story(world: World) -> None:
         _p1, d1 = await world.pair(decode=who_has_nothing, connector="baton-1")
-        placer = world.router.parts.fleet.placer
-        world.router.parts.fleet.placer = AsIfCached(placer)
+        placer = world.router.fleet.placer
+        world.router.fleet.placer = AsIfCached(placer)
 
         answer = await world.ask(prompt(stream=stream))
 

@@ -8,10 +8,11 @@ import socket
 
 import pytest
 
-from services.router.http.connections import OTHER_FILES, Connections, allow_open_files, owner_of
+from services.router.http.limits import OTHER_FILES, Connections, allow_open_files, owner_of
 from services.router.http.protocol import HEADERS_MAX
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.inference import LegReport, StartLeg
+from shared.telemetry import names
 from tests.unit.router.fake_worker import JSON, SSE, FakeWorker
 from tests.unit.router.test_hostile_clients import STREAMED, connected, read_to_end
 from tests.unit.router.test_http_server import BODY, request, running, until
@@ -37,7 +38,7 @@ class Late(asyncio.Event):
 
 
 def refusals(up, reason: str) -> float:
-    return up.router.parts.ledger.counts.refusals.labels(reason)._value.get()
+    return up.router.registry.get_sample_value(names.ROUTER_REFUSALS.name, {"reason": reason}) or 0.0
 
 
 def idle_socket(port: int) -> socket.socket:
@@ -56,7 +57,7 @@ async def test_a_client_that_does_not_read_its_stream_is_cut_off_and_its_leg_is_
 
             await until(lambda: up.worker.cancelled)
 
-            await until(lambda: not up.router.relay.flights and not up.router.edge.connections.count)
+            await until(lambda: not up.router.relay.in_flight and not up.router.edge.connections.count)
         assert refusals(up, "client_slow") == 1
 
 
@@ -71,7 +72,7 @@ async def test_what_a_client_does_not_read_is_bounded_long_before_its_time_is_ov
 
             (protocol,) = up.connections()
             assert protocol.unsent_bytes() <= buffer_bytes_max + 4 * len(PIECE)
-        await until(lambda: not up.router.relay.flights)
+        await until(lambda: not up.router.relay.in_flight)
 
 
 async def test_answers_that_nobody_reads_are_no_reason_to_serve_more_requests():

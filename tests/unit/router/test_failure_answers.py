@@ -91,7 +91,7 @@ def test_an_operator_may_want_no_prompt_computed_by_decode_workers(tmp_path):
         assert (answer.status, answer.error["code"]) == (503, "no_worker")
         assert d1.started == []
 
-    in_world(story, **with_policy(tmp_path, '[answers]\nprefill_lost = ["another_prefill", "refuse"]'))
+    in_world(story, **with_policy(tmp_path, '[actions]\nprefill_lost = ["another_prefill", "refuse"]'))
 
 
 def test_a_client_that_wants_two_workers_gets_no_answer_of_one():
@@ -116,7 +116,7 @@ def test_an_operator_may_want_streams_that_break_to_end(tmp_path):
         assert error_of(answer.body)["code"] == "engine_dead"
         assert sum(len(worker.started) for worker in world.workers.values()) == 1
 
-    in_world(story, **with_policy(tmp_path, '[answers]\ndecode_lost = ["another_decode", "refuse"]'))
+    in_world(story, **with_policy(tmp_path, '[actions]\ndecode_lost = ["another_decode", "refuse"]'))
 
 
 def test_waiting_ends_when_the_operator_says_and_not_before(tmp_path):
@@ -179,7 +179,7 @@ def test_a_handoff_that_is_refused_is_prefilled_once_more_if_the_operator_wants_
         assert answer.body == (ANSWER if stream else WHOLE_ANSWER)
         assert [len(p1.started), len(d1.started)] == [2, 2]
 
-    text = '[answers]\nhandoff_refused = ["bounce_to_prefill", "prefill_on_decode", "refuse"]'
+    text = '[actions]\nhandoff_refused = ["bounce_to_prefill", "prefill_on_decode", "refuse"]'
     in_world(story, **with_policy(tmp_path, text))
 
 
@@ -195,7 +195,7 @@ def test_what_bounced_once_does_not_bounce_again(tmp_path):
             [LegKind.DECODE, LegKind.DECODE, LegKind.AGGREGATED],
         ]
 
-    text = '[answers]\nhandoff_refused = ["bounce_to_prefill", "prefill_on_decode", "refuse"]'
+    text = '[actions]\nhandoff_refused = ["bounce_to_prefill", "prefill_on_decode", "refuse"]'
     in_world(story, **with_policy(tmp_path, text))
 
 
@@ -209,7 +209,7 @@ def test_a_refused_handoff_may_end_with_the_decode_worker_computing_the_prompt_a
         assert d1.started[-1].kind is LegKind.AGGREGATED
         assert not d1.started[-1].cache_hit_threshold
 
-    text = '[answers]\ndecode_preempted = ["resume", "refuse"]'
+    text = '[actions]\ndecode_preempted = ["resume", "refuse"]'
     in_world(story, **with_policy(tmp_path, text))
 
 
@@ -224,7 +224,7 @@ def test_a_preempted_stream_whose_kv_is_gone_goes_on_elsewhere_if_the_operator_w
         assert answer.body == ANSWER.removeprefix(ROLE)
         assert [len(leg.resume or b"") // 4 for leg in d2.started if leg.resume is not None] == [3]
 
-    text = '[answers]\ndecode_preempted = ["resume", "refuse"]'
+    text = '[actions]\ndecode_preempted = ["resume", "refuse"]'
     in_world(story, **with_policy(tmp_path, text))
 
 
@@ -237,7 +237,7 @@ def test_a_client_that_says_what_share_it_wants_cached_gets_its_refusal(tmp_path
         assert answer.body == REFUSAL
         assert [leg.cache_hit_threshold for leg in d1.started] == [0.5]
 
-    text = '[answers]\nhandoff_refused = ["bounce_to_prefill", "refuse"]'
+    text = '[actions]\nhandoff_refused = ["bounce_to_prefill", "refuse"]'
     in_world(story, **with_policy(tmp_path, text))
 
 

@@ -27,15 +27,15 @@ DOCUMENTED = Path(__file__).parents[3] / "docs" / "failure-policy.toml"
 
 def test_every_kind_of_failure_has_answers_and_ends_with_a_refusal():
     assert DEFAULT_ACTIONS.keys() == set(FailureKind)
-    assert {answers[-1] for answers in DEFAULT_ACTIONS.values()} == {RecoveryAction.REFUSE}
+    assert {actions[-1] for actions in DEFAULT_ACTIONS.values()} == {RecoveryAction.REFUSE}
 
 
 @pytest.mark.parametrize("kind", FailureKind)
 def test_by_default_every_failure_may_be_survived_before_the_first_byte_and_after_it(kind):
     policy = FailurePolicy()
 
-    assert policy.plan(kind, begun=False).answers
-    assert policy.plan(kind, begun=True).answers == (RecoveryAction.RESUME,)
+    assert policy.plan(kind, begun=False).actions
+    assert policy.plan(kind, begun=True).actions == (RecoveryAction.RESUME,)
 
 
 @pytest.mark.parametrize(
@@ -59,38 +59,38 @@ def test_what_a_leg_says_is_a_kind_of_failure_or_another_worker_would_do_no_bett
 
 
 def test_an_operators_list_replaces_the_default_one_and_leaves_the_others():
-    policy = read_policy({"answers": {"decode_lost": ["resume", "refuse"]}, "wait_s_max": 1})
+    policy = read_policy({"actions": {"decode_lost": ["resume", "refuse"]}, "wait_s_max": 1})
 
-    assert policy.answers[FailureKind.DECODE_LOST] == (RecoveryAction.RESUME, RecoveryAction.REFUSE)
-    assert policy.answers[FailureKind.PREFILL_LOST] == DEFAULT_ACTIONS[FailureKind.PREFILL_LOST]
-    assert policy.plan(FailureKind.DECODE_LOST, begun=False).answers == ()
+    assert policy.actions[FailureKind.DECODE_LOST] == (RecoveryAction.RESUME, RecoveryAction.REFUSE)
+    assert policy.actions[FailureKind.PREFILL_LOST] == DEFAULT_ACTIONS[FailureKind.PREFILL_LOST]
+    assert policy.plan(FailureKind.DECODE_LOST, begun=False).actions == ()
     assert policy.plan(FailureKind.PREFILL_LOST, begun=False).wait_s == 1.0
 
 
 def test_nobody_waits_where_the_list_does_not_say_so():
-    policy = read_policy({"answers": {"worker_busy": ["another_decode"]}})
+    policy = read_policy({"actions": {"worker_busy": ["another_decode"]}})
 
     assert policy.plan(FailureKind.WORKER_BUSY, begun=False).wait_s == 0.0
 
 
 def test_engines_compute_what_they_do_not_get_unless_the_operator_wants_it_otherwise():
     assert not FailurePolicy().guards_handoffs
-    assert read_policy({"answers": {"handoff_refused": ["bounce_to_prefill", "refuse"]}}).guards_handoffs
+    assert read_policy({"actions": {"handoff_refused": ["bounce_to_prefill", "refuse"]}}).guards_handoffs
 
 
 @pytest.mark.parametrize(
     ("told", "words"),
     [
-        ({"answer": {}}, "`answer` means nothing here"),
-        ({"answers": []}, "must be a table"),
-        ({"answers": {"decode_died": ["resume"]}}, "`answers.decode_died` is no kind of failure"),
-        ({"answers": {"decode_lost": []}}, "must be a list"),
-        ({"answers": {"decode_lost": "resume"}}, "must be a list"),
-        ({"answers": {"decode_lost": ["retry"]}}, "there are another_prefill"),
-        ({"answers": {"decode_lost": ["resume", "resume"]}}, "names an answer twice"),
-        ({"answers": {"decode_lost": ["refuse", "resume"]}}, "goes on after `refuse`"),
-        ({"answers": {"decode_lost": ["wait", "refuse"]}}, "what to wait for"),
-        ({"answers": {"read_failed": ["bounce_to_prefill"]}}, "must begin with prefill_on_decode"),
+        ({"action": {}}, "`action` is not a setting"),
+        ({"actions": []}, "must be a table"),
+        ({"actions": {"decode_died": ["resume"]}}, "`actions.decode_died` is not a kind of failure"),
+        ({"actions": {"decode_lost": []}}, "must be a list"),
+        ({"actions": {"decode_lost": "resume"}}, "must be a list"),
+        ({"actions": {"decode_lost": ["retry"]}}, "there are another_prefill"),
+        ({"actions": {"decode_lost": ["resume", "resume"]}}, "names an action twice"),
+        ({"actions": {"decode_lost": ["refuse", "resume"]}}, "continues after `refuse`"),
+        ({"actions": {"decode_lost": ["wait", "refuse"]}}, "without an action to try"),
+        ({"actions": {"read_failed": ["bounce_to_prefill"]}}, "must begin with prefill_on_decode"),
         ({"wait_s_max": -1}, "`wait_s_max` is -1"),
         ({"stream_wait_s_max": True}, "`stream_wait_s_max` is True"),
     ],
@@ -114,18 +114,18 @@ def test_a_stream_is_only_ever_resumed_and_a_request_only_ever_placed_in_the_ope
     listed, waits, begun, kind
 ):
     told = [*listed, *([RecoveryAction.WAIT] if waits else [])]
-    plan = read_policy({"answers": {str(kind): [str(one) for one in told]}}).plan(kind, begun=begun)
+    plan = read_policy({"actions": {str(kind): [str(one) for one in told]}}).plan(kind, begun=begun)
 
     wanted = [RecoveryAction.RESUME] if begun else PLACING
-    assert list(plan.answers) == [one for one in listed if one in wanted]
+    assert list(plan.actions) == [one for one in listed if one in wanted]
     assert (plan.wait_s > 0) is waits
 
 
 def test_a_file_is_read_at_the_start_and_what_is_wrong_with_it_is_said_with_its_name(tmp_path):
     path = tmp_path / "policy.toml"
-    path.write_text('[answers]\ndecode_lost = ["resume", "wait", "refuse"]\n')
+    path.write_text('[actions]\ndecode_lost = ["resume", "wait", "refuse"]\n')
     check(Settings(failure_policy=str(path)))
-    path.write_text("[answers")
+    path.write_text("[actions")
 
     with pytest.raises(SettingsError, match=r"ROUTER_FAILURE_POLICY .*policy.toml"):
         check(Settings(failure_policy=str(path)))
@@ -138,4 +138,4 @@ def test_a_file_is_read_at_the_start_and_what_is_wrong_with_it_is_said_with_its_
 def test_the_file_in_the_documentation_says_what_is_done_without_one():
     assert failure_policy(Settings(failure_policy=str(DOCUMENTED))) == FailurePolicy()
     assert read_policy({}) == FailurePolicy()
-    assert set(tomllib.loads(DOCUMENTED.read_text())["answers"]) == set(FailureKind)
+    assert set(tomllib.loads(DOCUMENTED.read_text())["actions"]) == set(FailureKind)

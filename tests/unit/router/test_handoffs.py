@@ -70,10 +70,10 @@ def frames_of(worker: FakeWorker) -> LegFrames:
 
 def is_quiet(world: World) -> bool:
     """Nobody does, or counts as doing, anything for anybody."""
-    views = world.router.parts.fleet.cluster.workers.values()
+    views = world.router.fleet.cluster.workers.values()
     even = all((view.own.legs, view.own.tokens) == (0, 0) for view in views)
     tasks = [task for task in asyncio.all_tasks() if task.get_name() == "prefill-leg"]
-    return even and not tasks and not world.router.relay.flights and not world.router.parts.inbox._legs
+    return even and not tasks and not world.router.relay.in_flight and not world.router.inbox._legs
 
 
 async def told_of(world: World) -> list[RequestFinished]:
@@ -157,7 +157,7 @@ def test_while_both_legs_run_the_prompt_waits_on_the_prefill_worker_only():
         connection, answering = ask(world)
         await settle()
 
-        views = world.router.parts.fleet.cluster.workers
+        views = world.router.fleet.cluster.workers
         assert [(views[name].own.legs, views[name].own.tokens) for name in ("p1", "d1")] == [(1, 2), (1, 0)]
 
         connection.leave()
@@ -389,12 +389,12 @@ def test_a_leg_that_was_being_started_when_all_was_stopped_is_cancelled():
         _p1, d1 = await world.pair(silent, silent, **OURS)
         connection, answering = ask(world)
         await settle()
-        (flight,) = world.router.relay.flights
+        (context,) = world.router.relay.in_flight
         connection.leave()
         await answering
 
-        late = await flight.inbox.start(msgspec.structs.replace(d1.started[0], leg_id="late"))
-        flight.started(late)
+        late = await context.inbox.start(msgspec.structs.replace(d1.started[0], leg_id="late"))
+        context.started(late)
         await settle()
 
         assert late.ended

@@ -99,8 +99,8 @@ async def test_a_client_that_leaves_with_a_second_request_in_line_has_its_first_
             return bool(up.worker.cancelled)
 
         await until(found_out)
-        await until(lambda: not up.router.relay.flights)
-        assert not up.router.edge.bodies.bytes_held
+        await until(lambda: not up.router.relay.in_flight)
+        assert not up.router.edge.upload_totals.bytes_held
 
 
 async def test_requests_in_line_are_not_read_without_end():
@@ -134,7 +134,7 @@ async def test_requests_in_line_are_not_read_without_end():
         with suppress(ConnectionResetError):
             await flood
         waiting.set()
-        await until(lambda: not up.router.relay.flights)
+        await until(lambda: not up.router.relay.in_flight)
 
 
 @pytest.mark.parametrize("then", ["keep-alive", "close"])
@@ -150,7 +150,7 @@ async def test_a_client_that_does_not_read_the_rest_of_its_answer_is_disconnecte
         with socket.create_connection(("127.0.0.1", up.port)) as client:
             client.sendall(request(BODY, f"connection: {then}"))
             await until(lambda: up.worker.started)
-            await until(lambda: not up.router.relay.flights)
+            await until(lambda: not up.router.relay.in_flight)
 
             await until(lambda: _is_reset(client))
 
@@ -165,7 +165,7 @@ def _is_reset(client: socket.socket) -> bool:
 
 async def test_bodies_of_many_clients_together_are_bounded_and_forgotten_when_they_leave():
     async with running(bodies_bytes_max=200_000) as up:
-        bodies = up.router.edge.bodies
+        bodies = up.router.edge.upload_totals
         slow = [await connected(up) for _ in range(2)]
         for _reader, writer in slow:
             writer.write(request(b"x" * 110_000)[:-10])

@@ -56,12 +56,12 @@ async def running(**settings: object) -> AsyncIterator[Running]:
     worker = FakeWorker(MemoryBus(hub), "w1")
     await worker.join()
     listener = listen("127.0.0.1", 0)
-    server = make_server(router.edge, router.parts.settings)
+    server = make_server(router.edge, router.settings)
     async with asyncio.TaskGroup() as tasks:
         router.start(tasks)
         serving = tasks.create_task(server.serve(sockets=[listener]))
         await server.listening.wait()
-        while not router.parts.fleet.cluster.workers:
+        while not router.fleet.cluster.workers:
             await asyncio.sleep(0)
         try:
             yield Running(router, server, worker, listener.getsockname()[1])
@@ -191,7 +191,7 @@ async def test_a_client_that_leaves_has_its_leg_cancelled():
         writer.close()
 
         await until(lambda: up.worker.cancelled)
-        await until(lambda: not up.router.relay.flights)
+        await until(lambda: not up.router.relay.in_flight)
 
 
 async def test_a_full_router_says_so():
@@ -222,7 +222,7 @@ async def test_state_is_told_over_get(path, holds):
 
 async def test_ready_says_why_not():
     async with running() as up, httpx.AsyncClient() as client:
-        up.router.parts.bus.lose()
+        up.router.bus.lose()
         answer = await client.get(up.url + "/ready")
 
         assert (answer.status_code, answer.json()["reason"]) == (503, "NATS is not connected")
@@ -276,8 +276,8 @@ async def test_a_client_that_stops_listening_before_its_answer_breaks_nothing():
         await until(lambda: up.worker.started)
         writer.transport.abort()
         up.worker.alive = None
-        await until(lambda: not up.router.relay.flights)
+        await until(lambda: not up.router.relay.in_flight)
         up.worker.script = answer_well
 
         assert (await client.post(up.url + COMPLETIONS, json=prompt())).status_code == 200
-        assert not up.router.relay.flights
+        assert not up.router.relay.in_flight

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.router.telemetry.kv_usage import kv_moves
+from services.router.telemetry.finished import kv_moves
 from shared.contracts.inference import KV_MOVES_MAX, KvMoved, LegReport
 from shared.contracts.kv_exchange import KvRead, KvTransferReport
 

@@ -181,7 +181,7 @@ def test_what_is_learned_arrives_where_placement_looks():
         worker = await world.worker("w1")
         await worker.report(steps=PREFILLED)
         await settle()
-        cluster = world.router.parts.fleet.cluster
+        cluster = world.router.fleet.cluster
         row = cluster.workers[W1].row
         first = cluster.table.numbers[t.PREFILL_S_PER_TOKEN, row]
         await worker.join()  # the record is renewed now and then
@@ -204,7 +204,7 @@ def test_a_leg_that_ended_well_teaches_what_it_measured():
         for _ in range(60):
             await world.ask(prompt(stream=True))
 
-        way_s = world.router.parts.measures.learned()[W1].way_s
+        way_s = world.router.speeds.learned()[W1].way_s
         assert way_s == pytest.approx(0.1, rel=0.2)
 
     in_world(story)
@@ -229,7 +229,7 @@ def test_metrics_tell_what_was_learned_and_how_good_predictions_are():
         await worker.report(steps=DECODED)
         await world.ask(prompt(stream=True))
 
-        metrics = Metrics(generate_latest(world.router.parts.ledger.registry).decode())
+        metrics = Metrics(generate_latest(world.router.registry).decode())
         known = metrics.sum("baton_router_learned_seconds", worker_id="w1", coefficient="decode_base_s")
         assert known == pytest.approx(0.01, rel=0.2)
         ratio = "baton_router_predicted_to_measured_ttft_ratio"

@@ -71,7 +71,7 @@ def test_a_client_that_leaves_while_nats_is_away_is_forgotten_at_once():
         world.bus.restore()
         await asyncio.sleep(1)
 
-        assert (w1.started, connection.written, len(world.router.relay.flights)) == ([], b"", 0)
+        assert (w1.started, connection.written, len(world.router.relay.in_flight)) == ([], b"", 0)
 
     in_world(story)
 

@@ -36,16 +36,16 @@ async def two_prefills(world: World, tokenizer_json: bytes) -> None:
         asset = TokenizerAsset(worker_id=worker_id, epoch=1, tokenizer_json=tokenizer_json)
         await world.worker(worker_id, role, asset=asset)
     fingerprint = world.workers["p1"].record().fingerprint.key()
-    while not world.router.parts.prompts.followed(fingerprint):
+    while not world.router.prompts.followed(fingerprint):
         await asyncio.to_thread(lambda: None)
 
 
 def state_of(world: World, worker_id: str) -> IndexState:
-    return world.router.parts.fleet.index.state(worker_id)
+    return world.router.fleet.index.state(worker_id)
 
 
 def held(world: World, worker_id: str) -> set[int]:
-    index = world.router.parts.fleet.index
+    index = world.router.fleet.index
     return set(unpack_hashes(index.table.blocks(index.slot(worker_id), 0)))
 
 
@@ -68,7 +68,7 @@ def test_what_the_decode_worker_holds_of_a_conversation_is_read_back_by_the_pref
             asset = TokenizerAsset(worker_id=worker_id, epoch=1, tokenizer_json=tokenizer_json)
             await world.worker(worker_id, role, asset=asset, connector="baton-1")
         fingerprint = world.workers["p1"].record().fingerprint.key()
-        while not world.router.parts.prompts.followed(fingerprint):
+        while not world.router.prompts.followed(fingerprint):
             await asyncio.to_thread(lambda: None)
         blocks = blocks_of(tokenizer_json, TEXT)
         await world.bus.publish(KV_EVENTS, kv_batch(1, *blocks, worker_id="d1"))
@@ -153,7 +153,7 @@ def test_a_worker_that_is_gone_leaves_nothing_in_the_index():
         await (await world.bus.key_value_store(p1.channel, ttl_s=None)).delete("p1")
         await asyncio.sleep(6)
 
-        fleet = world.router.parts.fleet
+        fleet = world.router.fleet
         assert (list(fleet.cluster.workers), fleet.index.table.size()) == (["d1"], 0)
 
     in_world(story)

@@ -25,7 +25,7 @@ SCHEME = HashScheme(block_size=16)
 
 async def fetch_tokenizer(world: World, asset: TokenizerAsset) -> None:
     """Instead of the one that fake workers have."""
-    prompts = world.router.parts.prompts
+    prompts = world.router.prompts
     for worker in world.workers.values():
         worker.asset = asset
         prompts._tokenizers.pop(worker.record().fingerprint.key(), None)
@@ -91,7 +91,7 @@ def test_a_body_that_no_model_could_take_is_not_even_read(asset):
         for size in (longest // 2, longest + 1):
             body = json.dumps({"model": "m", "prompt": [7] * (size // 3)}).encode()
             connection, answering = world.begin(body)
-            prompt = await world.router.parts.prompts.of(connection.exchange, read_request(COMPLETIONS, body))
+            prompt = await world.router.prompts.of(connection.http_request, read_request(COMPLETIONS, body))
             exact.append(prompt.exact)
             await answering
 
@@ -103,7 +103,7 @@ def test_a_body_that_no_model_could_take_is_not_even_read(asset):
 def test_a_tokenizer_that_nobody_needs_makes_room_for_one_that_somebody_does(asset):
     async def story(world: World) -> None:
         await world.worker("w1")
-        known = world.router.parts.prompts._tokenizers
+        known = world.router.prompts._tokenizers
         for number in range(desk.TOKENIZERS_MAX):
             known[f"gone-{number}"] = None
         await fetch_tokenizer(world, asset)
@@ -117,17 +117,17 @@ def test_a_prompt_is_read_as_the_revision_reads_it_that_is_to_serve_it(asset):
     async def story(world: World) -> None:
         await world.worker("w1", revision="v1")
         await world.worker("w2", revision="v2")
-        known = world.router.parts.prompts._tokenizers
-        known.update({view.pairs_with: None for view in world.router.parts.fleet.cluster.workers.values()})
+        known = world.router.prompts._tokenizers
+        known.update({view.pairs_with: None for view in world.router.fleet.cluster.workers.values()})
         body = json.dumps({"model": "m", "prompt": [7] * 100}).encode()
 
         exact = []
         for worker_id in ("w1", "w2"):
-            key = world.router.parts.fleet.cluster.workers[worker_id].pairs_with
+            key = world.router.fleet.cluster.workers[worker_id].pairs_with
             known[key] = PromptTokenizer(asset, SCHEME, cache_bytes_max=1 << 20)
             connection, answering = world.begin(body)
             exact.append(
-                (await world.router.parts.prompts.of(connection.exchange, read_request(COMPLETIONS, body))).exact
+                (await world.router.prompts.of(connection.http_request, read_request(COMPLETIONS, body))).exact
             )
             await answering
 

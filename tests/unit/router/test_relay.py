@@ -130,7 +130,7 @@ def test_an_unknown_model_is_404_and_nobody_is_asked():
 def test_a_router_that_has_not_read_the_registry_does_not_say_what_is_not_served():
     async def story(world: World) -> None:
         await world.worker("w1")
-        world.router.parts.fleet.cluster.is_whole = False
+        world.router.fleet.cluster.is_whole = False
 
         answer = await world.ask(prompt(model="nope"))
 
@@ -310,7 +310,7 @@ def test_a_client_that_leaves_ends_the_leg_that_runs_for_it(stuck):
         worker = world.workers[stuck]
         assert worker.cancelled == [worker.started[0].leg_id]
         assert connection.written == b""
-        assert not world.router.relay.flights
+        assert not world.router.relay.in_flight
 
     in_world(story)
 
@@ -420,7 +420,7 @@ def test_the_view_of_a_worker_is_even_when_its_legs_are_over():
         for stream in (True, False):
             await world.ask(prompt(stream=stream))
 
-        views = world.router.parts.fleet.cluster.workers.values()
+        views = world.router.fleet.cluster.workers.values()
         assert [(view.own.legs, view.own.tokens) for view in views] == [(0, 0), (0, 0)]
 
     in_world(story)

@@ -79,7 +79,7 @@ async def test_what_could_be_read_in_two_ways_is_refused_and_what_follows_is_not
         assert re.findall(rb"HTTP/1\.1 (\d{3}) ", answer) == [b"400"]
         assert b"connection: close\r\n" in answer
         assert up.worker.started == []
-        assert not up.router.edge.bodies.bytes_held
+        assert not up.router.edge.upload_totals.bytes_held
 
 
 UNUSUAL = {

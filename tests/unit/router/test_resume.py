@@ -175,7 +175,7 @@ def test_a_stream_that_no_other_worker_could_go_on_with_ends_with_an_error_event
         answer = await world.ask(prompt(stream=True, **fields))
 
         assert error_of(answer.body)["code"] == "engine_dead"
-        assert "could not go on elsewhere" in error_of(answer.body)["message"]
+        assert "could not be resumed" in error_of(answer.body)["message"]
         assert w2.started == []
 
     in_world(story)
@@ -245,10 +245,10 @@ def test_a_stream_whose_last_event_was_relayed_is_complete_whatever_happens_then
 def test_a_stream_goes_on_only_at_workers_of_the_same_model_and_revision():
     async def story(world: World) -> None:
         _w1, w2 = await both(world, streams(2, fails(Reason.ENGINE_DEAD)))
-        cluster = world.router.parts.fleet.cluster
+        cluster = world.router.fleet.cluster
         record = cluster.workers[w2.worker_id].record
         other = msgspec.structs.replace(record.fingerprint, revision="another")
-        cluster.record(msgspec.structs.replace(record, fingerprint=other), world.router.parts.clock.now())
+        cluster.record(msgspec.structs.replace(record, fingerprint=other), world.router.clock.now())
 
         answer = await world.ask(prompt(stream=True))
 
@@ -284,7 +284,7 @@ def test_a_client_that_leaves_while_its_stream_waits_is_forgotten():
         connection.leave()
         await answering
 
-        assert not world.router.relay.flights
+        assert not world.router.relay.in_flight
 
     in_world(story)
 
@@ -298,7 +298,7 @@ def test_a_stream_that_finds_nobody_ends_with_why_it_broke_off_and_why_nobody_to
         error = error_of(answer.body)
         assert error["code"] == "engine_dead"
         assert "as the test wants" in error["message"]
-        assert "could not go on elsewhere" in error["message"]
+        assert "could not be resumed" in error["message"]
 
     in_world(story)
 
@@ -352,7 +352,7 @@ def test_what_is_told_of_a_resumed_request_says_so():
         assert (finished.status, finished.reason, finished.attempts) == (200, "", 2)
         assert (finished.resumes, finished.resumed_tokens, finished.completion_tokens) == (1, 2, len(TOKENS))
         assert finished.ttft_parts is None
-        registry = world.router.parts.ledger.registry
+        registry = world.router.registry
         assert registry.get_sample_value("baton_router_resumes_total", {"reason": "engine_dead"}) == 1
         assert registry.get_sample_value("baton_router_resume_seconds_count") == 1
 
@@ -362,11 +362,11 @@ def test_what_is_told_of_a_resumed_request_says_so():
 def test_the_view_of_the_workers_is_even_after_a_resume():
     async def story(world: World) -> None:
         await both(world, streams(2, fails(Reason.ENGINE_DEAD)))
-        for view in world.router.parts.fleet.cluster.workers.values():
+        for view in world.router.fleet.cluster.workers.values():
             view.own.legs = 0
         await world.ask(prompt(stream=True))
 
-        views = world.router.parts.fleet.cluster.workers.values()
+        views = world.router.fleet.cluster.workers.values()
         assert [(view.own.legs, view.own.tokens) for view in views] == [(0, 0), (0, 0)]
 
     in_world(story)

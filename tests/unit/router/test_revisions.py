@@ -10,13 +10,13 @@ import pytest
 from services.router.admission.admission import Admission
 from services.router.admission.policy import AdmissionPolicy
 from services.router.admission.queues import QueueEntry
-from services.router.http.models import list_models
+from services.router.http.api import list_models
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest, Rejection
 from services.router.placement.placer import CostPlacer
 from services.router.placement.policy import RequestHeaders, RequestPolicy
 from services.router.placement.request_fields import CHAT, COMPLETIONS, Forced, Mode, RequestFacts, read_request
 from services.router.placement.revisions import ANY, means, read_shares
-from services.router.settings import Settings, terms_of
+from services.router.settings import Settings, request_policy
 from services.router.state.cluster_view import ClusterView
 from services.router.state.fleet import Fleet
 from services.router.state.prefix_index import PrefixIndex
@@ -128,7 +128,7 @@ def test_commits_may_be_cut_short_and_other_names_may_not(name: str, revision: s
 )
 def test_shares_without_meaning_stop_the_router_and_say_why(text: str, words: str):
     with pytest.raises(SettingsError, match="ROUTER_REVISION_SHARES") as refused:
-        terms_of(Settings(revision_shares=text))
+        request_policy(Settings(revision_shares=text))
     assert words in str(refused.value)
 
 

@@ -70,7 +70,7 @@ def test_a_reservation_ends_with_its_workers_next_report_also_when_its_router_ha
     async def story() -> None:
         async with replicas(1, 2) as system:
             [router] = system.routers
-            cluster, ghost = router.parts.fleet.cluster, system.workers[0]
+            cluster, ghost = router.fleet.cluster, system.workers[0]
             one = Reservation(worker_id=WorkerId(ghost.worker_id), epoch=Epoch(ghost.epoch), legs=3, tokens=900)
             await ghost.bus.publish(RESERVATIONS, Reservations(router_id=RouterId("dead"), seq=1, made=[one]))
             await settle()
@@ -93,7 +93,7 @@ def test_a_reservation_for_an_earlier_life_of_a_worker_counts_nothing():
             await worker.bus.publish(RESERVATIONS, Reservations(router_id=RouterId("r"), seq=1, made=[old]))
             await settle()
 
-            assert router.parts.fleet.cluster.workers[worker.worker_id].legs == 0
+            assert router.fleet.cluster.workers[worker.worker_id].legs == 0
 
     run_in_virtual_time(story())
 
@@ -113,10 +113,10 @@ def test_a_router_that_is_alone_only_says_that_it_is_there():
 def test_routers_know_each_other_at_once_and_forget_those_that_are_gone():
     async def story() -> None:
         async with replicas(3, 1) as system:
-            books = [router.parts.reservations.book for router in system.routers]
+            books = [router.reservations.book for router in system.routers]
             assert [book.others for book in books] == [2, 2, 2]
 
-            system.routers[0].parts.bus.lose()
+            system.routers[0].bus.lose()
             await asyncio.sleep(SILENT_S_MAX + 2 * ANNOUNCE_S)
 
             assert [book.others for book in books] == [0, 1, 1]
@@ -128,16 +128,16 @@ def test_nothing_piles_up_while_nats_is_away():
     async def story() -> None:
         async with replicas(2, WORKERS) as system:
             one, other = system.routers
-            one.parts.bus.lose()
+            one.bus.lose()
             await burst(system, 2 * WORKERS)
             await asyncio.sleep(0.1)
             told = system.hub.reservations
-            one.parts.bus.restore()
+            one.bus.restore()
             await asyncio.sleep(2 * ANNOUNCE_S)
 
-            assert one.parts.reservations.book.message().made == []
+            assert one.reservations.book.message().made == []
             assert system.hub.reservations - told <= 4 + 2
-            assert other.parts.reservations.book.others == 1
+            assert other.reservations.book.others == 1
 
     run_in_virtual_time(story())
 
@@ -149,7 +149,7 @@ def test_routers_that_start_or_come_back_together_ask_each_worker_once_each():
 
             for change in ("lose", "restore"):
                 for router in system.routers:
-                    getattr(router.parts.bus, change)()
+                    getattr(router.bus, change)()
             await asyncio.sleep(1.0)
 
             assert [router.kv.snapshots for router in system.routers] == [8] * 8

@@ -100,7 +100,7 @@ def test_a_prompt_counts_as_waiting_only_until_its_first_token():
 
     async def story(world: World) -> None:
         w1 = await world.worker("w1", Role.BOTH, slow_stream)
-        view = world.router.parts.fleet.cluster.workers[w1.worker_id]
+        view = world.router.fleet.cluster.workers[w1.worker_id]
         _connection, answering = world.begin(b'{"model":"m","prompt":"%b","stream":true}' % (b"word " * 400))
         await settle()
         before = view.own.tokens

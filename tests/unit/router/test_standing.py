@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.router.state.prefix_index import PrefixIndex
-from services.router.telemetry.health import teller
+from services.router.telemetry.health import health_of
 from services.router.tokenize.parity import Parity, ParityBook
 from shared.contracts.control import ROUTER_TROUBLES_MAX
 from shared.contracts.ids import Epoch, WorkerId
@@ -23,7 +23,7 @@ def test_a_router_that_knows_everybody_names_nobody():
     parity.seen(worker, Epoch(1), "f")
     parity.found(worker, Epoch(1), Parity.AGREES, 0.0)
 
-    standing = teller(index, parity)()
+    standing = health_of(index, parity)()
 
     assert standing.not_exact == {}
     assert standing.tokens_differ == []
@@ -33,7 +33,7 @@ def test_it_names_whose_cache_it_does_not_know_and_whose_tokens_differ():
     index, parity = PrefixIndex(), ParityBook()
     known(index, "w1")
     doubted, strange, other = known(index, "w2"), WorkerId("w3"), WorkerId("w4")
-    tell = teller(index, parity)
+    tell = health_of(index, parity)
 
     index.doubt(doubted)
     index.join(strange, Epoch(1))
@@ -51,4 +51,4 @@ def test_it_names_no_more_than_a_message_has_room_for():
     for number in range(2 * ROUTER_TROUBLES_MAX):
         index.join(WorkerId(f"w{number}"), Epoch(1))
 
-    assert len(teller(index, ParityBook())().not_exact) == ROUTER_TROUBLES_MAX
+    assert len(health_of(index, ParityBook())().not_exact) == ROUTER_TROUBLES_MAX

@@ -10,9 +10,14 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from services.router.telemetry.latency_metrics import Goals, Timings
-from services.router.telemetry.queue_metrics import OTHER_TENANTS, TENANTS_NAMED_MAX, QueueMetrics
-from services.router.telemetry.token_gaps import NOTED_MAX, GapMetrics
+from services.router.telemetry.metrics import (
+    OTHER_TENANTS,
+    TENANTS_NAMED_MAX,
+    UNCOUNTED_GAPS_MAX,
+    GapMetrics,
+    QueueMetrics,
+    RequestMetrics,
+)
 from shared.contracts.ids import RequestId
 from shared.contracts.inference import RequestFinished
 from shared.telemetry import names
@@ -46,12 +51,12 @@ def examples(registry: CollectorRegistry) -> dict[str, list[tuple[str, float]]]:
 
 def test_buckets_lead_to_the_traces_that_were_kept_and_to_no_others():
     registry = CollectorRegistry()
-    timings = Timings(registry)
-    timings.add(told(), 0.5)
+    metrics = RequestMetrics(registry, {})
+    metrics.finished(told(), None, 0.5)
 
     assert examples(registry) == {}
 
-    timings.add(told("ab" * 16, ttft_s=3.0), 0.3)
+    metrics.finished(told("ab" * 16, ttft_s=3.0), None, 0.3)
     assert examples(registry) == {
         names.ROUTER_TTFT.name: [("ab" * 16, 3.0)],
         names.ROUTER_TPOT.name: [("ab" * 16, 0.02)],
@@ -63,7 +68,7 @@ def test_buckets_lead_to_the_traces_that_were_kept_and_to_no_others():
 def test_gaps_that_are_counted_in_bulk_are_counted_as_one_by_one():
     dice, gaps, singly, bulk = random.Random(3), GapMetrics(), CollectorRegistry(), CollectorRegistry()
     reference = Histogram("x", "x", ("mode",), buckets=names.ROUTER_ITL.buckets, registry=singly)
-    for gap_s in [*(dice.expovariate(20.0) for _ in range(3 * NOTED_MAX)), *names.ROUTER_ITL.buckets]:
+    for gap_s in [*(dice.expovariate(20.0) for _ in range(3 * UNCOUNTED_GAPS_MAX)), *names.ROUTER_ITL.buckets]:
         reference.labels("aggregated").observe(gap_s)
         gaps.of["aggregated"].noted.append(gap_s)
         gaps.ended("aggregated", gap_s, "")
@@ -77,7 +82,7 @@ def test_gaps_that_are_counted_in_bulk_are_counted_as_one_by_one():
             if sample.labels["mode"] == "aggregated" and not sample.name.endswith("_created")
         }
 
-    assert len(gaps.of["aggregated"].noted) <= NOTED_MAX
+    assert len(gaps.of["aggregated"].noted) <= UNCOUNTED_GAPS_MAX
     assert values(bulk) == values(singly)
 
 
@@ -86,7 +91,7 @@ def test_streams_tell_the_times_between_their_pieces():
         await world.worker("w1", script=takes_time)
         await world.ask(prompt(stream=True), traceparent=WANTED)
         await world.ask(prompt(stream=True), traceparent=UNWANTED)
-        registry = world.router.parts.ledger.registry
+        registry = world.router.registry
         assert registry.get_sample_value(f"{names.ROUTER_ITL.name}_count", {"mode": "aggregated"}) == 2
         assert registry.get_sample_value(f"{names.ROUTER_ITL.name}_sum", {"mode": "aggregated"}) == pytest.approx(0.6)
         (example,) = examples(registry)[names.ROUTER_ITL.name]
@@ -112,9 +117,9 @@ def test_whoever_accepts_openmetrics_is_given_it_and_all_others_plain_text():
 
 def test_goodput_is_what_met_its_targets():
     registry = CollectorRegistry()
-    goals = Goals(registry)
+    metrics = RequestMetrics(registry, {})
     for one in (told(ttft_target_s=1.0), told(ttft_target_s=0.1), told(), told(ttft_target_s=1.0)):
-        goals.add(one)
+        metrics.finished(one, None, 0.0)
 
     seen = {goal: registry.get_sample_value(names.ROUTER_GOALS.name, {"goal": goal}) for goal in ("met", "ttft_missed")}
     assert seen == {"met": 2, "ttft_missed": 1}

@@ -83,7 +83,7 @@ async def join(world: World, directory, *worker_ids: str, template: str | None =
 
 
 def parity_of(world: World, worker_id: str) -> Parity:
-    return world.router.parts.prompts.parity.book.parity(worker_id)
+    return world.router.prompts.parity.book.parity(worker_id)
 
 
 async def until(condition) -> None:
@@ -95,7 +95,7 @@ async def until(condition) -> None:
 async def is_exact(world: World, **fields) -> bool:
     body = msgspec.json.encode(prompt(**fields))
     connection, answering = world.begin(body)
-    found = await world.router.parts.prompts.of(connection.exchange, read_request(COMPLETIONS, body))
+    found = await world.router.prompts.of(connection.http_request, read_request(COMPLETIONS, body))
     await answering
     return found.exact
 
@@ -124,7 +124,7 @@ def test_an_engine_with_another_template_is_placed_by_load_alone_and_said_loudly
         errors = [message for message in errors if "tokenize" in message]
         assert len(errors) == 1
         assert "/v1/chat/completions" in errors[0]
-        assert not world.router.parts.prompts.followed(world.workers["w1"].record().fingerprint.key())
+        assert not world.router.prompts.followed(world.workers["w1"].record().fingerprint.key())
         assert not await is_exact(world, prompt="some words " * 100)
         assert (await world.ask(prompt())).status == 200
 
@@ -178,7 +178,7 @@ def test_workers_started_anew_with_another_template_give_their_tokenizer_anew(di
         await until(lambda: desk.asked > 1)
         await until(lambda: parity_of(world, "w1") is AGREES)
 
-        assert world.router.parts.prompts.followed(worker.record().fingerprint.key())
+        assert world.router.prompts.followed(worker.record().fingerprint.key())
 
     in_world(story, tokenize="always")
 
@@ -187,7 +187,7 @@ def test_a_worker_that_does_not_answer_is_believed_to_be_like_its_tokenizer(dire
     async def story(world: World) -> None:
         desk = TokenHandler(world, directory, "w1")
         await world.worker("w1", asset=desk.asset())
-        await until(lambda: world.router.parts.prompts._tokenizers)
+        await until(lambda: world.router.prompts._tokenizers)
         await asyncio.sleep(1)
 
         assert parity_of(world, "w1") is UNKNOWN

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from services.router.telemetry.outcome import Goal, Kept, goal, kept
+from services.router.telemetry.outcome import Kept, TargetOutcome, kept, target_outcome
 from services.router.telemetry.trace import MARKS_MAX, Trace
 from services.router.telemetry.trace_sampling import FEW_AT_ONCE, ODD_AT_ONCE_MAX, TraceShare
 from shared.bus.frame_sender import LegFrames
@@ -319,15 +319,15 @@ def test_why_a_trace_is_kept(story: RequestFinished, why: Kept):
 @pytest.mark.parametrize(
     ("story", "became"),
     [
-        (told(ttft_s=0.1, ttft_target_s=0.2), Goal.MET),
-        (told(ttft_s=0.1, itl_s=0.01, itl_target_s=0.02), Goal.MET),
-        (told(ttft_s=0.3, ttft_target_s=0.2, itl_s=1.0, itl_target_s=0.1), Goal.TTFT_MISSED),
-        (told(ttft_s=0.1, ttft_target_s=0.2, itl_s=1.0, itl_target_s=0.1), Goal.ITL_MISSED),
-        (told(ttft_s=0.1), Goal.NO_TARGET),
-        (told(status=503, reason="no_worker", ttft_target_s=0.2), Goal.FAILED),
+        (told(ttft_s=0.1, ttft_target_s=0.2), TargetOutcome.MET),
+        (told(ttft_s=0.1, itl_s=0.01, itl_target_s=0.02), TargetOutcome.MET),
+        (told(ttft_s=0.3, ttft_target_s=0.2, itl_s=1.0, itl_target_s=0.1), TargetOutcome.TTFT_MISSED),
+        (told(ttft_s=0.1, ttft_target_s=0.2, itl_s=1.0, itl_target_s=0.1), TargetOutcome.ITL_MISSED),
+        (told(ttft_s=0.1), TargetOutcome.NO_TARGET),
+        (told(status=503, reason="no_worker", ttft_target_s=0.2), TargetOutcome.FAILED),
         (told(status=499, reason="cancelled", ttft_target_s=0.2), None),
         (told(status=404, reason="model_unknown"), None),
     ],
 )
-def test_what_became_of_a_requests_targets(story: RequestFinished, became: Goal | None):
-    assert goal(story) is became
+def test_what_became_of_a_requests_targets(story: RequestFinished, became: TargetOutcome | None):
+    assert target_outcome(story) is became

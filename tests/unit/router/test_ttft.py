@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from services.router.telemetry.ttft import Legs, RouterTimes, exchanging_s, ttft_parts, ttft_s
+from services.router.relay.timings import Timings
+from services.router.telemetry.ttft import Legs, exchanging_s, ttft_parts, ttft_s
 from shared.contracts.decisions import TtftParts
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegReport
 from shared.contracts.kv_exchange import KvRead, KvTransferReport
 
-ROUTER = RouterTimes(admission_s=0.5, tokenize_s=0.02, place_s=0.001, failed_s=0.25)
+ROUTER = Timings(admission_s=0.5, tokenize_s=0.02, place_s=0.001, failed_s=0.25)
 
 
 def read(asked: float, granted: float = 0.0, begun: float = 0.0, ended: float = 0.0, **fields) -> KvRead:
@@ -60,7 +61,7 @@ def test_two_workers_one_behind_the_other():
     prefill = report(0.1, 0.4, total_s=0.51)
     decode = report(0.06, 0.03, read(7.0, 7.0, 7.01, 7.05))
 
-    parts = ttft_parts(0.62, RouterTimes(), Legs(answering=decode, prefill=prefill))
+    parts = ttft_parts(0.62, Timings(), Legs(answering=decode, prefill=prefill))
 
     assert rounded(parts) == {
         "queue_s": 0.1,
@@ -76,7 +77,7 @@ def test_of_a_streamed_handoff_only_what_comes_after_the_prefill_counts():
     prefill = report(0.1, 2.0)  # Computed 2.104 s after its leg came.
     decode = report(2.144, 0.03, read(50.0, 50.1, 50.2, 52.14, followed=True))  # Scheduled at 2.148 s.
 
-    parts = ttft_parts(2.2, RouterTimes(), Legs(answering=decode, prefill=prefill, streamed=True))
+    parts = ttft_parts(2.2, Timings(), Legs(answering=decode, prefill=prefill, streamed=True))
 
     assert rounded(parts) == {
         "queue_s": 0.1,
@@ -91,7 +92,7 @@ def test_a_full_decode_worker_is_a_queue_and_no_handoff():
     prefill = report(0.0, 0.5)
     decode = report(3.0, 0.03, read(90.0, 90.001, 90.001, 90.101, followed=True))  # Asked when there was room at last.
 
-    parts = ttft_parts(3.1, RouterTimes(), Legs(answering=decode, prefill=prefill, streamed=True))
+    parts = ttft_parts(3.1, Timings(), Legs(answering=decode, prefill=prefill, streamed=True))
 
     assert parts.handoff_s == pytest.approx(0.101)
     assert parts.decode_queue_s == pytest.approx(3.004 - 0.504 - 0.101)
@@ -101,7 +102,7 @@ def test_a_decode_leg_that_began_before_the_prefill_worker_had_sampled_its_token
     prefill = report(0.1, 1.0)
     decode = report(1.05, 0.03, read(5.0, 5.1, 5.1, 6.04, followed=True), extra_s=0.0)
 
-    parts = ttft_parts(1.1, RouterTimes(), Legs(answering=decode, prefill=prefill, streamed=True))
+    parts = ttft_parts(1.1, Timings(), Legs(answering=decode, prefill=prefill, streamed=True))
 
     assert parts.prefill_s == pytest.approx(1.0 - (1.104 - 1.05))
     assert parts.handoff_s == parts.decode_queue_s == 0
@@ -109,7 +110,7 @@ def test_a_decode_leg_that_began_before_the_prefill_worker_had_sampled_its_token
 
 
 def test_a_decode_worker_that_has_everything_waits_for_no_prefill():
-    parts = ttft_parts(0.1, RouterTimes(), Legs(answering=report(0.02, 0.03), prefill=report(0.5, 2.0), streamed=True))
+    parts = ttft_parts(0.1, Timings(), Legs(answering=report(0.02, 0.03), prefill=report(0.5, 2.0), streamed=True))
 
     assert rounded(parts) == {"decode_queue_s": 0.02, "first_token_s": 0.03, "transit_s": 0.05}
 
@@ -117,7 +118,7 @@ def test_a_decode_worker_that_has_everything_waits_for_no_prefill():
 def test_without_the_prefill_legs_report_the_wait_for_its_kv_is_the_handoff():
     decode = report(1.0, 0.03, read(5.0, 5.5, 5.5, 5.9, followed=True))
 
-    parts = ttft_parts(1.1, RouterTimes(), Legs(answering=decode, streamed=True))
+    parts = ttft_parts(1.1, Timings(), Legs(answering=decode, streamed=True))
 
     assert (parts.prefill_s, parts.handoff_s) == (0.0, pytest.approx(0.9))
     assert parts.decode_queue_s == pytest.approx(0.1)
@@ -134,7 +135,7 @@ def test_a_whole_answers_first_token_is_when_a_stream_would_have_shown_it():
 
 
 def test_workers_parts_that_are_longer_than_the_whole_shrink_in_proportion():
-    parts = ttft_parts(1.0, RouterTimes(tokenize_s=0.1), Legs(answering=report(0.6, 1.2)))
+    parts = ttft_parts(1.0, Timings(tokenize_s=0.1), Legs(answering=report(0.6, 1.2)))
 
     assert rounded(parts) == {"tokenize_s": 0.1, "queue_s": 0.3, "prefill_s": 0.6}
 

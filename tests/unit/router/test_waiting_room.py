@@ -37,11 +37,11 @@ async def fill(world: World, **fields: object) -> list[asyncio.Task[None]]:
 
 
 def waiting(world: World) -> int:
-    return len(world.router.parts.room)
+    return len(world.router.queue)
 
 
 def sample(world: World, name: str, **labels: str) -> float:
-    return world.router.parts.ledger.registry.get_sample_value(name, labels) or 0.0
+    return world.router.registry.get_sample_value(name, labels) or 0.0
 
 
 def test_a_request_waits_for_a_full_worker_and_is_then_served():
@@ -73,7 +73,7 @@ def test_what_was_waited_is_part_of_the_time_to_the_first_token():
 
         answer = await world.ask(prompt(stream=True))
 
-        decision = world.router.parts.decisions.log.find(answer.headers["x-baton-decision"])
+        decision = world.router.decisions.log.find(answer.headers["x-baton-decision"])
         assert decision is not None
         assert decision.measured is not None
         assert 1.5 < decision.measured.admission_s < 2.5
@@ -132,7 +132,7 @@ def test_a_client_that_leaves_while_it_waits_is_never_placed():
 
         assert len(worker.started) == LEGS_MAX
         assert waiting(world) == 0
-        assert world.router.relay.flights == set()
+        assert world.router.relay.in_flight == set()
         assert sample(world, "baton_router_refusals_total", reason="cancelled") == 1
 
     in_world(story)
@@ -171,7 +171,7 @@ def test_a_router_that_shuts_down_refuses_those_that_wait():
         connection, serving = world.begin(json.dumps(prompt()).encode())
         await settle()
 
-        world.router.parts.room.close()
+        world.router.queue.close()
         await serving
         late = await world.ask(prompt())
 
@@ -206,7 +206,7 @@ def test_a_further_attempt_does_not_wait_again():
     async def story(world: World) -> None:
         await world.worker("w1", script=fail)
         await world.worker("w2", script=taking(0.1))
-        room = world.router.parts.room
+        room = world.router.queue
 
         answers = [await world.ask(prompt()) for _ in range(2)]
 

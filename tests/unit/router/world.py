@@ -36,7 +36,7 @@ class FakeConnection:
         self.reads.set()
         self.closed = False
         self.aborted = False
-        self.exchange: HttpRequest | None = None
+        self.http_request: HttpRequest | None = None
 
     def write(self, data: bytes) -> None:
         self.written += data
@@ -55,8 +55,8 @@ class FakeConnection:
         self.leave()
 
     def leave(self) -> None:
-        assert self.exchange is not None
-        self.exchange.client_left()
+        assert self.http_request is not None
+        self.http_request.client_left()
         self.reads.set()
 
 
@@ -108,7 +108,7 @@ class World:
         await worker.join()
         await worker.report()
         self.tasks.create_task(self._keep_reporting(worker))
-        while worker_id not in self.router.parts.fleet.cluster.workers:
+        while worker_id not in self.router.fleet.cluster.workers:
             await asyncio.sleep(0)
         await settle()
         return worker
@@ -131,14 +131,14 @@ class World:
         """Send a request; the task ends with its answer."""
         connection = FakeConnection()
         raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-        exchange = self.router.edge.admit(connection, path, raw, http11=True, keep=True)
-        connection.exchange = exchange
-        if exchange.refusal is not None:
-            exchange.refuse(exchange.refusal)
+        http_request = self.router.edge.admit(connection, path, raw, http11=True, keep=True)
+        connection.http_request = http_request
+        if http_request.refusal is not None:
+            http_request.refuse(http_request.refusal)
             return connection, asyncio.ensure_future(asyncio.sleep(0))
-        exchange.upload.add(body)
-        exchange.upload.complete = True
-        return connection, asyncio.ensure_future(self.router.edge.serve(exchange))
+        http_request.upload.add(body)
+        http_request.upload.complete = True
+        return connection, asyncio.ensure_future(self.router.edge.serve(http_request))
 
     async def ask(self, body: dict[str, Any] | bytes, *, path: str = COMPLETIONS, **headers: str) -> RecoveryAction:
         """A request and its answer."""
@@ -184,7 +184,7 @@ def prompt(**fields: Any) -> dict[str, Any]:
 
 def give_legs(world: World, worker_id: str, legs: int) -> None:
     """So that its like are tried first."""
-    cluster = world.router.parts.fleet.cluster
+    cluster = world.router.fleet.cluster
     view = cluster.workers[WorkerId(worker_id)]
     view.own.legs = legs
-    cluster.report(view.load, world.router.parts.clock.now()) if view.load else cluster.record(view.record, 0.0)
+    cluster.report(view.load, world.router.clock.now()) if view.load else cluster.record(view.record, 0.0)

@@ -1,0 +1,321 @@
+"""The router's Prometheus metrics: of requests, of the admission queue, and of the router's view of its workers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, Exemplar, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from services.router.placement.placement import Placement
+from services.router.placement.request_fields import Mode
+from services.router.relay.request_context import RequestContext
+from services.router.state.fleet import Fleet
+from services.router.state.kv_feed import KvFeed
+from services.router.state.prefix_index import IndexState
+from services.router.state.speed_feed import Measures
+from services.router.telemetry.outcome import TargetOutcome, target_outcome
+from services.router.tokenize.parity import Parity, ParityBook
+from shared.bus.leg_inbox import Orphans
+from shared.bus.port import Bus
+from shared.contracts.failures import Reason
+from shared.contracts.inference import RequestFinished
+from shared.telemetry import names
+from shared.telemetry.metrics import Metric
+from shared.telemetry.prometheus import counter, gauge, histogram
+
+MODES = tuple(mode.value for mode in Mode if mode is not Mode.AUTO)
+UNCOUNTED_GAPS_MAX = 4096
+"""Gaps between tokens that wait to be counted; the next request that ends counts them beyond that."""
+ITL_BOUNDS = np.array(names.ROUTER_ITL.buckets)
+ITL_BUCKETS = (*map(floatToGoString, names.ROUTER_ITL.buckets), "+Inf")
+TENANTS_NAMED_MAX = 32
+"""Tenants with series of their own, the first that come; all others share one."""
+NO_TENANT, OTHER_TENANTS = "(none)", "(others)"
+"""Parentheses are not allowed in tenants' names."""
+OK = "ok"
+
+
+class RequestMetrics:
+    """What is counted and measured of requests."""
+
+    def __init__(self, registry: CollectorRegistry, traces_kept: Mapping[str, int]) -> None:
+        self._requests = counter(names.ROUTER_REQUESTS, registry)
+        self._placements = counter(names.ROUTER_PLACEMENTS, registry)
+        self._refusals = counter(names.ROUTER_REFUSALS, registry)
+        self._retries = counter(names.ROUTER_RETRIES, registry)
+        self._resumes = counter(names.ROUTER_RESUMES, registry)
+        self._children: dict[tuple[str, int | str], Any] = {}
+        targets = counter(names.ROUTER_GOALS, registry)
+        self._targets = {outcome: targets.labels(outcome.value) for outcome in TargetOutcome}
+        self._placement_s = histogram(names.ROUTER_PLACEMENT, registry)
+        self._resume_s = histogram(names.ROUTER_RESUME, registry)
+        ttft, tpot, e2e, predicted = (
+            histogram(metric, registry)
+            for metric in (names.ROUTER_TTFT, names.ROUTER_TPOT, names.ROUTER_E2E, names.ROUTER_TTFT_PREDICTED)
+        )
+        # ``labels`` costs more than ``observe``: the few children are looked up once.
+        self._latencies = {mode: (ttft.labels(mode), tpot.labels(mode), e2e.labels(mode)) for mode in MODES}
+        self._predicted: dict[str, Any] = {mode: predicted.labels(mode) for mode in MODES}
+        self._prompt_tokens = counter(names.ROUTER_PROMPT_TOKENS, registry)
+        self._completion_tokens = counter(names.ROUTER_COMPLETION_TOKENS, registry)
+        self._predicted_cached_tokens = counter(names.ROUTER_CACHED_PREDICTED, registry)
+        self._cached_tokens = counter(names.ROUTER_CACHED_ACTUAL, registry)
+        self.gaps = GapMetrics()
+        registry.register(self.gaps)
+        registry.register(TraceMetrics(traces_kept))
+
+    def refused(self, status: int, reason: str) -> None:
+        """A request was refused before it was read."""
+        self._count(self._requests, Mode.AGGREGATED.value, status)
+        self._refusals.labels(reason).inc()
+
+    def retried(self, reason: Reason, *, resumed: bool) -> None:
+        """A request is retried; ``resumed``: after part of the response was sent."""
+        (self._resumes if resumed else self._retries).labels(str(reason)).inc()
+
+    def resumed(self, broken_s: float) -> None:
+        """A stream continues after an interruption of ``broken_s``."""
+        self._resume_s.observe(broken_s)
+
+    def finished(self, finished: RequestFinished, placement: Placement | None, gap_s_max: float) -> None:
+        """A request has ended."""
+        self._count(self._requests, finished.mode, finished.status)
+        if (outcome := target_outcome(finished)) is not None:
+            self._targets[outcome].inc()
+        if placement is not None:
+            self._count(self._placements, finished.mode, placement.why)
+        if finished.reason:
+            self._refusals.labels(finished.reason).inc()
+        else:
+            self._observe_latencies(finished)
+            self._observe_prediction(finished, placement)
+            self._count_tokens(finished)
+            self.gaps.ended(finished.mode, gap_s_max, finished.trace_id)
+        if finished.placement_s >= 0:
+            self._placement_s.observe(finished.placement_s)
+
+    def _count(self, metric: Any, mode: str, label: int | str) -> None:
+        child = self._children.get((mode, label))
+        if child is None:
+            child = self._children[mode, label] = metric.labels(mode, str(label))
+        child.inc()
+
+    def _observe_latencies(self, finished: RequestFinished) -> None:
+        exemplar = {"trace_id": finished.trace_id} if finished.trace_id else None
+        ttft, tpot, e2e = self._latencies[finished.mode]
+        e2e.observe(finished.e2e_s, exemplar)
+        if finished.ttft_s >= 0:
+            ttft.observe(finished.ttft_s, exemplar)
+        if finished.itl_s >= 0:
+            tpot.observe(finished.itl_s, exemplar)
+
+    def _observe_prediction(self, finished: RequestFinished, placement: Placement | None) -> None:
+        """Predicted over measured, from the last placement on: the prediction covers nothing before that."""
+        parts = finished.ttft_parts
+        if placement is None or parts is None:
+            return
+        since_s = finished.ttft_s - parts.admission_s - parts.tokenize_s - parts.place_s - parts.failed_s
+        if since_s > 0.0:
+            self._predicted[finished.mode].observe(placement.predicted.total_s() / since_s)
+
+    def _count_tokens(self, finished: RequestFinished) -> None:
+        if finished.prompt_tokens > 0:
+            self._prompt_tokens.inc(finished.prompt_tokens)
+        if finished.completion_tokens > 0:
+            self._completion_tokens.inc(finished.completion_tokens)
+        if finished.predicted_cached_tokens >= 0 and finished.cached_tokens >= 0:
+            self._predicted_cached_tokens.inc(finished.predicted_cached_tokens)
+            self._cached_tokens.inc(finished.cached_tokens)
+
+
+class Gaps:
+    """Times between the pieces of streams of one mode.
+
+    Each relayed token has one: too many to pass through prometheus_client one by one. Streams append to ``noted``, and
+    numpy counts what is there when a request ends or Prometheus scrapes.
+    """
+
+    def __init__(self) -> None:
+        self.noted: list[float] = []
+        """Seconds, not counted yet."""
+        self._counts = np.zeros(len(ITL_BUCKETS), dtype=np.int64)
+        self._sum_s = 0.0
+        self._exemplars: list[Exemplar | None] = [None] * len(ITL_BUCKETS)
+
+    def count(self) -> None:
+        """Count ``noted``."""
+        if not self.noted:
+            return
+        buckets = np.searchsorted(ITL_BOUNDS, self.noted)
+        self._counts += np.bincount(buckets, minlength=len(ITL_BUCKETS))
+        self._sum_s += sum(self.noted)
+        self.noted.clear()
+
+    def exemplify(self, gap_s: float, trace_id: str) -> None:
+        """Make this trace the exemplar of its bucket."""
+        bucket = int(np.searchsorted(ITL_BOUNDS, gap_s))
+        self._exemplars[bucket] = Exemplar({"trace_id": trace_id}, gap_s, time.time())
+
+    def add_to(self, family: HistogramMetricFamily, mode: str) -> None:
+        """Add the histogram of this mode."""
+        self.count()
+        counts = zip(ITL_BUCKETS, np.cumsum(self._counts).tolist(), self._exemplars, strict=True)
+        family.add_metric([mode], [(bucket, count, exemplar) for bucket, count, exemplar in counts], self._sum_s)
+
+
+class GapMetrics(Collector):  # type: ignore[misc]  # prometheus_client is not typed for us
+    """``Gaps`` of all modes."""
+
+    def __init__(self) -> None:
+        self.of = {mode: Gaps() for mode in MODES}
+
+    def collect(self) -> list[HistogramMetricFamily]:
+        """prometheus_client calls this on each scrape."""
+        family = HistogramMetricFamily(names.ROUTER_ITL.name, names.ROUTER_ITL.meaning, labels=names.ROUTER_ITL.labels)
+        for mode, gaps in self.of.items():
+            gaps.add_to(family, mode)
+        return [family]
+
+    def ended(self, mode: str, gap_s_max: float, trace_id: str) -> None:
+        """A request has ended. ``trace_id`` is empty when its trace is not kept."""
+        gaps = self.of[mode]
+        if len(gaps.noted) > UNCOUNTED_GAPS_MAX:
+            gaps.count()
+        if trace_id and gap_s_max > 0.0:
+            gaps.exemplify(gap_s_max, trace_id)
+
+
+class QueueMetrics:
+    """The admission queue, and what each tenant has used."""
+
+    def __init__(self, registry: CollectorRegistry, queue_max: int) -> None:
+        gauge(names.ROUTER_QUEUE_MAX, registry).set(queue_max)
+        self.queue = gauge(names.ROUTER_QUEUE, registry)
+        self._waits = histogram(names.ROUTER_ADMISSION, registry)
+        self._requests = counter(names.ROUTER_TENANT_REQUESTS, registry)
+        self._tokens = counter(names.ROUTER_TENANT_TOKENS, registry)
+        self._named: set[str] = set()
+
+    def waited(self, wait_s: float) -> None:
+        """A request has waited in the queue."""
+        self._waits.observe(wait_s)
+
+    def ended(self, tenant: str, reason: str, computed_tokens: int, tokens_out: int) -> None:
+        """A tenant's request has ended; ``reason`` is empty when it ended well."""
+        label = self._label(tenant)
+        self._requests.labels(label, reason or OK).inc()
+        self._tokens.labels(label, "computed").inc(computed_tokens)
+        self._tokens.labels(label, "completion").inc(tokens_out)
+
+    def _label(self, tenant: str) -> str:
+        if tenant in self._named:
+            return tenant
+        if not tenant:
+            return NO_TENANT
+        if len(self._named) >= TENANTS_NAMED_MAX:
+            return OTHER_TENANTS
+        self._named.add(tenant)
+        return tenant
+
+
+class TraceMetrics(Collector):  # type: ignore[misc]  # prometheus_client is not typed for us
+    """Traces by why they were kept."""
+
+    def __init__(self, counts: Mapping[str, int]) -> None:
+        self._counts = counts
+
+    def collect(self) -> list[CounterMetricFamily]:
+        """prometheus_client calls this on each scrape."""
+        metric = names.ROUTER_TRACES
+        family = CounterMetricFamily(metric.name, metric.meaning, labels=metric.labels)
+        for why, count in self._counts.items():
+            family.add_metric([why], count)
+        return [family]
+
+
+class SpeedMetrics(Collector):  # type: ignore[misc]  # prometheus_client is not typed for us
+    """The estimated speed of each worker's engine."""
+
+    def __init__(self, speeds: Measures) -> None:
+        self._speeds = speeds
+
+    def collect(self) -> list[GaugeMetricFamily]:
+        """prometheus_client calls this on each scrape."""
+        family = gauge_family(names.ROUTER_LEARNED)
+        for worker_id, speed in self._speeds.learned().items():
+            for name, value in msgspec.structs.asdict(speed).items():
+                if name.endswith("_s") or "_s_per_" in name:
+                    family.add_metric([worker_id, name], value)
+        return [family]
+
+
+class LiveMetrics(Collector):  # type: ignore[misc]  # prometheus_client is not typed for us
+    """What is read from the router's state on each scrape: requests in flight, the prefix index, the bus."""
+
+    def __init__(
+        self,
+        in_flight: set[RequestContext],
+        fleet: Fleet,
+        kv: KvFeed,
+        parity: ParityBook,
+        bus: Bus,
+        orphans: Orphans,
+    ) -> None:
+        self._in_flight = in_flight
+        self._fleet = fleet
+        self._kv = kv
+        self._parity = parity
+        self._bus = bus
+        self._orphans = orphans
+
+    def collect(self) -> list[GaugeMetricFamily | CounterMetricFamily]:
+        """prometheus_client calls this on each scrape."""
+        in_flight = gauge_family(names.ROUTER_IN_FLIGHT)
+        in_flight.add_metric([], len(self._in_flight))
+        orphans = CounterMetricFamily(names.ROUTER_ORPHANS.name, names.ROUTER_ORPHANS.meaning, labels=("kind",))
+        orphans.add_metric(["served"], self._orphans.served)
+        orphans.add_metric(["awaited"], self._orphans.awaited)
+        counts = self._bus.counts
+        return [
+            in_flight,
+            orphans,
+            *self._index_families(),
+            self._parity_family(),
+            counter_family(names.ROUTER_SNAPSHOTS, self._kv.snapshots),
+            counter_family(names.BUS_DROPPED, counts.dropped),
+            counter_family(names.BUS_BAD, counts.bad_messages),
+            counter_family(names.BUS_PARTS_LOST, counts.parts_lost),
+            counter_family(names.BUS_RECONNECTS, counts.reconnects),
+        ]
+
+    def _index_families(self) -> list[GaugeMetricFamily]:
+        states, blocks = gauge_family(names.ROUTER_INDEX_STATE), gauge_family(names.ROUTER_INDEX_BLOCKS)
+        for worker_id, entry in self._fleet.index.entries.items():
+            blocks.add_metric([worker_id], self._fleet.index.count(worker_id))
+            for state in IndexState:
+                states.add_metric([worker_id, state.value], float(entry.state is state))
+        return [states, blocks]
+
+    def _parity_family(self) -> GaugeMetricFamily:
+        family = gauge_family(names.ROUTER_TOKEN_PARITY)
+        for worker_id in self._fleet.cluster.workers.keys() & self._parity.standings.keys():
+            for parity in Parity:
+                family.add_metric([worker_id, parity.value], float(self._parity.parity(worker_id) is parity))
+        return family
+
+
+def gauge_family(metric: Metric) -> GaugeMetricFamily:
+    """An empty family."""
+    return GaugeMetricFamily(metric.name, metric.meaning, labels=metric.labels)
+
+
+def counter_family(metric: Metric, value: float) -> CounterMetricFamily:
+    """A family of one value."""
+    return CounterMetricFamily(metric.name, metric.meaning, value=value)
