@@ -98,7 +98,7 @@ def summarise(
 
 
 def spread_of(values: Sequence[float], never: int = 0) -> Spread:
-    """Percentiles by nearest rank; ``missing`` further values count as infinite."""
+    """Percentiles by nearest rank; ``never`` further values count as infinite."""
     if not values:
         return Spread()
     ordered = sorted(values) + [inf] * never
