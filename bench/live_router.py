@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 
 from replay.experiment import SWEPT
+from replay.legs import Active
 from replay.policies.base import TOKENS_OUT_UNKNOWN, PolicyContext
 from replay.policies.names import BASELINES, BATON
 from replay.profile import PROFILES
-from replay.request_counts import Active
 from services.router.http.server import listen
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.placer import Placer

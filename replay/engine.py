@@ -11,14 +11,205 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import Protocol
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Any, Protocol
 
-from replay.block_pool import BlockPool
-from replay.decoders import Decoders
-from replay.job import Job
+from replay.block_pool import BlockPool, Holding
 from replay.profile import Profile
 from replay.speeds import Speeds
-from replay.step import Step
+
+PRIVATE = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """``tokens`` are the prompt's and then the generated ones; KV exists for the first ``computed`` of them.
+
+    While it decodes, both are as of ``since_step``; see ``Engine.tokens_of``.
+    """
+
+    number: int
+    """Unique among all jobs."""
+    chain: tuple[int, ...]
+    """Names of the prompt's full blocks."""
+    prompt_tokens: int
+    output_tokens: int
+    owner: Any = None
+    """Set and read by the caller only."""
+    fetches: bool = False
+    """It fetches KV from other workers before it is computed."""
+    granted: int | None = None
+    """Prompt tokens, from the start, that are cached here or granted by others; None: not requested yet."""
+    asked: bool = False
+    tokens: int = 0
+    computed: int = 0
+    filled: int = 0
+    """Full blocks that were offered to the prefix cache."""
+    holding: Holding = field(default_factory=Holding)
+    order: int = 0
+    """Order of admission to the batch; 0: not in it."""
+    since_step: int = -1
+    """Step in which it began to decode; -1: not decoding."""
+    cached_tokens: int = 0
+    """Prompt tokens cached here when it was first scheduled."""
+    received_tokens: int = 0
+    received_s: float = 0.0
+    """From the reservation of blocks to their arrival."""
+    scheduled_at: float | None = None
+    first_token_at: float | None = None
+    finished_at: float | None = None
+    preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokens = self.tokens or self.prompt_tokens
+
+    @property
+    def generated(self) -> int:
+        """Tokens of the completion, as of ``since_step``."""
+        return self.tokens - self.prompt_tokens
+
+    @property
+    def last_tokens(self) -> int:
+        """Total length at the end."""
+        return self.prompt_tokens + self.output_tokens
+
+    def name_of(self, index: int) -> int:
+        """Content name of a block; blocks with generated tokens are unique."""
+        if index < len(self.chain):
+            return self.chain[index]
+        return ((self.number << 12 | index) * PRIVATE) & _MASK
+
+    def cacheable(self, block_tokens: int) -> int:
+        """Blocks that may come from a cache. The last token is always computed, since the next one follows from it."""
+        return (self.tokens - 1) // block_tokens
+
+
+class Decoders:
+    """Heaps of the next finishes and the next full blocks."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.steps = 0
+        """Completed steps."""
+        self.context_tokens = 0
+        """Tokens of all decoding sequences."""
+        self._block_tokens = profile.block_tokens
+        self._count = 0
+        self._finishes: list[tuple[int, int, int, Job]] = []
+        self._crossings: list[tuple[int, int, int, Job]] = []
+        """Steps after which a sequence needs another block.
+
+        Entries of both heaps: (steps, admission order, step of joining, job).
+        """
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def steps_alike(self) -> int:
+        """Steps until the next finish or the next block."""
+        heaps = (self._finishes, self._crossings)
+        for heap in heaps:
+            while heap and heap[0][3].since_step != heap[0][2]:
+                heappop(heap)
+        return max(1, min((heap[0][0] for heap in heaps if heap), default=self.steps + 1) - self.steps)
+
+    def join(self, job: Job) -> None:
+        """Add a job whose newest token was sampled in the step that has just ended."""
+        job.since_step = self.steps
+        self._count += 1
+        self.context_tokens += job.tokens
+        heappush(self._finishes, (self.steps + job.last_tokens - job.tokens, job.order, self.steps, job))
+        heappush(self._crossings, (self.steps + (1 - job.tokens) % self._block_tokens, job.order, self.steps, job))
+
+    def leave(self, job: Job) -> None:
+        """Remove a finished or preempted job."""
+        self._count -= 1
+        self.context_tokens -= job.tokens + self.steps - job.since_step
+        job.since_step = -1
+
+    def stepped(self, steps: int) -> None:
+        """Count completed steps."""
+        self.steps += steps
+        self.context_tokens += steps * self._count
+
+    def finished(self) -> list[Job]:
+        """Jobs whose last token came in the step that has just ended."""
+        return [job for job in self._due(self._finishes) if job.since_step >= 0]
+
+    def crossing(self) -> list[Job]:
+        """Jobs that need another block in the next step."""
+        due = self._due(self._crossings)
+        for job in due:
+            heappush(self._crossings, (self.steps + self._block_tokens, job.order, job.since_step, job))
+        return due
+
+    def _due(self, heap: list[tuple[int, int, int, Job]]) -> list[Job]:
+        due = []
+        while heap and heap[0][0] <= self.steps:
+            _steps, _order, joined, job = heappop(heap)
+            if job.since_step == joined:
+                due.append(job)
+        return due
+
+    def everyone_left(self) -> list[tuple[int, Job]]:
+        """(steps until it finishes, job) of every decoding job."""
+        return [(steps - self.steps, job) for steps, _order, joined, job in self._finishes if job.since_step == joined]
+
+
+class Step:
+    """Its duration and its work."""
+
+    def __init__(self) -> None:
+        self.began_at = 0.0
+        self.ends_at = math.inf
+        self.count = 0
+        self.chunks: list[tuple[Job, int]] = []
+        self.first_s = 0.0
+        """Duration of the first step of the run."""
+        self.growth_s = 0.0
+        """Added duration of each further step."""
+        self.prefill_tokens = 0
+        self.prefill_pairs = 0.0
+        """Sum over these tokens of the tokens before them."""
+        self.decoding = 0
+        self.context_tokens = 0
+        """Context tokens of the decoding sequences in the first step."""
+
+    def begin(self, now: float, chunks: list[tuple[Job, int]], decoders: Decoders, profile: Profile) -> None:
+        """Start a step, or a run of steps until the next event."""
+        self.began_at, self.chunks = now, chunks
+        self.prefill_tokens, self.prefill_pairs = 0, 0.0
+        self.decoding, self.context_tokens = len(decoders), decoders.context_tokens
+        for job, count in chunks:
+            if count == 1 and job.computed > job.prompt_tokens:
+                self.decoding += 1
+                self.context_tokens += job.tokens
+            else:
+                self.prefill_tokens += count
+                self.prefill_pairs += count * (job.computed - count / 2)
+        self.first_s = profile.step_s(self.prefill_tokens, self.prefill_pairs, self.decoding, self.context_tokens)
+        self.growth_s = self.decoding * profile.decode_per_context_token_s
+        self.count = 1 if chunks else decoders.steps_alike
+        self.ends_at = now + self.seconds(self.count)
+
+    def seconds(self, steps: int) -> float:
+        """Duration of the first ``steps`` steps of the run."""
+        return steps * self.first_s + self.growth_s * (steps * (steps - 1) / 2)
+
+    def cut(self, now: float) -> None:
+        """Shorten the run to end with the step in progress at ``now``."""
+        target = now - self.began_at
+        low, high = 1, self.count
+        while low < high:
+            middle = (low + high) // 2
+            if self.seconds(middle) >= target:
+                high = middle
+            else:
+                low = middle + 1
+        self.count = low
+        self.ends_at = self.began_at + self.seconds(low)
 
 
 class Listener(Protocol):

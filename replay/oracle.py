@@ -11,10 +11,10 @@ fleet of workers with role ``both`` it gives each request to one worker.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from replay.forecast import Forecast, forecast
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.request_fields import Mode
 from shared.contracts.failures import Reason
@@ -22,8 +22,197 @@ from shared.contracts.kv_exchange import KvSource
 from shared.contracts.workers import Role
 
 if TYPE_CHECKING:
+    from replay.engine import Job
+    from replay.profile import Profile
     from replay.simworker import SimWorker
     from replay.world import World
+
+
+class Forecast(NamedTuple):
+    """Seconds from now."""
+
+    ttft_s: float
+    total_s: float
+    """Until the completion ends, plus the time it adds to other requests."""
+
+
+class Prompt:
+    """A prompt to be computed: the new one, or one ahead of it."""
+
+    __slots__ = ("blocks", "computed", "last", "ready_at", "tokens")
+
+    def __init__(self, tokens: int, computed: int, last: int, blocks: int, ready_at: float = 0.0) -> None:
+        self.tokens = tokens
+        self.computed = computed
+        self.last = last
+        """Total tokens at the end."""
+        self.blocks = blocks
+        """Blocks needed for admission."""
+        self.ready_at = ready_at
+        """When its fetched KV has arrived."""
+
+
+def forecast(worker: SimWorker, size: tuple[int, int], prefix: tuple[int, int], now: float) -> Forecast:
+    """``size``: prompt and completion tokens; ``prefix``: cached tokens without and with a fetch."""
+    projection = Projection(worker, now)
+    profile = worker.engine.profile
+    (tokens, out), (cached, had) = size, prefix
+    ready_at = 0.0
+    if had > cached:
+        ready_at = max(now + profile.ask_s, worker.link.free_at) + profile.transfer_s(had - cached)
+    blocks = -(-tokens // profile.block_tokens) - cached // profile.block_tokens
+    new = Prompt(tokens, had, tokens + out, blocks, ready_at)
+    projection.prompts.append(new)
+    projection.until_computed(new)
+    ttft_s = projection.now - now
+    step_s = projection.decode_step_s(1, tokens + out / 2)
+    left = sorted(
+        steps - projection.steps for steps, _tokens, _blocks in projection.decoding if steps > projection.steps
+    )
+    together = sum(min(out, steps) for steps in left)
+    slower_s = profile.decode_per_sequence_s + (tokens + out / 2) * profile.decode_per_context_token_s
+    meanwhile = len(left) + projection.finished_meanwhile
+    return Forecast(ttft_s, ttft_s + out * step_s + together * slower_s + projection.own_s * meanwhile)
+
+
+class Projection:
+    """The projected state of an engine."""
+
+    def __init__(self, worker: SimWorker, now: float) -> None:
+        engine = worker.engine
+        self._profile: Profile = engine.profile
+        ends_at = engine.step.ends_at
+        busy = ends_at < float("inf")
+        self.now = max(now, min(ends_at, engine.step.began_at + engine.step.first_s)) if busy else now
+        self.steps = 0
+        self.own_s = 0.0
+        """Compute time of the new prompt."""
+        self.finished_meanwhile = 0
+        self.decoding: list[tuple[int, int, int]] = sorted(
+            (steps, engine.tokens_of(job), job.holding.blocks) for steps, job in engine.decoders.everyone_left()
+        )
+        """(steps to its end, tokens now, blocks) of each decoding sequence."""
+        self._context = engine.decoders.context_tokens
+        self._free = engine.pool.free
+        self._over = 0
+        self._running: deque[Prompt] = deque()
+        self.prompts: deque[Prompt] = deque()
+        for job in engine.running:
+            if job.since_step < 0:
+                self._running.append(self._prompt(job))
+        for job in engine.received_jobs:
+            self.prompts.append(self._prompt(job))
+        for job in engine.receiving:
+            job_prompt = self._prompt(job)
+            job_prompt.computed = max(job.computed, min(job.granted or 0, job.tokens - 1))
+            job_prompt.ready_at = worker.link.free_at
+            self.prompts.append(job_prompt)
+        for job in engine.waiting:
+            self.prompts.append(self._waiting(worker, job))
+
+    def until_computed(self, new: Prompt) -> None:
+        """Advance to the new prompt's first token."""
+        while True:
+            chunks = self._plan()
+            if not chunks and not self.decoding_now:
+                waits = [prompt.ready_at for prompt in self.prompts if prompt.ready_at > self.now]
+                if not waits:
+                    return
+                self.now = min(waits)
+                continue
+            step_s = self._step_s(chunks)
+            for prompt, count in chunks:
+                if prompt is new:
+                    self.own_s += self._profile.prefill_s(count, count * (prompt.computed - count / 2))
+            alike = 1 if chunks or not self.prompts else self._steps_alike(step_s)
+            self.now += alike * step_s
+            self._stepped(alike)
+            for prompt, _count in chunks:
+                if prompt.computed >= prompt.tokens:
+                    if prompt is new:
+                        return
+                    self._running.remove(prompt)
+                    self._joins(prompt)
+
+    @property
+    def decoding_now(self) -> int:
+        """Number of decoding sequences."""
+        return len(self.decoding) - self._over
+
+    def decode_step_s(self, joining: int, context_tokens: float) -> float:
+        """Step time with ``joining`` more sequences."""
+        return self._profile.decode_s(self.decoding_now + joining, self._context + context_tokens)
+
+    def _prompt(self, job: Job) -> Prompt:
+        return Prompt(job.tokens, job.computed, job.last_tokens, 0)
+
+    def _waiting(self, worker: SimWorker, job: Job) -> Prompt:
+        size = self._profile.block_tokens
+        cached = worker.engine.pool.depth(job.chain, job.cacheable(size))
+        had = max(cached * size, min(job.granted or 0, job.tokens - 1))
+        return Prompt(job.tokens, had, job.last_tokens, -(-job.tokens // size) - cached)
+
+    def _plan(self) -> list[tuple[Prompt, int]]:
+        budget = self._profile.max_num_batched_tokens - self.decoding_now
+        chunks = []
+        for prompt in self._running:
+            count = min(prompt.tokens - prompt.computed, budget)
+            prompt.computed += count
+            budget -= count
+            chunks.append((prompt, count))
+        passed = 0
+        while passed < len(self.prompts) and budget > 0:
+            prompt = self.prompts[passed]
+            if prompt.ready_at > self.now:
+                passed += 1
+                continue
+            if prompt.blocks > self._free:
+                break
+            del self.prompts[passed]
+            self._free -= prompt.blocks
+            count = min(prompt.tokens - prompt.computed, budget)
+            prompt.computed += count
+            budget -= count
+            self._running.append(prompt)
+            chunks.append((prompt, count))
+        return chunks
+
+    def _step_s(self, chunks: list[tuple[Prompt, int]]) -> float:
+        tokens = sum(count for _prompt, count in chunks)
+        pairs = sum(count * (prompt.computed - count / 2) for prompt, count in chunks)
+        return self._profile.step_s(tokens, pairs, self.decoding_now, self._context)
+
+    def _steps_alike(self, step_s: float) -> int:
+        """Steps until the next sequence ends or fetched KV arrives."""
+        steps = self.decoding[self._over][0] - self.steps if self.decoding_now else 1
+        waits = [prompt.ready_at - self.now for prompt in self.prompts if prompt.ready_at > self.now]
+        if waits and step_s > 0:
+            steps = min(steps, int(min(waits) / step_s) + 1)
+        return max(1, steps)
+
+    def _stepped(self, steps: int) -> None:
+        self.steps += steps
+        self._context += steps * self.decoding_now
+        while self.decoding_now and self.decoding[self._over][0] <= self.steps:
+            ends, tokens, blocks = self.decoding[self._over]
+            self._over += 1
+            self._context -= tokens + ends
+            self._free += blocks
+            self.finished_meanwhile += 1
+
+    def _joins(self, prompt: Prompt) -> None:
+        steps = prompt.last - prompt.tokens - 1
+        if steps > 0:
+            entry = (
+                self.steps + steps,
+                prompt.tokens + 1 - self.steps,
+                -(-prompt.tokens // self._profile.block_tokens),
+            )
+            at = self._over
+            while at < len(self.decoding) and self.decoding[at] < entry:
+                at += 1
+            self.decoding.insert(at, entry)
+            self._context += prompt.tokens + 1
 
 
 LATER = 0.02

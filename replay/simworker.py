@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from replay.engine import Engine, Listener
-from replay.job import Job
+from replay.engine import Engine, Job, Listener
 from replay.profile import Profile
 from services.worker.engines.simulated.core.timing import TransferLink
 from shared.contracts.ids import Epoch, WorkerId

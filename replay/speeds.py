@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shared.contracts.load import StepTotals
 
 if TYPE_CHECKING:
-    from replay.step import Step
+    from replay.engine import Step
 
 MEMORY = 0.9
 """How much of a speed's old value stays when a step brings a new sample."""

@@ -10,13 +10,11 @@ from itertools import count
 from typing import Any
 
 from replay.admission import VirtualAdmission
-from replay.engine import Engine
+from replay.engine import Engine, Job
 from replay.exchange import Exchange
-from replay.job import Job
 from replay.knowledge import NETWORK_S, Knowledge
-from replay.legs import Leg, ReplayedRequest
+from replay.legs import Leg, ReplayedRequest, RequestCounts
 from replay.profile import Profile
-from replay.request_counts import RequestCounts
 from replay.simworker import MODEL, PERIOD_S, SimWorker
 from replay.traces import Request, chains
 from services.router.admission.policy import AdmissionPolicy

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from replay.policies.base import PolicyContext
+from replay.policies.base import LeastLoaded, PolicyContext, PowerOfTwo, RandomChoice, RoundRobin
 from replay.policies.dynamo import DynamoKvCost
 from replay.policies.llm_d import LlmDScorer
 from replay.policies.mooncake import MooncakeConductor
 from replay.policies.sglang import Knobs, SglangCacheAware
-from replay.policies.simple import LeastLoaded, PowerOfTwo, RandomChoice, RoundRobin
 from services.router.placement.placer import Placer
 
 BATON = "baton"

@@ -7,8 +7,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replay.engine import Engine
-from replay.job import Job
+from replay.engine import Engine, Job
 from replay.profile import Profile
 from services.worker.engines.simulated.core.engine_core import EngineCore, ModelTokens
 from services.worker.engines.simulated.core.sequence import Wish

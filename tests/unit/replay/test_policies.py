@@ -7,11 +7,11 @@ from collections import Counter
 import pytest
 
 from replay.legs import ReplayedRequest
+from replay.policies.base import LeastLoaded, PowerOfTwo, RandomChoice, RoundRobin
 from replay.policies.dynamo import DynamoKvCost
 from replay.policies.llm_d import LlmDScorer
 from replay.policies.mooncake import MooncakeConductor
 from replay.policies.sglang import Knobs, SglangCacheAware
-from replay.policies.simple import LeastLoaded, PowerOfTwo, RandomChoice, RoundRobin
 from replay.simworker import MODEL
 from replay.traces import Request
 from replay.world import Shape
