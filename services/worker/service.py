@@ -44,7 +44,7 @@ log = logging.getLogger("baton.worker")
 T = TypeVar("T")
 ENGINES = {"vllm": "services.worker.engines.vllm.engine", "simulated": "services.worker.engines.simulated.engine"}
 """Imported only when chosen: a machine for simulated workers may have neither torch nor vLLM."""
-SEEK_ROUTERS_S = 2.0
+IN_FLIGHT_LISTS_S = 2.0
 """How long an engine may go on working for a router that has died."""
 ENGINE_CLOSE_S_MAX = 5.0
 SHUTDOWN_S_MAX = 2 * FLUSH_S_MAX + HANDOFF_S_MAX + ENGINE_CLOSE_S_MAX
@@ -133,7 +133,7 @@ class Worker:
             tasks.create_task(self._watch_engine(), name="watch-engine"),
             tasks.create_task(self._follow_cache(), name="follow-cache"),
             tasks.create_task(self._status.report_load(), name="report-load"),
-            tasks.create_task(self._seek_routers(), name="seek-routers"),
+            tasks.create_task(self._send_in_flight_lists(), name="send-in-flight-lists"),
         ]
         try:
             await self._until(self._open())
@@ -195,10 +195,10 @@ class Worker:
     async def _watch_engine(self) -> None:
         self._note_death(await self._engine.dead())
 
-    async def _seek_routers(self) -> None:
+    async def _send_in_flight_lists(self) -> None:
         while True:
-            await asyncio.sleep(SEEK_ROUTERS_S)
-            await self._sender.seek_routers()
+            await asyncio.sleep(IN_FLIGHT_LISTS_S)
+            await self._sender.send_in_flight_lists()
 
     async def _follow_cache(self) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Who wants to know about the connection, and what ends it: the same for both buses."""
+"""What every implementation of the bus shares: handlers of connection events, and the failure that ends the bus."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ log = logging.getLogger("baton.bus")
 
 
 class Connection:
-    """Callbacks in the order they were given, and the future that a bug ends."""
+    """Handlers are called in the order of their registration; ``failed`` carries the exception that ended the bus."""
 
     def __init__(self) -> None:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -19,25 +19,20 @@ class Connection:
         self.reconnected: list[Callable[[], None]] = []
 
     def on_unreachable(self, handler: Callable[[str], None]) -> None:
-        """See ``Bus``."""
         self.unreachable.append(handler)
 
     def on_disconnect(self, handler: Callable[[], None]) -> None:
-        """See ``Bus``."""
         self.disconnected.append(handler)
 
     def on_reconnect(self, handler: Callable[[], None]) -> None:
-        """See ``Bus``."""
         self.reconnected.append(handler)
 
     def fail(self, why: BaseException) -> None:
-        """End the bus."""
         if not self.failed.done():
             self.failed.set_exception(why)
-            self.failed.exception()  # Read once here: nobody need be watching.
+            self.failed.exception()  # Marks it as retrieved: asyncio warns about unread exceptions.
 
     def end_with(self, task: asyncio.Task[None]) -> None:
-        """See ``Bus``."""
         bug = None if task.cancelled() else task.exception()
         if bug is not None:
             log.error("the task %s raised: the bus ends", task.get_name(), exc_info=bug)

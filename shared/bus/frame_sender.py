@@ -1,4 +1,4 @@
-"""The worker's side of legs: frames are queued at once and sent once per turn of the loop, one batch per router."""
+"""The worker's side of legs: frames are queued at once and sent once per turn of the event loop, a batch per router."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from shared.contracts.inference import Frame, FrameBatch, FrameKind, LegReport, 
 log = logging.getLogger("baton.bus")
 
 BATCH_BYTES_MAX = 256 * 1024
-"""A batch is cut here, so that one long answer does not hold up the other legs of its router."""
+"""A larger batch is split, so that one long response does not delay the other legs of its router."""
 BUFFER_BYTES_MAX = 16 * 1024 * 1024
 """Above this, ``LegFrames.drain`` waits."""
-ROLLS_AFTER_LEG = 15
-"""So often a router without legs here is still told that there are none: it may wait for one that was lost."""
+LISTS_AFTER_LEG = 15
+"""Empty in-flight lists that a router without legs here still gets: it may wait for a leg that was lost."""
 FRAME_OVERHEAD_BYTES = 64
-"""What a frame takes on the wire besides its data."""
+"""Bytes of a frame on the wire besides its data."""
 TOKEN_ID_BYTES = 5
 
 
 class LegGone(Exception):
-    """Nobody can receive this leg's frames any more; ``failure`` says why."""
+    """The frames of a leg cannot be delivered any more; ``failure`` has the reason."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(f"{failure.reason}: {failure.message}")
@@ -34,7 +34,7 @@ class LegGone(Exception):
 
 
 class LegFrames:
-    """The frames of one leg. HEAD first, then DATA, then exactly one ``end`` or ``fail``; all return at once."""
+    """Sends the frames of one leg: HEAD, then DATA, then exactly one ``end`` or ``fail``. No call waits."""
 
     __slots__ = ("_on_gone", "_sender", "_seq", "ended", "gone", "leg_id", "router_id")
 
@@ -45,13 +45,13 @@ class LegFrames:
         self.router_id = router_id
         self.ended = False
         self.gone: Failure | None = None
-        """Set when the router or the bus is gone: the engine's work for this leg is in vain."""
+        """Set when the router or the bus is gone; the engine can stop working on this leg."""
         self._sender = sender
         self._seq = 0
         self._on_gone = on_gone
 
     def head(self, status: int, content_type: str) -> None:
-        """The answer's HTTP status and content type."""
+        """The response's HTTP status and content type."""
         if not self.ended:
             frame = Frame(
                 leg_id=self.leg_id, seq=self._next(), kind=FrameKind.HEAD, status=status, content_type=content_type
@@ -59,7 +59,7 @@ class LegFrames:
             self._sender.queue(self.router_id, frame, FRAME_OVERHEAD_BYTES)
 
     def data(self, data: bytes, token_ids: Sequence[int] = (), joined: list[int] | None = None) -> None:
-        """Bytes for the client, and the tokens that they stand for (see ``Frame`` for ``joined``)."""
+        """Bytes for the client, and the tokens that they encode (see ``Frame`` for ``joined``)."""
         if not self.ended:
             frame = Frame(
                 leg_id=self.leg_id,
@@ -79,7 +79,7 @@ class LegFrames:
             self._finish(frame, 2 * FRAME_OVERHEAD_BYTES + len(report.kv_transfer))
 
     def fail(self, failure: Failure) -> None:
-        """The leg is broken off."""
+        """The leg failed."""
         if not self.ended:
             frame = Frame(leg_id=self.leg_id, seq=self._next(), kind=FrameKind.FAILURE, failure=failure)
             self._finish(frame, FRAME_OVERHEAD_BYTES + len(failure.message))
@@ -97,7 +97,7 @@ class LegFrames:
             raise LegGone(self.gone)
 
     def lose(self, failure: Failure) -> None:
-        """The sender found that nobody receives these frames."""
+        """Called by the sender when the frames cannot be delivered."""
         self.abandon()
         self.gone = failure
         if self._on_gone is not None:
@@ -114,7 +114,7 @@ class LegFrames:
 
 
 class FrameSender:
-    """All legs that one worker serves."""
+    """Sends the frames of all legs that one worker serves."""
 
     def __init__(
         self, bus: Bus, worker_id: WorkerId, epoch: Epoch, *, buffer_bytes_max: int = BUFFER_BYTES_MAX
@@ -124,65 +124,64 @@ class FrameSender:
         self._epoch = epoch
         self._buffer_bytes_max = buffer_bytes_max
         self._buffered_bytes = 0
-        self._has_room = asyncio.Event()
-        self._has_room.set()
-        self._waiting: dict[RouterId, list[tuple[Frame, int]]] = {}
+        self._below_limit = asyncio.Event()
+        self._below_limit.set()
+        self._queued: dict[RouterId, list[tuple[Frame, int]]] = {}
         self._legs: dict[LegId, LegFrames] = {}
         self._routers: dict[RouterId, int] = {}
-        """Those that had a leg here lately, and how often they are still told what they have."""
-        self._rolls: set[RouterId] = set()
-        """Those that are to be told with their next frames."""
+        """Routers that had a leg here recently, and how many more in-flight lists each gets."""
+        self._lists_due: set[RouterId] = set()
+        """Routers whose next batch carries the in-flight list."""
         self._flusher: asyncio.Task[None] | None = None
         bus.on_unreachable(self._on_unreachable)
         bus.on_disconnect(lambda: self._lose_all(_BUS_DOWN))
 
     def leg(self, start: StartLeg, on_gone: Callable[[Failure], None] | None = None) -> LegFrames:
-        """Begin to answer a leg. ``on_gone`` is called once if nobody can receive its frames any more."""
+        """Begin to serve a leg. ``on_gone`` is called once if its frames cannot be delivered any more."""
         frames = LegFrames(self, start.leg_id, start.router_id, on_gone)
         self._legs[start.leg_id] = frames
-        self._routers[start.router_id] = ROLLS_AFTER_LEG
+        self._routers[start.router_id] = LISTS_AFTER_LEG
         return frames
 
     def queue(self, router_id: RouterId, frame: Frame, size: int) -> None:
-        """Send ``frame`` with all others of this turn of the loop."""
-        waiting = self._waiting.get(router_id)
-        if waiting is None:
-            waiting = self._waiting[router_id] = []
-        waiting.append((frame, size))
+        """Send ``frame`` with all others of this turn of the event loop."""
+        queued = self._queued.get(router_id)
+        if queued is None:
+            queued = self._queued[router_id] = []
+        queued.append((frame, size))
         self._buffered_bytes += size
         if self._buffered_bytes > self._buffer_bytes_max:
-            self._has_room.clear()
+            self._below_limit.clear()
         self._flush_soon()
 
     def _flush_soon(self) -> None:
         if self._flusher is None:
-            # The new task runs after everything that is ready in this turn: that is the batching.
+            # The new task runs after all callbacks of this turn, so it sends their frames in one batch.
             self._flusher = asyncio.get_running_loop().create_task(self._flush(), name="send-frames")
             self._flusher.add_done_callback(self._bus.end_with)
 
     def forget(self, leg: LegFrames) -> None:
-        """Take no more care of a leg that ended or is gone."""
+        """Drop a leg that ended or is gone."""
         self._legs.pop(leg.leg_id, None)
 
     async def drain(self) -> None:
-        """Wait until the buffer is within its bound."""
-        await self._has_room.wait()
+        """Wait until the buffer is below its limit."""
+        await self._below_limit.wait()
 
-    async def seek_routers(self) -> None:
-        """Tell every router which of its legs are served here. One that is gone is noticed though there is nothing to
-        say yet, as before the end of an answer that is no stream; one that has lost a cancel, or waits for frames that
-        were lost, notices that.
+    async def send_in_flight_lists(self) -> None:
+        """Send every router the list of its legs that are in flight here. That finds a router that is gone while a
+        response is not streamed, and a router finds legs whose cancel or frames were lost.
         """
         served = {leg.router_id for leg in self._legs.values()}
-        for router_id, rolls in list(self._routers.items()):
+        for router_id, lists_left in list(self._routers.items()):
             if router_id not in served:
-                self._routers[router_id] = rolls - 1
-                if not rolls:
+                self._routers[router_id] = lists_left - 1
+                if not lists_left:
                     del self._routers[router_id]
                     continue
-            self._rolls.add(router_id)
-            self._waiting.setdefault(router_id, [])
-        if self._waiting:
+            self._lists_due.add(router_id)
+            self._queued.setdefault(router_id, [])
+        if self._queued:
             self._flush_soon()
         await self.close()
 
@@ -193,9 +192,9 @@ class FrameSender:
 
     async def _flush(self) -> None:
         try:
-            while self._waiting:
-                router_id, frames = next(iter(self._waiting.items()))
-                del self._waiting[router_id]
+            while self._queued:
+                router_id, frames = next(iter(self._queued.items()))
+                del self._queued[router_id]
                 await self._send(router_id, frames)
         finally:
             self._flusher = None
@@ -209,21 +208,21 @@ class FrameSender:
                 batch, batch_bytes = [], 0
             batch.append(frame)
             batch_bytes += size
-        await self._publish(router_id, batch, batch_bytes, self._roll(router_id) if self._rolls else None)
+        await self._publish(router_id, batch, batch_bytes, self._in_flight_legs(router_id) if self._lists_due else None)
 
-    def _roll(self, router_id: RouterId) -> list[LegId] | None:
-        """If it is to be told: those that are served, and those that have ended and whose end was not sent yet."""
-        if router_id not in self._rolls:
+    def _in_flight_legs(self, router_id: RouterId) -> list[LegId] | None:
+        """If the list is due: the legs served here, and those whose END frame is still queued."""
+        if router_id not in self._lists_due:
             return None
-        self._rolls.remove(router_id)
-        ended = [frame.leg_id for frame, _size in self._waiting.get(router_id, ())]
+        self._lists_due.remove(router_id)
+        ended = [frame.leg_id for frame, _size in self._queued.get(router_id, ())]
         return list(dict.fromkeys([leg.leg_id for leg in self._legs.values() if leg.router_id == router_id] + ended))
 
     async def _publish(
-        self, router_id: RouterId, frames: list[Frame], size: int, serving: list[LegId] | None = None
+        self, router_id: RouterId, frames: list[Frame], size: int, in_flight: list[LegId] | None = None
     ) -> None:
         batch = FrameBatch(
-            router_id=router_id, worker_id=self._worker_id, epoch=self._epoch, frames=frames, serving=serving
+            router_id=router_id, worker_id=self._worker_id, epoch=self._epoch, frames=frames, in_flight=in_flight
         )
         try:
             await self._bus.publish(FRAMES, batch, key=router_id)
@@ -235,16 +234,16 @@ class FrameSender:
         finally:
             self._buffered_bytes -= size
             if self._buffered_bytes <= self._buffer_bytes_max:
-                self._has_room.set()
+                self._below_limit.set()
 
     async def _refuse(self, router_id: RouterId, frame: Frame, why: str) -> None:
-        """The frame cannot travel: its router is told in its place, with its sequence number."""
+        """Send a failure instead of a frame that is too large, with the same sequence number."""
         failure = Failure(reason=Reason.TOO_LARGE, message=why)
         leg = self._legs.get(frame.leg_id)
-        told = Frame(leg_id=frame.leg_id, seq=frame.seq, kind=FrameKind.FAILURE, failure=failure)
+        failed = Frame(leg_id=frame.leg_id, seq=frame.seq, kind=FrameKind.FAILURE, failure=failure)
         if leg is not None:
             leg.lose(failure)
-        await self._publish(router_id, [told], 0)
+        await self._publish(router_id, [failed], 0)
 
     def _on_unreachable(self, key: str) -> None:
         self._routers.pop(RouterId(key), None)

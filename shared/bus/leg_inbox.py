@@ -20,12 +20,12 @@ from shared.contracts.inference import CancelLeg, Frame, FrameBatch, FrameKind, 
 log = logging.getLogger("baton.bus")
 
 FRAME_OVERHEAD_BYTES = 128
-"""What an unread frame costs besides its data."""
-CANCELLED_KEPT_MAX = 4096
-"""Cancelled legs that are remembered: frames of theirs which were under way need no second cancel."""
+"""Bytes that an unread frame counts besides its data."""
+CANCELLED_MAX = 4096
+"""Cancelled legs that are remembered, so that their late frames cause no second cancel."""
 
-ROLLS_MISSED_MAX = 3
-"""A leg that was never answered and is not on so many rolls of its worker, one after the other, was never begun."""
+LISTS_MISSED_MAX = 3
+"""A leg without any frame is lost when this many consecutive in-flight lists of its worker lack it."""
 
 _DATA = FrameKind.DATA
 _FAILURE = FrameKind.FAILURE
@@ -33,7 +33,7 @@ _END = FrameKind.END
 
 
 class LegFailed(Exception):
-    """The leg did not end well; ``failure`` says why, ``worker_id`` whose leg it was, if anybody's."""
+    """The leg failed; ``failure`` has the reason, ``worker_id`` its worker, if any."""
 
     def __init__(self, failure: Failure, worker_id: WorkerId | None = None) -> None:
         super().__init__(f"{failure.reason}: {failure.message}")
@@ -43,16 +43,16 @@ class LegFailed(Exception):
 
 @dataclass(slots=True)
 class Orphans:
-    """Legs that one side knew of and the other did not, since the start."""
+    """Legs that only one side knew, counted since the start."""
 
     served: int = 0
-    """By a worker, though nobody here waited for them."""
+    """Served by a worker, but unknown to this router."""
     awaited: int = 0
-    """Here, though their worker did not serve them."""
+    """Awaited by this router, but not served by their worker."""
 
 
 class Leg:
-    """One leg as its router sees it."""
+    """The router's end of one leg."""
 
     __slots__ = (
         "_buffered_bytes",
@@ -64,7 +64,7 @@ class Leg:
         "ended",
         "epoch",
         "leg_id",
-        "rolls_missed",
+        "lists_missed",
         "worker_id",
     )
 
@@ -73,8 +73,8 @@ class Leg:
         self.worker_id = worker_id
         self.epoch = epoch
         self.ended = False
-        """No more frames will come: END or FAILURE arrived, or the leg was cancelled or lost."""
-        self.rolls_missed = 0
+        """No more frames are taken: END or FAILURE arrived, or the leg was cancelled or lost."""
+        self.lists_missed = 0
         self._inbox = inbox
         self._frames: list[Frame] = []
         self._buffered_bytes = 0
@@ -83,9 +83,9 @@ class Leg:
         self._waiter: asyncio.Future[None] | None = None
 
     async def frames(self) -> list[Frame]:
-        """All frames that arrived since the last call, in order, at least one. The last one is the END frame.
+        """All frames since the last call, in order, at least one; the END frame is the last of the leg.
 
-        One caller at a time. Raises LegFailed, after the frames that came before the failure were read.
+        One caller at a time. Raises LegFailed once the frames before the failure have been read.
         """
         if not self._frames:
             if self.ended:
@@ -105,28 +105,28 @@ class Leg:
 
     @property
     def is_begun(self) -> bool:
-        """Whether its worker has answered."""
+        """Whether its worker has sent a frame."""
         return self._seq > 0
 
     @property
     def unread(self) -> bool:
-        """Whether frames wait for their reader."""
+        """Whether frames wait to be read."""
         return bool(self._frames)
 
     def cancel(self) -> None:
-        """Nobody waits for this leg any more: tell the worker, unless it has ended. Idempotent."""
+        """Cancel the leg at its worker, unless it has ended. Idempotent."""
         if not self.ended:
             self._inbox.cancel(self, _CANCELLED)
 
     def fail(self, failure: Failure) -> None:
-        """End the leg with this failure; a reader sees it after the frames it has not read yet."""
+        """End the leg with this failure; the reader gets it after the unread frames."""
         if not self.ended:
             self.ended = True
             self._failure = failure
             self._wake()
 
     def take(self, frame: Frame, buffer_bytes_max: int) -> None:
-        """One frame arrived."""
+        """Take a frame that arrived."""
         if frame.seq != self._seq:
             self._inbox.cancel(self, _lost(f"frame {self._seq} of leg {self.leg_id} is missing"))
             return
@@ -157,7 +157,7 @@ class Leg:
 
 
 class LegInbox:
-    """All legs of one router. ``leg_buffer_bytes_max`` bounds what a slow client's leg may hold back."""
+    """All legs of one router. ``leg_buffer_bytes_max`` limits the unread bytes of a leg with a slow client."""
 
     def __init__(self, bus: Bus, router_id: RouterId, *, leg_buffer_bytes_max: int) -> None:
         self.orphans = Orphans()
@@ -166,15 +166,15 @@ class LegInbox:
         self._leg_buffer_bytes_max = leg_buffer_bytes_max
         self._legs: dict[LegId, Leg] = {}
         self._cancelled: dict[LegId, bool] = {}
-        """And whether they were on a roll after that."""
+        """And whether an in-flight list has named them since."""
         self._cancels: list[CancelLeg] = []
         self._canceller: asyncio.Task[None] | None = None
         self._subscription: Subscription | None = None
         self.closed = False
-        """Nothing new is started any more."""
+        """No new legs are started."""
 
     async def open(self) -> None:
-        """Listen for frames. Call once, before the first ``start``."""
+        """Subscribe to frames. Call once, before the first ``start``."""
         self._bus.on_unreachable(self._on_unreachable)
         self._bus.on_disconnect(lambda: self._fail_all(_BUS_DOWN))
         self._subscription = await self._bus.subscribe(
@@ -182,7 +182,7 @@ class LegInbox:
         )
 
     async def start(self, start: StartLeg, headers: Mapping[str, str] | None = None) -> Leg:
-        """Ask a worker to serve a leg. Raises BusDown, MessageTooLarge; all else comes out of ``Leg.frames``."""
+        """Ask a worker to serve a leg. Raises BusDown, MessageTooLarge; ``Leg.frames`` raises all other failures."""
         leg = Leg(self, start.leg_id, start.worker_id, start.epoch)
         self._legs[start.leg_id] = leg
         try:
@@ -194,22 +194,22 @@ class LegInbox:
         return leg
 
     def worker_lost(self, worker_id: WorkerId, epoch: Epoch) -> None:
-        """Fail every leg that this life of the worker, or an earlier one, was serving."""
+        """Fail every leg of this epoch of the worker, or of an earlier one."""
         for leg in list(self._legs.values()):
             if leg.worker_id == worker_id and (leg.epoch is None or leg.epoch <= epoch):
                 self._lose(leg, Failure(reason=Reason.WORKER_LOST, message=f"worker {worker_id} was lost"))
 
     def cancel(self, leg: Leg, why: Failure) -> None:
-        """End the leg here and tell its worker to stop."""
+        """End the leg here and cancel it at its worker."""
         self._lose(leg, why)
-        self._tell_to_stop(leg.worker_id, leg.leg_id)
+        self._cancel_once(leg.worker_id, leg.leg_id)
 
     def forget(self, leg: Leg) -> None:
-        """Frames of this leg are ignored from now on."""
+        """Ignore further frames of this leg."""
         self._legs.pop(leg.leg_id, None)
 
     async def close(self) -> None:
-        """Cancel what still runs and stop listening."""
+        """Cancel what still runs and stop subscription."""
         self.closed = True
         for leg in list(self._legs.values()):
             leg.cancel()
@@ -226,37 +226,37 @@ class LegInbox:
             if leg is not None:
                 leg.take(frame, buffer_bytes_max)
             elif frame.kind < _END:
-                self._tell_to_stop(batch.worker_id, frame.leg_id)
-        if batch.serving is not None:
-            self._compare(batch.worker_id, batch.epoch, set(batch.serving))
+                self._cancel_once(batch.worker_id, frame.leg_id)
+        if batch.in_flight is not None:
+            self._compare(batch.worker_id, batch.epoch, set(batch.in_flight))
 
-    def _compare(self, worker_id: WorkerId, epoch: Epoch, serving: set[LegId]) -> None:
-        """A worker tells which legs it serves. Those that nobody here waits for it is told to stop, again if that was
-        said before its last roll; those that it knows nothing of are lost. Its frames come in order, so what it has
-        begun to answer is on every roll until its end.
+    def _compare(self, worker_id: WorkerId, epoch: Epoch, in_flight: set[LegId]) -> None:
+        """Compare a worker's in-flight list with the legs of this router. Legs unknown here are cancelled, again if the
+        cancel was sent before the worker's previous list. Legs that the worker does not know are lost: its frames
+        arrive in order, so a leg that has begun is on every list until its end.
         """
-        for leg_id in serving - self._legs.keys():
+        for leg_id in in_flight - self._legs.keys():
             if self._cancelled.get(leg_id) is False:
                 self._cancelled[leg_id] = True
                 continue
             self._cancelled.pop(leg_id, None)
             self.orphans.served += 1
-            log.warning("%s serves leg %s, which nobody waits for: it is told to stop", worker_id, leg_id)
-            self._tell_to_stop(worker_id, leg_id)
+            log.warning("%s serves leg %s, which this router does not know: cancelling it", worker_id, leg_id)
+            self._cancel_once(worker_id, leg_id)
         for leg in list(self._legs.values()):
             if leg.worker_id != worker_id or (leg.epoch is not None and leg.epoch > epoch):
                 continue
-            leg.rolls_missed = 0 if leg.leg_id in serving else leg.rolls_missed + 1
-            if leg.rolls_missed >= (1 if leg.is_begun else ROLLS_MISSED_MAX):
+            leg.lists_missed = 0 if leg.leg_id in in_flight else leg.lists_missed + 1
+            if leg.lists_missed >= (1 if leg.is_begun else LISTS_MISSED_MAX):
                 self.orphans.awaited += 1
                 self.cancel(leg, _lost(f"{worker_id} does not serve leg {leg.leg_id}"))
 
-    def _tell_to_stop(self, worker_id: WorkerId, leg_id: LegId) -> None:
-        """Once per leg: cancel it, also when it was given up in an outage and its worker still serves it."""
+    def _cancel_once(self, worker_id: WorkerId, leg_id: LegId) -> None:
+        """Cancel a leg once, also one that failed here in an outage and is still served."""
         if leg_id in self._cancelled:
             return
         self._cancelled[leg_id] = False
-        if len(self._cancelled) > CANCELLED_KEPT_MAX:
+        if len(self._cancelled) > CANCELLED_MAX:
             del self._cancelled[next(iter(self._cancelled))]
         self._cancels.append(CancelLeg(worker_id=worker_id, leg_id=leg_id))
         if self._canceller is None:
@@ -266,10 +266,12 @@ class LegInbox:
     def _on_unreachable(self, key: str) -> None:
         leg = self._legs.get(LegId(key))
         if leg is not None:
-            self._lose(leg, Failure(reason=Reason.WORKER_LOST, message=f"worker {leg.worker_id} does not listen"))
+            self._lose(
+                leg, Failure(reason=Reason.WORKER_LOST, message=f"worker {leg.worker_id} is not connected to NATS")
+            )
 
     def _on_dropped(self) -> None:
-        """Which legs the lost batch belonged to is unknown, and a lost END would never show as a gap."""
+        """Fail all legs: the legs of the dropped batch are unknown, and a lost END leaves no gap."""
         self._fail_all(_lost("the router's queue of frames overflowed"))
 
     def _fail_all(self, failure: Failure) -> None:
@@ -286,7 +288,7 @@ class LegInbox:
             try:
                 await self._bus.publish(CANCEL_LEG, cancel)
             except BusDown:
-                log.info("leg %s was not cancelled: NATS is down, its worker fails it", cancel.leg_id)
+                log.info("leg %s was not cancelled: NATS is down, so its worker fails it", cancel.leg_id)
         self._canceller = None
 
 

@@ -1,4 +1,4 @@
-"""The real bus. With ``nats_kept`` it is the only door to nats-py; its errors and states become ours here."""
+"""The bus over NATS. It translates the errors and states of nats-py, which only the modules ``nats_*`` import."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ import nats.errors
 from shared.bus.connection import Connection
 from shared.bus.nats_client import DirectClient
 from shared.bus.nats_credentials import OPEN, Access, Credentials, credentials
-from shared.bus.nats_errors import Complaints, without_password
+from shared.bus.nats_errors import ConnectionErrors, without_password
 from shared.bus.nats_inbox import REFUSED_HEADER, Inbox
 from shared.bus.nats_kv_store import NatsKeyValueStore
 from shared.bus.nats_sender import Sender
-from shared.bus.nats_subscription import Listening, Take, filter_of
+from shared.bus.nats_subscription import LiveSubscription, Take, subject_filter
 from shared.bus.port import (
     ASKS_AT_ONCE_MAX,
-    Answerer,
     AskTimedOut,
     BusCounts,
     BusDown,
@@ -31,6 +30,7 @@ from shared.bus.port import (
     Handler,
     KeyValueStore,
     NoResponders,
+    Responder,
     Subscription,
 )
 from shared.bus.receiver import SUBJECT_SHOWN_MAX, Receiver, Reply, count_bad, make_reply, read_reply, unreadable
@@ -45,19 +45,19 @@ A = TypeVar("A", bound=msgspec.Struct)
 
 FRAME_BUDGET_BYTES = 64 * 1024 * 1024
 QUEUE_MAX = 65536
-"""Messages that wait for one handler."""
+"""Messages queued for one handler."""
 CONNECT_ATTEMPT_S_MAX = 2
 RECONNECT_WAIT_S = 0.2
 PING_INTERVAL_S = 1
 UNANSWERED_PINGS_MAX = 5
-"""A server that went silent is noticed after about six seconds; one that ended, at once. Less would cut off healthy
-processes on a machine that stands still for a moment.
+"""A silent server is noticed after about six seconds, a closed connection at once. A shorter limit would disconnect
+healthy processes on a machine that stalls for a moment.
 """
 UNSENT_BYTES_MAX = 16 * 1024 * 1024
-"""Above this a sender waits until the socket takes more."""
+"""Above this a sender waits for the socket."""
 SEND_S_MAX = 10.0
-"""A sender waits no longer than this for the socket."""
-GOODBYE_S_MAX = 2.0
+"""Longest wait of a sender for the socket."""
+CLOSE_S_MAX = 2.0
 
 
 async def connect_nats(
@@ -68,45 +68,45 @@ async def connect_nats(
     frame_budget_bytes: int = FRAME_BUDGET_BYTES,
     access: Access = OPEN,
 ) -> NatsBus:
-    """Connect, trying again until ``connect_s_max`` has passed. Raises BusDown with the last error, and at once when
-    NATS refuses us or is not the right one.
+    """Connect, retrying for ``connect_s_max``. Raises BusDown with the last error; at once if NATS rejects the
+    credentials or its certificate is not trusted.
     """
-    bus = NatsBus(frame_budget_bytes, credentials(url, access), Complaints(url, access))
+    bus = NatsBus(frame_budget_bytes, credentials(url, access), ConnectionErrors(url, access))
     await bus.open(url, name, connect_s_max)
     return bus
 
 
 class _TooLate(Exception):
-    """The deadline of the first connection has passed. No subclass of OSError: nats-py would try again."""
+    """The deadline of the first connection has passed. Not an OSError: nats-py would retry after one."""
 
 
 class NatsBus(Connection):
-    """One connection. See ``port.Bus``."""
+    """One connection; implements ``port.Bus``."""
 
-    def __init__(self, frame_budget_bytes: int, known_by: Credentials, complaints: Complaints) -> None:
+    def __init__(self, frame_budget_bytes: int, login: Credentials, errors: ConnectionErrors) -> None:
         super().__init__()
         self.frame_budget_bytes = frame_budget_bytes
         self.counts = BusCounts()
         self._nc = DirectClient()
-        self._known_by = known_by
-        self._complaints = complaints
-        self._inbox = Inbox(f"{known_by.inboxes}.{uuid4().hex}", lambda key: self._tell(self.unreachable, key))
+        self._login = login
+        self._errors = errors
+        self._inbox = Inbox(f"{login.inboxes}.{uuid4().hex}", lambda key: self._call(self.unreachable, key))
         self._sender = Sender(self._nc, frame_budget_bytes, self._inbox.token)
-        self._listenings: WeakSet[Listening] = WeakSet()
+        self._subscriptions: WeakSet[LiveSubscription] = WeakSet()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
         self._connect_until = math.inf
-        """When the first connection must be there, in the event loop's time."""
+        """Deadline of the first connection, in the event loop's time."""
 
     async def open(self, url: str, name: str, connect_s_max: float) -> None:
-        """Connect and listen for answers. Raises BusDown."""
+        """Connect and subscribe to the inbox. Raises BusDown."""
         connecting = self._nc.connect(
             url,
             name=name,
-            inbox_prefix=self._known_by.inboxes,
+            inbox_prefix=self._login.inboxes,
             connect_timeout=CONNECT_ATTEMPT_S_MAX,
             max_reconnect_attempts=-1,
-            reconnect_time_wait=RECONNECT_WAIT_S,  # type: ignore[arg-type]  # nats-py says int and sleeps any number
+            reconnect_time_wait=RECONNECT_WAIT_S,  # type: ignore[arg-type]  # nats-py says int and accepts fractions
             ping_interval=PING_INTERVAL_S,
             max_outstanding_pings=UNANSWERED_PINGS_MAX,
             pending_size=UNSENT_BYTES_MAX,
@@ -116,7 +116,7 @@ class NatsBus(Connection):
             disconnected_cb=self._on_disconnected,
             reconnected_cb=self._on_reconnected,
             closed_cb=self._on_closed,
-            **self._known_by.options,
+            **self._login.options,
         )
         self._connect_until = asyncio.get_running_loop().time() + connect_s_max
         try:
@@ -128,8 +128,8 @@ class NatsBus(Connection):
                 raise
             raise BusDown(f"no NATS at {without_password(url)} within {connect_s_max:g} s: {why}") from error
         self._connect_until = math.inf
-        self._complaints.is_first_attempt = False
-        await self._listen(self._inbox.subject, self._inbox.on_message, QUEUE_MAX, None)
+        self._errors.is_first_attempt = False
+        await self._subscribe(self._inbox.subject, self._inbox.on_message, QUEUE_MAX, None)
 
     async def _connected(self, connecting: Coroutine[Any, Any, None]) -> None:
         await connecting
@@ -150,9 +150,9 @@ class NatsBus(Connection):
         subject = channel.address(message)
         payload = pack(message)
         if not can_be_sent_to(subject):
-            log.warning("nobody can listen on %r: not sent", subject[:SUBJECT_SHOWN_MAX])
+            log.warning("%r is not a valid subject: not sent", subject[:SUBJECT_SHOWN_MAX])
             if key:
-                asyncio.get_running_loop().call_soon(self._tell, self.unreachable, key)
+                asyncio.get_running_loop().call_soon(self._call, self.unreachable, key)
             return
         reply = self._inbox.for_key(key) if key else ""
         await self._sender.send(subject, payload, headers, reply)
@@ -174,7 +174,9 @@ class NatsBus(Connection):
         def take_now(payload: bytes, headers: dict[str, str], subject: str, _reply: str) -> None:
             receiver.take_now(payload, headers, subject)
 
-        return await self._listen(filter_of(channel, ids), take if receiver.waits else take_now, queue_max, on_dropped)
+        return await self._subscribe(
+            subject_filter(channel, ids), take if receiver.is_async else take_now, queue_max, on_dropped
+        )
 
     async def ask(
         self,
@@ -186,38 +188,38 @@ class NatsBus(Connection):
     ) -> A:
         subject = channel.address(message)
         if not can_be_sent_to(subject):
-            raise NoResponders(f"nobody can listen on {subject[:SUBJECT_SHOWN_MAX]!r}")
+            raise NoResponders(f"{subject[:SUBJECT_SHOWN_MAX]!r} is not a valid subject")
         with self._inbox.expect(subject) as (reply_subject, reply):
             try:
                 async with asyncio.timeout(timeout_s):
                     await self._sender.send(subject, pack(message), headers, reply_subject)
                     return read_reply(await reply, channel.answer)
             except TimeoutError as late:
-                raise AskTimedOut(f"{subject}: no answer within {timeout_s:g} s") from late
+                raise AskTimedOut(f"{subject}: no reply within {timeout_s:g} s") from late
 
-    async def answer(self, channel: AskChannel[M, A], answerer: Answerer[M, A], **ids: str) -> Subscription:
-        side_by_side = asyncio.Semaphore(ASKS_AT_ONCE_MAX)
+    async def answer(self, channel: AskChannel[M, A], responder: Responder[M, A], **ids: str) -> Subscription:
+        free_slots = asyncio.Semaphore(ASKS_AT_ONCE_MAX)
 
         async def work(payload: bytes, headers: dict[str, str], subject: str, reply: str) -> None:
             try:
                 envelope = Envelope(headers, len(payload))
-                made = await make_reply(channel, answerer, payload, subject, envelope, self.frame_budget_bytes)
+                made = await make_reply(channel, responder, payload, subject, envelope, self.frame_budget_bytes)
             except BadMessage as bad:
                 count_bad(self.counts, subject, bad)
                 made = unreadable(bad)
             except Exception as bug:
-                log.exception("the answerer of %s raised: the bus ends", channel.subject)
+                log.exception("the responder of %s raised: the bus ends", channel.subject)
                 self.fail(bug)
                 return
             finally:
-                side_by_side.release()
+                free_slots.release()
             await self._reply(reply, made)
 
         async def take(payload: bytes, headers: dict[str, str], subject: str, reply: str) -> None:
-            await side_by_side.acquire()
+            await free_slots.acquire()
             self._spawn(work(payload, headers, subject, reply), f"answer {channel.subject}")
 
-        return await self._listen(filter_of(channel, ids), take, QUEUE_MAX, None)
+        return await self._subscribe(subject_filter(channel, ids), take, QUEUE_MAX, None)
 
     async def key_value_store(self, channel: Channel[M], *, ttl_s: float | None) -> KeyValueStore[M]:
         return await NatsKeyValueStore.open(self, self._nc, channel, ttl_s)
@@ -231,23 +233,23 @@ class NatsBus(Connection):
             raise BusDown(f"flush: {error}") from error
 
     async def _flush(self, timeout_s: float) -> None:
-        # nats-py writes the PING past what it still holds back: without this line the PONG would prove nothing.
+        # nats-py writes the PING before the pending data; without this line the PONG would prove nothing.
         await self._nc._flush_pending(force_flush=True)
-        await self._nc.flush(timeout_s)  # type: ignore[arg-type]  # nats-py says int and waits any number
+        await self._nc.flush(timeout_s)  # type: ignore[arg-type]  # nats-py says int and accepts fractions
 
     async def close(self) -> None:
         if self._closing:
             return
         if self.connected:
             try:
-                await self.flush(GOODBYE_S_MAX)
+                await self.flush(CLOSE_S_MAX)
             except BusDown:
-                log.info("NATS went away before everything was sent")
+                log.info("NATS was lost before everything was sent")
         self._closing = True
         await end(self._tasks)
         try:
-            # nats-py waits until the socket has taken what it holds back: for ever if the server does not read.
-            await within(GOODBYE_S_MAX, self._nc.close(), name="close the connection to NATS")
+            # nats-py waits until the socket has sent everything: for ever if the server does not read.
+            await within(CLOSE_S_MAX, self._nc.close(), name="close the connection to NATS")
         except TimeoutError:
             self._nc.abort()
 
@@ -256,38 +258,38 @@ class NatsBus(Connection):
         try:
             await self._sender.send(subject, payload, {REFUSED_HEADER: "1"} if refused else None, "")
         except BusDown:
-            log.info("an answer was not sent: NATS is down")
+            log.info("a reply was not sent: NATS is down")
 
-    async def _listen(
+    async def _subscribe(
         self, subject: str, take: Take, queue_max: int, on_dropped: Callable[[], None] | None
-    ) -> Listening:
-        listening = Listening(
+    ) -> LiveSubscription:
+        subscription = LiveSubscription(
             self._nc, take, self.counts, frame_budget_bytes=self.frame_budget_bytes, on_dropped=on_dropped
         )
         try:
-            await listening.open(subject, queue_max=queue_max, queue_bytes_max=2 * self.frame_budget_bytes)
+            await subscription.open(subject, queue_max=queue_max, queue_bytes_max=2 * self.frame_budget_bytes)
         except nats.errors.Error as error:
             raise BusDown(f"subscribe to {subject}: {error!r}") from error
-        self._listenings.add(listening)
-        await self.flush(SEND_S_MAX)  # The server has read the SUB when it answers the PING.
-        return listening
+        self._subscriptions.add(subscription)
+        await self.flush(SEND_S_MAX)  # The PONG proves that the server has read the SUB.
+        return subscription
 
-    def _tell(self, handlers: list[Callable[..., None]], *told: str) -> None:
+    def _call(self, handlers: list[Callable[..., None]], *arguments: str) -> None:
         try:
             for handler in handlers:
-                handler(*told)
-        except Exception as bug:  # nats-py would take it for a failed reconnection.
-            log.exception("a handler of the connection raised: the bus ends")
+                handler(*arguments)
+        except Exception as bug:  # nats-py would treat it as a failed reconnection.
+            log.exception("a connection handler raised: the bus ends")
             self.fail(bug)
 
     async def _on_error(self, error: Exception) -> None:
         if isinstance(error, nats.errors.SlowConsumerError):
-            for listening in self._listenings:
-                if listening.nats is error.sub:
-                    listening.on_slow()
+            for subscription in self._subscriptions:
+                if subscription.nats is error.sub:
+                    subscription.on_slow()
             return
-        self._complaints.hear(error)
-        # nats-py calls this after each attempt that failed, and what this raises ends its endless loop of attempts.
+        self._errors.report(error)
+        # nats-py calls this after each failed attempt, and an exception from here ends its endless loop of attempts.
         if asyncio.get_running_loop().time() >= self._connect_until:
             raise _TooLate
 
@@ -295,20 +297,20 @@ class NatsBus(Connection):
         if self._closing:
             return
         log.warning("the connection to NATS was lost")
-        # nats-py would send what is left after a reconnection, minutes later perhaps: a stale StartLeg does harm.
+        # nats-py would send pending commands after the reconnection, perhaps minutes later. A stale StartLeg does harm.
         self._nc._pending.clear()
         self._nc._pending_data_size = 0
         self._inbox.fail_all(lambda: BusDown("the connection to NATS was lost"))
-        self._tell(self.disconnected)
+        self._call(self.disconnected)
 
     async def _on_reconnected(self) -> None:
         self.counts.reconnects += 1
         log.warning("reconnected to NATS")
-        self._tell(self.reconnected)
+        self._call(self.reconnected)
 
     async def _on_closed(self) -> None:
         if not self._closing:
-            self.fail(BusDown(f"NATS closed the connection for good: {self._nc.last_error}"))
+            self.fail(BusDown(f"NATS closed the connection permanently: {self._nc.last_error}"))
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.get_running_loop().create_task(work, name=name)

@@ -1,8 +1,8 @@
-"""How a process shows NATS who it is, and how it knows that NATS is NATS: an nkey's seed and a CA, each in a file.
+"""Credentials for NATS: an nkey's seed, which authenticates the process, and a CA, which authenticates the server.
 
-A seed is the private half of an Ed25519 key. NATS knows the public half, has each connection sign a number that it made
-up, and grants the permissions of that key's owner. Who the owner is stands in the file too, for answers arrive below a
-prefix of the owner's own.
+A seed is the private half of an Ed25519 key. NATS knows the public half, lets each connection sign a nonce, and grants
+the permissions of the key's owner. The key file also names the owner: each owner's replies arrive below an inbox prefix
+of its own.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ SEED_BYTES = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """What a process was given for NATS; nothing where NATS asks for nothing, as on one machine."""
+    """The settings of a process for NATS; all empty for a NATS without authentication."""
 
     party: str = ""
-    """Who it is, if its key does not say that itself."""
+    """The owner of the key, if its file does not name one."""
     nkey_file: str = ""
     ca_file: str = ""
 
@@ -41,24 +41,24 @@ class Seed:
     """An nkey."""
 
     owner: str = ""
-    """A party, or one worker as ``worker.NAME``; empty for a key that was not made by `baton init`."""
+    """A party, or one worker as ``worker.NAME``. Empty if `baton init` did not make the key."""
     text: str = field(repr=False)
 
     @property
     def public_key(self) -> str:
-        """What nats-server knows it by."""
-        import nkeys  # here and below, so that nobody pays for it who has no key
+        """What nats-server is configured with."""
+        import nkeys  # imported late: processes without a key need not load it
 
         return str(nkeys.from_seed(bytearray(self.text.encode())).public_key.decode())
 
     @property
     def file_text(self) -> str:
-        """As it is kept. nats-server's own tools read such files too."""
+        """The content of a key file. nats-server's own tools read it too."""
         return f"# A key for NATS. Who has it may do what its owner may.\n{OWNER}{self.owner}\n{self.text}\n"
 
 
 def new_seed(owner: str) -> Seed:
-    """A key that nobody has yet."""
+    """A new random key."""
     import nkeys
 
     header = bytes([nkeys.PREFIX_BYTE_SEED | nkeys.PREFIX_BYTE_USER >> 5, (nkeys.PREFIX_BYTE_USER & 31) << 3])
@@ -68,7 +68,7 @@ def new_seed(owner: str) -> Seed:
 
 
 def read_seed(file: str | Path) -> Seed:
-    """The key in a file. Raises BusDown with what to do."""
+    """The key in a file. Raises BusDown with the correction."""
     lines = [line.strip() for line in _text(file, "the key for NATS").splitlines()]
     owners = [line.removeprefix(OWNER).strip() for line in lines if line.startswith(OWNER)]
     seeds = [line for line in lines if line and not line.startswith("#")]
@@ -80,15 +80,15 @@ def read_seed(file: str | Path) -> Seed:
 
 @dataclass(frozen=True, kw_only=True)
 class Credentials:
-    """An ``Access`` as nats-py takes it."""
+    """An ``Access`` as options of nats-py."""
 
     inboxes: str
-    """Below which answers arrive: each owner has a prefix of its own, which no other may listen to."""
+    """Prefix of the reply subjects; no other owner may subscribe below it."""
     options: dict[str, Any]
 
 
 def credentials(url: str, access: Access) -> Credentials:
-    """Read what there is to read. Raises BusDown with what to do."""
+    """Read the files. Raises BusDown with the correction."""
     options: dict[str, Any] = {}
     owner = urlsplit(url).username or ""
     if access.nkey_file:
@@ -96,13 +96,13 @@ def credentials(url: str, access: Access) -> Credentials:
         options["nkeys_seed_str"] = seed.text
         owner = seed.owner or access.party
     if access.ca_file or urlsplit(url).scheme == "tls":
-        options["tls"] = _trusting(access.ca_file)
+        options["tls"] = _tls_context(access.ca_file)
     is_known = all(is_subject_token(token) for token in owner.split("."))
     return Credentials(inboxes=inbox_prefix(owner) if is_known else "_INBOX", options=options)
 
 
-def _trusting(ca_file: str) -> ssl.SSLContext:
-    """TLS with a server whose certificate that CA signed; none is named: one of the system's CAs."""
+def _tls_context(ca_file: str) -> ssl.SSLContext:
+    """Trusts the CA in ``ca_file``, or the CAs of the system if it is empty."""
     if ca_file:
         _text(ca_file, "the CA of NATS")
     try:

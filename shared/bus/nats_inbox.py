@@ -1,4 +1,4 @@
-"""What comes back to this connection: answers to its asks, and word that nobody listens."""
+"""Messages to this connection: replies to its asks, and the server's notices that a subject has no subscriber."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shared.bus.port import NoResponders
 from shared.bus.receiver import Reply
 
 REFUSED_HEADER = "Baton-Refused"
-"""Marks an answer that is a ``Failure`` instead of what was asked for."""
+"""Marks a reply that is a ``Failure``."""
 _STATUS_HEADER = "Status"
 _NO_RESPONDERS = "503"
 
@@ -29,12 +29,12 @@ class Inbox:
         self._asks: dict[str, tuple[str, asyncio.Future[Reply]]] = {}
 
     def for_key(self, key: str) -> str:
-        """Where the server says that nobody listens to the message with this key."""
+        """Reply subject on which the server reports that the message with this key has no subscriber."""
         return f"{self._prefix}.u.{key}"
 
     @contextmanager
     def expect(self, subject: str) -> Iterator[tuple[str, asyncio.Future[Reply]]]:
-        """For an ask on ``subject``: a reply subject, and the future of what arrives there, or of NoResponders."""
+        """A reply subject for an ask on ``subject``, and the future of the reply or of NoResponders."""
         number = str(next(self._numbers))
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._asks[number] = (subject, future)
@@ -45,23 +45,23 @@ class Inbox:
             future.cancel()
 
     def fail_all(self, error: Callable[[], Exception]) -> None:
-        """No answer can come any more."""
+        """Fail every open ask."""
         for _, asked in self._asks.values():
             if not asked.done():
                 asked.set_exception(error())
 
     def on_message(self, payload: bytes, headers: dict[str, str], subject: str, _reply: str) -> None:
-        """Whatever arrives below the prefix."""
+        """Takes every message below the prefix."""
         kind, _, name = subject[len(self._prefix) + 1 :].partition(".")
-        nobody = not payload and headers.get(_STATUS_HEADER) == _NO_RESPONDERS
-        if kind == "u" and nobody:
+        no_responders = not payload and headers.get(_STATUS_HEADER) == _NO_RESPONDERS
+        if kind == "u" and no_responders:
             self._unreachable(name)
         if kind != "a" or name not in self._asks:
             return
         asked_on, asked = self._asks[name]
         if asked.done():
             return
-        if nobody:
-            asked.set_exception(NoResponders(f"nobody answers {asked_on}"))
+        if no_responders:
+            asked.set_exception(NoResponders(f"{asked_on} has no subscriber"))
         else:
             asked.set_result((payload, REFUSED_HEADER in headers))

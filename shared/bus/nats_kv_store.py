@@ -1,8 +1,8 @@
-"""KeyValueStore values in a JetStream key-value bucket, with nats-py's traps taken care of.
+"""A key-value store in a JetStream bucket, with workarounds for these traps:
 
-* Expiry tells watchers nothing unless the bucket has a ``limit_marker_ttl``; an expiry marker reads as an empty value.
-* A watch stalls for many seconds after a server restart: it is made anew when the connection is back.
-* A server that lost its storage has no bucket any more: it is made anew at the next use.
+* Watchers see expiry only if the bucket has a ``limit_marker_ttl``; an expiry marker reads as an empty value.
+* A watch stalls for many seconds after a server restart. It is opened again when the connection is back.
+* A server that lost its storage has lost the bucket. It is created again at the next use.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nats.js.api import KeyValueConfig, StorageType
 from nats.js.kv import KeyValue
 
 from shared.bus.port import BusCounts, BusDown, BusError, StoredValue, WrongRevision
-from shared.bus.receiver import count_bad, read_kept
+from shared.bus.receiver import count_bad, read_entry
 from shared.bus.wire import BadMessage, pack
 from shared.contracts.channels import Channel
 from shared.deadline import keep_cancellation
@@ -32,19 +32,19 @@ log = logging.getLogger("baton.bus")
 M = TypeVar("M", bound=msgspec.Struct)
 T = TypeVar("T")
 
-ANSWER_S_MAX = 5.0
-"""JetStream answers within this or counts as down."""
+REPLY_S_MAX = 5.0
+"""JetStream counts as down if it does not reply within this."""
 MARKER_S = 10.0
-"""How long the note that a value expired stays in the bucket."""
+"""How long the marker of an expired value stays in the bucket."""
 WATCH_RETRY_S = 0.2
 WATCHER_IDLE_S_MAX = 60.0
-"""The server forgets a watch whose process vanished."""
+"""The server drops a watch that its process no longer reads."""
 DUPLICATE_WINDOW_S = 120.0
 DIFFERENT_CONFIG = 10058
 
 
 class Owner(Protocol):
-    """The bus that the values belong to."""
+    """The bus that opened the store."""
 
     counts: BusCounts
 
@@ -55,7 +55,7 @@ class Owner(Protocol):
 
 
 class NatsKeyValueStore(Generic[M]):
-    """The values of one KEY_VALUE channel."""
+    """The entries of one KEY_VALUE channel."""
 
     def __init__(self, owner: Owner, js: JetStreamContext, channel: Channel[M], ttl_s: float | None) -> None:
         self._owner = owner
@@ -69,12 +69,12 @@ class NatsKeyValueStore(Generic[M]):
 
     @classmethod
     async def open(cls, owner: Owner, nc: Client, channel: Channel[M], ttl_s: float | None) -> NatsKeyValueStore[M]:
-        """Make the bucket if there is none. Raises BusDown."""
-        kept = cls(owner, nc.jetstream(timeout=ANSWER_S_MAX), channel, ttl_s)
+        """Create the bucket if it is missing. Raises BusDown."""
+        store = cls(owner, nc.jetstream(timeout=REPLY_S_MAX), channel, ttl_s)
         with keep_cancellation(), _our_errors():
-            await kept._make_bucket()
-        owner.on_reconnect(kept._watch_anew)
-        return kept
+            await store._make_bucket()
+        owner.on_reconnect(store._restart_watches)
+        return store
 
     async def put(self, value: M) -> int:
         key, payload = self._pack(value)
@@ -86,7 +86,7 @@ class NatsKeyValueStore(Generic[M]):
             return await self._use(lambda kv: kv.update(key, payload, last=0))
         except WrongRevision:
             entry = await self._use(lambda kv: _newest(kv, key))
-            if entry is None or not entry.value:  # Deleted or expired: only the marker is in the way.
+            if entry is None or not entry.value:  # Deleted or expired: only its marker is left.
                 revision = entry.revision if entry is not None else 0
                 return await self._use(lambda kv: kv.update(key, payload, last=revision))
             raise
@@ -106,7 +106,7 @@ class NatsKeyValueStore(Generic[M]):
         watcher = await self._use(lambda kv: kv.watchall(inactive_threshold=WATCHER_IDLE_S_MAX))
         live: list[StoredValue[M]] = []
         try:
-            async with asyncio.timeout(ANSWER_S_MAX):
+            async with asyncio.timeout(REPLY_S_MAX):
                 async for entry in entries_of(watcher, self._has_entries):
                     if entry is None:
                         return live
@@ -114,32 +114,32 @@ class NatsKeyValueStore(Generic[M]):
                     if value is not None:
                         live.append(value)
         except TimeoutError as late:
-            raise BusDown(f"{self._bucket}: JetStream did not answer within {ANSWER_S_MAX} s") from late
+            raise BusDown(f"{self._bucket}: JetStream did not reply within {REPLY_S_MAX} s") from late
         finally:
             await _stop(watcher)
         return live
 
     async def watch(self) -> AsyncIterator[StoredValue[M] | None]:
-        told: dict[str, int] = {}
+        known: dict[str, int] = {}
         while True:
             watcher = await self._new_watcher()
             seen: set[str] = set()
             complete = False
             try:
-                # Ends when the connection came back: then everything is told again.
+                # Ends when the connection is back; then all entries are yielded again.
                 async for entry in entries_of(watcher, self._has_entries):
                     if entry is None:
-                        for gone in told.keys() - seen:
-                            yield StoredValue(gone, None, told.pop(gone))
+                        for gone in known.keys() - seen:
+                            yield StoredValue(gone, None, known.pop(gone))
                         complete = True
                         yield None
                         continue
                     value = self._read(entry)
                     if value is not None:
                         seen.add(entry.key)
-                        told[entry.key] = value.revision
+                        known[entry.key] = value.revision
                         yield value
-                    elif complete and told.pop(entry.key, None) is not None:
+                    elif complete and known.pop(entry.key, None) is not None:
                         yield StoredValue(entry.key, None, entry.revision or 0)
             finally:
                 self._watchers.discard(watcher)
@@ -148,7 +148,7 @@ class NatsKeyValueStore(Generic[M]):
     async def _has_entries(self) -> bool:
         try:
             return bool((await self._use(lambda kv: kv.status())).values)
-        except BusError:  # The connection is gone: everything will be told again.
+        except BusError:  # The connection is lost; the watch starts again.
             return False
 
     async def _new_watcher(self) -> KeyValue.KeyWatcher:
@@ -157,7 +157,7 @@ class NatsKeyValueStore(Generic[M]):
             try:
                 watcher = await self._use(lambda kv: kv.watchall(inactive_threshold=WATCHER_IDLE_S_MAX))
             except BusError as error:
-                log.info("cannot watch %s yet: %s", self._bucket, error)
+                log.info("cannot watch %s yet, trying again: %s", self._bucket, error)
                 await asyncio.sleep(WATCH_RETRY_S)
                 continue
             if life == self._owner.counts.reconnects:
@@ -165,14 +165,14 @@ class NatsKeyValueStore(Generic[M]):
                 return watcher
             await _stop(watcher)
 
-    def _watch_anew(self) -> None:
+    def _restart_watches(self) -> None:
         for watcher in self._watchers:
             stop = asyncio.get_running_loop().create_task(_stop(watcher), name=f"rewatch {self._bucket}")
             self._stops.add(stop)
             stop.add_done_callback(self._stops.discard)
 
     async def _use(self, operation: Callable[[KeyValue], Awaitable[T]]) -> T:
-        """Do something with the bucket, making it anew if the server lost it. Raises BusDown, WrongRevision."""
+        """Run an operation; create the bucket again if the server lost it. Raises BusDown, WrongRevision."""
         if not self._owner.connected:
             raise BusDown("NATS cannot be reached")
         with keep_cancellation(), _our_errors():
@@ -182,7 +182,7 @@ class NatsKeyValueStore(Generic[M]):
             except js_errors.KeyValueError:
                 raise
             except (js_errors.NoStreamResponseError, js_errors.NotFoundError):
-                log.warning("the server has no bucket %s: making it", self._bucket)
+                log.warning("the server has lost the bucket %s: creating it again", self._bucket)
                 return await operation(await self._make_bucket())
 
     async def _make_bucket(self) -> KeyValue:
@@ -198,7 +198,7 @@ class NatsKeyValueStore(Generic[M]):
         return self._kv
 
     async def _change_bucket(self) -> KeyValue:
-        """The bucket exists with another expiry: an older configuration, so ours is right."""
+        """The bucket exists with another expiry, from an older configuration: apply the present one."""
         info = await self._js.stream_info(f"KV_{self._bucket}")
         await self._js.update_stream(
             info.config.evolve(
@@ -213,11 +213,11 @@ class NatsKeyValueStore(Generic[M]):
         return self._channel.address(value).partition(".")[2], pack(value)
 
     def _read(self, entry: KeyValue.Entry) -> StoredValue[M] | None:
-        """The value, or None for markers and for what cannot be read."""
+        """The entry, or None for markers and unreadable values."""
         if not entry.value:
             return None
         try:
-            return StoredValue(entry.key, read_kept(self._channel, entry.key, entry.value), entry.revision or 0)
+            return StoredValue(entry.key, read_entry(self._channel, entry.key, entry.value), entry.revision or 0)
         except BadMessage as bad:
             count_bad(self._owner.counts, self._channel.subject, bad)
             return None
@@ -226,10 +226,10 @@ class NatsKeyValueStore(Generic[M]):
 async def entries_of(
     watcher: AsyncIterable[KeyValue.Entry | None], has_entries: Callable[[], Awaitable[bool]]
 ) -> AsyncIterator[KeyValue.Entry | None]:
-    """What the watcher tells, and None behind the last entry that was there at the beginning.
+    """The watcher's entries, with None after the last entry that existed at the start.
 
-    nats-py says None at once when the server has nothing pending: also when the first entries have left the server and
-    not arrived yet. An early None is held back until the entry behind which nothing is pending.
+    nats-py yields None at once if the server reports nothing pending, also while the first entries are still on their
+    way. An early None is held back until the entry after which nothing is pending.
     """
     arrived = early = False
     async for entry in watcher:

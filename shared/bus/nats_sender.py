@@ -1,4 +1,4 @@
-"""Payloads out: whole, or in parts when the server's limit is smaller; in order per subject either way."""
+"""Sends payloads, in parts if they exceed the server's limit, in order per subject."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from shared.bus.wire import PART_HEADER, PART_MARGIN_BYTES, header_bytes, split
 
 
 class Sender:
-    """The sending half of one connection."""
+    """The sending side of one connection."""
 
     def __init__(self, nc: Client, frame_budget_bytes: int, token: str) -> None:
         self._nc = nc
         self._frame_budget_bytes = frame_budget_bytes
-        self._gates = Gates()
+        self._locks = SubjectLocks()
         self._token = token
         """Unique to this connection."""
         self._numbers = count()
@@ -36,31 +36,31 @@ class Sender:
         try:
             if size + PART_MARGIN_BYTES + header_bytes(headers) > nc.max_payload:
                 await self._send_parts(subject, payload, headers, reply)
-            elif subject in self._gates:
-                async with self._gates.hold(subject):
+            elif subject in self._locks:
+                async with self._locks.hold(subject):
                     await nc.publish(subject, payload, reply, headers or None)  # type: ignore[arg-type]
             else:
-                await nc.publish(subject, payload, reply, headers or None)  # type: ignore[arg-type]  # nats-py only reads them
+                await nc.publish(subject, payload, reply, headers or None)  # type: ignore[arg-type]  # nats-py says dict and only reads
         except nats.errors.Error as error:
             raise BusDown(f"{subject}: {error!r}") from error
 
     async def _send_parts(self, subject: str, payload: bytes, headers: Mapping[str, str] | None, reply: str) -> None:
         part_bytes_max = self._nc.max_payload - PART_MARGIN_BYTES - header_bytes(headers)
         if part_bytes_max <= 0:
-            raise MessageTooLarge(f"headers of {header_bytes(headers)} bytes leave no room for the message")
+            raise MessageTooLarge(f"headers of {header_bytes(headers)} bytes leave no space for the message")
         message_id = f"{self._token}-{next(self._numbers)}"
         parts = list(split(payload, part_bytes_max, message_id))
-        # Later messages on this subject wait, so that order is kept while this one waits for the socket.
-        async with self._gates.hold(subject):
+        # Later messages on this subject wait for the lock, so that order is kept while this one waits for the socket.
+        async with self._locks.hold(subject):
             for number, (part_header, part) in enumerate(parts, 1):
                 if not self._nc.is_connected:
                     raise BusDown("the connection to NATS was lost while a message in parts was sent")
-                # Only the last part asks whether anybody listens: it is the one that completes the message.
+                # Only the last part, which completes the message, makes the server report a missing subscriber.
                 part_reply = reply if number == len(parts) else ""
                 await self._nc.publish(subject, bytes(part), part_reply, {**(headers or {}), PART_HEADER: part_header})
 
 
-class _Gate:
+class _SubjectLock:
     __slots__ = ("lock", "users")
 
     def __init__(self) -> None:
@@ -68,24 +68,24 @@ class _Gate:
         self.users = 0
 
 
-class Gates:
-    """``subject in gates`` is the cheap question; who finds a gate, or needs one, passes through ``hold``."""
+class SubjectLocks:
+    """``subject in locks`` is the cheap check; a sender that finds a lock, or needs one, goes through ``hold``."""
 
     def __init__(self) -> None:
-        self._gates: dict[str, _Gate] = {}
+        self._locks: dict[str, _SubjectLock] = {}
 
     def __contains__(self, subject: str) -> bool:
-        return subject in self._gates
+        return subject in self._locks
 
     @asynccontextmanager
     async def hold(self, subject: str) -> AsyncIterator[None]:
-        """Be the only sender on the subject, in the order of asking."""
-        gate = self._gates.setdefault(subject, _Gate())
-        gate.users += 1
+        """Be the only sender on the subject; senders take turns in the order of their calls."""
+        lock = self._locks.setdefault(subject, _SubjectLock())
+        lock.users += 1
         try:
-            async with gate.lock:
+            async with lock.lock:
                 yield
         finally:
-            gate.users -= 1
-            if not gate.users:
-                del self._gates[subject]
+            lock.users -= 1
+            if not lock.users:
+                del self._locks[subject]

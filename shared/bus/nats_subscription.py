@@ -31,7 +31,7 @@ HELD_BUDGETS_MAX = 4
 _NO_HEADERS: dict[str, str] = {}
 
 
-class Listening:
+class LiveSubscription:
     """One live subscription."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Listening:
             await taking
 
     def on_slow(self) -> None:
-        """nats-py threw a message away because the queue was full."""
+        """nats-py dropped a message because the queue was full."""
         self.dropped += 1
         self._counts.dropped += 1
         if self._on_dropped is not None:
@@ -91,7 +91,7 @@ class Listening:
         self._nc.direct.pop(subscription._id, None)
         try:
             await subscription.unsubscribe()
-        except nats.errors.Error as error:  # The connection is closed or was never whole: nothing to stop.
+        except nats.errors.Error as error:  # The connection is closed or was never established.
             log.debug("unsubscribe: %r", error)
 
     def _whole(self, payload: bytes, headers: dict[str, str], subject: str) -> bytes | None:
@@ -109,8 +109,8 @@ class Listening:
             self._counts.parts_lost += self._assembler.lost - lost
 
 
-def filter_of(channel: Channel[Any], ids: Mapping[str, str]) -> str:
-    """The subject to subscribe to. Raises ValueError for an id that would say something else there."""
+def subject_filter(channel: Channel[Any], ids: Mapping[str, str]) -> str:
+    """The subject to subscribe to. Raises ValueError for an id that would change the subject's meaning."""
     if wrong := [text for text in ids.values() if not is_subject_token(text)]:
         raise ValueError(f"{channel.subject}: {wrong[0]!r} cannot be part of a subject")
     return channel.filter(**ids)

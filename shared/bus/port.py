@@ -1,20 +1,18 @@
-"""The bus as services see it: publish, subscribe, ask, answer, and kept values. Two implementations keep one promise.
+"""The bus as services use it: publish, subscribe, ask and answer, and key-value stores. ``nats_bus`` implements it.
 
-``shared.bus.nats_bus`` is the real one; ``tests.support.memory_bus`` is for tests and runs the same conformance suite.
-
-Promises:
+Guarantees:
 
 * Messages of one sender on one channel arrive in order, at most once.
-* A message larger than the server's limit travels in parts and arrives whole; beyond ``frame_budget_bytes`` it is
-  refused with ``MessageTooLarge`` before anything is sent.
+* A message larger than the server's limit travels in parts and arrives whole; beyond ``frame_budget_bytes`` it
+  is refused with ``MessageTooLarge`` before anything is sent.
 * A subscription is live when ``subscribe`` or ``answer`` returns.
 * A handler runs on the event loop, one message at a time per subscription, in order. A handler that raises ends the
-  bus (see ``failed``): a bug is not hidden. Messages that cannot be unpacked, or that name
-  other ids than their subject does, are counted and logged, never raised.
-* When the connection is lost, subscriptions come back by themselves; kept values are watched anew.
-* Nothing is buffered for a connection that is down: ``publish`` and ``ask`` raise ``BusDown`` at once, and what had
-  not left the process when the connection broke is thrown away. No command arrives minutes after its sender gave up.
-* Every subscription's queue is bounded; what is dropped is counted (``dropped``) and told to ``on_dropped``.
+  bus (see ``failed``), so that bugs are not hidden. A message that cannot be unpacked, or whose ids differ from those
+  of its subject, is counted and logged, never raised.
+* After a reconnection, subscriptions and watches of key-value stores continue by themselves.
+* Nothing is buffered while the connection is down: ``publish`` and ``ask`` raise ``BusDown`` at once, and messages that
+  had not left the process when the connection broke are dropped. No command arrives minutes after its sender gave up.
+* Every subscription's queue is bounded; a dropped message is counted (``dropped``) and reported to ``on_dropped``.
 """
 
 from __future__ import annotations
@@ -34,23 +32,23 @@ A = TypeVar("A", bound=msgspec.Struct)
 
 
 class BusError(Exception):
-    """Something about the bus that the caller can answer."""
+    """A failure of the bus that the caller can handle."""
 
 
 class BusDown(BusError):
-    """NATS cannot be reached just now."""
+    """NATS cannot be reached at present."""
 
 
 class NoResponders(BusError):
-    """Nobody listens on the subject; known at once."""
+    """The subject has no subscriber; raised at once."""
 
 
 class AskTimedOut(BusError):
-    """Somebody listens, but did not answer in time."""
+    """The subject has a subscriber, but no reply came in time."""
 
 
 class AskRefused(BusError):
-    """The answerer said no; ``failure`` says why."""
+    """The responder refused; ``failure`` has the reason."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(f"{failure.reason}: {failure.message}")
@@ -58,16 +56,16 @@ class AskRefused(BusError):
 
 
 class MessageTooLarge(BusError):
-    """The message is beyond ``frame_budget_bytes``; nothing was sent."""
+    """The message exceeds ``frame_budget_bytes``; nothing was sent."""
 
 
 class WrongRevision(BusError):
-    """A kept value changed meanwhile: somebody else was first."""
+    """The entry has another revision: another process wrote it first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What came with a message: trace context and the like (W3C names, lower case)."""
+    """Headers of a message, such as trace context (W3C names, lower case), and its size in bytes."""
 
     headers: Mapping[str, str]
     size: int
@@ -75,7 +73,7 @@ class Envelope:
 
 @dataclass(frozen=True, slots=True)
 class StoredValue(Generic[M]):
-    """A kept value as a watcher sees it; ``value`` is None when it was deleted or expired."""
+    """An entry of a key-value store. A watch yields ``value`` None for an entry that was deleted or expired."""
 
     key: str
     value: M | None
@@ -84,63 +82,63 @@ class StoredValue(Generic[M]):
 
 @dataclass(slots=True)
 class BusCounts:
-    """What went wrong on a bus since it was opened; for metrics."""
+    """Errors of a bus since it was opened, for metrics."""
 
     dropped: int = 0
-    """Messages lost because a subscriber of this process was too slow."""
+    """Messages dropped because a subscriber of this process was too slow."""
     bad_messages: int = 0
-    """Messages that could not be unpacked, or whose ids were not those of their subject."""
+    """Messages that could not be unpacked, or whose ids differed from those of their subject."""
     parts_lost: int = 0
-    """Messages in parts of which a part never came."""
+    """Messages in parts of which one part never arrived."""
     reconnects: int = 0
 
 
 Handler = Callable[[M, Envelope], Awaitable[None] | None]
-"""A plain function that returns None, called as the message is read and never too slow; or a coroutine function."""
-Answerer = Callable[[M, Envelope], Awaitable[A]]
-"""May raise ``AskRefused`` to answer with a failure."""
+"""A plain function that returns None, called while the message is read; or a coroutine function with a queue."""
+Responder = Callable[[M, Envelope], Awaitable[A]]
+"""May raise ``AskRefused`` to reply with a failure."""
 
 
 class Subscription(Protocol):
-    """A live subscription."""
+    """An active subscription."""
 
     @property
     def dropped(self) -> int:
-        """Messages lost because this subscriber was too slow."""
+        """Messages dropped because this subscriber was too slow."""
 
     async def close(self) -> None:
-        """Stop; messages not yet handled are discarded."""
+        """Unsubscribe; messages not yet handled are dropped."""
 
 
 class KeyValueStore(Protocol[M]):
-    """The values of one KEY_VALUE channel. A value not renewed within ``ttl_s`` expires; watchers are told."""
+    """The entries of one KEY_VALUE channel. An entry not renewed within ``ttl_s`` expires; watchers see that."""
 
     async def put(self, value: M) -> int:
-        """Write, whatever was there; answers the revision."""
+        """Write unconditionally. Returns the revision."""
 
     async def create(self, value: M) -> int:
-        """Write only if there is none (deleted and expired count as none). Raises WrongRevision."""
+        """Write only if the key is absent; deleted and expired entries count as absent. Raises WrongRevision."""
 
     async def update(self, value: M, revision: int) -> int:
-        """Write only over that revision. Raises WrongRevision."""
+        """Replace that revision. Raises WrongRevision."""
 
     async def get(self, key: str) -> StoredValue[M] | None:
-        """The value now, or None."""
+        """The current entry, or None."""
 
     async def delete(self, key: str) -> None:
-        """Remove; watchers are told."""
+        """Remove; watchers see that."""
 
     async def all(self) -> list[StoredValue[M]]:
-        """Every live value now."""
+        """Every current entry."""
 
     def watch(self) -> AsyncIterator[StoredValue[M] | None]:
-        """Every live value, then None once, then each change. After a reconnection everything is told again, with
-        deletions for what vanished meanwhile, and None once more.
+        """Yields every current entry, then None once, then each change. After a reconnection all of that again, with a
+        deletion for each entry that disappeared meanwhile.
         """
 
 
 class Bus(Protocol):
-    """See the module's promises."""
+    """See the module's guarantees."""
 
     @property
     def max_payload(self) -> int:
@@ -148,11 +146,11 @@ class Bus(Protocol):
 
     @property
     def frame_budget_bytes(self) -> int:
-        """Largest message in parts."""
+        """Largest message, in parts if necessary."""
 
     @property
     def connected(self) -> bool:
-        """Whether the server is reached just now."""
+        """Whether the server can be reached at present."""
 
     @property
     def counts(self) -> BusCounts:
@@ -160,27 +158,27 @@ class Bus(Protocol):
 
     @property
     def failed(self) -> asyncio.Future[None]:
-        """Never done, until a handler raises or the connection is closed for good: then it carries the exception."""
+        """Carries the exception once a handler has raised or the connection is closed permanently."""
 
     def end_with(self, task: asyncio.Task[None]) -> None:
-        """Done-callback of a task that works for this bus: an exception in it ends the bus, like one in a handler."""
+        """Done-callback for a task that works for this bus: its exception ends the bus, like one of a handler."""
 
     async def publish(
         self, channel: Channel[M], message: M, *, headers: Mapping[str, str] | None = None, key: str = ""
     ) -> None:
-        """Send and forget. ``key`` names this message to the ``on_unreachable`` handler if nobody listens.
+        """Send without waiting for receipt. ``on_unreachable`` handlers get ``key`` if the subject has no subscriber.
 
         Raises MessageTooLarge, BusDown.
         """
 
     def on_unreachable(self, handler: Callable[[str], None]) -> None:
-        """Call ``handler(key)`` for each message published with a key (a subject token) that nobody listened to."""
+        """Call ``handler(key)`` for each message with a key (a subject token) whose subject has no subscriber."""
 
     def on_disconnect(self, handler: Callable[[], None]) -> None:
         """Call ``handler`` when the connection is lost."""
 
     def on_reconnect(self, handler: Callable[[], None]) -> None:
-        """Call ``handler`` after the connection came back: events may have been missed meanwhile."""
+        """Call ``handler`` after a reconnection: events may have been missed."""
 
     async def subscribe(
         self,
@@ -191,7 +189,7 @@ class Bus(Protocol):
         on_dropped: Callable[[], None] | None = None,
         **ids: str,
     ) -> Subscription:
-        """Handle each message; ``ids`` fix placeholders of the subject, the others match anything."""
+        """Handle each message. ``ids`` fix placeholders of the subject; the others match any value."""
 
     async def ask(
         self,
@@ -201,19 +199,19 @@ class Bus(Protocol):
         timeout_s: float,
         headers: Mapping[str, str] | None = None,
     ) -> A:
-        """One answer. Raises NoResponders (at once), AskTimedOut, AskRefused, MessageTooLarge, BusDown."""
+        """One reply. Raises NoResponders (at once), AskTimedOut, AskRefused, MessageTooLarge, BusDown."""
 
-    async def answer(self, channel: AskChannel[M, A], answerer: Answerer[M, A], **ids: str) -> Subscription:
-        """Answer each ask; asks are answered side by side, at most ``ASKS_AT_ONCE_MAX``."""
+    async def answer(self, channel: AskChannel[M, A], responder: Responder[M, A], **ids: str) -> Subscription:
+        """Reply to each ask, to at most ``ASKS_AT_ONCE_MAX`` of them concurrently."""
 
     async def key_value_store(self, channel: Channel[M], *, ttl_s: float | None) -> KeyValueStore[M]:
-        """The values of a KEY_VALUE channel; makes the bucket if there is none."""
+        """The store of a KEY_VALUE channel; creates the bucket if it is missing."""
 
     async def flush(self, timeout_s: float) -> None:
-        """Everything published has reached the server."""
+        """Wait until everything published has reached the server. Raises BusDown."""
 
     async def close(self) -> None:
-        """Say goodbye; idempotent."""
+        """Flush and close; idempotent."""
 
 
 ASKS_AT_ONCE_MAX = 64

@@ -1,4 +1,4 @@
-"""The way from bytes to a handler, an answerer or an asker: the same for both buses."""
+"""From received bytes to a handler, a responder or an asker; independent of the transport."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from shared.bus.port import Answerer, AskRefused, BusCounts, Envelope, Handler
+from shared.bus.port import AskRefused, BusCounts, Envelope, Handler, Responder
 from shared.bus.wire import UNPACK_ERRORS, BadMessage, pack, unpack, unpacker
 from shared.contracts.channels import AskChannel, Channel
 from shared.contracts.failures import Failure, Reason
@@ -20,19 +20,19 @@ M = TypeVar("M", bound=msgspec.Struct)
 A = TypeVar("A", bound=msgspec.Struct)
 
 BAD_MESSAGES_LOGGED_MAX = 10
-"""So many bad messages have a line each in the log; after that only each one that doubles their number: whoever sends
-nonsense cannot fill a disk.
+"""The first bad messages are each logged, later ones whenever their number has doubled, so that a faulty sender cannot
+fill the disk.
 """
 SUBJECT_SHOWN_MAX = 200
 
 Reply = tuple[bytes, bool]
-"""An answer's bytes, and whether they are a ``Failure`` instead of what was asked for."""
+"""The bytes of a reply, and whether they are a ``Failure``."""
 
 
 class Receiver(Generic[M]):
-    """Unpacks and hands over one message at a time. A handler that raises ends the bus."""
+    """Unpacks messages and passes them to the handler. A handler that raises ends the bus."""
 
-    __slots__ = ("_address", "_counts", "_fail", "_handler", "_subject", "_unpack", "waits")
+    __slots__ = ("_address", "_counts", "_fail", "_handler", "_subject", "_unpack", "is_async")
 
     def __init__(
         self,
@@ -45,13 +45,13 @@ class Receiver(Generic[M]):
         self._address = channel.address
         self._unpack = unpacker(channel.message)
         self._handler: Callable[[M, Envelope], Any] = handler
-        self.waits = inspect.iscoroutinefunction(handler)
-        """Whether the handler is a coroutine function: then ``take`` is for it, else ``take_now``."""
+        self.is_async = inspect.iscoroutinefunction(handler)
+        """Whether the handler is a coroutine function, called by ``take``; otherwise ``take_now`` calls it."""
         self._counts = counts
         self._fail = fail
 
     async def take(self, payload: bytes, headers: Mapping[str, str], subject: str) -> None:
-        """Let a coroutine function handle one payload that came on ``subject``."""
+        """Pass a payload that arrived on ``subject`` to a coroutine function."""
         message = self._read(payload, subject)
         if message is None:
             return
@@ -61,7 +61,7 @@ class Receiver(Generic[M]):
             self._end(bug)
 
     def take_now(self, payload: bytes, headers: Mapping[str, str], subject: str) -> None:
-        """Let a plain function handle one payload that came on ``subject``."""
+        """Pass a payload that arrived on ``subject`` to a plain function."""
         message = self._read(payload, subject)
         if message is None:
             return
@@ -78,7 +78,7 @@ class Receiver(Generic[M]):
             count_bad(self._counts, subject, error)
             return None
         if self._address(message) != subject:
-            count_bad(self._counts, subject, misaddressed(self._address(message)))
+            count_bad(self._counts, subject, wrong_subject(self._address(message)))
             return None
         return message
 
@@ -88,40 +88,40 @@ class Receiver(Generic[M]):
 
 
 def count_bad(counts: BusCounts, subject: str, error: Exception) -> None:
-    """A message that cannot be read or believed is counted and logged, within limits, and never raised."""
+    """Count a bad message, and log it within limits."""
     counts.bad_messages += 1
     number = counts.bad_messages
     if number <= BAD_MESSAGES_LOGGED_MAX or number.bit_count() == 1:
         log.warning("bad message on %r (number %d since the start): %s", subject[:SUBJECT_SHOWN_MAX], number, error)
 
 
-def misaddressed(address: str) -> BadMessage:
-    """What is wrong with a message whose ids are not those of the subject that it came on. The bus's permissions are
-    about subjects: whoever may speak on one must not speak for another in the message.
+def wrong_subject(address: str) -> BadMessage:
+    """The error for a message whose ids differ from those of its subject. NATS permissions apply to subjects, so a
+    sender that may publish to one subject must not name the ids of another in the message.
     """
-    return BadMessage(f"by the ids in it, it belongs on {address[:SUBJECT_SHOWN_MAX]!r}")
+    return BadMessage(f"its ids belong to the subject {address[:SUBJECT_SHOWN_MAX]!r}")
 
 
 async def make_reply(
     channel: AskChannel[M, A],
-    answerer: Answerer[M, A],
+    responder: Responder[M, A],
     payload: bytes,
     subject: str,
     envelope: Envelope,
     reply_bytes_max: int,
 ) -> Reply:
-    """Let ``answerer`` answer one ask. Raises BadMessage after which the asker must be told ``unreadable()``."""
+    """The reply to one ask. Raises BadMessage; the reply is then ``unreadable()``."""
     ask = unpack(payload, channel.message)
     if channel.address(ask) != subject:
-        raise misaddressed(channel.address(ask))
+        raise wrong_subject(channel.address(ask))
     try:
-        answer = pack(await answerer(ask, envelope))
+        reply = pack(await responder(ask, envelope))
     except AskRefused as no:
         return pack(no.failure), True
-    if len(answer) > reply_bytes_max:
-        text = f"the answer is {len(answer)} bytes; at most {reply_bytes_max} fit on the bus"
+    if len(reply) > reply_bytes_max:
+        text = f"the reply has {len(reply)} bytes; the limit of the bus is {reply_bytes_max}"
         return pack(Failure(reason=Reason.TOO_LARGE, message=text)), True
-    return answer, False
+    return reply, False
 
 
 def unreadable(bad: BadMessage) -> Reply:
@@ -129,20 +129,20 @@ def unreadable(bad: BadMessage) -> Reply:
     return pack(Failure(reason=Reason.BAD_MESSAGE, message=str(bad))), True
 
 
-def read_reply(reply: Reply, answer_type: type[A]) -> A:
-    """The answer. Raises AskRefused."""
+def read_reply(reply: Reply, reply_type: type[A]) -> A:
+    """The unpacked reply. Raises AskRefused."""
     payload, refused = reply
     try:
         if refused:
             raise AskRefused(unpack(payload, Failure))
-        return unpack(payload, answer_type)
+        return unpack(payload, reply_type)
     except BadMessage as bad:
-        raise AskRefused(Failure(reason=Reason.BAD_MESSAGE, message=f"unreadable answer: {bad}")) from bad
+        raise AskRefused(Failure(reason=Reason.BAD_MESSAGE, message=f"unreadable reply: {bad}")) from bad
 
 
-def read_kept(channel: Channel[M], key: str, payload: bytes) -> M:
-    """The value kept under that key. Raises BadMessage."""
+def read_entry(channel: Channel[M], key: str, payload: bytes) -> M:
+    """The value of the entry with that key. Raises BadMessage."""
     value = unpack(payload, channel.message)
     if (address := channel.address(value)).partition(".")[2] != key:
-        raise misaddressed(address)
+        raise wrong_subject(address)
     return value

@@ -163,9 +163,9 @@ class FrameBatch(PackedMessage, frozen=True, kw_only=True):
     worker_id: WorkerId
     epoch: Epoch
     frames: list[Frame]
-    serving: list[LegId] | None = None
-    """Every now and then: all legs of this router that are served here, after these frames. What one side knows of and
-    the other does not is an orphan.
+    in_flight: list[LegId] | None = None
+    """The in-flight list, at intervals: all legs of this router that the worker serves after these frames. A leg that
+    only one side knows is an orphan.
     """
 
 

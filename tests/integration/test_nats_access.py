@@ -56,7 +56,7 @@ async def test_a_server_whose_certificate_another_ca_signed_is_not_believed(guar
     other = ClusterKeys(tmp_path)
     access = dataclasses.replace(keys.access(Party.ROUTER), ca_file=other.access(Party.ROUTER).ca_file)
 
-    assert f"was not signed by the CA in {access.ca_file}" in await refusal(guarded.url, access)
+    assert f"is not signed by the CA in {access.ca_file}" in await refusal(guarded.url, access)
 
 
 async def test_a_process_that_was_told_no_ca_does_not_believe_the_server(guarded, keys):
@@ -96,7 +96,7 @@ async def test_what_its_key_does_not_allow_a_process_is_told_once_with_the_subje
 
     told = [record.message for record in caplog.records if "permissions violation" in record.message]
     assert len(told) == 1
-    assert "may not speak on 'worker.w1.drain'" in told[0]
+    assert "may not publish to 'worker.w1.drain'" in told[0]
 
 
 async def test_a_process_comes_back_over_tls_when_nats_was_restarted(keys, tmp_path):

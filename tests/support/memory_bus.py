@@ -12,7 +12,6 @@ import msgspec
 from shared.bus.connection import Connection
 from shared.bus.port import (
     ASKS_AT_ONCE_MAX,
-    Answerer,
     AskTimedOut,
     BusCounts,
     BusDown,
@@ -21,6 +20,7 @@ from shared.bus.port import (
     KeyValueStore,
     MessageTooLarge,
     NoResponders,
+    Responder,
     Subscription,
 )
 from shared.bus.receiver import Receiver, Reply, count_bad, make_reply, read_reply, unreadable
@@ -182,7 +182,7 @@ class MemoryBus(Connection):
         receiver = Receiver(channel, handler, self.counts, self.fail)
 
         async def take(payload: bytes, headers: Mapping[str, str], subject: str, _answer: object) -> None:
-            if receiver.waits:
+            if receiver.is_async:
                 await receiver.take(payload, headers, subject)
             else:
                 receiver.take_now(payload, headers, subject)
@@ -199,7 +199,7 @@ class MemoryBus(Connection):
     ) -> A:
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         if not self.hub.deliver(channel.address(message), self._pack(message), headers or {}, answer):
-            raise NoResponders(f"nobody answers {channel.address(message)}")
+            raise NoResponders(f"{channel.address(message)} has no subscriber")
         self._asks.add(answer)
         try:
             return read_reply(await asyncio.wait_for(answer, timeout_s), channel.answer)
@@ -208,7 +208,7 @@ class MemoryBus(Connection):
         finally:
             self._asks.discard(answer)
 
-    async def answer(self, channel: AskChannel[M, A], answerer: Answerer[M, A], **ids: str) -> Subscription:
+    async def answer(self, channel: AskChannel[M, A], responder: Responder[M, A], **ids: str) -> Subscription:
         side_by_side = asyncio.Semaphore(ASKS_AT_ONCE_MAX)
 
         async def reply(
@@ -216,7 +216,7 @@ class MemoryBus(Connection):
         ) -> None:
             try:
                 envelope = Envelope(headers, len(payload))
-                made = await make_reply(channel, answerer, payload, subject, envelope, self.frame_budget_bytes)
+                made = await make_reply(channel, responder, payload, subject, envelope, self.frame_budget_bytes)
             except BadMessage as bad:
                 count_bad(self.counts, subject, bad)
                 made = unreadable(bad)

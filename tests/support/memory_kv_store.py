@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from shared.bus.port import BusCounts, BusDown, StoredValue, WrongRevision
-from shared.bus.receiver import count_bad, read_kept
+from shared.bus.receiver import count_bad, read_entry
 from shared.bus.wire import BadMessage, pack
 from shared.contracts.channels import Channel
 
@@ -151,7 +151,7 @@ class MemoryKeyValueStore(Generic[M]):
 
     def _read(self, key: str, payload: bytes, revision: int) -> StoredValue[M] | None:
         try:
-            return StoredValue(key, read_kept(self._channel, key, payload), revision)
+            return StoredValue(key, read_entry(self._channel, key, payload), revision)
         except BadMessage as bad:
             count_bad(self._owner.counts, self._channel.subject, bad)
             return None

@@ -53,12 +53,12 @@ async def test_a_handler_that_waits_is_spared_such_a_message_too(world):
 
 
 async def test_an_ask_that_names_another_than_it_was_sent_to_is_refused(world):
-    asker, answerer = await world.bus(), await world.bus()
+    asker, responder = await world.bus(), await world.bus()
 
     async def answer(ask, _envelope):
         return KvSnapshot(worker_id=ask.worker_id, epoch=EPOCH, seq=1, hashes=b"")
 
-    await answerer.answer(KV_SNAPSHOT, answer, worker_id="w1")
+    await responder.answer(KV_SNAPSHOT, answer, worker_id="w1")
     forged = dataclasses.replace(KV_SNAPSHOT, subject="kv.w1.snapshot")
 
     with pytest.raises(AskRefused) as refused:
@@ -66,7 +66,7 @@ async def test_an_ask_that_names_another_than_it_was_sent_to_is_refused(world):
 
     assert refused.value.failure.reason is Reason.BAD_MESSAGE
     assert "kv.w2.snapshot" in refused.value.failure.message
-    assert answerer.counts.bad_messages == 1
+    assert responder.counts.bad_messages == 1
 
 
 async def test_a_value_that_was_kept_under_anothers_name_is_not_believed(world):

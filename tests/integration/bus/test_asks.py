@@ -21,38 +21,38 @@ def snapshot(hashes: bytes = b"") -> KvSnapshot:
 
 
 async def test_an_ask_gets_its_answer(world):
-    asker, answerer = await world.bus(), await world.bus()
+    asker, responder = await world.bus(), await world.bus()
     heard = []
 
     async def answer(ask, envelope):
         heard.append((ask.worker_id, envelope.headers.get("traceparent")))
         return snapshot()
 
-    await answerer.answer(KV_SNAPSHOT, answer, worker_id="w1")
+    await responder.answer(KV_SNAPSHOT, answer, worker_id="w1")
 
     assert await asker.ask(KV_SNAPSHOT, ASK, timeout_s=SOON_S, headers={"traceparent": "00-1"}) == snapshot()
     assert heard == [("w1", "00-1")]
 
 
 async def test_an_answer_beyond_the_servers_limit_arrives_whole(world):
-    asker, answerer = await world.bus(), await world.bus()
+    asker, responder = await world.bus(), await world.bus()
     asset = TokenizerAsset(worker_id="w1", epoch=1, tokenizer_json=bytes(range(256)) * 66_000)
 
     async def answer(_ask, _envelope):
         return asset
 
-    await answerer.answer(TOKENIZER, answer, worker_id="w1")
+    await responder.answer(TOKENIZER, answer, worker_id="w1")
 
     assert await asker.ask(TOKENIZER, AskTokenizer(worker_id="w1"), timeout_s=SOON_S) == asset
 
 
 async def test_an_answer_beyond_the_budget_is_a_refusal_with_its_reason(world):
-    asker, answerer = await world.bus(), await world.bus()
+    asker, responder = await world.bus(), await world.bus()
 
     async def answer(_ask, _envelope):
         return snapshot(b"x" * FRAME_BUDGET_BYTES)
 
-    await answerer.answer(KV_SNAPSHOT, answer)
+    await responder.answer(KV_SNAPSHOT, answer)
 
     with pytest.raises(AskRefused) as refused:
         await asker.ask(KV_SNAPSHOT, ASK, timeout_s=SOON_S)
@@ -60,13 +60,13 @@ async def test_an_answer_beyond_the_budget_is_a_refusal_with_its_reason(world):
 
 
 async def test_a_refusal_reaches_the_asker_with_its_reason(world):
-    asker, answerer = await world.bus(), await world.bus()
+    asker, responder = await world.bus(), await world.bus()
     failure = Failure(reason=Reason.WORKER_DRAINING, message="going", retry_after_s=2.0)
 
     async def answer(_ask, _envelope):
         raise AskRefused(failure)
 
-    await answerer.answer(KV_SNAPSHOT, answer)
+    await responder.answer(KV_SNAPSHOT, answer)
 
     with pytest.raises(AskRefused) as refused:
         await asker.ask(KV_SNAPSHOT, ASK, timeout_s=SOON_S)
@@ -81,14 +81,14 @@ async def test_nobody_there_is_known_at_once(world):
 
 
 async def test_a_silent_answerer_is_a_time_out_and_a_late_answer_harms_nobody(world):
-    asker, answerer = await world.bus(), await world.bus()
+    asker, responder = await world.bus(), await world.bus()
     go_on = asyncio.Event()
 
     async def answer(_ask, _envelope):
         await go_on.wait()
         return snapshot()
 
-    await answerer.answer(KV_SNAPSHOT, answer)
+    await responder.answer(KV_SNAPSHOT, answer)
 
     with pytest.raises(AskTimedOut):
         await asker.ask(KV_SNAPSHOT, ASK, timeout_s=0.1)
@@ -97,14 +97,14 @@ async def test_a_silent_answerer_is_a_time_out_and_a_late_answer_harms_nobody(wo
 
 
 async def test_asks_are_answered_side_by_side_and_each_gets_its_own(world):
-    asker, answerer = await world.bus(), await world.bus()
+    asker, responder = await world.bus(), await world.bus()
     together = asyncio.Barrier(10)
 
     async def answer(ask, _envelope):
         await together.wait()
         return KvSnapshot(worker_id=ask.worker_id, epoch=1, seq=0, hashes=b"")
 
-    await answerer.answer(KV_SNAPSHOT, answer)
+    await responder.answer(KV_SNAPSHOT, answer)
     asks = [AskKvSnapshot(worker_id=f"w{i}") for i in range(10)]
     answers = await asyncio.gather(*(asker.ask(KV_SNAPSHOT, ask, timeout_s=SOON_S) for ask in asks))
 
@@ -119,13 +119,13 @@ async def test_an_ask_beyond_the_budget_is_refused_before_it_is_sent(world):
 
 
 async def test_an_answerer_that_raises_ends_its_bus(world):
-    asker, answerer = await world.bus(), await world.bus()
+    asker, responder = await world.bus(), await world.bus()
 
     async def answer(_ask, _envelope):
         raise ZeroDivisionError("a bug")
 
-    await answerer.answer(KV_SNAPSHOT, answer)
+    await responder.answer(KV_SNAPSHOT, answer)
 
     with pytest.raises(AskTimedOut):
         await asker.ask(KV_SNAPSHOT, ASK, timeout_s=0.1)
-    await until(answerer.failed.done)
+    await until(responder.failed.done)

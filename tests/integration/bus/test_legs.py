@@ -279,7 +279,7 @@ async def test_a_worker_that_has_nothing_to_say_yet_can_ask_whether_its_router_i
     worker = await open_worker(world)
     leg = await inbox.start(start_leg())
     await worker.next_leg()
-    await worker.sender.seek_routers()
+    await worker.sender.send_in_flight_lists()
     assert worker.gone == []
     assert not leg.ended
 
@@ -287,7 +287,7 @@ async def test_a_worker_that_has_nothing_to_say_yet_can_ask_whether_its_router_i
 
     async with asyncio.timeout(SOON_S):
         while not worker.gone:  # The server may need a moment to see that the router's connection is closed.
-            await worker.sender.seek_routers()
+            await worker.sender.send_in_flight_lists()
             await asyncio.sleep(0)
     assert worker.gone == [Reason.CANCELLED]
 

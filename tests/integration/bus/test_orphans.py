@@ -1,10 +1,10 @@
-"""Legs that one side knows of and the other does not: found by the worker's roll of legs, and closed."""
+"""Legs that one side knows of and the other does not: found by the worker's in-flight list, and closed."""
 
 from __future__ import annotations
 
 import pytest
 
-from shared.bus.leg_inbox import ROLLS_MISSED_MAX, LegFailed
+from shared.bus.leg_inbox import LISTS_MISSED_MAX, LegFailed
 from shared.contracts.channels import FRAMES
 from shared.contracts.failures import Reason
 from shared.contracts.inference import LegReport
@@ -26,8 +26,8 @@ async def test_a_leg_whose_cancel_was_lost_is_cancelled_again(world):
     await until(lambda: worker.cancelled)
     worker.cancelled.clear()  # It was lost.
 
-    await worker.sender.seek_routers()  # The cancel might have been under way.
-    await worker.sender.seek_routers()
+    await worker.sender.send_in_flight_lists()  # The cancel might have been under way.
+    await worker.sender.send_in_flight_lists()
 
     await until(lambda: worker.cancelled)
     assert worker.cancelled == [leg.leg_id]
@@ -38,7 +38,7 @@ async def test_a_leg_of_which_its_router_knows_nothing_is_cancelled(world):
     inbox, worker, _leg, _answer = await world_with_a_leg(world)
     worker.sender.leg(start_leg("leg-unknown"))
 
-    await worker.sender.seek_routers()
+    await worker.sender.send_in_flight_lists()
 
     await until(lambda: worker.cancelled)
     assert worker.cancelled == ["leg-unknown"]
@@ -51,7 +51,7 @@ async def test_a_stream_that_its_worker_has_lost_fails_at_the_next_roll(world):
     await soon(leg.frames())
     answer.abandon()
 
-    await worker.sender.seek_routers()
+    await worker.sender.send_in_flight_lists()
 
     with pytest.raises(LegFailed) as failed:
         await soon(leg.frames())
@@ -63,11 +63,11 @@ async def test_a_leg_that_never_arrived_fails_after_some_rolls_and_not_before(wo
     inbox, worker, leg, answer = await world_with_a_leg(world)
     answer.abandon()
 
-    for _ in range(ROLLS_MISSED_MAX - 1):
-        await worker.sender.seek_routers()
-    await until(lambda: leg.rolls_missed == ROLLS_MISSED_MAX - 1)
+    for _ in range(LISTS_MISSED_MAX - 1):
+        await worker.sender.send_in_flight_lists()
+    await until(lambda: leg.lists_missed == LISTS_MISSED_MAX - 1)
     assert not leg.ended
-    await worker.sender.seek_routers()
+    await worker.sender.send_in_flight_lists()
 
     with pytest.raises(LegFailed) as failed:
         await soon(leg.frames())
@@ -82,7 +82,7 @@ async def test_a_leg_that_ends_while_the_roll_is_called_has_ended_well(world):
 
     answer.data(b"all of it")
     answer.end(LegReport())
-    await worker.sender.seek_routers()
+    await worker.sender.send_in_flight_lists()
 
     assert (await read_all(leg))[0].data == b"all of it"
     assert inbox.orphans.awaited == 0
@@ -93,8 +93,8 @@ async def test_a_leg_that_is_served_stays(world):
     answer.head(200, "text/plain")
     await soon(leg.frames())
 
-    for _ in range(ROLLS_MISSED_MAX + 1):
-        await worker.sender.seek_routers()
+    for _ in range(LISTS_MISSED_MAX + 1):
+        await worker.sender.send_in_flight_lists()
     answer.end(LegReport())
 
     await read_all(leg)
@@ -104,17 +104,17 @@ async def test_a_leg_that_is_served_stays(world):
 async def test_a_router_without_legs_here_is_told_so_for_a_while(world):
     bus, inbox = await open_inbox(world)
     worker = await open_worker(world)
-    rolls = []
-    await bus.subscribe(FRAMES, lambda batch, _: rolls.append(batch.serving), router_id="r1")
+    lists = []
+    await bus.subscribe(FRAMES, lambda batch, _: lists.append(batch.in_flight), router_id="r1")
     leg = await inbox.start(start_leg())
     (await worker.next_leg()).end(LegReport())
     await read_all(leg)
 
     for _ in range(100):
-        await worker.sender.seek_routers()
+        await worker.sender.send_in_flight_lists()
     await inbox.start(start_leg("another"))
     (await worker.next_leg()).head(200, "text/plain")
-    await worker.sender.seek_routers()
+    await worker.sender.send_in_flight_lists()
 
-    await until(lambda: ["another"] in rolls)
-    assert 1 < rolls.count([]) < 100
+    await until(lambda: ["another"] in lists)
+    assert 1 < lists.count([]) < 100

@@ -62,14 +62,14 @@ async def test_subscriptions_and_answers_work_again_after_an_outage(world):
 
 
 async def test_an_ask_that_waits_when_the_connection_breaks_fails_at_once(world):
-    asker, answerer = await world.bus(), await world.bus()
+    asker, responder = await world.bus(), await world.bus()
     asked = asyncio.Event()
 
     async def answer(_ask, _envelope):
         asked.set()
         await asyncio.Event().wait()
 
-    await answerer.answer(KV_SNAPSHOT, answer)
+    await responder.answer(KV_SNAPSHOT, answer)
     ask = asyncio.ensure_future(asker.ask(KV_SNAPSHOT, AskKvSnapshot(worker_id="w1"), timeout_s=60.0))
     await soon(asked.wait())
 

@@ -10,7 +10,7 @@ import pytest
 
 from services.launcher.cluster.certificates import AUTHORITY_DAYS, SERVER_DAYS, KeyPair, new_authority, new_server
 from shared.bus.nats_credentials import Access, credentials, new_seed, read_seed
-from shared.bus.nats_errors import SAID_MAX, Complaints, refusal, violation
+from shared.bus.nats_errors import ERRORS_LOGGED_MAX, ConnectionErrors, refusal, violation
 from shared.bus.port import BusDown
 
 NOW = datetime.now(UTC)
@@ -62,18 +62,18 @@ def test_a_certificate_that_does_not_hold_is_told_with_what_to_do(tmp_path, made
 
     assert made_days_ago < AUTHORITY_DAYS
     with pytest.raises(BusDown, match=says):
-        Complaints(URL, Access(ca_file=ca_file)).hear(error)
+        ConnectionErrors(URL, Access(ca_file=ca_file)).report(error)
 
 
 def test_a_connection_that_is_up_says_each_thing_once_and_not_without_end(caplog):
-    complaints = Complaints(URL, Access(nkey_file="k"))
-    complaints.is_first_attempt = False
+    errors = ConnectionErrors(URL, Access(nkey_file="k"))
+    errors.is_first_attempt = False
 
-    for number in range(3 * SAID_MAX):
-        complaints.hear(Exception(f'nats: permissions violation for publish to "s.{number}"'))
-        complaints.hear(Exception("nats: 'Authorization Violation'"))
+    for number in range(3 * ERRORS_LOGGED_MAX):
+        errors.report(Exception(f'nats: permissions violation for publish to "s.{number}"'))
+        errors.report(Exception("nats: 'Authorization Violation'"))
 
-    assert len(caplog.records) == SAID_MAX
+    assert len(caplog.records) == ERRORS_LOGGED_MAX
 
 
 @pytest.mark.parametrize("error", [OSError("refused"), TimeoutError(), Exception("nats: maximum connections exceeded")])
@@ -103,9 +103,9 @@ def test_a_key_comes_back_from_its_file_with_its_owner_and_is_not_shown(tmp_path
 def test_a_key_made_elsewhere_will_do(tmp_path):
     (tmp_path / "nkey").write_text(f"{new_seed('').text}\n")
 
-    known_by = credentials("nats://n:1", Access(party="worker", nkey_file=str(tmp_path / "nkey")))
+    login = credentials("nats://n:1", Access(party="worker", nkey_file=str(tmp_path / "nkey")))
 
-    assert known_by.inboxes == "_INBOX.worker"
+    assert login.inboxes == "_INBOX.worker"
 
 
 @pytest.mark.parametrize("text", ["", "SUNONSENSE\n", "two\nlines\n", "-----BEGIN CERTIFICATE-----"])

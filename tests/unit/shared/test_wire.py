@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.bus.wire import HALF_BUILT_MAX, PART_AGE_S_MAX, Assembler, BadMessage, pack, split, unpack
+from shared.bus.wire import INCOMPLETE_MAX, PART_AGE_S_MAX, Assembler, BadMessage, pack, split, unpack
 from shared.contracts.inference import StartLeg
 from tests.support.builders import start_leg
 
@@ -89,7 +89,7 @@ def test_half_built_messages_hold_a_bounded_number_of_bytes():
 def test_half_built_messages_are_bounded_in_number():
     whole = assembler()
 
-    for number in range(HALF_BUILT_MAX + 10):
+    for number in range(INCOMPLETE_MAX + 10):
         whole.add(f"m{number}/0/2", b"", 0.0)
 
     assert whole.lost == 10

@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from services.worker.service import SEEK_ROUTERS_S
+from services.worker.service import IN_FLIGHT_LISTS_S
 from shared.contracts.failures import Reason
 from shared.contracts.ids import Epoch, RouterId
 from shared.contracts.inference import FrameKind, LegKind
@@ -244,7 +244,7 @@ def test_a_silent_leg_that_its_router_has_forgotten_is_aborted():
             leg = await worker.leg()
             await leg.frames()
             worker.inbox.forget(leg)
-            async with asyncio.timeout(2 * SEEK_ROUTERS_S):
+            async with asyncio.timeout(2 * IN_FLIGHT_LISTS_S):
                 await worker.engine.aborted.wait()
             return worker.inbox.orphans.served
 
