@@ -170,7 +170,7 @@ async def test_without_a_server_there_is_nothing_but_the_reason():
         facts = await listen(f"nats://user:secret@127.0.0.1:{port}", is_expected=True, launcher_pid=0)
 
     assert facts.nats is None
-    assert facts.failure == f"Nobody listens at 127.0.0.1:{port}."
+    assert facts.failure == f"Nothing listens at 127.0.0.1:{port}."
     assert "secret" not in repr(facts)
 
 
