@@ -229,9 +229,15 @@ class Selection:
     def _sources(self, chosen: Candidate) -> list[KvSource]:
         forced, prefill, view = self._request.forced, chosen.prefill, chosen.view
         if forced is not None and forced.sources is not None:
+            able = self._evaluation.sources
             named = [self._cluster.workers.get(worker_id) for worker_id in forced.sources]
             others = [holder for holder in named if holder is not None and holder is not view]
-            return [source_of(holder) for holder in others if holder.pairs_with == view.pairs_with]
+            # A source that is lost, silent or excluded would only cost the worker the time that it waits for a reply.
+            return [
+                source_of(holder)
+                for holder in others
+                if able is not None and able[holder.row] and holder.pairs_with == view.pairs_with
+            ]
         if not prefill.fetched:
             return []
         span = (prefill.cached, prefill.cached + prefill.fetched)

@@ -1,6 +1,8 @@
-"""Whatever the tokenizer and whatever the text: tokenized piece by piece it has the tokens of the whole."""
+"""For every kind of tokenizer and any text: tokenized piece by piece it has the tokens of the whole."""
 
 from __future__ import annotations
+
+from functools import cache
 
 import pytest
 from hypothesis import example, given, settings
@@ -24,15 +26,16 @@ TOKENS = st.sampled_from(
 WORDS = st.sampled_from(["the", "and", "then", "it's", "orchard,", "I'll", "we're.", "1234567", "right", "x"])
 TEXTS = st.lists(st.one_of(LETTERS, ANYTHING, TOKENS, WORDS, st.just(" "), st.just(" ")), max_size=40).map("".join)
 
-SEGMENTS: dict[str, Segments] = {}
 
-
+@cache
 def segments(name: str) -> Segments:
-    """Kept between examples, as a router keeps them: what is remembered must be right for every text."""
-    if name not in SEGMENTS:
-        tokenizer = Tokenizer.from_str(kind(name))
-        SEGMENTS[name] = Segments(tokenizer, SCHEME, cache_bytes_max=1 << 18, segment_chars=6)
-    return SEGMENTS[name]
+    """Kept between examples, as a router keeps them: its caches must be right for every text."""
+    return Segments(Tokenizer.from_str(kind(name)), SCHEME, cache_bytes_max=1 << 18, segment_chars=6)
+
+
+@cache
+def reference(name: str) -> Tokenizer:
+    return Tokenizer.from_str(kind(name))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -41,7 +44,7 @@ def segments(name: str) -> Segments:
 @example("<|im_start|>user\n Hello there, it's <|im_end|> a b <right> c d", True)
 @example("a <left>b <right> c<word> d<normal> e <|im_start|><|im_start|><|im f x</s> g", False)
 def test_pieces_give_the_tokens_of_the_whole(name, text, special):
-    tokens = Tokenizer.from_str(kind(name)).encode(text, add_special_tokens=special).ids
+    tokens = reference(name).encode(text, add_special_tokens=special).ids
     cut = segments(name)
     walk = cut.begin(text, special=special, salt="")
 
@@ -53,20 +56,20 @@ def test_pieces_give_the_tokens_of_the_whole(name, text, special):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_kind_is_cut_somewhere(name):
-    cuts = find_cuts(Tokenizer.from_str(kind(name)))
+def test_every_kind_of_tokenizer_allows_cuts(name):
+    cuts = find_cuts(reference(name))
 
     assert (cuts.words is None) == (name in FORBID_WORD_CUTS)
     assert cuts.tokens is not None
     assert cuts.tokens.search("a<s>") is not None
 
 
-def test_texts_are_not_cut_before_tokens_that_bend_their_neighbours():
-    cuts = find_cuts(Tokenizer.from_str(kind("odd_tokens")))
+def test_texts_are_not_cut_before_tokens_that_change_neighbouring_text():
+    cuts = find_cuts(reference("odd_tokens"))
     assert cuts.tokens is not None
 
     found = [
         match.group() for match in cuts.tokens.finditer("<left><word><normal><|im_start|></s><s><right>right<|im_end|>")
     ]
 
-    assert found == ["<s>", "<right>"]  # in the others' sight stands "x</s" or "<|im_start|><|im"
+    assert found == ["<s>", "<right>"]  # the others overlap with "x</s" or "<|im_start|><|im"

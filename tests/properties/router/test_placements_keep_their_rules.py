@@ -1,9 +1,11 @@
-"""Whatever the fleet looks like, a placement obeys the rules that keep answers right."""
+"""In any fleet, a placement keeps the rules without which a response could be wrong or a request could hang."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from services.router.placement.kv_sources import SOURCES_MAX
@@ -13,6 +15,7 @@ from services.router.placement.request_fields import Forced, Mode
 from services.router.state.cluster_view import ClusterView, exchanges_kv
 from services.router.state.prefix_index import PrefixIndex
 from shared.contracts.failures import Reason
+from shared.contracts.ids import WorkerId
 from shared.contracts.kv_events import KvSnapshot, pack_hashes
 from shared.contracts.workers import Role, WorkerPhase
 from tests.support.fleet_builders import load, record
@@ -21,150 +24,201 @@ NOW = 100.0
 POLICY = PlacementPolicy(silent_s_max=3.0, fetch_tokens_min=40, stream_tokens_min=64)
 
 
-@st.composite
-def fleets(draw):
+class Report(NamedTuple):
+    phase: WorkerPhase = WorkerPhase.READY
+    legs: int = 0
+    waiting_tokens: int = 0
+    age_s: float = 0.0
+
+
+class Member(NamedTuple):
+    """One worker; plain values, so that a failing fleet is printed in full and can become an explicit example."""
+
+    role: Role = Role.BOTH
+    models: tuple[str, ...] = ("m",)
+    revision: str = "r1"
+    kv_layout: str = "NHD"
+    connector: str = "baton-1"
+    age_s: float = 0.0
+    report: Report | None = None
+    held: int = 0
+    """Blocks of the prompt."""
+
+
+REPORTS = st.builds(
+    Report,
+    phase=st.sampled_from([WorkerPhase.READY, WorkerPhase.READY, WorkerPhase.DRAINING]),
+    legs=st.integers(0, 5),
+    waiting_tokens=st.integers(0, 100_000),
+    age_s=st.sampled_from([0.0, 5.0]),
+)
+MEMBERS = st.builds(
+    Member,
+    role=st.sampled_from(list(Role)),
+    models=st.sampled_from([("m",), ("m", "x"), ("y",)]),
+    revision=st.sampled_from(["r1", "r1", "r2"]),
+    kv_layout=st.sampled_from(["NHD", "HND"]),
+    connector=st.sampled_from(["baton-1", "baton-1", "none"]),
+    age_s=st.sampled_from([0.0, 1.0, 10.0]),
+    report=st.none() | REPORTS,
+    held=st.integers(0, 4),
+)
+FLEETS = st.lists(MEMBERS, max_size=6)
+WORKERS = st.sampled_from([WorkerId(f"w{number}") for number in range(6)])
+REQUESTS = st.builds(
+    PlacementRequest,
+    model=st.sampled_from(["m", "m", "x", "unknown", ""]),
+    mode=st.sampled_from(list(Mode)),
+    whole=st.sampled_from(["", "", "because"]),
+    prompt_tokens=st.integers(1, 200),
+    hashes=st.sampled_from([(1, 2, 3, 4)[:count] for count in range(5)]),
+    fetch_tokens_min=st.sampled_from([None, None, 0, 1000]),
+    excluded=st.frozensets(st.sampled_from(["w0", "w1"])),
+    forced=st.none()
+    | st.none()
+    | st.builds(
+        Forced,
+        prefill_worker=st.just("") | WORKERS,
+        decode_worker=st.just("") | WORKERS,
+        sources=st.none() | st.lists(WORKERS, max_size=2, unique=True).map(tuple),
+    ),
+    revisions=st.sampled_from([(), (), ("r1", ""), ("r2", "r1", ""), ("r3", "")]),
+)
+
+PROMPT = PlacementRequest(model="m", prompt_tokens=129, hashes=(1, 2, 3, 4))
+
+
+def build(members: list[Member]) -> tuple[ClusterView, PrefixIndex]:
     cluster, index = ClusterView(), PrefixIndex()
-    for number in range(draw(st.integers(min_value=0, max_value=6))):
-        worker_id = f"w{number}"
+    for number, member in enumerate(members):
+        worker_id = WorkerId(f"w{number}")
         made = record(
-            worker_id,
-            role=draw(st.sampled_from(list(Role))),
-            models=draw(st.sampled_from([("m",), ("m", "x"), ("y",)])),
+            worker_id, role=member.role, models=member.models, connector=member.connector, revision=member.revision
         )
-        layout = draw(st.sampled_from(["NHD", "HND"]))
-        made = msgspec.structs.replace(
-            made,
-            fingerprint=msgspec.structs.replace(
-                made.fingerprint,
-                revision=draw(st.sampled_from(["r1", "r1", "r2"])),
-                kv_layout=layout,
-                connector=draw(st.sampled_from(["baton-1", "baton-1", "none"])),
-            ),
-            legs_max=4,
-        )
-        cluster.record(made, NOW - draw(st.sampled_from([0.0, 1.0, 10.0])))
-        if draw(st.booleans()):
-            phase = draw(st.sampled_from([WorkerPhase.READY, WorkerPhase.READY, WorkerPhase.DRAINING]))
-            numbers = {"legs": draw(st.integers(0, 5)), "waiting_tokens": draw(st.integers(0, 100_000))}
-            cluster.report(
-                load(worker_id, phase=phase, role=made.role, **numbers), NOW - draw(st.sampled_from([0.0, 5.0]))
-            )
+        fingerprint = msgspec.structs.replace(made.fingerprint, kv_layout=member.kv_layout)
+        cluster.record(msgspec.structs.replace(made, fingerprint=fingerprint, legs_max=4), NOW - member.age_s)
+        if (report := member.report) is not None:
+            numbers = {"legs": report.legs, "waiting_tokens": report.waiting_tokens}
+            cluster.report(load(worker_id, phase=report.phase, role=member.role, **numbers), NOW - report.age_s)
         index.join(worker_id, 1)
-        held = draw(st.integers(0, 4))
-        index.restore(KvSnapshot(worker_id=worker_id, epoch=1, seq=1, hashes=pack_hashes(range(1, held + 1))))
+        held = pack_hashes(range(1, member.held + 1))
+        index.restore(KvSnapshot(worker_id=worker_id, epoch=1, seq=1, hashes=held))
     return cluster, index
 
 
-@st.composite
-def needs(draw):
-    return PlacementRequest(
-        model=draw(st.sampled_from(["m", "m", "x", "unknown", ""])),
-        mode=draw(st.sampled_from(list(Mode))),
-        whole=draw(st.sampled_from(["", "", "because"])),
-        prompt_tokens=draw(st.integers(1, 200)),
-        hashes=(1, 2, 3, 4)[: draw(st.integers(0, 4))],
-        fetch_tokens_min=draw(st.sampled_from([None, None, 0, 1000])),
-        excluded=frozenset(draw(st.sets(st.sampled_from(["w0", "w1"])))),
-        forced=draw(st.one_of(st.none(), st.none(), forcings)),
-        revisions=draw(st.sampled_from([(), (), ("r1", ""), ("r2", "r1", ""), ("r3", "")])),
-    )
-
-
-workers = st.sampled_from(["", "w2", "w3", "w4"])
-forcings = st.builds(Forced, prefill_worker=workers, decode_worker=workers, sources=st.sampled_from([None, ("w5",)]))
-
-
-@given(fleets(), needs())
-def test_every_placement_keeps_the_rules(fleet, need):
-    cluster, index = fleet
-    placed = CostPlacer(cluster, index, POLICY).place(need, NOW)
-    if isinstance(placed, Rejection):
-        known = not need.model or need.model in cluster.models_known
-        assert (placed.reason is Reason.MODEL_UNKNOWN) == (not known)
-        assert not known or placed.retry_after_s
+@given(FLEETS, REQUESTS)
+@example([Member(), Member(role=Role.STORE, held=4)], PROMPT)
+@example([Member(), Member(held=4, age_s=10.0)], msgspec.structs.replace(PROMPT, forced=Forced(sources=("w1",))))
+@example(
+    [Member(), Member(held=4)],
+    msgspec.structs.replace(PROMPT, whole="echo", forced=Forced(decode_worker="w0", sources=("w1",))),
+)
+@example(
+    [Member(), Member(held=4)],
+    msgspec.structs.replace(PROMPT, excluded=frozenset({"w1"}), forced=Forced(sources=("w1",))),
+)
+def test_every_placement_keeps_the_rules(members, request):
+    cluster, index = build(members)
+    result = CostPlacer(cluster, index, POLICY).place(request, NOW)
+    if isinstance(result, Rejection):
+        known = not request.model or request.model in cluster.models_known
+        assert (result.reason is Reason.MODEL_UNKNOWN) == (not known)
+        assert not known or result.retry_after_s
         return
-    chosen = [placed.decode] + ([placed.prefill] if placed.prefill else [])
+    chosen = [result.decode] + ([result.prefill] if result.prefill else [])
     for view in chosen:
         assert view.fit(NOW, POLICY.silent_s_max)
         assert view.legs < view.record.legs_max
-        assert not need.model or need.model in view.record.models
-        assert view.record.worker_id not in need.excluded
-    assert (placed.prefill is not None) == (placed.mode is Mode.DISAGGREGATED)
-    if placed.prefill is not None:
-        assert not need.whole
-        assert need.mode is not Mode.AGGREGATED
-        assert placed.prefill is not placed.decode
-        assert placed.prefill.pairs_with == placed.decode.pairs_with
-        assert placed.prefill.record.role is not Role.DECODE
-        assert placed.decode.record.role is not Role.PREFILL
+        assert not request.model or request.model in view.record.models
+        assert view.record.worker_id not in request.excluded
+    assert (result.prefill is not None) == (result.mode is Mode.DISAGGREGATED)
+    if result.prefill is not None:
+        assert not request.whole
+        assert request.mode is not Mode.AGGREGATED
+        assert result.prefill is not result.decode
+        assert result.prefill.pairs_with == result.decode.pairs_with
+        assert result.prefill.record.role is not Role.DECODE
+        assert result.decode.record.role is not Role.PREFILL
     else:
-        assert need.whole or need.mode is not Mode.DISAGGREGATED
-    assert 0 <= placed.cached_tokens < max(1, need.prompt_tokens)
-    assert placed.cached_tokens + placed.fetched_tokens + placed.uncached_tokens == need.prompt_tokens
-    assert placed.uncached_tokens > 0
-    keep_the_rules_of_sources(placed, need, cluster, index)
-    keep_the_rules_of_revisions(placed, need, cluster)
+        assert request.whole or request.mode is not Mode.DISAGGREGATED
+    assert 0 <= result.cached_tokens < max(1, request.prompt_tokens)
+    assert result.cached_tokens + result.fetched_tokens + result.uncached_tokens == request.prompt_tokens
+    assert result.uncached_tokens > 0
+    check_sources(result, request, cluster, index)
+    check_revisions(result, request, cluster)
 
 
-def keep_the_rules_of_revisions(placed, need, cluster):
-    """KV never crosses from one to another, and who is wanted serves, as long as it can."""
-    parts = [placed.prefill or placed.decode, placed.decode]
-    parts += [cluster.workers[source.worker_id] for source in (*placed.sources, *placed.handoff)]
-    served_by = {view.record.fingerprint.revision for view in parts}
-    assert len(served_by) == 1
-    if need.mode is not Mode.DISAGGREGATED and need.forced is None:
-        assert placed.decode in wanted(cluster, need)
+def check_revisions(placement, request, cluster):
+    """KV never crosses from one revision to another, and the preferred revision serves if it can."""
+    views = [placement.prefill or placement.decode, placement.decode]
+    views += [cluster.workers[source.worker_id] for source in (*placement.sources, *placement.handoff)]
+    assert len({view.record.fingerprint.revision for view in views}) == 1
+    if request.mode is not Mode.DISAGGREGATED and request.forced is None:
+        assert placement.decode in could_serve(cluster, request)
 
 
-def wanted(cluster, need):
-    """Who may serve it, full or not."""
+def could_serve(cluster, request):
+    """Workers that could serve the request, full or not."""
     fit = [
         view
-        for view in cluster.offering(need.model)
-        if view.fit(NOW, POLICY.silent_s_max) and view.record.worker_id not in need.excluded
+        for view in cluster.offering(request.model)
+        if view.fit(NOW, POLICY.silent_s_max) and view.record.worker_id not in request.excluded
     ]
-    for revision in need.revisions:
+    for revision in request.revisions:
         of_this = [view for view in fit if revision in ("", view.record.fingerprint.revision)]
         if of_this:
             return of_this
     return fit
 
 
-def keep_the_rules_of_sources(placed, need, cluster, index):
-    computing = placed.prefill or placed.decode
-    own = placed.cached_tokens // computing.record.hashing.block_size
-    matches = index.match(need.hashes)
-    assert len(placed.sources) <= 2 * SOURCES_MAX
-    assert bool(placed.sources) == bool(placed.fetched_tokens)
-    assert not (placed.sources and need.whole)
-    for source in placed.sources:
+def check_sources(placement, request, cluster, index):
+    computing = placement.prefill or placement.decode
+    assert not (placement.sources and request.whole)
+    for source in placement.sources:
         holder = cluster.workers[source.worker_id]
         assert holder is not computing
         assert holder.pairs_with == computing.pairs_with
-        assert holder.fit(NOW, POLICY.silent_s_max)
+        # A store serves no legs, so that ``fit`` is False for it, but it may be a source.
+        assert holder.ready
+        assert holder.heard_at >= NOW - POLICY.silent_s_max
+        assert source.worker_id not in request.excluded
         assert exchanges_kv(holder.record)
-        assert (source.epoch, source.follow, source.first) == (holder.record.epoch, False, own)
+        assert (source.epoch, source.follow) == (holder.record.epoch, False)
+    assert placement.streamed == any(source.follow for source in placement.handoff)
+    assert bool(placement.handoff) == (placement.prefill is not None and exchanges_kv(placement.prefill.record))
+    if request.forced is not None and request.forced.sources is not None:
+        assert {source.worker_id for source in placement.sources} <= set(request.forced.sources)
+    else:
+        check_chosen_sources(placement, request, index)
+
+
+def check_chosen_sources(placement, request, index):
+    """Sources that the client did not name hold what they are asked for."""
+    block_size = (placement.prefill or placement.decode).record.hashing.block_size
+    own, matches = placement.cached_tokens // block_size, index.match(request.hashes)
+    assert len(placement.sources) <= 2 * SOURCES_MAX
+    assert bool(placement.sources) == bool(placement.fetched_tokens)
+    for source in placement.sources:
+        assert source.first == own
         assert own < source.end <= matches[source.worker_id]
-        assert source.end * computing.record.hashing.block_size < need.prompt_tokens
-    if placed.sources:
-        assert placed.sources[0].end == max(source.end for source in placed.sources)
-    assert placed.streamed == any(source.follow for source in placed.handoff)
-    assert bool(placed.handoff) == (placed.prefill is not None and exchanges_kv(placed.prefill.record))
+        assert source.end * block_size < request.prompt_tokens
+    if placement.sources:
+        assert placement.sources[0].end == max(source.end for source in placement.sources)
 
 
-@given(fleets(), needs())
-def test_who_can_serve_it_does(fleet, need):
-    cluster, index = fleet
-    need = msgspec.structs.replace(need, forced=None)
-    able = [view for view in wanted(cluster, need) if view.legs < view.record.legs_max]
-    placed = CostPlacer(cluster, index, POLICY).place(need, NOW)
-    if need.mode is not Mode.DISAGGREGATED or need.whole:
-        assert isinstance(placed, Placement) == bool(able)
+@given(FLEETS, REQUESTS)
+def test_a_request_is_served_if_a_worker_can(members, request):
+    cluster, index = build(members)
+    request = msgspec.structs.replace(request, forced=None)
+    able = [view for view in could_serve(cluster, request) if view.legs < view.record.legs_max]
+    result = CostPlacer(cluster, index, POLICY).place(request, NOW)
+    if request.mode is not Mode.DISAGGREGATED or request.whole:
+        assert isinstance(result, Placement) == bool(able)
 
 
-@given(fleets())
-def test_two_workers_that_may_pair_do_so_when_asked_to(fleet):
-    cluster, index = fleet
+@given(FLEETS)
+def test_a_possible_pair_is_placed_when_requested(members):
+    cluster, index = build(members)
     able = [
         view
         for view in cluster.offering("m")
@@ -178,5 +232,5 @@ def test_two_workers_that_may_pair_do_so_when_asked_to(fleet):
         for prefill in able
         for decode in able
     )
-    need = PlacementRequest(model="m", mode=Mode.DISAGGREGATED, prompt_tokens=10)
-    assert isinstance(CostPlacer(cluster, index, POLICY).place(need, NOW), Placement) == possible
+    request = PlacementRequest(model="m", mode=Mode.DISAGGREGATED, prompt_tokens=10)
+    assert isinstance(CostPlacer(cluster, index, POLICY).place(request, NOW), Placement) == possible

@@ -13,7 +13,7 @@ SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""How Llama 3 and its like divide a text into words."""
+"""How Llama 3 and similar models divide a text into words."""
 SPECIAL = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "[INST]")
 VOCABULARY = 2000
 
@@ -38,8 +38,13 @@ def byte_level(splitter: pre_tokenizers.PreTokenizer) -> Tokenizer:
     return tokenizer
 
 
+@cache
+def _gpt_2_json() -> str:
+    return byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False)).to_str()
+
+
 def gpt_2() -> Tokenizer:
-    return byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    return Tokenizer.from_str(_gpt_2_json())
 
 
 def roberta() -> Tokenizer:
@@ -57,8 +62,9 @@ def llama_3() -> Tokenizer:
     return tokenizer
 
 
-def sentencepiece() -> Tokenizer:
-    """Trained on words, then let loose on whole texts, as those that come from SentencePiece's BPE."""
+@cache
+def _sentencepiece_json() -> str:
+    """Trained on words but used on whole texts, as tokenizers converted from SentencePiece's BPE are."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     singles = [AddedToken(f"<0x{byte:02X}>", special=False, normalized=False) for byte in range(256)]
@@ -66,11 +72,11 @@ def sentencepiece() -> Tokenizer:
         vocab_size=VOCABULARY, show_progress=False, special_tokens=[*added(), *singles], initial_alphabet=["\u2581"]
     )
     tokenizer.train_from_iterator(texts(), trainer)
-    return tokenizer
+    return tokenizer.to_str()
 
 
 def llama_2() -> Tokenizer:
-    tokenizer = sentencepiece()
+    tokenizer = Tokenizer.from_str(_sentencepiece_json())
     tokenizer.pre_tokenizer = None
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
@@ -78,7 +84,7 @@ def llama_2() -> Tokenizer:
 
 
 def mistral() -> Tokenizer:
-    tokenizer = sentencepiece()
+    tokenizer = Tokenizer.from_str(_sentencepiece_json())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     return tokenizer
 
@@ -102,7 +108,7 @@ def wordpiece() -> Tokenizer:
 
 
 def odd_tokens() -> Tokenizer:
-    """With every kind of added token that bends the text beside it."""
+    """With every kind of added token that changes how the text beside it is tokenized."""
     tokenizer = gpt_2()
     tokenizer.add_tokens(
         [
