@@ -1,4 +1,4 @@
-"""The engine's tokenizer, for any router that asks, and the engine's own word on what it makes of a prompt."""
+"""Gives routers the engine's tokenizer, and the engine's own tokens of probe prompts."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from shared.contracts.kv_events import pack_hashes
 log = logging.getLogger("baton.worker")
 
 PROMPTS_MAX = 16
-"""Prompts of one ask; those beyond are refused."""
+"""In one ask; further ones are refused."""
 BODY_BYTES_MAX = 256 * 1024
-"""Of one prompt: this is for probes, and must not hold up the engine's server."""
+"""Of one prompt: probes must not hold up the engine's server."""
 TOKENS_S_MAX = 5.0
-"""For all prompts of one ask, the wait for asks before it not counted."""
+"""For all prompts of one ask, without the wait for earlier asks."""
 
 
 class TokenizerHandler:
-    """Reads the tokenizer once, at the first ask. Tokenizes for one router at a time."""
+    """Reads the tokenizer once, at the first ask. Tokenizes one ask at a time."""
 
     def __init__(self, engine: Engine, worker_id: WorkerId, epoch: Epoch, bus: Bus) -> None:
         self._engine = engine
@@ -35,12 +35,12 @@ class TokenizerHandler:
         self._tokenizing = asyncio.Lock()
 
     async def open(self) -> None:
-        """Answer from now on; the engine is there."""
+        """Answer asks from now on; the engine runs."""
         await self._bus.answer(TOKENIZER, self.answer, worker_id=self._worker_id)
         await self._bus.answer(TOKENS, self.tokens, worker_id=self._worker_id)
 
     async def answer(self, _ask: AskTokenizer, _envelope: Envelope) -> TokenizerAsset:
-        """Answerer of TOKENIZER."""
+        """Handler of TOKENIZER."""
         async with self._reading:
             if self._asset is None:
                 files = await asyncio.to_thread(self._engine.tokenizer_files)
@@ -56,7 +56,7 @@ class TokenizerHandler:
             return self._asset
 
     async def tokens(self, ask: AskTokens, _envelope: Envelope) -> TokensFound:
-        """Answerer of TOKENS."""
+        """Handler of TOKENS."""
         async with self._tokenizing:
             until = asyncio.get_running_loop().time() + TOKENS_S_MAX
             found = [await self._tokens_of(prompt, until) for prompt in ask.prompts[:PROMPTS_MAX]]
@@ -68,13 +68,13 @@ class TokenizerHandler:
             return _refused(f"the body is larger than {BODY_BYTES_MAX} bytes")
         try:
             async with asyncio.timeout_at(until):
-                told: EngineTokens = await self._engine.tokens(prompt.path, prompt.body)
+                tokenized: EngineTokens = await self._engine.tokens(prompt.path, prompt.body)
         except TimeoutError:
             return _refused(f"not done within {TOKENS_S_MAX:g} s")
-        except Exception as error:  # the engine's server failed on a prompt that is nobody's: no request suffers
+        except Exception as error:  # The engine's server failed on a prompt that belongs to no client.
             log.exception("a probe of the tokenizer failed")
             return _refused(f"{type(error).__name__}: {error}")
-        return PromptTokens(tokens=told.tokens, hashes=pack_hashes(told.hashes), refusal=told.refusal)
+        return PromptTokens(tokens=tokenized.tokens, hashes=pack_hashes(tokenized.hashes), refusal=tokenized.refusal)
 
 
 def _refused(why: str) -> PromptTokens:

@@ -1,9 +1,9 @@
-"""What a worker needs of an engine: an ASGI app, an event source, a load source, a way to end.
+"""The engine port: an ASGI app, KV events, load, the KV exchange, and the engine's end.
 
-The worker shell calls the app once per leg, with the body that ``core.leg_body`` made for the leg's kind. What does not
-fit through HTTP (what to do about KV, true cached-token counts, timings, token ids) goes through ``CURRENT_LEG``:
-the shell sets a fresh ``LegRecord`` in the context before it calls the app, the engine reads and fills it. Of a PREFILL
-leg the engine makes one token, whatever the body asks for.
+The worker calls the app once per leg, with the body that ``legs.body`` made for the leg's kind. What HTTP cannot carry
+(orders about KV, cached-token counts, timings, token ids) goes through ``CURRENT_LEG``: the worker sets a new
+``LegRecord`` in the context before it calls the app, and the engine reads and fills it. For a PREFILL leg the engine
+generates one token, whatever the body asks for.
 """
 
 from __future__ import annotations
@@ -36,35 +36,34 @@ class EngineDead(Exception):
 
 @dataclass(slots=True)
 class LegRecord:
-    """One leg, as the shell and the engine share it while it runs. Seconds are on the monotonic clock."""
+    """One running leg, shared by the worker and the engine. Instants are on the monotonic clock."""
 
     kind: LegKind
     request_id: str
     trace_headers: dict[str, str]
     path: str = ""
-    """Of the request."""
     prefill_cached_tokens: int = 0
-    """DECODE: what the prefill leg had cached: the request's cached tokens, unless ``kv_transfer_params`` tell them."""
+    """DECODE: cached tokens of the prefill leg, for the client's usage, unless ``kv_transfer_params`` carry them."""
     expected_tokens: int = -1
     """Prompt tokens that placement expects this engine to compute; -1: not known."""
     order: LegOrder | None = None
     """What to do about KV, for engines with an exchange."""
     resume: list[int] | None = None
-    """Tokens of the answer that the client has had from a leg that broke off. The engine goes on behind them; its
-    server hears of them first, and what it says of them is thrown away. None: from the beginning."""
+    """Tokens that the client has received from a leg that broke off. The engine continues after them. Its server gets
+    them first, and the worker drops what the server sends for them. None: start at the beginning."""
     resume_joined: frozenset[int] = frozenset()
-    """Which of them, by index, its server shall hear of together with the one before."""
+    """Indices of the resumed tokens that the server must get together with the token before."""
     # The engine fills in:
     caught_up: bool = False
-    """With ``resume``: what the server says from now on is new to the client."""
+    """With ``resume``: from now on the server's output is new to the client."""
     cannot_resume: str = ""
-    """Why the engine will not go on behind these tokens."""
+    """Why the engine cannot continue after these tokens."""
     sequences: int = 0
-    """Being generated for it now."""
+    """Number that the engine is generating for this leg now."""
     is_over: bool = False
-    """Every token has been generated and told: what the server still says, the shell sends with the leg's end."""
+    """Every token was generated and passed to the server. The worker sends later output with the leg's end."""
     prompt_tokens: int = 0
-    """Of the client's prompt: resumed tokens are tokens of the completion."""
+    """Of the client's prompt. Resumed tokens count as completion."""
     cached_tokens: int = 0
     """Prompt tokens found in this engine's own prefix cache."""
     received_tokens: int = 0
@@ -72,40 +71,40 @@ class LegRecord:
     received_bytes: int = 0
     completion_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
-    """Generated and not yet put into a frame: the shell takes them when it sends data."""
+    """Generated and not yet in a frame: the worker takes them when it sends data."""
     joined: list[int] = field(default_factory=list)
-    """Which of ``token_ids``, by index, the server has heard of together with the one before."""
+    """Indices in ``token_ids`` of those that the server got together with the token before."""
     kv_transfer: bytes = b""
     """PREFILL: JSON of the ``kv_transfer_params`` that a decode engine needs; for engines without an exchange."""
     transfer_report: KvTransferReport | None = None
-    """Where the prompt's KV came from, of engines with an exchange; of several prompts, of all together."""
+    """Where the prompt's KV came from, from engines with an exchange; for several prompts, the sum."""
     transfer_reports: dict[str, KvTransferReport] = field(default_factory=dict)
-    """The newest of each prompt, by the engine's own name for it."""
+    """The newest report of each prompt, by the engine's request id."""
     queue_s: float = 0.0
     prefill_s: float = 0.0
     first_token_at: float = 0.0
     finish_reason: str = ""
 
     def sequence_began(self) -> None:
-        """One more is being generated."""
+        """The engine begins to generate one more sequence."""
         self.sequences += 1
         self.is_over = False
 
     def sequence_ended(self) -> None:
-        """One of them will say no more."""
+        """A sequence has ended."""
         self.sequences -= 1
         self.is_over = self.sequences == 0
 
-    def heard(self, token_ids: Sequence[int], *, last: bool) -> None:
-        """The server hears of these at once; of the ``last`` ones nobody needs to know that."""
+    def add_tokens(self, token_ids: Sequence[int], *, last: bool) -> None:
+        """The server gets these together. After the ``last`` ones no leg resumes, so they need no marks."""
         if not last and len(token_ids) > 1:
-            said = len(self.token_ids)
-            self.joined.extend(range(said + 1, said + len(token_ids)))
+            sent = len(self.token_ids)
+            self.joined.extend(range(sent + 1, sent + len(token_ids)))
         self.token_ids.extend(token_ids)
         self.completion_tokens += len(token_ids)
 
     def take_tokens(self) -> tuple[list[int], list[int] | None]:
-        """For the next frame: the tokens, and which of them were heard of together with the one before."""
+        """For the next frame: the tokens, and the indices of those joined with the token before."""
         token_ids, self.token_ids = self.token_ids, []
         if not self.joined:
             return token_ids, None
@@ -113,8 +112,8 @@ class LegRecord:
         return token_ids, joined
 
     @property
-    def sends_notifications(self) -> bool:
-        """Whether what the server says now is new to the client, and right."""
+    def is_new_to_client(self) -> bool:
+        """Whether the server's output now is valid and new to the client."""
         return self.resume is None or (self.caught_up and not self.cannot_resume)
 
 
@@ -123,7 +122,7 @@ CURRENT_LEG: ContextVar[LegRecord | None] = ContextVar("CURRENT_LEG", default=No
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Whose engine it is: one life of one worker."""
+    """One process of one worker."""
 
     worker_id: WorkerId
     epoch: Epoch
@@ -144,12 +143,12 @@ class EngineFacts:
     """Tokens computed in one step."""
     prefix_caching: bool = True
     note: str = ""
-    """What else a person may want to know of it."""
+    """For operators."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """The engine's state now and its totals since it started; see ``LoadReport`` for units."""
+    """The engine's state now and totals since its start; see ``LoadReport`` for units."""
 
     running: int = 0
     waiting: int = 0
@@ -188,25 +187,25 @@ class EngineTokens:
     hashes: list[int] = field(default_factory=list)
     """Of the full blocks, 64 bits each."""
     refusal: str = ""
-    """Why the engine would not tokenize it."""
+    """Why the engine refuses to tokenize it."""
 
 
 class EngineExchange(Protocol):
     """The engine's end of the KV exchange."""
 
     async def call(self, call: EngineCall) -> EngineNotification:
-        """Run the call between two engine steps; later results come as notifications. Raises EngineDead."""
+        """Run the call between two engine steps. Later results come as notifications. Raises EngineDead."""
 
     def on_notifications(self, listener: Callable[[EngineNotification], None]) -> None:
-        """Call ``listener`` (on the event loop) with what the engine says without being asked."""
+        """Call ``listener`` on the event loop with each notification that is no call's response."""
 
 
 class Engine(Protocol):
-    """One running engine. Usable when its factory returns."""
+    """One running engine."""
 
     @property
     def facts(self) -> EngineFacts:
-        """What does not change."""
+        """What does not change while the engine lives."""
 
     @property
     def app(self) -> AsgiApp:
@@ -214,34 +213,34 @@ class Engine(Protocol):
 
     @property
     def exchange(self) -> EngineExchange | None:
-        """Its end of the KV exchange; None: its connector moves KV in its own way, or not at all."""
+        """None if the engine's connector moves KV in its own way, or not at all."""
 
     def load(self) -> EngineLoad:
         """Now. Cheap: called at most ``LOAD_HZ_MAX`` times a second."""
 
     def on_load_changed(self, listener: Callable[[], None]) -> None:
-        """Call ``listener`` (on the event loop) when the load may have changed."""
+        """Call ``listener`` on the event loop when the load may have changed."""
 
     def kv_events(self) -> AsyncIterator[list[KvEvent]]:
-        """Changes of the prefix cache, in order, from the first on. One consumer. Raises EngineDead."""
+        """Changes of the prefix cache in order, from the first on. One consumer. Raises EngineDead."""
 
     def tokenizer_files(self) -> TokenizerFiles:
-        """How text becomes tokens here. May read files: call it off the event loop."""
+        """The engine's tokenizer. May read files: call it off the event loop."""
 
     async def tokens(self, path: str, body: bytes) -> EngineTokens:
-        """How the engine itself tokenizes this request and names its blocks; nothing is generated."""
+        """The engine's own tokens and block hashes for this request; nothing is generated."""
 
     async def dead(self) -> str:
-        """Return, with the reason in words, when the engine has died; wait for ever otherwise."""
+        """Wait until the engine has died; returns the reason."""
 
     async def close(self, deadline_s: float) -> None:
-        """End the engine and everything it started."""
+        """End the engine and all its processes."""
 
 
 class StartEngine(Protocol):
-    """A kind of engine."""
+    """Starts one kind of engine."""
 
     def __call__(
-        self, settings: Settings, common: CommonSettings, say: Callable[[str], None], *, identity: Identity
+        self, settings: Settings, common: CommonSettings, report: Callable[[str], None], *, identity: Identity
     ) -> Awaitable[Engine]:
-        """Start one; ``say`` is told where it is. Raises whatever the engine does not like."""
+        """``report`` gets the progress of the start. Raises whatever the engine raises."""

@@ -1,4 +1,4 @@
-"""What the engine is told to do about KV, for each leg."""
+"""The engine's order about KV for each leg."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _offer = msgspec.msgpack.Decoder(KvOffer)
 
 @dataclass(frozen=True, slots=True)
 class KvPolicy:
-    """What this worker does when a request does not say otherwise."""
+    """Defaults of this worker; a request may override them."""
 
     cache_hit_threshold: float = 0.0
     fetch_min_tokens: int = 0
 
     def order(self, start: StartLeg, *, is_plain: bool, answers: bool) -> LegOrder:
-        """``is_plain``: KV may be moved for it. ``answers``: its path can say that the threshold was not met; but a
-        stream of which the client has had some can no longer.
+        """``is_plain``: KV may be moved for it. ``answers``: a response on its path can report that the threshold was
+        not met; a resumed stream cannot any more.
         """
         threshold = self.cache_hit_threshold if start.cache_hit_threshold is None else start.cache_hit_threshold
         least = self.fetch_min_tokens if start.kv_fetch_min_tokens is None else start.kv_fetch_min_tokens
@@ -39,12 +39,12 @@ class KvPolicy:
 
 
 def moves_kv(start: StartLeg) -> bool:
-    """Whether the leg is about KV that another worker has or wants."""
+    """Whether KV may be moved for the leg."""
     return start.kind is LegKind.PREFILL or bool(start.kv_transfer or start.kv_sources)
 
 
 def read_offer(packed: bytes) -> KvOffer | None:
-    """An offer that cannot be read is none: the prompt is computed."""
+    """None for an unreadable offer: the prompt is computed."""
     try:
         return _offer.decode(packed)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -1,10 +1,9 @@
-"""Legs that go on where another one broke off: for which requests that can be done, byte for byte.
+"""Legs that resume where another one broke off: which requests can, byte for byte.
 
-The tokens that the client has had become part of what the engine reads. What else the answer depends on has to be known
-from the body and from these tokens alone. Logit bias, top-k, a repetition penalty (which counts the prompt's tokens
-like the answer's) and what parsers make of tool calls or reasoning are; a grammar's state, or what a penalty has
-counted, was inside the engine that is gone. A seed makes other tokens than it would have: its noise cannot be wound on
-to where it was.
+The tokens that the client has received become part of the engine's prompt. Everything else that the answer depends on
+must follow from the body and these tokens. Logit bias, top-k, a repetition penalty (which counts prompt and completion
+alike) and the parsers of tool calls and reasoning do; the state of a grammar or the counts of other penalties were
+inside the lost engine. A seeded request continues with other random numbers than the lost engine would have used.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from services.worker.legs.body import HANDOVER_PATHS, read_fields
+from services.worker.legs.body import HANDOFF_PATHS, read_fields
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import LegKind, StartLeg, unpack_tokens
 
@@ -33,16 +32,16 @@ STATEFUL = (
     "thinking_token_budget",
     "repetition_detection",
 )
-"""What counts or parses the engine's own output as it goes. The engine has the last word: see ``cannot_resume``."""
+"""Fields whose state depends on the engine's own output. The engine checks again: see ``LegRecord.cannot_resume``."""
 FREE_FORMS = (None, "text")
-"""Kinds of ``response_format`` that need no grammar."""
+"""Values of ``response_format`` that need no grammar."""
 FREE_TOOL_CHOICES = (None, "auto", "none")
 CREATED = re.compile(rb'"created":\d+')
-"""When an answer began, as each of its events says."""
+"""The start time of an answer, in each of its events."""
 
 
 class CannotResume(Exception):
-    """The leg cannot go on; ``failure`` says why."""
+    """The leg cannot resume; ``failure`` says why."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -50,9 +49,8 @@ class CannotResume(Exception):
 
 
 def resumed_tokens(start: StartLeg, *, is_plain: bool) -> list[int] | None:
-    """What the client has had, or None for a leg that begins at the beginning; ``is_plain``: one prompt, one answer.
-
-    Raises CannotResume.
+    """The tokens that the client has received; None for a leg that resumes nothing. ``is_plain``: one prompt and one
+    completion. Raises CannotResume.
     """
     if start.resume is None:
         return None
@@ -63,28 +61,28 @@ def resumed_tokens(start: StartLeg, *, is_plain: bool) -> list[int] | None:
 
 
 def joined_tokens(start: StartLeg) -> frozenset[int]:
-    """Which of them, by index, were heard of together with the one before. Raises CannotResume."""
+    """Indices of the resumed tokens that the server got together with the token before. Raises CannotResume."""
     return frozenset(_unpacked(start.resume_joined))
 
 
 def dated(events: bytes, created: int) -> bytes:
-    """The events, as of an answer that began at ``created``. In text they would have their quotes escaped."""
+    """The events with ``created`` as their start time. Generated text is safe, because its quotes are escaped."""
     return CREATED.sub(b'"created":%d' % created, events)
 
 
 def cannot_resume(why: str) -> Failure:
-    """In the words that a client may see."""
-    return Failure(reason=Reason.CANNOT_RESUME, message=f"the answer broke off and cannot be taken up again: {why}")
+    """The client may see its message."""
+    return Failure(reason=Reason.CANNOT_RESUME, message=f"the answer broke off and cannot be resumed: {why}")
 
 
 def _obstacle(start: StartLeg, *, is_plain: bool) -> str:
-    if start.path not in HANDOVER_PATHS:
+    if start.path not in HANDOFF_PATHS:
         return f"{start.path} has no stream of tokens"
     if not is_plain:
-        return "only one completion of one prompt, without the prompt's logprobs, can be"
+        return "only one completion of one prompt, without the prompt's logprobs, can be resumed"
     fields = {name: _value(raw) for name, raw in (read_fields(start.body) or {}).items()}
     if start.kind is not LegKind.PREFILL and not fields.get("stream"):
-        return "only a stream can be"
+        return "only a stream can be resumed"
     for name in STATEFUL:
         if fields.get(name):
             return f"{name} depends on what the lost engine had counted"
@@ -111,4 +109,4 @@ def _value(raw: msgspec.Raw) -> Any:
     try:
         return json.loads(bytes(raw))
     except (ValueError, RecursionError):
-        return None  # The engine will say what is wrong with it.
+        return None  # The engine reports what is wrong with it.

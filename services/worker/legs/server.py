@@ -1,4 +1,4 @@
-"""Legs: taken from the bus, served by the engine's ASGI app, answered in frames."""
+"""Serves legs: takes them from the bus, calls the engine's ASGI app, and sends frames."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from opentelemetry.util.types import AttributeValue
 
 from services.worker.engines.port import CURRENT_LEG, Engine, LegRecord
 from services.worker.legs.asgi_call import AsgiCall
-from services.worker.legs.body import HANDOVER_PATHS, own_body, prepare, salted
+from services.worker.legs.body import HANDOFF_PATHS, own_body, prepare, salted
 from services.worker.legs.capacity import Capacity
 from services.worker.legs.kv_order import KvPolicy, moves_kv
 from services.worker.legs.resume import CannotResume, cannot_resume, joined_tokens, resumed_tokens
@@ -37,7 +37,7 @@ OK = 200
 TOKEN_BYTES = 4
 """Of a packed token id."""
 DEATH_NOTICE_S_MAX = 1.0
-"""How long a leg that ended strangely waits to hear that the engine has died."""
+"""How long a leg that failed waits for the news that the engine has died."""
 
 
 class EngineDied(Exception):
@@ -46,8 +46,6 @@ class EngineDied(Exception):
 
 @dataclass(slots=True)
 class RunningLeg:
-    """A leg being served."""
-
     task: asyncio.Task[bool]
     frames: LegFrames
 
@@ -87,10 +85,10 @@ class LegServer:
     def start(self, start: StartLeg, envelope: Envelope) -> None:
         """Handler of START_LEG: refuse at once, or serve beside the others."""
         if start.leg_id in self._legs:
-            log.warning("leg %s was started twice; the second start is ignored", start.leg_id)
+            log.warning("leg %s was started twice, the second start is ignored", start.leg_id)
             return
         if not is_subject_token(start.router_id):
-            log.warning("leg %s has a router that cannot be answered: %.100r", start.leg_id, start.router_id)
+            log.warning("leg %s has an unusable router id and is ignored: %.100r", start.leg_id, start.router_id)
             return
         frames = self._sender.leg(start, on_gone=lambda _why: self._abort(start.leg_id))
         if refusal := self._capacity.refusal(start, self.phase, self.legs):
@@ -104,7 +102,7 @@ class LegServer:
         self._on_changed()
 
     def cancel(self, order: CancelLeg, _envelope: Envelope) -> None:
-        """Handler of CANCEL_LEG: nobody waits any more."""
+        """Handler of CANCEL_LEG."""
         if leg := self._legs.get(order.leg_id):
             leg.frames.abandon()
             leg.task.cancel()
@@ -118,7 +116,7 @@ class LegServer:
             leg.task.cancel()
 
     async def idle(self, s_max: float) -> bool:
-        """Wait until no leg is served, at most ``s_max`` seconds; answers whether that is so."""
+        """Wait until no leg is served, for at most ``s_max`` seconds; returns whether none is."""
         try:
             async with asyncio.timeout(s_max):
                 await self._idle.wait()
@@ -131,7 +129,7 @@ class LegServer:
             leg.task.cancel()
 
     def _forget(self, start: StartLeg, task: asyncio.Task[bool]) -> None:
-        """The leg is over. One that was cancelled before it began has had no chance to clean up after itself."""
+        """The leg has ended. One that was cancelled before its start could not clean up itself."""
         self._legs.pop(start.leg_id, None)
         if not self._legs:
             self._idle.set()
@@ -140,7 +138,7 @@ class LegServer:
         self._on_changed()
 
     async def _run(self, start: StartLeg, frames: LegFrames, envelope: Envelope) -> bool:
-        """Serve one leg to its END or FAILURE, whatever happens; answers whether it came to its END."""
+        """Serve one leg to its END or FAILURE; returns whether it reached its END."""
         TRACE_ID.set(trace_named(envelope.headers))
         timer = asyncio.timeout(start.deadline_s)
         try:
@@ -150,16 +148,16 @@ class LegServer:
             return True
         except LegGone:
             return False
-        except CannotResume as told:
-            frames.fail(told.failure)
+        except CannotResume as refused:
+            frames.fail(refused.failure)
         except EngineDied as died:
             frames.fail(Failure(reason=Reason.ENGINE_DEAD, message=str(died)))
         except asyncio.CancelledError:
-            frames.fail(Failure(reason=Reason.CANCELLED, message="the worker broke the leg off"))
+            frames.fail(Failure(reason=Reason.CANCELLED, message="the worker cancelled the leg"))
             raise
-        except Exception as error:  # the engine's server failed on this leg: the others need not suffer
+        except Exception as error:  # The engine's server failed on this leg alone.
             if isinstance(error, TimeoutError) and timer.expired():
-                message = f"the leg was not done after its {start.deadline_s:g} s"
+                message = f"the leg was not done within its {start.deadline_s:g} s"
                 frames.fail(Failure(reason=Reason.DEADLINE, message=message))
                 return False
             log.exception("leg %s (%s %s) failed", start.leg_id, start.kind.value, start.path)
@@ -191,7 +189,7 @@ class LegServer:
         CURRENT_LEG.set(record)
         call = AsgiCall(start, body, record, frames, lambda: self._explain(record))
         await call.run(self._engine.app)
-        is_generation = start.path in HANDOVER_PATHS or record.prompt_tokens > 0
+        is_generation = start.path in HANDOFF_PATHS or record.prompt_tokens > 0
         if call.status == OK and is_generation and not record.finish_reason:
             await self._explain(record)
         check_resumed(record, call.status)
@@ -201,15 +199,13 @@ class LegServer:
         frames.end(cost)
 
     def _orders(self, start: StartLeg) -> tuple[bytes | None, LegOrder | None, list[int] | None]:
-        """The engine's body, its order beside it if it takes any, and behind which tokens it goes on. Raises
-        CannotResume.
-        """
+        """The engine's body, its order about KV if it takes one, and the tokens to resume from. Raises CannotResume."""
         body = salted(start.body, start.cache_salt)
         own = own_body(start.path, body, start.kind, moves_kv=moves_kv(start) or start.resume is not None)
         resume = resumed_tokens(start, is_plain=own.is_plain)
         if self._engine.exchange is None:
             return prepare(start.kind, start.path, body, start.kv_transfer), None, resume
-        order = self._policy.order(start, is_plain=own.is_plain, answers=start.path in HANDOVER_PATHS)
+        order = self._policy.order(start, is_plain=own.is_plain, answers=start.path in HANDOFF_PATHS)
         return own.body, order, resume
 
     def _span(self, start: StartLeg, envelope: Envelope) -> AbstractContextManager[Span]:
@@ -225,26 +221,26 @@ class LegServer:
         )
 
     async def _explain(self, record: LegRecord) -> None:
-        """Why the engine's server failed, if there is more to say than it did."""
+        """Raises the cause of a failure of the engine's server, if it is known."""
         if record.cannot_resume:
             raise CannotResume(cannot_resume(record.cannot_resume))
         await self._raise_if_died()
 
     async def _raise_if_died(self) -> None:
-        """Wait a moment for news of the engine's death, which may arrive after the failure it caused."""
+        """The news of the engine's death may arrive after the failure that it caused."""
         await asyncio.wait([self._death], timeout=DEATH_NOTICE_S_MAX)
         if self._death.done():
             raise EngineDied(self._death.result())
 
 
 def check_resumed(record: LegRecord, status: int) -> None:
-    """Raises CannotResume unless the answer went on behind what its client has had."""
-    if status == OK and not record.sends_notifications and record.kind is not LegKind.PREFILL:
-        raise CannotResume(cannot_resume("the engine's server did not get through what was said before"))
+    """Raises CannotResume unless the answer continued after the resumed tokens."""
+    if status == OK and not record.is_new_to_client and record.kind is not LegKind.PREFILL:
+        raise CannotResume(cannot_resume("the engine's server did not get through the resumed tokens"))
 
 
 def report(record: LegRecord, arrived: float, now: float) -> LegReport:
-    """What the leg cost. To an engine that goes on behind an answer's tokens, these are prompt; to the client not."""
+    """The leg's costs. Resumed tokens are prompt to the engine, and completion to the client."""
     cached = min(record.cached_tokens, record.prompt_tokens)
     return LegReport(
         prompt_tokens=record.prompt_tokens,

@@ -155,8 +155,7 @@ class Drain:
     async def _evacuate(self, plan: DrainPlan) -> CopyTotals:
         if self._exchange is None or not plan.evacuate or self._service.stopping.is_set():
             return CopyTotals()
-        bus, clock, s_max = self._service.bus, self._service.clock, self._settings.evacuate_s_max
-        return await evacuate(bus, clock, self._exchange, self._record(), s_max=s_max)
+        return await evacuate(self._service.bus, self._service.clock, self._exchange, self._record())
 
     async def _hand_off(self) -> None:
         """Wait for decode engines to fetch prefilled KV: it is leased or, without an exchange, in use without a leg."""

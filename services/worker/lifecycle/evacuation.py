@@ -20,10 +20,11 @@ CHAINS_MAX = 256
 """The hottest ones are copied, no more than this."""
 CHAINS_AT_ONCE_MAX = 4
 """Limits the blocks pinned here and the share of the network."""
+EVACUATE_S_MAX = 10.0
 
 
 async def evacuate(
-    bus: Bus, clock: Clock, exchange: WorkerExchange, record: WorkerRecord, *, s_max: float
+    bus: Bus, clock: Clock, exchange: WorkerExchange, record: WorkerRecord, *, s_max: float = EVACUATE_S_MAX
 ) -> CopyTotals:
     """Copy the hot prefixes of ``record``'s worker to others, for at most ``s_max`` seconds.
 

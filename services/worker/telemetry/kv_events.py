@@ -1,4 +1,8 @@
-"""KV events: from the engine's to the wire's, and the blocks that the routers were told of."""
+"""KV events: translation from the engine's to the wire's, and the blocks that were published as held.
+
+An engine may hold several copies of one block: it stores and removes each copy. On the wire a block is held or not, so
+only the removal of the last copy counts.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ class EventTranslation:
         self._copies: dict[KvTier, dict[int, int]] = {tier: {} for tier in KvTier}
 
     def stored(self, hashes: Iterable[bytes], parent: bytes | None, tier: KvTier = KvTier.DEVICE) -> KvEvent | None:
-        """Full hashes of a run of blocks, and of the block before it."""
+        """``hashes`` are full hashes of consecutive blocks; ``parent`` is that of the block before them."""
         short = [block_hash64(full) for full in hashes]
         copies = self._copies[tier]
         for block in short:
@@ -40,20 +44,20 @@ class EventTranslation:
         )
 
     def removed(self, hashes: Iterable[bytes], tier: KvTier = KvTier.DEVICE) -> KvEvent | None:
-        """One copy of each of these blocks is gone from this tier."""
+        """One copy of each of these blocks was removed from this tier."""
         copies = self._copies[tier]
         gone = [block for block in map(block_hash64, hashes) if _drop(copies, block)]
         return KvEvent(kind=KvEventKind.REMOVED, hashes=pack_hashes(gone), tier=tier) if gone else None
 
     def cleared(self) -> KvEvent:
-        """Everything is gone from every tier, or nothing certain is known any more."""
+        """Every tier is empty, or its content is unknown."""
         for copies in self._copies.values():
             copies.clear()
         return KvEvent(kind=KvEventKind.CLEARED)
 
 
 def _drop(copies: dict[int, int], block: int) -> bool:
-    """Whether that was the last copy."""
+    """Returns whether that was the last copy."""
     count = copies.get(block, 0)
     if count > 1:
         copies[block] = count - 1
@@ -70,14 +74,13 @@ class HeldBlocks:
         self._xors = dict.fromkeys(KvTier, 0)
 
     def apply(self, events: Iterable[KvEvent]) -> int:
-        """Take one batch in; answers its number."""
+        """Apply one batch; returns its number."""
         for event in events:
             self._apply(event)
         self.seq += 1
         return self.seq
 
     def digest(self) -> KvDigest:
-        """Now, in 16 bytes."""
         return KvDigest(seq=self.seq, count=sum(map(len, self._held.values())), xor=digest_xor(self._xors.values()))
 
     def packed(self, tier: KvTier = KvTier.DEVICE) -> bytes:

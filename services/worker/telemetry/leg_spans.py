@@ -1,6 +1,4 @@
-"""A leg in its request's trace: what the engine did, and for each source of KV a lease, a wait and a read. Drawn when
-the leg has ended.
-"""
+"""Spans of a leg: the engine's work, and for each source of KV a lease, a wait and a read. Made at the leg's end."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from shared.telemetry.leg_intervals import Interval, engine_intervals, exchange_
 
 
 def show_leg(tracer: Tracer, leg: Span, report: LegReport, arrived_at: float, clock: Clock) -> None:
-    """Attributes and children of the leg's span. Costs nothing where nothing is traced."""
+    """Attributes and children of the leg's span. Costs nothing without tracing."""
     if not leg.is_recording():
         return
     leg.set_attributes(report_of(report))
@@ -24,7 +22,7 @@ def show_leg(tracer: Tracer, leg: Span, report: LegReport, arrived_at: float, cl
 
 
 def show(tracer: Tracer, above: Span, intervals: list[Interval], *, began_ns: int) -> None:
-    """The intervals as spans; ``began_ns``: when the monotonic clock stood at 0."""
+    """The intervals as spans. ``began_ns``: wall-clock time at which the monotonic clock was 0."""
     context = set_span_in_context(above)
     for interval in intervals:
         begun_ns = began_ns + round(interval.begun_at * 1e9)

@@ -1,4 +1,4 @@
-"""What a worker tells everybody: what its cache holds, and how busy it is."""
+"""Publishes a worker's KV events and load."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger("baton.worker")
 
 
 class CachePublisher:
-    """KV events with numbers of our own, and the snapshot that a router asks for when one is missing."""
+    """KV events with sequence numbers, and the snapshot that a router asks for when one is missing."""
 
     def __init__(self, bus: Bus, worker_id: WorkerId, epoch: Epoch) -> None:
         self.held = HeldBlocks()
@@ -31,16 +31,16 @@ class CachePublisher:
         self._arrived = asyncio.Event()
 
     async def follow(self, engine: Engine) -> None:
-        """Publish the engine's events for ever. Raises EngineDead."""
+        """Publish the engine's events until cancelled. Raises EngineDead."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._publish(), name="publish-kv-events")
             async for events in engine.kv_events():
                 self._pending.extend(events)
                 self._arrived.set()
-            raise EngineDead("the engine tells no more KV events")
+            raise EngineDead("the engine's KV events have ended")
 
     async def answer(self, _ask: AskKvSnapshot, _envelope: Envelope) -> KvSnapshot:
-        """Answerer of KV_SNAPSHOT."""
+        """Handler of KV_SNAPSHOT."""
         return KvSnapshot(
             worker_id=self._worker_id,
             epoch=self._epoch,
@@ -51,8 +51,8 @@ class CachePublisher:
         )
 
     async def _publish(self) -> None:
-        """All events of one turn of the loop in one batch. One that cannot be sent leaves a gap in the numbers, which
-        tells the routers to ask for a snapshot.
+        """All events of one loop turn go in one batch. A batch that cannot be sent leaves a gap in the numbers, after
+        which routers ask for a snapshot.
         """
         while True:
             await self._arrived.wait()
@@ -93,11 +93,11 @@ class LoadPublisher:
             exchange.on_changed(self.changed)
 
     def changed(self) -> None:
-        """Something in the report may be different now."""
+        """Something in the report may have changed."""
         self._is_changed.set()
 
     async def follow(self, now: Callable[[], tuple[WorkerPhase, int]]) -> None:
-        """Report for ever; ``now`` answers the worker's phase and the number of its legs."""
+        """Report until cancelled. ``now`` returns the worker's phase and the number of its legs."""
         least_s = 1.0 / LOAD_HZ_MAX
         while True:
             self._is_changed.clear()
@@ -110,7 +110,7 @@ class LoadPublisher:
                 pass
 
     async def report(self, phase: WorkerPhase, legs: int) -> None:
-        """Once, now."""
+        """Publish one report now."""
         load = self._engine.load()
         numbers = {name: getattr(load, name) for name in load.__slots__}
         exchange = None if self._exchange is None else self._exchange.state
@@ -118,7 +118,7 @@ class LoadPublisher:
             numbers["received_bytes_total"] = exchange.read_bytes_total
             numbers["received_seconds_total"] = exchange.read_seconds_total
             is_idle = not load.running and not load.waiting and self.role is not Role.STORE
-            if is_idle:  # An idle engine takes no step that would say what it uses.
+            if is_idle:  # An idle engine takes no step, so its own count does not include leases.
                 numbers["kv_blocks_used"] = exchange.pinned_blocks
         report = LoadReport(
             worker_id=self._worker_id,

@@ -41,10 +41,10 @@ log = logging.getLogger("baton.worker")
 
 
 async def start_engine(
-    settings: Settings, common: CommonSettings, say: Callable[[str], None], *, identity: Identity
+    settings: Settings, common: CommonSettings, report: Callable[[str], None], *, identity: Identity
 ) -> Engine:
     """The engine of a worker with these settings. Raises ValueError for settings that cannot work."""
-    say("loading the tokenizer")
+    report("loading the tokenizer")
     directory, revision = await asyncio.to_thread(find_model, settings, Path(common.cache_dir))
     names = [settings.served_model_name or settings.model]
     model = SimulatedModel(directory=directory, names=names, revision=settings.revision or revision)
@@ -74,7 +74,6 @@ def simulation_settings(settings: Settings) -> SimulationSettings:
         worker_id=settings.worker_id,
         host=settings.kv_host,
         kv_lease_s=settings.kv_lease_s,
-        kv_lease_share_max=settings.kv_lease_share_max,
         block_size=settings.block_size,
         kv_blocks=kv_blocks,
         max_model_len=settings.max_model_len or min(defaults.max_model_len, kv_blocks * settings.block_size),

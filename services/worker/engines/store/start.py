@@ -21,13 +21,13 @@ BLOCKS_MIN = 16
 
 
 async def start_store(
-    settings: Settings, common: CommonSettings, say: Callable[[str], None], *, identity: Identity, bus: Bus
+    settings: Settings, common: CommonSettings, report: Callable[[str], None], *, identity: Identity, bus: Bus
 ) -> Engine:
     """The store of a worker with these settings, as soon as there is somebody to keep copies for. Raises ValueError for
     settings that cannot work.
     """
     model = settings.served_model_name or settings.model
-    say(f"waiting for a worker of {model}, to keep its blocks as it does")
+    report(f"waiting for a worker of {model}, to keep its blocks as it does")
     partner = await find_partner(bus, identity.worker_id, model)
     folder = folder_of(settings, common, identity)
     plan = Plan(
@@ -37,10 +37,9 @@ async def start_store(
         memory_bytes=settings.store_memory_bytes,
         files_bytes=settings.store_files_bytes,
         folder=folder,
-        io=settings.store_io,
         lease_s_max=settings.kv_lease_s,
     )
-    say(f"opening {folder}" if plan.files_bytes else "making room")
+    report(f"opening {folder}" if plan.files_bytes else "making room")
     store = await open_store(plan, mover_of(settings, partner.record.engine))
     store.ends_when(wait_for_orphanage(bus, partner.record.fingerprint.key(), model))
     return store

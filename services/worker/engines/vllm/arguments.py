@@ -85,6 +85,5 @@ def introduce(config: Any, settings: Settings, identity: Identity, *, notificati
         fingerprint=fingerprint,
         notifications=notifications,
         lease_s=settings.kv_lease_s,
-        lease_share_max=settings.kv_lease_share_max,
         copy_cores=sorted(os.sched_getaffinity(0)),
     )

@@ -153,7 +153,7 @@ def guard(params: SamplingParams, kind: LegKind) -> None:
 
 def _note_output(record: LegRecord, output: RequestOutput) -> None:
     for completion in output.outputs:
-        record.heard(completion.token_ids, last=output.finished)
+        record.add_tokens(completion.token_ids, last=output.finished)
         record.finish_reason = completion.finish_reason or record.finish_reason
     if record.kind is LegKind.PREFILL and output.kv_transfer_params:
         record.kv_transfer = msgspec.json.encode(output.kv_transfer_params)

@@ -57,10 +57,10 @@ class Launch:
 
 
 async def start_engine(
-    settings: Settings, common: CommonSettings, say: Callable[[str], None], *, identity: Identity
+    settings: Settings, common: CommonSettings, report: Callable[[str], None], *, identity: Identity
 ) -> Engine:
-    """Start vLLM; half a minute on a CPU. ``say`` is told where it is. Raises whatever vLLM does not like."""
-    say("preparing the model")
+    """Start vLLM; half a minute on a CPU. ``report`` gets its progress. Raises whatever vLLM does not like."""
+    report("preparing the model")
     is_tiny = settings.model == TINY_MODEL
     model = str(await asyncio.to_thread(ensure_tiny_model, Path(common.cache_dir))) if is_tiny else settings.model
     environment.prepare_import(kv_host=settings.kv_host, model_is_local=model.startswith(("/", "./", "../")))
@@ -69,9 +69,9 @@ async def start_engine(
         settings=settings, identity=identity, model=model, run_dir=run_dir, otlp_endpoint=common.otlp_endpoint
     )
     try:
-        say("importing vLLM")
+        report("importing vLLM")
         await in_daemon_thread(_import_vllm)
-        return await _start(launch, say)
+        return await _start(launch, report)
     except BaseException:
         shutil.rmtree(run_dir, ignore_errors=True)
         raise
@@ -93,7 +93,7 @@ def _import_vllm() -> None:
     import services.worker.engines.vllm.client  # noqa: F401
 
 
-async def _start(launch: Launch, say: Callable[[str], None]) -> VllmEngine:
+async def _start(launch: Launch, report: Callable[[str], None]) -> VllmEngine:
     from vllm.platforms import current_platform
     from vllm.renderers.chat_utils import load_chat_template
 
@@ -111,12 +111,12 @@ async def _start(launch: Launch, say: Callable[[str], None]) -> VllmEngine:
         otlp_endpoint=launch.otlp_endpoint,
     )
     try:
-        say("loading the model")
+        report("loading the model")
         args, llm, fingerprinted = await in_daemon_thread(
             lambda: _construct(launch, line, meter, notifications=exchange.endpoint if exchange else "")
         )
         try:
-            say("starting the OpenAI server")
+            report("starting the OpenAI server")
             app = await _openai_app(llm, args, meter)
             if exchange is not None:
                 exchange.attach(llm.engine_core, llm.note_death)

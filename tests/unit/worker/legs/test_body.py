@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.legs.body import HANDOVER_PATHS, PRIVATE, prepare, salted
+from services.worker.legs.body import HANDOFF_PATHS, PRIVATE, prepare, salted
 from shared.contracts.inference import LegKind
 
 CHAT = "/v1/chat/completions"
@@ -25,7 +25,7 @@ fields = st.dictionaries(
 )
 private = st.dictionaries(st.sampled_from(sorted(PRIVATE)), values)
 kinds = st.sampled_from(list(LegKind))
-paths = st.sampled_from([*sorted(HANDOVER_PATHS), "/v1/responses", "/tokenize"])
+paths = st.sampled_from([*sorted(HANDOFF_PATHS), "/v1/responses", "/tokenize"])
 encodings = st.sampled_from(["utf-8", "utf-16", "utf-32"])
 
 

@@ -91,11 +91,11 @@ def test_joined_tokens_are_unpacked_the_same_way():
 
 def test_tokens_given_to_the_server_together_are_marked_joined():
     record = LegRecord(kind=LegKind.AGGREGATED, request_id="q", trace_headers={})
-    record.heard([1], last=False)
-    record.heard([2, 3, 4], last=False)
-    record.heard([5, 6], last=False)
+    record.add_tokens([1], last=False)
+    record.add_tokens([2, 3, 4], last=False)
+    record.add_tokens([5, 6], last=False)
     first = record.take_tokens()
-    record.heard([7, 8], last=True)
+    record.add_tokens([7, 8], last=True)
 
     assert first == ([1, 2, 3, 4, 5, 6], [2, 3, 5])
     assert record.take_tokens() == ([7, 8], None)

@@ -71,11 +71,11 @@ def introduced(settings: Settings, *, async_scheduling: bool = False) -> SimpleN
 
 
 def test_the_connector_gets_the_workers_identity():
-    config = introduced(Settings(kv_lease_s=20.0, kv_lease_share_max=0.25))
+    config = introduced(Settings(kv_lease_s=20.0))
 
     told = read(config.kv_transfer_config.kv_connector_extra_config)
     assert (told.worker_id, told.epoch, told.fingerprint, told.notifications) == ("w1", 7, "f", "ipc://n")
-    assert (told.lease_s, told.lease_share_max) == (20.0, 0.25)
+    assert told.lease_s == 20.0
     assert told.copy_cores == sorted(os.sched_getaffinity(0))
 
 
@@ -94,7 +94,7 @@ def test_vllms_own_connector_gets_vllms_own_scheduler():
     assert config.kv_transfer_config.kv_connector_extra_config == {}
 
 
-def test_a_lease_share_above_1_stops_the_start():
+def test_a_threshold_above_1_stops_the_start():
     with pytest.raises(SettingsError, match="WORKER_CACHE_HIT_THRESHOLD"):
         load(Settings, "WORKER_", {"WORKER_CACHE_HIT_THRESHOLD": "1.5"})
 
