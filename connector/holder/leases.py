@@ -1,11 +1,11 @@
-"""What a holder has promised: which blocks stay, for whom, until when. It decides; others touch and free.
+"""The table of leases: which blocks are pinned, for which reader, until when. Callers pin and free the blocks.
 
-    offered ──┐                            ┌──► released   by its reader
-    granted ──┼── each part until its own ─┤
-    following ┘   instant                  └──► expired    by the holder's clock
+    offered ───┐                           ┌──► released   by its reader
+    granted ───┼── each grant until its ───┤
+    followed ──┘   own expiry              └──► expired    by the holder's clock
 
-A lease has parts, one for each grant: a prompt that is followed while it is computed is granted bit by bit. Every state
-ends by itself: parts at their instant, followed at theirs.
+A lease has one grant or several: a prompt that is followed while it is computed is granted chunk by chunk. Grants and
+followed prompts each have an expiry, so a lost release or a dead reader never keeps blocks pinned.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from dataclasses import dataclass, field
 from shared.contracts.ids import WorkerId
 
 LEASES_MAX = 4096
-"""At once, offers included."""
+"""Leases at a time, offers included."""
 FOLLOWED_MAX = 256
-"""At once; each may name thousands of blocks."""
+"""Followed prompts at a time. After each step every one is checked for new blocks, and each names thousands."""
 ANYONE = WorkerId("")
-"""The reader of an offer: whoever names it."""
+"""Reader of an offer: the router has not chosen it yet, so any reader that knows the lease id may release it."""
 STALE_ENDS_MAX = 1024
-"""Instants kept of parts that were released before them."""
+"""Released grants may leave so many entries in the heap of expiries before it is rebuilt."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseLimits:
-    """How much may be promised."""
+    """Limits of one table."""
 
     pinned_blocks_max: int
     leases_max: int = LEASES_MAX
@@ -38,20 +38,20 @@ class LeaseLimits:
 
 @dataclass(slots=True)
 class FollowedPrompt:
-    """An ask whose next blocks are granted as they are computed."""
+    """A lease request whose next blocks are granted as they are computed. Instants are on the holder's clock."""
 
     hashes: list[bytes]
     hold_s: float
     until_s: float
     follow_s: float = 0.0
-    """How long to wait for the next block, from each grant on."""
+    """Maximum wait for the next block after each grant."""
     granted: int = 0
-    """How many of the hashes, from the first on."""
+    """Blocks granted so far, from the first hash on."""
     stuck_since_s: float = math.inf
-    """Since when there is no memory for the next ones."""
+    """Since when the limits allow no pin of the next blocks."""
 
     def progress(self, now: float, *, granted: bool) -> None:
-        """The next ones were there: granted, with time for those after them, or not, for lack of memory."""
+        """The next blocks were ready: granted, which restarts the wait, or not, for lack of memory."""
         self.stuck_since_s = math.inf if granted else min(self.stuck_since_s, now)
         if granted:
             self.until_s = now + self.follow_s
@@ -59,20 +59,20 @@ class FollowedPrompt:
 
 @dataclass(slots=True)
 class Lease:
-    """Over when it has neither parts nor a following."""
+    """Ends when it has neither grants nor a followed prompt."""
 
     lease_id: str
     reader_id: WorkerId
-    """Who may release it."""
-    parts: dict[int, list[int]] = field(default_factory=dict)
-    """Blocks by number of the grant."""
-    following: FollowedPrompt | None = None
+    """Only this reader may release it."""
+    grants: dict[int, list[int]] = field(default_factory=dict)
+    """Block ids by number of the grant."""
+    followed: FollowedPrompt | None = None
     ever_granted: bool = False
 
 
 @dataclass(slots=True)
 class Totals:
-    """Leases since the start. granted = released + expired + those that are held."""
+    """Leases since the start. granted = released + expired + current ones."""
 
     granted: int = 0
     released: int = 0
@@ -81,20 +81,20 @@ class Totals:
 
 
 class LeaseTable:
-    """All leases of one life of one engine. Every method that returns block ids returns what is to be freed."""
+    """All leases of one epoch of one engine. Block ids that a method returns are to be freed by the caller."""
 
     def __init__(self, limits: LeaseLimits) -> None:
         self.totals = Totals()
         self.followed: dict[str, Lease] = {}
-        """Those leases that are followed, by id."""
+        """Leases with a followed prompt, by id."""
         self._limits = limits
         self._leases: dict[str, Lease] = {}
         self._pins: dict[int, int] = {}
-        """How many parts pin each block."""
+        """Number of grants that pin each block."""
         self._ends: list[tuple[float, int, str]] = []
-        """When each part ends, soonest first; some are released already."""
-        self._parts = 0
-        self._part_number = 0
+        """Heap of (expiry, grant number, lease id); some grants are released already."""
+        self._grants = 0
+        self._grant_number = 0
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -105,11 +105,10 @@ class LeaseTable:
         return len(self._pins)
 
     def find(self, lease_id: str) -> Lease | None:
-        """The lease, while it lasts."""
         return self._leases.get(lease_id)
 
     def room_for(self, block_ids: Sequence[int]) -> int:
-        """How many of these, from the first on, may be pinned for a lease; those pinned already cost nothing."""
+        """How many of these blocks, from the first on, may be pinned. Blocks that are pinned already need no room."""
         room = self._limits.pinned_blocks_max - len(self._pins)
         if len(block_ids) <= room:
             return len(block_ids)
@@ -121,101 +120,103 @@ class LeaseTable:
         return len(block_ids)
 
     def is_full(self) -> bool:
-        """Whether no further lease may begin."""
+        """Whether the maximum number of leases is reached."""
         return len(self._leases) >= self._limits.leases_max
 
     def grant(self, lease_id: str, reader_id: WorkerId, block_ids: list[int], until_s: float) -> None:
-        """Pin these blocks for a lease, new or known, until then. The caller has looked whether there is room."""
+        """Add a grant to a new or existing lease. The caller has asked ``room_for``."""
         lease = self._leases.get(lease_id)
         if lease is None:
             lease = self._leases[lease_id] = Lease(lease_id, reader_id)
         if not lease.ever_granted:
             lease.ever_granted = True
             self.totals.granted += 1
-        self._part_number += 1
-        lease.parts[self._part_number] = block_ids
-        self._parts += 1
-        heapq.heappush(self._ends, (until_s, self._part_number, lease_id))
+        self._grant_number += 1
+        lease.grants[self._grant_number] = block_ids
+        self._grants += 1
+        heapq.heappush(self._ends, (until_s, self._grant_number, lease_id))
         pins = self._pins
         for block_id in block_ids:
             pins[block_id] = pins.get(block_id, 0) + 1
 
-    def follow(self, lease_id: str, reader_id: WorkerId, following: FollowedPrompt) -> bool:
-        """Remember what an ask still waits for; False: too many are followed."""
+    def follow(self, lease_id: str, reader_id: WorkerId, followed: FollowedPrompt) -> bool:
+        """Remember the missing rest of a lease request. False: too many prompts are followed."""
         if len(self.followed) >= self._limits.followed_max:
             return False
         lease = self._leases.get(lease_id)
         if lease is None:
             lease = self._leases[lease_id] = Lease(lease_id, reader_id)
-        lease.following = following
+        lease.followed = followed
         self.followed[lease_id] = lease
         return True
 
     def stop_following(self, lease_id: str) -> None:
-        """Nothing further is granted; what was granted stays as long as was said."""
+        """Grant nothing more; existing grants stay until their expiry."""
         lease = self.followed.pop(lease_id, None)
         if lease is None:
             return
-        lease.following = None
+        lease.followed = None
         if not lease.ever_granted:
             self.totals.refused += 1
-        if not lease.parts:
-            self._over(lease, expired=True)
+        if not lease.grants:
+            self._end(lease, expired=True)
 
     def release(self, lease_id: str, reader_id: WorkerId) -> list[int]:
-        """End a lease and its following, if it is this reader's."""
+        """End a lease and its followed prompt, if it belongs to this reader."""
         lease = self._leases.get(lease_id)
         if lease is None or lease.reader_id not in (ANYONE, reader_id):
             return []
         self.followed.pop(lease_id, None)
         freed = self._unpin_all_of(lease)
-        self._over(lease, expired=False)
-        self._forget_stale_ends()
+        self._end(lease, expired=False)
+        self._drop_stale_ends()
         return freed
 
     def unpin_all(self) -> list[int]:
-        """End every lease, but for the followed: their readers wait for a last word."""
+        """Unpin all blocks. Followed leases stay in the table without blocks, because their readers wait for a last
+        grant.
+        """
         freed: list[int] = []
         for lease in list(self._leases.values()):
-            if lease.following is None:
+            if lease.followed is None:
                 freed += self.release(lease.lease_id, lease.reader_id)
             else:
                 freed += self._unpin_all_of(lease)
-        self._forget_stale_ends()
+        self._drop_stale_ends()
         return freed
 
     def next_expiry(self) -> float:
-        """When the next part or following ends; infinity: there is none."""
+        """Next instant at which a grant or followed prompt ends; infinity if there is none."""
         ends = self._ends
-        while ends and not self._lasts(ends[0]):
+        while ends and not self._is_current(ends[0]):
             heapq.heappop(ends)
         first = ends[0][0] if ends else math.inf
         for lease in self.followed.values():
-            if lease.following is not None:
-                first = min(first, lease.following.until_s)
+            if lease.followed is not None:
+                first = min(first, lease.followed.until_s)
         return first
 
     def expire(self, now: float) -> list[int]:
-        """End the parts whose time has come."""
+        """End the grants whose expiry has passed."""
         freed: list[int] = []
         ends = self._ends
         while ends and ends[0][0] <= now:
-            _, part, lease_id = heapq.heappop(ends)
+            _, grant_number, lease_id = heapq.heappop(ends)
             lease = self._leases.get(lease_id)
-            if lease is None or part not in lease.parts:
+            if lease is None or grant_number not in lease.grants:
                 continue
-            freed += self._unpin(lease, part)
-            if not lease.parts and lease.following is None:
-                self._over(lease, expired=True)
+            freed += self._unpin(lease, grant_number)
+            if not lease.grants and lease.followed is None:
+                self._end(lease, expired=True)
         return freed
 
-    def _lasts(self, end: tuple[float, int, str]) -> bool:
+    def _is_current(self, end: tuple[float, int, str]) -> bool:
         lease = self._leases.get(end[2])
-        return lease is not None and end[1] in lease.parts
+        return lease is not None and end[1] in lease.grants
 
-    def _unpin(self, lease: Lease, part: int) -> list[int]:
-        block_ids = lease.parts.pop(part)
-        self._parts -= 1
+    def _unpin(self, lease: Lease, grant_number: int) -> list[int]:
+        block_ids = lease.grants.pop(grant_number)
+        self._grants -= 1
         pins = self._pins
         for block_id in block_ids:
             left = pins[block_id] - 1
@@ -226,9 +227,9 @@ class LeaseTable:
         return block_ids
 
     def _unpin_all_of(self, lease: Lease) -> list[int]:
-        return [block_id for part in list(lease.parts) for block_id in self._unpin(lease, part)]
+        return [block_id for grant_number in list(lease.grants) for block_id in self._unpin(lease, grant_number)]
 
-    def _over(self, lease: Lease, *, expired: bool) -> None:
+    def _end(self, lease: Lease, *, expired: bool) -> None:
         del self._leases[lease.lease_id]
         if not lease.ever_granted:
             return
@@ -237,7 +238,7 @@ class LeaseTable:
         else:
             self.totals.released += 1
 
-    def _forget_stale_ends(self) -> None:
-        if len(self._ends) > 2 * self._parts + STALE_ENDS_MAX:
-            self._ends = [end for end in self._ends if self._lasts(end)]
+    def _drop_stale_ends(self) -> None:
+        if len(self._ends) > 2 * self._grants + STALE_ENDS_MAX:
+            self._ends = [end for end in self._ends if self._is_current(end)]
             heapq.heapify(self._ends)

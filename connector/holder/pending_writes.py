@@ -1,8 +1,9 @@
-"""Which blocks are still being written: steps are scheduled ahead of their computation, and blocks are named early.
+"""Blocks in the prefix cache whose KV is not written yet.
 
-vLLM names a block in its prefix cache when the step that fills it is *scheduled*. Until that step is computed its KV is
-not there, so a lease on it would hand out whatever lay in the block before. Blocks that a step only begins to fill need
-no watching: they are named in a later step at the earliest, and steps are computed in order.
+vLLM puts a block into its prefix cache when the step that fills it is *scheduled*. The KV is there only when the step
+is *computed*, up to two steps later with asynchronous scheduling; a lease granted before would let a reader copy the
+previous content. Only blocks that a step fills to the end count: a partly filled block has no hash, so it enters the
+prefix cache with a later step, and steps are computed in order.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Protocol
 
 
 class NewRequest(Protocol):
-    """A request scheduled for the first time, or anew with all its blocks."""
+    """vLLM's NewRequestData: a request scheduled for the first time, with all its blocks."""
 
     req_id: str
     block_ids: Sequence[Sequence[int]]
@@ -20,18 +21,18 @@ class NewRequest(Protocol):
 
 
 class KnownRequests(Protocol):
-    """Requests scheduled before, side by side in lists."""
+    """vLLM's CachedRequestData: requests scheduled before, in parallel lists."""
 
     req_ids: Sequence[str]
     resumed_req_ids: Collection[str]
-    """Of these, the new blocks are all blocks."""
+    """Resumed after a preemption: ``new_block_ids`` are all blocks of the request."""
     new_block_ids: Sequence[Sequence[Sequence[int]] | None]
     num_computed_tokens: Sequence[int]
     """Before this step."""
 
 
 class Step(Protocol):
-    """The part of vLLM's SchedulerOutput that says what a step writes."""
+    """The part of vLLM's SchedulerOutput that tells which blocks a step writes."""
 
     scheduled_new_reqs: Iterable[NewRequest]
     scheduled_cached_reqs: KnownRequests
@@ -40,29 +41,29 @@ class Step(Protocol):
 
 
 class PendingWrites:
-    """Follows every step from its scheduling to its computation."""
+    """Follows each step from scheduling to computation. Runs in every step: costs O(requests in the step)."""
 
     def __init__(self, blocks: int, block_size: int) -> None:
         self._block_size = block_size
         self._tables: dict[str, list[int]] = {}
         self._written = [0] * blocks
-        """Per block: number of the last step that fills it."""
+        """Per block: number of the last scheduled step that fills it."""
         self._scheduled = 0
         self._computed = 0
-        """All steps up to this number are."""
+        """All steps up to this number are computed."""
         self._open: dict[int, int] = {}
-        """Identity of each step that is scheduled and not computed, and its number; oldest first."""
+        """``id()`` and number of each step that is scheduled and not computed, oldest first."""
 
     def __len__(self) -> int:
-        """Requests that may write again."""
+        """Requests that may still write."""
         return len(self._tables)
 
     def writes(self, block_id: int) -> bool:
-        """Whether a step that is not computed yet fills this block."""
+        """Whether a scheduled step that is not computed yet fills this block."""
         return self._written[block_id] > self._computed
 
     def scheduled(self, step: Step) -> None:
-        """A step is about to be computed."""
+        """Note a step before it is computed."""
         self._scheduled += 1
         self._open[id(step)] = self._scheduled
         for request_id in step.finished_req_ids:
@@ -75,7 +76,7 @@ class PendingWrites:
             self._known_scheduled(known, step.num_scheduled_tokens)
 
     def computed(self, step: Step) -> None:
-        """A step's KV is in its blocks. A step that was never scheduled here is ignored."""
+        """Note that a step is computed. Steps unknown to ``scheduled`` are ignored."""
         self._open.pop(id(step), None)
         self._computed = next(iter(self._open.values())) - 1 if self._open else self._scheduled
 

@@ -39,7 +39,7 @@ class AnyHistory(RuleBasedStateMachine):
     @rule(lease_id=IDS, reader=READERS, follow_s=SECONDS)
     def follow(self, lease_id, reader, follow_s):
         lease = self.leases.find(lease_id)
-        if (lease is None and self.leases.is_full()) or (lease is not None and lease.following is not None):
+        if (lease is None and self.leases.is_full()) or (lease is not None and lease.followed is not None):
             return
         owner = self.owners[lease_id] if lease is not None else reader
         self.owners[lease_id] = owner
@@ -68,7 +68,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.now += seconds
         self.free(self.leases.expire(self.now))
         for lease in list(self.leases.followed.values()):
-            if lease.following.until_s <= self.now:
+            if lease.followed.until_s <= self.now:
                 self.leases.stop_following(lease.lease_id)
         assert self.leases.next_expiry() > self.now
 
