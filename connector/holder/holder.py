@@ -241,7 +241,7 @@ class Holder:
         return ready
 
     def _grant(self, lease_id: str, reader_id: WorkerId, followed: FollowedPrompt, ready: list[Any]) -> KvGrant:
-        """Pin as many of these blocks as the limits allow. The grant has a reason if blocks of the request are missing."""
+        """Pin as many of these blocks as the limits allow. A partial grant has a reason."""
         held = ready[: self._leases.room_for([block.block_id for block in ready])]
         first = followed.granted
         followed.granted += len(held)

@@ -1,4 +1,4 @@
-"""What a fetch is about, its limits, and what it wants done."""
+"""Input of a fetch (plan and limits) and its output (messages and orders to send)."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ class FetchLimits:
     """Seconds."""
 
     answer_s_max: float = 0.5
-    """For a holder to answer; after that it counts as silent."""
+    """For a holder to reply. Without a reply the blocks are requested elsewhere or computed."""
     peer_s_max: float = 3.0
-    """For a source that is not connected yet."""
+    """For a source to become connected."""
     hold_s: float = 10.0
-    """How long leased blocks are asked to stay."""
+    """Requested duration of a lease."""
     margin_s: float = 0.25
-    """A read must be over so long before its lease: clocks drift, and reads take time."""
+    """A read must end this long before its lease: clocks drift between handshakes."""
 
 
 @dataclass(slots=True)
 class Outbox:
-    """What is to be done, in order of kind; the shell empties the lists."""
+    """What the caller is to send and do. The caller empties the lists."""
 
     lease_requests: list[LeaseKv] = field(default_factory=list)
     releases: list[ReleaseKv] = field(default_factory=list)
@@ -37,43 +37,42 @@ class Outbox:
 
 @dataclass(slots=True, kw_only=True)
 class FetchPlan:
-    """What to fetch, from whom, on whose behalf."""
+    """What to fetch, from which sources, for which reader."""
 
     reader: PeerKey
     hashes: Sequence[bytes]
     """Full hashes of the prompt's blocks, from the first on."""
     start: int
-    """Index of the first block that is not held."""
+    """Index of the first missing block."""
     goal: int
-    """Index behind the last one that is wanted."""
+    """Index after the last block to fetch."""
     sources: list[Source]
     take: KvOffer | None = None
     follow_s: float = 30.0
+    """Maximum wait for the next blocks of a followed source."""
     block_tokens: int
     limits: FetchLimits
     outbox: Outbox
     clock_ahead: Callable[[PeerKey], float | None]
-    """How far a peer's clock may be ahead of ours, seconds; None: it is not connected."""
+    """The most that a peer's clock may be ahead of this one, seconds; None if it is not connected."""
     next_number: Callable[[], int]
-    """Unique among all fetches of this reader."""
+    """Numbers unique among all fetches of this reader."""
 
 
-def lease_of(plan: FetchPlan, ask: LeaseRequest) -> LeaseKv:
-    """The ask, in the words of the exchange."""
+def lease_message(plan: FetchPlan, request: LeaseRequest) -> LeaseKv:
     return LeaseKv(
-        worker_id=WorkerId(ask.peer[0]),
-        epoch=Epoch(ask.peer[1]),
+        worker_id=WorkerId(request.peer[0]),
+        epoch=Epoch(request.peer[1]),
         reader_id=WorkerId(plan.reader[0]),
-        ask_id=ask.ask_id,
-        hashes=pack_full_hashes(plan.hashes[ask.first : ask.end]),
+        ask_id=request.lease_id,
+        hashes=pack_full_hashes(plan.hashes[request.first : request.end]),
         hold_s=plan.limits.hold_s,
-        follow_s=plan.follow_s if ask.followed else 0.0,
+        follow_s=plan.follow_s if request.followed else 0.0,
     )
 
 
-def release_of(plan: FetchPlan, ask: LeaseRequest) -> ReleaseKv:
-    """The end of the ask, in the words of the exchange."""
-    ids = {"lease_ids": [ask.ask_id]} if ask.is_offer else {"ask_ids": [ask.ask_id]}
+def release_message(plan: FetchPlan, request: LeaseRequest) -> ReleaseKv:
+    ids = {"lease_ids": [request.lease_id]} if request.is_offer else {"ask_ids": [request.lease_id]}
     return ReleaseKv(
-        worker_id=WorkerId(ask.peer[0]), epoch=Epoch(ask.peer[1]), reader_id=WorkerId(plan.reader[0]), **ids
+        worker_id=WorkerId(request.peer[0]), epoch=Epoch(request.peer[1]), reader_id=WorkerId(plan.reader[0]), **ids
     )

@@ -1,4 +1,4 @@
-"""One reader's dealings with one source for one run of blocks: asked, granted piece by piece, read, released."""
+"""One lease request of a reader to one source: granted in one or more segments, read, released."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shared.contracts.kv_exchange import KvRead
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Who may be asked for which blocks."""
+    """A worker that may hold blocks ``first`` to ``end`` of the prompt."""
 
     peer: PeerKey
     first: int
@@ -22,7 +22,7 @@ class Source:
 
 @dataclass(slots=True)
 class Segment:
-    """Granted blocks that are not being read yet."""
+    """Granted blocks whose read has not begun."""
 
     first: int
     """Index of the first one in the prompt."""
@@ -33,7 +33,7 @@ class Segment:
 
 @dataclass(slots=True)
 class ReadTotals:
-    """What is told of an ask when all is over."""
+    """Totals of a lease request, for the transfer report."""
 
     tokens: int = 0
     bytes: int = 0
@@ -44,11 +44,11 @@ class ReadTotals:
     failure: str = ""
 
     def fail(self, failure: str) -> None:
-        """The first reason is the one that counts."""
+        """Keep the first reason."""
         self.failure = self.failure or failure
 
     def moved(self, started_s: float, ended_s: float, size: int) -> None:
-        """A part was read; parts that overlap in time are counted once."""
+        """A part was read. Time in which parts overlap counts once."""
         self.read_at = min(self.read_at, started_s) if self.read_at else started_s
         self.read_s += max(0.0, ended_s - max(started_s, self.ended_at))
         self.ended_at = max(self.ended_at, ended_s)
@@ -57,57 +57,55 @@ class ReadTotals:
 
 @dataclass(slots=True, kw_only=True)
 class LeaseRequest:
-    """See the module. Block indices count from the start of the prompt."""
+    """Block indices count from the start of the prompt."""
 
-    ask_id: str
+    lease_id: str
     peer: PeerKey
     first: int
     end: int
     asked_at: float
     overdue_at: float
-    """When it is given up, on the reader's clock."""
+    """Instant of giving up, on the reader's clock."""
     followed: bool = False
     is_offer: bool = False
-    """``ask_id`` is the lease of an offer that nobody asked for."""
+    """``lease_id`` is that of an offer: the lease was granted without a request."""
     open: bool = True
     """More grants may come."""
     released: bool = False
     granted_end: int = 0
-    """Index behind the last block granted."""
+    """End of the granted blocks."""
     segments: deque[Segment] = field(default_factory=deque)
     reading: int = 0
     """Blocks being read."""
-    story: ReadTotals = field(default_factory=ReadTotals)
+    totals: ReadTotals = field(default_factory=ReadTotals)
 
     def granted(self, segment: Segment, now: float) -> None:
-        """More blocks are leased."""
         self.segments.append(segment)
         self.granted_end = segment.first + len(segment.block_ids)
-        self.story.granted_at = self.story.granted_at or now
+        self.totals.granted_at = self.totals.granted_at or now
 
     def close(self, failure: str = "") -> None:
-        """Nothing more will be granted."""
+        """Expect no more grants."""
         self.open = False
-        self.story.fail(failure)
+        self.totals.fail(failure)
 
     @property
     def busy(self) -> bool:
-        """Whether something of it is still to be read or being read."""
+        """Whether grants or reads may still come."""
         return bool(self.open or self.segments or self.reading)
 
     def read(self) -> KvRead:
-        """What came of it."""
-        story = self.story
+        totals = self.totals
         return KvRead(
             worker_id=WorkerId(self.peer[0]),
             epoch=Epoch(self.peer[1]),
-            tokens=story.tokens,
-            bytes=story.bytes,
+            tokens=totals.tokens,
+            bytes=totals.bytes,
             asked_at=self.asked_at,
-            granted_at=story.granted_at,
-            read_at=story.read_at,
-            ended_at=story.ended_at,
-            read_s=story.read_s,
-            failure=story.failure,
+            granted_at=totals.granted_at,
+            read_at=totals.read_at,
+            ended_at=totals.ended_at,
+            read_s=totals.read_s,
+            failure=totals.failure,
             followed=self.followed,
         )

@@ -1,4 +1,4 @@
-"""vLLM's block pool as a shelf for blocks that no request asked for."""
+"""vLLM's block pool as a ``BlockAllocator``: memory for blocks that belong to no request."""
 
 from __future__ import annotations
 
@@ -15,31 +15,34 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
 GROUP = 0
-"""The one KV cache group of the models that the exchange supports."""
+"""Supported models have one KV cache group."""
 
 
 class PoolBlockAllocator:
-    """See ``connector.reader.prefetch.BlockAllocator``. On the scheduler's thread."""
+    """See ``connector.reader.prefetch.BlockAllocator``. Used on the scheduler's thread."""
 
     def __init__(self, pool: BlockPool, block_tokens: int) -> None:
         self._pool = pool
         self._block_tokens = block_tokens
 
     def hold(self, hashes: Sequence[bytes]) -> list[int]:
-        """Keep the longest cached prefix of these where it is."""
+        """Pin the longest cached prefix of these."""
         found = (self._pool.get_cached_block(BlockHash(name), [GROUP]) for name in hashes)
         blocks = [cached[0] for cached in takewhile(bool, found)]
         self._pool.touch(blocks)
         return [block.block_id for block in blocks]
 
     def allocate(self, count: int) -> list[int]:
-        """At most ``count`` blocks for new content, none if too few would be left for requests."""
+        """At most ``count`` blocks for new content; none if too few would remain for requests."""
         spare = self._pool.get_num_free_blocks() - int(self._pool.num_gpu_blocks * FREE_SHARE_MIN)
         count = min(count, spare)
         return [block.block_id for block in self._pool.get_new_blocks(count)] if count > 0 else []
 
     def cache(self, hashes: Sequence[bytes], first: int, blocks: Sequence[int]) -> None:
-        """Into the prefix cache, and routers are told."""
+        """Put the blocks into the prefix cache and publish the KV event.
+
+        ``BlockPool.cache_full_blocks`` does this only for a Request. For blocks without one there is no public method.
+        """
         pool = self._pool
         if not blocks or not pool.enable_caching:
             return
@@ -63,5 +66,5 @@ class PoolBlockAllocator:
             )
 
     def free(self, blocks: Sequence[int]) -> None:
-        """The end of a prefix is evicted before its beginning."""
+        """Last blocks first, so that the end of a prefix is evicted before its beginning."""
         self._pool.free_blocks([self._pool.blocks[block_id] for block_id in reversed(blocks)])

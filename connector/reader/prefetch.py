@@ -1,7 +1,7 @@
-"""Blocks fetched by command, for no request: prefetch, replicate, evacuate. No token is computed.
+"""Fetches without a request: prefetch, replicate, evacuate. No token is computed.
 
-They are taken from the engine's memory, read into, named by their hashes and given back: to the engine they look like
-the prefix of a request that has just ended.
+Blocks are allocated from the engine's pool, read, put into the prefix cache and freed. To the engine they look like the
+prefix of a request that has just ended.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from connector.reader.reader import Reader
 from shared.contracts.kv_exchange import FetchedKv, KvGrant, LegOrder, unpack_full_hashes
 
 FETCHES_MAX = 16
-"""At a time; one more is refused."""
+"""At a time; further ones are refused."""
 FREE_SHARE_MIN = 0.1
-"""Of the engine's blocks, left to requests whatever is to be fetched."""
+"""Share of the engine's blocks that stays free for requests."""
 
 
 class BlockAllocator(Protocol):
-    """The engine's blocks, by number."""
+    """The engine's blocks, by id."""
 
     def hold(self, hashes: Sequence[bytes]) -> list[int]:
-        """Keep the longest cached prefix of these where it is."""
+        """Pin the longest cached prefix of these."""
 
     def allocate(self, count: int) -> list[int]:
-        """At most ``count`` blocks for new content, none if too few would be left for requests."""
+        """At most ``count`` blocks for new content; none if too few would remain for requests."""
 
     def cache(self, hashes: Sequence[bytes], first: int, blocks: Sequence[int]) -> None:
-        """``blocks`` hold what ``hashes`` from ``first`` on stand for: part of the prefix cache from now on."""
+        """Put ``blocks`` into the prefix cache; they hold the content of ``hashes`` from ``first`` on."""
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Held or taken, they are not needed any more."""
+        """Unpin held blocks, give back allocated ones."""
 
 
 @dataclass(slots=True)
 class Prefetch:
-    """One command under way."""
+    """One fetch under way."""
 
     fetch_id: str
     fetch: Fetch
@@ -49,12 +49,12 @@ class Prefetch:
     held: list[int]
     started_at: float
     ends_at: float
-    room: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
     failure: str = ""
 
 
 class Prefetcher:
-    """All commands under way, on the scheduler's thread."""
+    """All fetches without a request. Used on the scheduler's thread."""
 
     def __init__(self, reader: Reader, now: Callable[[], float]) -> None:
         self.ended: list[FetchEnded] = []
@@ -64,21 +64,20 @@ class Prefetcher:
         self._under_way: list[Prefetch] = []
 
     def bind(self, allocator: BlockAllocator) -> None:
-        """The engine's blocks, once, before anything else."""
+        """Set the engine's blocks. Called once, before all other methods."""
         self._allocator = allocator
 
     @property
     def idle(self) -> bool:
-        """Nothing is under way."""
         return not self._under_way
 
     @property
     def reads_under_way(self) -> int:
-        """Reads that are not over."""
+        """Number of reads that are not over."""
         return sum(prefetch.fetch.reads_under_way for prefetch in self._under_way)
 
     def start(self, order: StartFetch) -> None:
-        """Begin; ends in ``ended``, at once when there is nothing to do."""
+        """Begin a fetch. Its result is appended to ``ended``, at once if there is nothing to do."""
         hashes = unpack_full_hashes(order.fetch.hashes)
         held = self._allocator.hold(hashes)
         refusal = "too many fetches at a time: try again later" if len(self._under_way) >= FETCHES_MAX else ""
@@ -98,39 +97,38 @@ class Prefetcher:
         ]
         fetch = Fetch(self._reader.plan(hashes, len(held), sources, LegOrder(wait_s_max=seconds)), now)
         self._under_way.append(Prefetch(order.fetch_id, fetch, hashes, held, now, now + seconds))
-        self.go_on()
+        self.advance()
 
-    def go_on(self) -> None:
-        """Once a step, and after each event."""
+    def advance(self) -> None:
+        """Called in every step and after each event."""
         for prefetch in list(self._under_way):
-            self._go_on(prefetch, self._now())
+            self._advance(prefetch, self._now())
             if prefetch.fetch.over and (prefetch.fetch.begun or prefetch.fetch.stopped):
                 self._under_way.remove(prefetch)
                 self._finish(prefetch)
 
     def on_grant(self, grant: KvGrant) -> None:
-        """To whom it belongs."""
         for prefetch in self._under_way:
-            if prefetch.fetch.asked(grant.ask_id):
+            if prefetch.fetch.has_request(grant.ask_id):
                 prefetch.fetch.on_grant(grant, self._now())
 
     def on_part(self, part: ReadPart) -> None:
-        """Blocks of a read are final."""
+        """A part of a read has ended."""
         for prefetch in self._under_way:
-            if prefetch.fetch.reads_as(part.read_id):
+            if prefetch.fetch.is_reading(part.read_id):
                 prefetch.fetch.on_part(part, self._now())
 
     def on_peer(self) -> None:
-        """One more peer is known."""
+        """A peer was connected."""
         for prefetch in self._under_way:
             prefetch.fetch.on_peer(self._now())
 
     def on_peer_gone(self, key: PeerKey) -> None:
-        """That life of a worker is over."""
+        """The worker with this epoch is gone."""
         for prefetch in self._under_way:
             prefetch.fetch.on_peer_gone(key, self._now())
 
-    def _go_on(self, prefetch: Prefetch, now: float) -> None:
+    def _advance(self, prefetch: Prefetch, now: float) -> None:
         fetch = prefetch.fetch
         fetch.on_time(now)
         if fetch.stopped:
@@ -139,17 +137,17 @@ class Prefetcher:
             prefetch.failure = "the deadline passed"
             fetch.stop()
         elif not fetch.begun and (count := fetch.count()) is not None:
-            prefetch.room = self._allocator.allocate(count) if count else []
-            if prefetch.room:
-                fetch.begin(prefetch.room, now)
+            prefetch.blocks = self._allocator.allocate(count) if count else []
+            if prefetch.blocks:
+                fetch.begin(prefetch.blocks, now)
             else:
-                prefetch.failure = "no memory is free" if count else "nobody holds it"
+                prefetch.failure = "no memory is free" if count else "no source holds it"
                 fetch.stop()
 
     def _finish(self, prefetch: Prefetch) -> None:
-        held, hashes, arrived = prefetch.held, prefetch.hashes, min(prefetch.fetch.arrived, len(prefetch.room))
-        self._allocator.cache(hashes, len(held), prefetch.room[:arrived])
-        self._allocator.free([*held, *prefetch.room])
+        held, hashes, arrived = prefetch.held, prefetch.hashes, min(prefetch.fetch.arrived, len(prefetch.blocks))
+        self._allocator.cache(hashes, len(held), prefetch.blocks[:arrived])
+        self._allocator.free([*held, *prefetch.blocks])
         reads = prefetch.fetch.reads()
         failure = prefetch.failure or next((read.failure for read in reads if read.failure), "")
         whole = len(held) + arrived == len(hashes)
@@ -158,6 +156,6 @@ class Prefetcher:
             fetched=arrived,
             bytes=sum(read.bytes for read in reads),
             seconds=self._now() - prefetch.started_at,
-            failure="" if whole else failure or "memory or sources had no more",
+            failure="" if whole else failure or "memory or sources had no more blocks",
         )
         self.ended.append(FetchEnded(fetch_id=prefetch.fetch_id, result=result))

@@ -1,7 +1,7 @@
-"""The state side of an engine's scheduler: what each request fetches before it is computed, and what came of it.
+"""The reader: what each request of an engine fetches before it is computed.
 
-The engine asks ``matched`` until it gets a number, makes room and says so (``allocated``), and learns from ``settle``,
-step by step, for which requests everything that will come has come.
+The engine calls ``matched`` until it returns a number, allocates blocks and reports them (``allocated``). ``settle``
+returns, step by step, the requests whose fetch has ended.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from shared.contracts.ids import WorkerId
 from shared.contracts.kv_exchange import KvGrant, KvOffer, KvTransferReport, LegOrder, ReleaseKv
 
 FETCHES_MAX = 3
-"""Fetches for one admission of a request; after that, what is missing is computed."""
+"""Fetches per admission of a request; after that, missing blocks are computed. A further fetch begins when one left
+blocks missing, or when the locally cached prefix changed while the request waited.
+"""
 
 
 class EngineRequest(Protocol):
-    """What is needed of an engine's request."""
+    """The part of an engine's request that the reader uses."""
 
     request_id: str
     num_preemptions: int
@@ -41,45 +43,48 @@ class EngineRequest(Protocol):
 
 @dataclass(slots=True)
 class RequestState:
-    """One request on this side."""
+    """One request as the reader sees it."""
 
     order: LegOrder
     counts: TokenCounts = field(default_factory=TokenCounts)
     fetch: Fetch | None = None
     loading: bool = False
-    """The engine has made room and waits."""
+    """The engine has allocated blocks and waits."""
     fetches: int = 0
-    """In this admission."""
+    """Number of fetches in this admission."""
     aborted: bool = False
     has_used_offer: bool = False
-    """It is a fetch's to release."""
+    """A fetch releases the offer's lease."""
 
 
 class Reader:
     """See the module."""
 
     def __init__(
-        self, me: PeerKey, block_tokens: int, peers: Peers, limits: FetchLimits, now: Callable[[], float]
+        self, reader: PeerKey, block_tokens: int, peers: Peers, limits: FetchLimits, now: Callable[[], float]
     ) -> None:
         self.outbox = Outbox()
         self.refused: list[str] = []
-        """Requests that may not be computed, because too little is cached."""
+        """Requests to refuse, because too little is cached."""
         self.admitted: set[str] = set()
-        """Requests whose transfer_report is new and not told yet."""
+        """Admitted requests whose transfer report is not sent yet."""
         self.unknown_peers: set[PeerKey] = set()
         """Sources that are not connected."""
         self.numbers = count(1)
-        self._me = me
+        self._key = reader
         self._block_tokens = block_tokens
         self._peers = peers
         self._limits = limits
         self._now = now
         self._requests: dict[str, RequestState] = {}
         self._unfinished: list[Fetch] = []
-        """Fetches that nobody waits for and whose reads are not over."""
+        """Abandoned fetches whose reads are not over."""
 
     def matched(self, request: EngineRequest, order: LegOrder, local_tokens: int) -> int | None:
-        """Tokens beyond ``local_tokens`` that can be fetched; None: ask again, or it was refused."""
+        """Tokens after ``local_tokens`` that can be fetched. None: not known yet, or the request is in ``refused``.
+
+        vLLM calls this in every step while ``num_computed_tokens`` is 0, so also after each preemption.
+        """
         state = self._requests.setdefault(request.request_id, RequestState(order))
         counts = state.counts
         if request.num_preemptions != counts.preemptions:
@@ -106,7 +111,7 @@ class Reader:
         return tokens
 
     def allocated(self, request: EngineRequest, block_ids: Sequence[int], fetched_tokens: int) -> None:
-        """The engine has room for the request: for the tokens to be fetched, or else for those to be computed."""
+        """The engine has allocated blocks: for the tokens to fetch, or, with none, for those to compute."""
         state = self._requests.get(request.request_id)
         if state is None:
             return
@@ -118,12 +123,12 @@ class Reader:
                 self.admitted.add(request.request_id)
         elif state.fetch is not None:
             start = state.fetch.plan.start
-            room = list(block_ids[start : start + fetched_tokens // self._block_tokens])
+            local_blocks = list(block_ids[start : start + fetched_tokens // self._block_tokens])
             state.loading = True
-            state.fetch.begin(room, self._now())
+            state.fetch.begin(local_blocks, self._now())
 
     def finished(self, request_id: str, offer: KvOffer | None, order: LegOrder) -> KvTransferReport | None:
-        """The request is over, well or not; None when nothing is known of it."""
+        """The request has ended in any way. None if there is nothing to report."""
         state = self._requests.get(request_id)
         self._decline(state or RequestState(order))
         if state is None:
@@ -131,7 +136,7 @@ class Reader:
         transfer_report = state.counts.transfer_report(offer)
         self.admitted.discard(request_id)
         if state.loading and state.fetch is not None:
-            state.aborted = True  # Its blocks are free when no read writes into them any more: see ``settle``.
+            state.aborted = True  # vLLM keeps its blocks until ``settle`` returns it, when no read can write into them.
             state.fetch.stop()
         else:
             self._drop(state)
@@ -139,7 +144,7 @@ class Reader:
         return transfer_report
 
     def transfer_report(self, request_id: str) -> KvTransferReport:
-        """As far as is known by now."""
+        """The report so far."""
         state = self._requests.get(request_id)
         return state.counts.transfer_report(None) if state is not None else KvTransferReport()
 
@@ -149,7 +154,7 @@ class Reader:
         return state.counts.first_local + state.counts.first_fetched if state is not None else 0
 
     def settle(self) -> tuple[set[str], set[int]]:
-        """Requests for which everything that will come has come, and their blocks that hold nothing."""
+        """Requests whose fetch has ended, and those of their blocks that hold nothing."""
         ended: set[str] = set()
         empty: set[int] = set()
         for request_id, state in list(self._requests.items()):
@@ -168,58 +173,58 @@ class Reader:
         return ended, empty
 
     def on_time(self) -> None:
-        """Once a step."""
+        """Called in every step."""
         now = self._now()
         for fetch in self._fetches():
             fetch.on_time(now)
 
     def on_grant(self, grant: KvGrant) -> None:
-        """To whom it belongs, nobody else; a grant that nobody waits for has been released already."""
+        """Hand a grant to its fetch. A grant without one needs no action: its lease has been released."""
         for state in self._requests.values():
-            if state.fetch is not None and state.fetch.asked(grant.ask_id):
+            if state.fetch is not None and state.fetch.has_request(grant.ask_id):
                 state.fetch.on_grant(grant, self._now())
                 if grant.final and any(source.follow for source in state.order.sources):
                     state.counts.prefill_cached_tokens = grant.prefill_cached_tokens
                 return
 
     def on_part(self, part: ReadPart) -> bool:
-        """Whether the read was one of ours."""
+        """Whether the read belongs to a request."""
         for fetch in self._fetches():
-            if fetch.reads_as(part.read_id):
+            if fetch.is_reading(part.read_id):
                 fetch.on_part(part, self._now())
                 return True
         return False
 
     def on_peer(self) -> None:
-        """One more peer is known."""
+        """A peer was connected."""
         for fetch in self._fetches():
             fetch.on_peer(self._now())
 
     def on_peer_gone(self, key: PeerKey) -> None:
-        """That life of a worker is over."""
+        """The worker with this epoch is gone."""
         for fetch in self._fetches():
             fetch.on_peer_gone(key, self._now())
 
     @property
     def idle(self) -> bool:
-        """Nothing is asked for, and no byte moves."""
+        """Nothing is requested or being read."""
         return not self._unfinished and not any(state.fetch is not None for state in self._requests.values())
 
     @property
     def reads_under_way(self) -> int:
-        """Reads that are not over."""
+        """Number of reads that are not over."""
         return sum(fetch.reads_under_way for fetch in self._fetches())
 
     @property
     def has_only_wanted_reads(self) -> bool:
-        """No byte moves for a request that is gone."""
+        """No read of an ended request is under way."""
         return not self._unfinished and not any(state.aborted for state in self._requests.values())
 
     def plan(self, hashes: Sequence[bytes], start: int, sources: list[Source], order: LegOrder) -> FetchPlan:
         """A plan for the blocks from ``start`` to the end of ``hashes``."""
         self.unknown_peers.update(source.peer for source in sources if self._peers.clock_ahead_s(source.peer) is None)
         return FetchPlan(
-            reader=self._me,
+            reader=self._key,
             hashes=hashes,
             start=start,
             goal=len(hashes),
@@ -233,11 +238,11 @@ class Reader:
         )
 
     def _fetch(self, state: RequestState, request: EngineRequest, start: int) -> Fetch | None:
-        """The fetch of this admission: the one that is under way if it still begins where the cached part ends."""
+        """The fetch of this admission. One under way is kept if it still begins where the cached part ends."""
         if state.fetch is not None:
             if state.fetch.plan.start == start:
                 return state.fetch
-            state.fetches -= state.counts.preemptions > 0 and not state.fetch.begun  # it waits for room
+            state.fetches -= state.counts.preemptions > 0 and not state.fetch.begun  # it waits for memory
             self._drop(state)
         hashes = request.block_hashes
         order, first = state.order, state.fetches == 0 and not state.counts.preemptions
@@ -256,22 +261,22 @@ class Reader:
             if self._peers.clock_ahead_s(_holder(take)) is None:
                 self.unknown_peers.add(_holder(take))
         state.fetch = Fetch(plan, self._now())
-        state.has_used_offer = state.has_used_offer or any(ask.is_offer for ask in state.fetch.asks)
+        state.has_used_offer = state.has_used_offer or any(request.is_offer for request in state.fetch.requests)
         return state.fetch
 
     def _decline(self, state: RequestState) -> None:
-        """An offer of which no use is made need not be kept until its time is over."""
+        """Release an unused offer, instead of letting it expire."""
         offer = state.order.take
         if offer is None or state.has_used_offer:
             return
         state.has_used_offer = True
-        me, lease_ids = WorkerId(self._me[0]), [offer.lease_id]
+        reader, lease_ids = WorkerId(self._key[0]), [offer.lease_id]
         self.outbox.releases.append(
-            ReleaseKv(worker_id=offer.worker_id, epoch=offer.epoch, reader_id=me, lease_ids=lease_ids)
+            ReleaseKv(worker_id=offer.worker_id, epoch=offer.epoch, reader_id=reader, lease_ids=lease_ids)
         )
 
     def _drop(self, state: RequestState) -> None:
-        """That fetch is of no more use, or has done all it could."""
+        """Detach the fetch from its request: it has ended or is not needed."""
         fetch, state.fetch = state.fetch, None
         if fetch is None:
             return
@@ -290,7 +295,7 @@ def _holder(offer: KvOffer) -> PeerKey:
 
 
 def _sources(order: LegOrder, blocks: int, *, may_follow: bool) -> list[Source]:
-    """As the order names them; a source is followed once, later it holds what it holds."""
+    """The order's sources. A source is followed at the first admission only; later its prompt is computed."""
     return [
         Source(
             peer=(source.worker_id, source.epoch),

@@ -1,4 +1,4 @@
-"""Where one request's tokens came from, over all its admissions (a preempted request is admitted again)."""
+"""Where the tokens of one request came from. A preempted request is admitted, and counted, again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shared.contracts.kv_exchange import KvOffer, KvRead, KvTransferReport
 
 @dataclass(slots=True)
 class TokenCounts:
-    """Tokens. ``local`` and ``fetched`` are of the admission that is under way."""
+    """``local`` and ``fetched`` are of the current admission."""
 
     local: int = 0
     fetched: int = 0
@@ -21,21 +21,21 @@ class TokenCounts:
     reprefilled: int = 0
     preemptions: int = 0
     admitted: bool = False
-    """In the admission under way, everything that could be fetched is there."""
+    """The current admission is past fetching: its tokens are counted."""
     refused: bool = False
     prefill_cached_tokens: int = -1
     reads: list[KvRead] = field(default_factory=list)
 
     def preempted(self, preemptions: int) -> None:
-        """It starts again."""
+        """Begin the next admission."""
         self.preemptions = preemptions
         self.admitted = False
         self.local = self.fetched = 0
 
     def admit(self, tokens: int) -> None:
-        """``tokens`` are to be there before the next one is made: what is neither here nor fetched is computed now.
+        """Count ``tokens``, all that precede the next one: those neither local nor fetched are computed.
 
-        The last token is always computed, even if its KV is there.
+        The last token is always computed, even if its KV is cached, because its logits are needed.
         """
         if self.admitted:
             return
@@ -54,7 +54,6 @@ class TokenCounts:
             )
 
     def transfer_report(self, offer: KvOffer | None) -> KvTransferReport:
-        """As it is told."""
         return KvTransferReport(
             prompt_tokens=self.prompt,
             local_tokens=self.first_local,

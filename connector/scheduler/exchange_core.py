@@ -95,7 +95,7 @@ class ExchangeCore:
         if not self.reader.idle:
             self.reader.on_time()
         if not self.prefetcher.idle:
-            self.prefetcher.go_on()
+            self.prefetcher.advance()
 
     def on_connected(self, ended: Iterable[Connected]) -> None:
         """Connection attempts are over, well or not."""
