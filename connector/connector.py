@@ -1,7 +1,7 @@
 """The connector as vLLM loads it: ``kv_connector_module_path`` names this module, ``kv_connector`` the class.
 
-KV is addressed by content: a block is named by its full chained hash, leased from whoever holds it, read over NIXL, and
-released. See ARCHITECTURE.md. Source of the interface: vLLM's ``KVConnectorBase_V1`` (0.32).
+KV is addressed by content: a block is identified by its full chained hash, leased from a worker that holds it, read
+over NIXL and released. See ARCHITECTURE.md. The interface is vLLM's ``KVConnectorBase_V1`` (0.32).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 PARAMS = "baton"
-"""Our key in ``kv_transfer_params``: a packed LegOrder on the way in, a packed KvTransferReport on the way out."""
+"""Key in ``kv_transfer_params``: a packed LegOrder in requests, a packed KvTransferReport in outputs."""
 COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 _order = msgspec.msgpack.Decoder(LegOrder)
@@ -47,19 +47,22 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def kv_exchange(core: Any, call: bytes) -> bytes:
-    """A utility method that ``EngineCore`` gets from us: runs between two steps, or at once when there are none."""
+    """Utility method added to ``EngineCore``: runs between two steps, or at once in an idle engine.
+
+    A utility call is the only way to reach an idle engine; connector hooks run in steps only.
+    """
     side: ConnectorScheduler = core.scheduler.connector.connector_scheduler
     side.idle_wait.attach_to(core)
     if side.idle_wait.is_attached and not side.idle_wait.wakes_on_reads and has_kv_transfer_group():
-        beside = get_kv_transfer_group()  # the worker role, where it is in this process too
-        assert isinstance(beside, BatonConnector)
-        beside.wake_on_results(side.idle_wait.wake)
+        worker_role = get_kv_transfer_group()  # in this process too, where vLLM runs the model in EngineCore
+        assert isinstance(worker_role, BatonConnector)
+        worker_role.wake_on_results(side.idle_wait.wake)
         side.idle_wait.wakes_on_reads = True
     return side.exchange(call)
 
 
 class BatonConnector(KVConnectorBase_V1):
-    """Both roles; each process has one of them, or (a single CPU process) one object of each."""
+    """Both roles. vLLM makes one object per role, in one process or in several."""
 
     _cache_hit_source = CacheHitSource.P2P
 
@@ -81,28 +84,31 @@ class BatonConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """An offer that cannot be made is a prompt computed by the decode worker, not a failure."""
+        """Without an offer the decode worker computes the prompt, so a failed delivery is no failure of the request."""
         return False
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Heads before tokens, so that a rank's share of a block is one piece."""
+        """Heads before tokens, so that a rank's share of a block is contiguous."""
         return required_layout(vllm_config)
 
     # Scheduler role
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """The engine's blocks."""
+        """Receive the engine's blocks."""
         self.connector_scheduler.bind(gpu_block_pool)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """Every rank has registered its memory."""
+        """All ranks have registered their memory."""
         ranks = [metadata[rank] for rank in sorted(metadata)]
         described = [one.rank() for one in ranks if isinstance(one, RankHandshake)]
         self.connector_scheduler.describe(described, self._kv_cache_config.num_blocks)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens that come from other workers; None: their answer is awaited, or the request is refused."""
+        """Tokens to fetch from other workers; None while grants are awaited or when the request is refused.
+
+        After None, vLLM skips the request in this step and asks again in the next one.
+        """
         order = _order_of(request)
         if order is None:
             return 0, False
@@ -110,7 +116,7 @@ class BatonConnector(KVConnectorBase_V1):
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """There is room for the request."""
+        """Called when vLLM has allocated the request's blocks."""
         order = _order_of(request)
         if order is None:
             return
@@ -124,12 +130,16 @@ class BatonConnector(KVConnectorBase_V1):
             side.holder.note_prompt(request.block_hashes[full - 1], side.reader.cached_tokens(request.request_id))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """The worker role's orders for this step."""
+        """Orders for the worker role in this step."""
         self.connector_scheduler.holder.scheduled(scheduler_output)
         return self.connector_scheduler.step_orders(scheduler_output.total_num_scheduled_tokens)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Offer what a prefill leg computed; tell where a request's tokens came from. Never delays the free."""
+        """Offer the blocks of a prefill leg and report where a request's tokens came from.
+
+        Returns False: the blocks are freed at once. An offer pins them itself, because a delayed free would keep
+        EngineCore stepping until the last offer ends.
+        """
         self.connector_scheduler.used(request.block_hashes, request.num_computed_tokens)
         order = _order_of(request)
         if order is None:
@@ -145,39 +155,41 @@ class BatonConnector(KVConnectorBase_V1):
         return False, params
 
     def refusal_of(self, request_id: str) -> dict[str, Any] | None:
-        """What to tell of a request that was just refused."""
+        """``kv_transfer_params`` of a request that was just refused."""
         return self._refusals.pop(request_id, None)
 
     def has_pending_push_work(self) -> bool:
-        """Whether the engine must step though it has no request."""
+        """Whether the engine must step without a request."""
         return self.connector_scheduler.must_step
 
     def reset_cache(self) -> bool | None:
-        """The prefix cache can be emptied when nobody has leased a part of it."""
+        """Whether no block is leased: vLLM cannot reset the prefix cache while blocks are pinned."""
         return not self.connector_scheduler.holder.counts.leases
 
     # Worker role
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """The memory that others read, and that reads write into."""
+        """Register the memory that peers read and that own reads write."""
         self._worker.register_kv_caches(kv_caches)
 
-    def wake_on_results(self, ring: Callable[[], None]) -> None:
-        """For a scheduler role in the same process: called, on another thread, whenever something became final."""
-        self._worker.wake_on_results(ring)
+    def wake_on_results(self, wake: Callable[[], None]) -> None:
+        """Call ``wake`` on the transfer thread after each result; for a scheduler role in the same process."""
+        self._worker.wake_on_results(wake)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """The memory and the agent of one rank."""
+        """Memory and agent of this rank."""
         return self._worker.handshake_rank()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Before the forward: on a CPU it blocks until it is done, and reads should go on beside it."""
+        """Begin the step's reads here, before the forward pass: on a CPU the forward pass blocks, and reads run beside
+        it.
+        """
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, StepOrders) and connector_metadata.orders:
             self._worker.submit(connector_metadata.orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begun in ``bind_connector_metadata``."""
+        """Reads begin in ``bind_connector_metadata``."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Requests wait in the scheduler, never in a layer."""
@@ -189,17 +201,17 @@ class BatonConnector(KVConnectorBase_V1):
         """Nothing is pushed."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
-        """The scheduler side says when a request's blocks have come: see ``connector.scheduler.engine_scheduler``."""
+        """Always empty: the scheduler role reports arrived blocks (``connector.scheduler.engine_scheduler``)."""
         return KVConnectorTransferResults()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """What became final in this step."""
+        """Results of this step."""
         orders = self._connector_metadata
         results = self._worker.results(orders.wait_s if isinstance(orders, StepOrders) else 0.0)
         return StepReport([results]) if results else None
 
     def shutdown(self) -> None:
-        """The engine ends."""
+        """Called when the engine ends."""
         if self._role is KVConnectorRole.SCHEDULER:
             self.connector_scheduler.close()
         else:
@@ -207,12 +219,12 @@ class BatonConnector(KVConnectorBase_V1):
 
 
 def params_of(transfer_report: KvTransferReport) -> dict[str, Any]:
-    """A transfer_report as vLLM's ``kv_transfer_params``."""
+    """A report as vLLM's ``kv_transfer_params``."""
     return {PARAMS: _encode(transfer_report)}
 
 
 def _order_of(request: Request) -> LegOrder | None:
-    """The worker's order with this request; decoded once."""
+    """The worker's order for this request; decoded once."""
     params = request.kv_transfer_params
     packed = params.get(PARAMS) if params else None
     if isinstance(packed, bytes):

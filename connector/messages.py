@@ -1,7 +1,7 @@
-"""What a worker says to its engine's exchange, and what that says back: the two ends of one engine, not the wire.
+"""Messages between a worker process and its engine's connector, both msgpack. They never leave the machine.
 
-Into the engine: an ``EngineCall``, msgpack, as a utility call, so that an idle engine answers without a step. Out of
-it: ``EngineNotification``, as the call's result, and pushed after a step in which there was some.
+``EngineCall`` goes in as a utility call, which an idle engine answers without a step. ``EngineNotification`` is its
+result, and is also pushed after a step that produced something new.
 """
 
 from __future__ import annotations
@@ -17,64 +17,64 @@ from shared.contracts.message import Message
 
 
 class Peer(Message, frozen=True, kw_only=True):
-    """Another worker whose blocks may be read."""
+    """A worker whose blocks may be read."""
 
     handshake: KvHandshake
     clock_ahead_s: float
-    """The most that its clock may be ahead of ours."""
+    """The most that its clock may be ahead of this worker's."""
 
 
 class PeerGone(Message, frozen=True, kw_only=True):
-    """That life of the worker is over: forget its memory, fail what is being read from it."""
+    """The worker with this epoch is gone: forget its memory, fail reads from it."""
 
     worker_id: WorkerId
     epoch: Epoch
 
 
 class StartFetch(Message, frozen=True, kw_only=True):
-    """Have these blocks; the answer's notifications names the same ``fetch_id``."""
+    """Fetch these blocks; the result is a ``FetchEnded`` with the same ``fetch_id``."""
 
     fetch_id: str
     fetch: FetchKv
 
 
 class Chain(Message, frozen=True, kw_only=True):
-    """A prefix that an engine holds, as those see it who may want a copy."""
+    """A recently used prefix that an engine holds, offered for copying."""
 
     hashes: bytes
     """Full hashes of its blocks from the first on (see ``kv_exchange.pack_full_hashes``)."""
     uses: int = 1
-    """Requests that began with it, lately."""
+    """Recent requests that began with it."""
     idle_s: float = 0.0
-    """Since the last of them."""
+    """Time since the last of them."""
 
 
 class EngineCall(Message, frozen=True, kw_only=True):
-    """Everything that a worker may ask of its engine's exchange; done in the order of the fields."""
+    """A worker's call to its engine; the engine carries it out in the order of the fields."""
 
     describe: bool = False
-    """Answer with ``EngineNotification.handshake``."""
+    """Reply with ``EngineNotification.handshake``."""
     peers: list[Peer] = msgspec.field(default_factory=list)
-    """New, or known with a fresher clock."""
+    """New peers, or known ones with a newer clock."""
     gone: list[PeerGone] = msgspec.field(default_factory=list)
     releases: list[ReleaseKv] = msgspec.field(default_factory=list)
     leases: list[LeaseKv] = msgspec.field(default_factory=list)
-    """Asked by other workers."""
+    """Requests of other workers."""
     grants: list[KvGrant] = msgspec.field(default_factory=list)
-    """Given to this engine."""
+    """Grants of other workers to this engine."""
     fetches: list[StartFetch] = msgspec.field(default_factory=list)
     chains_max: int = 0
-    """Answer with ``EngineNotification.chains``: so many at most."""
+    """Reply with at most so many ``EngineNotification.chains``."""
     chains_uses_min: int = 1
-    """Only those that so many requests used."""
+    """Only chains that at least so many requests used."""
     chains_idle_s_max: float = math.inf
-    """Only those whose last use is no longer ago."""
+    """Only chains used within this time."""
     release_all: bool = False
-    """Before the engine ends: unpin everything, grant nothing more."""
+    """Before the engine ends: unpin everything and grant nothing more."""
 
 
 class PeerConnected(Message, frozen=True, kw_only=True):
-    """The engine can read from that worker, or ``failure`` says why not."""
+    """The engine can read from the worker, or ``failure`` says why not."""
 
     worker_id: WorkerId
     epoch: Epoch
@@ -83,26 +83,26 @@ class PeerConnected(Message, frozen=True, kw_only=True):
 
 
 class FetchEnded(Message, frozen=True, kw_only=True):
-    """A StartFetch is over."""
+    """A StartFetch has ended."""
 
     fetch_id: str
     result: FetchedKv
 
 
 class EngineNotification(Message, frozen=True, kw_only=True):
-    """Everything that an engine's exchange has to say. Empty lists are the rule."""
+    """News from an engine to its worker. Most lists are empty."""
 
     handshake: KvHandshake | None = None
     unknown_peers: list[WorkerId] = msgspec.field(default_factory=list)
-    """Workers that requests name as sources and that are not connected: their handshake, please."""
+    """Workers named as sources of which the engine needs the handshake."""
     leases: list[LeaseKv] = msgspec.field(default_factory=list)
-    """To be asked of other workers."""
+    """Requests to send to other workers."""
     grants: list[KvGrant] = msgspec.field(default_factory=list)
-    """To be told to readers."""
+    """Grants to send to readers."""
     releases: list[ReleaseKv] = msgspec.field(default_factory=list)
     connected: list[PeerConnected] = msgspec.field(default_factory=list)
     fetched: list[FetchEnded] = msgspec.field(default_factory=list)
     chains: list[Chain] = msgspec.field(default_factory=list)
-    """Those that are used most, the hottest first; no chain is the beginning of another one here."""
+    """Most used first; none is a prefix of another."""
     state: KvLedgerState | None = None
-    """With all notifications: the ledger after it."""
+    """Leases and reads after this notification."""

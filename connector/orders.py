@@ -1,4 +1,4 @@
-"""What the scheduler role orders of the worker role, and what that reports: they may be on different processes."""
+"""Orders of the scheduler role to the worker role, and its results. The roles may be in different processes."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from dataclasses import dataclass, field
 from connector.messages import Peer
 
 PeerKey = tuple[str, int]
-"""Worker id and epoch: one life of a worker."""
+"""Worker id and epoch. A restarted worker has a greater epoch."""
 
 
 @dataclass(slots=True)
 class Read:
-    """Read these blocks from that peer."""
+    """Read these blocks from a peer."""
 
     read_id: int
     peer: PeerKey
     remote_blocks: list[int]
     local_blocks: list[int]
-    """As many; each is written with the remote block at the same place."""
+    """Destinations, one for each remote block."""
     until_s: float
-    """On the reader's clock, margins taken off: bytes that arrive later do not count."""
+    """On the reader's clock, with margins subtracted: bytes that arrive later do not count."""
 
 
 @dataclass(slots=True)
 class Orders:
-    """For one step."""
+    """Orders of one step."""
 
     connect: list[Peer] = field(default_factory=list)
     forget: list[PeerKey] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)
     cancel: list[int] = field(default_factory=list)
-    """Reads that nobody wants any more; they are still reported when they are truly over."""
+    """Reads that are not needed any more. They are still reported, when no byte of them can move."""
 
     def __bool__(self) -> bool:
         return bool(self.connect or self.forget or self.reads or self.cancel)
@@ -48,7 +48,7 @@ class Connected:
 
 @dataclass(slots=True)
 class ReadPart:
-    """Consecutive blocks of one read are final: they arrived, or never will. No byte moves after this is said."""
+    """Consecutive blocks of a read that arrived or failed. No byte of them moves after this report."""
 
     read_id: int
     first: int
@@ -62,7 +62,7 @@ class ReadPart:
 
 @dataclass(slots=True)
 class Results:
-    """Of one step, of one rank or of several: a part that all ranks have read counts (see ``ranks``)."""
+    """Results of one step, of one rank or, after ``RankAggregation``, of all."""
 
     connected: list[Connected] = field(default_factory=list)
     parts: list[ReadPart] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What the worker tells its engine's connector at start: ``kv_connector_extra_config``, read once, whole."""
+"""Settings that the worker passes to its engine's connector: ``kv_connector_extra_config``, read once at start."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ import msgspec
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """See the module. Seconds."""
+    """Durations are in seconds."""
 
     worker_id: str
     epoch: int
     fingerprint: str
     notifications: str = ""
-    """ZMQ endpoint where the worker takes ``EngineNotification``; empty: nobody listens."""
+    """ZMQ endpoint at which the worker receives ``EngineNotification``; empty: none."""
     lease_s: float = 30.0
-    """How long a prefill leg's blocks stay for a decode worker that does not come."""
+    """Duration of a prefill leg's offer."""
     lease_s_max: float = 60.0
-    """The most that anybody is granted."""
+    """Maximum duration of a lease."""
     lease_share_max: float = 0.5
-    """Of the block pool, pinned by leases."""
+    """Share of the block pool that leases may pin."""
     answer_s_max: float = 0.5
-    """For another worker to answer an ask for blocks."""
+    """Maximum wait for another worker to reply to a lease request."""
     copy_cores: list[int] = msgspec.field(default_factory=list)
-    """Where the thread that copies may run besides the model's own core."""
+    """CPU cores on which the transfer thread may run besides the model's core."""
     agent: str = "connector.transfer.nixl_agent:NixlAgent"
-    """Where the transfer agent's class is, as ``module:name``."""
+    """Class of the transfer agent, as ``module:name``."""
 
 
 def read(extra: dict[str, Any]) -> Settings:
-    """Raises ValueError naming what is wrong."""
+    """Raises ValueError naming the wrong setting."""
     try:
         return msgspec.convert(extra, Settings)
     except msgspec.ValidationError as error:

@@ -1,7 +1,7 @@
-"""The scheduler role: answers other workers' asks, has this engine's requests fetch, orders the worker role about.
+"""The connector's scheduler role: grants leases, fetches KV for the engine's requests, gives orders to the worker role.
 
-All on the engine's scheduler thread. Two ways in: the scheduler's own hooks, once a step, and ``exchange``, a utility
-call by the worker service that also an idle engine answers.
+Runs on the engine's scheduler thread, and is called in two ways: by hooks of the scheduler in every step, and through
+``exchange``, a utility call of the worker process that an idle engine answers without a step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
 REPORT_WAIT_S = 0.003
-"""How long an engine that computes nothing waits for another process's read before it looks at its requests."""
+"""In a step that computes nothing: how long the worker role of another process waits for a read to end."""
 
 _call = msgspec.msgpack.Decoder(EngineCall)
 _encode = msgspec.msgpack.Encoder().encode
@@ -41,7 +41,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """What of an engine its peers must know, beside its memory."""
+    """What peers must know of an engine besides its memory."""
 
     block_tokens: int
     kv_heads: int
@@ -59,7 +59,7 @@ class StepOrders(KVConnectorMetadata):
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):
-    """Worker role to scheduler role, after a step in which something became final; one ``Results`` per rank."""
+    """Worker role to scheduler role, after a step with results; one ``Results`` per rank."""
 
     results: list[Results] = field(default_factory=list)
 
@@ -70,7 +70,7 @@ class StepReport(KVConnectorWorkerMetadata):
 
 
 class ConnectorScheduler:
-    """See the module."""
+    """See the module docstring."""
 
     def __init__(self, settings: Settings, shape: EngineShape) -> None:
         self._settings = settings
@@ -78,7 +78,7 @@ class ConnectorScheduler:
         self._aggregation = RankAggregation(shape.ranks)
         self._socket = NotificationSocket(settings.notifications)
         self.idle_wait = IdleWait()
-        holding = HolderSettings(
+        holder_settings = HolderSettings(
             worker_id=WorkerId(settings.worker_id),
             epoch=Epoch(settings.epoch),
             lease_s=settings.lease_s,
@@ -86,16 +86,16 @@ class ConnectorScheduler:
             lease_share_max=settings.lease_share_max,
         )
         limits = FetchLimits(answer_s_max=settings.answer_s_max)
-        self._core = ExchangeCore(holding, shape.block_tokens, limits, time.monotonic)
+        self._core = ExchangeCore(holder_settings, shape.block_tokens, limits, time.monotonic)
         self.holder = self._core.holder
         self.reader = self._core.reader
 
     def bind(self, pool: BlockPool) -> None:
-        """The engine's blocks."""
+        """Set the engine's blocks."""
         self._core.bind(pool, PoolBlockAllocator(pool, self._shape.block_tokens))
 
     def describe(self, ranks: list[KvRank], blocks: int) -> None:
-        """Every rank has registered its memory, all of the same number of blocks."""
+        """All ranks have registered their memory, each with this number of blocks."""
         self._core.handshake = KvHandshake(
             worker_id=WorkerId(self._settings.worker_id),
             epoch=Epoch(self._settings.epoch),
@@ -109,16 +109,16 @@ class ConnectorScheduler:
         )
 
     def exchange(self, packed: bytes) -> bytes:
-        """An ``EngineCall`` from the worker; answers ``EngineNotification``. An idle engine does it without a step."""
+        """Carry out a packed ``EngineCall`` of the worker; returns a packed ``EngineNotification``."""
         self.idle_wait.note_change()
         call = _call.decode(packed)
         self._core.handle(call)
         self._core.grant()
-        self._take_effects()
+        self._take_outbox()
         return _encode(self._core.notifications(describe=call.describe))
 
     def used(self, hashes: Sequence[bytes], computed_tokens: int) -> None:
-        """A request has ended that had the KV of so many tokens."""
+        """A request has ended with the KV of so many tokens."""
         self._core.used(hashes, computed_tokens)
 
     def finished(self, request_id: str, offer: KvOffer | None, order: LegOrder) -> KvTransferReport | None:
@@ -126,21 +126,26 @@ class ConnectorScheduler:
         return self._core.finished(request_id, offer, order)
 
     def step_orders(self, scheduled_tokens: int) -> StepOrders:
-        """For the step that begins; and the asks of this pass leave before it computes. A step that computes nothing
-        may wait for a read to end where that does not ring: the sooner it is known, the sooner its request goes on.
+        """Orders for the step that begins. Lease requests are sent here too, before the step computes.
+
+        A step that computes nothing waits briefly for a read to end if the worker role cannot wake the engine, so
+        that the request continues soon.
         """
-        self._take_effects()
+        self._take_outbox()
         self.push_notifications()
         orders, self._core.orders = self._core.orders, Orders()
         waits = self._is_moving and not scheduled_tokens and not self.idle_wait.wakes_on_reads
         return StepOrders(orders, wait_s=REPORT_WAIT_S if waits else 0.0)
 
     def take_report(self, report: StepReport | None) -> tuple[set[str], set[int]]:
-        """After a step, before the scheduler sees its output: requests whose blocks came, and blocks that did not."""
+        """Call after a step, before the scheduler processes its output.
+
+        Returns the requests whose fetch has ended, and the blocks that did not arrive.
+        """
         if report is not None:
             self.idle_wait.note_change()
-            for one in report.results:
-                results = self._aggregation.add(one)
+            for rank_results in report.results:
+                results = self._aggregation.add(rank_results)
                 self._core.on_connected(results.connected)
                 for part in results.parts:
                     self._core.on_part(part)
@@ -148,13 +153,13 @@ class ConnectorScheduler:
         return self.reader.settle()
 
     def finish_step(self) -> None:
-        """After the scheduler has taken in a step's output."""
+        """Call after the scheduler has processed a step's output."""
         self._core.grant()
-        self._take_effects()
+        self._take_outbox()
         self.push_notifications()
 
     def wait_if_idle(self) -> None:
-        """Before a step: rest, if all that can be done is to look again whether an answer came, or a read's end."""
+        """Call before a step: wait if the step could only check for grants or ended reads."""
         if self._core.orders:
             return
         if not self._is_moving:
@@ -165,18 +170,17 @@ class ConnectorScheduler:
 
     @property
     def must_step(self) -> bool:
-        """The engine must step though it has no request: something is to be ordered, or a byte moves for nobody's."""
+        """Whether the engine must step without a request: there are orders, or reads for no request are under way."""
         core = self._core
         return bool(core.orders or core.connecting) or not (core.prefetcher.idle and self.reader.has_only_wanted_reads)
 
     def push_notifications(self) -> None:
-        """Tell the worker, if there is something to tell."""
+        """Notify the worker if there is something new."""
         if self._core.has_notifications:
-            self._take_effects()
+            self._take_outbox()
             self._socket.push(self._core.notifications())
 
     def close(self) -> None:
-        """The engine ends."""
         self.holder.release_all()
         self._socket.close()
 
@@ -185,7 +189,7 @@ class ConnectorScheduler:
         core = self._core
         return bool(core.connecting or self.reader.reads_under_way or not core.prefetcher.idle)
 
-    def _take_effects(self) -> None:
+    def _take_outbox(self) -> None:
         outbox, orders = self.reader.outbox, self._core.orders
         orders.reads += outbox.reads
         orders.cancel += outbox.cancel

@@ -1,4 +1,6 @@
-"""vLLM's schedulers with three things more: reads that end between steps, refused requests, followers told in time."""
+"""vLLM's schedulers with three additions: reads may end between steps, requests below the cache threshold are refused,
+and transfer reports are sent with the first token.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from connector.reader.reader import Reader
 
 CACHE_THRESHOLD = "cache_threshold"
-"""``stop_reason`` of a request that was refused because too little of it was cached."""
+"""``stop_reason`` of a request that is refused because too little of it is cached."""
 
 
 class BatonScheduling:
@@ -31,19 +33,19 @@ class BatonScheduling:
     connector: Any
 
     def add_request(self, request: Request) -> None:
-        """A new request: no rest before it has been looked at."""
+        """A new request: schedule it without waiting."""
         self.connector.connector_scheduler.idle_wait.note_change()
         super().add_request(request)  # type: ignore[misc]
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> list[Request]:
-        """What ends makes room; what it gives back is told at once, for an engine left with nothing does not step."""
+        """Ended requests free memory. Their releases are sent at once: an engine without requests does not step."""
         self.connector.connector_scheduler.idle_wait.note_change()
         finished: list[Request] = super().finish_requests(*args, **kwargs)  # type: ignore[misc]
         self.connector.connector_scheduler.push_notifications()
         return finished
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """After a rest, if all that could be done was to look again whether something has come."""
+        """Wait first, if the step could only check for grants or ended reads."""
         side = self.connector.connector_scheduler
         side.wait_if_idle()
         scheduled: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
@@ -53,7 +55,9 @@ class BatonScheduling:
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Around vLLM's own: requests whose blocks have come are named in time for it to go on with them."""
+        """Name the requests whose blocks have arrived before vLLM processes the step, so that the next step schedules
+        them. The worker role's own ``finished_recving`` would be one step later.
+        """
         if not isinstance(self.connector, BatonConnector):
             raise TypeError("this scheduler is for the Baton connector: set kv_connector to BatonConnector")
         side = self.connector.connector_scheduler
@@ -73,23 +77,28 @@ class BatonScheduling:
         return outputs
 
     def _send_transfer_reports(self, outputs: dict[int, EngineCoreOutputs], reader: Reader) -> None:
-        """With a request's first token: one that ends by a stop string, outside the engine, has no other chance."""
-        for told in outputs.values():
-            for output in told.outputs:
+        """Send the report with a request's first token. A request that ends by a stop string is aborted from outside
+        the engine, and an aborted request has no output that could carry it.
+        """
+        for core_outputs in outputs.values():
+            for output in core_outputs.outputs:
                 if output.request_id in reader.admitted and output.new_token_ids:
                     reader.admitted.discard(output.request_id)
                     if output.kv_transfer_params is None:
                         output.kv_transfer_params = params_of(reader.transfer_report(output.request_id))
 
     def _refuse(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """End the requests of which too little is cached: no token, no compute."""
+        """End the requests of which too little is cached, without a token."""
         reader = self.connector.connector_scheduler.reader
         if not reader.refused:
             return
         refused, reader.refused = reader.refused, []
         for request in self.finish_requests(refused, RequestStatus.FINISHED_ABORTED):
-            told = outputs.setdefault(request.client_index, EngineCoreOutputs())
-            told.outputs = [*told.outputs, _refusal(request, self.connector.refusal_of(request.request_id))]
+            core_outputs = outputs.setdefault(request.client_index, EngineCoreOutputs())
+            core_outputs.outputs = [
+                *core_outputs.outputs,
+                _refusal(request, self.connector.refusal_of(request.request_id)),
+            ]
 
 
 def _refusal(request: Request, params: dict[str, Any] | None) -> EngineCoreOutput:
@@ -105,7 +114,10 @@ def _refusal(request: Request, params: dict[str, Any] | None) -> EngineCoreOutpu
 
 
 def _with_ended(output: ModelRunnerOutput, ended: set[str], empty: set[int]) -> ModelRunnerOutput:
-    """The worker's output, saying also which requests' blocks have come. Never changes vLLM's own."""
+    """A copy of the worker's output that also names ended fetches and blocks without content.
+
+    vLLM computes from the first invalid block on; this needs the recompute policy and a single KV cache group.
+    """
     output = copy.copy(output)
     report = copy.copy(output.kv_connector_output) if output.kv_connector_output is not None else KVConnectorOutput()
     report.finished_recving = ended
@@ -115,8 +127,8 @@ def _with_ended(output: ModelRunnerOutput, ended: set[str], empty: set[int]) -> 
 
 
 class BatonScheduler(BatonScheduling, Scheduler):
-    """For engines that wait for each step."""
+    """For engines without asynchronous scheduling."""
 
 
 class BatonAsyncScheduler(BatonScheduling, AsyncScheduler):
-    """For engines that schedule the next step while one computes."""
+    """For engines with asynchronous scheduling."""

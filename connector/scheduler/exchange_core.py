@@ -28,7 +28,7 @@ from shared.contracts.kv_handshake import KvHandshake
 
 @dataclass(slots=True)
 class PendingReplies:
-    """What is to be told of the worker's calls, until it is."""
+    """Replies to the worker's calls that are not sent yet."""
 
     grants: list[KvGrant] = field(default_factory=list)
     connected: list[PeerConnected] = field(default_factory=list)
@@ -39,15 +39,15 @@ class PendingReplies:
 
 
 class ExchangeCore:
-    """See the module. Reads and cancels are in ``reader.outbox``, for whoever moves bytes here."""
+    """Reads and cancellations are in ``reader.outbox``; the caller hands them to its mover of bytes."""
 
     def __init__(
         self, settings: HolderSettings, block_tokens: int, limits: FetchLimits, now: Callable[[], float]
     ) -> None:
         self.handshake: KvHandshake | None = None
-        """What others need to read this engine's memory, when it is registered."""
+        """What peers need to read this engine's memory; None until the memory is registered."""
         self.orders = Orders()
-        """For whoever moves bytes: peers to connect and to forget."""
+        """For the mover of bytes: peers to connect and to forget."""
         self.connecting: set[PeerKey] = set()
         self._now = now
         self._block_tokens = block_tokens
@@ -60,17 +60,17 @@ class ExchangeCore:
         self._hot: HotChains
 
     def bind(self, pool: Pool, allocator: BlockAllocator) -> None:
-        """The engine's blocks, once, before anything else."""
+        """Set the engine's blocks. Called once, before all other methods."""
         self.holder.bind(pool, self._block_tokens)
         self.prefetcher.bind(allocator)
         self._hot = HotChains(lambda name: pool.get_cached_block(name, GROUPS) is not None)
 
     def handle(self, call: EngineCall) -> None:
-        """Do what the worker asks; the answer is ``notifications``."""
+        """Carry out a call of the worker; its reply is ``notifications``."""
         for peer in call.peers:
-            self._know(peer)
+            self._add_peer(peer)
         for gone in call.gone:
-            self._forget((gone.worker_id, gone.epoch))
+            self._forget_peer((gone.worker_id, gone.epoch))
         for release in call.releases:
             self.holder.release(release)
         self._replies.grants += [self.holder.lease(ask) for ask in call.leases]
@@ -87,33 +87,33 @@ class ExchangeCore:
             self.holder.release_all()
 
     def grant(self) -> None:
-        """What became ready for those who wait for it, and the end of what is over."""
+        """Grant newly computed blocks of followed prompts, and end expired leases."""
         self._replies.grants += self.holder.advance()
 
     def on_time(self) -> None:
-        """What is overdue is given up, what can begin begins."""
+        """Give up what is overdue and begin what can begin. Called in every step."""
         if not self.reader.idle:
             self.reader.on_time()
         if not self.prefetcher.idle:
             self.prefetcher.advance()
 
     def on_connected(self, ended: Iterable[Connected]) -> None:
-        """Connection attempts are over, well or not."""
+        """Connection attempts have ended, with or without success."""
         for one in ended:
             self.connecting.discard(one.peer)
             if one.failure:
-                self._forget(one.peer)
+                self._forget_peer(one.peer)
                 self._peers.shun(one.peer)
-            self._say_connected(one.peer, one.seconds, one.failure)
+            self._reply_connected(one.peer, one.seconds, one.failure)
 
     def on_part(self, part: ReadPart) -> None:
-        """Blocks of a read are final."""
+        """A part of a read has ended."""
         self._stats.part(part)
         if not self.reader.on_part(part):
             self.prefetcher.on_part(part)
 
     def finished(self, request_id: str, offer: KvOffer | None, order: LegOrder) -> KvTransferReport | None:
-        """A request has ended."""
+        """A request has ended; returns its report."""
         transfer_report = self.reader.finished(request_id, offer, order)
         handed_over = order.take is not None or any(source.follow for source in order.sources)
         if transfer_report is not None:
@@ -121,26 +121,24 @@ class ExchangeCore:
         return transfer_report
 
     def used(self, hashes: Sequence[bytes], computed_tokens: int) -> None:
-        """A request has ended that had the KV of so many tokens: its full blocks, prompt and completion, are a chain
-        that others of the same beginning may use.
-        """
+        """Note the full blocks of an ended request, prompt and completion, as a recently used chain."""
         self._hot.note(list(hashes[: computed_tokens // self._block_tokens]), self._now())
 
     @property
     def reads(self) -> int:
-        """Under way, for requests and for nobody's."""
+        """Number of reads under way, with and without a request."""
         return self.reader.reads_under_way + self.prefetcher.reads_under_way
 
     @property
     def has_notifications(self) -> bool:
-        """Whether there is something to tell the worker."""
+        """Whether ``notifications`` would say something new."""
         outbox, reader = self.reader.outbox, self.reader
-        said = outbox.lease_requests or outbox.releases or self._replies or self.prefetcher.ended
-        return bool(said or reader.unknown_peers or self._stats.changed(self.holder, reads=self.reads))
+        has_messages = outbox.lease_requests or outbox.releases or self._replies or self.prefetcher.ended
+        return bool(has_messages or reader.unknown_peers or self._stats.changed(self.holder, reads=self.reads))
 
     def notifications(self, *, describe: bool = False) -> EngineNotification:
-        """All of it, once; with the handshake if it is asked for."""
-        outbox, reader, said = self.reader.outbox, self.reader, self._replies
+        """Everything new for the worker, once; with the handshake if ``describe``."""
+        outbox, reader, replies = self.reader.outbox, self.reader, self._replies
         handshake = self.handshake if describe else None
         if handshake is not None:
             handshake = msgspec.structs.replace(handshake, clock_s=self._now())
@@ -148,11 +146,11 @@ class ExchangeCore:
             handshake=handshake,
             unknown_peers=self._peers.unknown(list(reader.unknown_peers)),
             leases=outbox.lease_requests,
-            grants=said.grants,
+            grants=replies.grants,
             releases=outbox.releases,
-            connected=said.connected,
+            connected=replies.connected,
             fetched=self.prefetcher.ended,
-            chains=said.chains,
+            chains=replies.chains,
             state=self._stats.state(self.holder, reads=self.reads),
         )
         outbox.lease_requests, outbox.releases, self.prefetcher.ended = [], [], []
@@ -160,23 +158,23 @@ class ExchangeCore:
         reader.unknown_peers.clear()
         return notifications
 
-    def _know(self, peer: Peer) -> None:
+    def _add_peer(self, peer: Peer) -> None:
         key = key_of(peer)
-        if self.handshake is not None and (why := why_not(self.handshake, peer.handshake)):
-            self._say_connected(key, 0.0, why)
+        if self.handshake is not None and (reason := why_not(self.handshake, peer.handshake)):
+            self._reply_connected(key, 0.0, reason)
             self._peers.shun(key)
             return
         ended = self._peers.know(peer)
         if ended is None:
             return
         for other in ended:
-            self._forget(other)
+            self._forget_peer(other)
         self.connecting.add(key)
         self.orders.connect.append(peer)
         self.reader.on_peer()
         self.prefetcher.on_peer()
 
-    def _forget(self, key: PeerKey) -> None:
+    def _forget_peer(self, key: PeerKey) -> None:
         if not self._peers.forget(key):
             return
         self.connecting.discard(key)
@@ -185,6 +183,6 @@ class ExchangeCore:
         self.reader.on_peer_gone(key)
         self.prefetcher.on_peer_gone(key)
 
-    def _say_connected(self, key: PeerKey, seconds: float, failure: str) -> None:
-        said = PeerConnected(worker_id=WorkerId(key[0]), epoch=Epoch(key[1]), seconds=seconds, failure=failure)
-        self._replies.connected.append(said)
+    def _reply_connected(self, key: PeerKey, seconds: float, failure: str) -> None:
+        connected = PeerConnected(worker_id=WorkerId(key[0]), epoch=Epoch(key[1]), seconds=seconds, failure=failure)
+        self._replies.connected.append(connected)

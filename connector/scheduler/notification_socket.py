@@ -1,4 +1,4 @@
-"""The way out of the engine: notifications for the worker, pushed after a step and never waited for."""
+"""Sends notifications from the engine to its worker after a step, without ever blocking."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from zmq.constants import Flag, SocketOption, SocketType
 from connector.messages import EngineNotification
 
 NOTIFICATION_QUEUE_MAX = 4096
-"""Messages kept for a worker that does not take them; beyond, they are dropped: every lease and ask has a deadline."""
+"""Messages queued for a slow worker; further ones are dropped, which is safe because leases and requests expire."""
 
 log = logging.getLogger("baton.connector")
 
 
 class NotificationSocket:
-    """Pushes to the worker's socket; to nobody, if ``endpoint`` is empty."""
+    """A ZMQ PUSH socket; does nothing if ``endpoint`` is empty."""
 
     def __init__(self, endpoint: str) -> None:
         self._encode = msgspec.msgpack.Encoder().encode
@@ -30,17 +30,16 @@ class NotificationSocket:
             self._socket.setsockopt(SocketOption.LINGER, 0)
             self._socket.connect(endpoint)
 
-    def push(self, notifications: EngineNotification) -> None:
-        """Send, or drop and count."""
+    def push(self, notification: EngineNotification) -> None:
+        """Send, or drop and count if the queue is full."""
         if self._socket is None:
             return
         try:
-            self._socket.send(self._encode(notifications), Flag.NOBLOCK)
+            self._socket.send(self._encode(notification), Flag.NOBLOCK)
         except zmq.error.Again:
             self.dropped += 1
-            log.warning("the worker does not take its engine's notifications: %d dropped", self.dropped)
+            log.warning("the worker does not receive its engine's notifications: %d dropped", self.dropped)
 
     def close(self) -> None:
-        """No more notifications."""
         if self._socket is not None:
             self._socket.close()

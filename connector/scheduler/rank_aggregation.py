@@ -1,5 +1,7 @@
-"""Several tensor-parallel ranks read their share of each block: a part counts when the last rank has reported it, a
-connection when all ranks have it, and no longer when one has lost it.
+"""Joins the reports of tensor-parallel ranks, each of which reads its share of each block.
+
+A read part is final when the last rank has reported it; a peer is connected when all ranks are, and lost when one rank
+has lost it.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from connector.orders import Connected, PeerKey, ReadPart, Results
 
 
 class RankAggregation:
-    """Collects what ranks report; the same part, and the same connection, comes once from each of ``ranks``."""
+    """Each of ``ranks`` reports each part and each connection once."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -16,7 +18,7 @@ class RankAggregation:
         self._connected: dict[PeerKey, list[Connected]] = {}
 
     def add(self, results: Results) -> Results:
-        """What has become final with these."""
+        """Add one rank's results; returns what has become final with them."""
         if self._ranks == 1:
             return results
         final = Results()
@@ -25,19 +27,19 @@ class RankAggregation:
             shares = self._parts.setdefault(key, [])
             shares.append(part)
             if len(shares) == self._ranks:
-                final.parts.append(_together(self._parts.pop(key)))
+                final.parts.append(_joined(self._parts.pop(key)))
         for connected in results.connected:
-            said = self._connected.setdefault(connected.peer, [])
-            said.append(connected)
-            if connected.failure or len(said) == self._ranks:
+            reports = self._connected.setdefault(connected.peer, [])
+            reports.append(connected)
+            if connected.failure or len(reports) == self._ranks:
                 del self._connected[connected.peer]
-                seconds = max(one.seconds for one in said)
+                seconds = max(one.seconds for one in reports)
                 final.connected.append(Connected(connected.peer, seconds, connected.failure))
         return final
 
 
-def _together(parts: list[ReadPart]) -> ReadPart:
-    """All ranks' shares as one: failed if any is, over when the last one is."""
+def _joined(parts: list[ReadPart]) -> ReadPart:
+    """One part from all ranks' shares: failed if any failed, ended with the last."""
     return ReadPart(
         read_id=parts[0].read_id,
         first=parts[0].first,

@@ -1,4 +1,4 @@
-"""What an engine's exchange did since it started, in the words of ``KvLedgerState``."""
+"""Counters of an engine's KV exchange, as reported in ``KvLedgerState``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class ExchangeStats:
-    """Counts; the holder counts its own leases."""
+    """Counts reads and tokens; the holder counts leases."""
 
     def __init__(self) -> None:
         self._reads = 0
@@ -21,10 +21,10 @@ class ExchangeStats:
         self._read_seconds = 0.0
         self._refused = 0
         self._recomputed_tokens = 0
-        self._told: KvLedgerState | None = None
+        self._reported: KvLedgerState | None = None
 
     def part(self, part: ReadPart) -> None:
-        """Part of a read is final."""
+        """Count a part of a read that has ended."""
         self._reads += 1
         if part.failure:
             self._reads_failed += 1
@@ -33,7 +33,9 @@ class ExchangeStats:
             self._read_seconds += max(0.0, part.ended_s - part.started_s)
 
     def request(self, transfer_report: KvTransferReport, block_tokens: int, *, handed_over: bool) -> None:
-        """A request ended. What a decode leg computes beyond its tail was computed twice in the system."""
+        """Count an ended request. Tokens that a decode leg computes, beyond a tail of less than a block, were computed
+        twice.
+        """
         self._refused += transfer_report.refused
         if handed_over:
             tail = transfer_report.prompt_tokens % block_tokens or 1
@@ -42,9 +44,9 @@ class ExchangeStats:
             )
 
     def state(self, holder: Holder, *, reads: int) -> KvLedgerState:
-        """Now."""
+        """The counters now; remembered for ``changed``."""
         counts = holder.counts
-        self._told = KvLedgerState(
+        self._reported = KvLedgerState(
             leases=counts.leases,
             pinned_blocks=counts.pinned_blocks,
             next_expiry_s=counts.next_expiry_s,
@@ -60,15 +62,14 @@ class ExchangeStats:
             refused_requests_total=self._refused,
             recomputed_tokens_total=self._recomputed_tokens,
         )
-        return self._told
+        return self._reported
 
     def changed(self, holder: Holder, *, reads: int) -> bool:
-        """Whether leases have changed since they were last told (the worker keeps their time), or all reads ended."""
-        told, now = self._told, holder.counts
-        if told is None:
+        """Whether leases changed since the last report (the worker ends an idle engine's leases), or all reads ended."""
+        reported, now = self._reported, holder.counts
+        if reported is None:
             return bool(now.leases)
-        return bool(told.reads and not reads) or (told.leases, told.pinned_blocks, told.next_expiry_s) != (
-            now.leases,
-            now.pinned_blocks,
-            now.next_expiry_s,
+        return bool(reported.reads and not reads) or (
+            (reported.leases, reported.pinned_blocks, reported.next_expiry_s)
+            != (now.leases, now.pinned_blocks, now.next_expiry_s)
         )
