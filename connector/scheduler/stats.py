@@ -65,8 +65,9 @@ class ExchangeStats:
         return self._reported
 
     def changed(self, holder: Holder, *, reads: int) -> bool:
-        """Whether leases changed since the last report, or all reads ended. The worker wakes an idle engine when its next
-        lease expires, so it must know the instant.
+        """Whether leases changed since the last report, or all reads ended.
+
+        The worker wakes an idle engine when its next lease expires, so it must know that instant.
         """
         reported, now = self._reported, holder.counts
         if reported is None:
