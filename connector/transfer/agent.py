@@ -1,6 +1,4 @@
-"""What moves bytes between engines, as the connector sees it. NIXL is the real one; a process-local one serves tests
-and simulated engines.
-"""
+"""The port to what moves bytes between engines: NIXL, or agents within one process for tests and simulated engines."""
 
 from __future__ import annotations
 
@@ -13,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 Spans = NDArray[np.uint64]
-"""Shape (n, 3): address, length in bytes, device number of each piece of memory."""
+"""Shape (n, 3): address, length in bytes and device number of each span of memory."""
 
 
 class TransferState(Enum):
-    """Of a read."""
+    """State of a read."""
 
     RUNNING = "running"
     DONE = "done"
@@ -25,12 +23,12 @@ class TransferState(Enum):
 
 
 class TransferFailed(Exception):
-    """The agent refused; the message says what and why. Nothing moves."""
+    """The agent refused; the message says what and why. No byte moves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Memory that others may read."""
+    """Registered memory."""
 
     base: int
     length: int
@@ -40,31 +38,32 @@ class Region:
 
 
 class TransferAgent(Protocol):
-    """One process's end. Not thread-safe: one thread calls it."""
+    """The agent of one process. Not thread-safe: one thread calls it."""
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Make memory readable by others and writable by reads. Call before ``metadata``."""
+        """Make memory readable by peers and writable by reads. Call before ``metadata``."""
 
     def metadata(self) -> bytes:
-        """What another agent needs to connect."""
+        """What a peer needs to connect."""
 
     def connect(self, metadata: bytes) -> str:
-        """Know that agent, wire up, answer its name. Raises TransferFailed."""
+        """Connect to the agent with this metadata; returns its name. Raises TransferFailed."""
 
     def forget(self, name: str) -> None:
-        """Disconnect; harmless when unknown."""
+        """Disconnect: no byte of a read from this peer moves any more. Unknown names are ignored."""
 
     def read(self, name: str, remote: Spans, local: Spans, *, device: str, remote_device: str) -> Any:
-        """Begin to copy each remote span over the local one of the same place and length; answers a handle.
+        """Begin to copy each remote span to the local one at the same index, which has the same length; returns a
+        handle.
 
         Raises TransferFailed.
         """
 
     def state(self, handle: Any) -> TransferState:
-        """How far it is."""
+        """State of a read."""
 
     def release(self, handle: Any) -> bool:
-        """Give the handle back, cancelling what still runs. False: it cannot be stopped yet, ask again."""
+        """Release the handle, cancelling what still runs. False: it cannot be stopped yet, call again."""
 
     def close(self) -> None:
-        """Everything is over."""
+        """Disconnect from all peers and end the agent."""

@@ -1,4 +1,4 @@
-"""The port without NIXL: agents of one process copy each other's memory. For tests and simulated engines."""
+"""A TransferAgent without NIXL: agents of one process copy each other's memory. For tests and simulated engines."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 from connector.transfer.agent import Region, Spans, TransferFailed, TransferState
 
 PIECES_AT_ONCE = 64
-"""Copied by each look at a read's state, when it is told to move in steps."""
+"""Spans copied by each check of a read's state, if ``in_steps``."""
 
 
 class MemoryNetwork:
-    """Agents that can reach one another, by name. One for each test, or one for a process of simulated engines."""
+    """Agents that can reach one another, by name. One per test, or one per process of simulated engines."""
 
     def __init__(self) -> None:
         self.agents: dict[str, MemoryAgent] = {}
 
     def agent(self, name: str) -> MemoryAgent:
-        """A new agent, reachable until it is closed."""
+        """Create an agent, reachable until it is closed."""
         return MemoryAgent(name, self)
 
 
@@ -36,18 +36,18 @@ class Copying:
 
 @dataclass(slots=True)
 class Behaviour:
-    """How an agent's reads go wrong, for tests."""
+    """Faults of an agent's reads, for tests."""
 
     fail_reads: bool = False
-    """Each read ends in an error, before it has copied anything."""
+    """Each read fails before it has copied anything."""
     stalled: bool = False
-    """Nothing moves, and nothing can be given back."""
+    """Nothing moves, and no handle can be released."""
     hung: set[str] = field(default_factory=set)
-    """The same, for reads from these agents."""
+    """The same for reads from these agents."""
     in_steps: bool = False
-    """Each look at the state copies a few pieces, instead of all being copied at once."""
+    """Each check of the state copies a few spans, instead of ``read`` copying all."""
     reads: list[Copying] = field(default_factory=list)
-    """All that were begun."""
+    """All reads begun."""
 
 
 class MemoryAgent:
@@ -62,15 +62,15 @@ class MemoryAgent:
         network.agents[name] = self
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Make memory readable by others and writable by reads. Call before ``metadata``."""
+        """See ``TransferAgent``."""
         self._regions.extend(regions)
 
     def metadata(self) -> bytes:
-        """What another agent needs to connect."""
+        """See ``TransferAgent``."""
         return self.name.encode()
 
     def connect(self, metadata: bytes) -> str:
-        """Know that agent, wire up, answer its name. Raises TransferFailed."""
+        """See ``TransferAgent``."""
         name = metadata.decode()
         if name not in self._network.agents:
             raise TransferFailed(f"connecting: there is no {name}")
@@ -78,14 +78,11 @@ class MemoryAgent:
         return name
 
     def forget(self, name: str) -> None:
-        """Disconnect; harmless when unknown."""
+        """See ``TransferAgent``."""
         self._known.discard(name)
 
     def read(self, name: str, remote: Spans, local: Spans, *, device: str, remote_device: str) -> Any:
-        """Begin to copy each remote span over the local one of the same place and length; answers a handle.
-
-        Raises TransferFailed.
-        """
+        """See ``TransferAgent``."""
         peer = self._network.agents.get(name)
         if peer is None or name not in self._known:
             raise TransferFailed(f"reading: {name} is not connected")
@@ -98,18 +95,18 @@ class MemoryAgent:
         return copying
 
     def state(self, handle: Any) -> TransferState:
-        """How far it is."""
+        """See ``TransferAgent``."""
         if self.behaviour.fail_reads or handle.peer not in self._known or handle.peer not in self._network.agents:
             return TransferState.FAILED
         self._copy(handle, PIECES_AT_ONCE)
         return TransferState.DONE if handle.copied == len(handle.remote) else TransferState.RUNNING
 
     def release(self, handle: Any) -> bool:
-        """Give the handle back, cancelling what still runs. False: it cannot be stopped yet, ask again."""
+        """See ``TransferAgent``."""
         return not self._stalls(handle) or handle.peer not in self._known
 
     def close(self) -> None:
-        """Everything is over."""
+        """See ``TransferAgent``."""
         self._network.agents.pop(self.name, None)
 
     def has(self, spans: Spans, device: str) -> bool:

@@ -1,4 +1,4 @@
-"""Blocks between memory and a file by NIXL's POSIX plugin. One thread owns it; each call is over when it returns."""
+"""Moves blocks between memory and a file with NIXL's POSIX plugin. Not thread-safe; calls block until they end."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from connector.transfer.nixl_read_agent import ERRORS, make_agent
 BACKENDS = ["POSIX"]
 POLL_S = 0.000_1
 TRANSFER_S_MAX = 60.0
-"""For a batch of blocks; a file system that takes longer is stuck."""
+"""Maximum duration of a batch of blocks; a file system that takes longer is stuck."""
 
 
 class NixlFile:
-    """One open file and one piece of memory, both registered."""
+    """One open file and one region of memory, both registered."""
 
     description = "NIXL POSIX"
 
@@ -37,20 +37,20 @@ class NixlFile:
             raise TransferFailed(f"NIXL's POSIX plugin: {type(error).__name__} {error}") from error
 
     def write(self, addresses: Sequence[int], offsets: Sequence[int], length: int) -> None:
-        """From memory to the file, ``length`` bytes at each place. Raises TransferFailed, TimeoutError."""
+        """Copy ``length`` bytes from each address to its offset. Raises TransferFailed, TimeoutError."""
         self._move("WRITE", addresses, offsets, length)
 
     def read(self, addresses: Sequence[int], offsets: Sequence[int], length: int) -> None:
-        """From the file to memory. Raises TransferFailed, TimeoutError."""
+        """Copy from the file to memory, like ``write``. Raises TransferFailed, TimeoutError."""
         self._move("READ", addresses, offsets, length)
 
     def close(self) -> None:
-        """Nothing is registered any more."""
+        """Deregister the file and the memory."""
         for rows in self._registered:
             try:
                 self._agent.deregister_memory(rows)
             except ERRORS:
-                continue  # what cannot be given back in order goes with the agent
+                continue  # what nixl refuses to deregister ends with the agent
         self._registered.clear()
         self._agent = None
 
@@ -72,7 +72,7 @@ class NixlFile:
         until = time.monotonic() + TRANSFER_S_MAX
         while state == "PROC":
             if time.monotonic() > until:
-                raise TimeoutError(f"{operation} is not over after {TRANSFER_S_MAX:g} s")
+                raise TimeoutError(f"{operation} has not ended after {TRANSFER_S_MAX:g} s")
             time.sleep(POLL_S)
             state = self._agent.check_xfer_state(handle)
         if state != "DONE":

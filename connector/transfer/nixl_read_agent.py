@@ -1,13 +1,13 @@
-"""NIXL's own agents, and how one reads from one peer. UCX moves the bytes, over whatever both machines have.
+"""NIXL agents, each of which reads from one peer. UCX moves the bytes, over whatever transport both machines have.
 
-Over shared memory a read is copied when it is begun, by the calling thread and without Python's lock.
+Over shared memory the calling thread copies the whole read when it begins it, without holding Python's GIL.
 
-Seen over TCP: a transfer that was released, or whose peer was removed, still writes when a peer that was frozen goes
-on. Only the end of the agent stops it. So each peer is read with an agent of its own, which ends with the connection;
-it has no progress thread, because whoever reads asks for the state until it is over.
+Over TCP, after a transfer is released or its peer is removed, UCX still writes into local memory when a frozen peer
+resumes. Only destroying the agent stops that. So each peer is read with an agent of its own, which is destroyed with
+the connection. It has no progress thread, because the reader polls the state until the read ends.
 
-Also seen over TCP, and UCX's own: a reader that ends in the middle of a read can end the holder ("Fatal: unexpected
-error: Endpoint timeout"), about one time in five. Shared memory and RDMA ask nothing of the holder's process.
+Also over TCP, and a fault of UCX: a reader that dies during a read can kill the holder's process ("Fatal: unexpected
+error: Endpoint timeout"), about one time in five. Shared memory and RDMA need no action of the holder's process.
 """
 
 from __future__ import annotations
@@ -25,46 +25,48 @@ from nixl import _api as nixl_api
 from nixl import _bindings as nixl_bindings
 
 from connector.transfer.agent import Region, Spans, TransferFailed, TransferState
+from connector.transfer.cpu_affinity import keep_cores
 
 STATES = {"PROC": TransferState.RUNNING, "DONE": TransferState.DONE, "ERR": TransferState.FAILED}
 MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
 BACKENDS = ["UCX"]
 ERRORS = tuple(one for name, one in vars(nixl_bindings).items() if name.startswith("nixl") and name.endswith("Error"))
 PROGRESS_DELAY_US = 10_000
-"""Longest sleep of the progress thread, which with none spins and keeps a core busy for ever. It wakes at once when
-something arrives."""
+"""Longest sleep of a progress thread. Without a delay it spins and keeps a core busy; with one it still wakes at once
+when something arrives.
+"""
 if "NIXL_LOG_LEVEL" not in os.environ:
-    logging.getLogger("nixl").setLevel(logging.WARNING)  # or it has two lines to say of each connection
+    logging.getLogger("nixl").setLevel(logging.WARNING)  # otherwise it logs two lines per connection
 COPY_S_MAX = 2.0
-"""For ``copy``, which takes milliseconds over shared memory."""
+"""Maximum duration of ``copy``, which takes milliseconds over shared memory."""
 COPY_POLL_S = 0.000_1
 _making = threading.Lock()
-"""An agent is made by changing a module of nixl's for a moment."""
+"""``make_agent`` patches a module of nixl for a moment, so one thread at a time may run it."""
 
 
 @dataclass(slots=True, eq=False)
 class ReadAgent:
-    """An agent that reads from one peer. Not thread-safe; methods raise nixl's ERRORS where nothing else is said."""
+    """An agent that reads from one peer. Not thread-safe. Methods raise nixl's ERRORS unless stated otherwise."""
 
     agent: Any
     registered: list[Any]
     name: str
-    """The peer's."""
+    """Name of the peer's agent."""
 
     def prepare(self, remote: Spans, local: Spans, memories: tuple[str, str]) -> Any:
-        """A handle. It keeps the agent alive."""
+        """Return a handle. nixl's handle holds a reference to the agent, so drop it before ``end``."""
         there, here = self.agent.get_xfer_descs(remote, memories[0]), self.agent.get_xfer_descs(local, memories[1])
         return self.agent.initialize_xfer("READ", here, there, self.name, backends=BACKENDS)
 
     def state(self, handle: Any) -> TransferState:
-        """How far it is; never raises."""
+        """State of a read; never raises."""
         try:
             return STATES[self.agent.check_xfer_state(handle)]
         except ERRORS:
             return TransferState.FAILED
 
     def release(self, handle: Any) -> bool:
-        """Whether nixl has taken it back; never raises."""
+        """Release a handle; False if nixl refuses. Never raises."""
         try:
             self.agent.release_xfer_handle(handle)
         except ERRORS:
@@ -72,7 +74,7 @@ class ReadAgent:
         return True
 
     def copy(self, remote: Spans, local: Spans, memories: tuple[str, str]) -> TransferState:
-        """From beginning to end; RUNNING when it took too long."""
+        """Copy and wait for the end; RUNNING if it took longer than COPY_S_MAX."""
         handle, ends_at = self.prepare(remote, local, memories), time.monotonic() + COPY_S_MAX
         try:
             self.agent.transfer(handle)
@@ -83,13 +85,13 @@ class ReadAgent:
         return state
 
     def end(self) -> None:
-        """From now on it moves nothing."""
+        """Destroy the agent: after this it moves no byte."""
         deregister(self.agent, self.registered)
         self.agent = None
 
 
 def open_read_agent(name: str, regions: Sequence[Region], metadata: bytes) -> ReadAgent:
-    """An agent of that name, which must be unique for ever, wired to the peer. Raises TransferFailed."""
+    """An agent that is connected to the peer. Its name must never be used again. Raises TransferFailed."""
     agent = make_agent(name, progress=False)
     registered = register(agent, regions)
     with failing("connecting"):
@@ -100,14 +102,14 @@ def open_read_agent(name: str, regions: Sequence[Region], metadata: bytes) -> Re
 
 
 def make_agent(name: str, *, progress: bool, backends: Sequence[str] = BACKENDS) -> Any:
-    """NIXL's own. Raises TransferFailed."""
-    with _making, _sleeping_progress_threads(), _cores_kept(), failing("starting an agent"):
+    """Create a nixl agent. Raises TransferFailed."""
+    with _making, _sleeping_progress_threads(), keep_cores(), failing("starting an agent"):
         config = nixl_api.nixl_agent_config(enable_prog_thread=progress, num_threads=0, backends=list(backends))
         return nixl_api.nixl_agent(name, config)
 
 
 def register(agent: Any, regions: Sequence[Region]) -> list[Any]:
-    """What to give back. Raises TransferFailed."""
+    """Register memory; returns what ``deregister`` needs. Raises TransferFailed."""
     registered = []
     for device in sorted({region.device for region in regions}):
         rows = [(one.base, one.length, one.device_id, "") for one in regions if one.device == device]
@@ -117,18 +119,18 @@ def register(agent: Any, regions: Sequence[Region]) -> list[Any]:
 
 
 def deregister(agent: Any, registered: list[Any]) -> None:
-    """Give it all back."""
+    """Deregister what can be deregistered."""
     for rows in registered:
         try:
             agent.deregister_memory(rows)
         except ERRORS:
-            continue  # what cannot be given back in order goes with the agent
+            continue  # what nixl refuses to deregister ends with the agent
     registered.clear()
 
 
 @contextmanager
 def failing(doing: str) -> Iterator[None]:
-    """Nixl's errors are TransferFailed, and say what was being done."""
+    """Turn nixl's errors into TransferFailed that says what failed."""
     try:
         yield
     except ERRORS as error:
@@ -137,7 +139,9 @@ def failing(doing: str) -> Iterator[None]:
 
 @contextmanager
 def _sleeping_progress_threads() -> Iterator[None]:
-    """The delay is no option of nixl's Python side: it is set on the config object on its way to the library."""
+    """Set PROGRESS_DELAY_US. nixl's Python API has no option for it, so it is set on the config object that the API
+    passes to the library.
+    """
     make_agent = nixl_bindings.nixlAgent
 
     def make_sleeping_agent(name: str, config: Any) -> Any:
@@ -149,13 +153,3 @@ def _sleeping_progress_threads() -> Iterator[None]:
         yield
     finally:
         nixl_bindings.nixlAgent = make_agent
-
-
-@contextmanager
-def _cores_kept() -> Iterator[None]:
-    """Whatever a library does to the calling thread's affinity: it later runs the model."""
-    cores = os.sched_getaffinity(0)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, cores)

@@ -1,7 +1,7 @@
-"""The peers that this rank can read from: one connection to each life of a worker, kept until told or until it breaks.
+"""Connections of this rank to its peers, one per worker and epoch, kept until an order ends them or they fail.
 
-A connection counts when a few bytes have been read over it. Whatever ends it without an order is reported, so that it
-is made anew.
+A connection counts as made when a few bytes have been read over it (a probe), because NIXL reports a wrong address or a
+closed port only at the first read. A connection that fails is reported, so that the worker connects again.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ PROBE_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """Who reads: this rank, and the handshake of its engine with this rank alone."""
+    """The rank that reads, and a handshake of its engine that lists this rank only."""
 
     reader: ReaderRank
     handshake: KvHandshake
     scratch: int
-    """Address of PROBE_BYTES of registered cpu memory."""
+    """Address of PROBE_BYTES of registered CPU memory, the destination of probes."""
 
     @property
     def memory(self) -> KvRank:
-        """Where to."""
+        """Destination of reads."""
         return self.reader.memory
 
 
 @dataclass(slots=True)
 class Connection:
-    """To one life of a peer: the agent's name of each of its ranks that is needed, and what to read of it."""
+    """To one epoch of a peer: the agent names and routes of those of its ranks that this rank reads from."""
 
     handshake: KvHandshake
     since_s: float
     names: list[str] = field(default_factory=list)
     routes: list[Route] = field(default_factory=list)
     probes: list[Any] = field(default_factory=list)
-    """Small reads under way, which show that it works; none are left when it does."""
+    """Reads under way that test the connection; empty when it works."""
 
 
 class Connections:
-    """See the module."""
+    """All connections of one rank."""
 
     def __init__(self, agent: TransferAgent, own: Own, clock: Callable[[], float]) -> None:
         self._agent = agent
@@ -59,19 +59,18 @@ class Connections:
         self._clock = clock
         self._connections: dict[PeerKey, Connection] = {}
         self.connected: list[Connected] = []
-        """What became of them; the owner takes it."""
+        """Ended connection attempts and lost connections; the caller empties the list."""
 
     @property
     def probing(self) -> bool:
-        """Whether some are not yet known to work."""
+        """Whether a connection is being tested."""
         return any(one.probes for one in self._connections.values())
 
     def of(self, key: PeerKey) -> Connection | None:
-        """The connection to this life of a peer."""
         return self._connections.get(key)
 
     def connect(self, peer: Peer) -> None:
-        """Begin to connect; ends with one Connected. A peer that is connected already stays so."""
+        """Begin to connect; ends with one ``Connected``. An existing connection is kept."""
         key = (peer.handshake.worker_id, peer.handshake.epoch)
         known = self._connections.get(key)
         if known is None:
@@ -85,13 +84,13 @@ class Connections:
         failure = why_not(self._own.handshake, handshake)
         try:
             if not failure:
-                self._wire_up(connection)
+                self._begin_probes(connection)
         except TransferFailed as refused:
             failure = str(refused)
         if failure:
             self.lose(key, failure)
 
-    def _wire_up(self, connection: Connection) -> None:
+    def _begin_probes(self, connection: Connection) -> None:
         peer = connection.handshake
         connection.routes = routes_to(self._own.reader, peer)
         for route in connection.routes:
@@ -103,42 +102,41 @@ class Connections:
             probe = self._agent.read(name, there, here, device="cpu", remote_device=rank.device)
             connection.probes.append(probe)
 
-    def look(self) -> None:
-        """At those that are not yet known to work."""
+    def check_probes(self) -> None:
+        """Check connections that are being tested."""
         for key in [key for key, one in self._connections.items() if one.probes]:
             connection = self._connections[key]
             states = {self._agent.state(probe) for probe in connection.probes}
             took_s = self._clock() - connection.since_s
             if TransferState.FAILED in states:
-                self.lose(key, "the first read from it failed")
+                self.lose(key, "the first read failed")
             elif TransferState.RUNNING not in states:
-                self._give_back(connection)
+                self._release_probes(connection)
                 self.connected.append(Connected(key, took_s))
             elif took_s > CONNECT_S_MAX:
-                self.lose(key, f"nothing could be read from it within {CONNECT_S_MAX} s")
+                self.lose(key, f"no byte could be read within {CONNECT_S_MAX} s")
 
     def lose(self, key: PeerKey, failure: str) -> None:
-        """It works no more; harmless when it is gone already."""
+        """Report a connection as failed and drop it. Unknown peers are ignored."""
         connection = self._connections.get(key)
         if connection is not None:
             self.forget(key)
             self.connected.append(Connected(key, self._clock() - connection.since_s, failure))
 
     def forget(self, key: PeerKey) -> None:
-        """Disconnect: no byte of any read from there moves any more. Harmless when unknown."""
+        """Disconnect: no byte of a read from this peer moves any more. Unknown peers are ignored."""
         connection = self._connections.pop(key, None)
         if connection is None:
             return
         for name in connection.names:
             self._agent.forget(name)
-        self._give_back(connection)
+        self._release_probes(connection)
 
     def close(self) -> None:
-        """Disconnect from all."""
         for key in list(self._connections):
             self.forget(key)
 
-    def _give_back(self, connection: Connection) -> None:
+    def _release_probes(self, connection: Connection) -> None:
         for probe in connection.probes:
             self._agent.release(probe)
         connection.probes.clear()

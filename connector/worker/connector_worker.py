@@ -1,6 +1,6 @@
-"""The connector's worker role, one per tensor-parallel rank: connects to peers and reads blocks, as it is told to.
+"""The connector's worker role, one per tensor-parallel rank: connects to peers and reads blocks, as ordered.
 
-It decides nothing about requests. What it reports is final: no byte of a reported part moves any more.
+It decides nothing about requests. No byte of a part moves after its report.
 """
 
 from __future__ import annotations
@@ -28,23 +28,22 @@ from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_handshake import KvHandshake, KvRank
 
 MakeAgent = Callable[[str], TransferAgent]
-"""From a name that is unique for ever."""
+"""Takes a name that is never used again."""
 
 
 @dataclass
 class RankHandshake(KVConnectorHandshakeMetadata):
-    """One rank's part of its engine's handshake, on its way to the scheduler role."""
+    """One rank's part of the engine's handshake, for the scheduler role."""
 
     packed: bytes
     """A KvRank, msgpack."""
 
     def rank(self) -> KvRank:
-        """What is in it."""
         return msgspec.msgpack.decode(self.packed, type=KvRank)
 
 
 class ConnectorWorker:
-    """See the module. ``register_kv_caches`` comes first."""
+    """Call ``register_kv_caches`` first."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, make_agent: MakeAgent) -> None:
         self._settings = settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
@@ -54,14 +53,14 @@ class ConnectorWorker:
         self._make_agent = make_agent
         self._scratch = np.zeros(PROBE_BYTES, dtype=np.uint8)
         self._memory: KvRank | None = None
-        self._transfers: TransferThread | None = None
+        self._thread: TransferThread | None = None
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Make the engine's blocks readable by peers, and start the thread that reads theirs."""
+        """Make the engine's blocks readable by peers, and start the transfer thread."""
         rank = int(self._parallel.rank) % int(self._parallel.tensor_parallel_size)
         name = f"{self._settings.worker_id}-{self._settings.epoch}-{rank}-{uuid.uuid4().hex[:8]}"
         agent = self._make_agent(name)
-        _touch(kv_caches)
+        _create_pages(kv_caches)
         regions = regions_of(kv_caches)
         scratch = Region(self._scratch.ctypes.data, PROBE_BYTES, "cpu", 0)
         agent.register([*regions, scratch])
@@ -73,11 +72,13 @@ class ConnectorWorker:
             layers=layers_of(kv_caches, self._cache),
         )
         own = Own(
-            ReaderRank(self._memory, self._parallel.tensor_parallel_size, self._kv_heads), self._own(), scratch.base
+            ReaderRank(self._memory, self._parallel.tensor_parallel_size, self._kv_heads),
+            self._handshake(),
+            scratch.base,
         )
-        self._transfers = TransferThread(lambda: Copier(agent, own, time.monotonic), self._settings.copy_cores)
+        self._thread = TransferThread(lambda: Copier(agent, own, time.monotonic), self._settings.copy_cores)
 
-    def _own(self) -> KvHandshake:
+    def _handshake(self) -> KvHandshake:
         assert self._memory is not None
         return KvHandshake(
             worker_id=WorkerId(self._settings.worker_id),
@@ -92,32 +93,34 @@ class ConnectorWorker:
         )
 
     def handshake_rank(self) -> RankHandshake | None:
-        """What a peer must know of this rank's memory; None before it is registered."""
+        """What a peer must know of this rank's memory; None until it is registered."""
         return RankHandshake(msgspec.msgpack.encode(self._memory)) if self._memory is not None else None
 
-    def wake_on_results(self, ring: Callable[[], None]) -> None:
-        """Called, on another thread, whenever there are results."""
-        assert self._transfers is not None
-        self._transfers.ring = ring
+    def wake_on_results(self, wake: Callable[[], None]) -> None:
+        """Call ``wake`` on the transfer thread after each report."""
+        assert self._thread is not None
+        self._thread.wake_on_results(wake)
 
     def submit(self, orders: Orders) -> None:
-        """Take the step's orders on; answers at once."""
-        if self._transfers is not None:
-            self._transfers.submit(orders)
+        """Queue the step's orders; returns at once."""
+        if self._thread is not None:
+            self._thread.submit(orders)
 
     def results(self, wait_s: float = 0.0) -> Results:
-        """What became final since the last call; if nothing did, wait for it so long."""
-        return self._transfers.take_results(wait_s) if self._transfers is not None else Results()
+        """Results since the last call. If there are none, wait for at most ``wait_s``."""
+        return self._thread.take_results(wait_s) if self._thread is not None else Results()
 
     def close(self) -> None:
-        """Disconnect; reads under way fail."""
-        if self._transfers is not None:
-            self._transfers.close()
-            self._transfers = None
+        """Disconnect from all peers; reads under way fail."""
+        if self._thread is not None:
+            self._thread.close()
+            self._thread = None
 
 
-def _touch(kv_caches: dict[str, Any]) -> None:
-    """Have all of an engine's memory made now: pages never written to are made one by one while a read waits."""
+def _create_pages(kv_caches: dict[str, Any]) -> None:
+    """Write to all CPU memory once. The kernel creates untouched pages one by one at the first write, which would be
+    during a read.
+    """
     for cache in kv_caches.values():
         if cache.device.type == "cpu":
             cache.zero_()

@@ -1,7 +1,8 @@
-"""Reads, part by part: begins them, follows them and says how each ended. One thread owns it and all of the agent.
+"""Carries out reads in parts: begins each part, polls it and reports its end. One thread owns it and the agent.
 
-A part that is cancelled, stalls or comes too late is given up, but reported only when it is over: from then on no byte
-of it moves. What does not end by itself ends with the connection.
+A part that is cancelled, stalls or is late is given up, but reported only when no byte of it can move any more: after
+the report the engine reuses the blocks, and a late write would corrupt another request's KV. NIXL cannot stop a running
+transfer, so a part that does not end by itself is ended by cutting the connection.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from connector.transfer.agent import TransferAgent, TransferFailed, TransferStat
 from connector.worker.connections import Connection, Connections, Own
 
 READ_S_MAX = 10.0
-"""A part takes milliseconds; what takes longer is stuck."""
-LET_GO_S_MAX = 2.0
-"""For a part that is given up to end by itself, before the connection is cut."""
-AT_ONCE_MAX = 4
-"""Parts of one peer under way: the next is begun while one is in flight, where reads are not copied at once."""
+"""Maximum duration of a part, which normally takes milliseconds."""
+SELF_END_S_MAX = 2.0
+"""A part that is given up has so long to end by itself before the connection is cut."""
+PARTS_PER_PEER_MAX = 4
+"""Parts per peer under way. More than one keeps a network busy; over shared memory ``read`` copies before it returns.
+"""
 PARTS_WAITING_MAX = 65_536
 
 
@@ -35,12 +37,12 @@ class _Part:
     handles: list[Any] = field(default_factory=list)
     started_s: float = 0.0
     ended_s: float = 0.0
-    """When it was given up, or seen to be over."""
+    """Instant at which it was given up or had ended."""
     failure: str = ""
 
 
 class Copier:
-    """Moves what it is told to; ``advance`` is called until ``busy`` is false."""
+    """Carries out orders. Call ``advance`` until ``busy`` is false."""
 
     def __init__(
         self, agent: TransferAgent, own: Own, clock: Callable[[], float], part_bytes: int = PART_BYTES
@@ -53,54 +55,54 @@ class Copier:
         self._connections = Connections(agent, own, clock)
         self._waiting: dict[PeerKey, deque[_Part]] = {}
         self._running: list[_Part] = []
-        self._over: list[ReadPart] = []
-        self._left: dict[int, int] = {}
-        """Blocks of each read that are not final."""
+        self._ended_parts: list[ReadPart] = []
+        self._unreported: dict[int, int] = {}
+        """Blocks of each read that are not reported yet."""
         self.has_ended_a_read = False
-        """Since results were last taken."""
+        """Whether a read has ended since ``take_results``."""
 
     @property
     def busy(self) -> bool:
-        """Whether anything is waiting or under way."""
+        """Whether anything waits or is under way."""
         return bool(self._waiting or self._running or self._connections.probing)
 
     def submit(self, orders: Orders) -> None:
-        """Take orders on. A peer forgotten and connected in one step is connected anew, and may be read at once."""
+        """Accept orders. A peer may be forgotten, connected again and read in the same step."""
         for key in orders.forget:
             self._give_up([part for part in self._parts() if part.read.peer == key], "the peer is gone")
             self._connections.forget(key)
         for peer in orders.connect:
             self._connections.connect(peer)
         for read in orders.reads:
-            self._take_on(read)
+            self._enqueue(read)
         for read_id in orders.cancel:
             self._give_up([part for part in self._parts() if part.read.read_id == read_id], "cancelled")
 
     def advance(self) -> bool:
-        """Look at all that is under way, and begin what there is room for. Whether anything came of it."""
-        before = len(self._over)
-        self._connections.look()
-        self._running = [part for part in self._running if not self._ended(part)]
+        """Check everything under way and begin what the limits allow. Returns whether anything began or ended."""
+        before = len(self._ended_parts)
+        self._connections.check_probes()
+        self._running = [part for part in self._running if not self._has_ended(part)]
         begun = [self._begin_one(key) for key in list(self._waiting)]
-        return any(begun) or len(self._over) > before
+        return any(begun) or len(self._ended_parts) > before
 
     def take_results(self) -> Results:
-        """What became final since the last call."""
-        results = Results(self._connections.connected, self._over)
-        self._connections.connected, self._over, self.has_ended_a_read = [], [], False
+        """Results since the last call."""
+        results = Results(self._connections.connected, self._ended_parts)
+        self._connections.connected, self._ended_parts, self.has_ended_a_read = [], [], False
         return results
 
     def close(self) -> None:
-        """Cut everything."""
+        """Disconnect from all peers and close the agent."""
         self._connections.close()
         self._agent.close()
 
-    def _take_on(self, read: Read) -> None:
-        self._left[read.read_id] = len(read.remote_blocks)
+    def _enqueue(self, read: Read) -> None:
+        self._unreported[read.read_id] = len(read.remote_blocks)
         for first, count in parts_of(len(read.remote_blocks), self._block_bytes, self._part_bytes):
             part = _Part(read, first, count, count * self._block_bytes)
             if sum(map(len, self._waiting.values())) >= PARTS_WAITING_MAX:
-                part.failure = "too many reads wait"
+                part.failure = "too many reads are waiting"
                 self._report(part)
             else:
                 self._waiting.setdefault(read.peer, deque()).append(part)
@@ -113,7 +115,7 @@ class Copier:
             part.failure = part.failure or why
 
     def _begin_one(self, key: PeerKey) -> bool:
-        if sum(part.read.peer == key for part in self._running) >= AT_ONCE_MAX:
+        if sum(part.read.peer == key for part in self._running) >= PARTS_PER_PEER_MAX:
             return False
         part = self._waiting[key].popleft()
         if not self._waiting[key]:
@@ -124,7 +126,7 @@ class Copier:
             part.failure = part.failure or "not connected"
         elif not part.failure:
             self._begin(part, connection)
-        if not self._ended(part):
+        if not self._has_ended(part):
             self._running.append(part)
         return True
 
@@ -132,7 +134,7 @@ class Copier:
         chosen = slice(part.first, part.first + part.count)
         remote, local = part.read.remote_blocks[chosen], part.read.local_blocks[chosen]
         if part.started_s >= part.read.until_s:
-            part.failure = "the lease was over before the read began"
+            part.failure = "the lease ended before the read began"
         elif min(remote) < 0 or max(remote) >= connection.handshake.blocks:
             part.failure = "the peer has no such blocks"
         else:
@@ -149,28 +151,28 @@ class Copier:
             there, here = spans_of(route, remote, local)
             part.handles.append(self._agent.read(name, there, here, device=own.device, remote_device=rank.device))
 
-    def _ended(self, part: _Part) -> bool:
-        """Whether the part is over; if so it has been reported."""
+    def _has_ended(self, part: _Part) -> bool:
+        """Whether the part is over, and so reported."""
         now = self._clock()
-        if not part.failure and self._runs_on(part, now):
+        if not part.failure and self._is_running(part, now):
             return False
         part.ended_s = part.ended_s or now
         part.handles = [handle for handle in part.handles if not self._agent.release(handle)]
-        if part.handles and now > part.ended_s + LET_GO_S_MAX:
-            self._connections.lose(part.read.peer, f"cut, to end a read that was given up: {part.failure}")
+        if part.handles and now > part.ended_s + SELF_END_S_MAX:
+            self._connections.lose(part.read.peer, f"disconnected to end a read that was given up: {part.failure}")
             part.handles = [handle for handle in part.handles if not self._agent.release(handle)]
         if part.handles:
             return False
         self._report(part)
         return True
 
-    def _runs_on(self, part: _Part, now: float) -> bool:
+    def _is_running(self, part: _Part, now: float) -> bool:
         states = {self._agent.state(handle) for handle in part.handles}
         if TransferState.FAILED in states:
             part.failure = "the read failed"
             self._connections.lose(part.read.peer, part.failure)
         elif now > part.read.until_s:
-            part.failure = "the lease was over before the read was"
+            part.failure = "the lease ended before the read"
         elif now > part.started_s + READ_S_MAX:
             part.failure = f"not read within {READ_S_MAX} s"
         return not part.failure and TransferState.RUNNING in states
@@ -178,10 +180,10 @@ class Copier:
     def _report(self, part: _Part) -> None:
         ended_s = part.ended_s or self._clock()
         moved = 0 if part.failure else part.bytes
-        self._left[part.read.read_id] -= part.count
-        if not self._left[part.read.read_id]:
-            del self._left[part.read.read_id]
+        self._unreported[part.read.read_id] -= part.count
+        if not self._unreported[part.read.read_id]:
+            del self._unreported[part.read.read_id]
             self.has_ended_a_read = True
-        self._over.append(
+        self._ended_parts.append(
             ReadPart(part.read.read_id, part.first, part.count, moved, part.started_s or ended_s, ended_s, part.failure)
         )

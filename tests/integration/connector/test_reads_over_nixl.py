@@ -13,7 +13,7 @@ import pytest
 
 from connector.messages import Peer
 from connector.orders import Orders, PeerKey, Read, Results
-from connector.worker.copier import LET_GO_S_MAX, Copier
+from connector.worker.copier import SELF_END_S_MAX, Copier
 from connector.worker.transfer_thread import TransferThread
 from shared.contracts.kv_handshake import KvHandshake
 from tests.support.faulty_agent import FaultyAgent
@@ -278,7 +278,7 @@ def test_no_byte_of_a_frozen_holder_lands_after_the_read_was_reported(engines, h
     engine.until_parts(5)
 
     assert {bool(part.failure) for part in engine.reports[0].parts[:4]} == {True}
-    assert 0.5 < took_s < 0.5 + LET_GO_S_MAX + BUSY_S_MAX
+    assert 0.5 < took_s < 0.5 + SELF_END_S_MAX + BUSY_S_MAX
     assert all((now == then).all() for now, then in zip(layers, reported, strict=True))
 
 

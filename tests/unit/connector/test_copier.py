@@ -11,7 +11,7 @@ from connector.messages import Peer
 from connector.orders import Orders, PeerKey, Read, Results
 from connector.transfer.memory_agent import MemoryAgent, MemoryNetwork
 from connector.worker.connections import CONNECT_S_MAX
-from connector.worker.copier import AT_ONCE_MAX, LET_GO_S_MAX, READ_S_MAX, Copier
+from connector.worker.copier import PARTS_PER_PEER_MAX, READ_S_MAX, SELF_END_S_MAX, Copier
 from shared.contracts.kv_handshake import KvHandshake
 from tests.support.kv_engines import RankMemory, ReadingRank, Shape, handshake
 
@@ -154,7 +154,7 @@ def test_bytes_that_come_after_the_lease_do_not_count():
     assert world.settled().parts == [], "the transfer still runs"
     world.agent.behaviour.stalled = False
 
-    assert world.settled().parts[0].failure == "the lease was over before the read was"
+    assert world.settled().parts[0].failure == "the lease ended before the read"
 
 
 @pytest.mark.parametrize("given_up_by", ["deadline", "cancelled"])
@@ -170,7 +170,7 @@ def test_what_is_given_up_is_reported_only_when_it_is_over(given_up_by):
     else:
         world.copier.submit(Orders(cancel=[1]))
     assert world.settled().parts == []
-    world.now += LET_GO_S_MAX + 0.1
+    world.now += SELF_END_S_MAX + 0.1
     results = world.settled()
 
     assert len(results.parts) == 1
@@ -185,17 +185,17 @@ def test_a_cancelled_read_that_waits_is_never_begun():
     world.connected()
     world.agent.behaviour.stalled = True
     world.read(straight(32), read_id=1)
-    for read_id in range(2, AT_ONCE_MAX + 2):
+    for read_id in range(2, PARTS_PER_PEER_MAX + 2):
         world.read(straight(1), read_id=read_id)
     world.settled()
     begun = len(world.agent.behaviour.reads)
 
-    world.copier.submit(Orders(cancel=[AT_ONCE_MAX + 1]))
+    world.copier.submit(Orders(cancel=[PARTS_PER_PEER_MAX + 1]))
     world.agent.behaviour.stalled = False
     parts = {part.read_id: part.failure for part in world.settled().parts}
 
-    assert parts[AT_ONCE_MAX + 1] == "cancelled"
-    assert [failure for read_id, failure in parts.items() if read_id <= AT_ONCE_MAX] == [""] * AT_ONCE_MAX
+    assert parts[PARTS_PER_PEER_MAX + 1] == "cancelled"
+    assert [failure for read_id, failure in parts.items() if read_id <= PARTS_PER_PEER_MAX] == [""] * PARTS_PER_PEER_MAX
     assert len(world.agent.behaviour.reads) == begun
 
 

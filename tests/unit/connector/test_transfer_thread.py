@@ -100,15 +100,15 @@ def test_orders_are_taken_while_a_read_is_copied(sides):
 
 
 def test_a_read_that_is_copied_part_by_part_is_reported_once(sides):
-    rings: queue.Queue[Results] = queue.Queue()
+    reports: queue.Queue[Results] = queue.Queue()
     side = sides(lambda _: None, BIG)
     side.transfers.submit(Orders(connect=[side.peer]))
     side.until(lambda results: bool(results.connected))
-    side.transfers.ring = lambda: rings.put(side.transfers.take_results())
+    side.transfers.wake_on_results(lambda: reports.put(side.transfers.take_results()))
 
     side.transfers.submit(Orders(reads=[Read(1, PEER, BLOCKS, BLOCKS, time.monotonic() + 60.0)]))
 
-    assert len(rings.get(timeout=SOON_S).parts) == 2
+    assert len(reports.get(timeout=SOON_S).parts) == 2
 
 
 def test_waiting_for_results_ends_when_there_are_none(sides):
@@ -124,7 +124,7 @@ def test_a_thread_that_breaks_breaks_the_engine_and_not_only_its_reads(sides):
     side = sides(bug)
     side.transfers.submit(Orders(connect=[side.peer]))
 
-    with pytest.raises(RuntimeError, match="the transfer thread broke"):
+    with pytest.raises(RuntimeError, match="the transfer thread failed"):
         side.until(lambda _: False)
-    with pytest.raises(RuntimeError, match="the transfer thread broke"):
+    with pytest.raises(RuntimeError, match="the transfer thread failed"):
         side.read()

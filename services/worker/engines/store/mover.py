@@ -78,7 +78,7 @@ def threaded(make_agent: Callable[[str], TransferAgent]) -> MoverOf:
         agent = make_agent(agent_name(identity.worker_id, identity.epoch))
         own = introduce(agent, identity, shape, base, blocks)
         mover = Threaded(lambda: Copier(agent, own, time.monotonic))
-        mover.ring = ring
+        mover.wake_on_results(ring)
         return mover, own.handshake
 
     return make
