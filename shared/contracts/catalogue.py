@@ -1,4 +1,4 @@
-"""Writes what follows from the channel table: ``python -m shared.contracts.catalogue [--check]``.
+"""Generates files from the channel table: ``python -m shared.contracts.catalogue [--check]``.
 
 docs/catalogue.md for people, docs/asyncapi.yaml for tools, compose/nats/permissions.conf for nats-server. ``--check``
 writes nothing and fails when a file differs.
@@ -59,7 +59,7 @@ def catalogue() -> str:
 
 
 def messages() -> list[type[msgspec.Struct]]:
-    """Every struct that travels, at the top or inside another, in the order of the table."""
+    """Every message and nested struct, in the order of the table."""
     found: dict[type[msgspec.Struct], None] = {}
     for channel in CHANNELS.values():
         tops = [channel.message, channel.answer] if isinstance(channel, AskChannel) else [channel.message]
@@ -153,7 +153,7 @@ def _one_line(text: Any) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the files, or with --check compare them; answers the exit code."""
+    """Write the files, or with --check compare them. Returns the exit code."""
     stale = 0
     for path, text in files().items():
         file = ROOT / path

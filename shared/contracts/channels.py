@@ -1,4 +1,4 @@
-"""The channel table: every subject on the bus, with its message, its delivery, who sends and who receives.
+"""The channel table: every subject on the bus, with its message, delivery, senders and receivers.
 
 A placeholder in a subject is a field of the message, so address and body cannot disagree. The catalogue, the AsyncAPI
 file and the NATS permissions are generated from these rows (see ``catalogue``).
@@ -46,7 +46,7 @@ PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
 class Party(StrEnum):
-    """Who may stand at an end of a channel."""
+    """A kind of process that sends or receives on a channel."""
 
     ROUTER = "router"
     ORCHESTRATOR = "orchestrator"
@@ -57,16 +57,16 @@ class Party(StrEnum):
 
 
 class Delivery(StrEnum):
-    """What the sender may rely on."""
+    """The delivery guarantee of a channel."""
 
     EVENT = "event"
-    """Core NATS, at most once, to whoever listens."""
+    """Core NATS, at most once, to every subscriber."""
     COMMAND = "command"
-    """Core NATS, at most once, to one receiver; the sender is told at once when nobody listens."""
+    """Core NATS, at most once, to one receiver; the sender learns at once if the subject has no subscriber."""
     ASK = "ask"
-    """Core NATS request and reply; no responders is told at once."""
+    """Core NATS request and reply; the sender learns at once if there is no responder."""
     KEY_VALUE = "key_value"
-    """JetStream key-value: the newest value per key is durable, watched, and expires if not renewed."""
+    """JetStream key-value store: the newest value per key is durable, can be watched, and expires if not renewed."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Channel(Generic[M]):
     receivers: tuple[Party, ...]
     parts: tuple[str, ...] = field(init=False, repr=False)
     address: Callable[[M], str] = field(init=False, repr=False, compare=False)
-    """The subject that a message of this channel travels on."""
+    """The subject of a message on this channel."""
 
     def __post_init__(self) -> None:
         names = tuple(PLACEHOLDER.findall(self.subject))
@@ -99,7 +99,7 @@ class Channel(Generic[M]):
 
 @dataclass(frozen=True)
 class AskChannel(Channel[M], Generic[M, A]):
-    """A row whose receiver answers."""
+    """A row whose receiver replies."""
 
     answer: type[A] = field(kw_only=True)
 
@@ -153,7 +153,7 @@ DECISION = AskChannel(
 )
 
 LOAD = Channel("worker.{worker_id}.load", LoadReport, Delivery.EVENT, WORKERS, EVERYONE)
-# Workers follow the registry too, to know whom they may exchange KV with.
+# Workers watch the registry too, to find peers for the KV exchange.
 WORKER_RECORDS = Channel("workers.{worker_id}", WorkerRecord, Delivery.KEY_VALUE, WORKERS, (*EVERYONE, *WORKERS))
 WORKER_LOST = Channel("fleet.lost", WorkerLost, Delivery.EVENT, (Party.ORCHESTRATOR,), (*EVERYONE, *WORKERS))
 FLEET_STATE = Channel("fleet.state", FleetState, Delivery.EVENT, (Party.ORCHESTRATOR,), EVERYONE)
@@ -162,7 +162,7 @@ DESCRIBE_FLEET = AskChannel(
 )
 
 COMMANDERS = (Party.ORCHESTRATOR, Party.COLLECTOR, Party.LAUNCHER)
-"""Who may tell a worker what to do with itself."""
+"""Parties that may give orders to a worker."""
 DRAIN = AskChannel("worker.{worker_id}.drain", DrainWorker, Delivery.ASK, COMMANDERS, WORKERS, answer=OrderTaken)
 DRAINED = Channel("worker.{worker_id}.drained", WorkerDrained, Delivery.EVENT, WORKERS, COMMANDERS)
 CHANGE_ROLE = AskChannel("worker.{worker_id}.role", ChangeRole, Delivery.ASK, COMMANDERS, WORKERS, answer=RoleChanged)
@@ -199,7 +199,7 @@ SERVICE_STATUS = Channel(
     ServiceStatus,
     Delivery.EVENT,
     (Party.ROUTER, Party.ORCHESTRATOR, Party.COLLECTOR, Party.WORKER),
-    # Also those who say it: a health check has the key of the service that it looks after.
+    # Services receive it too: a health check uses the key of the service that it checks.
     (*EVERYONE, *WORKERS),
 )
 

@@ -1,4 +1,4 @@
-"""Small asks and announcements that keep the processes in step."""
+"""Service status, leadership and tokenizer messages."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.message import Message
 
 LEADERSHIP_TTL_S = 6.0
-"""How long a claim to lead holds without renewal: longer than a JetStream cluster needs to elect its leader (5 s)."""
+"""A leadership entry expires without renewal after this: longer than a JetStream leader election (5 s)."""
 
 
 class ServicePhase(StrEnum):
-    """The same five words for every process."""
+    """The life of every service process."""
 
     STARTING = "starting"
     READY = "ready"
@@ -38,7 +38,7 @@ class RouterHealth(Message, frozen=True, kw_only=True):
 
 
 class ServiceStatus(Message, frozen=True, kw_only=True):
-    """Any service -> launcher and health checks: where this process is, on each change and every two seconds."""
+    """Service -> anyone: its phase and address, on each change and every two seconds."""
 
     service: str
     """router, orchestrator, collector or worker."""
@@ -46,22 +46,22 @@ class ServiceStatus(Message, frozen=True, kw_only=True):
     """One subject token: the worker id, or a name unique among the service's processes."""
     phase: ServicePhase
     detail: str = ""
-    """What it does just now, for a person: "loading weights"."""
+    """Present activity, for people: "loading weights"."""
     pid: int = 0
     url: str = ""
-    """Where it listens for HTTP, if it does."""
+    """Its HTTP endpoint, if any."""
     version: str = ""
     """Of Baton."""
     host: str = ""
     """The machine's name."""
     at_ms: int = 0
-    """The machine's wall clock when it said this."""
+    """Wall clock of the sender."""
     router: RouterHealth | None = None
     """Of a router."""
 
 
 class AskTokenizer(Message, frozen=True, kw_only=True):
-    """Router -> worker: how does your engine turn text into tokens?"""
+    """Router -> worker: asks for the tokenizer of its engine."""
 
     worker_id: WorkerId
 
@@ -90,24 +90,24 @@ class ProbePrompt(Message, frozen=True, kw_only=True):
 
 
 class AskTokens(Message, frozen=True, kw_only=True):
-    """Router -> worker: how would your engine tokenize these, and name their blocks?"""
+    """Router -> worker: asks for the tokens and block hashes of prompts."""
 
     worker_id: WorkerId
     prompts: list[ProbePrompt]
 
 
 class PromptTokens(Message, frozen=True, kw_only=True):
-    """One prompt as the engine sees it."""
+    """One prompt as the engine tokenizes it."""
 
     tokens: list[int]
     hashes: bytes
     """Of its full blocks, packed (see ``kv_events.pack_hashes``)."""
     refusal: str = ""
-    """Why the engine would not tokenize it."""
+    """Why the engine does not tokenize it."""
 
 
 class TokensFound(Message, frozen=True, kw_only=True):
-    """Worker -> router: the answer, one for each prompt."""
+    """Worker -> router: one result per prompt."""
 
     worker_id: WorkerId
     epoch: Epoch
@@ -115,7 +115,7 @@ class TokensFound(Message, frozen=True, kw_only=True):
 
 
 class Leadership(Message, frozen=True, kw_only=True):
-    """Orchestrators -> each other: who leads, and for the how-many-th time leadership changed hands."""
+    """Orchestrator -> orchestrators: the leader, and its term, which grows with each change."""
 
     role: str
     leader: str

@@ -1,4 +1,4 @@
-"""Failures that are part of the contract: a reason the receiver can act on, and words for a person."""
+"""Failures that are part of the contract: a reason for programs and a message for people."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from shared.contracts.message import Message
 
 
 class Reason(StrEnum):
-    """Why a leg or an ask did not end well. Each one has one HTTP answer (see ``HTTP_STATUS``)."""
+    """Why a leg or an ask failed. Each reason has one HTTP status (see ``HTTP_STATUS``)."""
 
     MODEL_UNKNOWN = "model_unknown"
     """No worker has ever offered this model: 404."""
     NO_WORKER = "no_worker"
-    """The model is known but nobody fit is ready: 503 with Retry-After."""
+    """The model is known but no suitable worker is ready: 503 with Retry-After."""
     WORKER_DRAINING = "worker_draining"
     """The worker takes no new legs: place again."""
     WORKER_BUSY = "worker_busy"
     """The worker holds as many legs as it may: place again or 503."""
     OVERLOADED = "overloaded"
-    """The wait is predicted to be longer than anybody would want: 503 with Retry-After."""
+    """The predicted wait exceeds the limit: 503 with Retry-After."""
     OVER_SHARE = "over_share"
-    """This tenant waits with more than its share: 429 with Retry-After."""
+    """This tenant has more than its share of the queue: 429 with Retry-After."""
     FORBIDDEN = "forbidden"
     """The client may not ask for this: 403."""
     CACHE_MISSED = "cache_missed"
-    """Too little of the prompt was where it was believed to be: place again."""
+    """Less of the prompt was cached than expected: place again."""
     WORKER_LOST = "worker_lost"
-    """The worker fell silent or its epoch ended: place again if no byte has left."""
+    """The worker is silent or its epoch ended: place again if no byte was sent to the client."""
     ENGINE_DEAD = "engine_dead"
     """The engine died while the leg ran."""
     FRAMES_LOST = "frames_lost"
     """A frame of the leg is missing or its message could not be read."""
     CANNOT_RESUME = "cannot_resume"
-    """The stream broke off, and another worker cannot go on with it: what it needs to know was lost with the first."""
+    """The stream broke off and cannot be migrated: state that the next worker needs was lost with the first."""
     DEADLINE = "deadline"
     """The hop's or the request's deadline passed."""
     TOO_LARGE = "too_large"
@@ -74,7 +74,7 @@ HTTP_STATUS: dict[Reason, int] = {
 
 
 class Failure(Message, frozen=True, kw_only=True):
-    """Why something did not end well, in a form that a program and a person can read."""
+    """A failure for programs (``reason``) and people (``message``)."""
 
     reason: Reason
     message: str

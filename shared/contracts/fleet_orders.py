@@ -1,4 +1,4 @@
-"""What a worker is told to do with itself: leave, change its role, prove that it can read another's KV."""
+"""Orders to workers: drain, change the role, run the KV self-test."""
 
 from __future__ import annotations
 
@@ -10,84 +10,84 @@ from shared.contracts.workers import Role
 
 
 class DrainWorker(Message, frozen=True, kw_only=True):
-    """Operator or orchestrator -> worker: finish what runs, move the hot prefixes to those that stay, leave."""
+    """Operator or orchestrator -> worker: finish running legs, move hot prefixes to other workers, exit."""
 
     worker_id: WorkerId
     deadline_s: float | None = None
-    """For running legs; those that are left then go on elsewhere. None: the worker's own ``drain_s_max``."""
+    """For running legs; unfinished ones are then migrated. None: the worker's own ``drain_s_max``."""
     evacuate: bool = True
 
 
 class OrderTaken(Message, frozen=True, kw_only=True):
-    """Worker -> whoever gave it an order: it is being carried out, or why not."""
+    """Worker -> sender of an order: accepted, or why not."""
 
     worker_id: WorkerId
     epoch: Epoch
     refusal: str = ""
-    """In words; empty when the order was taken."""
+    """For people; empty if the order was accepted."""
 
 
 class WorkerDrained(Message, frozen=True, kw_only=True):
-    """Worker -> anyone, just before it leaves: how that went."""
+    """Worker -> anyone, just before it exits: the result of the drain."""
 
     worker_id: WorkerId
     epoch: Epoch
     seconds: float
-    """From the order to here."""
+    """From the order to this message."""
     legs: int = 0
-    """Running when it began."""
+    """Running when the drain began."""
     legs_cut: int = 0
-    """Of those, not done at the deadline."""
+    """Of those, unfinished at the deadline."""
     prefixes: int = 0
-    """Moved to workers that stay."""
+    """Moved to other workers."""
     prefixes_left: int = 0
-    """Nobody could take these."""
+    """Not taken by any worker."""
     blocks: int = 0
     bytes: int = 0
     evacuation_s: float = 0.0
     ordered: bool = False
-    """By DrainWorker: whoever supervises the process need not start it again."""
+    """By DrainWorker: a supervisor need not restart the process."""
 
 
 class ChangeRole(Message, frozen=True, kw_only=True):
-    """Operator or orchestrator -> worker: be placed for other legs from now on. The engine runs on."""
+    """Operator or orchestrator -> worker: serve other kinds of legs. The engine keeps running."""
 
     worker_id: WorkerId
     role: Role
 
 
 class RoleChanged(Message, frozen=True, kw_only=True):
-    """Worker -> whoever asked for it, when the new role is verified."""
+    """Worker -> sender of ChangeRole, once the new role is verified."""
 
     worker_id: WorkerId
     epoch: Epoch
     before: Role
     role: Role
-    """The one that it has now."""
+    """The present role."""
     seconds: float = 0.0
     """From the order until the registry had the new role and it was verified."""
     legs: int = 0
-    """Running at the time; none of them is disturbed."""
+    """Running at that time; they continue."""
     failure: str = ""
-    """Why the role is as before, in words."""
+    """Why the role is unchanged, for people."""
 
 
 class AskSelfTestPrompt(Message, frozen=True, kw_only=True):
-    """Worker -> worker: compute a short prompt that is yours alone, so that I can read its KV and prove it."""
+    """Worker -> worker: asks for a new short prompt whose KV the sender can read to verify the exchange."""
 
     worker_id: WorkerId
     reader_id: WorkerId
 
 
 class SelfTestPrompt(Message, frozen=True, kw_only=True):
-    """The prompt, and what its own engine answers to it."""
+    """Worker -> worker: the prompt, and its completion by the worker's own engine."""
 
     worker_id: WorkerId
     epoch: Epoch
     tokens: list[int]
     """A few full blocks and a tail."""
     answer: list[int]
-    """Token ids that follow, greedily."""
+    """Token ids of the completion, greedy."""
 
 
 class RunSelfTest(Message, frozen=True, kw_only=True):
@@ -99,7 +99,7 @@ class RunSelfTest(Message, frozen=True, kw_only=True):
 
 
 class SelfTestResult(Message, frozen=True, kw_only=True):
-    """How that went."""
+    """Worker -> worker: the result of the self-test."""
 
     worker_id: WorkerId
     epoch: Epoch
@@ -107,6 +107,6 @@ class SelfTestResult(Message, frozen=True, kw_only=True):
     bytes: int = 0
     seconds: float = 0.0
     failure: str = ""
-    """Empty: the KV that was read gives the very tokens that its holder gave."""
+    """Empty: with the KV that was read, the engine generates the same tokens as its holder."""
     tokens: list[int] = msgspec.field(default_factory=list)
-    """What the reader's engine answered."""
+    """Completion by the reader's engine."""

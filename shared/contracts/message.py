@@ -1,4 +1,4 @@
-"""What every message on the bus is: an immutable msgspec struct, msgpack on the wire."""
+"""Bases of all messages: immutable msgspec structs, msgpack on the wire."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PackedMessage(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 def in_full(value: Any) -> Any:
-    """A message as JSON's kinds of values, those fields included that have their usual value: for people to read."""
+    """A message as JSON values, including fields with their default value."""
     if isinstance(value, msgspec.Struct):
         return {name: in_full(getattr(value, name)) for name in value.__struct_fields__}
     return [in_full(one) for one in value] if isinstance(value, list) else value

@@ -1,8 +1,8 @@
-"""The channel table as nats-server permissions: each party may send and hear its own channels and nothing else.
+"""The channel table as nats-server permissions: each party may publish and subscribe to its own channels only.
 
-A subject names one end of its channel by id: of an event or a kept value whoever says it, of a command or an ask
-whoever is meant. So a worker that has a key of its own may speak of itself only and hear only what is meant for it, and
-still ask every other.
+The id in a subject names one end of its channel: the sender of an event or a key-value entry, the receiver of a command
+or an ask. So a worker with a key of its own can send events only for itself and receive only its own commands, and can
+still ask every other worker.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 from shared.contracts.channels import CHANNELS, PLACEHOLDER, Channel, Delivery, Party
 
-ANSWER_PARTS_MAX = 4096
-ANSWER_S_MAX = 60
+REPLY_PARTS_MAX = 4096
+REPLY_S_MAX = 60
 
 _USAGE = """
 # `baton init` writes all of this for you, with a key for each party and TLS. By hand, with passwords:
@@ -28,21 +28,21 @@ _USAGE = """
 #   }
 #
 # A process is given BATON_NATS_URL=nats://router:PASSWORD@host:4222. The user's name is part of its inbox, so that one
-# party cannot read the answers to another.
+# party cannot read the replies to another.
 """
 
-_SAID_BY_ITS_ID = (Delivery.EVENT, Delivery.KEY_VALUE)
+_NAMES_SENDER = (Delivery.EVENT, Delivery.KEY_VALUE)
 _WORKER_IDS = ("worker_id", "reader_id", "instance")
 """Placeholders that stand for a worker where a worker is the end that the subject names."""
 
 
 def inbox_prefix(owner: str) -> str:
-    """Where answers to this owner's asks arrive."""
+    """Prefix of the reply subjects of this owner."""
     return f"_INBOX.{owner}"
 
 
 def owner_of(party: Party, worker_id: str = "") -> str:
-    """Whose key it is: a party's, or that of one worker alone."""
+    """The owner of a key: a party, or one worker."""
     return f"{party.value}.{worker_id}" if worker_id else party.value
 
 
@@ -52,11 +52,9 @@ def permissions() -> str:
 
 
 def permission_block(party: Party, worker_id: str = "") -> str:
-    """What a party's key may do, or that of one worker, as nats-server's configuration has it."""
-    answers = any(party in row.receivers for row in CHANNELS.values() if row.delivery is Delivery.ASK)
-    allow_responses = (
-        f'  allow_responses: {{ max: {ANSWER_PARTS_MAX}, expires: "{ANSWER_S_MAX}s" }}\n' if answers else ""
-    )
+    """Permissions of a party's key, or of one worker's, in nats-server's configuration syntax."""
+    replies = any(party in row.receivers for row in CHANNELS.values() if row.delivery is Delivery.ASK)
+    allow_responses = f'  allow_responses: {{ max: {REPLY_PARTS_MAX}, expires: "{REPLY_S_MAX}s" }}\n' if replies else ""
     return (
         f"{{\n  publish: {{ allow: [\n{_lines(may_publish(party, worker_id))}  ] }}\n"
         f"  subscribe: {{ allow: [\n{_lines(may_subscribe(party, worker_id))}  ] }}\n"
@@ -65,10 +63,10 @@ def permission_block(party: Party, worker_id: str = "") -> str:
 
 
 def may_publish(party: Party, worker_id: str = "") -> list[str]:
-    """Subjects that this party may publish to, or this worker alone."""
+    """Subjects that this party, or this one worker, may publish to."""
     subjects: list[str] = []
     for channel in CHANNELS.values():
-        own = _own(channel, party, worker_id) if channel.delivery in _SAID_BY_ITS_ID else {}
+        own = _own(channel, party, worker_id) if channel.delivery in _NAMES_SENDER else {}
         if channel.delivery is Delivery.KEY_VALUE:
             if party in channel.senders:
                 subjects.append(f"$KV.{channel.filter(**own)}")
@@ -82,9 +80,9 @@ def may_publish(party: Party, worker_id: str = "") -> list[str]:
 
 
 def may_subscribe(party: Party, worker_id: str = "") -> list[str]:
-    """Subjects that this party may hear, or this worker alone."""
+    """Subjects that this party, or this one worker, may subscribe to."""
     heard = [
-        channel.filter(**({} if channel.delivery in _SAID_BY_ITS_ID else _own(channel, party, worker_id)))
+        channel.filter(**({} if channel.delivery in _NAMES_SENDER else _own(channel, party, worker_id)))
         for channel in CHANNELS.values()
         if party in channel.receivers and channel.delivery is not Delivery.KEY_VALUE
     ]
@@ -92,7 +90,7 @@ def may_subscribe(party: Party, worker_id: str = "") -> list[str]:
 
 
 def _own(channel: Channel[Any], party: Party, worker_id: str) -> dict[str, str]:
-    """The placeholders of a subject that names this party's end, as far as they are known."""
+    """The known placeholder values of a subject that names this party's end."""
     ids = {"service": party.value, **(dict.fromkeys(_WORKER_IDS, worker_id) if worker_id else {})}
     return {name: value for name, value in ids.items() if name in channel.parts}
 
@@ -102,7 +100,7 @@ def _bucket(channel: Channel[Any]) -> str:
 
 
 def _bucket_api(bucket: str) -> list[str]:
-    """What JetStream asks of whoever makes, reads and watches a bucket."""
+    """JetStream API subjects to create, read and watch a bucket."""
     stream = f"KV_{bucket}"
     of_stream = [f"$JS.API.STREAM.{verb}.{stream}" for verb in ("CREATE", "UPDATE", "INFO", "MSG.GET")]
     of_consumers = [f"$JS.API.CONSUMER.{verb}.{stream}.>" for verb in ("CREATE", "INFO", "DELETE")]

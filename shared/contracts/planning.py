@@ -49,7 +49,7 @@ class RoleCount(Message, frozen=True, kw_only=True):
 
 
 class PlanDecision(Message, frozen=True, kw_only=True):
-    """Orchestrator -> anyone: one look of the planner at one model, and what it did. KeyValueStore bounded."""
+    """Orchestrator -> anyone: one scheduling pass of the planner over one model, and its result."""
 
     number: int
     """Grows by one with each decision of one leader."""

@@ -1,4 +1,4 @@
-"""What routers tell each other, so that several of them do not all choose the same worker at once."""
+"""Reservations: routers exchange recent placements, so that they do not all choose the same worker."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from shared.contracts.ids import Epoch, RouterId, WorkerId
 from shared.contracts.message import Message
 
 ANNOUNCE_S = 2.0
-"""A router says at least so often that it is there: one that hears no other tells nobody what it places."""
+"""Longest interval between messages of a router. A single router publishes no reservations."""
 
 
 class Reservation(Message, frozen=True, kw_only=True):

@@ -1,13 +1,13 @@
-"""How requests are served that do not say so themselves: one kept value, which operators set and routers follow."""
+"""The serving mode of requests that name none: a key-value entry that operators set and routers watch."""
 
 from __future__ import annotations
 
 from shared.contracts.message import Message
 
 FLEET = "fleet"
-"""The only scope that there is: all routers."""
+"""The only scope: all routers."""
 DEFAULT_MODES = ("auto", "aggregated", "disaggregated")
-"""What may be usual; auto leaves it to placement."""
+"""Values of ``DefaultMode.mode``; auto lets placement choose."""
 
 
 class DefaultMode(Message, frozen=True, kw_only=True):

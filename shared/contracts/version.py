@@ -1,4 +1,7 @@
-"""The version of the wire. A line for each change that an older process would not understand."""
+"""The version of the wire, with one line for each change that an older process would not understand."""
 
-WIRE_VERSION = 1
-"""1: the first."""
+WIRE_VERSION = 2
+"""
+1: the first.
+2: messages, fields and subjects renamed.
+"""

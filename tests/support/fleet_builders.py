@@ -6,6 +6,7 @@ import msgspec
 
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.load import LoadReport
+from shared.contracts.version import WIRE_VERSION
 from shared.contracts.workers import Fingerprint, HashScheme, Role, WorkerPhase, WorkerRecord
 
 FINGERPRINT = Fingerprint(
@@ -36,7 +37,7 @@ def record(
         legs_max=16,
         host="h",
         pid=1,
-        wire_version=1,
+        wire_version=WIRE_VERSION,
     )
 
 

@@ -177,7 +177,7 @@ SYSTEM_FAULTS: dict[str, tuple[dict[str, object], Level, str]] = {
     "two workers of a name": (reports(HeardLoad(report=load("p1"), is_double=True)), Level.ERROR, "Two processes speak as p1"),
     "earlier life": (changed_record(epoch=5), Level.ERROR, "An earlier life of d1 still speaks"),
     "unregistered": ({"records": system().records[:1]}, Level.WARNING, "d1 reports its load and is not in the registry"),
-    "wire": (changed_record(wire_version=2), Level.ERROR, "d1 speaks version 2 of the wire"),
+    "wire": (changed_record(wire_version=3), Level.ERROR, "d1 speaks version 3 of the wire"),
     "no prefix cache": (changed_record(prefix_caching=False), Level.NOTE, "d1 keeps no prefix cache"),
     "lost": ({"fleet": fleet(living(record("w9"), WorkerPhase.LOST))}, Level.WARNING, "w9 was lost 5.00 s ago"),
     "starts for long": ({"fleet": fleet(living(record("w9"), WorkerPhase.STARTING, 900.0))}, Level.WARNING, "starting for 900 s"),
