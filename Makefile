@@ -8,13 +8,17 @@ MAKEFLAGS += --no-print-directory
 # Which engine to install: cpu, cuda, or none (simulated engines only). Empty: cuda where nvidia-smi lists a GPU, else cpu.
 BATON_ENGINE ?=
 export BATON_ENGINE BATON_PYTHON
+# Each test starts processes; without compiled modules each of them compiles anew.
+unexport PYTHONDONTWRITEBYTECODE
 # Passed on to `baton up`, and to pytest.
 ARGS ?=
 K ?=
-# Processes that `make test` shares the tests out to.
+# Processes that pytest distributes the tests to.
 JOBS ?= 2
+export JOBS
+PYTEST = $(PYTHON) -m pytest -m "not gpu" -rs -n $(JOBS) --dist loadgroup --no-loadscope-reorder $(if $(K),-k "$(K)")
 
-.PHONY: help setup setup-dev test-tools up down doctor test check fix test-vllm compose-test chaos fuzz audit bench-router bench-kv bench-placement bench-replay bench-planner bench-telemetry bench-fleet catalogue lock clean
+.PHONY: help setup setup-dev test-tools up down doctor test nightly check fix test-vllm compose-test chaos fuzz audit bench-router bench-kv bench-placement bench-replay bench-planner bench-telemetry bench-fleet catalogue lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-14s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,11 +41,15 @@ down: setup ## Stop a system that `make up` started on another terminal
 doctor: setup ## Look at the installation and at the system that runs, and say what is wrong and what to do
 	@.venv/bin/baton doctor $(ARGS)
 
-test: ## Everything that needs no GPU; K="a word in the test's name" for a part of it
-	@$(MAKE) --no-print-directory -j 2 setup-dev test-tools
-	@$(PYTHON) -m pytest -m "not gpu" -rs -n $(JOBS) --no-loadscope-reorder $(if $(K),-k "$(K)") $(ARGS)
+test: ## All tests that need no GPU, in about 12 minutes on two cores; K="a word in the test's name" selects some
+	@$(MAKE) -j 2 setup-dev test-tools
+	@$(PYTEST) $(ARGS)
 
-check: setup-dev ## The gate: format, lint, types, layers, generated files, fast tests; about a minute
+nightly: ## What takes longer: chaos, fuzzing, browser, Prometheus, upgrades, containers, benchmarks, many more examples
+	@$(MAKE) -j 2 setup-dev test-tools
+	@BATON_TEST_PROFILE=nightly $(PYTEST) --timeout 3600 tests/nightly tests/properties tests/contracts $(ARGS)
+
+check: setup-dev ## Format, lint, types, layers, generated files and all tests that need no process; about a minute
 	@scripts/check.sh
 
 fix: setup-dev ## Formatter and safe automatic fixes
@@ -49,7 +57,7 @@ fix: setup-dev ## Formatter and safe automatic fixes
 	@$(PYTHON) -m ruff check --fix .
 
 test-vllm: setup-dev ## Only the tests with real vLLM engines and NIXL
-	@$(PYTHON) -m pytest -m "vllm and not gpu" -rs $(ARGS)
+	@$(PYTHON) -m pytest -rs tests/engines $(ARGS)
 
 chaos: setup-dev ## 50 simulated workers under load, and everything breaks; ten minutes; ARGS="--workers 8 --minutes 1 --seed 2"
 	@$(PYTHON) -m tests.nightly.chaos $(ARGS)

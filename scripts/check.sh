@@ -22,8 +22,8 @@ part lint "$bin/ruff" check --quiet .
 part types "$bin/mypy"
 part layers "$bin/lint-imports"
 part generated "$bin/python" -m shared.contracts.catalogue --check
-# shellcheck disable=SC2046  # a list of folders
-part tests "$bin/python" -m pytest -q -m "not nats and not vllm and not gpu and not compose" \
-    $(for part in architecture unit contracts properties scenarios; do [ -d "tests/$part" ] && echo "tests/$part"; done)
+part structure "$bin/python" scripts/check_structure.py
+part tests "$bin/python" -m pytest -n "${JOBS:-2}" --dist loadgroup -m "not nats and not vllm and not gpu and not compose" \
+    tests/unit tests/contracts tests/properties tests/scenarios
 
 [ -z "$failed" ] || { echo "check failed:$failed" >&2; exit 1; }

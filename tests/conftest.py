@@ -4,53 +4,43 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from xdist.remote import Producer
-from xdist.scheduler import LoadScopeScheduling
 
+from tests.support.examples import PROFILE
 from tests.support.nats_server import NatsServer
 
 ROOT = Path(__file__).parents[1]
 
-# How long an example takes says how busy the machine is, and nothing about what is promised.
-settings.register_profile("baton", deadline=None)
-settings.load_profile("baton")
+settings.load_profile(PROFILE)
 
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
-    """Of the processes that share the tests out, one has all real engines, which are many cores' work already."""
-    return _ByFile(config, log)
-
-
-class _ByFile(LoadScopeScheduling):
-    """A file's tests stay together, and so do those of all files that share something costly."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return _group(nodeid.partition("::")[0])
-
-
-@cache
-def _group(path: str) -> str:
-    if path.startswith("tests/nightly/chaos/"):
-        return "chaos"
-    return "engines" if path.startswith("tests/engines/") else path
+FOLDER_GROUPS = {"tests/engines/": "engines", "tests/nightly/chaos/": "chaos"}
+"""Tests of such a folder share processes that are costly to start."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What waits most comes first, where tests are shared out."""
-    if hasattr(config, "workerinput"):
-        items.sort(key=_turn)
+    """Keep tests that share a fixture in one of xdist's processes, and begin with those that wait most."""
+    if not hasattr(config, "workerinput"):
+        return
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(_group(item)))
+    items.sort(key=_rank)
 
 
-def _turn(item: pytest.Item) -> int:
-    path = item.path.relative_to(ROOT)
-    return 0 if _group(str(path)) == "engines" else 1 if path.parts[1] in ("e2e", "nightly") else 2
+def _group(item: pytest.Item) -> str:
+    path = str(item.path.relative_to(ROOT))
+    if "simulated" in getattr(item, "fixturenames", ()):
+        return "simulated"
+    return next((group for folder, group in FOLDER_GROUPS.items() if path.startswith(folder)), path)
+
+
+def _rank(item: pytest.Item) -> int:
+    lane = item.path.relative_to(ROOT).parts[1]
+    return {"engines": 0, "e2e": 1, "nightly": 1, "integration": 2}.get(lane, 3)
 
 
 @pytest.fixture(scope="session", autouse=True)

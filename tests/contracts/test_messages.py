@@ -15,6 +15,7 @@ from shared.contracts.failures import HTTP_STATUS, Reason
 from shared.contracts.message import Message, PackedMessage
 from tests.contracts.examples import ALL_MESSAGES, example, strategy
 from tests.contracts.golden_files import FOLDER
+from tests.support.examples import examples
 
 by_type = pytest.mark.parametrize("message_type", ALL_MESSAGES, ids=lambda one: one.__name__)
 
@@ -29,7 +30,7 @@ def test_every_message_is_frozen_documented_and_has_the_common_base():
 
 
 @by_type
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(data=st.data())
 def test_every_message_survives_the_wire(message_type, data):
     message = data.draw(strategy(message_type))

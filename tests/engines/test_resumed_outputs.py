@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from services.worker.engines.port import LegRecord
 from services.worker.tiny_model.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.inference import LegKind
+from tests.support.examples import examples
 
 pytestmark = pytest.mark.vllm
 
@@ -86,7 +87,7 @@ def taken_up(front: Front, tokens: list[int], cut: int) -> bool:
     return goes_on
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     answers,
     st.integers(0, 24),

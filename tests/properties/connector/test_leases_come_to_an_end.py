@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from connector.holder.leases import ANYONE, FollowedPrompt, LeaseLimits, LeaseTable
+from tests.support.examples import examples
 
 BLOCKS = st.lists(st.integers(min_value=1, max_value=30), min_size=1, max_size=12, unique=True)
 READERS = st.sampled_from(["d0", "d1"])
@@ -117,4 +118,4 @@ class AnyHistory(RuleBasedStateMachine):
 
 
 TestAnyHistory = AnyHistory.TestCase
-TestAnyHistory.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestAnyHistory.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)

@@ -12,6 +12,7 @@ from replay.profile import Profile
 from services.worker.engines.simulated.core.engine_core import EngineCore, ModelTokens
 from services.worker.engines.simulated.core.sequence import Wish
 from services.worker.engines.simulated.core.settings import SimulationSettings
+from tests.support.examples import examples
 
 BLOCK = 4
 VOCABULARY = ModelTokens(size=50_000, sayable=list(range(100, 200)))
@@ -110,7 +111,7 @@ def run_fast(profile, rows):
     return jobs, engine
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(profiles, arrivals)
 def test_every_prompt_begins_and_ends_as_in_the_simulated_engine(profile, rows):
     times, told, core = run_core(profile, rows)

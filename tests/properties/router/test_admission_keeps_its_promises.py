@@ -11,6 +11,7 @@ from services.router.admission.fair_share import FairShare
 from services.router.placement.placement import Placement, Rejection
 from services.router.placement.request_fields import Forced
 from shared.contracts.failures import Reason
+from tests.support.examples import examples
 from tests.unit.router.engines import Engine, Engines
 
 QUEUE_MAX = 6
@@ -48,7 +49,7 @@ def fleet(**policy) -> Engines:
     return Engines(*engines, **{**limits, **policy})
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(STORY)
 def test_every_request_ends_once_and_the_queue_is_bounded(story):
     engines = fleet()
@@ -83,7 +84,7 @@ def test_every_request_ends_once_and_the_queue_is_bounded(story):
             assert result.reason is Reason.DEADLINE or 1.0 <= (result.retry_after_s or 0) <= 120.0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.sampled_from([50, 300, 1000]), min_size=1, max_size=40), st.sampled_from([1, 2, 3]))
 def test_no_engine_idles_while_somebody_waits(prompts, count):
     engines = Engines(*[Engine(f"w{number}") for number in range(count)])
@@ -97,7 +98,7 @@ def test_no_engine_idles_while_somebody_waits(prompts, count):
     assert max(engines.first_token_at.values()) <= work_s / count + max(prompts) / 1000 + 1e-6
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     st.lists(st.integers(1, 400), min_size=40, max_size=40),
     st.lists(st.integers(1, 400), min_size=40, max_size=40),
@@ -123,7 +124,7 @@ def test_two_tenants_that_always_wait_differ_by_no_more_than_the_bound(of_a, of_
             assert abs(given_to["a"] / weight - given_to["b"]) <= 2 * most
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.sampled_from([200, 900]), min_size=30, max_size=60), st.integers(0, 10_000))
 def test_a_greedy_tenant_costs_a_modest_one_no_more_than_its_share(greedy, before):
     """Whatever the greedy one has had or sends, the modest one gets every second token while it waits."""
@@ -144,7 +145,7 @@ def test_a_greedy_tenant_costs_a_modest_one_no_more_than_its_share(greedy, befor
     assert others <= 500 * 10 + 2 * most + 10 * 2.0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(1, 500)), max_size=60))
 def test_who_comes_late_has_neither_credit_nor_debt(charges):
     share = FairShare({})
@@ -158,7 +159,7 @@ def test_who_comes_late_has_neither_credit_nor_debt(charges):
     assert share.served("late") == min(share.served("a"), share.served("b"))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(st.lists(st.sampled_from([-3, 0, 4]), min_size=2, max_size=30))
 def test_those_that_wait_for_one_engine_begin_by_priority_and_then_in_turn(priorities):
     engines = Engines(Engine("w1"), queue_max=1000, queue_s_max=10_000.0)

@@ -14,6 +14,7 @@ from services.router.state.block_table import TIERS, PythonBlockTable
 from services.router.state.native_block_table import IS_COMPILED, block_table
 from shared.contracts.kv_events import pack_hashes
 from tests.properties.router.naive_blocks import TABLES, NaiveBlocks
+from tests.support.examples import examples
 
 ROWS = 5
 ROW = st.integers(min_value=0, max_value=ROWS - 1)
@@ -76,8 +77,8 @@ class NativeTableAgainstModel(TableAgainstModel):
     make = block_table
 
 
-TableAgainstModel.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
-NativeTableAgainstModel.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TableAgainstModel.TestCase.settings = settings(max_examples=examples(50), stateful_step_count=40, deadline=None)
+NativeTableAgainstModel.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=50, deadline=None)
 TestThePythonTable = TableAgainstModel.TestCase
 if IS_COMPILED:
     TestTheNativeTable = NativeTableAgainstModel.TestCase

@@ -14,6 +14,7 @@ from services.router.tokenize.segments import Segments
 from services.router.tokenize.text_cuts import find_cuts
 from shared.contracts.workers import HashScheme
 from tests.properties.router.tokenizer_kinds import KINDS, kind
+from tests.support.examples import examples
 
 SCHEME = HashScheme(block_size=4)
 FORBID_WORD_CUTS = {"joining"}
@@ -39,7 +40,7 @@ def reference(name: str) -> Tokenizer:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(TEXTS, st.booleans())
 @example("<|im_start|>user\n Hello there, it's <|im_end|> a b <right> c d", True)
 @example("a <left>b <right> c<word> d<normal> e <|im_start|><|im_start|><|im f x</s> g", False)

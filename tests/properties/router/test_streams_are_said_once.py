@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import StartLeg
+from tests.support.examples import examples
 from tests.unit.router.fake_worker import DONE, FakeWorker
 from tests.unit.router.streams import ANSWER, ROLE, TOKENS, event, streams
 from tests.unit.router.world import World, in_world, prompt
@@ -47,7 +48,7 @@ class Breaks:
         streams(tokens, ends)(worker, start, frames)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, len(TOKENS)), ENDS), max_size=6))
 def test_a_stream_is_said_once_and_whole_or_ends_with_one_error(breaks):
     async def story(world: World) -> None:

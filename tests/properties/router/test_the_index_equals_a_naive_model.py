@@ -20,6 +20,7 @@ from shared.contracts.kv_events import (
     pack_hashes,
     unpack_hashes,
 )
+from tests.support.examples import examples
 
 WORKERS = ("w1", "w2", "w3")
 BLOCKS = st.lists(st.integers(min_value=1, max_value=12), min_size=1, max_size=5)
@@ -173,7 +174,7 @@ class NativeIndexAgainstTruth(IndexAgainstTruth):
 
 
 for machine in (IndexAgainstTruth, NativeIndexAgainstTruth):
-    machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+    machine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 TestTheIndex = IndexAgainstTruth.TestCase
 if IS_COMPILED:
     TestTheIndexOnTheNativeTable = NativeIndexAgainstTruth.TestCase

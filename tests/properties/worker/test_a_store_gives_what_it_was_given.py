@@ -20,6 +20,7 @@ from services.worker.engines.store.files import StoreFiles, content_at
 from services.worker.engines.store.tiers import SAVE_AGAIN_S, Job, JobKind, Tiers
 from services.worker.telemetry.kv_events import HeldBlocks
 from shared.contracts.kv_events import KvTier, block_hash64, unpack_hashes
+from tests.support.examples import examples
 
 BLOCKS, SLOTS, BLOCK_BYTES, JOB_BLOCKS = 12, 16, 64, 3
 CHAINS = 5
@@ -214,5 +215,5 @@ class StoreLife(RuleBasedStateMachine):
         return content_at(ctypes.addressof(self.memory) + number * BLOCK_BYTES, BLOCK_BYTES)
 
 
-StoreLife.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+StoreLife.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=25, deadline=None)
 test_a_store_gives_what_it_was_given = StoreLife.TestCase

@@ -30,6 +30,7 @@ from services.launcher.doctor.picture import draw
 from shared.contracts.control import RouterHealth, ServicePhase
 from shared.contracts.load import StoreState
 from shared.contracts.workers import FleetState, HashScheme, Role, WorkerPhase
+from tests.support.examples import examples
 from tests.support.fleet_builders import FINGERPRINT, load, record
 from tests.unit.launcher.doctored import GIB, installation, living, nats, service, system
 
@@ -304,7 +305,7 @@ ANY_CHANGES = st.dictionaries(
 ).map(lambda chosen: {key: value for name in chosen for key, value in SYSTEM_FAULTS[name][0].items()})  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(changes=ANY_CHANGES, left_out=st.sets(st.sampled_from(sorted(system().__struct_fields__))))
 def test_whatever_is_wrong_and_whatever_is_not_known_there_are_findings_and_no_crash(
     changes: dict[str, object], left_out: set[str]

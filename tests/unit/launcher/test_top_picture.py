@@ -13,6 +13,7 @@ from services.launcher.views.top_picture import State, frame
 from services.launcher.views.top_workers import Drawing, bar, rates
 from services.launcher.views.watch import Watch
 from shared.contracts.workers import Role, WorkerPhase
+from tests.support.examples import examples
 from tests.unit.launcher.watched import NOW, a_busy_system, join, request
 
 SIZES = [(80, 24), (80, 40), (110, 36), (160, 45), (240, 70)]
@@ -131,7 +132,7 @@ def test_bars_are_as_wide_as_they_should_be(share: float, columns: int):
     assert set(bar(0.0, columns).plain) == {"─"}
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(20, 250), st.integers(6, 80), st.integers(0, 12))
 def test_any_size_will_do(columns: int, lines: int, first: int):
     shown = drawn(BUSY, columns, lines, first=first)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from services.orchestrator.planner.speeds import SpeedLearner
 from shared.engine_speed import NO_STEPS, Steps
+from tests.support.examples import examples
 
 SCALES = st.floats(0.05, 50.0)
 
@@ -27,7 +28,7 @@ def worked(prompt_tokens: float, batch: float, steps: int, *, token_s: float, st
 
 
 @given(SCALES, st.floats(0.2, 5.0))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_an_engine_is_known_after_some_samples_whatever_its_scale_and_proportions(scale: float, proportion: float):
     token_s, step_s, request_s = 2e-4 * scale, 0.01 * scale * proportion, 3e-4 * scale
     learner, dice = SpeedLearner(), random.Random(1)

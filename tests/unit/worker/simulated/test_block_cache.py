@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from services.worker.engines.simulated.core.block_cache import BlockCache
 from services.worker.telemetry.kv_events import HeldBlocks
 from shared.contracts.kv_events import block_hash64, pack_hashes, unpack_hashes
+from tests.support.examples import examples
 
 BLOCKS = 8
 
@@ -75,7 +76,7 @@ class CacheAgainstModel(RuleBasedStateMachine):
 
 
 TestAnyOrderOfCalls = CacheAgainstModel.TestCase
-TestAnyOrderOfCalls.settings = hypothesis_settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAnyOrderOfCalls.settings = hypothesis_settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 
 
 def test_eviction_is_lru_and_takes_the_end_of_a_prefix_first():

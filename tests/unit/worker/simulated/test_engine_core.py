@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from services.worker.engines.simulated.core.sequence import Account, Sequence, Wish
 from services.worker.telemetry.kv_events import HeldBlocks
 from shared.contracts.kv_events import block_hash64, unpack_hashes
+from tests.support.examples import examples
 from tests.unit.worker.simulated.builders import (
     BLOCK,
     INSTANT,
@@ -40,7 +41,7 @@ def keeps_its_limits(core):
 
 
 @given(requests=REQUESTS, blocks=st.integers(20, 60), budget=st.integers(1, 64), seqs=st.integers(1, 6))
-@hypothesis_settings(max_examples=80, deadline=None)
+@hypothesis_settings(max_examples=examples(80), deadline=None)
 def test_every_request_finishes_within_limits_and_frees_its_blocks(requests, blocks, budget, seqs):
     core = engine(kv_blocks=blocks, max_num_batched_tokens=budget, max_num_seqs=seqs)
     sequences = [
@@ -57,7 +58,7 @@ def test_every_request_finishes_within_limits_and_frees_its_blocks(requests, blo
 
 
 @given(requests=REQUESTS, blocks=st.integers(20, 40), budget=st.integers(3, 40))
-@hypothesis_settings(max_examples=60, deadline=None)
+@hypothesis_settings(max_examples=examples(60), deadline=None)
 def test_tokens_do_not_depend_on_preemption_or_eviction(requests, blocks, budget):
     crowded = engine(kv_blocks=blocks, max_num_batched_tokens=budget)
     sequences = [crowded.add(None, prompt(n, seed), wish(t), now=0.0) for n, seed, t in requests if n + t <= blocks * 4]

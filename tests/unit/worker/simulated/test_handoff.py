@@ -6,6 +6,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from shared.contracts.kv_exchange import LegOrder
+from tests.support.examples import examples
 from tests.unit.worker.simulated.builders import (
     BLOCK,
     INSTANT,
@@ -50,7 +51,7 @@ def at_rest(made):
     decode_blocks=st.integers(20, 40),
     timing=st.sampled_from([INSTANT, {}]),
 )
-@hypothesis_settings(max_examples=60, deadline=None)
+@hypothesis_settings(max_examples=examples(60), deadline=None)
 def test_disaggregated_tokens_equal_aggregated_ones(requests, prefill_blocks, decode_blocks, timing):
     made = fleet()
     p = made.add(settings(worker_id="p", kv_blocks=prefill_blocks, kv_lease_share_max=1.0, **timing))

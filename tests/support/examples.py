@@ -1,0 +1,19 @@
+"""How many examples property tests draw: few in every run, many in `make nightly`."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import settings
+
+PROFILE = os.environ.get("BATON_TEST_PROFILE", "ci")
+NIGHTLY_FACTOR = 20
+
+# No deadline: how long one example takes depends on what else the machine does.
+settings.register_profile("ci", deadline=None)
+settings.register_profile("nightly", deadline=None, max_examples=100 * NIGHTLY_FACTOR, print_blob=True)
+
+
+def examples(count: int) -> int:
+    """``count``, or many times as many in the nightly profile."""
+    return count * NIGHTLY_FACTOR if PROFILE == "nightly" else count
