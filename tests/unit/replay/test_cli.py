@@ -8,11 +8,11 @@ import sys
 
 import msgspec
 import pytest
-from tests.architecture.sources import ROOT
 from typer.testing import CliRunner
 
 from replay.cli import app
 from replay.results import Result
+from tests.support.processes import ROOT
 from tests.support.replay_worlds import conversations, write_mooncake
 
 PNG = b"\x89PNG"
