@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from connector.layout.routes import ReaderRank, block_bytes_of, halves_of, parts_of, routes_to, spans_of
 from connector.layout.tensors import UnsupportedLayout, heads_of
+from tests.support.examples import examples
 from tests.support.kv_engines import RankMemory, ReadingRank, Shape, handshake
 
 HEADS_AND_RANKS = [
@@ -79,7 +80,7 @@ def copy(there: np.ndarray, here: np.ndarray) -> None:
 @example(ranks_case(1, 2, kernel_blocks=2))
 @example(ranks_case(1, 2, kernel_blocks=2, dims="KBHNC"))
 @example((Shape(blocks=24), Shape(blocks=24), list(range(24)), list(range(24))[::-1]))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_a_rank_reads_its_heads_of_the_blocks_and_nothing_else(case):
     of_holder, of_reader, remote, local = case
     holders = [RankMemory(of_holder, rank) for rank in range(of_holder.ranks)]
