@@ -1,4 +1,4 @@
-"""How well is predicted what requests take, by what was learned of their workers: the tables of docs/benchmarks.
+"""How well learned speeds predict what requests take: the tables of docs/benchmarks.
 
     python -m bench.bench_learning                 simulated engines in virtual time; what learning itself costs
     python -m bench.bench_learning --live          a running system: real engines, or --engine simulated
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import random
 import tempfile
 import time
@@ -20,10 +21,14 @@ from statistics import median
 from typing import Any
 
 import httpx
+import msgspec
 
-from services.router.state.speed_learner import Learner
-from shared.engine_speed import Steps
+from services.router.state.cluster_view import ClusterView
+from services.router.state.worker_speeds import SpeedOf, WorkerSpeeds
+from shared.engine_speed.learner import SpeedLearner
+from shared.engine_speed.steps import Steps
 from tests.scenarios.predicted_fleet import APART, TOGETHER, Errors, PredictedFleet, itl_errors, mixed, ttft_errors
+from tests.support.fleet_builders import load, record
 from tests.support.system import System
 
 HEAD = f"{'':34}{'TTFT p50':>10}{'p90':>8}{'bias':>8}{'ITL p50':>10}{'p90':>8}{'bias':>8}"
@@ -38,7 +43,7 @@ def line(name: str, ttft: Errors, itl: Errors) -> str:
 
 
 def virtual(requests: int) -> Iterator[str]:
-    """Three workers that do both, or two and two, at three loads; and what would be without learning."""
+    """Three workers that do both, or two and two, at three loads; and without learning."""
     yield HEAD
     for name, roles in (("both", TOGETHER), ("P and D", APART)):
         for learns, per_s in ((True, 2.0), (True, 6.0), (True, 10.0), (False, 6.0)):
@@ -52,13 +57,16 @@ def virtual(requests: int) -> Iterator[str]:
 def cost(rounds: int = 20_000) -> Iterator[str]:
     """Microseconds of CPU."""
     step = Steps(seconds=0.1, prefill_steps=1, prefill_tokens=500, prefill_pairs=1e5, decode_steps=3)
-    family = Learner()
-    learner = Learner(family)
+    learner, speed = SpeedLearner(), SpeedOf(SpeedOf())
+    learner.learn(step)
+    estimates = itertools.cycle((learner.speed, msgspec.structs.replace(learner.speed, decode_step_s=0.01)))
+    speeds = WorkerSpeeds(ClusterView())
+    speeds.joined(record())
     for name, work in (
-        ("a report of a known worker, learned", lambda: learner.worked(step)),
-        ("a read of KV", lambda: learner.transfer_took(1000, 0.01)),
-        ("the way of a leg", lambda: learner.way_took(0.003)),
-        ("coefficients", learner.coefficients),
+        ("worker: a sample of steps", lambda: learner.learn(step)),
+        ("router: a new estimate", lambda: speeds.load(load(speed=next(estimates)))),
+        ("router: a read of KV", lambda: speed.transfer_took(1000, 0.01)),
+        ("router: the transit of a leg", lambda: speed.transit_took(0.003)),
     ):
         best = min(_once(work, rounds // 5) for _ in range(5))
         yield f"{name:40}{best * 1e6:8.1f} us"

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from replay.simworker import SimWorker
 from services.router.state.fleet import Fleet
-from services.router.state.speed_feed import Measures
+from services.router.state.worker_speeds import WorkerSpeeds
 from shared.contracts.kv_events import KvEventBatch, KvSnapshot
 
 NETWORK_S = 0.001
@@ -24,7 +24,7 @@ class Knowledge:
 
     def __init__(self, fleet: Fleet, workers: Iterable[SimWorker]) -> None:
         self._fleet = fleet
-        self._measures = Measures(fleet.cluster)
+        self._speeds = WorkerSpeeds(fleet.cluster)
         self._workers: list[SimWorker] = []
         self._batches: deque[tuple[float, KvEventBatch]] = deque()
         for worker in workers:
@@ -34,7 +34,7 @@ class Knowledge:
         """A worker became ready."""
         self._workers.append(worker)
         self._fleet.cluster.record(worker.record, now)
-        self._measures.joined(worker.record)
+        self._speeds.joined(worker.record)
         self._fleet.index.join(worker.worker_id, worker.record.epoch)
         nothing = KvSnapshot(worker_id=worker.worker_id, epoch=worker.record.epoch, seq=0, hashes=b"")
         self._fleet.index.restore(nothing)
@@ -47,7 +47,7 @@ class Knowledge:
         self._fleet.cluster.lose(worker.worker_id, worker.record.epoch)
         for record in self._fleet.cluster.sweep(now, math.inf):
             self._fleet.index.drop(record.worker_id)
-            self._measures.gone(record.worker_id)
+            self._speeds.gone(record.worker_id)
 
     def changed(self, worker: SimWorker, now: float) -> None:
         """Queue the KV events of an engine's step."""
@@ -71,4 +71,4 @@ class Knowledge:
         if told is not None:
             load, sent_at = told
             self._fleet.cluster.report(load, sent_at + NETWORK_S)
-            self._measures.load(load)
+            self._speeds.load(load)

@@ -12,6 +12,7 @@ from shared.contracts.kv_events import KvEvent, KvEventBatch, pack_hashes
 from shared.contracts.load import LOAD_HZ_MAX, LoadReport
 from shared.contracts.version import WIRE_VERSION
 from shared.contracts.workers import Fingerprint, HashScheme, Role, WorkerPhase, WorkerRecord
+from shared.engine_speed.learner import SpeedLearner
 
 MODEL = "replayed"
 LEGS_MAX = 1_000_000
@@ -31,6 +32,7 @@ class SimWorker:
         self.link = TransferLink(profile)
         self._tick_offset_s = offset_s
         self._totals = Totals()
+        self._learner = SpeedLearner()
         self._past: LoadReport | None = None
         """Report as of the newest tick before the last change; None: unchanged since then."""
         self._past_tick = self._told_tick = -1
@@ -78,6 +80,8 @@ class SimWorker:
     def load_now(self) -> LoadReport:
         """Load report as of now."""
         engine, totals = self.engine, self._totals
+        steps = engine.speeds.totals()
+        self._learner.observe(steps)
         return LoadReport(
             worker_id=self.worker_id,
             epoch=self.record.epoch,
@@ -97,7 +101,8 @@ class SimWorker:
             received_seconds_total=totals.received_s,
             prefill_tokens_per_s=engine.speeds.prefill_tokens_per_s,
             decode_s_per_token=engine.speeds.decode_s_per_token,
-            steps=engine.speeds.totals(),
+            steps=steps,
+            speed=self._learner.speed,
         )
 
     def _tick(self, now: float) -> int:

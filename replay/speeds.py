@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from replay.engine import Step
 
 MEMORY = 0.9
-"""How much of a speed's old value stays when a step brings a new sample."""
+"""Weight of the old value in a moving average."""
 PREFILL_SAMPLE_TOKENS_MIN = 32
 ITL_GROWTH = 1.01
-"""Times between tokens are counted in buckets, each so much wider than the one before."""
+"""Each bucket of times between tokens is wider than the one before by this factor."""
 
 
 class Speeds:
-    """Two speeds measured lately, totals of all steps, and all times between tokens."""
+    """Two moving averages, totals of all steps, and a histogram of the times between tokens."""
 
     def __init__(self) -> None:
         self.prefill_tokens_per_s = 0.0
@@ -32,7 +32,7 @@ class Speeds:
         self.decode_requests = 0
         self.decode_context_tokens = 0
         self.itl: Counter[int] = Counter()
-        """Tokens by the bucket of the time since the one before."""
+        """Tokens by bucket of the time since the token before."""
 
     def stepped(self, step: Step) -> None:
         """Steps have ended."""
@@ -54,7 +54,7 @@ class Speeds:
             self.itl[bucket_of(each_s)] += decoding * count
 
     def totals(self) -> StepTotals:
-        """As load reports tell them."""
+        """For the load report."""
         return StepTotals(
             seconds=self.busy_s,
             prefill_steps=self.prefill_steps,
@@ -67,9 +67,9 @@ class Speeds:
 
 
 def blend(old: float, sample: float, times: int) -> float:
-    """The sample counts so many times."""
-    stays = MEMORY**times
-    return stays * old + (1 - stays) * sample if old else sample
+    """The moving average after the same sample came so many times."""
+    weight = MEMORY**times
+    return weight * old + (1 - weight) * sample if old else sample
 
 
 def bucket_of(seconds: float) -> int:

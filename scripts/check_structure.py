@@ -32,7 +32,7 @@ PURE = {
     "services.launcher.views": "watch",
     "services.orchestrator.fleet": "*",
     "services.orchestrator.leadership": "leadership",
-    "services.orchestrator.planner": "change demand engine_work family plan_log planner rules speeds steadiness work",
+    "services.orchestrator.planner": "change demand engine_work family plan_log planner rules steadiness work",
     "services.router.admission": "admission fair_share policy queues scheduling_pass",
     "services.router.auth": "api_keys rate_limit tenant_salt",
     "services.router.placement": (
@@ -41,8 +41,8 @@ PURE = {
     ),
     "services.router.relay": "failure_policy migration timings",
     "services.router.state": (
-        "block_table cluster_view engine_speed fleet_table native_block_table prefix_index reservations "
-        "sent_work speed_learner speed_samples token_rate unit_costs"
+        "block_table cluster_view fleet_table native_block_table prefix_index reservations "
+        "sent_work token_rate worker_speed worker_speeds"
     ),
     "services.router.telemetry": "outcome trace_sampling ttft",
     "services.router.tokenize": "block_hash parity",
@@ -53,7 +53,7 @@ PURE = {
     "services.worker.legs": "body capacity kv_order resume",
     "services.worker.lifecycle": "self_test",
     "services.worker.telemetry": "kv_events step_totals",
-    "shared": "engine_speed",
+    "shared.engine_speed": "*",
     "shared.text": "*",
 }
 """By package: its pure modules; ``*`` stands for all of them, with the package itself and what lies below it."""

@@ -36,7 +36,7 @@ from services.router.state.fleet_feed import FleetFeed
 from services.router.state.kv_feed import KvFeed
 from services.router.state.native_block_table import IS_COMPILED
 from services.router.state.reservation_feed import ReservationFeed
-from services.router.state.speed_feed import Measures
+from services.router.state.worker_speeds import WorkerSpeeds
 from services.router.telemetry.health import health_of
 from services.router.telemetry.metrics import LiveMetrics, QueueMetrics, RequestMetrics, SpeedMetrics
 from services.router.telemetry.request_log import RequestLog
@@ -78,7 +78,7 @@ class Router:
                 fetch_tokens_min=settings.fetch_tokens_min,
             )
         )
-        self.speeds = Measures(fleet.cluster)
+        self.speeds = WorkerSpeeds(fleet.cluster)
         self.inbox = LegInbox(bus, router_id, leg_buffer_bytes_max=settings.leg_buffer_bytes_max)
         self.prompts = Prompts(settings, bus, clock, fleet)
         self.queue = AdmissionQueue(

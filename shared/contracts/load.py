@@ -1,11 +1,11 @@
-"""How busy a worker is: sent when it changes, at most ``LOAD_HZ_MAX`` times a second, at least once a second."""
+"""How busy and how fast a worker is: sent on change, at most ``LOAD_HZ_MAX`` times a second, at least once a second."""
 
 from __future__ import annotations
 
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_events import KvDigest
 from shared.contracts.kv_exchange import KvLedgerState
-from shared.contracts.message import Message
+from shared.contracts.message import Message, PackedMessage
 from shared.contracts.workers import Role, WorkerPhase
 
 LOAD_HZ_MAX = 10.0
@@ -13,58 +13,81 @@ LOAD_PERIOD_S_MAX = 1.0
 
 
 class StepTotals(Message, frozen=True, kw_only=True):
-    """What an engine's steps have computed since it started, and how long they took.
-
-    A step's duration is a sum over what it computes, so the difference of any two such totals is one equation of the
-    engine's speeds, whatever was batched together in between.
-    """
+    """What an engine's steps have computed since it started, and how long they took."""
 
     seconds: float = 0.0
-    """Spent in steps; an idle engine's do not grow."""
+    """Spent in steps; idle time does not count."""
     prefill_steps: int = 0
     """Steps that computed prompt tokens."""
     prefill_tokens: int = 0
-    """Prompt tokens computed, in the step that did it, again after a preemption."""
+    """Prompt tokens computed, counted in the step that computed them, and again after a preemption."""
     prefill_pairs: float = 0.0
-    """For each of them, the tokens before it in its prompt."""
+    """For each of these tokens, the tokens before it in its prompt."""
     decode_steps: int = 0
-    """Steps in which completions went on."""
+    """Steps that decoded at least one request."""
     decode_requests: int = 0
-    """Of those steps, the completions in each, added up."""
+    """Requests decoded, summed over those steps."""
     decode_context_tokens: int = 0
-    """Of those steps, the tokens that these completions attended to, added up."""
+    """Tokens that these requests attended to, summed over those steps."""
+
+
+class EngineSpeed(PackedMessage, frozen=True, kw_only=True):
+    """How long the engine's steps take, as its worker has learned from ``StepTotals`` (see ``shared.engine_speed``).
+
+    Seconds for one of each. A phase without samples has the prior's coefficients.
+    """
+
+    prefill_step_s: float
+    """Each step that computes prompt tokens, however few."""
+    prefill_token_s: float
+    prefill_pair_s: float
+    """Each earlier token that a computed token attends to (the square in attention)."""
+    decode_step_s: float
+    decode_request_s: float
+    """Each request in the batch of a decode step."""
+    decode_context_token_s: float
+    """Each token of context of these requests."""
+    prefill_samples: float
+    """Samples that the prefill coefficients rest on; a sample of mixed steps counts for each phase by its share."""
+    decode_samples: float
+    batch_spread: float
+    """Standard deviation of the logarithm of what a request in the batch costs, its context included. It is large where
+    batches have hardly varied: then a step's own cost cannot be told from that of its requests.
+    """
+    pairs_per_token: float = 0.0
+    """Earlier tokens that a computed prompt token attended to, lately and on average."""
 
 
 class StoreState(Message, frozen=True, kw_only=True):
-    """What a store keeps, and what it has done since it started. In memory is host, in files is disk."""
+    """What a store holds, and what it has done since it started. Blocks are in memory (host) or in files (disk)."""
 
     block_bytes: int = 0
     """Of one block, whole."""
     host_blocks: int = 0
     disk_blocks: int = 0
     disk_blocks_max: int = 0
-    """What its files have room for; what memory has is the report's ``kv_blocks_total``."""
+    """Capacity of its files; that of memory is the report's ``kv_blocks_total``."""
     disk_free_bytes: int = -1
-    """On the file system that its files are on; -1 when it has none."""
+    """On the file system of its files; -1 without files."""
     loads_waiting: int = 0
-    """Blocks that were asked for and lie in files alone."""
+    """Requested blocks that are only in files."""
     saves_waiting: int = 0
-    """Blocks that arrived in memory and are not in files yet."""
+    """Blocks in memory that are not yet in files."""
     loaded_blocks_total: int = 0
     saved_blocks_total: int = 0
     damaged_blocks_total: int = 0
-    """Blocks that could not be read back from files as they were written: forgotten, never given."""
+    """Blocks that could not be read back from files unchanged: dropped, never served."""
     unsaved_blocks_total: int = 0
-    """Blocks that could not be written to files: they are in memory alone."""
+    """Blocks that could not be written to files and stay only in memory."""
     evicted_host_blocks_total: int = 0
-    """Blocks that made room for others."""
+    """Blocks evicted from memory to make room."""
     evicted_disk_blocks_total: int = 0
     granted_bytes_total: int = 0
-    """Given to readers: a block that is granted twice counts twice."""
+    """Granted to readers; a block granted twice counts twice."""
 
 
 class LoadReport(Message, frozen=True, kw_only=True):
-    """Worker -> everyone: how busy it is, and that it lives. Totals count from the epoch's start."""
+    """Worker -> all services: how busy it is; also the sign that it lives. Totals count from the epoch's start."""
 
     worker_id: WorkerId
     epoch: Epoch
@@ -94,12 +117,14 @@ class LoadReport(Message, frozen=True, kw_only=True):
     generation_tokens_total: int = 0
     preemptions_total: int = 0
     prefill_tokens_per_s: float = 0.0
-    """Measured lately; 0 before the first sample."""
+    """Moving average; 0 before the first sample."""
     decode_s_per_token: float = 0.0
-    """Measured lately: time between tokens of one stream; 0 before the first sample."""
+    """Moving average of the time between tokens of one stream; 0 before the first sample."""
     exchange: KvLedgerState | None = None
-    """What its engine leases and reads; None where the engine's connector does not tell."""
+    """What the engine leases and reads; None where the engine's connector does not report it."""
     steps: StepTotals | None = None
-    """From which routers learn how fast the engine is; None where it does not tell."""
+    """None where the engine does not report its steps."""
+    speed: EngineSpeed | None = None
+    """None before the first measurement."""
     store: StoreState | None = None
-    """What a store keeps; None of whoever is none."""
+    """Set by stores only."""

@@ -1,7 +1,7 @@
-"""A router's placement before a fleet of simulated engines, in virtual time: what it predicted, and what came of it.
+"""A router's placement and a fleet of simulated engines, in virtual time: what was predicted, and what was measured.
 
-Of the engines the router sees what it would see: load reports, at most ten a second and a little late, and what legs
-report when they end.
+The router sees of the engines what it sees in a real system: load reports, at most ten a second and a little late, and
+the reports of legs that have ended.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from services.router.placement.placement import Placement, PlacementPolicy, Plac
 from services.router.state.cluster_view import WorkerView
 from services.router.state.fleet import Fleet as View
 from services.router.state.sent_work import Sent
-from services.router.state.speed_samples import Measurements
+from services.router.state.worker_speeds import WorkerSpeeds
 from services.worker.engines.simulated.core.engine_core import ModelTokens
 from services.worker.engines.simulated.core.sequence import Sequence, Wish
 from services.worker.engines.simulated.core.settings import SimulationSettings
-from shared.contracts.ids import WorkerId
 from shared.contracts.inference import LegReport
 from shared.contracts.kv_exchange import KvTransferReport, LegOrder
 from shared.contracts.load import LOAD_HZ_MAX
 from shared.contracts.workers import Role
+from shared.engine_speed.learner import SpeedLearner
 from tests.support.fleet_builders import load, record
 from tests.unit.worker.simulated.fleet import Fleet, Member
 
 VOCABULARY = 1000
 MODEL = ModelTokens(size=VOCABULARY, sayable=list(range(10, VOCABULARY)), eos=1)
-WAY_S = 0.003
-"""To a worker and back, each way half of it."""
+TRANSIT_S = 0.003
+"""Round trip to a worker."""
 BLOCK = 32
 SPEEDS = {
     "sim_prefill_tokens_per_s": 8000.0,
@@ -89,16 +89,17 @@ class PredictedFleet:
     """Workers of equal or different speed, a router, and clients."""
 
     def __init__(self, seed: int, roles: dict[str, Role], *, learns: bool = True, **speeds: float) -> None:
-        """``learns``: or it goes by its assumptions for ever."""
+        """``learns=False``: the router keeps the default speeds."""
         self.learns = learns
         self.draw = random.Random(seed)
         self.fleet = Fleet(MODEL)
         self.view = View(PlacementPolicy(tie_s=0.0, stream_tokens_min=-1))
-        self.measurements = Measurements()
+        self.speeds = WorkerSpeeds(self.view.cluster)
         self.asked: list[Asked] = []
         self._roles = roles
         self._legs: dict[Sequence, Leg] = {}
         self._open = 0
+        self._learners = {worker_id: SpeedLearner() for worker_id in roles}
         self.fleet.on_turn = self._turned
         self.fleet.on_ended = self._ended
         for worker_id, role in roles.items():
@@ -106,7 +107,8 @@ class PredictedFleet:
             self.fleet.add(SimulationSettings(**made))
             told = record(worker_id, role=role, connector="baton")
             self.view.cluster.record(told, 0.0)
-            self._learned(told.worker_id, self.measurements.joined(told))
+            if learns:
+                self.speeds.joined(told)
 
     def run(self, count: int, *, per_s: float, lengths: Callable[[random.Random], tuple[int, int]]) -> list[Asked]:
         """So many requests at random times; answers those that were placed after the first tenth."""
@@ -156,7 +158,7 @@ class PredictedFleet:
     def _send(self, leg: Leg) -> None:
         leg.sent = Sent(self.fleet.now, leg.tokens, context_tokens(leg.asked))
         self.view.cluster.leg_started(leg.view.record.worker_id, leg.sent)
-        self.fleet.later(WAY_S / 2, lambda: self._serve(leg))
+        self.fleet.later(TRANSIT_S / 2, lambda: self._serve(leg))
 
     def _serve(self, leg: Leg) -> None:
         member = self.member(leg.view.record.worker_id)
@@ -168,7 +170,7 @@ class PredictedFleet:
         for sequence, leg in self._legs.items():
             if not leg.first_at and sequence.account.first_token_at is not None:
                 leg.first_at = self.fleet.now
-                self.fleet.later(WAY_S / 2, lambda leg=leg: self._first_token(leg))
+                self.fleet.later(TRANSIT_S / 2, lambda leg=leg: self._first_token(leg))
 
     def _first_token(self, leg: Leg) -> None:
         leg.first_at = leg.asked.first_at = self.fleet.now
@@ -179,8 +181,8 @@ class PredictedFleet:
         leg = self._legs.pop(sequence)
         if not leg.first_at:
             leg.first_at = self.fleet.now
-            self.fleet.later(WAY_S / 2, lambda: self._first_token(leg))
-        self.fleet.later(WAY_S / 2, lambda: self._told(leg))
+            self.fleet.later(TRANSIT_S / 2, lambda: self._first_token(leg))
+        self.fleet.later(TRANSIT_S / 2, lambda: self._told(leg))
 
     def _told(self, leg: Leg) -> None:
         """Its report is at the router."""
@@ -194,13 +196,15 @@ class PredictedFleet:
             kv=account.transfer_report,
         )
         self.view.cluster.leg_ended(worker_id, leg.sent, context_tokens(leg.asked))
-        known = self.measurements.leg(worker_id, leg.sent.epoch, report, leg.first_at - leg.sent.at)
-        self._learned(worker_id, known)
+        if self.learns:
+            self.speeds.leg_ended(worker_id, leg.sent.epoch, report, leg.first_at - leg.sent.at)
         leg.on_ended(account.transfer_report)
 
     def _report(self, worker_id: str) -> None:
         core = self.member(worker_id).core
         batch, measures = core.batch, core.measures
+        learner = self._learners[worker_id]
+        learner.observe(measures.steps.totals())
         told = load(
             worker_id,
             role=self._roles[worker_id],
@@ -214,18 +218,16 @@ class PredictedFleet:
             prefill_tokens_per_s=measures.prefill_tokens_per_s,
             decode_s_per_token=measures.decode_s_per_token,
             steps=measures.steps.totals(),
+            speed=learner.speed,
         )
-        self.fleet.later(WAY_S / 2, lambda: self._reported(told))
+        self.fleet.later(TRANSIT_S / 2, lambda: self._reported(told))
         if self._open:
             self.fleet.later(1 / LOAD_HZ_MAX, lambda: self._report(worker_id))
 
     def _reported(self, told) -> None:
         self.view.cluster.report(told, self.fleet.now)
-        self._learned(told.worker_id, self.measurements.load(told))
-
-    def _learned(self, worker_id: WorkerId, known) -> None:
-        if known is not None and self.learns:
-            self.view.cluster.learned(worker_id, known)
+        if self.learns:
+            self.speeds.load(told)
 
 
 @dataclass(frozen=True)

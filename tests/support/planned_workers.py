@@ -13,6 +13,7 @@ from shared.contracts.fleet_orders import ChangeRole, RoleChanged
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.load import LoadReport, StepTotals
 from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerPhase
+from shared.engine_speed.learner import SpeedLearner
 from tests.support.fleet_builders import record
 
 PERIOD_S = 0.5
@@ -28,6 +29,7 @@ class PlannedWorker:
         self.orders: list[Role] = []
         self._bus = bus
         self._refuses = refuses
+        self._learner = SpeedLearner()
         self._seconds = 0.0
         self._tokens = self._decoded = 0
 
@@ -52,6 +54,7 @@ class PlannedWorker:
             decode_steps=self._decoded,
             decode_requests=self._decoded,
         )
+        self._learner.observe(steps)
         return LoadReport(
             worker_id=WorkerId(self.name),
             epoch=Epoch(1),
@@ -59,6 +62,7 @@ class PlannedWorker:
             phase=WorkerPhase.READY,
             waiting_tokens=WAITING_TOKENS if is_prefill else 0,
             steps=steps,
+            speed=self._learner.speed,
         )
 
     async def _change_role(self, order: ChangeRole, _envelope: Envelope) -> RoleChanged:

@@ -22,6 +22,7 @@ from shared.contracts.inference import RequestFinished
 from shared.contracts.load import LoadReport, StepTotals
 from shared.contracts.planning import PlanAction, PlanDecision
 from shared.contracts.workers import FleetWorker, Role, WorkerPhase
+from shared.engine_speed.learner import SpeedLearner
 from tests.support.fleet_builders import record
 
 TOKEN_S, PREFILL_STEP_S, STEP_TOKENS = 1 / 8000, 0.002, 2048
@@ -58,7 +59,8 @@ class SimWorker:
     decode_steps: float = 0.0
     decode_requests: float = 0.0
     batch: float = 0.0
-    tells: bool = True
+    reports: bool = True
+    learner: SpeedLearner = field(default_factory=SpeedLearner)
 
     def steps(self) -> StepTotals:
         return StepTotals(
@@ -207,9 +209,11 @@ class PlannerWorld:
         prefilling = len(self._ready(Role.PREFILL, Role.BOTH))
         in_engines = min(self.queued_tokens / max(1, prefilling), ENGINE_QUEUE_S / TOKEN_S)
         for worker in self.workers:
-            if worker.phase is not WorkerPhase.READY or not worker.tells:
+            if worker.phase is not WorkerPhase.READY or not worker.reports:
                 continue
             computes = worker.role is not Role.DECODE
+            steps = worker.steps()
+            worker.learner.observe(steps)
             self.planner.reported(
                 LoadReport(
                     worker_id=WorkerId(worker.name),
@@ -218,7 +222,8 @@ class PlannerWorld:
                     phase=worker.phase,
                     running=int(worker.batch),
                     waiting_tokens=int(in_engines) if computes else 0,
-                    steps=worker.steps(),
+                    steps=steps,
+                    speed=worker.learner.speed,
                 ),
                 self.now,
             )

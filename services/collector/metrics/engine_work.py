@@ -1,4 +1,4 @@
-"""What each engine has computed lately, and all engines of a model together: what a verdict is estimated from."""
+"""What each engine has computed lately, and all engines of a model together: input of the disaggregation report."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from services.collector.report.step_time import StepLaw
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.load import LoadReport, StepTotals
+from shared.contracts.load import EngineSpeed, LoadReport, StepTotals
 from shared.contracts.workers import Role
-from shared.engine_speed import NO_STEPS, Steps, StepTimeModel
+from shared.engine_speed.learner import combined, is_valid
+from shared.engine_speed.steps import NO_STEPS, Steps
 
 WINDOW_S = 600.0
-"""What a verdict looks back on."""
-EQUATION_S = 0.5
-"""Reports that are closer together are one equation."""
+"""Period that the disaggregation report covers."""
+READING_S = 0.5
+"""Step totals that are closer together are not read."""
 SLOT_S = 5.0
 """Work is kept in sums over so many seconds."""
 ENGINES_MAX = 1024
@@ -23,39 +23,42 @@ MODELS_MAX = 64
 
 
 class EngineWork:
-    """One engine's, in this life of it."""
+    """The work of one engine, in its present epoch."""
 
     def __init__(self, load: LoadReport, now: float) -> None:
         self.role = load.role
         self.heard = now
         self.model = ""
         """Known from the first request that it served."""
+        self.speed: EngineSpeed | None = None
         self._epoch: Epoch = load.epoch
         self._steps = load.steps or StepTotals()
-        self._told_at = now
+        self._read_at = now
         self._slots: deque[tuple[float, float, Steps]] = deque()
         """When each began, the seconds that it covers, and the work."""
 
-    def told(self, load: LoadReport, now: float) -> Steps | None:
-        """A report. Answers an equation of the engine's law, now and then."""
+    def reported(self, load: LoadReport, now: float) -> None:
+        """A load report has come."""
         self.role, self.heard = load.role, now
-        if load.steps is None or load.epoch < self._epoch:
-            return None
+        if load.epoch < self._epoch:
+            return
+        if load.speed is not None and is_valid(load.speed):
+            self.speed = load.speed
+        if load.steps is None:
+            return
         if load.epoch > self._epoch:
-            self._epoch, self._steps, self._told_at = load.epoch, load.steps, now
-            return None
-        span_s = now - self._told_at
-        if span_s < EQUATION_S:
-            return None
+            self._epoch, self._steps, self._read_at = load.epoch, load.steps, now
+            return
+        span_s = now - self._read_at
+        if span_s < READING_S:
+            return
         done = Steps.between(self._steps, load.steps)
-        self._steps, self._told_at = load.steps, now
-        if not done.is_possible:
-            return None
-        self._keep(done, span_s, now)
-        return done if done.seconds > 0 else None
+        self._steps, self._read_at = load.steps, now
+        if done.is_possible:
+            self._keep(done, span_s, now)
 
     def lately(self, now: float) -> tuple[Steps, float]:
-        """The work of the window, and how many seconds of it were watched."""
+        """The work in the window, and how many seconds of the window were observed."""
         self._forget(now)
         work = sum((work for _at, _span_s, work in self._slots), NO_STEPS)
         return work, sum(span_s for _at, span_s, _work in self._slots)
@@ -79,49 +82,44 @@ class FleetWork:
 
     engines: int
     prefills: int
-    """Of them, those that prompts are placed on; likewise ``decodes``."""
+    """Engines that take prompts."""
     decodes: int
+    """Engines that decode; one that does both counts in ``prefills`` as well."""
     work: Steps
     prefill_work: Steps
-    """Of those that only compute prompts, or do both; likewise ``decode_work``."""
+    """Of the engines in ``prefills``; ``decode_work``: of those in ``decodes``."""
     decode_work: Steps
 
 
 class Engines:
-    """All of them, and the law of each model's. Bounded."""
+    """All engines. Bounded."""
 
     def __init__(self) -> None:
         self._engines: dict[WorkerId, EngineWork] = {}
-        self._laws: dict[str, StepLaw] = {}
 
     def load_reported(self, load: LoadReport, now: float) -> None:
-        """A worker says what its engine has done."""
+        """A load report has come."""
         engine = self._engines.get(load.worker_id)
-        if engine is None:
-            if len(self._engines) >= ENGINES_MAX:
-                self._forget_one(now)
-            if len(self._engines) < ENGINES_MAX:
-                self._engines[load.worker_id] = EngineWork(load, now)
+        if engine is not None:
+            engine.reported(load, now)
             return
-        equation = engine.told(load, now)
-        if equation is not None and engine.model:
-            if len(self._laws) >= MODELS_MAX and engine.model not in self._laws:
-                return
-            self._laws.setdefault(engine.model, StepLaw()).add(equation, now)
+        if len(self._engines) >= ENGINES_MAX:
+            self._forget_one(now)
+        if len(self._engines) < ENGINES_MAX:
+            self._engines[load.worker_id] = EngineWork(load, now)
 
     def served(self, model: str, worker_ids: Iterable[str]) -> None:
-        """These workers took part in a request for that model."""
+        """These workers served a request for that model."""
         for worker_id in worker_ids:
             if engine := self._engines.get(WorkerId(worker_id)):
                 engine.model = model
 
-    def laws(self, model: str) -> tuple[StepTimeModel, ...]:
-        """See ``StepLaw.laws``."""
-        law = self._laws.get(model)
-        return law.laws() if law is not None else ()
+    def speed(self, model: str) -> EngineSpeed | None:
+        """One estimate for the engines of a model; None before any has published its own."""
+        return combined([one.speed for one in self._engines.values() if one.model == model and one.speed is not None])
 
     def of(self, model: str, now: float, silent_s_max: float) -> FleetWork:
-        """Those of a model that live."""
+        """The live engines of a model."""
         heard = [one for one in self._engines.values() if one.model == model and now - one.heard < silent_s_max]
         live = [one for one in heard if one.role is not Role.STORE]
         prefills = [one for one in live if one.role is not Role.DECODE]
@@ -137,7 +135,7 @@ class Engines:
         )
 
     def role_of(self, worker_id: str) -> Role | None:
-        """As it said last."""
+        """As last reported."""
         engine = self._engines.get(WorkerId(worker_id))
         return engine.role if engine is not None else None
 

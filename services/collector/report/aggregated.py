@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from services.collector.metrics.engine_work import FleetWork
 from shared.contracts.decisions import TtftParts
-from shared.engine_speed import StepTimeModel
+from shared.engine_speed.steps import StepTimeModel
 
 ROOM_MIN = 0.05
 """Of an engine's time: with less to spare, no queue is steady."""

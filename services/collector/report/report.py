@@ -15,12 +15,13 @@ import numpy as np
 
 from services.collector.metrics.engine_work import MODELS_MAX, WINDOW_S, Engines, FleetWork
 from services.collector.report.aggregated import Latencies, Sample, aggregated
+from services.collector.report.step_time import step_time_models
 from shared.contracts.disaggregation_report import DisaggregationReport, ReportBucket
 from shared.contracts.failures import Reason
 from shared.contracts.inference import RequestFinished
 from shared.contracts.load import LoadReport
 from shared.contracts.workers import Role
-from shared.engine_speed import StepTimeModel
+from shared.engine_speed.steps import StepTimeModel
 
 STARTS = (1, 256, 1024, 4096, 16384)
 """Where each range of prompt lengths begins, in tokens."""
@@ -120,7 +121,8 @@ class Judge:
             few = sum(few for _at, _sample, few in bucket.whole)
             return Other(latencies=[medians(whole)], measured=True, flattered=2 * few > len(whole))
         work = self._engines.of(model, now, self._silent_s_max)
-        return estimated(apart, work, self._engines.laws(model), step_tokens)
+        models = step_time_models(self._engines.speed(model), work.work)
+        return estimated(apart, work, models, step_tokens)
 
 
 def sample_of(told: RequestFinished) -> Sample | None:

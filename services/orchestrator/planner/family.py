@@ -9,14 +9,15 @@ from services.orchestrator.planner.change import RoleLoad
 from services.orchestrator.planner.demand import RequestWindow
 from services.orchestrator.planner.engine_work import FleetWork
 from services.orchestrator.planner.rules import Rules
-from services.orchestrator.planner.speeds import SpeedLearner
 from services.orchestrator.planner.steadiness import Steadiness
 from services.orchestrator.planner.work import Engines, Queues, Work, work_of
 from shared.contracts.ids import WorkerId
 from shared.contracts.inference import RequestFinished
-from shared.contracts.load import LoadReport
+from shared.contracts.load import EngineSpeed, LoadReport
 from shared.contracts.planning import Demand
 from shared.contracts.workers import FleetWorker, Role, WorkerPhase
+from shared.engine_speed.learner import is_measured
+from shared.engine_speed.steps import DEFAULT_STEP_TIMES, StepTimeModel
 
 COMING = (WorkerPhase.STARTING, WorkerPhase.PROBING)
 PLANNED = (Role.PREFILL, Role.DECODE, Role.BOTH)
@@ -102,20 +103,22 @@ class Family:
     since: float
     revision: str
     """Of its workers' model; whoever scales is told it."""
-    learner: SpeedLearner = field(init=False)
+    speed: EngineSpeed | None = None
+    """As last known; it outlives the workers that published it."""
     engines: FleetWork = field(init=False)
     requests: RequestWindow = field(init=False)
     steadiness: Steadiness = field(init=False)
 
     def __post_init__(self) -> None:
-        self.learner = SpeedLearner()
         self.engines = FleetWork(self.rules.window_s)
         self.requests = RequestWindow(self.rules.window_s, self.since)
         self.steadiness = Steadiness(self.rules)
 
     def reported(self, load: LoadReport, now: float) -> None:
         """One of its workers told its load."""
-        self.engines.reported(load, self.learner, now)
+        self.engines.reported(load, now)
+        if load.speed is not None:
+            self.speed = self.engines.speed() or self.speed
 
     def ended(self, request: RequestFinished, now: float) -> None:
         """A request for it ended."""
@@ -127,15 +130,14 @@ class Family:
             return "no worker is ready"
         if silent := self.engines.unknown(crew.ids, now):
             return f"{', '.join(silent)} does not tell what it does"
-        if not self.learner.knows:
+        if self.speed is None:
             return "no engine has been seen at work yet: its speed is not known"
         return ""
 
     def look(self, crew: Crew, now: float) -> tuple[Work, Demand]:
         """The work that comes now; remembered. Expects that it is known."""
         self.engines.forget(now)
-        speeds = self.learner.speeds()
-        assert speeds is not None
+        assert self.speed is not None
         wish = self.requests.wish(now)
         records = [each.record for each in crew.ready]
         engines = Engines(
@@ -146,7 +148,7 @@ class Family:
         )
         decoding = [each.record.worker_id for each in crew.of(Role.DECODE)]
         queues = Queues(prompt_tokens=self.engines.waiting_tokens(crew.ids), requests=self.engines.waiting(decoding))
-        work = work_of(self.engines.rate_of(crew.ids), queues, wish, speeds, engines, self.rules)
+        work = work_of(self.engines.rate_of(crew.ids), queues, wish, step_times(self.speed), engines, self.rules)
         self.steadiness.looked(work, now)
         return work, wish.demand
 
@@ -188,3 +190,16 @@ def _help_to_prefill(both: int, prefills: int, decodes: int, work: Work) -> floa
     whole = work.prefill + work.decode
     share = work.prefill / whole if whole else 0.5
     return min(max((both + prefills + decodes) * share - prefills, 0.0), float(both))
+
+
+def step_times(speed: EngineSpeed) -> StepTimeModel:
+    """The family's step times. A phase that was never measured is as much slower than the default as the other."""
+    times = StepTimeModel.of(speed)
+    prefill, decode = is_measured(speed)
+    if prefill and not decode:
+        factor = times.prefill_token_s / DEFAULT_STEP_TIMES.prefill_token_s
+        return StepTimeModel(*[*times[:3], *(factor * one for one in DEFAULT_STEP_TIMES[3:])])
+    if decode and not prefill:
+        factor = times.decode_step_s / DEFAULT_STEP_TIMES.decode_step_s
+        return StepTimeModel(*[*(factor * one for one in DEFAULT_STEP_TIMES[:3]), *times[3:]])
+    return times

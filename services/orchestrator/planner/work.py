@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from services.orchestrator.planner.demand import Wish
 from services.orchestrator.planner.rules import Rules
-from shared.engine_speed import Steps, StepTimeModel
+from shared.engine_speed.steps import Steps, StepTimeModel
 
 CAUSE_SHARE = 0.8
 """A phase with so much of the busiest phase's load may be why requests wait in routers."""
@@ -69,14 +69,14 @@ class Work:
         return self.load_max
 
 
-def work_of(rate: Steps, queues: Queues, wish: Wish, law: StepTimeModel, engines: Engines, rules: Rules) -> Work:
+def work_of(rate: Steps, queues: Queues, wish: Wish, times: StepTimeModel, engines: Engines, rules: Rules) -> Work:
     """``rate``: what all engines together did per second."""
     demand = wish.demand
-    spent = law.prefill_s(rate)
-    token_s = spent / rate.prefill_tokens if rate.prefill_tokens >= 1.0 else law.prefill_token_s
+    spent = times.prefill_s(rate)
+    token_s = spent / rate.prefill_tokens if rate.prefill_tokens >= 1.0 else times.prefill_token_s
     context = rate.decode_context_tokens / rate.decode_requests if rate.decode_requests else demand.prompt_tokens
-    batch = batch_max(law, context, engines, rules.itl_s)
-    tokens_worth = law.decode_step_of(batch, context) / batch
+    batch = batch_max(times, context, engines, rules.itl_s)
+    tokens_worth = times.decode_step_of(batch, context) / batch
     prefill = spent + queues.prompt_tokens * token_s / rules.clear_s
     decode = (rate.decode_requests + queues.requests * demand.completion_tokens / rules.clear_s) * tokens_worth
     # Whoever waits in a router waits for the phase that is full: the other's engines would have room.
@@ -95,12 +95,12 @@ def work_of(rate: Steps, queues: Queues, wish: Wish, law: StepTimeModel, engines
     )
 
 
-def batch_max(law: StepTimeModel, context_tokens: float, engines: Engines, itl_s: float) -> float:
+def batch_max(times: StepTimeModel, context_tokens: float, engines: Engines, itl_s: float) -> float:
     """Completions at a time: as many as the target allows and the cache holds. At least one, whatever the target."""
     room = float(engines.requests_max)
     if context_tokens >= 1.0:
         room = min(room, engines.kv_tokens / context_tokens)
-    each_s = law.decode_request_s + context_tokens * law.decode_context_token_s
-    in_time = (itl_s - law.decode_step_s) / each_s if itl_s else room
+    each_s = times.decode_request_s + context_tokens * times.decode_context_token_s
+    in_time = (itl_s - times.decode_step_s) / each_s if itl_s else room
     # An engine that misses the target with a single completion misses it with many: then only room counts.
     return max(1.0, min(room, in_time) if in_time >= 1.0 else room)

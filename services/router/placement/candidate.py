@@ -10,7 +10,7 @@ from services.router.state import fleet_table as t
 from services.router.state.cluster_view import WorkerView
 from shared.contracts.decisions import CandidateRecord, Part
 
-TABLE_COLUMNS = [t.LEGS, t.TURN, t.WAY_S]
+TABLE_COLUMNS = [t.LEGS, t.TURN, t.TRANSIT_S]
 """The numbers of the fleet table that a candidate keeps."""
 
 
@@ -19,14 +19,14 @@ class Candidate:
     its request was placed. It never changes: the decision log renders it later.
     """
 
-    __slots__ = ("cost", "decode", "group", "legs", "prefill", "turn", "view", "way_s")
+    __slots__ = ("cost", "decode", "group", "legs", "prefill", "transit_s", "turn", "view")
 
     def __init__(self, view: WorkerView, group: int, numbers: list[float], estimate: Estimate) -> None:
         """``numbers`` are those of ``TABLE_COLUMNS``."""
         self.view = view
         self.group = group
         """Workers of the same group may exchange KV."""
-        self.legs, self.turn, self.way_s = numbers
+        self.legs, self.turn, self.transit_s = numbers
         self.prefill, self.decode, self.cost = estimate
 
     def cost_s(self, part: Part) -> float:
@@ -53,7 +53,7 @@ class Candidate:
             prefill_s=prefill.prefill_s if computes else 0.0,
             handoff_s=0.0 if computes else decode.handoff_s,
             first_token_s=0.0 if computes else decode.first_s,
-            transit_s=self.way_s,
+            transit_s=self.transit_s,
             decode_s=decode.decode_s if generates else 0.0,
             within_s=decode.within_s if generates else 0.0,
             others_s=(prefill.others_s if computes else 0.0) + (decode.others_s if generates else 0.0),

@@ -114,19 +114,15 @@ def tokens_out_expected(limit: int) -> int:
 def work_s(n: Value, computed: Value, cached: Value) -> Value:
     """The engine's time for ``computed`` prompt tokens behind ``cached`` ones."""
     pairs = computed * (cached + 0.5 * computed)
-    return n[t.PREFILL_BASE_S] + n[t.PREFILL_S_PER_TOKEN] * computed + n[t.PREFILL_S_PER_PAIR] * pairs
+    return n[t.PREFILL_STEP_S] + n[t.PREFILL_TOKEN_S] * computed + n[t.PREFILL_PAIR_S] * pairs
 
 
 def estimate_batch(n: Value, prompt: Prompt, do: Arithmetic) -> BatchEstimate:
     token_s = mean_token_s(n)
     tokens = prompt.tokens + prompt.tokens_out // 2
-    more_s = n[t.DECODE_S_PER_REQUEST] + n[t.DECODE_S_PER_CONTEXT_TOKEN] * tokens
+    more_s = n[t.DECODE_REQUEST_S] + n[t.DECODE_CONTEXT_TOKEN_S] * tokens
     decoding = n[t.DECODING]
-    step_s = (
-        n[t.DECODE_BASE_S]
-        + n[t.DECODE_S_PER_REQUEST] * decoding
-        + n[t.DECODE_S_PER_CONTEXT_TOKEN] * n[t.CONTEXT_TOKENS]
-    )
+    step_s = n[t.DECODE_STEP_S] + n[t.DECODE_REQUEST_S] * decoding + n[t.DECODE_CONTEXT_TOKEN_S] * n[t.CONTEXT_TOKENS]
     itl_s = (step_s + more_s) / (1.0 - do.least(n[t.PROMPTS_PER_S] * token_s, BUSY_MAX))
     disturbed = do.choose(itl_s > prompt.itl_target_s, decoding * n[t.ANSWERS], 0.0)
     shared_s = do.choose(decoding > 0, step_s, 0.0)
@@ -137,8 +133,8 @@ def estimate_batch(n: Value, prompt: Prompt, do: Arithmetic) -> BatchEstimate:
 
 def mean_token_s(n: Value) -> Value:
     """The engine's time for each prompt token, for prompts of the mean length on that worker."""
-    each_s = n[t.PREFILL_S_PER_TOKEN] + n[t.PREFILL_S_PER_PAIR] * n[t.PAIRS_PER_TOKEN]
-    return each_s + n[t.PREFILL_BASE_S] / n[t.STEP_TOKENS]
+    each_s = n[t.PREFILL_TOKEN_S] + n[t.PREFILL_PAIR_S] * n[t.PAIRS_PER_TOKEN]
+    return each_s + n[t.PREFILL_STEP_S] / n[t.STEP_TOKENS]
 
 
 def waiting_s(n: Value, token_s: Value, step_s: Value, now: float, do: Arithmetic) -> Value:
@@ -159,7 +155,7 @@ def estimate_prefill(
     own_s, fetched, fetch_s = work_s(n, prompt.tokens - held, held), held - held, 0.0
     if reachable is not held:
         missing = reachable - held
-        reading_s = n[t.TRANSFER_BASE_S] + n[t.TRANSFER_S_PER_TOKEN] * missing
+        reading_s = n[t.TRANSFER_BASE_S] + n[t.TRANSFER_TOKEN_S] * missing
         rest_s = work_s(n, prompt.tokens - reachable, reachable)
         worth = (missing > 0) & (reading_s + rest_s < own_s)
         own_s = do.choose(worth, rest_s, own_s)
@@ -178,13 +174,13 @@ def estimate_decode(n: Value, prompt: Prompt, held: Value, batch: BatchEstimate,
     decode_s = out * batch.itl_s
     crowded = n[t.FREE_TOKENS] < prompt.tokens + out
     return DecodeEstimate(
-        n[t.TRANSFER_BASE_S] + n[t.TRANSFER_S_PER_TOKEN] * exposed,
+        n[t.TRANSFER_BASE_S] + n[t.TRANSFER_TOKEN_S] * exposed,
         batch.queue_s,
         do.choose(crowded, decode_s, 0.0),
         decode_s,
         out * do.least(batch.itl_s, prompt.itl_target_s),
         batch.itl_s,
-        n[t.PREFILL_BASE_S] + n[t.PREFILL_S_PER_TOKEN] * TAIL_TOKENS + batch.step_s,
+        n[t.PREFILL_STEP_S] + n[t.PREFILL_TOKEN_S] * TAIL_TOKENS + batch.step_s,
         out * batch.more_s * batch.disturbed,
     )
 
@@ -199,9 +195,11 @@ class Cost(NamedTuple):
 
 def cost(n: Value, prefill: PrefillEstimate, decode: DecodeEstimate) -> Cost:
     """The request's own time and what it adds to that of others."""
-    prefill_s = prefill.ttft_s() + prefill.others_s + n[t.WAY_S]
+    prefill_s = prefill.ttft_s() + prefill.others_s + n[t.TRANSIT_S]
     rest_s = decode.kv_wait_s + decode.decode_s - decode.within_s + decode.others_s
-    return Cost(prefill_s, decode.handoff_s + decode.queue_s + decode.first_s + n[t.WAY_S] + rest_s, prefill_s + rest_s)
+    return Cost(
+        prefill_s, decode.handoff_s + decode.queue_s + decode.first_s + n[t.TRANSIT_S] + rest_s, prefill_s + rest_s
+    )
 
 
 Estimate = tuple[PrefillEstimate, DecodeEstimate, Cost]

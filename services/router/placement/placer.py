@@ -185,7 +185,7 @@ class Selection:
             handoff_s=estimate.handoff_s,
             decode_queue_s=estimate.queue_s + estimate.kv_wait_s,
             first_token_s=estimate.first_s,
-            transit_s=prefill.way_s + decode.way_s,
+            transit_s=prefill.transit_s + decode.transit_s,
         )
         return msgspec.structs.replace(
             placement,
@@ -221,7 +221,10 @@ class Selection:
             context_tokens=request.prompt_tokens + request.tokens_out,
             sources=(*sources, *further),
             predicted=TtftParts(
-                queue_s=prefill.queue_s, fetch_s=prefill.fetch_s, prefill_s=prefill.prefill_s, transit_s=chosen.way_s
+                queue_s=prefill.queue_s,
+                fetch_s=prefill.fetch_s,
+                prefill_s=prefill.prefill_s,
+                transit_s=chosen.transit_s,
             ),
             considered=self._evaluation.count,
         )

@@ -16,7 +16,7 @@ from services.router.relay.start_leg import LegStarter
 from services.router.relay.timings import NOT_BROKEN
 from services.router.relay.write_coalescer import WriteCoalescer
 from services.router.settings import Settings
-from services.router.state.speed_feed import Measures
+from services.router.state.worker_speeds import WorkerSpeeds
 from services.router.telemetry.request_log import RequestLog
 from services.router.telemetry.tracing import Tracing
 from shared.bus.leg_inbox import Leg, LegFailed, LegInbox
@@ -71,7 +71,7 @@ class LegRunner:
         inbox: LegInbox,
         starter: LegStarter,
         loads: LegLoads,
-        speeds: Measures,
+        speeds: WorkerSpeeds,
         tracing: Tracing,
         request_log: RequestLog,
         response_headers: ResponseHeaders,
@@ -179,7 +179,7 @@ class LegRunner:
             raise LegFailed(Failure(reason=Reason.BAD_MESSAGE, message="The prefill leg ended without a report."))
         context.timings.prefill_s = prefill_s = self._now() - begun
         context.prefill_report = report
-        self._speeds.leg_ended(start, report, prefill_s)
+        self._speeds.leg_ended(start.worker_id, start.epoch, report, prefill_s)
         return report
 
     async def _answer(self, context: RequestContext, placement: Placement, start: StartLeg) -> None:
@@ -199,7 +199,8 @@ class LegRunner:
                     first_at = await self._stream(context, placement, leg, frames, load)
             else:
                 await self._whole(context, placement, leg, frames)
-        self._speeds.leg_ended(start, context.report, first_at - begun if first_at is not None else None)
+        first_token_s = first_at - begun if first_at is not None else None
+        self._speeds.leg_ended(start.worker_id, start.epoch, context.report, first_token_s)
 
     async def _stream(
         self, context: RequestContext, placement: Placement, leg: Frames, frames: list[Frame], load: LegLoad

@@ -9,16 +9,16 @@ import numpy as np
 
 from services.router.placement.revisions import ANY, means
 from services.router.state import fleet_table as t
-from services.router.state.engine_speed import EngineSpeed
 from services.router.state.sent_work import OwnWork, Sent
 from services.router.state.token_rate import TokenRate
+from services.router.state.worker_speed import WorkerSpeed
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.load import LoadReport
 from shared.contracts.workers import Role, WorkerPhase, WorkerRecord
 
 CONNECTOR = "baton"
 """Names of connectors that lease, offer and fetch KV by content begin with it."""
-LEARNED_AT_FIRST = EngineSpeed()
+DEFAULT_SPEED = WorkerSpeed()
 
 
 def exchanges_kv(record: WorkerRecord) -> bool:
@@ -98,10 +98,6 @@ class ClusterView:
         """By row."""
         self.away: set[WorkerId] = set()
         """Who was ready, and has not been heard since the bus was away."""
-        self.learned_of: dict[str, EngineSpeed] = {}
-        """By fingerprint: what the last of these workers that was measured came to. A new one is taken for its like,
-        or it would look slow and never get what it could be measured by.
-        """
         self._masks: dict[tuple[str, str], t.Bools] = {}
         """By model and revision."""
         self._groups: dict[str, int] = {}
@@ -127,7 +123,7 @@ class ClusterView:
         self._masks.clear()
         self._write(view)
         if not known:
-            self.table.learned(view.row, self.learned_of.get(view.pairs_with, LEARNED_AT_FIRST))
+            self.table.set_speed(view.row, DEFAULT_SPEED)
 
     def unregister(self, worker_id: WorkerId) -> None:
         """The registry entry vanished. A worker that still speaks is believed: the registry may be ill, not it."""
@@ -158,12 +154,11 @@ class ClusterView:
             view.away = True
             self._write(view)
 
-    def learned(self, worker_id: WorkerId, coefficients: EngineSpeed) -> None:
-        """How fast a worker is, as measured."""
+    def set_speed(self, worker_id: WorkerId, speed: WorkerSpeed) -> None:
+        """Write how fast a worker is, for placement."""
         view = self.workers.get(worker_id)
         if view is not None:
-            self.learned_of[view.pairs_with] = coefficients
-            self.table.learned(view.row, coefficients)
+            self.table.set_speed(view.row, speed)
 
     def lose(self, worker_id: WorkerId, epoch: Epoch) -> None:
         """The orchestrator says that this life is over."""
@@ -186,7 +181,6 @@ class ClusterView:
         if gone:
             self._masks.clear()
             alive = {view.pairs_with for view in self.workers.values()}
-            self.learned_of = {key: learned for key, learned in self.learned_of.items() if key in alive}
             self._groups = {key: group for key, group in self._groups.items() if key in alive}
         return [view.record for view in gone]
 

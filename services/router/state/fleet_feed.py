@@ -9,7 +9,7 @@ from collections.abc import Callable
 from services.router.state.fleet import Fleet
 from services.router.state.kv_feed import KvFeed
 from services.router.state.reservation_feed import ReservationFeed
-from services.router.state.speed_feed import Measures
+from services.router.state.worker_speeds import WorkerSpeeds
 from services.router.tokenize.prompts import Prompts
 from shared.bus.leg_inbox import LegInbox
 from shared.bus.port import Bus, Envelope, StoredValue
@@ -35,7 +35,7 @@ class FleetFeed:
         clock: Clock,
         fleet: Fleet,
         inbox: LegInbox,
-        speeds: Measures,
+        speeds: WorkerSpeeds,
         fleet_changed: Callable[[float], None],
         reservations: ReservationFeed,
         prompts: Prompts,

@@ -6,8 +6,9 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import astuple
 
-from services.router.state.engine_speed import EngineSpeed
+from services.router.state.worker_speed import WorkerSpeed
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -37,21 +38,21 @@ ANSWERS: Final = 11
 """1 if it is placed for decode, else 0: who only computes prompts disturbs nobody's decoding."""
 SENT_TOKENS: Final = 12
 """Of ``WAITING_TOKENS``, those that its last report could not know."""
-COEFFICIENTS: Final = 13
-"""The first of as many rows as ``EngineSpeed`` has fields, in their order."""
-PREFILL_BASE_S: Final = COEFFICIENTS
-PREFILL_S_PER_TOKEN: Final = COEFFICIENTS + 1
-PREFILL_S_PER_PAIR: Final = COEFFICIENTS + 2
-DECODE_BASE_S: Final = COEFFICIENTS + 3
-DECODE_S_PER_REQUEST: Final = COEFFICIENTS + 4
-DECODE_S_PER_CONTEXT_TOKEN: Final = COEFFICIENTS + 5
-TRANSFER_BASE_S: Final = COEFFICIENTS + 6
-TRANSFER_S_PER_TOKEN: Final = COEFFICIENTS + 7
-PAIRS_PER_TOKEN: Final = COEFFICIENTS + 8
-WAY_S: Final = COEFFICIENTS + 9
+SPEED: Final = 13
+"""The first of as many rows as ``WorkerSpeed`` has fields, in their order."""
+PREFILL_STEP_S: Final = SPEED
+PREFILL_TOKEN_S: Final = SPEED + 1
+PREFILL_PAIR_S: Final = SPEED + 2
+DECODE_STEP_S: Final = SPEED + 3
+DECODE_REQUEST_S: Final = SPEED + 4
+DECODE_CONTEXT_TOKEN_S: Final = SPEED + 5
+TRANSFER_BASE_S: Final = SPEED + 6
+TRANSFER_TOKEN_S: Final = SPEED + 7
+PAIRS_PER_TOKEN: Final = SPEED + 8
+TRANSIT_S: Final = SPEED + 9
 DIVISORS = [BLOCK_SIZE, STEP_TOKENS]
 """Never 0, not even in a row that nobody has: formulas are worked out for all rows at once."""
-NUMBERS: Final = COEFFICIENTS + len(EngineSpeed.__struct_fields__)
+NUMBERS: Final = SPEED + len(WorkerSpeed.__struct_fields__)
 
 READY: Final = 0
 """There for others, as far as it said."""
@@ -100,10 +101,10 @@ class FleetTable:
         self.moves += 1
         self._free.append(row)
 
-    def learned(self, row: int, coefficients: EngineSpeed) -> None:
-        """How fast that worker is."""
-        values: tuple[Any, ...] = tuple(getattr(coefficients, name) for name in coefficients.__struct_fields__)
-        self.numbers[COEFFICIENTS:, row] = values
+    def set_speed(self, row: int, speed: WorkerSpeed) -> None:
+        """Write how fast that worker is."""
+        values: tuple[Any, ...] = astuple(speed)
+        self.numbers[SPEED:, row] = values
 
     def _grow(self) -> None:
         rows = 2 * len(self.groups)

@@ -19,7 +19,7 @@ from services.router.relay.request_context import RequestContext
 from services.router.state.fleet import Fleet
 from services.router.state.kv_feed import KvFeed
 from services.router.state.prefix_index import IndexState
-from services.router.state.speed_feed import Measures
+from services.router.state.worker_speeds import WorkerSpeeds
 from services.router.telemetry.outcome import TargetOutcome, target_outcome
 from services.router.tokenize.parity import Parity, ParityBook
 from shared.bus.leg_inbox import Orphans
@@ -243,15 +243,15 @@ class TraceMetrics(Collector):  # type: ignore[misc]  # prometheus_client is not
 class SpeedMetrics(Collector):  # type: ignore[misc]  # prometheus_client is not typed for us
     """The estimated speed of each worker's engine."""
 
-    def __init__(self, speeds: Measures) -> None:
+    def __init__(self, speeds: WorkerSpeeds) -> None:
         self._speeds = speeds
 
     def collect(self) -> list[GaugeMetricFamily]:
         """prometheus_client calls this on each scrape."""
         family = gauge_family(names.ROUTER_LEARNED)
-        for worker_id, speed in self._speeds.learned().items():
+        for worker_id, speed in self._speeds.all().items():
             for name, value in msgspec.structs.asdict(speed).items():
-                if name.endswith("_s") or "_s_per_" in name:
+                if name.endswith("_s"):
                     family.add_metric([worker_id, name], value)
         return [family]
 

@@ -1,4 +1,4 @@
-"""Publishes a worker's KV events and load."""
+"""Publishes a worker's KV events, load and speed."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_events import AskKvSnapshot, KvEvent, KvEventBatch, KvSnapshot, KvTier
 from shared.contracts.load import LOAD_HZ_MAX, LOAD_PERIOD_S_MAX, LoadReport
 from shared.contracts.workers import Role, WorkerPhase
+from shared.engine_speed.learner import SpeedLearner
 
 log = logging.getLogger("baton.worker")
 
@@ -87,6 +88,7 @@ class LoadPublisher:
         self._held = held
         self._engine = engine
         self._exchange = exchange
+        self._learner = SpeedLearner()
         self._is_changed = asyncio.Event()
         engine.on_load_changed(self._is_changed.set)
         if exchange is not None:
@@ -112,6 +114,8 @@ class LoadPublisher:
     async def report(self, phase: WorkerPhase, legs: int) -> None:
         """Publish one report now."""
         load = self._engine.load()
+        if load.steps is not None:
+            self._learner.observe(load.steps)
         numbers = {name: getattr(load, name) for name in load.__slots__}
         exchange = None if self._exchange is None else self._exchange.state
         if exchange is not None:
@@ -129,6 +133,7 @@ class LoadPublisher:
             kv_blocks_total=self._engine.facts.kv_blocks,
             digest=self._held.digest(),
             exchange=exchange,
+            speed=self._learner.speed,
             **numbers,
         )
         try:

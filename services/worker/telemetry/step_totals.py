@@ -1,4 +1,4 @@
-"""What the engine's steps have computed so far and how long they took, added up for load reports."""
+"""Sums what the engine's steps have computed and how long they took, for load reports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from shared.contracts.load import StepTotals
 
 
 class StepTotalsCounter:
-    """Steps go in one by one, each as the totals of itself."""
+    """Each step is added as the totals of that step alone."""
 
     __slots__ = ("_context", "_decode_steps", "_pairs", "_prefill_steps", "_prompt_tokens", "_requests", "_seconds")
 

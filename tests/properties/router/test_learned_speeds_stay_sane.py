@@ -1,4 +1,4 @@
-"""Whatever workers claim to have measured, what is learned of it can be computed with."""
+"""Whatever an engine or a worker reports, the speeds learned from it can be computed with."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import math
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import astuple
 
-from services.router.state.engine_speed import EngineSpeed
-from services.router.state.speed_learner import Learner
-from shared.contracts.load import StepTotals
-from shared.engine_speed import Steps
+from services.router.state.worker_speeds import SpeedOf
+from shared.contracts.load import EngineSpeed, StepTotals
+from shared.engine_speed.learner import SpeedLearner, combined, is_valid
+from shared.engine_speed.steps import DEFAULT_STEP_TIMES, Steps, StepTimeModel
+from tests.contracts.examples import strategy
 
 COUNTS = st.integers(0, 10**9) | st.integers(-5, 2**63)
 DURATIONS = st.floats(0.0, 1e4) | st.floats(allow_nan=True, allow_infinity=True)
@@ -25,48 +27,55 @@ TOTALS = st.builds(
     decode_context_tokens=COUNTS,
 )
 CLAIMS = st.lists(
-    st.tuples(st.just("told"), TOTALS)
-    | st.tuples(st.just("worked"), TOTALS)
+    st.tuples(st.just("published"), strategy(EngineSpeed))
     | st.tuples(st.just("transfer"), st.tuples(COUNTS, DURATIONS, st.booleans()))
-    | st.tuples(st.just("way"), DURATIONS),
+    | st.tuples(st.just("transit"), DURATIONS),
     max_size=60,
 )
 
 
-def claim(learner: Learner, kind: str, what) -> None:
-    if kind == "told":
-        learner.told(what)
-    elif kind == "worked":
-        learner.worked(Steps.between(StepTotals(), what))
+def claim(speed: SpeedOf, kind: str, what) -> None:
+    if kind == "published":
+        speed.published(what)
     elif kind == "transfer":
-        learner.transfer_took(what[0], what[1], asked=what[2])
+        speed.transfer_took(what[0], what[1], asked=what[2])
     else:
-        learner.way_took(what)
+        speed.transit_took(what)
 
 
-def values(known: EngineSpeed) -> dict[str, float]:
-    return {name: getattr(known, name) for name in known.__struct_fields__}
+@given(st.lists(TOTALS, max_size=60))
+def test_whatever_an_engine_reports_its_estimate_is_valid(reports):
+    learner = SpeedLearner()
+    for totals in reports:
+        learner.observe(totals)
+        learner.learn(Steps.between(StepTotals(), totals))
+
+        if learner.speed is not None:
+            assert is_valid(learner.speed)
+            both = combined([learner.speed, learner.speed])
+            assert both is not None
+            assert is_valid(both)
+
+
+@given(st.lists(TOTALS, max_size=60))
+def test_equal_reports_give_equal_estimates(reports):
+    one, other = SpeedLearner(), SpeedLearner()
+    for totals in reports:
+        one.observe(totals)
+        other.observe(totals)
+
+    assert one.speed == other.speed
 
 
 @given(CLAIMS)
-def test_every_coefficient_is_finite_and_none_is_negative(claims):
-    family = Learner()
-    learner = Learner(family)
+def test_every_number_of_placement_is_finite_and_none_is_negative(claims):
+    peers = SpeedOf()
+    speed = SpeedOf(peers)
     for kind, what in claims:
-        claim(learner, kind, what)
+        claim(speed, kind, what)
 
-        for known in (learner.coefficients(), family.coefficients(), Learner(family).coefficients()):
-            assert all(math.isfinite(value) and value >= 0.0 for value in values(known).values())
-
-
-@given(CLAIMS)
-def test_the_same_claims_teach_the_same(claims):
-    one, other = Learner(), Learner()
-    for kind, what in claims:
-        claim(one, kind, what)
-        claim(other, kind, what)
-
-    assert one.coefficients() == other.coefficients()
+        for known in (speed.now(), peers.now(), SpeedOf(peers).now()):
+            assert all(math.isfinite(value) and value >= 0.0 for value in astuple(known))
 
 
 STEPS = st.builds(
@@ -83,16 +92,14 @@ STEPS = st.builds(
 
 @given(STEPS)
 def test_one_sample_brings_the_prediction_of_it_near_to_it(step):
-    learner = Learner()
+    learner = SpeedLearner()
 
-    learner.worked(step)
+    learner.learn(step)
 
-    known = learner.coefficients()
-    speeds = list(values(known).values())[:6]
-    work = step.work()
-    predicted = sum(speed * amount for speed, amount in zip(speeds, work, strict=True))
-    assumed = sum(
-        speed * amount for speed, amount in zip(list(values(Learner().coefficients()).values())[:6], work, strict=True)
+    assert learner.speed is not None
+    predicted, assumed = (
+        sum(time * amount for time, amount in zip(times, step.work(), strict=True))
+        for times in (StepTimeModel.of(learner.speed), DEFAULT_STEP_TIMES)
     )
     before, after = abs(math.log(step.seconds / assumed)), abs(math.log(step.seconds / predicted))
     assert after <= max(0.3, 2 / 3 * before)

@@ -28,7 +28,8 @@ from shared.contracts.disaggregation_report import DisaggregationReport, ReportB
 from shared.contracts.inference import RequestFinished
 from shared.contracts.load import StepTotals
 from shared.contracts.workers import Role
-from shared.engine_speed import Steps, StepTimeModel
+from shared.engine_speed.learner import SpeedLearner
+from shared.engine_speed.steps import Steps, StepTimeModel
 from tests.support.fleet_builders import load
 
 LAW = StepTimeModel(prefill_step_s=0.002, prefill_token_s=4e-5, decode_step_s=0.008, decode_request_s=5e-5)
@@ -64,6 +65,7 @@ class Fleet:
         self.judge = Judge(SILENT_S_MAX)
         self.now = 0.0
         self._totals = {"p1": StepTotals(), "d1": StepTotals()}
+        self._learners = {"p1": SpeedLearner(), "d1": SpeedLearner()}
         self._chance = random.Random(3)
 
     def work(
@@ -87,7 +89,9 @@ class Fleet:
         steps = msgspec.structs.replace(before, seconds=before.seconds + took_s, **whole)
         self._totals[worker_id] = steps
         role = Role.PREFILL if worker_id == "p1" else Role.DECODE
-        self.judge.load_reported(load(worker_id, role=role, steps=steps), self.now)
+        learner = self._learners[worker_id]
+        learner.observe(steps)
+        self.judge.load_reported(load(worker_id, role=role, steps=steps, speed=learner.speed), self.now)
 
     def finish(self, count: int, mode: str = "disaggregated", **facts: object) -> None:
         for _ in range(count):

@@ -141,7 +141,7 @@ def test_a_fleet_keeps_its_least_and_its_most():
 
 def test_nothing_is_decided_while_a_worker_does_not_tell_what_it_does():
     world = PlannerWorld(RULES, steady(12.0))
-    world.workers[0].tells = False
+    world.workers[0].reports = False
     world.run(300.0)
 
     assert world.changes == []

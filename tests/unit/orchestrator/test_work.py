@@ -8,7 +8,7 @@ from services.orchestrator.planner.demand import Wish
 from services.orchestrator.planner.rules import Rules
 from services.orchestrator.planner.work import Engines, Queues, Work, batch_max, work_of
 from shared.contracts.planning import Demand
-from shared.engine_speed import Steps, StepTimeModel
+from shared.engine_speed.steps import Steps, StepTimeModel
 
 RULES = Rules()
 LAW = StepTimeModel(prefill_token_s=1e-4, decode_step_s=0.01, decode_request_s=0.001)

@@ -8,8 +8,8 @@ from services.router.placement.placement import Placement, PlacementPolicy, Plac
 from services.router.placement.placer import CostPlacer
 from services.router.placement.request_fields import Mode
 from services.router.state.cluster_view import ClusterView
-from services.router.state.engine_speed import EngineSpeed
 from services.router.state.prefix_index import PrefixIndex
+from services.router.state.worker_speed import WorkerSpeed
 from shared.contracts.ids import WorkerId
 from shared.contracts.kv_events import KvSnapshot, pack_hashes
 from shared.contracts.kv_exchange import KvSource
@@ -27,9 +27,9 @@ class Fleet:
         self.cluster, self.index = ClusterView(), PrefixIndex()
 
     def add(self, worker_id: str, role: Role, held: int = 0, connector: str = "baton-1", **numbers: float) -> None:
-        speeds = {name: numbers.pop(name) for name in EngineSpeed.__struct_fields__ if name in numbers}
+        speeds = {name: numbers.pop(name) for name in WorkerSpeed.__struct_fields__ if name in numbers}
         self.cluster.record(record(worker_id, role=role, connector=connector), NOW)
-        self.cluster.learned(WorkerId(worker_id), EngineSpeed(**speeds))
+        self.cluster.set_speed(WorkerId(worker_id), WorkerSpeed(**speeds))
         self.cluster.report(load(worker_id, role=role, **numbers), NOW)
         self.index.join(worker_id, 1)
         self.index.restore(KvSnapshot(worker_id=worker_id, epoch=1, seq=1, hashes=pack_hashes(range(1, held + 1))))
@@ -100,7 +100,7 @@ def test_a_request_may_say_by_itself_how_much_is_worth_it():
 
 def test_what_is_computed_sooner_than_read_is_computed():
     fleet = Fleet()
-    fleet.add("p1", Role.PREFILL, prefill_s_per_token=1e-6, transfer_s_per_token=1e-3)
+    fleet.add("p1", Role.PREFILL, prefill_token_s=1e-6, transfer_token_s=1e-3)
     fleet.add("d1", Role.DECODE, held=18)
 
     placed = fleet.place()
@@ -180,7 +180,7 @@ def test_decode_goes_with_prefill_when_that_has_enough_to_compute():
 
 def test_decode_keeps_no_room_for_a_prompt_whose_turn_is_far_away():
     fleet = Fleet()
-    fleet.add("p1", Role.PREFILL, prefill_s_per_token=1e-3, waiting_tokens=20_000)
+    fleet.add("p1", Role.PREFILL, prefill_token_s=1e-3, waiting_tokens=20_000)
     fleet.add("d1", Role.DECODE)
     far, near = PlacementPolicy(stream_tokens_min=0), PlacementPolicy(stream_tokens_min=0, stream_s_max=21.0)
 

@@ -11,9 +11,9 @@ from services.router.placement.placer import CostPlacer
 from services.router.placement.request_fields import Forced, Mode
 from services.router.placement.slo import Targets
 from services.router.state.cluster_view import ClusterView
-from services.router.state.engine_speed import EngineSpeed
 from services.router.state.prefix_index import PrefixIndex
 from services.router.state.sent_work import Sent
+from services.router.state.worker_speed import WorkerSpeed
 from shared.contracts.decisions import CandidateRecord, Part
 from shared.contracts.failures import Reason
 from shared.contracts.ids import RequestId, RouterId, WorkerId
@@ -32,9 +32,9 @@ class Fleet:
         self.costs = CostPlacer(self.cluster, self.index, policy or PlacementPolicy())
 
     def add(self, worker_id: str, role: Role = Role.BOTH, held: int = 0, **numbers: float) -> None:
-        speeds = {name: numbers.pop(name) for name in EngineSpeed.__struct_fields__ if name in numbers}
+        speeds = {name: numbers.pop(name) for name in WorkerSpeed.__struct_fields__ if name in numbers}
         self.cluster.record(record(worker_id, role=role, connector="baton-1"), NOW)
-        self.cluster.learned(WorkerId(worker_id), EngineSpeed(**speeds))
+        self.cluster.set_speed(WorkerId(worker_id), WorkerSpeed(**speeds))
         self.cluster.report(load(worker_id, role=role, **numbers), NOW)
         self.index.join(worker_id, 1)
         self.index.restore(KvSnapshot(worker_id=worker_id, epoch=1, seq=1, hashes=pack_hashes(range(1, held + 1))))
@@ -116,16 +116,16 @@ def test_what_was_sent_a_moment_ago_counts_although_no_report_tells_of_it():
 
 def test_a_slower_worker_gets_less():
     fleet = Fleet()
-    fleet.add("slow", prefill_s_per_token=0.01)
-    fleet.add("fast", prefill_s_per_token=0.001)
+    fleet.add("slow", prefill_token_s=0.01)
+    fleet.add("fast", prefill_token_s=0.001)
 
     assert {fleet.place().decode.record.worker_id for _ in range(4)} == {"fast"}
 
 
 def test_the_cheapest_worker_that_keeps_the_targets_is_taken():
     fleet = Fleet()
-    fleet.add("soon", decode_base_s=0.08, prefill_s_per_token=0.0005)
-    fleet.add("cheap", decode_base_s=0.01, prefill_s_per_token=0.002)
+    fleet.add("soon", decode_step_s=0.08, prefill_token_s=0.0005)
+    fleet.add("cheap", decode_step_s=0.01, prefill_token_s=0.002)
 
     assert fleet.place(mode=Mode.AGGREGATED, tokens_out=500).decode.record.worker_id == "cheap"
     soon = fleet.place(mode=Mode.AGGREGATED, tokens_out=500, targets=Targets(ttft_s=0.5))
@@ -188,9 +188,7 @@ def test_the_same_is_chosen_from_a_shortlist_as_from_all():
         for number in range(60):
             role = list(Role)[number % 3]
             numbers = {"waiting_tokens": (number * 7919) % 5000, "running": (number * 31) % 17}
-            fleet.add(
-                f"w{number}", role, held=(number * 13) % 21, prefill_s_per_token=0.0001 * (1 + number % 5), **numbers
-            )
+            fleet.add(f"w{number}", role, held=(number * 13) % 21, prefill_token_s=0.0001 * (1 + number % 5), **numbers)
 
     for what in (
         {},

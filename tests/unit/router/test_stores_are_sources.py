@@ -9,9 +9,9 @@ from services.router.placement.placement import Placement, PlacementPolicy, Plac
 from services.router.placement.placer import CostPlacer
 from services.router.placement.request_fields import Forced, Mode, RequestFacts
 from services.router.state.cluster_view import ClusterView
-from services.router.state.engine_speed import EngineSpeed
 from services.router.state.fleet import Fleet
 from services.router.state.prefix_index import PrefixIndex
+from services.router.state.worker_speed import WorkerSpeed
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
 from shared.contracts.kv_events import KvSnapshot, pack_hashes
@@ -21,7 +21,7 @@ from tests.support.fleet_builders import load, record
 BLOCK = 32
 NOW = 0.0
 HASHES = tuple(range(1, 21))
-SLOW = EngineSpeed(prefill_s_per_token=0.01)
+SLOW = WorkerSpeed(prefill_token_s=0.01)
 """An engine on which reading KV is sooner than computing it."""
 
 
@@ -31,7 +31,7 @@ class Known:
 
     def add(self, name: str, role: Role, *, host: int = 0, disk: int = 0, device: int = 0, **load_fields) -> None:
         self.cluster.record(record(name, role=role, connector=load_fields.pop("connector", "baton-1")), NOW)
-        self.cluster.learned(WorkerId(name), SLOW)
+        self.cluster.set_speed(WorkerId(name), SLOW)
         self.cluster.report(load(name, role=role, **load_fields), NOW)
         self.index.join(WorkerId(name), 1)
         held = {

@@ -9,14 +9,14 @@ from services.router.placement.placer import CostPlacer
 from services.router.placement.request_fields import Mode
 from services.router.state import fleet_table
 from services.router.state.cluster_view import ClusterView
-from services.router.state.engine_speed import EngineSpeed
 from services.router.state.prefix_index import PrefixIndex
+from services.router.state.worker_speed import WorkerSpeed
 from shared.contracts.ids import WorkerId
 from shared.contracts.workers import Role, WorkerPhase
 from tests.support.fleet_builders import FINGERPRINT, record
 
-FAST = EngineSpeed(prefill_s_per_token=0.001, decode_base_s=0.002)
-SLOW = EngineSpeed(prefill_s_per_token=0.1, decode_base_s=0.02)
+FAST = WorkerSpeed(prefill_token_s=0.001, decode_step_s=0.002)
+SLOW = WorkerSpeed(prefill_token_s=0.1, decode_step_s=0.02)
 UNKNOWN = msgspec.structs.replace(FINGERPRINT, revision="", dtype="")
 
 
@@ -33,25 +33,15 @@ def test_a_worker_pairs_by_the_fingerprint_that_it_has_when_it_is_ready():
     assert placed.mode is Mode.DISAGGREGATED
 
 
-def test_a_worker_that_has_measured_nothing_counts_as_fast_as_its_like():
-    cluster = ClusterView()
-    cluster.record(record("old"), now=0.0)
-    cluster.learned(WorkerId("old"), FAST)
-
-    cluster.record(record("new"), now=1.0)
-
-    assert coefficients(cluster, "new") == coefficients(cluster, "old") == list(msgspec.structs.astuple(FAST))
-
-
 def test_a_worker_goes_by_its_own_measures_once_it_has_some():
     cluster = ClusterView()
-    for worker_id, learned in (("fast", FAST), ("slow", SLOW)):
+    for worker_id, speed in (("fast", FAST), ("slow", SLOW)):
         cluster.record(record(worker_id), now=0.0)
-        cluster.learned(WorkerId(worker_id), learned)
+        cluster.set_speed(WorkerId(worker_id), speed)
 
-    assert coefficients(cluster, "fast") == list(msgspec.structs.astuple(FAST))
-    assert coefficients(cluster, "slow") == list(msgspec.structs.astuple(SLOW))
+    assert written(cluster, "fast") == list(msgspec.structs.astuple(FAST))
+    assert written(cluster, "slow") == list(msgspec.structs.astuple(SLOW))
 
 
-def coefficients(cluster: ClusterView, worker_id: str) -> list[float]:
-    return cluster.table.numbers[fleet_table.COEFFICIENTS :, cluster.workers[WorkerId(worker_id)].row].tolist()
+def written(cluster: ClusterView, worker_id: str) -> list[float]:
+    return cluster.table.numbers[fleet_table.SPEED :, cluster.workers[WorkerId(worker_id)].row].tolist()

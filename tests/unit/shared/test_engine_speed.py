@@ -1,4 +1,4 @@
-"""What lies between two reports, and when there is enough of it to learn from."""
+"""The steps between two totals, and when they make a sample."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.contracts.load import StepTotals
-from shared.engine_speed import NO_STEPS, Steps, StepTimeModel, Untaught
+from shared.contracts.load import EngineSpeed, StepTotals
+from shared.engine_speed.steps import NO_STEPS, PendingSteps, Steps, StepTimeModel
 
 ADDED = st.tuples(*[st.integers(0, 10**6)] * 7).map(lambda counts: Steps(*counts))
 
@@ -23,12 +23,13 @@ def decoded(seconds: float) -> StepTotals:
     return StepTotals(seconds=seconds, decode_steps=round(250 * seconds), decode_requests=round(250 * seconds))
 
 
-def test_steps_count_what_load_reports_count_and_a_law_has_a_part_for_each():
+def test_steps_totals_and_model_have_the_same_fields():
     assert Steps.__struct_fields__ == StepTotals.__struct_fields__
     assert len(StepTimeModel._fields) == len(NO_STEPS.work())
+    assert EngineSpeed.__struct_fields__[:6] == StepTimeModel._fields
 
 
-def test_steps_are_what_lies_between_two_reports():
+def test_steps_are_the_difference_of_two_totals():
     earlier = StepTotals(seconds=1.0, prefill_steps=1, prefill_tokens=10, decode_steps=2, decode_requests=4)
     later = StepTotals(seconds=3.0, prefill_steps=2, prefill_tokens=30, decode_steps=5, decode_requests=9)
 
@@ -40,44 +41,44 @@ def test_steps_are_what_lies_between_two_reports():
 
 @given(st.lists(ADDED, max_size=20), st.floats(0.0, 10.0))
 def test_each_step_is_in_one_sample_and_none_is_lost(added: list[Steps], seconds_min: float):
-    untaught, told, learned = Untaught(), NO_STEPS, NO_STEPS
+    pending, totals, learned = PendingSteps(), NO_STEPS, NO_STEPS
     for steps in added:
-        told += steps
-        sample = untaught.sample(totals_of(told), seconds_min)
+        totals += steps
+        sample = pending.sample(totals_of(totals), seconds_min)
         assert sample is None or sample.seconds >= seconds_min
         learned += sample or NO_STEPS
 
-    rest = untaught.sample(totals_of(told), 0.0)
+    rest = pending.sample(totals_of(totals), 0.0)
     assert rest is not None
-    assert learned + rest == told
+    assert learned + rest == totals
 
 
-def test_steps_too_short_to_be_a_sample_count_with_those_that_follow():
-    untaught = Untaught()
+def test_short_steps_go_into_the_next_sample():
+    pending = PendingSteps()
 
-    samples = [untaught.sample(decoded(0.004 * count), 0.02) for count in range(1, 7)]
+    samples = [pending.sample(decoded(0.004 * count), 0.02) for count in range(1, 7)]
 
     assert [sample is not None for sample in samples] == [False, False, False, False, True, False]
     assert samples[4] == Steps.between(StepTotals(), decoded(0.02))
 
 
-def test_totals_that_begin_anew_are_no_sample_but_the_next_ones_are():
-    untaught = Untaught()
-    untaught.sample(decoded(100.0), 0.02)
+def test_totals_that_start_over_are_no_sample():
+    pending = PendingSteps()
+    pending.sample(decoded(100.0), 0.02)
 
-    assert untaught.sample(decoded(1.0), 0.02) is None
-    assert untaught.sample(decoded(3.0), 0.02) == Steps.between(decoded(1.0), decoded(3.0))
+    assert pending.sample(decoded(1.0), 0.02) is None
+    assert pending.sample(decoded(3.0), 0.02) == Steps.between(decoded(1.0), decoded(3.0))
 
 
 @pytest.mark.parametrize("nonsense", [{"seconds": math.nan}, {"seconds": math.inf}, {"prefill_pairs": math.nan}])
-def test_a_report_that_makes_no_sense_is_as_if_it_had_not_been(nonsense: dict[str, float]):
-    untaught = Untaught()
+def test_totals_that_are_no_numbers_are_ignored(nonsense: dict[str, float]):
+    pending = PendingSteps()
 
-    assert untaught.sample(msgspec.structs.replace(decoded(1.0), **nonsense), 0.02) is None
-    assert untaught.sample(decoded(2.0), 0.02) == Steps.between(StepTotals(), decoded(2.0))
+    assert pending.sample(msgspec.structs.replace(decoded(1.0), **nonsense), 0.02) is None
+    assert pending.sample(decoded(2.0), 0.02) == Steps.between(StepTotals(), decoded(2.0))
 
 
-def test_only_what_has_grown_and_is_a_number_is_possible():
+def test_steps_with_negative_or_nan_fields_are_impossible():
     assert NO_STEPS.is_possible
     assert not Steps(seconds=1.0, decode_steps=-1).is_possible
     assert not Steps(seconds=1.0, prefill_pairs=math.nan).is_possible

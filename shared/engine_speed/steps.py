@@ -1,12 +1,10 @@
-"""What an engine's steps computed, and the law by which that takes time.
+"""What an engine's steps computed, and the model of how long that takes.
 
     seconds = prefill_step_s * prefill_steps + prefill_token_s * prefill_tokens + prefill_pair_s * prefill_pairs
             + decode_step_s * decode_steps + decode_request_s * decode_requests
             + decode_context_token_s * decode_context_tokens
 
-So what lies between two load reports is one equation of the engine's speeds. How such equations are solved is each
-service's own, since each asks something else: a router follows a single worker from report to report, the planner
-must not forget what full batches took, and a verdict has to know what its equations leave open.
+So the work between two totals is one equation of the engine's speed.
 """
 
 from __future__ import annotations
@@ -18,11 +16,11 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import astuple
 
-from shared.contracts.load import StepTotals
+from shared.contracts.load import EngineSpeed, StepTotals
 
 
 class Steps(msgspec.Struct, frozen=True):
-    """What ``StepTotals`` counts, as numbers: of some steps, of several engines, or per second."""
+    """The counts of ``StepTotals`` as floats: of some steps, of several engines, or per second."""
 
     seconds: float = 0.0
     prefill_steps: float = 0.0
@@ -34,31 +32,23 @@ class Steps(msgspec.Struct, frozen=True):
 
     @classmethod
     def between(cls, earlier: StepTotals, later: StepTotals) -> Steps:
-        """What an engine did from one report to another."""
-        return cls(
-            later.seconds - earlier.seconds,
-            later.prefill_steps - earlier.prefill_steps,
-            later.prefill_tokens - earlier.prefill_tokens,
-            later.prefill_pairs - earlier.prefill_pairs,
-            later.decode_steps - earlier.decode_steps,
-            later.decode_requests - earlier.decode_requests,
-            later.decode_context_tokens - earlier.decode_context_tokens,
-        )
+        """The steps between two totals of one engine."""
+        return cls(*map(operator.sub, astuple(later), astuple(earlier)))
 
     def __add__(self, other: Steps) -> Steps:
         return Steps(*map(operator.add, astuple(self), astuple(other)))
 
     def per(self, seconds: float) -> Steps:
-        """The rate, when all of it took that long."""
+        """The rate per second over so many seconds."""
         return Steps(*(each / seconds for each in astuple(self)))
 
     def work(self) -> tuple[float, ...]:
-        """All but the seconds, in the order of ``StepTimeModel``."""
+        """All fields but ``seconds``, in the order of ``StepTimeModel``."""
         return astuple(self)[1:]
 
     @property
     def is_possible(self) -> bool:
-        """Whether an engine can have done this: nothing is negative, and everything a number."""
+        """Whether an engine can have done this: nothing is negative, infinite or NaN."""
         return all(0.0 <= each < math.inf for each in astuple(self))
 
 
@@ -66,7 +56,7 @@ NO_STEPS = Steps()
 
 
 class StepTimeModel(NamedTuple):
-    """How fast an engine is: seconds for one of each."""
+    """Seconds for one unit of each kind of work."""
 
     prefill_step_s: float = 0.0
     prefill_token_s: float = 0.0
@@ -75,8 +65,13 @@ class StepTimeModel(NamedTuple):
     decode_request_s: float = 0.0
     decode_context_token_s: float = 0.0
 
+    @classmethod
+    def of(cls, speed: EngineSpeed) -> StepTimeModel:
+        """The estimate without its spread."""
+        return cls(*(getattr(speed, name) for name in cls._fields))
+
     def prefill_s(self, done: Steps) -> float:
-        """What of these steps' time went to prompts."""
+        """The part of these steps' time that prompts took."""
         return (
             done.prefill_steps * self.prefill_step_s
             + done.prefill_tokens * self.prefill_token_s
@@ -84,11 +79,11 @@ class StepTimeModel(NamedTuple):
         )
 
     def decode_step_of(self, requests: float, context_tokens: float) -> float:
-        """Duration of a step in which so many completions go on, each with so much context."""
+        """Duration of a decode step with so many requests in the batch, each with so many tokens of context."""
         return self.decode_step_s + requests * (self.decode_request_s + context_tokens * self.decode_context_token_s)
 
 
-USUAL = StepTimeModel(
+DEFAULT_STEP_TIMES = StepTimeModel(
     prefill_step_s=0.005,
     prefill_token_s=1 / 4000,
     prefill_pair_s=1 / 4000 / 32_768,  # A token that attends to so many others takes twice as long.
@@ -99,21 +94,21 @@ USUAL = StepTimeModel(
 """Assumed of an engine before it is measured. Engines differ by factors of hundreds, these proportions by far less."""
 
 
-class Untaught:
-    """Steps from which nothing was learned yet, of one life of an engine. Its totals go in, samples come out."""
+class PendingSteps:
+    """The steps of one engine that are in no sample yet. Its totals go in, samples come out."""
 
-    __slots__ = ("_taught",)
+    __slots__ = ("_sampled",)
 
     def __init__(self) -> None:
-        self._taught = StepTotals()
+        self._sampled = StepTotals()
 
     def sample(self, totals: StepTotals, seconds_min: float) -> Steps | None:
-        """All that was done since the last one, once it took ``seconds_min``. Totals that begin anew are no sample."""
+        """All steps since the last sample, once they took ``seconds_min``. Totals that start over are no sample."""
         if not (math.isfinite(totals.seconds) and math.isfinite(totals.prefill_pairs)):
             return None
-        seconds = totals.seconds - self._taught.seconds
+        seconds = totals.seconds - self._sampled.seconds
         if 0.0 <= seconds < seconds_min:
             return None
-        done = Steps.between(self._taught, totals)
-        self._taught = totals
+        done = Steps.between(self._sampled, totals)
+        self._sampled = totals
         return done if seconds >= 0.0 else None

@@ -1,0 +1,212 @@
+"""How fast each worker is, as the router assumes it for placement.
+
+A worker publishes its engine's speed (``LoadReport.speed``). The router itself measures what no engine step contains,
+from single requests: reading KV from another worker, and the transit between router and engine. What a worker has not
+published or shown is taken from the workers of its fingerprint.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from services.router.state.cluster_view import ClusterView
+from services.router.state.worker_speed import WorkerSpeed
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.inference import LegReport
+from shared.contracts.kv_exchange import KvRead
+from shared.contracts.load import EngineSpeed, LoadReport
+from shared.contracts.workers import WorkerRecord
+from shared.engine_speed.learner import filled_in, is_valid
+from shared.engine_speed.steps import DEFAULT_STEP_TIMES, StepTimeModel
+from shared.engine_speed.unit_costs import SECONDS_MAX, SECONDS_MIN, Prior, UnitCosts
+
+FINGERPRINTS_MAX = 256
+"""Fingerprints remembered; beyond that, those without a worker are forgotten."""
+DEFAULT_SPEED = WorkerSpeed()
+TRANSFER_PRIOR = Prior([DEFAULT_SPEED.transfer_base_s, DEFAULT_SPEED.transfer_token_s], [0, 0], together=3.0, apart=1.0)
+ALIKE_TOGETHER, ALIKE_APART = 0.25, 0.02
+"""Variances between workers of one fingerprint: one may well be half again as fast as another."""
+SETTLED_READS, LATER_READS = 50, 4
+"""After so many reads without a change every so many-th is learned from, which costs less."""
+PEERS_SHARE = 8
+"""Of the reads of a settled worker, every so many-th teaches the peers' estimate as well."""
+TRANSIT_S_MIN = 1e-5
+"""Clock differences can make a transit negative."""
+MEDIAN_STEP_MIN = 0.05
+
+
+class RunningMedian:
+    """Of a duration. Follows slowly, at first quickly."""
+
+    __slots__ = ("_samples", "seconds")
+
+    def __init__(self, seconds: float) -> None:
+        self._samples = 0
+        self.seconds = seconds
+
+    def learn(self, seconds: float) -> None:
+        """Move towards the sample, and never beyond it."""
+        if not SECONDS_MIN <= seconds <= SECONDS_MAX:
+            return
+        factor = 1.0 + max(1.0 / (1.0 + self._samples), MEDIAN_STEP_MIN)
+        self._samples += 1
+        if seconds > self.seconds:
+            self.seconds = min(self.seconds * factor, seconds)
+        else:
+            self.seconds = max(self.seconds / factor, seconds)
+
+
+class SpeedOf:
+    """The speed of one life of a worker, or what its ``peers`` share: all workers of a fingerprint."""
+
+    __slots__ = ("_peers", "_reads", "_transfers", "_transit", "engine")
+
+    def __init__(self, peers: SpeedOf | None = None) -> None:
+        self.engine: EngineSpeed | None = None
+        """As the worker published it last; of peers: as any of them did."""
+        self._peers = peers
+        self._reads = 0
+        self._transfers = UnitCosts(TRANSFER_PRIOR)
+        self._transit: RunningMedian = RunningMedian(peers._transit.seconds if peers else DEFAULT_SPEED.transit_s)
+
+    def published(self, engine: EngineSpeed) -> bool:
+        """The worker has reported its engine's speed; returns whether it is news."""
+        if engine == self.engine or not is_valid(engine):
+            return False
+        self.engine = engine
+        if self._peers is not None:
+            self._peers.engine = filled_in(engine, self._peers.engine)
+        return True
+
+    def transfer_took(self, tokens: int, seconds: float, *, asked: bool = True) -> bool:
+        """KV came from another worker; ``asked``: the time includes the request for it. False if not learned from."""
+        self._reads += 1
+        own, peers = self._transfers, self._peers
+        is_young = own.settled < SETTLED_READS
+        # One of several, not their sum: one outlier would spoil the sum.
+        if tokens <= 0 or (not is_young and self._reads % LATER_READS):
+            return False
+        if peers is not None:
+            if not own.samples and peers._transfers.samples:
+                self._transfers = own = peers._transfers.like(ALIKE_TOGETHER, ALIKE_APART)
+            if is_young or own.samples % PEERS_SHARE == 0:
+                peers.transfer_took(tokens, seconds, asked=asked)
+        return own.learn([float(asked), tokens], seconds)
+
+    def transit_took(self, seconds: float) -> None:
+        """A leg's first token took so much longer to the router than the engine had for it."""
+        self._transit.learn(max(seconds, TRANSIT_S_MIN))
+        if self._peers is not None:
+            self._peers.transit_took(seconds)
+
+    def now(self) -> WorkerSpeed:
+        """The best estimate."""
+        peers = self._peers
+        engine = filled_in(self.engine, peers.engine if peers is not None else None)
+        transfers = self._transfers if self._transfers.samples or peers is None else peers._transfers
+        base_s, token_s = transfers.values()
+        times = StepTimeModel.of(engine) if engine is not None else DEFAULT_STEP_TIMES
+        return WorkerSpeed(
+            **times._asdict(),
+            transfer_base_s=base_s,
+            transfer_token_s=token_s,
+            pairs_per_token=engine.pairs_per_token if engine is not None else 0.0,
+            transit_s=self._transit.seconds,
+        )
+
+
+class Life(msgspec.Struct):
+    """One life of a worker."""
+
+    epoch: Epoch
+    fingerprint: str
+    speed: SpeedOf
+    received_tokens: int = 0
+    received_s: float = 0.0
+    written: WorkerSpeed | None = None
+    """What the cluster view has."""
+
+
+class WorkerSpeeds:
+    """Of all workers. Writes each new estimate into the cluster view."""
+
+    def __init__(self, cluster: ClusterView) -> None:
+        self._cluster = cluster
+        self._workers: dict[WorkerId, Life] = {}
+        self._peers: dict[str, SpeedOf] = {}
+        """By fingerprint. They outlive their workers."""
+
+    def joined(self, record: WorkerRecord) -> None:
+        """The registry has a record of the worker, the first or a renewed one."""
+        fingerprint = record.fingerprint.key()
+        life = self._workers.get(record.worker_id)
+        if life is not None and life.epoch > record.epoch:
+            return
+        if life is None or (life.epoch, life.fingerprint) != (record.epoch, fingerprint):
+            if fingerprint not in self._peers:
+                self._forget_peers()
+                self._peers[fingerprint] = SpeedOf()
+            life = Life(record.epoch, fingerprint, SpeedOf(self._peers[fingerprint]))
+            self._workers[record.worker_id] = life
+        life.written = None
+        self._write(record.worker_id, life)
+
+    def gone(self, worker_id: WorkerId) -> None:
+        """The worker will not come back in this life."""
+        self._workers.pop(worker_id, None)
+
+    def load(self, load: LoadReport) -> None:
+        """A load report has come."""
+        life = self._workers.get(load.worker_id)
+        if life is None or life.epoch != load.epoch:
+            return
+        # A worker that has published nothing is assumed to be as its peers are now.
+        is_new = load.speed is None or life.speed.published(load.speed)
+        if load.exchange is None and load.received_tokens_total > life.received_tokens:
+            tokens, seconds = load.received_tokens_total, load.received_seconds_total
+            is_new |= life.speed.transfer_took(tokens - life.received_tokens, seconds - life.received_s, asked=False)
+            life.received_tokens, life.received_s = tokens, seconds
+        if is_new:
+            self._write(load.worker_id, life)
+
+    def leg_ended(
+        self, worker_id: WorkerId, epoch: Epoch | None, report: LegReport | None, first_token_s: float | None
+    ) -> None:
+        """A leg has ended well; ``first_token_s``: from its start to its first token at the router, if any."""
+        life = self._workers.get(worker_id)
+        if report is None or life is None or life.epoch != epoch:
+            return
+        for read in report.kv.reads if report.kv is not None else ():
+            _learn_read(life.speed, read)
+        if first_token_s is not None and first_token_s > 0.0 < report.prefill_s:
+            life.speed.transit_took(first_token_s - report.queue_s - report.prefill_s)
+        self._write(worker_id, life)
+
+    def all(self) -> dict[WorkerId, WorkerSpeed]:
+        """Of every worker, as it is assumed now."""
+        return {worker_id: life.speed.now() for worker_id, life in self._workers.items()}
+
+    def _write(self, worker_id: WorkerId, life: Life) -> None:
+        speed = life.speed.now()
+        if speed != life.written:
+            life.written = speed
+            self._cluster.set_speed(worker_id, speed)
+
+    def _forget_peers(self) -> None:
+        if len(self._peers) >= FINGERPRINTS_MAX:
+            alive = {life.fingerprint for life in self._workers.values()}
+            self._peers = {key: speed for key, speed in self._peers.items() if key in alive}
+
+
+def _learn_read(speed: SpeedOf, read: KvRead) -> None:
+    """A reader that followed its source waited for what was still being computed: only the reading counts."""
+    if read.tokens <= 0 or read.failure or not read.ended_at:
+        return
+    if read.followed:
+        speed.transfer_took(read.tokens, read.read_s, asked=False)
+        return
+    began_at = read.asked_at or read.granted_at
+    if math.isfinite(began_at):
+        speed.transfer_took(read.tokens, read.ended_at - began_at, asked=bool(read.asked_at))

@@ -1,0 +1,167 @@
+"""Learn what each unit of several kinds of work costs, from how long mixtures of them took.
+
+``seconds = sum(work[i] * cost[i])``. A Kalman filter, linearised at each sample, follows the logarithms of the costs:
+
+* A cost is positive whatever is measured, and noise that grows with the duration is the same for all durations.
+* The derivative of log(seconds) by log(cost[i]) is that kind's share of the prediction. The shares add up to one, so an
+  error that nothing explains better scales all costs by the same factor: a single sample brings all to the right scale.
+* Costs drift at every sample, more together than against each other. So old samples are forgotten, and costs that the
+  samples do not tell apart keep the prior's proportions.
+* A sample beyond ``CLIPPED_BEYOND`` standard deviations counts as much as one at that limit (Huber), one beyond
+  ``IGNORED_BEYOND`` does not count. The standard deviation follows the running median of the errors.
+* If the last ``CHANGED_AFTER`` errors are all beyond ``IGNORED_BEYOND``, or all but one of the last ``LATEST`` beyond
+  ``SHIFTED_BEYOND``, on the same side, they are no outliers: the machine has changed, or an outlier has misled the
+  estimate. Then the costs of that group shift together by the common error. Learning from these samples one by one
+  would put all of it on the least known cost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+CLIPPED_BEYOND = 1.5
+"""Standard deviations."""
+MEDIAN_OF_NORMAL = 0.6745
+"""Half of all normal errors are within so many standard deviations."""
+INITIAL_NOISE = 0.3
+NOISE_MIN, NOISE_MAX = 0.02, 1.0
+NOISE_STEP = 0.05
+"""Relative change of the noise by one sample."""
+DRIFT_TOGETHER = 2e-4
+"""Variance that each sample adds to the logarithms of all costs together."""
+DRIFT_APART = 1e-5
+IGNORED_BEYOND = 3.0
+CHANGED_AFTER = 5
+"""With one outlier in ten samples, five in a row are one case in 100,000; so are six of seven (``LATEST``)."""
+LATEST, SHIFTED_BEYOND = 7, 1.0
+LOG_COST_MIN, LOG_COST_MAX = math.log(1e-15), math.log(1e4)
+SECONDS_MIN, SECONDS_MAX = 1e-7, 1e6
+"""A duration outside of these is a measuring error."""
+
+
+class Prior:
+    """What is assumed before the first sample. Costs of one group are of one kind of work, and vary together."""
+
+    __slots__ = ("covariance", "groups", "logs", "variance")
+
+    def __init__(self, costs: Sequence[float], groups: Sequence[int], *, together: float, apart: float) -> None:
+        """``together`` and ``apart``: variances of the logarithms, of a group's costs in common and of each alone."""
+        self.logs: Floats = np.log(np.array(costs))
+        numbers = np.array(groups)
+        self.groups: Floats = (numbers[:, None] == numbers[None, :]).astype(np.float64)
+        self.covariance: Floats = together * self.groups + apart * np.eye(len(costs))
+        self.variance = float(np.trace(self.covariance))
+
+
+class UnitCosts:
+    """The costs of one machine, or of all that are alike. ``learn`` takes about 15 microseconds."""
+
+    __slots__ = ("_covariance", "_drift", "_latest", "_logs", "_measured", "_noise", "_prior", "samples", "settled")
+
+    def __init__(self, prior: Prior) -> None:
+        self.samples = 0
+        self.settled = 0
+        """Samples since the last shift or ignored sample."""
+        self._prior = prior
+        self._logs = prior.logs
+        self._covariance = prior.covariance
+        self._measured: Floats = np.zeros(len(prior.logs))
+        self._noise = INITIAL_NOISE
+        self._latest: dict[int, list[float]] = {}
+        """Errors, by the kind of work with the largest share."""
+        self._drift = DRIFT_TOGETHER * prior.groups + DRIFT_APART * np.eye(len(prior.logs))
+
+    def like(self, together: float, apart: float) -> UnitCosts:
+        """Costs of another machine that is assumed to differ from this one by so much variance."""
+        made = UnitCosts(self._prior)
+        made._logs, made._noise = self._logs, self._noise
+        made._covariance = self._covariance + together * self._prior.groups + apart * np.eye(len(self._logs))
+        return made
+
+    def values(self) -> list[float]:
+        """Seconds for one unit of each kind."""
+        values: list[float] = np.exp(self._logs).tolist()
+        return values
+
+    def spread(self, work: Sequence[float]) -> float:
+        """Standard deviation of the logarithm of what so much work takes."""
+        shares = np.exp(self._logs) * np.array(work, dtype=np.float64)
+        shares /= shares.sum()
+        return math.sqrt(max(0.0, float(shares @ self._covariance @ shares)))
+
+    @property
+    def measured(self) -> list[float]:
+        """By kind, the sum of its shares in all samples."""
+        sums: list[float] = self._measured.tolist()
+        return sums
+
+    def learn(self, work: Sequence[float], seconds: float) -> bool:
+        """So much work took so long. Returns False for impossible samples, which change nothing."""
+        costs = np.exp(self._logs)
+        amounts = np.array(work, dtype=np.float64)
+        predicted = float(costs @ amounts)
+        if not (SECONDS_MIN <= seconds <= SECONDS_MAX and 0.0 < predicted < math.inf and min(work) >= 0.0):
+            return False
+        self.samples += 1
+        self.settled += 1
+        shares = costs * amounts / predicted
+        self._measured = self._measured + shares
+        along = self._covariance @ shares
+        uncertainty = max(0.0, float(along @ shares))
+        error = math.log(seconds / predicted)
+        noise = self._noise * self._noise
+        surprise = abs(error) / math.sqrt(uncertainty + noise)
+        if surprise > IGNORED_BEYOND and self.samples > 1:
+            self.settled = 0
+        else:
+            self._move(along, error, uncertainty + noise * max(1.0, surprise / CLIPPED_BEYOND))
+        self._remember(shares, error, math.sqrt(uncertainty + noise))
+        return True
+
+    def _remember(self, shares: Floats, error: float, expected: float) -> None:
+        latest = self._latest.setdefault(int(shares.argmax()), [])
+        latest.append(error)
+        from_median = abs(error - sorted(latest)[len(latest) // 2])
+        step = NOISE_STEP if from_median > MEDIAN_OF_NORMAL * expected else -NOISE_STEP
+        self._noise = min(max(self._noise * (1.0 + step), NOISE_MIN), NOISE_MAX)
+        common = _common(latest, expected)
+        if common:
+            self._shift(shares, common)
+            latest.clear()
+        elif len(latest) == LATEST:
+            del latest[0]
+
+    def _shift(self, shares: Floats, error: float) -> None:
+        """Move all costs of the groups in the last sample."""
+        self.settled = 0
+        moved = self._prior.groups @ shares
+        self._logs = np.clip(self._logs + error * moved, LOG_COST_MIN, LOG_COST_MAX)
+        self._covariance = self._covariance + self._noise * self._noise * np.outer(moved, moved)
+
+    def _move(self, along: Floats, error: float, total: float) -> None:
+        logs = self._logs + along * (error / total)
+        self._logs = np.minimum(np.maximum(logs, LOG_COST_MIN), LOG_COST_MAX)
+        covariance = self._covariance - along[:, None] * (along / total)
+        if covariance.trace() < self._prior.variance:
+            covariance += self._drift
+        self._covariance = covariance
+
+
+def _common(errors: list[float], expected: float) -> float:
+    """What the errors have in common, if that cannot be chance; else 0."""
+    if len(errors) >= CHANGED_AFTER:
+        ordered = sorted(errors[-CHANGED_AFTER:])
+        common = max(ordered[0], 0.0) + min(ordered[-1], 0.0)
+        if abs(common) > IGNORED_BEYOND * expected:
+            return common
+    if len(errors) < LATEST:
+        return 0.0
+    ordered = sorted(errors)
+    common = max(ordered[1], 0.0) + min(ordered[-2], 0.0)
+    return common if abs(common) > SHIFTED_BEYOND * expected else 0.0
