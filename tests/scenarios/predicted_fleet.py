@@ -127,6 +127,7 @@ class PredictedFleet:
         """From its next step on."""
         core = self.member(worker_id).core
         core.settings = msgspec.structs.replace(core.settings, **speeds)
+        core._timing = core.settings.step_timing()
 
     def member(self, worker_id: str) -> Member:
         return self.fleet.members[worker_id]
