@@ -40,7 +40,7 @@ class _Transfer:
     handle: Any = None
     """Of the connection's first agent; None after its release."""
     second_half: Future[TransferState] | None = None
-    """The second first's half."""
+    """The half that the second agent copies."""
 
     def state(self) -> TransferState:
         if self.handle is None:
@@ -61,7 +61,7 @@ class _Connection:
     first: ReadAgent
     metadata: bytes
     opening: Future[ReadAgent] | None = None
-    """The second first."""
+    """The second agent, once large reads have shown that it pays."""
     transfers: set[_Transfer] = field(default_factory=set)
 
     @property
@@ -112,10 +112,7 @@ class NixlAgent:
         return open_read_agent(f"{self._name}-{next(self._agent_numbers)}", self._regions, metadata)
 
     def forget(self, name: str) -> None:
-        """Disconnect; harmless when unknown. No byte of a read from there moves any more.
-
-        Raises TimeoutError when the second first is stuck.
-        """
+        """See ``TransferAgent``. Raises TimeoutError when the second agent is stuck."""
         connection = self._connections.pop(name, None)
         if connection is None:
             return

@@ -123,9 +123,7 @@ def straight(count: int) -> dict[int, int]:
 
 
 @pytest.mark.parametrize(("held_by", "read_by"), [(1, 1), (1, 2), (2, 1), (2, 2), (4, 2)])
-def test_every_rank_gets_its_heads_of_the_blocks_from_an_engine_of_any_number_of_ranks(
-    engines, holders, held_by, read_by
-):
+def test_each_rank_reads_its_heads_from_any_number_of_ranks(engines, holders, held_by, read_by):
     holder = holders(Shape(ranks=held_by))
     engine = engines(Shape(ranks=read_by, blocks=20))
     engine.connect(holder.handshake)
@@ -151,7 +149,7 @@ def test_a_connection_is_made_once_and_serves_read_after_read(engines, holders):
     engine.ranks[0].assert_holds(straight(10))
 
 
-def test_a_holder_killed_before_the_read_costs_the_read_and_a_new_life_of_it_is_read(engines, holders):
+def test_a_killed_holder_fails_the_read_and_its_restart_is_read(engines, holders):
     holder = holders(Shape())
     engine = engines(Shape())
     key = engine.connect(holder.handshake)
@@ -172,7 +170,7 @@ def test_a_holder_killed_before_the_read_costs_the_read_and_a_new_life_of_it_is_
     engine.ranks[0].assert_holds({2: 2})
 
 
-def test_a_holder_killed_during_the_read_leaves_the_parts_that_came(engines, holders):
+def test_a_holder_killed_during_a_read_leaves_its_complete_parts(engines, holders):
     holder = holders(BIG)
     probe_and_two_parts = 3
     engine = engines(BIG, before_read=lambda number: holder.kill() if number == probe_and_two_parts + 1 else None)
@@ -186,10 +184,10 @@ def test_a_holder_killed_during_the_read_leaves_the_parts_that_came(engines, hol
     engine.ranks[0].assert_holds(straight(2 * PART_BLOCKS))
 
 
-def open_second_lane(engine: ReadingEngine) -> int:
-    """Read until a second thread copies; answers how many parts that took."""
+def open_second_agent(engine: ReadingEngine) -> int:
+    """Read until a second thread copies; returns the number of parts read."""
     ends, parts = time.monotonic() + REPORT_S_MAX, 0
-    while not [thread for thread in threading.enumerate() if thread.name.startswith("kv-second-lane")]:
+    while not [thread for thread in threading.enumerate() if thread.name.startswith("kv-second-copy")]:
         assert time.monotonic() < ends
         engine.read({block: block for block in range(PART_BLOCKS)}, read_id=1000 + parts)
         parts += 1
@@ -198,11 +196,11 @@ def open_second_lane(engine: ReadingEngine) -> int:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core copies alone")
-def test_two_threads_copy_a_large_read_and_every_byte_of_it_is_in_its_place(engines, holders):
+def test_two_threads_copy_a_large_read_completely(engines, holders):
     holder = holders(BIG)
     engine = engines(BIG)
     engine.connect(holder.handshake)
-    before = open_second_lane(engine)
+    before = open_second_agent(engine)
 
     moved = {(block + 37) % 128: block for block in range(128)}
     engine.read(moved)
@@ -213,12 +211,12 @@ def test_two_threads_copy_a_large_read_and_every_byte_of_it_is_in_its_place(engi
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core copies alone")
-def test_a_holder_killed_while_two_threads_copy_leaves_what_came_and_a_new_life_of_it_is_read(engines, holders):
+def test_a_restarted_holder_is_read_after_dying_under_two_threads(engines, holders):
     holder = holders(BIG)
     last_part = [0]
     engine = engines(BIG, before_read=lambda number: holder.kill() if number == last_part[0] else None)
     engine.connect(holder.handshake)
-    before = open_second_lane(engine)
+    before = open_second_agent(engine)
     the_probe = 1
     last_part[0] = the_probe + before + 3
 
@@ -258,7 +256,7 @@ def test_a_read_that_is_cancelled_stops_between_parts(engines, holders):
     assert [part.failure for part in engine.reports[0].parts[1:]] == ["cancelled"] * 3
 
 
-def test_no_byte_of_a_frozen_holder_lands_after_the_read_was_reported(engines, holders, monkeypatch):
+def test_a_frozen_holder_writes_no_byte_after_the_report(engines, holders, monkeypatch):
     """Over TCP, where the holder's own process sends: nixl's cancel does not stop what is on its way."""
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     holder = holders(BIG)

@@ -21,7 +21,7 @@ def chain(path: list[str]) -> list[bytes]:
 
 
 @given(requests, st.integers(0, 12), st.integers(1, 8))
-def test_chains_are_bounded_held_and_none_is_the_beginning_of_another(told, held_blocks, count):
+def test_chains_are_bounded_cached_and_no_prefixes_of_others(told, held_blocks, count):
     chains = HotChains(
         lambda block: len(block.rstrip(b".")) <= held_blocks, chains_max=CHAINS_MAX, blocks_max=BLOCKS_MAX
     )
@@ -42,7 +42,7 @@ def test_chains_are_bounded_held_and_none_is_the_beginning_of_another(told, held
 
 
 @given(requests)
-def test_as_long_as_nothing_is_forgotten_every_prompt_is_part_of_an_answer_and_no_use_counts_twice(told):
+def test_each_prompt_and_each_use_counts_once(told):
     chains = HotChains(lambda _block: True)
     for path, _ in told:
         chains.note(chain(path), 0.0)

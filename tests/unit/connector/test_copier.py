@@ -101,7 +101,7 @@ def test_a_big_read_is_reported_part_by_part():
     assert [(part.first, part.count) for part in parts] == [(0, PART_BLOCKS), (PART_BLOCKS, PART_BLOCKS)]
 
 
-def test_a_holder_that_dies_in_the_middle_leaves_the_parts_that_came():
+def test_a_holder_that_dies_during_a_read_leaves_its_complete_parts():
     world = World(BIG)
     world.connected()
     world.read(straight(64))
@@ -158,7 +158,7 @@ def test_bytes_that_come_after_the_lease_do_not_count():
 
 
 @pytest.mark.parametrize("given_up_by", ["deadline", "cancelled"])
-def test_what_is_given_up_is_reported_only_when_it_is_over(given_up_by):
+def test_an_abandoned_read_is_reported_only_when_it_is_over(given_up_by):
     world = World()
     key = world.connected()
     world.agent.behaviour.stalled = True
@@ -212,7 +212,7 @@ def test_a_peer_that_hangs_does_not_hold_up_the_others():
     assert [(part.read_id, part.failure) for part in world.settled().parts] == [(99, "")]
 
 
-def test_a_read_that_ends_in_an_error_ends_the_connection_so_that_it_is_made_anew():
+def test_a_failed_read_ends_the_connection():
     world = World()
     key = world.connected()
     world.agent.behaviour.fail_reads = True
@@ -239,7 +239,7 @@ def test_a_forgotten_peer_fails_what_is_read_from_it():
     assert not world.copier.busy
 
 
-def test_a_peer_that_is_forgotten_and_known_again_in_one_step_is_connected_anew():
+def test_a_peer_forgotten_and_added_in_one_step_is_reconnected():
     world = World()
     peer = Peer(handshake=world.holder(), clock_ahead_s=0.0)
     world.copier.submit(Orders(connect=[peer]))

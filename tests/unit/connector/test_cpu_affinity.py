@@ -1,4 +1,4 @@
-"""The thread that copies is not bound to the core of the thread that began it."""
+"""The transfer thread is not bound to the core of the thread that started it."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def test_without_other_cores_it_stays_where_it_is():
     assert on_a_thread(lambda: allow_cores(())) == {min(os.sched_getaffinity(0))}
 
 
-def test_where_no_nodes_are_told_all_are_near(tmp_path, monkeypatch):
+def test_without_numa_nodes_all_cores_are_near(tmp_path, monkeypatch):
     monkeypatch.setattr(cpu_affinity, "CPUS", tmp_path / "nothing")
     mine = os.sched_getaffinity(0)
 
     assert on_a_thread(lambda: allow_cores(mine)) == mine
 
 
-def test_cores_that_nobody_has_cost_nothing():
+def test_unknown_cores_are_ignored():
     assert on_a_thread(lambda: allow_cores([10_000])) == {min(os.sched_getaffinity(0))}

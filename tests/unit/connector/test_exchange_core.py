@@ -45,7 +45,7 @@ def test_a_peer_that_is_told_of_is_to_be_connected(end):
     assert end.exchange.connecting == {HOLDER}
 
 
-def test_a_peer_whose_kv_means_something_else_is_not_connected_and_the_worker_learns_why(end):
+def test_an_incompatible_peer_is_refused_with_a_reason(end):
     end.is_told_of(described(fingerprint="another model"))
 
     assert not end.exchange.orders
@@ -53,7 +53,7 @@ def test_a_peer_whose_kv_means_something_else_is_not_connected_and_the_worker_le
     assert "fingerprint differs" in said.failure
 
 
-def test_a_peer_that_is_gone_before_it_was_connected_is_not_connected(end):
+def test_a_peer_lost_before_connecting_is_not_connected(end):
     end.is_told_of(described())
     end.exchange.handle(EngineCall(gone=[PeerGone(worker_id=WorkerId("holder"), epoch=Epoch(1))]))
 
@@ -76,7 +76,7 @@ def test_the_end_of_a_connection_attempt_is_said_once(end, failure):
     assert end.exchange.orders.forget == ([HOLDER] if failure else [])
 
 
-def test_the_handshake_says_what_the_clock_shows_and_is_told_when_it_is_asked_for(end):
+def test_the_handshake_is_sent_on_demand_with_the_current_clock(end):
     end.now = 7.5
 
     assert end.exchange.notifications().handshake is None

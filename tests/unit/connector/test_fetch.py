@@ -14,7 +14,7 @@ def bench():
     return Bench()
 
 
-def test_blocks_are_asked_for_by_hash_from_where_the_own_cache_ends(bench):
+def test_blocks_after_the_local_prefix_are_requested_by_hash(bench):
     bench.fetch(start=2, sources=[source(A)])
 
     assert [(ask.worker_id, ask.hashes) for ask in bench.asks()] == [("a", b"".join(HASHES[2:]))]
@@ -52,7 +52,7 @@ def test_a_part_that_failed_is_missing_and_only_it(bench):
     assert (fetch.missing(), fetch.arrived) == ([103], 2)
 
 
-def test_what_one_source_does_not_have_is_asked_of_the_next(bench):
+def test_missing_blocks_are_requested_from_the_next_source(bench):
     fetch = bench.fetch(goal=4, sources=[source(A), source(B)])
     bench.grant(fetch, ask=0, blocks=[7], reason=NoGrant.NOT_HELD)
 
@@ -90,7 +90,7 @@ def test_two_sources_give_a_part_each(bench):
     assert fetch.count() == 4
 
 
-def test_a_followed_source_gets_room_for_all_at_once_and_its_blocks_are_read_as_they_come(bench):
+def test_blocks_of_a_followed_source_are_read_as_they_arrive(bench):
     fetch = bench.fetch(goal=4, sources=[follow(A)])
     assert fetch.count() == 4
     fetch.begin([101, 102, 103, 104], bench.now)
@@ -158,7 +158,7 @@ def test_an_offer_of_another_prompt_is_not_believed(bench):
         {"ask_id": "somebody-elses"},
     ],
 )
-def test_a_grant_that_does_not_match_what_was_asked_is_not_believed(bench, wrong):
+def test_a_grant_that_does_not_match_the_request_is_rejected(bench, wrong):
     fetch = bench.fetch(goal=3, sources=[source(A)])
 
     bench.grant(fetch, ask=0, **({"blocks": [7, 8]} | wrong))
@@ -184,7 +184,7 @@ def test_the_lease_is_reckoned_on_the_holders_clock(bench):
     assert bench.reads()[0].until_s == pytest.approx(bench.now + 9.0 - 5.0 - 0.25)
 
 
-def test_a_source_that_is_not_connected_in_time_is_given_up(bench):
+def test_an_unconnected_source_is_given_up_at_its_deadline(bench):
     del bench.ahead[A]
     fetch = bench.fetch(goal=1, sources=[source(A)])
     bench.grant(fetch, ask=0, blocks=[7])
@@ -197,7 +197,7 @@ def test_a_source_that_is_not_connected_in_time_is_given_up(bench):
     assert (fetch.over, bench.reads(), fetch.missing()) == (True, [], [101])
 
 
-def test_a_stopped_fetch_releases_at_once_and_is_over_when_no_byte_moves(bench):
+def test_a_stopped_fetch_releases_now_and_ends_with_its_reads(bench):
     fetch = bench.fetch(goal=2, sources=[source(A)])
     bench.grant(fetch, ask=0, blocks=[7, 8])
     fetch.begin([101, 102], bench.now)

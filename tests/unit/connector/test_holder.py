@@ -13,7 +13,7 @@ def holding():
     return Holding()
 
 
-def test_the_longest_prefix_that_is_held_is_pinned_until_the_instant_that_is_said(holding):
+def test_the_longest_cached_prefix_is_pinned_until_its_expiry(holding):
     hashes = chain(6)
     held = holding.hold(hashes[:4])
 
@@ -58,7 +58,7 @@ def test_leased_blocks_cannot_be_evicted(holding):
     assert [holding.pool.get_cached_block(name, [0])[0].block_id for name in hashes] == blocks_of(grant)
 
 
-def test_a_released_lease_frees_its_blocks_and_they_stay_in_the_cache(holding):
+def test_released_blocks_are_free_and_still_cached(holding):
     held = holding.hold(chain(4))
     holding.holder.lease(ask(chain(4)))
 
@@ -161,7 +161,7 @@ def test_releasing_twice_frees_once(holding):
     assert holding.holder.counts.pinned_blocks == 2
 
 
-def test_a_release_that_overtakes_its_ask_leaves_no_lease_for_ever(holding):
+def test_a_release_before_its_request_leaves_no_permanent_lease(holding):
     holding.hold(chain(2))
     holding.holder.release(release("ask-1"))
     holding.holder.lease(ask(chain(2), "ask-1"))
@@ -196,7 +196,7 @@ def test_leases_pin_no_more_than_their_share_of_the_memory():
 
 
 @pytest.mark.parametrize("hashes", [b"", b"x" * 33, bytes(32 * (LEASE_BLOCKS_MAX + 1))])
-def test_an_ask_that_no_reader_of_ours_sends_is_refused_and_harms_nobody(holding, hashes):
+def test_a_malformed_lease_request_is_refused(holding, hashes):
     holding.hold(chain(2))
     odd = ask(chain(1))
     odd = type(odd)(**{name: getattr(odd, name) for name in odd.__struct_fields__} | {"hashes": hashes})
@@ -214,7 +214,7 @@ def test_an_ask_that_comes_twice_is_granted_once(holding):
     assert holding.free == holding.free_at_first
 
 
-def test_an_offer_pins_a_finished_prompt_before_the_request_lets_go_of_it(holding):
+def test_an_offer_pins_a_prompt_before_its_request_frees_it(holding):
     hashes = chain(3)
     running = holding.run(hashes)
     offer = holding.holder.offer(hashes, [block.block_id for block in running])
@@ -248,7 +248,7 @@ def test_two_offers_of_one_prompt_are_two_leases(holding):
     assert holding.free == holding.free_at_first
 
 
-def test_an_offer_for_which_there_is_little_room_is_shorter_and_for_which_there_is_none_is_not_made():
+def test_an_offer_shrinks_with_the_free_lease_share():
     holding = Holding(blocks=20, lease_share_max=0.5)
     first, second = holding.run(chain(8, "one")), holding.run(chain(8, "two"))
 
@@ -265,7 +265,7 @@ def test_a_prompt_shorter_than_a_block_is_not_offered(holding):
     assert holding.holder.counts.refused_total == 0
 
 
-def test_before_the_engine_ends_everything_is_free_and_nothing_more_is_granted(holding):
+def test_release_all_frees_everything_and_refuses_new_leases(holding):
     hashes = chain(4)
     running = holding.run(hashes)
     holding.holder.lease(ask(hashes))
@@ -279,7 +279,7 @@ def test_before_the_engine_ends_everything_is_free_and_nothing_more_is_granted(h
     assert holding.holder.offer(hashes, [block.block_id for block in running]) is None
 
 
-def test_a_prefix_cache_cannot_be_reset_under_a_lease_and_can_after_it(holding):
+def test_the_prefix_cache_resets_only_without_leases(holding):
     holding.hold(chain(2))
     holding.holder.lease(ask(chain(2)))
     assert not holding.pool.reset_prefix_cache()

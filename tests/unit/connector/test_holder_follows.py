@@ -63,7 +63,7 @@ def test_a_prompt_is_granted_chunk_by_chunk_while_it_is_computed(holding):
     assert (last.reason, holding.holder.has_followed, holding.holder.advance()) == (None, False, [])
 
 
-def test_a_chunk_is_granted_when_it_is_computed_not_when_the_next_is_scheduled(holding):
+def test_a_chunk_is_granted_as_soon_as_it_is_computed(holding):
     hashes = chain(4)
     prefill = Prefill(holding, hashes)
     holding.holder.lease(ask(hashes, follow_s=30.0))
@@ -79,7 +79,7 @@ def test_a_chunk_is_granted_when_it_is_computed_not_when_the_next_is_scheduled(h
     assert blocks_of(grant) == prefill.ids[2:]
 
 
-def test_what_is_held_already_is_granted_at_once_and_the_rest_followed(holding):
+def test_cached_blocks_are_granted_at_once_and_the_rest_followed(holding):
     hashes = chain(3)
     held = holding.hold(hashes[:2])
 
@@ -88,7 +88,7 @@ def test_what_is_held_already_is_granted_at_once_and_the_rest_followed(holding):
     assert (blocks_of(grant), grant.final, holding.holder.has_followed) == (held, False, True)
 
 
-def test_one_release_frees_all_that_was_granted_and_ends_the_following(holding):
+def test_one_release_frees_all_grants_and_ends_following(holding):
     hashes = chain(4)
     prefill = Prefill(holding, hashes)
     holding.holder.lease(ask(hashes, follow_s=30.0))
@@ -106,7 +106,7 @@ def test_one_release_frees_all_that_was_granted_and_ends_the_following(holding):
     assert holding.free == holding.free_at_first
 
 
-def test_a_following_that_gets_nothing_ends_at_its_time_and_says_so(holding):
+def test_following_without_progress_ends_at_its_deadline(holding):
     holding.holder.lease(ask(chain(2), follow_s=3.0))
     assert holding.holder.counts.next_expiry_s == 103.0
 
@@ -129,7 +129,7 @@ def test_nothing_is_granted_after_the_time_to_follow(holding):
     assert (last.reason, holding.free) == (NoGrant.FOLLOW_OVER, holding.free_at_first)
 
 
-def test_early_grants_end_at_their_own_time_while_later_ones_stay(holding):
+def test_each_grant_ends_at_its_own_expiry(holding):
     hashes = chain(4)
     prefill = Prefill(holding, hashes)
     holding.holder.lease(ask(hashes, hold_s=5.0, follow_s=30.0))
@@ -150,7 +150,7 @@ def test_early_grants_end_at_their_own_time_while_later_ones_stay(holding):
     assert (holding.holder.counts.granted_total, holding.holder.counts.expired_total) == (1, 1)
 
 
-def test_a_prompt_queued_for_longer_than_a_lease_lasts_is_still_followed(holding):
+def test_a_prompt_queued_longer_than_a_lease_is_still_followed(holding):
     hashes = chain(4)
     holding.hold(hashes[:1])
     holding.holder.lease(ask(hashes, hold_s=5.0, follow_s=30.0))
@@ -164,7 +164,7 @@ def test_a_prompt_queued_for_longer_than_a_lease_lasts_is_still_followed(holding
     assert (last.first, blocks_of(last), last.final) == (1, prefill.ids[1:], True)
 
 
-def test_memory_that_is_full_delays_a_following_until_there_is_room():
+def test_full_memory_delays_grants_of_a_followed_prompt():
     holding = Holding(blocks=20, lease_share_max=0.3)
     hashes = chain(4)
     holding.hold(chain(6, "another prompt"))
@@ -194,7 +194,7 @@ def test_a_following_for_which_there_is_no_room_ends_soon():
     assert not holding.holder.has_followed
 
 
-def test_the_last_grant_tells_how_much_of_the_prompt_the_holder_had_cached(holding):
+def test_the_last_grant_reports_the_holders_cached_tokens(holding):
     hashes = chain(3)
     prefill = Prefill(holding, hashes)
     holding.holder.lease(ask(hashes, follow_s=30.0))
@@ -207,7 +207,7 @@ def test_the_last_grant_tells_how_much_of_the_prompt_the_holder_had_cached(holdi
     assert (early.prefill_cached_tokens, last.prefill_cached_tokens) == (0, 2 * BLOCK_TOKENS)
 
 
-def test_a_follower_that_comes_when_all_is_computed_learns_it_too(holding):
+def test_a_late_follower_also_learns_the_cached_tokens(holding):
     holding.holder.note_prompt(chain(3)[-1], BLOCK_TOKENS)
     holding.hold(chain(3))
 

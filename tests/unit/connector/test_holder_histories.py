@@ -113,7 +113,7 @@ def test_after_any_history_every_block_is_free():
     assert granted > 3 * HISTORIES
 
 
-def test_each_ask_that_is_followed_gets_exactly_one_last_word_unless_it_was_released():
+def test_each_followed_request_gets_exactly_one_final_grant_unless_released():
     for seed in range(100):
         life = Life(seed)
         life.release = lambda: None

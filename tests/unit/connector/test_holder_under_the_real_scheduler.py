@@ -74,7 +74,7 @@ def live(engine: Engine, reader: Reader, chance: random.Random, events: int) -> 
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_whatever_is_granted_is_computed_and_every_block_comes_back(tmp_path, depth):
+def test_granted_blocks_are_computed_and_all_blocks_return(tmp_path, depth):
     engine = Engine(tmp_path, depth=depth)
     reader = Reader(engine)
     live(engine, reader, random.Random(depth), events=3000)
@@ -93,7 +93,7 @@ def test_whatever_is_granted_is_computed_and_every_block_comes_back(tmp_path, de
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_followed_prompt_is_granted_a_chunk_behind_its_computation(tmp_path, depth):
+def test_a_followed_prompt_is_granted_one_chunk_after_computation(tmp_path, depth):
     engine = Engine(tmp_path, depth=depth)
     reader = Reader(engine)
     prompt = [number % 90 for number in range(3 * TOKENS_A_STEP - 2)]

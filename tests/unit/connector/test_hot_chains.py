@@ -33,7 +33,7 @@ def test_a_request_without_a_full_block_leaves_no_chain(engine):
     assert engine.hottest() == []
 
 
-def test_the_next_turn_takes_the_place_of_the_turn_before_and_inherits_its_uses(engine):
+def test_the_next_turn_replaces_the_previous_and_inherits_its_uses(engine):
     conversation = chain(9)
     for turn, blocks in enumerate((3, 6, 9), start=1):
         engine.chains.note(conversation[:blocks], float(turn))
@@ -53,7 +53,7 @@ def test_conversations_that_begin_alike_are_chains_of_their_own(engine):
     assert sorted(engine.hottest()) == sorted([system + one, system + other])
 
 
-def test_the_prompt_that_is_asked_most_comes_first_and_the_newer_one_of_equals(engine):
+def test_chains_are_ordered_by_use_then_by_recency(engine):
     often, once, later = chain(2, "often"), chain(2, "once"), chain(2, "later")
     for chains in (often, often, once, later):
         engine.chains.note(chains, 0.0 if chains is not later else 10.0)
@@ -61,7 +61,7 @@ def test_the_prompt_that_is_asked_most_comes_first_and_the_newer_one_of_equals(e
     assert engine.hottest(now=10.0) == [often, later, once]
 
 
-def test_what_was_hot_long_ago_is_colder_than_what_is_used_now(engine):
+def test_old_uses_count_less_than_recent_ones(engine):
     old, new = chain(2, "old"), chain(2, "new")
     for _ in range(4):
         engine.chains.note(old, 0.0)
@@ -70,7 +70,7 @@ def test_what_was_hot_long_ago_is_colder_than_what_is_used_now(engine):
     assert engine.hottest(now=3 * COOLING_S) == [new, old]
 
 
-def test_a_chain_is_told_as_far_as_it_is_still_held(engine):
+def test_a_chain_is_cut_to_its_cached_part(engine):
     hashes, gone = chain(6), chain(4, "gone")
     engine.chains.note(hashes, 0.0)
     engine.chains.note(gone, 0.0)
@@ -79,7 +79,7 @@ def test_a_chain_is_told_as_far_as_it_is_still_held(engine):
     assert engine.hottest() == [hashes[:4]]
 
 
-def test_two_chains_that_are_one_in_what_is_left_of_them_are_told_once(engine):
+def test_chains_with_the_same_cached_part_are_returned_once(engine):
     system = chain(2, "system")
     one, other = system + chain(2, "one"), system + chain(2, "other")
     engine.chains.note(one, 0.0)
@@ -89,7 +89,7 @@ def test_two_chains_that_are_one_in_what_is_left_of_them_are_told_once(engine):
     assert engine.hottest() == [system]
 
 
-def test_a_shorter_chain_makes_way_for_a_longer_one_that_begins_with_it_and_is_colder(engine):
+def test_a_colder_longer_chain_replaces_its_prefix(engine):
     long = chain(LOOK_BACK_BLOCKS_MAX * 3)
     short = long[:5]
     engine.chains.note(long, 0.0)
@@ -99,7 +99,7 @@ def test_a_shorter_chain_makes_way_for_a_longer_one_that_begins_with_it_and_is_c
     assert engine.hottest() == [long]
 
 
-def test_only_what_was_used_often_and_lately_is_told_if_that_is_asked(engine):
+def test_chains_can_be_filtered_by_uses_and_recency(engine):
     often, once, old = chain(2, "often"), chain(2, "once"), chain(2, "old")
     for hashes, at in ((old, 0.0), (old, 0.0), (once, 100.0), (often, 100.0), (often, 100.0)):
         engine.chains.note(hashes, at)
@@ -108,7 +108,7 @@ def test_only_what_was_used_often_and_lately_is_told_if_that_is_asked(engine):
     assert engine.hottest(1, now=101.0, uses_min=2) == [often]
 
 
-def test_chains_and_blocks_are_bounded_and_the_least_recently_used_go_first():
+def test_the_least_recently_used_chains_are_dropped_first():
     engine = Engine(chains_max=2, blocks_max=10)
     first, second, third = chain(4, "1"), chain(4, "2"), chain(4, "3")
     for hashes in (first, second, first, third):
@@ -119,7 +119,7 @@ def test_chains_and_blocks_are_bounded_and_the_least_recently_used_go_first():
     assert engine.hottest() == [chain(7, "long")]
 
 
-def test_a_chain_beyond_what_one_lease_may_name_is_kept_as_far_as_that(engine):
+def test_a_chain_is_cut_to_the_size_of_one_lease(engine):
     hashes = [index.to_bytes(32, "big") for index in range(LEASE_BLOCKS_MAX + 7)]
     engine.chains.note(hashes, 0.0)
 

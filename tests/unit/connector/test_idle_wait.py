@@ -1,4 +1,4 @@
-"""An engine that only waits for other workers rests, and misses nothing."""
+"""An engine that only waits for other workers sleeps, and misses nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from connector.scheduler.idle_wait import IdleWait
 
 
-def resting():
+def waiting():
     inbox = queue.Queue()
     idle_wait = IdleWait()
     idle_wait.attach_to(SimpleNamespace(input_queue=inbox))
@@ -17,8 +17,8 @@ def resting():
     return idle_wait, inbox
 
 
-def test_what_comes_ends_the_rest():
-    idle_wait, inbox = resting()
+def test_input_ends_the_wait():
+    idle_wait, inbox = waiting()
     rests = threading.Thread(target=lambda: [idle_wait.wait() for _ in range(1000)])
     waited = inbox.not_empty.wait
 
@@ -33,32 +33,32 @@ def test_what_comes_ends_the_rest():
     assert not rests.is_alive()
 
 
-def test_what_has_come_already_is_not_waited_for():
-    idle_wait, inbox = resting()
+def test_queued_input_prevents_the_wait():
+    idle_wait, inbox = waiting()
     inbox.not_empty.wait = lambda _s: 1 / 0
     inbox.put("request")
 
     idle_wait.wait()
 
 
-def test_a_step_that_computed_is_followed_by_the_next_one_at_once():
-    idle_wait, inbox = resting()
+def test_no_wait_follows_a_step_that_computed():
+    idle_wait, inbox = waiting()
     inbox.not_empty.wait = lambda _s: 1 / 0
     idle_wait.note_step(scheduled_tokens=1)
 
     idle_wait.wait()
 
 
-def test_whatever_stirs_is_looked_at_before_the_next_rest():
-    idle_wait, inbox = resting()
+def test_a_noted_change_prevents_the_next_wait():
+    idle_wait, inbox = waiting()
     inbox.not_empty.wait = lambda _s: 1 / 0
     idle_wait.note_change()
 
     idle_wait.wait()
 
 
-def test_a_ring_ends_the_rest():
-    idle_wait, inbox = resting()
+def test_wake_ends_the_wait():
+    idle_wait, inbox = waiting()
     rests = threading.Thread(target=idle_wait.wait)
     waited = inbox.not_empty.wait
 
@@ -73,15 +73,15 @@ def test_a_ring_ends_the_rest():
     assert not rests.is_alive()
 
 
-def test_a_ring_before_the_rest_is_not_slept_through():
-    idle_wait, inbox = resting()
+def test_wake_before_the_wait_prevents_it():
+    idle_wait, inbox = waiting()
     inbox.not_empty.wait = lambda _s: 1 / 0
     idle_wait.wake()
 
     idle_wait.wait()
 
 
-def test_a_ring_is_heard_by_nobody_where_the_queue_is_not_known():
+def test_wake_without_a_queue_does_nothing():
     idle_wait = IdleWait()
 
     idle_wait.wake()
@@ -89,7 +89,7 @@ def test_a_ring_is_heard_by_nobody_where_the_queue_is_not_known():
     assert not idle_wait.is_attached
 
 
-def test_an_engine_whose_queue_is_not_known_goes_on():
+def test_an_engine_without_a_queue_does_not_wait():
     idle_wait = IdleWait()
     idle_wait.note_step(scheduled_tokens=0)
 

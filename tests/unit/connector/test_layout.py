@@ -75,14 +75,14 @@ def described(shape: Shape):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_engines_that_differ_in_ranks_and_blocks_only_may_read_each_other(ranks):
+def test_engines_may_differ_in_ranks_and_blocks(ranks):
     assert why_not(described(Shape()), described(Shape(ranks=ranks, blocks=20))) == ""
 
 
 @pytest.mark.parametrize(
     ("field", "value"), [("version", 2), ("fingerprint", "another"), ("block_size", 64), ("kv_heads", 8)]
 )
-def test_what_makes_kv_mean_something_else_is_named(field, value):
+def test_the_incompatible_field_is_named(field, value):
     peer = msgspec.structs.replace(described(Shape()), **{field: value})
 
     assert why_not(described(Shape()), peer).startswith(f"{field} differs")
@@ -96,7 +96,7 @@ def test_other_heads_in_a_layer_are_named():
     assert "layer 0 differs" in why_not(described(Shape()), described(Shape(content=32)))
 
 
-def test_keys_and_values_apart_here_and_together_there_are_not_exchanged():
+def test_engines_with_different_planes_do_not_exchange():
     assert "layer 0 differs" in why_not(described(Shape()), described(Shape(dims="KBHNC")))
 
 
@@ -107,7 +107,7 @@ def test_a_handshake_that_lacks_a_rank_is_refused():
     assert "ranks are [1]" in why_not(described(Shape()), half)
 
 
-def test_a_handshake_whose_ranks_hold_other_heads_than_they_should_is_refused():
+def test_a_handshake_with_wrong_heads_is_refused():
     peer = described(Shape(ranks=2))
     alone = msgspec.structs.replace(peer, ranks=[peer.ranks[0]])
 

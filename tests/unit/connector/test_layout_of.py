@@ -50,7 +50,7 @@ def cache_of(spec, layout=KVCacheLayout.LBHNC, kernel_block_size=None):
     return dict(zip(names, views, strict=True)), config
 
 
-def test_a_layer_of_vllm_is_one_plane_of_heads_and_layers_come_in_the_order_of_their_numbers():
+def test_vllm_layers_are_planes_of_heads_in_numeric_order():
     caches, config = cache_of(attention())
 
     layers = layers_of(caches, config)
@@ -84,7 +84,7 @@ def test_a_latent_cache_is_one_head():
 
 
 @pytest.mark.parametrize("layout", [KVCacheLayout.LBNHC, KVCacheLayout.LHBNC])
-def test_a_layout_whose_heads_are_not_side_by_side_is_refused(layout):
+def test_a_layout_with_scattered_heads_is_refused(layout):
     caches, config = cache_of(attention(), layout)
 
     with pytest.raises(UnsupportedLayout, match="set it to HND"):
@@ -156,7 +156,7 @@ def test_plain_attention_and_latent_caches_are_served_on_any_number_of_ranks():
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_exchanged_is_refused_at_start_with_a_reason(which, why):
+def test_unsupported_engines_are_refused_at_start_with_a_reason(which, why):
     with pytest.raises(ValueError, match=why):
         refuse_unsupported(*which)
 

@@ -11,7 +11,7 @@ from shared.contracts.ids import Epoch, WorkerId
 READER = WorkerId("decode-1")
 
 
-def test_leases_released_long_before_their_end_are_not_remembered_until_then():
+def test_released_leases_do_not_accumulate_in_the_heap():
     leases = LeaseTable(LeaseLimits(pinned_blocks_max=100))
     for number in range(10 * STALE_ENDS_MAX):
         leases.grant(f"lease-{number}", READER, [1, 2], until_s=1e6)
@@ -32,7 +32,7 @@ def test_the_next_expiry_is_of_a_lease_that_is_still_held():
     assert leases.next_expiry() == math.inf
 
 
-def test_a_lease_whose_name_comes_again_does_not_end_with_the_first():
+def test_a_reused_lease_id_keeps_its_own_expiry():
     leases = LeaseTable(LeaseLimits(pinned_blocks_max=100))
     leases.grant("lease", READER, [1], until_s=5.0)
     leases.release("lease", READER)
@@ -42,7 +42,7 @@ def test_a_lease_whose_name_comes_again_does_not_end_with_the_first():
     assert leases.expire(9.0) == [2]
 
 
-def test_room_counts_a_block_that_is_pinned_already_for_nothing():
+def test_blocks_pinned_already_need_no_room():
     leases = LeaseTable(LeaseLimits(pinned_blocks_max=3))
     leases.grant("lease", READER, [1, 2], until_s=5.0)
 
@@ -51,7 +51,7 @@ def test_room_counts_a_block_that_is_pinned_already_for_nothing():
     assert leases.room_for([5, 6]) == 1
 
 
-def test_a_holder_that_never_saw_its_pool_ends_without_fuss():
+def test_a_holder_without_a_pool_can_be_ended():
     holder = Holder(HolderSettings(WorkerId("p"), Epoch(1)), lambda: 0.0)
 
     holder.release_all()

@@ -12,7 +12,7 @@ def part(failure: str = "") -> Results:
     return Results(parts=[ReadPart(1, 0, 4, 0 if failure else 100, 1.0, 2.0, failure)])
 
 
-def test_a_part_counts_when_all_ranks_have_it():
+def test_a_part_is_final_when_all_ranks_have_it():
     aggregation = RankAggregation(2)
 
     assert not aggregation.add(part())
@@ -20,7 +20,7 @@ def test_a_part_counts_when_all_ranks_have_it():
     assert (together.bytes, together.failure) == (200, "")
 
 
-def test_a_part_that_one_rank_lacks_has_failed_but_only_when_no_rank_moves_any_more_of_it():
+def test_a_failed_share_fails_the_part_after_the_last_report():
     aggregation = RankAggregation(2)
 
     assert not aggregation.add(part("the read failed"))

@@ -108,7 +108,7 @@ def test_an_offered_prompt_is_fetched_but_for_its_tail(desk):
     assert desk.released() == ["L"]
 
 
-def test_the_last_token_of_a_prompt_that_came_whole_is_computed(desk):
+def test_the_last_token_of_a_fetched_prompt_is_computed(desk):
     request = Request(tokens=96)
 
     desk.reader.matched(request, HAND_OVER, 0)
@@ -121,7 +121,7 @@ def test_the_last_token_of_a_prompt_that_came_whole_is_computed(desk):
     assert (transfer_report.fetched_tokens, transfer_report.recomputed_tokens) == (95, 1)
 
 
-def test_blocks_that_did_not_come_are_named_and_the_request_goes_on(desk):
+def test_missing_blocks_are_named_and_the_request_continues(desk):
     request = Request()
     desk.reader.matched(request, HAND_OVER, 0)
     desk.reader.allocated(request, [101, 102, 103, 104], 96)
@@ -131,7 +131,7 @@ def test_blocks_that_did_not_come_are_named_and_the_request_goes_on(desk):
     assert desk.reader.settle() == ({"r"}, {101, 102, 103})
 
 
-def test_a_read_that_failed_is_not_tried_again_at_the_same_source_for_the_same_admission(desk):
+def test_a_failed_read_is_not_retried_at_the_same_source(desk):
     request = Request()
     desk.reader.matched(request, HAND_OVER, 0)
     desk.reader.allocated(request, [101, 102, 103, 104], 96)
@@ -172,7 +172,7 @@ def test_too_little_is_not_worth_a_fetch(desk):
 
 
 @pytest.mark.parametrize(("granted", "refused"), [([7, 8, 9], False), ([7], True)])
-def test_a_request_is_refused_when_less_than_its_threshold_is_cached_or_fetchable(desk, granted, refused):
+def test_a_request_below_its_cache_threshold_is_refused(desk, granted, refused):
     order = LegOrder(sources=READ_BACK.sources, cache_hit_threshold=0.5)
     request = Request()
     desk.reader.matched(request, order, 0)
@@ -207,7 +207,7 @@ def test_a_worker_that_is_known_anew_is_asked_again(desk):
     assert desk.reader.matched(Request(), HAND_OVER, 0) == 96
 
 
-def test_an_aborted_request_keeps_its_blocks_until_no_read_writes_into_them(desk):
+def test_an_aborted_request_keeps_its_blocks_until_reads_end(desk):
     request = Request()
     desk.reader.matched(request, HAND_OVER, 0)
     desk.reader.allocated(request, [101, 102, 103, 104], 96)

@@ -99,7 +99,7 @@ def test_orders_are_taken_while_a_read_is_copied(sides):
     assert [part.read_id for part in side.until(lambda results: len(results.parts) == 2).parts] == [1, 2]
 
 
-def test_a_read_that_is_copied_part_by_part_is_reported_once(sides):
+def test_a_read_in_several_parts_is_reported_once(sides):
     reports: queue.Queue[Results] = queue.Queue()
     side = sides(lambda _: None, BIG)
     side.transfers.submit(Orders(connect=[side.peer]))
@@ -117,7 +117,7 @@ def test_waiting_for_results_ends_when_there_are_none(sides):
     assert not side.transfers.take_results(wait_s=0.01)
 
 
-def test_a_thread_that_breaks_breaks_the_engine_and_not_only_its_reads(sides):
+def test_a_failed_transfer_thread_fails_the_engine(sides):
     def bug(_number: int) -> None:
         raise KeyError("a bug")
 
