@@ -1,4 +1,4 @@
-"""Where requests wait for their turn: futures around the pure ``Admission``, and the bell that makes it look again."""
+"""Where requests wait: asyncio futures around the pure ``Admission``, and a timer for its scheduling passes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from services.router.telemetry.metrics import QueueMetrics
 from shared.contracts.failures import Reason
 from shared.runtime.clock import Clock
 
-TURN_S_MIN = 0.001
-"""Between two turns: what happens in between is looked at together."""
-TURNS_SHARE_MAX = 0.2
-"""Of the event loop's time, for turns."""
+PASS_S_MIN = 0.001
+"""Between two scheduling passes: changes in between are handled together."""
+PASSES_SHARE_MAX = 0.2
+"""Share of the event loop's time for scheduling passes. Each change in the fleet triggers a pass, and with a long queue
+a pass takes milliseconds: without this bound, passes would delay the streams that the router relays.
+"""
 CLOSED = Rejection(
     reason=Reason.OVERLOADED, message="This router is being shut down. Try again shortly.", retry_after_s=1.0
 )
 
 
 class AdmissionQueue:
-    """Admits requests. ``ring`` whenever something has changed that may let one begin."""
+    """Call ``reschedule`` whenever something has changed that may let a request begin."""
 
     def __init__(self, admission: Admission, clock: Clock, metrics: QueueMetrics) -> None:
         self._admission = admission
@@ -35,37 +37,36 @@ class AdmissionQueue:
         self._waiting: dict[QueueEntry, asyncio.Future[Placement | Rejection]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
-        self._rest_until = 0.0
+        self._pause_until = 0.0
         self._closed = False
 
     def __len__(self) -> int:
-        """How many wait."""
         return len(self._waiting)
 
     @contextmanager
-    def ticket(self, context: RequestContext, need: PlacementRequest) -> Iterator[QueueEntry]:
-        """From a request's wish to be served to its end, when its tenant's account is settled."""
-        ticket = QueueEntry(need, context.timings.started_at, context.ends_at)
+    def entry(self, context: RequestContext, request: PlacementRequest) -> Iterator[QueueEntry]:
+        """Holds the request's entry until the request ends; then settles its tenant's account."""
+        entry = QueueEntry(request, context.timings.started_at, context.ends_at)
         try:
-            yield ticket
+            yield entry
         finally:
             computed, tokens_out = computed_tokens(context)
-            self._admission.ended(ticket, computed, tokens_out)
-            self._metrics.ended(need.tenant, context.reason, max(0, computed), max(0, tokens_out))
-            self.ring()
+            self._admission.ended(entry, computed, tokens_out)
+            self._metrics.ended(request.tenant, context.reason, max(0, computed), max(0, tokens_out))
+            self.reschedule()
 
-    def offer(self, ticket: QueueEntry) -> Placement | Rejection | None:
-        """Where it goes, if that is decided at once."""
-        return self._admission.offer(ticket, self._now())
+    def offer(self, entry: QueueEntry) -> Placement | Rejection | None:
+        """The result, if it is decided at once; None: ``wait`` for it."""
+        return self._admission.offer(entry, self._now())
 
-    async def turn_of(self, ticket: QueueEntry, context: RequestContext) -> Placement | Rejection:
-        """Wait until it is decided. A client that leaves gives its place away."""
+    async def wait(self, entry: QueueEntry, context: RequestContext) -> Placement | Rejection:
+        """Wait for the result. When the client leaves, the entry leaves the queue."""
         if self._closed:
-            self._admission.withdraw(ticket)
+            self._admission.withdraw(entry)
             return CLOSED
         begun = self._now()
         decided: asyncio.Future[Placement | Rejection] = asyncio.get_running_loop().create_future()
-        self._waiting[ticket] = decided
+        self._waiting[entry] = decided
         self._wake_at(self._admission.wakes_at(begun))
         leave = functools.partial(settle, decided, LEFT)
         context.http_request.on_left.append(leave)
@@ -73,57 +74,57 @@ class AdmissionQueue:
             return await decided
         finally:
             context.http_request.on_left.remove(leave)
-            del self._waiting[ticket]
-            self._admission.withdraw(ticket)
+            del self._waiting[entry]
+            self._admission.withdraw(entry)
             self._metrics.waited(self._now() - begun)
 
-    def ring(self, lag_s: float = 0.0) -> None:
-        """Something has changed. What all routers hear of at once is looked at ``lag_s`` later."""
+    def reschedule(self, lag_s: float = 0.0) -> None:
+        """Run a scheduling pass soon, at least ``lag_s`` from now: see ``ReservationBook.lag_s``."""
         if self._waiting:
             self._wake_at(self._now() + lag_s)
 
     def close(self) -> None:
-        """Nobody waits any more: a router that is shut down tells them to ask another."""
+        """Reject all that wait: the router is shutting down."""
         self._closed = True
-        for ticket, decided in self._waiting.items():
-            self._admission.withdraw(ticket)
+        for entry, decided in self._waiting.items():
+            self._admission.withdraw(entry)
             settle(decided, CLOSED)
 
     def _wake_at(self, at: float | None) -> None:
         if at is None:
             return
         now = self._now()
-        at = max(at, now + TURN_S_MIN, self._rest_until)
+        at = max(at, now + PASS_S_MIN, self._pause_until)
         if self._timer is not None:
             if self._timer_at <= at:
                 return
             self._timer.cancel()
         self._timer_at = at
-        self._timer = asyncio.get_running_loop().call_later(at - now, self._turn)
+        self._timer = asyncio.get_running_loop().call_later(at - now, self._schedule)
 
-    def _turn(self) -> None:
+    def _schedule(self) -> None:
         self._timer = None
         begun = self._now()
-        for ticket, verdict in self._admission.schedule(begun):
-            if (decided := self._waiting.get(ticket)) is not None:
-                settle(decided, verdict)
+        for entry, result in self._admission.schedule(begun):
+            if (decided := self._waiting.get(entry)) is not None:
+                settle(decided, result)
         ended = self._now()
-        self._rest_until = ended + (ended - begun) / TURNS_SHARE_MAX
+        self._pause_until = ended + (ended - begun) / PASSES_SHARE_MAX
         if self._waiting:
             self._wake_at(self._admission.wakes_at(ended))
 
 
-LEFT = Rejection(reason=Reason.CANCELLED, message="the client left")
+LEFT = Rejection(reason=Reason.CANCELLED, message="The client closed the connection.")
 
 
-def settle(decided: asyncio.Future[Placement | Rejection], verdict: Placement | Rejection) -> None:
-    """Tell whoever waits, unless it was told before."""
+def settle(decided: asyncio.Future[Placement | Rejection], result: Placement | Rejection) -> None:
+    """Set the result, unless the future has one."""
     if not decided.done():
-        decided.set_result(verdict)
+        decided.set_result(result)
 
 
 def computed_tokens(context: RequestContext) -> tuple[int, int]:
-    """Prompt tokens that were computed for it, and tokens of its completion; -1 where nobody says."""
+    """Computed prompt tokens, and tokens of the completion; -1 where no report says."""
     if context.report is None:
         return -1, -1
     report = context.prefill_report or context.report

@@ -1,4 +1,4 @@
-"""Placements of one request: the first when its turn has come, and later ones at once."""
+"""Places one request: the first time through the admission queue, and later attempts at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.router.state.fleet import Fleet
 from shared.contracts.failures import Reason
 from shared.telemetry.span_names import SpanName
 
-BUS_AWAY = Rejection(
+BUS_UNREACHABLE = Rejection(
     reason=Reason.BUS_DOWN,
     message="NATS, or the fleet behind it, cannot be reached. Try again shortly.",
     retry_after_s=1.0,
@@ -21,7 +21,7 @@ BUS_AWAY = Rejection(
 
 
 class Placing:
-    """Asks placement and notes what that took."""
+    """Asks placement, and records the times that this takes."""
 
     def __init__(
         self,
@@ -38,32 +38,32 @@ class Placing:
         self._now = now
         self._bus_wait_s_max = bus_wait_s_max
 
-    async def first(self, context: RequestContext, ticket: QueueEntry) -> Placement | Rejection:
-        """When its turn has come. What nobody could take because the bus was away has its turn when that is back."""
+    async def first(self, context: RequestContext, entry: QueueEntry) -> Placement | Rejection:
+        """Wait in the admission queue. A request that is rejected during a bus outage is offered again after it."""
         timings, begun = context.timings, self._now()
         until = min(begun + self._bus_wait_s_max, context.ends_at)
         while True:
-            if not self._bus_health.here and not await self._bus_health.back(context, until):
-                return BUS_AWAY
+            if not self._bus_health.reachable and not await self._bus_health.wait_reachable(context, until):
+                return BUS_UNREACHABLE
             timings.admission_s, begun = timings.admission_s + self._now() - begun, self._now()
-            placement = self._queue.offer(ticket)
-            begun = self._placed(context, begun)
-            if placement is None:
-                placement = await self._queue.turn_of(ticket, context)
+            result = self._queue.offer(entry)
+            begun = self._record(context, begun)
+            if result is None:
+                result = await self._queue.wait(entry, context)
                 context.mark(SpanName.ADMISSION, begun, self._now())
-            if isinstance(placement, Placement) or self._bus_health.here or context.http_request.left:
+            if isinstance(result, Placement) or self._bus_health.reachable or context.http_request.left:
                 timings.admission_s += self._now() - begun
-                return placement
+                return result
 
-    def again(self, context: RequestContext, need: PlacementRequest) -> Placement | Rejection:
-        """Who has had its turn does not stand in line again."""
+    def again(self, context: RequestContext, request: PlacementRequest) -> Placement | Rejection:
+        """For a further attempt, which does not wait in the queue again."""
         begun = self._now()
-        placement = self._fleet.place(need, begun)
-        self._placed(context, begun)
-        return placement
+        result = self._fleet.place(request, begun)
+        self._record(context, begun)
+        return result
 
-    def _placed(self, context: RequestContext, begun: float) -> float:
-        """Note what it took; answers when it was over."""
+    def _record(self, context: RequestContext, begun: float) -> float:
+        """Record the time of a placement; returns its end."""
         ended = self._now()
         context.timings.place_s += ended - begun
         context.mark(SpanName.PLACE, begun, ended)

@@ -77,7 +77,7 @@ class Evaluation:
         self.candidates: list[Candidate] = []
         tokens_min = policy.fetch_tokens_min if request.fetch_tokens_min is None else request.fetch_tokens_min
         # A request that cannot be split may need its prompt computed, for example for the prompt's log probabilities.
-        self.sources = None if request.whole else source_rows(fit, request, cluster, policy, now)
+        self.sources = None if request.unsplittable else source_rows(fit, request, cluster, policy, now)
         self.depths = depths
         blocks = depths.of(request.hashes) if request.hashes and self.count else None
         self.holders = Holders(table, blocks, self.sources, tokens_min)

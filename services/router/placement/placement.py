@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from services.router.placement.candidate import PartCandidates
-from services.router.placement.request_fields import Forced, Mode
+from services.router.placement.request_fields import ForcedWorkers, Mode
 from services.router.placement.slo import NO_TARGETS, Targets
 from services.router.state.cluster_view import ClusterView, WorkerView
 from shared.contracts.decisions import TtftParts
@@ -46,7 +46,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     mode: Mode = Mode.AUTO
-    whole: str = ""
+    unsplittable: str = ""
     """Why the request cannot be split; empty when it can."""
     prompt_tokens: int = 0
     hashes: Sequence[int] = ()
@@ -60,7 +60,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The client's value; None: it set none."""
     may_decode_first: bool = True
     """Whether a decode worker may be asked to serve the request alone: not after one has refused."""
-    forced: Forced | None = None
+    forced: ForcedWorkers | None = None
     targets: Targets = NO_TARGETS
     tenant: str = ""
     priority: int = 0

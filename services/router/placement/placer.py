@@ -85,8 +85,8 @@ class Selection:
     def result(self) -> Placement | Rejection:
         """The cheapest of what the request allows."""
         request, evaluation = self._request, self._evaluation
-        if request.whole or request.mode is Mode.AGGREGATED:
-            return self._any_role(request.whole or "asked for")
+        if request.unsplittable or request.mode is Mode.AGGREGATED:
+            return self._any_role(request.unsplittable or "asked for")
         self._prefills = list(filter(self._may_prefill, evaluation.candidates))
         self._decodes = list(filter(self._may_decode, evaluation.candidates))
         wholes = [] if self._forced_prefill else [one for one in self._decodes if self._may_serve_alone(one)]
@@ -154,7 +154,7 @@ class Selection:
 
     def _on_one(self, chosen: Candidate, among: Sequence[Candidate], why: str) -> Placement:
         request, prefill, decode = self._request, chosen.prefill, chosen.decode
-        split = not request.whole and request.mode is not Mode.AGGREGATED
+        split = not request.unsplittable and request.mode is not Mode.AGGREGATED
         guarded = split and (request.mode is Mode.DECODE_FIRST or chosen.view.record.role is Role.DECODE)
         guarded = guarded and self._may_decode(chosen) and self._may_serve_alone(chosen)
         share = HIT_SHARE_SLACK * (prefill.cached + prefill.fetched) / max(1, request.prompt_tokens)

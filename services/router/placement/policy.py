@@ -1,4 +1,4 @@
-"""On what terms a request is served: who asks, how urgent it is, how soon is soon enough, what it may decide itself."""
+"""What the operator allows a request: its class, priority, latency targets, and whether it may choose workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 from services.router.auth.api_keys import NO_KEY, Key, Permission
 from services.router.placement.placement import PlacementRequest
-from services.router.placement.request_fields import Fault, Forced, Mode, RequestFacts, mode_of
+from services.router.placement.request_fields import Fault, ForcedWorkers, Mode, RequestFacts, requested_mode
 from services.router.placement.revisions import NO_SHARES, Shares
 from services.router.placement.slo import NO_SLOS, Slos, read_slos
 from shared.contracts.failures import Reason
@@ -23,7 +23,7 @@ Forcing = Literal["auto", "anyone", "nobody"]
 
 
 class RequestHeaders(msgspec.Struct, frozen=True, kw_only=True):
-    """What the headers say, and what the key allows that came with them."""
+    """Baton's request headers, and the API key that came with them."""
 
     mode: Mode = Mode.AUTO
     class_name: str = ""
@@ -32,23 +32,23 @@ class RequestHeaders(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """What the operator allows and promises."""
+    """The operator's settings of what clients may ask for."""
 
     slos: Slos = NO_SLOS
     shares: Shares = NO_SHARES
     may_force: bool = False
     """Whether clients without keys may choose workers."""
     keys_may_force: bool = True
-    """Whether those may whose keys say so."""
+    """Whether clients may whose keys have the permission."""
     priority_min: int = 0
-    """The most urgent that a body may say it is; classes may be more urgent."""
+    """The most urgent priority that a body may ask for; classes may be more urgent."""
 
     def fault(self, facts: RequestFacts, request_headers: RequestHeaders, workers: Container[WorkerId]) -> Fault | None:
-        """Why the request is not served on these terms; None when it is. ``workers``: those that there are."""
-        wishes = facts.wishes
+        """Why the request is not served; None when it is. ``workers``: those that exist."""
+        options = facts.options
         if facts.fault is not None:
             return facts.fault
-        if (fault := not_with(request_headers.key, facts.model)) is not None:
+        if (fault := model_forbidden(request_headers.key, facts.model)) is not None:
             return fault
         if request_headers.tenant and not is_subject_token(request_headers.tenant):
             message = f"`{TENANT_HEADER}` must be up to 128 letters, digits, underscores and hyphens."
@@ -56,42 +56,41 @@ class RequestPolicy(msgspec.Struct, frozen=True, kw_only=True):
         name = class_of(facts, request_headers)
         if not self.slos.knows(name):
             known = ", ".join(self.slos.classes) or "none"
-            param = "baton.class" if wishes.class_name is not None else CLASS_HEADER
+            param = "baton.class" if options.class_name is not None else CLASS_HEADER
             return Fault(param=param, message=f"The class `{name[:64]}` does not exist; there are: {known}.")
-        if wishes.forced is not None and not self._may_force(request_headers.key):
-            message = "Workers and sources are not the client's to choose here."
+        if options.forced is not None and not self._may_force(request_headers.key):
+            message = "Clients may not choose workers and sources here."
             return Fault(param="baton", message=message, reason=Reason.FORBIDDEN)
-        if wishes.forced is not None and (fault := unknown_worker(wishes.forced, workers)) is not None:
+        if options.forced is not None and (fault := unknown_worker(options.forced, workers)) is not None:
             return fault
         priority_min = self.priority_min if request_headers.key.priority is None else request_headers.key.priority
-        if wishes.priority is not None and wishes.priority < priority_min:
+        if options.priority is not None and options.priority < priority_min:
             message = f"`baton.priority` may be {priority_min} or more (less urgent) here."
             return Fault(param="baton.priority", message=message, reason=Reason.FORBIDDEN)
         return None
 
-    def need(
+    def placement_request(
         self, facts: RequestFacts, request_headers: RequestHeaders, prompt_tokens: int, hashes: Sequence[int]
     ) -> PlacementRequest:
-        """What the request needs of its workers."""
-        wishes, name = facts.wishes, class_of(facts, request_headers)
+        options, name = facts.options, class_of(facts, request_headers)
         slos = self.slos
-        priority = wishes.priority
+        priority = options.priority
         if priority is None:
             priority = priority_of(request_headers.key, name, slos.priority(facts.model, name))
         return PlacementRequest(
             model=facts.model,
-            mode=mode_of(facts, request_headers.mode),
-            whole=facts.whole,
+            mode=requested_mode(facts, request_headers.mode),
+            unsplittable=facts.unsplittable,
             prompt_tokens=prompt_tokens,
             hashes=hashes,
             tokens_out=facts.tokens_out,
             fetch_tokens_min=facts.kv_fetch_min_tokens,
             cache_hit_threshold=facts.cache_hit_threshold,
-            forced=wishes.forced,
-            targets=slos.targets(facts.model, name, ttft_s=wishes.ttft_s, itl_s=wishes.itl_s),
+            forced=options.forced,
+            targets=slos.targets(facts.model, name, ttft_s=options.ttft_s, itl_s=options.itl_s),
             tenant=request_headers.tenant,
             priority=priority,
-            revisions=self.shares.order(facts) if wishes.forced is None else (),
+            revisions=self.shares.order(facts) if options.forced is None else (),
         )
 
     def _may_force(self, key: Key) -> bool:
@@ -100,40 +99,38 @@ class RequestPolicy(msgspec.Struct, frozen=True, kw_only=True):
         return self.keys_may_force and key.may(Permission.FORCE_PLACEMENT)
 
 
-def not_with(key: Key, model: str) -> Fault | None:
-    """Why the key is not for this model; None when it is."""
+def model_forbidden(key: Key, model: str) -> Fault | None:
+    """Whether the key excludes this model."""
     if not key.models or model in key.models:
         return None
     message = f"This key is for the models {', '.join(sorted(key.models))}."
     return Fault(param="model", message=message, reason=Reason.FORBIDDEN)
 
 
-def priority_of(key: Key, class_name: str, said: int) -> int:
-    """Of a request that asks for none. A key's own counts, and a class makes its requests less urgent only."""
+def priority_of(key: Key, class_name: str, configured: int) -> int:
+    """Of a request that asks for none: the key's, which a class may only make less urgent."""
     if key.priority is None:
-        return said
-    return max(said, key.priority) if class_name else key.priority
+        return configured
+    return max(configured, key.priority) if class_name else key.priority
 
 
-def unknown_worker(forced: Forced, workers: Container[WorkerId]) -> Fault | None:
-    """The first of them that does not exist."""
-    asked = [("prefill_worker", forced.prefill_worker), ("decode_worker", forced.decode_worker)]
-    asked += [("sources", source) for source in forced.sources or ()]
-    for name, worker_id in asked:
+def unknown_worker(forced: ForcedWorkers, workers: Container[WorkerId]) -> Fault | None:
+    """A fault for the first of them that does not exist."""
+    named = [("prefill_worker", forced.prefill_worker), ("decode_worker", forced.decode_worker)]
+    named += [("sources", source) for source in forced.sources or ()]
+    for name, worker_id in named:
         if worker_id and worker_id not in workers:
             return Fault(param=f"baton.{name}", message=f"There is no worker `{worker_id}`.")
     return None
 
 
 def class_of(facts: RequestFacts, request_headers: RequestHeaders) -> str:
-    """The body's word counts before the header's."""
-    return request_headers.class_name if facts.wishes.class_name is None else facts.wishes.class_name
+    """From the body, or else from the header."""
+    return request_headers.class_name if facts.options.class_name is None else facts.options.class_name
 
 
 def read_policy_fields(slos: str, forcing: Forcing, priority_min: int, *, local: bool) -> RequestPolicy:
-    """The operator's terms; ``local``: only clients of this machine can ask. Raises ValueError in words for the
-    operator.
-    """
+    """``local``: only clients on this machine can connect. Raises ValueError with a message for the operator."""
     return RequestPolicy(
         slos=read_slos(slos),
         may_force=forcing == "anyone" or (forcing == "auto" and local),
@@ -143,7 +140,7 @@ def read_policy_fields(slos: str, forcing: Forcing, priority_min: int, *, local:
 
 
 def read_weights(text: str) -> dict[str, float]:
-    """Tenants' weights from the operator's JSON. Raises ValueError in words for the operator."""
+    """Tenants' weights from the operator's JSON. Raises ValueError with a message for the operator."""
     try:
         weights = msgspec.json.decode(text.encode() or b"{}", type=dict[str, float])
     except msgspec.DecodeError as error:

@@ -1,4 +1,4 @@
-"""What the router must know of a request to place it, and nothing more: one lenient pass over the body."""
+"""Reads the fields of a request body that placement needs, in one lenient pass."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ FETCH_MIN_TOKENS_MAX = 1 << 31
 SOURCES_MAX = 16
 """Workers that a request may name to fetch its KV from."""
 MODEL_CHARS_MAX = 512
-"""A longer name is no model's; of what a client makes up, no more is logged, told and counted."""
+"""Longer names are cut: the name is logged and reported, and a client can make it up."""
 
 
 class Mode(StrEnum):
-    """How a request is served, or wants to be."""
+    """How a request is served, or asks to be served."""
 
     AUTO = "auto"
     AGGREGATED = "aggregated"
@@ -32,21 +32,21 @@ class Mode(StrEnum):
     """A decode worker alone, if enough of the prompt is cached for it; else disaggregated."""
 
 
-class Forced(msgspec.Struct, frozen=True, kw_only=True):
-    """What the client wants and placement would have chosen itself; empty where it has a free hand."""
+class ForcedWorkers(msgspec.Struct, frozen=True, kw_only=True):
+    """Workers that the client chose; empty where placement chooses."""
 
     prefill_worker: WorkerId = WorkerId("")
     decode_worker: WorkerId = WorkerId("")
     """Serves the whole request when it is aggregated."""
     sources: tuple[WorkerId, ...] | None = None
-    """Whom to fetch the prompt's KV from, and nobody else; None: whoever placement finds best."""
+    """The only workers to fetch the prompt's KV from; None: placement chooses."""
 
 
-class Wishes(msgspec.Struct, frozen=True, kw_only=True):
-    """What a body's ``baton`` object says; None where it says nothing."""
+class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The body's ``baton`` object; None for fields that it leaves out."""
 
     mode: Mode | None = None
-    forced: Forced | None = None
+    forced: ForcedWorkers | None = None
     class_name: str | None = None
     priority: int | None = None
     ttft_s: float | None = None
@@ -54,13 +54,12 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
     resumes_max: int | None = None
 
 
-NO_WISHES = Wishes()
+NO_OPTIONS = RequestOptions()
 
 
 class Body(msgspec.Struct, kw_only=True):
-    """The fields of an OpenAI body that placement depends on; all others are skipped, none is judged.
-
-    Whether values are valid is for the engine to say, in its own words; so every field takes any type.
+    """The fields of an OpenAI body that placement depends on. Every field takes any type: the engine validates the body
+    and its error message reaches the client.
     """
 
     model: Any = None
@@ -93,12 +92,12 @@ class Body(msgspec.Struct, kw_only=True):
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """A field of Baton's own that has no meaning as it was given; no engine would say so."""
+    """An invalid or forbidden value of one of Baton's own fields, which engines do not validate."""
 
     param: str
     message: str
     reason: Reason | None = None
-    """Why, when it is not that it has no meaning."""
+    """None: the value is invalid."""
 
 
 class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,9 +105,9 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str
     model: str
-    """Empty: whatever is served."""
+    """Empty: any model."""
     stream: bool = False
-    whole: str = ""
+    unsplittable: str = ""
     """Why the request cannot be split into legs; empty when it can."""
     tokens_out: int = 0
     """The limit that the client set on the completion; 0 when none."""
@@ -116,69 +115,66 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     """None when the body could not be read."""
     cache_hit_threshold: float | None = None
     kv_fetch_min_tokens: int | None = None
-    wishes: Wishes = NO_WISHES
+    options: RequestOptions = NO_OPTIONS
     fault: Fault | None = None
     salt: str = ""
-    """What goes into the body before an engine has it, and keeps its cached KV from others; empty: nothing."""
+    """Written into the body for the engine, so that other tenants cannot use the cached KV; empty: nothing."""
 
 
 BODY_DECODER = msgspec.json.Decoder(Body)
 
 
 def read_request(path: str, body: bytes) -> RequestFacts:
-    """Read ``body`` as far as placement needs. Never raises.
-
-    What cannot be read goes whole to an engine, which refuses it in its own words.
-    """
+    """Never raises: a body that cannot be read goes unsplit to an engine, whose error message reaches the client."""
     try:
         parsed = BODY_DECODER.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return RequestFacts(path=path, model="", whole="the body cannot be read")
+        return RequestFacts(path=path, model="", unsplittable="the body cannot be read")
     model = parsed.model
     ours = path in (COMPLETIONS, CHAT)
-    wishes = read_wishes(parsed.baton) if ours and given(parsed.baton) else NO_WISHES
-    fault = wishes if isinstance(wishes, Fault) else find_fault(parsed) if ours else None
+    options = read_options(parsed.baton) if ours and given(parsed.baton) else NO_OPTIONS
+    fault = options if isinstance(options, Fault) else find_fault(parsed) if ours else None
     ours = ours and fault is None
     return RequestFacts(
         path=path,
         model=model[:MODEL_CHARS_MAX] if isinstance(model, str) else "",
         stream=parsed.stream is True,
-        whole=why_whole(path, parsed),
+        unsplittable=unsplittable_reason(path, parsed),
         tokens_out=_limit(parsed),
         body=parsed,
         cache_hit_threshold=float(parsed.cache_hit_threshold)
         if ours and parsed.cache_hit_threshold is not None
         else None,
         kv_fetch_min_tokens=parsed.kv_fetch_min_tokens if ours else None,
-        wishes=NO_WISHES if isinstance(wishes, Fault) else wishes,
+        options=NO_OPTIONS if isinstance(options, Fault) else options,
         fault=fault,
     )
 
 
-def mode_of(facts: RequestFacts, request_headers: Mode) -> Mode:
-    """How it wants to be served: as the body says, or else the header. Who would rather be refused than have the
-    prompt computed gets no prefill leg, which computes it: the worker that answers decides by what it has and can
+def requested_mode(facts: RequestFacts, request_headers: Mode) -> Mode:
+    """From the body, or else the header. A request with a cache hit threshold is to be refused rather than have its
+    prompt computed, so it gets no prefill leg, which would compute it: one worker decides by what it holds and can
     fetch.
     """
-    asked = facts.wishes.mode or request_headers
+    asked = facts.options.mode or request_headers
     return Mode.AGGREGATED if asked is Mode.AUTO and facts.cache_hit_threshold else asked
 
 
-def default_or_requested(facts: RequestFacts, request_headers: Mode, usual: Mode) -> Mode:
-    """What the header asks for, or else what is usual here. What the body asks for by other means is left to placement:
-    workers of its choice, or an answer only if enough is cached.
+def default_or_requested(facts: RequestFacts, request_headers: Mode, default: Mode) -> Mode:
+    """The header's mode, or else the operator's default. The default does not apply to a body that names workers or
+    sets a cache hit threshold.
     """
-    free = request_headers is Mode.AUTO and facts.wishes.forced is None and not facts.cache_hit_threshold
-    return usual if free else request_headers
+    free = request_headers is Mode.AUTO and facts.options.forced is None and not facts.cache_hit_threshold
+    return default if free else request_headers
 
 
-def default_mode_of(told: DefaultMode | None) -> Mode:
-    """What an operator wants of requests that ask for no mode; AUTO when nobody has said anything that makes sense."""
-    return Mode(told.mode) if told is not None and told.mode in DEFAULT_MODES else Mode.AUTO
+def default_mode_of(stored: DefaultMode | None) -> Mode:
+    """The operator's default mode; AUTO when none, or no valid one, is stored."""
+    return Mode(stored.mode) if stored is not None and stored.mode in DEFAULT_MODES else Mode.AUTO
 
 
 def find_fault(body: Body) -> Fault | None:
-    """What is wrong with the fields that are Baton's own; None when nothing is."""
+    """The first invalid value of Baton's fields outside ``baton``; None when all are valid."""
     share, tokens = body.cache_hit_threshold, body.kv_fetch_min_tokens
     if share is not None and not (type(share) in (int, float) and 0.0 <= share <= 1.0):
         message = "`cache_hit_threshold` must be a number from 0.0 (never refuse) to 1.0; leave it out for the default."
@@ -191,38 +187,38 @@ def find_fault(body: Body) -> Fault | None:
     return None
 
 
-def read_wishes(raw: msgspec.Raw) -> Wishes | Fault:
-    """The body's ``baton`` object, or what is wrong with it."""
+def read_options(raw: msgspec.Raw) -> RequestOptions | Fault:
+    """The body's ``baton`` object, or a fault."""
     try:
-        said = msgspec.json.decode(raw, type=dict[str, Any])
+        values = msgspec.json.decode(raw, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return Fault(param="baton", message="`baton` must be an object; leave it out for the defaults.")
-    for name, value in said.items():
-        rule = WISHES.get(name)
+    for name, value in values.items():
+        rule = OPTION_RULES.get(name)
         if rule is None:
-            return Fault(param=f"baton.{name}"[:64], message=f"`baton` has only the fields {', '.join(WISHES)}.")
+            return Fault(param=f"baton.{name}"[:64], message=f"`baton` has only the fields {', '.join(OPTION_RULES)}.")
         if value is not None and not rule[0](value):
             return Fault(param=f"baton.{name}", message=f"`baton.{name}` must be {rule[1]}.")
-    prefill, decode, sources = said.get("prefill_worker"), said.get("decode_worker"), said.get("sources")
-    forced = Forced(
+    prefill, decode, sources = values.get("prefill_worker"), values.get("decode_worker"), values.get("sources")
+    forced = ForcedWorkers(
         prefill_worker=WorkerId(prefill or ""),
         decode_worker=WorkerId(decode or ""),
         sources=tuple(sources) if sources is not None else None,
     )
-    mode = said.get("mode")
-    return Wishes(
+    mode = values.get("mode")
+    return RequestOptions(
         mode=Mode(mode) if mode is not None else None,
         forced=forced if prefill or decode or sources is not None else None,
-        class_name=said.get("class"),
-        priority=said.get("priority"),
-        ttft_s=said.get("ttft_s"),
-        itl_s=said.get("itl_s"),
-        resumes_max=said.get("resumes_max"),
+        class_name=values.get("class"),
+        priority=values.get("priority"),
+        ttft_s=values.get("ttft_s"),
+        itl_s=values.get("itl_s"),
+        resumes_max=values.get("resumes_max"),
     )
 
 
-def why_whole(path: str, body: Body) -> str:
-    """Why one engine must serve this request alone; empty when prefill and decode may be on two."""
+def unsplittable_reason(path: str, body: Body) -> str:
+    """Why one engine must serve both legs; empty when two may."""
     if path not in (COMPLETIONS, CHAT):
         return "only completions can be split"
     if body.n not in (None, 1) or body.best_of not in (None, 1) or body.use_beam_search not in (None, False):
@@ -230,7 +226,7 @@ def why_whole(path: str, body: Body) -> str:
     if body.prompt_logprobs is not None:
         return "prompt logprobs need the whole prompt on one engine"
     if body.echo not in (None, False):
-        return "echo needs the prompt on the engine that answers"
+        return "echo needs the prompt on the engine that generates"
     if given(body.prompt_embeds):
         return "the prompt is embeddings"
     if given(body.kv_transfer_params):
@@ -269,7 +265,7 @@ def _is_sources(value: Any) -> bool:
 
 
 _SECONDS = f"a number of seconds from {TARGET_S_MIN:g} to {TARGET_S_MAX:g}"
-WISHES: dict[str, tuple[Callable[[Any], bool], str]] = {
+OPTION_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "mode": (lambda value: isinstance(value, str) and value in list(Mode), f"one of {', '.join(Mode)}"),
     "prefill_worker": (_is_worker, "the id of a worker"),
     "decode_worker": (_is_worker, "the id of a worker"),
@@ -280,4 +276,4 @@ WISHES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "itl_s": (is_target, _SECONDS),
     "resumes_max": (lambda value: type(value) is int and value >= 0, "an integer, 0 or more"),
 }
-"""The fields of a ``baton`` object: whether a value makes sense, and what would."""
+"""The fields of a ``baton`` object: whether a value is valid, and a description of valid values."""

@@ -1,7 +1,8 @@
-"""Two revisions of a model side by side: which one serves a conversation.
+"""Chooses the revision of a model that serves a conversation, while several revisions run side by side.
 
-Each conversation draws a number for every revision from nothing but its own beginning, so all routers agree, all its
-turns go to the revision that has its KV, and a share that changes moves no more conversations than it has to.
+Weighted rendezvous hashing: each conversation draws a number for every revision from its own beginning only. So all
+routers agree, all turns of a conversation go to the revision that has its KV, and a changed share moves as few
+conversations as possible.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from services.router.placement.request_fields import CHAT, RequestFacts, given
 
 SHARE_MAX = 1e6
 REVISIONS_MAX = 16
-"""Of one model; an upgrade has two."""
+"""Of one model; a rollout has two."""
 MODELS_MAX = 256
 ANY = ""
-"""Stands for every revision, those without a share too."""
+"""Any revision, with or without a share."""
 BEGINNING_BYTES = 256
-"""Of a prompt that is no chat: about what its first block of KV holds."""
+"""The beginning of a prompt that is not a chat: about the text of its first KV block."""
 ABBREVIATED_MIN = 7
-"""Digits of a commit or digest that may stand for all of it."""
+"""The shortest abbreviation of a commit or digest."""
 HEXADECIMAL = frozenset("0123456789abcdef")
 
 
 class Turn(msgspec.Struct):
-    """A message of a chat, as far as it matters here."""
+    """The fields of a chat message that are read here."""
 
     role: Any = None
     content: msgspec.Raw = msgspec.Raw(b"")
@@ -39,13 +40,13 @@ TURNS = msgspec.json.Decoder(list[Turn])
 
 
 class Shares(msgspec.Struct, frozen=True, kw_only=True):
-    """What the operator wants each revision of a model to serve. Of models that are not named: whatever costs least."""
+    """The share of conversations of each revision. For a model without shares, cost decides."""
 
     models: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
 
     def order(self, facts: RequestFacts) -> tuple[str, ...]:
-        """The revisions that may serve it, the one that shall first; the others are for when no worker of that one is
-        ready. Empty: all the same.
+        """The revisions that may serve the request, the drawn one first; the others serve while no worker of that one
+        is ready. Empty: any revision.
         """
         shares = self.of(facts.model)
         if not shares:
@@ -55,13 +56,13 @@ class Shares(msgspec.Struct, frozen=True, kw_only=True):
         return (*(name for _drawn, name in drawn), ANY)
 
     def of(self, model: str) -> Mapping[str, float]:
-        """By revision. A request that names no model means the only one that there is."""
+        """By revision. A request without a model means the only model."""
         if not model and len(self.models) == 1:
             return next(iter(self.models.values()))
         return self.models.get(model, {})
 
     def share(self, model: str, revision: str) -> float | None:
-        """Of all conversations of that model, 0.0 to 1.0, as long as all revisions have workers; None: as it comes."""
+        """Share of the model's conversations, 0.0 to 1.0, while all revisions have workers; None: cost decides."""
         shares = self.of(model)
         if not shares:
             return None
@@ -72,7 +73,7 @@ NO_SHARES = Shares()
 
 
 def means(name: str, revision: str) -> bool:
-    """Whether the operator's name for a revision means that one: in full, or the first digits of a commit or digest."""
+    """Whether ``name`` is the revision, or abbreviates it as the first digits of a commit or digest."""
     if name in (ANY, revision):
         return True
     return len(name) >= ABBREVIATED_MIN and revision.startswith(name) and HEXADECIMAL.issuperset(revision)
@@ -89,18 +90,18 @@ def beginning_of(facts: RequestFacts) -> bytes:
     if isinstance(body.prompt_cache_key, str) and body.prompt_cache_key:
         return body.prompt_cache_key.encode()
     if facts.path == CHAT and given(body.messages):
-        return _until_the_user_spoke(body.messages)
+        return _through_first_user_message(body.messages)
     return bytes(memoryview(body.prompt)[:BEGINNING_BYTES])
 
 
 def read_shares(text: str) -> Shares:
-    """Shares from the operator's JSON; none when empty. Raises ValueError in words for the operator."""
+    """From the operator's JSON; no shares when empty. Raises ValueError with a message for the operator."""
     try:
         models = msgspec.json.decode(text.strip().encode() or b"{}", type=dict[str, dict[str, float]])
     except msgspec.DecodeError as error:
         raise ValueError(f'{error}; it is written like {{"my-model": {{"v1": 90, "v2": 10}}}}') from error
     if len(models) > MODELS_MAX:
-        raise ValueError(f"there are {len(models)} models, {MODELS_MAX} at most make sense")
+        raise ValueError(f"there are {len(models)} models, {MODELS_MAX} are the maximum")
     for model, shares in models.items():
         _check(model, shares)
     return Shares(models=models)
@@ -110,7 +111,7 @@ def _check(model: str, shares: dict[str, float]) -> None:
     if not model or ANY in shares:
         raise ValueError("a model or a revision has an empty name")
     if len(shares) > REVISIONS_MAX:
-        raise ValueError(f"{model} has {len(shares)} revisions, {REVISIONS_MAX} at most make sense")
+        raise ValueError(f"{model} has {len(shares)} revisions, {REVISIONS_MAX} are the maximum")
     for revision, share in shares.items():
         if not 0 <= share <= SHARE_MAX:
             raise ValueError(f"the share of {model}'s {revision} is {share:g}; it must be 0 to {SHARE_MAX:g}")
@@ -118,7 +119,7 @@ def _check(model: str, shares: dict[str, float]) -> None:
         raise ValueError(f"no revision of {model} has a share above 0; leave the model out to let cost decide")
 
 
-def _until_the_user_spoke(messages: msgspec.Raw) -> bytes:
+def _through_first_user_message(messages: msgspec.Raw) -> bytes:
     try:
         turns = TURNS.decode(messages)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -132,8 +133,8 @@ def _until_the_user_spoke(messages: msgspec.Raw) -> bytes:
 
 
 def _draw(beginning: bytes, revision: str) -> float:
-    """A number that is exponentially distributed over conversations: divided by their shares, each of several such
-    numbers is the least as often as its share says.
+    """Exponentially distributed over conversations: divided by its share, a revision's number is the smallest of all
+    with a probability proportional to the share.
     """
     digest = hashlib.blake2b(beginning, digest_size=8, key=hashlib.sha256(revision.encode()).digest()).digest()
     return -math.log((int.from_bytes(digest, "big") + 1) / (1 << 64))

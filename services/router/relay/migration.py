@@ -19,7 +19,7 @@ def why_not_resumable(facts: RequestFacts) -> str:
     """
     if facts.path not in (COMPLETIONS, CHAT):
         return "only completions and chats can be resumed"
-    return facts.whole
+    return facts.unsplittable
 
 
 def resumes_allowed(operator_max: int, client_max: int | None) -> int:

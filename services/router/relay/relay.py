@@ -90,7 +90,7 @@ class Relay:
             timings=Timings(started_at=now),
             ends_at=ends_at,
             deadline_at=ends_at,
-            resumes_max=resumes_allowed(self._settings.resumes_max, facts.wishes.resumes_max),
+            resumes_max=resumes_allowed(self._settings.resumes_max, facts.options.resumes_max),
             why_not_resumable=why_not_resumable(facts),
         )
         http_request.on_left.append(context.client_left)
@@ -123,8 +123,8 @@ class Relay:
         if (over := self._charge(context, prompt.tokens)) is not None:
             self._refuse(context, over)
             return
-        request = self._policy.need(facts, headers, prompt.tokens, prompt.hashes)
-        with self._queue.ticket(context, request) as entry:
+        request = self._policy.placement_request(facts, headers, prompt.tokens, prompt.hashes)
+        with self._queue.entry(context, request) as entry:
             await self._serve_in_turn(context, request, entry)
 
     def _charge(self, context: RequestContext, prompt_tokens: int) -> HttpError | None:

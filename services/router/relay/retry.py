@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from services.router.admission.placing import BUS_AWAY, Placing
+from services.router.admission.placing import BUS_UNREACHABLE, Placing
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.request_fields import Mode
 from services.router.relay.failure_policy import (
@@ -21,7 +21,7 @@ from services.router.relay.failure_policy import (
 from services.router.relay.migration import continued
 from services.router.relay.request_context import RequestContext
 from services.router.settings import Settings
-from services.router.state.bus_health import LOOK_S_MAX, LOOK_S_MIN, BusHealth
+from services.router.state.bus_health import CHECK_S_MAX, CHECK_S_MIN, BusHealth
 from services.router.state.cluster_view import ClusterView, WorkerView
 from services.router.telemetry.request_log import RequestLog
 from services.router.tokenize.prompts import Prompts
@@ -81,7 +81,7 @@ class Retry:
         over = context.http_request.left or self._inbox.closed or self._now() >= context.ends_at
         if kind is None or over or not context.may_retry(self._attempts_max):
             return cannot_resume(failure, context.why_not_resumable) if begun and kind is not None else failure
-        plan = self._policy.plan(kind if self._bus_health.here else FailureKind.BUS_DOWN, begun=begun)
+        plan = self._policy.plan(kind if self._bus_health.reachable else FailureKind.BUS_DOWN, begun=begun)
         if not plan.actions:
             return failure
         self._note(context, lost, kind)
@@ -98,18 +98,18 @@ class Retry:
     async def _find(self, context: RequestContext, request: PlacementRequest, plan: Plan) -> NextAttempt:
         """Try the plan's actions, again and again until its wait is over if it has one."""
         bus_health, http_request = self._bus_health, context.http_request
-        wait_s = self._bus_wait_s_max if not (bus_health.here or http_request.begun) else plan.wait_s
+        wait_s = self._bus_wait_s_max if not (bus_health.reachable or http_request.begun) else plan.wait_s
         until = min(self._now() + wait_s, context.ends_at)
-        look_s = LOOK_S_MIN
+        look_s = CHECK_S_MIN
         while True:
-            if not bus_health.here and not (plan.wait_s and await bus_health.back(context, until)):
-                return request, BUS_AWAY
+            if not bus_health.reachable and not (plan.wait_s and await bus_health.wait_reachable(context, until)):
+                return request, BUS_UNREACHABLE
             found = self._try(context, request, plan)
             now = self._now()
             if isinstance(found[1], Placement) or now >= until or http_request.left:
                 return found
             await bus_health.pause(context, min(look_s, until - now))
-            look_s = min(2 * look_s, LOOK_S_MAX)
+            look_s = min(2 * look_s, CHECK_S_MAX)
             context.busy_workers.clear()  # They may have room again.
 
     def _try(self, context: RequestContext, request: PlacementRequest, plan: Plan) -> NextAttempt:

@@ -28,11 +28,11 @@ class Fleet:
         could have enough of it from others. No prompt has more tokens than bytes.
         """
         least = self.policy.fetch_tokens_min if facts.kv_fetch_min_tokens is None else facts.kv_fetch_min_tokens
-        may_fetch = body_bytes >= least and not facts.whole
+        may_fetch = body_bytes >= least and not facts.unsplittable
         choices = 0
         for view in self.cluster.offering(facts.model):
             record = view.record
-            computes = view.serves and (facts.whole or record.role is not Role.DECODE)
+            computes = view.serves and (facts.unsplittable or record.role is not Role.DECODE)
             if computes or (may_fetch and exchanges_kv(record)):
                 choices += 1
                 if choices > 1:

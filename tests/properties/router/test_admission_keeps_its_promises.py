@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from services.router.admission.fair_share import FairShare
 from services.router.placement.placement import Placement, Rejection
-from services.router.placement.request_fields import Forced
+from services.router.placement.request_fields import ForcedWorkers
 from shared.contracts.failures import Reason
 from tests.support.examples import examples
 from tests.unit.router.engines import Engine, Engines
@@ -25,7 +25,7 @@ ASKS = st.fixed_dictionaries(
         "priority": st.sampled_from([-5, 0, 7]),
         "ttft_s": st.sampled_from([0.5, 4.0, float("inf")]),
         "itl_s": st.sampled_from([0.005, 0.03, float("inf")]),
-        "forced": st.sampled_from([None, None, Forced(decode_worker="w1")]),
+        "forced": st.sampled_from([None, None, ForcedWorkers(decode_worker="w1")]),
         "model": st.sampled_from(["m", "m", "other"]),
         "own_s": st.sampled_from([float("inf"), 9.0]),
     }

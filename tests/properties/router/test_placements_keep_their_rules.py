@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from services.router.placement.kv_sources import SOURCES_MAX
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest, Rejection
 from services.router.placement.placer import CostPlacer
-from services.router.placement.request_fields import Forced, Mode
+from services.router.placement.request_fields import ForcedWorkers, Mode
 from services.router.state.cluster_view import ClusterView, exchanges_kv
 from services.router.state.prefix_index import PrefixIndex
 from shared.contracts.failures import Reason
@@ -69,7 +69,7 @@ REQUESTS = st.builds(
     PlacementRequest,
     model=st.sampled_from(["m", "m", "x", "unknown", ""]),
     mode=st.sampled_from(list(Mode)),
-    whole=st.sampled_from(["", "", "because"]),
+    unsplittable=st.sampled_from(["", "", "because"]),
     prompt_tokens=st.integers(1, 200),
     hashes=st.sampled_from([(1, 2, 3, 4)[:count] for count in range(5)]),
     fetch_tokens_min=st.sampled_from([None, None, 0, 1000]),
@@ -77,7 +77,7 @@ REQUESTS = st.builds(
     forced=st.none()
     | st.none()
     | st.builds(
-        Forced,
+        ForcedWorkers,
         prefill_worker=st.just("") | WORKERS,
         decode_worker=st.just("") | WORKERS,
         sources=st.none() | st.lists(WORKERS, max_size=2, unique=True).map(tuple),
@@ -108,14 +108,14 @@ def build(members: list[Member]) -> tuple[ClusterView, PrefixIndex]:
 
 @given(FLEETS, REQUESTS)
 @example([Member(), Member(role=Role.STORE, held=4)], PROMPT)
-@example([Member(), Member(held=4, age_s=10.0)], msgspec.structs.replace(PROMPT, forced=Forced(sources=("w1",))))
+@example([Member(), Member(held=4, age_s=10.0)], msgspec.structs.replace(PROMPT, forced=ForcedWorkers(sources=("w1",))))
 @example(
     [Member(), Member(held=4)],
-    msgspec.structs.replace(PROMPT, whole="echo", forced=Forced(decode_worker="w0", sources=("w1",))),
+    msgspec.structs.replace(PROMPT, unsplittable="echo", forced=ForcedWorkers(decode_worker="w0", sources=("w1",))),
 )
 @example(
     [Member(), Member(held=4)],
-    msgspec.structs.replace(PROMPT, excluded=frozenset({"w1"}), forced=Forced(sources=("w1",))),
+    msgspec.structs.replace(PROMPT, excluded=frozenset({"w1"}), forced=ForcedWorkers(sources=("w1",))),
 )
 def test_every_placement_keeps_the_rules(members, request):
     cluster, index = build(members)
@@ -133,14 +133,14 @@ def test_every_placement_keeps_the_rules(members, request):
         assert view.record.worker_id not in request.excluded
     assert (result.prefill is not None) == (result.mode is Mode.DISAGGREGATED)
     if result.prefill is not None:
-        assert not request.whole
+        assert not request.unsplittable
         assert request.mode is not Mode.AGGREGATED
         assert result.prefill is not result.decode
         assert result.prefill.pairs_with == result.decode.pairs_with
         assert result.prefill.record.role is not Role.DECODE
         assert result.decode.record.role is not Role.PREFILL
     else:
-        assert request.whole or request.mode is not Mode.DISAGGREGATED
+        assert request.unsplittable or request.mode is not Mode.DISAGGREGATED
     assert 0 <= result.cached_tokens < max(1, request.prompt_tokens)
     assert result.cached_tokens + result.fetched_tokens + result.uncached_tokens == request.prompt_tokens
     assert result.uncached_tokens > 0
@@ -173,7 +173,7 @@ def could_serve(cluster, request):
 
 def check_sources(placement, request, cluster, index):
     computing = placement.prefill or placement.decode
-    assert not (placement.sources and request.whole)
+    assert not (placement.sources and request.unsplittable)
     for source in placement.sources:
         holder = cluster.workers[source.worker_id]
         assert holder is not computing
@@ -212,7 +212,7 @@ def test_a_request_is_served_if_a_worker_can(members, request):
     request = msgspec.structs.replace(request, forced=None)
     able = [view for view in could_serve(cluster, request) if view.legs < view.record.legs_max]
     result = CostPlacer(cluster, index, POLICY).place(request, NOW)
-    if request.mode is not Mode.DISAGGREGATED or request.whole:
+    if request.mode is not Mode.DISAGGREGATED or request.unsplittable:
         assert isinstance(result, Placement) == bool(able)
 
 

@@ -9,7 +9,7 @@ import pytest
 from services.router.admission.policy import LATE_SHARE_MAX
 from services.router.admission.queues import STRAINED_FOR_S, WAITED_S_MIN
 from services.router.placement.placement import Placement, Rejection
-from services.router.placement.request_fields import Forced
+from services.router.placement.request_fields import ForcedWorkers
 from shared.contracts.failures import Reason
 from tests.unit.router.engines import Engine, Engines, ask
 
@@ -154,10 +154,10 @@ def test_a_tenant_of_twice_the_weight_gets_twice_as_much():
 
 def test_who_could_start_elsewhere_passes_who_waits_for_a_busy_worker():
     engines = Engines(Engine("w1"), Engine("w2"))
-    engines.offer(A_SECOND, forced=Forced(decode_worker="w1"))
-    stuck = engines.offer(100, forced=Forced(decode_worker="w1"))
+    engines.offer(A_SECOND, forced=ForcedWorkers(decode_worker="w1"))
+    stuck = engines.offer(100, forced=ForcedWorkers(decode_worker="w1"))
 
-    passing = engines.offer(100, forced=Forced(decode_worker="w2"))
+    passing = engines.offer(100, forced=ForcedWorkers(decode_worker="w2"))
 
     assert stuck not in engines.placed_at
     assert engines.placed_at[passing] == 0.0
@@ -165,10 +165,10 @@ def test_who_could_start_elsewhere_passes_who_waits_for_a_busy_worker():
 
 def test_nobody_takes_the_worker_that_one_before_it_waits_for():
     engines = Engines(Engine("w1", decode_s=3.0), Engine("w2"))
-    first = engines.offer(10, forced=Forced(decode_worker="w1"))
-    waits = engines.offer(10, forced=Forced(decode_worker="w1"), itl_s=0.015)  # for the batch to be smaller
+    first = engines.offer(10, forced=ForcedWorkers(decode_worker="w1"))
+    waits = engines.offer(10, forced=ForcedWorkers(decode_worker="w1"), itl_s=0.015)  # for the batch to be smaller
 
-    behind = engines.offer(10, forced=Forced(decode_worker="w1"))
+    behind = engines.offer(10, forced=ForcedWorkers(decode_worker="w1"))
     engines.run()
 
     assert engines.placed_at[waits] == pytest.approx(engines.first_token_at[first] + 3.0)
@@ -185,11 +185,11 @@ def test_a_target_between_tokens_that_nobody_could_meet_makes_nobody_wait():
 
 def test_many_that_wait_for_one_worker_do_not_hide_who_could_start_on_another():
     engines = Engines(Engine("w1"), Engine("w2", models=("m", "other")))
-    engines.offer(100 * A_SECOND, forced=Forced(decode_worker="w1"))
-    engines.offer(A_SECOND, forced=Forced(decode_worker="w2"))
+    engines.offer(100 * A_SECOND, forced=ForcedWorkers(decode_worker="w1"))
+    engines.offer(A_SECOND, forced=ForcedWorkers(decode_worker="w2"))
     for _ in range(50):
-        engines.offer(100, forced=Forced(decode_worker="w1"))
-    hidden = engines.offer(100, forced=Forced(decode_worker="w2"))
+        engines.offer(100, forced=ForcedWorkers(decode_worker="w1"))
+    hidden = engines.offer(100, forced=ForcedWorkers(decode_worker="w2"))
 
     engines.run(until=3.0)
 

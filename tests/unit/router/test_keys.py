@@ -10,8 +10,8 @@ from services.launcher.cluster.key_entry import KeyEntry, entry_text, salt_text
 from services.launcher.cluster.key_entry import Permission as WrittenPermission
 from services.router.auth.api_keys import NO_KEY, Key, Permission, may_see, read_keys
 from services.router.placement.policy import RequestHeaders, RequestPolicy, read_policy_fields
-from services.router.placement.request_fields import Forced, Mode, RequestFacts, Wishes
-from services.router.placement.slo import Promise, Slos
+from services.router.placement.request_fields import ForcedWorkers, Mode, RequestFacts, RequestOptions
+from services.router.placement.slo import SloRule, Slos
 from services.router.settings import Settings, check
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
@@ -77,8 +77,8 @@ def request_headers(**of_key: object) -> RequestHeaders:
     return RequestHeaders(mode=Mode.AUTO, tenant="acme", key=Key(tenant="acme", **of_key))
 
 
-def facts(**wishes: object) -> RequestFacts:
-    return RequestFacts(path="/v1/completions", model=MODEL, wishes=Wishes(**wishes))
+def facts(**options: object) -> RequestFacts:
+    return RequestFacts(path="/v1/completions", model=MODEL, options=RequestOptions(**options))
 
 
 def test_a_key_for_some_models_is_for_no_other():
@@ -93,7 +93,7 @@ def test_a_key_for_some_models_is_for_no_other():
 @pytest.mark.parametrize("local", [True, False])
 def test_workers_are_chosen_only_with_keys_that_allow_it(forcing, local):
     terms = read_policy_fields("", forcing, 0, local=local)
-    forced = facts(forced=Forced(decode_worker=WorkerId("w1")))
+    forced = facts(forced=ForcedWorkers(decode_worker=WorkerId("w1")))
     may = request_headers(permissions=frozenset({Permission.INFER, Permission.FORCE_PLACEMENT}))
 
     assert terms.fault(forced, request_headers(), {"w1"}).reason is Reason.FORBIDDEN
@@ -101,12 +101,12 @@ def test_workers_are_chosen_only_with_keys_that_allow_it(forcing, local):
     assert (terms.fault(forced, RequestHeaders(key=NO_KEY), {"w1"}) is None) == terms.may_force
 
 
-def priority(terms: RequestPolicy, key: RequestHeaders, **wishes: object) -> int:
-    return terms.need(facts(**wishes), key, 1, ()).priority
+def priority(terms: RequestPolicy, key: RequestHeaders, **options: object) -> int:
+    return terms.placement_request(facts(**options), key, 1, ()).priority
 
 
 def test_a_keys_priority_is_that_of_its_requests_and_the_most_urgent_they_may_have():
-    terms = RequestPolicy(slos=Slos(classes={"quick": Promise(priority=-7), "batch": Promise(priority=9)}))
+    terms = RequestPolicy(slos=Slos(classes={"quick": SloRule(priority=-7), "batch": SloRule(priority=9)}))
     slow, quick = request_headers(priority=5), request_headers(priority=-5)
 
     assert (priority(terms, slow), priority(terms, quick)) == (5, -5)

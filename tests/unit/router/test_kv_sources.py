@@ -144,7 +144,7 @@ def test_a_request_that_cannot_be_split_has_its_whole_prompt_computed():
     fleet.add("d1", Role.DECODE)
     fleet.add("p1", Role.PREFILL, held=18)
 
-    assert fleet.place(msgspec.structs.replace(PROMPT, whole="prompt logprobs")).sources == ()
+    assert fleet.place(msgspec.structs.replace(PROMPT, unsplittable="prompt logprobs")).sources == ()
 
 
 def test_other_connectors_are_asked_for_nothing_and_take_nothing_as_it_comes():

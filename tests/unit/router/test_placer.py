@@ -8,7 +8,7 @@ import pytest
 from services.router.placement.decision_log import DecisionLog
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest, Rejection
 from services.router.placement.placer import CostPlacer
-from services.router.placement.request_fields import Forced, Mode
+from services.router.placement.request_fields import ForcedWorkers, Mode
 from services.router.placement.slo import Targets
 from services.router.state.cluster_view import ClusterView
 from services.router.state.prefix_index import PrefixIndex
@@ -145,7 +145,7 @@ def test_who_is_asked_for_is_taken():
     for number in range(3):
         fleet.add(f"p{number}", Role.PREFILL)
         fleet.add(f"d{number}", Role.DECODE)
-    forced = Forced(prefill_worker=WorkerId("p2"), decode_worker=WorkerId("d1"), sources=(WorkerId("d0"),))
+    forced = ForcedWorkers(prefill_worker=WorkerId("p2"), decode_worker=WorkerId("d1"), sources=(WorkerId("d0"),))
 
     placed = fleet.place(forced=forced)
 
@@ -157,7 +157,7 @@ def test_who_is_asked_for_and_not_there_is_no_reason_to_take_another():
     fleet = Fleet()
     fleet.add("p1", Role.PREFILL)
     fleet.add("d1", Role.DECODE)
-    need = msgspec.structs.replace(PROMPT, forced=Forced(prefill_worker=WorkerId("p9")))
+    need = msgspec.structs.replace(PROMPT, forced=ForcedWorkers(prefill_worker=WorkerId("p9")))
 
     assert isinstance(fleet.costs.place(need, NOW), Rejection)
 
@@ -219,7 +219,7 @@ def test_who_is_asked_for_and_full_is_worth_waiting_for():
     fleet.add("d1", Role.DECODE)
 
     for worker_id, reason in (("p1", Reason.WORKER_BUSY), ("p9", Reason.NO_WORKER)):
-        need = msgspec.structs.replace(PROMPT, forced=Forced(prefill_worker=WorkerId(worker_id)))
+        need = msgspec.structs.replace(PROMPT, forced=ForcedWorkers(prefill_worker=WorkerId(worker_id)))
         refused = fleet.costs.place(need, NOW)
         assert isinstance(refused, Rejection)
         assert refused.reason is reason

@@ -32,12 +32,12 @@ def test_any_object_can_be_read(fields):
 
 @pytest.mark.parametrize("prompt", ["text", [1, 2, 3], " "])
 def test_one_prompt_can_be_split(prompt):
-    assert read_request(COMPLETIONS, json.dumps({"prompt": prompt}).encode()).whole == ""
+    assert read_request(COMPLETIONS, json.dumps({"prompt": prompt}).encode()).unsplittable == ""
 
 
 @pytest.mark.parametrize("prompt", [["a"], [[1], [2]], [], None, {"a": 1}, 3])
 def test_several_prompts_or_none_cannot(prompt):
-    assert read_request(COMPLETIONS, json.dumps({"prompt": prompt}).encode()).whole
+    assert read_request(COMPLETIONS, json.dumps({"prompt": prompt}).encode()).unsplittable
 
 
 def test_the_newer_limit_counts_before_the_older():
@@ -49,7 +49,7 @@ def test_the_newer_limit_counts_before_the_older():
 def test_what_cannot_be_read_goes_whole(body):
     facts = read_request(CHAT, body)
     assert facts.body is None
-    assert facts.whole
+    assert facts.unsplittable
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from services.router.http.api import list_models
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest, Rejection
 from services.router.placement.placer import CostPlacer
 from services.router.placement.policy import RequestHeaders, RequestPolicy
-from services.router.placement.request_fields import CHAT, COMPLETIONS, Forced, Mode, RequestFacts, read_request
+from services.router.placement.request_fields import CHAT, COMPLETIONS, ForcedWorkers, Mode, RequestFacts, read_request
 from services.router.placement.revisions import ANY, means, read_shares
 from services.router.settings import Settings, request_policy
 from services.router.state.cluster_view import ClusterView
@@ -194,13 +194,13 @@ def test_what_must_go_on_in_its_revision_goes_nowhere_else():
 
 
 def test_workers_of_two_revisions_are_no_pair_even_for_a_client_that_asks_for_them():
-    forced = Forced(prefill_worker=WorkerId("p1"), decode_worker=WorkerId("d2"))
+    forced = ForcedWorkers(prefill_worker=WorkerId("p1"), decode_worker=WorkerId("d2"))
 
     assert isinstance(Upgrade().place(forced=forced), Rejection)
 
 
 def test_kv_of_another_revision_is_no_source_even_for_a_client_that_asks_for_it():
-    forced = Forced(decode_worker=WorkerId("d1"), sources=(WorkerId("p1"), WorkerId("d2")))
+    forced = ForcedWorkers(decode_worker=WorkerId("d1"), sources=(WorkerId("p1"), WorkerId("d2")))
     placed = Upgrade().place(forced=forced, mode=Mode.AGGREGATED)
 
     assert isinstance(placed, Placement)
@@ -210,8 +210,8 @@ def test_kv_of_another_revision_is_no_source_even_for_a_client_that_asks_for_it(
 def test_who_chooses_workers_chooses_their_revision():
     facts = chat("hello", baton={"decode_worker": "d2"})
 
-    assert RequestPolicy(shares=SHARES).need(facts, RequestHeaders(), 1, ()).revisions == ()
-    assert RequestPolicy(shares=SHARES).need(chat("hello"), RequestHeaders(), 1, ()).revisions
+    assert RequestPolicy(shares=SHARES).placement_request(facts, RequestHeaders(), 1, ()).revisions == ()
+    assert RequestPolicy(shares=SHARES).placement_request(chat("hello"), RequestHeaders(), 1, ()).revisions
 
 
 def test_who_waits_for_a_full_revision_holds_up_nobody_of_another():

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
 from services.router.placement.placer import CostPlacer
-from services.router.placement.request_fields import Forced, Mode, RequestFacts
+from services.router.placement.request_fields import ForcedWorkers, Mode, RequestFacts
 from services.router.state.cluster_view import ClusterView
 from services.router.state.fleet import Fleet
 from services.router.state.prefix_index import PrefixIndex
@@ -107,9 +107,11 @@ def test_no_leg_goes_to_a_store(workers, mode, whole, asked, first):
     for number, (role, device, host, legs) in enumerate(workers):
         known.add(f"w{number}", role, device=device, host=host, legs=legs)
     stores = {f"w{number}" for number, (role, *_) in enumerate(workers) if role is Role.STORE}
-    forced = Forced(decode_worker=WorkerId(min(stores))) if asked and stores else None
+    forced = ForcedWorkers(decode_worker=WorkerId(min(stores))) if asked and stores else None
 
-    placed = known.place(mode=mode, whole="several prompts" if whole else "", forced=forced, may_decode_first=first)
+    placed = known.place(
+        mode=mode, unsplittable="several prompts" if whole else "", forced=forced, may_decode_first=first
+    )
 
     if isinstance(placed, Placement):
         chosen = {view.record.worker_id for view in (placed.prefill, placed.decode) if view is not None}

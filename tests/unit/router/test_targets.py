@@ -115,7 +115,7 @@ def test_a_class_that_is_known_is_taken_from_the_body_before_the_header():
     terms = RequestPolicy(slos=SLOS)
     facts, request_headers = request({"class": "batch"}), RequestHeaders(class_name="nonsense", tenant="t-1")
 
-    need = terms.need(facts, request_headers, 7, (1, 2))
+    need = terms.placement_request(facts, request_headers, 7, (1, 2))
 
     assert terms.fault(facts, request_headers, WORKERS) is None
     assert (need.priority, need.targets.ttft_s, need.tenant, need.prompt_tokens) == (10, math.inf, "t-1", 7)
@@ -138,7 +138,7 @@ def test_a_worker_that_does_not_exist_is_named(wish):
 def test_a_body_is_not_more_urgent_than_allowed():
     assert fault(RequestPolicy(), {"priority": -1}).reason is Reason.FORBIDDEN
     assert RequestPolicy(priority_min=-5).fault(request({"priority": -5}), RequestHeaders(), WORKERS) is None
-    assert RequestPolicy().need(request({"priority": 7}), RequestHeaders(), 1, ()).priority == 7
+    assert RequestPolicy().placement_request(request({"priority": 7}), RequestHeaders(), 1, ()).priority == 7
 
 
 @pytest.mark.parametrize("tenant", ["a b", "a.b", "ü", "x" * 129])
@@ -147,15 +147,20 @@ def test_a_tenants_name_is_one_word(tenant):
 
 
 def test_the_bodys_mode_counts_before_the_headers():
-    need = RequestPolicy().need(request({"mode": "decode_first"}), RequestHeaders(mode=Mode.AGGREGATED), 1, ())
+    need = RequestPolicy().placement_request(
+        request({"mode": "decode_first"}), RequestHeaders(mode=Mode.AGGREGATED), 1, ()
+    )
 
     assert need.mode is Mode.DECODE_FIRST
-    assert RequestPolicy().need(request(), RequestHeaders(mode=Mode.AGGREGATED), 1, ()).mode is Mode.AGGREGATED
+    assert (
+        RequestPolicy().placement_request(request(), RequestHeaders(mode=Mode.AGGREGATED), 1, ()).mode
+        is Mode.AGGREGATED
+    )
 
 
 def test_what_is_forced_travels_as_it_was_given():
     wish = {"prefill_worker": "p1", "decode_worker": "d1", "sources": ["a", "b"]}
-    forced = RequestPolicy(may_force=True).need(request(wish), RequestHeaders(), 1, ()).forced
+    forced = RequestPolicy(may_force=True).placement_request(request(wish), RequestHeaders(), 1, ()).forced
 
     assert forced is not None
     assert (forced.prefill_worker, forced.decode_worker, forced.sources) == ("p1", "d1", ("a", "b"))
@@ -187,7 +192,7 @@ def test_a_wish_without_meaning_is_named(baton, param):
 
     assert facts.fault is not None
     assert facts.fault.param == param
-    assert facts.wishes.forced is None
+    assert facts.options.forced is None
 
 
 @pytest.mark.parametrize("baton", [None, {}, {"mode": None, "sources": None, "priority": None}])

@@ -12,8 +12,8 @@ from services.router.placement.request_fields import (
     Mode,
     default_mode_of,
     default_or_requested,
-    mode_of,
     read_request,
+    requested_mode,
 )
 from services.router.state.default_mode import DefaultModeFeed
 from shared.contracts.channels import DEFAULT_MODE
@@ -36,13 +36,13 @@ WAIT_S_MAX = 60.0
 def test_what_is_usual_counts_for_requests_that_leave_it_open(body, request_headers, mode):
     facts = read_request(CHAT, json.dumps({"model": "m", "messages": [{}], **body}).encode())
 
-    assert mode_of(facts, default_or_requested(facts, request_headers, Mode.AGGREGATED)) is mode
+    assert requested_mode(facts, default_or_requested(facts, request_headers, Mode.AGGREGATED)) is mode
 
 
 def test_who_would_rather_be_refused_than_have_its_prompt_computed_gets_no_prefill_leg_whatever_is_usual():
     facts = read_request(CHAT, b'{"model": "m", "messages": [{}], "cache_hit_threshold": 0.5}')
 
-    assert mode_of(facts, default_or_requested(facts, Mode.AUTO, Mode.DISAGGREGATED)) is Mode.AGGREGATED
+    assert requested_mode(facts, default_or_requested(facts, Mode.AUTO, Mode.DISAGGREGATED)) is Mode.AGGREGATED
 
 
 @pytest.mark.parametrize(

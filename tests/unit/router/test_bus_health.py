@@ -12,32 +12,32 @@ from tests.support.memory_bus import MemoryBus, MemoryHub
 W1 = WorkerId("w1")
 
 
-def presence_of_one_worker() -> tuple[BusHealth, MemoryBus, ClusterView, FakeClock]:
+def bus_health_of_one_worker() -> tuple[BusHealth, MemoryBus, ClusterView, FakeClock]:
     bus, cluster, clock = MemoryBus(MemoryHub()), ClusterView(), FakeClock()
     cluster.record(record(W1), clock.now())
     return BusHealth(bus, cluster, clock), bus, cluster, clock
 
 
 async def test_a_bus_that_is_back_and_has_told_nobody_yet_has_no_fleet_behind_it():
-    bus_health, bus, _cluster, clock = presence_of_one_worker()
+    bus_health, bus, _cluster, clock = bus_health_of_one_worker()
     bus.lose()
     clock.advance(RETURN_S_MAX + 1.0)
 
     bus.connected = True
 
-    assert not bus_health.here
+    assert not bus_health.reachable
 
 
 async def test_the_fleet_is_here_when_its_workers_have_spoken_or_were_given_up():
-    bus_health, bus, cluster, clock = presence_of_one_worker()
+    bus_health, bus, cluster, clock = bus_health_of_one_worker()
     bus.lose()
     bus.restore()
-    assert not bus_health.here
+    assert not bus_health.reachable
 
     cluster.report(load(W1), clock.now())
-    assert bus_health.here
+    assert bus_health.reachable
 
     bus.lose()
     bus.restore()
     clock.advance(RETURN_S_MAX)
-    assert bus_health.here
+    assert bus_health.reachable
