@@ -1,7 +1,7 @@
-"""How soon a fleet gets over what happens to it; writes docs/benchmarks/fleet.md.
+"""Recovery times of a fleet after failures and changes; writes docs/benchmarks/fleet.md.
 
-Each row is something done to a fleet of simulated workers while long streams run, several times over. Every answer is
-compared with the only right one, so that a number here is never that of a wrong answer.
+Each row is a fault or a change in a fleet of simulated workers while long streams run, repeated several times. Every
+answer is compared with the only correct one, so no figure stems from a wrong answer.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from tests.nightly.chaos.fleet import Size
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "fleet.md"
 SIZE = Size(prefill=3, decode=4, both=0, skewed_share=0.0)
 TIMES = 5
-HEAD = "what | noticed s | longest silence of a stream s | as before s | streams | of them hit | not answered"
-WORDS = """# How soon a fleet gets over it
+HEAD = "fault | detected s | longest gap of a stream s | recovered s | streams | affected | failed"
+WORDS = """# Recovery times of a fleet
 
 `make bench-fleet`. Simulated engines, everything else as in production: {workers} workers, two routers, two orchestrators, a
-collector, each a process of its own, on one machine. Medians of {times} (least to most). Streams make a token every 20 ms or so.
+collector, each in its own process, on one machine. Medians of {times} (min to max). Streams produce a token about every 20 ms.
 
-* noticed: until the orchestrator has told everybody (for a new leader: until it answers).
-* longest silence: between two pieces of a stream that was hit; what its client feels. Every answer equals the undisturbed one.
-* as before: from the end of it (the process is started again, wakes up, or may connect again) until all workers are ready,
-  every router's index of every worker is exact, and somebody leads. For a killed process that includes its start: Python,
-  a tokenizer, and canaries with its partners.
-* not answered: of the streams. Those of a router that is killed go with their connections.
+* detected: until the orchestrator has announced it (for a new leader: until it replies).
+* longest gap: between two pieces of an affected stream, as its client sees it. Every answer equals the undisturbed one.
+* recovered: from the end of the fault (the process is restarted, resumed, or may connect again) until all workers are ready,
+  every router's index of every worker is exact, and an orchestrator leads. For a killed process this includes its start: Python,
+  the tokenizer, and KV self-tests with its partners.
+* failed: streams without a complete answer. Those of a killed router end with their connections.
 
 *Measured {when} UTC, on {machine}{remark}.*
 
@@ -71,19 +71,22 @@ async def measure(times: int, remark: str) -> list[str]:
 async def _page(run: Run, deeds: Deeds, times: int, remark: str) -> list[str]:
     broken = [
         (
-            "the worker with the most streams is killed, and started again at once",
+            "the worker with the most streams is killed and restarted at once",
             lambda: deeds.break_worker(Kind.KILL, 0.0),
         ),
         (
-            "the worker with the most streams is killed, and stays away for 6 s",
+            "the worker with the most streams is killed and restarted after 6 s",
             lambda: deeds.break_worker(Kind.KILL, 6.0),
         ),
         ("the worker with the most streams freezes for 6 s", lambda: deeds.break_worker(Kind.FREEZE, 6.0)),
-        ("the worker with the most streams is cut off from NATS for 4 s", lambda: deeds.break_worker(Kind.CUT, 4.0)),
+        (
+            "the worker with the most streams is disconnected from NATS for 4 s",
+            lambda: deeds.break_worker(Kind.CUT, 4.0),
+        ),
         ("the leading orchestrator is killed", deeds.kill_leader),
         ("a router is killed", deeds.kill_router),
         ("NATS is killed for 1 s", lambda: deeds.kill_nats(1.0, forget=False)),
-        ("NATS is killed for 1 s and forgets everything", lambda: deeds.kill_nats(1.0, forget=True)),
+        ("NATS is killed for 1 s and loses its storage", lambda: deeds.kill_nats(1.0, forget=True)),
     ]
     rows = [_row(what, [await _quiet(run, deed) for _ in range(times)]) for what, deed in broken]
     head = WORDS.format(
@@ -93,9 +96,9 @@ async def _page(run: Run, deeds: Deeds, times: int, remark: str) -> list[str]:
         machine=machine(),
         remark=f"; {remark}" if remark else "",
     )
-    lines = [head, "## What breaks", "", *table(HEAD, rows)]
+    lines = [head, "## Faults", "", *table(HEAD, rows)]
     changed = [
-        ("a worker is added: from its process's start until it is ready", deeds.add_worker),
+        ("a worker is added: from process start until ready", deeds.add_worker),
         ("a role changes, decode to both and back, verified", deeds.change_role),
         ("the worker with the most streams drains and evacuates its prefixes", deeds.drain_worker),
     ]
@@ -104,11 +107,11 @@ async def _page(run: Run, deeds: Deeds, times: int, remark: str) -> list[str]:
         seen = [await _quiet(run, deed) for _ in range(times)]
         notes = "; ".join(dict.fromkeys(one.note for one in seen if one.note))
         rows.append([what, _spread([one.noticed_s for one in seen]), notes, sum(one.failed for one in seen)])
-    return [*lines, "## What is changed", "", *table("what | seconds | and | not answered", rows)]
+    return [*lines, "## Changes", "", *table("change | seconds | remarks | failed", rows)]
 
 
 async def _quiet(run: Run, deed: Callable[[], object]) -> Seen:
-    """One deed on a fleet that is well, and as well after it."""
+    """One fault or change; the fleet is healthy before and after."""
     await run.ready()
     began = time.monotonic()
     seen = await deed()  # type: ignore[misc]

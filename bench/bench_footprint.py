@@ -1,4 +1,4 @@
-"""What the running system takes while nobody asks anything: ``python -m bench.bench_footprint``.
+"""Resources of an idle system: ``python -m bench.bench_footprint``.
 
 Starts ``baton up`` with one prefill and one decode worker of vLLM, waits until it is ready, and prints a Markdown table:
 seconds from the start of each process until it is ready, RSS, and CPU over ``IDLE_S`` idle seconds.
@@ -35,7 +35,7 @@ def name_of(process: psutil.Process) -> str:
 
 
 def started_up(said: str) -> dict[str, float]:
-    """Seconds from a process's first word to its being ready."""
+    """Seconds from a process's start until it is ready."""
     begun: dict[str, float] = {}
     ready: dict[str, float] = {}
     for seconds, name, phase in SAID.findall(said):

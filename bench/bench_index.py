@@ -1,6 +1,6 @@
-"""The prefix index: look-ups, updates, memory, and how fast it is rebuilt: ``python -m bench.bench_index``.
+"""The prefix index: lookups, updates, memory, and how fast it is rebuilt: ``python -m bench.bench_index``.
 
-Prints Markdown tables. Every measurement runs in a process of its own, one after the other, ours and the peer's in
+Prints Markdown tables. Each measurement runs in its own process, sequentially, ours and the peer's in
 turns. ``--peer-python`` names an interpreter in which ``pip install ai-dynamo-runtime`` was done: the same load then
 runs on its RadixTree, too.
 """
@@ -57,7 +57,7 @@ ROWS = {
 
 
 class Ours:
-    """Baton's index under the load, fed with bytes as they come from the bus."""
+    """Baton's index under the load, fed with wire bytes."""
 
     def __init__(self, load: Load, table: BlockTable) -> None:
         self.load = load
@@ -108,7 +108,7 @@ class Ours:
 
 
 def rebuilt(load: Load, table: BlockTable) -> dict[str, float]:
-    """An index of nothing, and the snapshots of all workers: as after a router's start."""
+    """An empty index and the snapshots of all workers, as after a router's start."""
     held: dict[int, list[bytes]] = {}
     for number in range(load.chains()):
         for worker in load.holders_of(number):

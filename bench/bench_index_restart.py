@@ -1,7 +1,7 @@
-"""A router that begins anew learns what a fleet holds: ``python -m bench.bench_index_restart``.
+"""A restarted router rebuilds its index from the fleet: ``python -m bench.bench_index_restart``.
 
-Real NATS; 1,000 workers behind one connection in a process of their own answer with snapshots that lie ready, so that
-the time is the bus's and the router's. Prints a Markdown table.
+Real NATS; 1,000 workers behind one connection, in their own process, answer with prepared snapshots, so the
+measured time is the bus's and the router's. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ async def answer_for_ever(url: str, entries: int) -> None:
 
 
 async def restart(url: str, entries: int) -> tuple[float, float]:
-    """Seconds until everything is exact, and of this process's CPU."""
+    """Seconds until all entries are exact, and CPU seconds of this process."""
     bus = await bus_at(url, "router")
     index = PrefixIndex()
     feed = KvFeed(bus, index)

@@ -1,6 +1,6 @@
-"""What the KV exchange costs and saves, on real engines: ``python -m bench.bench_kv [--quick] [--only handoff,...]``.
+"""Costs and savings of the KV exchange on real engines: ``python -m bench.bench_kv [--quick] [--only handoff,...]``.
 
-Each part starts engines of its own: handoffs (and batches with lost blocks) and the same with vLLM's own connector,
+Each part starts its own engines: handoffs (and batches with lost blocks) and the same with vLLM's own connector,
 conversations and leases, decoding beside long prompts. Writes those parts of docs/benchmarks/kv.md.
 """
 
@@ -30,17 +30,17 @@ COMMAND = "make bench-kv"
 CACHE = Path.home() / ".cache" / "baton"
 WIDE = {"served_model_name": "baton-tiny", "kv_cache_bytes": str(2**30), "max_model_len": "16384"}
 CHUNKS = "--max-num-batched-tokens 512"
-"""Of the prefill engines: what is streamed, is streamed in these."""
+"""Chunk size of the prefill engines, and so of a streamed handoff."""
 MB = 1e6
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of a run."""
+    """Options of a run."""
 
     times: int
     lengths: dict[int, int]
-    """Of handoffs, and how often."""
+    """Prompt lengths of handoffs, and repetitions."""
     histories: tuple[int, ...]
     turns: int
     seconds: float
@@ -54,7 +54,7 @@ QUICK = Size(times=2, lengths={512: 6, 2048: 6}, histories=(500, 2000), turns=3,
 
 
 async def measure_handoffs(size: Size) -> list[str]:
-    """(a) and (e)."""
+    """Handoffs beside vLLM's connector, and batches with lost blocks."""
     with tempfile.TemporaryDirectory() as folder:
         wide = {**WIDE, "model": str(make_wide_model(Path(folder), CACHE)), "engine_args": CHUNKS}
         plainly = {"engine_args": f"{CHUNKS} {plain_reads.ENGINE_ARGS}"}
@@ -70,7 +70,7 @@ async def measure_handoffs(size: Size) -> list[str]:
 
 
 async def measure_speed(size: Size) -> list[str]:
-    """(a), with nobody else on the cores: upstream's engines keep stepping now and then."""
+    """Handoff speed without other engines on the cores: idle upstream engines keep stepping now and then."""
     with tempfile.TemporaryDirectory() as folder:
         wide = {**WIDE, "model": str(make_wide_model(Path(folder), CACHE))}
         plainly = {"engine_args": f"{CHUNKS} {plain_reads.ENGINE_ARGS}"}
@@ -84,11 +84,11 @@ async def measure_speed(size: Size) -> list[str]:
                 found = await handoffs.measure_offered(fleet, size.lengths, plain)
     rows = [[f"{length * KV_BYTES_PER_TOKEN / MB:.0f}", *speed_cells(each)] for length, each in found.items()]
     return [
-        "## Handoff: bytes per second, nobody else on the cores",
+        "## Handoff: bytes per second, no other engines on the cores",
         "",
         "Offered handoffs and their limits as above, without upstream's engines beside them.",
         "",
-        *table("KV MB | pieces | exchange GB/s | limit GB/s | exchange / limit, turn by turn", rows),
+        *table("KV MB | pieces | exchange GB/s | limit GB/s | exchange / limit, paired by turn", rows),
     ]
 
 
@@ -104,11 +104,11 @@ def handoff_lines(found: dict[tuple[int, str], list[Handoff]], size: Size) -> li
         waits.append([length, megabytes, *exposed, *more])
         speeds.append([megabytes, *speed_cells(ways[OFFERED], ways[UPSTREAM])])
     return [
-        "## Handoff: time to first token, and how much of it is the handoff",
+        "## Handoff: time to first token, and the handoff's share",
         "",
-        "One request at a time, prompts nobody has seen, 32 KB of KV per token, prefill in chunks of 512 tokens. The engines of",
-        "all three ways run side by side and take turns, in every order, each when the others are at rest; a difference is",
-        "between requests of the same turn: the median, and between what values it lies (sign test, 95%). Less than nothing:",
+        "One request at a time, new prompts, 32 KB of KV per token, prefill in chunks of 512 tokens. The engines of",
+        "all three methods run side by side and take turns, in every order, each while the others are idle; a difference is",
+        "between requests of the same turn: the median with its interval (sign test, 95%). Negative:",
         "faster than upstream.",
         "",
         *table(
@@ -123,12 +123,12 @@ def handoff_lines(found: dict[tuple[int, str], list[Handoff]], size: Size) -> li
         ),
         "## Handoff: bytes per second",
         "",
-        "Of the offered handoff and upstream's: bytes over the time in which reads were under way. The limit: the bytes of the",
-        "handoff before, read again by the same engine when it rests, with one bare NIXL read of the same pieces for which all",
-        "was made beforehand.",
+        "Offered handoffs and upstream's: bytes divided by the time in which reads were in progress. The limit: the bytes of the",
+        "previous handoff, read again by the same idle engine with one plain NIXL read of the same pieces, with",
+        "prepared descriptors.",
         "",
         *table(
-            "KV MB | pieces | exchange GB/s | upstream GB/s | limit GB/s | exchange / limit, turn by turn",
+            "KV MB | pieces | exchange GB/s | upstream GB/s | limit GB/s | exchange / limit, paired by turn",
             speeds,
         ),
     ]
@@ -138,7 +138,7 @@ def batch_lines(batches: list[handoffs.Batch]) -> list[str]:
     return [
         f"## Lost blocks: {handoffs.BATCH} requests of {handoffs.BATCH_TOKENS} tokens at once",
         "",
-        "Of so many of them the second half of the blocks does not come: only that half is computed.",
+        "For some of them the second half of the blocks does not arrive: only that half is computed.",
         "",
         *table(
             "requests that lost half | TTFT ms of the others | TTFT ms of those | tokens computed on decode",
@@ -173,7 +173,7 @@ def speed_cells(ours: list[Handoff], *others: list[Handoff]) -> list[object]:
 
 
 async def measure_turns(size: Size) -> list[str]:
-    """(b) and (d)."""
+    """Conversations, leases and idle CPU."""
     workers = {"p1": {"role": "prefill"}, "d1": {"role": "decode"}}
     async with bench_fleet(workers, router={"fetch_tokens_min": str(BLOCK), "stream_tokens_min": "-1"}) as fleet:
         cached = await turns.measure_conversations(fleet, turns=size.turns, answer_tokens=512, times=size.times)
@@ -189,25 +189,25 @@ async def measure_turns(size: Size) -> list[str]:
     return [
         "## The next turn of a conversation: read-back against recompute",
         "",
-        "Over HTTP and the router, disaggregated, handoffs offered. Prefix caching on: the prefill engine has what it computed in earlier turns and",
-        f"lacks the answers (512 tokens each, {size.turns} turns). Off: the prefill engine caches nothing, as when the history was",
-        "evicted or another one had computed it. The decode engine caches in both. Recompute: the same fleet, and",
-        "`kv_fetch_min_tokens` in the body so large that nothing is fetched.",
+        "Over HTTP and the router, disaggregated, handoffs offered. Prefix caching on: the prefill engine holds what it computed in earlier turns and",
+        f"lacks the answers (512 tokens each, {size.turns} turns). Off: the prefill engine caches nothing, as if the history had been",
+        "evicted or computed by another engine. The decode engine caches in both. Recompute: the same fleet, and",
+        "`kv_fetch_min_tokens` in the body prevents fetching.",
         "",
         *table(
             "prefix caching | history tokens | TTFT p50 ms read-back | recompute | change | times faster | tokens fetched | computed instead",
             rows,
         ),
-        "## Leases: from the ask, over NATS, to the grant of 100 blocks",
+        "## Leases: from the request, over NATS, to the grant of 100 blocks",
         "",
         *table(
-            "engine | p50 ms | p99 ms | asks",
+            "engine | p50 ms | p99 ms | requests",
             [
                 [name, ms(busy.quantile(took, 0.5)), ms(busy.quantile(took, 0.99)), len(took)]
                 for name, took in leases.items()
             ],
         ),
-        "## CPU of an engine that serves nobody, worker included",
+        "## CPU of an idle engine, worker included",
         "",
         *table("leases | % of a core", [[name, f"{used:.1%}"] for name, used in idle.items()]),
     ]
@@ -222,7 +222,7 @@ def turn_cells(fetched_ms: float, computed_ms: float, *ways: list[turns.Turn]) -
 
 
 async def measure_decoding(size: Size) -> list[str]:
-    """(c)."""
+    """Decoding beside long prompts."""
     rows = []
     for mode, roles in (("disaggregated", ("prefill", "decode")), ("aggregated", ("both", "both"))):
         workers = {f"{role[0]}{number}": {"role": role} for number, role in enumerate(roles)}
@@ -254,11 +254,11 @@ PARTS: dict[str, Callable[[Size], Awaitable[list[str]]]] = {
 
 def head(size: Size) -> list[str]:
     return [
-        "# What the KV exchange costs and saves",
+        "# Costs and savings of the KV exchange",
         "",
         f"`{COMMAND}`; one part alone: `{COMMAND} ARGS='--only handoff'`. Real vLLM engines on CPU, one core each, float32, blocks",
-        f"of {BLOCK} tokens, NIXL over shared memory. Medians of {size.times} where nothing else is said. Models are random: sizes and",
-        "times are what counts.",
+        f"of {BLOCK} tokens, NIXL over shared memory. Medians of {size.times} unless noted. Models have random weights: sizes and",
+        "times matter.",
     ]
 
 

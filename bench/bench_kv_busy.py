@@ -1,4 +1,4 @@
-"""Decoding while long prompts are computed; leases asked of engines that rest and that work."""
+"""Decoding while long prompts are computed; leases requested from idle and busy engines."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def quantile(values: list[float], part: float) -> float:
 
 @dataclass
 class Gaps:
-    """Between tokens of all streams, and what the long prompts met; seconds."""
+    """Seconds between tokens of all streams, and TTFT of the long prompts."""
 
     between_tokens: list[float] = field(default_factory=list)
     long_ttft: list[float] = field(default_factory=list)
 
 
 async def stream(fleet: BenchFleet, prompt: list[int], tokens: int, mode: str) -> list[float]:
-    """When each event came, the moment of asking first."""
+    """Instants of the request and of each event."""
     body = {"model": "baton-tiny", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
     came = [time.monotonic()]
     async with fleet.http.stream("POST", "/v1/completions", json=body, headers={"x-baton-mode": mode}) as said:
@@ -44,7 +44,7 @@ async def stream(fleet: BenchFleet, prompt: list[int], tokens: int, mode: str) -
 
 
 async def measure_interference(fleet: BenchFleet, mode: str, seconds: float) -> Gaps:
-    """Streams run on; a long prompt comes every ``LONG_EVERY_S``, whatever became of the last one."""
+    """Streams run while a long prompt arrives every ``LONG_EVERY_S``, whether or not the last one has ended."""
     prompts, gaps = Prompts(5), Gaps()
     over = time.monotonic() + seconds
 
@@ -68,7 +68,7 @@ async def measure_interference(fleet: BenchFleet, mode: str, seconds: float) -> 
 
 
 async def measure_leases(fleet: BenchFleet, holder: str, prompt: list[int], times: int) -> list[float]:
-    """Seconds from a lease's ask, over NATS, to its grant."""
+    """Seconds from a lease request, over NATS, to its grant."""
     took = []
     for _ in range(times):
         begun_at = time.monotonic()
@@ -81,7 +81,7 @@ async def measure_leases(fleet: BenchFleet, holder: str, prompt: list[int], time
 
 
 async def leases_in_three_weathers(fleet: BenchFleet, holder: str, times: int) -> dict[str, list[float]]:
-    """Of an engine that rests, that decodes four streams, and that computes long prompts one after the other."""
+    """Of an idle engine, one that decodes four streams, and one that computes long prompts in sequence."""
     prompts = Prompts(6)
     prompt = prompts.new(LEASED_TOKENS)
     await fleet.driver.leg(holder, LegKind.AGGREGATED, prompt)
@@ -105,7 +105,7 @@ async def leases_in_three_weathers(fleet: BenchFleet, holder: str, times: int) -
 
 
 async def idle_cpu(fleet: BenchFleet, holder: str) -> dict[str, float]:
-    """CPU seconds per second of the worker and its engine, nobody being served, without and with pinned leases."""
+    """Idle CPU seconds per second of worker and engine, without and with pinned blocks."""
     prompt = Prompts(7).new(LEASED_TOKENS)
     await fleet.driver.leg(holder, LegKind.AGGREGATED, prompt)
     await fleet.tap.until_settled(holder)

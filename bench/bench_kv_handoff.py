@@ -1,7 +1,7 @@
-"""What a handoff of KV costs: streamed, offered, and with vLLM's own connector; and what lost blocks cost a batch.
+"""Cost of a handoff: streamed, offered, and with vLLM's connector; and of lost blocks in a batch.
 
-A handoff's exposed time is from the end of the prefill leg, as its router hears it, to the first token of the decode
-leg: the prompt's tail is computed in it, on every connector.
+A handoff's exposed time is from the end of the prefill leg, as seen by its router, to the first token of the decode
+leg. It includes computing the prompt's tail, with every connector.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from tests.support.kv_driver import BLOCK, full_hashes
 P, D = "p", "d"
 STREAMED, OFFERED, UPSTREAM = "streamed", "offered", "upstream"
 ORDERS = tuple(permutations((STREAMED, OFFERED, UPSTREAM)))
-"""In turns: so none always comes behind the same other."""
+"""All orders in turn, so that none always follows the same other."""
 LEG_S_MAX = 120.0
 WARM_UPS, WARM_UP_TOKENS = 20, 2048
-"""More than the engines' KV memory holds, so that every page of it is there before anything is measured."""
+"""More than the KV memory holds, so that every page is resident before measuring."""
 BATCH, BATCH_TOKENS = 8, 16 * BLOCK
 LOST = (0, 1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
 class Handoff:
-    """One request, seconds."""
+    """Seconds of one request."""
 
     ttft_s: float
     exposed_s: float
@@ -44,7 +44,7 @@ class Handoff:
     read_s: float
     recomputed: int
     plain: PlainRead | None = None
-    """As many bytes, read plainly right behind it."""
+    """A plain read of as many bytes right after it."""
 
 
 def median_of(handoffs: Sequence[Handoff], part: Callable[[Handoff], float]) -> float:
@@ -52,7 +52,7 @@ def median_of(handoffs: Sequence[Handoff], part: Callable[[Handoff], float]) -> 
 
 
 async def first_token(leg: Leg) -> tuple[float, LegReport]:
-    """When it came, and what the leg ended with. Raises LegFailed."""
+    """Instant of the first token and the leg's report. Raises LegFailed."""
     came_at = 0.0
     async with asyncio.timeout(LEG_S_MAX):
         while True:
@@ -65,7 +65,7 @@ async def first_token(leg: Leg) -> tuple[float, LegReport]:
 
 
 async def hand_off(fleet: BenchFleet, prompt: list[int], how: str) -> Handoff:
-    """One request from one engine to the other."""
+    """Hand one request over."""
     fields = {"max_tokens": 2, "stream": True}
     options: dict[str, Any] = {"fields": fields, "deadline_s": LEG_S_MAX}
     driver = fleet.driver
@@ -92,7 +92,7 @@ async def hand_off(fleet: BenchFleet, prompt: list[int], how: str) -> Handoff:
 
 
 async def what_was_read(fleet: BenchFleet, before: Any, report: LegReport) -> tuple[int, float]:
-    """Bytes and seconds: of the transfer_report, or what the engine counted meanwhile where there is none."""
+    """Bytes and seconds of the KV transfer report, or of the engine's counters where there is none."""
     if report.kv is not None:
         return sum(read.bytes for read in report.kv.reads), sum(read.read_s for read in report.kv.reads)
     loads = fleet.tap.loads
@@ -107,7 +107,7 @@ async def what_was_read(fleet: BenchFleet, before: Any, report: LegReport) -> tu
 async def measure(
     fleets: Mapping[str, BenchFleet], lengths: Mapping[int, int], plain: PlainReader
 ) -> dict[tuple[int, str], list[Handoff]]:
-    """Every length in every way, so often; the ways take turns, so that a noisy minute meets them all."""
+    """Every length and method; methods alternate, so that noise affects all of them."""
     prompts, found = Prompts(1), dict[tuple[int, str], list[Handoff]]()
     for how in (OFFERED, UPSTREAM):
         for _time in range(WARM_UPS):
@@ -123,7 +123,7 @@ async def measure(
 async def measure_offered(
     fleet: BenchFleet, lengths: Mapping[int, int], plain: PlainReader
 ) -> dict[int, list[Handoff]]:
-    """Every length, offered, so often."""
+    """Every length, offered."""
     prompts = Prompts(3)
     for _time in range(WARM_UPS):
         await hand_off(fleet, prompts.new(WARM_UP_TOKENS), OFFERED)
@@ -157,7 +157,7 @@ def half_lost(offer: KvOffer, prompt: Sequence[int]) -> KvOffer:
 
 @dataclass(frozen=True)
 class Batch:
-    """Requests that decode took on together; milliseconds to the first token."""
+    """Requests of one decode batch; milliseconds to first token."""
 
     lost: int
     intact_ms: float
@@ -167,7 +167,7 @@ class Batch:
 
 
 async def lose_some(fleet: BenchFleet, lost: int, prompts: Prompts) -> Batch:
-    """A batch of which so many requests miss half of their blocks."""
+    """A batch in which some requests miss half of their blocks."""
     batch = [prompts.new(BATCH_TOKENS + 1) for _ in range(BATCH)]
     offers = [await fleet.driver.offered(P, prompt) for prompt in batch]
     offers[:lost] = [half_lost(offer, prompt) for offer, prompt in zip(offers[:lost], batch, strict=False)]
@@ -195,7 +195,7 @@ async def lose_some(fleet: BenchFleet, lost: int, prompts: Prompts) -> Batch:
 
 
 async def measure_batches(fleet: BenchFleet, times: int) -> list[Batch]:
-    """Medians over so many batches of each kind."""
+    """Medians over several batches of each kind."""
     prompts, rows = Prompts(2), []
     for lost in LOST:
         batches = [await lose_some(fleet, lost, prompts) for _ in range(times)]

@@ -1,4 +1,4 @@
-"""What leases cost the engine's scheduler thread: ``python -m bench.bench_lease``.
+"""Cost of leases in the engine's scheduler thread: ``python -m bench.bench_lease``.
 
 * ask: the blocks of one prompt looked up by hash and pinned, and released again.
 * step: ``scheduled``, ``computed`` and ``advance`` around one step of decoding requests, with prompts that are followed.
@@ -18,7 +18,7 @@ STEPS = 2000
 
 
 def ask_us(blocks: int) -> tuple[float, float]:
-    """Of one ask, and of the release of what it got."""
+    """Of one request, and of the release of its grant."""
     holding = Holding(blocks=2 * blocks + 16)
     holding.hold(chain(blocks))
     asking, releasing = [], []

@@ -2,7 +2,7 @@
 cut in virtual time: ``python -m bench.bench_live_replay TRACE --seconds 600 --load 1 --policies baton,dynamo``.
 
 Engines, requests and policies are the same on both sides; prompts are token ids made from the trace's hash ids. Each
-policy gets workers with empty caches. It says of each pair of policies whether both sides rank them alike.
+policy gets workers with empty caches. For each pair of policies it reports whether both sides rank them alike.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def router_settings(options: argparse.Namespace) -> dict[str, str]:
 
 
 def until_exact(port: int, workers: int) -> None:
-    """Until the router's index follows all workers."""
+    """Wait until the router's index follows all workers."""
     deadline = time.monotonic() + READY_S_MAX
     while True:
         try:
@@ -149,7 +149,7 @@ def until_exact(port: int, workers: int) -> None:
 
 
 def summarise(name: tuple[str, float], outcomes: list[Outcome], slo: Slo, metrics: str) -> Result:
-    """As the replay does."""
+    """Same as in the replay."""
     served = [outcome for outcome in outcomes if outcome.well]
     span_s = max(outcomes[-1].request.at_s - outcomes[0].request.at_s, 1e-9)
     good = sum(outcome.ttft_s <= slo.ttft_s and outcome.tpot_s <= slo.itl_s for outcome in served)

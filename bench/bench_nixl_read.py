@@ -1,4 +1,4 @@
-"""How fast KV moves between two processes: ``python -m bench.bench_nixl_read``.
+"""Speed of KV transfers between two processes: ``python -m bench.bench_nixl_read``.
 
 *Plain* is one NIXL read of all pieces, their descriptors made beforehand: the limit. *Transfers* is the same bytes from
 a step's order to the report of the last part, as an engine sees it. A block is 32 KB in each of 16 layers; in *runs*
@@ -33,7 +33,7 @@ POLL_S = 0.000_05
 
 
 class Bench:
-    """A holder in a process of its own, and a reader here: one agent that reads plainly, one behind TransferThread."""
+    """A holder in its own process and a reader here: one agent with plain reads, one behind TransferThread."""
 
     def __init__(self, shape: Shape) -> None:
         self.holder: Holder = start_holder(shape)

@@ -1,9 +1,9 @@
-"""What one placement costs, the look-up in the index included: ``python -m bench.bench_place``.
+"""Cost of one placement, including the index lookup: ``python -m bench.bench_place``.
 
 Fleets of workers that do both phases, and of prefill and decode workers, busy to different degrees; prompts of 512
-blocks, of which each worker holds none or some. CPU time of the calling thread, so that others on the machine weigh
-less; beside it the bare cost of looking at each worker once in Python, in the same run. A shared core can be slower for
-a while: what p99 is to p50 of work that is always the same, done in turns with the placements, is in the last column.
+blocks, of which each worker holds none or some. CPU time of the calling thread; beside it the
+cost of visiting each worker once in Python, in the same run. A shared core can be slower for a
+while: the last column is p99/p50 of constant work, done in turns with the placements.
 """
 
 from __future__ import annotations

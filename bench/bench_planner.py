@@ -1,4 +1,4 @@
-"""The planner on a real trace, in virtual time: does it swing, and is it worth its workers? See docs/benchmarks/planner.md.
+"""The planner on a real trace, in virtual time: does it oscillate, and is it worth its workers? See docs/benchmarks/planner.md.
 
     python -m bench.bench_planner TRACE [--load 2 --hours 2 --swing 0.7 --day-hours 1] [--fixed-size 8] ...
 

@@ -1,8 +1,8 @@
-"""What the router costs: ``python -m bench.bench_router [--quick] [--out docs/benchmarks/router.md]``.
+"""Cost of the router: ``python -m bench.bench_router [--quick] [--out docs/benchmarks/router.md]``.
 
-A real nats-server, a real router alone on the first core, simulated workers that take hardly any time and the load client
-on the second. The router's CPU seconds (user and system, from /proc) per request and per relayed event are what neither
-the workers' nor the client's speed can distort; latencies are compared with the same engine behind uvicorn, nothing between.
+A real nats-server, a real router alone on the first core, nearly instant simulated workers and the load client
+on the second. The router's CPU seconds (user and system, from /proc) per request and per relayed event do not depend on
+the workers' or the client's speed; latencies are compared with the same engine directly behind uvicorn.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FAST = {
     "WORKER_SIM_TRANSFER_BYTES_PER_S": "0",
     "WORKER_SIM_TRANSFER_BASE_S": "0",
 }
-"""As good as nothing: of an engine that took no time at all nobody could learn how fast it is."""
+"""Nearly instant: the speed of an engine that takes no time at all cannot be learned."""
 COMMAND = "make bench-router"
 
 
@@ -54,7 +54,7 @@ class System:
         self.port = free_port()
         self.router_pid = 0
         self.idle_cpu = 0.0
-        """CPU seconds per second of a router that nobody asks anything."""
+        """CPU seconds per second of an idle router."""
 
     def start(self, core: str, *command: str, **variables: str) -> int:
         log = (self._directory / f"{len(self._processes)}.log").open("wb")
@@ -99,7 +99,7 @@ class System:
 
 
 def wait_for(url: str, *, exact: int = 0) -> None:
-    """Until the URL answers, and says (if it is /metrics) that so many index entries are exact."""
+    """Wait until the URL answers and, for /metrics, reports the expected number of exact index entries."""
     deadline = time.monotonic() + READY_S_MAX
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2) as answer:
@@ -119,7 +119,7 @@ def load(port: int, **options: Any) -> dict[str, Any]:
 
 
 def cost(system: System, **options: Any) -> dict[str, Any]:
-    """A closed-loop run, with the router's CPU time for everything that was sent, less what it uses idle."""
+    """A closed-loop run, with the router's CPU time minus its idle share."""
     before, begun_at = system.cpu_s(), time.monotonic()
     result = load(system.port, **options)
     idle_s = system.idle_cpu * (time.monotonic() - begun_at)
@@ -130,7 +130,7 @@ def cost(system: System, **options: Any) -> dict[str, Any]:
 
 
 def pin(pid: int, core: str) -> None:
-    """Keep all threads of a process on one core."""
+    """Pin all threads of a process to one core."""
     for thread in Path(f"/proc/{pid}/task").iterdir():
         os.sched_setaffinity(int(thread.name), {int(core)})
 
@@ -216,14 +216,14 @@ def page(requests: list[str], streams: list[str], latency: list[str]) -> str:
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return "\n".join(
         [
-            "# What the router costs",
+            "# Cost of the router",
             "",
             f"`{COMMAND}`, {when}, on {os.cpu_count()} x {model}, Python {platform.python_version()}.",
-            "The router alone on core 0; nats-server, simulated workers that take hardly any time and the load client on core 1.",
+            "The router alone on core 0; nats-server, nearly instant simulated workers and the load client on core 1.",
             "Every request is disaggregated: a prefill leg on one worker, a decode leg on another. With 2P+2D the prompt",
-            "is tokenized and its prefix looked up block by block; with one prefill worker there is nothing to choose.",
-            "CPU is user + system time of the router's process, less what it uses idle (about 1 %). Throughput is bounded",
-            "by the one core that workers, NATS and client share: look at CPU seconds first.",
+            "is tokenized and its prefix looked up block by block; with one prefill worker there is no choice.",
+            "CPU is user + system time of the router's process minus its idle share (about 1 %). Throughput is bounded",
+            "by the core that workers, NATS and client share: CPU seconds are the figure to compare.",
             "",
             "## Requests, not streamed, 16 tokens, 64 connections",
             "",
@@ -239,10 +239,10 @@ def page(requests: list[str], streams: list[str], latency: list[str]) -> str:
             "",
             "## Latency, Poisson arrivals, one token, 1P+1D against one engine behind uvicorn",
             "",
-            "Added latency holds everything disaggregation needs: the router, four trips over NATS and the second engine.",
-            "The last column is the least it can be: two bare round trips over this nats-server, raw sockets on both ends.",
+            "Added latency includes everything that disaggregation needs: the router, four NATS hops and the second engine.",
+            "The last column is a lower bound: two round trips over this nats-server with raw sockets on both ends.",
             "",
-            "| requests/s | prompt | direct p50 / p99 ms | through Baton p50 / p99 ms | added p50 / p99 ms | two bare round trips p50 ms |",
+            "| requests/s | prompt | direct p50 / p99 ms | through Baton p50 / p99 ms | added p50 / p99 ms | two raw round trips p50 ms |",
             "|---|---|---|---|---|---|",
             *latency,
             "",
@@ -252,7 +252,7 @@ def page(requests: list[str], streams: list[str], latency: list[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="short runs, for a look")
+    parser.add_argument("--quick", action="store_true", help="short runs")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/router.md"))
     arguments = parser.parse_args()
     seconds = 2.0 if arguments.quick else 8.0

@@ -1,4 +1,4 @@
-"""What one relayed frame costs the router: ``python -m bench.bench_streams``.
+"""Cost of one relayed frame in the router: ``python -m bench.bench_streams``.
 
 * unpack: msgpack only.
 * dispatch: unpack, look the legs up, append, wake one reader task per leg, and the readers' turn.

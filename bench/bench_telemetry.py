@@ -1,8 +1,8 @@
-"""What telemetry costs a router: ``python -m bench.bench_telemetry [--rounds 40] [--out docs/benchmarks/telemetry.md]``.
+"""Cost of telemetry in a router: ``python -m bench.bench_telemetry [--rounds 40] [--out docs/benchmarks/telemetry.md]``.
 
-Three routers before one fleet of simulated workers that take hardly any time: one without telemetry; one as it is when an
-OTLP receiver is given and nothing else is said, scraped by a Prometheus; and one that traces every request. They serve
-in turn, in short rounds whose order changes, so that whatever else the machine does meets them alike. Counted is the
+Three routers before one fleet of nearly instant simulated workers: one without telemetry; one with an
+OTLP receiver and default settings, scraped by Prometheus; and one that traces every request. They serve
+in turn, in short rounds in changing order, so that other load affects them alike. It counts the
 CPU time of each router's threads, exporters included, in nanoseconds from the kernel's scheduler.
 """
 
@@ -61,12 +61,12 @@ class Router:
     """CPU microseconds per request, of each round, by kind of request."""
 
     def cpu_ns(self) -> int:
-        """All threads that live."""
+        """CPU of all live threads."""
         threads = Path(f"/proc/{self.pid}/task").iterdir()
         return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads)
 
     def round(self, kind: str, seconds: float) -> None:
-        """Serve for so long; what it uses beside requests is not taken off, for it is the same for all."""
+        """Serve for a while. Idle CPU is not subtracted: it is the same for all."""
         before = self.cpu_ns()
         asked = argparse.Namespace(port=self.port, seconds=seconds, **COMMON | KINDS[kind])
         result = uvloop.run(load_client.run(asked))
@@ -117,7 +117,7 @@ def scraped(port: int) -> Iterator[None]:
 
 
 def measure(rounds: int, seconds: float) -> tuple[dict[str, Router], int]:
-    """The routers with all their rounds, and how many spans came."""
+    """The routers with all their rounds, and the number of spans received."""
     dice = random.Random(SEED)
     with OtlpReceiver() as receiver, three_routers(receiver) as routers, scraped(routers[DEFAULT].port):
         for kind in KINDS:
@@ -133,7 +133,7 @@ def measure(rounds: int, seconds: float) -> tuple[dict[str, Router], int]:
 
 
 def more(base: list[float], other: list[float]) -> tuple[float, float, float]:
-    """By what share the other's median is greater, and the 95 % interval of that, rounds drawn again in pairs."""
+    """Relative difference of medians, with its 95 % bootstrap interval over paired rounds."""
     dice, pairs = random.Random(SEED), list(zip(base, other, strict=True))
 
     def share(drawn: list[tuple[float, float]]) -> float:
@@ -162,14 +162,14 @@ def page(rows: list[str], rounds: int, seconds: float) -> str:
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return "\n".join(
         [
-            "# What telemetry costs a router",
+            "# Cost of telemetry in a router",
             "",
             f"`{COMMAND}`, {when}, on {os.cpu_count()} x {model}, Python {platform.python_version()}.",
-            "Three routers before one fleet (1P+1D) of simulated workers that take hardly any time, in turn, in rounds of",
-            f"{seconds:g} s whose order changes, {rounds} of off and default each. CPU is the time of all threads of the router's process,",
-            "exporters included. *Off*: no OTLP receiver, nobody scrapes. *Default*: an OTLP receiver is given and",
-            "Prometheus scrapes every 5 s; 1 % of the requests are traced, and what is slow, fails or is resumed.",
-            "The intervals are 95 %, rounds drawn again in pairs.",
+            "Three routers before one fleet (1P+1D) of nearly instant simulated workers, in turns, in rounds of",
+            f"{seconds:g} s in changing order, {rounds} of off and default each. CPU is the time of all threads of the router's process,",
+            "exporters included. *Off*: no OTLP receiver, no scraping. *Default*: an OTLP receiver is configured and",
+            "Prometheus scrapes every 5 s; 1 % of the requests are traced, plus slow, failed and resumed ones.",
+            "Intervals: 95 %, bootstrap over paired rounds.",
             "",
             "| requests | telemetry | router CPU µs per request | against off |",
             "|---|---|---|---|",

@@ -1,8 +1,8 @@
-"""What it costs the router to know a prompt's blocks: ``python -m bench.bench_tokenize [--rounds N]``.
+"""Cost of finding a prompt's blocks in the router: ``python -m bench.bench_tokenize [--rounds N]``.
 
 CPU of the whole process for one request, from the body's bytes to a placement among eight workers: body, template,
-tokens, hashes, look-up in the index, choice. A next turn is the conversation before with one more answer and question;
-a cold prompt was never seen, its text neither: nobody holds it, or somebody holds all of it, as after a router's restart.
+tokens, hashes, lookup in the index, choice. A next turn is the conversation before with one more answer and question;
+a cold prompt is new to the router: no worker holds it, or workers hold all of it, as after a router's restart.
 Beside it, in the same run, the plain ``tokenizers`` library on the same text. Needs no network: the vocabulary of 64,000
 is trained once on the standard library's sources, the prose is Python's language reference.
 """
@@ -102,7 +102,7 @@ def corpus() -> list[str]:
 
 
 class Prose:
-    """Text that was never seen: whole sentences of the other half, in an order of their own."""
+    """New text: whole sentences of the other half, in an order of their own."""
 
     def __init__(self, seed: int) -> None:
         text = " ".join(" ".join(topics[name] for name in sorted(topics)[1::2]).split())

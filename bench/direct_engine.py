@@ -1,4 +1,4 @@
-"""One simulated engine behind uvicorn, nothing between: what a router's latency is compared with.
+"""One simulated engine directly behind uvicorn: the reference of the router's latency.
 
 ``python -m bench.direct_engine --port 8001`` reads the worker's WORKER_* variables.
 """

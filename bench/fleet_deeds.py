@@ -1,4 +1,4 @@
-"""What is done to a fleet while streams run, and what is seen of it: the measurements of ``bench_fleet``."""
+"""Faults and changes of a fleet while streams run, and their measurements, for ``bench_fleet``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NEVER = -1.0
 
 @dataclass(kw_only=True)
 class Seen:
-    """Of one deed; -1: there is no such number."""
+    """Measurements of one fault or change; -1: not applicable."""
 
     noticed_s: float = NEVER
     silence_s: float = NEVER
@@ -50,7 +50,7 @@ class Seen:
 
 
 class Deeds:
-    """Each method does one thing once."""
+    """Each method causes one fault or change."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -63,7 +63,7 @@ class Deeds:
         self._bus: Bus
 
     async def open(self) -> None:
-        """Hear what is told of workers."""
+        """Follow the announcements about workers."""
         self._bus = await connect_nats(self._run.fleet.nats.url, name="bench")
         await self._bus.subscribe(WORKER_LOST, self._on_lost)
         await self._bus.subscribe(DRAINED, self._on_drained)
@@ -73,7 +73,7 @@ class Deeds:
         await self._bus.close()
 
     async def break_worker(self, kind: Kind, for_s: float) -> Seen:
-        """The one with the most streams on it."""
+        """Kill the worker with the most streams."""
         return await self._break(
             lambda: Fault(at_s=0, kind=kind, part=Part.WORKER, target=self._busiest(), for_s=for_s)
         )
@@ -83,11 +83,11 @@ class Deeds:
         return await self._break(lambda: Fault(at_s=0, kind=kind, part=Part.NATS, target="nats", for_s=away_s))
 
     async def kill_router(self) -> Seen:
-        """It comes back; its own streams are lost with their connections."""
+        """Kill a router; its streams are lost with their connections."""
         return await self._break(lambda: Fault(at_s=0, kind=Kind.KILL, part=Part.ROUTER, target="router-1", for_s=0.0))
 
     async def kill_leader(self) -> Seen:
-        """Until the other one answers."""
+        """Until the standby answers."""
         leader = await self._leader()
         fault = Fault(at_s=0, kind=Kind.KILL, part=Part.ORCHESTRATOR, target=leader, for_s=10.0)
 
@@ -97,7 +97,7 @@ class Deeds:
         return await self._break(lambda: fault, noticed=another)
 
     async def add_worker(self) -> Seen:
-        """One more decode worker; then how soon it has a request."""
+        """Add a decode worker, and wait for its first request."""
         name = f"decode-{100 + next(self._numbers)}"
         fleet = self._run.fleet
         settings = {**PACE, "WORKER_WORKER_ID": name, "WORKER_ROLE": "decode"}
@@ -122,7 +122,7 @@ class Deeds:
         return Seen(noticed_s=ready_s, failed=failed, note=f"has answered a request {first_s:.1f} s later")
 
     async def change_role(self) -> Seen:
-        """There and back, with streams running."""
+        """Change a role and back, with streams running."""
         seconds: list[float] = []
 
         async def change() -> str:
@@ -138,7 +138,7 @@ class Deeds:
         return seen
 
     async def drain_worker(self) -> Seen:
-        """With streams on it, until it says that it leaves; then it is started again."""
+        """Drain a worker with streams; start it again afterwards."""
         name = ""
 
         async def leave() -> str:
@@ -191,7 +191,7 @@ class Deeds:
         return self._run.witness.busiest()
 
     async def _beside_streams(self, do: Callable[[], Awaitable[str]]) -> Seen:
-        """Many long streams; ``do`` in their midst, which answers whom it hit; all answers right."""
+        """Run many long streams and call ``do`` meanwhile, which returns the worker it hit; checks all answers."""
         asks = [self._ask(STREAM_TOKENS) for _ in range(STREAMS)]
         traffic, before = Traffic(self._run.fleet.routers, self._now), len(self._breaker.happened)
         try:

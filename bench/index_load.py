@@ -1,5 +1,5 @@
 """The load of ``bench_index``: the same for Baton's index and for a peer's, whose interpreter has neither msgspec nor
-numpy. So nothing but the standard library in here, and every chain is made from its number when it is needed.
+numpy. It uses only the standard library; each chain is generated from its number.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 CHAINS_PER_TRUNK = 64
-"""Prompts that begin alike."""
+"""Prompts with a common prefix."""
 HOLDER_STRIDE = 131
 SEED = 4
 CHAINS_AT_ONCE = 256
@@ -23,7 +23,7 @@ PERCENTILES = (50, 99)
 
 
 class Load(NamedTuple):
-    """Who holds what."""
+    """Assignment of chains to workers."""
 
     entries: int
     """(block, worker) pairs, about."""
@@ -78,11 +78,11 @@ class Spent(NamedTuple):
 
     wall: float
     cpu: float
-    """Of all threads: on a machine that has other things to do, it says more than the clock on the wall."""
+    """CPU of all threads: on a busy machine more meaningful than wall time."""
 
 
 class Stopwatch:
-    """Adds up what is spent inside of it."""
+    """Context manager that adds up time spent inside."""
 
     def __init__(self) -> None:
         self.spent = Spent(0.0, 0.0)

@@ -1,4 +1,4 @@
-"""Real engines for a measurement, each on a core of its own where there are two: a NATS, workers, a router if asked for."""
+"""Real engines for a measurement, each on its own core where there are two: NATS, workers, optionally a router."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.worker_processes import WorkerProcess, start_worker, wait_rea
 ROUTER_READY_S_MAX = 60.0
 VOCABULARY = range(10, 3000)
 AT_REST_S_MAX, LOOK_S, AT_REST_SHARE_MAX = 60.0, 0.2, 0.15
-"""Engines that serve nobody use some hundredths of a core each."""
+"""Idle engines use a few percent of a core."""
 
 
 @dataclass
@@ -50,8 +50,8 @@ class BenchFleet:
         return float(sum(time.user + time.system for time in times))
 
     async def until_at_rest(self) -> None:
-        """Until no worker of it computes: vLLM's own connector keeps a prefill engine stepping for a while after a
-        handoff, and who shares its core would be measured with it.
+        """Wait until no worker computes: vLLM's connector keeps a prefill engine stepping for a while after a
+        handoff, which would disturb a measurement on the same core.
         """
         async with asyncio.timeout(AT_REST_S_MAX):
             used_s = math.inf
@@ -117,7 +117,7 @@ async def router_ready(http: httpx.AsyncClient, workers: int) -> None:
 
 
 class Prompts:
-    """Prompts that nobody has seen before."""
+    """New prompts."""
 
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)

@@ -1,4 +1,4 @@
-"""docs/benchmarks/kv.md, part by part: a part that is measured anew replaces the one that was there."""
+"""docs/benchmarks/kv.md, part by part: a new measurement replaces its part of the page."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ms(seconds: float) -> str:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Between which values the median lies, with ``CONFIDENCE`` and whatever the distribution: the sign test's."""
+    """Distribution-free interval of the median with ``CONFIDENCE`` (sign test)."""
     ordered, count = sorted(values), len(values)
     tail, place = 0.0, 0
     for outside in range(count // 2):
@@ -44,7 +44,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def with_interval(values: Sequence[float], form: str, scale: float = 1.0) -> str:
-    """The median, and where it lies."""
+    """The median with its interval."""
     low, high = median_interval(values)
     return f"{median(values) * scale:{form}} ({low * scale:{form}} to {high * scale:{form}})"
 
@@ -61,7 +61,7 @@ class Measured:
 
     lines: list[str] = field(default_factory=list)
     said: str = ""
-    """When, on what, and how busy that was before."""
+    """Date, machine and its load before."""
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def measuring() -> Iterator[Measured]:
 
 
 def page(head: list[str], parts: dict[str, Measured], order: Sequence[str], old: str) -> str:
-    """The whole text: what was measured now, and what was there of the other parts."""
+    """The page: new measurements and the existing other parts."""
     kept = parts_of(old)
     texts = {name: "\n".join(["", f"*{one.said}*", "", *one.lines]) for name, one in parts.items()}
     texts = {**kept, **texts}

@@ -1,4 +1,4 @@
-"""A client that sends the requests of a trace when they are due, and notes when their tokens come."""
+"""A client that sends the requests of a trace when they are due and records when tokens arrive."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def block_json(block: int) -> bytes:
 
 
 def prompt_json(number: int, request: Request) -> bytes:
-    """Its blocks, and an end that no other request has."""
+    """The blocks of its prompt and a unique end."""
     rest = request.input_tokens - len(request.blocks) * BLOCK_TOKENS
     dice = random.Random(f"end of {number}")
     end = b",".join(b"%d" % dice.randint(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(rest))

@@ -1,6 +1,6 @@
-"""A router process with a policy of the replay in Baton's place: ``python -m bench.live_router POLICY SETTING``.
+"""A router process with a placement policy of the replay: ``python -m bench.live_router POLICY SETTING``.
 
-Everything but the choice is the router's own: the bus, the index, the load reports, the legs, the relay. What baselines
+Everything but placement is the router's own: the bus, the index, the load reports, the legs, the relay. What baselines
 count by themselves (legs sent and not yet ended) is read from the router's own account of them.
 """
 

@@ -1,7 +1,7 @@
 """A lean HTTP load client in one process: ``python -m bench.load_client --port 8000 --connections 64 --seconds 5``.
 
 Closed loop: each connection sends its next request when it has its answer. Open loop (``--rate``): Poisson arrivals;
-latency counts from the scheduled arrival, so that a stall is not hidden by the requests that it kept from being sent.
+latency counts from the scheduled arrival, so that a stall does not hide the requests that it delayed.
 Prints one line of JSON.
 """
 

@@ -1,7 +1,7 @@
-"""What NATS itself costs here: bare round trips from one core to an echo on another, with raw sockets on both ends.
+"""Lower bound of NATS: round trips from one core to an echo on another, with raw sockets on both ends.
 
-``python -m bench.nats_floor --url nats://HOST:PORT --rate 200`` prints one line of JSON, milliseconds. Two of these are
-the least that a request of two legs can cost, whatever stands on either side.
+``python -m bench.nats_floor --url nats://HOST:PORT --rate 200`` prints one line of JSON, milliseconds. A request with two legs costs at
+least two of these.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The limit of a handoff, measured where handoffs are: in the decode engine, over the memory that they use.
 
-``PlainReads`` is the engine's transfer agent, which also remembers what it read. Told to, it reads all bytes of the
-handoff before last once more, with one NIXL read of the same pieces for which everything was made beforehand: the same
-two processes, pages and core, and bytes that no cache holds any more. Whoever tells it sees to it that the engine rests.
+``PlainReads`` is the engine's transfer agent, which also remembers what it read. On command it reads all bytes of the
+handoff before last again, with one prepared NIXL read of the same pieces: the same
+two processes, pages and core, and bytes that no CPU cache holds any more. The engine must be idle meanwhile.
 """
 
 from __future__ import annotations

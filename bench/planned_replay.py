@@ -1,7 +1,7 @@
 """A replayed fleet that the planner changes: the router's core, the planner's and the engines, all in virtual time.
 
-The planner hears what it would hear: load reports, requests that ended or were turned away, and the registry. What it
-decides takes the time that it takes: workers start, with cold caches, change their roles, and drain before they go.
+The planner receives load reports, finished and rejected requests, and the registry. Its decisions take
+time: workers start with cold caches, change roles, and drain before they leave.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from shared.contracts.workers import FleetWorker, Role, WorkerPhase
 
 TICK_S = 1.0
 LOOK_TICKS = 5
-"""Between two looks of the planner: its usual five seconds."""
+"""Planning interval: the default five seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Delays:
-    """What changes of the fleet take."""
+    """Durations of changes of the fleet."""
 
     start_s: float = 90.0
-    """From the wish for a worker until it is ready: a process, weights, graphs, canaries."""
+    """From requesting a worker until it is ready: process, weights, graphs, self-test."""
     switch_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of the fleet at an instant: those that are ready, by role, and all that somebody pays for."""
+    """The fleet at an instant: ready workers by role, and all running ones."""
 
     at: float
     prefill: int
@@ -64,7 +64,7 @@ class PlannedWorld(World):
         self.targets = Targets(ttft_s=slo.ttft_s, itl_s=slo.itl_s)
         self.planner = None if rules is None else Planner(rules, 0.0)
         self.decisions: list[PlanDecision] = []
-        """Every look's."""
+        """Of every planning interval."""
         self.sizes: list[Size] = []
         self.left: list[SimWorker] = []
         self._delays = delays or Delays()
@@ -73,7 +73,7 @@ class PlannedWorld(World):
         """When workers that came later came to their phase."""
         self._numbers_of_workers = count(len(self.workers))
         self._expected: Counter[WorkerId] = Counter()
-        """Legs that are or will be there."""
+        """Legs that run or will run there."""
         self._parts: dict[int, TtftParts] = {}
         self._until = 0.0
 
@@ -85,7 +85,7 @@ class PlannedWorld(World):
     def run(
         self, requests: list[Request], progress: Callable[[int], None] = lambda _number: None
     ) -> list[ReplayedRequest]:
-        """All of them; the fleet is looked after until the last one has come."""
+        """Replay all requests; the planner runs until the last arrival."""
         self._until = requests[-1].at_s
         self.at(0.0, self._tick, 0)
         return super().run(requests, progress)

@@ -1,4 +1,4 @@
-"""What came of a replay with a planner, and of the fixed fleets that it is held against."""
+"""Results of a replay with a planner, and of the fixed fleets for comparison."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNDONE_S = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """Who runs for what: all but the fleet."""
+    """Everything but the fleet."""
 
     requests: list[Request]
     profile: Profile
@@ -45,7 +45,7 @@ class Outcome:
     workers_max: int
     worker_hours: float
     good: float
-    """Share of all requests that kept both targets; who was refused did not."""
+    """Share of all requests that met both targets; rejected ones did not."""
     ttft_p50: float
     ttft_p95: float
     """Of those that were served."""

@@ -1,4 +1,4 @@
-"""Real requests at other times: a trace stretched over hours, with days of so many hours, and with a mix that turns."""
+"""Real requests at other times: a trace stretched over hours, with day curves and a changing mix."""
 
 from __future__ import annotations
 
