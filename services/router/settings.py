@@ -1,4 +1,4 @@
-"""What a router can be told, from ROUTER_* variables."""
+"""The router's settings, from ROUTER_* variables."""
 
 from __future__ import annotations
 
@@ -19,150 +19,149 @@ from services.router.relay.migration import RESUMES_MAX_MAX
 from shared.runtime.settings import SettingsError
 
 FILE_BYTES_MAX = 32 * 1024 * 1024
-"""A larger file is nothing that an operator wrote."""
+"""A larger file is not one that an operator wrote."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The router, from ROUTER_* variables. Every ``_s`` is seconds, every ``_bytes_max`` a bound in bytes."""
+    """Every ``_s`` is in seconds, every ``_bytes_max`` in bytes."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     shared_port: int = 0
-    """A port that routers of one system share, beside their own: the kernel spreads connections over them. 0: none."""
+    """A port that all routers of a system share, besides their own: the kernel spreads connections over them. 0: none.
+    """
     instance: str = ""
-    """A name unique among routers, one subject token; made up when empty."""
+    """A unique name among routers, one NATS subject token; generated when empty."""
 
     keys_file: str = ""
-    """A TOML file with the API keys that are let in (``baton keys new`` makes it); read again when it changes. Empty,
-    and no ``keys``: none is asked for, which is allowed only where no other machine can ask.
+    """A TOML file with API keys (``baton keys new`` makes it); read again when it changes. Empty, and no ``keys``: no
+    key is needed, which is allowed only where no other machine can connect.
     """
     keys: str = ""
-    """The same, as text."""
+    """The content of such a file."""
     salt_file: str = ""
-    """A file with a secret of which the tenants' cache salts are made: the same for all routers, or they find nothing
-    that others have had cached. Empty: ``salt`` in the keys' TOML.
+    """A file with the secret of the tenants' cache salts. It must be the same for all routers, or their requests share
+    no cached prefixes. Empty: ``salt`` in the keys' TOML.
     """
     insecure: bool = False
-    """Serve other machines, although no key is asked for: whoever reaches this port may use and read everything."""
+    """Serve other machines without API keys: every client that reaches this port may use and read everything."""
     published_host: str = ""
-    """The address at which others reach this port, where it is not ``host``, as with a container's published port."""
+    """The address at which clients reach this port, where it is not ``host``: for a container's published port."""
     metrics: Literal["auto", "open", "admin"] = "auto"
-    """Who may read ``/metrics`` where keys are asked for: whoever asks, or keys with the permission admin; ``auto``:
-    whoever asks while only this machine can, or else admin.
+    """Which clients may read ``/metrics`` where keys are needed: all, or those with an admin key. ``auto``: all if only
+    this machine can connect, otherwise admin.
     """
 
     body_bytes_max: int = 32 * 1024 * 1024
     """A larger request body is refused with 413."""
     bodies_bytes_max: int = 512 * 1024 * 1024
-    """Bodies of all requests that are on their way in or being served; more are refused with 503."""
+    """Bodies of all requests together, arriving or being served; requests beyond that are refused with 503."""
     head_s_max: float = 20.0
-    """A client that takes longer to ask, from the opening of its connection or from a request's first byte to the end
-    of its head, is disconnected.
+    """From the opening of a connection, or from a request's first byte, to the end of the request's head; a slower
+    client is disconnected.
     """
     body_s_max: float = 60.0
-    """A client that takes longer to send its body is refused."""
+    """For a client to send its body; a slower one is refused with 408."""
     read_s_max: float = 60.0
-    """A client that takes longer to read what was written to it, while more waits or when its answer is complete, is
-    disconnected; its legs are cancelled.
+    """For a client to read what was written, while more waits or when its response is complete; a slower one is
+    disconnected and its legs are cancelled.
     """
     answer_bytes_max: int = 256 * 1024 * 1024
-    """A buffered answer that grows larger fails its request."""
+    """A larger response that is no stream fails its request."""
     leg_buffer_bytes_max: int = 8 * 1024 * 1024
-    """Frames that wait for a slow client; more abort the request."""
+    """Frames that wait for a slow client; the leg fails beyond that."""
     requests_at_once_max: int = 8192
     """Requests served at a time; more are refused with 503."""
     connections_max: int = 16384
-    """Client connections that are open at a time; more are answered 503 and closed. 0: as many as come."""
+    """Open client connections; more are refused with 503. 0: no limit."""
     connections_per_address_max: int = 8192
-    """Of these, how many may come from one address (of IPv6: one /64 network). 0: as many as come, for a load balancer
-    stands before this router.
-    """
+    """Connections from one address (for IPv6: one /64 network). 0: no limit, for a router behind a load balancer."""
 
     request_s_max: float = 600.0
-    """The whole request, its queueing and all attempts included."""
+    """The whole request, with its queueing and all attempts."""
     prefill_s_max: float = 120.0
     """One prefill leg, from its start to its report."""
     first_frame_s_max: float = 120.0
-    """From the start of the answering leg to its first frame, and from its head to its first data."""
+    """From the start of the leg that answers to its first frame, and from its head to its first data."""
     frame_gap_s_max: float = 60.0
     """Between two frames of a stream that has begun."""
     attempts_max: int = 3
-    """Placements of one request, the first included, before its failure is told to the client."""
+    """Attempts of one request, the first included, before the client gets the failure."""
     resumes_max: int = 3
-    """How often a stream that broke off may go on elsewhere; a body's ``baton.resumes_max`` may ask for less."""
+    """How often a stream that broke off may be resumed at another worker; a body's ``baton.resumes_max`` may ask for
+    less.
+    """
     failure_policy: str = ""
-    """A TOML file that says what is done about each kind of failure; empty: the defaults."""
+    """A TOML file with the recovery actions for each kind of failure; empty: the defaults."""
     bus_wait_s_max: float = 5.0
-    """New requests wait so long for NATS to come back, and for the workers behind it; then 503."""
+    """How long new requests wait for NATS and the workers to come back; then 503."""
     drain_s_max: float = 30.0
-    """After SIGTERM: time for running requests to end."""
+    """For running requests to end after SIGTERM."""
     silent_s_max: float = 3.0
-    """A worker that was not heard for so long gets nothing new."""
+    """A worker without a report for this long gets no new requests."""
 
     stream_tokens_min: int = 1024
-    """Prompt tokens to compute from which on both legs are dispatched together, and decode reads the KV as prefill
-    computes it; 0: always, negative: never, decode then comes when prefill has ended.
+    """With this many prompt tokens to compute or more, both legs start together and decode reads the KV as prefill
+    computes it. 0: always; negative: never, the decode leg starts when the prefill leg has ended.
     """
     fetch_tokens_min: int = 256
-    """Fewer prompt tokens are computed, although another worker holds their KV; a body's ``kv_fetch_min_tokens`` says
-    otherwise for its request.
+    """Fewer prompt tokens are computed rather than fetched from another worker. A body's ``kv_fetch_min_tokens``
+    overrides it.
     """
 
     queue_max: int = 1024
-    """Requests that wait for their turn, in all; of those that come then, some are refused."""
+    """Requests in the admission queue; when it is full, some are refused."""
     tenant_queue_max: int = 1024
-    """Requests of one tenant that wait, for each model and priority; more are refused with 429."""
+    """Queued requests of one tenant, for each model and priority; more are refused with 429."""
     queue_s_max: float = 60.0
-    """Nobody waits longer for a turn; who is predicted to is refused at once, with 503."""
+    """The longest wait in the queue. A request that is predicted to wait longer is refused at once with 503."""
     engine_queue_s_max: float = 0.25
-    """A request goes to an engine that is predicted to begin it within so long, or within about what usual requests
-    take; until then it waits in the router, where it can still go anywhere.
+    """A request goes to an engine when that is predicted to begin it within this time, or within about what a typical
+    request takes. Until then it waits in the router, which can still place it anywhere.
     """
     late_ratio: float = 1.0
-    """A request whose first token would come later than so many times its target is refused with 503."""
+    """A request whose first token is predicted later than this many times its target is refused with 503."""
     serve_late: bool = True
-    """Whether a request whose target even an idle worker would miss is served in calm times, or always refused."""
+    """Whether a request whose target even an idle worker would miss is served under low load, or always refused."""
     slos: str = ""
     """Targets in seconds and priorities, as JSON: ``{"default": {"ttft_s": 2, "itl_s": 0.1}, "models": {"m": {...}},
-    "classes": {"batch": {"ttft_s": null, "priority": 10}}}``. A class says more than a model, and that more than the
-    default; lower priorities are more urgent; null: no target.
+    "classes": {"batch": {"ttft_s": null, "priority": 10}}}``. A class overrides a model, a model the default; lower
+    priorities are more urgent; null: no target.
     """
     priority_min: int = 0
-    """The most urgent that a body may ask for by itself; classes may be more urgent."""
+    """The most urgent priority that a body may ask for; classes may be more urgent."""
     tenant_weights: str = ""
-    """JSON: ``{"paying": 4}``. A tenant of weight 4 may have four times as much as others, who have 1."""
+    """JSON: ``{"paying": 4}``. A tenant of weight 4 gets four times the share of the others, which have 1."""
     revision_shares: str = ""
-    """JSON: ``{"my-model": {"v1": 90, "v2": 10}}``. Of a model's conversations, how many each revision serves, while
-    all have workers; all turns of one stay together. Commits and digests may be cut to their first 7 digits or more. A
+    """JSON: ``{"my-model": {"v1": 90, "v2": 10}}``. Each revision's share of its model's conversations, while all
+    have workers; all requests of a conversation use one revision. Commits and digests may be cut to 7 digits or more. A
     revision with a share of 0, or none, serves only while no worker of the others is ready.
     """
     force_placement: Forcing = "auto"
-    """Who may choose workers and sources in a body; ``auto``: anyone, while only this machine can be a client."""
+    """Which clients may choose workers and sources in a body; ``auto``: all if only this machine can connect."""
 
     tokenize: Literal["auto", "always", "never"] = "auto"
-    """Whether prompts are tokenized for exact prefix match; ``auto``: if more than one worker could compute them."""
-    tokenize_loop_chars_max: int = 4096
-    """Characters of a prompt that are tokenized at once; the rest, in a thread, so that the event loop goes on."""
+    """Whether prompts are tokenized for exact prefix matches; ``auto``: if more than one worker could compute them."""
     tokenize_cache_bytes_max: int = 64 * 1024 * 1024
-    """Pieces of prompts whose tokens and block hashes are remembered."""
+    """Cache of prompt segments with their tokens and block hashes."""
 
     decisions_max: int = 10_000
-    """Placements that are remembered, to be explained; the oldest are forgotten beyond that."""
+    """Decisions kept for ``/v1/decisions``, the newest."""
     decisions_bytes_max: int = 64 * 1024 * 1024
-    """Memory for them, about."""
+    """Approximate memory for them."""
     trace_slow_s: float = 2.0
-    """A request whose first token takes longer is traced, whatever the share of those that are; one with a target of
-    its own, when it misses that.
+    """A request whose first token takes longer is traced whatever the sample ratio; one with a TTFT target, when it
+    misses that.
     """
     log_requests: bool = True
-    """One line for each finished request."""
+    """Log a line for each finished request."""
     keep_alive_s: float = 75.0
     """How long an idle client connection stays open."""
 
 
 def check(settings: Settings) -> None:
-    """Raises SettingsError for what can be read and makes no sense."""
-    check_entrance(settings)
+    """Raises SettingsError for values that are well-formed but invalid."""
+    check_access(settings)
     request_policy(settings)
     admission_policy(settings)
     failure_policy(settings)
@@ -170,21 +169,21 @@ def check(settings: Settings) -> None:
         raise SettingsError(f"ROUTER_RESUMES_MAX is {settings.resumes_max}; it must be 0 to {RESUMES_MAX_MAX}")
 
 
-def check_entrance(settings: Settings) -> None:
-    """Strangers need keys. Raises SettingsError."""
+def check_access(settings: Settings) -> None:
+    """Clients on other machines need keys. Raises SettingsError."""
     keyring = keyring_of(settings)
     if keyring is not None:
         salt_secret_of(settings, keyring)
     elif not is_local(settings) and not settings.insecure:
         raise SettingsError(
-            f"anybody could ask for anything at {settings.published_host or settings.host}, for there are no API keys; "
+            f"every client that reaches {settings.published_host or settings.host} could use it without an API key; "
             "make one with `baton keys new --tenant NAME --file keys.toml` and set ROUTER_KEYS_FILE=keys.toml, "
-            "or set ROUTER_INSECURE=true (`baton up --insecure`) if only friends can reach it"
+            "or set ROUTER_INSECURE=true (`baton up --insecure`) if only trusted clients can reach it"
         )
 
 
 def keyring_of(settings: Settings) -> Keyring | None:
-    """The API keys that are let in; None where no key is asked for. Raises SettingsError."""
+    """The API keys; None where no key is needed. Raises SettingsError."""
     if settings.keys_file and settings.keys:
         raise SettingsError("ROUTER_KEYS_FILE and ROUTER_KEYS are both set; unset one")
     if not settings.keys_file and not settings.keys:
@@ -198,14 +197,14 @@ def keyring_of(settings: Settings) -> Keyring | None:
 
 
 def salt_secret_of(settings: Settings, keyring: Keyring) -> bytes:
-    """Of which each tenant's salt is made. Raises SettingsError."""
+    """The secret of the tenants' cache salts. Raises SettingsError."""
     try:
         text = read_text(settings.salt_file).strip() if settings.salt_file else keyring.salt
     except (OSError, ValueError) as error:
         raise SettingsError(f"ROUTER_SALT_FILE ({settings.salt_file}): {error}; correct it or unset it") from error
     if len(text) < SALT_CHARS_MIN:
         raise SettingsError(
-            f"tenants cannot be kept apart: the secret for their salts has {len(text)} characters and must have "
+            f"tenants' caches cannot be separated: the secret of their salts has {len(text)} characters and must have "
             f'{SALT_CHARS_MIN} random ones or more; put `salt = "..."` on top of the API keys '
             "(`baton keys new --file` does), or set ROUTER_SALT_FILE, the same for all routers"
         )
@@ -213,21 +212,21 @@ def salt_secret_of(settings: Settings, keyring: Keyring) -> bytes:
 
 
 def read_text(path: str) -> str:
-    """A small file of the operator's. Raises OSError, ValueError."""
+    """A file that the operator wrote. Raises OSError, ValueError."""
     with Path(path).open("rb") as file:
-        said = file.read(FILE_BYTES_MAX + 1)
-    if len(said) > FILE_BYTES_MAX:
+        data = file.read(FILE_BYTES_MAX + 1)
+    if len(data) > FILE_BYTES_MAX:
         raise ValueError(f"it has more than {FILE_BYTES_MAX} bytes")
-    return said.decode()
+    return data.decode()
 
 
 def is_local(settings: Settings) -> bool:
-    """Whether only this machine can be a client."""
+    """Whether only clients on this machine can connect."""
     return _is_this_machine(settings.published_host or settings.host)
 
 
 def failure_policy(settings: Settings) -> FailurePolicy:
-    """What is done about failures. Raises SettingsError."""
+    """The failure policy. Raises SettingsError."""
     path = settings.failure_policy
     if not path:
         return FailurePolicy()
@@ -238,21 +237,21 @@ def failure_policy(settings: Settings) -> FailurePolicy:
 
 
 def request_policy(settings: Settings) -> RequestPolicy:
-    """On what terms requests are served. Raises SettingsError."""
+    """Which requests are served, and with which targets. Raises SettingsError."""
     try:
-        terms = read_policy_fields(
+        policy = read_policy_fields(
             settings.slos, settings.force_placement, settings.priority_min, local=_is_this_machine(settings.host)
         )
     except ValueError as error:
         raise SettingsError(f"ROUTER_SLOS: {error}; correct it or unset it") from error
     try:
-        return msgspec.structs.replace(terms, shares=read_shares(settings.revision_shares))
+        return msgspec.structs.replace(policy, shares=read_shares(settings.revision_shares))
     except ValueError as error:
         raise SettingsError(f"ROUTER_REVISION_SHARES: {error}; correct it or unset it") from error
 
 
 def admission_policy(settings: Settings) -> AdmissionPolicy:
-    """How long requests wait, and how many. Raises SettingsError."""
+    """How many requests wait, and how long. Raises SettingsError."""
     try:
         weights = read_weights(settings.tenant_weights)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What the holder of an API key may: for which tenant, how urgently, how much, with which models."""
+"""API keys: their tenant, permissions, priority, rate limits and models."""
 
 from __future__ import annotations
 
@@ -17,58 +17,58 @@ SALT_CHARS_MIN = 32
 PER_MINUTE_MAX = 1 << 40
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/docs", "/redoc", "/openapi.json"})
-"""Asked by whoever watches the process, or the same for everybody; whoever is not known is told no more."""
+"""Served without a key: health probes, and the API's documentation, which holds no secrets."""
 METRICS_PATH = "/metrics"
 
 
 class Permission(StrEnum):
-    """What a key may be for."""
+    """A permission of a key."""
 
     INFER = "infer"
-    """To have requests served."""
+    """Inference requests."""
     ADMIN = "admin"
-    """To see what the router knows of all tenants."""
+    """Metrics and the decisions of all tenants."""
     FORCE_PLACEMENT = "force-placement"
-    """To choose workers and sources in a body."""
+    """Choosing workers and sources in a body."""
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One API key, as the operator wrote it down."""
+    """One ``[[key]]`` of the operator's file."""
 
     sha256: str = ""
-    """Of the key; the key itself is nowhere."""
+    """SHA-256 of the key; the key itself is not stored."""
     tenant: str = ""
-    """Whoever asks with it, whatever its header says."""
+    """The tenant of its requests; overrides the header."""
     note: str = ""
-    """For the operator's eyes."""
+    """For the operator; not used."""
     permissions: frozenset[Permission] = frozenset({Permission.INFER})
     priority: int | None = None
-    """Of its requests, and the most urgent that they may ask for; None: as for requests without a key."""
+    """The priority of its requests, and the most urgent that they may ask for; None: the router's defaults."""
     requests_per_minute: int = 0
-    """At each router; 0: as many as it likes."""
+    """At each router; 0: no limit."""
     tokens_per_minute: int = 0
-    """Of prompts and completions together, at each router; 0: as many as it likes."""
+    """Prompt and completion tokens together, at each router; 0: no limit."""
     models: frozenset[str] = frozenset()
-    """It may use; empty: all of them."""
+    """Models that it may use; empty: all."""
     public_cache: bool = False
-    """Its prompts are no secret: they share cached KV with those of all other such keys, and take the same time."""
+    """Its prompts are not secret: they share cached KV with those of all keys that have this set."""
 
     def may(self, permission: Permission) -> bool:
-        """Whether it is for that."""
+        """Whether it has this permission."""
         return permission in self.permissions
 
 
 NO_KEY = Key(permissions=frozenset({Permission.INFER, Permission.ADMIN}))
-"""What everybody has where no keys are asked for."""
+"""The key of every client where no key is needed."""
 
 
 class Keyring(msgspec.Struct, frozen=True, kw_only=True):
-    """All keys that there are."""
+    """All keys of the operator's file."""
 
     keys: dict[str, Key] = msgspec.field(default_factory=dict)
-    """By digest."""
+    """By SHA-256."""
     salt: str = ""
-    """Of which each tenant's salt is made; empty: it stands elsewhere."""
+    """The secret of the tenants' cache salts; empty: ROUTER_SALT_FILE has it."""
 
 
 class _Written(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,28 +76,28 @@ class _Written(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     salt: str = ""
 
 
-def read_keys(said: dict[str, Any]) -> Keyring:
-    """Keys from the operator's TOML. Raises ValueError in words for the operator."""
+def read_keys(toml: dict[str, Any]) -> Keyring:
+    """Keys from the operator's TOML. Raises ValueError with a message for the operator."""
     try:
-        written = msgspec.convert(said, _Written)
+        written = msgspec.convert(toml, _Written)
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from error
     if not written.key:
         raise ValueError("there is no [[key]]; make one with `baton keys new`")
     if len(written.key) > KEYS_MAX:
-        raise ValueError(f"there are {len(written.key)} keys, {KEYS_MAX} at most can be")
+        raise ValueError(f"there are {len(written.key)} keys, {KEYS_MAX} at most are allowed")
     if written.salt and len(written.salt) < SALT_CHARS_MIN:
         raise ValueError(f"salt has {len(written.salt)} characters; it must have {SALT_CHARS_MIN} random ones or more")
     keys: dict[str, Key] = {}
     for number, key in enumerate(written.key, 1):
-        if wrong := _fault(key) or ("it stands there twice" if key.sha256 in keys else ""):
+        if wrong := _fault(key) or ("it is listed twice" if key.sha256 in keys else ""):
             raise ValueError(f"[[key]] number {number} (tenant {key.tenant[:64]!r}): {wrong}")
         keys[key.sha256] = key
     return Keyring(keys=keys, salt=written.salt)
 
 
 def may_see(key: Key, path: str, *, metrics_open: bool) -> bool:
-    """Whether it may ask for what is no inference."""
+    """Whether the key may read this path, which is not inference."""
     return path != METRICS_PATH or metrics_open or key.may(Permission.ADMIN)
 
 

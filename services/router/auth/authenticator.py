@@ -1,4 +1,4 @@
-"""Who is asking: API keys at the edge. They are read again when their file changes, and kept when it cannot be read."""
+"""Authenticates clients by API key. The keys are read again when their file changes, and kept when it is invalid."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from services.router.auth.api_keys import METRICS_PATH, OPEN_PATHS, Key, Keyring, Permission, may_see
-from services.router.auth.client import ANYONE, CALLER, ApiClient
+from services.router.auth.client import ANYONE, CLIENT_SCOPE_KEY, ApiClient
 from services.router.auth.rate_limit import Over, RateLimit
 from services.router.http.errors import HttpError, error_body, failed
 from services.router.http.request import Header
@@ -21,32 +21,32 @@ from shared.runtime.settings import SettingsError
 log = logging.getLogger("baton.router")
 
 LOOK_S = 2.0
-"""How often the keys' file is looked at."""
+"""Between two checks of the keys' file."""
 BEARER = b"bearer "
 NO_FILE = (0, 0, 0)
 
 FileState = tuple[int, int, int]
-"""By which a file that was written is told from what it was."""
+"""Modification time, size and inode: they differ when the file was written."""
 
 
 class Authenticator:
-    """Lets in who has a key. ``follow`` keeps the keys as they stand in their file."""
+    """Finds the client of a request and checks its permissions. ``follow`` keeps the keys current."""
 
     def __init__(self, settings: Settings, now: Callable[[], float]) -> None:
         self._settings = settings
         self._now = now
         self._metrics_open = settings.metrics == "open" or (settings.metrics == "auto" and is_local(settings))
-        self._callers: dict[str, ApiClient] = {}
-        self._seen = self._look()
+        self._clients: dict[str, ApiClient] = {}
+        self._seen = self._file_state()
         keyring = keyring_of(settings)
         self.closed = keyring is not None
-        """Whether a key is asked for."""
+        """Whether a key is needed."""
         if keyring is not None:
-            self._take(keyring)
+            self._replace_keys(keyring)
 
     def client(self, headers: list[Header]) -> ApiClient | None:
-        """Whose key it is; None: nobody's, or there is none, or there are two. The key itself is kept nowhere, so that
-        no worker, log, trace or error can have it.
+        """The client whose key the headers have. None: no key, an unknown one, or two different ones. The key itself is
+        never stored, so that it cannot reach a worker, log, trace or error.
         """
         if not self.closed:
             return ANYONE
@@ -59,10 +59,10 @@ class Authenticator:
         if len(given) != 1:
             return None
         key = given.pop()
-        return self._callers.get(digest_of(key)) if len(key) <= KEY_CHARS_MAX else None
+        return self._clients.get(digest_of(key)) if len(key) <= KEY_CHARS_MAX else None
 
     def request(self, client: ApiClient | None) -> HttpError | None:
-        """Why this one may not have a request served now; None when it may."""
+        """Why this client may not have a request served now; None when it may. Counts the request."""
         if client is ANYONE:
             return None
         if client is None:
@@ -73,9 +73,9 @@ class Authenticator:
         return limited(over, client, self._now()) if over is not None else None
 
     def refusal(self, scope: Any) -> HttpError | None:
-        """Why a request that FastAPI would serve is refused; who asks stands in its scope then."""
+        """Why a request to FastAPI is refused; None when it is not. Puts the client into its scope."""
         client = self.client(scope["headers"])
-        scope[CALLER] = client if client is not None else ANYONE
+        scope[CLIENT_SCOPE_KEY] = client if client is not None else ANYONE
         if scope["path"] in OPEN_PATHS or (self._metrics_open and scope["path"] == METRICS_PATH):
             return None
         if client is None:
@@ -83,12 +83,12 @@ class Authenticator:
         return None if may_see(client.key, scope["path"], metrics_open=self._metrics_open) else NOT_ADMIN
 
     async def follow(self, look_s: float = LOOK_S) -> None:
-        """SchedulingPass at the file, for ever. What cannot be read changes nothing: those who are known stay so."""
+        """Check the file until cancelled. An invalid file changes nothing."""
         if not self._settings.keys_file:
             return
         while True:
             await asyncio.sleep(look_s)
-            if (state := self._look()) != self._seen:
+            if (state := self._file_state()) != self._seen:
                 self._seen = state
                 await self._read_again()
 
@@ -96,22 +96,22 @@ class Authenticator:
         try:
             keyring = await asyncio.to_thread(keyring_of, self._settings)
             if keyring is not None:
-                self._take(keyring)
+                self._replace_keys(keyring)
         except SettingsError as error:
-            log.warning("the API keys stay as they were: %s", error)
+            log.warning("the API keys are unchanged, because their file is invalid: %s", error)
             return
-        log.info("%d API keys are known now", len(self._callers))
+        log.info("read %d API keys", len(self._clients))
 
-    def _take(self, keyring: Keyring) -> None:
-        """A key that stays as it was keeps what was used of its limits. Raises SettingsError."""
-        secret, now, before = salt_secret_of(self._settings, keyring), self._now(), self._callers
-        self._callers = {}
+    def _replace_keys(self, keyring: Keyring) -> None:
+        """Keys whose limits are unchanged keep their buckets' levels. Raises SettingsError."""
+        secret, now, before = salt_secret_of(self._settings, keyring), self._now(), self._clients
+        self._clients = {}
         for digest, key in keyring.keys.items():
             old = before.get(digest)
             rate_limit = old.rate_limit if old is not None and same_limits(old.key, key) else RateLimit(key, now)
-            self._callers[digest] = ApiClient(key, secret, rate_limit)
+            self._clients[digest] = ApiClient(key, secret, rate_limit)
 
-    def _look(self) -> FileState:
+    def _file_state(self) -> FileState:
         if not self._settings.keys_file:
             return NO_FILE
         try:
@@ -122,18 +122,18 @@ class Authenticator:
 
 
 def same_limits(one: Key, other: Key) -> bool:
-    """Whether both may use as much."""
+    """Whether the rate limits are equal."""
     return (one.requests_per_minute, one.tokens_per_minute) == (other.requests_per_minute, other.tokens_per_minute)
 
 
 def limited(over: Over, client: ApiClient, now: float) -> HttpError:
-    """429: a limit of the key was reached."""
+    """429: a rate limit of the key was reached."""
     body = error_body(429, over.message, code="rate_limit_exceeded", kind=over.kind)
-    return HttpError(429, body, over.wait_s, "rate_limited", more=tuple(client.told(now)))
+    return HttpError(429, body, over.wait_s, "rate_limited", more=tuple(client.headers(now)))
 
 
 def not_allowed(message: str) -> HttpError:
-    """403: known, but not for this."""
+    """403: the key is valid but does not permit this."""
     return failed(Reason.FORBIDDEN, message)
 
 
@@ -143,5 +143,5 @@ UNKNOWN = HttpError(
     reason="unauthorized",
     more=((b"www-authenticate", b'Bearer realm="baton"'),),
 )
-NOT_FOR_INFERENCE = not_allowed("This key is not for inference.")
-NOT_ADMIN = not_allowed("This takes a key with the permission admin.")
+NOT_FOR_INFERENCE = not_allowed("This key does not permit inference.")
+NOT_ADMIN = not_allowed("This needs a key with the permission admin.")

@@ -1,4 +1,4 @@
-"""Whoever has a request served, with what their key allows."""
+"""The client of a request, as its API key identifies it."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from services.router.auth.rate_limit import RateLimit
 
 Header = tuple[bytes, bytes]
 
-CALLER = "baton.client"
-"""Where a request that FastAPI serves finds who asks."""
+CLIENT_SCOPE_KEY = "baton.client"
+"""Key of the client in the ASGI scope of requests that FastAPI serves."""
 
 
 class ApiClient:
-    """Whoever asks with one key, for as long as the key is there."""
+    """All requests with one key, as long as the key is valid."""
 
     __slots__ = ("key", "rate_limit", "secret")
 
     def __init__(self, key: Key, secret: bytes, rate_limit: RateLimit) -> None:
         self.key = key
         self.secret = secret
-        """Of which salts are made; empty where nobody is kept apart."""
+        """The secret of the tenants' cache salts; empty where no key is needed."""
         self.rate_limit = rate_limit
 
-    def told(self, now: float) -> list[Header]:
-        """What the client is told of its limits; most keys have none."""
+    def headers(self, now: float) -> list[Header]:
+        """Response headers with the client's rate limits; empty for a key without limits."""
         headers: list[Header] = []
         for kind, per_minute, left in self.rate_limit.left(now):
             headers.append((b"x-ratelimit-limit-%b" % kind.encode(), b"%d" % per_minute))
@@ -32,4 +32,4 @@ class ApiClient:
 
 
 ANYONE = ApiClient(NO_KEY, b"", RateLimit(NO_KEY, 0.0))
-"""Everybody, where no keys are asked for."""
+"""Every client, where no key is needed."""

@@ -1,4 +1,4 @@
-"""What is left of a key's requests and tokens per minute: buckets that may be overdrawn and fill up again."""
+"""Limits of requests and tokens per minute for each key: token buckets that may be overdrawn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.router.auth.api_keys import Key
 
 MINUTE_S = 60.0
 LEAST = 1.0
-"""What must be in a bucket for a request to be let through."""
+"""The bucket level that a request needs."""
 ROUNDING = 1e-6
 
 Kind = Literal["requests", "tokens"]
@@ -22,16 +22,16 @@ class Over(msgspec.Struct, frozen=True):
     kind: Kind
     per_minute: int
     wait_s: float
-    """Until there is something again."""
+    """Until a request may pass again."""
 
     @property
     def message(self) -> str:
-        """For the client."""
+        """The message for the client."""
         return f"This key may use {self.per_minute} {self.kind} per minute. Try again in {self.wait_s:.1f} s."
 
 
 class Bucket:
-    """Holds what may be used at once, a minute's worth at most; it fills up evenly."""
+    """Holds what may be used at once, at most one minute's worth; it refills evenly."""
 
     __slots__ = ("_at", "_level", "per_minute")
 
@@ -41,7 +41,7 @@ class Bucket:
         self._at = now
 
     def level(self, now: float) -> float:
-        """What is in it; below zero when more was taken than there was."""
+        """The present level; below zero when it is overdrawn."""
         if now > self._at:
             filled = self._level + (now - self._at) * self.per_minute / MINUTE_S
             self._level, self._at = min(float(self.per_minute), filled), now
@@ -53,13 +53,15 @@ class Bucket:
         return missing * MINUTE_S / self.per_minute if missing > ROUNDING else 0.0
 
     def take(self, now: float, amount: float) -> None:
-        """As much as that, whether it is there or not; less than nothing gives back."""
+        """Take ``amount`` even if the level is lower; a negative amount gives back."""
         self._level = min(float(self.per_minute), self.level(now) - amount)
 
 
 class RateLimit:
-    """Of one key, at one router. Tokens are taken when the prompt's length is known and settled when all is known: who
-    has used more than there was waits until that has filled up, so a long prompt is never impossible.
+    """The limits of one key at one router.
+
+    Tokens are taken when the prompt's length is known and corrected when the request ends. The bucket may be overdrawn:
+    a prompt longer than a minute's worth is served, and the key waits afterwards.
     """
 
     __slots__ = ("_requests", "_tokens")
@@ -69,7 +71,7 @@ class RateLimit:
         self._tokens = Bucket(key.tokens_per_minute, now) if key.tokens_per_minute else None
 
     def request(self, now: float) -> Over | None:
-        """One more request; why not."""
+        """Take one request, or return the limit that is reached."""
         if self._tokens is not None and (wait_s := self._tokens.wait_s(now)):
             return Over("tokens", self._tokens.per_minute, wait_s)
         if self._requests is None:
@@ -80,7 +82,9 @@ class RateLimit:
         return None
 
     def tokens(self, now: float, count: int) -> Over | None:
-        """So many for its prompt; why not. Others may have come between."""
+        """Take a prompt's tokens, or return the limit that is reached (other requests may have taken tokens since
+        ``request``).
+        """
         if self._tokens is None:
             return None
         if wait_s := self._tokens.wait_s(now):
@@ -89,19 +93,19 @@ class RateLimit:
         return None
 
     def settle(self, now: float, charged: int, used: int) -> None:
-        """A request for which so many were taken has used so many."""
+        """A request has ended: ``charged`` tokens were taken for it, ``used`` were used."""
         if self._tokens is not None and used != charged:
             self._tokens.take(now, used - charged)
 
     def left(self, now: float) -> list[tuple[Kind, int, int]]:
-        """For each limit: what it is, and how much of it may be used at once."""
+        """Each limit's kind, its amount per minute, and how much may be used now."""
         buckets: tuple[tuple[Kind, Bucket | None], ...] = (("requests", self._requests), ("tokens", self._tokens))
         return [(kind, one.per_minute, max(0, int(one.level(now)))) for kind, one in buckets if one is not None]
 
 
 def tokens_used(*, charged: int, prompt: int, completion: int, relayed: int, was_placed: bool) -> int:
-    """What a request that is over has cost, as far as anybody knows; -1: nobody. A request that no worker was given
-    has cost nothing; one whose client left has cost its prompt and what was relayed.
+    """Tokens that a finished request has used. ``prompt`` and ``completion`` are -1 when not reported. A request that
+    was never placed has used nothing; one whose client left has used its prompt and what was relayed.
     """
     if not was_placed:
         return 0

@@ -1,7 +1,7 @@
-"""The HTTP surface as FastAPI knows it: the document, and everything that is asked seldom.
+"""The FastAPI app: the OpenAPI document, and all endpoints that are not on the hot path.
 
-The inference routes stand here for the OpenAPI document; ``http_protocol`` serves them before FastAPI is asked, unless
-somebody writes their path in another way (percent signs, an absolute URL).
+The inference routes are here for the OpenAPI document. ``RouterProtocol`` serves them before FastAPI, unless the client
+spells the path differently (percent-encoding, an absolute URL).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from starlette.exceptions import HTTPException
 
-from services.router.auth.client import CALLER
+from services.router.auth.client import CLIENT_SCOPE_KEY
 from services.router.http.decision_routes import add_decisions
 from services.router.http.edge import PASSED_THROUGH
 from services.router.http.errors import error_body
@@ -49,22 +49,22 @@ ERROR_SCHEMA: dict[str, Any] = {
     },
 }
 ERRORS = {
-    400: "The engine refused the body, in its own words; or a field of Baton's own has no meaning.",
-    401: "An API key is needed, and none that is known was given.",
-    403: "The client may not ask for this: workers of its own choice, too much urgency, or what its key is not for.",
+    400: "The engine refused the body, in its own words; or a field of Baton's own is invalid.",
+    401: "An API key is needed, and no valid one was given.",
+    403: "The client may not ask for this: workers, too urgent a priority, or something its key does not permit.",
     404: "No worker has ever offered this model, or none serves this endpoint.",
     405: "The method is not allowed.",
-    408: "The body did not come in time.",
+    408: "The body did not arrive in time.",
     413: "The body is larger than the limit; nothing was sent.",
-    415: "The engine does not read this content type.",
-    422: "The engine could not make sense of the body.",
-    429: "This tenant has its share of the queue, or its key is at its limit; Retry-After says when to try again.",
+    415: "The engine does not support this content type.",
+    422: "The engine could not process the body.",
+    429: "The tenant's queue is full, or its key has reached a rate limit; Retry-After says when to try again.",
     499: "The client left.",
     500: "A bug, or an error inside the engine.",
     501: "The engine does not serve this.",
     502: "The worker was lost and no other could take over.",
-    503: "No worker is fit just now, or the wait would be too long; Retry-After says when to try again.",
-    504: "The request's time is over.",
+    503: "No worker is available, or the wait would be too long; Retry-After says when to try again.",
+    504: "The request's deadline has passed.",
 }
 
 
@@ -78,14 +78,19 @@ SECONDS = {"type": "number", "minimum": TARGET_S_MIN, "maximum": TARGET_S_MAX}
 BATON: dict[str, Any] = {
     "type": "object",
     "additionalProperties": False,
-    "description": "How to serve the request. Workers and sources are the client's to choose where the operator allows "
-    "it, a priority as far as the operator allows it.",
+    "description": "How to serve the request. A client may choose workers, sources and priority as far as the operator "
+    "allows it.",
     "properties": {
-        "mode": {"enum": list(Mode), "description": "Counts before the header."},
+        "mode": {"enum": list(Mode), "description": "Overrides the header."},
         "prefill_worker": {**WORKER, "description": "Computes the prompt."},
         "decode_worker": {**WORKER, "description": "Makes the completion; alone, when the mode is aggregated."},
-        "sources": {"type": "array", "maxItems": SOURCES_MAX, "items": WORKER, "description": "Whom to fetch KV from."},
-        "class": {"type": "string", "description": "Counts before the header."},
+        "sources": {
+            "type": "array",
+            "maxItems": SOURCES_MAX,
+            "items": WORKER,
+            "description": "Workers to fetch KV from.",
+        },
+        "class": {"type": "string", "description": "Overrides the header."},
         "priority": {
             "type": "integer",
             "minimum": PRIORITY_MIN,
@@ -97,7 +102,7 @@ BATON: dict[str, Any] = {
         "resumes_max": {
             "type": "integer",
             "minimum": 0,
-            "description": "How often the stream may go on at another worker when it breaks off; no more than the "
+            "description": "How often the stream may be resumed at another worker when it breaks off; no more than the "
             "operator allows.",
         },
     },
@@ -140,7 +145,7 @@ CHAT_BODY = _body_schema(
     {**COMMON_PROPERTIES, "messages": {"type": "array", "minItems": 1, "items": MESSAGE_SCHEMA}},
 )
 ANY_BODY = _body_schema([], {})
-ANSWER = "The answer, whole or as a stream of events."
+ANSWER = "The response, whole or as a stream of events."
 HEADERS = [
     {
         "name": "x-baton-mode",
@@ -153,28 +158,28 @@ HEADERS = [
         "name": CLASS_HEADER,
         "in": "header",
         "required": False,
-        "description": "The request's class, which brings targets and a priority; the operator says which there are.",
+        "description": "The request's class, which has targets and a priority; the operator defines the classes.",
         "schema": {"type": "string"},
     },
     {
         "name": TENANT_HEADER,
         "in": "header",
         "required": False,
-        "description": "Whose fair share the request is served from; an API key says it instead, where one is needed.",
+        "description": "The tenant whose fair share the request uses; where API keys are needed, the key decides.",
         "schema": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,128}$"},
     },
     {
         "name": "x-request-id",
         "in": "header",
         "required": False,
-        "description": "A name for the request, repeated in the answer.",
+        "description": "A name for the request, repeated in the response.",
         "schema": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,128}$"},
     },
 ]
 
 
 def _responses(path: str) -> dict[int | str, dict[str, Any]]:
-    # What an engine says of an endpoint that it does not serve has the shape of its web framework.
+    # An engine's errors for endpoints that it does not serve have its web framework's format.
     error: dict[str, Any] = {} if path in PASSED_THROUGH else ERROR_SCHEMA
     content: dict[str, Any] = {JSON: {"schema": {}}, "text/event-stream": {}}
     responses: dict[int | str, dict[str, Any]] = {200: {"description": ANSWER, "content": content}}
@@ -195,7 +200,7 @@ def make_app(
 
     @app.get("/metrics", response_class=Response, tags=["state"])
     async def metrics(request: Request) -> Response:
-        """Prometheus metrics of this router; as OpenMetrics, to whoever accepts that, with examples of traces."""
+        """Prometheus metrics of this router; with an OpenMetrics Accept header also exemplars."""
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(registry), headers={"content-type": content_type})
 
@@ -204,7 +209,7 @@ def make_app(
 
 def _add_inference(app: FastAPI) -> None:
     async def relayed() -> Response:
-        message = "The path must be asked for as it stands in the document."
+        message = "The path must be spelled as in the OpenAPI document."
         return Response(error_body(400, message), 400, media_type=JSON)
 
     for path, body, summary in (
@@ -230,20 +235,20 @@ def _add_state(app: FastAPI, fleet: Fleet, shares: Shares, bus: Bus, clock: Cloc
 
     @app.get("/v1/models", tags=["inference"])
     async def models(request: Request) -> Response:
-        """The models that ready workers offer, the revisions of each, and their shares of its conversations."""
-        allowed = request.scope[CALLER].key.models
+        """The models that ready workers offer, with their revisions and each revision's share of conversations."""
+        allowed = request.scope[CLIENT_SCOPE_KEY].key.models
         data = list_models(fleet, shares, clock.now(), created)
         data = [one for one in data if not allowed or one["id"] in allowed]
         return Response(msgspec.json.encode({"object": "list", "data": data}), media_type=JSON)
 
     @app.get("/health", tags=["state"])
     async def health() -> dict[str, str]:
-        """The process lives."""
+        """The process is alive."""
         return {"status": "ok"}
 
     @app.get("/ready", tags=["state"], responses={503: {"description": "Not ready; says why."}})
     async def ready() -> Response:
-        """The bus is connected and at least one worker is fit."""
+        """NATS is connected and at least one worker is ready."""
         why = "" if fleet.ready(clock.now()) else "no worker is ready"
         if not bus.connected:
             why = "NATS is not connected"
@@ -252,7 +257,7 @@ def _add_state(app: FastAPI, fleet: Fleet, shares: Shares, bus: Bus, clock: Cloc
 
 
 def _add_errors(app: FastAPI) -> None:
-    """Whatever FastAPI refuses by itself has OpenAI's shape, too."""
+    """Give FastAPI's own errors OpenAI's format."""
 
     @app.exception_handler(HTTPException)
     async def refused(_request: Request, error: HTTPException) -> Response:
@@ -266,7 +271,7 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def list_models(fleet: Fleet, shares: Shares, now: float, created: int) -> list[dict[str, Any]]:
-    """OpenAI's model objects of everything that ready workers offer."""
+    """OpenAI's model objects of all models that ready workers offer."""
     offering: dict[str, list[WorkerView]] = {}
     for view in fleet.cluster.workers.values():
         if view.fit(now, fleet.policy.silent_s_max):
@@ -291,7 +296,7 @@ def _model(name: str, views: list[WorkerView], shares: Shares, created: int) -> 
 
 
 def _revisions(name: str, views: list[WorkerView], shares: Shares) -> list[dict[str, Any]]:
-    """The oldest worker's first."""
+    """Revisions, that of the oldest worker first."""
     workers: dict[str, dict[str, int]] = {}
     for view in views:
         roles = workers.setdefault(view.record.fingerprint.revision, {})

@@ -8,7 +8,7 @@ import msgspec
 from fastapi import FastAPI, Query, Request, Response
 
 from services.router.auth.api_keys import Key, Permission
-from services.router.auth.client import CALLER
+from services.router.auth.client import CLIENT_SCOPE_KEY
 from services.router.http.errors import error_body
 from services.router.placement.decision_log import LISTED_MAX, DecisionFilter, router_of
 from services.router.placement.decision_service import DecisionService
@@ -39,7 +39,7 @@ def add_decisions(app: FastAPI, decisions: DecisionService) -> None:
         """One decision, of whatever router made it; ``latest``: the newest of all routers."""
         asked = decision_id[:ID_CHARS_MAX]
         found = await (decisions.newest() if asked == LATEST else decisions.find(asked))
-        if found is not None and not may_know(request.scope[CALLER].key, found.tenant):
+        if found is not None and not may_know(request.scope[CLIENT_SCOPE_KEY].key, found.tenant):
             return Response(error_body(403, OF_ANOTHER, code="forbidden"), 403, media_type=JSON)
         return _told(found) if found is not None else _not_found(decisions, asked)
 
@@ -54,7 +54,7 @@ def add_decisions(app: FastAPI, decisions: DecisionService) -> None:
         limit: Annotated[int, Query(ge=1, le=LISTED_MAX)] = 20,
     ) -> Response:
         """The newest decisions of this router, newest first, without their candidates; of a request, of any router."""
-        key = request.scope[CALLER].key
+        key = request.scope[CLIENT_SCOPE_KEY].key
         wanted = DecisionFilter(
             tenant=None if key.may(Permission.ADMIN) else key.tenant,
             request_id=request_id,

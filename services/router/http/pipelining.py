@@ -1,4 +1,4 @@
-"""The order of requests on one connection, and what is said there without a request: bytes for clients of any kind."""
+"""The order of requests on one connection, and the fixed responses to input that is no valid request."""
 
 from __future__ import annotations
 
@@ -12,44 +12,46 @@ HEAD_TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-l
 NOT_HTTP = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\ncontent-length: 0\r\n\r\n"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-NO_SENSE = HttpError(400, error_body(400, "The body is not what its headers say."), reason="bad_request", closes=True)
+BAD_BODY = HttpError(400, error_body(400, "The body does not match its headers."), reason="bad_request", closes=True)
 
-OF_UPGRADES = frozenset({b"upgrade", b"http2-settings"})
+UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings"})
 
 
 class _NoTrailers(list[Header]):
     def append(self, _header: Header) -> None:
-        """Nothing: what comes behind a body is no header, and as long as a client wants."""
+        """Drop it. A trailer such as Content-Length or Authorization must not count as a header, and a client may send
+        any number of them.
+        """
 
 
 NO_TRAILERS = _NoTrailers()
-"""Where headers go that come after the head."""
+"""Takes the place of the header list after the head."""
 
 
 class TooManyHeaders(Exception):
-    """More than anybody needs; the parser wraps it."""
+    """Raised in a parser callback: httptools wraps it in an HttpParserError."""
 
 
 def head_without_upgrade(parser: HttpRequestParser, url: bytes, headers: list[Header]) -> bytes:
-    """The head of a request without its offer to speak another protocol."""
+    """The head of a request without its offer to upgrade. ``Connection: close`` is kept."""
     lines = [b"%b %b HTTP/%b" % (parser.get_method(), url, parser.get_http_version().encode())]
     for name, value in headers:
         if name == b"connection":
             lines += [b"connection: close"] if b"close" in value.lower() else []
-        elif name not in OF_UPGRADES:
+        elif name not in UPGRADE_HEADERS:
             lines.append(b"%b: %b" % (name, value))
     return b"\r\n".join([*lines, b"", b""])
 
 
 class PipelinedRequest:
-    """An http_request's place among the requests of its connection, in the shape that uvicorn's protocol looks at."""
+    """A relayed request among the requests of its connection, with the attributes that uvicorn uses of a cycle."""
 
     __slots__ = ("disconnected", "http_request", "message_event")
 
     def __init__(self, http_request: HttpRequest) -> None:
         self.http_request = http_request
         self.disconnected = False
-        self.message_event = NOBODY_WAITS
+        self.message_event = NO_EVENT
 
     @property
     def response_complete(self) -> bool:
@@ -57,9 +59,9 @@ class PipelinedRequest:
         return self.http_request.ended
 
 
-class _NobodyWaits:
+class _NoEvent:
     def set(self) -> None:
-        """Nothing: an http_request is told directly."""
+        """Do nothing. uvicorn wakes its ASGI task by this event; a relayed request has ``client_left`` instead."""
 
 
-NOBODY_WAITS = _NobodyWaits()
+NO_EVENT = _NoEvent()

@@ -1,6 +1,23 @@
 """One client connection: uvicorn's protocol, with the relayed paths served without ASGI.
 
-ASGI's messages and events would each cost more than placement. Everything else goes the usual way, to FastAPI.
+Each ASGI message and event would cost more than a placement. All other paths go through uvicorn to FastAPI.
+
+Invariants, for whoever changes this file:
+
+* Responses leave in the order of the requests. ``cycle`` is the newest request of the connection, ``serving`` the
+  relayed one whose response is written now; the requests between them wait in uvicorn's ``pipeline``.
+* Bytes that could be read in two ways are refused, and nothing that follows them is parsed: a proxy in front of the
+  router may have read them the other way, and would take the response to a smuggled request for another client's
+  (request smuggling). llhttp, the parser, refuses what contradicts itself (Content-Length with Transfer-Encoding, two
+  lengths, bare LF, folded headers); the rest is decided here. ``lenient_data_after_close``, which uvicorn sets too,
+  is the only leniency: bytes after a request with ``Connection: close`` are ignored instead of an error.
+* All that one client can make the router hold has a limit: the head, the framing of chunks, trailers, pipelined
+  requests (reading pauses), unread responses (``held``), and the time for each of them (``IdleClients``).
+
+Traps: uvicorn calls ``on_response_complete`` for FastAPI's requests only, so ``answered`` calls it for relayed ones.
+uvicorn's ``connection_lost`` tells only the newest cycle, so this one tells every request that waits. An exception that
+is raised in a parser callback arrives as the ``__context__`` of an HttpParserError. llhttp keeps its state after an
+error, so ``last_text`` also means that nothing more may be fed to it.
 """
 
 from __future__ import annotations
@@ -19,12 +36,16 @@ from services.router.http.request import HttpRequest
 HEAD_BYTES_MAX = 64 * 1024
 """Request line and headers; a larger head is answered with 431 and the connection is closed."""
 HEADERS_MAX = 256
-"""Of one request; more are answered with 431 too."""
+"""In one request; more are answered with 431 too. Thousands of tiny headers fit into ``HEAD_BYTES_MAX``, and each costs
+a Python call.
+"""
 FRAMING_BYTES_MAX = 8 * HEAD_BYTES_MAX
 FRAMING_RATIO_MAX = 8
-"""What may stand around a body in chunks: so many bytes, and for each of the body so many more."""
+"""Bytes around a chunked body that are allowed: a fixed number, and this many for each byte of the body. llhttp limits
+neither chunk extensions nor trailers, so that a client could otherwise send them for ever.
+"""
 UNNAMED = "-"
-"""The address of whoever comes without one, by a Unix socket for instance."""
+"""For connections without an address, as over a Unix socket."""
 PATHS = {path.encode(): path for path in RELAYED}
 
 
@@ -32,23 +53,27 @@ class RouterProtocol(HttpToolsProtocol):
     """One client connection."""
 
     app: Any
-    """What ``make_server`` gave to uvicorn: the edge."""
+    """The edge, which ``make_server`` passes to uvicorn as the ASGI app."""
     cycle: Any
-    """uvicorn's cycle, or an http_request's place in the connection's order of requests."""
+    """The newest request: uvicorn's cycle, or a PipelinedRequest."""
     http_request: HttpRequest | None = None
-    """The relayed request whose body comes, or whose answer goes, just now."""
+    """The newest request if it is relayed; its body may still be arriving."""
     serving: HttpRequest | None = None
-    """The relayed request whose turn it is; later ones of the same connection wait in ``pipeline``."""
+    """The relayed request whose response is written; later ones of the connection wait in ``pipeline``."""
     in_head = False
     request_bytes = 0
     body_bytes = 0
-    """Of the present request so far, at most; and of these, its body."""
+    """Bytes of the present request so far, at most (one read may also hold others); and its body's share of them."""
     address = ""
-    """Whose connection it is; empty when it was not let in."""
+    """The client's address; empty when the connection was refused."""
     held = False
-    """The next request waits until the client has read what was answered."""
+    """The next request waits until the client has read the responses. Without this a client that pipelines requests and
+    does not read would fill the router's memory with responses.
+    """
     last_text: bytes | None = None
-    """What is said, before the connection closes, when all that was asked before has been answered."""
+    """Set when the input was invalid: it is ignored from then on. The text is written after the responses to earlier
+    requests, then the connection closes.
+    """
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the client."""
@@ -77,7 +102,7 @@ class RouterProtocol(HttpToolsProtocol):
             self.edge.idle.waits_for_head(self)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client is there."""
+        """Count the connection; refuse one too many."""
         self.edge: Edge = self.app
         super().connection_made(transport)
         address = self.client[0] if self.client else UNNAMED
@@ -90,7 +115,7 @@ class RouterProtocol(HttpToolsProtocol):
         transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client is gone, and with it everybody who waits for answers on this connection."""
+        """Tell every request of the connection that its client has left."""
         super().connection_lost(exc)
         self.edge.idle.left(self)
         if self.address:
@@ -106,33 +131,32 @@ class RouterProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            # Java's client offers HTTP/2 with every request. The parser skips the body of such a request, so it is
-            # read once more as what it is without the offer. One in each read is plenty.
+            # Java's HttpClient offers an upgrade to HTTP/2 with every request. llhttp ends such a request after its
+            # head and leaves the body unparsed, so the same request is parsed again without the offer. A second offer
+            # in one read can only be a pipelined one, which no real client sends.
             head = head_without_upgrade(self.parser, self.url, self.headers)
             self.parser = httptools.HttpRequestParser(self)
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
             try:
                 self.parser.feed_data(head + data[upgrade.args[0] :])
             except httptools.HttpParserUpgrade as again:
-                raise httptools.HttpParserError("two offers at once") from again
+                raise httptools.HttpParserError("two upgrade offers in one read") from again
 
-    def _end_with(self, words: bytes) -> None:
-        """Nothing more is understood. What was asked before is answered first: these words are no answer to that."""
+    def _end_with(self, text: bytes) -> None:
+        """The input is invalid. Earlier requests get their responses first, or ``text`` would pass for one of them."""
         http_request = self.http_request
-        if (
-            http_request is not None and not http_request.upload.complete
-        ):  # It is the end of this one that makes no sense.
+        if http_request is not None and not http_request.upload.complete:  # The error is in this request's body.
             self.last_text = b""
             self.edge.uploads.discard(http_request)
             if http_request.ended:
                 self.transport.close()
             else:
-                http_request.refusal = pipelining.NO_SENSE
+                http_request.refusal = pipelining.BAD_BODY
                 self._advance(http_request)
         elif self.busy and (self.in_head or http_request is not None):
-            self.last_text = words
+            self.last_text = text
         else:
-            self.last_text = b"" if self.busy else words
+            self.last_text = b"" if self.busy else text
             self._say_last()
 
     def _say_last(self) -> None:
@@ -147,20 +171,21 @@ class RouterProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """The head is there: relay, or leave it to FastAPI."""
+        """The head is complete: relay the request, or leave it to FastAPI."""
         self.in_head = False
         if self.parser.should_upgrade():
-            return  # See _parse.
+            return  # ``_parse`` parses it again.
         if len(self.headers) > HEADERS_MAX:
             raise TooManyHeaders
         self.edge.idle.head_came(self)
+        # llhttp reports trailers with the same callback as headers: they must not become headers of this request.
         headers, self.headers = self.headers, pipelining.NO_TRAILERS
         path = PATHS.get(self.url.partition(b"?")[0])
         if path is None or self.parser.get_method() != b"POST":
             super().on_headers_complete()
             return
         http11 = self.parser.get_http_version() == "1.1"
-        keep = http11 and self.parser.should_keep_alive()
+        keep = http11 and self.parser.should_keep_alive()  # HTTP/1.0 is always closed: it cannot delimit a stream.
         http_request = self.http_request = self.edge.admit(self, path, headers, http11=http11, keep=keep)
         before, self.cycle = self.cycle, PipelinedRequest(http_request)
         if (before is None or before.response_complete) and not self.held:
@@ -180,7 +205,7 @@ class RouterProtocol(HttpToolsProtocol):
         self._advance(cycle.http_request)
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body."""
+        """A piece of the body. Pieces of a refused request are dropped."""
         self.body_bytes += len(body)
         http_request = self.http_request
         if http_request is None:
@@ -191,7 +216,7 @@ class RouterProtocol(HttpToolsProtocol):
                 self._advance(http_request)
 
     def on_message_complete(self) -> None:
-        """The whole request is there."""
+        """The request is complete."""
         self.request_bytes = self.body_bytes = 0
         if self.parser.should_upgrade():
             return
@@ -214,7 +239,7 @@ class RouterProtocol(HttpToolsProtocol):
             task.add_done_callback(self.tasks.discard)
 
     def on_response_complete(self) -> None:
-        """The next request's turn, when the client has read its answers. While others wait, nothing more is read."""
+        """Serve the next request, once the client has read its responses. Reading pauses while pipelined ones wait."""
         if self.flow.write_paused or self.transport.is_closing():
             self.held = True
             self.flow.pause_reading()
@@ -227,12 +252,12 @@ class RouterProtocol(HttpToolsProtocol):
                 self.flow.pause_reading()
 
     def pause_writing(self) -> None:
-        """The client does not read fast enough. Whoever waits for it waits ``read_s_max``."""
+        """The write buffer is full: the client has ``read_s_max`` to read."""
         super().pause_writing()
         self.edge.idle.waits_for_reader(self)
 
     def resume_writing(self) -> None:
-        """It has read most of what it got."""
+        """The client has read most of the write buffer."""
         super().resume_writing()
         self.edge.idle.has_read(self)
         if self.held and not self.transport.is_closing():
@@ -240,7 +265,7 @@ class RouterProtocol(HttpToolsProtocol):
             self.on_response_complete()
 
     def shutdown(self) -> None:
-        """Take no more requests on this connection."""
+        """Shutting down: close the connection after the running response."""
         if self.serving is not None and not self.serving.ended:
             self.serving.close_after()
         elif isinstance(self.cycle, PipelinedRequest) and not self.cycle.response_complete:
@@ -250,15 +275,15 @@ class RouterProtocol(HttpToolsProtocol):
 
     @property
     def busy(self) -> bool:
-        """Whether an answer is owed."""
+        """Whether a request is being served or waits to be."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def unsent_bytes(self) -> int:
-        """What still waits for the client to read."""
+        """Bytes in the socket's write buffer."""
         return self.transport.get_write_buffer_size()
 
     def head_is_late(self) -> None:
-        """No request came in time, or no whole one."""
+        """No complete head came in time. A client that has begun one gets a 408."""
         if self.in_head:
             self.transport.write(pipelining.HEAD_TOO_SLOW)
             self.transport.close()
@@ -267,13 +292,15 @@ class RouterProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def reader_is_late(self) -> None:
-        """The client does not read. Its legs are cancelled when the connection is gone."""
+        """The client does not read. ``connection_lost`` cancels its legs."""
         if self.serving is not None:
             self.serving.slow = True
         self.transport.abort()
 
     def timeout_keep_alive_handler(self) -> None:
-        """The client wants nothing more. If it has not read the last answer by now, it never will."""
+        """The keep-alive time is over. Abort when the client has not read its last response: ``close`` would wait for
+        it.
+        """
         if self.unsent_bytes():
             self.transport.abort()
         else:

@@ -1,4 +1,4 @@
-"""uvicorn, set up for long streams and short requests, with bounds on what a client may send."""
+"""The HTTP server: uvicorn with ``RouterProtocol``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ BACKLOG = 4096
 
 
 class PortTaken(Exception):
-    """Somebody else listens there."""
+    """Another process listens there."""
 
 
 class Server(uvicorn.Server):
-    """Signals are the service's business, not uvicorn's."""
+    """uvicorn without its signal handlers: the service handles signals."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -30,12 +30,12 @@ class Server(uvicorn.Server):
         self._further: list[socket.socket] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to accept; ``listening`` is set then."""
+        """Begin to accept, then set ``listening``."""
         await super().startup(sockets)
         self.listening.set()
 
     async def listen_too(self, bound: socket.socket) -> None:
-        """Accept from one more socket; it ends with the others."""
+        """Accept from one more socket too; ``shutdown`` closes it with the others."""
         protocol = functools.partial(
             RouterProtocol, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
@@ -44,12 +44,12 @@ class Server(uvicorn.Server):
         self._further.append(bound)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """No new connections; what runs may end."""
+        """Accept no new connections; wait for running requests."""
         await super().shutdown([*(sockets or []), *self._further])
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Nothing is captured."""
+        """Capture none."""
         yield
 
 
@@ -82,8 +82,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def share(host: str, port: int) -> socket.socket:
-    """A socket for a port that other routers share: the kernel spreads connections over those of them that listen,
-    which this one does not yet. Raises PortTaken when somebody has the port who does not share it.
+    """A socket for a port that routers share; it does not listen yet. The kernel spreads connections over the routers
+    that listen. Raises PortTaken when a process has the port without sharing it.
     """
     return _bound(host, port, "ROUTER_SHARED_PORT", socket.SO_REUSEPORT)
 

@@ -27,6 +27,8 @@ log = logging.getLogger("baton.router")
 
 THREADS = 1
 """Long prompts are tokenized one behind the other: more threads would take the processor from the event loop."""
+LOOP_CHARS_MAX = 4096
+"""Characters of a prompt that are tokenized on the event loop; longer prompts continue in a thread."""
 TOKENIZER_S_MAX = 30.0
 """For a worker to read and send its tokenizer."""
 TRY_AGAIN_S = 5.0
@@ -67,7 +69,7 @@ class Prompts:
                 bytes_per_token = known.chars_per_token
                 readable = http_request.upload.size <= BYTES_PER_TOKEN_MAX * view.record.max_model_len
                 if readable and self.parity.trusted(view.pairs_with):
-                    held, chars_max = self._fleet.index.held, self._settings.tokenize_loop_chars_max
+                    held, chars_max = self._fleet.index.held, LOOP_CHARS_MAX
                     prompt = await known.prompt(facts, held, threads=self.threads, loop_chars_max=chars_max, more=more)
                     if prompt is not None:
                         return prompt

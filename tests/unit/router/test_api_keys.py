@@ -161,7 +161,7 @@ async def test_keys_are_read_again_when_their_file_changes_and_stay_when_it_is_b
     assert not lets_in(ACME)
 
     file.write_text("[[key]]\nhalf of a f")
-    await until(lambda: "stay as they were" in caplog.text)
+    await until(lambda: "are unchanged" in caplog.text)
     assert lets_in(RIVAL)
     file.unlink()
     await until(lambda: "No such file" in caplog.text)

@@ -51,7 +51,7 @@ def test_a_key_that_says_no_more_than_whose_it_is_may_infer_and_nothing_else():
         ({"key": [{"tenant": "acme", "sha256": "abc"}]}, "64 hexadecimal"),
         ({"key": [{"tenant": "", "sha256": DIGEST}]}, "tenant must be"),
         ({"key": [{"tenant": "a b", "sha256": DIGEST}]}, "tenant must be"),
-        ({"key": [{"tenant": "a", "sha256": DIGEST}] * 2}, "number 2 (tenant 'a'): it stands there twice"),
+        ({"key": [{"tenant": "a", "sha256": DIGEST}] * 2}, "number 2 (tenant 'a'): it is listed twice"),
         ({"key": [{"tenant": "a", "sha256": DIGEST, "permissions": ["root"]}]}, "root"),
         ({"key": [{"tenant": "a", "sha256": DIGEST, "permissions": []}]}, "permissions must be"),
         ({"key": [{"tenant": "a", "sha256": DIGEST, "priority": 5000}]}, "priority must be"),
@@ -136,7 +136,7 @@ def test_a_router_that_others_can_reach_wants_keys_or_to_be_told_that_it_needs_n
     [
         ({"keys_file": "/nowhere/keys.toml"}, "ROUTER_KEYS_FILE .*No such file"),
         ({"keys": "[[key"}, "ROUTER_KEYS: "),
-        ({"keys": f'[[key]]\ntenant = "a"\nsha256 = "{DIGEST}"'}, "tenants cannot be kept apart"),
+        ({"keys": f'[[key]]\ntenant = "a"\nsha256 = "{DIGEST}"'}, "caches cannot be separated"),
         ({"keys": "x = 1", "keys_file": "keys.toml"}, "both set"),
     ],
 )
