@@ -74,7 +74,7 @@ class Front:
             self.hear(self.queue.get_nowait())
 
 
-def taken_up(front: Front, tokens: list[int], cut: int) -> bool:
+def catch_up_of(front: Front, tokens: list[int], cut: int) -> bool:
     from services.worker.engines.vllm.resume import CatchUp
 
     catch_up, most = CatchUp(tokens[:cut], LegKind.AGGREGATED), front.params.max_tokens
@@ -100,7 +100,7 @@ def test_the_servers_outputs_are_those_of_an_answer_that_was_never_cut(tokenizer
     cut = min(cut, len(whole.told))
 
     front = Front(tokenizer, max_tokens=20, **shown, **ends)
-    goes_on = taken_up(front, tokens, cut)
+    goes_on = catch_up_of(front, tokens, cut)
     front.say(tokens[cut:], already=cut)
 
     assert front.told == whole.told
@@ -119,7 +119,7 @@ def test_the_servers_outputs_are_those_of_an_answer_that_was_never_cut(tokenizer
 def test_what_the_engine_alone_would_know_is_refused_whatever_the_body_said(params, prompt, word):
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    from services.worker.engines.vllm.resume import taken_up as take
+    from services.worker.engines.vllm.resume import catch_up_of as take
 
     tokens = params.pop("prompt_token_ids", PROMPT)
     asked = SamplingParams(**params, output_kind=RequestOutputKind.DELTA)

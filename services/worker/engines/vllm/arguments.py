@@ -16,13 +16,13 @@ OWN_SCHEDULERS = {
     False: "connector.scheduler.engine_scheduler.BatonScheduler",
     True: "connector.scheduler.engine_scheduler.BatonAsyncScheduler",
 }
-"""By whether the engine schedules ahead, which vLLM decides; a scheduler of the wrong kind computes nonsense."""
+"""By whether vLLM schedules asynchronously; a scheduler of the wrong kind computes wrong tokens."""
 
 
 def arguments(
     settings: Settings, model: str, *, on_cpu: bool, events: tuple[str, str], otlp_endpoint: str
 ) -> list[str]:
-    """As one would type them after ``vllm serve``; the operator's own come last and win."""
+    """The arguments of ``vllm serve``. The operator's own come last and override the others."""
     events_endpoint, replay_endpoint = events
     chosen = {
         "--model": model,
@@ -47,7 +47,7 @@ def arguments(
         chosen["--distributed-executor-backend"] = "services.worker.engines.vllm.child.CpuExecutor"
         chosen["--dtype"] = "float32"
     flags = ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--disable-fastapi-docs"]
-    flags += ["--enable-logging-iteration-details"]  # which are not logged but measured
+    flags += ["--enable-logging-iteration-details"]  # Measured, not logged.
     flags += ["--enforce-eager"] if on_cpu else []
     typed = [part for name, value in chosen.items() if value for part in (name, value)]
     return [*typed, *flags, *shlex.split(settings.engine_args)]
@@ -64,7 +64,7 @@ def _kv_transfer(settings: Settings, *, on_cpu: bool) -> dict[str, object]:
         return {"kv_connector": OWN_CONNECTOR, "kv_connector_module_path": module, **common}
     extra: dict[str, object] = {"kv_lease_duration": round(settings.kv_lease_s)}
     if on_cpu:
-        extra["num_threads"] = 0  # more threads of NIXL's would take cores from the model
+        extra["num_threads"] = 0  # NIXL's own threads would take cores from the model.
     module = "services.worker.engines.vllm.upstream_connector"
     return {
         "kv_connector": "NixlConnector",
@@ -74,8 +74,10 @@ def _kv_transfer(settings: Settings, *, on_cpu: bool) -> dict[str, object]:
     }
 
 
-def introduce(config: Any, settings: Settings, identity: Identity, *, notifications: str, fingerprint: str) -> None:
-    """Tell our connector what only vLLM's resolved configuration shows. Does nothing to another one."""
+def configure_connector(
+    config: Any, settings: Settings, identity: Identity, *, notifications: str, fingerprint: str
+) -> None:
+    """Configure Baton's connector with what vLLM's resolved configuration shows. Leaves others alone."""
     if config.kv_transfer_config.kv_connector != OWN_CONNECTOR:
         return
     config.scheduler_config.scheduler_cls = OWN_SCHEDULERS[bool(config.scheduler_config.async_scheduling)]

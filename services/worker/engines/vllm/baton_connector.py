@@ -1,4 +1,4 @@
-"""Our connector, as this worker's engines load it."""
+"""Baton's connector, as vLLM loads it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.worker.engines.vllm.child import end_with_parent
 
 
 class BatonConnector(connector.BatonConnector):
-    """The scheduler role lives in EngineCore, on every device: that process ends with its worker."""
+    """The scheduler role runs in EngineCore, on every device: that process ends with its worker."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         if role is KVConnectorRole.SCHEDULER:

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's EngineCore process: the CPU executor, and the watch that ends it with its parent."""
+"""Runs in vLLM's EngineCore process: the CPU executor, and a watch that ends the process with its parent."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from services.worker.engines.vllm.environment import PARENT_PID
 
 @cache
 def end_with_parent() -> None:
-    """Kill this process when the worker that started it is gone, however it went. For EngineCore only.
+    """Kill this process when the worker that started it has ended in any way. For EngineCore only.
 
-    vLLM's EngineCore otherwise lives on, with its memory, after its parent was killed. A parent-death signal would be
-    wrong here: it fires when the parent's *thread* ends, and engines are started from a thread.
+    Otherwise EngineCore keeps running, with its memory, after its parent was killed. A parent-death signal does not
+    work: it fires when the parent's *thread* ends, and engines are started from a thread.
     """
     parent = int(os.environ.get(PARENT_PID, "0"))
     if parent in (0, os.getpid()):
@@ -44,7 +44,7 @@ class CpuExecutor(UniProcExecutor):
     """Runs the model inside EngineCore on a CPU: one process, one torch import and one queue fewer than vLLM's own.
 
     vLLM turns the name ``uni`` into ``mp`` on CPUs because it could not set OpenMP up otherwise. A subclass by its
-    import path is left alone, and ``vllm_environment`` sets OpenMP up before the child starts.
+    import path is not changed, and ``vllm_environment`` sets OpenMP up before the child starts.
     """
 
     def _init_executor(self) -> None:

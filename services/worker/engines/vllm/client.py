@@ -1,4 +1,4 @@
-"""vLLM's engine client, with what Baton asks beyond HTTP: one token for prefill legs, and the truth about each leg."""
+"""vLLM's engine client, extended for legs: one token for prefill legs, orders about KV, and a record of each leg."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from services.worker.engines.port import CURRENT_LEG, LegRecord
 from services.worker.engines.vllm.arguments import OWN_CONNECTOR
-from services.worker.engines.vllm.leg_orders import give_order, take_transfer_report, tell_truth
-from services.worker.engines.vllm.resume import CatchUp, opening, taken_up
+from services.worker.engines.vllm.leg_orders import correct_output, give_order, take_transfer_report
+from services.worker.engines.vllm.resume import CatchUp, catch_up_of, opening
 from services.worker.engines.vllm.stats import EngineMeter, PromptSources
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_exchange import LegOrder
 
 PRIVATE_ARGUMENTS = ("ec_transfer_params", "kv_cache_report_mode")
-"""Arguments to the engine's insides that no client may give."""
+"""Internal arguments of the engine that no client may set."""
 
 
 class LegEngine(AsyncLLM):
-    """An engine client that serves the current leg as its kind wants and writes into its record what it cost."""
+    """Serves the current leg by its kind and fills the leg's record."""
 
     meter: EngineMeter
     died: asyncio.Future[str]
@@ -34,9 +34,9 @@ class LegEngine(AsyncLLM):
     numbers: count[int]
     traced: bool = False
     has_exchange: bool = False
-    """Its connector is ours."""
+    """Whether its connector is Baton's."""
     catching_up: dict[str, CatchUp | None]
-    """What each request goes on behind, by the name that it has here."""
+    """By the engine's request id; None for requests that resume nothing."""
 
     def attach(self, meter: EngineMeter, block_bytes: int) -> None:
         """Bind to the running event loop. Call once, before the first request."""
@@ -54,7 +54,7 @@ class LegEngine(AsyncLLM):
     ) -> AsyncGenerator[RequestOutput, None]:
         """One sequence of the current leg."""
         record = CURRENT_LEG.get() or LegRecord(kind=LegKind.AGGREGATED, request_id=request_id, trace_headers={})
-        catch_up = taken_up(prompt, sampling_params, record, self.model_config)
+        catch_up = catch_up_of(prompt, sampling_params, record, self.model_config)
         if record.cannot_resume:
             return
         guard(sampling_params, record.kind)
@@ -62,7 +62,7 @@ class LegEngine(AsyncLLM):
             give_order(sampling_params, record.order or LegOrder())
         if record.trace_headers and self.traced:
             options["trace_headers"] = record.trace_headers
-        # Clients name their requests as they like, several alike perhaps; what is noted about one is not another's.
+        # Clients choose request ids and may use one twice; a number keeps their records apart.
         request_id = f"{request_id}-{next(self.numbers)}"
         self.catching_up[request_id] = catch_up
         waiting = self.meter.expect(prompt, record.expected_tokens, more=len(record.resume or ()))
@@ -74,7 +74,7 @@ class LegEngine(AsyncLLM):
                 if first:
                     waiting.over()
                     self._note_prompt(record, output, self.meter.sources.take(request_id))
-                self._tell_truth(record, request_id, output)
+                self._fill_report(record, request_id, output)
                 if first:
                     first = False
                     async for earlier in opening(record, output, sampling_params, catch_up):
@@ -95,7 +95,7 @@ class LegEngine(AsyncLLM):
             await outputs.aclose()
 
     async def _add_request(self, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any) -> None:
-        """The step of vLLM's own that tells its output processor of a request, and then its engine."""
+        """Overrides the step in which vLLM passes a request to its output processor and then to its engine."""
         catch_up = self.catching_up.get(request.external_req_id)
         if catch_up is None:
             await super()._add_request(request, prompt, parent_req, index, queue)
@@ -105,10 +105,10 @@ class LegEngine(AsyncLLM):
         if await catch_up.begin(self.output_processor, request, queue):
             await self.engine_core.add_request_async(request)
 
-    def _tell_truth(self, record: LegRecord, request_id: str, output: RequestOutput) -> None:
+    def _fill_report(self, record: LegRecord, request_id: str, output: RequestOutput) -> None:
         if self.has_exchange:
             take_transfer_report(record, request_id, output)
-            tell_truth(record, output)
+            correct_output(record, output)
 
     def _note_prompt(self, record: LegRecord, output: RequestOutput, sources: PromptSources) -> None:
         record.prompt_tokens += len(output.prompt_token_ids or ())
@@ -125,23 +125,24 @@ class LegEngine(AsyncLLM):
         self.meter.prefilled(sources.computed, times.first_token_ts - times.scheduled_ts)
 
     def note_death(self, why: str) -> None:
-        """It cannot go on; the first reason counts."""
+        """The engine cannot go on; the first reason counts."""
         if not self.died.done():
             self.died.set_result(why)
 
 
 def guard(params: SamplingParams, kind: LegKind) -> None:
-    """Take from the client what is not its own, and cut a prefill leg down to the one token that vLLM must sample.
+    """Remove private arguments of the client, and limit a prefill leg to the one token that vLLM must sample.
 
-    The body of a prefill leg is the client's, so that it is checked and rendered exactly as the decode leg's will be;
-    only what is sampled differs. A stop string would end the request from outside and lose its KV handoff, a grammar
-    would be compiled for a token that is thrown away.
+    The body of a prefill leg is the client's, so that it is checked and rendered exactly as the decode leg's; only the
+    sampling differs. A stop string would end the request from outside and lose its KV handoff, and a grammar would be
+    compiled for a token that is not used.
     """
     if params.extra_args:
         for name in PRIVATE_ARGUMENTS:
             params.extra_args.pop(name, None)
         order = params.extra_args.get("kv_transfer_params")
-        if kind is LegKind.AGGREGATED or not isinstance(order, dict):  # Ours are; what came by ``vllm_xargs`` never is.
+        # The worker's order is a dict; one from ``vllm_xargs`` never is.
+        if kind is LegKind.AGGREGATED or not isinstance(order, dict):
             params.extra_args.pop("kv_transfer_params", None)
     if kind is LegKind.PREFILL:
         params.max_tokens = 1

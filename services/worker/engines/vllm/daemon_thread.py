@@ -1,4 +1,4 @@
-"""Long blocking work beside the event loop, that nobody waits for when the process ends."""
+"""Long blocking work in a thread that does not delay the end of the process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 async def in_daemon_thread(work: Callable[[], T]) -> T:
-    """The result of ``work``. Unlike ``asyncio.to_thread``, the loop's end does not wait for work that goes on."""
+    """The result of ``work``. Unlike with ``asyncio.to_thread``, the loop's end does not wait for the thread."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -30,7 +30,7 @@ async def in_daemon_thread(work: Callable[[], T]) -> T:
             result = work()
         except BaseException as raised:
             error = raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to know any more
+        with contextlib.suppress(RuntimeError):  # The loop is closed.
             loop.call_soon_threadsafe(settle, result, error)
 
     threading.Thread(target=run, name="start-engine", daemon=True).start()

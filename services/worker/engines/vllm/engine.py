@@ -27,7 +27,7 @@ from services.worker.engines.port import (
     TokenizerFiles,
 )
 from services.worker.engines.vllm import environment
-from services.worker.engines.vllm.arguments import arguments, introduce
+from services.worker.engines.vllm.arguments import arguments, configure_connector
 from services.worker.engines.vllm.daemon_thread import in_daemon_thread
 from services.worker.settings import TINY_MODEL, Settings
 from services.worker.tiny_model.tiny_model import ensure_tiny_model
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from services.worker.engines.vllm.stats import EngineMeter
 
 DEATH_CHECK_S = 0.25
-"""How often a silent engine is asked whether it still lives."""
+"""Between two checks whether the engine still lives."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """Which engine to start, for whom."""
+    """Which engine to start, and for which worker."""
 
     settings: Settings
     identity: Identity
@@ -59,7 +59,7 @@ class Launch:
 async def start_engine(
     settings: Settings, common: CommonSettings, report: Callable[[str], None], *, identity: Identity
 ) -> Engine:
-    """Start vLLM; half a minute on a CPU. ``report`` gets its progress. Raises whatever vLLM does not like."""
+    """Start vLLM; half a minute on a CPU. ``report`` gets its progress. Raises whatever vLLM raises."""
     report("preparing the model")
     is_tiny = settings.model == TINY_MODEL
     model = str(await asyncio.to_thread(ensure_tiny_model, Path(common.cache_dir))) if is_tiny else settings.model
@@ -78,14 +78,14 @@ async def start_engine(
 
 
 def _kill_children() -> None:
-    """Of an engine that was still starting nobody holds the processes yet."""
+    """An engine that was still starting has processes that no object refers to."""
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
 
 
 def _import_vllm() -> None:
-    """Ten seconds, so not on the event loop."""
+    """Takes ten seconds, so it runs off the event loop."""
     import vllm.entrypoints.launchers.api_server.app_state
     import vllm.entrypoints.launchers.app
     import vllm.v1.engine.async_llm  # noqa: F401
@@ -103,7 +103,7 @@ async def _start(launch: Launch, report: Callable[[str], None]) -> VllmEngine:
 
     source, meter = KvEventSource(launch.run_dir), EngineMeter()
     exchange = VllmExchange(launch.run_dir) if launch.settings.connector == "baton" else None
-    line = arguments(
+    typed = arguments(
         launch.settings,
         launch.model,
         on_cpu=current_platform.is_cpu(),
@@ -113,7 +113,7 @@ async def _start(launch: Launch, report: Callable[[str], None]) -> VllmEngine:
     try:
         report("loading the model")
         args, llm, fingerprinted = await in_daemon_thread(
-            lambda: _construct(launch, line, meter, notifications=exchange.endpoint if exchange else "")
+            lambda: _construct(launch, typed, meter, notifications=exchange.endpoint if exchange else "")
         )
         try:
             report("starting the OpenAI server")
@@ -141,7 +141,7 @@ async def _start(launch: Launch, report: Callable[[str], None]) -> VllmEngine:
 
 
 def _construct(
-    launch: Launch, line: list[str], meter: EngineMeter, *, notifications: str
+    launch: Launch, typed: list[str], meter: EngineMeter, *, notifications: str
 ) -> tuple[Any, LegEngine, Fingerprint]:
     """Blocks until the engine is ready."""
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -154,18 +154,18 @@ def _construct(
     from services.worker.engines.vllm.fingerprint import fingerprint
 
     try:
-        args = make_arg_parser(FlexibleArgumentParser()).parse_args(line)
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args(typed)
     except SystemExit:
-        raise ValueError(f"vLLM refuses its arguments (see above; WORKER_ENGINE_ARGS?): {shlex.join(line)}") from None
+        raise ValueError(f"vLLM refuses its arguments (see above; WORKER_ENGINE_ARGS?): {shlex.join(typed)}") from None
     validate_parsed_serve_args(args)
-    logging.disable(logging.NOTSET)  # vLLM silences all loggers while it makes its parser, and may forget to stop
+    logging.disable(logging.NOTSET)  # vLLM disables all loggers while it makes its parser, and may not enable them.
     engine_args = AsyncEngineArgs.from_cli_args(args)
     cores = environment.parse_cores(launch.settings.cpu_cores)
     threads = environment.engine_threads(cores) if current_platform.is_cpu() else contextlib.nullcontext()
     with threads:
         config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
         fingerprinted = fingerprint(config)
-        introduce(
+        configure_connector(
             config, launch.settings, launch.identity, notifications=notifications, fingerprint=fingerprinted.key()
         )
         llm = LegEngine.from_vllm_config(
@@ -175,7 +175,7 @@ def _construct(
 
 
 async def _openai_app(llm: LegEngine, args: Any, meter: EngineMeter) -> AsgiApp:
-    """The server is vLLM's own, around our client, and so is the order of things."""
+    """VLLM's own server around ``LegEngine``, set up in vLLM's own order."""
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
     from vllm.utils.gc_utils import freeze_gc_heap
@@ -190,7 +190,7 @@ async def _openai_app(llm: LegEngine, args: Any, meter: EngineMeter) -> AsgiApp:
     tasks = await llm.get_supported_tasks()
     app = build_app(args, tasks, llm.model_config)
     await init_app_state(llm, app.state, args, tasks)
-    app.state.server = SimpleNamespace(should_exit=False)  # vLLM asks its HTTP server to stop when the engine died
+    app.state.server = SimpleNamespace(should_exit=False)  # vLLM sets this when the engine has died.
     freeze_gc_heap()
     served: AsgiApp = app
     return served
@@ -220,12 +220,12 @@ class VllmEngine:
 
     @property
     def facts(self) -> EngineFacts:
-        """What does not change."""
+        """See the port."""
         return self._facts
 
     @property
     def app(self) -> AsgiApp:
-        """The OpenAI server, vLLM's own."""
+        """VLLM's OpenAI server."""
         return self._app
 
     @property
@@ -234,7 +234,7 @@ class VllmEngine:
         return self._exchange
 
     def load(self) -> EngineLoad:
-        """Now."""
+        """See the port."""
         return self._llm.meter.load()
 
     def on_load_changed(self, listener: Callable[[], None]) -> None:
@@ -248,19 +248,19 @@ class VllmEngine:
         raise EngineDead("the event stream ended")
 
     def tokenizer_files(self) -> TokenizerFiles:
-        """The engine's own tokenizer."""
+        """See the port."""
         from services.worker.engines.vllm.tokenizer import tokenizer_files
 
         return tokenizer_files(self._llm.get_tokenizer(), self._chat_template)
 
     async def tokens(self, path: str, body: bytes) -> EngineTokens:
-        """Asked of vLLM's own server and hashing."""
+        """From vLLM's own server and hashing."""
         from services.worker.engines.vllm.tokenizer import engine_tokens
 
         return await engine_tokens(self._app, self._llm.vllm_config.cache_config, path, body)
 
     async def dead(self) -> str:
-        """When EngineCore has ended, or said that it cannot go on."""
+        """Returns when EngineCore has ended or reported a fatal error."""
         while not self._llm.errored:
             await asyncio.wait([self._llm.died], timeout=DEATH_CHECK_S)
             if self._llm.died.done():
@@ -268,7 +268,7 @@ class VllmEngine:
         return str(self._llm.dead_error)
 
     async def close(self, deadline_s: float) -> None:
-        """End EngineCore and everything it started."""
+        """End EngineCore and all its processes."""
         await asyncio.to_thread(self._llm.shutdown, timeout=deadline_s)
         self._source.close()
         if self._exchange is not None:

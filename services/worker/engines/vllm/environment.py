@@ -1,4 +1,4 @@
-"""The environment that vLLM reads when it is imported and when it starts its child. Import this before any vllm."""
+"""Environment variables that vLLM reads at import and when it starts its child. Import this before vllm."""
 
 from __future__ import annotations
 
@@ -10,36 +10,35 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 PARENT_PID = "_BATON_ENGINE_PARENT_PID"
-"""Tells the child whose it is; no setting, so no setting's prefix."""
-
+"""Process id of the worker, for its EngineCore. Not a setting, hence the underscore."""
 
 SIDE_CHANNEL_PORTS = range(20_000, 32_000)
 PORT_ATTEMPTS_MAX = 32
 
 
 def prepare_import(*, kv_host: str, model_is_local: bool) -> None:
-    """Set what vLLM reads at import. What the operator has set stays."""
+    """Set defaults for what vLLM reads at import. The operator's values stay."""
     os.environ[PARENT_PID] = str(os.getpid())
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
-        # Full block hashes in KV events: the first 8 bytes are the wire's, and routers compute those too.
+        # Full block hashes in KV events: their first 8 bytes go on the wire, and routers compute those too.
         "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0",
         "VLLM_NIXL_SIDE_CHANNEL_HOST": kv_host,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port(kv_host)),
-        # Must stand before nixl is imported, or UCX leaks memory now and then.
+        # Must be set before nixl is imported, or UCX sometimes leaks memory.
         "UCX_RCACHE_MAX_UNRELEASED": "1024",
         "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
         "OTEL_SERVICE_NAME": "baton-engine",
         "OTEL_BSP_SCHEDULE_DELAY": "1000",
-        # Or a receiver that is away would hold the process up for ten seconds when it ends.
+        # Otherwise an unreachable receiver delays the end of the process by ten seconds.
         "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT": "2",
         # The front end multiplies no matrices; its OpenMP must not take cores from the engine.
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        # A part of vLLM's server sets the level of all loggers that inherit theirs, ours too: to what it is already.
+        # A part of vLLM's server sets the root logger's level, also Baton's, to this: keep the present one.
         "SAGEMAKER_CONTAINER_LOG_LEVEL": logging.getLevelName(logging.getLogger().level),
-        # Tensors in large pages: KV in them is read by another process twice as fast.
+        # Allocates tensors in large pages: another process reads KV from them twice as fast.
         "THP_MEM_ALLOC_ENABLE": "1",
     }
     if model_is_local:
@@ -49,8 +48,8 @@ def prepare_import(*, kv_host: str, model_is_local: bool) -> None:
 
 
 def free_port(host: str) -> int:
-    """A TCP port that is free now and probably still when vLLM binds it, many seconds later: the system gives ports
-    of this range to nobody who does not ask for them. Raises OSError when ``host`` is no address of this machine.
+    """A TCP port that is free now and probably still when vLLM binds it, many seconds later: the system never picks
+    ports of this range by itself. Raises OSError when ``host`` is no address of this machine.
     """
     refused: OSError | None = None
     for port in random.sample(SIDE_CHANNEL_PORTS, PORT_ATTEMPTS_MAX):
@@ -77,7 +76,7 @@ def parse_cores(text: str) -> list[int]:
 
 @contextmanager
 def engine_threads(cores: list[int]) -> Iterator[None]:
-    """While the CPU engine's process is started: bind its OpenMP threads to ``cores``, let idle ones sleep.
+    """Set while the CPU engine's process starts: OpenMP threads are bound to ``cores``, and idle ones sleep.
 
     Bound threads make a token 4 to 30 times faster on a shared machine, and sleeping ones make an idle engine free.
     """
@@ -87,7 +86,7 @@ def engine_threads(cores: list[int]) -> Iterator[None]:
         "OMP_PROC_BIND": "close",
         "OMP_WAIT_POLICY": "passive",
         "KMP_BLOCKTIME": "0",
-        # vLLM compiles a helper when logprobs are first asked for: five seconds in which every request stands still.
+        # On the first request for logprobs vLLM compiles a helper, which blocks every request for five seconds.
         "TORCHDYNAMO_DISABLE": "1",
     }
     before = {name: os.environ.get(name) for name in wanted}

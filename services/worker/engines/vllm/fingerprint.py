@@ -1,4 +1,4 @@
-"""Who this engine is: what must be equal for two engines to exchange KV."""
+"""The fingerprint of an engine: what must be equal for two engines to exchange KV."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from services.worker.engines.vllm.arguments import OWN_CONNECTOR
 from shared.contracts.workers import Fingerprint
 
 SAMPLE_BYTES = 64 * 1024
-"""Of each weight file, the head, the middle and the tail of this size: enough to tell two models apart, in no time."""
+"""Of each weight file, the head, the middle and the tail have this size: enough to tell two models apart quickly."""
 
 
 def fingerprint(config: Any) -> Fingerprint:
@@ -33,7 +33,7 @@ def fingerprint(config: Any) -> Fingerprint:
 
 
 def connector(config: Any) -> str:
-    """Which connector, and the version of what it says to its like."""
+    """The connector's name and protocol version."""
     if config.kv_transfer_config.kv_connector == OWN_CONNECTOR:
         return f"baton-{PROTOCOL_VERSION}/nixl-{version('nixl')}"
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NIXL_CONNECTOR_VERSION
@@ -42,7 +42,7 @@ def connector(config: Any) -> str:
 
 
 def kv_layout(config: Any) -> str:
-    """How a block lies in memory: device, cache type, and on a CPU the instruction set that shapes it."""
+    """The memory layout of a block: device, cache type, and on a CPU the instruction set that determines it."""
     model, cache = config.model_config, config.cache_config
     parts = [current_platform.device_type, str(cache.cache_dtype)]
     if current_platform.is_cpu():
@@ -62,7 +62,7 @@ def model_revision(model: Any) -> str:
 
 
 def directory_digest(path: Path) -> str:
-    """Of the configuration and index files whole, of the weights in samples."""
+    """Of the whole configuration and index files, and of samples of the weights."""
     digest = hashlib.sha256()
     for file in sorted(path.iterdir()):
         if file.suffix == ".json" or file.name.startswith("tokenizer"):

@@ -24,17 +24,17 @@ from services.worker.telemetry.kv_events import EventTranslation
 from shared.contracts.kv_events import KvEvent, KvTier
 
 EVENTS_QUEUED_MAX = 100_000
-"""Batches that ZMQ keeps for us; vLLM's own bound is the same."""
+"""Batches in ZMQ's receive queue; vLLM's own bound is the same."""
 REPLAY_S_MAX = 2.0
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 TIERS = {None: KvTier.DEVICE, MEDIUM_GPU: KvTier.DEVICE, MEDIUM_CPU: KvTier.HOST, MEDIUM_STORAGE: KvTier.DISK}
-"""By what vLLM calls the memory; the engine's own is called GPU, on a CPU too."""
+"""By vLLM's name of the memory. The engine's own is called GPU, on a CPU too."""
 REMOTE = "REMOTE"
-"""The locality of a store that all engines share: what lies there is no reason to prefer any of them."""
+"""Locality of a store that all engines share: its blocks are no reason to prefer one engine."""
 
 
 class KvEventSource:
-    """Reads the events in order; asks for a replay when some are missing, and starts afresh when that fails."""
+    """Reads events in order. Asks for a replay when some are missing, and clears all blocks when that fails."""
 
     def __init__(self, run_dir: Path) -> None:
         self.endpoint = f"ipc://{run_dir}/kv"
@@ -49,7 +49,7 @@ class KvEventSource:
         self._next = 0
 
     async def batches(self) -> AsyncIterator[list[KvEvent]]:
-        """Changes in order, from the engine's first on."""
+        """Changes in order, from the engine's first event on."""
         while True:
             _topic, number, payload = await self._socket.recv_multipart()
             seq = int.from_bytes(number, "big")
@@ -63,12 +63,12 @@ class KvEventSource:
                 yield events
 
     def close(self) -> None:
-        """Let go of the sockets."""
+        """Close the sockets."""
         self._context.destroy(linger=0)
 
     async def _recover(self, until: int) -> list[KvEvent]:
-        """The events from the first missing one to ``until``. If vLLM no longer has them all: everything is forgotten,
-        which is safe, because routers then expect less than there is.
+        """The events from the first missing one to ``until``. If vLLM does not have all of them any more, a CLEARED
+        event: that is safe, because routers then expect fewer blocks than the engine has.
         """
         missing = [payload for seq, payload in await self._replay(self._next) if seq < until]
         if len(missing) != until - self._next:
@@ -76,7 +76,7 @@ class KvEventSource:
         return [event for payload in missing for event in self._translate(payload)]
 
     async def _replay(self, start: int) -> list[tuple[int, bytes]]:
-        """What vLLM still has from number ``start`` on; nothing if it does not answer in time."""
+        """The batches that vLLM still has from number ``start`` on; none if it does not answer in time."""
         batches: list[tuple[int, bytes]] = []
         socket = self._context.socket(zmq.DEALER)  # type: ignore[attr-defined]
         try:
@@ -111,9 +111,7 @@ class KvEventSource:
 
 
 def _tier(event: BlockStored | BlockRemoved) -> KvTier | None:
-    """Where the blocks lie; None for what is not this engine's. Models with several KV groups repeat each block; one
-    is enough.
-    """
+    """None for blocks of other engines, and for all KV groups but the first: each group repeats every block."""
     if event.group_idx not in (None, 0) or event.locality == REMOTE:
         return None
     return TIERS.get(event.medium if event.medium is None else event.medium.upper())

@@ -1,4 +1,4 @@
-"""A vLLM engine's end of the KV exchange: utility calls into EngineCore, and the notifications that it pushes."""
+"""The KV exchange of a vLLM engine: utility calls into EngineCore, and the notifications that it pushes."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from connector.messages import EngineCall, EngineNotification
 from services.worker.engines.port import EngineDead
 
-NEWS_QUEUED_MAX = 4096
-"""Messages that ZMQ keeps for us; the engine drops what is beyond."""
+NOTIFICATIONS_QUEUED_MAX = 4096
+"""In ZMQ's receive queue; the engine drops further ones."""
 SHUTTING_DOWN = "Server shutting down"
-"""What EngineCore answers when it is about to end."""
+"""EngineCore's error when it is about to end."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(EngineNotification).decode
 
 
 class VllmExchange:
-    """See ``engines.port.EngineExchange``. ``attach`` binds it to the engine; then it receives notifications."""
+    """An ``EngineExchange``. It receives notifications after ``attach``."""
 
     def __init__(self, run_dir: Path) -> None:
         self.endpoint = f"ipc://{run_dir}/notifications"
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PULL)  # type: ignore[attr-defined]
-        self._socket.set_hwm(NEWS_QUEUED_MAX)
+        self._socket.set_hwm(NOTIFICATIONS_QUEUED_MAX)
         self._socket.bind(self.endpoint)
         self._listeners: list[Callable[[EngineNotification], None]] = []
         self._core: Any = None
         self._following: asyncio.Task[None] | None = None
 
     def attach(self, core: Any, on_failed: Callable[[str], None]) -> None:
-        """``core`` is vLLM's client of EngineCore. ``on_failed`` is told why when no more notifications can be had."""
+        """``core`` is vLLM's client of EngineCore. ``on_failed`` gets the reason when receiving fails."""
         self._core = core
 
         def ended(task: asyncio.Task[None]) -> None:
@@ -54,17 +54,17 @@ class VllmExchange:
             return _decode(await self._core.call_utility_async("kv_exchange", _encode(call)))
         except EngineDeadError as error:
             raise EngineDead(str(error)) from error
-        except Exception as error:  # vLLM has no other type for what a utility call meets
+        except Exception as error:  # vLLM raises no more specific type for a failed utility call.
             if SHUTTING_DOWN in str(error):
                 raise EngineDead(str(error)) from error
             raise
 
     def on_notifications(self, listener: Callable[[EngineNotification], None]) -> None:
-        """What EngineCore pushes after a step."""
+        """Call ``listener`` with each notification that EngineCore pushes."""
         self._listeners.append(listener)
 
     def close(self) -> None:
-        """Let go of the socket."""
+        """Close the socket."""
         if self._following is not None:
             self._following.cancel()
         self._context.destroy(linger=0)

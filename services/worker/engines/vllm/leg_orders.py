@@ -1,4 +1,4 @@
-"""Orders about KV beside the request's body, and what comes back beside its answer."""
+"""Orders about KV beside a request's body, and transfer reports beside its response."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from shared.contracts.kv_exchange import KvTransferReport, LegOrder
 
 TRANSFER = "kv_transfer_params"
 PARAMS = "baton"
-"""Our connector's key in ``kv_transfer_params``: a packed LegOrder in, a packed KvTransferReport out."""
+"""Key of Baton's connector in ``kv_transfer_params``: a packed LegOrder in, a packed KvTransferReport out."""
 CACHE_THRESHOLD = "cache_threshold"
-"""Our scheduler's ``stop_reason`` for a request that it refused, and the ``finish_reason`` that its client sees."""
+"""``stop_reason`` of Baton's scheduler for a refused request, and the ``finish_reason`` that its client sees."""
 SUMMED = (
     "prompt_tokens",
     "local_tokens",
@@ -33,8 +33,8 @@ _decode = msgspec.msgpack.Decoder(KvTransferReport).decode
 
 
 class NoTokens(list[int]):
-    """No tokens, which are something all the same: vLLM's server drops a stream's chunk with neither text nor tokens,
-    and with it the reason why there are none.
+    """An empty list that is true: vLLM's server drops a stream's chunk without text and tokens, and with it the finish
+    reason.
     """
 
     def __bool__(self) -> bool:
@@ -42,13 +42,13 @@ class NoTokens(list[int]):
 
 
 def give_order(params: SamplingParams, order: LegOrder) -> None:
-    """With the request to our connector; whatever a client put there is gone."""
+    """Send the order with the request to Baton's connector. Replaces whatever a client put there."""
     params.extra_args = {**(params.extra_args or {}), TRANSFER: {PARAMS: _encode(order)}}
 
 
 def take_transfer_report(record: LegRecord, name: str, output: RequestOutput) -> None:
-    """From the output that carries it, so that no client sees it. One comes with the prompt's first token and one at
-    the end, which knows more.
+    """Move the report from the output, so that no client sees it, to the record. One comes with the first token and a
+    more complete one at the end.
     """
     packed = (output.kv_transfer_params or {}).get(PARAMS)
     output.kv_transfer_params = None
@@ -62,13 +62,13 @@ def take_transfer_report(record: LegRecord, name: str, output: RequestOutput) ->
 
 
 def added(one: KvTransferReport, other: KvTransferReport) -> KvTransferReport:
-    """Of two prompts together."""
+    """The sum of two prompts' reports."""
     sums: dict[str, Any] = {name: getattr(one, name) + getattr(other, name) for name in SUMMED}
     return msgspec.structs.replace(one, **sums, refused=one.refused or other.refused, reads=one.reads + other.reads)
 
 
-def tell_truth(record: LegRecord, output: RequestOutput) -> None:
-    """What the client sees of it: why a request was refused, and whose cache its prompt was found in."""
+def correct_output(record: LegRecord, output: RequestOutput) -> None:
+    """What the client sees: the finish reason of a refused request, and the prefill worker's cached tokens."""
     for completion in output.outputs:
         if completion.stop_reason == CACHE_THRESHOLD:
             completion.finish_reason, completion.stop_reason = CACHE_THRESHOLD, None

@@ -1,7 +1,7 @@
-"""An answer taken up where another engine broke off, on vLLM: its own output processor is told what was said before,
-token by token as if this engine had made it, and its server hears of that first. So whatever they remember of an answer
-(half a character, text held back for a stop string, a parser's place in a tool call, offsets, counts) is as it was;
-what comes of it is thrown away by the shell. Only then the engine, which takes these tokens for prompt, adds its own.
+"""Resuming an answer on vLLM. vLLM's output processor gets the earlier tokens one by one, as if this engine had
+generated them, and the server gets their output first. So all state about the answer (half a character, text held back
+for a stop string, a parser's place in a tool call, offsets, counts) is restored; the worker drops that output. Then the
+engine, for which these tokens are part of the prompt, generates its own.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from services.worker.legs.body import HANDOFF_PATHS
 from shared.contracts.inference import LegKind
 
 SEED_STEP = 0x9E3779B97F4A7C15
-"""Odd and without a pattern: seeds of one request that differ by it have nothing to do with each other."""
+"""Odd and without a pattern, so that the seeds of one request's legs are unrelated."""
 SEED_MASK = (1 << 63) - 1
-TURN_TOKENS_MAX = 64
-"""Gone through before the other requests get a turn."""
+TOKENS_PER_TURN_MAX = 64
+"""Replayed before other tasks of the event loop may run."""
 TOKEN_PROMPTS = ("token", "multimodal")
 STATEFUL = ("structured_outputs", "presence_penalty", "frequency_penalty", "bad_words", "repetition_detection")
-"""What follows the engine's own output, and would begin anew."""
+"""Parameters whose state depends on the engine's own output and would be lost."""
 
 
-def taken_up(prompt: Any, params: SamplingParams, record: LegRecord, model: ModelConfig) -> CatchUp | None:
-    """What the request goes on behind; None for nothing, or when it cannot (see ``record.cannot_resume``)."""
+def catch_up_of(prompt: Any, params: SamplingParams, record: LegRecord, model: ModelConfig) -> CatchUp | None:
+    """The tokens to replay; None if there are none, or if the request cannot resume (see ``record.cannot_resume``)."""
     if record.resume is None:
         return None
     record.cannot_resume = _obstacle(prompt, params, record, model)
@@ -42,7 +42,6 @@ def taken_up(prompt: Any, params: SamplingParams, record: LegRecord, model: Mode
 
 
 def _obstacle(prompt: Any, params: SamplingParams, record: LegRecord, model: ModelConfig) -> str:
-    """As the engine would see it."""
     tokens = record.resume or []
     if not isinstance(prompt, dict) or prompt.get("type") not in TOKEN_PROMPTS:
         return "its prompt is not made of tokens"
@@ -57,35 +56,35 @@ def _obstacle(prompt: Any, params: SamplingParams, record: LegRecord, model: Mod
     names = [name for name in STATEFUL if getattr(params, name)]
     if getattr(params, "thinking_token_budget", None) is not None:
         names.append("thinking_token_budget")
-    return f"what {', '.join(names)} had counted is lost" if names else ""
+    return f"the state of {', '.join(names)} is lost" if names else ""
 
 
 class CatchUp:
-    """One request behind ``tokens`` of its answer. Its server hears of those in ``joined`` together with the one before
-    them, as the first one did: some parsers say one thing at a time, and the rest when they hear of the next token.
+    """Replays ``tokens`` of one request's answer. The server gets those in ``joined`` together with the token before,
+    as the first engine's server did: some parsers emit one item per call, and the rest with the next token.
     """
 
     def __init__(self, tokens: list[int], kind: LegKind, joined: frozenset[int] = frozenset()) -> None:
         self.tokens = tokens
         self.joined = joined
         self.outputs: list[RequestOutput] = []
-        """What the server has to hear before it hears of the engine."""
+        """For the server, before the engine's own outputs."""
         self.has_ended = False
-        """The answer was complete: there is nothing for the engine to do."""
+        """The answer was complete, so the engine has nothing to do."""
         self._is_prefill = kind is LegKind.PREFILL
 
     async def begin(
         self, processor: OutputProcessor, request: EngineCoreRequest, queue: RequestOutputCollector
     ) -> bool:
-        """``processor`` has just heard of ``request``, as its client sent it. Makes of it what the engine has to do;
-        False if that is nothing.
+        """``processor`` has just got ``request`` as its client sent it. Changes it to what the engine has to do;
+        returns False if there is nothing to do.
         """
         params, said = request.sampling_params, len(self.tokens)
         request_tokens = [*(request.prompt_token_ids or ()), *self.tokens]
         if params is None or params.max_tokens is None:
             raise AssertionError("vLLM has not prepared the request")
         if not self._is_prefill:
-            await self._go_through(processor, request.request_id, params, queue)
+            await self._replay(processor, request.request_id, params, queue)
             params.max_tokens -= said
             params.min_tokens = max(0, params.min_tokens - said)
             if params.seed is not None and said:
@@ -93,17 +92,17 @@ class CatchUp:
         request.prompt_token_ids = request_tokens
         return not self.has_ended
 
-    async def _go_through(
+    async def _replay(
         self, processor: OutputProcessor, name: str, params: SamplingParams, queue: RequestOutputCollector
     ) -> None:
         try:
             for count, token in enumerate(self.tokens, start=1):
-                if count % TURN_TOKENS_MAX == 0:
+                if count % TOKENS_PER_TURN_MAX == 0:
                     await asyncio.sleep(0)
-                _tell(processor, _said(name, token, count, params))
+                _process(processor, _output(name, token, count, params))
                 ended = name not in processor.request_states
                 if count in self.joined and count < len(self.tokens) and not ended:
-                    continue  # The queue adds the next one to it.
+                    continue  # The queue joins the next output with this one.
                 output = queue.get_nowait()
                 if isinstance(output, RequestOutput):
                     self.outputs.append(output)
@@ -114,21 +113,21 @@ class CatchUp:
         except BaseException:
             processor.abort_requests([name], internal=True)
             raise
-        # The engine's first output still has to tell of the prompt.
+        # The engine's first output still carries the prompt's data.
         processor.request_states[name].is_prefilling = True
 
 
-def _tell(processor: OutputProcessor, said: EngineCoreOutput) -> None:
-    """Not through what watches the engine's own outputs: no step has made this one, nor has it times to trace."""
+def _process(processor: OutputProcessor, output: EngineCoreOutput) -> None:
+    """Bypasses the wrapper that measures outputs, and tracing: no engine step made this output."""
     traced, processor.tracing_enabled = processor.tracing_enabled, False
     try:
-        OutputProcessor.process_outputs(processor, [said])
+        OutputProcessor.process_outputs(processor, [output])
     finally:
         processor.tracing_enabled = traced
 
 
-def _said(name: str, token: int, count: int, params: SamplingParams) -> EngineCoreOutput:
-    """What the engine would have told of the ``count``-th token; its probability nobody knows or will see."""
+def _output(name: str, token: int, count: int, params: SamplingParams) -> EngineCoreOutput:
+    """The engine's output for the ``count``-th token. Its logprob is unknown, and the worker drops it."""
     logprobs = None
     if params.num_logprobs is not None:
         logprobs = LogprobsLists(np.array([[token]]), np.zeros((1, 1)), np.ones(1, dtype=int))
@@ -137,7 +136,7 @@ def _said(name: str, token: int, count: int, params: SamplingParams) -> EngineCo
 
 
 def _ending(token: int, count: int, params: SamplingParams) -> tuple[FinishReason | None, int | None]:
-    """As vLLM's scheduler decides it; a context that is full has been counted into ``max_tokens``."""
+    """As vLLM's scheduler decides it; ``max_tokens`` includes the limit of the context."""
     if token == params.eos_token_id:
         return FinishReason.STOP, None
     if token in (params.stop_token_ids or ()):
@@ -148,10 +147,10 @@ def _ending(token: int, count: int, params: SamplingParams) -> tuple[FinishReaso
 async def opening(
     record: LegRecord, output: RequestOutput, params: SamplingParams, catch_up: CatchUp | None
 ) -> AsyncGenerator[RequestOutput, None]:
-    """What the server hears before the engine's first output.
+    """Outputs for the server before the engine's first.
 
-    A chat's stream opens with the role: it gets an output without tokens for that, or else the role would travel with
-    the first token's id and ahead of its text, and whoever goes on behind that id would miss the text.
+    A chat's stream opens with the role: it gets an output without tokens for that. Otherwise the role would be sent
+    with the first token's id but ahead of its text, and a leg that resumes after that id would lose the text.
     """
     said = catch_up.outputs if catch_up is not None else []
     if said:
@@ -162,8 +161,8 @@ async def opening(
         bare.outputs, bare.finished = [], False
         said = [bare, *said]
     for number, told in enumerate(said, start=1):
-        # The server counts what its first output says. What was cached of the answer is none of the client's prompt.
+        # The server takes cached tokens from its first output; cached tokens of the answer are not the client's prompt.
         told.num_cached_tokens = min(output.num_cached_tokens or 0, len(output.prompt_token_ids or ()))
-        if number % TURN_TOKENS_MAX == 0:
+        if number % TOKENS_PER_TURN_MAX == 0:
             await asyncio.sleep(0)
         yield told

@@ -1,4 +1,4 @@
-"""What the engine does, measured: vLLM's statistics of each step, and where each prompt's tokens came from."""
+"""The engine's load from vLLM's step statistics, and the source of each prompt's tokens."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from services.worker.engines.vllm.steps import NoIterations, StepMeter
 SMOOTHING = 0.2
 """Weight of the newest sample in a moving average."""
 PREFILL_SAMPLE_TOKENS_MIN = 32
-"""Shorter prefills say more about the step's fixed cost than about speed."""
+"""The time of shorter prefills is mostly the fixed cost of a step."""
 SOURCES_MAX = 8192
-"""Prompts whose sources nobody has asked for yet; the oldest goes first."""
+"""Prompts whose sources were not taken yet; the oldest is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +31,14 @@ class PromptSources:
 
 
 class SourceTap:
-    """Remembers each request's prompt sources as they pass by: vLLM tells the front end but not the caller."""
+    """Records the sources of each prompt: vLLM gives them to its output processor and not to its caller."""
 
     def __init__(self, steps: StepMeter) -> None:
         self._by_request: dict[str, PromptSources] = {}
         self._steps = steps
 
     def watching(self, processor: Any) -> Callable[..., Any]:
-        """``processor.process_outputs``, with this tap in front of it."""
+        """``processor.process_outputs`` with this tap before it."""
         process = processor.process_outputs
 
         def process_outputs(outputs: list[Any], made_at: float | None = None, *args: Any, **options: Any) -> Any:
@@ -61,12 +61,12 @@ class SourceTap:
         )
 
     def take(self, request_id: str) -> PromptSources:
-        """The sources of a request's prompt, once; zeros when unknown."""
+        """The sources of a request's prompt, once; zeros if unknown."""
         return self._by_request.pop(request_id, PromptSources())
 
 
 class Waiting:
-    """A prompt that was accepted and is not computed yet."""
+    """A prompt that was accepted and not computed yet."""
 
     __slots__ = ("_meter", "_tokens")
 
@@ -75,13 +75,13 @@ class Waiting:
         meter.waiting_tokens += tokens
 
     def over(self) -> None:
-        """It is computed, or will never be. Idempotent."""
+        """It was computed, or its request has ended. Idempotent."""
         self._meter.waiting_tokens -= self._tokens
         self._tokens = 0
 
 
 class EngineMeter(StatLoggerBase):
-    """Adds vLLM's step statistics up to an ``EngineLoad``. All on the event loop's thread."""
+    """Sums vLLM's step statistics to an ``EngineLoad``. Runs on the event loop's thread."""
 
     def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
         del vllm_config, engine_index
@@ -98,21 +98,21 @@ class EngineMeter(StatLoggerBase):
         self._listeners.append(listener)
 
     def expect(self, prompt: Any, expected_tokens: int, more: int = 0) -> Waiting:
-        """A prompt is on its way to the engine, which will have to compute so many of its tokens; -1: not known. It is
-        longer by ``more`` tokens than it looks.
+        """A prompt is on its way to the engine, which probably computes ``expected_tokens`` of it; -1: unknown.
+        ``more`` resumed tokens are added to the prompt.
         """
         ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
         tokens = len(ids or ()) + more
         return Waiting(self, min(tokens, expected_tokens) if expected_tokens >= 0 else tokens)
 
     def prefilled(self, tokens: int, seconds: float) -> None:
-        """A prompt's own part was computed."""
+        """The uncached part of a prompt was computed."""
         if tokens >= PREFILL_SAMPLE_TOKENS_MIN and seconds > 0:
             speed = smooth(self._load.prefill_tokens_per_s, tokens / seconds)
             self._load = replace(self._load, prefill_tokens_per_s=speed)
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say."""
+        """Nothing to log."""
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
@@ -130,7 +130,7 @@ class EngineMeter(StatLoggerBase):
             listener()
 
     def load(self) -> EngineLoad:
-        """Now, and the totals since the start."""
+        """See the port."""
         return replace(self._load, waiting_tokens=self.waiting_tokens, steps=self.steps.totals())
 
 
@@ -143,7 +143,7 @@ def _queues(stats: Any, kv_blocks: int) -> dict[str, Any]:
 
 
 def _transfers(load: EngineLoad, stats: Any) -> dict[str, Any]:
-    """From the NIXL connector's lists of what ended in this step."""
+    """From the NIXL connector's lists of transfers that ended in this step."""
     transfers = stats.kv_connector_stats
     if not transfers:
         return {}

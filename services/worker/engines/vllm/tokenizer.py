@@ -16,7 +16,7 @@ from shared.contracts.kv_events import block_hash64
 
 
 def tokenizer_files(tokenizer: Any, chat_template: str) -> TokenizerFiles:
-    """From the tokenizer that the engine itself uses; ``chat_template`` is the operator's, if one was given."""
+    """From the engine's tokenizer; ``chat_template`` is the operator's, if there is one."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return TokenizerFiles(
@@ -56,14 +56,14 @@ FIELDS = {
         "tools",
     ),
 }
-"""What of a request's body its tokens depend on."""
+"""Fields of a request's body that its tokens depend on."""
 FIRST_HASH_KNOWN = ("sha256", "sha256_cbor")
-"""With other algorithms each process has a first hash of its own, drawn at random."""
+"""With other algorithms each process draws a random hash for the parent of the first block."""
 REFUSAL_CHARS_MAX = 500
 
 
 async def engine_tokens(app: AsgiApp, cache_config: Any, path: str, body: bytes) -> EngineTokens:
-    """Renders and tokenizes exactly as a completion would; the engine computes nothing."""
+    """Renders and tokenizes exactly like a completion; the engine computes nothing."""
     try:
         given = msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -73,13 +73,13 @@ async def engine_tokens(app: AsgiApp, cache_config: Any, path: str, body: bytes)
     if status != OK:
         return EngineTokens(refusal=answer.decode(errors="replace")[:REFUSAL_CHARS_MAX])
     if cache_config.prefix_caching_hash_algo not in FIRST_HASH_KNOWN:
-        return EngineTokens(refusal=f"hashes of {cache_config.prefix_caching_hash_algo} begin with a secret")
+        return EngineTokens(refusal=f"hashes of {cache_config.prefix_caching_hash_algo} depend on a random first hash")
     tokens = msgspec.json.decode(answer)["tokens"]
-    return EngineTokens(tokens=tokens, hashes=block_names(tokens, given.get("cache_salt"), cache_config))
+    return EngineTokens(tokens=tokens, hashes=block_hashes(tokens, given.get("cache_salt"), cache_config))
 
 
-def block_names(tokens: list[int], salt: str | None, cache_config: Any) -> list[int]:
-    """What the scheduler would call the full blocks of a request with this prompt."""
+def block_hashes(tokens: list[int], salt: str | None, cache_config: Any) -> list[int]:
+    """The hashes that the scheduler gives the full blocks of a request with this prompt."""
     if not tokens:
         return []
     named_by = get_hash_fn_by_name(cache_config.prefix_caching_hash_algo)

@@ -1,4 +1,4 @@
-"""vLLM's own NIXL connector with two faults mended that make it unusable on a shared CPU.
+"""vLLM's own NIXL connector with fixes for two faults that make it unusable on a shared CPU.
 
 * The progress thread of a NIXL agent spins: with no delay set it keeps one core busy for ever. With a delay it sleeps
   on UCX's file descriptors and still wakes at once when something arrives.
@@ -17,11 +17,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPull
 from services.worker.engines.vllm.child import end_with_parent
 
 PROGRESS_DELAY_US = 10_000
-"""Longest sleep. Measured between two engines on one machine: handovers as fast as with 2,000, idle cost two thirds."""
+"""Longest sleep. Measured between two engines on one machine: handoffs as fast as with 2,000, and two thirds of its
+idle CPU.
+"""
 
 
 def _let_progress_threads_sleep() -> None:
-    from nixl import _bindings as nixl_bindings  # only where an agent is made, after vLLM has set UCX up
+    from nixl import _bindings as nixl_bindings  # Imported only here, after vLLM has set UCX up.
 
     make_agent = nixl_bindings.nixlAgent
     if getattr(make_agent, "sleeps", False):

@@ -13,7 +13,7 @@ import pytest
 
 from connector.settings import read
 from services.worker.engines.port import Identity
-from services.worker.engines.vllm.arguments import arguments, introduce
+from services.worker.engines.vllm.arguments import arguments, configure_connector
 from services.worker.engines.vllm.daemon_thread import in_daemon_thread
 from services.worker.engines.vllm.environment import engine_threads, free_port, parse_cores
 from services.worker.settings import Settings
@@ -55,7 +55,7 @@ def test_the_exchange_moves_kv_by_default():
 
 
 def resolved(settings: Settings, *, async_scheduling: bool) -> SimpleNamespace:
-    """What ``introduce`` looks at of vLLM's configuration."""
+    """What ``configure_connector`` looks at of vLLM's configuration."""
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
             kv_connector=transfer(settings)["kv_connector"], kv_connector_extra_config={}
@@ -66,7 +66,7 @@ def resolved(settings: Settings, *, async_scheduling: bool) -> SimpleNamespace:
 
 def introduced(settings: Settings, *, async_scheduling: bool = False) -> SimpleNamespace:
     config = resolved(settings, async_scheduling=async_scheduling)
-    introduce(config, settings, Identity(WorkerId("w1"), Epoch(7)), notifications="ipc://n", fingerprint="f")
+    configure_connector(config, settings, Identity(WorkerId("w1"), Epoch(7)), notifications="ipc://n", fingerprint="f")
     return config
 
 
