@@ -1,7 +1,8 @@
-"""How a store keeps a block: its layers one behind the other, so that it is one piece of memory and of a file.
+"""The layout of a block in a store: its layers follow each other, so that a block is contiguous in memory and in a
+file.
 
-Which layers, planes and heads, it takes from the first worker that it meets; whether blocks mean the same there is said
-by the fingerprint.
+Layers, planes and heads are those of the first worker that the store meets. The fingerprint says whether another
+worker's blocks have the same meaning.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from connector.layout.compatibility import PROTOCOL_VERSION, why_malformed
 from shared.contracts.kv_handshake import KvHandshake, KvLayer, KvPlane
 
 BLOCK_BYTES_COUNTED_MIN = 16 * 1024
-"""A block takes as much of the memory that a store was given, at least: simulated ones are a few bytes long, and a
-million of them would be a burden all the same.
+"""A block counts as at least this much of a store's memory: simulated blocks are a few bytes long, and the bookkeeping
+of millions of them would take more.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """Of one block, whole: all heads of all layers."""
+    """Of one block: all heads of all layers."""
 
     fingerprint: str
     block_tokens: int
@@ -34,11 +35,11 @@ class BlockShape:
         return self.kv_heads * sum(map(sum, self.layers))
 
     def blocks_in(self, size: int) -> int:
-        """How many blocks so many bytes hold."""
+        """How many blocks fit into ``size`` bytes."""
         return size // max(self.block_bytes, BLOCK_BYTES_COUNTED_MIN)
 
     def at(self, base: int) -> list[KvLayer]:
-        """Where the layers of blocks are that lie one behind the other from ``base`` on."""
+        """The layers of contiguous blocks that begin at ``base``."""
         layers: list[KvLayer] = []
         start = base
         for heads in self.layers:
@@ -51,14 +52,14 @@ class BlockShape:
         return layers
 
     def identity(self) -> bytes:
-        """32 bytes that differ for blocks which do not mean the same."""
+        """32 bytes that differ for blocks of different meaning."""
         return hashlib.sha256(
             repr((PROTOCOL_VERSION, self.fingerprint, self.block_tokens, self.kv_heads, self.layers)).encode()
         ).digest()
 
 
 def shape_of(handshake: KvHandshake) -> BlockShape:
-    """What a worker's blocks look like. Raises ValueError when its handshake makes no sense."""
+    """Of a worker's blocks. Raises ValueError for a malformed handshake."""
     if why := why_malformed(handshake):
         raise ValueError(why)
     planes = tuple(tuple(plane.head_bytes for plane in layer.planes) for layer in handshake.ranks[0].layers)

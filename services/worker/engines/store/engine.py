@@ -1,4 +1,4 @@
-"""What stands in an engine's place in a worker that computes nothing and keeps copies of others' KV blocks."""
+"""The store: takes the place of an engine in a worker that computes nothing and keeps copies of KV blocks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from services.worker.engines.store.block_shape import BlockShape
 from services.worker.engines.store.file_jobs import FileJobs
 from services.worker.engines.store.file_tier import FileTier
 from services.worker.engines.store.kv_exchange import StoreExchange
-from services.worker.engines.store.memory import Room
+from services.worker.engines.store.memory import Storage
 from services.worker.engines.store.mover import MoverOf
 from services.worker.engines.store.partner import Partner
 from services.worker.engines.store.tiers import Tiers
@@ -38,19 +38,19 @@ from shared.contracts.kv_events import KvEvent
 log = logging.getLogger("baton.worker")
 
 LEASE_SHARE_MAX = 0.8
-"""Of the memory, that readers may pin: a store has no requests of its own, but must load and take copies."""
+"""Of the memory, that leases may pin: the rest is for blocks that are loaded or copied."""
 JOB_BYTES = 8 << 20
 """CopyTotals between memory and files at a time: what is asked for meanwhile waits for no more than that."""
 SAVE_S_MAX = 4.0
-"""Before it ends, for what has arrived and is not saved yet."""
+"""At the end, for saving blocks that are not saved yet."""
 POLL_S = 0.002
-"""While something is moved by who does not ring, how often to ask what has arrived."""
+"""Between polls of a mover that does not signal arrivals."""
 NO_LEGS = b'{"error":{"message":"a store serves no requests","type":"invalid_request_error","code":503}}'
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A store as it is to be."""
+    """The configuration of a store."""
 
     partner: Partner
     model: str
@@ -63,15 +63,17 @@ class Plan:
 
 
 class StoreEngine:
-    """An ``Engine``, and an ``EngineExchange``. Must be made on a running event loop."""
+    """An ``Engine`` and an ``EngineExchange``. Construct it on a running event loop."""
 
-    def __init__(self, plan: Plan, shape: BlockShape, blocks: int, room: Room, make_mover: MoverOf) -> None:
-        self._facts = facts_of(plan, blocks, room.as_text(blocks))
+    def __init__(self, plan: Plan, shape: BlockShape, blocks: int, storage: Storage, make_mover: MoverOf) -> None:
+        self._facts = facts_of(plan, blocks, storage.as_text(blocks))
         tiers = Tiers(
-            BlockCache(blocks), FileTier(room.files.slots if room.files else 0), max(1, JOB_BYTES // shape.block_bytes)
+            BlockCache(blocks),
+            FileTier(storage.files.slots if storage.files else 0),
+            max(1, JOB_BYTES // shape.block_bytes),
         )
-        if room.files is not None:
-            tiers.files.restore(room.files.restored)
+        if storage.files is not None:
+            tiers.files.restore(storage.files.restored)
         holding = HolderSettings(
             worker_id=plan.identity.worker_id,
             epoch=plan.identity.epoch,
@@ -80,12 +82,12 @@ class StoreEngine:
         )
         self._shape = shape
         self._core = StoreExchange(holding, shape.block_tokens, tiers, time.monotonic)
-        self._mover, handshake = make_mover(plan.identity, shape, room.arena.address, blocks, self._ring)
+        self._mover, handshake = make_mover(plan.identity, shape, storage.arena.address, blocks, self._ring)
         self._core.describe(handshake)
         self._listeners: list[Callable[[EngineNotification], None]] = []
         self._load_listeners: list[Callable[[], None]] = []
         self._wake = asyncio.Event()
-        self._jobs = FileJobs(self._core, room, ring=self._wake.set, fail=self._die)
+        self._jobs = FileJobs(self._core, storage, ring=self._wake.set, fail=self._die)
         self._loop = asyncio.get_running_loop()
         self._died: asyncio.Future[str] = self._loop.create_future()
         self._feed = KvEventFeed(self._died, tiers.whole_as_events)
@@ -94,26 +96,26 @@ class StoreEngine:
 
     @property
     def facts(self) -> EngineFacts:
-        """What does not change."""
+        """See the port."""
         return self._facts
 
     @property
     def app(self) -> AsgiApp:
-        """Says that there is none."""
+        """Refuses every request."""
         return no_app
 
     @property
     def exchange(self) -> StoreEngine:
-        """Its end of the KV exchange."""
+        """See the port."""
         return self
 
     @property
     def tiers(self) -> Tiers:
-        """What it keeps."""
+        """The blocks that it keeps."""
         return self._core.tiers
 
     async def call(self, call: EngineCall) -> EngineNotification:
-        """Have it done at once; what comes of it later is notifications. Raises EngineDead."""
+        """Runs at once; later results come as notifications. Raises EngineDead."""
         if self._died.done():
             raise EngineDead(self._died.result())
         notifications = self._core.call(call)
@@ -121,11 +123,11 @@ class StoreEngine:
         return notifications
 
     def on_notifications(self, listener: Callable[[EngineNotification], None]) -> None:
-        """Call ``listener`` with what the store says without being asked."""
+        """See the port."""
         self._listeners.append(listener)
 
     def load(self) -> EngineLoad:
-        """Now: the memory that holds blocks counts as used."""
+        """Memory that holds blocks counts as used."""
         state = self._core.state(self._shape.block_bytes, self._jobs.disk_free_bytes())
         return EngineLoad(kv_blocks_used=self._core.tiers.memory.named, store=state)
 
@@ -138,19 +140,19 @@ class StoreEngine:
         return self._feed.batches()
 
     def tokenizer_files(self) -> TokenizerFiles:
-        """Nobody asks a store."""
+        """Unused: no router asks a store."""
         raise ValueError("a store has no tokenizer")
 
     async def tokens(self, path: str, body: bytes) -> EngineTokens:  # noqa: ARG002  # the port's
-        """Nobody asks a store."""
+        """Unused: no router asks a store."""
         return EngineTokens(refusal="a store has no tokenizer")
 
     async def dead(self) -> str:
-        """Return, with the reason, when the store has died."""
+        """See the port."""
         return await asyncio.shield(self._died)
 
     async def close(self, deadline_s: float) -> None:
-        """Save what is not saved yet, as far as there is time, and end."""
+        """Save blocks that are not saved yet, within the deadline, and end."""
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks, timeout=deadline_s)
@@ -160,10 +162,10 @@ class StoreEngine:
         except TimeoutError:
             log.info("some blocks were not saved")
         await asyncio.to_thread(self._mover.close)
-        await self._jobs.close()  # last, for it has the memory
+        await self._jobs.close()  # Last, because it owns the memory.
 
     def ends_when(self, over: Coroutine[Any, Any, str]) -> None:
-        """The store has no business any more when that returns, with the reason."""
+        """End the store when ``over`` returns a reason."""
 
         async def watch() -> None:
             self._die(await over)
@@ -196,7 +198,7 @@ class StoreEngine:
             pass
 
     def _ring(self) -> None:
-        """From the mover's thread."""
+        """Called on the mover's thread."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._wake.set)
 
@@ -221,7 +223,7 @@ class StoreEngine:
 
 
 def facts_of(plan: Plan, blocks: int, note: str) -> EngineFacts:
-    """Its partner's, but for what a store does not do."""
+    """The partner's facts, without what a store does not do."""
     record = plan.partner.record
     return EngineFacts(
         engine="store",
@@ -237,7 +239,7 @@ def facts_of(plan: Plan, blocks: int, note: str) -> EngineFacts:
 
 
 async def no_app(_scope: Scope, _receive: object, send: Callable[[AsgiMessage], Awaitable[None]]) -> None:
-    """No leg comes here; if one did it would be told."""
+    """No leg should arrive here; one that does gets a 503."""
     headers = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": 503, "headers": headers})
     await send({"type": "http.response.body", "body": NO_LEGS})

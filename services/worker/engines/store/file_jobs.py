@@ -1,4 +1,4 @@
-"""A store's blocks on their way between memory and files: one job at a time, on a thread of its own."""
+"""Copies a store's blocks between memory and files: one job at a time, on a thread of its own."""
 
 from __future__ import annotations
 
@@ -8,60 +8,60 @@ import os
 from collections.abc import Callable
 
 from services.worker.engines.store.kv_exchange import StoreExchange
-from services.worker.engines.store.memory import Room
+from services.worker.engines.store.memory import Storage
 from services.worker.engines.store.tiers import Job
 
 log = logging.getLogger("baton.worker")
 
 
 class FileJobs:
-    """Carries out what the core wants copied. ``ring`` is called after each job, ``fail`` when none goes any more."""
+    """Runs the core's jobs. ``ring`` is called after each job, ``fail`` when files cannot be used any more."""
 
     def __init__(
         self,
         core: StoreExchange,
-        room: Room,
+        storage: Storage,
         *,
         ring: Callable[[], None],
         fail: Callable[[str], None],
     ) -> None:
         self._core = core
-        self._room = room
+        self._storage = storage
         self._ring = ring
         self._fail = fail
         self._under_way: asyncio.Future[list[bytes]] | None = None
         self._broken = False
 
     def begin(self) -> bool:
-        """The next job, if there is one and none is under way. Whether one is now."""
+        """Start the next job if none is running; returns whether one is running now."""
         if self._under_way is not None and not self._under_way.done():
             return True
-        files = None if self._broken else self._room.files
+        files = None if self._broken else self._storage.files
         job = None if files is None else self._core.next_job()
         if files is None or job is None:
             return False
         loop = asyncio.get_running_loop()
-        self._under_way = loop.run_in_executor(self._room.thread, files.perform, job)
+        self._under_way = loop.run_in_executor(self._storage.thread, files.perform, job)
         self._under_way.add_done_callback(lambda done: self._ended(job, done))
         return True
 
     async def finish(self) -> None:
-        """Until nothing is left to be copied."""
+        """Run jobs until none is left."""
         while self.begin() and self._under_way is not None:
             await asyncio.wait([self._under_way])
 
     async def close(self) -> None:
-        """The files, and the thread."""
-        if self._room.files is not None:
-            self._room.thread.submit(self._room.files.close, self._core.tiers.files.records())
-        await asyncio.to_thread(self._room.thread.shutdown)
+        """Close the files and end the thread."""
+        if self._storage.files is not None:
+            self._storage.thread.submit(self._storage.files.close, self._core.tiers.files.records())
+        await asyncio.to_thread(self._storage.thread.shutdown)
 
     def disk_free_bytes(self) -> int:
-        """On the files' file system, for those who are not root; -1 when there are none, or it cannot be told."""
-        if self._room.files is None:
+        """Free space of the file system, without root's reserve; -1 without files or if it is unknown."""
+        if self._storage.files is None:
             return -1
         try:
-            told = os.statvfs(self._room.files.folder)
+            told = os.statvfs(self._storage.files.folder)
         except OSError:
             return -1
         return told.f_bavail * told.f_frsize
@@ -76,5 +76,5 @@ class FileJobs:
         known = self._core.tiers.counts.damaged
         self._core.ended(job, done.result())
         if damaged := self._core.tiers.counts.damaged - known:
-            log.warning("%d blocks in files are not what was written there, and are forgotten", damaged)
+            log.warning("%d blocks in files failed their checksums and are forgotten", damaged)
         self._ring()

@@ -1,6 +1,6 @@
-"""A store's files: ``blocks``, one place behind the other, and ``index``, which says what is in each place.
+"""A store's files: ``blocks``, with one slot after the other, and ``index``, with a record of each slot.
 
-One process has the folder (``lock``). All calls come from one thread and are over when they return.
+``lock`` gives the folder to one process. All calls are synchronous and come from one thread.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ ONLY_MINE = 0o600
 
 
 class FolderTaken(Exception):
-    """Another process uses it."""
+    """Another process uses the folder."""
 
 
 class BlockFile(Protocol):
     """Moves blocks between memory and an open file."""
 
     description: str
-    """What moves them, for a person."""
+    """For operators."""
 
     def write(self, addresses: Sequence[int], offsets: Sequence[int], length: int) -> None:
-        """From memory to the file. Raises OSError or TransferFailed, and TimeoutError when bytes may still move."""
+        """From memory to the file. Raises OSError or TransferFailed; TimeoutError if bytes may still move."""
 
     def read(self, addresses: Sequence[int], offsets: Sequence[int], length: int) -> None:
         """From the file to memory. Raises as ``write`` does."""
 
     def close(self) -> None:
-        """No more."""
+        """Release what the object holds."""
 
 
 class PlainFile:
-    """The operating system's own reading and writing, where NIXL's file plugin cannot be had."""
+    """Reads and writes by system calls, where NIXL's file plugin is not available."""
 
     description = "plain files"
 
@@ -74,21 +74,21 @@ class PlainFile:
                 raise OSError("the file ends before the block does")
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Holds nothing."""
 
 
 def content_at(address: int, length: int) -> memoryview:
-    """That memory, to be read and written."""
+    """That memory, readable and writable."""
     return memoryview((ctypes.c_char * length).from_address(address)).cast("B")
 
 
 class StoreFiles:
-    """See the module. ``memory``: address and length of the blocks in memory, one behind the other."""
+    """``memory``: address and length of the contiguous blocks in memory."""
 
     def __init__(
         self, folder: Path, *, identity: bytes, block_bytes: int, slots: int, memory: tuple[int, int], io: str = "auto"
     ) -> None:
-        """Open or begin. Raises FolderTaken, OSError; TransferFailed when ``io`` is nixl and that cannot run."""
+        """Open or create. Raises FolderTaken, OSError; TransferFailed if ``io`` is nixl and NIXL's plugin fails."""
         self.folder = folder
         self.slots = slots
         self._identity = identity
@@ -100,12 +100,12 @@ class StoreFiles:
         self._index = os.open(folder / "index", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, ONLY_MINE)
         self.restored = self._read_index()
         self._used = max((record.used for record in self.restored), default=0)
-        os.ftruncate(self._blocks, slots * block_bytes)  # space is taken as it is written
+        os.ftruncate(self._blocks, slots * block_bytes)  # Sparse: space is allocated as it is written.
         self._file = open_file(io, self._blocks, lambda: nixl_file(self._blocks, slots * block_bytes, memory))
         self.description = self._file.description
 
     def perform(self, job: Job) -> list[bytes]:
-        """Move a job's blocks; each one's checksum, nothing for those that were not moved. Raises TimeoutError."""
+        """Copy a job's blocks; returns their checksums, empty for blocks that were not copied. Raises TimeoutError."""
         addresses = [self._memory + block * self._block_bytes for block in job.blocks]
         offsets = [slot * self._block_bytes for slot in job.slots]
         try:
@@ -125,7 +125,7 @@ class StoreFiles:
             return [b""] * len(job.names)
 
     def close(self, records: Sequence[SlotRecord]) -> None:
-        """Note what is kept, and in which order it was used, have everything on the disk, and let go."""
+        """Write the index with the order of use, sync both files, and close them."""
         packed = bytearray(self.slots * RECORD.size)
         for record in records:
             packed[record.slot * RECORD.size : (record.slot + 1) * RECORD.size] = pack_record(self._identity, record)
@@ -134,11 +134,11 @@ class StoreFiles:
             os.fsync(self._blocks)
             os.fsync(self._index)
         except OSError as error:
-            log.warning("the store's files were not closed well: %s", error)
+            log.warning("the store's files were not written completely at the end: %s", error)
         self.let_go()
 
     def let_go(self) -> None:
-        """Leave everything as it is."""
+        """Close without writing."""
         self._file.close()
         for descriptor in (self._blocks, self._index, self._lock):
             os.close(descriptor)
@@ -153,7 +153,7 @@ class StoreFiles:
         os.pwrite(self._index, pack_record(self._identity, record), offset_of(record.slot))
 
     def _read_index(self) -> list[SlotRecord]:
-        """What an earlier life left here of the same kind of blocks; of another kind, nothing is left."""
+        """Records of an earlier process, if they are of the same kind of blocks; otherwise empties the files."""
         header = pack_header(self._identity, self._block_bytes)
         found = os.pread(self._index, len(header), 0)
         if is_header_of(found, self._identity, self._block_bytes):
@@ -161,7 +161,7 @@ class StoreFiles:
             os.ftruncate(self._index, offset_of(self.slots))
             return read_records(self._identity, packed, self.slots)
         if found:
-            log.info("the store's files hold blocks of another kind, or none that can be believed: they are emptied")
+            log.info("the store's files hold another kind of blocks, or are damaged: they are emptied")
         os.ftruncate(self._index, 0)
         os.ftruncate(self._blocks, 0)
         os.pwrite(self._index, header, 0)

@@ -1,4 +1,4 @@
-"""Where a store keeps its blocks: memory that never moves, and files."""
+"""A store's memory and files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from services.worker.engines.store.files import StoreFiles
 
 
 class Arena:
-    """Memory for blocks, and a place behind them for probes; it never moves. Pages are made when first written."""
+    """Memory for blocks, with room for connection probes after them. It never moves; pages are allocated on first
+    write.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -21,15 +23,13 @@ class Arena:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """Where a store keeps its blocks."""
-
+class Storage:
     arena: Arena
     files: StoreFiles | None
     thread: ThreadPoolExecutor
-    """Whoever calls ``files``."""
+    """Runs all calls of ``files``."""
 
     def as_text(self, blocks: int) -> str:
-        """How much there is, for a person."""
+        """For the worker's note."""
         files = "none in files" if self.files is None else f"{self.files.slots} in files ({self.files.description})"
         return f"{blocks} blocks in memory, {files}"

@@ -1,4 +1,4 @@
-"""Whose copies a store keeps: the first worker of its model that it meets, and all that are of the same fingerprint."""
+"""The partner of a store: the first worker of its model. The store keeps blocks of its fingerprint only."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerPhase, Wor
 log = logging.getLogger("baton.worker")
 
 LOOK_S = 1.0
-"""Between two looks at who is there."""
+"""Between two reads of the registry."""
 HANDSHAKE_S_MAX = 2.0
 ORPHAN_LOOK_S = 10.0
 ORPHAN_S = 60.0
-"""So long its fingerprint may be away: workers are started anew."""
+"""How long no worker may have its fingerprint: workers may be restarting."""
 KNOWN = frozenset({WorkerPhase.PROBING, WorkerPhase.READY, WorkerPhase.DRAINING})
-"""They know their own fingerprint."""
+"""Phases in which a worker's record has its fingerprint."""
 CONNECTOR = "baton"
 """Names of connectors that exchange KV by content begin with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Partner:
-    """Somebody whose blocks look like the store's."""
+    """A worker whose blocks have the store's shape."""
 
     record: WorkerRecord
     shape: BlockShape
 
 
 async def find_partner(bus: Bus, me: WorkerId, model: str) -> Partner:
-    """Wait for a worker of that model that describes itself; when several do, the one that began first."""
+    """Wait for a worker of that model that sends its handshake; of several, the one that started first."""
     while True:
         for record in fitting(await records(bus), model):
             ask = AskKvHandshake(worker_id=record.worker_id, reader_id=me)
@@ -47,22 +47,22 @@ async def find_partner(bus: Bus, me: WorkerId, model: str) -> Partner:
                 if handshake.fingerprint == record.fingerprint.key():
                     return Partner(record, shape_of(handshake))
             except (BusError, ValueError) as error:
-                log.info("%s does not say how its blocks look: %s", record.worker_id, error)
+                log.info("%s sent no usable handshake: %s", record.worker_id, error)
         await asyncio.sleep(LOOK_S)
 
 
 async def records(bus: Bus) -> list[WorkerRecord]:
-    """Everybody's; nobody's while the registry cannot be read."""
+    """Of all workers; empty while the registry cannot be read."""
     try:
-        kept = await bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
-        return [entry.value for entry in await kept.all() if entry.value is not None]
+        registry = await bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        return [entry.value for entry in await registry.all() if entry.value is not None]
     except BusError as error:
         log.info("the registry cannot be read yet: %s", error)
         return []
 
 
 def fitting(known: Sequence[WorkerRecord], model: str) -> list[WorkerRecord]:
-    """Workers of that model whose KV can be copied, those first that began first."""
+    """Workers of that model whose KV can be copied, in the order of their start."""
     names = {model, PurePath(model).name}
     fits = [
         record
@@ -76,8 +76,8 @@ def fitting(known: Sequence[WorkerRecord], model: str) -> list[WorkerRecord]:
 
 
 async def wait_for_orphanage(bus: Bus, fingerprint: str, model: str) -> str:
-    """Return, with the reason, when all workers of this model have been of another fingerprint for a while: a store
-    keeps blocks of one only, and begins anew with theirs when it is started again.
+    """Returns a reason to end once all workers of this model have had another fingerprint for a while: a store keeps
+    blocks of one fingerprint, and takes theirs when it is restarted.
     """
     others_since: float | None = None
     loop = asyncio.get_running_loop()
@@ -89,4 +89,4 @@ async def wait_for_orphanage(bus: Bus, fingerprint: str, model: str) -> str:
             continue
         others_since = loop.time() if others_since is None else others_since
         if loop.time() - others_since >= ORPHAN_S:
-            return "all workers of its model are of another fingerprint now: it begins anew with theirs"
+            return "all workers of its model have another fingerprint now: it restarts with theirs"

@@ -1,4 +1,4 @@
-"""``start_store``: a worker of role store, which keeps copies of KV blocks and serves them to anybody."""
+"""Starts the store of a worker of role store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from services.worker.engines.port import Engine, Identity
 from services.worker.engines.store.engine import Plan, StoreEngine
 from services.worker.engines.store.files import StoreFiles
-from services.worker.engines.store.memory import Arena, Room
+from services.worker.engines.store.memory import Arena, Storage
 from services.worker.engines.store.mover import MoverOf, mover_of
 from services.worker.engines.store.partner import find_partner, wait_for_orphanage
 from services.worker.settings import Settings
@@ -23,11 +23,11 @@ BLOCKS_MIN = 16
 async def start_store(
     settings: Settings, common: CommonSettings, report: Callable[[str], None], *, identity: Identity, bus: Bus
 ) -> Engine:
-    """The store of a worker with these settings, as soon as there is somebody to keep copies for. Raises ValueError for
-    settings that cannot work.
+    """The store of a worker with these settings, once a worker of its model is there. Raises ValueError for settings
+    that cannot work.
     """
     model = settings.served_model_name or settings.model
-    report(f"waiting for a worker of {model}, to keep its blocks as it does")
+    report(f"waiting for a worker of {model}")
     partner = await find_partner(bus, identity.worker_id, model)
     folder = folder_of(settings, common, identity)
     plan = Plan(
@@ -39,7 +39,7 @@ async def start_store(
         folder=folder,
         lease_s_max=settings.kv_lease_s,
     )
-    report(f"opening {folder}" if plan.files_bytes else "making room")
+    report(f"opening {folder}" if plan.files_bytes else "allocating memory")
     store = await open_store(plan, mover_of(settings, partner.record.engine))
     store.ends_when(wait_for_orphanage(bus, partner.record.fingerprint.key(), model))
     return store
@@ -69,9 +69,9 @@ async def open_store(plan: Plan, make_mover: MoverOf) -> StoreEngine:
                 io=plan.io,
             ),
         )
-    return StoreEngine(plan, shape, blocks, Room(arena, files, thread), make_mover)
+    return StoreEngine(plan, shape, blocks, Storage(arena, files, thread), make_mover)
 
 
 def folder_of(settings: Settings, common: CommonSettings, identity: Identity) -> Path:
-    """Where its files are: a store that is started again finds them."""
+    """The folder of its files, the same after a restart."""
     return Path(settings.store_dir or Path(common.state_dir) / "kv-store").expanduser() / identity.worker_id

@@ -1,7 +1,7 @@
-"""A store's blocks, in memory and in files: what is copied down so that it survives, and up so that it can be read.
+"""A store's blocks in memory and in files.
 
-Others read memory only. What arrives there is saved soon after; what is asked for and lies in files alone is loaded.
-Both are jobs for whoever moves bytes, a few blocks at a time, loads first.
+Other workers read memory only. Blocks that arrive there are saved to files soon after; blocks that are asked for and
+are only in files are loaded. Both are jobs of a few blocks, loads first.
 """
 
 from __future__ import annotations
@@ -18,19 +18,17 @@ from services.worker.engines.store.file_tier import FileTier
 from shared.contracts.kv_events import KvEvent, KvEventKind, KvTier, block_hash64, pack_hashes
 
 SAVE_AGAIN_S = 10.0
-"""After a save that failed (a full disk, say) nothing is saved for so long."""
+"""Pause after a failed save, for example on a full disk."""
 
 
 class JobKind(Enum):
-    """Which way."""
-
     LOAD = "load"
     SAVE = "save"
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Copy each named block between its block of memory and its place in the file. Its end is its blocks' checksums."""
+    """Copy each named block between its block of memory and its slot of the file. Results in checksums."""
 
     kind: JobKind
     names: tuple[bytes, ...]
@@ -45,13 +43,13 @@ class Counts:
     loaded: int = 0
     saved: int = 0
     damaged: int = 0
-    """They could not be read back as they were written."""
+    """Their checksum failed."""
     unsaved: int = 0
     """They could not be written."""
 
 
 class Tiers:
-    """A ``connector.reader.prefetch.BlockAllocator``: a block of the file has a number, too, behind those of memory."""
+    """A ``connector.reader.prefetch.BlockAllocator``: blocks of the file have numbers after those of memory."""
 
     def __init__(self, memory: BlockCache, files: FileTier, job_blocks_max: int) -> None:
         self.memory = memory
@@ -60,13 +58,13 @@ class Tiers:
         self._job_blocks_max = job_blocks_max
         self._to_load: dict[bytes, None] = {}
         self._to_save: dict[bytes, None] = {}
-        """In order, no more than memory holds. Of those that left it meanwhile nothing is saved."""
+        """In order, at most as many as memory has blocks. Blocks evicted meanwhile are not saved."""
         self._loading: set[bytes] = set()
         self._saves_at = 0.0
         self.counts = Counts()
 
     def hold(self, hashes: Sequence[bytes]) -> list[int]:
-        """Keep the longest prefix of these that is here, in memory or in files, where it is."""
+        """Hold the longest prefix of these that is in memory or in files."""
         held: list[int] = []
         for name in hashes:
             if (block := self.memory.block_of(name)) is not None:
@@ -85,7 +83,7 @@ class Tiers:
         return self._allocator.allocate(count)
 
     def cache(self, hashes: Sequence[bytes], first: int, blocks: Sequence[int]) -> None:
-        """They have arrived: others may read them from now on, and they are to be saved."""
+        """They have arrived: others may read them, and they are queued for saving."""
         self._allocator.cache(hashes, first, blocks)
         if self.files.slots:
             self._to_save.update(dict.fromkeys(hashes[first : first + len(blocks)]))
@@ -93,13 +91,13 @@ class Tiers:
                 del self._to_save[next(iter(self._to_save))]
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Held or taken, they are not needed any more."""
+        """Release blocks that were held or taken."""
         in_memory, slots = self._apart(blocks)
         self.memory.release(in_memory)
         self.files.release(slots)
 
     def asked_for(self, hashes: Sequence[bytes]) -> list[bytes]:
-        """A reader wants these. Which of them must be loaded first: as many as there is room for, none twice."""
+        """A reader asks for these. Returns those that must be loaded first, as far as there is memory."""
         chain: list[bytes] = []
         missing: list[bytes] = []
         for name in hashes:
@@ -112,7 +110,7 @@ class Tiers:
         if not missing:
             return []
         present = [block for block in map(self.memory.block_of, chain) if block is not None]
-        self.memory.hold(present)  # what is here already is not what makes room
+        self.memory.hold(present)  # Blocks of the same chain must not be evicted for it.
         room = self.memory.free
         self.memory.release(present)
         return missing[:room]
