@@ -16,6 +16,8 @@ K ?=
 # Processes that pytest distributes the tests to.
 JOBS ?= 2
 export JOBS
+# Tests with processes wait for half of their time: three at once keep two cores busy.
+test nightly: JOBS = 3
 PYTEST = $(PYTHON) -m pytest -m "not gpu" -rs -n $(JOBS) --dist loadgroup --no-loadscope-reorder $(if $(K),-k "$(K)")
 
 .PHONY: help setup setup-dev test-tools up down doctor test nightly check fix test-vllm compose-test chaos fuzz audit bench-router bench-kv bench-placement bench-replay bench-planner bench-telemetry bench-fleet catalogue lock clean
@@ -78,7 +80,7 @@ bench-kv: setup-dev ## What the KV exchange costs and saves, on real engines; ab
 	@$(PYTHON) -m bench.bench_kv $(ARGS)
 
 bench-placement: setup-dev ## Index, hashing, tokenization and placement; PEER_PYTHON=/a/venv/bin/python with ai-dynamo-runtime compares
-	@$(PYTHON) -m bench.bench_index $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))
+	@$(PYTHON) -m bench.bench_index $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON)) $(ARGS)
 	@$(PYTHON) -m bench.bench_tokenize
 	@$(PYTHON) -m bench.bench_place
 	@$(PYTHON) -m bench.bench_explain

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 settings.load_profile(PROFILE)
 
-FOLDER_GROUPS = {"tests/engines/": "engines", "tests/nightly/chaos/": "chaos"}
+FOLDER_GROUPS = {"tests/engines/": "engines", "tests/nightly/chaos/": "chaos", "tests/nightly/engines/": "engines"}
 """Tests of such a folder share processes that are costly to start."""
 
 

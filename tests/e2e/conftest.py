@@ -19,10 +19,10 @@ FAST = {
 
 @pytest.fixture(scope="session")
 def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    """Two prefill and two decode workers with simulated engines."""
+    """Two prefill and two decode workers with simulated engines; their KV goes over NIXL where it is installed."""
     folder = tmp_path_factory.mktemp("simulated")
     arguments = ("--engine", "simulated", "--prefill", "2", "--decode", "2")
-    with System(folder, *arguments, env=FAST) as system:
+    with System(folder, *arguments, env={**FAST, "WORKER_SIM_TRANSFER": "auto"}) as system:
         system.wait_ready(START_S_MAX).until_exact(4)
         yield system
 

@@ -9,6 +9,7 @@ import signal
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -24,7 +25,7 @@ from tests.support.otlp_receiver import OtlpReceiver, Span
 from tests.support.processes import quietest_cpu
 from tests.support.prompts import VOCABULARY, prompts_with_shared_prefixes
 from tests.support.spans import ADD_UP, length, time_to_first_token
-from tests.support.system import Metrics, System, baton, until
+from tests.support.system import Metrics, System, baton, is_alive, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nats]
 
@@ -39,6 +40,7 @@ FLEET = ("--prefill", "1", "--decode", "1", f"--engine-args={TOOLS} {COMPACT_JSO
 ENGINES_START_S_MAX = 300.0
 NATS_PAYLOAD_BYTES_MAX = 64 * 1024
 ANSWER_S_MAX = 120.0
+GONE_S_MAX = 30.0
 ERROR_S_MAX = 30.0
 """From the death of an engine to the error that its stream ends with."""
 CLIENT_S_MAX = 5.0
@@ -381,3 +383,82 @@ def ready_pid(system: System) -> int:
     """The process of decode-1, if it is ready."""
     worker = system.fleet().get("decode-1", {})
     return worker["record"]["pid"] if worker.get("phase") == "ready" else 0
+
+
+MIGRATED_TOKENS = 160
+SOME = 10
+"""Events that every client has received when the worker is killed."""
+TEXTS = ("Tell me more. ", "Läufer, 走れ! 🏃 ", "def run(baton):\n    return ", "1, 2, 3, ")
+
+
+class Stream:
+    """One stream, and what it has told so far."""
+
+    def __init__(self, number: int) -> None:
+        words = TEXTS[number % len(TEXTS)] * (8 + 12 * number)
+        common = {"model": MODEL, "max_tokens": MIGRATED_TOKENS, "ignore_eos": True, "temperature": 0, "stream": True}
+        common |= {"stream_options": {"include_usage": True}}
+        chat = {"messages": [{"role": "user", "content": words}]}
+        self.path = "/v1/chat/completions" if number % 2 else "/v1/completions"
+        common["baton"] = {"decode_worker": "decode-1"}
+        self.body: dict[str, Any] = {**common, **(chat if number % 2 else {"prompt": words})}
+        self.worker = ""
+        self.events: list[dict[str, Any]] = []
+        self.ends = 0
+
+    def run(self, system: System) -> Stream:
+        headers = {"x-baton-mode": "disaggregated"}
+        with system.http.stream("POST", self.path, json=self.body, headers=headers) as response:
+            self.worker = response.headers["x-baton-decode-worker"]
+            for line in response.iter_lines():
+                if line == "data: [DONE]":
+                    self.ends += 1
+                elif line:
+                    self.events.append(json.loads(line.removeprefix("data: ")))
+        return self
+
+    def said(self) -> tuple[Any, ...]:
+        """All that must not depend on what happened to the engines."""
+        assert not [event for event in self.events if "error" in event], self.events[-1]
+        choices = [choice for event in self.events for choice in event["choices"]]
+        texts = [choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices]
+        usage = self.events[-1]["usage"]
+        return (
+            "".join(texts),
+            [choice["finish_reason"] for choice in choices if choice["finish_reason"]],
+            [choice["delta"]["role"] for choice in choices if choice.get("delta", {}).get("role")],
+            (usage["prompt_tokens"], usage["completion_tokens"]),
+            len({event["id"] for event in self.events}),
+            self.ends,
+        )
+
+
+def test_greedy_streams_of_a_killed_worker_continue_on_another_engine_unchanged(system: System):
+    order_role(system, "prefill-1", "both")
+    numbers = range(len(TEXTS))
+    undisturbed = [Stream(number).run(system).said() for number in numbers]
+
+    streams = [Stream(number) for number in numbers]
+    worker = system.worker_pid("decode-1")
+    processes = tree(worker)
+    with ThreadPoolExecutor(len(streams)) as threads:
+        running = [threads.submit(stream.run, system) for stream in streams]
+        until(lambda: all(len(stream.events) > SOME for stream in streams), "every client has had some", 60.0)
+        received = [len(stream.events) for stream in streams]
+        os.kill(worker, signal.SIGKILL)
+        said = [one.result().said() for one in running]
+
+    assert {stream.worker for stream in streams} == {"decode-1"}
+    assert max(received) < MIGRATED_TOKENS, "the worker was killed too late to prove anything"
+    assert said == undisturbed
+    assert system.metrics().sum("baton_router_resumes_total") > 0
+    _gone, left = psutil.wait_procs(processes, GONE_S_MAX)
+    assert not [process for process in left if is_alive(process)], "a killed worker takes its engine with it"
+    until(lambda: ready_pid(system) not in (0, worker), "the worker is started again", ENGINES_START_S_MAX)
+    order_role(system, "prefill-1", "prefill")
+    system.until_exact(2)
+
+
+def order_role(system: System, worker_id: str, role: str) -> None:
+    code, _out, err = baton("role", worker_id, role, "--json", "--state-dir", str(system.folder))
+    assert code == 0, err

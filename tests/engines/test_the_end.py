@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 
 import msgspec
 import psutil
@@ -17,7 +15,7 @@ from shared.contracts.inference import FrameKind, LegKind
 from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerPhase
 from tests.engines.test_handover import completion, prompt_of
 from tests.support.processes import quietest_cpu
-from tests.support.worker_processes import GONE_S_MAX, STOP_S_MAX, gone, handoff, start_worker, wait_ready
+from tests.support.worker_processes import GONE_S_MAX, STOP_S_MAX, gone, handoff, start_worker
 
 pytestmark = pytest.mark.vllm
 
@@ -141,21 +139,6 @@ async def test_an_engine_that_dies_takes_its_worker_with_it_after_telling_every_
     assert (await whole).failure.reason is Reason.ENGINE_DEAD
     assert await asyncio.to_thread(decode.process.wait, STOP_S_MAX) != 0
     assert await gone(children)
-
-
-async def test_a_killed_worker_takes_its_engine_with_it(pair, nats_url, run_dir):
-    for worker in pair:
-        worker.kill()
-    worker = start_worker(nats_url, "w3", run_dir, cpu_cores="0")
-    try:
-        await wait_ready(nats_url, [worker])
-        children = worker.children()
-
-        os.kill(worker.process.pid, signal.SIGKILL)
-
-        assert await gone(children)
-    finally:
-        worker.kill()
 
 
 async def test_sigterm_while_starting_ends_the_worker_and_its_children(pair, router, nats_url, run_dir):

@@ -29,6 +29,8 @@ SOON_S_MAX = 60.0
 """What the system does by itself is done by then."""
 POLL_S = 0.05
 PR_SET_PDEATHSIG = 1
+LIGHT_TRANSFER = {"WORKER_SIM_TRANSFER": "tcp"}
+"""Simulated workers start in half the time without NIXL, which imports torch."""
 MARK = "E2E_SYSTEM"
 """A variable that every process of a system inherits, so that none can be overlooked."""
 
@@ -104,7 +106,7 @@ class Launched:
         self.folder = folder
         self._arguments = arguments
         self._mark = uuid.uuid4().hex
-        self._env = {**environment(), **(env or {}), MARK: self._mark}
+        self._env = {**environment(), **LIGHT_TRANSFER, **(env or {}), MARK: self._mark}
         self._log = folder / f"launcher-{self._mark[:6]}.log"
         self.process: subprocess.Popen[bytes] | None = None
         self._children: set[psutil.Process] = set()
