@@ -1,4 +1,4 @@
-"""``python -m services.orchestrator``: one orchestrator; start several and one of them leads."""
+"""``python -m services.orchestrator``: one orchestrator. Of several, one leads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from shared.runtime.settings import SettingsError, load, load_common
 
 
 def main() -> None:
-    """Read the settings, then live."""
     try:
         common, settings = load_common(), load(Settings, "ORCHESTRATOR_")
     except SettingsError as error:
@@ -25,7 +24,8 @@ def main() -> None:
 
         await Orchestrator(service.bus, service.clock, service.facts.instance, settings).run(service.stopping, on_ready)
 
-    # Random, not the process id: two containers have the same ids, and two names that are one would both lead.
+    # Random, not the process id: processes in two containers may have the same id, and two orchestrators of one name
+    # would both lead.
     run_service("orchestrator", settings.instance or f"orchestrator-{secrets.token_hex(3)}", common, live)
 
 

@@ -1,4 +1,4 @@
-"""The orchestrator's shell: hears records and load reports, lets the core judge, and speaks while it leads."""
+"""Runs an orchestrator: follows worker records and load reports, and publishes the fleet's state while it leads."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 
-from services.orchestrator.fleet.fleet import Fleet
+from services.orchestrator.fleet.fleet import Fleet, Limits
 from services.orchestrator.leadership.leader import stand_for_leadership
 from services.orchestrator.leadership.leadership import Candidate
 from services.orchestrator.planner.planning import Planning
+from services.orchestrator.planner.rules import Rules
 from services.orchestrator.settings import Settings
 from shared.bus.port import Bus, BusError, Envelope, StoredValue, Subscription
 from shared.contracts.channels import DESCRIBE_FLEET, FLEET_STATE, LEADERSHIP, LOAD, WORKER_LOST, WORKER_RECORDS
@@ -21,58 +22,59 @@ from shared.runtime.clock import Clock
 ROLE = "orchestrator"
 STATE_PERIOD_S = 1.0
 TICK_S = 0.1
-"""How late a silence may be noticed."""
+"""Delay with which a silent worker may be noticed."""
 FLEET_KNOWN_S_MAX = 30.0
-"""For reading all records once."""
+"""For reading all records at the start."""
 
 log = logging.getLogger(__name__)
 
 
 class Orchestrator:
-    """One orchestrator, leading or standing by. All of them listen, so that a standby knows what it takes over."""
+    """Leader or standby. A standby follows the fleet as well, so that it knows it when it takes over."""
 
-    def __init__(self, bus: Bus, clock: Clock, name: str, settings: Settings) -> None:
+    def __init__(self, bus: Bus, clock: Clock, name: str, settings: Settings, rules: Rules | None = None) -> None:
+        """``rules``: the planner's; those of the settings if not given."""
         self._bus = bus
         self._clock = clock
-        self._fleet = Fleet(settings.limits())
+        self._fleet = Fleet(Limits())
         self._candidate = Candidate(ROLE, name, settings.lease_s)
-        self._planning = Planning(bus, clock, settings, leading=lambda: self.leading)
-        self._unsaid: list[WorkerLost] = []
-        """Losses that nobody was told of. A standby drops them: when it takes over, its fleet still knows."""
+        self._planning = Planning(bus, clock, settings, rules or settings.rules(), leading=lambda: self.leading)
+        self._unpublished: list[WorkerLost] = []
+        """Losses to publish. A standby drops them: its fleet still has them when it takes over."""
         self._fleet_known = asyncio.Event()
-        self._told = (-1, 0.0)
-        """Revision and time of the last fleet state that was published."""
-        self._answering: Subscription | None = None
+        self._published = (-1, 0.0)
+        """Revision and time of the last published fleet state."""
+        self._subscription: Subscription | None = None
         """Held while leading."""
 
     @property
     def leading(self) -> bool:
-        """Whether this one speaks for the fleet now."""
+        """Whether this orchestrator is the leader now."""
         return self._candidate.may_lead(self._clock.now())
 
     def describe(self) -> FleetState:
-        """The fleet now."""
+        """The state of the fleet."""
         workers = self._fleet.described(self._clock.now())
         return FleetState(leader=self._candidate.name, term=self._candidate.term, workers=workers)
 
     async def run(self, stopping: asyncio.Event, on_ready: Callable[[], None]) -> None:
-        """Serve until ``stopping``; ``on_ready`` is called when the fleet is known."""
+        """Serve until ``stopping``; calls ``on_ready`` when all records have been read."""
         records = await self._bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
         seat = await self._bus.key_value_store(LEADERSHIP, ttl_s=self._candidate.lease_s)
         self._bus.on_reconnect(self._candidate.doubt)
         async with asyncio.TaskGroup() as tasks:
             await self._bus.subscribe(LOAD, self._load_reported)
-            await self._bus.subscribe(FLEET_STATE, self._state_heard)
+            await self._bus.subscribe(FLEET_STATE, self._state_published)
             await self._planning.listen()
             following = tasks.create_task(self._follow(records.watch()), name="follow-records")
             async with asyncio.timeout(FLEET_KNOWN_S_MAX):
                 await self._fleet_known.wait()
-            speaking = tasks.create_task(self._speak(), name="speak")
+            publishing = tasks.create_task(self._publish(), name="publish")
             planning = tasks.create_task(self._planning.run(lambda: self.describe().workers), name="plan")
             on_ready()
             await stand_for_leadership(self._candidate, seat, self._clock, stopping)
             following.cancel()
-            speaking.cancel()
+            publishing.cancel()
             planning.cancel()
 
     async def _follow(self, changes: AsyncIterator[StoredValue[WorkerRecord] | None]) -> None:
@@ -81,48 +83,48 @@ class Orchestrator:
             if change is None:
                 self._fleet_known.set()
             elif change.value is None:
-                self._unsaid += self._fleet.unregistered(WorkerId(change.key), now)
+                self._unpublished += self._fleet.unregistered(WorkerId(change.key), now)
             else:
-                self._unsaid += self._fleet.registered(change.value, now)
+                self._unpublished += self._fleet.registered(change.value, now)
 
     def _load_reported(self, load: LoadReport, _envelope: Envelope) -> None:
-        self._unsaid += self._fleet.heard(load, self._clock.now())
+        self._unpublished += self._fleet.heard(load, self._clock.now())
         self._planning.reported(load)
 
-    def _state_heard(self, state: FleetState, _envelope: Envelope) -> None:
+    def _state_published(self, state: FleetState, _envelope: Envelope) -> None:
         self._fleet.bus_heard(self._clock.now())
         self._candidate.heard(state.term)
 
-    async def _speak(self) -> None:
+    async def _publish(self) -> None:
         while True:
-            self._unsaid += self._fleet.tick(self._clock.now())
+            self._unpublished += self._fleet.tick(self._clock.now())
             try:
                 await (self._lead() if self.leading else self._stand_by())
             except BusError as error:
-                log.warning("not heard, will say it again: %s", error)
+                log.warning("cannot publish the fleet's state, will retry: %s", error)
             await asyncio.sleep(TICK_S)
 
     async def _lead(self) -> None:
         now = self._clock.now()
-        if self._answering is None:
-            # What the last leader may have kept to itself is said again; hearing of a loss twice does no harm.
-            self._unsaid = self._fleet.losses(now)
-            self._answering = await self._bus.answer(DESCRIBE_FLEET, self._answer)
-            self._told = (-1, 0.0)
-        while self._unsaid:
-            await self._bus.publish(WORKER_LOST, self._unsaid[0])
-            lost = self._unsaid.pop(0)
+        if self._subscription is None:
+            # The last leader may not have published all losses. Receiving a loss twice does no harm.
+            self._unpublished = self._fleet.losses(now)
+            self._subscription = await self._bus.answer(DESCRIBE_FLEET, self._answer)
+            self._published = (-1, 0.0)
+        while self._unpublished:
+            await self._bus.publish(WORKER_LOST, self._unpublished[0])
+            lost = self._unpublished.pop(0)
             log.warning("worker %s (epoch %d) lost, silent %.1f s", lost.worker_id, lost.epoch, lost.silent_s)
-        revision, at = self._told
+        revision, at = self._published
         if revision != self._fleet.revision or now - at >= STATE_PERIOD_S:
-            self._told = (self._fleet.revision, now)
+            self._published = (self._fleet.revision, now)
             await self._bus.publish(FLEET_STATE, self.describe())
 
     async def _stand_by(self) -> None:
-        self._unsaid.clear()
-        if self._answering is not None:
-            answering, self._answering = self._answering, None
-            await answering.close()
+        self._unpublished.clear()
+        if self._subscription is not None:
+            subscription, self._subscription = self._subscription, None
+            await subscription.close()
             log.warning("no longer leading")
 
     async def _answer(self, _ask: DescribeFleet, _envelope: Envelope) -> FleetState:

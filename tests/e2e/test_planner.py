@@ -17,15 +17,8 @@ pytestmark = pytest.mark.nats
 
 CLIENTS = 4
 GROWN_S_MAX, SHRUNK_S_MAX = 120.0, 120.0
-HASTY = {
-    "ORCHESTRATOR_PLANNER_LOOK_S": "0.5",
-    "ORCHESTRATOR_PLANNER_WINDOW_S": "3",
-    "ORCHESTRATOR_PLANNER_LASTING_S": "2",
-    "ORCHESTRATOR_PLANNER_SPARE_S": "3",
-    "ORCHESTRATOR_PLANNER_HOLD_S": "3",
-    "ORCHESTRATOR_PLANNER_COOL_DOWN_S": "2",
-}
-"""A planner for which a second is a minute."""
+FAST = {"ORCHESTRATOR_PLANNER_TIME_SCALE": "0.05"}
+"""A planner for which three seconds are a minute."""
 SLOW_PREFILL = {"WORKER_SIM_PREFILL_TOKENS_PER_S": "1500"}
 
 
@@ -69,7 +62,7 @@ def count(system: System, role: str) -> int:
 
 def test_prefill_workers_come_with_long_prompts_and_leave_after_them(tmp_path: Path):
     arguments = ("--engine", "simulated", "--prefill", "1", "--decode", "1", "--workers-max", "3")
-    with System(tmp_path, *arguments, env={**HASTY, **SLOW_PREFILL}) as system:
+    with System(tmp_path, *arguments, env={**FAST, **SLOW_PREFILL}) as system:
         system.wait_ready(START_S_MAX)
 
         with long_prompts(system) as statuses:

@@ -242,7 +242,7 @@ class PlannerWorld:
         return made
 
     def _look(self) -> None:
-        for decision in self.planner.look(self.fleet(), self.now, round(self.now * 1000)):
+        for decision in self.planner.plan(self.fleet(), self.now, round(self.now * 1000)):
             self.last = decision
             if decision.action is not PlanAction.NOTHING:
                 self.changes.append((self.now, decision))
@@ -252,12 +252,12 @@ class PlannerWorld:
         if decision.action is PlanAction.CHANGE_ROLE:
             worker = next(each for each in self.workers if each.name == decision.worker_id)
             worker.becomes, worker.changes_at = decision.role, self.now + SWITCH_S
-            self.planner.came_of(decision, done=True, outcome="done", now=self.now + SWITCH_S)
+            self.planner.set_outcome(decision, done=True, outcome="done", now=self.now + SWITCH_S)
             return
         change = decision.change if self.scaler is None else self.scaler(decision)
         if decision.role is not None:
             self._scale(decision.role, change)
-        self.planner.came_of(decision, done=change != 0, outcome=f"{change} workers", now=self.now)
+        self.planner.set_outcome(decision, done=change != 0, outcome=f"{change} workers", now=self.now)
 
     def _scale(self, role: Role, change: int) -> None:
         for _each in range(change):

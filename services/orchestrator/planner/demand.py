@@ -1,4 +1,4 @@
-"""What a fleet's clients want, from the requests that ended in the last seconds."""
+"""Demand of a fleet's clients, from the requests that ended recently."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from shared.contracts.inference import RequestFinished
 from shared.contracts.planning import Demand
 
 REQUESTS_MAX = 20_000
-"""Remembered of one fleet; of more than that within the window the newest count, over the time that they span."""
-TURNED_AWAY = (429, 503)
-"""HTTP statuses of requests that would have been served if there had been room: they are demand too."""
+"""Remembered of one fleet. If the window has more, the newest count, over the time that they span."""
+REJECTED = (429, 503)
+"""HTTP statuses of requests rejected for lack of capacity: they are demand as well."""
 P95 = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class EndedRequest:
     """One request that ended."""
 
     at: float
@@ -27,20 +27,20 @@ class Wanted:
     admission_s: float = 0.0
     """In the router's own queue."""
     queue_s: float = 0.0
-    """That, and in engines' queues."""
+    """In the router's and the engines' queues."""
     ttft_s: float = -1.0
     itl_s: float = -1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """The demand of a window, with what only the planner needs to know."""
+class ObservedDemand:
+    """The demand of a window, and what only the planner needs."""
 
     demand: Demand
     waiting: float = 0.0
-    """Requests that wait in routers just now, as those which ended tell: by Little's law, rate times wait."""
-    turned_away_per_s: float = 0.0
-    """Requests that found no room."""
+    """Requests that wait in routers, by Little's law: rate times wait of the ended ones."""
+    rejected_per_s: float = 0.0
+    """Requests rejected for lack of capacity."""
 
 
 class RequestWindow:
@@ -49,29 +49,29 @@ class RequestWindow:
     def __init__(self, seconds: float, now: float) -> None:
         self._seconds = seconds
         self._since = now
-        self._requests: deque[Wanted] = deque(maxlen=REQUESTS_MAX)
+        self._requests: deque[EndedRequest] = deque(maxlen=REQUESTS_MAX)
 
     def ended(self, request: RequestFinished, now: float) -> None:
-        """A request ended. Those that were wrong or given up say nothing of what is wanted."""
-        if request.status in TURNED_AWAY:
-            self._requests.append(Wanted(now))
+        """A request ended. Invalid and cancelled ones do not count."""
+        if request.status in REJECTED:
+            self._requests.append(EndedRequest(now))
         elif request.status == 200 and request.prompt_tokens >= 0:
-            self._requests.append(_wanted(request, now))
+            self._requests.append(_ended(request, now))
 
-    def wish(self, now: float) -> Wish:
-        """What was wanted until ``now``."""
+    def observed(self, now: float) -> ObservedDemand:
+        """The demand until ``now``."""
         while self._requests and self._requests[0].at < now - self._seconds:
             self._requests.popleft()
         seconds = min(self._seconds, now - self._since)
         if len(self._requests) == REQUESTS_MAX:
             seconds = now - self._requests[0].at
         if seconds <= 0.0:
-            return Wish(Demand())
+            return ObservedDemand(Demand())
         served = [one for one in self._requests if one.served]
         rate = len(self._requests) / seconds
-        turned_away = (len(self._requests) - len(served)) / seconds
+        rejected = (len(self._requests) - len(served)) / seconds
         if not served:
-            return Wish(Demand(requests_per_s=rate, seconds=seconds), turned_away_per_s=turned_away)
+            return ObservedDemand(Demand(requests_per_s=rate, seconds=seconds), rejected_per_s=rejected)
         demand = Demand(
             requests_per_s=rate,
             prompt_tokens=_mean([one.prompt_tokens for one in served]),
@@ -82,13 +82,13 @@ class RequestWindow:
             itl_s_p95=_p95([one.itl_s for one in served]),
             seconds=seconds,
         )
-        return Wish(demand, len(served) / seconds * _mean([one.admission_s for one in served]), turned_away)
+        return ObservedDemand(demand, len(served) / seconds * _mean([one.admission_s for one in served]), rejected)
 
 
-def _wanted(request: RequestFinished, now: float) -> Wanted:
+def _ended(request: RequestFinished, now: float) -> EndedRequest:
     parts = request.ttft_parts
     had = max(0, request.cached_tokens) + max(0, request.readback_tokens)
-    return Wanted(
+    return EndedRequest(
         at=now,
         served=True,
         prompt_tokens=request.prompt_tokens,

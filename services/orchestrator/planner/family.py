@@ -1,4 +1,4 @@
-"""What the planner knows of one family: the workers of one model and fingerprint, which can stand in for each other."""
+"""State of one family: the workers of one model and fingerprint, which are interchangeable."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Key = tuple[str, str]
 
 
 def by_family(workers: Iterable[FleetWorker]) -> dict[Key, list[FleetWorker]]:
-    """Those that compute. Who is starting may not know its fingerprint yet: it is counted where its model is served,
-    in its revision if its settings name one that is.
+    """The computing workers. A starting worker may not know its fingerprint yet: it counts in a family that serves its
+    model, in its revision if a family has that.
     """
     families: dict[Key, list[FleetWorker]] = {}
     coming = []
@@ -50,7 +50,7 @@ def by_family(workers: Iterable[FleetWorker]) -> dict[Key, list[FleetWorker]]:
 
 
 def revision_of(key: Key, family: Iterable[FleetWorker]) -> str:
-    """Of those that have its fingerprint: who is starting and is only counted there may turn out to be of another."""
+    """Of the workers with this fingerprint: a starting worker that counts here may turn out to have another."""
     return next(each.record.fingerprint.revision for each in family if _key(each) == key)
 
 
@@ -71,38 +71,38 @@ class Count:
 
 
 @dataclass(frozen=True, slots=True)
-class Crew:
-    """The workers of a family at one look, by role."""
+class FamilyWorkers:
+    """The workers of a family in one sample, by role."""
 
     ready: Sequence[FleetWorker]
     counts: Mapping[Role, Count]
 
     @property
     def ids(self) -> list[WorkerId]:
-        """Of all that are ready."""
+        """Of all ready workers."""
         return [each.record.worker_id for each in self.ready]
 
     def of(self, *roles: Role) -> list[FleetWorker]:
-        """Those of these roles that are ready."""
+        """The ready workers of these roles."""
         return [each for each in self.ready if each.record.role in roles]
 
 
-def crew_of(workers: Sequence[FleetWorker], start_s_max: float) -> Crew:
-    """Who is there and who comes."""
+def workers_of(workers: Sequence[FleetWorker], start_s_max: float) -> FamilyWorkers:
+    """The ready workers, and those that are starting."""
     ready = [each for each in workers if each.phase is WorkerPhase.READY and each.record.role in PLANNED]
     coming = [each.record.role for each in workers if each.phase in COMING and each.since_s < start_s_max]
     roles = [each.record.role for each in ready]
-    return Crew(ready, {role: Count(roles.count(role), coming.count(role)) for role in PLANNED})
+    return FamilyWorkers(ready, {role: Count(roles.count(role), coming.count(role)) for role in PLANNED})
 
 
 @dataclass(slots=True)
 class Family:
-    """Speeds, work and demand of one family, learned from what it tells."""
+    """Speed, work and demand of one family, from its reports."""
 
     rules: Rules
     since: float
     revision: str
-    """Of its workers' model; whoever scales is told it."""
+    """Of its workers' model; the scaler gets it."""
     speed: EngineSpeed | None = None
     """As last known; it outlives the workers that published it."""
     engines: FleetWork = field(init=False)
@@ -115,51 +115,51 @@ class Family:
         self.steadiness = Steadiness(self.rules)
 
     def reported(self, load: LoadReport, now: float) -> None:
-        """One of its workers told its load."""
+        """One of its workers has reported."""
         self.engines.reported(load, now)
         if load.speed is not None:
             self.speed = self.engines.speed() or self.speed
 
     def ended(self, request: RequestFinished, now: float) -> None:
-        """A request for it ended."""
+        """A request for the family has ended."""
         self.requests.ended(request, now)
 
-    def unknown(self, crew: Crew, now: float) -> str:
-        """Why its work is not known, in words; empty when it is."""
-        if not crew.ready:
+    def unknown(self, workers: FamilyWorkers, now: float) -> str:
+        """Why the family's work is unknown, as text; empty when it is known."""
+        if not workers.ready:
             return "no worker is ready"
-        if silent := self.engines.unknown(crew.ids, now):
-            return f"{', '.join(silent)} does not tell what it does"
+        if silent := self.engines.unknown(workers.ids, now):
+            return f"{', '.join(silent)} does not report its steps"
         if self.speed is None:
-            return "no engine has been seen at work yet: its speed is not known"
+            return "no engine has worked yet: its speed is not known"
         return ""
 
-    def look(self, crew: Crew, now: float) -> tuple[Work, Demand]:
-        """The work that comes now; remembered. Expects that it is known."""
+    def sample(self, workers: FamilyWorkers, now: float) -> tuple[Work, Demand]:
+        """Take a sample of the family's work, which must be known."""
         self.engines.forget(now)
         assert self.speed is not None
-        wish = self.requests.wish(now)
-        records = [each.record for each in crew.ready]
+        observed = self.requests.observed(now)
+        records = [each.record for each in workers.ready]
         engines = Engines(
             kv_tokens=min(one.kv_blocks * one.hashing.block_size for one in records),
             requests_max=min(one.legs_max for one in records),
-            prefill=len(crew.of(Role.PREFILL, Role.BOTH)),
-            decode=len(crew.of(Role.DECODE, Role.BOTH)),
+            prefill=len(workers.of(Role.PREFILL, Role.BOTH)),
+            decode=len(workers.of(Role.DECODE, Role.BOTH)),
         )
-        decoding = [each.record.worker_id for each in crew.of(Role.DECODE)]
-        queues = Queues(prompt_tokens=self.engines.waiting_tokens(crew.ids), requests=self.engines.waiting(decoding))
-        work = work_of(self.engines.rate_of(crew.ids), queues, wish, step_times(self.speed), engines, self.rules)
-        self.steadiness.looked(work, now)
-        return work, wish.demand
+        decoding = [each.record.worker_id for each in workers.of(Role.DECODE)]
+        queues = Queues(prompt_tokens=self.engines.waiting_tokens(workers.ids), requests=self.engines.waiting(decoding))
+        work = work_of(self.engines.rate_of(workers.ids), queues, observed, step_times(self.speed), engines, self.rules)
+        self.steadiness.add(work, now)
+        return work, observed.demand
 
-    def roles(self, crew: Crew, work: Work, now: float) -> list[RoleLoad]:
-        """What each role has to do, and has had; none when it has not been known for long enough."""
-        whole = self.steadiness.seen(lambda each: each.prefill + each.decode, now)
-        prefill = self.steadiness.seen(lambda each: each.prefill, now)
-        decode = self.steadiness.seen(lambda each: each.decode, now)
+    def roles(self, workers: FamilyWorkers, work: Work, now: float) -> list[RoleLoad]:
+        """The work of each role, now and before; none before ``lasting_s`` was observed."""
+        whole = self.steadiness.observed(lambda each: each.prefill + each.decode, now)
+        prefill = self.steadiness.observed(lambda each: each.prefill, now)
+        decode = self.steadiness.observed(lambda each: each.decode, now)
         if whole is None or prefill is None or decode is None:
             return []
-        prefills, decodes, both = (crew.counts[role] for role in (Role.PREFILL, Role.DECODE, Role.BOTH))
+        prefills, decodes, both = (workers.counts[role] for role in (Role.PREFILL, Role.DECODE, Role.BOTH))
         if both.all and not prefills.all + decodes.all:
             return [RoleLoad(Role.BOTH, both.ready, both.coming, 0.0, whole, work.prefill_load_max, 1)]
         helped = _help_to_prefill(both.ready, prefills.ready, decodes.ready, work)
@@ -186,7 +186,7 @@ class Family:
 
 
 def _help_to_prefill(both: int, prefills: int, decodes: int, work: Work) -> float:
-    """Of the workers that do both, so many for prefill that all are equally full, as far as that can be."""
+    """How many of the workers with both roles do prefill, so that all workers are as equally full as possible."""
     whole = work.prefill + work.decode
     share = work.prefill / whole if whole else 0.5
     return min(max((both + prefills + decodes) * share - prefills, 0.0), float(both))

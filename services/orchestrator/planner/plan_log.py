@@ -1,4 +1,4 @@
-"""The planner's decisions, the newest of them kept: what it did, and per family what it thinks now."""
+"""The planner's newest decisions: its changes, and the last decision on each family."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ CHANGES_MAX = 200
 
 
 class PlanLog:
-    """The newest changes, and the last look at each family."""
+    """The newest changes, and the last decision on each family."""
 
     def __init__(self) -> None:
         self._changes: deque[PlanDecision] = deque(maxlen=CHANGES_MAX)
-        self._looks: list[PlanDecision] = []
+        self._last: list[PlanDecision] = []
 
-    def looked(self, decisions: Sequence[PlanDecision]) -> None:
-        """These were made at one look at all families."""
+    def add(self, decisions: Sequence[PlanDecision]) -> None:
+        """The decisions of one sample of all families."""
         self._changes.extend(each for each in decisions if each.action is not PlanAction.NOTHING)
-        self._looks = list(decisions)
+        self._last = list(decisions)
 
-    def came_of(self, number: int, outcome: str) -> PlanDecision | None:
-        """What came of a change; answers the decision with it, None if it is forgotten."""
+    def set_outcome(self, number: int, outcome: str) -> PlanDecision | None:
+        """Set a change's outcome; returns the updated decision, None if it is forgotten."""
         for index, decision in enumerate(self._changes):
             if decision.number == number:
                 told = self._changes[index] = msgspec.structs.replace(decision, outcome=outcome)
@@ -34,6 +34,6 @@ class PlanLog:
 
     def newest(self, count_max: int) -> list[PlanDecision]:
         """The newest first, at most so many."""
-        # A change that belongs to the last look has its outcome where it is kept.
-        every = {decision.number: decision for decision in (*self._looks, *self._changes)}
+        # A change of the last sample has its outcome in ``_changes``.
+        every = {decision.number: decision for decision in (*self._last, *self._changes)}
         return [every[number] for number in sorted(every, reverse=True)[: max(0, count_max)]]

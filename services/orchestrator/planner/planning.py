@@ -1,4 +1,4 @@
-"""The planner's shell: it always listens; while this orchestrator leads it looks, tells, and carries out plans."""
+"""Runs the planner: it always follows the fleet; while this orchestrator leads, it plans, publishes and carries out."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 
 from services.orchestrator.planner.planner import Planner
+from services.orchestrator.planner.rules import Rules
 from services.orchestrator.planner.scalers import AdviceScaler, LauncherScaler, Scaler, WebhookScaler
 from services.orchestrator.settings import Settings
 from shared.bus.port import Bus, BusError, Envelope, Subscription
@@ -18,29 +19,36 @@ from shared.contracts.planning import AskPlans, PlanAction, PlanDecision, Plans,
 from shared.contracts.workers import FleetWorker
 from shared.runtime.clock import Clock
 
+ROLE_CHANGE_S_MAX = 60.0
+SCALER_S_MAX = 10.0
+"""For the scaler's reply."""
+
 log = logging.getLogger(__name__)
 
 
 class Planning:
-    """One planner with its ears and its hands."""
+    """The planner with its subscriptions and the scaler."""
 
-    def __init__(self, bus: Bus, clock: Clock, settings: Settings, *, leading: Callable[[], bool]) -> None:
-        """``leading``: whether this orchestrator speaks for the fleet just now."""
+    def __init__(
+        self, bus: Bus, clock: Clock, settings: Settings, rules: Rules, *, leading: Callable[[], bool]
+    ) -> None:
+        """``leading``: whether this orchestrator is the leader now."""
         self._bus = bus
         self._clock = clock
         self._settings = settings
         self._leading = leading
-        self._planner = Planner(settings.planner_rules(), clock.now())
+        self._rules = rules
+        self._planner = Planner(rules, clock.now())
         self._scaler = make_scaler(bus, settings)
-        self._answering: Subscription | None = None
+        self._subscription: Subscription | None = None
         """Held while leading."""
 
     async def listen(self) -> None:
-        """Hear what ended from now on."""
+        """Subscribe to finished requests."""
         await self._bus.subscribe(REQUESTS_FINISHED, self._requests_finished)
 
     def reported(self, load: LoadReport) -> None:
-        """A worker told its load."""
+        """A load report has come."""
         self._planner.reported(load, self._clock.now())
 
     def _requests_finished(self, message: RequestsFinished, _envelope: Envelope) -> None:
@@ -49,7 +57,7 @@ class Planning:
             self._planner.ended(request, now)
 
     async def run(self, fleet: Callable[[], list[FleetWorker]]) -> None:
-        """Look every ``planner_look_s`` seconds, until cancelled."""
+        """Sample the fleet and plan periodically, until cancelled."""
         async with asyncio.TaskGroup() as changes:
             while True:
                 workers = fleet()
@@ -59,60 +67,60 @@ class Planning:
                     else:
                         await self._stand_by(workers)
                 except BusError as error:
-                    log.warning("the plan was not told: %s", error)
-                await asyncio.sleep(self._settings.planner_look_s)
+                    log.warning("cannot publish the plan: %s", error)
+                await asyncio.sleep(self._rules.sample_s)
 
     async def _lead(self, workers: list[FleetWorker], changes: asyncio.TaskGroup) -> None:
         now = self._clock.now()
-        if self._answering is None:
+        if self._subscription is None:
             self._planner.leads(now)
-            self._answering = await self._bus.answer(PLANS, self._answer)
+            self._subscription = await self._bus.answer(PLANS, self._answer)
         if self._settings.planner == "off":
             return
-        for decision in self._planner.look(workers, now, self._clock.wall_ms()):
+        for decision in self._planner.plan(workers, now, self._clock.wall_ms()):
             if decision.action is not PlanAction.NOTHING:
                 changes.create_task(self._carry_out(decision), name=f"plan-{decision.number}")
             await self._bus.publish(PLAN, decision)
 
     async def _stand_by(self, workers: list[FleetWorker]) -> None:
-        """What the fleet does is learned all the same, so that a new leader knows its speeds."""
-        self._planner.knows(workers, self._clock.now())
-        if self._answering is not None:
-            answering, self._answering = self._answering, None
+        """A standby follows the fleet as well, so that it knows it when it takes over."""
+        self._planner.update(workers, self._clock.now())
+        if self._subscription is not None:
+            answering, self._subscription = self._subscription, None
             await answering.close()
 
     async def _answer(self, ask: AskPlans, _envelope: Envelope) -> Plans:
         return Plans(mode=self._settings.planner, decisions=self._planner.log.newest(ask.count_max))
 
     async def _carry_out(self, decision: PlanDecision) -> None:
-        """Do it, unless this is only advice, and tell what came of it."""
+        """Carry the decision out, unless the planner only advises, and publish the outcome."""
         log.info("plan %d: %s, because %s", decision.number, as_text(decision), decision.why)
         if self._settings.planner == "advise":
             told = self._planner.advised(decision, self._clock.now())
         else:
             done, outcome = await self._change(decision)
             log.info("plan %d: %s", decision.number, outcome)
-            told = self._planner.came_of(decision, done=done, outcome=outcome, now=self._clock.now())
+            told = self._planner.set_outcome(decision, done=done, outcome=outcome, now=self._clock.now())
         try:
             await self._bus.publish(PLAN, told)
         except BusError as error:
-            log.warning("the plan's outcome was not told: %s", error)
+            log.warning("cannot publish the plan's outcome: %s", error)
 
     async def _change(self, decision: PlanDecision) -> tuple[bool, str]:
-        """Whether it was done, and how it went in words."""
+        """Whether the change was made, and its outcome as text."""
         if not self._leading():
             return False, "no longer leading"
         if decision.action is PlanAction.CHANGE_ROLE:
             return await self._change_role(decision)
         assert decision.role is not None
-        wish = ScaleFleet(
+        order = ScaleFleet(
             model=decision.model,
             revision=decision.revision,
             role=decision.role,
             change=decision.change,
             why=decision.why,
         )
-        scaled = await self._scaler.scale(wish)
+        scaled = await self._scaler.scale(order)
         if not scaled.change:
             return False, scaled.refusal or "refused"
         begun = f"{scaled.change:+d} {decision.role} begun"
@@ -122,9 +130,9 @@ class Planning:
         assert decision.role is not None
         order = ChangeRole(worker_id=decision.worker_id, role=decision.role)
         try:
-            changed = await self._bus.ask(CHANGE_ROLE, order, timeout_s=self._settings.planner_role_s_max)
+            changed = await self._bus.ask(CHANGE_ROLE, order, timeout_s=ROLE_CHANGE_S_MAX)
         except BusError as error:
-            return False, f"{decision.worker_id} does not answer: {error or type(error).__name__}"
+            return False, f"{decision.worker_id} does not reply: {error or type(error).__name__}"
         if changed.failure or changed.role is not decision.role:
             return False, f"{decision.worker_id} stays {changed.role}: {changed.failure}"
         return (
@@ -134,18 +142,18 @@ class Planning:
 
 
 def make_scaler(bus: Bus, settings: Settings) -> Scaler:
-    """The one that the settings name."""
+    """The scaler that the settings name."""
     match settings.scaler:
         case "launcher":
-            return LauncherScaler(bus, settings.scaler_s_max)
+            return LauncherScaler(bus, SCALER_S_MAX)
         case "webhook":
-            return WebhookScaler(settings.scaler_url, settings.scaler_s_max)
+            return WebhookScaler(settings.scaler_url, SCALER_S_MAX)
         case "advice":
             return AdviceScaler()
 
 
 def as_text(decision: PlanDecision) -> str:
-    """What it does."""
+    """The change, for logs."""
     if decision.action is PlanAction.CHANGE_ROLE:
         return f"{decision.worker_id} becomes {decision.role}"
     return f"{decision.change:+d} {decision.role}"

@@ -1,40 +1,49 @@
-"""What the planner goes by: targets, limits, and how slow it is to change its mind."""
+"""The planner's targets, limits and reaction times."""
 
 from __future__ import annotations
 
 import msgspec
 
+TIMES = ("sample_s", "clear_s", "window_s", "lasting_s", "spare_s", "hold_s", "cool_down_s", "refused_s")
+"""The times that ``ORCHESTRATOR_PLANNER_TIME_SCALE`` multiplies."""
+
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds, shares and workers. Every number has an ``ORCHESTRATOR_PLANNER_*`` variable (see ``settings``)."""
+    """Targets and the limits of the fleet's size come from ``settings``; the defaults of the rest are constants."""
 
     ttft_s: float = 2.0
-    """The time to the first token that 95 of 100 requests should have; 0: none is promised."""
+    """Target for the time to the first token of 95 of 100 requests; 0: no target."""
     itl_s: float = 0.05
-    """The time between tokens up to which decode batches may grow; 0: none is promised."""
+    """Target for the time between tokens, up to which decode batches may grow; 0: no target."""
     load_max: float = 0.85
-    """A role with more load than this is too small: beyond it queues grow at the slightest unevenness."""
+    """A role with more load is too small: beyond it, queues grow with small variations of the traffic."""
+    sample_s: float = 5.0
+    """Between two samples of the fleet."""
     clear_s: float = 60.0
-    """In so many seconds a queue that has built up should be gone: its work counts as demand in that measure."""
+    """Time in which a queue should be worked off: its work divided by this counts as demand."""
     window_s: float = 30.0
-    """Over which work and demand are averaged."""
+    """Work and demand are averaged over this window."""
     lasting_s: float = 15.0
-    """More is wanted when all looks of so long a time say so."""
+    """Scale up when every sample of this time exceeds the limit."""
     spare_s: float = 60.0
-    """A worker may change its role when all looks of so long a time could have done without it."""
+    """Take a worker from a role when the role could do without it in every sample of this time."""
     hold_s: float = 300.0
-    """A worker may go when all looks of so long a time could have done without it."""
+    """Scale down when the role could do without the worker in every sample of this time."""
     cool_down_s: float = 60.0
-    """After a change, and after a new leader's begin, so long nothing is changed: first its effect must show."""
+    """Nothing is changed for so long after a change, or after a new leader has begun: the effect must show first."""
     refused_s: float = 120.0
-    """A change that was refused is not asked for again for so long; each time in a row for twice as long."""
+    """A refused change is not asked for again for so long, and for twice as long after each further refusal."""
     start_s_max: float = 600.0
-    """A worker that was asked for and has not come by then is no longer counted on."""
+    """A worker that was asked for and has not started by then is no longer expected."""
     prefill_min: int = 1
     decode_min: int = 1
     workers_min: int = 1
     """Of one fleet, all roles together."""
     workers_max: int = 0
-    """0: as many as can be had."""
+    """0: no limit."""
     step_max: int = 4
     """Workers asked for at once."""
+
+    def with_times(self, factor: float) -> Rules:
+        """The same rules with all reaction times multiplied."""
+        return msgspec.structs.replace(self, **{name: factor * getattr(self, name) for name in TIMES})

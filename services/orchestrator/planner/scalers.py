@@ -1,4 +1,4 @@
-"""Who is asked for more or fewer workers: the launcher on this machine, anybody's HTTP endpoint, or nobody."""
+"""Where the planner asks for more or fewer workers: the launcher of this machine, a webhook, or nowhere."""
 
 from __future__ import annotations
 
@@ -12,62 +12,62 @@ from shared.contracts.channels import SCALE
 from shared.contracts.planning import FleetScaled, ScaleFleet
 
 REFUSAL_CHARS_MAX = 200
-"""Of an endpoint's answer, as much goes into the refusal."""
+"""Of a webhook's reply in the refusal."""
 
 
 class Scaler(Protocol):
-    """Takes the planner's wishes. What is refused comes back in words, never as an exception."""
+    """Starts and stops workers. A refusal is returned as text, never raised."""
 
-    async def scale(self, wish: ScaleFleet) -> FleetScaled:
-        """Begin to start or stop workers; answers what it began."""
+    async def scale(self, order: ScaleFleet) -> FleetScaled:
+        """Begin to start or stop workers; returns what was begun."""
 
 
 class LauncherScaler:
     """Asks ``baton up --workers-max``, over the bus."""
 
-    def __init__(self, bus: Bus, answer_s_max: float) -> None:
+    def __init__(self, bus: Bus, reply_s_max: float) -> None:
         self._bus = bus
-        self._answer_s_max = answer_s_max
+        self._reply_s_max = reply_s_max
 
-    async def scale(self, wish: ScaleFleet) -> FleetScaled:
+    async def scale(self, order: ScaleFleet) -> FleetScaled:
         """See ``Scaler``."""
         try:
-            return await self._bus.ask(SCALE, wish, timeout_s=self._answer_s_max)
+            return await self._bus.ask(SCALE, order, timeout_s=self._reply_s_max)
         except NoResponders:
-            return FleetScaled(refusal="no launcher takes orders: `baton up --workers-max N` would")
+            return FleetScaled(refusal="no launcher scales: start one with `baton up --workers-max N`")
         except BusError as error:
-            return FleetScaled(refusal=f"the launcher did not answer: {error or type(error).__name__}")
+            return FleetScaled(refusal=f"the launcher did not reply: {error or type(error).__name__}")
 
 
 class WebhookScaler:
-    """Posts the wish as JSON. An empty answer means that it is carried out; otherwise it is a ``FleetScaled``."""
+    """Posts the order as JSON. An empty reply means that it is carried out; any other is a ``FleetScaled``."""
 
-    def __init__(self, url: str, answer_s_max: float) -> None:
+    def __init__(self, url: str, reply_s_max: float) -> None:
         self._url = url
-        self._answer_s_max = answer_s_max
+        self._reply_s_max = reply_s_max
 
-    async def scale(self, wish: ScaleFleet) -> FleetScaled:
+    async def scale(self, order: ScaleFleet) -> FleetScaled:
         """See ``Scaler``."""
         try:
-            async with httpx.AsyncClient(timeout=self._answer_s_max, trust_env=False) as client:
-                answer = await client.post(
-                    self._url, content=msgspec.json.encode(wish), headers={"content-type": "application/json"}
+            async with httpx.AsyncClient(timeout=self._reply_s_max, trust_env=False) as client:
+                reply = await client.post(
+                    self._url, content=msgspec.json.encode(order), headers={"content-type": "application/json"}
                 )
-            if not answer.is_success:
-                words = answer.text[:REFUSAL_CHARS_MAX]
-                return FleetScaled(refusal=f"{self._url} answers {answer.status_code}: {words}".rstrip(": "))
-            if not answer.content.strip():
-                return FleetScaled(change=wish.change)
-            return msgspec.json.decode(answer.content, type=FleetScaled)
+            if not reply.is_success:
+                text = reply.text[:REFUSAL_CHARS_MAX]
+                return FleetScaled(refusal=f"{self._url} replies {reply.status_code}: {text}".rstrip(": "))
+            if not reply.content.strip():
+                return FleetScaled(change=order.change)
+            return msgspec.json.decode(reply.content, type=FleetScaled)
         except httpx.HTTPError as error:
             return FleetScaled(refusal=f"{self._url} cannot be reached: {error or type(error).__name__}")
         except msgspec.DecodeError as error:
-            return FleetScaled(refusal=f"{self._url} answers what is not understood: {error}")
+            return FleetScaled(refusal=f"{self._url} replies with what is no FleetScaled: {error}")
 
 
 class AdviceScaler:
-    """There is nobody to ask: a person reads the plan."""
+    """Starts and stops nothing: a person reads the plan."""
 
-    async def scale(self, wish: ScaleFleet) -> FleetScaled:
+    async def scale(self, order: ScaleFleet) -> FleetScaled:
         """See ``Scaler``."""
-        return FleetScaled(refusal=f"advice only: {wish.change:+d} {wish.role}")
+        return FleetScaled(refusal=f"advice only: {order.change:+d} {order.role}")

@@ -1,4 +1,4 @@
-"""What has been so for a while, and not for a moment: the least of a short time, the most of a long one."""
+"""The minimum of the work over a short time and its maximum over long ones."""
 
 from __future__ import annotations
 
@@ -12,47 +12,47 @@ from services.orchestrator.planner.work import Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """Some measure of the work, in workers' worth, over the times of ``Rules``."""
+class Observed:
+    """Work in workers' worth, over the times of ``Rules``."""
 
     now: float
-    """At the last look."""
+    """In the last sample."""
     lasting: float
-    """The least of a short time: so much there surely is."""
+    """The minimum over ``lasting_s``."""
     spare: float
-    """The most of a longer time; infinite when it has not been looked at for so long."""
+    """The maximum over ``spare_s``; infinite before it was observed for so long."""
     hold: float
-    """The most of a long time, likewise."""
+    """The maximum over ``hold_s``, likewise."""
 
 
 Measure = Callable[[Work], float]
 
 
 class Steadiness:
-    """The work of one family at its latest looks."""
+    """The latest samples of one family's work."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
-        self._looks: deque[tuple[float, Work]] = deque()
+        self._samples: deque[tuple[float, Work]] = deque()
 
-    def looked(self, work: Work, now: float) -> None:
-        """At ``now`` there was so much."""
-        self._looks.append((now, work))
+    def add(self, work: Work, now: float) -> None:
+        """One sample."""
+        self._samples.append((now, work))
         keep_s = max(self._rules.lasting_s, self._rules.spare_s, self._rules.hold_s)
-        # One look from before stays, so that all of the time is covered.
-        while len(self._looks) > 1 and self._looks[1][0] <= now - keep_s:
-            self._looks.popleft()
+        # One older sample stays, so that all of the time is covered.
+        while len(self._samples) > 1 and self._samples[1][0] <= now - keep_s:
+            self._samples.popleft()
 
-    def lost_sight(self) -> None:
-        """Nobody knows how much there is now; what was before says nothing of what comes after."""
-        self._looks.clear()
+    def clear(self) -> None:
+        """The work is unknown for a while: earlier samples no longer count."""
+        self._samples.clear()
 
-    def seen(self, measure: Measure, now: float) -> Seen | None:
-        """None when it has not been looked at for long enough to say anything."""
+    def observed(self, measure: Measure, now: float) -> Observed | None:
+        """None before ``lasting_s`` was observed."""
         lasting = self._since(now - self._rules.lasting_s, measure)
         if not lasting:
             return None
-        return Seen(
+        return Observed(
             now=lasting[-1],
             lasting=min(lasting),
             spare=max(self._since(now - self._rules.spare_s, measure), default=math.inf),
@@ -60,7 +60,7 @@ class Steadiness:
         )
 
     def _since(self, start: float, measure: Measure) -> list[float]:
-        """What all looks from ``start`` on saw; none unless there is one from before it."""
-        if not self._looks or self._looks[0][0] > start:
+        """All samples from ``start`` on; none unless there is an older one."""
+        if not self._samples or self._samples[0][0] > start:
             return []
-        return [measure(work) for at, work in self._looks if at >= start]
+        return [measure(work) for at, work in self._samples if at >= start]

@@ -1,6 +1,6 @@
-"""How much work comes to a fleet, in workers' worth: 2.0 keeps two engines busy, whatever they are.
+"""How much work a fleet has, in workers' worth: 2.0 keeps two engines busy.
 
-Prefill is measured in engine seconds per second: what prompts took lately, and what their queues would take. Decode
+Prefill is measured in engine seconds per second: what prompts took lately, and what their queues will take. Decode
 steps are shared by a batch, so its measure is tokens per second over what one engine gives with the largest batch that
 still meets the target between tokens and fits into its KV cache.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.orchestrator.planner.demand import Wish
+from services.orchestrator.planner.demand import ObservedDemand
 from services.orchestrator.planner.rules import Rules
 from shared.engine_speed.steps import Steps, StepTimeModel
 
@@ -23,7 +23,7 @@ LOAD_MIN = 0.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engines:
-    """What one engine of the fleet can hold, and how many there are to compute each phase."""
+    """Capacity of one engine, and the number of engines for each phase."""
 
     kv_tokens: int
     requests_max: int
@@ -33,7 +33,7 @@ class Engines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queues:
-    """What waits in the engines of a fleet."""
+    """The queues in a fleet's engines."""
 
     prompt_tokens: int = 0
     requests: int = 0
@@ -42,12 +42,12 @@ class Queues:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Of each phase, in workers' worth, and what the targets make of it."""
+    """Work of each phase in workers' worth, and the loads that the targets allow."""
 
     prefill: float
     decode: float
     prompt_s: float
-    """What one prompt takes on an idle engine."""
+    """Time of one prompt on an idle engine."""
     batch: float
     """Completions that one engine may have at a time."""
     ttft_s: float
@@ -65,13 +65,15 @@ class Work:
         return min(self.load_max, max(LOAD_MIN, odds / (1.0 + odds)))
 
     def decode_load_max(self, _workers: float) -> float:
-        """The target between tokens is in the batch already."""
+        """The batch already respects the target between tokens."""
         return self.load_max
 
 
-def work_of(rate: Steps, queues: Queues, wish: Wish, times: StepTimeModel, engines: Engines, rules: Rules) -> Work:
+def work_of(
+    rate: Steps, queues: Queues, observed: ObservedDemand, times: StepTimeModel, engines: Engines, rules: Rules
+) -> Work:
     """``rate``: what all engines together did per second."""
-    demand = wish.demand
+    demand = observed.demand
     spent = times.prefill_s(rate)
     token_s = spent / rate.prefill_tokens if rate.prefill_tokens >= 1.0 else times.prefill_token_s
     context = rate.decode_context_tokens / rate.decode_requests if rate.decode_requests else demand.prompt_tokens
@@ -79,11 +81,11 @@ def work_of(rate: Steps, queues: Queues, wish: Wish, times: StepTimeModel, engin
     tokens_worth = times.decode_step_of(batch, context) / batch
     prefill = spent + queues.prompt_tokens * token_s / rules.clear_s
     decode = (rate.decode_requests + queues.requests * demand.completion_tokens / rules.clear_s) * tokens_worth
-    # Whoever waits in a router waits for the phase that is full: the other's engines would have room.
+    # Requests wait in a router for the phase that is full: the engines of the other have room.
     load = (prefill / max(engines.prefill, 1.0), decode / max(engines.decode, 1.0))
     waits_for = [each >= CAUSE_SHARE * max(load) for each in load]
-    later = wish.waiting / rules.clear_s
-    more_prompts, more_answers = (wish.turned_away_per_s + later * waits for waits in waits_for)
+    later = observed.waiting / rules.clear_s
+    more_prompts, more_answers = (observed.rejected_per_s + later * waits for waits in waits_for)
     prompt_s = demand.uncached_tokens * token_s
     return Work(
         prefill=prefill + more_prompts * prompt_s,
@@ -102,5 +104,5 @@ def batch_max(times: StepTimeModel, context_tokens: float, engines: Engines, itl
         room = min(room, engines.kv_tokens / context_tokens)
     each_s = times.decode_request_s + context_tokens * times.decode_context_token_s
     in_time = (itl_s - times.decode_step_s) / each_s if itl_s else room
-    # An engine that misses the target with a single completion misses it with many: then only room counts.
+    # An engine that misses the target with one request misses it with many: then only the capacity counts.
     return max(1.0, min(room, in_time) if in_time >= 1.0 else room)

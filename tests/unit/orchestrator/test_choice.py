@@ -6,9 +6,9 @@ import msgspec
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from services.orchestrator.planner.change import Choice, RoleLoad, choose
+from services.orchestrator.planner.change import Change, RoleLoad, choose
 from services.orchestrator.planner.rules import Rules
-from services.orchestrator.planner.steadiness import Seen
+from services.orchestrator.planner.steadiness import Observed
 from shared.contracts.planning import PlanAction
 from shared.contracts.workers import Role
 
@@ -29,11 +29,11 @@ def fleets(draw: st.DrawFn) -> list[RoleLoad]:
 
 
 def of(role: Role, ready: int, coming: int, work: float, load_max: float) -> RoleLoad:
-    seen = Seen(now=work, lasting=work, spare=work, hold=work)
-    return RoleLoad(role, ready, coming, 0.0, seen, lambda _workers: load_max, 1)
+    observed = Observed(now=work, lasting=work, spare=work, hold=work)
+    return RoleLoad(role, ready, coming, 0.0, observed, lambda _workers: load_max, 1)
 
 
-def after(choice: Choice, roles: list[RoleLoad]) -> list[RoleLoad]:
+def after(choice: Change, roles: list[RoleLoad]) -> list[RoleLoad]:
     """The fleet when the change is done."""
     changed = []
     for each in roles:
@@ -41,11 +41,11 @@ def after(choice: Choice, roles: list[RoleLoad]) -> list[RoleLoad]:
         if choice.action is PlanAction.CHANGE_ROLE:
             more = 1 if choice.role is each.role else -1
         ready = each.ready + each.coming + more if choice.action is not PlanAction.NOTHING else each.ready
-        changed.append(of(each.role, ready, 0, each.seen.now, each.load_max(1.0)))
+        changed.append(of(each.role, ready, 0, each.observed.now, each.load_max(1.0)))
     return changed
 
 
-def direction(choice: Choice) -> tuple[Role | None, int]:
+def direction(choice: Change) -> tuple[Role | None, int]:
     return choice.role, choice.change or 1
 
 

@@ -19,7 +19,7 @@ def test_demand_is_rates_and_means_of_the_window():
     for at in range(12, 20):
         window.ended(ended(readback_tokens=20, ttft_s=0.5, itl_s=0.01), float(at))
 
-    demand = window.wish(20.0).demand
+    demand = window.observed(20.0).demand
     assert demand.requests_per_s == 0.8
     assert (demand.prompt_tokens, demand.uncached_tokens, demand.completion_tokens) == (100.0, 40.0, 10.0)
     assert (demand.ttft_s_p95, demand.itl_s_p95, demand.seconds) == (0.5, 0.01, 10.0)
@@ -31,22 +31,22 @@ def test_waiting_in_the_router_tells_how_many_wait_there():
         parts = TtftParts(admission_s=4.0, queue_s=1.0, decode_queue_s=0.5)
         window.ended(ended(ttft_parts=parts), float(at))
 
-    wish = window.wish(10.0)
-    assert wish.waiting == 4.0
-    assert wish.demand.queue_s == 5.5
+    observed = window.observed(10.0)
+    assert observed.waiting == 4.0
+    assert observed.demand.queue_s == 5.5
 
 
-def test_who_was_turned_away_wanted_to_be_served_and_who_was_wrong_or_left_did_not():
+def test_who_was_rejected_wanted_to_be_served_and_who_was_wrong_or_left_did_not():
     window = RequestWindow(10.0, now=0.0)
     for status in (200, 503, 429, 400, 499, 500):
         window.ended(ended(status), 5.0)
 
-    wish = window.wish(10.0)
-    assert wish.demand.requests_per_s == 0.3
-    assert wish.turned_away_per_s == 0.2
-    assert wish.demand.prompt_tokens == 100.0
+    observed = window.observed(10.0)
+    assert observed.demand.requests_per_s == 0.3
+    assert observed.rejected_per_s == 0.2
+    assert observed.demand.prompt_tokens == 100.0
 
 
 def test_no_requests_are_a_demand_of_nothing_over_the_time_that_was_listened():
-    assert RequestWindow(10.0, now=5.0).wish(8.0).demand.seconds == 3.0
-    assert RequestWindow(10.0, now=5.0).wish(8.0).demand.requests_per_s == 0.0
+    assert RequestWindow(10.0, now=5.0).observed(8.0).demand.seconds == 3.0
+    assert RequestWindow(10.0, now=5.0).observed(8.0).demand.requests_per_s == 0.0

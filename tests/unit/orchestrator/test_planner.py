@@ -146,7 +146,7 @@ def test_nothing_is_decided_while_a_worker_does_not_tell_what_it_does():
 
     assert world.changes == []
     assert world.last is not None
-    assert "w0 does not tell" in world.last.why
+    assert "w0 does not report" in world.last.why
 
 
 def test_nothing_is_decided_before_an_engine_was_seen_at_work():
@@ -213,7 +213,7 @@ def test_the_least_busy_worker_changes_its_role_and_an_unwilling_one_is_not_aske
 
     def refuse(decision):
         asked.append(decision.worker_id)
-        world.planner.came_of(decision, done=False, outcome="stays decode", now=world.now)
+        world.planner.set_outcome(decision, done=False, outcome="stays decode", now=world.now)
 
     world._carry_out = refuse
     world.run(400.0)
@@ -231,7 +231,7 @@ def test_stores_and_workers_of_other_models_are_not_counted():
         fleet[0], record=msgspec.structs.replace(fleet[0].record, worker_id="o", models=["other"])
     )
 
-    decisions = world.planner.look([*fleet, store, other], world.now + 1.0, 0)
+    decisions = world.planner.plan([*fleet, store, other], world.now + 1.0, 0)
 
     assert [(each.model, sum(role.now for role in each.roles)) for each in decisions] == [("m", 2), ("other", 1)]
 
@@ -269,7 +269,7 @@ def test_a_fleet_without_anybody_ready_is_told_and_left_alone():
     starting = PlannerWorld(RULES, steady(0.0)).fleet()
     starting = [msgspec.structs.replace(each, phase=WorkerPhase.STARTING) for each in starting]
 
-    [decision] = planner.look(starting, 1.0, 0)
+    [decision] = planner.plan(starting, 1.0, 0)
 
     assert decision.action is PlanAction.NOTHING
     assert "no worker is ready" in decision.why

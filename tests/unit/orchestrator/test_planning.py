@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import pytest
 
+from services.orchestrator.planner.rules import Rules
 from services.orchestrator.service import Orchestrator
 from services.orchestrator.settings import Settings
 from shared.bus.port import NoResponders
@@ -21,12 +23,7 @@ from tests.support.memory_bus import MemoryBus, MemoryHub
 from tests.support.planned_workers import PlannedWorker, planned_fleet
 from tests.support.virtual_time import LoopClock, run_in_virtual_time
 
-ACT: dict[str, Any] = {
-    "planner": "act",
-    "planner_lasting_s": 10.0,
-    "planner_spare_s": 20.0,
-    "planner_cool_down_s": 30.0,
-}
+RULES = Rules(lasting_s=10.0, spare_s=20.0, cool_down_s=30.0)
 
 
 @dataclass
@@ -49,7 +46,9 @@ class Heard:
 
 
 @asynccontextmanager
-async def orchestrators(*names: str, refuses: str = "", **settings: Any) -> AsyncIterator[Heard]:
+async def orchestrators(
+    *names: str, refuses: str = "", rules: Rules = RULES, planner: Literal["off", "advise", "act"] = "act"
+) -> AsyncIterator[Heard]:
     heard = Heard()
     ear = MemoryBus(heard.hub)
     await ear.subscribe(PLAN, lambda decision, _envelope: heard.told.append(decision))
@@ -59,7 +58,7 @@ async def orchestrators(*names: str, refuses: str = "", **settings: Any) -> Asyn
         for name in names:
             end = asyncio.Event()
             bus = heard.buses[name] = MemoryBus(heard.hub)
-            one = Orchestrator(bus, LoopClock(), name, Settings(**{**ACT, **settings}))
+            one = Orchestrator(bus, LoopClock(), name, Settings(planner=planner), rules)
             lives.create_task(one.run(end, lambda: None))
             ends.append(end)
             await asyncio.sleep(0.1)
@@ -89,7 +88,7 @@ def test_a_new_leader_orders_nothing_before_its_predecessors_change_has_shown():
         async with orchestrators("o1", "o2") as heard:
             await asyncio.sleep(20.0)
             heard.buses["o1"].lose()
-            await asyncio.sleep(5.0 + ACT["planner_cool_down_s"])
+            await asyncio.sleep(5.0 + RULES.cool_down_s)
 
             assert heard.workers["d1"].orders == []
             assert (await heard.plans()).decisions
@@ -151,12 +150,12 @@ def test_a_worker_that_does_not_change_its_role_is_told_with_its_reason_and_left
         (FleetScaled(change=2), "+2 prefill begun"),
         (FleetScaled(change=1, refusal="there is one GPU left"), "+1 prefill begun: there is one GPU left"),
         (FleetScaled(refusal="no GPU is left"), "no GPU is left"),
-        (None, "no launcher takes orders: `baton up --workers-max N` would"),
+        (None, "no launcher scales: start one with `baton up --workers-max N`"),
     ],
 )
 def test_when_nobody_can_be_spared_the_launcher_is_asked_for_workers(answer: FleetScaled | None, outcome: str):
     async def story() -> None:
-        async with orchestrators("o1", planner_decode_min=3, planner_step_max=2) as heard:
+        async with orchestrators("o1", rules=msgspec.structs.replace(RULES, decode_min=3, step_max=2)) as heard:
 
             async def scale(wish: ScaleFleet, _envelope: object) -> FleetScaled:
                 heard.wishes.append(wish)
@@ -179,8 +178,8 @@ def test_when_nobody_can_be_spared_the_launcher_is_asked_for_workers(answer: Fle
     ("variables", "words"),
     [
         ({"SCALER": "webhook"}, "ORCHESTRATOR_SCALER_URL"),
-        ({"PLANNER_LOAD_MAX": "1.5"}, "load_max"),
-        ({"PLANNER_PREFILL_MIN": "0"}, "at least one"),
+        ({"PLANNER_TIME_SCALE": "0"}, "time_scale"),
+        ({"PLANNER_WORKERS_MIN": "0"}, "at least one"),
         ({"PLANNER": "yes"}, "ORCHESTRATOR_PLANNER"),
     ],
 )
@@ -189,7 +188,10 @@ def test_settings_that_cannot_work_stop_the_start(variables: dict[str, str], wor
         load(Settings, "ORCHESTRATOR_", {f"ORCHESTRATOR_{name}": value for name, value in variables.items()})
 
 
-def test_every_rule_has_its_variable():
-    rules = load(Settings, "ORCHESTRATOR_", {"ORCHESTRATOR_PLANNER_HOLD_S": "7"}).planner_rules()
+def test_settings_become_the_planners_rules():
+    variables = {"TTFT_S": "1.5", "ITL_S": "0.1", "WORKERS_MIN": "2", "WORKERS_MAX": "9", "TIME_SCALE": "0.5"}
+    named = {f"ORCHESTRATOR_PLANNER_{name}": value for name, value in variables.items()}
+    rules = load(Settings, "ORCHESTRATOR_", named).rules()
 
-    assert rules.hold_s == 7.0
+    assert (rules.ttft_s, rules.itl_s, rules.workers_min, rules.workers_max) == (1.5, 0.1, 2, 9)
+    assert (rules.hold_s, rules.load_max) == (0.5 * Rules().hold_s, Rules().load_max)

@@ -1,4 +1,4 @@
-"""The webhook as a scaler: what is posted, and what is made of the answers."""
+"""The webhook scaler: what is posted, and how replies are read."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from shared.contracts.planning import FleetScaled, ScaleFleet
 from shared.contracts.workers import Role
 from tests.support.nats_server import free_port
 
-WISH = ScaleFleet(model="m", revision="r2", role=Role.DECODE, change=2, why="decode is full")
-ANSWER_S_MAX = 10.0
+ORDER = ScaleFleet(model="m", revision="r2", role=Role.DECODE, change=2, why="decode is full")
+REPLY_S_MAX = 10.0
 POLL_S = 0.02
 
 
@@ -47,9 +47,9 @@ def endpoint(status: int, body: bytes) -> Iterator[tuple[str, list[dict]]]:
         server.server_close()
 
 
-async def test_the_wish_is_posted_as_json_and_an_empty_answer_is_a_yes():
+async def test_the_order_is_posted_and_an_empty_reply_accepts_it():
     with endpoint(204, b"") as (url, posted):
-        assert await WebhookScaler(url, ANSWER_S_MAX).scale(WISH) == FleetScaled(change=2)
+        assert await WebhookScaler(url, REPLY_S_MAX).scale(ORDER) == FleetScaled(change=2)
 
     assert posted == [{"model": "m", "revision": "r2", "role": "decode", "change": 2, "why": "decode is full"}]
 
@@ -58,21 +58,21 @@ async def test_the_wish_is_posted_as_json_and_an_empty_answer_is_a_yes():
     ("status", "body", "change", "words"),
     [
         (200, b'{"change": 1, "refusal": "quota"}', 1, "quota"),
-        (409, b"not now", 0, "answers 409: not now"),
-        (200, b"<html>", 0, "not understood"),
-        (200, b'{"change": "many"}', 0, "not understood"),
+        (409, b"not now", 0, "replies 409: not now"),
+        (200, b"<html>", 0, "no FleetScaled"),
+        (200, b'{"change": "many"}', 0, "no FleetScaled"),
     ],
 )
-async def test_an_endpoint_may_do_less_or_nothing(status: int, body: bytes, change: int, words: str):
+async def test_a_webhook_may_do_less_or_nothing(status: int, body: bytes, change: int, words: str):
     with endpoint(status, body) as (url, _posted):
-        scaled = await WebhookScaler(url, ANSWER_S_MAX).scale(WISH)
+        scaled = await WebhookScaler(url, REPLY_S_MAX).scale(ORDER)
 
     assert scaled.change == change
     assert words in scaled.refusal
 
 
-async def test_an_endpoint_that_is_not_there_is_a_refusal_and_no_error():
-    scaled = await WebhookScaler(f"http://127.0.0.1:{free_port()}/", ANSWER_S_MAX).scale(WISH)
+async def test_an_unreachable_webhook_is_a_refusal():
+    scaled = await WebhookScaler(f"http://127.0.0.1:{free_port()}/", REPLY_S_MAX).scale(ORDER)
 
     assert scaled.change == 0
     assert "cannot be reached" in scaled.refusal

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.orchestrator.planner.demand import Wish
+from services.orchestrator.planner.demand import ObservedDemand
 from services.orchestrator.planner.rules import Rules
 from services.orchestrator.planner.work import Engines, Queues, Work, batch_max, work_of
 from shared.contracts.planning import Demand
@@ -20,8 +20,8 @@ BUSY_PREFILL = Steps(prefill_tokens=9000.0, decode_requests=80.0)
 NOTHING_WAITS = Queues()
 
 
-def work(rate: Steps = BUSY_PREFILL, queues: Queues = NOTHING_WAITS, **wish: float) -> Work:
-    return work_of(rate, queues, Wish(DEMAND, **wish), LAW, ENGINES, RULES)
+def work(rate: Steps = BUSY_PREFILL, queues: Queues = NOTHING_WAITS, **observed: float) -> Work:
+    return work_of(rate, queues, ObservedDemand(DEMAND, **observed), LAW, ENGINES, RULES)
 
 
 def test_what_engines_did_is_measured_in_workers():
@@ -48,11 +48,11 @@ def test_who_waits_in_a_router_waits_for_the_phase_that_is_full():
     assert (for_both.prefill, for_both.decode) == (pytest.approx(1.0), pytest.approx(0.9 + 0.125))
 
 
-def test_who_was_turned_away_would_have_needed_both_phases():
-    turned_away = work(turned_away_per_s=10.0)
+def test_who_was_rejected_would_have_needed_both_phases():
+    rejected = work(rejected_per_s=10.0)
 
-    assert turned_away.prefill == pytest.approx(0.9 + 1.0)
-    assert turned_away.decode == pytest.approx(0.1 + 1.25)
+    assert rejected.prefill == pytest.approx(0.9 + 1.0)
+    assert rejected.decode == pytest.approx(0.1 + 1.25)
 
 
 @pytest.mark.parametrize(
