@@ -1,7 +1,7 @@
-"""Which row holds which block, in which memory: the port behind the prefix index, and its implementation in Python.
+"""Which row holds which block in which memory tier: the port behind the prefix index, and its Python implementation.
 
 A *row* is a small number that stands for a worker. Hashes come packed as on the wire (8 bytes each, big-endian) or as a
-sequence of integers. ``native_block_table`` has the same in C, for fleets.
+sequence of integers. ``native_block_table`` has an implementation in C, for large fleets.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from shared.contracts.kv_events import KvTier, digest_xor, pack_hashes, unpack_hashes
 
 TIERS = tuple(KvTier)
-"""The nearest first; a tier's place in here is its number in every table."""
+"""Fastest first; a tier's index here is its number in every table."""
 
 Hashes = bytes | Sequence[int]
 Depths = NDArray[np.int32]
@@ -27,8 +27,8 @@ Source = tuple[int, int, int]
 
 
 class BlockTable(Protocol):
-    """Holders of blocks. Storing what is held or removing what is not changes nothing. Hashes that are torn (no whole
-    number of 8 bytes) raise ValueError before anything is changed.
+    """Holders of blocks. Storing a held block and removing an absent one change nothing. Packed hashes whose length is
+    not a multiple of 8 bytes raise ValueError before anything is changed.
     """
 
     def store(self, row: int, tier: int, hashes: Hashes) -> None:
@@ -47,7 +47,7 @@ class BlockTable(Protocol):
         """As in ``KvDigest.xor``."""
 
     def blocks(self, row: int, tier: int) -> bytes:
-        """All that ``row`` holds in this tier, packed, in no order. Looks at the whole table: not for every request."""
+        """All that ``row`` holds in this tier, packed, in no order. Reads the whole table: not for the request path."""
 
     def held(self, block: int) -> bool:
         """Whether any row holds ``block`` in any tier. From any thread."""
@@ -64,7 +64,7 @@ class BlockTable(Protocol):
         """
 
     def size(self) -> int:
-        """(block, tier) pairs that anybody holds."""
+        """Number of (block, tier) pairs that any row holds."""
 
 
 class PythonBlockTable:
@@ -76,7 +76,7 @@ class PythonBlockTable:
         self._xors: dict[int, list[int]] = {}
 
     def store(self, row: int, tier: int, hashes: Hashes) -> None:
-        """See the port."""
+        """See ``BlockTable``."""
         holders, held, bit = self._holders[tier], self._rows(row)[tier], 1 << row
         xor = 0
         for block in numbers(hashes):
@@ -87,7 +87,7 @@ class PythonBlockTable:
         self._xors[row][tier] ^= xor
 
     def remove(self, row: int, tier: int, hashes: Hashes) -> None:
-        """See the port."""
+        """See ``BlockTable``."""
         held, xor = self._rows(row)[tier], 0
         for block in numbers(hashes):
             if block in held:
@@ -97,32 +97,32 @@ class PythonBlockTable:
         self._xors[row][tier] ^= xor
 
     def clear(self, row: int) -> None:
-        """See the port."""
+        """See ``BlockTable``."""
         for tier, held in enumerate(self._held.pop(row, ())):
             for block in held:
                 self._release(block, tier, 1 << row)
         self._xors.pop(row, None)
 
     def count(self, row: int) -> int:
-        """See the port."""
+        """See ``BlockTable``."""
         return sum(map(len, self._held.get(row, ())))
 
     def xor(self, row: int) -> int:
-        """See the port."""
+        """See ``BlockTable``."""
         return digest_xor(self._xors.get(row, ()))
 
     def blocks(self, row: int, tier: int) -> bytes:
-        """See the port."""
+        """See ``BlockTable``."""
         held = self._held.get(row)
         return pack_hashes(held[tier]) if held is not None else b""
 
     def held(self, block: int) -> bool:
-        """See the port."""
+        """See ``BlockTable``."""
         device, host, disk = self._holders
         return block in device or block in host or block in disk
 
     def depths(self, hashes: Hashes, out: Depths) -> None:
-        """See the port."""
+        """See ``BlockTable``."""
         out[:] = 0
         alive = -1
         depth = 0
@@ -138,7 +138,7 @@ class PythonBlockTable:
             write(out, alive, depth + 1)
 
     def tiers(self, row: int, hashes: Hashes, depth: int) -> tuple[int, int, int]:
-        """See the port."""
+        """See ``BlockTable``."""
         device, host, disk = self._held.get(row, (frozenset[int](),) * 3)
         near = middle = far = 0
         for block in numbers(hashes)[:depth]:
@@ -151,7 +151,7 @@ class PythonBlockTable:
         return near, middle, far
 
     def cover(self, hashes: Hashes, first: int, end: int, allowed: Mask) -> list[Source]:
-        """See the port."""
+        """See ``BlockTable``."""
         mask = int.from_bytes(np.packbits(allowed, bitorder="little").tobytes(), "little")
         sources: list[Source] = []
         alive = begin = 0
@@ -168,11 +168,11 @@ class PythonBlockTable:
         return [*sources, (lowest(alive), begin, position)] if alive else sources
 
     def size(self) -> int:
-        """See the port."""
+        """See ``BlockTable``."""
         return sum(map(len, self._holders))
 
     def _masks(self, hashes: Sequence[int]) -> Iterator[int]:
-        """The holders of each block, in whatever tier."""
+        """The holders of each block, in any tier."""
         device, host, disk = self._holders
         if host or disk:
             return (device.get(block, 0) | host.get(block, 0) | disk.get(block, 0) for block in hashes)
@@ -195,7 +195,7 @@ class PythonBlockTable:
 
 
 def numbers(hashes: Hashes) -> Sequence[int]:
-    """As integers. Raises ValueError on torn ones."""
+    """As integers. Raises ValueError on packed hashes that are not whole."""
     return unpack_hashes(hashes) if isinstance(hashes, bytes) else hashes
 
 

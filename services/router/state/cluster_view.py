@@ -1,4 +1,4 @@
-"""The workers as this router sees them: who they are, how busy they say they are, and what was sent to them since."""
+"""The workers as the router knows them: their records, their load reports, and what was sent to them since."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def exchanges_kv(record: WorkerRecord) -> bool:
 
 
 class WorkerView:
-    """One worker in this life of it."""
+    """One epoch of a worker."""
 
     __slots__ = ("away", "heard_at", "load", "lost", "own", "pairs_with", "prompts", "record", "registered", "row")
 
@@ -40,26 +40,26 @@ class WorkerView:
         self.load: LoadReport | None = None
         self.lost = False
         self.away = False
-        """Not heard since the bus was away: it may not be back on it."""
+        """It has not reported since a bus outage, and may not have reconnected."""
         self.registered = True
         self.own = OwnWork()
         self.prompts = TokenRate()
-        """Prompt tokens that it computes."""
+        """Rate of computed prompt tokens."""
 
     @property
     def legs(self) -> int:
-        """Legs it serves, as far as can be known."""
+        """Legs that it serves, as far as this router knows."""
         reported = self.load.legs if self.load is not None else 0
         return max(reported + self.own.sent_legs, self.own.legs)
 
     @property
     def serves(self) -> bool:
-        """Whether legs are its business: a store has no engine."""
+        """A store has no engine and takes no legs."""
         return self.record.role is not Role.STORE
 
     @property
     def ready(self) -> bool:
-        """Whether it is there for others, as far as it said."""
+        """Whether it is READY by its record and its report, and reachable."""
         phase = self.load.phase if self.load is not None else self.record.phase
         return phase is WorkerPhase.READY and self.record.phase is WorkerPhase.READY and not (self.lost or self.away)
 
@@ -68,7 +68,7 @@ class WorkerView:
         return self.serves and self.ready and now - self.heard_at <= silent_s_max
 
     def busy(self) -> tuple[float, float, float, float]:
-        """Requests in its batch or about to be, prompt tokens before a new one, tokens of context, and room for more.
+        """Requests that decode or will, prompt tokens before a new prompt, context tokens, and free tokens of KV.
 
         Without a report only this router's own legs are known.
         """
@@ -86,25 +86,25 @@ class WorkerView:
 
 
 class ClusterView:
-    """All workers, and the models that anybody has ever offered. ``table`` has what placement computes with."""
+    """All workers, and all models that were ever registered. ``table`` has the numbers for placement."""
 
     def __init__(self) -> None:
         self.workers: dict[WorkerId, WorkerView] = {}
         self.models_known: dict[str, None] = {}
         self.is_whole = True
-        """Whether everybody who is registered is here: what nobody here offers, nobody offers."""
+        """Whether the registry was read to its end: then a model that no worker here offers does not exist."""
         self.table = t.FleetTable()
         self.views: list[WorkerView | None] = []
         """By row."""
         self.away: set[WorkerId] = set()
-        """Who was ready, and has not been heard since the bus was away."""
+        """Workers that were ready, and have not reported since a bus outage."""
         self._masks: dict[tuple[str, str], t.Bools] = {}
         """By model and revision."""
         self._groups: dict[str, int] = {}
         self._turn = 0
 
     def record(self, record: WorkerRecord, now: float) -> None:
-        """The registry tells of a worker. A new epoch begins with an empty view."""
+        """A worker's record in the registry. A new epoch begins with an empty view."""
         self.models_known.update(dict.fromkeys(record.models))
         view = self.workers.get(record.worker_id)
         if view is not None and record.epoch < view.record.epoch:
@@ -117,7 +117,7 @@ class ClusterView:
             self.views[view.row] = view
         else:
             view.record = record
-            view.pairs_with = record.fingerprint.key()  # a worker that starts does not know its own yet
+            view.pairs_with = record.fingerprint.key()  # a starting worker does not know its fingerprint yet
             view.registered = True
             view.heard_at = max(view.heard_at, now)
         self._masks.clear()
@@ -126,13 +126,13 @@ class ClusterView:
             self.table.set_speed(view.row, DEFAULT_SPEED)
 
     def unregister(self, worker_id: WorkerId) -> None:
-        """The registry entry vanished. A worker that still speaks is believed: the registry may be ill, not it."""
+        """The registry entry expired. A worker that still reports stays: the registry may be at fault."""
         view = self.workers.get(worker_id)
         if view is not None:
             view.registered = False
 
     def report(self, load: LoadReport, now: float) -> None:
-        """A worker speaks. One that was thought lost and speaks again is back."""
+        """A load report. A worker that counted as lost is back."""
         view = self.workers.get(load.worker_id)
         if view is None or load.epoch != view.record.epoch:
             return
@@ -147,9 +147,9 @@ class ClusterView:
         self._write(view)
 
     def disconnected(self) -> None:
-        """Nobody can be heard: who was here has to speak again before it is given anything."""
+        """The bus is down: each worker must report again before it gets legs."""
         for worker_id, view in self.workers.items():
-            if view.ready:  # One that is still starting has said nothing of itself yet.
+            if view.ready:  # A starting worker has not reported before.
                 self.away.add(worker_id)
             view.away = True
             self._write(view)
@@ -161,14 +161,14 @@ class ClusterView:
             self.table.set_speed(view.row, speed)
 
     def lose(self, worker_id: WorkerId, epoch: Epoch) -> None:
-        """The orchestrator says that this life is over."""
+        """The orchestrator has declared this epoch lost."""
         view = self.workers.get(worker_id)
         if view is not None and view.record.epoch <= epoch:
             view.lost = True
             self._write(view)
 
     def sweep(self, now: float, silent_s_max: float) -> list[WorkerRecord]:
-        """Forget those that are neither registered nor heard; answers who they were."""
+        """Drop workers that are neither registered nor heard; returns their records."""
         gone = [
             view
             for view in self.workers.values()
@@ -191,9 +191,9 @@ class ClusterView:
         return [view for view in self.workers.values() if model in view.record.models]
 
     def mask(self, model: str, revision: str = ANY) -> t.Bools:
-        """Which rows offer a model, in a revision that the operator named; any model when ``model`` is empty."""
+        """Rows that offer a model in a revision; any model when ``model`` is empty."""
         if model and model not in self.models_known:
-            return np.zeros(self.table.count, dtype=np.bool_)  # and nothing to remember of what clients make up
+            return np.zeros(self.table.count, dtype=np.bool_)  # not cached: clients can make up any number of names
         mask = self._masks.get((model, revision))
         if mask is None or len(mask) != self.table.count:
             mask = np.zeros(self.table.count, dtype=np.bool_)
@@ -203,13 +203,13 @@ class ClusterView:
         return mask
 
     def picked(self, *views: WorkerView) -> None:
-        """Remember whose turn it was."""
+        """Note that these workers were chosen, so that equal workers take turns."""
         self._turn += 1
         for view in views:
             self.table.numbers[t.TURN, view.row] = self._turn
 
     def leg_started(self, worker_id: WorkerId, sent: Sent) -> None:
-        """We sent a leg."""
+        """The router itself sent a leg."""
         view = self.workers.get(worker_id)
         if view is not None:
             sent.epoch = view.record.epoch
@@ -217,21 +217,21 @@ class ClusterView:
             self._write_load(view)
 
     def others_started(self, worker_id: WorkerId, epoch: Epoch, sent: Sent) -> None:
-        """Another router sent some."""
+        """Another router sent legs."""
         view = self.workers.get(worker_id)
         if view is not None and view.record.epoch == epoch:
             view.own.others_started(sent)
             self._write_load(view)
 
     def prompt_computed(self, worker_id: WorkerId, sent: Sent, tokens: int) -> None:
-        """A leg of ours got past its prompt, of which it had ``tokens`` to compute."""
+        """A leg of this router has computed its prompt of ``tokens``."""
         view = self.workers.get(worker_id)
         if view is not None and view.record.epoch == sent.epoch:
             view.own.computed(sent, tokens)
             self._write_load(view)
 
     def leg_ended(self, worker_id: WorkerId, sent: Sent, context_tokens: int) -> None:
-        """A leg of ours is over, well or not."""
+        """A leg of this router has ended or failed."""
         view = self.workers.get(worker_id)
         if view is not None and view.record.epoch == sent.epoch:
             view.own.ended(sent, context_tokens)

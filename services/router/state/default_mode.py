@@ -1,4 +1,4 @@
-"""How requests are served that ask for no mode: placement decides, unless an operator has said otherwise."""
+"""The mode of requests that ask for none: placement decides, unless the operator has set a default mode."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from shared.contracts.channels import DEFAULT_MODE
 log = logging.getLogger("baton.router")
 
 RETRY_S = 2.0
-"""After the kept value could not be had: until then, placement decides."""
+"""After the stored value could not be read; until then the last known mode holds."""
 
 
 class DefaultModeFeed:
-    """Keeps ``mode`` as the operator wants it."""
+    """Keeps ``mode`` equal to the operator's setting."""
 
     def __init__(self, bus: Bus) -> None:
         self.mode = Mode.AUTO
         self._bus = bus
 
     async def follow(self) -> None:
-        """Until cancelled."""
+        """Watch the setting until cancelled."""
         while True:
             try:
-                kept = await self._bus.key_value_store(DEFAULT_MODE, ttl_s=None)
-                async for entry in kept.watch():
+                store = await self._bus.key_value_store(DEFAULT_MODE, ttl_s=None)
+                async for entry in store.watch():
                     if entry is not None:
-                        self._told(default_mode_of(entry.value))
+                        self._set(default_mode_of(entry.value))
             except BusError as error:
-                log.debug("what mode is usual is not known: %s", error)
+                log.debug("the default mode cannot be read: %s", error)
             await asyncio.sleep(RETRY_S)
 
-    def _told(self, mode: Mode) -> None:
+    def _set(self, mode: Mode) -> None:
         if mode is not self.mode:
-            log.info("requests that ask for no mode are served %s", mode.value)
+            log.info("default mode: %s", mode.value)
         self.mode = mode

@@ -1,4 +1,4 @@
-"""Everything placement looks at, in one place: the cluster's view, the prefix index and the operator's policy."""
+"""The inputs of placement: the cluster's view, the prefix index and the operator's policy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shared.contracts.workers import Role
 
 
 class Fleet:
-    """Fed by ``fleet_feed`` and ``kv_feed``, asked by ``relay``."""
+    """Fed by ``fleet_feed`` and ``kv_feed``; used by admission and the relay."""
 
     def __init__(self, policy: PlacementPolicy) -> None:
         self.cluster = ClusterView()
@@ -19,13 +19,12 @@ class Fleet:
         self.policy = policy
         self.placer: Placer = CostPlacer(self.cluster, self.index, policy)
 
-    def place(self, need: PlacementRequest, now: float) -> Placement | Rejection:
-        """Which workers serve it."""
-        return self.placer.place(need, now)
+    def place(self, request: PlacementRequest, now: float) -> Placement | Rejection:
+        return self.placer.place(request, now)
 
     def prompt_matters(self, facts: RequestFacts, body_bytes: int) -> bool:
-        """Whether the prompt's prefix decides anything: more than one worker could compute it, or the one that does
-        could have enough of it from others. No prompt has more tokens than bytes.
+        """Whether the prompt's prefix can influence the placement: more than one worker could compute the prompt, or
+        the only one could fetch enough KV from others. No prompt has more tokens than bytes.
         """
         least = self.policy.fetch_tokens_min if facts.kv_fetch_min_tokens is None else facts.kv_fetch_min_tokens
         may_fetch = body_bytes >= least and not facts.unsplittable
@@ -40,5 +39,5 @@ class Fleet:
         return False
 
     def ready(self, now: float) -> bool:
-        """Whether anybody could be given a request."""
+        """Whether any worker can take a request."""
         return any(view.fit(now, self.policy.silent_s_max) for view in self.cluster.workers.values())

@@ -1,4 +1,4 @@
-"""Who is there and how busy: the registry, load reports and losses, as they come over the bus."""
+"""Feeds the fleet's view from the bus: worker records, load reports and losses."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from shared.runtime.clock import Clock
 log = logging.getLogger("baton.router")
 
 SWEEP_S = 1.0
-"""How often workers that are neither registered nor heard are forgotten."""
+"""Interval at which workers that are neither registered nor heard are dropped."""
 
 
 class FleetFeed:
-    """Keeps ``Fleet.cluster`` true."""
+    """Keeps ``Fleet.cluster`` up to date."""
 
     def __init__(  # noqa: PLR0913  # wiring
         self,
@@ -47,7 +47,7 @@ class FleetFeed:
         self._inbox = inbox
         self._speeds = speeds
         self._fleet_changed = fleet_changed
-        """Called with the seconds after which requests that wait should be looked at again."""
+        """Called with the delay in seconds after which a scheduling pass should run."""
         self._reservations = reservations
         self._prompts = prompts
         self._kv = kv
@@ -59,16 +59,16 @@ class FleetFeed:
         await self._bus.subscribe(WORKER_LOST, self._on_lost)
 
     async def follow_registry(self) -> None:
-        """Watch the workers' records, for ever."""
-        kept = await self._bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
-        async for entry in kept.watch():
+        """Watch the workers' records until cancelled."""
+        store = await self._bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        async for entry in store.watch():
             if entry is None:
                 self._fleet.cluster.is_whole = True
             else:
                 self._on_record(entry)
 
     async def sweep(self) -> None:
-        """Forget who is gone, for ever."""
+        """Drop vanished workers until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_S)
             for record in self._fleet.cluster.sweep(self._clock.now(), self._fleet.policy.silent_s_max):
@@ -76,7 +76,7 @@ class FleetFeed:
                 self._speeds.gone(record.worker_id)
                 self._inbox.worker_lost(record.worker_id, record.epoch)
                 log.info("worker %s is gone", record.worker_id)
-            self._fleet_changed(0.0)  # Silence tells nobody.
+            self._fleet_changed(0.0)  # A worker that falls silent causes no event.
 
     def _on_record(self, entry: StoredValue[WorkerRecord]) -> None:
         record = entry.value
@@ -90,11 +90,11 @@ class FleetFeed:
         if known is not None and known.record.epoch < record.epoch:
             self._inbox.worker_lost(
                 record.worker_id, known.record.epoch
-            )  # Started anew before its silence was noticed.
+            )  # It restarted before its silence was noticed.
         if known is None or known.record.epoch < record.epoch:
             log.info("worker %s: %s of %s, %s", record.worker_id, record.role, record.models, record.phase)
-        if record.phase is not WorkerPhase.STARTING:  # before, it answers no asks
-            if record.role is not Role.STORE:  # it has neither engine nor tokenizer
+        if record.phase is not WorkerPhase.STARTING:  # a starting worker does not reply
+            if record.role is not Role.STORE:  # a store has neither engine nor tokenizer
                 self._prompts.worker_seen(record)
             self._kv.worker_joined(record.worker_id, record.epoch)
 

@@ -1,4 +1,4 @@
-"""What placement computes with: a row of numbers for each worker, so that a thousand are weighed in one go."""
+"""The numbers that placement computes with: one row for each worker, so that numpy evaluates a thousand at once."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ HEARD_AT: Final = 0
 LEGS: Final = 1
 LEGS_MAX: Final = 2
 TURN: Final = 3
-"""When it was last chosen, counted in placements."""
+"""The number of the placement that last chose the worker."""
 DECODING: Final = 4
-"""Requests in its batch or about to be."""
+"""Requests in its batch, or about to be."""
 WAITING_TOKENS: Final = 5
-"""Prompt tokens that it has accepted and must still compute."""
+"""Prompt tokens that it has accepted and not computed yet."""
 CONTEXT_TOKENS: Final = 6
 """Tokens in its KV cache that running requests use."""
 FREE_TOKENS: Final = 7
-"""Tokens that its KV cache could still take."""
+"""Free tokens of its KV cache."""
 BLOCK_SIZE: Final = 8
 STEP_TOKENS: Final = 9
 """Prompt tokens that its engine computes in one step, at most."""
 PROMPTS_PER_S: Final = 10
-"""Prompt tokens that it computes in a second, lately."""
+"""Prompt tokens computed per second, lately."""
 ANSWERS: Final = 11
-"""1 if it is placed for decode, else 0: who only computes prompts disturbs nobody's decoding."""
+"""1 if it serves decode legs, else 0: prompts on a prefill worker delay no decodes."""
 SENT_TOKENS: Final = 12
-"""Of ``WAITING_TOKENS``, those that its last report could not know."""
+"""The part of ``WAITING_TOKENS`` that was sent after its last report."""
 SPEED: Final = 13
 """The first of as many rows as ``WorkerSpeed`` has fields, in their order."""
 PREFILL_STEP_S: Final = SPEED
@@ -51,11 +51,11 @@ TRANSFER_TOKEN_S: Final = SPEED + 7
 PAIRS_PER_TOKEN: Final = SPEED + 8
 TRANSIT_S: Final = SPEED + 9
 DIVISORS = [BLOCK_SIZE, STEP_TOKENS]
-"""Never 0, not even in a row that nobody has: formulas are worked out for all rows at once."""
+"""Never 0, not even in unused rows: formulas are evaluated for all rows at once."""
 NUMBERS: Final = SPEED + len(WorkerSpeed.__struct_fields__)
 
 READY: Final = 0
-"""There for others, as far as it said."""
+"""See ``WorkerView.ready``."""
 PREFILLS: Final = 1
 DECODES: Final = 2
 EXCHANGES: Final = 3
@@ -63,7 +63,7 @@ EXCHANGES: Final = 3
 FOLLOWED: Final = 4
 """Its KV can be read while it is being computed."""
 SERVES: Final = 5
-"""Takes legs; a store only keeps copies of KV for those who do."""
+"""Takes legs; a store only keeps copies of KV."""
 FLAGS: Final = 6
 
 
@@ -93,7 +93,7 @@ class FleetTable:
         return self.count - 1
 
     def give_back(self, row: int) -> None:
-        """Nobody has this row any more."""
+        """The row is free for another worker."""
         self.numbers[:, row] = 0.0
         self.numbers[DIVISORS, row] = 1.0
         self.flags[:, row] = False

@@ -1,4 +1,4 @@
-"""What every worker's prefix cache holds, as it comes over the bus: events, and a snapshot when any were missed."""
+"""Feeds the prefix index from the bus: each worker's KV events, and a snapshot when events were missed."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ log = logging.getLogger("baton.router")
 SNAPSHOT_S_MAX = 5.0
 """For a worker to send a snapshot."""
 SNAPSHOT_GAP_S = 0.05
-"""Between two asks for a worker's snapshot, doubled after each failure."""
+"""Between two requests for a worker's snapshot, doubled after each failure."""
 SNAPSHOT_GAP_S_MAX = 5.0
 ASKS_AT_ONCE_MAX = 32
-"""Workers whose snapshots are asked for at the same time: a router that begins wants all of a fleet's, and what comes
-must be read before SNAPSHOT_S_MAX is over."""
+"""Workers whose snapshots are requested at the same time: a starting router needs all of a fleet's, and must read each
+reply within SNAPSHOT_S_MAX.
+"""
 FAILURES_MAX = 3
-"""Failed asks after which a worker is placed by load alone; asking goes on."""
+"""Failed requests after which a worker is placed by load alone; the router keeps trying."""
 
 
 class KvFeed:
-    """Keeps ``Fleet.index`` true. One task per worker that wants a snapshot, children of ``follow``."""
+    """Keeps ``Fleet.index`` up to date. One task per worker that needs a snapshot, children of ``follow``."""
 
     def __init__(self, bus: Bus, index: PrefixIndex) -> None:
         self._bus = bus
         self._index = index
         self._wake = asyncio.Event()
         self._asking: set[WorkerId] = set()
-        self._turns = asyncio.Semaphore(ASKS_AT_ONCE_MAX)
+        self._slots = asyncio.Semaphore(ASKS_AT_ONCE_MAX)
         self.snapshots = 0
-        """Asked for so far."""
+        """Number of snapshots requested so far."""
 
     async def open(self) -> None:
         """Listen; live when it returns."""
@@ -46,7 +47,7 @@ class KvFeed:
         self._bus.on_reconnect(self.doubt_all)
 
     async def follow(self) -> None:
-        """Ask for snapshots where they are wanted, for ever."""
+        """Request snapshots where they are needed, until cancelled."""
         async with asyncio.TaskGroup() as asking:
             while True:
                 await self._wake.wait()
@@ -57,12 +58,12 @@ class KvFeed:
                         asking.create_task(self._ask_until_exact(worker_id), name=f"kv-snapshot {worker_id}")
 
     def worker_joined(self, worker_id: WorkerId, epoch: Epoch) -> None:
-        """A worker, or a new life of one."""
+        """A worker, or a new epoch of one."""
         self._index.join(worker_id, epoch)
         self._wake.set()
 
     def check(self, worker_id: WorkerId, epoch: Epoch, digest: KvDigest) -> None:
-        """A load report says what the worker holds."""
+        """Compare the index with the digest in a load report."""
         if self._index.check(worker_id, epoch, digest):
             self._wake.set()
 
@@ -98,7 +99,7 @@ class KvFeed:
     async def _ask(self, worker_id: WorkerId) -> bool:
         try:
             ask = AskKvSnapshot(worker_id=worker_id)
-            async with self._turns:
+            async with self._slots:
                 self.snapshots += 1
                 snapshot = await self._bus.ask(KV_SNAPSHOT, ask, timeout_s=SNAPSHOT_S_MAX)
             return self._index.restore(snapshot)

@@ -1,6 +1,6 @@
-"""The block table in C where it was built, in Python where it was not (no compiler when Baton was installed).
+"""The block table in C, or in Python where no compiler was available when Baton was installed.
 
-The C sources are in ``services/router/native``; both kinds stand the same tests.
+The C sources are in ``services/router/native``; both implementations pass the same tests.
 """
 
 from __future__ import annotations
@@ -16,5 +16,5 @@ else:
 
 
 def block_table() -> BlockTable:
-    """The fastest there is here."""
+    """The fastest implementation available."""
     return NativeBlockTable() if IS_COMPILED else PythonBlockTable()

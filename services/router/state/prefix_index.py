@@ -1,8 +1,8 @@
-"""Which worker holds which KV block, exactly: fed by KV events, repaired by snapshots, checked by digests.
+"""The KV blocks of each worker, exactly: updated by KV events, restored by snapshots, checked by digests.
 
-Each worker's entry follows that worker's own batch numbers. A gap, a new epoch or a digest that disagrees makes the
-entry DEGRADED until a snapshot comes; batches that arrive meanwhile are kept (bounded) and replayed behind it. A
-degraded entry still answers with the last it knew: a stale prefix is a better guess than none.
+Each worker's entry follows that worker's batch numbers. A gap, a new epoch or a different digest makes the entry
+DEGRADED until a snapshot comes; batches that arrive meanwhile are kept (bounded) and applied after it. A degraded entry
+keeps its last contents: a stale prefix is a better estimate than none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_events import BLOCK_HASH_BYTES, KvDigest, KvEventBatch, KvEventKind, KvSnapshot
 
 PENDING_BATCHES_MAX = 1024
-"""Batches kept for a worker while its snapshot is on the way; more are dropped and cost one more snapshot."""
+"""Batches kept for a worker until its snapshot arrives; more are dropped and cost another snapshot."""
 
 
 class IndexState(StrEnum):
@@ -29,9 +29,9 @@ class IndexState(StrEnum):
 
     EXACT = "exact"
     DEGRADED = "degraded"
-    """Something was missed; a snapshot is wanted."""
+    """Events were missed; a snapshot is needed."""
     FALLBACK = "fallback"
-    """Nothing is known: this worker is placed by load alone until a snapshot succeeds."""
+    """No contents: the worker is placed by load alone until a snapshot arrives."""
 
 
 @dataclass(slots=True)
@@ -40,11 +40,11 @@ class Entry:
 
     epoch: Epoch
     slot: int
-    """Its row in the table and its place in what ``match_depths`` answers, as long as it is joined."""
+    """Its row in the table and its position in the result of ``match_depths``, until it is dropped."""
     state: IndexState = IndexState.DEGRADED
     seq: int = 0
     claimed_seq: int = 0
-    """The highest number that a digest spoke of: if it is not reached by the next digest, batches were lost."""
+    """The highest batch number in a digest: if the index has not reached it by the next digest, batches were lost."""
     pending: deque[KvEventBatch] = field(default_factory=lambda: deque(maxlen=PENDING_BATCHES_MAX))
 
 
@@ -55,15 +55,15 @@ class PrefixIndex:
         self.table: BlockTable = block_table() if table is None else table
         self.entries: dict[WorkerId, Entry] = {}
         self.slots: list[WorkerId | None] = []
-        """Who is in each slot."""
+        """The worker of each slot."""
         self._slots_free: list[int] = []
         self.moves = 0
-        """Counts every time that a worker got a slot or left one."""
+        """Incremented when a worker gets or leaves a slot."""
         self.held: Callable[[int], bool] = self.table.held
-        """Whether anybody holds a block; from any thread."""
+        """Whether any worker holds a block; callable from any thread."""
 
     def join(self, worker_id: WorkerId, epoch: Epoch) -> None:
-        """A worker, or a new life of one, is there; what an older life held is forgotten."""
+        """A worker, or a new epoch of one; the blocks of an older epoch are dropped."""
         entry = self.entries.get(worker_id)
         if entry is None:
             self.entries[worker_id] = Entry(epoch, self._take_slot(worker_id))
@@ -72,7 +72,6 @@ class PrefixIndex:
             self.entries[worker_id] = Entry(epoch, entry.slot)
 
     def drop(self, worker_id: WorkerId) -> None:
-        """Forget a worker."""
         entry = self.entries.pop(worker_id, None)
         if entry is not None:
             self.table.clear(entry.slot)
@@ -81,9 +80,9 @@ class PrefixIndex:
             heappush(self._slots_free, entry.slot)
 
     def apply(self, batch: KvEventBatch) -> bool:
-        """Take in one batch. Answers whether a snapshot is wanted now. Raises ValueError on torn hashes.
+        """Returns whether a snapshot is needed now. Raises ValueError on hashes that are not whole.
 
-        Batches of workers that have not joined are ignored: their snapshot will tell all.
+        Batches of workers that have not joined are ignored: their snapshot will contain them.
         """
         entry = self.entries.get(batch.worker_id)
         if entry is None or batch.epoch < entry.epoch:
@@ -102,9 +101,9 @@ class PrefixIndex:
         return True
 
     def restore(self, snapshot: KvSnapshot) -> bool:
-        """Begin anew from ``snapshot`` and replay what came after it. Answers whether the entry is exact now.
+        """Replace the contents by ``snapshot`` and apply later batches. Returns whether the entry is exact now.
 
-        Raises ValueError on torn hashes.
+        Raises ValueError on hashes that are not whole.
         """
         if snapshot.worker_id not in self.entries:
             return False
@@ -129,10 +128,10 @@ class PrefixIndex:
         return entry.state is IndexState.EXACT
 
     def check(self, worker_id: WorkerId, epoch: Epoch, digest: KvDigest) -> bool:
-        """Compare with what the worker says it holds. Answers whether a snapshot is wanted now.
+        """Compare with the worker's own digest. Returns whether a snapshot is needed now.
 
-        Digests and batches travel on different subjects, so a digest may be ahead for a moment; only when the next
-        one comes and the index has still not reached the first is something lost.
+        Digests and batches travel on different subjects, so a digest may be ahead for a moment. Batches are lost only
+        if the index has not reached a digest's number when the next digest comes.
         """
         entry = self.entries.get(worker_id)
         if entry is None or entry.epoch != epoch:
@@ -149,29 +148,29 @@ class PrefixIndex:
         return wrong
 
     def doubt(self, worker_id: WorkerId) -> None:
-        """Events may have been missed (dropped, or the bus was away)."""
+        """Events may have been missed (dropped, or a bus outage)."""
         entry = self.entries.get(worker_id)
         if entry is not None and entry.state is IndexState.EXACT:
             entry.state = IndexState.DEGRADED
 
     def give_up(self, worker_id: WorkerId) -> None:
-        """No snapshot is to be had: place this worker by load alone."""
+        """No snapshot arrives: place this worker by load alone."""
         entry = self.entries.get(worker_id)
         if entry is not None:
             self.table.clear(entry.slot)
             entry.state = IndexState.FALLBACK
 
     def state(self, worker_id: WorkerId) -> IndexState:
-        """FALLBACK for workers that the index has not met."""
+        """FALLBACK for unknown workers."""
         entry = self.entries.get(worker_id)
         return entry.state if entry is not None else IndexState.FALLBACK
 
     def wanting(self) -> list[WorkerId]:
-        """Workers whose snapshot is wanted."""
+        """Workers whose snapshot is needed."""
         return [worker_id for worker_id, entry in self.entries.items() if entry.state is not IndexState.EXACT]
 
     def slot(self, worker_id: WorkerId) -> int:
-        """Where ``match_depths`` tells of this worker; -1 for one that the index has not met."""
+        """The worker's position in the result of ``match_depths``; -1 for an unknown worker."""
         entry = self.entries.get(worker_id)
         return -1 if entry is None else entry.slot
 

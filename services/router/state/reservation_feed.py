@@ -1,4 +1,4 @@
-"""Routers tell each other what they place, so that they do not all choose the worker that looks idle to all of them."""
+"""Routers publish what they place, so that they do not all choose a worker that looks idle to each of them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from shared.runtime.clock import Clock
 log = logging.getLogger("baton.router")
 
 BATCH_S = 0.005
-"""Between two messages, if there is anything to tell: what is placed meanwhile travels together."""
+"""Between two messages with reservations: placements in between travel together."""
 
 
 class ReservationFeed:
-    """Keeps what the other routers place in ``ClusterView``, and tells them what this one does. A router that is alone
-    says that it is there, and nothing else.
+    """Writes other routers' reservations into ``ClusterView``, and publishes this router's. A single router publishes
+    heartbeats only.
     """
 
     def __init__(self, router_id: RouterId, bus: Bus, clock: Clock, cluster: ClusterView) -> None:
@@ -35,7 +35,7 @@ class ReservationFeed:
 
     async def open(self) -> None:
         """Listen; live when it returns."""
-        await self._bus.subscribe(RESERVATIONS, self._on_told)
+        await self._bus.subscribe(RESERVATIONS, self._on_reservations)
 
     def leg_started(self, start: StartLeg, context_tokens: int) -> None:
         """A leg was sent to its worker."""
@@ -44,11 +44,11 @@ class ReservationFeed:
             self._wake.set()
 
     async def follow(self) -> None:
-        """Tell the others, for ever: at once after a pause, and never more often than each ``BATCH_S``."""
+        """Publish until cancelled: at once after a pause, and at most once each ``BATCH_S``."""
         while True:
             self._wake.clear()
             self.book.forget_silent(self._clock.now())
-            await self._tell()
+            await self._publish()
             await asyncio.sleep(BATCH_S)
             try:
                 async with asyncio.timeout(ANNOUNCE_S - BATCH_S):
@@ -56,17 +56,17 @@ class ReservationFeed:
             except TimeoutError:
                 pass
 
-    async def _tell(self) -> None:
-        """What cannot be sent is old when NATS is back, and forgotten."""
+    async def _publish(self) -> None:
+        """Reservations that cannot be sent are dropped: they would be out of date after the outage."""
         try:
             await self._bus.publish(RESERVATIONS, self.book.message())
         except BusDown:
             log.debug("reservations were not sent: NATS is down")
 
-    def _on_told(self, told: Reservations, _envelope: Envelope) -> None:
-        if not self.book.knows(told.router_id):
-            self._wake.set()  # it does not know of us either
+    def _on_reservations(self, message: Reservations, _envelope: Envelope) -> None:
+        if not self.book.knows(message.router_id):
+            self._wake.set()  # it does not know this router either
         now = self._clock.now()
-        for one in self.book.hear(told, now):
+        for one in self.book.hear(message, now):
             sent = Sent(now, one.tokens, one.context_tokens, one.legs)
             self._cluster.others_started(one.worker_id, one.epoch, sent)

@@ -1,7 +1,7 @@
-"""What this router has to tell the others of what it placed, and which of the things they tell are news.
+"""The reservations that this router has to publish, and which of the received ones are new.
 
-A reservation needs no end of its own: it counts until its worker's next report, which every worker that lives sends
-within a second, and which knows better.
+A reservation does not expire by itself: it counts until its worker's next load report, which is more accurate and
+comes within a second from every live worker.
 """
 
 from __future__ import annotations
@@ -12,77 +12,76 @@ from shared.contracts.ids import Epoch, RouterId, WorkerId
 from shared.contracts.reservations import ANNOUNCE_S, Reservation, Reservations
 
 SILENT_S_MAX = 3 * ANNOUNCE_S
-"""A router that was not heard for so long is gone."""
+"""A router that was silent for longer is gone."""
 ROUTERS_MAX = 256
-"""Routers that are followed; what further ones place is not known here."""
+"""Routers whose reservations are followed; those of further routers are ignored."""
 SLOT_S = 0.008
-"""By then a reservation has arrived everywhere."""
+"""Within this time a reservation has reached all routers."""
 SLOTS_EACH = 2
-"""Instants to act at for each router: with more of them, fewer act at the same."""
+"""Time slots for each router: with more slots, fewer routers act in the same one."""
 SLOTS_MAX = 12
 WORKERS_MAX = 4096
-"""Workers in one message; what is placed on further ones is not told."""
+"""Workers in one message; placements on further ones are not published."""
 
 
 class ReservationBook:
-    """Of one router. Duplicates, losses and disorder change nothing but how much it knows."""
+    """Duplicate, lost and reordered messages make it less accurate, and do no other harm."""
 
     def __init__(self, router_id: RouterId) -> None:
         self.alone = True
-        """Nobody would listen: nothing need be noted."""
+        """No other router is alive: reservations need not be noted."""
         self._router_id = router_id
         self._seq = 0
         self._lags = 0
-        self._untold: dict[tuple[WorkerId, Epoch], tuple[int, int, int]] = {}
+        self._unpublished: dict[tuple[WorkerId, Epoch], tuple[int, int, int]] = {}
         self._others: dict[RouterId, tuple[int, float]] = {}
         """Number of the newest message, and when it came."""
 
     @property
     def others(self) -> int:
-        """Routers heard of lately."""
+        """Number of other live routers."""
         return len(self._others)
 
     def router_ids(self) -> list[RouterId]:
-        """Who they are."""
         return list(self._others)
 
     def note(self, worker_id: WorkerId, epoch: Epoch, tokens: int, context_tokens: int) -> None:
-        """A leg was sent, of which the others shall know."""
+        """A leg was sent: publish it."""
         key = (worker_id, epoch)
-        legs, tokens_before, context_before = self._untold.get(key, (0, 0, 0))
-        if legs or len(self._untold) < WORKERS_MAX:
-            self._untold[key] = (legs + 1, tokens_before + tokens, context_before + context_tokens)
+        legs, tokens_before, context_before = self._unpublished.get(key, (0, 0, 0))
+        if legs or len(self._unpublished) < WORKERS_MAX:
+            self._unpublished[key] = (legs + 1, tokens_before + tokens, context_before + context_tokens)
 
     def message(self) -> Reservations:
-        """Everything that is not told yet; with nothing in it, a sign of life."""
+        """All reservations that are not published yet; without any, a heartbeat."""
         made = [
             Reservation(worker_id=worker_id, epoch=epoch, legs=legs, tokens=tokens, context_tokens=context_tokens)
-            for (worker_id, epoch), (legs, tokens, context_tokens) in self._untold.items()
+            for (worker_id, epoch), (legs, tokens, context_tokens) in self._unpublished.items()
         ]
-        self._untold = {}
+        self._unpublished = {}
         self._seq += 1
         return Reservations(router_id=self._router_id, seq=self._seq, made=made)
 
-    def hear(self, told: Reservations, now: float) -> list[Reservation]:
-        """Another router's message, or our own; answers what is news in it."""
-        if told.router_id == self._router_id:
+    def hear(self, message: Reservations, now: float) -> list[Reservation]:
+        """Any router's message, this one's included; returns the reservations that are new."""
+        if message.router_id == self._router_id:
             return []
-        known = self._others.get(told.router_id)
+        known = self._others.get(message.router_id)
         if known is None and len(self._others) >= ROUTERS_MAX:
             return []
-        if known is not None and told.seq <= known[0]:
+        if known is not None and message.seq <= known[0]:
             return []
-        self._others[told.router_id] = (told.seq, now)
+        self._others[message.router_id] = (message.seq, now)
         self.alone = False
-        return told.made
+        return message.made
 
     def knows(self, router_id: RouterId) -> bool:
         """Whether that router was heard before, or is this one."""
         return router_id == self._router_id or router_id in self._others
 
     def lag_s(self) -> float:
-        """When to act on news that all routers hear at once, such as that a worker has room: each at another time, and
-        at another one each time, so that those who act later know of those who did.
+        """A delay before acting on a message that all routers receive at once, such as a load report. Each router draws
+        a new time slot each time, so that routers that act later know the reservations of those that acted before.
         """
         if self.alone:
             return 0.0
@@ -92,8 +91,8 @@ class ReservationBook:
         return SLOT_S * (int.from_bytes(chance, "big") % slots)
 
     def forget_silent(self, now: float) -> None:
-        """Routers end without a word."""
+        """A router may end without a message."""
         self._others = {router_id: heard for router_id, heard in self._others.items() if now - heard[1] <= SILENT_S_MAX}
         self.alone = not self._others
         if self.alone:
-            self._untold = {}
+            self._unpublished = {}

@@ -1,15 +1,15 @@
-"""How fast something goes on, lately."""
+"""A decaying mean rate."""
 
 from __future__ import annotations
 
 import math
 
 MEMORY_S = 10.0
-"""What was so long ago weighs a third of what is now."""
+"""Time constant of the decay."""
 
 
 class TokenRate:
-    """Tokens in a second, from a total that is told now and then."""
+    """Tokens per second, from a running total that is reported now and then."""
 
     __slots__ = ("_at", "_per_s", "_total")
 
@@ -19,7 +19,9 @@ class TokenRate:
         self._per_s = 0.0
 
     def told(self, total: int, now: float) -> float:
-        """The total is ``total`` now; answers the rate. A total that shrank begins anew."""
+        """The total is ``total`` at ``now``; returns the rate. After a total that shrank (a restart), counting begins
+        anew.
+        """
         took_s = now - self._at
         if math.isnan(took_s) or total < self._total:
             self._total, self._at = total, now
