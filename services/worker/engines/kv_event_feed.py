@@ -1,4 +1,4 @@
-"""KV events on their way from an engine of ours to the one who follows it."""
+"""A queue of KV events, from a simulated engine or a store to their publisher."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from services.worker.engines.port import EngineDead
 from shared.contracts.kv_events import KvEvent
 
 KV_EVENTS_MAX = 10_000
-"""Events kept for the consumer; one that is further behind gets the whole cache told anew."""
+"""Events queued for the consumer; one that is further behind gets the whole cache again."""
 
 
 class KvEventFeed:
@@ -23,7 +23,7 @@ class KvEventFeed:
         died.add_done_callback(lambda _died: self._arrived.set())
 
     def tell(self, events: Sequence[KvEvent]) -> None:
-        """These are new, and what ``whole_as_events`` says includes them."""
+        """Queue new events, which ``whole_as_events`` already includes."""
         if not events:
             return
         self._events += events

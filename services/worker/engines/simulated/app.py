@@ -1,4 +1,4 @@
-"""The simulated engine's OpenAI-compatible server: plain ASGI, for router benchmarks measure what stands before it."""
+"""The simulated engine's OpenAI-compatible server: plain ASGI, because benchmarks measure the router before it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Submitter(Protocol):
         """Begin; tokens arrive in ``choice.inbox``. Raises EngineDead."""
 
     def abort(self, sequence: Sequence) -> None:
-        """Nobody wants the rest. Harmless when there is none."""
+        """Stop generating. Harmless for a sequence that has finished."""
 
 
 class SimulatedApp:
@@ -114,7 +114,7 @@ class SimulatedApp:
             events = []
             for choice, token, finish_reason in await job.inbox.take():
                 if choice.has_ended():
-                    continue  # a stop string has ended it
+                    continue  # A stop string has ended it.
                 if choice.is_at_start():
                     _note_first_token(record, choice)
                     record.transfer_report = _transfer_report(job)
@@ -153,7 +153,7 @@ class SimulatedApp:
         return job.answers.chunk(choice.index, text, ending)
 
     def _add(self, choice: Choice, token: int | None, finish_reason: str) -> str:
-        """One more token, or the end without one; returns what may be shown now."""
+        """Add a token, or the end without one; returns the text that may be shown now."""
         return (
             choice.refuse(finish_reason)
             if token is None
@@ -207,7 +207,7 @@ class SimulatedApp:
         job.record.finish_reason = choice.finish_reason
         sequence = choice.sequence
         if sequence is not None:
-            self._engine.abort(sequence)  # one that a stop string has ended would go on
+            self._engine.abort(sequence)  # One that a stop string has ended would continue.
             job.record.transfer_report = _transfer_report(job)
 
 
@@ -222,7 +222,7 @@ def _note_token(record: LegRecord, token: int | None) -> None:
 
 
 def _transfer_report(job: Job) -> KvTransferReport | None:
-    """As far as is known by now; of several choices, what they found together."""
+    """As far as known; for several choices, the sum."""
     sequences = [choice.sequence for choice in job.choices if choice.sequence is not None]
     transfer_reports = [
         sequence.account.transfer_report for sequence in sequences if sequence.account.transfer_report is not None
@@ -259,13 +259,13 @@ def _usage(job: Job) -> dict[str, Any]:
     record = job.record
     prompts = {id(choice.prompt): len(choice.prompt) for choice in job.choices}
     prompt_tokens = sum(prompts.values())
-    # For a decode leg it is the prefill leg that knows what was cached: here everything comes from elsewhere.
+    # For a decode leg, usage has the prefill worker's cached tokens: this engine received everything.
     cached = _cached_before(record) if record.kind is LegKind.DECODE else record.cached_tokens
     return usage_of(prompt_tokens, record.completion_tokens, min(cached, prompt_tokens))
 
 
 def _cached_before(record: LegRecord) -> int:
-    """In the prefill worker's cache: told by the router, or by that worker when it was followed."""
+    """Cached tokens of the prefill worker: from the router, or from that worker if it was followed."""
     told = record.transfer_report.prefill_cached_tokens if record.transfer_report is not None else -1
     return told if told >= 0 else record.prefill_cached_tokens
 

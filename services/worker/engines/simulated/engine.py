@@ -63,7 +63,7 @@ async def open_simulated_engine(
 
 
 def simulation_settings(settings: Settings) -> SimulationSettings:
-    """What a worker's settings mean for the simulation: 0 is its default, as long as it fits."""
+    """The simulation's settings from a worker's: 0 means the default, reduced if it does not fit."""
     timing = {name: getattr(settings, name) for name in SimulatedTiming.__struct_fields__}
     defaults = SimulationSettings()
     block_bytes = settings.block_size * settings.sim_kv_bytes_per_token
@@ -83,7 +83,7 @@ def simulation_settings(settings: Settings) -> SimulationSettings:
 
 
 class SimulatedEngine:
-    """An ``Engine``. Must be made on a running event loop."""
+    """An ``Engine``. Construct it on a running event loop."""
 
     def __init__(
         self, settings: SimulationSettings, model: SimulatedModel, tokenizer: SimulatedTokenizer, legs_max: int
@@ -105,7 +105,7 @@ class SimulatedEngine:
 
     @property
     def facts(self) -> EngineFacts:
-        """What does not change."""
+        """See the port."""
         return self._facts
 
     @property
@@ -115,11 +115,11 @@ class SimulatedEngine:
 
     @property
     def exchange(self) -> EngineExchange:
-        """Its end of the KV exchange."""
+        """See the port."""
         return self._exchange
 
     def load(self) -> EngineLoad:
-        """Now."""
+        """See the port."""
         batch, cache, measures = self._core.batch, self._core.cache, self._core.measures
         return EngineLoad(
             running=len(batch.running),
@@ -152,7 +152,7 @@ class SimulatedEngine:
         return self._tokenizer.files()
 
     async def tokens(self, path: str, body: bytes) -> EngineTokens:
-        """What a request of this body would ask the engine to compute."""
+        """See the port."""
         return await engine_tokens(self._jobs, self._tokenizer, self._facts.hashing.block_size, path, body)
 
     async def dead(self) -> str:
@@ -176,7 +176,7 @@ class SimulatedEngine:
         return sequence
 
     def abort(self, sequence: Sequence) -> None:
-        """Nobody wants the rest. Harmless when there is none."""
+        """Stop generating. Harmless for a sequence that has finished."""
         if sequence.finish_reason:
             return
         self._core.abort(sequence)
@@ -198,7 +198,7 @@ class SimulatedEngine:
             if self._exchange.moving:
                 wakes_at = min(now + POLL_S, now + POLL_S if wakes_at is None else wakes_at)
             if wakes_at is not None and wakes_at <= now:
-                await asyncio.sleep(0)  # everybody takes the tokens before the next ones come
+                await asyncio.sleep(0)  # Consumers take these tokens before the next step.
             else:
                 await self._sleep(None if wakes_at is None else wakes_at - now)
 

@@ -12,13 +12,13 @@ from services.worker.engines.simulated.mover import Mover, agent_name, direct_mo
 from services.worker.engines.simulated.tcp_agent import TcpAgent
 
 POLL_S = 0.002
-"""While something is moved by a thread, how often to ask what has arrived."""
+"""Between polls while a thread moves blocks."""
 THIS_PROCESS = MemoryNetwork()
 """Simulated engines of one process reach each other without NIXL."""
 
 
 def open_mover(core: EngineCore, fingerprint: str, clock: Callable[[], float]) -> Mover:
-    """What the engine's settings say; it is the engine's to close."""
+    """The mover that the settings choose; the engine closes it."""
     settings = core.settings
     name = agent_name(settings.worker_id, settings.epoch)
     if settings.sim_transfer == "nixl":
@@ -31,7 +31,7 @@ def open_mover(core: EngineCore, fingerprint: str, clock: Callable[[], float]) -
 
 
 class SimulatedExchange:
-    """An ``EngineExchange``. ``turn`` is the engine's loop's."""
+    """An ``EngineExchange``. The engine's loop calls ``turn``."""
 
     def __init__(self, core: EngineCore, mover: Mover, clock: Callable[[], float], wake: Callable[[], None]) -> None:
         self._core = core
@@ -42,7 +42,7 @@ class SimulatedExchange:
         self._closed = False
 
     async def call(self, call: EngineCall) -> EngineNotification:
-        """Have it done at once; what comes of it later is notifications. Raises EngineDead."""
+        """Runs at once; later results come as notifications. Raises EngineDead."""
         if self._closed:
             raise EngineDead("the engine was closed")
         notifications = self._core.call(call, self._clock())
@@ -50,11 +50,11 @@ class SimulatedExchange:
         return notifications
 
     def on_notifications(self, listener: Callable[[EngineNotification], None]) -> None:
-        """Call ``listener`` with what the engine says without being asked."""
+        """See the port."""
         self._listeners.append(listener)
 
     def turn(self) -> bool:
-        """Have moved what is to be moved, tell what is to be told; answers whether the engine has to look again."""
+        """Run the mover and pass on notifications; returns whether the engine must look again."""
         orders = self._core.exchange.take_orders()
         if orders:
             self._mover.submit(orders)
@@ -69,7 +69,7 @@ class SimulatedExchange:
 
     @property
     def moving(self) -> bool:
-        """Whether to ask again soon what has arrived."""
+        """Whether blocks are being moved."""
         return self._core.exchange.moving
 
     def close(self) -> None:

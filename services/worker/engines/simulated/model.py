@@ -1,4 +1,4 @@
-"""What a simulated engine pretends to serve, and what it says of itself."""
+"""The model that a simulated engine pretends to serve, and the engine's facts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jin
 
 
 class SimulatedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine pretends to serve."""
-
     directory: Path
     """With ``tokenizer.json``."""
     names: list[str] = msgspec.field(default_factory=lambda: [TINY_MODEL])
@@ -28,7 +26,6 @@ class SimulatedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def facts_of(settings: SimulationSettings, model: SimulatedModel, legs_max: int) -> EngineFacts:
-    """What does not change."""
     fingerprint = Fingerprint(
         model=model.names[0],
         revision=model.revision,
@@ -53,7 +50,7 @@ def facts_of(settings: SimulationSettings, model: SimulatedModel, legs_max: int)
 
 
 def models_answer(names: list[str], max_model_len: int) -> bytes:
-    """Of /v1/models."""
+    """The response of /v1/models."""
     created = int(time.time())
     cards = [
         {
@@ -77,7 +74,7 @@ def find_model(settings: Settings, cache_dir: Path) -> tuple[Path, str]:
     path = Path(settings.model)
     if path.is_dir():
         return path, str(path.resolve())
-    from huggingface_hub import snapshot_download  # only a model from the hub needs the hub
+    from huggingface_hub import snapshot_download  # Only a model from the hub needs it.
 
     found = Path(snapshot_download(settings.model, revision=settings.revision or None, allow_patterns=TOKENIZER_FILES))
     return found, found.name

@@ -1,4 +1,4 @@
-"""What moves the contents of blocks between simulated engines: the real connector's copier, on one of two agents."""
+"""Moves block contents between simulated engines: the connector's copier with one of two transfer agents."""
 
 from __future__ import annotations
 
@@ -21,62 +21,62 @@ from shared.contracts.kv_handshake import KvHandshake, KvLayer, KvPlane, KvRank
 assert CONTENT_BYTES == PROBE_BYTES, "the place behind the last block is for probes"
 
 MakeAgent = Callable[[str], TransferAgent]
-"""From a name that is unique for ever."""
+"""From a name that is never reused."""
 
 
 class Mover(Protocol):
-    """Carries out what an engine's exchange orders."""
+    """Executes the orders of an engine's exchange."""
 
     def submit(self, orders: Orders) -> None:
-        """Take orders on."""
+        """Start these orders."""
 
     def take_results(self) -> Results:
-        """What became final since the last call."""
+        """Results since the last call."""
 
     def close(self) -> None:
-        """Cut what is under way."""
+        """Abort transfers."""
 
 
 class DirectMover:
-    """Moves while it is looked at, on the caller's thread: for agents that need no waiting, and for virtual time."""
+    """Moves on the caller's thread when polled: for agents that never wait, and for virtual time."""
 
     def __init__(self, copier: Copier) -> None:
         self._copier = copier
 
     def submit(self, orders: Orders) -> None:
-        """Take orders on."""
+        """Start these orders."""
         self._copier.submit(orders)
 
     def take_results(self) -> Results:
-        """What became final since the last call."""
+        """Results since the last call."""
         self._copier.advance()
         return self._copier.take_results()
 
     def close(self) -> None:
-        """Cut what is under way."""
+        """Abort transfers."""
         self._copier.close()
 
 
 def direct_mover(core: EngineCore, agent: TransferAgent, fingerprint: str, clock: Callable[[], float]) -> DirectMover:
-    """On the caller's thread. The engine can be described from now on."""
+    """On the caller's thread. Registers the engine's memory."""
     return DirectMover(Copier(agent, _introduce(core, agent, fingerprint), clock))
 
 
 def threaded_mover(
     core: EngineCore, agent: TransferAgent, fingerprint: str, clock: Callable[[], float]
 ) -> TransferThread:
-    """On a thread of its own, for agents that take their time. The engine can be described from now on."""
+    """On a thread of its own, for agents that block. Registers the engine's memory."""
     own = _introduce(core, agent, fingerprint)
     return TransferThread(lambda: Copier(agent, own, clock))
 
 
 def agent_name(worker_id: str, epoch: int) -> str:
-    """Unique for ever: peers keep connections by it."""
+    """Never reused: peers keep connections by it."""
     return f"{worker_id}-{epoch}-{uuid.uuid4().hex[:8]}"
 
 
 def _introduce(core: EngineCore, agent: TransferAgent, fingerprint: str) -> Own:
-    """Make the contents of the engine's blocks readable, and say so in its handshake."""
+    """Register the contents of the engine's blocks, and set its handshake."""
     settings, cache = core.settings, core.cache
     size = CONTENT_BYTES * settings.kv_blocks
     agent.register([Region(cache.address, size + PROBE_BYTES, "cpu", 0)])

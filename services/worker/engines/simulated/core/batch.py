@@ -32,7 +32,7 @@ class Batch:
         self.receiving: dict[str, Sequence] = {}
         """By request id; these hold blocks for all of their prompt, and some of those are being read."""
         self._received: deque[Sequence] = deque()
-        """All that will come has come."""
+        """Their reads have ended."""
         self._still_written: dict[str, list[int]] = {}
         """Blocks of sequences that are gone, by request id, into which reads may still write."""
         self.refused: list[Sequence] = []
@@ -52,11 +52,11 @@ class Batch:
         return len(self.waiting) + len(self.receiving) + len(self._received)
 
     def add(self, sequence: Sequence) -> None:
-        """At the end of the queue."""
+        """Append to the queue."""
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """It has finished or nobody wants it any more. Expects that the reading side knows."""
+        """It has finished or was aborted. The reader must know that already."""
         if self.receiving.pop(sequence.request_id, None) is not None:
             self._still_written[sequence.request_id], sequence.blocks = sequence.blocks, []
             return
@@ -67,7 +67,7 @@ class Batch:
         self._give_up_blocks(sequence)
 
     def settle(self, now: float) -> bool:
-        """Take in what was read; answers whether that changes anything for the next step."""
+        """Apply ended reads; returns whether any ended."""
         ended, empty = self._reader.settle()
         for request_id in ended:
             if request_id in self._still_written:
@@ -79,7 +79,7 @@ class Batch:
         return bool(ended)
 
     def plan(self, now: float) -> Plan:
-        """The next step; empty if there is nothing to do now."""
+        """The next step; empty if nothing can run now."""
         budget = self._settings.max_num_batched_tokens
         plan, preempted = self._plan_running(budget)
         budget -= sum(count for _, count in plan)
@@ -187,7 +187,7 @@ class Batch:
         self._reader.allocated(sequence, sequence.blocks, tokens)
 
     def _take_in(self, sequence: Sequence, empty: set[int], now: float) -> None:
-        """What arrived without a gap counts; the rest is computed. The last token always is, for the next one."""
+        """Blocks count up to the first gap; the rest is computed, and so is always the last token."""
         size = self._settings.block_size
         here = sequence.computed // size
         arrived = takewhile(lambda block: block not in empty, sequence.blocks[here : here + sequence.receiving])

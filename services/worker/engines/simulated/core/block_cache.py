@@ -14,7 +14,7 @@ CONTENT_BYTES = 8
 
 @dataclass(slots=True)
 class _Change:
-    """Consecutive equal changes, to be told as one event."""
+    """Consecutive changes of one kind, which become one event."""
 
     kind: KvEventKind
     hashes: list[bytes]
@@ -44,7 +44,7 @@ class BlockCache:
 
     @property
     def free(self) -> int:
-        """Blocks that nobody holds."""
+        """Blocks without a holder."""
         return len(self._free)
 
     @property
@@ -122,7 +122,7 @@ class BlockCache:
                 self._free.move_to_end(block, last=False)
 
     def take_events(self) -> list[KvEvent]:
-        """What changed since the last call, in order."""
+        """Changes since the last call, in order."""
         changes, self._changes = self._changes, []
         return [
             KvEvent(
@@ -134,7 +134,7 @@ class BlockCache:
         ]
 
     def whole_as_events(self) -> list[KvEvent]:
-        """Events that bring a reader who lost some to the present state."""
+        """Events that bring any reader to the present state."""
         stored = pack_hashes(map(block_hash64, self._named))
         return [KvEvent(kind=KvEventKind.CLEARED), KvEvent(kind=KvEventKind.STORED, hashes=stored)]
 

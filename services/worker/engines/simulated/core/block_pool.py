@@ -30,11 +30,11 @@ class LeasablePool:
         return None if block is None else [self.blocks[block]]
 
     def touch(self, blocks: Sequence[NumberedBlock]) -> None:
-        """Somebody more needs these."""
+        """One more holder."""
         self._cache.hold([block.block_id for block in blocks])
 
     def free_blocks(self, ordered_blocks: Iterable[NumberedBlock]) -> None:
-        """Somebody fewer needs these; the first of them is forgotten first."""
+        """One holder fewer; the first block is evicted first."""
         ordered = [block.block_id for block in ordered_blocks]
         self._cache.release(ordered[::-1])
 
@@ -46,7 +46,7 @@ class CacheBlockAllocator:
         self._cache = cache
 
     def hold(self, hashes: Sequence[bytes]) -> list[int]:
-        """Keep the longest cached prefix of these where it is."""
+        """Hold the longest cached prefix of these."""
         found = self._cache.find(hashes, len(hashes))
         self._cache.hold(found)
         return found
@@ -62,5 +62,5 @@ class CacheBlockAllocator:
             self._cache.name(block, hashes[index], hashes[index - 1] if index else None)
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Held or taken, they are not needed any more."""
+        """Release blocks that were held or taken."""
         self._cache.release(blocks)

@@ -24,7 +24,7 @@ from services.worker.engines.simulated.core.tokens import ROOT_CONTENT, TokenSam
 from shared.contracts.load import StepTotals
 
 CATCH_UP_S_MAX = 0.02
-"""A caller who is late by less does not slow the engine down: the next step counts as begun on time."""
+"""A caller that is late by less does not slow the engine down: the next step counts as begun on time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ class EngineCore:
         return sequence
 
     def abort(self, sequence: Sequence) -> None:
-        """Forget it, whatever it is doing; its memory is free at once, or when no read writes into it any more.
+        """Abort in any state. Its blocks are free at once, or when no read writes into them any more.
 
         Harmless for one that has finished.
         """
@@ -94,7 +94,7 @@ class EngineCore:
             self.batch.settle(self._now)
 
     def call(self, call: EngineCall, now: float) -> EngineNotification:
-        """What the worker asks of the exchange; nothing else goes on before the next ``advance``."""
+        """A call to the exchange; the engine goes on with the next ``advance``."""
         self._now = now
         return self.exchange.call(call)
 

@@ -1,7 +1,7 @@
-"""The simulated network card: how long a read takes, on top of what really copying a few bytes takes.
+"""The simulated network link: adds the simulated time of a read to that of copying a few real bytes.
 
-A read waits here until the simulated bytes would have arrived; only then are the real ones copied, so that a holder
-which has given its blocks to somebody else meanwhile is found out, as it would be at the end of a slow transfer.
+A read waits here until its simulated bytes would have arrived. Only then are the real ones copied, so that a holder
+that has reused its blocks meanwhile is detected, as at the end of a slow transfer.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class _Transfer:
 
 
 class SimulatedLink:
-    """Reads on their way. All times are the engine's."""
+    """Reads under way. Times are on the engine's clock."""
 
     def __init__(self, settings: SimulationSettings) -> None:
         self._wire = TransferLink(settings.step_timing())
         self._block_bytes = settings.block_size * settings.sim_kv_bytes_per_token
         self._due: list[tuple[float, int]] = []
         self._waiting: dict[int, _Transfer] = {}
-        """By read id; those whose bytes are still on the simulated way."""
+        """By read id; those whose simulated bytes have not arrived."""
         self._copying: dict[int, _Transfer] = {}
 
     def begin(self, read: Read, now: float) -> None:
@@ -55,7 +55,7 @@ class SimulatedLink:
         return arrived
 
     def landed(self, part: ReadPart, now: float) -> ReadPart | None:
-        """The same part, as it looks in simulated bytes and time; None: nobody waits for it."""
+        """The same part with simulated bytes and times; None for an unknown read."""
         transfer = self._copying.get(part.read_id)
         if transfer is None:
             return None
@@ -66,7 +66,7 @@ class SimulatedLink:
         return replace(part, bytes=size, started_s=transfer.began_s, ended_s=now)
 
     def cancel(self, read_id: int, now: float) -> ReadPart | None:
-        """Take a read off the wire; answers its end, or None when its bytes are being copied already."""
+        """Cancel a read; returns its end, or None if its bytes are being copied already."""
         transfer = self._waiting.pop(read_id, None)
         if transfer is None:
             return None
@@ -74,7 +74,7 @@ class SimulatedLink:
 
     @property
     def copying(self) -> bool:
-        """Whether the mover has any."""
+        """Whether the mover is copying."""
         return bool(self._copying)
 
     @property

@@ -1,4 +1,4 @@
-"""What a simulated engine tells about itself: totals, and speeds measured lately."""
+"""Totals and recent speeds of a simulated engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shared.contracts.load import StepTotals
 SPEED_MEMORY = 0.9
 """How much of a speed's old value stays when a step brings a new sample."""
 PREFILL_SAMPLE_TOKENS_MIN = 32
-"""Shorter prefills say more about the step's fixed cost than about speed."""
+"""The time of shorter prefills is mostly the fixed cost of a step."""
 
 
 @dataclass(slots=True)

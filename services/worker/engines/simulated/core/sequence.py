@@ -10,7 +10,7 @@ from shared.contracts.kv_exchange import KvTransferReport, LegOrder
 
 LENGTH, STOP, ABORT = "length", "stop", "abort"
 CACHE_THRESHOLD = "cache_threshold"
-"""Too little of the prompt was cached or could be fetched, and the request would rather not be computed."""
+"""Refused: too little of the prompt was cached or could be fetched."""
 NO_ORDER = LegOrder()
 
 
@@ -23,7 +23,7 @@ class Wish:
     ignore_eos: bool = False
     stop_token_ids: Collection[int] = ()
     expected_tokens: int = -1
-    """Prompt tokens that will have to be computed, as far as the caller knows; -1: not at all."""
+    """Prompt tokens that the caller expects to be computed; -1: unknown."""
     cache_salt: str = ""
     """Only prompts with the same salt share blocks."""
     order: LegOrder = NO_ORDER
@@ -51,7 +51,7 @@ class Account:
     received_bytes: int = 0
     received_s: float = 0.0
     transfer_report: KvTransferReport | None = None
-    """From the first token on, and anew when the sequence has finished."""
+    """Set at the first token, and again when the sequence has finished."""
 
 
 @dataclass(slots=True, eq=False)

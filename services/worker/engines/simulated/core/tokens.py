@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 ROOT_CONTENT = 0x6A09E667F3BCC908
-"""What stands before a first block."""
+"""Content before the first block."""
 EOS_PERIOD = 256
 """One token in so many ends the answer, unless the request ignores that."""
 
@@ -26,11 +26,11 @@ def block_content(previous: int, tokens: Sequence[int]) -> int:
 
 
 class TokenSampler:
-    """Chooses among the ids that the model says; ``eos`` may be among the answers, other special tokens never."""
+    """Chooses among the ids of the vocabulary and ``eos``; never other special tokens."""
 
     def __init__(self, vocabulary: Sequence[int], eos: int | None) -> None:
         if not vocabulary:
-            raise ValueError("a model needs at least one token that it can say")
+            raise ValueError("a model needs at least one token that it can generate")
         self._vocabulary = vocabulary
         self._size = len(vocabulary)
         self._eos = eos
