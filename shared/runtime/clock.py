@@ -1,4 +1,4 @@
-"""Time as an argument: the shells read a clock, the cores are told the time."""
+"""Clocks. Shells read a clock; cores get the time as an argument."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Where a shell gets the time."""
+    """A source of time."""
 
     def now(self) -> float:
         """Monotonic seconds; only differences mean something."""

@@ -1,6 +1,6 @@
-"""API keys: how one is made, and its digest, which is all that is kept of it.
+"""API keys and their digests; only the digest is stored.
 
-A key has 256 random bits, so one SHA-256 is enough at rest: nobody can try them all, which is what slow hashes are for.
+A key has 256 random bits, which cannot be guessed, so a single SHA-256 suffices and no slow hash is needed.
 """
 
 from __future__ import annotations
@@ -9,25 +9,25 @@ import hashlib
 import secrets
 
 KEY_PREFIX = "baton-"
-"""By which people and programs that look for secrets know one."""
+"""Lets secret scanners recognise a key."""
 KEY_BYTES = 32
 KEY_CHARS_MAX = 256
-"""A longer one is nobody's."""
+"""Longer strings are rejected."""
 
 
 def new_key() -> str:
-    """A key that nobody has had."""
+    """A new random key."""
     return KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
 
 
 def new_salt() -> str:
-    """A secret from which salts are made."""
+    """A new secret for cache salts."""
     return secrets.token_hex(KEY_BYTES)
 
 
 def digest_of(key: str | bytes) -> str:
-    """What is kept of a key: its SHA-256, in hexadecimal digits.
+    """The SHA-256 of a key, in hexadecimal digits.
 
-    Who looks a digest up compares digests, never keys: how long that takes tells nothing of a key that is near.
+    Look-ups compare digests, so their duration reveals nothing about similar keys.
     """
     return hashlib.sha256(key.encode() if isinstance(key, str) else key).hexdigest()

@@ -1,5 +1,5 @@
-"""Where a worker keeps a role that it took on at run time, in the state folder: its next life looks there, and whoever
-starts a worker anew, rather than again, removes it before.
+"""The file in the state folder with the role that a worker changed to at run time. A restarted worker reads it; the
+launcher removes it before it starts a new worker.
 """
 
 from __future__ import annotations
@@ -8,5 +8,5 @@ from pathlib import Path
 
 
 def saved_role_file(state_dir: str, worker_id: str) -> Path:
-    """There is one only while the role is another than that of the settings."""
+    """It exists only while the role differs from the role in the settings."""
     return Path(state_dir).expanduser() / "roles" / f"{worker_id}.json"

@@ -1,4 +1,4 @@
-"""Which Baton this is."""
+"""The installed version of Baton."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DISTRIBUTION = "baton-serve"
 
 @cache
 def baton_version() -> str:
-    """As it was installed; empty when it runs from somewhere else."""
+    """The version of the installed package; empty if it is not installed."""
     try:
         return version(DISTRIBUTION)
     except PackageNotFoundError:

@@ -1,6 +1,6 @@
-"""Metrics as plain data, for a process that shows what others report: one list, shown to Prometheus and pushed as OTLP.
+"""Metrics as plain data, for a process that exposes the reports of others to Prometheus and over OTLP.
 
-Series that are not in the list are gone, which no counter object could do.
+A series that is not in the list disappears, which prometheus_client's counter objects do not support.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Spans that are drawn when all is known of them, instead of being carried along.
+"""Spans that are created when they have ended, instead of being started and passed along.
 
-Whoever draws at the end can decide at the end, and pays nothing for what nobody wants to see. Instants are on the
-process's monotonic clock.
+Whether a request is traced is then decided at its end, and untraced requests cost nothing. Instants are on
+the process's monotonic clock.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shared.telemetry.span_names import SpanName
 About = dict[str, AttributeValue]
 
 
-class Drawn(msgspec.Struct, frozen=True, kw_only=True):
+class FinishedSpan(msgspec.Struct, frozen=True, kw_only=True):
     """One span."""
 
     name: SpanName
@@ -26,20 +26,18 @@ class Drawn(msgspec.Struct, frozen=True, kw_only=True):
     ended_at: float
     span_id: int
     parent_id: int = 0
-    """0: nobody's child."""
+    """0: no parent."""
     parent_is_remote: bool = False
     kind: SpanKind = SpanKind.INTERNAL
     about: About = {}
     error: str | None = None
-    """What went wrong, in a word; None when nothing did."""
+    """The kind of error in one word; None without an error."""
 
 
 class SpanSink(Protocol):
-    """Where spans go. ``sample_ratio``: the share of the requests that are traced although nothing is odd about
-    them.
-    """
+    """Receives finished spans. ``sample_ratio``: the share of ordinary requests that are traced."""
 
     sample_ratio: float
 
-    def draw(self, trace_id: int, spans: Sequence[Drawn]) -> None:
-        """Take the spans of one trace; never waits."""
+    def draw(self, trace_id: int, spans: Sequence[FinishedSpan]) -> None:
+        """Take the spans of one trace; does not wait."""

@@ -1,7 +1,6 @@
 """Logs on stderr: text for people, JSON lines for machines. Facts go into ``extra={"facts": {...}}``.
 
-A line is one line, whatever a client made up: nothing that it sent may look like a line of ours, or order a terminal
-about.
+Each record is one line. Text from clients is escaped: it can neither forge a log line nor control a terminal.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from typing import Any, Literal
 from opentelemetry import trace
 
 QUIET_LOGGERS = ("httpx", "httpcore", "asyncio", "opentelemetry", "urllib3")
-"""Third parties that say at INFO what nobody asked."""
+"""Third parties with verbose INFO logs."""
 TRACE_ID: ContextVar[str] = ContextVar("trace_id", default="")
-"""Of the request that this task serves: whatever is logged in it says so. Empty: none that is traced."""
+"""Trace of the request that this task serves, added to its log records. Empty: not traced."""
 DIM, YELLOW, RED, PLAIN = "\x1b[2m", "\x1b[33m", "\x1b[31m", "\x1b[0m"
 
 
 def setup_logging(service: str, instance: str, *, level: str, log_format: Literal["json", "text"]) -> None:
     """Send all logs of this process to stderr. Call once."""
     handler = logging.StreamHandler(sys.stderr)
-    # https://no-color.org: set to anything, it is obeyed.
+    # https://no-color.org: any non-empty value disables colour.
     colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     text = Text(service, instance, colour=colour)
     handler.setFormatter(JsonLines(service, instance) if log_format == "json" else text)
@@ -39,7 +38,7 @@ def setup_logging(service: str, instance: str, *, level: str, log_format: Litera
 
 
 def _facts(record: logging.LogRecord) -> Mapping[str, Any]:
-    """With the trace that the record belongs to, if there is one."""
+    """The facts of the record, with its trace id, if any."""
     facts = getattr(record, "facts", None)
     told: Mapping[str, Any] = facts if isinstance(facts, Mapping) else {}
     trace_id = TRACE_ID.get()
@@ -54,14 +53,14 @@ def _utc(record: logging.LogRecord) -> str:
 
 
 def _on_one_line(text: str) -> str:
-    """With escapes for what cannot be seen: ends of lines, orders to terminals."""
+    """With escapes for line breaks and control characters."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object per record, in ASCII: no reader takes anything in it for the end of a line."""
+    """One JSON object per record, in ASCII, so that no character in it can end the line."""
 
     def __init__(self, service: str, instance: str) -> None:
         super().__init__()
@@ -98,7 +97,7 @@ class Text(logging.Formatter):
         head = self._painted(f"{_utc(record)[11:-1]} {self._who}", DIM)
         line = f"{head} {self._painted(level + _on_one_line(record.getMessage()), loud)}{self._painted(told, DIM)}"
         if record.exc_info:
-            # Set in, so that no line of it can be taken for one of ours.
+            # Indented, so that no line of it looks like a log record.
             stack = self.formatException(record.exc_info).split("\n")
             line = "\n".join([line, *(f"    {_on_one_line(each)}" for each in stack)])
         return line

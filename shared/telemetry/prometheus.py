@@ -1,4 +1,4 @@
-"""Prometheus objects made from ``names``, so that no metric has a name of its own making."""
+"""prometheus_client objects for the metrics in ``names``."""
 
 from __future__ import annotations
 

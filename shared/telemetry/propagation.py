@@ -1,4 +1,4 @@
-"""Trace context in message headers, as W3C says. Without tracing both functions cost next to nothing."""
+"""W3C trace context in message headers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _W3C = TraceContextTextMapPropagator()
 HEADER = "traceparent"
 IDS = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 NOT_TRACED: Mapping[str, str] = {HEADER: f"00-{1:032x}-{1:016x}-00"}
-"""Headers of what nobody wants to see in a trace."""
+"""Headers of requests that are never traced."""
 
 
 def inject(span: trace.Span | None = None) -> dict[str, str] | None:
-    """Headers that carry this span (or the current one) on; None when there is nothing to carry."""
+    """Headers that propagate this span, or the current one; None without a valid span."""
     carried = trace.get_current_span() if span is None else span
     if not carried.get_span_context().is_valid:
         return None
@@ -33,6 +33,6 @@ def extract(headers: Mapping[str, str]) -> Context:
 
 
 def trace_named(headers: Mapping[str, str] | None) -> str:
-    """The id of the trace that these headers carry on; empty when they name none."""
+    """The trace id in these headers; empty if there is none."""
     found = IDS.match((headers or {}).get(HEADER, ""))
     return found[1] if found is not None else ""

@@ -1,4 +1,4 @@
-"""Spans and metrics of one process: OTLP over HTTP when an endpoint is set, nothing at all otherwise."""
+"""Spans and metrics of one process over OTLP/HTTP; disabled without an endpoint."""
 
 from __future__ import annotations
 
@@ -20,36 +20,34 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, TraceIdRat
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from shared.telemetry.families import Distribution, Family, Sample
-from shared.telemetry.finished_spans import Drawn, SpanSink
+from shared.telemetry.finished_spans import FinishedSpan, SpanSink
 from shared.telemetry.metrics import Kind
 
 log = logging.getLogger("baton.telemetry")
 
 EXPORT_S_MAX = 2.0
-"""One attempt to send spans; a dead receiver costs no more."""
+"""Longest attempt to send spans."""
 SPANS_WAITING_MAX = 8192
 EXPORT_PERIOD_S = 1.0
-COMPLAINT_PERIOD_S = 60.0
-"""How often it is said that a receiver does not take what it is sent."""
+WARNING_PERIOD_S = 60.0
+"""Shortest interval between warnings that the receiver does not accept spans."""
 SCOPE = InstrumentationScope("baton")
 SAMPLED = trace.TraceFlags(trace.TraceFlags.SAMPLED)
 WELL = trace.Status()
 UCUM = {"seconds": "s", "bytes": "By", "ratio": "1", "1": "1"}
-"""Units as OpenTelemetry writes them; what is counted stands in braces there."""
+"""Units in UCUM, as OpenTelemetry expects; units of counted things are written in braces."""
 
 
 @dataclass(frozen=True)
 class Telemetry:
-    """What a process traces with: ``tracer`` for spans that are carried along, ``sink`` for those that are drawn when
-    all is over.
-    """
+    """``tracer`` makes spans that are passed along, ``sink`` takes finished spans."""
 
     tracer: trace.Tracer
     sink: SpanSink | None = None
     _provider: TracerProvider | None = None
 
     def shutdown(self, deadline_s: float) -> None:
-        """Send what is left; a receiver that is gone delays this by at most ``deadline_s``."""
+        """Send the remaining spans, for at most ``deadline_s``."""
         provider = self._provider
         if provider is None:
             return
@@ -68,7 +66,7 @@ def setup(
         return Telemetry(trace.NoOpTracer())
     provider = TracerProvider(
         resource=_resource(service, instance, version),
-        # Workers begin no traces: routers say which of their legs are traced.
+        # Workers start no traces; the router decides which legs are traced.
         sampler=ParentBased(ALWAYS_OFF if service == "worker" else TraceIdRatioBased(trace_sample_ratio)),
         shutdown_on_exit=False,
     )
@@ -79,27 +77,25 @@ def setup(
     )
     provider.add_span_processor(processor)
     return Telemetry(
-        provider.get_tracer(SCOPE.name), DrawnSpans(processor, provider.resource, trace_sample_ratio), provider
+        provider.get_tracer(SCOPE.name), FinishedSpanSink(processor, provider.resource, trace_sample_ratio), provider
     )
 
 
-class DrawnSpans:
-    """The ``SpanSink`` before the same exporter. The SDK's own spans, which can be added to while they run, cost three
-    times as much.
-    """
+class FinishedSpanSink:
+    """A ``SpanSink`` in front of the same exporter. The SDK's own mutable spans cost three times as much."""
 
     def __init__(self, processor: SpanProcessor, resource: Resource, sample_ratio: float) -> None:
         self.sample_ratio = sample_ratio
         self._processor = processor
         self._resource = resource
 
-    def draw(self, trace_id: int, spans: Sequence[Drawn]) -> None:
-        """Put them in the exporter's queue."""
+    def draw(self, trace_id: int, spans: Sequence[FinishedSpan]) -> None:
+        """Queue them for export."""
         began_ns = time.time_ns() - time.monotonic_ns()
         for span in spans:
             self._processor.on_end(self._readable(trace_id, span, began_ns))
 
-    def _readable(self, trace_id: int, span: Drawn, began_ns: int) -> ReadableSpan:
+    def _readable(self, trace_id: int, span: FinishedSpan, began_ns: int) -> ReadableSpan:
         above = trace.SpanContext(trace_id, span.parent_id, span.parent_is_remote, SAMPLED) if span.parent_id else None
         return ReadableSpan(
             name=span.name,
@@ -116,7 +112,7 @@ class DrawnSpans:
 
 
 class SpanExporter(OTLPSpanExporter):
-    """The SDK's, which would write two lines a second about a receiver that is away; this one, one now and then."""
+    """The SDK's exporter logs two lines a second while the receiver is away; this one logs once a minute."""
 
     def __init__(self, otlp_endpoint: str, *, export_s_max: float, now: Callable[[], float]) -> None:
         for talkative in (OTLPSpanExporter.__module__, _shared_internal.__name__):
@@ -124,19 +120,19 @@ class SpanExporter(OTLPSpanExporter):
         super().__init__(endpoint=f"{otlp_endpoint.rstrip('/')}/v1/traces", timeout=export_s_max)
         self._receiver = otlp_endpoint
         self._now = now
-        self._complained_at: float | None = None
+        self._warned_at: float | None = None
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Send them, or lose them."""
+        """Send the spans; they are dropped on failure."""
         result = super().export(spans)
-        now, before = self._now(), self._complained_at
+        now, before = self._now(), self._warned_at
         if result is SpanExportResult.SUCCESS:
             if before is not None:
-                log.info("the OTLP receiver %s takes spans again", self._receiver)
-            self._complained_at = None
-        elif before is None or now - before >= COMPLAINT_PERIOD_S:
-            log.warning("the OTLP receiver %s takes no spans: they are lost", self._receiver)
-            self._complained_at = now
+                log.info("the OTLP receiver %s accepts spans again", self._receiver)
+            self._warned_at = None
+        elif before is None or now - before >= WARNING_PERIOD_S:
+            log.warning("the OTLP receiver %s does not accept spans: they are lost", self._receiver)
+            self._warned_at = now
         return result
 
 
@@ -152,24 +148,24 @@ def _resource(service: str, instance: str, version: str = "") -> Resource:
 
 
 class MetricsPush:
-    """Sends families to an OTLP receiver. The SDK's own instruments are left out: they could not forget a series."""
+    """Sends families to an OTLP receiver, without the SDK's instruments, which cannot drop a series."""
 
     def __init__(self, service: str, instance: str, *, otlp_endpoint: str, started_ns: int) -> None:
         self._resource = _resource(service, instance)
         self._started_ns = started_ns
-        # It would say three lines a second that the receiver is away; the caller of push says it once.
+        # The SDK logs three lines a second while the receiver is away; the caller of push logs once.
         logging.getLogger(OTLPMetricExporter.__module__).setLevel(logging.CRITICAL)
         self._exporter = OTLPMetricExporter(endpoint=f"{otlp_endpoint.rstrip('/')}/v1/metrics", timeout=EXPORT_S_MAX)
 
     def push(self, families: Iterable[Family], now_ns: int) -> bool:
-        """Whether the receiver took them. Blocks for ``EXPORT_S_MAX`` at most: call it in a thread."""
+        """Whether the receiver accepted them. Blocks for at most ``EXPORT_S_MAX``: call it in a thread."""
         metrics = [self._metric(family, now_ns) for family in families if family.samples]
         scope = otlp.ScopeMetrics(SCOPE, metrics, schema_url="")
         message = otlp.MetricsData([otlp.ResourceMetrics(self._resource, [scope], schema_url="")])
         return self._exporter.export(message) is otlp.MetricExportResult.SUCCESS
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self._exporter.shutdown()
 
     def _metric(self, family: Family, now_ns: int) -> otlp.Metric:
@@ -206,7 +202,7 @@ class MetricsPush:
             sum=value.sum,
             bucket_counts=value.counts,
             explicit_bounds=family.metric.buckets,
-            min=None,  # type: ignore[arg-type]  # Optional on the wire; nobody keeps them.
+            min=None,  # type: ignore[arg-type]  # Optional on the wire, and not recorded.
             max=None,  # type: ignore[arg-type]
         )
 

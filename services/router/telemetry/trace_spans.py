@@ -13,7 +13,7 @@ from services.router.telemetry.outcome import SERVER_ERROR, Kept
 from services.router.telemetry.trace import LegMark, Trace
 from shared.contracts.decisions import TtftParts
 from shared.contracts.inference import LegKind, LegReport, RequestFinished
-from shared.telemetry.finished_spans import About, Drawn
+from shared.telemetry.finished_spans import About, FinishedSpan
 from shared.telemetry.leg_intervals import (
     Interval,
     engine_intervals,
@@ -45,12 +45,12 @@ OPERATIONS = {CHAT: "chat", COMPLETIONS: "text_completion", "/v1/embeddings": "e
 PROVIDER = "vllm"
 
 
-def spans_of(context: RequestContext, finished: RequestFinished, why: Kept, now: float) -> list[Drawn]:
+def spans_of(context: RequestContext, finished: RequestFinished, why: Kept, now: float) -> list[FinishedSpan]:
     """All spans that the router exports for the request; ``why``: why its trace is kept."""
     trace = context.trace
     if trace is None:
         return []
-    request = Drawn(
+    request = FinishedSpan(
         name=SpanName.REQUEST,
         begun_at=context.timings.started_at,
         ended_at=now,
@@ -68,7 +68,7 @@ def spans_of(context: RequestContext, finished: RequestFinished, why: Kept, now:
     return [request, *own, *first_token(context, finished, trace), *legs(context, trace)]
 
 
-def first_token(context: RequestContext, finished: RequestFinished, trace: Trace) -> Iterator[Drawn]:
+def first_token(context: RequestContext, finished: RequestFinished, trace: Trace) -> Iterator[FinishedSpan]:
     """The time to the first token with its parts, and the time from then to the last token."""
     started_at, last_at = context.timings.started_at, context.timings.last_at
     if finished.ttft_s < 0.0:
@@ -92,12 +92,12 @@ def first_token(context: RequestContext, finished: RequestFinished, trace: Trace
         )
 
 
-def legs(context: RequestContext, trace: Trace) -> Iterator[Drawn]:
+def legs(context: RequestContext, trace: Trace) -> Iterator[FinishedSpan]:
     """Each leg; of workers that drew nothing themselves, as the router was finished."""
     reports = {LegKind.PREFILL: context.prefill_report}
     last = {mark.kind is LegKind.PREFILL: mark for mark in trace.legs}
     for mark in trace.legs:
-        yield Drawn(
+        yield FinishedSpan(
             name=SpanName.PREFILL_LEG if mark.kind is LegKind.PREFILL else SpanName.DECODE_LEG,
             begun_at=mark.begun_at,
             ended_at=mark.ended_at,
@@ -116,7 +116,7 @@ def legs(context: RequestContext, trace: Trace) -> Iterator[Drawn]:
             yield from worker_spans(mark, report)
 
 
-def worker_spans(mark: LegMark, report: LegReport) -> Iterator[Drawn]:
+def worker_spans(mark: LegMark, report: LegReport) -> Iterator[FinishedSpan]:
     """The leg as its worker reported it. The worker's clock is not the router's: its total time is put in the middle of
     the time that the router waited, and the intervals within it follow from their durations.
     """
@@ -133,9 +133,9 @@ def worker_spans(mark: LegMark, report: LegReport) -> Iterator[Drawn]:
             yield shifted(served.span_id, interval, inside[0].begun_at - asked_at)
 
 
-def shifted(parent_id: int, interval: Interval, by_s: float) -> Drawn:
+def shifted(parent_id: int, interval: Interval, by_s: float) -> FinishedSpan:
     """An interval on a worker's clock, moved to the router's."""
-    return Drawn(
+    return FinishedSpan(
         name=interval.name,
         begun_at=interval.begun_at + by_s,
         ended_at=interval.ended_at + by_s,
@@ -146,9 +146,9 @@ def shifted(parent_id: int, interval: Interval, by_s: float) -> Drawn:
     )
 
 
-def below(parent_id: int, name: SpanName, begun_at: float, ended_at: float, about: About | None = None) -> Drawn:
+def below(parent_id: int, name: SpanName, begun_at: float, ended_at: float, about: About | None = None) -> FinishedSpan:
     """A span without an error."""
-    return Drawn(
+    return FinishedSpan(
         name=name, begun_at=begun_at, ended_at=ended_at, span_id=new_id(), parent_id=parent_id, about=about or {}
     )
 

@@ -16,7 +16,7 @@ from shared.contracts.failures import Reason
 from shared.contracts.ids import Epoch, RequestId, WorkerId
 from shared.contracts.inference import LegKind, LegReport, RequestFinished, StartLeg
 from shared.contracts.kv_exchange import KvRead, KvTransferReport
-from shared.telemetry.finished_spans import Drawn
+from shared.telemetry.finished_spans import FinishedSpan
 from shared.telemetry.span_names import Attribute, SpanName
 from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, FakeWorker
 from tests.unit.router.streams import TOKENS, fails, streams
@@ -35,13 +35,13 @@ class Drawings:
 
     def __init__(self, ratio: float) -> None:
         self.sample_ratio = ratio
-        self.traces: list[tuple[int, list[Drawn]]] = []
+        self.traces: list[tuple[int, list[FinishedSpan]]] = []
 
     def draw(self, trace_id: int, spans) -> None:
         self.traces.append((trace_id, list(spans)))
 
     @property
-    def last(self) -> list[Drawn]:
+    def last(self) -> list[FinishedSpan]:
         return self.traces[-1][1]
 
 
@@ -78,16 +78,16 @@ def told(**fields) -> RequestFinished:
     return RequestFinished(**{**base, **fields})
 
 
-def named(spans: list[Drawn], name: SpanName) -> Drawn:
+def named(spans: list[FinishedSpan], name: SpanName) -> FinishedSpan:
     (found,) = [span for span in spans if span.name is name]
     return found
 
 
-def length(span: Drawn) -> float:
+def length(span: FinishedSpan) -> float:
     return span.ended_at - span.begun_at
 
 
-def below(spans: list[Drawn], above: Drawn) -> list[Drawn]:
+def below(spans: list[FinishedSpan], above: FinishedSpan) -> list[FinishedSpan]:
     return [span for span in spans if span.parent_id == above.span_id]
 
 
