@@ -18,7 +18,7 @@ JOBS ?= 2
 export JOBS
 # Tests with processes wait for half of their time: three at once keep two cores busy.
 test nightly: JOBS = 3
-PYTEST = $(PYTHON) -m pytest -m "not gpu" -rs -n $(JOBS) --dist loadgroup --no-loadscope-reorder $(if $(K),-k "$(K)")
+PYTEST = $(PYTHON) -m pytest -m "not gpu" -rs -n $(JOBS) --no-loadscope-reorder $(if $(K),-k "$(K)")
 
 .PHONY: help setup setup-dev test-tools up down doctor test nightly check fix test-vllm compose-test chaos fuzz audit bench-router bench-kv bench-placement bench-replay bench-planner bench-telemetry bench-fleet catalogue lock clean
 

@@ -23,7 +23,7 @@ part types "$bin/mypy"
 part layers "$bin/lint-imports"
 part generated "$bin/python" -m shared.contracts.catalogue --check
 part structure "$bin/python" scripts/check_structure.py
-part tests "$bin/python" -m pytest -n "${JOBS:-2}" --dist loadgroup -m "not nats and not vllm and not gpu and not compose" \
+part tests "$bin/python" -m pytest -n "${JOBS:-2}" -m "not nats and not vllm and not gpu and not compose" \
     tests/unit tests/contracts tests/properties tests/scenarios
 
 [ -z "$failed" ] || { echo "check failed:$failed" >&2; exit 1; }

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.examples import PROFILE
 from tests.support.nats_server import NatsServer
@@ -20,22 +23,31 @@ FOLDER_GROUPS = {"tests/engines/": "engines", "tests/nightly/chaos/": "chaos", "
 """Tests of such a folder share processes that are costly to start."""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep tests that share a fixture in one of xdist's processes, and begin with those that wait most."""
-    if not hasattr(config, "workerinput"):
-        return
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(_group(item)))
-    items.sort(key=_rank)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    """Keep tests that share a fixture in one of xdist's processes."""
+    return _ByGroup(config, log)
 
 
-def _group(item: pytest.Item) -> str:
-    path = str(item.path.relative_to(ROOT))
-    if "simulated" in getattr(item, "fixturenames", ()):
+class _ByGroup(LoadScopeScheduling):
+    """A group is a file, or all files that share something costly. (xdist's own ``loadgroup`` has no effect in pytest 9.2.)"""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return _group(nodeid.partition("::")[0])
+
+
+@cache
+def _group(path: str) -> str:
+    if path.startswith("tests/e2e/") and "simulated: System" in (ROOT / path).read_text(encoding="utf-8"):
         return "simulated"
     return next((group for folder, group in FOLDER_GROUPS.items() if path.startswith(folder)), path)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with the tests that wait most."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=_rank)
 
 
 def _rank(item: pytest.Item) -> int:

@@ -28,7 +28,6 @@ RUN_S_MAX = 3000
 SHOWN_CHARS = 6000
 
 
-@pytest.mark.xdist_group("make targets")
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_make_target_ends_well(target: str, tmp_path: Path):
     trace = write_mooncake(tmp_path / "trace.jsonl", conversations(60))
