@@ -48,7 +48,7 @@ async def released(router, worker, before: KvLedgerState) -> None:
     )
 
 
-async def test_the_proof_of_a_handoff_adds_up_and_only_the_tail_is_computed(pair, router):
+async def test_a_handoffs_transfer_report_adds_up_and_only_the_tail_is_computed(pair, router):
     before = await ledger(router, pair[0])
 
     first, second = await router.handed_over(*pair, completion(prompt_of(300, seed=701)))
@@ -102,7 +102,7 @@ async def test_a_prefill_worker_reads_back_what_the_decode_worker_holds(pair, ro
     await released(router, decode, before)
 
 
-async def test_an_offer_of_another_life_is_not_read(pair, router):
+async def test_an_offer_of_another_epoch_is_not_read(pair, router):
     prefill, decode = pair
     body = completion(prompt_of(300, seed=705))
     first = await router.leg(prefill, LegKind.PREFILL, body)
@@ -116,7 +116,7 @@ async def test_an_offer_of_another_life_is_not_read(pair, router):
 
 
 @pytest.mark.parametrize("garbage", [b"\xc1", b"{}"], ids=str)
-async def test_an_offer_that_cannot_be_read_costs_a_prefill_and_nothing_else(pair, router, garbage):
+async def test_an_unreadable_offer_costs_only_a_prefill(pair, router, garbage):
     body = completion(prompt_of(100, seed=706))
 
     second = await router.leg(pair[1], LegKind.DECODE, body, kv_transfer=garbage)
@@ -125,7 +125,7 @@ async def test_an_offer_that_cannot_be_read_costs_a_prefill_and_nothing_else(pai
 
 
 @pytest.mark.parametrize("kind", list(LegKind))
-async def test_no_client_sees_or_gives_the_connectors_parameters(pair, router, kind):
+async def test_clients_neither_see_nor_set_connector_parameters(pair, router, kind):
     hostile = {"baton": "\xc1", "do_remote_prefill": True}
     body = completion(
         prompt_of(100, seed=707), kv_transfer_params=hostile, vllm_xargs={"kv_transfer_params": "x", "baton": "x"}
@@ -141,7 +141,7 @@ async def test_no_client_sees_or_gives_the_connectors_parameters(pair, router, k
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_the_proof_of_several_prompts_is_of_all_of_them(pair, router, stream):
+async def test_the_transfer_report_of_several_prompts_is_their_sum(pair, router, stream):
     prompts = [prompt_of(100 + 50 * number, seed=710 + number) for number in range(3)]
 
     answer = await router.leg(pair[1], LegKind.AGGREGATED, completion(prompts, stream=stream))
@@ -150,7 +150,7 @@ async def test_the_proof_of_several_prompts_is_of_all_of_them(pair, router, stre
     assert adds_up(answer.report.kv)
 
 
-async def test_workers_describe_themselves_with_the_time(pair, router):
+async def test_handshakes_have_the_current_clock(pair, router):
     answers = [
         await router.bus.ask(
             KV_HANDSHAKE, AskKvHandshake(worker_id=worker.worker_id, reader_id=WorkerId("test")), timeout_s=5.0
@@ -164,7 +164,7 @@ async def test_workers_describe_themselves_with_the_time(pair, router):
     assert answers[0].fingerprint == answers[2].fingerprint == pair[0].record.fingerprint.key()
 
 
-async def test_a_prompt_that_was_offered_and_not_fetched_is_free_when_its_leg_is(pair, router):
+async def test_an_unread_offer_is_released_when_its_decode_leg_ends(pair, router):
     prefill, decode = pair
     body = completion(prompt_of(300, seed=708))
     before = await ledger(router, prefill)

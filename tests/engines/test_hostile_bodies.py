@@ -16,7 +16,7 @@ BLOCK = 32
 
 @pytest.mark.parametrize("kind", [LegKind.AGGREGATED, LegKind.PREFILL, LegKind.DECODE])
 @pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"])
-async def test_orders_to_the_engines_insides_are_not_a_clients_to_give(pair, router, kind, name):
+async def test_clients_cannot_set_internal_engine_parameters(pair, router, kind, name):
     hostile = completion(f"{kind} {name} {prompt_of(40, seed=91)}", vllm_xargs={name: "take this"})
 
     answer = await router.leg(pair[1], kind, hostile)
@@ -26,7 +26,7 @@ async def test_orders_to_the_engines_insides_are_not_a_clients_to_give(pair, rou
     assert (after.status, after.failure) == (200, None)
 
 
-async def test_requests_that_clients_gave_the_same_name_keep_their_own_numbers(pair, router):
+async def test_requests_with_the_same_id_keep_separate_records(pair, router):
     known, new = completion(prompt_of(200, seed=93)), completion(prompt_of(190, seed=94))
     prompt_tokens = (await router.leg(pair[1], LegKind.AGGREGATED, known)).report.prompt_tokens
 

@@ -72,7 +72,7 @@ async def test_a_prefill_that_nobody_fetches_keeps_its_engine_useful(pair, route
     assert len(answer.token_ids) == 24
 
 
-async def test_kv_that_is_gone_is_computed_anew_by_the_decode_engine(pair, router):
+async def test_lost_kv_is_recomputed_by_the_decode_engine(pair, router):
     prefill, decode = pair
     body = completion(prompt_of(300, seed=35))
     first = await router.leg(prefill, LegKind.PREFILL, body)
