@@ -60,7 +60,7 @@ class Orchestrator:
     async def run(self, stopping: asyncio.Event, on_ready: Callable[[], None]) -> None:
         """Serve until ``stopping``; calls ``on_ready`` when all records have been read."""
         records = await self._bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
-        seat = await self._bus.key_value_store(LEADERSHIP, ttl_s=self._candidate.lease_s)
+        leadership = await self._bus.key_value_store(LEADERSHIP, ttl_s=self._candidate.lease_s)
         self._bus.on_reconnect(self._candidate.doubt)
         async with asyncio.TaskGroup() as tasks:
             await self._bus.subscribe(LOAD, self._load_reported)
@@ -72,7 +72,7 @@ class Orchestrator:
             publishing = tasks.create_task(self._publish(), name="publish")
             planning = tasks.create_task(self._planning.run(lambda: self.describe().workers), name="plan")
             on_ready()
-            await stand_for_leadership(self._candidate, seat, self._clock, stopping)
+            await stand_for_leadership(self._candidate, leadership, self._clock, stopping)
             following.cancel()
             publishing.cancel()
             planning.cancel()

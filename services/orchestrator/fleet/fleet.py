@@ -1,7 +1,7 @@
-"""The fleet: reads records, load reports and the clock as events of each worker's life (see ``lifecycle``).
+"""The fleet: turns records, load reports and the clock into events of each worker's life (see ``lifecycle``).
 
-Phases come from records alone, which arrive in order; a load report proves life and says how busy the worker is. So
-two sources never argue about a phase. Everything from an older epoch than the one known is ignored.
+Phases come from records only, which arrive in order. A load report shows that the worker lives and how busy it is. So
+two sources never contradict each other about a phase. Messages of older epochs are ignored.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ OVER = (WorkerPhase.LOST, WorkerPhase.GONE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How patient the orchestrator is, in seconds."""
+    """Timeouts, in seconds."""
 
     silence_s_max: float = 3.0
+    """A silent ready or draining worker is lost after this time. Workers report at least once a second."""
     unregistered_s_max: float = 10.0
-    """A worker that speaks but has no record is given so long to write it again (after an empty NATS, say)."""
+    """A reporting worker without a record has this time to write it again, for example after NATS lost its data."""
     remember_s: float = 60.0
-    """Lost and gone workers are shown for so long."""
-    deaf_s_max: float = 1.8
-    """The leader's fleet state, sent once a second, is heard at least so often, or silence means nothing."""
+    """Lost and gone workers are listed for this time."""
+    unheard_s_max: float = 1.8
+    """Without the leader's fleet state, sent once a second, for so long, silence of workers does not count."""
 
 
 class Fleet:
-    """Every worker's newest life. Each method answers with what must be announced."""
+    """The newest epoch of every worker. Each method returns the losses to announce."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.revision = 0
-        """Grows with each change that others should hear of at once."""
+        """Grows with each change that must be published at once."""
         self._workers: dict[WorkerId, Worker] = {}
         self._bus_heard = -math.inf
 
@@ -66,40 +67,40 @@ class Fleet:
         return self._happen(known, Event.UNREGISTERED, now)
 
     def heard(self, load: LoadReport, now: float) -> list[WorkerLost]:
-        """A load report came."""
+        """A load report has come."""
         known = self._workers.get(load.worker_id)
         if known is None or load.epoch < known.record.epoch:
             return []
         if load.epoch > known.record.epoch:
             return self._happen(known, Event.REPLACED, now)
         known = self._workers[load.worker_id] = replace(known, load=load, heard=now)
-        # Without a record there is no phase to come back to: let the worker register first.
+        # Without a record there is no phase to return to: the worker must register first.
         return [] if known.unregistered_since is not None else self._says(known, now)
 
     def bus_heard(self, now: float) -> None:
-        """The leader's own fleet state came back: what is said on the bus is heard here."""
+        """The leader's fleet state has arrived: this process receives what is published."""
         self._bus_heard = now
 
     def tick(self, now: float) -> list[WorkerLost]:
-        """Time went by. While this process is deaf (NATS away or stuck, itself suspended) nobody counts as silent."""
-        if now - self._bus_heard > self.limits.deaf_s_max:
-            self._count_anew(now)
+        """Check the timeouts. While this process receives nothing (NATS is down, itself suspended), none counts."""
+        if now - self._bus_heard > self.limits.unheard_s_max:
+            self._restart_timeouts(now)
         happened = [(worker, event) for worker in self._workers.values() for event in self._overdue(worker, now)]
         return [lost for worker, event in happened for lost in self._happen(worker, event, now)]
 
     def described(self, now: float) -> list[FleetWorker]:
-        """Everyone, ordered by name."""
+        """All workers, ordered by name."""
         return [self._workers[worker_id].described(now) for worker_id in sorted(self._workers)]
 
     def losses(self, now: float) -> list[WorkerLost]:
-        """All losses that are still remembered: a new leader tells them again, its predecessor may not have."""
+        """All remembered losses: a new leader publishes them again, its predecessor may not have."""
         return [
             WorkerLost(worker_id=worker_id, epoch=worker.record.epoch, silent_s=max(0.0, now - worker.heard))
             for worker_id, worker in self._workers.items()
             if worker.phase is WorkerPhase.LOST
         ]
 
-    def _count_anew(self, now: float) -> None:
+    def _restart_timeouts(self, now: float) -> None:
         for worker_id, worker in self._workers.items():
             if worker.phase not in OVER:
                 absent = None if worker.unregistered_since is None else now

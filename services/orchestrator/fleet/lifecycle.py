@@ -1,8 +1,7 @@
-"""One worker's life as a table: (phase, event) -> what it becomes and what is announced.
+"""A worker's life as a transition table: (phase, event) -> the next phase, and what is announced.
 
-starting -> probing -> ready -> draining -> gone, as the worker itself says in its record; lost when it falls silent, is
-no longer registered or was replaced.
-A worker that was declared lost and speaks again comes back: it was paused or cut off, and its caches are as they were.
+starting -> probing -> ready -> draining -> gone, as the worker's record says; lost when it falls silent, is no longer
+registered or was replaced. A lost worker that reports again returns: it was paused or cut off, and has its caches.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from shared.contracts.workers import FleetWorker, WorkerLost, WorkerPhase, Worke
 
 
 class Event(StrEnum):
-    """What can happen to a worker, as ``core.fleet`` reads it from records, load reports and the clock."""
+    """Events of a worker, which ``Fleet`` derives from records, load reports and the clock."""
 
     SAYS_STARTING = "says starting"
     SAYS_PROBING = "says probing"
@@ -37,23 +36,23 @@ SAYS: Mapping[WorkerPhase, Event] = {
     WorkerPhase.DRAINING: Event.SAYS_DRAINING,
     WorkerPhase.GONE: Event.SAYS_GONE,
 }
-"""A worker cannot call itself lost."""
+"""A worker cannot report itself lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
-    """What the orchestrator knows of one life of a worker. Times are seconds on the orchestrator's monotonic clock."""
+    """One epoch of a worker. Times are seconds on the orchestrator's monotonic clock."""
 
     record: WorkerRecord
     phase: WorkerPhase
     since: float
     heard: float
     unregistered_since: float | None = None
-    """When its record vanished; None while it has one."""
+    """When its record disappeared; None while it has one."""
     load: LoadReport | None = None
 
     def described(self, now: float) -> FleetWorker:
-        """The worker as everyone hears of it."""
+        """The worker as published in the fleet's state."""
         load = self.load
         return FleetWorker(
             record=self.record,
@@ -68,7 +67,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a worker becomes (None: it is forgotten) and what everyone is told."""
+    """The worker's next state (None: it is forgotten), and the losses to announce."""
 
     worker: Worker | None
     announce: tuple[WorkerLost, ...] = ()
@@ -82,7 +81,7 @@ def _enter(phase: WorkerPhase) -> Handler:
 
 
 def lose(worker: Worker, now: float) -> Decision:
-    """Declare this life over to all who wait for it."""
+    """Declare this epoch over to all services that wait for it."""
     lost = WorkerLost(
         worker_id=worker.record.worker_id, epoch=worker.record.epoch, silent_s=max(0.0, now - worker.heard)
     )
@@ -90,7 +89,7 @@ def lose(worker: Worker, now: float) -> Decision:
 
 
 def forget(_worker: Worker, _now: float) -> Decision:
-    """Nobody needs to see it any more."""
+    """Remove the worker from the list."""
     return Decision(None)
 
 
@@ -148,13 +147,13 @@ TRANSITIONS: Mapping[tuple[WorkerPhase, Event], Handler] = {
 
 
 def decide(worker: Worker, event: Event, now: float) -> Decision:
-    """What ``event`` makes of ``worker``; what the table does not name changes nothing."""
+    """The effect of ``event`` on ``worker``; pairs that the table does not name have none."""
     handler = TRANSITIONS.get((worker.phase, event))
     return handler(worker, now) if handler else Decision(worker)
 
 
 def diagram(sample: WorkerRecord) -> str:
-    """The table as a mermaid state diagram, drawn by doing each transition once with ``sample``."""
+    """The table as a mermaid state diagram, drawn by making each transition once with ``sample``."""
     arrows: dict[tuple[str, str], list[str]] = {("[*]", WorkerPhase.STARTING.value): ["record seen"]}
     for phase, event in TRANSITIONS:
         after = decide(Worker(record=sample, phase=phase, since=0.0, heard=0.0), event, 0.0).worker

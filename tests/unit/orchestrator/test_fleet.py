@@ -8,7 +8,7 @@ from services.orchestrator.fleet.lifecycle import TRANSITIONS
 from shared.contracts.workers import WorkerLost, WorkerPhase
 from tests.support.fleet_builders import load, record
 
-LIMITS = Limits(silence_s_max=3.0, unregistered_s_max=10.0, remember_s=60.0, deaf_s_max=1.8)
+LIMITS = Limits(silence_s_max=3.0, unregistered_s_max=10.0, remember_s=60.0, unheard_s_max=1.8)
 
 
 def hearing_fleet(*records, now=0.0):

@@ -3,7 +3,7 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from services.orchestrator.leadership.leadership import Candidate, Claim, Look, Renew
+from services.orchestrator.leadership.leadership import Candidate, Claim, Read, Renew
 from shared.contracts.control import Leadership
 
 LEASE_S = 6.0
@@ -26,9 +26,9 @@ def leading(name="a", now=0.0):
 
 def test_an_empty_seat_is_claimed_with_the_next_term():
     one = candidate()
-    assert one.due(0.0) == Look()
+    assert one.due(0.0) == Read()
     one.saw(seat_of("b", term=4), 7)
-    assert one.due(0.5) == Look()
+    assert one.due(0.5) == Read()
     one.saw(None, 0)
 
     assert one.due(1.0) == Claim(seat_of("a", term=5))
@@ -66,7 +66,7 @@ def test_a_leader_whose_renewal_is_refused_looks_again():
     one.refused()
 
     assert not one.may_lead(0.1)
-    assert one.due(0.1) == Look()
+    assert one.due(0.1) == Read()
 
 
 def test_a_claim_whose_answer_was_lost_is_proved_by_writing_over_it():
@@ -136,7 +136,7 @@ def test_there_are_never_two_leaders_and_terms_only_grow(steps):
         order = one.due(asked_at)
         if order is not None and luck != "never arrives":
             now += delay  # on its way to the server
-            if isinstance(order, Look):
+            if isinstance(order, Read):
                 if luck == "works":
                     one.saw(seat.read(now), seat.revision)
             elif seat.write(order, now):
