@@ -18,7 +18,7 @@ def health_of(index: PrefixIndex, parity: ParityBook) -> Callable[[], RouterHeal
         inexact = (
             (worker_id, one.state) for worker_id, one in index.entries.items() if one.state is not IndexState.EXACT
         )
-        differing = (worker_id for worker_id, one in parity.standings.items() if one.parity is Parity.DIFFERS)
+        differing = (worker_id for worker_id, one in parity.states.items() if one.parity is Parity.DIFFERS)
         return RouterHealth(
             not_exact={worker_id: state.value for worker_id, state in islice(inexact, ROUTER_TROUBLES_MAX)},
             tokens_differ=list(islice(differing, ROUTER_TROUBLES_MAX)),

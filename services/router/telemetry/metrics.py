@@ -305,7 +305,7 @@ class LiveMetrics(Collector):  # type: ignore[misc]  # prometheus_client is not 
 
     def _parity_family(self) -> GaugeMetricFamily:
         family = gauge_family(names.ROUTER_TOKEN_PARITY)
-        for worker_id in self._fleet.cluster.workers.keys() & self._parity.standings.keys():
+        for worker_id in self._fleet.cluster.workers.keys() & self._parity.states.keys():
             for parity in Parity:
                 family.add_metric([worker_id, parity.value], float(self._parity.parity(worker_id) is parity))
         return family

@@ -1,6 +1,6 @@
-"""Do the engines make of a prompt what the router makes of it? Who was asked, who differs, who is to be asked again.
+"""Records whether engines tokenize and hash prompts as the router does, and which workers to probe again.
 
-A worker that differs spoils its whole fingerprint: prompts are tokenized before it is known who will serve them.
+One worker that differs makes its whole fingerprint untrusted: a prompt is tokenized before its worker is chosen.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_events import unpack_hashes
 
 ASK_AGAIN_S = 30.0
-"""A worker that differs is asked again after so long, and one that did not answer."""
+"""Until a worker that differs, or did not reply, is probed again."""
 CHARS_MIN = 3000
 """Of the long probe: more than one piece of text (see ``segments``)."""
 CHARS_PER_TOKEN_MAX = 6
@@ -32,99 +32,96 @@ MIXTURE = (
 
 
 class Parity(StrEnum):
-    """What is known of one life of a worker."""
+    """The result for one epoch of a worker."""
 
     UNKNOWN = "unknown"
-    """Not asked yet, or it does not answer."""
+    """Not probed yet, or it does not reply."""
     AGREES = "agrees"
     DIFFERS = "differs"
 
 
 class ParityState(NamedTuple):
-    """One worker's."""
-
     epoch: Epoch
     fingerprint: str
     parity: Parity
     ask_at: float
-    """When to ask it next."""
+    """When to probe it next."""
 
 
 NEVER = float("inf")
 
 
 class ParityBook:
-    """Every worker's standing. Time is given."""
+    """The parity state of every worker."""
 
     def __init__(self) -> None:
-        self.standings: dict[WorkerId, ParityState] = {}
+        self.states: dict[WorkerId, ParityState] = {}
         self._differing: frozenset[str] = frozenset()
 
     def seen(self, worker_id: WorkerId, epoch: Epoch, fingerprint: str) -> bool:
-        """A worker is there. Answers whether it is to be asked: it is new, or has begun a new life."""
-        known = self.standings.get(worker_id)
+        """Returns whether to probe the worker: it is new, or in a new epoch."""
+        known = self.states.get(worker_id)
         if known is not None and known.epoch >= epoch:
             return False
         self._put(worker_id, ParityState(epoch, fingerprint, Parity.UNKNOWN, 0.0))
         return True
 
     def keep(self, worker_ids: Iterable[WorkerId]) -> None:
-        """All others are gone."""
-        for worker_id in self.standings.keys() - set(worker_ids):
-            del self.standings[worker_id]
+        """Drop all other workers."""
+        for worker_id in self.states.keys() - set(worker_ids):
+            del self.states[worker_id]
         self._count()
 
     def due(self, now: float) -> list[WorkerId]:
-        """Whom to ask now."""
-        return [worker_id for worker_id, standing in self.standings.items() if standing.ask_at <= now]
+        """Workers to probe now."""
+        return [worker_id for worker_id, state in self.states.items() if state.ask_at <= now]
 
     def next_at(self) -> float:
-        """When somebody is to be asked next."""
-        return min((standing.ask_at for standing in self.standings.values()), default=NEVER)
+        """When the next probe is due."""
+        return min((state.ask_at for state in self.states.values()), default=NEVER)
 
     def found(self, worker_id: WorkerId, epoch: Epoch, parity: Parity, now: float) -> bool:
-        """What came of asking. Answers whether this is news to be told."""
-        known = self.standings.get(worker_id)
+        """The result of a probe. Returns whether it changed the state and should be logged."""
+        known = self.states.get(worker_id)
         if known is None or known.epoch != epoch:
             return False
         ask_at = NEVER if parity is Parity.AGREES else now + ASK_AGAIN_S
         if parity is Parity.UNKNOWN and known.parity is Parity.DIFFERS:
-            parity = Parity.DIFFERS  # silence takes nothing back
+            parity = Parity.DIFFERS  # a missing reply does not clear a difference
         self._put(worker_id, known._replace(parity=parity, ask_at=ask_at))
         return parity is not known.parity
 
     def leave(self, worker_id: WorkerId) -> None:
-        """It cannot be asked as things are; ``ask_all`` brings it back."""
-        known = self.standings.get(worker_id)
+        """It cannot be probed now; ``ask_all`` makes it due again."""
+        known = self.states.get(worker_id)
         if known is not None:
-            self.standings[worker_id] = known._replace(ask_at=NEVER)
+            self.states[worker_id] = known._replace(ask_at=NEVER)
 
     def ask_all(self, fingerprint: str) -> None:
-        """Its tokenizer is another one now."""
-        for worker_id, standing in self.standings.items():
-            if standing.fingerprint == fingerprint:
-                self.standings[worker_id] = standing._replace(ask_at=0.0)
+        """The fingerprint's tokenizer has changed."""
+        for worker_id, state in self.states.items():
+            if state.fingerprint == fingerprint:
+                self.states[worker_id] = state._replace(ask_at=0.0)
 
     def parity(self, worker_id: WorkerId) -> Parity:
-        """What is known of a worker."""
-        known = self.standings.get(worker_id)
+        known = self.states.get(worker_id)
         return Parity.UNKNOWN if known is None else known.parity
 
     def trusted(self, fingerprint: str) -> bool:
-        """Whether no worker of it differs."""
+        """Whether no worker of the fingerprint differs."""
         return fingerprint not in self._differing
 
-    def _put(self, worker_id: WorkerId, standing: ParityState) -> None:
-        self.standings[worker_id] = standing
+    def _put(self, worker_id: WorkerId, state: ParityState) -> None:
+        self.states[worker_id] = state
         self._count()
 
     def _count(self) -> None:
-        standings = self.standings.values()
-        self._differing = frozenset(one.fingerprint for one in standings if one.parity is Parity.DIFFERS)
+        states = self.states.values()
+        self._differing = frozenset(one.fingerprint for one in states if one.parity is Parity.DIFFERS)
 
 
 def probes(model: str, *, block_size: int, max_model_len: int) -> list[ProbePrompt]:
-    """Prompts of each kind that routers tokenize: what any tokenizer or template may treat in its own way."""
+    """Prompts of each kind that routers tokenize, with text that tokenizers and templates treat differently."""
     chars = min(max(CHARS_MIN, BLOCKS_PROBED * block_size * CHARS_PER_TOKEN_MAX), max_model_len)
     long = (PROSE * (chars // len(PROSE) + 1))[:chars]
     mixed = (MIXTURE * (chars // (4 * len(MIXTURE)) + 1))[:chars]
@@ -148,9 +145,9 @@ def _probe(path: str, **fields: object) -> ProbePrompt:
 
 
 def difference(theirs: PromptTokens, tokens: int, hashes: Sequence[int]) -> str:
-    """How an engine's word differs from the router's own; empty when it does not. Raises ValueError."""
+    """How the engine's tokens differ from the router's; empty when they do not. Raises ValueError."""
     if theirs.refusal:
-        return ""  # it will refuse requests like this one, whoever places them
+        return ""  # the engine refuses such requests in any case
     if len(theirs.tokens) != tokens:
         return f"{len(theirs.tokens)} tokens there, {tokens} here"
     there = list(unpack_hashes(theirs.hashes))

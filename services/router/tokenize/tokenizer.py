@@ -1,7 +1,7 @@
 """From a request's text to its block hashes, with the engine's own tokenizer and chat template.
 
-Nothing here decides whether a request is valid, and nothing here can fail a request: whatever cannot be rendered and
-tokenized exactly as the engine would is answered with None, and the request is placed by load alone.
+Nothing here validates or fails a request: for a prompt that cannot be rendered and tokenized exactly as the engine
+does, the result is None, and the request is placed by load alone.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from shared.contracts.workers import HashScheme
 
 BYTES_PER_TOKEN_GUESSED = 4.0
 TOKENIZE_S_MAX = 1.0
-"""A prompt whose turn in the thread does not come and end in this time is placed by load alone."""
+"""A prompt that the thread has not tokenized within this time, waiting included, is placed by load alone."""
 HASHED_AT_ONCE = 4096
-"""Token ids that are hashed before the next look at whether anybody holds their blocks."""
+"""Token ids that are hashed between two checks whether any worker holds their blocks."""
 TEXT = msgspec.json.Decoder(str)
 TOKEN_IDS = msgspec.json.Decoder(list[int])
 MESSAGES = msgspec.json.Decoder(list[dict[str, Any]])
 
 TEXT_ITERATED = re.compile(r"for\s+\w+\s+in\s+\w+(\.content|\[\s*['\"]content['\"]\s*\])")
-"""A template that walks over a message's content wants it as a list of parts."""
+"""A template that iterates over a message's content expects a list of parts."""
 
 
 NOT_EXACT = (msgspec.DecodeError, UnicodeError, TemplateFailed, PieceTooLong, ValueError, OverflowError, struct.error)
-"""What may be wrong with a prompt; the engine will say so."""
+"""Errors of an invalid prompt; the engine reports them to the client."""
 Held = Callable[[int], bool]
 """Whether any worker holds a block."""
 
 
 class Text(NamedTuple):
-    """What is tokenized."""
+    """A prompt as text."""
 
     text: str
     special: bool
@@ -52,14 +52,14 @@ class Text(NamedTuple):
 
 
 def guessed(facts: RequestFacts, body_bytes: int, bytes_per_token: float = BYTES_PER_TOKEN_GUESSED) -> Prompt:
-    """A prompt that was not tokenized."""
+    """An estimate for a prompt that was not tokenized."""
     body = facts.body
     given = len(memoryview(body.prompt)) + len(memoryview(body.messages)) if body is not None else 0
     return Prompt(int((given or body_bytes) / bytes_per_token) + 1, (), exact=False)
 
 
 class PromptTokenizer:
-    """One model's way from bodies to block hashes. Raises ValueError when the asset is of no use."""
+    """From one model's request bodies to block hashes. Raises ValueError when the asset cannot be used."""
 
     def __init__(self, asset: TokenizerAsset, scheme: HashScheme, *, cache_bytes_max: int) -> None:
         if not asset.tokenizer_json:
@@ -75,14 +75,14 @@ class PromptTokenizer:
         self._template = _compiled(asset)
         self._as_parts = TEXT_ITERATED.search(asset.chat_template) is not None
         if getattr(tokenizer.model, "dropout", None):
-            raise ValueError("it tokenizes at random")
+            raise ValueError("the tokenizer uses dropout, so its tokens are random")
         self._segments = Segments(
             tokenizer, scheme, cache_bytes_max=cache_bytes_max, hint=self._example(asset.special_tokens)
         )
 
     @property
     def chars_per_token(self) -> float:
-        """In what was tokenized so far."""
+        """Mean of the text that was tokenized so far."""
         return self._segments.chars_per_token
 
     def whole_prompt(self, facts: RequestFacts) -> Prompt | None:
@@ -134,7 +134,7 @@ class PromptTokenizer:
         return self._segments.prompt(walk, special=given.special, more=more)
 
     async def _go_on_in_thread(self, walk: Walk, held: Held, threads: Executor) -> None:
-        """Raises TimeoutError, after which the thread soon stops, too."""
+        """Raises TimeoutError; the thread then stops soon, too."""
         given_up = False
 
         def still_held(block: int) -> bool:
@@ -148,7 +148,7 @@ class PromptTokenizer:
             given_up = True
 
     def _example(self, special_tokens: Mapping[str, str]) -> str:
-        """Some chat, with the tokens that stand between turns."""
+        """An example chat with the tokens between messages."""
         shown = " ".join(special_tokens.values())
         for system in ([{"role": "system", "content": "s"}], []):
             turns = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
@@ -194,7 +194,7 @@ def _compiled(asset: TokenizerAsset) -> ChatTemplate | None:
 
 
 def conversation(messages: list[dict[str, Any]], *, as_parts: bool) -> list[dict[str, Any]] | None:
-    """Messages as vLLM hands them to the template, or None for content that only the engine understands."""
+    """Messages as vLLM passes them to the template; None for content that only the engine understands."""
     made: list[dict[str, Any]] = []
     for message in messages:
         role, content = message.get("role"), message.get("content")

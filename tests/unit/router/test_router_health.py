@@ -23,10 +23,10 @@ def test_a_router_that_knows_everybody_names_nobody():
     parity.seen(worker, Epoch(1), "f")
     parity.found(worker, Epoch(1), Parity.AGREES, 0.0)
 
-    standing = health_of(index, parity)()
+    health = health_of(index, parity)()
 
-    assert standing.not_exact == {}
-    assert standing.tokens_differ == []
+    assert health.not_exact == {}
+    assert health.tokens_differ == []
 
 
 def test_it_names_whose_cache_it_does_not_know_and_whose_tokens_differ():
@@ -41,9 +41,9 @@ def test_it_names_whose_cache_it_does_not_know_and_whose_tokens_differ():
     parity.seen(other, Epoch(1), "f")
     parity.found(other, Epoch(1), Parity.DIFFERS, 0.0)
 
-    standing = tell()
-    assert standing.not_exact == {doubted: "degraded", strange: "fallback"}
-    assert standing.tokens_differ == [other]
+    health = tell()
+    assert health.not_exact == {doubted: "degraded", strange: "fallback"}
+    assert health.tokens_differ == [other]
 
 
 def test_it_names_no_more_than_a_message_has_room_for():
