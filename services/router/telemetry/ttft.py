@@ -1,15 +1,15 @@
 """Where the time to the first token went, in parts that add up to it.
 
-The router measures the whole and its own share on its clock; workers report durations on theirs. What of the whole
-nobody accounts for is ``transit_s``: the bus, the relay, and a worker's own work around its engine.
+The router measures the whole and its own share on its clock; workers report durations on theirs. What no
+part covers is ``transit_s``: the bus, the relay, and a worker's own work around its engine.
 
     aggregated    [router] [queue, fetch, prefill] [transit]
     offered       [router] [queue, fetch, prefill] [decode queue, handoff, first token] [transit]
     streamed      as offered, but both legs run side by side: of the decode leg counts only what comes after the prompt
                   was computed
 
-When the workers' parts are longer than what the router has for them (clocks, rounding, legs that overlapped more than
-is known), they shrink in proportion: the router's clock is the one that the client's wait was measured on.
+When the workers' parts are longer than the time that the router measured (clocks, rounding, overlapping legs), they
+shrink in proportion: the client's wait was measured on the router's clock.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def ttft_s(first_data_s: float, answering: LegReport | None, *, stream: bool) ->
 
 
 def ttft_parts(whole_s: float, router: Timings, legs: Legs) -> TtftParts:
-    """``whole_s`` in its parts."""
+    """``whole_s`` split into its parts."""
     return fitted(whole_s, router, leg_parts(legs))
 
 
 def leg_parts(legs: Legs) -> TtftParts:
-    """What the workers say, before it is held against the router's clock."""
+    """The parts as the workers report them, before they are fitted to the router's clock."""
     answering, prefill = legs.answering, legs.prefill
     moved_s = exchanging_s(answering)
     if prefill is None and not legs.streamed:
@@ -67,7 +67,7 @@ def leg_parts(legs: Legs) -> TtftParts:
             prefill_s, fetch_s, queue_s = _less(prefill.first_token_s - scheduled_s, prefill_s, fetch_s, queue_s)
             moved_s = min(moved_s, waited_s)
         elif legs.streamed:
-            queue_s = fetch_s = prefill_s = 0.0  # It had everything itself and waited for nobody.
+            queue_s = fetch_s = prefill_s = 0.0  # It had all KV itself and did not wait.
     return TtftParts(
         queue_s=queue_s,
         fetch_s=fetch_s,

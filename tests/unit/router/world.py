@@ -61,7 +61,7 @@ class FakeConnection:
 
 
 @dataclass
-class RecoveryAction:
+class HttpResponse:
     status: int
     headers: dict[str, str]
     body: bytes
@@ -71,14 +71,14 @@ class RecoveryAction:
         return msgspec.json.decode(self.body)["error"]
 
 
-def parse(written: bytes) -> RecoveryAction:
+def parse(written: bytes) -> HttpResponse:
     """What a client makes of the bytes."""
     head, _, rest = written.partition(b"\r\n\r\n")
     line, *lines = head.decode().split("\r\n")
     headers = dict(one.split(": ", 1) for one in lines)
     if headers.get("transfer-encoding") == "chunked":
         rest = unchunk(rest)
-    return RecoveryAction(int(line.split()[1]), headers, rest)
+    return HttpResponse(int(line.split()[1]), headers, rest)
 
 
 def unchunk(rest: bytes) -> bytes:
@@ -140,7 +140,7 @@ class World:
         http_request.upload.complete = True
         return connection, asyncio.ensure_future(self.router.edge.serve(http_request))
 
-    async def ask(self, body: dict[str, Any] | bytes, *, path: str = COMPLETIONS, **headers: str) -> RecoveryAction:
+    async def ask(self, body: dict[str, Any] | bytes, *, path: str = COMPLETIONS, **headers: str) -> HttpResponse:
         """A request and its answer."""
         raw = body if isinstance(body, bytes) else msgspec.json.encode(body)
         connection, answering = self.begin(raw, path=path, **headers)
