@@ -1,4 +1,4 @@
-"""A decision in words: who did what, because of what, and how it turned out."""
+"""Explains a placement decision as text: which workers served the request, why, and how the prediction compares."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shared.text.quantities import counted, duration
 DISAGGREGATED, DECODE_FIRST = "disaggregated", "decode_first"
 TIE_RATIO = 0.05
 TIE_S = 0.002
-"""Costs that differ by less are as good as equal: placement lets such workers take turns."""
+"""Costs that differ by less count as equal; placement alternates between such workers."""
 OK = "ok"
 PART_NAMES = {
     "admission_s": "admission",
@@ -27,7 +27,7 @@ PART_NAMES = {
     "first_token_s": "first step",
     "transit_s": "transit",
 }
-"""Of the time to the first token, in the order in which they happen."""
+"""Parts of the time to the first token, in the order in which they happen."""
 LESSER = {
     "queue_s": "longer queue",
     "fetch_s": "more to fetch",
@@ -36,64 +36,63 @@ LESSER = {
     "decode_s": "slower decode",
     "others_s": "delays others",
 }
-"""Why a worker was not chosen: what of its cost exceeds the chosen one's most."""
+"""Why a worker was not chosen, by the part of its cost that exceeds the chosen worker's most."""
 FIRST_PARTS = (Part.PREFILL, Part.WHOLE)
-"""Whose workers compute the prompt."""
+"""The parts that include computing the prompt."""
 
 
-def headline(told: DecisionRecord) -> str:
-    """Who served it."""
-    request = f"Request {told.request_id}"
-    if not told.mode:
-        return f"{request} was not placed ({told.outcome or 'refused'}): {told.reason}"
-    runs = not told.outcome
-    done = "is being" if runs else "was"
-    if told.mode == DISAGGREGATED:
-        answered = "will be answered" if runs else "answered" if told.outcome == OK else "was to be answered"
-        who = f"{done} computed on {told.prefill_worker} and {answered} by {told.decode_worker}"
-    elif told.mode == DECODE_FIRST:
-        who = f"{done} given to {told.decode_worker} alone, which was believed to have most of its prompt"
+def headline(decision: DecisionRecord) -> str:
+    """The workers that serve or served the request, and whether it failed."""
+    request = f"Request {decision.request_id}"
+    if not decision.mode:
+        return f"{request} was not placed ({decision.outcome or 'refused'}): {decision.reason}"
+    status = (
+        "is running" if not decision.outcome else "ran" if decision.outcome == OK else f"failed ({decision.outcome})"
+    )
+    if decision.mode == DISAGGREGATED:
+        workers = f"prefill on {decision.prefill_worker}, decode on {decision.decode_worker}"
+    elif decision.mode == DECODE_FIRST:
+        workers = f"prefill and decode on {decision.decode_worker}, where most of the prompt was expected to be cached"
     else:
-        who = f"{done} served by {told.decode_worker} alone"
-    failed = "" if runs or told.outcome == OK else f", and did not end well ({told.outcome})"
-    return f"{request} {who}{failed}."
+        workers = f"prefill and decode on {decision.decode_worker}"
+    return f"{request} {status}: {workers}."
 
 
-def because(told: DecisionRecord) -> list[str]:
-    """Why those workers: a sentence for each."""
+def because(decision: DecisionRecord) -> list[str]:
+    """Why each worker was chosen, one sentence per part."""
     sentences = []
     for part in Part:
-        chosen = chosen_one(told, part)
+        chosen = chosen_one(decision, part)
         if chosen is not None:
-            sentences.append(_why_that_one(told, chosen, next_best(told, part)))
+            sentences.append(_why_chosen(decision, chosen, next_best(decision, part)))
     return sentences
 
 
-def chosen_one(told: DecisionRecord, part: Part) -> CandidateRecord | None:
-    """Who got that part."""
-    return next((one for one in told.candidates if one.part is part and one.chosen), None)
+def chosen_one(decision: DecisionRecord, part: Part) -> CandidateRecord | None:
+    """The worker chosen for ``part``."""
+    return next((one for one in decision.candidates if one.part is part and one.chosen), None)
 
 
-def next_best(told: DecisionRecord, part: Part) -> CandidateRecord | None:
-    """The cheapest of the others."""
-    others = [one for one in told.candidates if one.part is part and not one.chosen]
+def next_best(decision: DecisionRecord, part: Part) -> CandidateRecord | None:
+    """The cheapest worker that was not chosen for ``part``."""
+    others = [one for one in decision.candidates if one.part is part and not one.chosen]
     return min(others, key=attrgetter("cost_s"), default=None)
 
 
 def is_tie(one: CandidateRecord, other: CandidateRecord) -> bool:
-    """As good as equal."""
+    """Whether the two costs count as equal."""
     low, high = sorted((one.cost_s, other.cost_s))
     return high <= low * (1 + TIE_RATIO) + TIE_S
 
 
 def counts(candidate: CandidateRecord, name: str) -> float:
-    """What that part adds to the cost: of the time to generate, only what goes beyond the target."""
+    """The seconds that a part adds to the cost. Decode time counts only as far as it exceeds the ITL target."""
     value = float(getattr(candidate, name))
     return value - candidate.within_s if name == "decode_s" else value
 
 
 def why_not(candidate: CandidateRecord, chosen: CandidateRecord | None) -> str:
-    """In two words."""
+    """The reason why ``candidate`` was not chosen, in two words."""
     if candidate.chosen:
         return "chosen"
     if chosen is None:
@@ -101,122 +100,124 @@ def why_not(candidate: CandidateRecord, chosen: CandidateRecord | None) -> str:
     if chosen.meets_targets and not candidate.meets_targets:
         return "misses target"
     if is_tie(candidate, chosen):
-        return "as good"
+        return "equal cost"
     if candidate.cost_s < chosen.cost_s:
         return "not allowed"
-    more = _most(candidate, chosen)
-    if more in ("prefill_s", "fetch_s") and _had(candidate) < _had(chosen):
+    more = _largest_difference(candidate, chosen)
+    if more in ("prefill_s", "fetch_s") and _available_tokens(candidate) < _available_tokens(chosen):
         return "less cached"
     return LESSER[more]
 
 
-def regret_text(told: DecisionRecord) -> str:
-    """Whether another choice would have been better, as far as anybody can say."""
-    if told.measured is None:
+def regret_text(decision: DecisionRecord) -> str:
+    """Compares the measured time to the first token with the best prediction for another candidate."""
+    if decision.measured is None:
         return ""
-    if not any(not one.chosen for one in told.candidates):
-        return "No regret: there was nobody to compare with."
-    if told.regret_s <= 0:
-        return "No regret: no other choice was predicted to be faster than this turned out to be."
-    late = _latest(told.predicted, told.measured)
-    words = (
-        f"Regret {duration(told.regret_s)}: the best other choice was predicted to deliver the first token that much "
-        "sooner than it came"
+    if not any(not one.chosen for one in decision.candidates):
+        return "No regret: there was no other candidate."
+    if decision.regret_s <= 0:
+        return "No regret: no other candidate was predicted to be faster than the measured time."
+    late = _largest_delay(decision.predicted, decision.measured)
+    text = (
+        f"Regret {duration(decision.regret_s)}: the best other candidate was predicted to deliver the first token this "
+        "much earlier than measured"
     )
-    return f"{words}; {late}." if late else f"{words}."
+    return f"{text}; {late}." if late else f"{text}."
 
 
-def target_text(told: DecisionRecord) -> list[str]:
-    """What was promised, and whether it was kept."""
-    promised = (("TTFT", told.ttft_target_s, told.ttft_s), ("ITL", told.itl_target_s, told.itl_s))
-    words = []
-    for name, target_s, seconds in promised:
+def target_text(decision: DecisionRecord) -> list[str]:
+    """Each latency target and whether the request met it."""
+    targets = (("TTFT", decision.ttft_target_s, decision.ttft_s), ("ITL", decision.itl_target_s, decision.itl_s))
+    lines = []
+    for name, target_s, seconds in targets:
         if target_s >= 0:
-            kept = "not known" if seconds < 0 else "met" if seconds <= target_s else "missed"
-            taken = f" with {duration(seconds)}" if seconds >= 0 else ""
-            words.append(f"{name} {duration(target_s)}: {kept}{taken}")
-    return words
+            result = "not measured" if seconds < 0 else "met" if seconds <= target_s else "missed"
+            measured = f" ({duration(seconds)})" if seconds >= 0 else ""
+            lines.append(f"{name} target {duration(target_s)}: {result}{measured}")
+    return lines
 
 
-def ttft_text(told: DecisionRecord) -> str:
-    """Predicted and measured, in a line."""
-    predicted_s = told.predicted.total_s()
-    if told.ttft_s < 0:
-        return f"{duration(predicted_s)} predicted, nothing measured" + ("" if told.outcome else " yet")
+def ttft_text(decision: DecisionRecord) -> str:
+    """The time to the first token, predicted and measured."""
+    predicted_s = decision.predicted.total_s()
+    if decision.ttft_s < 0:
+        return f"{duration(predicted_s)} predicted, nothing measured" + ("" if decision.outcome else " yet")
     if not predicted_s:
-        return f"{duration(told.ttft_s)} measured, nothing predicted"
-    return f"{duration(predicted_s)} predicted, {duration(told.ttft_s)} measured"
+        return f"{duration(decision.ttft_s)} measured, nothing predicted"
+    return f"{duration(predicted_s)} predicted, {duration(decision.ttft_s)} measured"
 
 
-def cached_text(told: DecisionRecord) -> str:
+def cached_text(decision: DecisionRecord) -> str:
     """Predicted and actual cached tokens."""
     whole, predicted, actual = (
-        counted(number) for number in (told.prompt_tokens, told.predicted_cached_tokens, told.cached_tokens)
+        counted(number) for number in (decision.prompt_tokens, decision.predicted_cached_tokens, decision.cached_tokens)
     )
-    if told.predicted_cached_tokens < 0:
-        were = f"; {actual} were" if told.cached_tokens >= 0 else ""
-        return f"about {whole} tokens; how many are cached could not be known{were}"
-    if told.cached_tokens < 0:
+    if decision.predicted_cached_tokens < 0:
+        were = f"; {actual} were cached" if decision.cached_tokens >= 0 else ""
+        return f"about {whole} tokens; cached tokens could not be predicted{were}"
+    if decision.cached_tokens < 0:
         return f"{whole} tokens, {predicted} predicted to be cached"
-    if told.cached_tokens == told.predicted_cached_tokens:
-        return f"{whole} tokens, {actual} cached, exactly as predicted"
-    return f"{whole} tokens, {predicted} predicted to be cached, {actual} were"
+    if decision.cached_tokens == decision.predicted_cached_tokens:
+        return f"{whole} tokens, {actual} cached, as predicted"
+    return f"{whole} tokens, {predicted} predicted to be cached, {actual} were cached"
 
 
-def printable(told: DecisionRecord) -> DecisionRecord:
-    """The same, with nothing in it that a terminal would obey: some of its words are a client's."""
+def printable(decision: DecisionRecord) -> DecisionRecord:
+    """A copy whose texts contain no terminal control characters; clients supply some of them."""
     return msgspec.structs.replace(
-        told,
+        decision,
         **{
             name: value if value.isprintable() else ascii(value)
             for name in ("request_id", "model", "reason", "tenant", "outcome")
-            if (value := getattr(told, name))
+            if (value := getattr(decision, name))
         },
     )
 
 
-def _why_that_one(told: DecisionRecord, chosen: CandidateRecord, other: CandidateRecord | None) -> str:
+def _why_chosen(decision: DecisionRecord, chosen: CandidateRecord, other: CandidateRecord | None) -> str:
     name = chosen.worker_id
     if other is None:
-        could = {Part.PREFILL: "compute the prompt", Part.DECODE: "answer", Part.WHOLE: "do both"}[chosen.part]
-        return f"{name} was chosen because it was the only one that could {could}."
+        could = {Part.PREFILL: "run the prefill", Part.DECODE: "run the decode", Part.WHOLE: "run both"}[chosen.part]
+        return f"{name} was chosen because no other worker could {could}."
     if is_tie(chosen, other):
-        return f"{name} was as good as {other.worker_id}; such workers take turns."
+        return f"{name} was chosen; {other.worker_id} costs the same, and placement alternates between equal workers."
     if other.cost_s < chosen.cost_s:
         if chosen.meets_targets and not other.meets_targets:
-            return f"{name} was chosen because {other.worker_id}, which costs less, would have missed a target."
-        return f"{name} was chosen although {other.worker_id} would have cost less ({told.reason})."
-    compared = f"{duration(chosen.cost_s)} predicted against {duration(other.cost_s)} on {other.worker_id}"
-    return f"{name} was chosen because {_advantage(told, chosen, other)}: {compared}, the next best."
+            return f"{name} was chosen because {other.worker_id}, which costs less, would miss a target."
+        return f"{name} was chosen although {other.worker_id} costs less ({decision.reason})."
+    compared = f"predicted cost {duration(chosen.cost_s)}, next best {duration(other.cost_s)} on {other.worker_id}"
+    return f"{name} was chosen because {_advantage(decision, chosen, other)}: {compared}."
 
 
-def _advantage(told: DecisionRecord, chosen: CandidateRecord, other: CandidateRecord) -> str:
-    most = _most(other, chosen)
+def _advantage(decision: DecisionRecord, chosen: CandidateRecord, other: CandidateRecord) -> str:
+    most = _largest_difference(other, chosen)
     mine, theirs = duration(counts(chosen, most)), duration(counts(other, most))
-    more = _had(chosen) > _had(other) or chosen.cached_tokens > other.cached_tokens
+    more = _available_tokens(chosen) > _available_tokens(other) or chosen.cached_tokens > other.cached_tokens
     if most in ("prefill_s", "fetch_s") and more:
-        fetched = f" and could fetch {counted(chosen.fetched_tokens)}" if chosen.fetched_tokens else ""
-        return f"it had {counted(chosen.cached_tokens)} of {counted(told.prompt_tokens)} prompt tokens cached{fetched}"
+        fetched = f" and can fetch {counted(chosen.fetched_tokens)}" if chosen.fetched_tokens else ""
+        return (
+            f"it has {counted(chosen.cached_tokens)} of {counted(decision.prompt_tokens)} prompt tokens cached{fetched}"
+        )
     return {
-        "queue_s": f"its queue was shorter ({mine}, not {theirs})",
-        "fetch_s": f"it had less to fetch ({mine}, not {theirs})",
-        "prefill_s": f"it computes faster ({mine}, not {theirs})",
-        "handoff_s": f"the KV gets there sooner ({mine}, not {theirs})",
-        "decode_s": f"it generates faster ({mine}, not {theirs})",
-        "others_s": f"it holds up other requests less ({mine}, not {theirs})",
+        "queue_s": f"its queue is shorter ({mine} instead of {theirs})",
+        "fetch_s": f"it has less KV to fetch ({mine} instead of {theirs})",
+        "prefill_s": f"its prefill is faster ({mine} instead of {theirs})",
+        "handoff_s": f"its KV handoff is faster ({mine} instead of {theirs})",
+        "decode_s": f"its decode is faster ({mine} instead of {theirs})",
+        "others_s": f"it delays other requests less ({mine} instead of {theirs})",
     }[most]
 
 
-def _most(dearer: CandidateRecord, cheaper: CandidateRecord) -> str:
-    """The part of the cost in which they differ most."""
+def _largest_difference(dearer: CandidateRecord, cheaper: CandidateRecord) -> str:
+    """The part of the cost in which ``dearer`` exceeds ``cheaper`` most."""
     return max(LESSER, key=lambda name: counts(dearer, name) - counts(cheaper, name))
 
 
-def _had(candidate: CandidateRecord) -> int:
+def _available_tokens(candidate: CandidateRecord) -> int:
     return candidate.cached_tokens + candidate.fetched_tokens
 
 
-def _latest(predicted: TtftParts, measured: TtftParts) -> str:
+def _largest_delay(predicted: TtftParts, measured: TtftParts) -> str:
     over = {name: getattr(measured, name) - getattr(predicted, name) for name in PART_NAMES}
     most = max(over, key=lambda name: over[name])
-    return f"most of it: {PART_NAMES[most]}, {duration(over[most])} more than predicted" if over[most] > 0 else ""
+    return f"largest delay: {PART_NAMES[most]}, {duration(over[most])} more than predicted" if over[most] > 0 else ""

@@ -1,22 +1,62 @@
-"""What the planner decided and what a store lost, in a few words."""
+"""What operators read about workers, stores and the planner."""
 
 from __future__ import annotations
 
+from shared.contracts.fleet_orders import RoleChanged, WorkerDrained
 from shared.contracts.load import StoreState
 from shared.contracts.planning import PlanAction, PlanDecision
+from shared.text.quantities import in_bytes
 
 
 def loss_text(store: StoreState) -> str:
-    """What a store has lost since it started."""
-    losses = ((store.damaged_blocks_total, "damaged in its files"), (store.unsaved_blocks_total, "not saved"))
-    return f"blocks lost so far: {', '.join(f'{count} {how}' for count, how in losses if count)}"
+    """The blocks that a store lost since it started."""
+    losses = ((store.damaged_blocks_total, "damaged on disk"), (store.unsaved_blocks_total, "not saved"))
+    return f"blocks lost: {', '.join(f'{count} {how}' for count, how in losses if count)}"
 
 
 def plan_text(plan: PlanDecision) -> str:
-    """What was decided."""
-    role = plan.role.value if plan.role is not None else "worker"
+    """The change that the planner decided."""
+    role = plan.role.value if plan.role is not None else ""
     if plan.action is PlanAction.CHANGE_ROLE:
         return f"{plan.worker_id} becomes {role}"
     if plan.action is PlanAction.SCALE:
-        return f"{abs(plan.change)} {'more' if plan.change > 0 else 'fewer'} {role}"
-    return "nothing to do"
+        return f"{'add' if plan.change > 0 else 'remove'} {many(abs(plan.change), f'{role} worker'.strip())}"
+    return "no change"
+
+
+def draining(worker_id: str, legs: int | None, *, evacuate: bool) -> str:
+    """The progress of a drain; ``legs`` is None until the worker has reported them."""
+    running = "" if legs is None else f": {many(legs, 'request')} still running" if legs else ": no request running"
+    moving = ", moving its hot prefixes to other workers" if evacuate else ""
+    return f"{worker_id} is draining{moving}{running}"
+
+
+def drained(report: WorkerDrained) -> str:
+    """The result of a drain."""
+    requests = "no request was running"
+    if report.legs:
+        moved_on = f", {report.legs_cut} continued on other workers" if report.legs_cut else ""
+        requests = f"{report.legs - report.legs_cut} of {report.legs} running requests finished{moved_on}"
+    parts = [requests]
+    if report.prefixes or report.prefixes_left:
+        moved = f"{many(report.prefixes, 'hot prefix', 'hot prefixes')} moved ({many(report.blocks, 'block')}"
+        parts.append(f"{moved}, {in_bytes(report.bytes)}, {report.evacuation_s:.1f} s)")
+    if report.prefixes_left:
+        parts.append(f"{report.prefixes_left} not moved, no worker could take them")
+    return f"{report.worker_id} drained in {report.seconds:.1f} s: {'; '.join(parts)}."
+
+
+def role_changed(report: RoleChanged) -> str:
+    """The result of a role change."""
+    if report.before is report.role:
+        return f"{report.worker_id} already has the role {report.role.value}."
+    legs = f"; {many(report.legs, 'running request')} continued" if report.legs else ""
+    return (
+        f"{report.worker_id} changed its role from {report.before.value} to {report.role.value}: "
+        f"verified and registered in {report.seconds:.2f} s{legs}."
+    )
+
+
+def many(count: int, one: str, more: str = "") -> str:
+    """``1 leg``, ``2 legs``."""
+    return f"{count} {one if count == 1 else more or one + 's'}"

@@ -1,10 +1,10 @@
-"""Numbers as a person reads them."""
+"""Formats numbers for people."""
 
 from __future__ import annotations
 
 
 def duration(seconds: float) -> str:
-    """Three digits at most, with a unit that fits."""
+    """At most three significant digits, in milliseconds or seconds."""
     ms = seconds * 1000
     if abs(ms) < 0.05:
         return "0 ms"
@@ -18,12 +18,12 @@ def duration(seconds: float) -> str:
 
 
 def counted(number: int) -> str:
-    """With commas."""
+    """With thousands separators."""
     return f"{number:,}"
 
 
 def in_bytes(count: int) -> str:
-    """With the largest unit of which there is a whole one."""
+    """In the largest binary unit that gives at least 1."""
     size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:
         size, units = size / 1024, units[1:]

@@ -1,4 +1,4 @@
-"""From an answer's header to the reason for it: over HTTP, over NATS, and as a picture on the command line."""
+"""``baton explain`` finds a decision by the response's header, over HTTP and NATS, and draws it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SLOW = {
     "WORKER_SIM_PREFILL_BASE_S": "0.02",
     "WORKER_SIM_DECODE_BASE_S": "0.01",
 }
-"""Slow enough that what is measured is not the machine's noise."""
+"""Slow enough that the simulated times exceed the machine's noise."""
 ROUTERS = 2
 CLIENT_S = 5.0
-"""What the client's own connection and the machine's other work may add to a TTFT."""
+"""Seconds that the client's connection and other load on the machine may add to a TTFT."""
 
 pytestmark = pytest.mark.nats
 
@@ -90,7 +90,7 @@ def check(told: DecisionRecord) -> None:
 
 
 @pytest.mark.parametrize("repeats", [3, 900], ids=["short", "streamed handoff"])
-def test_a_streams_decision_is_found_and_its_parts_are_the_clients_wait(system: System, repeats: int):
+def test_a_streams_decision_accounts_for_the_clients_ttft(system: System, repeats: int):
     decision_id, waited_s = stream(
         system, f"A story of {repeats} words about the sea and those who sail it. " * repeats
     )
@@ -106,7 +106,7 @@ def test_a_streams_decision_is_found_and_its_parts_are_the_clients_wait(system: 
     assert told.cached_tokens == 0
 
 
-def test_a_whole_answers_first_token_is_not_its_last(system: System):
+def test_the_ttft_of_an_unstreamed_response_is_its_first_token(system: System):
     answer = ask(system, "Once more, with feeling. " * 40, max_tokens=64)
 
     told = explained(system, answer.headers["x-baton-decision"])
@@ -115,7 +115,7 @@ def test_a_whole_answers_first_token_is_not_its_last(system: System):
     assert told.ttft_s < answer.elapsed.total_seconds() - 60 * 0.01  # Of 64 tokens, one each 10 ms.
 
 
-def test_what_was_cached_is_the_reason_for_the_next_turns_place(system: System):
+def test_cached_tokens_are_predicted_exactly(system: System):
     prompt = "The same long introduction that everybody has to read first. " * 60
 
     def again() -> DecisionRecord | None:
@@ -129,7 +129,7 @@ def test_what_was_cached_is_the_reason_for_the_next_turns_place(system: System):
     assert told.cached_tokens == told.predicted_cached_tokens > 0.9 * told.prompt_tokens
 
 
-def test_every_router_answers_for_every_other_and_so_does_nats(system: System):
+def test_every_router_and_nats_find_the_decision(system: System):
     answer = ask(system, "Who knows about this?", headers={"x-request-id": "who-knows"})
     decision_id = answer.headers["x-baton-decision"]
     urls = [system.endpoint, *json.loads((system.folder / "running.json").read_text())["routers"].values()]
@@ -143,7 +143,7 @@ def test_every_router_answers_for_every_other_and_so_does_nats(system: System):
     assert {one.decision_id for one in (*by_url, *by_request, by_nats, newest)} == {decision_id}
 
 
-def test_the_picture_tells_the_same_numbers(system: System):
+def test_the_picture_names_the_same_workers(system: System):
     answer = ask(system, "Paint it. " * 100)
     decision_id = answer.headers["x-baton-decision"]
     told = explained(system, decision_id)
@@ -152,12 +152,12 @@ def test_the_picture_tells_the_same_numbers(system: System):
 
     assert (code, err) == (0, "")
     assert max(map(len, drawn.splitlines())) <= 80
-    assert f"was computed on {told.prefill_worker} and answered by {told.decode_worker}" in " ".join(drawn.split())
+    assert f"prefill on {told.prefill_worker}, decode on {told.decode_worker}" in " ".join(drawn.split())
     for words in (decision_id, "prefill", "in all", "predicted", "measured"):
         assert words in drawn
 
 
-def test_a_refusal_is_explained_too(system: System):
+def test_a_refusal_is_explained(system: System):
     answer = ask(system, "Is there anybody?", model="nobody")
 
     told = explained(system, answer.headers["x-baton-decision"])
@@ -179,7 +179,7 @@ def test_a_refusal_is_explained_too(system: System):
         (["latest", "--nats-url", "nats://127.0.0.1:9"], "NATS at nats://127.0.0.1:9 does not answer"),
     ],
 )
-def test_who_asks_for_what_is_not_there_is_told_what_to_do(system: System, arguments: list[str], words: str):
+def test_an_unknown_decision_gives_an_error_with_advice(system: System, arguments: list[str], words: str):
     code, out, err = baton("explain", *arguments, "--state-dir", str(system.folder))
 
     assert (code, out) == (1, "")
@@ -187,7 +187,7 @@ def test_who_asks_for_what_is_not_there_is_told_what_to_do(system: System, argum
     assert "Traceback" not in err
 
 
-def test_a_collector_is_no_router_and_without_a_system_there_is_advice(system: System, tmp_path):
+def test_a_wrong_or_missing_router_gives_advice(system: System, tmp_path):
     collector = f"http://127.0.0.1:{system.collector_port}"
 
     code, _out, err = baton("explain", "--url", collector)

@@ -130,7 +130,7 @@ def test_a_worker_joins_under_traffic_takes_load_and_is_drained_and_nothing_is_l
             print(f"drained in {told['seconds']:.2f} s, {told.get('legs', 0)} legs cut")
             assert terminal.process is not None
             assert terminal.process.wait(STOP_S_MAX) == 0, "a launcher whose workers have all left has no more to do"
-        assert "decode-2 has left after" in terminal.said()
+        assert "decode-2 drained in" in terminal.said()
     until(lambda: phases(system).get("decode-2", "gone") == "gone", "the fleet knows")
 
 
@@ -155,7 +155,7 @@ def test_a_drained_worker_is_not_started_again_and_the_rest_goes_on(system: Syst
     with traffic(system):
         code, out, _err = baton("drain", "prefill-2", "--state-dir", str(system.folder))
         assert code == 0
-        assert "prefill-2 has left after" in out
+        assert "prefill-2 drained in" in out
         until(lambda: not system.pids("services.worker", "prefill-2"), "its process has ended")
 
     assert not system.pids("services.worker", "prefill-2")

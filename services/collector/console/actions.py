@@ -9,7 +9,7 @@ from shared.bus.port import AskRefused, AskTimedOut, Bus, BusError, NoResponders
 from shared.contracts.channels import CHANGE_ROLE, DEFAULT_MODE, DRAIN
 from shared.contracts.fleet_orders import ChangeRole, DrainWorker
 from shared.contracts.routing import DefaultMode
-from shared.text import order_text
+from shared.text import fleet_text
 
 TAKE_S_MAX = 5.0
 """For a worker to say that it has the order."""
@@ -63,7 +63,7 @@ class Actions:
         if taken.refusal:
             return Refusal(status=409, message=f"{order.worker_id} does not take the order: {taken.refusal}")
         self._noted(order.worker_id, "an operator told it to drain", True)
-        return f"{order_text.draining(order.worker_id, None, evacuate=order.evacuate)}."
+        return f"{fleet_text.draining(order.worker_id, None, evacuate=order.evacuate)}."
 
     async def _change_role(self, order: ChangeRole) -> str | Refusal:
         self._noted(order.worker_id, f"an operator told it to be a {order.role.value} worker", True)
@@ -71,4 +71,4 @@ class Actions:
         if told.failure:
             why = f"{told.worker_id} stays a {told.role.value} worker: {told.failure}"
             return Refusal(status=409, message=why)
-        return order_text.role_changed(told)
+        return fleet_text.role_changed(told)

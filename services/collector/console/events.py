@@ -10,8 +10,7 @@ from shared.contracts.fleet_orders import WorkerDrained
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.planning import PlanAction, PlanDecision
 from shared.contracts.workers import FleetState, FleetWorker, Role, WorkerLost, WorkerPhase
-from shared.text.fleet_text import plan_text
-from shared.text.order_text import drained
+from shared.text.fleet_text import drained, plan_text
 
 EVENTS_MAX = 200
 SERVICES_MAX = 1024

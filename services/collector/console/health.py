@@ -23,7 +23,7 @@ from services.collector.metrics.fleet_metrics import STALE_S_MAX, Ledger
 from shared.contracts.control import ServicePhase
 from shared.contracts.failures import Reason
 from shared.contracts.workers import Role, WorkerPhase
-from shared.text.order_text import many
+from shared.text.fleet_text import many
 
 SENTENCES_MAX = 12
 NAMED_MAX = 4

@@ -15,7 +15,7 @@ from shared.bus.port import BusError
 from shared.contracts.fleet_orders import ChangeRole, DrainWorker, RoleChanged, WorkerDrained
 from shared.contracts.ids import WorkerId, is_subject_token
 from shared.contracts.workers import Role
-from shared.text import order_text
+from shared.text import fleet_text
 
 
 class NewRole(StrEnum):
@@ -59,10 +59,10 @@ def drain(
 
     order = DrainWorker(worker_id=checked(worker), deadline_s=deadline, evacuate=evacuate)
     console, url = Console(), find_nats(nats_url, state_dir)
-    with console.status(order_text.draining(worker, None, evacuate=evacuate)) as status:
+    with console.status(fleet_text.draining(worker, None, evacuate=evacuate)) as status:
 
         def on_legs(legs: int) -> None:
-            status.update(order_text.draining(worker, legs, evacuate=evacuate))
+            status.update(fleet_text.draining(worker, legs, evacuate=evacuate))
 
         try:
             told = asyncio.run(have_drained(url, order, on_legs))
@@ -70,7 +70,7 @@ def drain(
             fail(str(error))
         except BusError as error:
             no_nats(url, error)
-    say(console, told, order_text.drained(told), json=json)
+    say(console, told, fleet_text.drained(told), json=json)
 
 
 def role(
@@ -92,7 +92,7 @@ def role(
             fail(str(error))
         except BusError as error:
             no_nats(url, error)
-    say(console, told, order_text.role_changed(told), json=json)
+    say(console, told, fleet_text.role_changed(told), json=json)
 
 
 def checked(worker: str) -> WorkerId:

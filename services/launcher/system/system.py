@@ -23,7 +23,7 @@ from shared.contracts.channels import DRAINED, SERVICE_STATUS
 from shared.contracts.control import ServicePhase, ServiceStatus
 from shared.contracts.fleet_orders import WorkerDrained
 from shared.runtime.saved_role import saved_role_file
-from shared.text.order_text import drained
+from shared.text.fleet_text import drained
 
 T = TypeVar("T")
 

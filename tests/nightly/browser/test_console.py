@@ -111,7 +111,7 @@ def test_a_slow_request_leads_to_its_decision(console: Page, system: SimulatedSy
     whole = seconds(panel.locator(".waterfall .sum td").nth(1).inner_text())
     assert len(parts) > 3
     assert sum(parts) == pytest.approx(whole, rel=ROUNDED)
-    expect(panel.locator(".decision")).to_contain_text("computed on p1 and answered by d1")
+    expect(panel.locator(".decision")).to_contain_text("prefill on p1, decode on d1")
     expect(panel.locator(".decision")).to_contain_text("was chosen because")
     expect(panel.locator(".candidates .chosen")).to_have_count(2)
     expect(panel.locator(".comparison .sum")).to_contain_text("in all")

@@ -197,7 +197,7 @@ def test_a_workers_life_is_told_once_in_words(told):
     ]
 
 
-def test_a_drained_worker_a_plan_and_an_order_are_told_in_words(told):
+def test_drains_plans_and_orders_become_text_events(told):
     told.console.happened.worker_drained(WorkerDrained(worker_id="d1", epoch=1, seconds=2.0, legs=1), 1.0)
     plan = PlanDecision(
         number=1, at_ms=0, model="m", demand=Demand(), roles=[], action=PlanAction.SCALE, change=2, role=Role.DECODE
@@ -208,8 +208,8 @@ def test_a_drained_worker_a_plan_and_an_order_are_told_in_words(told):
 
     assert told.texts() == [
         "an operator told it to drain",
-        "2 more decode: decode is full",
-        "d1 has left after 2.0 s: 1 leg ran, all to their end.",
+        "add 2 decode workers: decode is full",
+        "d1 drained in 2.0 s: 1 of 1 running requests finished.",
     ]
 
 

@@ -98,7 +98,7 @@ async def test_a_request_is_explained_by_the_router_that_placed_it():
         assert told["request"]["id"] == "r1"
         assert [each["why"] for each in told["decision"]["candidates"]] == ["chosen", "longer queue"]
         assert sum(part["measured_s"] for part in told["decision"]["parts"]) == pytest.approx(PARTS.total_s())
-        assert told["words"]["headline"] == "Request r1 was computed on p1 and answered by d1."
+        assert told["words"]["headline"] == "Request r1 ran: prefill on p1, decode on d1."
 
         forgotten = await client.get("/console/requests/router-1-ab-d8")
         assert (forgotten.status_code, "forgotten" in message(forgotten)) == (404, True)
@@ -114,7 +114,10 @@ async def test_on_loopback_without_a_key_an_order_is_passed_on_and_noted():
         orders = await answer_drain(one)
         done = await client.post("/console/actions", json={**DRAIN_D1, "deadline_s": 5})
 
-        assert (done.status_code, done.json()["told"]) == (200, "d1 drains, its hot prefixes go to those that stay.")
+        assert (done.status_code, done.json()["told"]) == (
+            200,
+            "d1 is draining, moving its hot prefixes to other workers.",
+        )
         assert [(order.worker_id, order.deadline_s) for order in orders] == [("d1", 5.0)]
         assert [(line.subject, line.kind) for line in one.collector.page().events] == [("d1", "action")]
 
@@ -129,7 +132,7 @@ async def test_a_role_is_changed_when_the_worker_has_verified_it():
     async with world() as one, one.client() as client:
         await one.others.answer(CHANGE_ROLE, change, worker_id="d1")
         done = await client.post("/console/actions", json={"action": "role", "worker_id": "d1", "role": "both"})
-        assert "d1 is a both worker now, no longer decode" in done.json()["told"]
+        assert "d1 changed its role from decode to both" in done.json()["told"]
         failed = await client.post("/console/actions", json={"action": "role", "worker_id": "d1", "role": "prefill"})
         assert (failed.status_code, message(failed)) == (409, "d1 stays a decode worker: no partner")
 

@@ -1,4 +1,4 @@
-"""A decision is told in words that are true of its numbers."""
+"""The explanation of a decision agrees with its numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.launcher.views.explain import Question, question_of
 from shared.contracts.decisions import CandidateRecord, DecisionRecord, Part, TtftParts
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvSource
-from shared.text import explanation as words
+from shared.text import explanation
 from shared.text.quantities import duration
 
 
@@ -40,8 +40,8 @@ PREDICTED = TtftParts(prefill_s=0.21, handoff_s=0.02, first_token_s=0.01)
 MEASURED = TtftParts(tokenize_s=0.001, queue_s=0.05, prefill_s=0.2, handoff_s=0.02, first_token_s=0.01, transit_s=0.004)
 
 
-def told(**fields: Any) -> DecisionRecord:
-    usual: dict[str, Any] = {
+def decision(**fields: Any) -> DecisionRecord:
+    defaults: dict[str, Any] = {
         "decision_id": "router-1-ab-d7",
         "router_id": "router-1-ab",
         "request_id": "r-1",
@@ -63,98 +63,104 @@ def told(**fields: Any) -> DecisionRecord:
         "regret_s": 0.0,
         "outcome": "ok",
     }
-    return DecisionRecord(**{**usual, **fields})
+    return DecisionRecord(**{**defaults, **fields})
 
 
-def test_the_headline_says_who_did_what_and_whether_it_is_over():
-    assert words.headline(told()) == "Request r-1 was computed on p2 and answered by d1."
-    running = told(outcome="", measured=None, ttft_s=-1.0)
-    assert words.headline(running) == "Request r-1 is being computed on p2 and will be answered by d1."
-    alone = told(mode="aggregated", prefill_worker="", outcome="worker_lost")
-    assert words.headline(alone) == "Request r-1 was served by d1 alone, and did not end well (worker_lost)."
-    refused = told(mode="", reason="All are full.", outcome="worker_busy")
-    assert words.headline(refused) == "Request r-1 was not placed (worker_busy): All are full."
+def test_the_headline_names_the_workers_and_the_outcome():
+    assert explanation.headline(decision()) == "Request r-1 ran: prefill on p2, decode on d1."
+    running = decision(outcome="", measured=None, ttft_s=-1.0)
+    assert explanation.headline(running) == "Request r-1 is running: prefill on p2, decode on d1."
+    alone = decision(mode="aggregated", prefill_worker="", outcome="worker_lost")
+    assert explanation.headline(alone) == "Request r-1 failed (worker_lost): prefill and decode on d1."
+    refused = decision(mode="", reason="All are full.", outcome="worker_busy")
+    assert explanation.headline(refused) == "Request r-1 was not placed (worker_busy): All are full."
 
 
-def test_a_worker_was_chosen_because_of_what_set_it_apart():
-    cached, faster = words.because(told())
+def test_the_reason_is_the_largest_difference_in_cost():
+    cached, faster = explanation.because(decision())
 
-    assert cached.startswith("p2 was chosen because it had 7,936 of 8,192 prompt tokens cached: ")
-    assert cached.endswith(": 210 ms predicted against 1.43 s on p1, the next best.")
-    assert faster.startswith("d1 was chosen because it generates faster (1.00 s, not 2.00 s): ")
-    assert faster.endswith(": 1.02 s predicted against 2.02 s on d2, the next best.")
+    assert cached.startswith("p2 was chosen because it has 7,936 of 8,192 prompt tokens cached: ")
+    assert cached.endswith(": predicted cost 210 ms, next best 1.43 s on p1.")
+    assert faster.startswith("d1 was chosen because its decode is faster (1.00 s instead of 2.00 s): ")
+    assert faster.endswith(": predicted cost 1.02 s, next best 2.02 s on d2.")
 
 
 @pytest.mark.parametrize(
     ("other", "why", "because"),
     [
-        ({"queue_s": 3.0, "prefill_s": 0.2}, "longer queue", "its queue was shorter"),
-        ({"prefill_s": 9.0, "cached_tokens": 7936}, "slower prefill", "it computes faster"),
-        ({"prefill_s": 0.2, "fetch_s": 2.0, "cached_tokens": 7936}, "more to fetch", "it had less to fetch"),
-        ({"prefill_s": 0.2, "others_s": 2.0}, "delays others", "it holds up other requests less"),
-        ({"prefill_s": 0.2101}, "as good", "take turns"),
-        ({"prefill_s": 0.1}, "not allowed", "although p1 would have cost less"),
-        ({"prefill_s": 0.1, "meets_targets": False}, "misses target", "would have missed a target"),
+        ({"queue_s": 3.0, "prefill_s": 0.2}, "longer queue", "its queue is shorter"),
+        ({"prefill_s": 9.0, "cached_tokens": 7936}, "slower prefill", "its prefill is faster"),
+        ({"prefill_s": 0.2, "fetch_s": 2.0, "cached_tokens": 7936}, "more to fetch", "it has less KV to fetch"),
+        ({"prefill_s": 0.2, "others_s": 2.0}, "delays others", "it delays other requests less"),
+        ({"prefill_s": 0.2101}, "equal cost", "p1 costs the same"),
+        ({"prefill_s": 0.1}, "not allowed", "although p1 costs less"),
+        ({"prefill_s": 0.1, "meets_targets": False}, "misses target", "would miss a target"),
     ],
 )
 def test_why_a_worker_was_not_chosen(other: dict[str, Any], why: str, because: str):
     candidate = one("p1", Part.PREFILL, **other)
-    decision = told(candidates=[P2, candidate])
+    record = decision(candidates=[P2, candidate])
 
-    assert words.why_not(candidate, P2) == why
-    assert because in words.because(decision)[0]
+    assert explanation.why_not(candidate, P2) == why
+    assert because in explanation.because(record)[0]
 
 
 def test_the_only_worker_needs_no_comparison():
-    (sentence,) = words.because(told(candidates=[P2]))
+    (sentence,) = explanation.because(decision(candidates=[P2]))
 
-    assert sentence == "p2 was chosen because it was the only one that could compute the prompt."
-    assert words.because(told(mode="", candidates=[])) == []
+    assert sentence == "p2 was chosen because no other worker could run the prefill."
+    assert explanation.because(decision(mode="", candidates=[])) == []
 
 
-def test_generating_within_the_target_costs_nothing_and_explains_nothing():
+def test_decode_time_within_the_target_costs_nothing():
     within = msgspec.structs.replace(D2, within_s=1.75, cost_s=D2.cost_s - 1.75)
     slow = msgspec.structs.replace(D1, chosen=False)
-    decision = told(candidates=[msgspec.structs.replace(within, chosen=True), slow])
+    record = decision(candidates=[msgspec.structs.replace(within, chosen=True), slow])
 
-    assert words.because(decision)[0].startswith("d2 was chosen because it generates faster (250 ms, not 1.00 s)")
-    assert "within the ITL target" in picture(decision, 80)
+    assert explanation.because(record)[0].startswith(
+        "d2 was chosen because its decode is faster (250 ms instead of 1.00 s)"
+    )
+    assert "within the ITL target" in picture(record, 80)
 
 
-def test_a_worker_that_has_it_is_better_than_one_that_can_fetch_it():
+def test_cached_kv_beats_fetchable_kv():
     fetching = one("p1", Part.PREFILL, fetched_tokens=7936, fetch_s=0.5, prefill_s=0.21)
 
-    assert "because it had 7,936 of 8,192" in words.because(told(candidates=[P2, fetching]))[0]
-    assert words.why_not(fetching, P2) == "more to fetch"
+    assert "because it has 7,936 of 8,192" in explanation.because(decision(candidates=[P2, fetching]))[0]
+    assert explanation.why_not(fetching, P2) == "more to fetch"
 
 
-def test_regret_names_the_part_that_was_late():
-    late = told(measured=TtftParts(queue_s=2.0, prefill_s=0.2), ttft_s=2.2, regret_s=0.75)
+def test_regret_names_the_part_with_the_largest_delay():
+    late = decision(measured=TtftParts(queue_s=2.0, prefill_s=0.2), ttft_s=2.2, regret_s=0.75)
 
-    assert words.regret_text(late).startswith("Regret 750 ms: ")
-    assert words.regret_text(late).endswith("most of it: queue, 2.00 s more than predicted.")
-    assert words.regret_text(told()).startswith("No regret")
-    assert words.regret_text(told(candidates=[P2, D1])) == "No regret: there was nobody to compare with."
-    assert words.regret_text(told(measured=None)) == ""
+    assert explanation.regret_text(late).startswith("Regret 750 ms: ")
+    assert explanation.regret_text(late).endswith("largest delay: queue, 2.00 s more than predicted.")
+    assert explanation.regret_text(decision()).startswith("No regret")
+    assert explanation.regret_text(decision(candidates=[P2, D1])) == "No regret: there was no other candidate."
+    assert explanation.regret_text(decision(measured=None)) == ""
 
 
-def test_targets_are_met_missed_or_not_known():
-    assert words.target_text(told(ttft_target_s=0.2, itl_target_s=0.02, itl_s=0.01)) == [
-        "TTFT 200 ms: missed with 285 ms",
-        "ITL 20 ms: met with 10 ms",
+def test_targets_are_met_missed_or_not_measured():
+    assert explanation.target_text(decision(ttft_target_s=0.2, itl_target_s=0.02, itl_s=0.01)) == [
+        "TTFT target 200 ms: missed (285 ms)",
+        "ITL target 20 ms: met (10 ms)",
     ]
-    assert words.target_text(told(ttft_target_s=0.2, ttft_s=-1.0)) == ["TTFT 200 ms: not known"]
-    assert words.target_text(told()) == []
+    assert explanation.target_text(decision(ttft_target_s=0.2, ttft_s=-1.0)) == ["TTFT target 200 ms: not measured"]
+    assert explanation.target_text(decision()) == []
 
 
-def test_cached_tokens_are_told_as_far_as_they_are_known():
-    assert words.cached_text(told()) == "8,192 tokens, 7,936 cached, exactly as predicted"
-    assert words.cached_text(told(cached_tokens=7904)).endswith("7,936 predicted to be cached, 7,904 were")
-    assert words.cached_text(told(cached_tokens=-1)).endswith("7,936 predicted to be cached")
-    assert "could not be known; 32 were" in words.cached_text(told(predicted_cached_tokens=-1, cached_tokens=32))
+def test_cached_tokens_are_shown_as_far_as_known():
+    assert explanation.cached_text(decision()) == "8,192 tokens, 7,936 cached, as predicted"
+    assert explanation.cached_text(decision(cached_tokens=7904)).endswith(
+        "7,936 predicted to be cached, 7,904 were cached"
+    )
+    assert explanation.cached_text(decision(cached_tokens=-1)).endswith("7,936 predicted to be cached")
+    assert "could not be predicted; 32 were cached" in explanation.cached_text(
+        decision(predicted_cached_tokens=-1, cached_tokens=32)
+    )
 
 
-def test_durations_have_a_unit_that_fits():
+def test_durations_use_a_readable_unit():
     seconds = (0, 0.00004, 0.0004, 0.0099, 0.012, 0.9994, 1.0, 9.99, 12.34, 432.1)
 
     assert [duration(each) for each in seconds] == [
@@ -162,7 +168,7 @@ def test_durations_have_a_unit_that_fits():
     ]  # fmt: skip
 
 
-def test_a_name_is_a_decisions_or_a_requests():
+def test_an_id_names_a_decision_or_a_request():
     assert question_of("latest", "") == Question("latest")
     assert question_of("router-1-ab-d7", "") == Question("router-1-ab-d7")
     assert question_of("my-request", "") == Question(request_id="my-request")
@@ -177,7 +183,7 @@ def picture(decision: DecisionRecord, columns: int, encoding: str = "utf-8", **c
     return raw.getvalue().decode(encoding)
 
 
-EVERYTHING = told(
+EVERYTHING = decision(
     candidates=[
         msgspec.structs.replace(each, worker_id=WorkerId(f"{each.worker_id}-on-a-machine-with-a-long-name"))
         for each in (P2, P1, D1, D2)
@@ -198,19 +204,19 @@ EVERYTHING = told(
 )
 SHAPES = {
     "everything": EVERYTHING,
-    "usual": told(),
-    "running": told(outcome="", measured=None, ttft_s=-1.0, regret_s=-1.0),
-    "refused": told(mode="", candidates=[], predicted=TtftParts(), measured=None, outcome="no_worker"),
-    "nothing known": told(candidates=[], predicted=TtftParts(), measured=None, ttft_s=0.3),
-    "no time at all": told(predicted=TtftParts(), measured=TtftParts(), ttft_s=0.0),
-    "hostile": told(model="\x1b[31m\nm", reason="\x1b]0;x\x07", tenant="[bold]\u202e", request_id="[red]"),
+    "default": decision(),
+    "running": decision(outcome="", measured=None, ttft_s=-1.0, regret_s=-1.0),
+    "refused": decision(mode="", candidates=[], predicted=TtftParts(), measured=None, outcome="no_worker"),
+    "nothing known": decision(candidates=[], predicted=TtftParts(), measured=None, ttft_s=0.3),
+    "no time at all": decision(predicted=TtftParts(), measured=TtftParts(), ttft_s=0.0),
+    "hostile": decision(model="\x1b[31m\nm", reason="\x1b]0;x\x07", tenant="[bold]\u202e", request_id="[red]"),
 }
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 @pytest.mark.parametrize("columns", [80, 120])
-def test_the_picture_fits_and_obeys_nobody(shape: str, encoding: str, columns: int):
+def test_the_picture_fits_and_has_no_control_characters(shape: str, encoding: str, columns: int):
     drawn = picture(SHAPES[shape], columns, encoding)
 
     assert all(len(line) <= columns for line in drawn.splitlines())
@@ -218,7 +224,7 @@ def test_the_picture_fits_and_obeys_nobody(shape: str, encoding: str, columns: i
 
 
 def test_the_picture_shows_predicted_and_measured_parts_on_one_scale():
-    lines = picture(told(), 80).splitlines()
+    lines = picture(decision(), 80).splitlines()
     (prefill,) = [line for line in lines if line.strip().startswith("prefill ")]
     (queue,) = [line for line in lines if line.strip().startswith("queue ")]
 
@@ -229,14 +235,14 @@ def test_the_picture_shows_predicted_and_measured_parts_on_one_scale():
 
 
 def test_the_picture_marks_the_chosen_and_says_why_not_the_others():
-    lines = picture(told(), 120).splitlines()
+    lines = picture(decision(), 120).splitlines()
 
     assert any("●" in line and "p2" in line and "chosen" in line for line in lines)
     assert any("●" not in line and "p1" in line and "less cached" in line for line in lines)
 
 
-def test_a_terminal_gets_colour_and_the_same_words():
-    coloured = picture(told(), 80, force_terminal=True, color_system="standard", legacy_windows=False)
+def test_a_terminal_gets_colour_and_the_same_text():
+    coloured = picture(decision(), 80, force_terminal=True, color_system="standard", legacy_windows=False)
 
     assert "\x1b[" in coloured
     assert "was chosen because" in coloured

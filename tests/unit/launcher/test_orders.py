@@ -1,4 +1,4 @@
-"""``baton drain`` and ``baton role``: what is understood, and what is said."""
+"""``baton drain`` and ``baton role``: arguments and reports."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from services.launcher.cli import app
 from shared.contracts.fleet_orders import RoleChanged, WorkerDrained
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.workers import Role
-from shared.text.order_text import drained, draining, role_changed
+from shared.text.fleet_text import drained, draining, role_changed
 from shared.text.quantities import in_bytes
 
-NOTHING_RAN = "d2 has left after 3.2 s: nothing ran"
+NOTHING_RAN = "d2 drained in 3.2 s: no request was running"
 
 
 def left(**numbers) -> WorkerDrained:
@@ -23,35 +23,34 @@ def left(**numbers) -> WorkerDrained:
     ("told", "words"),
     [
         (left(), f"{NOTHING_RAN}."),
-        (left(legs=1), "d2 has left after 3.2 s: 1 leg ran, all to their end."),
+        (left(legs=1), "d2 drained in 3.2 s: 1 of 1 running requests finished."),
         (
             left(legs=5, legs_cut=2),
-            "d2 has left after 3.2 s: 5 legs ran, 3 of them to their end; 2 had to go on elsewhere.",
+            "d2 drained in 3.2 s: 3 of 5 running requests finished, 2 continued on other workers.",
         ),
         (
             left(prefixes=2, prefixes_left=1, blocks=40, bytes=5 << 20, evacuation_s=0.5),
-            f"{NOTHING_RAN}; 2 hot prefixes moved (40 blocks, 5.0 MiB, 0.5 s); 1 found nobody to take them.",
+            f"{NOTHING_RAN}; 2 hot prefixes moved (40 blocks, 5.0 MiB, 0.5 s); 1 not moved, no worker could take them.",
         ),
     ],
 )
-def test_how_a_worker_left_is_said(told: WorkerDrained, words: str):
+def test_a_drain_is_reported(told: WorkerDrained, words: str):
     assert drained(told) == words
 
 
-def test_while_a_worker_drains_its_legs_are_counted():
-    assert draining("d2", None, evacuate=True) == "d2 drains, its hot prefixes go to those that stay"
-    assert draining("d2", 2, evacuate=False) == "d2 drains: 2 legs still running"
-    assert draining("d2", 0, evacuate=False) == "d2 drains: no leg runs any more"
+def test_a_draining_worker_shows_its_running_requests():
+    assert draining("d2", None, evacuate=True) == "d2 is draining, moving its hot prefixes to other workers"
+    assert draining("d2", 2, evacuate=False) == "d2 is draining: 2 requests still running"
+    assert draining("d2", 0, evacuate=False) == "d2 is draining: no request running"
 
 
-def test_another_role_is_said_with_its_price():
+def test_a_role_change_is_reported_with_its_duration():
     told = RoleChanged(
         worker_id=WorkerId("p1"), epoch=Epoch(1), before=Role.PREFILL, role=Role.DECODE, seconds=0.123, legs=3
     )
 
     assert role_changed(told) == (
-        "p1 is a decode worker now, no longer prefill: verified and registered in 0.12 s; "
-        "3 running legs went on undisturbed."
+        "p1 changed its role from prefill to decode: verified and registered in 0.12 s; 3 running requests continued."
     )
 
 

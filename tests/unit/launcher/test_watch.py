@@ -165,9 +165,9 @@ def test_what_a_store_loses_is_told_but_not_with_each_of_its_reports():
 
     report(3.0, damaged_blocks_total=2)
     report(4.0, damaged_blocks_total=2, unsaved_blocks_total=8)
-    assert news(of) == ["s1 blocks lost so far: 2 damaged in its files"]
+    assert news(of) == ["s1 blocks lost: 2 damaged on disk"]
 
     report(3.0 + TROUBLE_S, damaged_blocks_total=2, unsaved_blocks_total=8)
     report(4.0 + 2 * TROUBLE_S, damaged_blocks_total=2, unsaved_blocks_total=8)
-    assert news(of)[1:] == ["s1 blocks lost so far: 2 damaged in its files, 8 not saved"]
+    assert news(of)[1:] == ["s1 blocks lost: 2 damaged on disk, 8 not saved"]
     assert all(one.bad for one in of.happened)
