@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from statistics import median
 
 from connector.layout.routes import block_bytes_of, routes_to, spans_of
-from connector.messages import Peer
-from connector.orders import Orders, Read, Results
+from connector.messages import Orders, Peer, Read, Results
 from connector.transfer.agent import Spans, TransferState
 from connector.transfer.nixl_agent import NixlAgent
 from connector.worker.copier import Copier

@@ -18,10 +18,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("shared", "services", "connector", "replay")
 PURE = {
-    "connector": "messages orders",
+    "connector": "messages",
     "connector.holder": "*",
-    "connector.layout": "compatibility routes tensors",
-    "connector.reader": "block_progress fetch fetch_plan lease_request peers prefetch reader token_counts",
+    "connector.layout": "routes tensors",
+    "connector.reader": "fetch lease_request peers prefetch reader token_counts",
     "connector.scheduler": "exchange_core rank_aggregation stats",
     "services.collector.console": "decision events health orders requests state traffic views workers",
     "services.collector.metrics": "engine_work fleet_metrics plans requests windows",

@@ -11,11 +11,144 @@ Lease requests, releases, reads and cancellations are appended to the plan's ``O
 
 from __future__ import annotations
 
-from connector.orders import PeerKey, Read, ReadPart
-from connector.reader.block_progress import ARRIVED, GRANTED, MISSING, BlockProgress
-from connector.reader.fetch_plan import FetchPlan, lease_message, release_message
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from connector.messages import PeerKey, Read, ReadPart
 from connector.reader.lease_request import LeaseRequest, Segment, Source
-from shared.contracts.kv_exchange import LEASE_BLOCKS_MAX, KvGrant, KvOffer, KvRead, NoGrant, unpack_block_ids
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.kv_exchange import (
+    LEASE_BLOCKS_MAX,
+    KvGrant,
+    KvOffer,
+    KvRead,
+    LeaseKv,
+    NoGrant,
+    ReleaseKv,
+    pack_full_hashes,
+    unpack_block_ids,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchLimits:
+    """Seconds."""
+
+    answer_s_max: float = 0.5
+    """For a holder to reply. Without a reply the blocks are requested elsewhere or computed."""
+    peer_s_max: float = 3.0
+    """For a source to become connected."""
+    hold_s: float = 10.0
+    """Requested duration of a lease."""
+    margin_s: float = 0.25
+    """A read must end this long before its lease: clocks drift between handshakes."""
+
+
+@dataclass(slots=True)
+class Outbox:
+    """What the caller is to send and do. The caller empties the lists."""
+
+    lease_requests: list[LeaseKv] = field(default_factory=list)
+    releases: list[ReleaseKv] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
+    cancel: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
+class FetchPlan:
+    """What to fetch, from which sources, for which reader."""
+
+    reader: PeerKey
+    hashes: Sequence[bytes]
+    """Full hashes of the prompt's blocks, from the first on."""
+    start: int
+    """Index of the first missing block."""
+    goal: int
+    """Index after the last block to fetch."""
+    sources: list[Source]
+    take: KvOffer | None = None
+    follow_s: float = 30.0
+    """Maximum wait for the next blocks of a followed source."""
+    block_tokens: int
+    limits: FetchLimits
+    outbox: Outbox
+    clock_ahead: Callable[[PeerKey], float | None]
+    """The most that a peer's clock may be ahead of this one, seconds; None if it is not connected."""
+    next_number: Callable[[], int]
+    """Numbers unique among all fetches of this reader."""
+
+
+def lease_message(plan: FetchPlan, request: LeaseRequest) -> LeaseKv:
+    return LeaseKv(
+        worker_id=WorkerId(request.peer[0]),
+        epoch=Epoch(request.peer[1]),
+        reader_id=WorkerId(plan.reader[0]),
+        ask_id=request.lease_id,
+        hashes=pack_full_hashes(plan.hashes[request.first : request.end]),
+        hold_s=plan.limits.hold_s,
+        follow_s=plan.follow_s if request.followed else 0.0,
+    )
+
+
+def release_message(plan: FetchPlan, request: LeaseRequest) -> ReleaseKv:
+    ids = {"lease_ids": [request.lease_id]} if request.is_offer else {"ask_ids": [request.lease_id]}
+    return ReleaseKv(
+        worker_id=WorkerId(request.peer[0]), epoch=Epoch(request.peer[1]), reader_id=WorkerId(plan.reader[0]), **ids
+    )
+
+
+MISSING, GRANTED, ARRIVED = 0, 1, 2
+"""Not leased; leased, perhaps being read; arrived."""
+
+
+class BlockProgress:
+    """A run of blocks, one byte each: every event searches it, and a long prompt has thousands of blocks."""
+
+    def __init__(self, start: int, goal: int) -> None:
+        self.start = start
+        self._states = bytearray(max(0, goal - start))
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    @property
+    def end(self) -> int:
+        """Index after the last block."""
+        return self.start + len(self._states)
+
+    @property
+    def arrived(self) -> int:
+        """Blocks of the longest prefix that arrived."""
+        return len(self._states) - len(self._states.lstrip(bytes([ARRIVED])))
+
+    @property
+    def promised(self) -> int:
+        """Blocks of the longest prefix that arrived or is leased."""
+        return self.next_missing(self.start) - self.start
+
+    def cut(self, count: int) -> None:
+        """Reduce the run to its first ``count`` blocks."""
+        del self._states[count:]
+
+    def mark(self, first: int, count: int, state: int) -> None:
+        """Set the state of ``count`` blocks from ``first`` on; blocks outside the run are ignored."""
+        begin, end = max(0, first - self.start), min(len(self._states), first - self.start + count)
+        if begin < end:
+            self._states[begin:end] = bytes([state]) * (end - begin)
+
+    def next_missing(self, index: int) -> int:
+        """The first missing block from ``index`` on; ``end`` if there is none."""
+        found = self._states.find(MISSING, index - self.start)
+        return self.end if found < 0 else self.start + found
+
+    def missing_until(self, index: int, end: int) -> int:
+        """End of the run of missing blocks that begins at ``index``, at most ``end``."""
+        run = self._states[index - self.start : end - self.start]
+        return index + len(run) - len(run.lstrip(bytes([MISSING])))
+
+    def not_arrived(self) -> list[int]:
+        """Offsets from ``start`` of the blocks that did not arrive."""
+        return [place for place, state in enumerate(self._states) if state != ARRIVED]
 
 
 class Fetch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from connector.orders import PeerKey
+from connector.messages import PeerKey
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvRead
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from connector.messages import Peer
-from connector.orders import PeerKey
+from connector.messages import Peer, PeerKey
 from shared.contracts.ids import WorkerId
 
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from connector.messages import FetchEnded, StartFetch
-from connector.orders import PeerKey, ReadPart
+from connector.messages import FetchEnded, PeerKey, ReadPart, StartFetch
 from connector.reader.fetch import Fetch
 from connector.reader.lease_request import Source
 from connector.reader.reader import Reader

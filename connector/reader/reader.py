@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
-from connector.orders import PeerKey, ReadPart
-from connector.reader.fetch import Fetch
-from connector.reader.fetch_plan import FetchLimits, FetchPlan, Outbox
+from connector.messages import PeerKey, ReadPart
+from connector.reader.fetch import Fetch, FetchLimits, FetchPlan, Outbox
 from connector.reader.lease_request import Source
 from connector.reader.peers import Peers
 from connector.reader.token_counts import TokenCounts

@@ -15,10 +15,9 @@ import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from connector.holder.holder import HolderSettings
-from connector.layout.compatibility import PROTOCOL_VERSION
-from connector.messages import EngineCall
-from connector.orders import Orders, Results
-from connector.reader.fetch_plan import FetchLimits
+from connector.layout.tensors import PROTOCOL_VERSION
+from connector.messages import EngineCall, Orders, Results
+from connector.reader.fetch import FetchLimits
 from connector.reader.pool_allocator import PoolBlockAllocator
 from connector.scheduler.exchange_core import ExchangeCore
 from connector.scheduler.idle_wait import READ_WAIT_S_MAX, IdleWait

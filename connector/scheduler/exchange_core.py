@@ -13,10 +13,19 @@ import msgspec
 
 from connector.holder.holder import GROUPS, Holder, HolderSettings, Pool
 from connector.holder.hot_chains import HotChains
-from connector.layout.compatibility import why_not
-from connector.messages import Chain, EngineCall, EngineNotification, Peer, PeerConnected
-from connector.orders import Connected, Orders, PeerKey, ReadPart
-from connector.reader.fetch_plan import FetchLimits
+from connector.layout.tensors import why_not
+from connector.messages import (
+    Chain,
+    Connected,
+    EngineCall,
+    EngineNotification,
+    Orders,
+    Peer,
+    PeerConnected,
+    PeerKey,
+    ReadPart,
+)
+from connector.reader.fetch import FetchLimits
 from connector.reader.peers import Peers, key_of
 from connector.reader.prefetch import BlockAllocator, Prefetcher
 from connector.reader.reader import Reader

@@ -6,7 +6,7 @@ has lost it.
 
 from __future__ import annotations
 
-from connector.orders import Connected, PeerKey, ReadPart, Results
+from connector.messages import Connected, PeerKey, ReadPart, Results
 
 
 class RankAggregation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from connector.orders import ReadPart
+from connector.messages import ReadPart
 from shared.contracts.kv_exchange import KvLedgerState, KvTransferReport
 
 if TYPE_CHECKING:

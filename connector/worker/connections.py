@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from connector.layout.compatibility import why_not
 from connector.layout.routes import ReaderRank, Route, routes_to
-from connector.messages import Peer
-from connector.orders import Connected, PeerKey
+from connector.layout.tensors import why_not
+from connector.messages import Connected, Peer, PeerKey
 from connector.transfer.agent import TransferAgent, TransferFailed, TransferState
 from shared.contracts.kv_handshake import KvHandshake, KvRank
 

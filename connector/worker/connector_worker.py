@@ -16,10 +16,10 @@ import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
 from connector import settings
-from connector.layout.compatibility import PROTOCOL_VERSION
 from connector.layout.engine_layout import kv_heads_of, layers_of, regions_of
 from connector.layout.routes import ReaderRank
-from connector.orders import Orders, Results
+from connector.layout.tensors import PROTOCOL_VERSION
+from connector.messages import Orders, Results
 from connector.transfer.agent import Region, TransferAgent
 from connector.worker.connections import PROBE_BYTES, Own
 from connector.worker.copier import Copier

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any
 
 from connector.layout.routes import PART_BYTES, block_bytes_of, parts_of, spans_of
-from connector.orders import Orders, PeerKey, Read, ReadPart, Results
+from connector.messages import Orders, PeerKey, Read, ReadPart, Results
 from connector.transfer.agent import TransferAgent, TransferFailed, TransferState
 from connector.worker.connections import Connection, Connections, Own
 

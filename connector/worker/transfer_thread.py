@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from connector.orders import Orders, Results
+from connector.messages import Orders, Results
 from connector.transfer.cpu_affinity import allow_cores
 from connector.worker.copier import Copier
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 import psutil
 import pytest
 
-from connector.messages import Peer
-from connector.orders import Orders, PeerKey, Read, Results
+from connector.messages import Orders, Peer, PeerKey, Read, Results
 from connector.worker.copier import SELF_END_S_MAX, Copier
 from connector.worker.transfer_thread import TransferThread
 from shared.contracts.kv_handshake import KvHandshake

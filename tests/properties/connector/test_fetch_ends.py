@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.orders import ReadPart
+from connector.messages import ReadPart
 from connector.reader.fetch import Fetch
 from connector.reader.lease_request import Source
 from shared.contracts.kv_exchange import FULL_HASH_BYTES, KvGrant, NoGrant, pack_block_ids

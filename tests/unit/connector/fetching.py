@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from itertools import count
 
-from connector.orders import ReadPart
-from connector.reader.fetch import Fetch
-from connector.reader.fetch_plan import FetchLimits, FetchPlan, Outbox
+from connector.messages import ReadPart
+from connector.reader.fetch import Fetch, FetchLimits, FetchPlan, Outbox
 from connector.reader.lease_request import Source
 from shared.contracts.kv_exchange import KvGrant, pack_block_ids
 

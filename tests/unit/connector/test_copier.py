@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from connector.messages import Peer
-from connector.orders import Orders, PeerKey, Read, Results
+from connector.messages import Orders, Peer, PeerKey, Read, Results
 from connector.transfer.memory_agent import MemoryAgent, MemoryNetwork
 from connector.worker.connections import CONNECT_S_MAX
 from connector.worker.copier import PARTS_PER_PEER_MAX, READ_S_MAX, SELF_END_S_MAX, Copier

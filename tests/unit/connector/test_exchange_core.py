@@ -6,9 +6,8 @@ import msgspec
 import pytest
 
 from connector.holder.holder import HolderSettings
-from connector.messages import EngineCall, Peer, PeerGone
-from connector.orders import Connected
-from connector.reader.fetch_plan import FetchLimits
+from connector.messages import Connected, EngineCall, Peer, PeerGone
+from connector.reader.fetch import FetchLimits
 from connector.scheduler.exchange_core import ExchangeCore
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_handshake import KvHandshake

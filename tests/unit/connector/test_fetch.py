@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from connector.orders import ReadPart
+from connector.messages import ReadPart
 from shared.contracts.kv_exchange import KvOffer, NoGrant, pack_block_ids
 from tests.unit.connector.fetching import HASHES, A, B, Bench, follow, source
 

@@ -6,8 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from connector.layout.compatibility import why_not
-from connector.layout.tensors import CacheTensor, UnsupportedLayout, layer_of
+from connector.layout.tensors import CacheTensor, UnsupportedLayout, layer_of, why_not
 from shared.contracts.kv_handshake import KvPlane
 from tests.support.kv_engines import RankMemory, Shape, handshake
 

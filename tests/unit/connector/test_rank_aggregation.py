@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from connector.orders import Connected, ReadPart, Results
+from connector.messages import Connected, ReadPart, Results
 from connector.scheduler.rank_aggregation import RankAggregation
 
 PEER = ("holder", 1)

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from connector.messages import Peer
-from connector.orders import ReadPart
-from connector.reader.fetch_plan import FetchLimits
+from connector.messages import Peer, ReadPart
+from connector.reader.fetch import FetchLimits
 from connector.reader.peers import Peers
 from connector.reader.reader import Reader
 from shared.contracts.kv_exchange import KvGrant, KvOffer, KvSource, LegOrder, pack_block_ids

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from connector.messages import Peer
-from connector.orders import Orders, Read, Results
+from connector.messages import Orders, Peer, Read, Results
 from connector.transfer.memory_agent import MemoryNetwork
 from connector.worker.copier import Copier
 from connector.worker.transfer_thread import TransferThread

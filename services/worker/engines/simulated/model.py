@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from connector.layout.compatibility import PROTOCOL_VERSION
+from connector.layout.tensors import PROTOCOL_VERSION
 from services.worker.engines.port import EngineFacts
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from services.worker.settings import Settings

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from connector.layout.compatibility import PROTOCOL_VERSION, why_malformed
+from connector.layout.tensors import PROTOCOL_VERSION, why_malformed
 from shared.contracts.kv_handshake import KvHandshake, KvLayer, KvPlane
 
 BLOCK_BYTES_COUNTED_MIN = 16 * 1024

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import msgspec
 
 from connector.holder.holder import HolderSettings
-from connector.messages import EngineCall, EngineNotification
-from connector.orders import Orders, Results
-from connector.reader.fetch_plan import FetchLimits
+from connector.messages import EngineCall, EngineNotification, Orders, Results
+from connector.reader.fetch import FetchLimits
 from connector.scheduler.exchange_core import ExchangeCore
 from services.worker.engines.simulated.core.block_pool import LeasablePool
 from services.worker.engines.store.tiers import Job, Tiers

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Protocol
 
-from connector.layout.compatibility import PROTOCOL_VERSION
 from connector.layout.routes import ReaderRank
-from connector.orders import Orders, Results
+from connector.layout.tensors import PROTOCOL_VERSION
+from connector.messages import Orders, Results
 from connector.transfer.agent import Region, TransferAgent
 from connector.worker.connections import PROBE_BYTES, Own
 from connector.worker.copier import Copier

@@ -10,7 +10,7 @@ from typing import Any
 import vllm
 from vllm.platforms import current_platform
 
-from connector.layout.compatibility import PROTOCOL_VERSION
+from connector.layout.tensors import PROTOCOL_VERSION
 from services.worker.engines.vllm.arguments import OWN_CONNECTOR
 from shared.contracts.workers import Fingerprint
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from connector.messages import EngineCall, EngineNotification
-from connector.orders import Results
+from connector.messages import EngineCall, EngineNotification, Results
 from services.worker.engines.simulated.core.batch import Batch, Plan
 from services.worker.engines.simulated.core.block_cache import BlockCache
 from services.worker.engines.simulated.core.block_hashes import BlockHasher

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from connector.holder.holder import HolderSettings
-from connector.messages import EngineCall, EngineNotification
-from connector.orders import Orders, Results
-from connector.reader.fetch_plan import FetchLimits
+from connector.messages import EngineCall, EngineNotification, Orders, Results
+from connector.reader.fetch import FetchLimits
 from connector.scheduler.exchange_core import ExchangeCore
 from services.worker.engines.simulated.core.block_cache import BlockCache
 from services.worker.engines.simulated.core.block_pool import CacheBlockAllocator, LeasablePool

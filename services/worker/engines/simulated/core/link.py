@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, replace
 
-from connector.orders import Read, ReadPart
+from connector.messages import Read, ReadPart
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from services.worker.engines.simulated.core.timing import TransferLink
 
