@@ -1,4 +1,4 @@
-"""The engine's KV cache in the exchange's words; or, at start, why this engine's cannot be exchanged."""
+"""Reads the KV cache layout from vLLM's configuration and tensors; refuses unsupported engines at start."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from shared.contracts.kv_handshake import KvLayer
 REFUSED_SPECS = (
     "Mamba", "SlidingWindow", "ChunkedLocal", "CrossAttention", "EncoderOnly", "RSWA", "CircularBuffer", "Sink",
 )  # fmt: skip
-"""Kinds of layers whose blocks are not, once full, the same for every sequence with the same tokens before them."""
-WITHOUT = "run this model with the upstream connector or without KV exchange"
+"""vLLM spec classes, by prefix, of layers whose full blocks do not depend on the preceding tokens alone."""
+ALTERNATIVE = "run this model with the upstream connector or without KV exchange"
 
 
 def required_layout(vllm_config: Any) -> str | None:
-    """Heads outside tokens, so that a range of heads is one piece; a latent cache has no heads to keep apart."""
+    """The layout with heads outside tokens, so that a range of heads is contiguous; None for a latent cache."""
     if vllm_config.model_config is None or vllm_config.model_config.use_mla:
         return None
     return "LBHNC"
 
 
 def kv_heads_of(vllm_config: Any) -> int:
-    """KV heads of the whole model; a latent cache has one."""
+    """KV heads of the whole model; 1 for a latent cache."""
     model = vllm_config.model_config
     return 1 if model.use_mla else int(model.get_total_num_kv_heads())
 
 
 def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raises ValueError saying what this engine has that cannot be exchanged, why, and what to do."""
+    """Raises ValueError that names each unsupported property of this engine, the reason, and the remedy."""
     refusals = [*_parallel_refusals(vllm_config.parallel_config), *_cache_refusals(kv_cache_config)]
     try:
         heads_of(0, vllm_config.parallel_config.tensor_parallel_size, kv_heads_of(vllm_config))
@@ -42,7 +42,7 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
 
 def _parallel_refusals(parallel: Any) -> list[str]:
     why = {
-        "pipeline_parallel_size": "each stage holds other layers, and reads go from rank to rank of the same layers",
+        "pipeline_parallel_size": "each stage holds different layers, and a rank reads from ranks with the same layers",
         "decode_context_parallel_size": "a block's tokens are spread over ranks",
         "prefill_context_parallel_size": "a block's tokens are spread over ranks",
     }
@@ -60,31 +60,31 @@ def _cache_refusals(kv_cache_config: Any) -> list[str]:
         return [refusal for refusal in refusals if refusal][:1]
     kinds = ", ".join(sorted({type(spec).__name__ for group in groups for spec in _specs(group).values()}))
     about = f"it has {len(groups)} KV cache groups ({kinds}), as hybrid and sliding-window models do"
-    return [f"{about}: a prefix is then not one chain of blocks; {WITHOUT}"]
+    return [f"{about}: a prefix is then not one chain of blocks; {ALTERNATIVE}"]
 
 
 def _layer_refusal(name: str, spec: Any) -> str:
     kind = type(spec).__name__
     if kind.startswith(REFUSED_SPECS):
-        return f"layer {name} is of kind {kind}: its blocks cannot stand for a prefix; {WITHOUT}"
+        return f"layer {name} is of kind {kind}: its blocks do not represent a prefix; {ALTERNATIVE}"
     if window := getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None):
-        return f"layer {name} attends to {window} tokens only, and which blocks that leaves is not exchanged; {WITHOUT}"
+        return f"layer {name} attends to {window} tokens only, so some blocks of a prefix are missing; {ALTERNATIVE}"
     if int(getattr(spec, "kv_quant_mode", 0)):
-        about = f"layer {name} keeps its KV quantised ({spec.kv_quant_mode.name}) and scales are not exchanged"
-        return f"{about}; set --kv-cache-dtype to auto or to the model's own type"
+        about = f"layer {name} stores quantised KV ({spec.kv_quant_mode.name}), whose scales are not exchanged"
+        return f"{about}; set --kv-cache-dtype to auto or to the model's type"
     return ""
 
 
 def _specs(group: Any) -> dict[str, Any]:
-    """Of each layer."""
+    """The spec of each layer by name."""
     spec = group.kv_cache_spec
     return dict(getattr(spec, "kv_cache_specs", None) or dict.fromkeys(group.layer_names, spec))
 
 
 def layers_of(kv_caches: dict[str, Any], kv_cache_config: Any) -> list[KvLayer]:
-    """Where the blocks of each layer are, in the order of their numbers. Raises UnsupportedLayout.
+    """Addresses of each layer's blocks, ordered by layer number. Raises UnsupportedLayout.
 
-    A layer without a cache of its own (it shares another's) is left out.
+    A layer that shares another layer's cache is omitted.
     """
     names = sorted(_specs(kv_cache_config.kv_cache_groups[0]), key=_by_numbers)
     specs = _specs(kv_cache_config.kv_cache_groups[0])
@@ -93,7 +93,7 @@ def layers_of(kv_caches: dict[str, Any], kv_cache_config: Any) -> list[KvLayer]:
 
 
 def _by_numbers(name: str) -> list[Any]:
-    """``layers.10`` comes after ``layers.2``."""
+    """Sort key with ``layers.10`` after ``layers.2``."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
@@ -110,19 +110,19 @@ def _tensor(name: str, cache: Any, spec: Any, blocks: int) -> CacheTensor:
 
 
 def dims_of(name: str, shape: tuple[int, ...], spec: Any, blocks: int) -> str:
-    """What the dimensions of a cache tensor mean. Raises UnsupportedLayout."""
-    if len(shape) == 4:  # keys and values of a token side by side, or a latent cache: vLLM from 0.32 on
+    """Dimensions of a cache tensor as letters (see ``layout.tensors``). Raises UnsupportedLayout."""
+    if len(shape) == 4:  # vLLM from 0.32 on: keys and values of a token side by side, or a latent cache
         return "BHNC"
     if len(shape) == 3:
         return "BNC"
     if len(shape) == 5 and 2 in shape[:2]:
         inner = "HNC" if shape[2] == spec.num_kv_heads and shape[2] != shape[3] else "NHC"
         return ("KB" if shape[0] == 2 and shape[1] % blocks == 0 else "BK") + inner
-    raise UnsupportedLayout(f"the KV cache of {name} has shape {shape}, which no layout known here has")
+    raise UnsupportedLayout(f"the KV cache of {name} has shape {shape}, which is no known layout")
 
 
 def regions_of(kv_caches: dict[str, Any]) -> list[Region]:
-    """The memory behind the tensors, each piece once however many layers share it."""
+    """The memory behind the tensors; memory that several layers share appears once."""
     regions = {}
     for cache in kv_caches.values():
         storage = cache.untyped_storage()

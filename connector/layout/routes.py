@@ -1,7 +1,7 @@
-"""Which bytes of which rank's memory are copied where, for blocks of a peer that are wanted here.
+"""Computes the memory spans to copy for a read: addresses at the peer's ranks (remote) and at the reading rank (local).
 
-A rank reads the heads that it owns, of every layer, from whichever of the peer's ranks hold them. Where pieces are
-neighbours on both sides they are copied as one: bigger pieces move faster.
+A rank reads the heads that it owns, of every layer, from the peer's ranks that hold them. Pieces that are adjacent on
+both sides are copied as one, because larger pieces transfer faster.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from shared.contracts.kv_handshake import KvHandshake, KvLayer, KvRank
 Numbers = NDArray[np.uint64]
 
 PART_BYTES = 128 << 20
-"""A read is cut into parts of about this size, which arrive or fail each for itself. In an engine each costs half a
-millisecond to a whole one, beside the model's thread on its core; over shared memory this much takes twenty.
+"""A read is cut into parts of about this size, each of which arrives or fails independently. In an engine, a part costs
+0.5 to 1 ms of CPU on the core that the transfer thread shares with the model; over shared memory, this many bytes take
+20 ms.
 """
 
 FEW_PIECES = 256
-"""Up to so many are counted sooner one by one."""
+"""Up to this many pieces, a Python loop is faster than arrays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class ReaderRank:
 
     memory: KvRank
     ranks: int
-    """Of its engine."""
+    """Tensor-parallel ranks of its engine."""
     kv_heads: int
 
     @property
@@ -42,21 +43,21 @@ class ReaderRank:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What one rank of a peer has for a reader: for each piece of a block, where it is in block 0 on either side."""
+    """What a reader copies from one rank of a peer: for each piece of a block, its address in block 0 on both sides."""
 
     rank: int
-    """Of the peer."""
+    """The peer's rank."""
     devices: tuple[int, int]
-    """Theirs and ours."""
+    """Remote and local."""
     remote: Numbers
     remote_stride: Numbers
     local: Numbers
     local_stride: Numbers
     lengths: Numbers
     is_dense: bool
-    """Of each piece, the next block's lies right behind this one's, on both sides."""
+    """Whether, for each piece on both sides, block n + 1 directly follows block n."""
     rows: list[tuple[int, ...]]
-    """The same numbers piece by piece, in the order of the peer's addresses."""
+    """The same numbers, one row for each piece, ordered by remote address."""
 
 
 def routes_to(reader: ReaderRank, peer: KvHandshake) -> list[Route]:
@@ -70,25 +71,27 @@ def _ranks_wanted(reader: ReaderRank, peer: KvHandshake) -> list[int]:
         holders.setdefault(heads_of(rank, len(peer.ranks), peer.kv_heads), []).append(rank)
     wanted = reader.heads
     return [
-        ranks[reader.memory.rank % len(ranks)]  # those who hold the same share the load
+        ranks[reader.memory.rank % len(ranks)]  # spreads readers over ranks that hold the same heads
         for heads, ranks in holders.items()
         if heads.start < wanted.stop and wanted.start < heads.stop
     ]
 
 
 def _route(reader: ReaderRank, peer: KvHandshake, rank: int) -> Route:
-    theirs = heads_of(rank, len(peer.ranks), peer.kv_heads)
-    ours = reader.heads
-    common = range(max(ours.start, theirs.start), min(ours.stop, theirs.stop))
+    remote_heads = heads_of(rank, len(peer.ranks), peer.kv_heads)
+    local_heads = reader.heads
+    common = range(max(local_heads.start, remote_heads.start), min(local_heads.stop, remote_heads.stop))
     layers = list(zip(peer.ranks[rank].layers, reader.memory.layers, strict=True))
-    rows = sorted(row for remote, local in layers for row in _joined(_pieces(remote, local, common, (theirs, ours))))
-    there, remote_stride, here, local_stride, lengths = np.array(rows, dtype=np.uint64).T
+    rows = sorted(
+        row for remote, local in layers for row in _joined(_pieces(remote, local, common, (remote_heads, local_heads)))
+    )
+    remote_base, remote_stride, local_base, local_stride, lengths = np.array(rows, dtype=np.uint64).T
     return Route(
         rank=rank,
         devices=(peer.ranks[rank].device_id, reader.memory.device_id),
-        remote=there,
+        remote=remote_base,
         remote_stride=remote_stride,
-        local=here,
+        local=local_base,
         local_stride=local_stride,
         lengths=lengths,
         is_dense=bool((remote_stride == lengths).all() and (local_stride == lengths).all()),
@@ -97,88 +100,92 @@ def _route(reader: ReaderRank, peer: KvHandshake, rank: int) -> Route:
 
 
 def _pieces(remote: KvLayer, local: KvLayer, common: range, heads: tuple[range, range]) -> Iterator[tuple[int, ...]]:
-    for there, here in zip(remote.planes, local.planes, strict=True):
+    for remote_plane, local_plane in zip(remote.planes, local.planes, strict=True):
         yield (
-            remote.base + there.offset + (common.start - heads[0].start) * there.head_bytes,
+            remote.base + remote_plane.offset + (common.start - heads[0].start) * remote_plane.head_bytes,
             remote.block_stride,
-            local.base + here.offset + (common.start - heads[1].start) * here.head_bytes,
+            local.base + local_plane.offset + (common.start - heads[1].start) * local_plane.head_bytes,
             local.block_stride,
-            len(common) * here.head_bytes,
+            len(common) * local_plane.head_bytes,
         )
 
 
 def _joined(pieces: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Of one block: pieces that are neighbours on both sides are one."""
+    """The pieces of one block, with pieces that are adjacent on both sides joined."""
     joined: list[tuple[int, ...]] = []
-    for there, there_stride, here, here_stride, length in pieces:
+    for remote, remote_stride, local, local_stride, length in pieces:
         last = joined[-1] if joined else (-1, 0, -1, 0, 0)
-        if last == (there - last[4], there_stride, here - last[4], here_stride, last[4]):
+        if last == (remote - last[4], remote_stride, local - last[4], local_stride, last[4]):
             joined[-1] = (*last[:4], last[4] + length)
         else:
-            joined.append((there, there_stride, here, here_stride, length))
+            joined.append((remote, remote_stride, local, local_stride, length))
     return joined
 
 
 def spans_of(route: Route, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> tuple[Numbers, Numbers]:
-    """Address, length and device of what to copy from and to, place by place; neighbours on both sides are one."""
+    """Spans (address, length, device) to copy from and to, in pairs; spans adjacent on both sides are joined."""
     runs: Sequence[Sequence[int]] = (remote_blocks, local_blocks, [1] * len(local_blocks))
     if route.is_dense:
         runs = _runs(remote_blocks, local_blocks)
         if len(runs[0]) * len(route.rows) <= FEW_PIECES:
             return _few_spans(route, runs)
-    there = _addresses(route.remote, route.remote_stride, runs[0])
-    here = _addresses(route.local, route.local_stride, runs[1])
+    remote = _addresses(route.remote, route.remote_stride, runs[0])
+    local = _addresses(route.local, route.local_stride, runs[1])
     lengths = (route.lengths[:, None] * np.array(runs[2], dtype=np.uint64)).ravel()
-    if (there[1:] < there[:-1]).any():
-        order = np.argsort(there)
-        there, here, lengths = there[order], here[order], lengths[order]
-    begins = np.ones(len(there), dtype=np.bool_)
-    begins[1:] = (there[1:] != there[:-1] + lengths[:-1]) | (here[1:] != here[:-1] + lengths[:-1])
+    if (remote[1:] < remote[:-1]).any():
+        order = np.argsort(remote)
+        remote, local, lengths = remote[order], local[order], lengths[order]
+    begins = np.ones(len(remote), dtype=np.bool_)
+    begins[1:] = (remote[1:] != remote[:-1] + lengths[:-1]) | (local[1:] != local[:-1] + lengths[:-1])
     firsts = np.flatnonzero(begins)
     joined = np.add.reduceat(lengths, firsts)
-    return _spans(there[firsts], joined, route.devices[0]), _spans(here[firsts], joined, route.devices[1])
+    return _spans(remote[firsts], joined, route.devices[0]), _spans(local[firsts], joined, route.devices[1])
 
 
 def _few_spans(route: Route, runs: Sequence[Sequence[int]]) -> tuple[Numbers, Numbers]:
-    """The same without arrays, whose machinery a copy of many megabytes has just driven out of the core's caches."""
-    there: list[tuple[int, int, int]] = []
-    here: list[tuple[int, int, int]] = []
-    next_there = next_here = -1
+    """``spans_of`` without array operations, whose code a copy of many megabytes has evicted from the CPU's caches."""
+    remote_spans: list[tuple[int, int, int]] = []
+    local_spans: list[tuple[int, int, int]] = []
+    next_remote = next_local = -1
     for remote, remote_stride, local, local_stride, length in route.rows:
-        for first_there, first_here, count in zip(*runs, strict=True):
-            begin_there, begin_here = remote + remote_stride * first_there, local + local_stride * first_here
+        for remote_block, local_block, count in zip(*runs, strict=True):
+            remote_begin, local_begin = remote + remote_stride * remote_block, local + local_stride * local_block
             size = length * count
-            if begin_there == next_there and begin_here == next_here:
-                size += there[-1][1]
-                there[-1], here[-1] = (there[-1][0], size, route.devices[0]), (here[-1][0], size, route.devices[1])
+            if remote_begin == next_remote and local_begin == next_local:
+                size += remote_spans[-1][1]
+                remote_spans[-1], local_spans[-1] = (
+                    (remote_spans[-1][0], size, route.devices[0]),
+                    (local_spans[-1][0], size, route.devices[1]),
+                )
             else:
-                there.append((begin_there, size, route.devices[0]))
-                here.append((begin_here, size, route.devices[1]))
-            next_there, next_here = there[-1][0] + size, here[-1][0] + size
-    return np.array(there, dtype=np.uint64), np.array(here, dtype=np.uint64)
+                remote_spans.append((remote_begin, size, route.devices[0]))
+                local_spans.append((local_begin, size, route.devices[1]))
+            next_remote, next_local = remote_spans[-1][0] + size, local_spans[-1][0] + size
+    return np.array(remote_spans, dtype=np.uint64), np.array(local_spans, dtype=np.uint64)
 
 
 def _runs(remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> list[list[int]]:
-    """First blocks there, first blocks here, and how many: as far as blocks are neighbours on both sides. A prompt's
-    blocks are few runs, and counting them is quicker than arrays of all of them.
+    """Runs of blocks that are consecutive on both sides: first remote blocks, first local blocks, counts.
+
+    A prompt's blocks form few runs, so this loop is faster than arrays of all blocks.
     """
-    there: list[int] = []
-    here: list[int] = []
+    remote_firsts: list[int] = []
+    local_firsts: list[int] = []
     counts: list[int] = []
-    next_there = next_here = -1
+    next_remote = next_local = -1
     for remote, local in sorted(zip(remote_blocks, local_blocks, strict=True)):
-        if remote == next_there and local == next_here:
+        if remote == next_remote and local == next_local:
             counts[-1] += 1
         else:
-            there.append(remote)
-            here.append(local)
+            remote_firsts.append(remote)
+            local_firsts.append(local)
             counts.append(1)
-        next_there, next_here = remote + 1, local + 1
-    return [there, here, counts]
+        next_remote, next_local = remote + 1, local + 1
+    return [remote_firsts, local_firsts, counts]
 
 
 def _addresses(base: Numbers, stride: Numbers, blocks: Sequence[int]) -> Numbers:
-    """Piece by piece, in each the blocks in their order."""
+    """Ordered by piece, then by block."""
     return (base[:, None] + stride[:, None] * np.array(blocks, dtype=np.uint64)).ravel()
 
 
@@ -188,30 +195,30 @@ def _spans(addresses: Numbers, lengths: Numbers, device: int) -> Numbers:
     return spans
 
 
-def halves_of(there: Numbers, here: Numbers) -> tuple[tuple[Numbers, Numbers], tuple[Numbers, Numbers]]:
-    """Spans to copy from and to, cut where half of the bytes are behind; a piece that lies across is cut in two."""
-    ends = np.cumsum(there[:, 1])
+def halves_of(remote: Numbers, local: Numbers) -> tuple[tuple[Numbers, Numbers], tuple[Numbers, Numbers]]:
+    """Spans to copy from and to, in two halves of equal bytes; a span across the middle is split."""
+    ends = np.cumsum(remote[:, 1])
     half = ends[-1] // 2
     row = int(np.searchsorted(ends, half))
-    rest = ends[row] - half
+    remainder = ends[row] - half
     firsts, seconds = [], []
-    for spans in (there, here):
+    for spans in (remote, local):
         first, second = spans[: row + 1].copy(), spans[row:].copy()
-        first[-1, 1] -= rest
+        first[-1, 1] -= remainder
         second[0] += np.array([first[-1, 1], 0, 0], dtype=np.uint64)
-        second[0, 1] = rest
+        second[0, 1] = remainder
         firsts.append(first)
-        seconds.append(second if rest else second[1:])
+        seconds.append(second if remainder else second[1:])
     return (firsts[0], firsts[1]), (seconds[0], seconds[1])
 
 
 def parts_of(blocks: int, block_bytes: int, part_bytes: int) -> Iterator[tuple[int, int]]:
-    """(first, count) of each part. Depends on nothing that differs between an engine's ranks: all cut alike."""
+    """(first, count) of each part. All ranks of an engine get the same parts: no argument differs between them."""
     count = max(1, part_bytes // block_bytes)
     for first in range(0, blocks, count):
         yield first, min(count, blocks - first)
 
 
 def block_bytes_of(memory: KvRank) -> int:
-    """Bytes of one block in one rank, all layers."""
+    """Bytes of one block in one rank, over all layers."""
     return sum(plane.head_bytes * plane.heads for layer in memory.layers for plane in layer.planes)

@@ -1,8 +1,8 @@
-"""Where a KV cache tensor keeps which head of which block, said in addresses, and which heads a rank owns.
+"""The memory layout of KV cache tensors, the KV heads of each rank, and whether two engines may exchange blocks.
 
-The engine's tensors come with named dimensions: B blocks, H heads, N tokens of a block, C the content of one token and
-head, K keys and values where they are apart. What can be exchanged is a layout in which, within a block, each head is
-one piece of memory and heads follow one another: then any range of heads is one piece.
+Dimensions of a tensor are named by letters: B blocks, H heads, N tokens of a block, C the content of one token and
+head, K keys and values where they are separate. Within a block, each head must be contiguous and heads must be
+adjacent: then any range of heads is contiguous and can be read in one piece.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ from dataclasses import dataclass
 
 from shared.contracts.kv_handshake import KvHandshake, KvLayer, KvPlane, KvRank
 
-HOW_TO_MEND = "leave VLLM_KV_CACHE_LAYOUT unset, or set it to HND"
+PROTOCOL_VERSION = 1
+"""Version of handshakes, orders and the meaning of a block's bytes. Engines of different versions exchange nothing."""
+HOW_TO_FIX = "leave VLLM_KV_CACHE_LAYOUT unset, or set it to HND"
 
 
 class UnsupportedLayout(ValueError):
-    """Blocks cannot be read by heads; the message says of what, and why."""
+    """Ranges of heads cannot be read from this layout; the message names the layer and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheTensor:
-    """One layer's KV cache as it lies in memory. Strides are in bytes."""
+    """One layer's KV cache in memory. Strides are in bytes."""
 
     name: str
     address: int
@@ -30,7 +32,7 @@ class CacheTensor:
     itemsize: int
 
     def size(self, dim: str) -> int:
-        """How many there are of it; one of what the tensor has not."""
+        """Length of the dimension; 1 if the tensor does not have it."""
         return self.shape[self.dims.index(dim)] if dim in self.dims else 1
 
     def stride(self, dim: str) -> int:
@@ -38,7 +40,7 @@ class CacheTensor:
 
 
 def layer_of(tensor: CacheTensor, blocks: int) -> KvLayer:
-    """Where each block of the layer is. Raises UnsupportedLayout."""
+    """Addresses of the layer's blocks. Raises UnsupportedLayout."""
     head_bytes = head_bytes_of(tensor)
     pieces = pieces_per_block(tensor, blocks)
     offsets = [
@@ -51,7 +53,7 @@ def layer_of(tensor: CacheTensor, blocks: int) -> KvLayer:
 
 
 def head_bytes_of(tensor: CacheTensor) -> int:
-    """The length of one head's piece. Raises UnsupportedLayout when a head is not in one piece, or heads lie apart."""
+    """Bytes of one head of a block. Raises UnsupportedLayout if a head is not contiguous or heads are not adjacent."""
     content = tensor.size("C") * tensor.itemsize
     head_bytes = tensor.size("N") * content
     apart = (
@@ -62,8 +64,8 @@ def head_bytes_of(tensor: CacheTensor) -> int:
     if apart:
         raise UnsupportedLayout(
             f"the KV cache of {tensor.name} ({tensor.dims} {tensor.shape}, strides of {tensor.strides} bytes) does not"
-            f" keep each head of a block in one piece, head after head: {apart}. A range of heads can then not be read;"
-            f" {HOW_TO_MEND}"
+            f" store the heads of a block contiguously and adjacently: {apart}. A range of heads cannot be read then;"
+            f" {HOW_TO_FIX}"
         )
     return head_bytes
 
@@ -75,16 +77,16 @@ def _strides_apart(tensor: CacheTensor, dim: str, expected: int) -> str:
 
 
 def pieces_per_block(tensor: CacheTensor, blocks: int) -> int:
-    """A block of the scheduler may be several of the kernel's. Raises UnsupportedLayout when it is no whole number."""
+    """Kernel blocks in each block of the scheduler. Raises UnsupportedLayout if that is not a whole number."""
     if tensor.size("B") < blocks or tensor.size("B") % blocks:
         raise UnsupportedLayout(f"the KV cache of {tensor.name} has {tensor.size('B')} blocks, no multiple of {blocks}")
     return tensor.size("B") // blocks
 
 
 def heads_of(rank: int, ranks: int, kv_heads: int) -> range:
-    """The heads of the model that a tensor-parallel rank holds; several ranks hold the same one when ranks are more.
+    """The model's heads that a tensor-parallel rank holds. If ranks outnumber heads, several ranks hold the same head.
 
-    A latent cache counts as one head, which every rank holds. Raises UnsupportedLayout when it does not come out even.
+    A latent cache counts as one head, which every rank holds. Raises UnsupportedLayout if heads do not divide evenly.
     """
     if kv_heads % ranks == 0:
         share = kv_heads // ranks
@@ -95,21 +97,17 @@ def heads_of(rank: int, ranks: int, kv_heads: int) -> range:
     raise UnsupportedLayout(f"{kv_heads} KV heads do not divide over {ranks} tensor-parallel ranks")
 
 
-PROTOCOL_VERSION = 1
-"""Of handshakes, orders and what a block's bytes are; engines with different ones exchange nothing."""
-
-
 def why_not(own: KvHandshake, peer: KvHandshake) -> str:
-    """Why blocks of ``peer`` must not be read into ``own``; empty when they may be."""
+    """Why blocks of ``peer`` must not be read into ``own``; empty if they may be read."""
     for name in ("version", "fingerprint", "block_size", "kv_heads"):
         ours, theirs = getattr(own, name), getattr(peer, name)
         if ours != theirs:
             return f"{name} differs: {ours!r} here, {theirs!r} there"
-    return why_malformed(peer) or why_layers_differ(own.ranks[0], peer.ranks[0])
+    return why_malformed(peer) or _why_layers_differ(own.ranks[0], peer.ranks[0])
 
 
 def why_malformed(peer: KvHandshake) -> str:
-    """A handshake whose ranks do not hold what their number and the model say is not acted upon."""
+    """Why the ranks of a handshake contradict their number or the model's heads; empty if they do not."""
     if not peer.ranks or [rank.rank for rank in peer.ranks] != list(range(len(peer.ranks))):
         return f"ranks are {[rank.rank for rank in peer.ranks]}, not 0, 1, 2 …"
     for rank in peer.ranks:
@@ -119,14 +117,14 @@ def why_malformed(peer: KvHandshake) -> str:
             return str(unsupported)
         if any(plane.heads != heads for layer in rank.layers for plane in layer.planes):
             return f"rank {rank.rank} does not hold {heads} of {peer.kv_heads} KV heads in each plane"
-        if shape_of(rank) != shape_of(peer.ranks[0]):
+        if _head_bytes_by_layer(rank) != _head_bytes_by_layer(peer.ranks[0]):
             return f"rank {rank.rank} has other layers than rank 0"
     return ""
 
 
-def why_layers_differ(own: KvRank, peer: KvRank) -> str:
-    """Layers are paired by number; each must be cut into the same planes of equally long heads."""
-    ours, theirs = shape_of(own), shape_of(peer)
+def _why_layers_differ(own: KvRank, peer: KvRank) -> str:
+    """Why layers differ; empty if they do not. Paired by number, they must have the same planes and head lengths."""
+    ours, theirs = _head_bytes_by_layer(own), _head_bytes_by_layer(peer)
     if len(ours) != len(theirs):
         return f"layers differ: {len(ours)} here, {len(theirs)} there"
     for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
@@ -135,6 +133,6 @@ def why_layers_differ(own: KvRank, peer: KvRank) -> str:
     return ""
 
 
-def shape_of(rank: KvRank) -> list[list[int]]:
-    """For each layer, the length of a head in each plane."""
+def _head_bytes_by_layer(rank: KvRank) -> list[list[int]]:
+    """For each layer, the bytes of a head in each plane."""
     return [[plane.head_bytes for plane in layer.planes] for layer in rank.layers]

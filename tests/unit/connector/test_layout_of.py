@@ -136,7 +136,7 @@ def test_plain_attention_and_latent_caches_are_served_on_any_number_of_ranks():
 @pytest.mark.parametrize(
     ("which", "why"),
     [
-        (engine(pipeline_parallel_size=2), "pipeline_parallel_size is 2: each stage holds other layers"),
+        (engine(pipeline_parallel_size=2), "pipeline_parallel_size is 2: each stage holds different layers"),
         (engine(decode_context_parallel_size=2), "a block's tokens are spread over ranks"),
         (engine(prefill_context_parallel_size=2), "a block's tokens are spread over ranks"),
         (engine(kv_heads=6, tensor_parallel_size=4), "6 KV heads do not divide over 4"),
