@@ -13,18 +13,17 @@ from shared.runtime.settings import SettingsError, load, load_common
 
 
 def main() -> None:
-    """Read the settings, then live."""
     try:
         common, settings = load_common(), load(Settings, "COLLECTOR_")
         Access(settings.host, settings.admin_key_file).check()
     except SettingsError as error:
         sys.exit(f"collector: {error}")
 
-    async def live(service: Service) -> None:
+    async def serve(service: Service) -> None:
         await run_collector(service, settings, common.otlp_endpoint)
 
     instance = settings.instance or f"collector-{secrets.token_hex(3)}"
-    run_service("collector", instance, common, live, url=f"http://{settings.host}:{settings.port}")
+    run_service("collector", instance, common, serve, url=f"http://{settings.host}:{settings.port}")
 
 
 main()

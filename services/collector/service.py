@@ -1,7 +1,4 @@
-"""The metrics collector's shell: hears what others report, keeps the ledger, shows it and pushes it.
-
-What it hears wakes the console too.
-"""
+"""The metrics collector: subscribes to reports, adds them up, serves and pushes the metrics, feeds the console."""
 
 from __future__ import annotations
 
@@ -9,17 +6,17 @@ import asyncio
 import logging
 import time
 
-from services.collector.console.actions import Actions
 from services.collector.console.feed import Feed
-from services.collector.console.routes import ConsoleHandlers, add_console
-from services.collector.console.state import Console, Moment
+from services.collector.console.handlers import OrderHandler
+from services.collector.console.state import ConsoleState, Moment
 from services.collector.console.views import Page
 from services.collector.http.access import Access
 from services.collector.http.app import make_app
+from services.collector.http.console import ConsoleContext, add_console
 from services.collector.http.server import HttpServer
 from services.collector.metrics.exposition import BOUNDS, families
-from services.collector.metrics.fleet_metrics import STALE_S_MAX, Ledger
-from services.collector.report.report import Judge
+from services.collector.metrics.fleet_metrics import STALE_S_MAX, FleetMetrics
+from services.collector.report.report import ReportBuilder
 from services.collector.settings import Settings
 from shared.bus.port import Bus, BusError, Envelope
 from shared.contracts.channels import (
@@ -49,131 +46,135 @@ from shared.telemetry.setup import MetricsPush
 
 log = logging.getLogger(__name__)
 
+CONSOLE_CLIENTS_MAX = 32
+"""Browsers that watch the console at the same time."""
+PUSH_S = 5.0
+"""Between two pushes of OTLP metrics."""
 MODE_RETRY_S = 2.0
-"""After the kept value of the usual mode could not be had."""
+"""After the default mode could not be read from the key-value store."""
 
 
 class Collector:
-    """The ledger with its ears on the bus, and the console beside it."""
+    """Everything that one collector knows. Bus handlers update it; the HTTP routes read it."""
 
-    def __init__(self, bus: Bus, clock: Clock, access: Access, console_clients_max: int) -> None:
+    def __init__(self, bus: Bus, clock: Clock, access: Access, console_clients_max: int = CONSOLE_CLIENTS_MAX) -> None:
         self._bus = bus
         self._clock = clock
-        self._ledger = Ledger(BOUNDS, clock.now())
-        self._judge = Judge(STALE_S_MAX)
-        self._console = Console(self._ledger, clock.now())
-        about = {"version": baton_version(), "actions": access.possible, "key_needed": access.key_needed}
+        self._metrics = FleetMetrics(BOUNDS, clock.now())
+        self._report = ReportBuilder(STALE_S_MAX)
+        self._console = ConsoleState(self._metrics, clock.now())
+        about = {"version": baton_version(), "orders_allowed": access.possible, "key_needed": access.key_needed}
         self.feed = Feed(self.page, about, console_clients_max)
-        self.desk = ConsoleHandlers(bus, self.feed, self._console.recent, Actions(bus, self._acted), access)
+        orders = OrderHandler(bus, self._note_order)
+        self.console_context = ConsoleContext(bus, self.feed, self._console.recent, orders, access)
 
     async def listen(self) -> None:
-        """Hear everything from now on, and judge when asked."""
-        await self._bus.subscribe(LOAD, self._load_reported)
-        await self._bus.subscribe(REQUESTS_FINISHED, self._requests_finished)
-        await self._bus.subscribe(FLEET_STATE, self._fleet_told)
-        await self._bus.subscribe(WORKER_LOST, self._worker_lost)
-        await self._bus.subscribe(DRAINED, self._worker_drained)
-        await self._bus.subscribe(SERVICE_STATUS, self._service_told)
-        await self._bus.subscribe(PLAN, self._planned)
-        await self._bus.answer(DISAGGREGATION_REPORT, self._judged)
+        """Subscribe to every report, and reply to requests for the disaggregation report."""
+        await self._bus.subscribe(LOAD, self._on_load)
+        await self._bus.subscribe(REQUESTS_FINISHED, self._on_requests_finished)
+        await self._bus.subscribe(FLEET_STATE, self._on_fleet_state)
+        await self._bus.subscribe(WORKER_LOST, self._on_worker_lost)
+        await self._bus.subscribe(DRAINED, self._on_worker_drained)
+        await self._bus.subscribe(SERVICE_STATUS, self._on_service_status)
+        await self._bus.subscribe(PLAN, self._on_plan)
+        await self._bus.answer(DISAGGREGATION_REPORT, self._on_report_asked)
         self._bus.on_disconnect(self.feed.wake)
         self._bus.on_reconnect(self.feed.wake)
 
     def families(self) -> list[Family]:
-        """What there is to show now."""
+        """All metrics at this moment."""
         now = self._clock.now()
-        self._ledger.expire(now)
-        return families(self._ledger, self._bus.counts, now)
+        self._metrics.expire(now)
+        return families(self._metrics, self._bus.counts, now)
 
     def page(self) -> Page:
-        """What the console shows now."""
+        """The console's page at this moment."""
         return self._console.page(self._moment(), connected=self._bus.connected)
 
     async def follow_mode(self) -> None:
-        """Which mode is usual, for ever."""
+        """Watch the default mode in the key-value store; never returns."""
         while True:
             try:
-                kept = await self._bus.key_value_store(DEFAULT_MODE, ttl_s=None)
-                async for entry in kept.watch():
-                    told = entry.value if entry is not None else None
-                    if entry is not None or not self._console.mode:
-                        self._console.mode = (told or DefaultMode()).mode
+                store = await self._bus.key_value_store(DEFAULT_MODE, ttl_s=None)
+                async for entry in store.watch():
+                    value = entry.value if entry is not None else None
+                    if entry is not None or not self._console.default_mode:
+                        self._console.default_mode = (value or DefaultMode()).mode
                         self.feed.wake()
             except BusError as error:
-                log.debug("what mode is usual is not known: %s", error)
+                log.debug("the default mode could not be read: %s", error)
             await asyncio.sleep(MODE_RETRY_S)
 
     def _moment(self) -> Moment:
-        """Now, on both clocks."""
         return Moment(self._clock.now(), self._clock.wall_ms() / 1000)
 
-    def _load_reported(self, load: LoadReport, _envelope: Envelope) -> None:
+    def _on_load(self, load: LoadReport, _envelope: Envelope) -> None:
         now = self._clock.now()
-        self._ledger.load_reported(load, now)
-        self._judge.load_reported(load, now)
+        self._metrics.load_reported(load, now)
+        self._report.load_reported(load, now)
         self.feed.wake()
 
-    def _requests_finished(self, message: RequestsFinished, _envelope: Envelope) -> None:
+    def _on_requests_finished(self, message: RequestsFinished, _envelope: Envelope) -> None:
         moment = self._moment()
         for request in message.requests:
-            self._ledger.request_finished(request, moment.now)
-            self._judge.request_finished(request, moment.now)
+            self._metrics.request_finished(request, moment.now)
+            self._report.request_finished(request, moment.now)
         self._console.requests_finished(message.requests, moment)
         self.feed.wake()
 
-    def _fleet_told(self, fleet: FleetState, _envelope: Envelope) -> None:
+    def _on_fleet_state(self, fleet: FleetState, _envelope: Envelope) -> None:
         moment = self._moment()
-        self._ledger.fleet.told(fleet, moment.now)
-        self._console.fleet_told(moment)
+        self._metrics.fleet.update(fleet, moment.now)
+        self._console.fleet_updated(moment)
         self.feed.wake()
 
-    def _worker_lost(self, lost: WorkerLost, _envelope: Envelope) -> None:
-        self._ledger.fleet.lost(lost)
-        self._console.happened.worker_lost(lost, self._moment().at)
+    def _on_worker_lost(self, lost: WorkerLost, _envelope: Envelope) -> None:
+        self._metrics.fleet.lost(lost)
+        self._console.events.worker_lost(lost, self._moment().at)
         self.feed.wake()
 
-    def _worker_drained(self, told: WorkerDrained, _envelope: Envelope) -> None:
-        self._console.happened.worker_drained(told, self._moment().at)
+    def _on_worker_drained(self, drained: WorkerDrained, _envelope: Envelope) -> None:
+        self._console.events.worker_drained(drained, self._moment().at)
         self.feed.wake()
 
-    def _service_told(self, status: ServiceStatus, _envelope: Envelope) -> None:
+    def _on_service_status(self, status: ServiceStatus, _envelope: Envelope) -> None:
         moment = self._moment()
-        self._ledger.service_told(status, moment.now)
-        self._console.happened.service_told(status, moment.at)
-        self._console.passed(moment)
+        self._metrics.service_status(status, moment.now)
+        self._console.events.service_status(status, moment.at)
+        self._console.tick(moment)
         self.feed.wake()
 
-    def _planned(self, decision: PlanDecision, _envelope: Envelope) -> None:
+    def _on_plan(self, decision: PlanDecision, _envelope: Envelope) -> None:
         moment = self._moment()
-        self._ledger.plans.told(decision, moment.now)
-        self._console.happened.planned(decision, moment.at)
+        self._metrics.plans.update(decision, moment.now)
+        self._console.events.planned(decision, moment.at)
         self.feed.wake()
 
-    def _acted(self, subject: str, words: str, well: bool) -> None:
-        self._console.happened.acted(subject, words, self._moment().at, well=well)
+    def _note_order(self, subject: str, text: str, succeeded: bool) -> None:
+        self._console.events.order_given(subject, text, self._moment().at, succeeded=succeeded)
         self.feed.wake()
 
-    async def _judged(self, ask: AskDisaggregationReport, _envelope: Envelope) -> DisaggregationReport:
+    async def _on_report_asked(self, ask: AskDisaggregationReport, _envelope: Envelope) -> DisaggregationReport:
         now = self._clock.now()
-        self._ledger.expire(now)
-        return self._judge.verdict(ask.model, now, self._ledger.fleet.step_tokens)
+        self._metrics.expire(now)
+        return self._report.build(ask.model, now, self._metrics.fleet.step_tokens)
 
 
 async def run_collector(service: Service, settings: Settings, otlp_endpoint: str) -> None:
     """Serve until the service stops."""
     access = Access(settings.host, settings.admin_key_file)
-    collector = Collector(service.bus, service.clock, access, settings.console_clients_max)
+    collector = Collector(service.bus, service.clock, access)
     await collector.listen()
     app = make_app(lambda: to_prometheus(collector.families()), lambda: service.bus.connected)
-    add_console(app, collector.desk)
+    add_console(app, collector.console_context)
     server = HttpServer(app, settings.host, settings.port)
     serving = service.tasks.create_task(server.serve(), name="serve-http")
-    service.tasks.create_task(collector.feed.follow(), name="tell-console")
+    service.tasks.create_task(collector.feed.follow(), name="feed-console")
     service.tasks.create_task(collector.follow_mode(), name="follow-mode")
     await server.listening()
     if otlp_endpoint:
         push = MetricsPush("collector", service.facts.instance, otlp_endpoint=otlp_endpoint, started_ns=time.time_ns())
-        service.tasks.create_task(_push(collector, push, settings.push_s), name="push-metrics")
+        service.tasks.create_task(_push(collector, push), name="push-metrics")
     service.set_phase(ServicePhase.READY)
     await service.stopping.wait()
     service.set_phase(ServicePhase.DRAINING)
@@ -182,13 +183,13 @@ async def run_collector(service: Service, settings: Settings, otlp_endpoint: str
     await serving
 
 
-async def _push(collector: Collector, push: MetricsPush, period_s: float) -> None:
-    taken = True
+async def _push(collector: Collector, push: MetricsPush) -> None:
+    accepted = True
     try:
         while True:
-            await asyncio.sleep(period_s)
-            before, taken = taken, await asyncio.to_thread(push.push, collector.families(), time.time_ns())
-            if before and not taken:
-                log.warning("the OTLP receiver does not take metrics; trying on")
+            await asyncio.sleep(PUSH_S)
+            before, accepted = accepted, await asyncio.to_thread(push.push, collector.families(), time.time_ns())
+            if before and not accepted:
+                log.warning("the OTLP receiver does not accept metrics; the collector keeps trying")
     finally:
         push.close()

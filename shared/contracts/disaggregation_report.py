@@ -1,4 +1,4 @@
-"""Whether splitting prefill from decode is worth it here, as the collector estimates from what it measured."""
+"""The disaggregation report: whether separate prefill and decode workers pay off, as the collector measures it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from shared.contracts.message import Message
 
 
 class AskDisaggregationReport(Message, frozen=True, kw_only=True):
-    """Anyone -> collector."""
+    """Any client -> collector."""
 
     model: str = ""
-    """Empty: all."""
+    """Empty: all models."""
 
 
 class ReportBucket(Message, frozen=True, kw_only=True):
@@ -20,30 +20,30 @@ class ReportBucket(Message, frozen=True, kw_only=True):
     model: str
     tokens_min: int
     tokens_max: int
-    """Prompt tokens, both included."""
+    """Both bounds are inclusive."""
     disaggregated: int = 0
-    """Requests that were served so."""
+    """Number of disaggregated requests, likewise ``aggregated``."""
     aggregated: int = 0
     ttft_s: float = 0.0
-    """Median of the disaggregated ones, measured; likewise ``itl_s`` and ``e2e_s``."""
+    """Measured median of the disaggregated requests; likewise ``itl_s`` and ``e2e_s``."""
     itl_s: float = 0.0
     e2e_s: float = 0.0
     other_ttft_s: float = 0.0
-    """What aggregated serving would have given; measured where there are enough such requests, else estimated."""
+    """The same for aggregated serving: measured with enough such requests, else estimated."""
     other_itl_s: float = 0.0
     other_e2e_s: float = 0.0
     measured: bool = False
-    """Whether the other side was measured."""
+    """Whether the aggregated latencies were measured."""
     worth: str = ""
-    """yes, no, or unsure."""
-    why: str = ""
+    """Whether disaggregation pays off: yes, no or unsure."""
+    reason: str = ""
 
 
 class DisaggregationReport(Message, frozen=True, kw_only=True):
-    """Collector -> anyone."""
+    """Collector -> client."""
 
     seconds: float = 0.0
-    """What it looks back on."""
+    """Length of the window that it covers."""
     buckets: list[ReportBucket] = msgspec.field(default_factory=list)
-    words: str = ""
-    """One or two sentences for a person."""
+    summary: str = ""
+    """One sentence for the operator."""

@@ -192,7 +192,7 @@ def test_a_wrong_or_missing_router_gives_advice(system: System, tmp_path):
 
     code, _out, err = baton("explain", "--url", collector)
     assert code == 1
-    assert "is no router of Baton" in err
+    assert "is not a Baton router" in err
 
     code, _out, err = baton("explain", "--state-dir", str(tmp_path))
     assert code == 1

@@ -1,4 +1,4 @@
-"""Traffic in virtual time, told to a collector as a fleet would tell it: to hold its verdict against the truth."""
+"""Traffic in virtual time that is reported to a collector, to compare its disaggregation report with a simulation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from replay.profile import Profile
 from replay.simworker import MODEL
 from replay.traces import Request
 from replay.world import Shape, World
-from services.collector.report.report import Judge
+from services.collector.report.report import ReportBuilder
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.placer import Placer
 from services.router.placement.request_fields import Mode
@@ -46,13 +46,13 @@ class InMode:
         return self._placer.place(msgspec.structs.replace(need, mode=self._mode), now)
 
 
-class ToldWorld(World):
-    """It remembers its legs, and tells a judge of everything."""
+class ReportingWorld(World):
+    """Keeps its legs, and reports everything to a report builder."""
 
-    def __init__(self, shape: Shape, mode: Mode, judge: Judge) -> None:
+    def __init__(self, shape: Shape, mode: Mode, builder: ReportBuilder) -> None:
         super().__init__(shape, PROFILE)
         self.fleet.placer = InMode(self.fleet.placer, mode)
-        self.judge = judge
+        self.builder = builder
         self.legs: dict[int, dict[LegKind, Leg]] = defaultdict(dict)
 
     def serve(self, requests: list[Request]) -> list[ReplayedRequest]:
@@ -62,7 +62,7 @@ class ToldWorld(World):
 
     def _report(self, now: float) -> None:
         for worker in self.workers.values():
-            self.judge.load_reported(worker.load_now(), now)
+            self.builder.load_reported(worker.load_now(), now)
 
     def _leg(self, kind: LegKind, replayed: ReplayedRequest, placed: Placement, now: float) -> Leg:
         leg = super()._leg(kind, replayed, placed, now)
@@ -72,9 +72,9 @@ class ToldWorld(World):
     def finished(self, engine, job, now: float) -> None:
         super().finished(engine, job, now)
         if job.owner.kind is not LegKind.PREFILL:
-            self.judge.request_finished(self._story(job.owner.replayed), now)
+            self.builder.request_finished(self._finished_request(job.owner.replayed), now)
 
-    def _story(self, replayed: ReplayedRequest) -> RequestFinished:
+    def _finished_request(self, replayed: ReplayedRequest) -> RequestFinished:
         placed, legs = replayed.placed, self.legs[replayed.number]
         assert placed is not None
         assert replayed.first_token_at is not None
@@ -108,7 +108,7 @@ class ToldWorld(World):
 def traffic(
     seconds: float, per_s: float, tokens: tuple[int, int], out: tuple[int, int], seed: int = 1
 ) -> list[Request]:
-    """Prompts that nobody has seen before, at random instants, with lengths in these ranges."""
+    """Uncached prompts at random times, with lengths in these ranges."""
     chance, at_s, made = random.Random(seed), 0.0, []
     while at_s < seconds:
         at_s += chance.expovariate(per_s)
@@ -118,17 +118,17 @@ def traffic(
     return made
 
 
-def judged(requests: list[Request], shape: Shape) -> list[ReportBucket]:
-    """What a collector says of disaggregated serving."""
-    judge = Judge(SILENT_S_MAX)
-    world = ToldWorld(shape, Mode.DISAGGREGATED, judge)
+def reported(requests: list[Request], shape: Shape) -> list[ReportBucket]:
+    """The collector's report after disaggregated serving."""
+    builder = ReportBuilder(SILENT_S_MAX)
+    world = ReportingWorld(shape, Mode.DISAGGREGATED, builder)
     world.serve(requests)
-    return judge.verdict("", world.now, lambda _model: PROFILE.max_num_batched_tokens).buckets
+    return builder.build("", world.now, lambda _model: PROFILE.max_num_batched_tokens).buckets
 
 
 def truth(requests: list[Request], engines: int, low: int, high: int) -> Truth:
-    """What aggregated serving really gives, on as many engines, to prompts of these lengths."""
-    world = ToldWorld(Shape(both=engines), Mode.AGGREGATED, Judge(SILENT_S_MAX))
+    """Simulated latencies of aggregated serving on as many engines, for prompts of these lengths."""
+    world = ReportingWorld(Shape(both=engines), Mode.AGGREGATED, ReportBuilder(SILENT_S_MAX))
     outcomes = [one for one in world.serve(requests) if low <= one.request.input_tokens <= high]
     assert all(one.finished_at is not None for one in outcomes)
     of_each = [attrgetter(name) for name in ("ttft_s", "tpot_s")]

@@ -1,15 +1,15 @@
-"""The same traffic is served both ways in virtual time; the collector saw one of them and says what the other is."""
+"""The same traffic is served in both modes in virtual time; the report sees one and estimates the other."""
 
 from __future__ import annotations
 
 import pytest
 
 from replay.world import Shape
-from tests.scenarios.report_worlds import judged, traffic, truth
+from tests.scenarios.report_worlds import reported, traffic, truth
 
 PROMPTS = (1100, 4000)
 NEAR = 0.35
-"""How far an estimate may be from the truth."""
+"""Allowed relative error of an estimate."""
 
 
 @pytest.mark.parametrize(
@@ -21,14 +21,16 @@ NEAR = 0.35
     ],
     ids=["idle", "busy", "too few prefill workers"],
 )
-def test_a_verdict_is_what_comes_true(per_s: float, out: tuple[int, int], shape: Shape, worth: str):
+def test_the_estimate_matches_a_simulation_of_aggregated_serving(
+    per_s: float, out: tuple[int, int], shape: Shape, worth: str
+):
     requests = traffic(30.0, per_s, PROMPTS, out)
 
-    (told,) = judged(requests, shape)
-    true = truth(requests, shape.prefill + shape.decode, told.tokens_min, told.tokens_max)
+    (report,) = reported(requests, shape)
+    true = truth(requests, shape.prefill + shape.decode, report.tokens_min, report.tokens_max)
 
-    assert told.worth == worth, told
-    assert not told.measured
-    assert (told.e2e_s < true.e2e_s / 1.1) == (worth == "yes")
-    assert told.other_itl_s == pytest.approx(true.itl_s, rel=NEAR)
-    assert told.other_e2e_s == pytest.approx(true.e2e_s, rel=NEAR)
+    assert report.worth == worth, report
+    assert not report.measured
+    assert (report.e2e_s < true.e2e_s / 1.1) == (worth == "yes")
+    assert report.other_itl_s == pytest.approx(true.itl_s, rel=NEAR)
+    assert report.other_e2e_s == pytest.approx(true.e2e_s, rel=NEAR)

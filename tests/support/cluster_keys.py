@@ -6,8 +6,8 @@ import ssl
 from datetime import UTC, datetime
 from pathlib import Path
 
-from services.launcher.cluster.files import make
-from services.launcher.cluster.folder import NKEY, TRUSTED, Wish, folder_of
+from services.launcher.cluster.files import create
+from services.launcher.cluster.folder import NKEY, TRUSTED, InitRequest, folder_of
 from shared.bus.nats_credentials import Access, read_seed
 from tests.support.nats_server import NatsServer
 
@@ -17,7 +17,7 @@ class ClusterKeys:
 
     def __init__(self, folder: Path, *workers: str) -> None:
         self.folder = folder
-        self.made = make(folder, Wish(workers=workers, api_key=False), datetime.now(UTC))
+        self.made = create(folder, InitRequest(workers=workers, api_key=False), datetime.now(UTC))
 
     def access(self, owner: str) -> Access:
         own = self.folder / folder_of(owner)

@@ -1,7 +1,7 @@
-"""Who looks at the console, and what they are told: the whole page at first, then what changes, as it changes.
+"""The console's event stream: a new client gets the whole page, then only the changes.
 
-What happens on the bus wakes the feed; it then tells all at once what has changed since it told last. While nobody
-looks, nothing is computed.
+Messages on the bus wake the feed, which sends everything that has changed since its last update. Without clients
+it computes nothing.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ import msgspec
 from services.collector.console.state import changes
 from services.collector.console.views import Page
 
-TELL_S = 0.5
-"""Between two turns of telling, at least."""
-AGE_S = 1.0
-"""And at most, for rates fall and silence grows although nothing happens."""
+UPDATE_S_MIN = 0.5
+"""Shortest time between two updates."""
+UPDATE_S_MAX = 1.0
+"""Longest time between two updates: rates fall and silences grow without any message."""
 CLIENT_FRAMES_MAX = 16
-"""Turns that a client may be behind: one that does not read is cut off."""
+"""Updates that a client may be behind; then its connection is dropped."""
 KEEP_ALIVE_S = 15.0
 KEEP_ALIVE = b": still here\n\n"
-"""What nobody reads, so that no proxy takes the connection for dead."""
+"""A comment line, so that no proxy closes an idle connection."""
 
 EXTRA = dict[str, Any]
 
 
 class Watcher:
-    """One client that looks."""
+    """One client of the stream."""
 
     def __init__(self, abort: Callable[[], None]) -> None:
         self._abort = abort
         self._frames: asyncio.Queue[bytes | None] = asyncio.Queue(CLIENT_FRAMES_MAX + 1)
         self.is_new = True
-        """It has not been told the whole page."""
+        """It has not received the whole page yet."""
 
     async def next(self) -> bytes | None:
-        """What to send next; None when that was all."""
+        """The next frame to send; None at the end of the stream."""
         try:
             async with asyncio.timeout(KEEP_ALIVE_S):
                 return await self._frames.get()
         except TimeoutError:
             return KEEP_ALIVE
 
-    def tell(self, frame: bytes) -> bool:
-        """Have this sent. False: it has been cut off, because it does not read."""
+    def send(self, frame: bytes) -> bool:
+        """Queue a frame. False: the client does not read, and its connection was dropped."""
         if self._frames.qsize() < CLIENT_FRAMES_MAX:
             self._frames.put_nowait(frame)
             return True
@@ -57,34 +57,34 @@ class Watcher:
         return False
 
     def end(self) -> None:
-        """There is no more, once it has what it was told."""
+        """End the stream after the frames that are queued."""
         if not self._frames.full():
             self._frames.put_nowait(None)
 
 
 class Feed:
-    """All of them, at most ``watchers_max``."""
+    """All clients of the stream, at most ``watchers_max``."""
 
     def __init__(self, page: Callable[[], Page], extra: EXTRA, watchers_max: int) -> None:
         self._page = page
         self._extra = extra
-        """What a page has besides, and never changes."""
+        """Fields of the page that never change."""
         self._watchers_max = watchers_max
         self._watchers: set[Watcher] = set()
         self._changed = asyncio.Event()
         self._watched = asyncio.Event()
-        self._told: Page | None = None
+        self._sent: Page | None = None
         self._closed = False
 
     def __len__(self) -> int:
         return len(self._watchers)
 
     def wake(self) -> None:
-        """Something happened."""
+        """Something may have changed."""
         self._changed.set()
 
     def join(self, abort: Callable[[], None]) -> Watcher | None:
-        """One more looks; ``abort`` drops its connection. None: there are too many."""
+        """Add a client; ``abort`` drops its connection. None: there are too many."""
         if self._closed or len(self._watchers) >= self._watchers_max:
             return None
         watcher = Watcher(abort)
@@ -94,36 +94,36 @@ class Feed:
         return watcher
 
     def leave(self, watcher: Watcher) -> None:
-        """It looks no more."""
+        """Remove a client."""
         self._watchers.discard(watcher)
         if not self._watchers:
             self._watched.clear()
-            self._told = None
+            self._sent = None
 
     def close(self) -> None:
-        """Let everybody go, and nobody in."""
+        """End all streams and accept no new ones."""
         self._closed = True
         for watcher in self._watchers:
             watcher.end()
 
     async def follow(self) -> None:
-        """Tell what changes, until cancelled."""
+        """Send updates until cancelled."""
         while True:
             await self._watched.wait()
             try:
-                async with asyncio.timeout(AGE_S):
+                async with asyncio.timeout(UPDATE_S_MAX):
                     await self._changed.wait()
             except TimeoutError:
                 pass
             self._changed.clear()
-            self.tell()
-            await asyncio.sleep(TELL_S)
+            self.update()
+            await asyncio.sleep(UPDATE_S_MIN)
 
-    def tell(self) -> None:
-        """What is new to whom."""
-        page, told = self._page(), self._told
-        self._told = page
-        news = b"".join(framed(name, data) for name, data in changes(told, page)) if told is not None else b""
+    def update(self) -> None:
+        """Send new clients the whole page, the others the changes."""
+        page, sent = self._page(), self._sent
+        self._sent = page
+        update = b"".join(framed(name, data) for name, data in changes(sent, page)) if sent is not None else b""
         whole = b""
         for watcher in list(self._watchers):
             if watcher.is_new:
@@ -131,16 +131,16 @@ class Feed:
                 whole = whole or framed("state", whole_page(page, self._extra))
                 frame = whole
             else:
-                frame = news
-            if frame and not watcher.tell(frame):
+                frame = update
+            if frame and not watcher.send(frame):
                 self.leave(watcher)
 
 
 def whole_page(page: Page, extra: EXTRA) -> EXTRA:
-    """What a newcomer is told."""
+    """The fields of the page with those that never change."""
     return {name: getattr(page, name) for name in page.__struct_fields__} | extra
 
 
 def framed(name: str, data: Any) -> bytes:
-    """One server-sent event. JSON has no line breaks, so its data is one line."""
+    """One server-sent event. Encoded JSON has no line breaks, so the data is one line."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(data))

@@ -1,4 +1,4 @@
-"""What an operator may have done at the console, and who counts as one."""
+"""Orders that an operator gives at the console: who may give them, and how they are parsed."""
 
 from __future__ import annotations
 
@@ -10,91 +10,97 @@ from shared.contracts.routing import DEFAULT_MODES, DefaultMode
 from shared.contracts.workers import Role
 
 ROLES = (Role.PREFILL, Role.DECODE, Role.BOTH)
-"""That a worker with an engine may be given."""
+"""Roles that a worker with an engine can take."""
 DRAIN_S_MAX = 86400.0
 LOOPBACK_ONLY = (
-    "Nobody may act here: the console is not on loopback and has no admin key. Give its process the file of one "
-    "(COLLECTOR_ADMIN_KEY_FILE), or use the `baton` command."
+    "This console accepts no orders: it does not listen on loopback and has no admin key. Set COLLECTOR_ADMIN_KEY_FILE "
+    "for the collector, or use the `baton` command."
 )
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """Why not, for whoever asked."""
+    """An HTTP error for the client."""
 
     status: int
     message: str
 
 
-class DrainWish(msgspec.Struct, frozen=True, kw_only=True, tag_field="action", tag="drain", forbid_unknown_fields=True):
-    """A worker shall leave."""
+class DrainRequest(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="action", tag="drain", forbid_unknown_fields=True
+):
+    """Drain a worker."""
 
     worker_id: str
     deadline_s: float | None = None
 
 
-class RoleWish(msgspec.Struct, frozen=True, kw_only=True, tag_field="action", tag="role", forbid_unknown_fields=True):
-    """A worker shall be placed for other legs."""
+class RoleRequest(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="action", tag="role", forbid_unknown_fields=True
+):
+    """Change a worker's role."""
 
     worker_id: str
     role: Role
 
 
-class ModeWish(msgspec.Struct, frozen=True, kw_only=True, tag_field="action", tag="mode", forbid_unknown_fields=True):
-    """Requests that ask for no mode shall be served so."""
+class ModeRequest(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="action", tag="mode", forbid_unknown_fields=True
+):
+    """Set the default mode: that of requests that do not ask for one."""
 
     mode: str
 
 
 Order = DrainWorker | ChangeRole | DefaultMode
-WISH = msgspec.json.Decoder(DrainWish | RoleWish | ModeWish)
+REQUEST = msgspec.json.Decoder(DrainRequest | RoleRequest | ModeRequest)
 
 
-class Standing(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of whoever gives an order."""
+class OrderClient(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of the client that gives an order."""
 
     on_loopback: bool
     """Only this machine can reach the console."""
     names_loopback: bool
-    """The address that the browser was given is this machine's own: a page of another site that has its name point here
-    cannot say so.
+    """The browser was given a loopback address. A page of another site whose host name resolves to this machine (DNS
+    rebinding) sends its own name instead.
     """
     key_exists: bool
-    """There is an admin key."""
+    """An admin key is configured."""
     key_given: bool
-    key_fits: bool
+    key_matches: bool
 
 
-def refusal_of(standing: Standing) -> Refusal | None:
-    """Why this one may give no orders; None when it may."""
-    if standing.key_exists:
-        if standing.key_fits:
+def refusal_of(client: OrderClient) -> Refusal | None:
+    """Why this client may give no orders; None when it may."""
+    if client.key_exists:
+        if client.key_matches:
             return None
-        wrong = "That is not the admin key." if standing.key_given else "This needs the admin key."
+        wrong = "That is not the admin key." if client.key_given else "This needs the admin key."
         return Refusal(status=401, message=wrong)
-    if not standing.on_loopback:
+    if not client.on_loopback:
         return Refusal(status=403, message=LOOPBACK_ONLY)
-    if not standing.names_loopback:
-        return Refusal(status=403, message="Without an admin key, open the console by 127.0.0.1 or localhost to act.")
+    if not client.names_loopback:
+        return Refusal(status=403, message="Without an admin key, open the console as 127.0.0.1 or localhost to act.")
     return None
 
 
-def order_of(body: bytes) -> Order | Refusal:
-    """What shall be done."""
+def parse_order(body: bytes) -> Order | Refusal:
+    """The order in a request's body."""
     try:
-        wish = WISH.decode(body)
+        request = REQUEST.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return Refusal(status=400, message=f"That is no order: {error}.")
-    if isinstance(wish, ModeWish):
-        if wish.mode not in DEFAULT_MODES:
+        return Refusal(status=400, message=f"That is not an order: {error}.")
+    if isinstance(request, ModeRequest):
+        if request.mode not in DEFAULT_MODES:
             return Refusal(status=400, message=f"`mode` must be one of {', '.join(DEFAULT_MODES)}.")
-        return DefaultMode(mode=wish.mode)
-    if not is_subject_token(wish.worker_id):
-        return Refusal(status=400, message="`worker_id` is no worker's id: see the list of workers.")
-    worker_id = WorkerId(wish.worker_id)
-    if isinstance(wish, DrainWish):
-        if wish.deadline_s is not None and not 0 <= wish.deadline_s <= DRAIN_S_MAX:
+        return DefaultMode(mode=request.mode)
+    if not is_subject_token(request.worker_id):
+        return Refusal(status=400, message="`worker_id` is not a worker id: see the list of workers.")
+    worker_id = WorkerId(request.worker_id)
+    if isinstance(request, DrainRequest):
+        if request.deadline_s is not None and not 0 <= request.deadline_s <= DRAIN_S_MAX:
             return Refusal(status=400, message=f"`deadline_s` must be 0 to {DRAIN_S_MAX:g} seconds.")
-        return DrainWorker(worker_id=worker_id, deadline_s=wish.deadline_s)
-    if wish.role not in ROLES:
+        return DrainWorker(worker_id=worker_id, deadline_s=request.deadline_s)
+    if request.role not in ROLES:
         return Refusal(status=400, message="`role` must be prefill, decode or both.")
-    return ChangeRole(worker_id=worker_id, role=wish.role)
+    return ChangeRole(worker_id=worker_id, role=request.role)

@@ -1,4 +1,4 @@
-"""The newest requests as the console lists them, and which of them were slow."""
+"""The console's list of recent requests, and which of them were slow."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from shared.text.explanation import PART_NAMES
 
 REQUESTS_MAX = 200
 SAMPLES_MAX = 64
-"""Of each model, so many times to the first token say what is usual."""
+"""Per model: times to the first token from which the median is taken."""
 SAMPLES_MIN = 16
 SORTED_EVERY = 8
-"""Requests between two looks at what is usual."""
+"""Requests between two updates of the median."""
 MODELS_MAX = 64
 SLOW_RATIO = 3.0
-"""Without a target, a request is slow when its first token took so many times what is usual."""
+"""Without a target, a request is slow when its TTFT exceeds this multiple of the median."""
 
 
-class Usual:
-    """What is usual of one model: the median of the newest times to the first token."""
+class TtftMedian:
+    """The median of one model's newest times to the first token."""
 
     __slots__ = ("_median_s", "_seen", "_times_s")
 
@@ -31,7 +31,7 @@ class Usual:
         self._median_s = 0.0
 
     def is_exceeded(self, ttft_s: float) -> bool:
-        """Whether that was far more; then it is added."""
+        """Whether this TTFT is far above the median; afterwards it is added to the samples."""
         far_more = self._seen >= SAMPLES_MIN and ttft_s > SLOW_RATIO * self._median_s
         self._times_s.append(ttft_s)
         self._seen += 1
@@ -45,11 +45,11 @@ class RecentRequests:
 
     def __init__(self) -> None:
         self._rows: deque[RequestRow] = deque(maxlen=REQUESTS_MAX)
-        self._usual: dict[str, Usual] = {}
+        self._medians: dict[str, TtftMedian] = {}
 
-    def add(self, told: RequestFinished, at: float) -> RequestRow:
-        """One more has ended."""
-        row = row_of(told, at, slow=self._is_slow(told))
+    def add(self, request: RequestFinished, at: float) -> RequestRow:
+        """Add a finished request."""
+        row = row_of(request, at, slow=self._is_slow(request))
         self._rows.appendleft(row)
         return row
 
@@ -58,63 +58,63 @@ class RecentRequests:
         return list(self._rows)
 
     def find(self, decision_id: str) -> RequestRow | None:
-        """The one that was placed by this decision, if it is among them."""
+        """The request that this decision placed, while it is listed."""
         return next((row for row in self._rows if row.decision_id == decision_id), None)
 
-    def _is_slow(self, told: RequestFinished) -> bool:
-        if told.ttft_s < 0:
+    def _is_slow(self, request: RequestFinished) -> bool:
+        if request.ttft_s < 0:
             return False
-        usual = self._usual.get(told.model)
-        if usual is None:
-            usual = Usual()
-            if len(self._usual) < MODELS_MAX:
-                self._usual[told.model] = usual
-        far_more = usual.is_exceeded(told.ttft_s)
-        if told.ttft_target_s >= 0 or told.itl_target_s >= 0:
-            return missed_target(told)
+        median = self._medians.get(request.model)
+        if median is None:
+            median = TtftMedian()
+            if len(self._medians) < MODELS_MAX:
+                self._medians[request.model] = median
+        far_more = median.is_exceeded(request.ttft_s)
+        if request.ttft_target_s >= 0 or request.itl_target_s >= 0:
+            return missed_target(request)
         return far_more
 
 
-def missed_target(told: RequestFinished) -> bool:
-    """Whether it took longer than it was to take."""
-    return 0 <= told.ttft_target_s < told.ttft_s or 0 <= told.itl_target_s < told.itl_s
+def missed_target(request: RequestFinished) -> bool:
+    """Whether TTFT or ITL exceeded its target."""
+    return 0 <= request.ttft_target_s < request.ttft_s or 0 <= request.itl_target_s < request.itl_s
 
 
-def row_of(told: RequestFinished, at: float, *, slow: bool) -> RequestRow:
-    """One request as the page lists it."""
+def row_of(request: RequestFinished, at: float, *, slow: bool) -> RequestRow:
+    """The page's row for one request. -1 on the wire means not known."""
     return RequestRow(
-        id=told.request_id,
-        trace_id=told.trace_id,
-        decision_id=told.decision_id,
+        id=request.request_id,
+        trace_id=request.trace_id,
+        decision_id=request.decision_id,
         ended_at=round(at, 3),
-        tenant=told.tenant,
-        model=told.model,
-        mode=told.mode,
-        status=told.status,
-        reason=told.reason,
-        prompt_tokens=_count(told.prompt_tokens),
-        cached_tokens=_count(told.cached_tokens),
-        fetched_tokens=_count(told.readback_tokens),
-        received_tokens=_count(told.received_tokens),
-        received_bytes=told.received_bytes,
-        tokens_out=_count(told.completion_tokens),
-        ttft_s=_seconds(told.ttft_s),
-        total_s=_seconds(told.e2e_s),
-        itl_s=_seconds(told.itl_s),
-        ttft_target_s=_seconds(told.ttft_target_s),
-        itl_target_s=_seconds(told.itl_target_s),
-        prefill_worker=told.prefill_worker,
-        decode_worker=told.decode_worker,
-        attempts=told.attempts,
-        resumes=told.resumes,
+        tenant=request.tenant,
+        model=request.model,
+        mode=request.mode,
+        status=request.status,
+        reason=request.reason,
+        prompt_tokens=_count(request.prompt_tokens),
+        cached_tokens=_count(request.cached_tokens),
+        fetched_tokens=_count(request.readback_tokens),
+        received_tokens=_count(request.received_tokens),
+        received_bytes=request.received_bytes,
+        tokens_out=_count(request.completion_tokens),
+        ttft_s=_seconds(request.ttft_s),
+        total_s=_seconds(request.e2e_s),
+        itl_s=_seconds(request.itl_s),
+        ttft_target_s=_seconds(request.ttft_target_s),
+        itl_target_s=_seconds(request.itl_target_s),
+        prefill_worker=request.prefill_worker,
+        decode_worker=request.decode_worker,
+        attempts=request.attempts,
+        resumes=request.resumes,
         slow=slow,
-        streamed_handoff=told.streamed_handoff,
-        parts=parts_of(told.ttft_parts),
+        streamed_handoff=request.streamed_handoff,
+        parts=parts_of(request.ttft_parts),
     )
 
 
 def parts_of(parts: TtftParts | None) -> list[PartTime]:
-    """Those that took any time."""
+    """The parts that took any time."""
     if parts is None:
         return []
     times = [(name, float(getattr(parts, name))) for name in TtftParts.__struct_fields__]

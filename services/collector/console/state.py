@@ -1,4 +1,4 @@
-"""What an operator sees: all that the console's page shows, and what of it has changed since it was told last."""
+"""The state of the console's page, and the difference between two of its versions."""
 
 from __future__ import annotations
 
@@ -7,108 +7,107 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from services.collector.console.events import Happenings
+from services.collector.console.events import EventLog
 from services.collector.console.health import health_of
 from services.collector.console.requests import RecentRequests
 from services.collector.console.traffic import Flows, LastMinute, Tenants
 from services.collector.console.views import Health, Page, View, WorkerCard
-from services.collector.console.workers import Roster
-from services.collector.metrics.fleet_metrics import Ledger
+from services.collector.console.workers import WorkerCards
+from services.collector.metrics.fleet_metrics import FleetMetrics
 from shared.contracts.inference import RequestFinished
 
-TOLD_MAX = 50
-"""Requests and events that are told at a time; of what comes faster, the oldest are left out."""
-
-LOOK_S = 1.0
-TOLD_WHOLE = ("flows", "tenants", "health", "model_names", "mode")
+SENT_MAX = 50
+"""Requests and events in one update; when more arrive, the oldest are left out."""
+REFRESH_S = 1.0
+WHOLE_FIELDS = ("flows", "tenants", "health", "model_names", "default_mode")
+"""Fields of the page that are sent as a whole when they change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """On both clocks, in seconds: ``now`` only to be compared, ``at`` since 1970."""
+    """One instant on both clocks, in seconds: ``now`` is monotonic, ``at`` counts since 1970."""
 
     now: float
     at: float
 
 
-class Console:
-    """What the ledger does not keep. All of it bounded."""
+class ConsoleState:
+    """What the console shows beside the metrics. Every part is bounded."""
 
-    def __init__(self, ledger: Ledger, now: float) -> None:
-        self.happened = Happenings()
+    def __init__(self, metrics: FleetMetrics, now: float) -> None:
+        self.events = EventLog()
         self.recent = RecentRequests()
-        self.mode = ""
-        """Of requests that ask for none, as routers follow it; empty: not known."""
-        self._ledger = ledger
-        self._roster = Roster()
+        self.default_mode = ""
+        """The mode of requests that do not ask for one; empty: not known."""
+        self._metrics = metrics
+        self._worker_cards = WorkerCards()
         self._flows = Flows()
         self._tenants = Tenants()
         self._minute = LastMinute(now)
-        self._looked_at = now
+        self._refreshed_at = now
 
     def requests_finished(self, requests: Iterable[RequestFinished], moment: Moment) -> None:
-        """Routers tell of requests that ended."""
-        for told in requests:
-            self.recent.add(told, moment.at)
-            self._flows.add(told, moment.now)
-            self._tenants.add(told, moment.now)
-            self._minute.add(told, moment.now)
+        """Routers reported finished requests."""
+        for request in requests:
+            self.recent.add(request, moment.at)
+            self._flows.add(request, moment.now)
+            self._tenants.add(request, moment.now)
+            self._minute.add(request, moment.now)
 
-    def fleet_told(self, moment: Moment) -> None:
-        """The ledger has a newer state of the fleet."""
-        state = self._ledger.fleet.state
+    def fleet_updated(self, moment: Moment) -> None:
+        """The metrics have a newer state of the fleet."""
+        state = self._metrics.fleet.state
         if state is not None:
-            self._roster.told(state)
-            self.happened.fleet_told(state, moment.at)
-        self.passed(moment)
+            self._worker_cards.update(state)
+            self.events.fleet_state(state, moment.at)
+        self.tick(moment)
 
-    def passed(self, moment: Moment) -> None:
-        """Time went by: what nobody speaks of any more, and how all is, is noticed although nobody looks."""
-        if moment.now - self._looked_at >= LOOK_S:
-            self._look(moment, connected=True)
+    def tick(self, moment: Moment) -> None:
+        """Record expired services and health changes as events, also while no browser watches."""
+        if moment.now - self._refreshed_at >= REFRESH_S:
+            self._refresh(moment, connected=True)
 
     def page(self, moment: Moment, *, connected: bool) -> Page:
-        """All that there is to see at this moment."""
-        cards, health = self._look(moment, connected=connected)
+        """The whole page at this moment."""
+        cards, health = self._refresh(moment, connected=connected)
         return Page(
             at=round(moment.at, 3),
-            mode=self.mode,
-            model_names=self._roster.model_names(cards),
+            default_mode=self.default_mode,
+            model_names=self._worker_cards.model_names(cards),
             health=health,
             workers=cards,
             flows=self._flows.lines(moment.now),
             requests=self.recent.rows(),
-            events=self.happened.lines(),
+            events=self.events.lines(),
             tenants=self._tenants.rows(moment.now),
         )
 
-    def _look(self, moment: Moment, *, connected: bool) -> tuple[list[WorkerCard], Health]:
-        """Who is there and how all is; what changes without anybody saying so is noticed here."""
-        self._looked_at = moment.now
-        self._ledger.expire(moment.now)
-        self.happened.services_heard(set(self._ledger.services), moment.at)
-        cards = self._roster.cards(self._ledger, moment.now)
-        health = health_of(self._ledger, cards, self._minute, moment.now, connected=connected)
-        self.happened.health_changed(health, moment.at)
+    def _refresh(self, moment: Moment, *, connected: bool) -> tuple[list[WorkerCard], Health]:
+        self._refreshed_at = moment.now
+        self._metrics.expire(moment.now)
+        self.events.services_heard(set(self._metrics.services), moment.at)
+        cards = self._worker_cards.cards(self._metrics, moment.now)
+        health = health_of(self._metrics, cards, self._minute, moment.now, connected=connected)
+        self.events.health_changed(health, moment.at)
         return cards, health
 
 
 def changes(before: Page, after: Page) -> list[tuple[str, Any]]:
-    """What somebody who has the one must hear to have the other: names of events, and their data."""
-    told: list[tuple[str, Any]] = []
+    """What a client that has ``before`` needs to show ``after``: names of server-sent events, and their data."""
+    found: list[tuple[str, Any]] = []
     known = {card.id: card for card in before.workers}
-    if moved := [card for card in after.workers if known.get(card.id) != card]:
-        told.append(("workers", moved))
+    if changed := [card for card in after.workers if known.get(card.id) != card]:
+        found.append(("workers", changed))
     if gone := sorted(set(known) - {card.id for card in after.workers}):
-        told.append(("gone", gone))
-    whole = [(name, getattr(before, name), getattr(after, name)) for name in TOLD_WHOLE]
-    told += [(name, now) for name, was, now in whole if was != now]
-    told += [("request", row) for row in _newer(before.requests, after.requests)]
-    told += [("event", line) for line in _newer(before.events, after.events)]
-    return told
+        found.append(("gone", gone))
+    whole = [(name, getattr(before, name), getattr(after, name)) for name in WHOLE_FIELDS]
+    found += [(name, now) for name, was, now in whole if was != now]
+    found += [("request", row) for row in _newer(before.requests, after.requests)]
+    found += [("event", line) for line in _newer(before.events, after.events)]
+    return found
 
 
 def _newer(before: list[Any], after: list[Any]) -> list[View]:
-    """What was put in front since then, the oldest first."""
+    """The items that were put in front since ``before``, oldest first."""
     newest = before[0] if before else None
-    return list(takewhile(lambda one: one is not newest, after))[:TOLD_MAX][::-1]
+    return list(takewhile(lambda one: one is not newest, after))[:SENT_MAX][::-1]

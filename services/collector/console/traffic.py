@@ -1,4 +1,4 @@
-"""Who sends how much to whom, as the console draws it: flows between router and workers, tenants, the last minute."""
+"""Recent traffic for the console: flows between router and workers, tenants, the last minute's outcomes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ FLOWS_MAX = 1024
 TENANTS_MAX = 64
 MINUTE_S = 60
 TENANT_FORGET_S = 600.0
-"""A tenant that asked for nothing so long is no longer shown."""
+"""A tenant without requests for this long is no longer shown."""
 FAILURES_MAX = 256
-"""Of the last minute's failures, so many say what was wrong most often."""
+"""Failures of the last minute from which the most frequent reason is taken."""
 SERVER_ERROR = 500
 REFUSED = frozenset({Reason.OVERLOADED.value, Reason.OVER_SHARE.value})
-"""The system was too busy; nothing was broken."""
+"""Reasons that mean overload rather than a fault."""
 NOT_OURS = frozenset({Reason.CLIENT_SLOW.value, Reason.CANCELLED.value})
 
 
 class Flow:
-    """One line of the picture."""
+    """The rates of one flow."""
 
     __slots__ = ("bytes", "count", "tokens")
 
@@ -34,29 +34,29 @@ class Flow:
         self.count, self.bytes, self.tokens = Rate(now), Rate(now), Rate(now)
 
     def add(self, tokens: int, size_bytes: int, now: float) -> None:
-        """One more request, or one more piece of KV."""
+        """Add one request or one KV transfer."""
         self.count.add(1, now)
         self.tokens.add(max(0, tokens), now)
         self.bytes.add(max(0, size_bytes), now)
 
 
 class Flows:
-    """Where requests and KV go just now. At most ``FLOWS_MAX``."""
+    """Current flows of requests and KV, at most ``FLOWS_MAX``."""
 
     def __init__(self) -> None:
         self._flows: dict[tuple[str, str, str], Flow] = {}
-        """The one on which nothing went for longest comes first."""
+        """In order of last use: the least recently used comes first."""
 
-    def add(self, told: RequestFinished, now: float) -> None:
-        """One request has ended."""
-        first = told.prefill_worker or told.decode_worker
+    def add(self, request: RequestFinished, now: float) -> None:
+        """Add a finished request."""
+        first = request.prefill_worker or request.decode_worker
         if first:
-            self._add((ROUTER, first, REQUESTS), told.prompt_tokens, 0, now)
-        for move in told.kv_moves:
+            self._add((ROUTER, first, REQUESTS), request.prompt_tokens, 0, now)
+        for move in request.kv_moves:
             self._add((move.source_id, move.reader_id, KV), move.tokens, move.bytes, now)
 
     def lines(self, now: float) -> list[FlowLine]:
-        """Those on which something went lately."""
+        """Flows with recent traffic."""
         lines = []
         for key, flow in sorted(self._flows.items()):
             per_s = flow.count.per_second(now)
@@ -93,38 +93,38 @@ class TenantTraffic:
     def __init__(self, now: float) -> None:
         self.requests, self.tokens, self.refused = (Rate(now, MINUTE_S) for _ in range(3))
         self.prompt, self.cached = (Rate(now, MINUTE_S) for _ in range(2))
-        """Prompt tokens of which it is known how many were cached, and those that were."""
+        """Prompt tokens of requests whose cached tokens are known, and those cached tokens."""
         self.last = now
 
-    def add(self, told: RequestFinished, now: float) -> None:
-        """One more request."""
+    def add(self, request: RequestFinished, now: float) -> None:
+        """Add a finished request."""
         self.last = now
         self.requests.add(1, now)
-        self.tokens.add(max(0, told.prompt_tokens) + max(0, told.completion_tokens), now)
-        if told.reason in REFUSED:
+        self.tokens.add(max(0, request.prompt_tokens) + max(0, request.completion_tokens), now)
+        if request.reason in REFUSED:
             self.refused.add(1, now)
-        if told.prompt_tokens >= 0 and told.cached_tokens >= 0:
-            self.prompt.add(told.prompt_tokens, now)
-            self.cached.add(told.cached_tokens, now)
+        if request.prompt_tokens >= 0 and request.cached_tokens >= 0:
+            self.prompt.add(request.prompt_tokens, now)
+            self.cached.add(request.cached_tokens, now)
 
 
 class Tenants:
-    """At most ``TENANTS_MAX``; all others are one."""
+    """At most ``TENANTS_MAX`` tenants; the rest are counted together as ``other``."""
 
     def __init__(self) -> None:
         self._tenants: dict[str, TenantTraffic] = {}
 
-    def add(self, told: RequestFinished, now: float) -> None:
-        """One request has ended."""
-        name = told.tenant
+    def add(self, request: RequestFinished, now: float) -> None:
+        """Add a finished request."""
+        name = request.tenant
         if name not in self._tenants and len(self._tenants) >= TENANTS_MAX:
             name = OTHER
         if name not in self._tenants:
             self._tenants[name] = TenantTraffic(now)
-        self._tenants[name].add(told, now)
+        self._tenants[name].add(request, now)
 
     def rows(self, now: float) -> list[TenantRow]:
-        """By name."""
+        """One row for each tenant, sorted by name."""
         for name in [name for name, one in self._tenants.items() if now - one.last >= TENANT_FORGET_S]:
             del self._tenants[name]
         return [_tenant_row(name, self._tenants[name], now) for name in sorted(self._tenants)]
@@ -142,38 +142,40 @@ def _tenant_row(name: str, one: TenantTraffic, now: float) -> TenantRow:
 
 
 class LastMinute:
-    """How the requests of the last minute fared, all together."""
+    """Outcomes of the last minute's requests, all tenants together."""
 
     def __init__(self, now: float) -> None:
         self._begun = now
         self._all, self._failed, self._refused, self._late = (Rate(now, MINUTE_S) for _ in range(4))
         self._reasons: deque[tuple[float, str]] = deque(maxlen=FAILURES_MAX)
 
-    def add(self, told: RequestFinished, now: float) -> None:
-        """One request has ended."""
+    def add(self, request: RequestFinished, now: float) -> None:
+        """Add a finished request."""
         self._all.add(1, now)
-        if told.reason in REFUSED:
+        if request.reason in REFUSED:
             self._refused.add(1, now)
-        elif told.status >= SERVER_ERROR or (told.reason and told.reason not in NOT_OURS and told.status < 400):
+        elif request.status >= SERVER_ERROR or (
+            request.reason and request.reason not in NOT_OURS and request.status < 400
+        ):
             self._failed.add(1, now)
-            self._reasons.append((now, told.reason or str(told.status)))
-        if missed_target(told):
+            self._reasons.append((now, request.reason or str(request.status)))
+        if missed_target(request):
             self._late.add(1, now)
 
     def requests(self, now: float) -> int:
-        """How many there were; likewise the other numbers."""
+        """Requests of the last minute, like the other counts here."""
         return self._count(self._all, now)
 
     def failed(self, now: float) -> int:
-        """Broken, not refused."""
+        """Failed, not counting refusals because of overload."""
         return self._count(self._failed, now)
 
     def refused(self, now: float) -> int:
-        """Because the system was too busy."""
+        """Refused because of overload."""
         return self._count(self._refused, now)
 
     def late(self, now: float) -> int:
-        """Slower than their targets."""
+        """Requests that missed a target."""
         return self._count(self._late, now)
 
     def per_s(self, now: float) -> float:
@@ -181,7 +183,7 @@ class LastMinute:
         return self._all.per_second(now)
 
     def most_frequent_reason(self, now: float) -> str:
-        """Of what failed."""
+        """The most frequent failure reason; empty without failures."""
         reasons = Counter(reason for at, reason in self._reasons if now - at < MINUTE_S)
         return reasons.most_common(1)[0][0] if reasons else ""
 

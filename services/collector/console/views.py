@@ -1,6 +1,6 @@
-"""What the console's page is told, as JSON: one struct for each kind of thing on it.
+"""The console page's JSON: one struct for each kind of item.
 
-Seconds are numbers, instants are seconds since 1970, and what nobody knows is null.
+Durations are in seconds, instants in seconds since 1970, and unknown values are null.
 """
 
 from __future__ import annotations
@@ -8,24 +8,24 @@ from __future__ import annotations
 import msgspec
 
 INFO, WARNING, ERROR = "info", "warning", "error"
-WELL, STRAINED, ILL = "well", "strained", "ill"
+HEALTHY, DEGRADED, UNHEALTHY = "healthy", "degraded", "unhealthy"
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of them."""
+    """Base class."""
 
 
 class Sentence(View, frozen=True, kw_only=True):
-    """One thing about the system's health."""
+    """One finding about the system's health."""
 
     level: str
     text: str
-    do: str = ""
-    """What a person might do about it; empty when that is nothing."""
+    action: str = ""
+    """What the operator can do about it; may be empty."""
 
 
 class Health(View, frozen=True, kw_only=True):
-    """All of it, the worst first."""
+    """Status and findings, the worst first."""
 
     status: str
     sentences: list[Sentence]
@@ -49,15 +49,15 @@ class WorkerCard(View, frozen=True, kw_only=True):
     kv_used: float
     """0.0 to 1.0."""
     hit_ratio: float | None
-    """Of the prompt tokens of the last minute, how many were in its own prefix cache."""
+    """Share of the last minute's prompt tokens that were in its own prefix cache."""
     prompt_tokens_per_s: float
     generation_tokens_per_s: float
     heard_s_ago: int
-    """Whole seconds; 0 while it is heard as it should be."""
+    """Whole seconds since its last report; 0 while reports arrive on time."""
 
 
 class FlowLine(View, frozen=True, kw_only=True):
-    """Requests that go from the router to a worker, or KV that goes from worker to worker."""
+    """Requests from the router to a worker, or KV from one worker to another."""
 
     source: str = msgspec.field(name="from")
     target: str = msgspec.field(name="to")
@@ -68,11 +68,11 @@ class FlowLine(View, frozen=True, kw_only=True):
 
 
 class PartTime(View, frozen=True, kw_only=True):
-    """One part of a time to the first token."""
+    """One part of the time to the first token."""
 
     name: str
     label: str
-    """For people."""
+    """Display name."""
     seconds: float
 
 
@@ -91,9 +91,9 @@ class RequestRow(View, frozen=True, kw_only=True):
     prompt_tokens: int | None
     cached_tokens: int | None
     fetched_tokens: int | None
-    """Read from other workers by the one that computed the prompt."""
+    """Read from other workers by the prefill worker."""
     received_tokens: int | None
-    """Handed over to the worker that answered."""
+    """Handed over to the decode worker."""
     received_bytes: int
     tokens_out: int | None
     ttft_s: float | None
@@ -108,11 +108,11 @@ class RequestRow(View, frozen=True, kw_only=True):
     slow: bool
     streamed_handoff: bool
     parts: list[PartTime]
-    """Of the time to the first token, in their order; they add up to it. Empty where it is not known."""
+    """Of the time to the first token, in order; they add up to it. Empty when not known."""
 
 
 class EventLine(View, frozen=True, kw_only=True):
-    """Something that happened."""
+    """One event."""
 
     at: float
     level: str
@@ -133,11 +133,11 @@ class TenantRow(View, frozen=True, kw_only=True):
 
 
 class Page(View, frozen=True, kw_only=True):
-    """All that there is to see at one moment."""
+    """The whole page at one moment."""
 
     at: float
-    mode: str
-    """Of requests that ask for none; empty: that is not known."""
+    default_mode: str
+    """Mode of requests that do not ask for one; empty when not known."""
     model_names: list[str]
     health: Health
     workers: list[WorkerCard]

@@ -1,53 +1,53 @@
-"""The workers as the console draws them: what the orchestrator says of each, with its own newest load report."""
+"""The console's worker cards: each combines the orchestrator's record with the worker's newest load report."""
 
 from __future__ import annotations
 
 from services.collector.console.views import WorkerCard
-from services.collector.metrics.fleet_metrics import Ledger, WorkerView
+from services.collector.metrics.fleet_metrics import FleetMetrics, WorkerView
 from shared.contracts.ids import WorkerId
 from shared.contracts.load import LoadReport
 from shared.contracts.workers import FleetState, FleetWorker, WorkerPhase, WorkerRecord
 
 SILENT_S_MIN = 3
-"""Reports come once a second at least: before so long nobody counts as silent."""
+"""Workers report at least once a second; a shorter gap does not count as silence."""
 SHOWN_S = 60.0
-"""A worker that the orchestrator does not tell of is shown for so long after its last word."""
+"""A worker that is missing in the fleet state is shown for this long after its last report."""
 OVER = (WorkerPhase.GONE, WorkerPhase.LOST)
 
 
-class Roster:
-    """What is known of workers beside their load: as the orchestrator told last, for it may be away."""
+class WorkerCards:
+    """Builds the cards. Keeps the last fleet state's records, for times without an orchestrator."""
 
     def __init__(self) -> None:
         self._records: dict[WorkerId, WorkerRecord] = {}
 
-    def told(self, state: FleetState) -> None:
-        """The orchestrator says who is there."""
+    def update(self, state: FleetState) -> None:
+        """Take a new fleet state."""
         self._records = {each.record.worker_id: each.record for each in state.workers}
 
     def model_names(self, cards: list[WorkerCard]) -> list[str]:
-        """Of everything that the workers on these cards serve."""
+        """Models that the workers on these cards serve, sorted."""
         shown = {card.id for card in cards if card.phase not in OVER}
         records = [record for worker_id, record in self._records.items() if worker_id in shown]
         return sorted({name for record in records for name in record.models})
 
-    def cards(self, ledger: Ledger, now: float) -> list[WorkerCard]:
-        """One for each worker, by name."""
-        state = ledger.fleet.state
-        told = {each.record.worker_id: each for each in state.workers} if state is not None else {}
-        heard = {worker_id for worker_id, view in ledger.workers.items() if now - view.heard < SHOWN_S}
-        shown = sorted(heard | set(told))
-        return [self._card(each, told.get(each), ledger.workers.get(each), now) for each in shown]
+    def cards(self, metrics: FleetMetrics, now: float) -> list[WorkerCard]:
+        """One card for each worker, sorted by id."""
+        state = metrics.fleet.state
+        listed = {each.record.worker_id: each for each in state.workers} if state is not None else {}
+        heard = {worker_id for worker_id, view in metrics.workers.items() if now - view.heard < SHOWN_S}
+        shown = sorted(heard | set(listed))
+        return [self._card(each, listed.get(each), metrics.workers.get(each), now) for each in shown]
 
-    def _card(self, worker_id: WorkerId, told: FleetWorker | None, view: WorkerView | None, now: float) -> WorkerCard:
-        record = told.record if told is not None else self._records.get(worker_id)
+    def _card(self, worker_id: WorkerId, listed: FleetWorker | None, view: WorkerView | None, now: float) -> WorkerCard:
+        record = listed.record if listed is not None else self._records.get(worker_id)
         load = view.load if view is not None else None
-        silent_s = now - view.heard if view is not None else told.silent_s if told is not None else 0.0
+        silent_s = now - view.heard if view is not None else listed.silent_s if listed is not None else 0.0
         hits, prompt = (view.cached.per_second(now), view.prompt.per_second(now)) if view is not None else (0.0, 0.0)
         return WorkerCard(
             id=worker_id,
             role=_role(record, load),
-            phase=_phase(told, load, record),
+            phase=_phase(listed, load, record),
             model=record.models[0] if record is not None and record.models else "",
             engine=record.engine if record is not None else "",
             revision=record.fingerprint.revision if record is not None else "",
@@ -75,8 +75,8 @@ def _role(record: WorkerRecord | None, load: LoadReport | None) -> str:
     return newest.role.value if newest is not None else ""
 
 
-def _phase(told: FleetWorker | None, load: LoadReport | None, record: WorkerRecord | None) -> str:
-    if told is not None:
-        return told.phase.value
+def _phase(listed: FleetWorker | None, load: LoadReport | None, record: WorkerRecord | None) -> str:
+    if listed is not None:
+        return listed.phase.value
     newest = load if load is not None else record
     return newest.phase.value if newest is not None else ""

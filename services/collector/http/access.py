@@ -1,4 +1,4 @@
-"""The admin key: what whoever wants to act at the console must have, where more than this machine can reach it."""
+"""The admin key: required for orders at the console, unless only this machine can reach it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 
 import msgspec
 
-from services.collector.console.orders import Standing
+from services.collector.console.orders import OrderClient
 from shared.runtime.keys import KEY_CHARS_MAX, digest_of
 from shared.runtime.settings import SettingsError
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
 TABLE = re.compile(r"^\[\[key\]\]", re.MULTILINE)
-"""By which a file of API keys is told from a list of digests."""
+"""Distinguishes a file of API keys from a list of digests."""
 ADMIN = "admin"
 KEYS_MAX = 64
 KEYS_BYTES_MAX = 32 * 1024 * 1024
@@ -25,20 +25,20 @@ BEARER = "bearer "
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
-    """What matters here of one; the rest is for routers."""
+    """The fields of one API key that matter here; routers read the rest."""
 
     sha256: str
     permissions: list[str] = msgspec.field(default_factory=list)
 
 
 class ApiKeys(msgspec.Struct, frozen=True, kw_only=True):
-    """All of them."""
+    """A routers' file of API keys."""
 
     key: list[ApiKey]
 
 
 class Access:
-    """Looks keys up in their file, whenever one is needed: what is written there counts at once."""
+    """Reads the key file for every order, so that changes to it apply at once."""
 
     def __init__(self, host: str, key_file: str) -> None:
         self._on_loopback = is_loopback(host)
@@ -46,12 +46,12 @@ class Access:
 
     @property
     def key_needed(self) -> bool:
-        """Whether there is an admin key."""
+        """Whether an admin key is configured."""
         return bool(self._key_file)
 
     @property
     def possible(self) -> bool:
-        """Whether anybody at all may act."""
+        """Whether any client may give orders."""
         return self.key_needed or self._on_loopback
 
     def check(self) -> None:
@@ -59,23 +59,23 @@ class Access:
         if self._key_file:
             read_digests(self._key_file)
 
-    def standing(self, headers: Mapping[str, str]) -> Standing:
-        """Of whoever sent these. Raises SettingsError when the file cannot be used any more."""
+    def client_of(self, headers: Mapping[str, str]) -> OrderClient:
+        """The client that sent these headers. Raises SettingsError when the key file is no longer usable."""
         given = headers.get("authorization", "")
         key = given[len(BEARER) :].strip() if given.lower().startswith(BEARER) else ""
         digests = read_digests(self._key_file) if self._key_file else []
-        return Standing(
+        return OrderClient(
             on_loopback=self._on_loopback,
             names_loopback=is_loopback(_host_of(headers.get("host", ""))),
             key_exists=self.key_needed,
             key_given=bool(key),
-            key_fits=bool(key) and len(key) <= KEY_CHARS_MAX and _is_one_of(digest_of(key), digests),
+            key_matches=bool(key) and len(key) <= KEY_CHARS_MAX and _is_one_of(digest_of(key), digests),
         )
 
 
 def read_digests(path: str) -> list[str]:
-    """SHA-256 digests of admin keys: one a line, where ``#`` begins a comment; or of a file of API keys, those with the
-    permission. Raises SettingsError.
+    """SHA-256 digests of admin keys: one a line, with ``#`` comments; or from a file of API keys, those with the
+    permission admin. Raises SettingsError.
     """
     try:
         with Path(path).open(encoding="utf-8") as file:
@@ -93,7 +93,7 @@ def read_digests(path: str) -> list[str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine is reached by that name."""
+    """Whether that name reaches this machine only."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
@@ -101,14 +101,14 @@ def is_loopback(host: str) -> bool:
 
 
 def _host_of(header: str) -> str:
-    """Of ``host:port`` or ``[::1]:port``, the host."""
+    """The host of ``host:port`` or ``[::1]:port``."""
     if header.startswith("["):
         return header[1:].partition("]")[0]
     return header.rpartition(":")[0] if header.count(":") == 1 else header
 
 
 def _is_one_of(digest: str, digests: list[str]) -> bool:
-    """In the same time whichever it is."""
+    """Takes the same time for every key."""
     found = False
     for one in digests:
         found |= hmac.compare_digest(digest.encode(), one.encode())

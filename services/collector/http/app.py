@@ -21,11 +21,11 @@ SECURITY_HEADERS = [
     (b"cross-origin-opener-policy", b"same-origin"),
     (b"cache-control", b"no-store"),
 ]
-"""On every answer: nothing of a page is another site's business, and no other site's script runs in it."""
+"""On every response: other sites can neither embed nor read the pages, and no foreign script runs in them."""
 
 
 def make_app(metrics: Callable[[], bytes], ready: Callable[[], bool]) -> FastAPI:
-    """The routes that only read."""
+    """The app with metrics, health and readiness."""
     app = FastAPI(title="Baton metrics collector", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(WithSecurityHeaders)
 
@@ -46,14 +46,12 @@ def make_app(metrics: Callable[[], bytes], ready: Callable[[], bool]) -> FastAPI
 
 
 class WithSecurityHeaders:
-    """Adds them to each answer as it begins, and leaves streams alone."""
+    """ASGI middleware: adds the headers when a response starts, without buffering streams."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", []), *SECURITY_HEADERS]

@@ -1,4 +1,4 @@
-"""uvicorn as a child of our task group, with a way to drop the connection of a client that does not read."""
+"""uvicorn inside the service's task group, with a way to drop the connection of a client that does not read."""
 
 from __future__ import annotations
 
@@ -12,65 +12,61 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 LISTEN_S_MAX = 10.0
-LISTEN_LOOK_S = 0.01
+LISTEN_POLL_S = 0.01
 CLOSE_S_MAX = 3
-"""For answers that are under way when the process stops."""
+"""For responses in progress when the process stops."""
 CONNECTIONS_MAX = 512
-"""At a time; more are told 503."""
+"""Concurrent connections; further ones get 503."""
 ABORT = "baton.abort"
-"""Among a request's extensions: drops its connection at once, with whatever its client has not read."""
+"""ASGI extension: a function that drops the request's connection at once, with all unread data."""
 
 
 class Protocol(HttpToolsProtocol):
-    """One client connection. Who takes too long to ask is dropped: connections are bounded, and others want theirs."""
+    """One client connection. A client that is slow to send its request is dropped: connections are limited."""
 
-    head_s_max = 20.0
-    """From the opening of the connection, or a later request's first byte, to the end of the request's head."""
+    headers_s_max = 20.0
+    """From the opening of the connection, or from a later request's first byte, to the end of its headers."""
     _late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client is there."""
         super().connection_made(transport)
-        self._wait_for_head()
+        self._limit_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is gone."""
-        self._head_came()
+        self._headers_received()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
-        """A new request."""
         super().on_message_begin()
-        self._wait_for_head()
+        self._limit_headers()
         cast("dict[str, Any]", self.scope)["extensions"] = {ABORT: {"abort": self.transport.abort}}
 
     def on_headers_complete(self) -> None:
-        """Its head is there."""
-        self._head_came()
+        self._headers_received()
         super().on_headers_complete()
 
-    def _wait_for_head(self) -> None:
+    def _limit_headers(self) -> None:
         if self._late is None:
-            self._late = self.loop.call_later(self.head_s_max, self.transport.abort)
+            self._late = self.loop.call_later(self.headers_s_max, self.transport.abort)
 
-    def _head_came(self) -> None:
+    def _headers_received(self) -> None:
         if self._late is not None:
             self._late.cancel()
             self._late = None
 
 
 def abort_of(scope: MutableMapping[str, Any]) -> Callable[[], None]:
-    """What drops this request's connection; nothing where there is none to drop."""
+    """The function that drops this request's connection; does nothing under another server."""
     abort: Callable[[], None] = scope.get("extensions", {}).get(ABORT, {}).get("abort", _nothing)
     return abort
 
 
 def _nothing() -> None:
-    """Somebody else has the connection."""
+    """The connection belongs to another server."""
 
 
 class HttpServer(uvicorn.Server):
-    """Signals are the process's business."""
+    """uvicorn without signal handlers: the process handles signals."""
 
     def __init__(self, app: FastAPI, host: str, port: int, protocol: type[Protocol] = Protocol) -> None:
         super().__init__(
@@ -92,11 +88,10 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals to the service."""
         yield
 
     async def listening(self) -> None:
         """Wait until connections are accepted. Raises TimeoutError."""
         async with asyncio.timeout(LISTEN_S_MAX):
             while not self.started:  # noqa: ASYNC110  # uvicorn has no event for it.
-                await asyncio.sleep(LISTEN_LOOK_S)
+                await asyncio.sleep(LISTEN_POLL_S)

@@ -1,12 +1,11 @@
-"""The ledger as metrics: which number goes under which name."""
+"""The fleet's metrics under their Prometheus names."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from services.collector.metrics.fleet_metrics import Ledger, WorkerView
-from services.collector.metrics.plans import PlanView
+from services.collector.metrics.fleet_metrics import FleetMetrics, PlanView, WorkerView
 from services.collector.metrics.requests import Bounds, Handoffs, Latencies, Requests
 from services.collector.metrics.windows import Histogram
 from shared.bus.port import BusCounts
@@ -47,7 +46,7 @@ WORKER_NUMBERS: Mapping[Metric, Callable[[WorkerView, float], float]] = {
     names.WORKER_TOKENS_IN: lambda view, now: view.tokens_in.per_second(now),
     names.WORKER_TOKENS_OUT: lambda view, now: view.tokens_out.per_second(now),
 }
-"""What a worker's view has one number of."""
+"""Metrics with one value per worker."""
 EXCHANGE_NUMBERS: Mapping[Metric, Callable[[KvLedgerState], float]] = {
     names.WORKER_LEASES_HELD: lambda exchange: exchange.leases,
     names.WORKER_PINNED: lambda exchange: exchange.pinned_blocks,
@@ -64,7 +63,7 @@ STORE_NUMBERS: Mapping[Metric, Callable[[LoadReport, StoreState], Mapping[str, i
     },
     names.STORE_WAITING: lambda _load, store: {"load": store.loads_waiting, "save": store.saves_waiting},
 }
-"""What a store says of itself now, by tier or kind of copying."""
+"""A store's present state, by tier or by kind of copy."""
 STORE_OUTCOMES: Mapping[Metric, Mapping[tuple[str, ...], str]] = {
     names.STORE_MOVED: {
         ("load", "done"): "loaded_blocks",
@@ -75,7 +74,7 @@ STORE_OUTCOMES: Mapping[Metric, Mapping[tuple[str, ...], str]] = {
     names.STORE_EVICTED: {(HOST,): "evicted_host_blocks", (DISK,): "evicted_disk_blocks"},
     names.STORE_GRANTED: {(): "granted_bytes"},
 }
-"""Which of its totals goes under which labels."""
+"""Label values -> total of the store."""
 WORKER_LATENCIES: Mapping[Metric, Callable[[Latencies], Histogram]] = {
     names.WORKER_TTFT: lambda latencies: latencies.ttft,
     names.WORKER_ITL: lambda latencies: latencies.itl,
@@ -88,22 +87,22 @@ FLEET_LATENCIES: Mapping[Metric, Callable[[Latencies], Histogram]] = {
 }
 
 
-def families(ledger: Ledger, bus: BusCounts, now: float) -> list[Family]:
-    """Everything to show at ``now``."""
+def families(metrics: FleetMetrics, bus: BusCounts, now: float) -> list[Family]:
+    """All metrics at ``now``."""
     return [
-        *_workers(ledger, now),
-        *_exchange(ledger, now),
-        *_stores(ledger, now),
-        *_fleet(ledger),
-        *_plans(ledger.plans),
-        *_requests(ledger.requests, now),
-        *_services(ledger),
+        *_workers(metrics, now),
+        *_exchange(metrics, now),
+        *_stores(metrics, now),
+        *_fleet(metrics),
+        *_plans(metrics.plans),
+        *_requests(metrics.requests, now),
+        *_services(metrics),
         *_bus(bus),
     ]
 
 
-def _workers(ledger: Ledger, now: float) -> Iterator[Family]:
-    views = [((worker_id, view.load.role.value), view) for worker_id, view in ledger.live_workers(now).items()]
+def _workers(metrics: FleetMetrics, now: float) -> Iterator[Family]:
+    views = [((worker_id, view.load.role.value), view) for worker_id, view in metrics.live_workers(now).items()]
     for metric, read in WORKER_NUMBERS.items():
         yield Family(metric, [Sample(labels, float(read(view, now))) for labels, view in views])
     yield Family(
@@ -127,16 +126,16 @@ def _workers(ledger: Ledger, now: float) -> Iterator[Family]:
         yield Family(metric, [Sample(labels, _distribution(pick(view.latencies))) for labels, view in views])
 
 
-def _exchange(ledger: Ledger, now: float) -> Iterator[Family]:
-    told = [
+def _exchange(metrics: FleetMetrics, now: float) -> Iterator[Family]:
+    exchanges = [
         ((worker_id, view.load.role.value), view.load.exchange, view.totals.values)
-        for worker_id, view in ledger.live_workers(now).items()
+        for worker_id, view in metrics.live_workers(now).items()
         if view.load.exchange is not None
     ]
     for metric, read in EXCHANGE_NUMBERS.items():
-        yield Family(metric, [Sample(labels, float(read(exchange))) for labels, exchange, _totals in told])
+        yield Family(metric, [Sample(labels, float(read(exchange))) for labels, exchange, _totals in exchanges])
     leases, reads = [], []
-    for labels, _exchange_now, totals in told:
+    for labels, _exchange_now, totals in exchanges:
         leases += [Sample((*labels, outcome), totals[f"leases_{outcome}"]) for outcome in LEASE_OUTCOMES]
         reads += [
             Sample((*labels, "done"), totals["reads"] - totals["reads_failed"]),
@@ -145,13 +144,13 @@ def _exchange(ledger: Ledger, now: float) -> Iterator[Family]:
     yield Family(names.WORKER_LEASES, leases)
     yield Family(names.WORKER_READS, reads)
     for metric, total in ((names.WORKER_REFUSED, "refused_requests"), (names.WORKER_RECOMPUTED, "recomputed_tokens")):
-        yield Family(metric, [Sample(labels, totals[total]) for labels, _exchange_now, totals in told])
+        yield Family(metric, [Sample(labels, totals[total]) for labels, _exchange_now, totals in exchanges])
 
 
-def _stores(ledger: Ledger, now: float) -> Iterator[Family]:
+def _stores(metrics: FleetMetrics, now: float) -> Iterator[Family]:
     stores = [
         (worker_id, view.load, view.load.store, view.totals.values)
-        for worker_id, view in ledger.live_workers(now).items()
+        for worker_id, view in metrics.live_workers(now).items()
         if view.load.store is not None
     ]
     for metric, read in STORE_NUMBERS.items():
@@ -178,8 +177,8 @@ def _stores(ledger: Ledger, now: float) -> Iterator[Family]:
         )
 
 
-def _fleet(ledger: Ledger) -> Iterator[Family]:
-    state = ledger.fleet.state
+def _fleet(metrics: FleetMetrics) -> Iterator[Family]:
+    state = metrics.fleet.state
     workers: list[FleetWorker] = state.workers if state else []
     named = [((each.record.worker_id, each.record.role.value), each) for each in workers]
     yield Family(names.WORKER_PHASE, [Sample((*labels, each.phase.value), 1.0) for labels, each in named])
@@ -191,13 +190,13 @@ def _fleet(ledger: Ledger) -> Iterator[Family]:
     by_phase = Counter((each.record.role.value, each.phase.value) for each in workers)
     yield Family(names.FLEET_WORKERS, [Sample(labels, count) for labels, count in sorted(by_phase.items())])
     yield Family(names.FLEET_TERM, [Sample((), state.term)] if state else [])
-    totals = ledger.worker_totals
+    totals = metrics.worker_totals
     yield Family(
         names.FLEET_PROMPT_TOKENS, [Sample((source,), totals[total]) for source, total in PROMPT_SOURCES.items()]
     )
-    yield from _alone(
+    yield from _unlabelled(
         {
-            names.FLEET_WORKERS_LOST: ledger.fleet.workers_lost,
+            names.FLEET_WORKERS_LOST: metrics.fleet.workers_lost,
             names.FLEET_GENERATION_TOKENS: totals["generation_tokens"],
             names.FLEET_RECEIVED_BYTES: totals["received_bytes"],
         }
@@ -220,7 +219,7 @@ def _requests(requests: Requests, now: float) -> Iterator[Family]:
     for metric, pick in FLEET_LATENCIES.items():
         yield Family(metric, [Sample(labels, _distribution(pick(each))) for labels, each in requests.latencies.items()])
     yield from _handoffs(requests.handoffs)
-    yield from _alone(
+    yield from _unlabelled(
         {
             names.FLEET_REQUEST_RATE: requests.rate.per_second(now),
             names.FLEET_TOKENS_IN: requests.prompt_tokens.rate.per_second(now),
@@ -236,7 +235,7 @@ def _handoffs(handoffs: Handoffs) -> Iterator[Family]:
     yield Family(names.FLEET_HANDOFFS, [Sample((how,), count) for how, count in handoffs.count.items()])
     for metric, histograms in ((names.FLEET_KV_WAIT, handoffs.waits), (names.FLEET_KV_READ, handoffs.reads)):
         yield Family(metric, [Sample((how,), _distribution(each)) for how, each in histograms.items()])
-    yield from _alone(
+    yield from _unlabelled(
         {
             names.FLEET_RECOMPUTED: handoffs.recomputed,
             names.FLEET_REPREFILLED: handoffs.reprefilled,
@@ -245,14 +244,14 @@ def _handoffs(handoffs: Handoffs) -> Iterator[Family]:
     )
 
 
-def _services(ledger: Ledger) -> Iterable[Family]:
-    statuses = [status for status, _heard in ledger.services.values()]
+def _services(metrics: FleetMetrics) -> Iterable[Family]:
+    statuses = [status for status, _heard in metrics.services.values()]
     samples = [Sample((status.service, status.instance, status.phase.value), 1.0) for status in statuses]
     return [Family(names.SERVICE_PHASE, samples)]
 
 
 def _bus(counts: BusCounts) -> Iterable[Family]:
-    return _alone(
+    return _unlabelled(
         {
             names.BUS_DROPPED: counts.dropped,
             names.BUS_BAD: counts.bad_messages,
@@ -262,7 +261,7 @@ def _bus(counts: BusCounts) -> Iterable[Family]:
     )
 
 
-def _alone(numbers: Mapping[Metric, float]) -> Iterable[Family]:
+def _unlabelled(numbers: Mapping[Metric, float]) -> Iterable[Family]:
     return [Family(metric, [Sample((), float(number))]) for metric, number in numbers.items()]
 
 

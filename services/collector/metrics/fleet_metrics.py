@@ -1,10 +1,9 @@
-"""What the fleet does, added up: load reports, finished requests and the fleet's state become numbers to show."""
+"""The fleet's metrics: load reports, finished requests, fleet states and plans, added up."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
 
-from services.collector.metrics.plans import PlanView
 from services.collector.metrics.requests import Bounds, CachePredictions, Latencies, Requests, mode_of, reason_of
 from services.collector.metrics.windows import Rate, Totals
 from shared.contracts.control import ServiceStatus
@@ -12,19 +11,63 @@ from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import RequestFinished
 from shared.contracts.kv_exchange import KvLedgerState
 from shared.contracts.load import LoadReport, StoreState
+from shared.contracts.planning import PlanAction, PlanDecision
 from shared.contracts.workers import FleetState, WorkerLost
+
+PLAN_STALE_S_MAX = 60.0
+"""A plan that is not renewed for this long is no longer shown."""
+FAMILIES_MAX = 64
+
+
+class PlanView:
+    """Wanted workers and load by model and role, and the changes since this process started."""
+
+    def __init__(self) -> None:
+        self.changes: Counter[tuple[str, str]] = Counter()
+        """By action and role."""
+        self._plans: dict[tuple[str, str], tuple[PlanDecision, float]] = {}
+
+    def update(self, decision: PlanDecision, now: float) -> None:
+        """The planner made a decision, or the outcome of one is known."""
+        key = (decision.model, decision.fingerprint)
+        if key in self._plans or len(self._plans) < FAMILIES_MAX:
+            self._plans[key] = (decision, now)
+        if decision.action is not PlanAction.NOTHING and not decision.outcome:
+            self.changes[decision.action.value, decision.role.value if decision.role else ""] += 1
+
+    def expire(self, now: float) -> None:
+        """Drop old plans."""
+        self._plans = {key: (plan, at) for key, (plan, at) in self._plans.items() if now - at < PLAN_STALE_S_MAX}
+
+    def wanted(self) -> dict[tuple[str, str], int]:
+        """Workers by model and role, summed over the model's fingerprints."""
+        wanted: Counter[tuple[str, str]] = Counter()
+        for decision, _at in self._plans.values():
+            for each in decision.roles:
+                wanted[decision.model, each.role.value] += each.wanted
+        return dict(wanted)
+
+    def load(self) -> dict[tuple[str, str], float]:
+        """By model and role: the highest among the model's fingerprints."""
+        load: dict[tuple[str, str], float] = {}
+        for decision, _at in self._plans.values():
+            for each in decision.roles:
+                key = (decision.model, each.role.value)
+                load[key] = max(load.get(key, 0.0), each.load)
+        return load
+
 
 WORKERS_MAX = 1024
 SERVICES_MAX = 1024
 LIVES_MAX = 256
-"""Lost lives that are told apart."""
+"""Lost worker lives (id and epoch) that are remembered."""
 STALE_S_MAX = 10.0
-"""Who has said nothing for so long is no longer shown."""
+"""A source that has not reported for this long is no longer shown."""
 FORGET_S = 3600.0
-"""Totals of a silent worker are kept for so long, so that they don't count twice when it comes back."""
-STEP_TOKENS_USUAL = 2048
+"""A silent worker's totals are kept for this long, so that they do not count twice when it comes back."""
+STEP_TOKENS_DEFAULT = 2048
 HITS_S = 60
-"""How much of its prompts a worker found in its cache is told of so many seconds."""
+"""Window of a worker's cache hit ratio."""
 TOTALS = (
     "prompt_tokens",
     "computed_tokens",
@@ -35,7 +78,7 @@ TOTALS = (
     "received_seconds",
     "preemptions",
 )
-"""What load reports count since their epoch's start, in fields named ``<total>_total``."""
+"""Counters of load reports since the start of their epoch, in fields named ``<total>_total``."""
 EXCHANGE_TOTALS = (
     "leases_granted",
     "leases_released",
@@ -60,7 +103,7 @@ STORE_TOTALS = (
 
 
 class WorkerView:
-    """One worker's numbers."""
+    """One worker's metrics."""
 
     def __init__(self, load: LoadReport, bounds: Bounds, now: float) -> None:
         self.load = load
@@ -69,18 +112,18 @@ class WorkerView:
         self.tokens_in = Rate(now)
         self.tokens_out = Rate(now)
         self.prompt, self.cached = Rate(now, HITS_S), Rate(now, HITS_S)
-        """Prompt tokens, and those of them that were in its own prefix cache."""
+        """Prompt tokens, and how many of them were in its own prefix cache."""
         self.latencies = Latencies(bounds)
-        """Of the requests whose tokens it generated."""
+        """Of requests that it decoded."""
         self.requests: Counter[str] = Counter()
-        """Requests that it generated tokens for, by mode."""
+        """Requests that it decoded, by mode."""
         self.failures: Counter[str] = Counter()
-        """Requests that it was to generate and that did not end well, by reason."""
+        """Failed requests that were placed on it for decode, by reason."""
         self.predictions = CachePredictions()
-        """Of the requests whose prompts it computed."""
+        """Of requests whose prompts it computed."""
 
     def grow(self, load: LoadReport, now: float) -> dict[str, float]:
-        """Take a newer report; answers what was added to each total."""
+        """Take a newer report; returns the increase of each total."""
         self.load, self.heard = load, now
         exchange, store = load.exchange or KvLedgerState(), load.store or StoreState()
         totals = {name: float(getattr(load, f"{name}_total")) for name in TOTALS}
@@ -91,62 +134,62 @@ class WorkerView:
 
 
 class FleetView:
-    """What orchestrators say."""
+    """The fleet as the leading orchestrator publishes it."""
 
     def __init__(self) -> None:
         self.state: FleetState | None = None
-        """The newest of the leader's, until it is silent."""
+        """The leader's newest state; None after it has stopped publishing."""
         self.workers_lost = 0
         self._heard = 0.0
         self._lives_lost: deque[tuple[WorkerId, Epoch]] = deque(maxlen=LIVES_MAX)
 
-    def told(self, state: FleetState, now: float) -> None:
-        """Who is there. A leader of an earlier term has not heard that it was replaced."""
+    def update(self, state: FleetState, now: float) -> None:
+        """Take a state, unless it comes from a leader of an earlier term, which may not know that it was replaced."""
         self.expire(now)
         if self.state is None or state.term >= self.state.term:
             self.state, self._heard = state, now
 
     def lost(self, lost: WorkerLost) -> None:
-        """A worker was given up. A new leader says again what its predecessor said: a life counts once."""
+        """Count a lost worker. A new leader repeats its predecessor's losses, so each life counts once."""
         life = (lost.worker_id, lost.epoch)
         if life not in self._lives_lost:
             self._lives_lost.append(life)
             self.workers_lost += 1
 
     def step_tokens(self, model: str) -> int:
-        """What a model's engines compute in one step, at most; the wire's own default where nobody knows."""
+        """Most tokens that a model's engines compute in one step; a default when no worker is known."""
         workers = self.state.workers if self.state is not None else []
-        told = [one.record.step_tokens_max for one in workers if model in one.record.models]
-        return max(told, default=STEP_TOKENS_USUAL)
+        known = [one.record.step_tokens_max for one in workers if model in one.record.models]
+        return max(known, default=STEP_TOKENS_DEFAULT)
 
     def expire(self, now: float) -> None:
-        """Show no fleet that nobody vouches for."""
+        """Drop the state when the leader has stopped publishing."""
         if now - self._heard >= STALE_S_MAX:
             self.state = None
 
 
-class Ledger:
-    """Everything that is shown. Bounded: workers, services and labels each have a maximum."""
+class FleetMetrics:
+    """All metrics of the fleet. Workers, services and label values are bounded."""
 
     def __init__(self, bounds: Bounds, now: float) -> None:
         self.workers: dict[WorkerId, WorkerView] = {}
         self.worker_totals: dict[str, float] = dict.fromkeys(TOTALS, 0.0)
-        """Over all workers that ever were."""
+        """Over all workers, past and present."""
         self.services: dict[tuple[str, str], tuple[ServiceStatus, float]] = {}
-        """By service and instance: what it said last, and when."""
+        """By service and instance: its last status, and when it arrived."""
         self.requests = Requests(bounds, now)
         self.fleet = FleetView()
         self.plans = PlanView()
         self._bounds = bounds
 
     def load_reported(self, load: LoadReport, now: float) -> None:
-        """A worker said how busy it is."""
+        """Add a worker's load report."""
         view = self.workers.get(load.worker_id)
         if view is None:
             if not self._room_for_worker(now):
                 return
             view = self.workers[load.worker_id] = WorkerView(load, self._bounds, now)
-            # What was counted before this process looked did not happen just now: totals, but no rate.
+            # What the worker counted before this process started adds to totals, but not to rates.
             growth = view.grow(load, now)
         elif load.epoch < view.load.epoch:
             return
@@ -160,7 +203,7 @@ class Ledger:
             self.worker_totals[name] += growth[name]
 
     def request_finished(self, request: RequestFinished, now: float) -> None:
-        """A router told a request's story."""
+        """Add a finished request."""
         self.requests.add(request, now)
         if view := self.workers.get(WorkerId(request.decode_worker)):
             view.latencies.observe(request)
@@ -170,14 +213,14 @@ class Ledger:
         if view := self.workers.get(WorkerId(request.prefill_worker or request.decode_worker)):
             view.predictions.compare(request.predicted_cached_tokens, request.cached_tokens)
 
-    def service_told(self, status: ServiceStatus, now: float) -> None:
-        """A process said in which phase it is."""
+    def service_status(self, status: ServiceStatus, now: float) -> None:
+        """Take a service's status."""
         key = (status.service, status.instance)
         if key in self.services or len(self.services) < SERVICES_MAX:
             self.services[key] = (status, now)
 
     def expire(self, now: float) -> None:
-        """Drop what nobody speaks for any more."""
+        """Drop everything whose source has stopped reporting."""
         self.fleet.expire(now)
         self.plans.expire(now)
         for key in [key for key, (_status, heard) in self.services.items() if now - heard >= STALE_S_MAX]:
@@ -186,7 +229,7 @@ class Ledger:
             del self.workers[worker_id]
 
     def live_workers(self, now: float) -> dict[WorkerId, WorkerView]:
-        """Those that were heard lately, by name."""
+        """Workers that have reported recently, sorted by id."""
         return {
             worker_id: self.workers[worker_id]
             for worker_id in sorted(self.workers)

@@ -1,4 +1,4 @@
-"""Finished requests as routers tell of them, added up."""
+"""Totals and latencies of finished requests, as routers report them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Bounds:
     itl: tuple[float, ...]
     e2e: tuple[float, ...]
     kv: tuple[float, ...]
-    """Of waiting for KV, and of reading it."""
+    """KV wait and KV read times."""
 
 
 class Latencies:
@@ -37,7 +37,7 @@ class Latencies:
         self.e2e = Histogram(bounds.e2e)
 
     def observe(self, request: RequestFinished) -> None:
-        """Add what the request's router knows of it; -1 is not known."""
+        """Add one request's latencies; -1 means not known and is skipped."""
         for histogram, value in ((self.ttft, request.ttft_s), (self.itl, request.itl_s), (self.e2e, request.e2e_s)):
             if value >= 0.0:
                 histogram.observe(value)
@@ -45,15 +45,15 @@ class Latencies:
 
 @dataclass(slots=True)
 class CachePredictions:
-    """Cached tokens as the router expected them and as the engines found them, where both are known."""
+    """Cached tokens as the router predicted them and as the engines found them, where both are known."""
 
     predicted: int = 0
     actual: int = 0
     missed: int = 0
-    """Sum of the distances: predictions that err both ways don't cancel out."""
+    """Sum of absolute errors, so that errors in both directions do not cancel out."""
 
     def compare(self, predicted: int, actual: int) -> None:
-        """One more request; -1 is not known."""
+        """Add one request; -1 means not known."""
         if predicted >= 0 and actual >= 0:
             self.predicted += predicted
             self.actual += actual
@@ -61,19 +61,19 @@ class CachePredictions:
 
 
 class Handoffs:
-    """How the KV of disaggregated requests came: streamed while the prompt was computed, or offered afterwards."""
+    """KV handoffs of disaggregated requests: streamed during prefill, or offered after it."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.count = dict.fromkeys(HANDOFFS, 0)
         self.waits = {each: Histogram(bounds.kv) for each in HANDOFFS}
         self.reads = {each: Histogram(bounds.kv) for each in HANDOFFS}
         self.recomputed = 0
-        """Tokens; whatever went wrong shows here first."""
+        """Tokens that were computed again after a failed transfer: the first sign of trouble with the KV exchange."""
         self.reprefilled = 0
         self.read_back = 0
 
     def add(self, request: RequestFinished) -> None:
-        """One more request; -1 is not known."""
+        """Add one request; -1 means not known."""
         self.recomputed += max(0, request.recomputed_tokens)
         self.reprefilled += max(0, request.reprefilled_tokens)
         self.read_back += max(0, request.readback_tokens)
@@ -87,7 +87,7 @@ class Handoffs:
 
 
 class TokenFlow:
-    """Tokens of one kind: how many in all, and how many a second lately."""
+    """Tokens of one kind: total and recent rate."""
 
     __slots__ = ("rate", "total")
 
@@ -96,14 +96,14 @@ class TokenFlow:
         self.rate = Rate(now)
 
     def add(self, tokens: int, now: float) -> None:
-        """So many more; -1 is not known."""
+        """Add tokens; -1 means not known."""
         known = max(0, tokens)
         self.total += known
         self.rate.add(known, now)
 
 
 class Requests:
-    """All requests since the start. What labels may say is bounded."""
+    """All requests since the start. Label values are bounded."""
 
     def __init__(self, bounds: Bounds, now: float) -> None:
         self.finished: Counter[tuple[str, str, str]] = Counter()
@@ -121,10 +121,10 @@ class Requests:
         self._models = LabelSet(MODELS_MAX)
 
     def add(self, request: RequestFinished, now: float) -> None:
-        """One more request ended."""
-        # Names that nobody offers are the clients' invention: they would fill the label set and push true ones out.
-        invented = request.reason == Reason.MODEL_UNKNOWN
-        model, mode = OTHER if invented else self._models.bounded(request.model), mode_of(request)
+        """Add a finished request."""
+        # Clients can send any model name. Unknown ones would fill the label set and displace served models.
+        is_unknown = request.reason == Reason.MODEL_UNKNOWN
+        model, mode = OTHER if is_unknown else self._models.bounded(request.model), mode_of(request)
         self.finished[model, mode, str(request.status)] += 1
         if request.reason:
             self.failed[reason_of(request)] += 1
@@ -139,10 +139,10 @@ class Requests:
 
 
 def mode_of(request: RequestFinished) -> str:
-    """How it was served, as a label."""
+    """The request's mode as a label."""
     return request.mode if request.mode in MODES else OTHER
 
 
 def reason_of(request: RequestFinished) -> str:
-    """Why it did not end well, as a label."""
+    """The failure reason as a label."""
     return request.reason if request.reason in REASONS else OTHER

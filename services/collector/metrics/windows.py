@@ -1,4 +1,4 @@
-"""Numbers over time: totals that survive restarts of their source, rates over a sliding window, histograms, label sets.
+"""Totals that survive restarts of their source, rates over a sliding window, histograms, label sets.
 
 Times are seconds on the collector's monotonic clock.
 """
@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from shared.contracts.ids import Epoch
 
 WINDOW_S = 10
-"""Rates are means over so many seconds, unless they say otherwise."""
+"""Default window of a rate."""
 OTHER = "other"
-"""Stands for every label value beyond a set's maximum."""
+"""Replaces every label value beyond a set's maximum."""
 
 
 class Rate:
-    """Amount per second over the last ``window_s`` seconds, in at most ``window_s + 1`` slots of a second."""
+    """Amount per second over the last ``window_s`` seconds, kept in one-second slots."""
 
     __slots__ = ("_begun", "_slots", "_sum", "_window_s")
 
@@ -29,7 +29,7 @@ class Rate:
         self._sum = 0.0
 
     def add(self, amount: float, now: float) -> None:
-        """``amount`` more, at ``now``."""
+        """Add ``amount`` at ``now``."""
         second = int(now)
         if self._slots and self._slots[-1][0] == second:
             amount_before = self._slots.pop()[1]
@@ -40,10 +40,10 @@ class Rate:
         self._forget(now)
 
     def per_second(self, now: float) -> float:
-        """The mean rate; a source younger than the window counts from its beginning, but at least one second."""
+        """The mean rate. A source younger than the window is averaged over its age, but at least one second."""
         self._forget(now)
         if not self._slots:
-            # No slots, no drift: what rounding has left in the sum goes too.
+            # Reset the rounding error that additions and subtractions leave in the sum.
             self._sum = 0.0
         return max(0.0, self._sum) / min(float(self._window_s), max(1.0, now - self._begun))
 
@@ -53,7 +53,7 @@ class Rate:
 
 
 class Totals:
-    """Counters of one source that start anew with each epoch; ``values`` never falls."""
+    """Counters of a source that restart from zero with each epoch; ``values`` never decreases."""
 
     __slots__ = ("_epoch", "_last", "values")
 
@@ -64,13 +64,13 @@ class Totals:
         """Sums over all epochs."""
 
     def grow(self, epoch: Epoch, totals: Mapping[str, float]) -> dict[str, float]:
-        """What was added since the last look, all of it at the first look. An older epoch adds nothing."""
+        """The increase since the last call; at the first call, everything. An older epoch adds nothing."""
         if self._epoch is not None and epoch < self._epoch:
             return dict.fromkeys(totals, 0.0)
         before: Mapping[str, float] = self._last if epoch == self._epoch else {}
         growth = {name: max(0.0, total - before.get(name, 0.0)) for name, total in totals.items()}
         self._epoch = epoch
-        # A total that falls within an epoch is a late message: the highest one seen is what counts.
+        # A total that decreases within an epoch is a late message: the highest value counts.
         self._last = {name: max(total, before.get(name, 0.0)) for name, total in totals.items()}
         for name, amount in growth.items():
             self.values[name] = self.values.get(name, 0.0) + amount
@@ -78,7 +78,7 @@ class Totals:
 
 
 class Histogram:
-    """How often a value fell into each bucket. ``counts`` has one bucket more than there are bounds."""
+    """Counts per bucket. ``counts`` has one bucket more than there are bounds."""
 
     __slots__ = ("bounds", "count", "counts", "sum")
 
@@ -89,14 +89,14 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
-        """One more value; a value on a bound belongs below it."""
+        """Add a value; a value equal to a bound belongs to the bucket below it."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.count += 1
         self.sum += value
 
 
 class LabelSet:
-    """The first ``values_max`` values that were seen keep their name, all others are ``other``."""
+    """The first ``values_max`` values keep their name; all later ones become ``other``."""
 
     __slots__ = ("_known", "values_max")
 

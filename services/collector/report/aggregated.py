@@ -1,15 +1,15 @@
-"""What aggregated serving would have given: the same requests on the same engines, each of them doing both phases.
+"""Estimates aggregated serving: the same requests on the same engines, each engine computing both phases.
 
 Each engine would compute its share of all prompts, and each of its steps would carry its share of all completions:
 
 * Between two tokens of a completion lies a step, and the prompts in between. If prompts take the part ``u`` of an
   engine's time, a step of ``d`` seconds comes every ``d / (1 - u)``.
-* A chunk of a prompt shares its step with the completions that run there, so it takes that much longer.
-* More engines take prompts, but each is slower at it: the queue follows Pollaczek and Khinchine.
-* Nothing is handed over, and nobody waits for a second worker.
+* A prompt chunk shares its step with the running completions, so it takes that much longer.
+* More engines take prompts, but each computes them more slowly: the queue follows the Pollaczek-Khinchine formula.
+* There is no handoff and no second queue.
 
-What is measured is scaled by the ratio of two answers of this model, for aggregated serving and for what is there; so
-what it does not know of (the network, the context's length, the placement's skill) counts on both sides.
+The estimate is the measurement times the ratio of two predictions of this model, for aggregated serving and for the
+present fleet. Effects outside the model (network, context length, quality of placement) therefore cancel out.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from services.collector.metrics.engine_work import FleetWork
 from shared.contracts.decisions import TtftParts
 from shared.engine_speed.steps import StepTimeModel
 
-ROOM_MIN = 0.05
-"""Of an engine's time: with less to spare, no queue is steady."""
+IDLE_MIN = 0.05
+"""Share of an engine's time that must be idle; with less, the queue grows without bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Sample:
     parts: TtftParts
 
     def with_itl(self, ttft_s: float, itl_s: float) -> float:
-        """The whole time of this request, if these had been its latencies."""
+        """E2E latency of the request with another TTFT and ITL."""
         between = max(0, self.completion_tokens - 1)
         return self.e2e_s + (ttft_s - self.ttft_s) + between * (itl_s - self.itl_s)
 
@@ -54,55 +54,55 @@ class Latencies:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aggregated:
-    """The fleet as it would be. ``None`` instead of one (see ``aggregated``): it could not carry the load."""
+    """The same fleet, aggregated."""
 
     itl_ratio: float
-    """The time between tokens, against what it is now."""
+    """Predicted ITL over the present ITL."""
     itl_now_s: float
-    """What this model says of the present: if that is far from what is measured, it knows too little."""
+    """The model's prediction of the present ITL; callers compare it with the measurement."""
     shared_s: float
-    """What completions add to a step that computes a prompt."""
+    """Time that completions add to a step with a prompt chunk."""
     queue_ratio: float
-    """How the queue would grow if prompts took as long as they do; and with ``busy`` and ``busy_now`` how it does."""
+    """Growth of the queue at unchanged prefill time; ``busy`` and ``busy_now`` account for the rest."""
     busy: float
-    """The part of each engine's time that prompts would take; ``busy_now``: of those that compute prompts now."""
+    """Share of each engine's time that prompts would take; ``busy_now``: their share on today's prefill engines."""
     busy_now: float
     step_tokens: int
 
     def of(self, sample: Sample) -> Latencies | None:
-        """What that request would have experienced; None: prompts would have queued without end."""
+        """Predicted latencies of that request; None: the prompt queue would grow without bound."""
         parts = sample.parts
         prefill_s = parts.prefill_s + math.ceil(sample.computed_tokens / self.step_tokens) * self.shared_s
         slower = prefill_s / parts.prefill_s if parts.prefill_s > 0 else 1.0
-        room, room_now = 1.0 - self.busy * slower, 1.0 - self.busy_now
-        if room < ROOM_MIN:
+        idle, idle_now = 1.0 - self.busy * slower, 1.0 - self.busy_now
+        if idle < IDLE_MIN:
             return None
-        queue_s = parts.queue_s * self.queue_ratio * slower**2 * max(room_now, ROOM_MIN) / room + self.shared_s / 2
-        gone_s = parts.queue_s + parts.prefill_s + parts.handoff_s + parts.decode_queue_s + parts.first_token_s
-        ttft_s = max(0.0, sample.ttft_s - gone_s) + queue_s + prefill_s
+        queue_s = parts.queue_s * self.queue_ratio * slower**2 * max(idle_now, IDLE_MIN) / idle + self.shared_s / 2
+        replaced_s = parts.queue_s + parts.prefill_s + parts.handoff_s + parts.decode_queue_s + parts.first_token_s
+        ttft_s = max(0.0, sample.ttft_s - replaced_s) + queue_s + prefill_s
         itl_s = sample.itl_s * self.itl_ratio
         return Latencies(ttft_s=ttft_s, itl_s=itl_s, e2e_s=sample.with_itl(ttft_s, itl_s))
 
 
-def aggregated(work: FleetWork, law: StepTimeModel, step_tokens: int) -> Aggregated | None:
-    """``work`` must have engines of both kinds."""
-    busy = law.prefill_s(work.work) / work.engines
+def aggregated(work: FleetWork, model: StepTimeModel, step_tokens: int) -> Aggregated | None:
+    """``work`` must have prefill and decode engines. None: aggregated engines could not carry the load."""
+    busy = model.prefill_s(work.work) / work.engines
     tokens_per_s = work.work.decode_requests
     per_engine = tokens_per_s / work.engines
-    step_s = law.decode_step_s + law.decode_request_s
-    room = 1.0 - busy - law.decode_request_s * per_engine
-    if room < ROOM_MIN:
+    step_s = model.decode_step_s + model.decode_request_s
+    idle = 1.0 - busy - model.decode_request_s * per_engine
+    if idle < IDLE_MIN:
         return None
-    room_now = 1.0 - law.prefill_s(work.decode_work) / work.decodes
-    room_now -= law.decode_request_s * tokens_per_s / work.decodes
-    itl_s, itl_now_s = step_s / room, step_s / max(room_now, ROOM_MIN)
+    idle_now = 1.0 - model.prefill_s(work.decode_work) / work.decodes
+    idle_now -= model.decode_request_s * tokens_per_s / work.decodes
+    itl_s, itl_now_s = step_s / idle, step_s / max(idle_now, IDLE_MIN)
     batch = per_engine * itl_s
     return Aggregated(
         itl_ratio=itl_s / itl_now_s if itl_now_s > 0 else 1.0,
         itl_now_s=itl_now_s,
-        shared_s=law.decode_step_s * (1.0 - math.exp(-batch)) + law.decode_request_s * batch,
+        shared_s=model.decode_step_s * (1.0 - math.exp(-batch)) + model.decode_request_s * batch,
         queue_ratio=work.prefills / work.engines,
         busy=busy,
-        busy_now=law.prefill_s(work.prefill_work) / work.prefills,
+        busy_now=model.prefill_s(work.prefill_work) / work.prefills,
         step_tokens=max(1, step_tokens),
     )

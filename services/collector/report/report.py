@@ -1,7 +1,7 @@
-"""Whether splitting prefill from decode is worth it here: requests of like length, held against aggregated serving.
+"""The disaggregation report: whether separate prefill and decode workers pay off, by prompt length.
 
-Where enough like requests were served aggregated, they are the measure. Where not, it is estimated (``aggregated``).
-Where that estimate would be a guess, the answer is unsure, and says why.
+Disaggregated requests are compared with aggregated requests of the same length. Without enough of those, aggregated
+latencies are estimated (``aggregated``). When an estimate is not possible, the result is unsure and says why.
 """
 
 from __future__ import annotations
@@ -24,131 +24,140 @@ from shared.contracts.workers import Role
 from shared.engine_speed.steps import StepTimeModel
 
 STARTS = (1, 256, 1024, 4096, 16384)
-"""Where each range of prompt lengths begins, in tokens."""
+"""Lower bounds of the prompt-length ranges, in tokens."""
 TOKENS_MAX = (1 << 31) - 1
 SAMPLES_MAX = 256
-"""Of each range and kind; the newest count."""
-ENOUGH = 20
-"""Requests, of each kind, from which a median says something."""
+"""Newest requests that are kept for each range and mode."""
+SAMPLES_MIN = 20
+"""Requests of each mode that a median needs."""
 MARGIN_MEASURED, MARGIN_ESTIMATED = 0.1, 0.2
-"""Differences that are smaller say nothing."""
-LIKE_MAX = 2.0
-"""How much more of their prompts some requests may compute than others, to be compared."""
-EXPLAINED = (0.4, 2.5)
-"""What the engines' steps say of the time between tokens, against what is measured: else they explain nothing."""
+"""Smaller relative differences count as equal."""
+COMPUTED_RATIO_MAX = 2.0
+"""Two groups are comparable when their median computed tokens differ by at most this factor."""
+MODEL_RATIO = (0.4, 2.5)
+"""Range of modelled over measured ITL in which the step-time model is trusted."""
 OK = 200
 YES, NO, UNSURE = "yes", "no", "unsure"
 DISAGGREGATED, AGGREGATED = "disaggregated", "aggregated"
 
 
 @dataclass(slots=True)
-class Bucket:
-    """Requests of one model and range of lengths: each with the time at which it was told of."""
+class LengthRange:
+    """Requests of one model and one range of prompt lengths, each with its time of arrival."""
 
-    apart: deque[tuple[float, Sample]] = field(default_factory=lambda: deque(maxlen=SAMPLES_MAX))
-    whole: deque[tuple[float, Sample, bool]] = field(default_factory=lambda: deque(maxlen=SAMPLES_MAX))
-    """With whether its worker was one that computes few prompts."""
+    disaggregated: deque[tuple[float, Sample]] = field(default_factory=lambda: deque(maxlen=SAMPLES_MAX))
+    aggregated: deque[tuple[float, Sample, bool]] = field(default_factory=lambda: deque(maxlen=SAMPLES_MAX))
+    """The flag says whether the request ran on a decode worker, which computes few prompts."""
 
     def forget(self, before: float) -> None:
-        """What was told of earlier is too old."""
-        for kept in (self.apart, self.whole):
-            while kept and kept[0][0] < before:
-                kept.popleft()
+        """Drop requests that arrived before this time."""
+        for requests in (self.disaggregated, self.aggregated):
+            while requests and requests[0][0] < before:
+                requests.popleft()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Other:
-    """The other side: what aggregated serving gave, or would have given. One or two answers, from which to which."""
+class Alternative:
+    """Aggregated serving of the same requests, measured or estimated. Two latencies are the ends of an interval."""
 
     latencies: Sequence[Latencies] = ()
     measured: bool = False
-    flattered: bool = False
-    """It was measured on engines that computed hardly any prompts: more of it would be slower."""
+    biased: bool = False
+    """It was measured on engines that computed hardly any prompts; more aggregated requests would be slower."""
     overloaded: bool = False
-    """It could not have carried the load."""
+    """Aggregated engines could not carry this load."""
     unknown: str = ""
-    """Why nothing can be said."""
+    """Why there is neither a measurement nor an estimate; empty when there is."""
 
 
-class Judge:
-    """Listens to requests and engines, and judges when asked. Bounded."""
+class ReportBuilder:
+    """Collects requests and engine work, and builds the report on demand. Bounded."""
 
     def __init__(self, silent_s_max: float) -> None:
         self._silent_s_max = silent_s_max
-        self._buckets: dict[tuple[str, int], Bucket] = {}
+        self._ranges: dict[tuple[str, int], LengthRange] = {}
         self._models: dict[str, None] = {}
         self._engines = Engines()
 
     def load_reported(self, load: LoadReport, now: float) -> None:
-        """A worker says what its engine has done."""
+        """Add a worker's load report."""
         self._engines.load_reported(load, now)
 
-    def request_finished(self, told: RequestFinished, now: float) -> None:
-        """A request has ended. Those that did not go well, or had to go on elsewhere, are no measure."""
-        if told.reason == Reason.MODEL_UNKNOWN or not self._knows(told.model):
+    def request_finished(self, request: RequestFinished, now: float) -> None:
+        """Add a finished request. Failed, retried and migrated requests do not count."""
+        if request.reason == Reason.MODEL_UNKNOWN or not self._is_known(request.model):
             return
-        self._engines.served(told.model, filter(None, (told.prefill_worker, told.decode_worker)))
-        smooth = told.status == OK and told.attempts == 1 and not told.resumes and told.completion_tokens > 1
-        if not smooth or min(told.ttft_s, told.e2e_s) < 0 or told.prompt_tokens < 1:
+        self._engines.served(request.model, filter(None, (request.prefill_worker, request.decode_worker)))
+        is_comparable = (
+            request.status == OK and request.attempts == 1 and not request.resumes and request.completion_tokens > 1
+        )
+        if not is_comparable or min(request.ttft_s, request.e2e_s) < 0 or request.prompt_tokens < 1:
             return
-        sample = sample_of(told)
-        bucket = self._buckets.setdefault((told.model, bisect_right(STARTS, told.prompt_tokens) - 1), Bucket())
-        if told.mode == DISAGGREGATED and sample is not None:
-            bucket.apart.append((now, sample))
-        elif told.mode == AGGREGATED and sample is not None:
-            bucket.whole.append((now, sample, self._engines.role_of(told.decode_worker) is Role.DECODE))
+        sample = sample_of(request)
+        key = (request.model, bisect_right(STARTS, request.prompt_tokens) - 1)
+        requests = self._ranges.setdefault(key, LengthRange())
+        if request.mode == DISAGGREGATED and sample is not None:
+            requests.disaggregated.append((now, sample))
+        elif request.mode == AGGREGATED and sample is not None:
+            requests.aggregated.append((now, sample, self._engines.role_of(request.decode_worker) is Role.DECODE))
 
-    def verdict(self, model: str, now: float, step_tokens: Callable[[str], int]) -> DisaggregationReport:
-        """Of one model, or of all. ``step_tokens``: what a model's engines compute in one step, at most."""
+    def build(self, model: str, now: float, step_tokens: Callable[[str], int]) -> DisaggregationReport:
+        """The report for one model, or for all (empty name). ``step_tokens`` gives the most tokens that a model's
+        engines compute in one step.
+        """
         buckets = []
-        for (name, number), bucket in sorted(self._buckets.items()):
-            bucket.forget(now - WINDOW_S)
-            if (model in ("", name)) and (bucket.apart or bucket.whole):
-                other = self._other(name, bucket, now, step_tokens(name))
-                buckets.append(judged(name, number, bucket, other))
-        return DisaggregationReport(seconds=WINDOW_S, buckets=buckets, words=words(buckets))
+        for (name, number), requests in sorted(self._ranges.items()):
+            requests.forget(now - WINDOW_S)
+            if (model in ("", name)) and (requests.disaggregated or requests.aggregated):
+                alternative = self._alternative(name, requests, now, step_tokens(name))
+                buckets.append(report_bucket(name, number, requests, alternative))
+        return DisaggregationReport(seconds=WINDOW_S, buckets=buckets, summary=summary_of(buckets))
 
-    def _knows(self, model: str) -> bool:
+    def _is_known(self, model: str) -> bool:
         if model not in self._models and len(self._models) < MODELS_MAX:
             self._models[model] = None
         return model in self._models
 
-    def _other(self, model: str, bucket: Bucket, now: float, step_tokens: int) -> Other:
-        apart, whole = [sample for _at, sample in bucket.apart], [sample for _at, sample, _few in bucket.whole]
-        if len(apart) < ENOUGH:
-            return Other(unknown=f"only {len(apart)} of its requests were disaggregated")
-        if len(whole) >= ENOUGH and alike(apart, whole):
-            few = sum(few for _at, _sample, few in bucket.whole)
-            return Other(latencies=[medians(whole)], measured=True, flattered=2 * few > len(whole))
+    def _alternative(self, model: str, requests: LengthRange, now: float, step_tokens: int) -> Alternative:
+        disaggregated = [sample for _at, sample in requests.disaggregated]
+        aggregated_ones = [sample for _at, sample, _on_decode in requests.aggregated]
+        if len(disaggregated) < SAMPLES_MIN:
+            return Alternative(unknown=f"only {len(disaggregated)} requests of this length were disaggregated")
+        if len(aggregated_ones) >= SAMPLES_MIN and are_comparable(disaggregated, aggregated_ones):
+            on_decode = sum(on_decode for _at, _sample, on_decode in requests.aggregated)
+            biased = 2 * on_decode > len(aggregated_ones)
+            return Alternative(latencies=[medians(aggregated_ones)], measured=True, biased=biased)
         work = self._engines.of(model, now, self._silent_s_max)
         models = step_time_models(self._engines.speed(model), work.work)
-        return estimated(apart, work, models, step_tokens)
+        return estimate(disaggregated, work, models, step_tokens)
 
 
-def sample_of(told: RequestFinished) -> Sample | None:
-    """None where the router does not know enough of it."""
-    if told.ttft_parts is None:
+def sample_of(request: RequestFinished) -> Sample | None:
+    """The request's latencies; None when the router did not measure all of them."""
+    if request.ttft_parts is None:
         return None
-    had = max(0, told.cached_tokens) + max(0, told.readback_tokens)
+    held = max(0, request.cached_tokens) + max(0, request.readback_tokens)
     return Sample(
-        ttft_s=told.ttft_s,
-        # Of an answer that is no stream nobody has seen its tokens come.
-        itl_s=told.itl_s if told.itl_s >= 0 else max(0.0, told.e2e_s - told.ttft_s) / (told.completion_tokens - 1),
-        e2e_s=told.e2e_s,
-        completion_tokens=told.completion_tokens,
-        computed_tokens=max(1, told.prompt_tokens - had),
-        parts=told.ttft_parts,
+        ttft_s=request.ttft_s,
+        # Without streaming the router does not see single tokens, so the mean stands in.
+        itl_s=request.itl_s
+        if request.itl_s >= 0
+        else max(0.0, request.e2e_s - request.ttft_s) / (request.completion_tokens - 1),
+        e2e_s=request.e2e_s,
+        completion_tokens=request.completion_tokens,
+        computed_tokens=max(1, request.prompt_tokens - held),
+        parts=request.ttft_parts,
     )
 
 
-def alike(ones: Sequence[Sample], others: Sequence[Sample]) -> bool:
-    """Whether both had about as much to compute: a router that has the choice sends what is cached the short way."""
+def are_comparable(ones: Sequence[Sample], others: Sequence[Sample]) -> bool:
+    """Whether both computed about as many tokens: routers tend to serve mostly cached prompts aggregated."""
     few, many = sorted(median(one.computed_tokens for one in some) for some in (ones, others))
-    return many <= LIKE_MAX * few
+    return many <= COMPUTED_RATIO_MAX * few
 
 
 def medians(samples: Sequence[Sample | Latencies]) -> Latencies:
-    """Of each latency by itself."""
+    """The median of each latency."""
     return Latencies(
         ttft_s=median(one.ttft_s for one in samples),
         itl_s=median(one.itl_s for one in samples),
@@ -157,72 +166,75 @@ def medians(samples: Sequence[Sample | Latencies]) -> Latencies:
 
 
 def median(values: Iterable[float]) -> float:
-    """Of at least one."""
+    """Needs at least one value."""
     return float(np.median(list(values)))
 
 
-def estimated(apart: Sequence[Sample], work: FleetWork, laws: Sequence[StepTimeModel], step_tokens: int) -> Other:
-    """What these requests would have experienced, for each law that fits what the engines' steps have shown."""
+def estimate(
+    disaggregated: Sequence[Sample], work: FleetWork, laws: Sequence[StepTimeModel], step_tokens: int
+) -> Alternative:
+    """Estimated latencies of these requests if they were aggregated, for each model that fits the engines' steps."""
     if not laws or not work.prefills or not work.decodes:
-        return Other(unknown="too little is known yet of how fast the engines are")
+        return Alternative(unknown="too few engine steps have been measured")
     found = []
     for law in laws:
         fleet = aggregated(work, law, step_tokens)
-        would = [fleet.of(sample) for sample in apart] if fleet is not None else []
-        steady = [one for one in would if one is not None]
-        if fleet is None or 2 * len(steady) < len(apart):
-            return Other(overloaded=True) if len(laws) == 1 else Other(unknown=NOT_TOLD_APART)
-        if not EXPLAINED[0] <= fleet.itl_now_s / max(median(one.itl_s for one in apart), 1e-9) <= EXPLAINED[1]:
-            return Other(unknown="the engines' steps do not explain the time between tokens that is measured")
-        found.append(medians(steady))
-    return Other(latencies=found)
+        predicted = [fleet.of(sample) for sample in disaggregated] if fleet is not None else []
+        stable = [one for one in predicted if one is not None]
+        if fleet is None or 2 * len(stable) < len(disaggregated):
+            return Alternative(overloaded=True) if len(laws) == 1 else Alternative(unknown=BATCHES_ALIKE)
+        ratio = fleet.itl_now_s / max(median(one.itl_s for one in disaggregated), 1e-9)
+        if not MODEL_RATIO[0] <= ratio <= MODEL_RATIO[1]:
+            return Alternative(unknown="the step-time model does not match the measured ITL")
+        found.append(medians(stable))
+    return Alternative(latencies=found)
 
 
-NOT_TOLD_APART = "batches have hardly varied, so nobody can tell what a larger one costs"
+BATCHES_ALIKE = "batch sizes have hardly varied, so the cost of a larger batch is not known"
 
 
-def judged(model: str, number: int, bucket: Bucket, other: Other) -> ReportBucket:
-    """The bucket with what was found."""
+def report_bucket(model: str, number: int, requests: LengthRange, alternative: Alternative) -> ReportBucket:
+    """One row of the report."""
     ends = (*(start - 1 for start in STARTS[1:]), TOKENS_MAX)
-    mine = medians([sample for _at, sample in bucket.apart]) if bucket.apart else None
-    others = medians(other.latencies) if other.latencies else None
-    worth, why = decided(mine, other)
+    mine = medians([sample for _at, sample in requests.disaggregated]) if requests.disaggregated else None
+    other = medians(alternative.latencies) if alternative.latencies else None
+    worth, reason = decide(mine, alternative)
     return ReportBucket(
         model=model,
         tokens_min=STARTS[number],
         tokens_max=ends[number],
-        disaggregated=len(bucket.apart),
-        aggregated=len(bucket.whole),
+        disaggregated=len(requests.disaggregated),
+        aggregated=len(requests.aggregated),
         ttft_s=mine.ttft_s if mine else 0.0,
         itl_s=mine.itl_s if mine else 0.0,
         e2e_s=mine.e2e_s if mine else 0.0,
-        other_ttft_s=others.ttft_s if others else 0.0,
-        other_itl_s=others.itl_s if others else 0.0,
-        other_e2e_s=others.e2e_s if others else 0.0,
-        measured=other.measured,
+        other_ttft_s=other.ttft_s if other else 0.0,
+        other_itl_s=other.itl_s if other else 0.0,
+        other_e2e_s=other.e2e_s if other else 0.0,
+        measured=alternative.measured,
         worth=worth,
-        why=why,
+        reason=reason,
     )
 
 
-def decided(mine: Latencies | None, other: Other) -> tuple[str, str]:
+def decide(mine: Latencies | None, alternative: Alternative) -> tuple[str, str]:
     """Yes, no or unsure, and why."""
-    if other.overloaded:
-        return YES, "engines that do both could not carry this load"
-    if mine is None or other.unknown:
-        return UNSURE, other.unknown or "nothing was disaggregated"
-    margin = MARGIN_MEASURED if other.measured else MARGIN_ESTIMATED
-    said = {compared(mine, one, margin) for one in other.latencies}
-    if len(said) > 1:
-        return UNSURE, NOT_TOLD_APART
-    worth, why = said.pop()
-    if worth == NO and other.flattered:
-        return UNSURE, f"{why}; but these were few, on engines that compute hardly any prompts besides"
-    return worth, why
+    if alternative.overloaded:
+        return YES, "aggregated engines could not carry this load"
+    if mine is None or alternative.unknown:
+        return UNSURE, alternative.unknown or "no request was disaggregated"
+    margin = MARGIN_MEASURED if alternative.measured else MARGIN_ESTIMATED
+    results = {compare(mine, one, margin) for one in alternative.latencies}
+    if len(results) > 1:
+        return UNSURE, BATCHES_ALIKE
+    worth, reason = results.pop()
+    if worth == NO and alternative.biased:
+        return UNSURE, f"{reason}; but the aggregated requests ran on decode workers, which compute hardly any prompts"
+    return worth, reason
 
 
-def compared(mine: Latencies, other: Latencies, margin: float) -> tuple[str, str]:
-    """The whole time decides; where that is about the same, the others must agree."""
+def compare(mine: Latencies, other: Latencies, margin: float) -> tuple[str, str]:
+    """E2E latency decides. When it is about equal, TTFT and ITL must agree."""
     whole, first, between = (
         better(one, two, margin)
         for one, two in (
@@ -232,37 +244,41 @@ def compared(mine: Latencies, other: Latencies, margin: float) -> tuple[str, str
         )
     )
     if whole:
-        return (YES, "whole answers come sooner apart") if whole > 0 else (NO, "whole answers come later apart")
+        return (
+            (YES, "responses complete sooner disaggregated")
+            if whole > 0
+            else (NO, "responses complete later disaggregated")
+        )
     if first * between < 0:
-        sooner, later = ("the first token", "those after it") if first > 0 else ("tokens after the first", "the first")
-        return UNSURE, f"apart, {sooner} sooner and {later} later: it depends on which matters more"
+        lower, higher = ("TTFT", "ITL") if first > 0 else ("ITL", "TTFT")
+        return UNSURE, f"disaggregated, {lower} is lower and {higher} is higher: it depends on which matters more"
     if first + between:
-        which = "all tokens come" if first and between else "the first token comes" if first else "later tokens come"
-        return (YES, f"{which} sooner apart") if first + between > 0 else (NO, f"{which} later apart")
-    return NO, "about the same, and one engine for both is simpler"
+        which = "TTFT and ITL are" if first and between else "TTFT is" if first else "ITL is"
+        return (YES, f"{which} lower disaggregated") if first + between > 0 else (NO, f"{which} higher disaggregated")
+    return NO, "about equal, and aggregated serving is simpler"
 
 
 def better(mine_s: float, other_s: float, margin: float) -> int:
-    """1: clearly sooner, -1: clearly later, 0: about the same."""
+    """1: clearly lower, -1: clearly higher, 0: about equal."""
     low, high = sorted((mine_s, other_s))
     if high <= low * (1.0 + margin):
         return 0
     return 1 if mine_s < other_s else -1
 
 
-def words(buckets: Sequence[ReportBucket]) -> str:
-    """One or two sentences for all of it, each range counting as much as it has requests."""
+def summary_of(buckets: Sequence[ReportBucket]) -> str:
+    """One sentence for the whole report; each range weighs as much as it has requests."""
     weights = {
         worth: sum(one.disaggregated + one.aggregated for one in buckets if one.worth == worth)
         for worth in (YES, NO, UNSURE)
     }
     total = sum(weights.values())
     if not total:
-        return "Nothing was served lately."
+        return "No requests were served recently."
     most = max(weights, key=lambda worth: weights[worth])
     share = f"{weights[most] / total:.0%} of the requests"
     if most == UNSURE:
-        return f"Nobody can say yet whether prefill and decode should be apart here, for {share}."
+        return f"Not known yet whether disaggregation pays off: the data is not sufficient for {share}."
     if most == YES:
-        return f"It is worth it: {share} are better served with prefill and decode apart."
-    return f"It is not worth it: {share} would be served as well or better by engines that do both."
+        return f"Disaggregation pays off: {share} are served better with separate prefill and decode workers."
+    return f"Disaggregation does not pay off: {share} would be served as well or better by aggregated workers."

@@ -1,4 +1,4 @@
-"""What the `baton` command shows NATS: the launcher's key, of the settings or of the system that runs here."""
+"""The `baton` command's own NATS credentials: from its settings, or from the running system."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shared.runtime.settings import load_common
 
 
 def use_keys(folder: str) -> None:
-    """From here on this process has the launcher's key in that folder of `baton init`, unless it was given another."""
+    """Use the launcher's key in that folder of `baton init`, unless the environment names another."""
     if not any(os.environ.get(name) for name in variables(folder, Party.LAUNCHER)):
         os.environ.update(variables(folder, Party.LAUNCHER))
 

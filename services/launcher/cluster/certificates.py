@@ -1,4 +1,4 @@
-"""Certificates of one cluster: an authority of its own, and what it signs for NATS. The one door to `cryptography`."""
+"""A cluster's CA and the certificates that it signs for NATS. The only module that imports `cryptography`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 AUTHORITY_DAYS = 3650
 SERVER_DAYS = 730
-CLOCKS_DIFFER = timedelta(hours=1)
-"""Valid from so long before it is made: the clocks of two machines are not the same."""
+CLOCK_SKEW = timedelta(hours=1)
+"""Certificates are valid from this long before their creation, because clocks of machines differ."""
 
 
 class NoCertificate(Exception):
-    """A file does not hold what it should; the message says what it lacks."""
+    """A file has no usable certificate or key; the message says what is missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,15 +33,15 @@ class KeyPair:
 
 @dataclass(frozen=True, kw_only=True)
 class CertificateFacts:
-    """What a certificate says."""
+    """Contents of a certificate."""
 
     names: tuple[str, ...]
-    """Hosts and addresses that it is for; none for an authority."""
+    """Host names and addresses in it; none for a CA."""
     ends_at: datetime
 
 
 def new_authority(now: datetime) -> KeyPair:
-    """A CA that signs servers of this cluster and nothing else."""
+    """A CA for this cluster's servers only."""
     key, name = ec.generate_private_key(ec.SECP256R1()), _name("Baton cluster CA")
     usage = _usage(key_cert_sign=True, crl_sign=True)
     made = (
@@ -54,7 +54,7 @@ def new_authority(now: datetime) -> KeyPair:
 
 
 def new_server(authority: KeyPair, hosts: Sequence[str], now: datetime) -> KeyPair:
-    """A certificate for a server that is reached by these names. Raises NoCertificate if the authority is none."""
+    """A server certificate for these names. Raises NoCertificate if the authority is not valid."""
     issuer, issuer_key = _certificate(authority.certificate), _private_key(authority.key)
     key = ec.generate_private_key(ec.SECP256R1())
     made = (
@@ -70,7 +70,7 @@ def new_server(authority: KeyPair, hosts: Sequence[str], now: datetime) -> KeyPa
 
 
 def facts_of(pem: bytes) -> CertificateFacts:
-    """What the first certificate in a PEM file says. Raises NoCertificate."""
+    """Contents of the first certificate in a PEM file. Raises NoCertificate."""
     certificate = _certificate(pem)
     try:
         found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -81,7 +81,7 @@ def facts_of(pem: bytes) -> CertificateFacts:
 
 
 def is_signed_by(server: bytes, authority: bytes) -> bool:
-    """Whether that authority signed that server's certificate. Raises NoCertificate."""
+    """Whether the authority signed the server's certificate. Raises NoCertificate."""
     try:
         _certificate(server).verify_directly_issued_by(_certificate(authority))
     except (ValueError, TypeError, InvalidSignature):
@@ -98,7 +98,7 @@ def _begun(
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now.astimezone(UTC) - CLOCKS_DIFFER)
+        .not_valid_before(now.astimezone(UTC) - CLOCK_SKEW)
         .not_valid_after(now.astimezone(UTC) + timedelta(days=days))
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     )
@@ -133,16 +133,16 @@ def _certificate(pem: bytes) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(pem)
     except ValueError as error:
-        raise NoCertificate("it holds no certificate") from error
+        raise NoCertificate("it contains no certificate") from error
 
 
 def _private_key(pem: bytes) -> ec.EllipticCurvePrivateKey:
     try:
         key = serialization.load_pem_private_key(pem, password=None)
     except (ValueError, TypeError) as error:
-        raise NoCertificate("it holds no private key") from error
+        raise NoCertificate("it contains no private key") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise NoCertificate("it holds a private key of another kind than `baton init` makes")
+        raise NoCertificate("its private key is of another type than `baton init` creates")
     return key
 
 

@@ -1,4 +1,4 @@
-"""The folder of a cluster's keys on disk: looks what is there, makes what is missing, for its owner's eyes only."""
+"""Creates a cluster's keys and certificates on disk, readable by their owner only."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
+from services.launcher.cluster.api_keys import KeyEntry, Permission, add_entry
 from services.launcher.cluster.certificates import (
     CertificateFacts,
     KeyPair,
@@ -25,17 +26,15 @@ from services.launcher.cluster.folder import (
     SERVER,
     SERVER_KEY,
     TRUSTED,
-    CannotMake,
-    Found,
-    Making,
-    Wish,
+    CannotCreate,
+    ExistingFiles,
+    InitPlan,
+    InitRequest,
     folder_of,
     owners,
+    plan_files,
     secure_conf,
-    to_make,
 )
-from services.launcher.cluster.key_entry import KeyEntry, Permission
-from services.launcher.commands.keys import add_entry
 from shared.bus.nats_credentials import new_seed, read_seed
 from shared.runtime.keys import digest_of, new_key
 
@@ -46,70 +45,70 @@ ADMIN = "admin"
 
 
 @dataclass(kw_only=True)
-class Made:
-    """What `baton init` did."""
+class InitResult:
+    """What `baton init` created."""
 
-    making: Making
+    plan: InitPlan
     owners: list[str]
     server: CertificateFacts
     authority: CertificateFacts
     is_trusted: bool
-    """Whether the CA that the parties have signed the server's certificate."""
+    """Whether the cluster's CA signed the server's certificate."""
     api_key: str = field(default="", repr=False)
-    """To be shown once."""
+    """Shown once, stored nowhere."""
 
 
-def look(folder: Path) -> Found:
-    """What is there. Raises NoCertificate."""
+def existing_files(folder: Path) -> ExistingFiles:
+    """Raises NoCertificate."""
     files = frozenset(str(file.relative_to(folder)) for file in folder.glob("*/*") if file.is_file())
     try:
         names = facts_of((folder / SERVER).read_bytes()).names if SERVER in files else ()
     except NoCertificate as error:
         raise NoCertificate(f"{SERVER}: {error}") from error
-    return Found(files=files, names=names)
+    return ExistingFiles(files=files, names=names)
 
 
-def make(folder: Path, wish: Wish, now: datetime) -> Made:
-    """Make what is missing. Raises CannotMake, NoCertificate, BusDown for a key that cannot be read, OSError."""
-    found = look(folder)
-    making = to_make(wish, found)
+def create(folder: Path, request: InitRequest, now: datetime) -> InitResult:
+    """Create missing files. Raises CannotCreate, NoCertificate, BusDown for a key that cannot be read, OSError."""
+    found = existing_files(folder)
+    plan = plan_files(request, found)
     folder.mkdir(parents=True, exist_ok=True, mode=FOLDER_MODE)
-    if making.authority:
+    if plan.authority:
         _write_pair(folder, (AUTHORITY, AUTHORITY_KEY), new_authority(now))
-    if making.server:
-        _make_server(folder, making, now)
-    for owner in making.nkeys:
+    if plan.server:
+        _create_server(folder, plan, now)
+    for owner in plan.nkeys:
         _write(folder / folder_of(owner) / NKEY, new_seed(owner).file_text.encode())
-    everyone = owners(found, wish)
+    everyone = owners(found, request)
     authority = (folder / AUTHORITY).read_bytes()
     public_keys = {owner: read_seed(folder / folder_of(owner) / NKEY).public_key for owner in everyone}
     for owner in everyone:
         _write(folder / folder_of(owner) / TRUSTED, authority)
     _write(folder / SECURE, secure_conf(str(folder), public_keys).encode())
     server = (folder / SERVER).read_bytes()
-    return Made(
-        making=making,
+    return InitResult(
+        plan=plan,
         owners=everyone,
         server=facts_of(server),
         authority=facts_of(authority),
         is_trusted=is_signed_by(server, authority),
-        api_key=_make_api_key(folder) if making.api_key else "",
+        api_key=_create_api_key(folder) if plan.api_key else "",
     )
 
 
-def _make_server(folder: Path, making: Making, now: datetime) -> None:
+def _create_server(folder: Path, plan: InitPlan, now: datetime) -> None:
     authority = KeyPair(
         certificate=(folder / AUTHORITY).read_bytes(),
         key=(folder / AUTHORITY_KEY).read_bytes(),
     )
     try:
-        made = new_server(authority, making.hosts, now)
+        made = new_server(authority, plan.hosts, now)
     except ValueError as error:
-        raise CannotMake(f"{', '.join(making.hosts)}: a certificate cannot be for one of these: {error}") from error
+        raise CannotCreate(f"{', '.join(plan.hosts)}: a certificate cannot name one of these: {error}") from error
     _write_pair(folder, (SERVER, SERVER_KEY), made)
 
 
-def _make_api_key(folder: Path) -> str:
+def _create_api_key(folder: Path) -> str:
     file = folder / API_KEYS
     file.unlink(missing_ok=True)
     key = new_key()
@@ -120,14 +119,14 @@ def _make_api_key(folder: Path) -> str:
 
 
 def _write_pair(folder: Path, files: tuple[str, str], pair: KeyPair) -> None:
-    """The key first: a certificate without its key would be used by nobody."""
+    """The key first: if the second write fails, no certificate without a key is left."""
     certificate, key = files
     _write(folder / key, pair.key)
     _write(folder / certificate, pair.certificate)
 
 
 def _write(file: Path, data: bytes) -> None:
-    """Whole or not at all, and never to be read by anybody else, not even for a moment."""
+    """Atomic, and never readable by other users, not even for a moment."""
     file.parent.mkdir(exist_ok=True, mode=FOLDER_MODE)
     draft = file.with_suffix(f"{file.suffix}.new")
     draft.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""``baton doctor``: is everything here that Baton needs, and is the running system well?"""
+"""``baton doctor``: checks the installation, this machine and the running system."""
 
 from __future__ import annotations
 
@@ -12,44 +12,56 @@ import msgspec
 import typer
 from rich.console import Console
 
-from services.launcher.commands.options import WIDTH_OF_FILES, NatsUrl, StateDir, common_settings, find_nats
+from services.launcher.commands.options import (
+    WIDTH_OF_FILES,
+    Json,
+    NatsUrl,
+    StateDir,
+    common_settings,
+    find_nats,
+    print_json,
+)
 from services.launcher.system import state_file
 
 NATS_VARIABLE = "BATON_NATS_URL"
 
 
 def add_to(app: typer.Typer) -> None:
-    """The command."""
+    """Add the command."""
     app.command(
+        rich_help_panel="Observe it",
         epilog="""[bold]Examples[/]
 
-[cyan]baton doctor[/]   this installation, this machine, and the system that runs here
+[cyan]baton doctor[/]   this installation, this machine, and the running system
 
 [cyan]baton doctor --quick[/]   the same without loading vLLM and NIXL, which takes seconds
 
-[cyan]baton doctor --nats-url nats://gpu-host:4222 --json[/]   another system, for programs
+[cyan]baton doctor --nats-url nats://gpu-host:4222 --json[/]   another system, as JSON
 
-✓ is well, · is worth knowing, ! works but wants looking after, ✗ does not work; → says what to do.
-The exit status is 1 if anything does not work, otherwise 0."""
+[bold]Marks[/]
+
+✓ works   · note   ! works with a problem   ✗ does not work   → what to do
+
+The last line says healthy, degraded (warnings) or unhealthy (errors). The exit status is 1 when unhealthy.""",
     )(doctor)
 
 
 def doctor(
-    quick: Annotated[bool, typer.Option("--quick", help="Do not load vLLM and NIXL.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Skip loading vLLM and NIXL.")] = False,
     nats_url: NatsUrl = "",
     state_dir: StateDir = None,
-    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    json: Json = False,
 ) -> None:
-    """Check the installation and the running system, and say in words what is wrong and what to do about it."""
-    from services.launcher.doctor.doctor import Patient, examine
+    """Check installation, machine and running system; report each problem with its cause and remedy."""
+    from services.launcher.doctor.doctor import Scope, examine
     from services.launcher.doctor.picture import draw
 
-    url = find_nats(nats_url, state_dir)  # before settings are read: it may find the keys to use
+    url = find_nats(nats_url, state_dir)  # Before settings are read: it may select the keys to use.
     common = common_settings()
     if state_dir is not None:
         common = msgspec.structs.replace(common, state_dir=str(state_dir))
     running = state_file.find(Path(common.state_dir))
-    patient = Patient(
+    scope = Scope(
         common=common,
         nats_url=url,
         is_expected=bool(nats_url or running or os.environ.get(NATS_VARIABLE)),
@@ -59,10 +71,10 @@ def doctor(
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH_OF_FILES)
-    with Console(stderr=True).status("Looking at the installation and listening to the system"):
-        told = asyncio.run(examine(patient))
+    with Console(stderr=True).status("Checking the installation and listening to the system"):
+        report = asyncio.run(examine(scope))
     if json:
-        print(msgspec.json.format(msgspec.json.encode(told)).decode())
+        print_json(report)
     else:
-        draw(told, console)
-    sys.exit(1 if told.errors else 0)
+        draw(report, console)
+    sys.exit(1 if report.errors else 0)

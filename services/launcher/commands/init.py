@@ -1,4 +1,4 @@
-"""``baton init``: the keys and certificates by which the processes of a cluster know each other on NATS."""
+"""``baton init``: keys and certificates with which a cluster's processes authenticate to NATS."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from services.launcher.cluster.folder import (
     AUTHORITY_KEY,
     ENDS_SOON_DAYS,
     SECURE,
-    CannotMake,
-    Wish,
+    CannotCreate,
+    InitRequest,
     folder_of,
     variables,
 )
@@ -25,109 +25,112 @@ from shared.contracts.ids import is_subject_token
 from shared.runtime.settings import CommonSettings
 
 if TYPE_CHECKING:
-    from services.launcher.cluster.files import Made
+    from services.launcher.cluster.files import InitResult
 
 FOLDER = "cluster"
-"""In the state folder, when none is named."""
+"""Default folder, inside the state directory."""
 
 
 def add_to(app: typer.Typer) -> None:
-    """The command."""
+    """Add the command."""
     app.command(
+        rich_help_panel="Secure it",
         epilog="""[bold]Examples[/]
 
-[cyan]baton init /etc/baton --host nats.example.org[/]   keys for all parties; NATS is reached by that name
+[cyan]baton init /etc/baton --host nats.example.org[/]   keys for all services; clients reach NATS by that name
 
-[cyan]baton init /etc/baton --worker gpu-1 --worker gpu-2[/]   these two may speak for themselves only
+[cyan]baton init /etc/baton --worker gpu-1 --worker gpu-2[/]   each of these workers gets its own key
 
-[cyan]baton init /etc/baton --renew[/]   a new certificate for NATS; all keys stay
+[cyan]baton init /etc/baton --renew[/]   a new certificate for NATS; all keys stay valid
 
-What is there stays as it is, so it can be run again at any time, and should be after an upgrade:
-nats-server's permissions are those of the version that wrote them."""
+Existing files are kept, so the command can be repeated at any time. Repeat it after an upgrade: it
+rewrites nats-server's permissions for the new version.""",
     )(init)
 
 
 def init(  # one parameter per option is how the command line is declared
     folder: Annotated[
         Path | None,
-        typer.Argument(metavar="DIR", help="Where they lie.", show_default="~/.local/state/baton/cluster"),
+        typer.Argument(metavar="DIR", help="Folder of the files.", show_default="~/.local/state/baton/cluster"),
     ] = None,
     host: Annotated[
-        list[str] | None, typer.Option(help="A name or address by which NATS is reached; several times for several.")
+        list[str] | None, typer.Option(help="A name or address of NATS for its certificate; repeatable.")
     ] = None,
-    worker: Annotated[
-        list[str] | None, typer.Option(help="The id of a worker that gets a key of its own, for itself alone.")
-    ] = None,
-    renew: Annotated[bool, typer.Option("--renew", help="Make a new certificate for NATS.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Make everything anew: what is in use stops working.")] = False,
-    no_api_key: Annotated[bool, typer.Option("--no-api-key", help="Make no file of API keys for the routers.")] = False,
+    worker: Annotated[list[str] | None, typer.Option(help="A worker id that gets its own key; repeatable.")] = None,
+    renew: Annotated[bool, typer.Option("--renew", help="Create a new certificate for NATS.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace everything: keys in use stop working.")] = False,
+    no_api_key: Annotated[bool, typer.Option("--no-api-key", help="Create no API key file for the routers.")] = False,
 ) -> None:
-    """Make the keys and certificates of a cluster: who may do what on NATS, and TLS."""
+    """Create keys, permissions and TLS certificates for NATS."""
     from services.launcher.cluster.certificates import NoCertificate
-    from services.launcher.cluster.files import make
+    from services.launcher.cluster.files import create
 
     named = folder.expanduser().absolute() if folder else Path(keys_folder(None, common_settings()))
     if wrong := [name for name in worker or () if not is_subject_token(name)]:
-        fail(f"{wrong[0]!r} is no worker's id: those have letters, digits, '-' and '_' only.")
-    wish = Wish(hosts=tuple(host or ()), workers=tuple(worker or ()), api_key=not no_api_key, renew=renew, force=force)
+        fail(f"{wrong[0]!r} is not a worker id: those consist of letters, digits, '-' and '_'.")
+    request = InitRequest(
+        hosts=tuple(host or ()), workers=tuple(worker or ()), api_key=not no_api_key, renew=renew, force=force
+    )
     try:
-        made = make(named, wish, datetime.now(UTC))
-    except (CannotMake, NoCertificate, BusDown) as error:
+        made = create(named, request, datetime.now(UTC))
+    except (CannotCreate, NoCertificate, BusDown) as error:
         fail(f"{named}: {error}")
     except OSError as error:
         fail(f"{error.filename or named}: {error.strerror}")
-    tell(Console(highlight=False, soft_wrap=True), named, wish, made)
+    show_result(Console(highlight=False, soft_wrap=True), named, request, made)
 
 
 def keys_folder(state_dir: Path | None, common: CommonSettings) -> str:
-    """Where the keys are when nobody says where."""
+    """The default folder of the keys."""
     return str(((state_dir or Path(common.state_dir)) / FOLDER).expanduser().absolute())
 
 
-def tell(console: Console, folder: Path, wish: Wish, made: Made) -> None:
-    """What was made, and what to do with it."""
-    making = made.making
+def show_result(console: Console, folder: Path, request: InitRequest, made: InitResult) -> None:
+    """List the files, and how to use them."""
+    plan = made.plan
     console.print(f"[bold]{folder}[/]")
-    _line(console, making.authority, "ca/", f"the cluster's own CA, until {made.authority.ends_at:%Y-%m-%d}")
+    _line(console, plan.authority, "ca/", f"the cluster's own CA, valid until {made.authority.ends_at:%Y-%m-%d}")
     names = ", ".join(made.server.names)
-    _line(console, making.server, "nats/", f"NATS's certificate for {names}, until {made.server.ends_at:%Y-%m-%d}")
+    _line(console, plan.server, "nats/", f"NATS's certificate for {names}, valid until {made.server.ends_at:%Y-%m-%d}")
     for owner in made.owners:
-        _line(console, owner in making.nkeys, f"{folder_of(owner)}/", f"the key of {_owner(owner)}, and the CA")
+        _line(console, owner in plan.nkeys, f"{folder_of(owner)}/", f"key of {_owner(owner)}, and the CA certificate")
     if made.api_key:
-        _line(console, True, API_KEYS, "the API keys that routers let in; the first one is below")
-    _line(console, True, SECURE, "who may do what on NATS: written each time")
-    _warn(console, wish, made)
-    console.print("\n[bold]What to do with it[/]")
+        _line(console, True, API_KEYS, "API keys that routers accept; the first one is below")
+    _line(console, True, SECURE, "NATS permissions of each service; rewritten each time")
+    _warn(console, request, made)
+    console.print("\n[bold]How to use the files[/]")
     console.print(f"  nats-server -c {folder / SECURE} --jetstream --store_dir FOLDER")
-    console.print("    or, in a configuration of your own, include that file by its path from there; SIGHUP if it runs")
-    console.print("  every process, with its own party's folder, such as a router's:")
+    console.print("    or include that file in your own configuration, and send SIGHUP to a running nats-server")
+    console.print("  Each service gets the files of its own folder. For a router:")
     for name, value in {"BATON_NATS_URL": "tls://HOST:4222", **variables(str(folder), "router")}.items():
         console.print(f"    {name}={value}")
-    console.print(f"  {folder / AUTHORITY_KEY} makes certificates and nothing else: it may be kept elsewhere.")
+    console.print(f"  {folder / AUTHORITY_KEY} only signs certificates; you can store it elsewhere.")
     if made.api_key:
-        console.print(f"  routers:  ROUTER_KEYS_FILE={folder / API_KEYS}")
-        console.print("\nThe first API key, for everything; it is shown this once:")
+        console.print(f"  Routers:  ROUTER_KEYS_FILE={folder / API_KEYS}")
+        console.print("\nThe first API key, with all permissions. It is shown only once:")
         console.print(made.api_key, style="bold")
 
 
-def _warn(console: Console, wish: Wish, made: Made) -> None:
+def _warn(console: Console, request: InitRequest, made: InitResult) -> None:
     days = (made.server.ends_at - datetime.now(UTC)).days
     if days < ENDS_SOON_DAYS:
-        over = "has ended" if days < 0 else f"ends in {days} days"
-        console.print(f"[yellow]![/] NATS's certificate {over}: run this again with --renew.")
-    if lacking := [name for name in wish.hosts if name not in made.server.names]:
-        console.print(f"[yellow]![/] NATS's certificate is not for {', '.join(lacking)}: run this again with --renew.")
+        expiry = "has expired" if days < 0 else f"expires in {days} days"
+        console.print(f"[yellow]![/] NATS's certificate {expiry}: run this again with --renew.")
+    if lacking := [name for name in request.hosts if name not in made.server.names]:
+        console.print(
+            f"[yellow]![/] NATS's certificate does not name {', '.join(lacking)}: run this again with --renew."
+        )
     if not made.is_trusted:
         console.print("[yellow]![/] The CA did not sign NATS's certificate: run this again with --renew.")
 
 
 def _line(console: Console, is_new: bool, what: str, meaning: str) -> None:
-    mark = "[green]✓ made[/]" if is_new else "[dim]= kept[/]"
+    mark = "[green]✓ created[/]" if is_new else "[dim]= kept   [/]"
     console.print(f"  {mark}  {what:<18} {meaning}")
 
 
 def _owner(owner: str) -> str:
     party, _, name = owner.partition(".")
     if name:
-        return f"the worker {name} alone"
+        return f"worker {name} only"
     return {"launcher": "the baton command"}.get(party, f"every {party}")

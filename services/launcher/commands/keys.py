@@ -1,63 +1,58 @@
-"""``baton keys``: API keys for the routers' file, of which only digests are kept."""
+"""``baton keys``: API keys of clients. The routers' key file has only their digests."""
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from services.launcher.cluster.key_entry import TENANT, KeyEntry, Permission, entry_text, salt_text
+from services.launcher.cluster.api_keys import TENANT, KeyEntry, Permission, add_entry, entry_text, salt_text
 from services.launcher.commands.options import fail
 from shared.runtime.keys import digest_of, new_key, new_salt
 
-OWNER_ONLY = 0o600
-
-keys = typer.Typer(no_args_is_help=True, help="Make API keys: who may have requests served, and how many.")
+keys = typer.Typer(no_args_is_help=True, help="Create API keys for clients, with permissions and rate limits.")
 
 
 def add_to(app: typer.Typer) -> None:
-    """The group of commands."""
-    app.add_typer(keys, name="keys")
+    """Add the group of commands."""
+    app.add_typer(keys, name="keys", rich_help_panel="Secure it")
 
 
 @keys.callback()
 def _group() -> None:
-    """Keeps ``new`` a command of its own while it is the only one."""
+    """Without a callback typer would merge the only subcommand ``new`` into ``keys``."""
 
 
 @keys.command(
     epilog="""[bold]Examples[/]
 
-[cyan]baton keys new --tenant acme --file keys.toml[/]   prints the key, once; the file has its digest
+[cyan]baton keys new --tenant acme --file keys.toml[/]   prints the key once; the file gets its digest
 
 [cyan]baton keys new --tenant ops --permissions infer,admin,force-placement --file keys.toml[/]
 
 [cyan]baton keys new --tenant trial --requests-per-minute 60 --tokens-per-minute 100000 --priority 10[/]
 
-Routers read the file again when it changes: [cyan]ROUTER_KEYS_FILE=keys.toml baton up --host 0.0.0.0[/]
-Clients send it as [cyan]Authorization: Bearer KEY[/]. To take a key back, delete its lines."""
+Use the file: [cyan]ROUTER_KEYS_FILE=keys.toml baton up --host 0.0.0.0[/]
+Routers reload it when it changes; delete an entry to revoke its key. Clients send Authorization: Bearer KEY."""
 )
 def new(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command line is declared
-    tenant: Annotated[str, typer.Option(help="Whose it is: letters, digits, underscores, hyphens.")],
-    permissions: Annotated[str, typer.Option(help="Of infer, admin, force-placement; with commas.")] = "infer",
+    tenant: Annotated[str, typer.Option(help="Owner: letters, digits, underscores, hyphens.")],
+    permissions: Annotated[str, typer.Option(help="Comma-separated: infer, admin, force-placement.")] = "infer",
     priority: Annotated[
-        int | None, typer.Option(min=-1000, max=1000, help="Of its requests; lower is more urgent.")
+        int | None, typer.Option(min=-1000, max=1000, help="Priority of its requests; lower is more urgent.")
     ] = None,
-    requests_per_minute: Annotated[int, typer.Option(min=0, help="At each router; 0: no limit.")] = 0,
-    tokens_per_minute: Annotated[int, typer.Option(min=0, help="Prompts and completions together; 0: no limit.")] = 0,
-    model: Annotated[
-        list[str] | None, typer.Option(help="It may use only this one; several times for several.")
-    ] = None,
+    requests_per_minute: Annotated[int, typer.Option(min=0, help="Limit at each router; 0: none.")] = 0,
+    tokens_per_minute: Annotated[int, typer.Option(min=0, help="Limit of prompt and completion tokens; 0: none.")] = 0,
+    model: Annotated[list[str] | None, typer.Option(help="Allow only this model; repeatable.")] = None,
     public_cache: Annotated[
-        bool, typer.Option("--public-cache", help="Its prompts are no secret: cached for all such keys together.")
+        bool, typer.Option("--public-cache", help="Share cached prefixes with all other keys of this kind.")
     ] = False,
-    note: Annotated[str, typer.Option(help="For your own eyes.")] = "",
-    file: Annotated[Path | None, typer.Option(help="Add it to this file, which is made if need be.")] = None,
+    note: Annotated[str, typer.Option(help="A comment in the file.")] = "",
+    file: Annotated[Path | None, typer.Option(help="Append to this file, or create it.")] = None,
 ) -> None:
-    """Make a key and print it: it is shown this once and kept nowhere."""
+    """Create an API key and print it. The key is shown only once and stored nowhere."""
     if not TENANT.fullmatch(tenant):
         raise typer.BadParameter("up to 128 letters, digits, underscores and hyphens", param_hint="--tenant")
     key = new_key()
@@ -75,7 +70,7 @@ def new(  # noqa: PLR0913, PLR0917  # one parameter per option is how the comman
     if file is None:
         print(f"{salt_text(new_salt())}\n{entry_text(entry)}", file=sys.stderr)
         print(
-            "The lines above belong into the routers' file of keys; leave the salt that is there. The key:",
+            "Add the lines above to the routers' key file, but keep an existing salt. The key:",
             file=sys.stderr,
         )
     else:
@@ -83,18 +78,8 @@ def new(  # noqa: PLR0913, PLR0917  # one parameter per option is how the comman
             add_entry(file, entry)
         except OSError as error:
             fail(f"{file}: {error.strerror}")
-        print(f"Added to {file}, as a digest. The key, which is shown this once:", file=sys.stderr)
+        print(f"Added its digest to {file}. The key, shown only once:", file=sys.stderr)
     print(key)
-
-
-def add_entry(file: Path, entry: KeyEntry) -> None:
-    """Into the file that is there, so that whoever has it mounted sees it; or into a new one, for its owner only.
-    Raises OSError.
-    """
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, OWNER_ONLY)
-    with os.fdopen(descriptor, "a", encoding="utf-8") as opened:
-        top = salt_text(new_salt()) if opened.tell() == 0 else ""
-        opened.write(f"{top}\n{entry_text(entry)}")
 
 
 def _permissions(text: str) -> tuple[Permission, ...]:

@@ -1,11 +1,13 @@
-"""What commands of ``baton`` share: how they find the running system, and how they say what went wrong."""
+"""Options and helpers that several commands share: finding the running system, sizes, JSON output, errors."""
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -17,16 +19,20 @@ from shared.bus.nats_errors import without_password
 from shared.runtime.settings import CommonSettings, SettingsError, load_common
 
 WIDTH_OF_FILES = 200
-"""Columns of a table that goes into a file or a pipe."""
+"""Columns of a table that goes to a file or a pipe."""
+UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 StateDir = Annotated[
-    Path | None, typer.Option(help="Where logs and NATS storage lie.", show_default="~/.local/state/baton")
+    Path | None, typer.Option(help="Directory of logs and NATS storage.", show_default="~/.local/state/baton")
 ]
-NatsUrl = Annotated[str, typer.Option(help="A NATS that runs already; otherwise one is started.", show_default=False)]
+NatsUrl = Annotated[
+    str, typer.Option(help="URL of a running NATS.", show_default="that of the system started by baton up")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def common_settings() -> CommonSettings:
-    """BATON_* settings, less those that are only `make`'s and ours."""
+    """BATON_* settings, without the variables of `make` and of this command."""
     try:
         return load_common(inherited_environment())
     except SettingsError as error:
@@ -34,7 +40,7 @@ def common_settings() -> CommonSettings:
 
 
 def find_nats(nats_url: str, state_dir: Path | None) -> str:
-    """Where the running system's NATS is; its key is ours from here on."""
+    """The running system's NATS. Also selects that system's key, if it has keys."""
     common = common_settings()
     running = state_file.find(state_dir or Path(common.state_dir))
     if running and running.keys_dir and nats_url in {"", running.nats_url}:
@@ -42,18 +48,28 @@ def find_nats(nats_url: str, state_dir: Path | None) -> str:
     return nats_url or (running.nats_url if running else common.nats_url)
 
 
+def parse_bytes(text: str) -> int:
+    """Bytes of ``512M``, ``2GiB`` or ``1073741824``, in powers of 1024. Raises ValueError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    if not found:
+        raise ValueError(f"{text!r} is not a size; write it like 512M or 2G")
+    return int(float(found[1]) * UNITS[found[2]])
+
+
+def print_json(content: object) -> None:
+    """Formatted, on stdout."""
+    print(msgspec.json.format(msgspec.json.encode(content)).decode())
+
+
 def no_nats(url: str, error: BaseException) -> NoReturn:
-    """Say why nobody can be asked, and exit with 1."""
-    shown = without_password(url)
-    words = str(error)
-    if words.startswith(f"NATS at {shown} "):  # it answers, and will not have us
-        fail(f"{words} `baton doctor` tells more.")
-    fail(
-        f"NATS at {shown} does not answer. `baton up` starts a system here; `baton doctor` says what is wrong with one."
-    )
+    """Exit with 1 because NATS does not respond or refuses the connection."""
+    shown, text = without_password(url), str(error)
+    if text.startswith(f"NATS at {shown} "):  # NATS responds, but refuses the connection.
+        fail(f"{text} Run `baton doctor` for details.")
+    fail(f"NATS at {shown} does not respond. Start a system with `baton up`, or run `baton doctor` to find the cause.")
 
 
 def fail(message: str) -> NoReturn:
-    """Say why and exit with 1."""
+    """Print the message and exit with 1."""
     Console(stderr=True, highlight=False).print(f"[bold red]✗[/] {escape(message)}", soft_wrap=True)
     sys.exit(1)

@@ -6,11 +6,10 @@ import asyncio
 from enum import StrEnum
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 
-from services.launcher.commands.options import NatsUrl, StateDir, fail, find_nats, no_nats
+from services.launcher.commands.options import Json, NatsUrl, StateDir, fail, find_nats, no_nats, print_json
 from shared.bus.port import BusError
 from shared.contracts.fleet_orders import ChangeRole, DrainWorker, RoleChanged, WorkerDrained
 from shared.contracts.ids import WorkerId, is_subject_token
@@ -19,43 +18,49 @@ from shared.text import fleet_text
 
 
 class NewRole(StrEnum):
-    """What a worker with an engine may be."""
+    """Roles of a worker with an engine."""
 
     PREFILL = "prefill"
     DECODE = "decode"
     BOTH = "both"
 
 
-Worker = Annotated[str, typer.Argument(help="Its id, as `baton workers` lists it.")]
-Json = Annotated[bool, typer.Option("--json", help="For programs.")]
+OPERATE = "Operate it"
+
+Worker = Annotated[str, typer.Argument(help="A worker id, as `baton workers` lists it.")]
 
 
 def add_to(app: typer.Typer) -> None:
-    """Both commands."""
+    """Add the commands."""
     app.command(
-        epilog="[bold]Example[/]\n\n[cyan]baton drain decode-2 --deadline 60[/]   streams have a minute to end"
+        rich_help_panel=OPERATE,
+        epilog="[bold]Example[/]\n\n[cyan]baton drain decode-2 --deadline 60[/]   running streams have a minute to end",
     )(drain)
-    app.command(epilog="[bold]Example[/]\n\n[cyan]baton role prefill-1 decode[/]   more of the fleet writes answers")(
-        role
-    )
+    app.command(
+        rich_help_panel=OPERATE,
+        epilog="[bold]Example[/]\n\n[cyan]baton role prefill-1 decode[/]   turns a prefill worker into a decode worker",
+    )(role)
 
 
 def drain(
     worker: Worker,
     deadline: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Seconds for running legs; then they go on elsewhere.", show_default="the worker's"),
+        typer.Option(
+            min=0.0,
+            help="Seconds for running requests; then other workers continue them.",
+            show_default="the worker's",
+        ),
     ] = None,
     evacuate: Annotated[
-        bool, typer.Option("--evacuate/--keep-cache", help="Whether its hot prefixes go to those that stay.")
+        bool, typer.Option("--evacuate/--keep-cache", help="Copy its hot prefixes to other workers.")
     ] = True,
     nats_url: NatsUrl = "",
     state_dir: StateDir = None,
     json: Json = False,
 ) -> None:
-    """Take a worker out of the fleet: nothing new, what runs may finish, its cache is moved, it leaves."""
-    from services.launcher.commands.worker_orders import NotObeyed
-    from services.launcher.commands.worker_orders import drain as have_drained
+    """Remove a worker: it accepts no new requests, finishes the running ones, copies its cache, and stops."""
+    from services.launcher import bus_client
 
     order = DrainWorker(worker_id=checked(worker), deadline_s=deadline, evacuate=evacuate)
     console, url = Console(), find_nats(nats_url, state_dir)
@@ -65,46 +70,46 @@ def drain(
             status.update(fleet_text.draining(worker, legs, evacuate=evacuate))
 
         try:
-            told = asyncio.run(have_drained(url, order, on_legs))
-        except NotObeyed as error:
+            result = asyncio.run(bus_client.drain(url, order, on_legs))
+        except bus_client.OrderFailed as error:
             fail(str(error))
         except BusError as error:
             no_nats(url, error)
-    say(console, told, fleet_text.drained(told), json=json)
+    show_result(console, result, fleet_text.drained(result), json=json)
 
 
 def role(
     worker: Worker,
-    role: Annotated[NewRole, typer.Argument(help="What it is from now on.")],
+    role: Annotated[NewRole, typer.Argument(help="The new role.")],
     nats_url: NatsUrl = "",
     state_dir: StateDir = None,
     json: Json = False,
 ) -> None:
-    """Change what a worker is placed for, without a restart: verified first, and nothing that runs is disturbed."""
-    from services.launcher.commands.worker_orders import NotObeyed, change_role
+    """Change a worker's role without a restart. The worker verifies the role first; running requests continue."""
+    from services.launcher import bus_client
 
     order = ChangeRole(worker_id=checked(worker), role=Role(role.value))
     console, url = Console(), find_nats(nats_url, state_dir)
-    with console.status(f"{worker} proves that it can be a {role.value} worker"):
+    with console.status(f"{worker} verifies that it can be a {role.value} worker"):
         try:
-            told = asyncio.run(change_role(url, order))
-        except NotObeyed as error:
+            result = asyncio.run(bus_client.change_role(url, order))
+        except bus_client.OrderFailed as error:
             fail(str(error))
         except BusError as error:
             no_nats(url, error)
-    say(console, told, fleet_text.role_changed(told), json=json)
+    show_result(console, result, fleet_text.role_changed(result), json=json)
 
 
 def checked(worker: str) -> WorkerId:
-    """An id that can be addressed."""
+    """The id, if it can be part of a NATS subject; otherwise exits."""
     if not is_subject_token(worker):
-        fail(f"{worker!r} is no worker's id: those have letters, digits, '-' and '_' only.")
+        fail(f"{worker!r} is not a worker id: those consist of letters, digits, '-' and '_'.")
     return WorkerId(worker)
 
 
-def say(console: Console, told: WorkerDrained | RoleChanged, words: str, *, json: bool) -> None:
-    """How it ended."""
+def show_result(console: Console, result: WorkerDrained | RoleChanged, text: str, *, json: bool) -> None:
+    """As JSON or as a sentence."""
     if json:
-        print(msgspec.json.format(msgspec.json.encode(told)).decode())
+        print_json(result)
     else:
-        console.print(f"[green]✓[/] {words}", highlight=False, soft_wrap=True)
+        console.print(f"[green]✓[/] {text}", highlight=False, soft_wrap=True)

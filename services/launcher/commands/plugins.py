@@ -1,6 +1,6 @@
-"""Commands that others bring: what stands above the services adds its own to ``baton`` by an entry point.
+"""Commands of other packages: they add a command to ``baton`` with the entry point group ``baton.commands``.
 
-The one that is called is loaded; of the others only the names are told, so that the command starts quickly.
+Only the command that is called is imported. The help lists the others by name, so that ``baton`` starts quickly.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ GROUP = "baton.commands"
 
 
 def mount(app: typer.Typer, arguments: list[str]) -> None:
-    """Add them to ``app``, which is about to be run with ``arguments``."""
+    """Add them to ``app``, which is about to run with ``arguments``."""
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
         if arguments[:1] == [entry.name]:
             app.add_typer(entry.load(), name=entry.name)
@@ -22,4 +22,4 @@ def mount(app: typer.Typer, arguments: list[str]) -> None:
 
 
 def _not_called() -> None:
-    """Stands for a command that the arguments do not name."""
+    """Placeholder for a command that is listed but not called."""

@@ -1,64 +1,124 @@
-"""``baton verdict`` and ``baton top``: what the running system does, and whether it does it the right way."""
+"""Commands that show the running system: ``workers``, ``top``, ``explain``, ``report``, ``plan``, ``health``."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
+from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 
-from services.launcher.commands.options import WIDTH_OF_FILES, NatsUrl, StateDir, fail, find_nats, no_nats
+from services.launcher.commands.options import (
+    WIDTH_OF_FILES,
+    Json,
+    NatsUrl,
+    StateDir,
+    common_settings,
+    fail,
+    find_nats,
+    no_nats,
+    print_json,
+)
+from services.launcher.system import state_file
 from shared.bus.port import BusError
+from shared.contracts.control import ServicePhase
 from shared.contracts.message import in_full
 
-Json = Annotated[bool, typer.Option("--json", help="For programs.")]
+HEALTH_S = 5.0
+OBSERVE = "Observe it"
 
 
 def add_to(app: typer.Typer) -> None:
-    """Both commands."""
+    """Add the commands. Their implementations are imported when they run, so that ``baton --help`` is quick."""
     app.command(
+        rich_help_panel=OBSERVE,
+        epilog="""[bold]Columns[/]
+
+[cyan]phase[/]   starting (loading its model), probing (testing KV exchange), ready, draining, gone, lost
+
+[cyan]running, waiting[/]   requests in the engine's batch, and in its queue
+
+[cyan]KV used[/]   used share of the engine's KV cache""",
+    )(workers)
+    app.command(
+        rich_help_panel=OBSERVE,
+        epilog="""[bold]Keys[/]
+
+[cyan]q[/] quits, [cyan]j[/] and [cyan]k[/] scroll the workers
+
+In a pipe, or with --once, it prints a single frame.""",
+    )(top)
+    app.command(
+        rich_help_panel=OBSERVE,
         epilog="""[bold]Examples[/]
 
-[cyan]baton verdict[/]   all models of the system that runs here
+[cyan]baton explain[/]   the newest decision of the running system
 
-[cyan]baton verdict --model my-model --json[/]   one model, for programs
+[cyan]baton explain router-3f2a91bc-d17[/]   the decision that the response header x-baton-decision names
 
-One worker is the measure where enough requests of that length were served so, such as with the header
-x-baton-mode: aggregated. Elsewhere it is estimated from how long the engines' steps take."""
-    )(verdict)
-    app.command(epilog="[bold]Keys[/]\n\n[cyan]q[/] ends it, [cyan]j[/] and [cyan]k[/] scroll the workers")(top)
+[cyan]baton explain --request my-request --url http://gpu-host:8000 --json[/]   another system, as JSON""",
+    )(explain)
+    app.command(
+        rich_help_panel=OBSERVE,
+        epilog="""[bold]Examples[/]
+
+[cyan]baton report[/]   all models of the running system
+
+[cyan]baton report --model my-model --json[/]   one model, as JSON
+
+Aggregated latencies are measured when at least 20 requests of a length were served aggregated, for
+example with the header x-baton-mode: aggregated. Otherwise they are estimated from engine step times.""",
+    )(report)
+    app.command(
+        rich_help_panel=OBSERVE,
+        epilog="""[bold]Examples[/]
+
+[cyan]baton plan[/]   the plan of the running system
+
+[cyan]ORCHESTRATOR_PLANNER=act baton up --prefill 2 --decode 2[/]   let the planner change roles
+
+[cyan]baton up --workers-max 4[/]   let it also start and drain workers
+
+ORCHESTRATOR_PLANNER_TTFT_S and ORCHESTRATOR_PLANNER_ITL_S set the targets. With ORCHESTRATOR_SCALER=webhook
+the planner requests workers from the service at ORCHESTRATOR_SCALER_URL.""",
+    )(plan)
+    app.command(
+        rich_help_panel=OBSERVE,
+        epilog="""[bold]Example[/]
+
+[cyan]baton health router[/]   in a container's HEALTHCHECK: prints healthy or unhealthy""",
+    )(health)
 
 
-def verdict(
-    model: Annotated[str, typer.Option(help="Only this one.")] = "",
-    nats_url: NatsUrl = "",
-    state_dir: StateDir = None,
-    json: Json = False,
-) -> None:
-    """Say whether prefill and decode apart are worth it here, by length of prompt."""
-    from services.launcher.views.disaggregation_report import NoReport, ask_report, draw
+def workers(nats_url: NatsUrl = "", state_dir: StateDir = None, json: Json = False) -> None:
+    """List all workers with role, phase and load."""
+    from services.launcher.bus_client import read_fleet
+    from services.launcher.views.workers import fleet_table
 
     url = find_nats(nats_url, state_dir)
     try:
-        told = asyncio.run(ask_report(url, model))
-    except NoReport as error:
-        fail(str(error))
+        fleet = asyncio.run(read_fleet(url))
     except BusError as error:
         no_nats(url, error)
     if json:
-        print(msgspec.json.format(msgspec.json.encode(in_full(told))).decode())
-    else:
-        draw(told, Console())
+        print_json(fleet.state)
+        return
+    console = Console()
+    console.print(fleet_table(fleet), width=console.width if console.is_terminal else WIDTH_OF_FILES)
+    running = state_file.find(state_dir or Path(common_settings().state_dir))
+    if running is not None and running.nats_url == url:
+        for name, address in running.routers.items():
+            console.print(f"{name} {address}", style="dim", highlight=False, soft_wrap=True)
 
 
 def top(
-    once: Annotated[bool, typer.Option("--once", help="Listen for a moment, show one frame, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show one frame and exit.")] = False,
     nats_url: NatsUrl = "",
     state_dir: StateDir = None,
 ) -> None:
-    """Watch the system at work: workers and their load, who works for whom, requests, plans, and what happens."""
+    """Watch the running system: health, workers, KV flows, requests, plans and events."""
     from services.launcher.views.top import run_top
 
     url = find_nats(nats_url, state_dir)
@@ -69,3 +129,103 @@ def top(
         asyncio.run(run_top(url, console, once=once))
     except* BusError as errors:
         no_nats(url, errors.exceptions[0])
+
+
+def explain(
+    decision: Annotated[str, typer.Argument(help="A decision id, a request id, or latest.")] = "latest",
+    request: Annotated[str, typer.Option(help="Show the last decision for this request id.")] = "",
+    json: Json = False,
+    url: Annotated[str, typer.Option(help="URL of a router; each router can look up the others' decisions.")] = "",
+    nats_url: Annotated[str, typer.Option(help="Ask over this NATS instead of HTTP.")] = "",
+    state_dir: StateDir = None,
+) -> None:
+    """Explain a placement: the chosen workers, the other candidates, predicted and measured times."""
+    from services.launcher.views.decision_picture import draw
+    from services.launcher.views.explain import DecisionUnavailable, ask_over_nats, ask_router, query_of
+
+    query = query_of(decision, request)
+    folder = state_dir or Path(common_settings().state_dir)
+    try:
+        if nats_url and not url:
+            found = asyncio.run(ask_over_nats(nats_url, query))
+        elif where := url or (running.endpoint if (running := state_file.find(folder)) else ""):
+            found = asyncio.run(ask_router(where, query))
+        else:
+            fail(f"No system runs with the state directory {folder}. Name a router: --url http://HOST:8000")
+    except DecisionUnavailable as error:
+        fail(str(error))
+    except BusError as error:
+        no_nats(nats_url, error)
+    if json:
+        print_json(in_full(found))
+    else:
+        draw(found, Console())
+
+
+def report(
+    model: Annotated[str, typer.Option(help="Report on this model only.")] = "",
+    nats_url: NatsUrl = "",
+    state_dir: StateDir = None,
+    json: Json = False,
+) -> None:
+    """Report whether disaggregated serving is faster than aggregated serving, by prompt length."""
+    from services.launcher.views.disaggregation_report import ReportUnavailable, ask_report, draw
+
+    url = find_nats(nats_url, state_dir)
+    try:
+        found = asyncio.run(ask_report(url, model))
+    except ReportUnavailable as error:
+        fail(str(error))
+    except BusError as error:
+        no_nats(url, error)
+    if json:
+        print_json(in_full(found))
+    else:
+        draw(found, Console())
+
+
+def plan(
+    count: Annotated[int, typer.Option(min=1, help="Number of decisions to show, newest first.")] = 20,
+    nats_url: NatsUrl = "",
+    state_dir: StateDir = None,
+    json: Json = False,
+) -> None:
+    """Show how many workers of each role the traffic needs, and what the planner changed and why."""
+    from services.launcher.views.plan import PlanUnavailable, ask_plans, draw
+
+    url = find_nats(nats_url, state_dir)
+    try:
+        found = asyncio.run(ask_plans(url, count))
+    except PlanUnavailable as error:
+        fail(str(error))
+    except BusError as error:
+        no_nats(url, error)
+    if json:
+        print_json(in_full(found))
+        return
+    console = Console()
+    draw(found, console if console.is_terminal else Console(width=WIDTH_OF_FILES))
+
+
+def health(
+    service: Annotated[str, typer.Argument(help="router, orchestrator, collector or worker.")],
+    instance: Annotated[str, typer.Argument(help="Its instance name or worker id. Default: any instance.")] = "",
+    nats_url: NatsUrl = "",
+    within_s: Annotated[float, typer.Option(help="Seconds to wait for the service's status.")] = HEALTH_S,
+) -> None:
+    """Check one service: exit with 0 if it is ready, else with 1. For container health checks."""
+    from services.launcher.bus_client import next_status
+
+    url = find_nats(nats_url, None)
+    try:
+        status = asyncio.run(next_status(url, service, instance, within_s))
+    except BusError as error:
+        no_nats(url, error)
+    if status is None:
+        fail(f"unhealthy: {f'{service} {instance}'.rstrip()} has published no status within {within_s:g} s")
+    is_ready = status.phase is ServicePhase.READY
+    detail = f": {status.detail}" if status.detail else ""
+    print(
+        f"{'healthy' if is_ready else 'unhealthy'}: {status.service} {status.instance} is {status.phase.value}{detail}"
+    )
+    sys.exit(0 if is_ready else 1)

@@ -1,4 +1,4 @@
-"""What `baton doctor` hears on the bus: it listens until everybody who should speak has, and asks a few questions."""
+"""What `baton doctor` learns over NATS: it listens until every expected process has reported, and queries a few."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import httpx
 
-from services.launcher.doctor.facts import HeardLoad, HeardService, Nats, RouterAnswer, SystemFacts
-from services.launcher.doctor.machine import side_by_side
-from services.launcher.views.fleet import open_bus
+from services.launcher.bus_client import open_bus
+from services.launcher.doctor.facts import HeardLoad, HeardService, Nats, RouterReply, SystemFacts
+from services.launcher.doctor.machine import run_probes
 from shared.bus.nats_errors import without_password
 from shared.bus.nats_info import read_info
 from shared.bus.port import AskTimedOut, Bus, BusError, Envelope, NoResponders
@@ -32,23 +32,23 @@ ASK_S_MAX = 3.0
 REGISTRY_S_MAX = 5.0
 HTTP_S_MAX = 3.0
 HEARD_S_MIN = 2.5
-"""Services say every two seconds where they are."""
+"""Services publish their status every two seconds."""
 HEARD_S_MAX = 7.0
-"""For who is late."""
+"""For late reports."""
 LATE_S_MAX = 0.5
-"""A clock that seems to be behind by more is listened to longer."""
-LOOK_S = 0.1
+"""A clock that seems further behind than this is observed for longer."""
+POLL_S = 0.1
 ROUNDS = 5
-"""Round trips to NATS of which the quickest counts."""
+"""Round trips to NATS; the quickest counts."""
 PROCESSES_MAX = 4096
-TURNS_MAX = 8
+SENDERS_MAX = 8
 ROUTERS_MAX = 64
-ANYWHERE = ("0.0.0.0", "[::]")  # as a router tells where it listens
+ANYWHERE = ("0.0.0.0", "[::]")  # Addresses that a router publishes when it listens on all interfaces.
 KEYLESS = (401, 403)
 
 
 async def listen(nats_url: str, *, is_expected: bool, launcher_pid: int, clock: Clock | None = None) -> SystemFacts:
-    """All that there is to hear of the system on ``nats_url``."""
+    """Facts about the system on ``nats_url``."""
     facts = SystemFacts(
         nats_url=without_password(nats_url),
         is_expected=is_expected,
@@ -78,106 +78,108 @@ async def listen(nats_url: str, *, is_expected: bool, launcher_pid: int, clock: 
 
 async def hear(bus: Bus, facts: SystemFacts, clock: Clock) -> None:
     """Fill ``facts``. Raises BusError."""
-    ears = Ears(clock)
-    await bus.subscribe(SERVICE_STATUS, ears.status)
-    await bus.subscribe(LOAD, ears.load)
+    listener = Listener(clock)
+    await bus.subscribe(SERVICE_STATUS, listener.status)
+    await bus.subscribe(LOAD, listener.load)
     began = clock.now()
     rtt_s = await round_trip_s(bus, clock)
     if facts.nats is not None:
         facts.nats = Nats(
             **{name: getattr(facts.nats, name) for name in facts.nats.__struct_fields__} | {"rtt_s": rtt_s}
         )
-    found, unknown = await side_by_side({"registry": registry(bus), "fleet": fleet(bus)})
+    found, unknown = await run_probes({"registry": registry(bus), "fleet": fleet(bus)})
     facts.records = found.get("registry", [])
     facts.fleet = found.get("fleet")
     while (heard_s := clock.now() - began) < HEARD_S_MAX:
-        if heard_s >= HEARD_S_MIN and ears.have_heard(facts.records):
+        if heard_s >= HEARD_S_MIN and listener.is_complete(facts.records):
             break
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
     facts.heard_s = clock.now() - began
-    facts.services, facts.loads = ears.services(), ears.reports()
-    facts.routers, facts.unknown = await ask_routers(facts), unknown
+    facts.services, facts.loads = listener.services(), listener.reports()
+    facts.routers, facts.unknown = await query_routers(facts), unknown
 
 
-class Ears:
-    """What was heard. Bounded."""
+class Listener:
+    """Collects statuses and load reports. Bounded."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._services: dict[tuple[str, str], list[tuple[ServiceStatus, float]]] = defaultdict(list)
         self._pids: dict[tuple[str, str], list[tuple[str, int]]] = defaultdict(list)
-        """Of each name, who spoke under it, in turns."""
+        """By service name: the processes that published under it, in order of their messages."""
         self._loads: dict[WorkerId, LoadReport] = {}
         self._epochs: dict[WorkerId, list[Epoch]] = defaultdict(list)
 
     def status(self, status: ServiceStatus, _envelope: Envelope) -> None:
-        """A process said where it is."""
+        """A service published its status."""
         key = status.service, status.instance
         if len(self._services) < PROCESSES_MAX or key in self._services:
             ahead_s = (status.at_ms - self._clock.wall_ms()) / 1000 if status.at_ms else 0.0
             self._services[key].append((status, ahead_s))
-            turns_to(self._pids[key], (status.host, status.pid))
+            note_sender(self._pids[key], (status.host, status.pid))
 
     def load(self, report: LoadReport, _envelope: Envelope) -> None:
-        """A worker said how busy it is."""
+        """A worker reported its load."""
         worker = report.worker_id
         if len(self._loads) < PROCESSES_MAX or worker in self._loads:
-            turns_to(self._epochs[worker], report.epoch)
+            note_sender(self._epochs[worker], report.epoch)
             known = self._loads.get(worker)
             if known is None or known.epoch <= report.epoch:
                 self._loads[worker] = report
 
-    def have_heard(self, records: list[WorkerRecord]) -> bool:
-        """Whether everybody spoke who is needed or registered."""
+    def is_complete(self, records: list[WorkerRecord]) -> bool:
+        """Whether all required services and all registered workers have reported."""
         kinds = {service for service, _instance in self._services}
-        speaking = {record.worker_id for record in records if record.phase is not WorkerPhase.STARTING}
+        expected = {record.worker_id for record in records if record.phase is not WorkerPhase.STARTING}
         return (
-            {"router", "orchestrator", "collector"} <= kinds and speaking <= self._loads.keys() and not self._doubtful()
+            {"router", "orchestrator", "collector"} <= kinds
+            and expected <= self._loads.keys()
+            and not self._needs_more()
         )
 
-    def _doubtful(self) -> bool:
-        """Whether more time could clear something up: a late message makes a clock look as if it were behind."""
+    def _needs_more(self) -> bool:
+        """Whether more messages could resolve a doubt: a late message makes a clock look as if it were behind."""
         behind = any(max(ahead_s for _said, ahead_s in told) < -LATE_S_MAX for told in self._services.values())
-        double = any(map(is_in_doubt, self._pids.values())) or any(map(is_in_doubt, self._epochs.values()))
+        double = any(map(may_be_duplicate, self._pids.values())) or any(map(may_be_duplicate, self._epochs.values()))
         return behind or double
 
     def services(self) -> list[HeardService]:
-        """The newest of each. A clock is as far ahead as in the message that was quickest here."""
+        """The newest status of each. The fastest message gives the best estimate of a clock's offset."""
         return [
             HeardService(
                 status=told[-1][0],
                 ahead_s=max(ahead_s for _status, ahead_s in told),
-                is_double=is_double(self._pids[key]),
+                is_duplicate=is_duplicate(self._pids[key]),
             )
             for key, told in sorted(self._services.items())
         ]
 
     def reports(self) -> list[HeardLoad]:
-        """The newest of each worker."""
+        """The newest report of each worker."""
         return [
-            HeardLoad(report=load, is_double=is_double(self._epochs[worker]))
+            HeardLoad(report=load, is_duplicate=is_duplicate(self._epochs[worker]))
             for worker, load in sorted(self._loads.items())
         ]
 
 
-def turns_to(turns: list[T], speaker: T) -> None:
-    """Somebody speaks under a name: the one who did last, or another."""
-    if turns[-1:] != [speaker] and len(turns) < TURNS_MAX:
-        turns.append(speaker)
+def note_sender(senders: list[T], sender: T) -> None:
+    """Append the sender of a message under one name, unless it also sent the previous one."""
+    if senders[-1:] != [sender] and len(senders) < SENDERS_MAX:
+        senders.append(sender)
 
 
-def is_double(turns: Sequence[object]) -> bool:
-    """Whether somebody spoke again after another had: who has ended, and was started anew, does not."""
-    return len(turns) > len(set(turns))
+def is_duplicate(senders: Sequence[object]) -> bool:
+    """Whether a sender published again after another one. A process that was replaced does not."""
+    return len(senders) > len(set(senders))
 
 
-def is_in_doubt(turns: Sequence[object]) -> bool:
-    """Whether two have spoken, and it may still turn out that both live."""
-    return len(turns) > 1 and not is_double(turns)
+def may_be_duplicate(senders: Sequence[object]) -> bool:
+    """Whether two senders were seen, and both may still be alive."""
+    return len(senders) > 1 and not is_duplicate(senders)
 
 
 async def round_trip_s(bus: Bus, clock: Clock) -> float:
-    """To NATS and back."""
+    """Shortest round trip to NATS, seconds."""
     times = []
     for _ in range(ROUNDS):
         asked_at = clock.now()
@@ -187,17 +189,17 @@ async def round_trip_s(bus: Bus, clock: Clock) -> float:
 
 
 async def registry(bus: Bus) -> list[WorkerRecord]:
-    """Who is registered. Raises ValueError with the words for why nobody knows."""
+    """All worker records. Raises ValueError with the reason when the registry cannot be read."""
     try:
         async with asyncio.timeout(REGISTRY_S_MAX):
-            kept = await (await bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)).all()
+            entries = await (await bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)).all()
     except BusError as error:
         raise ValueError(str(error)) from error
-    return sorted((one.value for one in kept if one.value is not None), key=lambda record: record.worker_id)
+    return sorted((one.value for one in entries if one.value is not None), key=lambda record: record.worker_id)
 
 
 async def fleet(bus: Bus) -> FleetState | None:
-    """As the leading orchestrator sees it; None when nobody answers."""
+    """From the leading orchestrator; None when none responds."""
     try:
         return await bus.ask(DESCRIBE_FLEET, DescribeFleet(), timeout_s=ASK_S_MAX)
     except (NoResponders, AskTimedOut):
@@ -206,36 +208,36 @@ async def fleet(bus: Bus) -> FleetState | None:
         raise ValueError(str(error)) from error
 
 
-async def ask_routers(facts: SystemFacts) -> list[RouterAnswer]:
-    """Each over HTTP, side by side, as a stranger would."""
+async def query_routers(facts: SystemFacts) -> list[RouterReply]:
+    """Query all routers over HTTP in parallel, without credentials."""
     urls = sorted({one.status.url for one in facts.services if one.status.service == "router" and one.status.url})
     if not urls:
         return []
     here = {one.status.url: one.status.host in {"", facts.host} for one in facts.services}
     hosts = {one.status.url: one.status.host for one in facts.services}
     async with httpx.AsyncClient(timeout=HTTP_S_MAX, trust_env=False) as client:
-        asking: list[Coroutine[Any, Any, RouterAnswer]] = [
-            ask_router(client, url, url if here[url] else reachable(url, hosts[url])) for url in urls[:ROUTERS_MAX]
+        asking: list[Coroutine[Any, Any, RouterReply]] = [
+            query_router(client, url, url if here[url] else reachable(url, hosts[url])) for url in urls[:ROUTERS_MAX]
         ]
         return list(await asyncio.gather(*asking))
 
 
 def reachable(url: str, host: str) -> str:
-    """A router that listens on every address is reached by its machine's name."""
+    """The URL with the machine's name in place of a wildcard address."""
     for anywhere in ANYWHERE:
         url = url.replace(anywhere, host)
     return url
 
 
-async def ask_router(client: httpx.AsyncClient, told: str, url: str) -> RouterAnswer:
-    """Whether it is ready, and whether it lets anybody in."""
+async def query_router(client: httpx.AsyncClient, published: str, url: str) -> RouterReply:
+    """Whether it is ready, and whether it requires API keys."""
     try:
         ready = await client.get(f"{url}/ready")
         models = await client.get(f"{url}/v1/models")
     except httpx.HTTPError as error:
-        return RouterAnswer(url=told, failure=str(error) or type(error).__name__)
+        return RouterReply(url=published, failure=str(error) or type(error).__name__)
     detail = ""
     with contextlib.suppress(ValueError, AttributeError):
         detail = str(ready.json().get("reason", ""))
     asks = None if models.status_code not in {200, *KEYLESS} else models.status_code in KEYLESS
-    return RouterAnswer(url=told, ready=ready.status_code == 200, detail=detail, asks_for_key=asks)
+    return RouterReply(url=published, ready=ready.status_code == 200, detail=detail, requires_key=asks)

@@ -1,4 +1,4 @@
-"""`baton doctor`: looks at installation, machine and running system, side by side, and says what it found."""
+"""`baton doctor`: examines installation, machine and running system in parallel."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from shared.runtime.settings import CommonSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patient:
-    """What is to be looked at."""
+class Scope:
+    """What to examine."""
 
     common: CommonSettings
     nats_url: str
     is_expected: bool
-    """Somebody says that a system runs there."""
+    """A state file, an option or a variable says that a system runs there."""
     launcher_pid: int = 0
-    """Of the `baton up` of this machine."""
+    """Process id of `baton up` on this machine; 0: none."""
     load_engine: bool = True
 
 
-async def examine(patient: Patient) -> Examination:
-    """Everything that there is to find."""
-    async with asyncio.TaskGroup() as looking:
-        here = looking.create_task(
-            doctor_machine.look(
-                patient.common,
-                patient.nats_url,
-                load_engine=patient.load_engine,
-                is_running=patient.launcher_pid > 0,
+async def examine(scope: Scope) -> Examination:
+    """All findings."""
+    async with asyncio.TaskGroup() as probes:
+        here = probes.create_task(
+            doctor_machine.probe(
+                scope.common,
+                scope.nats_url,
+                load_engine=scope.load_engine,
+                is_running=scope.launcher_pid > 0,
             ),
-            name="look-at-machine",
+            name="probe-machine",
         )
-        heard = looking.create_task(
-            doctor_bus.listen(patient.nats_url, is_expected=patient.is_expected, launcher_pid=patient.launcher_pid),
+        heard = probes.create_task(
+            doctor_bus.listen(scope.nats_url, is_expected=scope.is_expected, launcher_pid=scope.launcher_pid),
             name="listen",
         )
     system = heard.result()
@@ -50,7 +50,6 @@ async def examine(patient: Patient) -> Examination:
 
 
 def findings(here: InstallationFacts, system: SystemFacts) -> Iterator[Finding]:
-    """Of everything."""
     yield from about_installation(here, is_running=system.is_running)
     yield from about_machine(here)
     yield from about_bus(system)

@@ -1,4 +1,4 @@
-"""What `baton doctor` looked at, as plain facts. What could not be found out is missing, and ``unknown`` says why."""
+"""Facts that `baton doctor` collects. A failed probe leaves its default; ``unknown`` has the reason."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from shared.contracts.workers import FleetState, WorkerRecord
 
 
 class Facts(msgspec.Struct, kw_only=True):
-    """Of one kind each; every one has a default, since any probe may fail."""
+    """Base class. Every field has a default, because any probe may fail."""
 
     unknown: dict[str, str] = msgspec.field(default_factory=dict)
-    """What was to be looked at -> why that was not possible."""
+    """Name of a failed probe -> why it failed."""
 
 
 class Package(msgspec.Struct, frozen=True, kw_only=True):
-    """One that is not as it was locked."""
+    """A package that differs from the lock."""
 
     name: str
     locked: str
@@ -26,16 +26,16 @@ class Package(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Packages(msgspec.Struct, frozen=True, kw_only=True):
-    """The environment against the lock that it was made from."""
+    """The installed packages compared with their lock."""
 
     lock: str = ""
-    """Which one: services, engine-cpu, engine-cuda; empty when there is none beside this installation."""
+    """services, engine-cpu or engine-cuda; empty when no lock is beside this installation."""
     count: int = 0
     drift: list[Package] = msgspec.field(default_factory=list)
 
 
 class Engine(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of loading what engines are made of, in a process of its own."""
+    """Result of loading vLLM and NIXL in a separate process."""
 
     vllm: str = ""
     """Its version."""
@@ -47,13 +47,13 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     nixl: str = ""
     nixl_failure: str = ""
     plugins: list[str] = msgspec.field(default_factory=list)
-    """NIXL's."""
+    """Plugins of NIXL."""
     plugin_failures: dict[str, str] = msgspec.field(default_factory=dict)
-    """Of those that we use: which do not start, and why."""
+    """Plugins that Baton uses but that do not load -> why."""
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """As nvidia-smi tells."""
+    """A GPU as nvidia-smi reports it."""
 
     name: str
     driver: str = ""
@@ -67,7 +67,7 @@ class Disk(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     free_bytes: int = 0
     failure: str = ""
-    """Why nothing can be written there."""
+    """Why the folder is not writable."""
 
 
 class Port(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,20 +78,20 @@ class Port(msgspec.Struct, frozen=True, kw_only=True):
     option: str
     is_free: bool = True
     holder: str = ""
-    """`` by pid 12 (...)``, when the system tells."""
+    """`` by pid 12 (...)``, when it can be found."""
 
 
 class Certificate(msgspec.Struct, frozen=True, kw_only=True):
-    """One that the bus is kept private with."""
+    """A certificate for NATS."""
 
     path: str
     ends_in_s: float = 0.0
-    """Below 0: it has ended."""
+    """Below 0: it has expired."""
     failure: str = ""
 
 
 class InstallationFacts(Facts, kw_only=True):
-    """What is here, whether or not anything runs."""
+    """Facts about this installation and this machine."""
 
     baton: str = ""
     python: tuple[int, int, int] = (0, 0, 0)
@@ -115,40 +115,40 @@ class InstallationFacts(Facts, kw_only=True):
     """NATS addresses of other systems whose processes run here, with how many."""
     certificates: list[Certificate] = msgspec.field(default_factory=list)
     exposed: list[str] = msgspec.field(default_factory=list)
-    """Files with secrets that other users may read."""
+    """Files with secrets that other users can read."""
 
 
 class HeardService(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process said of itself while we listened."""
+    """A service's newest status."""
 
     status: ServiceStatus
     ahead_s: float = 0.0
-    """Of its newest clock reading before ours. The way here makes it smaller, never larger."""
-    is_double: bool = False
-    """Two processes go by this name."""
+    """By how much its clock is ahead of this machine's. Message delay makes it smaller, never larger."""
+    is_duplicate: bool = False
+    """Two processes publish under this name."""
 
 
 class HeardLoad(msgspec.Struct, frozen=True, kw_only=True):
     """A worker's newest load report."""
 
     report: LoadReport
-    is_double: bool = False
-    """Two processes speak as this worker."""
+    is_duplicate: bool = False
+    """Two processes report as this worker."""
 
 
-class RouterAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a router says over HTTP to somebody without a key."""
+class RouterReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What a router replies over HTTP without an API key."""
 
     url: str
     ready: bool = False
     detail: str = ""
-    asks_for_key: bool | None = None
-    """None: it could not be asked."""
+    requires_key: bool | None = None
+    """None: not known."""
     failure: str = ""
 
 
 class Nats(msgspec.Struct, frozen=True, kw_only=True):
-    """What the server says of itself to anybody who connects."""
+    """What nats-server reports in its INFO message."""
 
     version: str = ""
     max_payload: int = 0
@@ -156,24 +156,24 @@ class Nats(msgspec.Struct, frozen=True, kw_only=True):
     auth_required: bool = False
     tls_required: bool = False
     rtt_s: float = 0.0
-    """From asking to an answer, over the connection that services use."""
+    """Round trip over the connection that services use."""
     cluster: list[str] = msgspec.field(default_factory=list)
 
 
 class SystemFacts(Facts, kw_only=True):
-    """What was heard on the bus."""
+    """Facts about the running system."""
 
     nats_url: str = ""
     is_expected: bool = False
-    """Somebody said that a system runs: a state file, an option or a variable."""
+    """A state file, an option or a variable says that a system runs."""
     launcher_pid: int = 0
-    """Of the `baton up` here; 0: there is none."""
+    """Process id of `baton up` on this machine; 0: none."""
     nats: Nats | None = None
-    """None: it does not answer."""
+    """None: it does not respond."""
     failure: str = ""
-    """Why we are not connected."""
+    """Why there is no connection."""
     heard_s: float = 0.0
-    """For so long was listened."""
+    """How long the command listened."""
     host: str = ""
     """This machine."""
     baton: str = ""
@@ -182,10 +182,10 @@ class SystemFacts(Facts, kw_only=True):
     services: list[HeardService] = msgspec.field(default_factory=list)
     loads: list[HeardLoad] = msgspec.field(default_factory=list)
     fleet: FleetState | None = None
-    """None: no orchestrator answers."""
-    routers: list[RouterAnswer] = msgspec.field(default_factory=list)
+    """None: no orchestrator responds."""
+    routers: list[RouterReply] = msgspec.field(default_factory=list)
 
     @property
     def is_running(self) -> bool:
-        """Whether there is a system to speak of."""
+        """Whether a system runs or should run."""
         return self.is_expected or bool(self.records or self.services or self.loads)

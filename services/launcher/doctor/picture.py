@@ -1,4 +1,4 @@
-"""`baton doctor` as a picture: legible without colour, in 80 columns, and in a pipe."""
+"""Prints the findings of `baton doctor`: legible without colour, in 80 columns, and in a pipe."""
 
 from __future__ import annotations
 
@@ -12,47 +12,47 @@ from services.launcher.doctor.findings import Examination, Finding, Level
 
 MARKS = {Level.OK: "✓", Level.NOTE: "·", Level.WARNING: "!", Level.ERROR: "✗"}
 LETTERS = {Level.OK: "ok", Level.NOTE: "--", Level.WARNING: "!!", Level.ERROR: "NO"}
-"""Where only ASCII gets through."""
+"""For terminals that show only ASCII."""
 STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.ERROR: "bold red"}
 BAD = frozenset({Level.WARNING, Level.ERROR})
 WIDTH_MAX = 110
-"""Columns in which sentences are easily read."""
+"""Longer lines are hard to read."""
 
 
-def draw(told: Examination, console: Console) -> None:
-    """All of it."""
+def draw(examination: Examination, console: Console) -> None:
+    """Print all findings and the summary."""
     plain = console.options.ascii_only
-    for area, findings in groupby(told.findings, lambda finding: finding.area):
+    for area, findings in groupby(examination.findings, lambda finding: finding.area):
         console.print(Text(f"\n{area.value}", "bold"))
         for finding in findings:
             for line in _lines(finding, console, plain=plain):
                 console.print(line, soft_wrap=True, highlight=False)
-    level = Level.ERROR if told.errors else Level.WARNING if told.warnings else Level.OK
-    words = Text(f"{(LETTERS if plain else MARKS)[level]} {told.verdict}", STYLES[level])
+    level = Level.ERROR if examination.errors else Level.WARNING if examination.warnings else Level.OK
+    text = Text(f"{(LETTERS if plain else MARKS)[level]} {examination.summary}", STYLES[level])
     console.print()
-    for line in words.wrap(console, _width(console)):
+    for line in text.wrap(console, _width(console)):
         line.rstrip()
         console.print(line, highlight=False)
 
 
 def _lines(finding: Finding, console: Console, *, plain: bool) -> Iterator[Text]:
-    """Behind the mark, all lines of it begin in the same column."""
+    """All lines of a finding start in the same column, after its mark."""
     mark = Text(f" {(LETTERS if plain else MARKS)[finding.level]} ", STYLES[finding.level])
     indent = Text(" " * mark.cell_len)
-    for number, line in enumerate(_words(finding, plain=plain).wrap(console, _width(console) - mark.cell_len)):
+    for number, line in enumerate(_text(finding, plain=plain).wrap(console, _width(console) - mark.cell_len)):
         line.rstrip()
         yield Text.assemble(indent if number else mark, line)
 
 
-def _words(finding: Finding, *, plain: bool) -> Text:
+def _text(finding: Finding, *, plain: bool) -> Text:
     is_bad = finding.level in BAD
-    words = Text.assemble((finding.what, STYLES[finding.level] if is_bad else ""))
+    text = Text.assemble((finding.what, STYLES[finding.level] if is_bad else ""))
     if finding.why:
-        words.append(f"\n{finding.why}", "" if is_bad else "dim")
+        text.append(f"\n{finding.why}", "" if is_bad else "dim")
     if finding.todo:
-        words.append("\n-> " if plain else "\n→ ", "bold" if is_bad else "dim")
-        words.append(finding.todo, "" if is_bad else "dim")
-    return words
+        text.append("\n-> " if plain else "\n→ ", "bold" if is_bad else "dim")
+        text.append(finding.todo, "" if is_bad else "dim")
+    return text
 
 
 def _width(console: Console) -> int:

@@ -1,4 +1,4 @@
-"""Findings about the workers of the running system: who is there, who fits whom, and what routers know of them."""
+"""Findings about workers: presence, phases, compatibility, and the routers' view of them."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from shared.contracts.workers import FleetWorker, Role, WorkerPhase, WorkerRecor
 from shared.text.quantities import counted, duration
 
 STARTING_S_MAX = 600.0
-"""A large model on slow disks."""
+"""Enough for a large model on slow disks."""
 PROBING_S_MAX = 60.0
 SILENT_S_MAX = 3.0
 KV_FULL = 0.95
-"""Of the KV blocks, used: more requests wait or are thrown out of the batch."""
+"""Used share of KV blocks above which requests wait or are preempted."""
 PREFILLS = frozenset({Role.PREFILL, Role.BOTH})
 DECODES = frozenset({Role.DECODE, Role.BOTH})
 MEANINGS = {
-    "dtype": "numbers of another kind",
-    "block_size": "blocks of another size",
+    "dtype": "another number format",
+    "block_size": "another block size",
     "kv_layout": "another processor, cache type or layout",
     "connector": "another connector, or another version of it",
     "engine_version": "another version of the engine",
 }
-"""Fields of a fingerprint, for a person."""
+"""Descriptions of fingerprint fields."""
 
 
 def about_workers(facts: SystemFacts) -> Iterator[Finding]:
-    """All of it."""
+    """All findings about workers."""
     if facts.nats is None or facts.failure or not facts.is_running:
         return
     if not facts.records:
-        todo = "baton up --join adds one; a worker that is starting shows itself in `baton workers`."
-        yield _finding(Level.ERROR, "No worker is registered.", "Every request gets 503.", todo)
+        todo = "`baton up --join` adds one; `baton workers` also shows workers that are starting."
+        yield _finding(Level.ERROR, "No worker is registered.", "Every request is rejected with 503.", todo)
         return
     loads = {heard.report.worker_id: heard for heard in facts.loads}
     yield _counts(facts.records)
     for record in facts.records:
         yield from _presence(record, loads.get(record.worker_id), facts)
-        yield from _alike(record)
+        yield from _settings(record)
     yield from _unregistered(facts, loads)
     if facts.fleet is not None:
         for worker in facts.fleet.workers:
@@ -62,14 +62,14 @@ def about_workers(facts: SystemFacts) -> Iterator[Finding]:
 def _counts(records: list[WorkerRecord]) -> Finding:
     ready = [record for record in records if record.phase is WorkerPhase.READY]
     roles = [(role, sum(record.role is role for record in ready)) for role in Role]
-    words = ", ".join(f"{count} {role.value}" for role, count in roles if count)
-    what = f"{len(ready)} of {many(len(records), 'worker')} ready{f': {words}' if words else ''}"
+    text = ", ".join(f"{count} {role.value}" for role, count in roles if count)
+    what = f"{len(ready)} of {many(len(records), 'worker')} ready{f': {text}' if text else ''}"
     if ready:
         return _finding(Level.OK, what)
-    coming = all(record.phase in {WorkerPhase.STARTING, WorkerPhase.PROBING} for record in records)
-    wait = "Wait: engines take seconds to minutes to load. " if coming else ""
-    todo = f"{wait}`baton workers` shows what each does just now."
-    return _finding(Level.ERROR, f"{what}.", "Every request gets 503.", todo)
+    loading = all(record.phase in {WorkerPhase.STARTING, WorkerPhase.PROBING} for record in records)
+    wait = "Wait: engines take seconds to minutes to load. " if loading else ""
+    todo = f"{wait}`baton workers` shows what each one does."
+    return _finding(Level.ERROR, f"{what}.", "Every request is rejected with 503.", todo)
 
 
 def _presence(record: WorkerRecord, heard: HeardLoad | None, facts: SystemFacts) -> Iterator[Finding]:
@@ -77,39 +77,42 @@ def _presence(record: WorkerRecord, heard: HeardLoad | None, facts: SystemFacts)
     if record.phase in {WorkerPhase.STARTING, WorkerPhase.GONE}:
         return
     if heard is None:
-        what = f"{worker} is registered and was not heard within {facts.heard_s:.0f} s."
-        why = f"It reports every second when it is well ({record.host}, pid {record.pid})."
-        yield _finding(
-            Level.ERROR, what, why, "See whether that process lives, and whether it reaches NATS; its log tells."
-        )
-    elif heard.is_double:
-        what = f"Two processes speak as {worker}."
-        why = "Routers believe the younger one; legs of the other are lost."
-        yield _finding(Level.ERROR, what, why, "End one, or give it another WORKER_WORKER_ID.")
+        what = f"{worker} is registered but has not reported within {facts.heard_s:.0f} s."
+        why = f"A healthy worker reports every second ({record.host}, pid {record.pid})."
+        yield _finding(Level.ERROR, what, why, "Check that its process runs and reaches NATS: see its log.")
+    elif heard.is_duplicate:
+        what = f"Two processes report as {worker}."
+        why = "Routers use the newer one; requests on the other are lost."
+        yield _finding(Level.ERROR, what, why, "Stop one, or give it another WORKER_WORKER_ID.")
     elif heard.report.epoch < record.epoch:
-        what = f"An earlier life of {worker} still speaks."
-        why = "Nobody listens to it; the later one, which is registered, is silent."
+        what = f"An earlier process of {worker} still reports."
+        why = "It is ignored, and the registered process does not report."
         yield _finding(
-            Level.ERROR, what, why, f"End the earlier process on {record.host}; pid {record.pid} is the later one."
+            Level.ERROR,
+            what,
+            why,
+            f"Stop the earlier process on {record.host}; pid {record.pid} is the registered one.",
         )
 
 
-def _alike(record: WorkerRecord) -> Iterator[Finding]:
+def _settings(record: WorkerRecord) -> Iterator[Finding]:
     if record.wire_version != WIRE_VERSION:
-        what = f"{record.worker_id} speaks version {record.wire_version} of the wire; here it is {WIRE_VERSION}."
-        yield _finding(Level.ERROR, what, "They may misunderstand each other.", "Install the same Baton on both.")
-    if record.role is not Role.STORE and not record.prefix_caching:
-        what = f"{record.worker_id} keeps no prefix cache."
+        what = f"{record.worker_id} uses wire version {record.wire_version}; this command uses {WIRE_VERSION}."
         yield _finding(
-            Level.NOTE, what, "No prompt is ever found again there.", "Leave out --no-enable-prefix-caching."
+            Level.ERROR, what, "They may misunderstand each other.", "Install the same Baton version on both."
+        )
+    if record.role is not Role.STORE and not record.prefix_caching:
+        what = f"{record.worker_id} has no prefix cache."
+        yield _finding(
+            Level.NOTE, what, "It computes every prompt from scratch.", "Leave out --no-enable-prefix-caching."
         )
 
 
 def _unregistered(facts: SystemFacts, loads: Iterable[str]) -> Iterator[Finding]:
     for worker in sorted(set(loads) - {record.worker_id for record in facts.records}):
-        what = f"{worker} reports its load and is not in the registry."
-        why = "Routers place nothing there."
-        todo = "It registers again within seconds; if it does not, JetStream does not take what it writes: see its log."
+        what = f"{worker} reports its load but is not in the registry."
+        why = "Routers place no requests on it."
+        todo = "It should register within seconds. If it does not, JetStream rejects its writes: see its log."
         yield _finding(Level.WARNING, what, why, todo)
 
 
@@ -118,22 +121,24 @@ def _life(worker: FleetWorker) -> Iterator[Finding]:
     since = duration(worker.since_s)
     if worker.phase is WorkerPhase.LOST:
         what = f"{name} was lost {since} ago."
-        todo = "`baton up` starts its own again; elsewhere, look at its log and start it."
-        yield _finding(Level.WARNING, what, "It fell silent: its process ended or cannot reach NATS.", todo)
+        todo = "`baton up` restarts its own workers. Elsewhere, see its log and start it again."
+        yield _finding(Level.WARNING, what, "It stopped reporting: its process ended or cannot reach NATS.", todo)
     elif worker.phase is WorkerPhase.STARTING and worker.since_s > STARTING_S_MAX:
-        why = note or "It gets no requests meanwhile."
-        yield _finding(Level.WARNING, f"{name} has been starting for {since}.", why, "Its log says what it waits for.")
+        why = note or "It gets no requests until it is ready."
+        yield _finding(Level.WARNING, f"{name} has been starting for {since}.", why, "Its log shows what it waits for.")
     elif worker.phase is WorkerPhase.PROBING and worker.since_s > PROBING_S_MAX:
-        why = note or "It gets no requests until it has shown that it can exchange KV."
-        todo = "Another worker of the same model must be there and be reached: see its log, and NIXL above."
+        why = note or "It gets no requests until its KV self-test succeeds."
+        todo = "It needs another reachable worker of the same model: see its log, and NIXL above."
         yield _finding(Level.WARNING, f"{name} has been probing for {since}.", why, todo)
     elif worker.phase in {WorkerPhase.STARTING, WorkerPhase.PROBING}:
-        yield _finding(Level.NOTE, f"{name} is {worker.phase.value}, for {since} now.", note)
+        yield _finding(Level.NOTE, f"{name} has been {worker.phase.value} for {since}.", note)
     elif worker.phase is WorkerPhase.DRAINING:
-        yield _finding(Level.NOTE, f"{name} is draining, for {since} now.", note)
+        yield _finding(Level.NOTE, f"{name} has been draining for {since}.", note)
     elif worker.phase is WorkerPhase.READY and worker.silent_s > SILENT_S_MAX:
-        what = f"The orchestrator has not heard {name} for {duration(worker.silent_s)}."
-        yield _finding(Level.WARNING, what, "It will be declared lost.", "Is its machine overloaded or cut off?")
+        what = f"{name} has not reported to the orchestrator for {duration(worker.silent_s)}."
+        yield _finding(
+            Level.WARNING, what, "It will be declared lost.", "Check the load and the network of its machine."
+        )
 
 
 def _models(records: list[WorkerRecord]) -> Iterator[Finding]:
@@ -151,8 +156,8 @@ def _roles(model: str, records: list[WorkerRecord]) -> Iterator[Finding]:
     roles = {record.role for record in records}
     if not roles & PREFILLS or not roles & DECODES:
         there, missing = ("prefill", "decode") if roles & PREFILLS else ("decode", "prefill")
-        what = f"Of {model} only {there} workers are ready."
-        why = f"Every request is served by one worker, which is meant for {there} alone."
+        what = f"{model} has ready workers for {there} only."
+        why = f"Each {there} worker also computes the other phase."
         yield _finding(Level.WARNING, what, why, f"baton up --join --{missing} 1, or baton role ID {missing}")
 
 
@@ -162,8 +167,8 @@ def _revisions(model: str, records: list[WorkerRecord]) -> Iterator[Finding]:
         revisions[record.fingerprint.revision].append(record)
     if len(revisions) > 1:
         who = "; ".join(f"{rev or 'none'}: {_names(those)}" for rev, those in sorted(revisions.items()))
-        why = "They never exchange KV with each other. `/v1/models` tells how conversations are shared out."
-        todo = "If that is not meant, start them with the same weights; ROUTER_REVISION_SHARES sets the shares."
+        why = "Different revisions do not exchange KV. `/v1/models` shows how conversations are divided."
+        todo = "If this is not intended, start them with the same weights. ROUTER_REVISION_SHARES sets the shares."
         yield _finding(Level.NOTE, f"{model} runs in {len(revisions)} revisions ({who}).", why, todo)
     for those in revisions.values():
         yield from _fingerprints(model, those)
@@ -176,9 +181,7 @@ def _fingerprints(model: str, records: list[WorkerRecord]) -> Iterator[Finding]:
         groups[record.fingerprint.key()].append(record)
     if len(groups) < 2:
         if len(records) > 1:
-            yield _finding(
-                Level.OK, f"The {len(records)} engines of {model} can exchange KV: their fingerprints are equal"
-            )
+            yield _finding(Level.OK, f"The {len(records)} engines of {model} can exchange KV: their fingerprints match")
         return
     pairs = any({r.role for r in those} & PREFILLS and {r.role for r in those} & DECODES for those in groups.values())
     first, *others = sorted(groups.values(), key=len, reverse=True)
@@ -187,9 +190,9 @@ def _fingerprints(model: str, records: list[WorkerRecord]) -> Iterator[Finding]:
         fields = "; ".join(f"{name} is {ours} and {theirs}" for name, ours, theirs in differing)
         what = f"{_names(first)} and {_names(those)} cannot exchange KV: {fields}."
         meaning = ", ".join(MEANINGS.get(name, name) for name, _, _ in differing)
-        apart = "" if pairs else " No prefill worker fits a decode worker: nothing can be disaggregated."
-        todo = "Start them with the same weights, dtype, vLLM, NIXL and --engine-args, on the same kind of processor."
-        yield _finding(Level.WARNING if pairs else Level.ERROR, what, f"They have {meaning}.{apart}", todo)
+        apart = "" if pairs else " No prefill worker matches a decode worker: no request can be disaggregated."
+        todo = "Use the same weights, dtype, vLLM, NIXL and --engine-args, and the same kind of processor."
+        yield _finding(Level.WARNING if pairs else Level.ERROR, what, f"The difference: {meaning}.{apart}", todo)
 
 
 def _differing(one: WorkerRecord, other: WorkerRecord) -> Iterator[tuple[str, object, object]]:
@@ -206,9 +209,9 @@ def _schemes(model: str, records: list[WorkerRecord]) -> Iterator[Finding]:
         schemes[hashing.algorithm, hashing.seed, hashing.block_size].append(record)
     if len(schemes) > 1:
         who = "; ".join(f"{_names(those)}: {scheme[0]}, blocks of {scheme[2]}" for scheme, those in schemes.items())
-        why = "The same prefix has another name on each: what one has cached is not seen as the other's."
-        todo = "Same --block-size and --prefix-caching-hash-algo everywhere."
-        yield _finding(Level.WARNING, f"Workers of {model} name their KV blocks differently ({who}).", why, todo)
+        why = "Their block hashes differ, so a prefix cached on one is not recognised on the other."
+        todo = "Use the same --block-size and --prefix-caching-hash-algo for all."
+        yield _finding(Level.WARNING, f"Workers of {model} hash their KV blocks differently ({who}).", why, todo)
 
 
 def _load(heard: HeardLoad) -> Iterator[Finding]:
@@ -216,65 +219,64 @@ def _load(heard: HeardLoad) -> Iterator[Finding]:
     used = load.kv_blocks_used / load.kv_blocks_total if load.kv_blocks_total else 0.0
     if store is None:
         if used > KV_FULL and load.waiting:
-            what = (
-                f"The KV cache of {load.worker_id} is full ({used:.0%}) and {many(load.waiting, 'request')} wait there."
-            )
-            todo = "A larger --kv-cache, or more workers: baton up --join --decode 1."
-            yield _finding(Level.WARNING, what, "Requests queue in the engine, or are thrown out of its batch.", todo)
+            what = f"The KV cache of {load.worker_id} is full ({used:.0%}) and {many(load.waiting, 'request')} wait."
+            todo = "Use a larger --kv-cache, or add workers: baton up --join --decode 1."
+            yield _finding(Level.WARNING, what, "Requests wait in the engine or are preempted.", todo)
         return
     if lost := store.damaged_blocks_total + store.unsaved_blocks_total:
         what = (
             f"{load.worker_id} has lost {counted(lost)} blocks: {counted(store.damaged_blocks_total)} damaged in its "
         )
         what += f"files, {counted(store.unsaved_blocks_total)} not saved."
-        todo = "Is its disk full or failing? WORKER_STORE_DIR names another."
-        yield _finding(Level.WARNING, what, "What is lost is computed again.", todo)
-    room = store.disk_blocks_max or load.kv_blocks_total
-    kept = store.disk_blocks if store.disk_blocks_max else store.host_blocks
-    if room and kept >= room:
-        what = f"{load.worker_id} is full: it keeps {counted(kept)} blocks, the oldest make room for new ones."
-        why = "As it should, unless what goes is asked for again."
-        yield _finding(Level.NOTE, what, why, "WORKER_STORE_FILES_BYTES gives it more room.")
+        todo = "Check its disk. WORKER_STORE_DIR sets another folder."
+        yield _finding(Level.WARNING, what, "Lost blocks are computed again.", todo)
+    capacity = store.disk_blocks_max or load.kv_blocks_total
+    stored = store.disk_blocks if store.disk_blocks_max else store.host_blocks
+    if capacity and stored >= capacity:
+        what = f"{load.worker_id} is full: it stores {counted(stored)} blocks and evicts the oldest for new ones."
+        why = "This is normal, unless evicted prefixes are needed again."
+        yield _finding(Level.NOTE, what, why, "WORKER_STORE_FILES_BYTES raises the limit.")
 
 
 def _known_to_routers(facts: SystemFacts) -> Iterator[Finding]:
-    told = [
+    routers = [
         (one.status.instance, one.status.router)
         for one in facts.services
         if one.status.router is not None and one.status.phase is ServicePhase.READY
     ]
     inexact = False
-    for router, standing in told:
-        for worker, state in sorted(standing.not_exact.items()):
+    for router, health in routers:
+        for worker, state in sorted(health.not_exact.items()):
             inexact = True
             yield _index(router, worker, state)
-        yield from _tokens(router, standing)
-        if not standing.is_index_compiled:
-            why = "Placing costs several times the CPU, which is enough for a few workers."
+        yield from _tokens(router, health)
+        if not health.is_index_compiled:
+            why = "Placement uses several times the CPU, which is enough for a few workers."
             todo = "Install a C compiler where it runs, then `make setup`."
             yield _finding(Level.NOTE, f"The prefix index of {router} runs in Python.", why, todo)
-    if told and not inexact:
+    if routers and not inexact:
         yield _finding(
-            Level.OK, f"{many(len(told), 'router')} know{'s' * (len(told) == 1)} exactly what each worker has cached"
+            Level.OK,
+            f"{many(len(routers), 'router')} know{'s' * (len(routers) == 1)} exactly what each worker has cached",
         )
 
 
 def _index(router: str, worker: str, state: str) -> Finding:
     if state == "degraded":
-        what = f"{router} is not sure what {worker} has cached (DEGRADED)."
-        why = "It missed events and has asked for a snapshot; meanwhile it goes by the last it knew."
-        return _finding(Level.NOTE, what, why, "Look again in a few seconds: it should be EXACT.")
+        what = f"{router} does not know exactly what {worker} has cached (DEGRADED)."
+        why = "It missed events and has requested a snapshot; until then it uses its last state."
+        return _finding(Level.NOTE, what, why, "Repeat in a few seconds: it should be EXACT then.")
     what = f"{router} does not know what {worker} has cached ({state.upper()})."
-    why = f"{worker} does not send snapshots: it is placed by load alone."
-    todo = f"The log of {worker} says why; a restart of it helps."
+    why = f"{worker} sends no snapshots, so the router places on it by load alone."
+    todo = f"The log of {worker} says why; restarting it helps."
     return _finding(Level.WARNING, what, why, todo)
 
 
-def _tokens(router: str, standing: RouterHealth) -> Iterator[Finding]:
-    if standing.tokens_differ:
-        what = f"{router} does not make the tokens that {named(sorted(standing.tokens_differ))} make of the same text."
-        why = "Its model is placed by load alone: cached prefixes are not found."
-        todo = "Same tokenizer files and chat template everywhere? The router's log names the first token that differs."
+def _tokens(router: str, health: RouterHealth) -> Iterator[Finding]:
+    if health.tokens_differ:
+        what = f"{router} tokenizes differently from {named(sorted(health.tokens_differ))}."
+        why = "That model is placed by load alone: cached prefixes are not found."
+        todo = "Use the same tokenizer files and chat template. The router's log shows the first token that differs."
         yield _finding(Level.WARNING, what, why, todo)
 
 

@@ -1,4 +1,4 @@
-"""What is known of each process just now; the display draws it, the supervisor waits on it."""
+"""The state of each process: the screen draws it, the supervisor updates it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shared.contracts.control import ServicePhase, ServiceStatus
 
 @dataclass
 class Row:
-    """One process. ``now`` values are on the supervisor's clock, seconds."""
+    """One process. Times are seconds on the supervisor's clock."""
 
     name: str
     note: str = ""
@@ -20,18 +20,18 @@ class Row:
     pid: int = 0
     started_at: float = 0.0
     settled_at: float = 0.0
-    """When it became ready or ended; 0 while it works towards that."""
+    """When it became ready or ended; 0 before that."""
     url: str = ""
     has_drained: bool = False
-    """It was ordered to leave, and is not started again when it has."""
+    """It was ordered to drain, so it is not restarted when it exits."""
 
     def seconds(self, now: float) -> float:
-        """How long it took, or has taken so far."""
+        """Duration of the present phase change, so far or in total."""
         return (self.settled_at or now) - self.started_at if self.started_at else 0.0
 
 
 class Board:
-    """All processes of the system, in the order in which they were planned."""
+    """All processes of the system, in start order."""
 
     def __init__(self) -> None:
         self.rows: dict[str, Row] = {}
@@ -42,29 +42,29 @@ class Board:
         self._listeners.append(listener)
 
     def plan(self, name: str, note: str = "") -> None:
-        """The process will be started."""
+        """Add a process that will be started."""
         self.rows[name] = Row(name, note)
 
     def started(self, name: str, pid: int, now: float) -> None:
-        """A new life of the process has begun."""
+        """The process was started or restarted."""
         row = self.rows[name]
         row.pid, row.started_at, row.settled_at, row.url = pid, now, 0.0, ""
         row.has_drained = False
         self.mark(name, ServicePhase.STARTING, "", now)
 
     def heard(self, status: ServiceStatus, now: float) -> Row | None:
-        """A process said where it is. Answers its row, or None if it is not one of ours."""
+        """A service published its status. Returns its row, or None for a process of another launcher."""
         row = next((row for row in self.rows.values() if row.pid and row.pid == status.pid), None)
         if row is None:
             return None
         row.url = status.url or row.url
         if row.phase is ServicePhase.DRAINING and status.phase in {ServicePhase.STARTING, ServicePhase.READY}:
-            return row  # said before it heard that it shall stop
+            return row  # Published before it received the signal to stop.
         self.mark(row.name, status.phase, status.detail, now)
         return row
 
     def mark(self, name: str, phase: ServicePhase, detail: str, now: float) -> None:
-        """The process is in this phase."""
+        """Set the phase of a process."""
         row = self.rows[name]
         if (row.phase, row.detail) == (phase, detail):
             return
@@ -77,7 +77,7 @@ class Board:
             listener(row)
 
     def draining(self, name: str, now: float) -> None:
-        """The process was told to stop: its seconds count from here."""
+        """The process was told to stop; its duration counts from here."""
         row = self.rows[name]
         row.started_at = now
         self.mark(name, ServicePhase.DRAINING, "", now)

@@ -1,4 +1,4 @@
-"""Child processes: each in a process group of its own, with a log file, and none that outlives us."""
+"""Child processes: each has its own process group and log file, and none outlives the launcher."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from services.launcher.system.waiting import first_of
 
 LOG_TAIL_LINES_MAX = 400
 KILL_S_MAX = 10.0
-"""A process that was sent SIGKILL is gone by then, or the kernel holds it."""
+"""A process ends within this time after SIGKILL, unless it hangs in the kernel."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Child:
         return self.process.pid
 
     async def stop(self, *, grace_s: float, hurry: asyncio.Event) -> bool:
-        """SIGTERM, then SIGKILL for the whole group after ``grace_s`` or on ``hurry``. True if it went by itself."""
+        """SIGTERM, then SIGKILL for the whole group after ``grace_s`` or on ``hurry``. True if it ended by itself."""
         with contextlib.suppress(ProcessLookupError):
             self.process.terminate()
         await first_of(self.process.wait(), hurry.wait(), within_s=grace_s)
@@ -47,18 +47,18 @@ class Child:
         return by_itself
 
     def kill_group(self) -> None:
-        """End whatever it has started and left behind."""
+        """Kill the processes that it has started and left behind."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def tail(self) -> list[str]:
-        """The last lines of its log."""
+        """The last lines of its log file."""
         with self.log.open(errors="replace") as lines:
             return list(deque(lines, maxlen=LOG_TAIL_LINES_MAX))
 
 
-class Nursery:
-    """Starts children, and tells the guard of each: it ends them if this process is killed."""
+class ChildStarter:
+    """Starts children and reports them to the guard, which ends them if this process is killed."""
 
     def __init__(self, logs: Path, environment: Mapping[str, str], guard_pipe: BinaryIO) -> None:
         self.logs = logs
@@ -66,7 +66,7 @@ class Nursery:
         self._guard_pipe = guard_pipe
 
     async def start(self, plan: ProcessPlan, now: float) -> Child:
-        """Start one process; what it prints goes to ``<logs>/<name>.log``, after what an earlier life wrote there."""
+        """Start one process. Its output is appended to ``<logs>/<name>.log``."""
         log = self.logs / f"{plan.name}.log"
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
@@ -81,17 +81,17 @@ class Nursery:
         return Child(plan, process, log, started_at=now)
 
     def forget(self, child: Child) -> None:
-        """The child has ended: what is left of its group goes too."""
+        """The child has ended: kill the rest of its group."""
         child.kill_group()
         with contextlib.suppress(BrokenPipeError):
             self._guard_pipe.write(f"-{child.pid}\n".encode())
 
 
 @contextlib.contextmanager
-def open_nursery(logs: Path, environment: Mapping[str, str]) -> Iterator[Nursery]:
-    """A nursery with its guard."""
+def open_child_starter(logs: Path, environment: Mapping[str, str]) -> Iterator[ChildStarter]:
+    """A starter with its guard process."""
     logs.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-I", "-S", guard.__file__]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, bufsize=0) as watcher:
         assert watcher.stdin is not None
-        yield Nursery(logs, environment, watcher.stdin)  # type: ignore[arg-type]  # unbuffered: a raw FileIO
+        yield ChildStarter(logs, environment, watcher.stdin)  # type: ignore[arg-type]  # unbuffered: a raw FileIO

@@ -1,4 +1,4 @@
-"""Why a process died, in words for a person: taken from its last log lines and its exit status."""
+"""Why a process died, as a sentence from its last log lines and its exit status."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 EXCEPTION = re.compile(
     r"(?:^|[\s\]])((?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Dead|Down|Refused|Failed|Lost|TooLarge|Killed)): (.+)"
 )
-"""``ValueError: words``, wherever logging put it on the line."""
-EMPTY_WORDS = re.compile(r"See root cause above|unhandled errors in a TaskGroup|Engine core proc died|Failed core proc")
-"""Exceptions that only say that there is another one."""
+"""``ValueError: text``, at any position of a log line."""
+WRAPPER = re.compile(r"See root cause above|unhandled errors in a TaskGroup|Engine core proc died|Failed core proc")
+"""Exceptions that only refer to another one."""
 VALIDATION = re.compile(r"\d+ validation errors? for \w+")
-VALIDATION_WORDS = re.compile(r"^\s+Value error, (.+?)(?: \[type=|$)")
-"""pydantic puts what is wrong on the line after the exception."""
+VALIDATION_TEXT = re.compile(r"^\s+Value error, (.+?)(?: \[type=|$)")
+"""pydantic prints the cause on the line after the exception."""
 REFUSAL = re.compile(r"^(?:router|orchestrator|collector|worker): (.+)")
-"""What a service that refuses to start says as its last words: a wrong setting, a port that is taken."""
+"""Last line of a service that refuses to start, for example because of a wrong setting."""
 OUT_OF_MEMORY = re.compile(
     r"out of memory|Cannot allocate memory|std::bad_alloc|MemoryError|No available memory for the cache blocks",
     re.IGNORECASE,
 )
 SIGKILL = 9
 LAST_LINES_MAX = 8
-WORDS_MAX = 600
+TEXT_CHARS_MAX = 600
 
 
 def why_it_died(lines: Sequence[str], exit_code: int, detail: str = "") -> str:
-    """One or two sentences. ``detail`` is what the process itself said last, if it said FAILED."""
+    """One or two sentences. ``detail`` is the detail of its last status, if that was FAILED."""
     plain = [plain_line(line) for line in lines]
     root = root_exception(plain)
     memory = next((line.strip() for line in reversed(plain) if OUT_OF_MEMORY.search(line)), "")
     if memory:
         return cut(f"Out of memory: {root or memory}")
     if VALIDATION.search(detail or root):
-        wrong = next((found[1] for line in plain if (found := VALIDATION_WORDS.search(line))), "")
+        wrong = next((found[1] for line in plain if (found := VALIDATION_TEXT.search(line))), "")
         return cut(wrong or detail or root)
-    if detail and not EMPTY_WORDS.search(detail):
+    if detail and not WRAPPER.search(detail):
         return cut(detail)
     if root:
         return cut(root)
     if plain and (refusal := REFUSAL.search(plain[-1])):
         return cut(refusal[1])
     if exit_code == -SIGKILL:
-        return "It was killed (SIGKILL): by somebody, or by the kernel because memory ran out."
+        return "It was killed (SIGKILL), by a user or by the kernel because memory ran out."
     if exit_code < 0:
         return f"It was ended by signal {-exit_code}."
-    return f"It ended with exit code {exit_code} and left no reason in its log."
+    return f"It exited with code {exit_code}; its log gives no reason."
 
 
 def plain_line(line: str) -> str:
@@ -64,19 +64,19 @@ def plain_line(line: str) -> str:
 
 
 def root_exception(lines: Sequence[str]) -> str:
-    """The last exception that says something; wrappers that only point to another one are passed over."""
+    """The last exception with a cause; wrappers that only refer to another one are skipped."""
     for line in reversed([part for whole in lines for part in whole.splitlines()]):
         found = EXCEPTION.search(line)
-        if found and not EMPTY_WORDS.search(line):
+        if found and not WRAPPER.search(line):
             return f"{found[1].rsplit('.', 1)[-1]}: {found[2].strip()}"
     return ""
 
 
 def last_lines(lines: Sequence[str]) -> list[str]:
-    """What to show of a log beside the reason."""
+    """The log lines to show beside the reason."""
     return [cut(line) for line in map(plain_line, lines) if line.strip()][-LAST_LINES_MAX:]
 
 
 def cut(text: str) -> str:
-    """At most ``WORDS_MAX`` characters of it."""
-    return text if len(text) <= WORDS_MAX else text[:WORDS_MAX] + "…"
+    """At most ``TEXT_CHARS_MAX`` characters of it."""
+    return text if len(text) <= TEXT_CHARS_MAX else text[:TEXT_CHARS_MAX] + "…"

@@ -1,8 +1,8 @@
-"""Ends the system's processes when the launcher vanishes without having done it (SIGKILL, out of memory).
+"""Ends the system's processes when the launcher dies without doing so (SIGKILL, out of memory).
 
-A process of its own, in a session of its own: the launcher writes ``+group`` for each process group it starts and
-``-group`` when one has ended. When the pipe closes, the groups that are left get SIGTERM, and SIGKILL soon after.
-Runs as a plain script without site-packages, so that it is small and starts at once.
+A separate process in its own session. The launcher writes ``+group`` for each process group it starts and
+``-group`` when one has ended. When the pipe closes, the remaining groups get SIGTERM, and later SIGKILL.
+Runs as a plain script without site-packages, so that it is small and starts quickly.
 """
 
 import os
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def send(groups: set[int], number: int) -> set[int]:
-    """Signal every group; answers those that still exist."""
+    """Signal every group; returns those that still exist."""
     alive = set()
     for group in groups:
         try:

@@ -1,4 +1,4 @@
-"""What this machine has: cores, GPUs, the nats-server binary, and who holds which port."""
+"""Facts about this machine: cores, GPUs, the nats-server binary, ports."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from pathlib import Path
 
 import psutil
 
-from services.launcher.system.plan import Machine, PlanRefused, PortNeed
+from services.launcher.system.plan import Machine, PlanRefused, RequiredPort
 
 NVIDIA_SMI_S_MAX = 30.0
 PORT_MAX = 65535
 COMMAND_CHARS_MAX = 80
 NATS_SERVER_VARIABLE = "BATON_NATS_SERVER"
-"""Names another nats-server binary than the one that comes with the packages."""
+"""Path of a nats-server binary to use instead of the packaged one."""
 KEYS_VARIABLE = "ROUTER_KEYS_FILE"
 CONSOLE_KEYS_VARIABLE = "COLLECTOR_ADMIN_KEY_FILE"
 API_KEY_VARIABLE = "BATON_API_KEY"
-"""The key with which the launcher itself asks routers that want one."""
+"""API key that the launcher itself sends to routers."""
 FOR_THE_LAUNCHER = {NATS_SERVER_VARIABLE, API_KEY_VARIABLE, "BATON_ENGINE", "BATON_PYTHON"}
-"""BATON_* variables of `make` and `baton` themselves; services refuse variables that they do not know."""
+"""BATON_* variables of `make` and `baton` only; services reject unknown variables."""
 
 
-def look() -> Machine:
-    """What the plan needs to know of this machine."""
+def describe_machine() -> Machine:
+    """The facts that a plan needs."""
     return Machine(
         python=sys.executable,
         nats_server=find_nats_server(),
@@ -43,20 +43,20 @@ def look() -> Machine:
 
 
 def inherited_environment() -> dict[str, str]:
-    """What every child gets of our own environment. The routers' keys are the console's, too, unless it has its own."""
+    """The environment of all children. The routers' key file is also the console's, unless that has its own."""
     ours = {name: value for name, value in os.environ.items() if name not in FOR_THE_LAUNCHER}
     keys = ours.get(KEYS_VARIABLE, "")
     return {CONSOLE_KEYS_VARIABLE: keys, **ours} if Path(keys).is_file() else ours
 
 
 def key_headers() -> dict[str, str]:
-    """What a request to a router needs where it wants a key."""
+    """Authorization header for requests to routers; empty without a key."""
     key = os.environ.get(API_KEY_VARIABLE, "")
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
 def find_nats_server() -> str:
-    """The binary that the user named, the one beside our Python, or one on the PATH; empty if there is none."""
+    """The binary that the user named, the one beside this Python, or one on the PATH; empty if there is none."""
     if named := os.environ.get(NATS_SERVER_VARIABLE):
         if found := shutil.which(named):
             return found
@@ -100,16 +100,16 @@ def has_distribution(name: str) -> bool:
 
 
 def require_vllm() -> None:
-    """Raises PlanRefused when real engines are asked for and cannot run here."""
+    """Raises PlanRefused when vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise PlanRefused(
-            "vLLM is not installed here. `make setup BATON_ENGINE=cpu` (or cuda) installs it; "
-            "`--engine simulated` runs without it."
+            "vLLM is not installed. `make setup BATON_ENGINE=cpu` (or cuda) installs it; "
+            "`baton up --engine simulated` runs without it."
         )
 
 
 def find_model(model: str) -> str:
-    """A local path made absolute, anything else as it is: the worker asks the hub. Raises PlanRefused."""
+    """A local path as an absolute path; a Hugging Face id unchanged. Raises PlanRefused."""
     if not model.startswith(("/", "./", "../", "~")):
         return model
     path = Path(model).expanduser().absolute()
@@ -119,24 +119,24 @@ def find_model(model: str) -> str:
     return str(path)
 
 
-def taken_ports(needs: tuple[PortNeed, ...]) -> list[str]:
-    """One sentence for each port that is not free."""
+def taken_ports(ports: tuple[RequiredPort, ...]) -> list[str]:
+    """One sentence for each port that is in use."""
     return [
-        f"Port {need.port} for {need.purpose} is taken{holder(need.port)}: choose another with {need.option}."
-        for need in needs
-        if not is_free(need.host, need.port)
+        f"Port {port.port} for {port.purpose} is in use{holder(port.port)}: choose another with {port.option}."
+        for port in ports
+        if not is_free(port.host, port.port)
     ]
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a server may listen there now."""
+    """Whether a server can listen there now. Raises PlanRefused for a port that needs privileges."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except PermissionError as error:
-            raise PlanRefused(f"Port {port} may not be used by this user: {error.strerror}.") from error
+            raise PlanRefused(f"Port {port} cannot be used by this user: {error.strerror}.") from error
         except OSError:
             return False
     return True
@@ -144,29 +144,27 @@ def is_free(host: str, port: int) -> bool:
 
 @contextlib.contextmanager
 def claimed(port: int) -> Iterator[None]:
-    """Be the only launcher whose routers share this port: the kernel would let those of two systems share it. Raises
-    PlanRefused.
-    """
+    """Reserve this port: with SO_REUSEPORT, routers of two systems could share it. Raises PlanRefused."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as claim:
         try:
             claim.bind(f"\0baton-port-{port}")
         except OSError as error:
             raise PlanRefused(
-                f"Port {port} for the OpenAI API is taken by another `baton up`: choose another with --port."
+                f"Port {port} for the OpenAI API is in use by another `baton up`: choose another with --port."
             ) from error
         yield
 
 
 def free_ports(host: str, above: int, count: int) -> tuple[int, ...]:
-    """The next that are free, so that what starts at the usual ports has its further ones beside them."""
+    """The next free ports above ``above``. Raises PlanRefused."""
     found = tuple(itertools.islice((port for port in range(above + 1, PORT_MAX + 1) if is_free(host, port)), count))
     if len(found) < count:
-        raise PlanRefused(f"There are no {count} free ports above {above}: choose others with --port.")
+        raise PlanRefused(f"There are fewer than {count} free ports above {above}: choose another with --port.")
     return found
 
 
 def holder(port: int) -> str:
-    """`` by pid N (COMMAND)`` when the system tells; it tells of other users' processes only to root."""
+    """`` by pid N (COMMAND)``, or empty: only root sees the processes of other users."""
     try:
         listening = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
         for connection in listening:

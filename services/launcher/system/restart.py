@@ -1,4 +1,4 @@
-"""What to do when a process of the system dies: start it again, ever more slowly, or give up."""
+"""Decides about a dead process: restart it after a growing pause, or give up."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class RestartPolicy:
     backoff_s_first: float = 0.5
     backoff_s_max: float = 15.0
     deaths_max: int = 5
-    """So many deaths within ``window_s`` mean that starting it again does not help."""
+    """With this many deaths within ``window_s`` the process is given up."""
     window_s: float = 300.0
 
 
 @dataclass(frozen=True)
 class RestartAfter:
-    """Start it again after a pause."""
+    """Restart after a pause."""
 
     pause_s: float
     attempt: int
@@ -26,21 +26,21 @@ class RestartAfter:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Leave it dead."""
+    """Do not restart."""
 
     deaths: int
     window_s: float
 
 
 @dataclass
-class RestartLedger:
+class RestartHistory:
     """The deaths of one process."""
 
     policy: RestartPolicy = field(default_factory=RestartPolicy)
     deaths: list[float] = field(default_factory=list)
 
     def died(self, now: float) -> RestartAfter | GiveUp:
-        """Decide; deaths longer ago than the window are forgiven."""
+        """Record a death and decide. Deaths before the window do not count."""
         self.deaths = [at for at in self.deaths if now - at < self.policy.window_s]
         self.deaths.append(now)
         count = len(self.deaths)

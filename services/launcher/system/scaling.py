@@ -1,4 +1,4 @@
-"""Workers come and go as the planner wishes, within --workers-min and --workers-max."""
+"""Starts and drains workers for the planner, within --workers-min and --workers-max."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from services.launcher.system.plan import (
     Machine,
     ProcessPlan,
     UpOptions,
+    base_environment,
     devices_for,
     fresh_names,
     plan_worker,
-    surroundings,
     worker_settings,
 )
-from services.launcher.system.scaling_steps import Own, own_of, steps_for
+from services.launcher.system.scaling_steps import OwnWorker, own_worker, steps_for
 from services.launcher.system.screen import Screen
 from services.launcher.system.system import System
 from shared.bus.port import BusError, Envelope
@@ -28,98 +28,98 @@ from shared.contracts.ids import WorkerId
 from shared.contracts.planning import FleetScaled, ScaleFleet
 from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerRecord
 
-TAKE_S_MAX = 5.0
-"""For a worker to take the order to leave."""
+ACCEPT_S_MAX = 5.0
+"""For a worker to accept the order to drain."""
 
 
-class Scaling:
-    """Answers the planner, one wish at a time."""
+class Scaler:
+    """Handles the planner's scale requests, one at a time."""
 
     def __init__(self, system: System, options: UpOptions, machine: Machine, screen: Screen) -> None:
         self._system = system
         self._options = options
         self._machine = machine
         self._screen = screen
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._leaving: set[str] = set()
         devices, _notes = devices_for(options, machine, options.workers_max, 0)
         self._devices = devices
         self._device_of: dict[str, int] = {each.name: index for index, each in enumerate(self._engines)}
-        """Which part of the machine a worker has."""
+        """Index of each worker's device."""
 
     async def listen(self) -> None:
-        """Take wishes from now on."""
-        await self._system.bus.answer(SCALE, self._answer)
+        """Accept scale requests from now on."""
+        await self._system.bus.answer(SCALE, self._on_scale)
 
     @property
     def _engines(self) -> list[ProcessPlan]:
-        """The workers that it scales: stores are not among them."""
+        """The workers that it scales; stores are excluded."""
         return [each for each in self._system.workers if _role_at_start(each) is not Role.STORE]
 
-    async def _answer(self, wish: ScaleFleet, _envelope: Envelope) -> FleetScaled:
-        async with self._turn:
+    async def _on_scale(self, request: ScaleFleet, _envelope: Envelope) -> FleetScaled:
+        async with self._lock:
             try:
-                return await self._scale(wish)
+                return await self._scale(request)
             except BusError as error:
                 return FleetScaled(refusal=f"the launcher cannot read the registry: {error}")
 
-    async def _scale(self, wish: ScaleFleet) -> FleetScaled:
+    async def _scale(self, request: ScaleFleet) -> FleetScaled:
         records = await self._records()
         served = {model for each in self._engines if each.name in records for model in records[each.name].models}
-        if wish.model not in served:
+        if request.model not in served:
             return FleetScaled(refusal=f"this launcher runs {', '.join(sorted(served)) or 'no model'}")
         steps = steps_for(
-            wish, self._own(records), workers_min=self._options.workers_min, workers_max=self._options.workers_max
+            request, self._own(records), workers_min=self._options.workers_min, workers_max=self._options.workers_max
         )
         if steps.start:
-            return self._start(wish, steps.start, steps.refusal, records)
+            return self._start(request, steps.start, steps.refusal, records)
         gone, refusal = 0, steps.refusal
         for worker_id in steps.stop:
-            if refused := await self._have_leave(worker_id, wish.why):
+            if refused := await self._drain(worker_id, request.why):
                 refusal = refused
             else:
                 gone += 1
         return FleetScaled(change=-gone, refusal=refusal)
 
     async def _records(self) -> dict[str, WorkerRecord]:
-        kept = await (await self._system.bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)).all()
-        return {each.key: each.value for each in kept if each.value is not None}
+        entries = await (await self._system.bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)).all()
+        return {each.key: each.value for each in entries if each.value is not None}
 
-    def _own(self, records: Mapping[str, WorkerRecord]) -> list[Own]:
+    def _own(self, records: Mapping[str, WorkerRecord]) -> list[OwnWorker]:
         self._leaving &= {each.name for each in self._engines}
         return [
-            own_of(each.name, _role_at_start(each), records.get(each.name), is_leaving=each.name in self._leaving)
+            own_worker(each.name, _role_at_start(each), records.get(each.name), is_leaving=each.name in self._leaving)
             for each in self._engines
         ]
 
-    def _start(self, wish: ScaleFleet, count: int, refusal: str, records: Mapping[str, WorkerRecord]) -> FleetScaled:
+    def _start(self, request: ScaleFleet, count: int, refusal: str, records: Mapping[str, WorkerRecord]) -> FleetScaled:
         running = [each.name for each in self._engines]
-        base = surroundings(self._options, self._system.plan.nats_url, Party.WORKER)
+        base = base_environment(self._options, self._system.plan.nats_url, Party.WORKER)
         settings = worker_settings(self._options, base)
-        for name in fresh_names([wish.role] * count, [*records, *running]):
-            self._system.add(plan_worker(self._machine, settings, wish.role, name, self._free_device(name)))
-            self._screen.say(f"[cyan]●[/] {name} is being started: {escape(wish.why)}.")
+        for name in fresh_names([request.role] * count, [*records, *running]):
+            self._system.add(plan_worker(self._machine, settings, request.role, name, self._free_device(name)))
+            self._screen.show(f"[cyan]●[/] Starting {name}: {escape(request.why)}.")
         return FleetScaled(change=count, refusal=refusal)
 
     def _free_device(self, name: str) -> Device:
-        """A part of the machine that nobody has; while one that leaves still has its own, the least used one."""
+        """A free device; the least used one while a draining worker still has its own."""
         running = [each.name for each in self._engines]
         taken = [index for each, index in self._device_of.items() if each in running]
         index = min(range(len(self._devices)), key=taken.count)
         self._device_of[name] = index
         return self._devices[index]
 
-    async def _have_leave(self, worker_id: str, why: str) -> str:
-        """Answers why it does not, in words."""
+    async def _drain(self, worker_id: str, why: str) -> str:
+        """Returns why the worker does not drain; empty if it does."""
         order = DrainWorker(worker_id=WorkerId(worker_id))
         try:
-            taken = await self._system.bus.ask(DRAIN, order, timeout_s=TAKE_S_MAX)
+            accepted = await self._system.bus.ask(DRAIN, order, timeout_s=ACCEPT_S_MAX)
         except BusError as error:
-            return f"{worker_id} does not take the order to leave: {error or type(error).__name__}"
-        if taken.refusal:
-            return f"{worker_id} does not leave: {taken.refusal}"
+            return f"{worker_id} did not accept the order to drain: {error or type(error).__name__}"
+        if accepted.refusal:
+            return f"{worker_id} refused to drain: {accepted.refusal}"
         self._leaving.add(worker_id)
-        self._screen.say(f"[yellow]●[/] {worker_id} leaves: {escape(why)}.")
+        self._screen.show(f"[yellow]●[/] Draining {worker_id}: {escape(why)}.")
         return ""
 
 

@@ -1,4 +1,4 @@
-"""Which workers to start or to stop, when the planner wishes for more or fewer of a role."""
+"""Decides which workers to start or to drain for a scale request of the planner."""
 
 from __future__ import annotations
 
@@ -9,74 +9,74 @@ from shared.contracts.planning import ScaleFleet
 from shared.contracts.workers import Role, WorkerPhase, WorkerRecord
 
 REVISION_CHARS = 12
-"""Of a revision, so much goes into a refusal."""
+"""Characters of a revision in a refusal."""
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
-    """A worker that this launcher runs. ``is_leaving``: it was told to, and is no longer counted."""
+class OwnWorker:
+    """A worker of this launcher. ``is_leaving``: it was ordered to drain and no longer counts."""
 
     worker_id: str
     role: Role
     is_leaving: bool = False
     revision: str = ""
-    """Empty as long as its engine has not said it."""
+    """Empty until its engine has reported it."""
     epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """What to do; ``refusal`` says in words why it is less than was wished for."""
+    """What to do; ``refusal`` says why it is less than requested."""
 
     start: int = 0
     stop: Sequence[str] = ()
     refusal: str = ""
 
 
-def own_of(worker_id: str, role_at_start: Role, record: WorkerRecord | None, *, is_leaving: bool) -> Own:
-    """With the role that it has now; who is not registered yet has the one that it was started for."""
+def own_worker(worker_id: str, role_at_start: Role, record: WorkerRecord | None, *, is_leaving: bool) -> OwnWorker:
+    """With its present role; before it registers, with the role that it was started for."""
     if record is None:
-        return Own(worker_id, role_at_start, is_leaving)
+        return OwnWorker(worker_id, role_at_start, is_leaving)
     revision = "" if record.phase is WorkerPhase.STARTING else record.fingerprint.revision
-    return Own(worker_id, record.role, is_leaving, revision, record.epoch)
+    return OwnWorker(worker_id, record.role, is_leaving, revision, record.epoch)
 
 
-def steps_for(wish: ScaleFleet, own: Sequence[Own], *, workers_min: int, workers_max: int) -> Steps:
-    """``own`` in the order in which they came: who came last goes first."""
+def steps_for(request: ScaleFleet, own: Sequence[OwnWorker], *, workers_min: int, workers_max: int) -> Steps:
+    """``own`` in start order; the newest workers drain first."""
     staying = [each for each in own if not each.is_leaving]
-    if wish.change >= 0:
-        if refusal := _other_revision(wish, own):
+    if request.change >= 0:
+        if refusal := _other_revision(request, own):
             return Steps(refusal=refusal)
-        start = max(0, min(wish.change, workers_max - len(staying)))
+        start = max(0, min(request.change, workers_max - len(staying)))
         short = f"{len(staying)} workers run, --workers-max is {workers_max}"
-        return Steps(start=start, refusal=short if start < wish.change else "")
-    candidates = [each.worker_id for each in reversed(staying) if _is_meant(each, wish)]
-    stop = candidates[: max(0, min(-wish.change, len(staying) - workers_min))]
-    if len(stop) == -wish.change:
+        return Steps(start=start, refusal=short if start < request.change else "")
+    candidates = [each.worker_id for each in reversed(staying) if _matches(each, request)]
+    stop = candidates[: max(0, min(-request.change, len(staying) - workers_min))]
+    if len(stop) == -request.change:
         return Steps(stop=stop)
-    if len(candidates) < -wish.change:
-        of_revision = f" of revision {_short(wish.revision)}" if wish.revision else ""
-        return Steps(stop=stop, refusal=f"{len(candidates)} {wish.role} workers{of_revision} run here")
+    if len(candidates) < -request.change:
+        of_revision = f" of revision {_short(request.revision)}" if request.revision else ""
+        return Steps(stop=stop, refusal=f"{len(candidates)} {request.role} workers{of_revision} run here")
     return Steps(stop=stop, refusal=f"{len(staying)} workers run, --workers-min is {workers_min}")
 
 
-def _other_revision(wish: ScaleFleet, own: Sequence[Own]) -> str:
-    """Why a worker that is started here would not be of the revision that is wished for, in words. All get the same
-    settings, so it is of the revision of whoever started last.
+def _other_revision(request: ScaleFleet, own: Sequence[OwnWorker]) -> str:
+    """Why a new worker would not have the requested revision; empty if it would. All workers get the same settings,
+    so a new one has the revision of the newest.
     """
     known = [each for each in own if each.revision]
-    if not wish.revision:
+    if not request.revision:
         return ""
     if not known:
-        return f"no worker that runs here says yet whether it is of revision {_short(wish.revision)}"
+        return f"no worker here has reported its revision yet, {_short(request.revision)} was requested"
     newest = max(known, key=lambda each: each.epoch).revision
-    if newest == wish.revision:
+    if newest == request.revision:
         return ""
-    return f"what is started here is of revision {_short(newest)}, not {_short(wish.revision)}"
+    return f"new workers here have revision {_short(newest)}, not {_short(request.revision)}"
 
 
-def _is_meant(one: Own, wish: ScaleFleet) -> bool:
-    return one.role is wish.role and wish.revision in ("", one.revision)
+def _matches(one: OwnWorker, request: ScaleFleet) -> bool:
+    return one.role is request.role and request.revision in ("", one.revision)
 
 
 def _short(revision: str) -> str:

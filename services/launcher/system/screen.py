@@ -1,4 +1,4 @@
-"""What the user sees: a live table on a terminal, plain lines elsewhere."""
+"""The screen of `baton up`: a live table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STYLES = {
 
 
 class Screen:
-    """Shows the board while something moves, and says what happens in between."""
+    """Shows the board during start and stop, and prints messages in between."""
 
     def __init__(self, board: Board, clock: Clock, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False)
@@ -48,7 +48,7 @@ class Screen:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Draw the table for as long as this lasts, and leave its last state."""
+        """Draw the table inside this context; its last state remains on the screen."""
         self._since = self.clock.now()
         if not self.console.is_terminal:
             yield
@@ -56,16 +56,16 @@ class Screen:
         with Live(get_renderable=self.table, console=self.console, refresh_per_second=REDRAWS_PER_S):
             yield
 
-    def say(self, text: str) -> None:
-        """One line, with rich's markup."""
+    def show(self, text: str) -> None:
+        """Print one line with rich markup."""
         self.console.print(text, soft_wrap=True)
 
-    def complain(self, text: str) -> None:
-        """Something is wrong, and this is what."""
+    def show_error(self, text: str) -> None:
+        """Print an error."""
         self.console.print(f"[bold red]✗[/] {escape(text)}", soft_wrap=True)
 
     def table(self) -> Table:
-        """Every process with its phase, what it does, and for how long."""
+        """Every process with its phase, duration and detail."""
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
         table.add_column(width=1)
         table.add_column("process", no_wrap=True)

@@ -1,4 +1,4 @@
-"""The running system of a state directory: a lock that its launcher holds, and a small file that says where it is."""
+"""The running system of a state directory: a lock that its launcher holds, and a file with its addresses."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class RunningSystem(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     model: str = ""
     routers: dict[str, str] = msgspec.field(default_factory=dict)
-    """Where each router is reached by itself, if several share the endpoint."""
+    """Each router's own address, if several share the endpoint."""
     keys_dir: str = ""
-    """Where the keys of its processes are, if NATS asks for them."""
+    """Folder of its keys, if NATS requires keys."""
 
 
 def running_file(state_dir: Path) -> Path:
-    """Where the running system is described."""
+    """Path of the file with the addresses."""
     return state_dir / "running.json"
 
 
 @contextlib.contextmanager
 def hold(state_dir: Path) -> Iterator[None]:
-    """Be the only launcher of this state directory; what an earlier one left is removed. Raises AlreadyRunning."""
+    """Lock this state directory for one launcher. Raises AlreadyRunning."""
     state_dir.mkdir(parents=True, exist_ok=True)
     with (state_dir / "lock").open("a") as lock:
         try:
@@ -50,14 +50,14 @@ def hold(state_dir: Path) -> Iterator[None]:
 
 
 def write(state_dir: Path, system: RunningSystem) -> None:
-    """Make the system known, whole or not at all."""
+    """Publish the system's addresses atomically."""
     draft = running_file(state_dir).with_suffix(f".{os.getpid()}")
     draft.write_bytes(msgspec.json.format(msgspec.json.encode(system)))
     draft.replace(running_file(state_dir))
 
 
 def find(state_dir: Path) -> RunningSystem | None:
-    """The system that runs with this state directory, if one does."""
+    """The running system of this state directory, if any."""
     if not is_held(state_dir):
         return None
     try:

@@ -1,4 +1,4 @@
-"""The running system: starts every process, keeps it running, and ends it in reverse order."""
+"""The running system: starts all processes, restarts those that die, stops them in reverse order."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Self, TypeVar, cast
 
 from services.launcher.cluster.access import launcher_access
 from services.launcher.system.board import Row
-from services.launcher.system.children import Child, Nursery
+from services.launcher.system.children import Child, ChildStarter
 from services.launcher.system.failure_text import last_lines, why_it_died
 from services.launcher.system.plan import ProcessPlan, Stage, SystemPlan
-from services.launcher.system.restart import GiveUp, RestartLedger
+from services.launcher.system.restart import GiveUp, RestartHistory
 from services.launcher.system.screen import Screen
 from services.launcher.system.waiting import first_of
 from shared.bus.nats_bus import connect_nats
@@ -28,11 +28,11 @@ from shared.text.fleet_text import drained
 T = TypeVar("T")
 
 NATS_START_S_MAX = 30.0
-NATS_ANSWER_S_MAX = 5.0
-"""For a NATS that runs already."""
+NATS_CONNECT_S_MAX = 5.0
+"""For a NATS that is already running."""
 SERVICE_START_S_MAX = 60.0
 ENGINE_START_S_MAX = 3600.0
-"""An engine may have to download its model first."""
+"""Includes the download of a model."""
 STARTS_AT_ONCE_MIN = 2
 GRACE_S = {Stage.WORKERS: 40.0, Stage.SERVICES: 35.0, Stage.NATS: 10.0}
 """From SIGTERM to SIGKILL: a little more than the processes' own ``drain_s_max``."""
@@ -43,14 +43,14 @@ class StartFailed(Exception):
 
 
 class System:
-    """One process tree. Use as ``async with``: leaving it takes everything down."""
+    """One process tree, used as ``async with``; leaving the context stops everything."""
 
-    def __init__(self, plan: SystemPlan, nursery: Nursery, screen: Screen, hurry: asyncio.Event) -> None:
+    def __init__(self, plan: SystemPlan, starter: ChildStarter, screen: Screen, hurry: asyncio.Event) -> None:
         """``hurry``, once set, ends every wait for a graceful stop."""
         self.plan = plan
         self._screen = screen
         self._clock = screen.clock
-        self._nursery = nursery
+        self._starter = starter
         self._hurry = hurry
         self._tasks = asyncio.TaskGroup()
         self._children: dict[str, Child] = {}
@@ -115,42 +115,42 @@ class System:
         await first_of(self._ready[process.name].wait(), self._stopping.wait(), within_s=ENGINE_START_S_MAX)
         if self._ready[process.name].is_set():
             seconds = self.rows[process.name].seconds(self._clock.now())
-            self._screen.say(f"[green]●[/] {process.name} is ready, {seconds:.1f} s after its start.")
+            self._screen.show(f"[green]●[/] {process.name} is ready, {seconds:.1f} s after its start.")
 
     @property
     def is_drained(self) -> bool:
-        """Whether every worker was ordered to leave, and has left."""
+        """Whether every worker was ordered to drain and has exited."""
         rows = [self.rows[process.name] for process in self.plan.stage(Stage.WORKERS)]
         return all(row.has_drained and row.phase is ServicePhase.STOPPED for row in rows)
 
     async def bring_up(self) -> None:
-        """Start everything; returns when all are ready. Raises StartFailed."""
+        """Start everything; reslots when all are ready. Raises StartFailed."""
         for process in self.plan.stage(Stage.NATS):
             self._keep(process)
         self._bus = await self._connect()
-        await self._bus.subscribe(SERVICE_STATUS, self._hear)
-        await self._bus.subscribe(DRAINED, self._has_drained)
+        await self._bus.subscribe(SERVICE_STATUS, self._on_status)
+        await self._bus.subscribe(DRAINED, self._on_drained)
         await self._unless_broken(self._start_all(self.plan.stage(Stage.SERVICES) + self.plan.stage(Stage.WORKERS)))
 
     async def _start_all(self, processes: list[ProcessPlan]) -> None:
-        """Loading is work for a core, so only so many load at a time."""
-        turns = asyncio.Semaphore(max(STARTS_AT_ONCE_MIN, len(os.sched_getaffinity(0))))
+        """Loading a model keeps a core busy, so the number of concurrent starts is limited."""
+        slots = asyncio.Semaphore(max(STARTS_AT_ONCE_MIN, len(os.sched_getaffinity(0))))
         async with asyncio.TaskGroup() as starts:
             for process in processes:
-                starts.create_task(self._start(process, turns), name=f"start-{process.name}")
+                starts.create_task(self._start(process, slots), name=f"start-{process.name}")
 
-    async def _start(self, process: ProcessPlan, turns: asyncio.Semaphore) -> None:
+    async def _start(self, process: ProcessPlan, slots: asyncio.Semaphore) -> None:
         deadline_s = ENGINE_START_S_MAX if process.stage is Stage.WORKERS else SERVICE_START_S_MAX
-        async with turns:
+        async with slots:
             self._keep(process)
             try:
                 await asyncio.wait_for(self._ready[process.name].wait(), deadline_s)
             except TimeoutError:
-                log = self._nursery.logs / f"{process.name}.log"
+                log = self._starter.logs / f"{process.name}.log"
                 self._break(f"{process.name} was not ready after {deadline_s:.0f} s. Its log: {log}")
 
     async def until_broken(self) -> str:
-        """The reason, when the system cannot go on."""
+        """Returns the reason when the system cannot continue."""
         return await asyncio.shield(self._broken)
 
     async def _unless_broken(self, work: Awaitable[T]) -> T:
@@ -160,66 +160,66 @@ class System:
         return cast("T", done)
 
     async def _connect(self) -> Bus:
-        """A bus, once NATS answers."""
-        patience_s = NATS_START_S_MAX if self.plan.stage(Stage.NATS) else NATS_ANSWER_S_MAX
+        """Connect to NATS. Raises StartFailed."""
+        connect_s = NATS_START_S_MAX if self.plan.stage(Stage.NATS) else NATS_CONNECT_S_MAX
         connecting = connect_nats(
-            self.plan.nats_url, name="launcher", connect_s_max=patience_s, access=launcher_access()
+            self.plan.nats_url, name="launcher", connect_s_max=connect_s, access=launcher_access()
         )
         try:
             bus = await self._unless_broken(connecting)
         except BusError as error:
-            raise StartFailed(f"NATS at {self.plan.nats_url} does not answer: {error}") from error
+            raise StartFailed(f"NATS at {self.plan.nats_url} does not respond: {error}") from error
         for process in self.plan.stage(Stage.NATS):
             self._screen.board.mark(process.name, ServicePhase.READY, self.plan.nats_url, self._clock.now())
             self._ready[process.name].set()
         return bus
 
-    def _hear(self, status: ServiceStatus, _envelope: Envelope) -> None:
+    def _on_status(self, status: ServiceStatus, _envelope: Envelope) -> None:
         row = self._screen.board.heard(status, self._clock.now())
         if row and row.phase is ServicePhase.READY:
             self._is_ready(row)
 
-    def _has_drained(self, told: WorkerDrained, _envelope: Envelope) -> None:
-        if told.ordered and told.worker_id in self.rows:
-            self.rows[told.worker_id].has_drained = True
-            self._screen.say(f"[yellow]●[/] {drained(told)}")
+    def _on_drained(self, report: WorkerDrained, _envelope: Envelope) -> None:
+        if report.ordered and report.worker_id in self.rows:
+            self.rows[report.worker_id].has_drained = True
+            self._screen.show(f"[yellow]●[/] {drained(report)}")
 
     def _is_ready(self, row: Row) -> None:
         self._ready[row.name].set()
         if row.name in self._restarting:
             self._restarting.discard(row.name)
-            self._screen.say(
+            self._screen.show(
                 f"[green]●[/] {row.name} is ready again, {row.seconds(self._clock.now()):.1f} s after its start."
             )
 
     def _keep(self, process: ProcessPlan) -> None:
-        begin_anew(process)
+        reset_saved_role(process)
         self._tasks.create_task(self._keep_running(process), name=f"keep-{process.name}")
 
     async def _keep_running(self, process: ProcessPlan) -> None:
-        """Start the process, and again when it dies, until the system stops or that is in vain."""
-        ledger = RestartLedger()
+        """Start the process and restart it when it dies, until the system stops or the process is given up."""
+        history = RestartHistory()
         while not self._stopping.is_set():
-            child = await self._nursery.start(process, self._clock.now())
+            child = await self._starter.start(process, self._clock.now())
             self._children[process.name] = child
             self._screen.board.started(process.name, child.pid, self._clock.now())
-            if self._stopping.is_set():  # it came up while the others were being stopped
+            if self._stopping.is_set():  # It started while the others were being stopped.
                 await self._stop(child)
             exit_code = await child.process.wait()
             del self._children[process.name]
-            self._nursery.forget(child)
+            self._starter.forget(child)
             if self._stopping.is_set() or (self.rows[process.name].has_drained and exit_code == 0):
                 self._screen.board.mark(process.name, ServicePhase.STOPPED, "", self._clock.now())
                 return
-            pause_s = self._after_death(process, child, exit_code, ledger)
+            pause_s = self._after_death(process, child, exit_code, history)
             if pause_s is None:
                 return
             await first_of(asyncio.sleep(pause_s), self._stopping.wait())
             if process.stage is Stage.NATS and not self._stopping.is_set():
-                self._tasks.create_task(self._watch_nats_return(process), name="nats-returns")
+                self._tasks.create_task(self._watch_nats_return(process), name="nats-reslots")
 
     async def _watch_nats_return(self, process: ProcessPlan) -> None:
-        """NATS says nothing about itself: it is ready when our connection is back."""
+        """NATS publishes no status: it is ready when the launcher's connection is back."""
         assert self._bus is not None
         deadline = self._clock.now() + NATS_START_S_MAX
         while self._clock.now() < deadline and not self._stopping.is_set():
@@ -229,29 +229,31 @@ class System:
                 self._is_ready(self.rows[process.name])
                 return
 
-    def _after_death(self, process: ProcessPlan, child: Child, exit_code: int, ledger: RestartLedger) -> float | None:
-        """Say what happened. Answers the pause before it is started again, or None when it is not."""
+    def _after_death(self, process: ProcessPlan, child: Child, exit_code: int, history: RestartHistory) -> float | None:
+        """Report the death. Returns the pause before the restart, or None for no restart."""
         now = self._clock.now()
         row = self._screen.board.rows[process.name]
-        said = row.detail if row.phase is ServicePhase.FAILED else ""
+        detail = row.detail if row.phase is ServicePhase.FAILED else ""
         lines = child.tail()
-        why = why_it_died(lines, exit_code, said)
+        why = why_it_died(lines, exit_code, detail)
         self._screen.board.mark(process.name, ServicePhase.FAILED, why, now)
-        story = f"{process.name}: {why}\n" + "".join(f"    {line}\n" for line in last_lines(lines))
+        report = f"{process.name}: {why}\n" + "".join(f"    {line}\n" for line in last_lines(lines))
         if not self._ready[process.name].is_set():
-            words = f"{process.name} did not start. {why}\nIts log: {child.log}"
-            (self._screen.complain if process.is_extra else self._break)(words)
+            text = f"{process.name} did not start. {why}\nIts log: {child.log}"
+            (self._screen.show_error if process.is_extra else self._break)(text)
             return None
-        verdict = ledger.died(now)
-        if not isinstance(verdict, GiveUp):
+        decision = history.died(now)
+        if not isinstance(decision, GiveUp):
             self._restarting.add(process.name)
-            self._screen.complain(f"{story}Starting it again in {verdict.pause_s:.1f} s (attempt {verdict.attempt}).")
-            return verdict.pause_s
-        story += f"It died {verdict.deaths} times within {verdict.window_s:.0f} s: not started again. Log: {child.log}"
+            self._screen.show_error(f"{report}Restarting it in {decision.pause_s:.1f} s (attempt {decision.attempt}).")
+            return decision.pause_s
+        report += (
+            f"It died {decision.deaths} times within {decision.window_s:.0f} s and is not restarted. Log: {child.log}"
+        )
         if process.stage is Stage.WORKERS and any(p.name in self._children for p in self.plan.stage(Stage.WORKERS)):
-            self._screen.complain(story)
+            self._screen.show_error(report)
         else:
-            self._break(story)
+            self._break(report)
         return None
 
     def _break(self, reason: str) -> None:
@@ -259,7 +261,7 @@ class System:
             self._broken.set_result(reason)
 
     async def take_down(self) -> None:
-        """Workers first, so that what runs may finish; then the services; NATS last."""
+        """Workers first, so that running requests can finish; then the services; NATS last."""
         self._stopping.set()
         for stage in sorted(Stage, reverse=True):
             if stage is Stage.NATS and self._bus:
@@ -272,15 +274,15 @@ class System:
         self._screen.board.draining(name, self._clock.now())
         grace_s = GRACE_S[child.plan.stage]
         by_itself = await child.stop(grace_s=grace_s, hurry=self._hurry)
-        words = (
+        detail = (
             ""
             if by_itself
-            else ("killed" if self._hurry.is_set() else f"killed: it was still there after {grace_s:.0f} s")
+            else ("killed" if self._hurry.is_set() else f"killed: it had not stopped after {grace_s:.0f} s")
         )
-        self._screen.board.mark(name, ServicePhase.STOPPED, words, self._clock.now())
+        self._screen.board.mark(name, ServicePhase.STOPPED, detail, self._clock.now())
 
 
-def begin_anew(process: ProcessPlan) -> None:
-    """Whatever role an earlier worker of that name was told to take on, this one was asked for with its own."""
+def reset_saved_role(process: ProcessPlan) -> None:
+    """Delete the role that an earlier worker of this name was changed to: this one starts with its planned role."""
     if process.stage is Stage.WORKERS and "BATON_STATE_DIR" in process.env:
         saved_role_file(process.env["BATON_STATE_DIR"], process.name).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""`baton up`: check that what was asked for can be had, then start it."""
+"""`baton up`: check that the requested system can start, then run it."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from pathlib import Path
 
 import msgspec
 
+from services.launcher.bus_client import read_fleet
 from services.launcher.cluster.access import use_keys
-from services.launcher.cluster.folder import CannotMake, Wish
+from services.launcher.cluster.folder import CannotCreate, InitRequest
 from services.launcher.system import machine, state_file
 from services.launcher.system.board import Board
 from services.launcher.system.plan import PlanRefused, UpOptions, plan_system
 from services.launcher.system.screen import Screen
 from services.launcher.system.session import Session, endpoints
 from services.launcher.system.state_file import RunningSystem
-from services.launcher.views.fleet import read_fleet
 from shared.bus.port import BusDown, BusError
 from shared.runtime.clock import SystemClock
 
 
 async def run_up(options: UpOptions) -> int:
-    """A whole system, or with ``join`` further workers for one; until told to stop. Answers the exit code."""
+    """Run a whole system, or with ``join`` further workers, until stopped. Returns the exit code."""
     screen = Screen(Board(), SystemClock())
     state_dir = Path(options.state_dir)
     try:
@@ -35,20 +35,20 @@ async def run_up(options: UpOptions) -> int:
     except state_file.AlreadyRunning:
         running = state_file.find(state_dir)
         where = f" (pid {running.pid}, {running.endpoint})" if running else ""
-        screen.complain(
+        screen.show_error(
             f"A system already runs with the state directory {state_dir}{where}. "
-            "`baton up --join` adds a worker to it, `baton down` ends it, --state-dir starts another one."
+            "`baton up --join` adds a worker to it, `baton down` stops it, --state-dir starts another system."
         )
     except PlanRefused as refused:
-        screen.complain(str(refused))
+        screen.show_error(str(refused))
     return 1
 
 
 async def start(options: UpOptions, screen: Screen, state_dir: Path) -> int:
-    """A whole system. Raises PlanRefused before anything has started."""
+    """Run a whole system. Raises PlanRefused before any process starts."""
     options = msgspec.structs.replace(options, model=machine.find_model(options.model))
     if options.keys_dir:
-        make_keys(Path(options.keys_dir), is_ours=not options.nats_url)
+        create_keys(Path(options.keys_dir), owns_nats=not options.nats_url)
     if options.routers == 1:
         return await start_on_free_ports(options, screen, state_dir)
     with machine.claimed(options.port):
@@ -57,24 +57,22 @@ async def start(options: UpOptions, screen: Screen, state_dir: Path) -> int:
         return await start_on_free_ports(msgspec.structs.replace(options, router_ports=ports), screen, state_dir)
 
 
-def make_keys(folder: Path, *, is_ours: bool) -> None:
-    """What is missing there, for a NATS that we start; another one was given its keys by whoever runs it. Raises
-    PlanRefused.
-    """
-    from services.launcher.cluster.certificates import NoCertificate  # here, so that who needs no keys starts quickly
-    from services.launcher.cluster.files import make
+def create_keys(folder: Path, *, owns_nats: bool) -> None:
+    """Create missing keys for a NATS that this launcher starts; another NATS has its own. Raises PlanRefused."""
+    from services.launcher.cluster.certificates import NoCertificate  # Imported here: `cryptography` is slow to load.
+    from services.launcher.cluster.files import create
 
     try:
-        if is_ours:
-            make(folder, Wish(api_key=False), datetime.now(UTC))
-    except (CannotMake, NoCertificate, BusDown, OSError) as error:
+        if owns_nats:
+            create(folder, InitRequest(api_key=False), datetime.now(UTC))
+    except (CannotCreate, NoCertificate, BusDown, OSError) as error:
         raise PlanRefused(f"The keys in {folder}: {error}") from error
     use_keys(str(folder))
 
 
 async def start_on_free_ports(options: UpOptions, screen: Screen, state_dir: Path) -> int:
-    """A system of which all is known. Raises PlanRefused when a port is not free."""
-    plan = plan_system(options, machine.look())
+    """Run a fully specified system. Raises PlanRefused when a port is in use."""
+    plan = plan_system(options, machine.describe_machine())
     if taken := machine.taken_ports(plan.ports):
         raise PlanRefused("\n  ".join(taken))
     for old in (state_dir / "logs").glob("*.log"):
@@ -90,11 +88,11 @@ async def start_on_free_ports(options: UpOptions, screen: Screen, state_dir: Pat
         keys_dir=options.keys_dir,
     )
     state_file.write(state_dir, running)
-    return await Session(plan, options, screen, gone=lambda: False).run()
+    return await Session(plan, options, screen, has_ended=lambda: False).run()
 
 
 async def join(options: UpOptions, screen: Screen, state_dir: Path) -> int:
-    """Further workers for a system that runs: the one of this state directory, or the one of ``nats_url``."""
+    """Run further workers for the system of this state directory, or the one on ``nats_url``."""
     running = state_file.find(state_dir)
     if running is None and not options.nats_url:
         raise PlanRefused(
@@ -111,8 +109,8 @@ async def join(options: UpOptions, screen: Screen, state_dir: Path) -> int:
     try:
         fleet = await read_fleet(nats_url)
     except BusError as error:
-        raise PlanRefused(f"NATS at {nats_url} does not answer: {error}") from error
-    plan = plan_system(options, machine.look(), fleet.worker_ids)
+        raise PlanRefused(f"NATS at {nats_url} does not respond: {error}") from error
+    plan = plan_system(options, machine.describe_machine(), fleet.worker_ids)
     return await Session(
-        plan, options, screen, gone=lambda: ours is not None and not state_file.is_held(state_dir)
+        plan, options, screen, has_ended=lambda: ours is not None and not state_file.is_held(state_dir)
     ).run()

@@ -1,4 +1,4 @@
-"""Waiting for whichever comes first."""
+"""Waits for the first of two awaitables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 async def first_of(wanted: Awaitable[T], other: Awaitable[object], *, within_s: float | None = None) -> T | None:
-    """The result of ``wanted``, or None if ``other`` or the time ended first; an exception of either travels."""
+    """The result of ``wanted``, or None if ``other`` or the time ended first. Exceptions of both propagate."""
     first, second = asyncio.ensure_future(wanted), asyncio.ensure_future(other)
     try:
         done, _ = await asyncio.wait({first, second}, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""`baton verdict`: asks the metrics collector whether prefill and decode apart are worth it, and draws its answer."""
+"""`baton report`: requests the disaggregation report from the metrics collector and draws it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from services.launcher.views.fleet import open_bus
+from services.launcher.bus_client import open_bus
 from shared.bus.port import AskTimedOut, NoResponders
 from shared.contracts.channels import DISAGGREGATION_REPORT
 from shared.contracts.disaggregation_report import AskDisaggregationReport, DisaggregationReport, ReportBucket
@@ -19,63 +19,65 @@ from shared.text.quantities import counted, duration
 
 ASK_S_MAX = 10.0
 OPEN_ENDED = 1 << 30
-"""A range that ends beyond that has no end."""
+"""A range with a higher upper bound is open-ended."""
 STYLES = {"yes": "bold green", "no": "bold red", "unsure": "yellow"}
-CLEARLY = 1.1
-"""Times as long: from there on the shorter one stands out."""
-LATENCIES = (("TTFT", "ttft_s"), ("ITL", "itl_s"), ("whole", "e2e_s"))
+HIGHLIGHT_RATIO = 1.1
+"""A latency that is lower by this factor is highlighted."""
+LATENCIES = (("TTFT", "ttft_s"), ("ITL", "itl_s"), ("E2E", "e2e_s"))
 
 
-class NoReport(Exception):
-    """Nobody judges; the words say what to do."""
+class ReportUnavailable(Exception):
+    """No collector responds; the message says what to do."""
 
 
 async def ask_report(nats_url: str, model: str) -> DisaggregationReport:
-    """Raises NoReport, and BusError when NATS does not answer."""
+    """Raises ReportUnavailable, and BusError when NATS does not respond."""
     async with open_bus(nats_url) as bus:
         try:
             return await bus.ask(DISAGGREGATION_REPORT, AskDisaggregationReport(model=model), timeout_s=ASK_S_MAX)
         except (NoResponders, AskTimedOut) as error:
-            raise NoReport(f"No metrics collector answers at {nats_url}: it is what measures. Start one.") from error
+            raise ReportUnavailable(
+                f"No metrics collector responds on {nats_url}. Start one: it measures the requests for this report."
+            ) from error
 
 
-def draw(told: DisaggregationReport, console: Console) -> None:
-    """A table for each model, and why below."""
-    for section in _sections(told):
+def draw(report: DisaggregationReport, console: Console) -> None:
+    """For each model a table, and below it the reasons."""
+    for section in _sections(report):
         console.print(section, highlight=False)
 
 
-def _sections(told: DisaggregationReport) -> Iterator[RenderableType]:
-    yield Text(told.words, "bold")
-    if not told.buckets:
-        yield Text(f"Nothing was told of in the last {told.seconds / 60:.0f} minutes: send requests, and ask again.")
+def _sections(report: DisaggregationReport) -> Iterator[RenderableType]:
+    yield Text(report.summary, "bold")
+    if not report.buckets:
+        yield Text(f"No requests were measured in the last {report.seconds / 60:.0f} minutes. Send some and try again.")
         return
-    yield Text(f"From the last {told.seconds / 60:.0f} minutes; medians.", "dim")
-    for model, of_model in groupby(told.buckets, attrgetter("model")):
+    yield Text(f"Medians of the last {report.seconds / 60:.0f} minutes.", "dim")
+    for model, of_model in groupby(report.buckets, attrgetter("model")):
         buckets = list(of_model)
         yield Text(f"\n{model or 'any model'}", "bold", overflow="fold")
         yield Padding(_table(buckets), (0, 0, 0, 2))
         yield Text("")
         for bucket in buckets:
-            why = Text.assemble((f"{_range(bucket)}: ", "dim"), (bucket.worth, STYLES.get(bucket.worth, "")))
-            yield Padding(Text.assemble(why, f", {bucket.why}." if bucket.why else "."), (0, 0, 0, 2))
+            result = Text.assemble((f"{_range(bucket)}: ", "dim"), (bucket.worth, STYLES.get(bucket.worth, "")))
+            yield Padding(Text.assemble(result, f", {bucket.reason}." if bucket.reason else "."), (0, 0, 0, 2))
 
 
 def _table(buckets: list[ReportBucket]) -> Table:
-    """Two lines for each range of lengths: how it is, and how it would be."""
+    """Two lines for each range of lengths: disaggregated and aggregated."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("prompt tokens", no_wrap=True)
-    table.add_column("served", no_wrap=True)
+    table.add_column("mode", no_wrap=True)
     for heading in ("requests", *(name for name, _field in LATENCIES)):
         table.add_column(heading, no_wrap=True, justify="right")
-    table.add_column("worth it", no_wrap=True)
+    table.add_column("pays off", no_wrap=True)
     for bucket in buckets:
         mine = [_cell(bucket, field) for _name, field in LATENCIES]
         others = [_cell(bucket, field, other=True) for _name, field in LATENCIES]
-        known = "measured" if bucket.measured else "estimated" if bucket.other_e2e_s else "not known"
+        source = "measured" if bucket.measured else "estimated" if bucket.other_e2e_s else "unknown"
         worth = Text(bucket.worth, STYLES.get(bucket.worth, ""))
-        table.add_row(_range(bucket), "apart", counted(bucket.disaggregated), *mine, worth)
-        table.add_row("", Text.assemble("by one ", (known, "dim")), counted(bucket.aggregated), *others)
+        table.add_row(_range(bucket), "disaggregated", counted(bucket.disaggregated), *mine, worth)
+        table.add_row("", Text.assemble("aggregated, ", (source, "dim")), counted(bucket.aggregated), *others)
     return table
 
 
@@ -84,10 +86,10 @@ def _cell(bucket: ReportBucket, field: str, *, other: bool = False) -> Text:
     own_s, against_s = (other_s, mine_s) if other else (mine_s, other_s)
     if not own_s:
         return Text("-", "dim")
-    return Text(duration(own_s), "green" if own_s * CLEARLY < against_s else "")
+    return Text(duration(own_s), "green" if own_s * HIGHLIGHT_RATIO < against_s else "")
 
 
 def _range(bucket: ReportBucket) -> str:
     if bucket.tokens_max >= OPEN_ENDED:
-        return f"{counted(bucket.tokens_min)} and more"
+        return f"{counted(bucket.tokens_min)} or more"
     return f"{counted(bucket.tokens_min)} to {counted(bucket.tokens_max)}"

@@ -1,4 +1,4 @@
-"""`baton explain`: finds a decision, over HTTP of any router or over NATS, and says why when there is none."""
+"""`baton explain`: fetches a decision, from any router over HTTP or from its own router over NATS."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
+from services.launcher.bus_client import open_bus
 from services.launcher.system.machine import API_KEY_VARIABLE, key_headers
-from services.launcher.views.fleet import open_bus
 from shared.bus.port import AskTimedOut, Envelope, NoResponders
 from shared.contracts.channels import DECISION, SERVICE_STATUS
 from shared.contracts.control import ServiceStatus
@@ -23,107 +23,121 @@ T = TypeVar("T")
 
 LATEST = "latest"
 DECISION_ID = re.compile(r"-d[0-9]+$")
-"""How the id of a decision ends; before that comes its router's."""
+"""End of a decision id; the id of its router comes before it."""
 HTTP_S_MAX = 10.0
 ASK_S_MAX = 3.0
-ROUTER_HEARD_S_MAX = 5.0
-"""Each router says every two seconds where it is."""
+ROUTER_STATUS_S_MAX = 5.0
+"""Routers publish their status every two seconds."""
 
 
-class NotExplained(Exception):
-    """There is nothing to show; the words say why and what to do."""
+class DecisionUnavailable(Exception):
+    """There is no decision to show; the message says why and what to do."""
 
 
-class Listed(msgspec.Struct):
-    """What ``GET /v1/decisions`` answers."""
+class DecisionList(msgspec.Struct):
+    """The response of ``GET /v1/decisions``."""
 
     decisions: list[DecisionRecord]
 
 
 @dataclass(frozen=True)
-class Question:
-    """Which decision: by its id (or ``latest``), or the last one for a request."""
+class Query:
+    """A decision by its id (or ``latest``), or the last one for a request."""
 
     decision_id: str = LATEST
     request_id: str = ""
 
 
-def question_of(named: str, request_id: str) -> Question:
-    """What the user wants to know: one name may be a decision's or a request's."""
+def query_of(name: str, request_id: str) -> Query:
+    """``name`` may be the id of a decision or of a request."""
     if request_id:
-        return Question(request_id=request_id)
-    return Question(named) if named == LATEST or DECISION_ID.search(named) else Question(request_id=named)
+        return Query(request_id=request_id)
+    return Query(name) if name == LATEST or DECISION_ID.search(name) else Query(request_id=name)
 
 
-async def ask_router(url: str, question: Question) -> DecisionRecord:
-    """Over HTTP. Raises NotExplained."""
+async def ask_router(url: str, query: Query) -> DecisionRecord:
+    """Fetch over HTTP. Raises DecisionUnavailable."""
     base = url.rstrip("/").removesuffix("/v1")
     try:
         async with httpx.AsyncClient(
             base_url=base, timeout=HTTP_S_MAX, headers=key_headers(), trust_env=False
         ) as client:
-            wanted = question.decision_id
-            if question.request_id:
-                params: dict[str, str | int] = {"request_id": question.request_id, "limit": 1}
-                listed = read(await client.get("/v1/decisions", params=params), Listed, base).decisions
-                if not listed:
-                    raise NotExplained(f"No router remembers a request {question.request_id}. {REQUEST_HINT}")
-                wanted = listed[0].decision_id
-            return read(await client.get(f"/v1/decisions/{quote(wanted, safe='')}"), DecisionRecord, base)
+            decision_id = query.decision_id
+            if query.request_id:
+                params: dict[str, str | int] = {"request_id": query.request_id, "limit": 1}
+                found = read(await client.get("/v1/decisions", params=params), DecisionList, base).decisions
+                if not found:
+                    raise DecisionUnavailable(
+                        f"No router has a decision for the request {query.request_id}. {REQUEST_HINT}"
+                    )
+                decision_id = found[0].decision_id
+            return read(await client.get(f"/v1/decisions/{quote(decision_id, safe='')}"), DecisionRecord, base)
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-        raise NotExplained(f"{url} is no address of a router, such as http://127.0.0.1:8000: {error}") from error
+        raise DecisionUnavailable(
+            f"{url} is not the URL of a router, such as http://127.0.0.1:8000: {error}"
+        ) from error
     except httpx.TransportError as error:
-        raise NotExplained(f"No router answers at {base} ({error or type(error).__name__}).") from error
+        raise DecisionUnavailable(f"No router responds at {base} ({error or type(error).__name__}).") from error
 
 
-KEY_HINT = f"Set {API_KEY_VARIABLE} to one with the permission admin."
-REQUEST_HINT = "Its id is in the header x-request-id of the answer; the oldest are forgotten (ROUTER_DECISIONS_MAX)."
+KEY_HINT = f"Set {API_KEY_VARIABLE} to an API key with the permission admin."
+REQUEST_HINT = (
+    "The response header x-request-id has its id. Routers keep only the newest decisions (ROUTER_DECISIONS_MAX)."
+)
 
 
-async def ask_over_nats(nats_url: str, question: Question) -> DecisionRecord:
-    """Of the router that made it; where the question does not say which one that was, of any router over HTTP. Raises
-    NotExplained, BusError.
+async def ask_over_nats(nats_url: str, query: Query) -> DecisionRecord:
+    """Fetch from the router that made the decision; if the query does not name it, from any router over HTTP. Raises
+    DecisionUnavailable, BusError.
     """
-    if question.request_id or question.decision_id == LATEST:
-        return await ask_router(await any_router(nats_url), question)
-    router_id = DECISION_ID.sub("", question.decision_id)
+    if query.request_id or query.decision_id == LATEST:
+        return await ask_router(await any_router(nats_url), query)
+    router_id = DECISION_ID.sub("", query.decision_id)
     if not is_subject_token(router_id):
-        raise NotExplained(f"{question.decision_id} is no decision's id: those are in the header x-baton-decision.")
-    ask = AskDecision(router_id=RouterId(router_id), decision_id=DecisionId(question.decision_id))
+        raise DecisionUnavailable(
+            f"{query.decision_id} is not a decision id. The response header x-baton-decision has one."
+        )
+    ask = AskDecision(router_id=RouterId(router_id), decision_id=DecisionId(query.decision_id))
     async with open_bus(nats_url) as bus:
         try:
             found = (await bus.ask(DECISION, ask, timeout_s=ASK_S_MAX)).decision
         except (NoResponders, AskTimedOut) as error:
-            words = f"Router {router_id}, which would have made that decision, does not answer: it has ended, perhaps."
-            raise NotExplained(words) from error
+            why = f"Router {router_id}, which made that decision, does not respond. It may have stopped."
+            raise DecisionUnavailable(why) from error
     if found is None:
-        raise NotExplained(f"Router {router_id} has forgotten it: it keeps the newest only (ROUTER_DECISIONS_MAX).")
+        raise DecisionUnavailable(
+            f"Router {router_id} no longer has that decision: it keeps the newest only (ROUTER_DECISIONS_MAX)."
+        )
     return found
 
 
 async def any_router(nats_url: str) -> str:
-    """Where a router listens for HTTP. Raises NotExplained, BusError."""
-    heard: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    """The HTTP address of some router. Raises DecisionUnavailable, BusError."""
+    url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    def take(status: ServiceStatus, _envelope: Envelope) -> None:
-        if status.url and not heard.done():
-            heard.set_result(status.url)
+    def on_status(status: ServiceStatus, _envelope: Envelope) -> None:
+        if status.url and not url.done():
+            url.set_result(status.url)
 
     async with open_bus(nats_url) as bus:
-        await bus.subscribe(SERVICE_STATUS, take, service="router")
+        await bus.subscribe(SERVICE_STATUS, on_status, service="router")
         try:
-            return await asyncio.wait_for(heard, ROUTER_HEARD_S_MAX)
+            return await asyncio.wait_for(url, ROUTER_STATUS_S_MAX)
         except TimeoutError as error:
-            raise NotExplained(f"No router of {nats_url} was heard within {ROUTER_HEARD_S_MAX:g} s.") from error
+            raise DecisionUnavailable(
+                f"No router on {nats_url} has published its status within {ROUTER_STATUS_S_MAX:g} s."
+            ) from error
 
 
-def read(answer: httpx.Response, kind: type[T], base: str) -> T:
-    """The answer as what it should be. Raises NotExplained with the router's own words."""
+def read(response: httpx.Response, kind: type[T], base: str) -> T:
+    """Decode the response. Raises DecisionUnavailable with the router's error message."""
     try:
-        if answer.status_code == httpx.codes.OK:
-            return msgspec.json.decode(answer.content, type=kind)
-        error = msgspec.json.decode(answer.content, type=dict[str, dict[str, Any]])
-        hint = f" {KEY_HINT}" if answer.status_code == httpx.codes.UNAUTHORIZED else ""
-        raise NotExplained(str(error["error"]["message"]) + hint)
+        if response.status_code == httpx.codes.OK:
+            return msgspec.json.decode(response.content, type=kind)
+        error = msgspec.json.decode(response.content, type=dict[str, dict[str, Any]])
+        hint = f" {KEY_HINT}" if response.status_code == httpx.codes.UNAUTHORIZED else ""
+        raise DecisionUnavailable(str(error["error"]["message"]) + hint)
     except (msgspec.DecodeError, msgspec.ValidationError, LookupError) as error:
-        raise NotExplained(f"What answers at {base} is no router of Baton ({answer.status_code}).") from error
+        raise DecisionUnavailable(
+            f"The server at {base} is not a Baton router (status {response.status_code})."
+        ) from error

@@ -1,4 +1,4 @@
-"""`baton top`: follows the whole system on the bus, and draws what it hears. Nothing is asked again and again."""
+"""`baton top`: subscribes to the whole system's reports and draws them. It does not poll."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import msgspec
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+from services.launcher.bus_client import open_bus
 from services.launcher.system.waiting import first_of
-from services.launcher.views.fleet import open_bus
 from services.launcher.views.top_picture import LISTENED_S, State, frame
 from services.launcher.views.top_workers import Drawing
 from services.launcher.views.watch import Watch
@@ -40,20 +40,20 @@ from shared.runtime.clock import Clock, SystemClock
 M = TypeVar("M", bound=msgspec.Struct)
 
 DRAWN_S_MIN = 0.2
-"""Between two frames, however much happens."""
+"""Shortest time between two frames."""
 DRAWN_S_MAX = 1.0
-"""Ages grow although nothing happens."""
+"""Longest time between two frames: ages grow without any message."""
 REGISTRY_RETRY_S = 1.0
 KEY_BYTES_MAX = 64
 UP, DOWN = ("k", "\x1b[A", "\x1bOA"), ("j", "\x1b[B", "\x1bOB")
 QUIT = ("q", "Q", "\x1b", "\x03", "\x04", "")
-"""Keys as a terminal sends them; nothing at all means that it is gone."""
+"""Keys as a terminal sends them; an empty read means that the terminal was closed."""
 LINES_OF_FILES = 40
-"""And one for each worker."""
+"""Lines of a frame that goes to a file, plus one for each worker."""
 
 
 async def run_top(nats_url: str, console: Console, *, once: bool) -> None:
-    """Until the user has seen enough; on anything but a terminal, one frame. Raises BusError."""
+    """Runs until the user quits; without a terminal, prints one frame. Raises BusError."""
     async with open_bus(nats_url) as bus, asyncio.TaskGroup() as tasks:
         top = Top(bus, SystemClock(), console)
         await top.listen()
@@ -70,7 +70,7 @@ async def run_top(nats_url: str, console: Console, *, once: bool) -> None:
 
 
 class Top:
-    """One watcher: its ears, its keys and its screen."""
+    """Subscriptions, keys and screen of one `baton top`."""
 
     def __init__(self, bus: Bus, clock: Clock, console: Console) -> None:
         self._bus = bus
@@ -79,58 +79,60 @@ class Top:
         self.watch = Watch(clock.now())
         self._first_worker = 0
         self._changed = asyncio.Event()
-        self._over = asyncio.Event()
+        self._quit = asyncio.Event()
 
     async def listen(self) -> None:
-        """Hear everything from now on."""
+        """Subscribe to everything."""
         watch, bus = self.watch, self._bus
-        await bus.subscribe(LOAD, self._told(watch.reported))
-        await bus.subscribe(FLEET_STATE, self._told(watch.fleet))
-        await bus.subscribe(WORKER_LOST, self._told(watch.lost))
-        await bus.subscribe(DRAINED, self._told(watch.drained))
-        await bus.subscribe(PLAN, self._told(watch.planned))
-        await bus.subscribe(SERVICE_STATUS, self._told(watch.service))
-        await bus.subscribe(REQUESTS_FINISHED, self._told(lambda told, now: watch.served(told.requests, now)))
+        await bus.subscribe(LOAD, self._handler(watch.load_reported))
+        await bus.subscribe(FLEET_STATE, self._handler(watch.fleet_state))
+        await bus.subscribe(WORKER_LOST, self._handler(watch.worker_lost))
+        await bus.subscribe(DRAINED, self._handler(watch.worker_drained))
+        await bus.subscribe(PLAN, self._handler(watch.planned))
+        await bus.subscribe(SERVICE_STATUS, self._handler(watch.service_status))
+        await bus.subscribe(
+            REQUESTS_FINISHED, self._handler(lambda message, now: watch.finished(message.requests, now))
+        )
 
     async def follow_registry(self) -> None:
-        """Watch the workers' records, for ever."""
+        """Watch the workers' records; never returns."""
         while True:
             with contextlib.suppress(BusError):
-                kept = await self._bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
-                async for entry in kept.watch():
+                store = await self._bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+                async for entry in store.watch():
                     if entry is None:
                         continue
                     if entry.value is None:
-                        self.watch.vanished(WorkerId(entry.key), self._clock.now())
+                        self.watch.record_removed(WorkerId(entry.key), self._clock.now())
                     else:
                         self.watch.record(entry.value, self._clock.now())
                     self._changed.set()
             await asyncio.sleep(REGISTRY_RETRY_S)
 
     async def show(self) -> None:
-        """Draw whenever something has changed, until a key or a signal ends it."""
+        """Draw after changes, until a key or a signal ends it."""
         loop, console = asyncio.get_running_loop(), self._console
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self._over.set)
+            loop.add_signal_handler(number, self._quit.set)
         loop.add_signal_handler(signal.SIGWINCH, self._changed.set)
         with _keys(self._pressed), Live(console=console, screen=True, auto_refresh=False, transient=True) as live:
-            while not self._over.is_set():
+            while not self._quit.is_set():
                 self._changed.clear()
                 drawing = Drawing(console.width, console.height, letters=console.options.ascii_only)
                 live.update(self.frame(drawing), refresh=True)
-                await first_of(asyncio.sleep(DRAWN_S_MIN), self._over.wait())
-                await first_of(self._changed.wait(), self._over.wait(), within_s=DRAWN_S_MAX - DRAWN_S_MIN)
+                await first_of(asyncio.sleep(DRAWN_S_MIN), self._quit.wait())
+                await first_of(self._changed.wait(), self._quit.wait(), within_s=DRAWN_S_MAX - DRAWN_S_MIN)
 
     def frame(self, drawing: Drawing) -> RenderableType:
-        """What there is to see now."""
+        """The present frame."""
         now = self._clock.now()
-        self.watch.passed(now)
+        self.watch.tick(now)
         self._first_worker = min(self._first_worker, max(0, len(self.watch.workers) - 1))
         clock = time.strftime("%H:%M:%S", time.localtime(self._clock.wall_ms() / 1000))
         state = State(now=now, clock=clock, connected=self._bus.connected, first_worker=self._first_worker)
         return frame(self.watch, state, drawing)
 
-    def _told(self, take: Callable[[M, float], None]) -> Callable[[M, Envelope], None]:
+    def _handler(self, take: Callable[[M, float], None]) -> Callable[[M, Envelope], None]:
         def handle(message: M, _envelope: Envelope) -> None:
             take(message, self._clock.now())
             self._changed.set()
@@ -139,7 +141,7 @@ class Top:
 
     def _pressed(self, key: str) -> None:
         if key in QUIT:
-            self._over.set()
+            self._quit.set()
         elif key in DOWN:
             self._first_worker += 1
         elif key in UP:
@@ -149,7 +151,7 @@ class Top:
 
 @contextlib.contextmanager
 def _keys(pressed: Callable[[str], None]) -> Iterator[None]:
-    """Tell of each key at once, and leave the terminal as it was."""
+    """Call ``pressed`` for each key at once; restores the terminal at the end."""
     if not sys.stdin.isatty():
         yield
         return

@@ -1,4 +1,4 @@
-"""`baton top` as a frame of so many columns and lines: no colour but the terminal's own, so that it suits any theme."""
+"""Draws a frame of `baton top`. It uses the terminal's own colours, so that it suits any theme."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from services.launcher.views.fleet import PHASE_STYLES
 from services.launcher.views.top_workers import Drawing, bar, rates, shortened, worker_table
-from services.launcher.views.watch import WINDOW_S, Happened, Traffic, Watch
+from services.launcher.views.watch import WINDOW_S, Event, Traffic, Watch
+from services.launcher.views.workers import PHASE_STYLES
 from shared.contracts.inference import RequestFinished
 from shared.contracts.planning import PlanDecision
 from shared.contracts.workers import WorkerPhase
@@ -18,34 +18,35 @@ from shared.text.quantities import counted, duration, in_bytes
 
 SPARKS = "▁▂▃▄▅▆▇█"
 LETTERS = str.maketrans("→…●━╸─" + SPARKS, ">.*#--" + "._-=+*%#")
-"""What stands for what, where only ASCII gets through."""
+"""Replacements for terminals that show only ASCII."""
 SPARK_S = 30
 WIDE = 140
-"""Columns from which two tables stand side by side."""
+"""From this width two tables are drawn side by side."""
 BELOW_MIN = 9
-"""Lines that workers leave for the rest, if there is a rest."""
+"""Lines that the worker table leaves for the tables below it."""
 FLOW_BAR = 12
+HEALTH_STYLES = {"healthy": "bold green", "degraded": "bold yellow", "unhealthy": "bold red"}
 FLOWS_MAX = 16
 LISTENED_S = 2.5
-"""After so long everybody has said something."""
+"""After this time every process has published something."""
 TRAFFIC_LINES_MAX = 6
-"""Some of them are of models: a line each."""
+"""Including one line for each model with a plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What is not in the watch."""
+    """What a frame needs beside the watch."""
 
     now: float
     clock: str
-    """The wall clock, for a person."""
+    """Local wall-clock time."""
     connected: bool = True
     first_worker: int = 0
-    """How many workers are scrolled away."""
+    """Number of workers scrolled out at the top."""
 
 
 def frame(watch: Watch, state: State, drawing: Drawing) -> RenderableType:
-    """All of it: ``drawing.lines`` lines, none wider than ``drawing.columns``."""
+    """A frame of at most ``drawing.lines`` lines and ``drawing.columns`` columns."""
     traffic = watch.traffic(state.now)
     head = [*_head(watch, state, drawing), *_traffic(watch, traffic, state, drawing), Text("")]
     room = drawing.lines - len(head) - 1
@@ -67,22 +68,25 @@ def frame(watch: Watch, state: State, drawing: Drawing) -> RenderableType:
 
 def _head(watch: Watch, state: State, drawing: Drawing) -> list[Text]:
     line = Text.assemble(("Baton", "bold"), "  ", no_wrap=True)
-    counts = watch.counts()
-    for role, ready, living in counts:
-        style = "green" if ready == living else "yellow"
-        line.append_text(Text.assemble((f"{ready}" if ready == living else f"{ready}/{living}", style), f" {role}  "))
     listening = state.now - watch.begun < LISTENED_S
+    if not listening:
+        health = watch.health(connected=state.connected)
+        line.append_text(Text.assemble((health, HEALTH_STYLES[health]), "  "))
+    counts = watch.counts()
+    for role, ready, live in counts:
+        style = "green" if ready == live else "yellow"
+        line.append_text(Text.assemble((f"{ready}" if ready == live else f"{ready}/{live}", style), f" {role}  "))
     if not counts:
         line.append("listening  " if listening else "no workers  ", "dim" if listening else "yellow")
     routers = sum(service == "router" for service, _instance in watch.services)
     right = Text.assemble(f"{routers} router{'s' if routers != 1 else ''}  ")
     if watch.leader:
-        right.append(f"{shortened(watch.leader, 20)} leads  ")
+        right.append(f"leader {shortened(watch.leader, 20)}  ")
     elif not listening:
-        right.append("nobody leads  ", "yellow")
+        right.append("no leader  ", "yellow")
     right.append(state.clock)
     if not state.connected:
-        right = Text("NATS does not answer, trying on", "bold red")
+        right = Text("NATS does not respond, reconnecting", "bold red")
     gap = drawing.columns - line.cell_len - right.cell_len
     if gap < 1:
         return [line, right]
@@ -93,18 +97,18 @@ def _traffic(watch: Watch, traffic: Traffic, state: State, drawing: Drawing) -> 
     known = traffic.count > 0
     first = Text.assemble(("requests ", "dim"), f"{traffic.per_s:.1f}/s ", no_wrap=True)
     first.append(_sparks(watch.each_second(state.now, min(SPARK_S, drawing.columns // 6))), "cyan")
-    first.append_text(Text.assemble(("   prompts ", "dim"), rates(traffic.prompt_tokens_per_s), (" tok/s", "dim")))
-    first.append_text(Text.assemble(("   answers ", "dim"), rates(traffic.completion_tokens_per_s), (" tok/s", "dim")))
+    first.append_text(Text.assemble(("   prefill ", "dim"), rates(traffic.prompt_tokens_per_s), (" tok/s", "dim")))
+    first.append_text(Text.assemble(("   decode ", "dim"), rates(traffic.completion_tokens_per_s), (" tok/s", "dim")))
     second = Text(no_wrap=True)
     for name, (half, most) in (("TTFT", traffic.ttft_s), ("ITL", traffic.itl_s)):
         spread = f"{duration(half)}, p95 {duration(most)}" if half >= 0 else "-"
         second.append_text(Text.assemble((f"{name} ", "dim"), spread, "   "))
     for mode, count in traffic.modes.most_common(3):
-        said = Text.assemble(f"{count / max(1, traffic.count):.0%} ", (f"{mode.replace('_', ' ')}  ", "dim"))
-        if second.cell_len + said.cell_len <= drawing.columns:
-            second.append_text(said)
+        share = Text.assemble(f"{count / max(1, traffic.count):.0%} ", (f"{mode.replace('_', ' ')}  ", "dim"))
+        if second.cell_len + share.cell_len <= drawing.columns:
+            second.append_text(share)
     failed = sum(traffic.failed.values())
-    third = Text(f"nothing was served in the last {WINDOW_S} s", "dim", no_wrap=True) if not known else Text()
+    third = Text(f"no requests in the last {WINDOW_S} s", "dim", no_wrap=True) if not known else Text()
     if failed:
         why = ", ".join(f"{count} {reason}" for reason, count in traffic.failed.most_common(3))
         third = Text(f"{failed} failed in the last {WINDOW_S} s: {printable(why)}", "red", no_wrap=True)
@@ -113,7 +117,7 @@ def _traffic(watch: Watch, traffic: Traffic, state: State, drawing: Drawing) -> 
 
 
 def _plan(plan: PlanDecision) -> Text:
-    """What the planner wants of a model's workers; where it has what it wants, that is green."""
+    """Present and wanted workers of a model; green where they agree."""
     line = Text.assemble(("planner ", "dim"), no_wrap=True)
     for one in plan.roles:
         enough = one.now == one.wanted
@@ -125,9 +129,9 @@ def _plan(plan: PlanDecision) -> Text:
 
 
 def _below(watch: Watch, traffic: Traffic, state: State, drawing: Drawing, lines: int) -> list[Text]:
-    """Flows and requests, then what happened."""
-    happened = list(watch.happened)[::-1]
-    events = min(len(happened) + 1, max(3, lines // 2)) if happened else 0
+    """Flows and requests, then events."""
+    newest = list(watch.events)[::-1]
+    events = min(len(newest) + 1, max(3, lines // 2)) if newest else 0
     tables = lines - (events + 1 if events else 0)
     made: list[Text] = []
     if traffic.count and tables >= 3:
@@ -142,7 +146,7 @@ def _below(watch: Watch, traffic: Traffic, state: State, drawing: Drawing, lines
             made += [Text(""), *_requests(watch, state, drawing.columns, rest)] if rest >= 2 else []
         made.append(Text(""))
     if events:
-        made += [Text("what happened", "bold"), *(_event(one, state) for one in happened[: events - 1])]
+        made += [Text("events", "bold"), *(_event(one, state) for one in newest[: events - 1])]
     return made[:lines]
 
 
@@ -151,7 +155,7 @@ def _flows(watch: Watch, columns: int, lines: int) -> list[Text]:
     most = max((many for _prefill, _decode, many, _size in flows), default=1)
     names = [f"{prefill} → {decode}" if prefill else f"{decode} alone" for prefill, decode, _many, _size in flows]
     wide = max(10, min(max(map(len, names), default=10), columns - FLOW_BAR - 20))
-    made = [Text(f"who worked for whom, last {WINDOW_S} s", "bold", no_wrap=True)]
+    made = [Text(f"KV flows, last {WINDOW_S} s", "bold", no_wrap=True)]
     for name, (_prefill, _decode, many, size) in zip(names, flows, strict=True):
         kv = f"{in_bytes(size)} KV" if size else ""
         line = Text.assemble(f"{shortened(name, wide):<{wide}} ", bar(many / most, FLOW_BAR, "cyan"))
@@ -160,7 +164,7 @@ def _flows(watch: Watch, columns: int, lines: int) -> list[Text]:
 
 
 def _requests(watch: Watch, state: State, columns: int, lines: int) -> list[Text]:
-    made = [Text("last requests", "bold", no_wrap=True)]
+    made = [Text("recent requests", "bold", no_wrap=True)]
     for at, request in list(watch.requests)[::-1][: max(0, lines - 1)]:
         line = _request(request, f"{state.now - at:3.0f} s ")
         line.truncate(columns, overflow="ellipsis")
@@ -169,9 +173,9 @@ def _requests(watch: Watch, state: State, columns: int, lines: int) -> list[Text
 
 
 def _request(request: RequestFinished, ago: str) -> Text:
-    who = request.decode_worker or "not placed"
-    who = f"{request.prefill_worker} → {who}" if request.prefill_worker else who
-    line = Text.assemble((ago, "dim"), f"{shortened(who, 30):<24} ", no_wrap=True)
+    workers = request.decode_worker or "not placed"
+    workers = f"{request.prefill_worker} → {workers}" if request.prefill_worker else workers
+    line = Text.assemble((ago, "dim"), f"{shortened(workers, 30):<24} ", no_wrap=True)
     if request.reason or request.status >= 400:
         line.append(f"{request.status} {printable(request.reason)}", "red" if request.status >= 500 else "yellow")
         return line
@@ -185,10 +189,12 @@ def _request(request: RequestFinished, ago: str) -> Text:
     return line
 
 
-def _event(one: Happened, state: State) -> Text:
+def _event(one: Event, state: State) -> Text:
     ago = f"{_ago(state.now - one.at):>5}  "
     style = "red" if one.bad else ""
-    return Text.assemble((ago, "dim"), (f"{printable(one.what)} ", "bold"), (printable(one.words), style), no_wrap=True)
+    return Text.assemble(
+        (ago, "dim"), (f"{printable(one.subject)} ", "bold"), (printable(one.text), style), no_wrap=True
+    )
 
 
 def _ago(seconds: float) -> str:
@@ -214,11 +220,11 @@ def _beside(left: Sequence[Text], right: Sequence[Text], columns: int) -> list[T
 
 
 def _sparks(counts: Sequence[int]) -> str:
-    """The more, the higher; nothing at all where nothing was."""
+    """A bar of blocks; a space for zero."""
     most = max(counts, default=0)
     return "".join(SPARKS[one * len(SPARKS) // (most + 1)] if one else " " for one in counts)
 
 
-def printable(words: str) -> str:
-    """Nothing that a terminal would obey: some words are a client's, or come over the network."""
-    return words if words.isprintable() else ascii(words)
+def printable(text: str) -> str:
+    """Without control characters: some text comes from clients."""
+    return text if text.isprintable() else ascii(text)

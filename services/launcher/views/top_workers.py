@@ -1,4 +1,4 @@
-"""The workers in `baton top`: a line each, as many columns as there is room for."""
+"""The worker table of `baton top`: one line for each worker, with as many columns as fit."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from services.launcher.views.fleet import PHASE_STYLES
 from services.launcher.views.watch import Watch, Worker
+from services.launcher.views.workers import PHASE_STYLES
 from shared.contracts.workers import Role, WorkerPhase
 from shared.text.quantities import counted, duration
 
 ENDED = (WorkerPhase.GONE, WorkerPhase.LOST)
 BAR = ("━", "╸", "─")
-"""A whole column, half of one, none."""
+"""Full, half and empty."""
 NAME_COLUMNS_MAX = 24
 MODEL_COLUMNS_MAX = 32
 NARROW = 100
@@ -24,14 +24,14 @@ FULL, NEARLY_FULL = 0.95, 0.8
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """What there is to draw on."""
+    """The space to draw on."""
 
     columns: int
     lines: int
     letters: bool = False
-    """Only ASCII gets through."""
+    """The terminal shows only ASCII."""
     fills: bool = True
-    """All lines are used, to the last one with the keys; or only as many as there is something for."""
+    """Use all lines, with the key help in the last one; else only as many as needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +41,18 @@ class Column:
     heading: str
     cell: Callable[[Worker], Text]
     keep: int
-    """Where there is no room for all, those with the smallest go first."""
+    """Columns with the smallest value are dropped first on a narrow terminal."""
     right: bool = True
 
 
 def worker_table(watch: Watch, now: float, drawing: Drawing, lines: int, first: int) -> list[Text]:
-    """At most so many lines, with the heading; says so when some workers are not shown."""
+    """At most ``lines`` lines with the heading; the last one counts hidden workers."""
     workers = watch.ordered()
     room = max(1, lines - 1)
     hidden = len(workers) > room
     shown = workers[min(first, max(0, len(workers) - room + 1)) :][: room - 1 if hidden else room]
     if not workers:
-        return [Text("Nobody is there yet.", "dim")]
+        return [Text("No workers yet.", "dim")]
     columns = _columns(watch, now, drawing)
     cells = [[column.cell(worker) for column in columns] for worker in shown]
     columns, cells = _fitting(columns, cells, drawing.columns)
@@ -92,15 +92,15 @@ def _columns(watch: Watch, now: float, drawing: Drawing) -> list[Column]:
         Column("worker", lambda one: Text(shortened(one.record.worker_id, NAME_COLUMNS_MAX)), 9, right=False),
         Column("role", lambda one: Text(one.record.role.value), 8, right=False),
         Column("phase", lambda one: Text(one.phase.value, PHASE_STYLES[one.phase]), 8, right=False),
-        Column("run", _counted("running"), 7),
-        Column("wait", _counted("waiting"), 7),
-        Column("tokens", _counted("waiting_tokens"), 2),
+        Column("running", _counted("running"), 7),
+        Column("waiting", _counted("waiting"), 7),
+        Column("wait tokens", _counted("waiting_tokens"), 2),
         Column("KV", lambda one: _kv(one, kv_bar), 6, right=False),
         Column("prefill/s", lambda one: _rate(one, "computed_tokens_total", Role.STORE), 6),
         Column("decode/s", lambda one: _rate(one, "generation_tokens_total", Role.PREFILL, Role.STORE), 6),
         Column("KV in/s", lambda one: _rate(one, "received_tokens_total", Role.PREFILL, Role.STORE), 3),
         Column("ITL", _itl, 3),
-        Column("pins", _pins, 1),
+        Column("pinned", _pins, 1),
         Column("preempted", _counted("preemptions_total"), 0),
         Column("silent", lambda one: _silent(one, now), 4),
         Column("revision", _revision, 5 if several else 0, right=False),
@@ -144,7 +144,7 @@ def _kv(one: Worker, columns: int) -> Text:
     if one.load is None or one.phase in ENDED:
         return Text("")
     used = one.kv_used
-    is_short = one.record.role is not Role.STORE  # whose memory is there to be full
+    is_short = one.record.role is not Role.STORE  # A full store is normal.
     style = "red" if is_short and used >= FULL else "yellow" if is_short and used >= NEARLY_FULL else "green"
     return Text.assemble(bar(used, columns, style), f"{used:>4.0%}")
 

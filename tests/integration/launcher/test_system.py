@@ -19,7 +19,7 @@ from rich.console import Console
 
 from services.launcher.system import guard, machine
 from services.launcher.system.board import Board
-from services.launcher.system.children import open_nursery
+from services.launcher.system.children import open_child_starter
 from services.launcher.system.plan import ProcessPlan, Stage, SystemPlan, UpOptions, plan_nats
 from services.launcher.system.screen import Screen
 from services.launcher.system.system import StartFailed, System
@@ -57,7 +57,7 @@ async def system_of(
     )
     screen = Screen(Board(), SystemClock(), Console(file=io.StringIO()))
     environment = {**machine.inherited_environment(), "PYTHONPATH": str(Path(__file__).parents[3])}
-    with open_nursery(folder / "logs", environment) as nursery:
+    with open_child_starter(folder / "logs", environment) as nursery:
         plan = SystemPlan(processes=processes, ports=(), nats_url=url)
         async with System(plan, nursery, screen, hurry or asyncio.Event()) as system:
             yield system

@@ -1,4 +1,4 @@
-"""A browser for tests of pages: headless, with a profile of its own, and nothing that it complains of is overlooked."""
+"""A headless browser for page tests; errors and warnings in its console fail the test."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ ARGUMENTS = (
 )
 LAUNCH_S_MAX = 120.0
 SEEN_S_MAX = 60.0
-"""What is to appear on a page is there by then."""
+"""For an element to appear."""
 DESKTOP = {"width": 1280, "height": 900}
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """The machine's own; ``make test`` installs one where it can."""
+    """The installed browser; skips without one."""
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
     if found is None:
         pytest.skip(f"needs a browser: one of {', '.join(BROWSERS)} (Debian: apt-get install chromium)")
@@ -42,13 +42,13 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def forgiven() -> list[str]:
-    """Patterns of complaints that a test provokes."""
+    """Patterns of console messages that a test provokes."""
     return []
 
 
 @pytest.fixture
 def page(browser: Browser, forgiven: list[str]) -> Iterator[Page]:
-    """A tab of its own, which must not have complained of anything else when the test is over."""
+    """A new tab. Any other console message fails the test at its end."""
     complaints: list[str] = []
     with browser.new_context(viewport=DESKTOP, reduced_motion="reduce", color_scheme="light") as context:
         context.set_default_timeout(SEEN_S_MAX * 1000)

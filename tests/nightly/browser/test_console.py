@@ -1,4 +1,4 @@
-"""The console as a person uses it: a real browser before a running system of simulated workers."""
+"""The console in a real browser, in front of a running system of simulated workers."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ PHONE = {"width": 360, "height": 780}
 ADMIN_KEY = "the-operator's-own-key"
 SECONDS = re.compile(r"(?P<number>[\d.]+) (?P<unit>ms|s)$")
 ROUNDED = 0.06
-"""By how much numbers of two or three digits may miss what they add up to."""
+"""Allowed relative error of a sum of numbers that are rounded to two or three digits."""
 
 pytestmark = pytest.mark.nats
 
 
 @pytest.fixture(scope="module")
 def nats(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    """Not without a browser: nothing of all this is started only to be skipped."""
+    """Depends on the browser, so that nothing starts when the tests are skipped."""
     with NatsServer(tmp_path_factory.mktemp("nats")) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory, nats: NatsServer) -> Iterator[SimulatedSystem]:
-    """Workers that take long enough for a request to be slow."""
+    """Workers with a prefill time long enough for slow requests."""
     folder = tmp_path_factory.mktemp("console")
     keys = folder / "admin_keys"
     keys.write_text(hashlib.sha256(ADMIN_KEY.encode()).hexdigest() + "\n")
@@ -45,26 +45,26 @@ def system(tmp_path_factory: pytest.TempPathFactory, nats: NatsServer) -> Iterat
 
 @pytest.fixture
 def console(page: Page, system: SimulatedSystem) -> Page:
-    """The page, when it has its first news."""
+    """The page, after its first update."""
     page.goto(f"{system.collector_url}/")
     expect(page.locator("#connection")).to_have_text("Live")
     return page
 
 
 def row_of(console: Page, request_id: str) -> Locator:
-    """The line of a request."""
+    """The row of a request."""
     return console.locator(f"[data-request='{request_id}']")
 
 
 def ask(system: SimulatedSystem, request_id: str, **body: object) -> None:
-    """One request, which has been answered by both workers."""
+    """Send one disaggregated request."""
     headers = {"x-request-id": request_id, "x-baton-mode": "disaggregated"}
     answer = system.complete(f"{request_id} wants to know. " * 20, headers, **body)
     assert answer.status_code == 200, answer.text
 
 
 def mode_of(system: SimulatedSystem) -> str:
-    """How a request is served that asks for no mode."""
+    """The mode of a request that does not ask for one."""
     return system.complete("As you like it. " * 20).headers["x-baton-mode"]
 
 
@@ -75,9 +75,9 @@ def seconds(words: str) -> float:
     return float(match["number"]) * (0.001 if match["unit"] == "ms" else 1.0)
 
 
-def test_health_and_workers_are_seen_at_a_look(console: Page):
+def test_the_page_shows_health_and_workers(console: Page):
     expect(console).to_have_url(re.compile("/console$"))
-    expect(console.locator("#health")).to_have_attribute("data-status", re.compile("well|strained|ill"))
+    expect(console.locator("#health")).to_have_attribute("data-status", re.compile("healthy|degraded|unhealthy"))
     expect(console.locator("#served")).to_contain_text("baton-tiny")
     expect(console.locator("[data-id=router]")).to_be_visible()
     expect(console.locator(".column[data-role=prefill] [data-id=p1]")).to_contain_text("ready")
@@ -85,17 +85,17 @@ def test_health_and_workers_are_seen_at_a_look(console: Page):
     expect(console.locator("#figures")).to_contain_text("2 of 2")
 
 
-def test_a_request_appears_by_itself_and_so_does_what_flows(console: Page, system: SimulatedSystem):
+def test_a_request_and_its_flows_appear_without_a_reload(console: Page, system: SimulatedSystem):
     assert row_of(console, "by-itself").count() == 0
 
     ask(system, "by-itself")
 
     expect(row_of(console, "by-itself")).to_have_attribute("aria-label", re.compile("first token after"))
     assert row_of(console, "by-itself").locator(".bar-ttft rect").count() > 1
-    expect(console.locator("#lines [data-from=p1][data-to=d1]")).to_have_attribute("data-words", re.compile("KV"))
+    expect(console.locator("#lines [data-from=p1][data-to=d1]")).to_have_attribute("data-text", re.compile("KV"))
 
 
-def test_a_slow_request_leads_to_its_decision(console: Page, system: SimulatedSystem):
+def test_a_slow_request_opens_its_decision(console: Page, system: SimulatedSystem):
     ask(system, "too-slow", baton={"ttft_s": 0.001})
     ask(system, "soon-enough", baton={"ttft_s": 3600})
     expect(row_of(console, "soon-enough")).to_be_visible()
@@ -114,11 +114,11 @@ def test_a_slow_request_leads_to_its_decision(console: Page, system: SimulatedSy
     expect(panel.locator(".decision")).to_contain_text("prefill on p1, decode on d1")
     expect(panel.locator(".decision")).to_contain_text("was chosen because")
     expect(panel.locator(".candidates .chosen")).to_have_count(2)
-    expect(panel.locator(".comparison .sum")).to_contain_text("in all")
+    expect(panel.locator(".comparison .sum")).to_contain_text("total")
     assert seconds(panel.locator(".comparison .sum td").nth(1).inner_text()) == pytest.approx(whole, rel=ROUNDED)
 
 
-def test_a_decisions_address_opens_it(console: Page, system: SimulatedSystem):
+def test_the_address_of_a_decision_opens_it(console: Page, system: SimulatedSystem):
     answer = system.complete("Where is it kept? " * 20, {"x-request-id": "kept"})
     decision_id = answer.headers["x-baton-decision"]
 
@@ -127,8 +127,8 @@ def test_a_decisions_address_opens_it(console: Page, system: SimulatedSystem):
     expect(console.locator("#panel .decision")).to_contain_text(f"baton explain {decision_id}")
 
 
-def test_what_a_client_makes_up_stays_text(console: Page, system: SimulatedSystem):
-    """Its words are on the page, and nothing that they would make of it."""
+def test_input_of_clients_stays_text(console: Page, system: SimulatedSystem):
+    """Markup in a client's input is shown as text."""
     nasty = "<img src=x onerror=document.body.remove()>"
 
     refused = system.complete("Who are you?", {"x-request-id": "nasty"}, model=nasty)
@@ -140,7 +140,7 @@ def test_what_a_client_makes_up_stays_text(console: Page, system: SimulatedSyste
     assert console.locator("main img, #panel img").count() == 0
 
 
-def test_the_keyboard_is_enough(console: Page, system: SimulatedSystem):
+def test_the_page_works_with_the_keyboard_alone(console: Page, system: SimulatedSystem):
     ask(system, "first")
     ask(system, "second")
     expect(row_of(console, "second")).to_be_visible()
@@ -163,7 +163,7 @@ def test_the_keyboard_is_enough(console: Page, system: SimulatedSystem):
 
 
 @pytest.mark.parametrize("colours", ["light", "dark"])
-def test_a_phone_shows_all_of_it_without_scrolling_sideways(console: Page, system: SimulatedSystem, colours: str):
+def test_the_page_fits_a_phone_without_horizontal_scrolling(console: Page, system: SimulatedSystem, colours: str):
     ask(system, f"on-a-phone-{colours}")
     console.emulate_media(color_scheme=colours)
     console.set_viewport_size(PHONE)
@@ -178,7 +178,7 @@ def test_a_phone_shows_all_of_it_without_scrolling_sideways(console: Page, syste
     assert width_of(console) == PHONE["width"]
 
 
-def test_a_chosen_theme_is_kept(console: Page):
+def test_a_chosen_theme_survives_a_reload(console: Page):
     console.get_by_role("button", name="Switch to dark colours").click()
     assert brightness_of(console, "body") < 0.5
 
@@ -187,7 +187,7 @@ def test_a_chosen_theme_is_kept(console: Page):
     assert brightness_of(console, "body") < 0.5
 
 
-def test_a_lost_connection_is_said_and_mended(page: Page, forgiven: list[str], nats: NatsServer, tmp_path: Path):
+def test_a_lost_connection_is_shown_and_restored(page: Page, forgiven: list[str], nats: NatsServer, tmp_path: Path):
     forgiven.append("net::ERR_")
     port = free_port()
     settings = {"BATON_NATS_URL": nats.url, "COLLECTOR_PORT": str(port)}
@@ -202,22 +202,22 @@ def test_a_lost_connection_is_said_and_mended(page: Page, forgiven: list[str], n
         expect(page.locator("[data-id=p1]")).to_contain_text("ready")
 
 
-def test_the_mode_of_requests_that_ask_for_none_is_set(console: Page, system: SimulatedSystem):
-    console.get_by_role("button", name="Mode: auto …").click()
-    dialog = console.get_by_role("dialog", name="Routing mode")
+def test_the_default_mode_can_be_set(console: Page, system: SimulatedSystem):
+    console.get_by_role("button", name="Default mode: auto …").click()
+    dialog = console.get_by_role("dialog", name="Default mode")
     dialog.get_by_label("Mode").select_option("aggregated")
     dialog.get_by_label("Admin key").fill(ADMIN_KEY)
-    dialog.get_by_role("button", name="Set mode").click()
+    dialog.get_by_role("button", name="Set default mode").click()
     expect(dialog.get_by_role("status")).to_have_attribute("data-state", "done")
 
     console.keyboard.press("Escape")
 
-    expect(console.get_by_role("button", name="Mode: aggregated …")).to_be_focused()
+    expect(console.get_by_role("button", name="Default mode: aggregated …")).to_be_focused()
     until(lambda: mode_of(system) == "aggregated", "the router follows")
 
 
-def test_orders_want_the_admin_key_and_are_carried_out(console: Page, forgiven: list[str], system: SimulatedSystem):
-    """The last one: it takes a worker away."""
+def test_orders_need_the_admin_key(console: Page, forgiven: list[str], system: SimulatedSystem):
+    """The last test, because it removes a worker."""
     forgiven.append("status of 40[13]")
     console.locator("[data-id=p1]").click()
     console.get_by_role("button", name="Drain …").click()
@@ -232,17 +232,17 @@ def test_orders_want_the_admin_key_and_are_carried_out(console: Page, forgiven: 
 
     expect(dialog.get_by_role("status")).to_have_attribute("data-state", "done")
     dialog.get_by_role("button", name="Close").click()
-    expect(console.locator("#event-rows")).to_contain_text("told it to drain")
+    expect(console.locator("#event-rows")).to_contain_text("ordered it to drain")
     assert system.processes["p1"].process.wait(LEFT_S_MAX) == 0
     expect(console.locator("#figures")).not_to_contain_text("2 of 2")
 
 
 def width_of(console: Page) -> int:
-    """Of all that could be scrolled to."""
+    """Width of the scrollable page."""
     return int(console.evaluate("Math.max(document.documentElement.scrollWidth, document.body.scrollWidth)"))
 
 
 def brightness_of(console: Page, selector: str) -> float:
-    """Of the background, from 0 to 1."""
+    """Brightness of the background, from 0 to 1."""
     colour = console.locator(selector).evaluate("node => getComputedStyle(node).backgroundColor")
     return sum(map(int, re.findall(r"\d+", colour)[:3])) / (3 * 255)

@@ -17,7 +17,7 @@ from rich.console import Console
 from connector.messages import EngineCall, EngineNotification
 from services.collector.http.access import Access
 from services.collector.service import Collector
-from services.launcher.system.scaling_steps import Own, steps_for
+from services.launcher.system.scaling_steps import OwnWorker, steps_for
 from services.launcher.views.top import Top
 from services.launcher.views.top_workers import Drawing
 from services.orchestrator.service import Orchestrator
@@ -46,7 +46,7 @@ from tests.unit.worker.kv_exchange.fakes import FakeExchange
 
 REAL, PLAYED = "w1", "w2"
 """A worker with a real shell around a fake engine, and one that a test plays: its legs stay open."""
-OWN = [Own("w1", Role.BOTH), Own("w2", Role.DECODE)]
+OWN = [OwnWorker("w1", Role.BOTH), OwnWorker("w2", Role.DECODE)]
 FLIGHTS = 3
 """Requests that are under way while strangers talk."""
 STAY_S_MAX = 5.0

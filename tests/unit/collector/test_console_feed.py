@@ -1,4 +1,4 @@
-"""Who looks at the console hears what changes, as it changes; who does not read is cut off."""
+"""The event stream sends changes to its clients, and drops clients that do not read."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import json
 import socket
 from contextlib import asynccontextmanager
 
-from services.collector.console.feed import CLIENT_FRAMES_MAX, KEEP_ALIVE_S, TELL_S, Feed
+from services.collector.console.feed import CLIENT_FRAMES_MAX, KEEP_ALIVE_S, UPDATE_S_MIN, Feed
 from services.collector.console.views import Health, Page
 from services.collector.http.server import HttpServer, Protocol
 from shared.contracts.channels import WORKER_LOST
 from shared.contracts.workers import WorkerLost
 from tests.support.nats_server import free_port
 from tests.support.virtual_time import LoopClock, run_in_virtual_time
-from tests.unit.collector.console_worlds import finished, world
+from tests.unit.collector.console_world import finished, world
 
 NOTHING = Page(
     at=0.0,
-    mode="auto",
+    default_mode="auto",
     model_names=[],
-    health=Health(status="well", sentences=[]),
+    health=Health(status="healthy", sentences=[]),
     workers=[],
     flows=[],
     requests=[],
@@ -69,7 +69,7 @@ class Browser:
             self.over = not message.get("more_body", False)
 
     async def event(self):
-        """The next one's name and data; comments are called so."""
+        """Name and data of the next event; a comment has the name ``comment``."""
         while "\n\n" not in self._text:
             await self._piece()
         block, _, self._text = self._text.partition("\n\n")
@@ -97,24 +97,24 @@ async def watched_world():
         following.cancel()
 
 
-def test_the_page_comes_first_and_then_what_happens_on_the_bus():
+def test_the_stream_starts_with_the_page_and_continues_with_changes():
     async def main():
         async with watched_world() as one, Browser(one.app).looking() as browser:
-            await one.be_well()
+            await one.be_healthy()
             state = await browser.until("state")
             assert browser.headers["content-type"] == "text/event-stream"
-            assert state["actions"] is True
+            assert state["orders_allowed"] is True
             assert state["requests"] == []
 
             await one.finish(finished(request_id="the-one"))
             assert (await browser.until("request"))["id"] == "the-one"
             await one.tell(WORKER_LOST, WorkerLost(worker_id="d1", epoch=1, silent_s=3.0))
-            assert (await browser.until("event"))["text"] == "lost: silent for 3.0 s"
+            assert (await browser.until("event"))["text"] == "lost: no report for 3.0 s"
 
     run_in_virtual_time(main())
 
 
-def test_what_happens_in_quick_succession_is_told_at_once_and_no_more_than_twice_a_second():
+def test_updates_are_batched_to_at_most_two_per_second():
     async def main():
         async with watched_world() as one, Browser(one.app).looking() as browser:
             now = asyncio.get_running_loop().time
@@ -123,16 +123,16 @@ def test_what_happens_in_quick_succession_is_told_at_once_and_no_more_than_twice
             for number in range(20):
                 await one.finish(finished(request_id=f"r{number}"))
                 await asyncio.sleep(0.1)
-            told = [(await browser.until("request"), now()) for _ in range(20)]
+            rows = [(await browser.until("request"), now()) for _ in range(20)]
 
-            assert [row["id"] for row, _at in told] == [f"r{number}" for number in range(20)]
-            turns = {at for _row, at in told}
-            assert len(turns) <= (now() - begun) / TELL_S + 1
+            assert [row["id"] for row, _at in rows] == [f"r{number}" for number in range(20)]
+            updates = {at for _row, at in rows}
+            assert len(updates) <= (now() - begun) / UPDATE_S_MIN + 1
 
     run_in_virtual_time(main())
 
 
-def test_a_quiet_stream_is_kept_alive_and_rates_fall_without_any_event():
+def test_a_quiet_stream_sends_keep_alives_and_falling_rates():
     async def main():
         async with watched_world() as one, Browser(one.app).looking() as browser:
             await one.finish(finished())
@@ -146,7 +146,7 @@ def test_a_quiet_stream_is_kept_alive_and_rates_fall_without_any_event():
     run_in_virtual_time(main())
 
 
-def test_beyond_the_maximum_nobody_is_let_in_until_somebody_leaves():
+def test_clients_beyond_the_maximum_get_503_until_one_leaves():
     async def main():
         async with watched_world() as one, Browser(one.app).looking() as first:
             async with Browser(one.app).looking() as second, Browser(one.app).looking() as third:
@@ -161,7 +161,7 @@ def test_beyond_the_maximum_nobody_is_let_in_until_somebody_leaves():
     run_in_virtual_time(main())
 
 
-def test_when_the_process_stops_streams_end():
+def test_streams_end_when_the_process_stops():
     async def main():
         async with watched_world() as one, Browser(one.app).looking() as browser:
             await browser.until("state")
@@ -172,24 +172,24 @@ def test_when_the_process_stops_streams_end():
     run_in_virtual_time(main())
 
 
-async def test_a_client_that_does_not_read_is_cut_off_and_the_others_are_not():
+async def test_only_a_client_that_does_not_read_is_dropped():
     cut = []
     feed = Feed(lambda: NOTHING, {}, 2)
     slow = feed.join(lambda: cut.append("slow"))
     for _ in range(CLIENT_FRAMES_MAX):
-        assert slow.tell(b"x")
+        assert slow.send(b"x")
     assert cut == []
 
     quick = feed.join(lambda: cut.append("quick"))
     slow.is_new = True
-    feed.tell()
+    feed.update()
 
     assert (cut, len(feed)) == (["slow"], 1)
     assert await slow.next() is None
     assert (await quick.next()).startswith(b"event: state\n")
 
 
-async def test_while_nobody_looks_nothing_is_computed():
+async def test_without_clients_no_page_is_computed():
     pages = []
     feed = Feed(lambda: pages.append(1) or NOTHING, {}, 1)
     following = asyncio.get_running_loop().create_task(feed.follow())
@@ -200,33 +200,33 @@ async def test_while_nobody_looks_nothing_is_computed():
     following.cancel()
 
 
-class Impatient(Protocol):
-    head_s_max = 0.2
+class ShortTimeout(Protocol):
+    headers_s_max = 0.2
 
 
-async def test_a_client_that_takes_too_long_to_ask_is_dropped_and_one_that_has_asked_is_not():
+async def test_only_a_client_that_is_slow_to_send_its_headers_is_dropped():
     async with world() as one:
         port = free_port()
-        server = HttpServer(one.app, "127.0.0.1", port, Impatient)
+        server = HttpServer(one.app, "127.0.0.1", port, ShortTimeout)
         async with asyncio.TaskGroup() as tasks, asyncio.timeout(WAIT_S_MAX):
             serving = tasks.create_task(server.serve())
             await server.listening()
-            asked, asking = await asyncio.open_connection("127.0.0.1", port)
-            asking.write(b"GET /console/events HTTP/1.1\r\nhost: x\r\n\r\n")
-            assert await asked.readline() == b"HTTP/1.1 200 OK\r\n"
-            for said in (b"", b"GET /health HT"):
-                silent, saying = await asyncio.open_connection("127.0.0.1", port)
-                saying.write(said)
+            prompt_reader, prompt_writer = await asyncio.open_connection("127.0.0.1", port)
+            prompt_writer.write(b"GET /console/events HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert await prompt_reader.readline() == b"HTTP/1.1 200 OK\r\n"
+            for sent in (b"", b"GET /health HT"):
+                slow_reader, slow_writer = await asyncio.open_connection("127.0.0.1", port)
+                slow_writer.write(sent)
                 with contextlib.suppress(ConnectionResetError):
-                    assert await silent.read() == b""
-            one.collector.feed.tell()
-            assert await asked.readuntil(b"event: state")
-            asking.close()
+                    assert await slow_reader.read() == b""
+            one.collector.feed.update()
+            assert await prompt_reader.readuntil(b"event: state")
+            prompt_writer.close()
             server.should_exit = True
             await serving
 
 
-async def test_the_connection_of_a_client_that_does_not_read_is_dropped_with_what_it_has_not_read():
+async def test_dropping_a_client_discards_its_unread_data():
     async with world() as one:
         port = free_port()
         server = HttpServer(one.app, "127.0.0.1", port)
@@ -240,7 +240,7 @@ async def test_the_connection_of_a_client_that_does_not_read_is_dropped_with_wha
             while not len(feed):
                 await asyncio.sleep(0.01)
             (watcher,) = feed._watchers
-            while watcher.tell(b"x" * 1_000_000):
+            while watcher.send(b"x" * 1_000_000):
                 await asyncio.sleep(0)
             while len(feed):  # The response ends because its connection is gone.
                 await asyncio.sleep(0.01)

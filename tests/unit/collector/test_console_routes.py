@@ -1,4 +1,4 @@
-"""The console over HTTP: the page, one request's decision, and orders from whoever may give them."""
+"""The console over HTTP: page, one request's decision, and orders with their permission checks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import hashlib
 import msgspec
 import pytest
 
-from services.collector.console.routes import BODY_BYTES_MAX, page_files
 from services.collector.http.access import Access, read_digests
+from services.collector.http.console import BODY_BYTES_MAX, page_files
 from shared.bus.port import AskRefused
 from shared.contracts.channels import CHANGE_ROLE, DECISION, DEFAULT_MODE, DRAIN
 from shared.contracts.decisions import CandidateRecord, DecisionRecord, FoundDecision, Part
@@ -18,7 +18,7 @@ from shared.contracts.fleet_orders import OrderTaken, RoleChanged
 from shared.contracts.routing import FLEET
 from shared.contracts.workers import Role
 from shared.runtime.settings import SettingsError
-from tests.unit.collector.console_worlds import PARTS, finished, world
+from tests.unit.collector.console_world import PARTS, finished, world
 
 WAIT_S_MAX = 60.0
 KEY = "baton-test-key"
@@ -53,7 +53,7 @@ def message(answer):
     return answer.json()["error"]["message"]
 
 
-async def test_the_root_leads_to_the_page_and_its_files_are_served():
+async def test_the_root_redirects_to_the_page_and_its_files_are_served():
     async with world() as one, one.client() as client:
         root = await client.get("/")
         assert (root.status_code, root.headers["location"]) == (307, "/console")
@@ -66,7 +66,7 @@ async def test_the_root_leads_to_the_page_and_its_files_are_served():
             assert (await client.get(f"/console/files/{name}")).status_code == 404
 
 
-async def test_every_answer_forbids_what_other_sites_could_do_with_it():
+async def test_every_response_has_security_headers():
     async with world() as one, one.client() as client:
         for path in ("/console", "/console/files/nothing", "/console/requests/x", "/health", "/nowhere"):
             headers = (await client.get(path, headers={"origin": "http://elsewhere.example"})).headers
@@ -76,7 +76,7 @@ async def test_every_answer_forbids_what_other_sites_could_do_with_it():
             assert "access-control-allow-origin" not in headers
 
 
-async def test_a_request_is_explained_by_the_router_that_placed_it():
+async def test_a_decision_is_fetched_from_the_router_that_made_it():
     candidates = [
         CandidateRecord(worker_id="p1", part=Part.PREFILL, chosen=True, cached_tokens=40, prefill_s=0.1, cost_s=0.1),
         CandidateRecord(worker_id="p2", part=Part.PREFILL, queue_s=0.4, prefill_s=0.1, cost_s=0.5),
@@ -92,29 +92,29 @@ async def test_a_request_is_explained_by_the_router_that_placed_it():
 
     async with world() as one, one.client() as client:
         await one.others.answer(DECISION, found, router_id="router-1-ab")
-        await one.be_well()
+        await one.be_healthy()
         await one.finish(finished())
         told = (await client.get("/console/requests/router-1-ab-d7")).json()
         assert told["request"]["id"] == "r1"
         assert [each["why"] for each in told["decision"]["candidates"]] == ["chosen", "longer queue"]
         assert sum(part["measured_s"] for part in told["decision"]["parts"]) == pytest.approx(PARTS.total_s())
-        assert told["words"]["headline"] == "Request r1 ran: prefill on p1, decode on d1."
+        assert told["text"]["headline"] == "Request r1 ran: prefill on p1, decode on d1."
 
         forgotten = await client.get("/console/requests/router-1-ab-d8")
-        assert (forgotten.status_code, "forgotten" in message(forgotten)) == (404, True)
+        assert (forgotten.status_code, "no longer has" in message(forgotten)) == (404, True)
         ended = await client.get("/console/requests/router-9-d1")
-        assert (ended.status_code, "does not answer" in message(ended)) == (404, True)
+        assert (ended.status_code, "does not respond" in message(ended)) == (404, True)
         assert (await client.get("/console/requests/no.such*thing-d1")).status_code == 404
         one.bus.lose()
         assert (await client.get("/console/requests/router-1-ab-d7")).status_code == 503
 
 
-async def test_on_loopback_without_a_key_an_order_is_passed_on_and_noted():
+async def test_on_loopback_an_order_needs_no_key_and_becomes_an_event():
     async with world() as one, one.client() as client:
         orders = await answer_drain(one)
-        done = await client.post("/console/actions", json={**DRAIN_D1, "deadline_s": 5})
+        done = await client.post("/console/orders", json={**DRAIN_D1, "deadline_s": 5})
 
-        assert (done.status_code, done.json()["told"]) == (
+        assert (done.status_code, done.json()["message"]) == (
             200,
             "d1 is draining, moving its hot prefixes to other workers.",
         )
@@ -122,7 +122,7 @@ async def test_on_loopback_without_a_key_an_order_is_passed_on_and_noted():
         assert [(line.subject, line.kind) for line in one.collector.page().events] == [("d1", "action")]
 
 
-async def test_a_role_is_changed_when_the_worker_has_verified_it():
+async def test_a_role_changes_after_the_worker_has_verified_it():
     async def change(order, _envelope):
         failure = "no partner" if order.role is Role.PREFILL else ""
         return RoleChanged(
@@ -131,25 +131,25 @@ async def test_a_role_is_changed_when_the_worker_has_verified_it():
 
     async with world() as one, one.client() as client:
         await one.others.answer(CHANGE_ROLE, change, worker_id="d1")
-        done = await client.post("/console/actions", json={"action": "role", "worker_id": "d1", "role": "both"})
-        assert "d1 changed its role from decode to both" in done.json()["told"]
-        failed = await client.post("/console/actions", json={"action": "role", "worker_id": "d1", "role": "prefill"})
-        assert (failed.status_code, message(failed)) == (409, "d1 stays a decode worker: no partner")
+        done = await client.post("/console/orders", json={"action": "role", "worker_id": "d1", "role": "both"})
+        assert "d1 changed its role from decode to both" in done.json()["message"]
+        failed = await client.post("/console/orders", json={"action": "role", "worker_id": "d1", "role": "prefill"})
+        assert (failed.status_code, message(failed)) == (409, "d1 remains a decode worker: no partner")
 
 
-async def test_the_usual_mode_is_kept_for_all_routers_and_shown():
+async def test_the_default_mode_is_stored_for_all_routers_and_shown():
     async with world() as one, one.client() as client:
         following = asyncio.get_running_loop().create_task(one.collector.follow_mode())
-        kept = await one.others.key_value_store(DEFAULT_MODE, ttl_s=None)
-        done = await client.post("/console/actions", json={"action": "mode", "mode": "disaggregated"})
+        store = await one.others.key_value_store(DEFAULT_MODE, ttl_s=None)
+        done = await client.post("/console/orders", json={"action": "mode", "mode": "disaggregated"})
 
-        assert done.json()["told"] == "Requests that ask for no mode are served disaggregated now."
-        assert (await kept.get(FLEET)).value.mode == "disaggregated"
+        assert done.json()["message"] == "The default mode is disaggregated now."
+        assert (await store.get(FLEET)).value.mode == "disaggregated"
         async with asyncio.timeout(WAIT_S_MAX):
-            while one.collector.page().mode != "disaggregated":
+            while one.collector.page().default_mode != "disaggregated":
                 await asyncio.sleep(0)
         one.bus.lose()
-        assert (await client.post("/console/actions", json={"action": "mode", "mode": "auto"})).status_code == 503
+        assert (await client.post("/console/orders", json={"action": "mode", "mode": "auto"})).status_code == 503
         following.cancel()
 
 
@@ -168,79 +168,79 @@ async def test_the_usual_mode_is_kept_for_all_routers_and_shown():
         (b" " * (BODY_BYTES_MAX + 1), 413),
     ],
 )
-async def test_what_is_no_order_reaches_no_worker(body, status):
+async def test_an_invalid_order_reaches_no_worker(body, status):
     async with world() as one, one.client() as client:
         orders = await answer_drain(one)
-        refused = await client.post("/console/actions", content=body, headers={"content-type": "application/json"})
+        refused = await client.post("/console/orders", content=body, headers={"content-type": "application/json"})
 
         assert (refused.status_code, orders) == (status, [])
         assert message(refused)
 
 
-async def test_a_form_of_another_site_is_no_order():
+async def test_a_form_post_of_another_site_is_rejected():
     async with world() as one, one.client() as client:
         orders = await answer_drain(one)
         for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
             body = msgspec.json.encode(DRAIN_D1)
             assert (
-                await client.post("/console/actions", content=body, headers={"content-type": kind})
+                await client.post("/console/orders", content=body, headers={"content-type": kind})
             ).status_code == 415
         assert orders == []
 
 
-async def test_a_name_that_somebody_has_point_here_is_not_this_machine():
+async def test_dns_rebinding_gives_no_permission():
     async with world() as one, one.client("http://elsewhere.example:8001") as client:
         orders = await answer_drain(one)
-        refused = await client.post("/console/actions", json=DRAIN_D1)
+        refused = await client.post("/console/orders", json=DRAIN_D1)
 
         assert (refused.status_code, orders) == (403, [])
 
 
 @pytest.mark.parametrize("url", ["http://localhost:8001", "http://127.0.0.1:8001", "http://[::1]:8001", "http://[::1]"])
-async def test_this_machines_own_names_are(url):
+async def test_loopback_names_give_permission(url):
     async with world() as one, one.client(url) as client:
         await answer_drain(one)
-        assert (await client.post("/console/actions", json=DRAIN_D1)).status_code == 200
+        assert (await client.post("/console/orders", json=DRAIN_D1)).status_code == 200
 
 
-async def test_with_an_admin_key_only_who_has_it_may_act_wherever_the_console_listens(key_file):
+async def test_a_configured_admin_key_is_required_on_every_address(key_file):
     async with world(host="0.0.0.0", key_file=key_file) as one, one.client("http://fleet.example") as client:
         orders = await answer_drain(one)
         for headers in ({}, bearer("wrong"), bearer(""), bearer("x" * 10_000), {"authorization": "Basic eDp5"}):
-            refused = await client.post("/console/actions", json=DRAIN_D1, headers=headers)
+            refused = await client.post("/console/orders", json=DRAIN_D1, headers=headers)
             assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
         assert orders == []
-        assert (await client.post("/console/actions", json=DRAIN_D1, headers=bearer())).status_code == 200
+        assert (await client.post("/console/orders", json=DRAIN_D1, headers=bearer())).status_code == 200
 
 
-async def test_without_a_key_and_not_on_loopback_nobody_may_act():
+async def test_without_a_key_orders_need_loopback():
     async with world(host="0.0.0.0") as one, one.client() as client:
         orders = await answer_drain(one)
-        refused = await client.post("/console/actions", json=DRAIN_D1, headers=bearer())
+        refused = await client.post("/console/orders", json=DRAIN_D1, headers=bearer())
 
         assert (refused.status_code, orders) == (403, [])
         assert "COLLECTOR_ADMIN_KEY_FILE" in message(refused)
 
 
-async def test_a_key_that_is_taken_out_of_the_file_is_none_any_more(key_file, tmp_path):
+async def test_removing_a_key_from_the_file_revokes_it_at_once(key_file, tmp_path):
     async with world(host="0.0.0.0", key_file=key_file) as one, one.client() as client:
         await answer_drain(one)
-        assert (await client.post("/console/actions", json=DRAIN_D1, headers=bearer())).status_code == 200
+        assert (await client.post("/console/orders", json=DRAIN_D1, headers=bearer())).status_code == 200
         (tmp_path / "admin.keys").write_text("0" * 64)
-        assert (await client.post("/console/actions", json=DRAIN_D1, headers=bearer())).status_code == 401
+        assert (await client.post("/console/orders", json=DRAIN_D1, headers=bearer())).status_code == 401
         (tmp_path / "admin.keys").unlink()
-        assert (await client.post("/console/actions", json=DRAIN_D1, headers=bearer())).status_code == 503
+        assert (await client.post("/console/orders", json=DRAIN_D1, headers=bearer())).status_code == 503
 
 
-async def test_of_the_routers_api_keys_those_with_the_permission_admin_count(tmp_path):
+async def test_api_keys_with_the_permission_admin_are_admin_keys(tmp_path):
     file = tmp_path / "keys.toml"
     entry = '[[key]]\nsha256 = "{}"\ntenant = "t"\npermissions = {}\n'
     digests = [hashlib.sha256(name.encode()).hexdigest() for name in ("clients", KEY)]
     file.write_text(entry.format(digests[0], '["infer"]') + entry.format(digests[1], '["infer", "admin"]'))
     async with world(host="0.0.0.0", key_file=str(file)) as one, one.client() as client:
         await answer_drain(one)
-        assert (await client.post("/console/actions", json=DRAIN_D1, headers=bearer("clients"))).status_code == 401
-        assert (await client.post("/console/actions", json=DRAIN_D1, headers=bearer())).status_code == 200
+        assert (await client.post("/console/orders", json=DRAIN_D1, headers=bearer("clients"))).status_code == 401
+        assert (await client.post("/console/orders", json=DRAIN_D1, headers=bearer())).status_code == 200
     file.write_text(entry.format(digests[0], '["infer"]'))
     assert read_digests(str(file)) == []
 
@@ -248,7 +248,7 @@ async def test_of_the_routers_api_keys_those_with_the_permission_admin_count(tmp
 @pytest.mark.parametrize(
     "text", ["", "[[key]]", "[[key]]\nsha256 = 1", "# nobody\n", "abc\n", "g" * 64, "\n".join(["0" * 64] * 65)]
 )
-def test_a_file_that_holds_no_digests_stops_the_process_at_its_start(tmp_path, text):
+def test_a_key_file_without_digests_stops_the_start(tmp_path, text):
     file = tmp_path / "keys"
     file.write_text(text)
 
@@ -258,16 +258,16 @@ def test_a_file_that_holds_no_digests_stops_the_process_at_its_start(tmp_path, t
         read_digests(str(tmp_path / "no-such-file"))
 
 
-async def test_what_a_worker_or_the_bus_answers_is_said():
+async def test_a_refusal_by_worker_or_bus_reaches_the_client():
     async def refuse(_order, _envelope):
         raise AskRefused(Failure(reason=Reason.WORKER_DRAINING, message="it leaves"))
 
     async with world() as one, one.client() as client:
         await one.others.answer(DRAIN, refuse, worker_id="d2")
-        refused = await client.post("/console/actions", json={"action": "drain", "worker_id": "d2"})
-        assert (refused.status_code, message(refused)) == (409, "d2 does not take the order: it leaves")
+        refused = await client.post("/console/orders", json={"action": "drain", "worker_id": "d2"})
+        assert (refused.status_code, message(refused)) == (409, "d2 refused the order: it leaves")
         await answer_drain(one, refusal="it drains already")
-        refused = await client.post("/console/actions", json=DRAIN_D1)
-        assert (refused.status_code, message(refused)) == (409, "d1 does not take the order: it drains already")
+        refused = await client.post("/console/orders", json=DRAIN_D1)
+        assert (refused.status_code, message(refused)) == (409, "d1 refused the order: it drains already")
         one.bus.lose()
-        assert (await client.post("/console/actions", json=DRAIN_D1)).status_code == 503
+        assert (await client.post("/console/orders", json=DRAIN_D1)).status_code == 503

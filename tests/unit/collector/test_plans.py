@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from services.collector.metrics.plans import STALE_S_MAX, PlanView
+from services.collector.metrics.fleet_metrics import PLAN_STALE_S_MAX, PlanView
 from shared.contracts.planning import Demand, PlanAction, PlanDecision, RoleCount
 from shared.contracts.workers import Role
 
@@ -21,30 +21,30 @@ DECISION = PlanDecision(
 )
 
 
-def test_a_change_counts_once_though_it_is_told_again_with_its_outcome():
+def test_a_change_with_a_later_outcome_counts_once():
     view = PlanView()
-    view.told(DECISION, 0.0)
-    view.told(msgspec.structs.replace(DECISION, outcome="+1 prefill begun"), 1.0)
+    view.update(DECISION, 0.0)
+    view.update(msgspec.structs.replace(DECISION, outcome="+1 prefill begun"), 1.0)
 
     assert view.changes == {("scale", "prefill"): 1}
 
 
-def test_two_revisions_of_a_model_are_added_and_the_fuller_one_shows_its_load():
+def test_revisions_add_their_workers_and_show_the_higher_load():
     view = PlanView()
-    view.told(DECISION, 0.0)
+    view.update(DECISION, 0.0)
     newer = msgspec.structs.replace(
         DECISION, fingerprint="new", roles=[RoleCount(role=Role.PREFILL, now=1, wanted=1, load=0.2)]
     )
-    view.told(newer, 0.0)
+    view.update(newer, 0.0)
 
     assert view.wanted() == {("m", "prefill"): 3, ("m", "decode"): 1}
     assert view.load()["m", "prefill"] == 0.9
 
 
-def test_what_nobody_looks_at_any_more_is_not_shown():
+def test_plans_that_are_not_renewed_disappear():
     view = PlanView()
-    view.told(DECISION, 0.0)
-    view.expire(STALE_S_MAX)
+    view.update(DECISION, 0.0)
+    view.expire(PLAN_STALE_S_MAX)
 
     assert view.wanted() == {}
     assert view.changes

@@ -21,7 +21,7 @@ def test_a_rate_is_the_mean_of_the_last_ten_seconds():
     assert rate.per_second(29.0 + WINDOW_S) == 0.0
 
 
-def test_a_young_rate_counts_from_its_beginning_but_at_least_one_second():
+def test_a_young_rate_is_averaged_over_its_age_but_at_least_one_second():
     rate = Rate(100.0)
     rate.add(8.0, 100.0)
 
@@ -30,7 +30,7 @@ def test_a_young_rate_counts_from_its_beginning_but_at_least_one_second():
 
 
 @given(TIMES, st.floats(0.0, 30.0))
-def test_a_rate_is_what_was_added_in_the_window_and_nothing_else(times, later):
+def test_a_rate_covers_exactly_its_window(times, later):
     rate = Rate(0.0)
     for time in times:
         rate.add(1.0, time)
@@ -41,7 +41,7 @@ def test_a_rate_is_what_was_added_in_the_window_and_nothing_else(times, later):
     assert rate.per_second(now) == pytest.approx(in_window / min(WINDOW_S, max(1.0, now)))
 
 
-def test_totals_go_on_growing_when_their_source_starts_anew():
+def test_totals_keep_growing_when_their_source_restarts():
     totals = Totals()
     totals.grow(1, {"tokens": 100.0})
     assert totals.grow(1, {"tokens": 130.0}) == {"tokens": 30.0}
@@ -50,7 +50,7 @@ def test_totals_go_on_growing_when_their_source_starts_anew():
     assert totals.values == {"tokens": 150.0}
 
 
-def test_what_an_older_epoch_or_a_late_message_says_adds_nothing():
+def test_older_epochs_and_late_messages_add_nothing():
     totals = Totals()
     totals.grow(2, {"tokens": 50.0})
 
@@ -63,7 +63,7 @@ LIVES = st.lists(st.lists(st.floats(0.0, 1e6), min_size=1, max_size=10).map(sort
 
 
 @given(LIVES)
-def test_totals_are_the_sum_of_what_each_life_reached(lives):
+def test_totals_sum_the_maximum_of_each_epoch(lives):
     totals = Totals()
     seen = [0.0]
     for epoch, life in enumerate(lives, start=1):
@@ -77,7 +77,7 @@ def test_totals_are_the_sum_of_what_each_life_reached(lives):
 
 
 @given(st.lists(st.floats(0.0, 10.0), max_size=100))
-def test_a_histogram_counts_each_value_in_the_first_bucket_that_holds_it(values):
+def test_a_histogram_counts_each_value_in_the_first_fitting_bucket(values):
     bounds = (0.1, 1.0, 5.0)
     histogram = Histogram(bounds)
     for value in values:
@@ -90,7 +90,7 @@ def test_a_histogram_counts_each_value_in_the_first_bucket_that_holds_it(values)
 
 
 @given(st.lists(st.text(max_size=3), max_size=50), st.integers(1, 5))
-def test_a_label_set_never_has_more_values_than_its_maximum_and_other(values, values_max):
+def test_a_label_set_has_at_most_its_maximum_plus_other(values, values_max):
     labels = LabelSet(values_max)
     shown = [labels.bounded(value) for value in values]
 

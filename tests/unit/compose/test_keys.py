@@ -8,7 +8,16 @@ from pathlib import PurePosixPath
 import pytest
 import yaml
 
-from services.launcher.cluster.folder import AUTHORITY_KEY, NKEY, SECURE, TRUSTED, Found, Wish, to_make, variables
+from services.launcher.cluster.folder import (
+    AUTHORITY_KEY,
+    NKEY,
+    SECURE,
+    TRUSTED,
+    Found,
+    InitRequest,
+    plan_files,
+    variables,
+)
 from shared.contracts.channels import Party
 from tests.support.processes import ROOT
 
@@ -52,7 +61,7 @@ def test_the_key_of_the_ca_is_seen_by_nobody_but_the_service_that_makes_certific
 
 def test_all_that_is_made_lies_in_volumes_that_belong_to_the_images_user():
     command = SERVICES["init"]["command"]
-    made = to_make(Wish(), Found()).nkeys
+    made = plan_files(InitRequest(), Found()).nkeys
     seen = keys_seen_by("init")
     image = (ROOT / "compose" / "light.Dockerfile").read_text()
 

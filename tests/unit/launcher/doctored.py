@@ -1,4 +1,4 @@
-"""A made-up system that is well, for `baton doctor`; each test makes one thing of it worse."""
+"""A healthy installation and system for `baton doctor`; each test changes one fact."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.launcher.doctor.facts import (
     InstallationFacts,
     Nats,
     Packages,
-    RouterAnswer,
+    RouterReply,
     SystemFacts,
 )
 from shared.contracts.control import RouterHealth, ServicePhase, ServiceStatus
@@ -71,7 +71,7 @@ def system(**changes: object) -> SystemFacts:
         "services": [service(kind) for kind in ("router", "orchestrator", "collector")],
         "loads": [HeardLoad(report=load(name, role=role)) for name, role in ROLES.items()],
         "fleet": FleetState(leader="orchestrator-1", term=1, workers=[living(one) for one in records]),
-        "routers": [RouterAnswer(url="http://127.0.0.1:8000", ready=True, asks_for_key=False)],
+        "routers": [RouterReply(url="http://127.0.0.1:8000", ready=True, requires_key=False)],
     }
     return SystemFacts(**(facts | changes))  # type: ignore[arg-type]
 

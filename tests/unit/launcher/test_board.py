@@ -24,7 +24,7 @@ def test_a_status_belongs_to_the_process_that_sent_it():
     assert board.heard(status(ServicePhase.READY), now=11.0) is board.rows["router"]
 
 
-def test_the_clock_of_a_process_stops_when_it_is_ready():
+def test_the_duration_stops_when_a_process_is_ready():
     board = board_with_a_router()
     board.heard(status(ServicePhase.STARTING, detail="loading weights"), now=12.0)
     board.heard(status(ServicePhase.READY), now=13.5)
@@ -32,7 +32,7 @@ def test_the_clock_of_a_process_stops_when_it_is_ready():
     assert board.rows["router"].seconds(now=99.0) == 3.5
 
 
-def test_listeners_hear_of_changes_only():
+def test_listeners_are_called_for_changes_only():
     board = board_with_a_router()
     heard: list[tuple[ServicePhase | None, str]] = []
     board.on_change(lambda row: heard.append((row.phase, row.detail)))
@@ -43,7 +43,7 @@ def test_listeners_hear_of_changes_only():
     assert heard == [(ServicePhase.STARTING, "loading weights")]
 
 
-def test_a_process_that_is_told_to_stop_no_longer_counts_as_ready():
+def test_a_stopping_process_no_longer_counts_as_ready():
     board = board_with_a_router()
     board.draining("router", now=12.0)
 

@@ -16,7 +16,6 @@ import pytest
 
 from services.launcher.cluster.certificates import AUTHORITY_DAYS, new_authority
 from services.launcher.doctor import machine as doctor_machine
-from services.launcher.doctor import secrets as doctor_secrets
 from services.launcher.doctor.bus import HEARD_S_MAX, HEARD_S_MIN, hear, listen
 from services.launcher.doctor.facts import Nats, Package, SystemFacts
 from shared.bus.nats_info import read_info
@@ -73,7 +72,7 @@ def heard(*says: Said, delays_s: float = 0.0, epochs: tuple[int, ...] = (1,)) ->
     return run_in_virtual_time(story())
 
 
-def test_listening_ends_when_everybody_has_spoken():
+def test_listening_ends_when_all_processes_have_reported():
     facts = heard()
 
     assert facts.heard_s == pytest.approx(HEARD_S_MIN, abs=0.2)
@@ -82,39 +81,39 @@ def test_listening_ends_when_everybody_has_spoken():
     assert [one.phase for one in facts.records] == [WorkerPhase.READY]
     assert facts.fleet is None
     assert facts.unknown == {}
-    assert not any(one.is_double for one in facts.services)
+    assert not any(one.is_duplicate for one in facts.services)
 
 
-def test_who_is_late_is_waited_for():
+def test_late_reports_are_awaited():
     facts = heard(delays_s=4.0)
 
     assert 4.0 < facts.heard_s < 5.5
     assert len(facts.loads) == 1
 
 
-def test_who_never_speaks_is_not_waited_for_longer_than_the_deadline():
+def test_missing_reports_are_awaited_until_the_deadline():
     facts = heard(delays_s=1e9)
 
     assert facts.heard_s == pytest.approx(HEARD_S_MAX, abs=0.2)
     assert facts.loads == []
 
 
-def test_two_processes_that_speak_in_turns_under_one_name_are_told():
+def test_two_processes_under_one_name_are_detected():
     facts = heard(lambda now: status("extra", pid=1 + int(now) % 2), epochs=(1, 2))
 
-    assert [one.is_double for one in facts.services if one.status.service == "extra"] == [True]
-    assert [one.is_double for one in facts.loads] == [True]
+    assert [one.is_duplicate for one in facts.services if one.status.service == "extra"] == [True]
+    assert [one.is_duplicate for one in facts.loads] == [True]
     assert facts.loads[0].report.epoch == 2
 
 
-def test_a_process_that_was_started_anew_is_no_double():
+def test_a_restarted_process_is_no_duplicate():
     facts = heard(lambda now: status("extra", pid=1 if now < 1.5 else 2))
 
-    assert [one.is_double for one in facts.services if one.status.service == "extra"] == [False]
+    assert [one.is_duplicate for one in facts.services if one.status.service == "extra"] == [False]
 
 
 @pytest.mark.parametrize("skew_s", [0.0, 95.0, -95.0])
-def test_a_clock_is_as_far_off_as_the_quickest_message_says(skew_s: float):
+def test_the_fastest_message_determines_the_clock_offset(skew_s: float):
     lateness = iter([3.0, 0.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0])
 
     facts = heard(lambda now: status("extra", at_ms=round((now + skew_s + 1000 - next(lateness)) * 1000) - 1_000_000))
@@ -133,7 +132,7 @@ async def answering(*lines: bytes, hold_s: float = 0.0) -> tuple[asyncio.Server,
     return server, f"nats://user:secret@127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-async def test_a_server_tells_what_it_is_before_anybody_logs_in():
+async def test_nats_info_is_read_without_credentials():
     server, url = await answering(INFO)
     async with server:
         info = await read_info(url, SOON_S)
@@ -142,14 +141,14 @@ async def test_a_server_tells_what_it_is_before_anybody_logs_in():
 
 
 @pytest.mark.parametrize("line", [b"HTTP/1.1 400 Bad Request\r\n", b"INFO nonsense\r\n", b"INFO [1]\r\n", b""])
-async def test_what_is_no_nats_is_called_so(line: bytes):
+async def test_another_server_is_reported_as_not_nats(line: bytes):
     server, url = await answering(line)
     async with server:
         with pytest.raises(BusDown, match="is not a nats-server"):
             await read_info(url, SOON_S)
 
 
-async def test_a_server_that_says_nothing_is_given_up_after_the_deadline():
+async def test_a_silent_server_is_given_up_at_the_deadline():
     server, url = await answering(INFO, hold_s=SOON_S)
     async with server:
         with pytest.raises(BusDown, match=r"nothing answers at 127.0.0.1:\d+: not within 0.05 s"):
@@ -157,12 +156,12 @@ async def test_a_server_that_says_nothing_is_given_up_after_the_deadline():
 
 
 @pytest.mark.parametrize("url", ["nats://127.0.0.1:none", "nats://[::1"])
-async def test_what_is_no_address_is_called_so(url: str):
+async def test_an_invalid_url_is_reported(url: str):
     with pytest.raises(BusDown, match="is not a NATS address"):
         await read_info(url, SOON_S)
 
 
-async def test_without_a_server_there_is_nothing_but_the_reason():
+async def test_without_a_server_only_the_reason_is_reported():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and nobody listens
         port = taken.getsockname()[1]
@@ -203,26 +202,26 @@ def test_gpus_are_read_as_nvidia_smi_writes_them():
     assert doctor_machine.read_gpus("No devices were found\n") == []
 
 
-def test_a_folder_that_is_not_there_yet_has_the_room_of_where_it_would_be(tmp_path: Path):
+def test_a_missing_folder_has_the_free_space_of_its_parent(tmp_path: Path):
     found = doctor_machine.disk("models", tmp_path / "not" / "yet")
 
     assert found.free_bytes > 0
     assert found.failure == ""
 
 
-async def test_a_probe_that_fails_leaves_its_reason_and_the_others_alone():
+async def test_a_failed_probe_leaves_its_reason_and_the_other_results():
     async def works() -> int:
         return 7
 
     async def fails() -> int:
         raise OSError("no such device")
 
-    found, unknown = await doctor_machine.side_by_side({"works": works(), "fails": fails()})
+    found, unknown = await doctor_machine.run_probes({"works": works(), "fails": fails()})
 
     assert (found, unknown) == ({"works": 7}, {"fails": "OSError: no such device"})
 
 
-def test_engines_that_do_not_load_are_told_of_in_words():
+def test_an_engine_that_does_not_load_is_reported():
     without = "import sys; sys.modules.update(dict.fromkeys(('vllm', 'torch', 'nixl')))"
     code = f"{without}; from services.worker.engines.vllm import checkup; checkup.main()"
 
@@ -233,7 +232,7 @@ def test_engines_that_do_not_load_are_told_of_in_words():
     assert told["vllm_failure"].startswith("ModuleNotFoundError")
 
 
-def test_certificates_tell_until_when_they_hold_and_keys_who_may_read_them(tmp_path: Path):
+def test_certificates_have_their_expiry_and_keys_their_readers(tmp_path: Path):
     now = datetime(2026, 1, 1, tzinfo=UTC)
     pair = new_authority(now)
     for name, content in {
@@ -249,8 +248,8 @@ def test_certificates_tell_until_when_they_hold_and_keys_who_may_read_them(tmp_p
     (tmp_path / "cluster" / "nkey").chmod(0o600)
     common = CommonSettings(state_dir=str(tmp_path), nats_nkey_file=str(tmp_path / "cluster" / "nkey"))
 
-    authority, server = doctor_secrets.certificates(common, now.timestamp())
+    authority, server = doctor_machine.certificates(common, now.timestamp())
 
     assert authority.ends_in_s == pytest.approx(AUTHORITY_DAYS * 86_400, abs=1)
-    assert server.failure == "it holds no certificate"
-    assert doctor_secrets.exposed(common) == [str(tmp_path / "cluster" / "router" / "nkey")]
+    assert server.failure == "it contains no certificate"
+    assert doctor_machine.exposed(common) == [str(tmp_path / "cluster" / "router" / "nkey")]

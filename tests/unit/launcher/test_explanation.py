@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from services.launcher.views.decision_picture import draw
-from services.launcher.views.explain import Question, question_of
+from services.launcher.views.explain import Query, query_of
 from shared.contracts.decisions import CandidateRecord, DecisionRecord, Part, TtftParts
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvSource
@@ -169,10 +169,10 @@ def test_durations_use_a_readable_unit():
 
 
 def test_an_id_names_a_decision_or_a_request():
-    assert question_of("latest", "") == Question("latest")
-    assert question_of("router-1-ab-d7", "") == Question("router-1-ab-d7")
-    assert question_of("my-request", "") == Question(request_id="my-request")
-    assert question_of("latest", "r-d7") == Question(request_id="r-d7")
+    assert query_of("latest", "") == Query("latest")
+    assert query_of("router-1-ab-d7", "") == Query("router-1-ab-d7")
+    assert query_of("my-request", "") == Query(request_id="my-request")
+    assert query_of("latest", "r-d7") == Query(request_id="r-d7")
 
 
 def picture(decision: DecisionRecord, columns: int, encoding: str = "utf-8", **console: Any) -> str:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from services.launcher.cli import app
 from services.launcher.cluster.certificates import SERVER_DAYS, facts_of, is_signed_by
-from services.launcher.cluster.files import make
+from services.launcher.cluster.files import create
 from services.launcher.cluster.folder import (
     API_KEYS,
     AUTHORITY,
@@ -22,11 +22,11 @@ from services.launcher.cluster.folder import (
     SECURE,
     SERVER,
     SERVER_KEY,
-    CannotMake,
-    Found,
-    Wish,
+    CannotCreate,
+    ExistingFiles,
+    InitRequest,
     folder_of,
-    to_make,
+    plan_files,
 )
 from shared.bus.nats_credentials import read_seed
 from shared.contracts.channels import Party
@@ -49,8 +49,8 @@ def init(folder: Path, *arguments: str) -> str:
     return done.output
 
 
-def test_each_party_gets_a_key_that_names_it_and_that_nats_knows(tmp_path):
-    make(tmp_path, Wish(workers=("gpu-1",)), NOW)
+def test_each_party_gets_a_key_that_nats_accepts(tmp_path):
+    create(tmp_path, InitRequest(workers=("gpu-1",)), NOW)
 
     told = (tmp_path / SECURE).read_text()
     for owner in [*Party, "worker.gpu-1"]:
@@ -61,30 +61,30 @@ def test_each_party_gets_a_key_that_names_it_and_that_nats_knows(tmp_path):
     assert is_signed_by((tmp_path / SERVER).read_bytes(), (tmp_path / AUTHORITY).read_bytes())
 
 
-def test_nobody_else_can_read_what_is_made(tmp_path):
+def test_created_files_are_readable_by_their_owner_only(tmp_path):
     folder = tmp_path / "keys"
-    make(folder, Wish(), NOW)
+    create(folder, InitRequest(), NOW)
 
     assert {stat.S_IMODE(file.stat().st_mode) for file in folder.rglob("*") if file.is_file()} == {0o600}
     assert {stat.S_IMODE(each.stat().st_mode) for each in [folder, *folder.iterdir()]} == {0o700}
 
 
 def test_a_second_run_changes_nothing(tmp_path):
-    make(tmp_path, Wish(workers=("gpu-1",)), NOW)
+    create(tmp_path, InitRequest(workers=("gpu-1",)), NOW)
     before = contents(tmp_path)
 
-    again = make(tmp_path, Wish(), NOW + timedelta(days=3))
+    again = create(tmp_path, InitRequest(), NOW + timedelta(days=3))
 
     assert contents(tmp_path) == before
     assert "worker.gpu-1" in again.owners
     assert not again.api_key
 
 
-def test_a_renewal_makes_a_certificate_for_old_and_new_names_and_nothing_else(tmp_path):
-    make(tmp_path, Wish(hosts=("old.example.org",)), NOW)
+def test_a_renewal_only_replaces_the_certificate_with_old_and_new_names(tmp_path):
+    create(tmp_path, InitRequest(hosts=("old.example.org",)), NOW)
     before = contents(tmp_path)
 
-    made = make(tmp_path, Wish(hosts=("10.0.0.7",), renew=True), NOW + timedelta(days=30))
+    made = create(tmp_path, InitRequest(hosts=("10.0.0.7",), renew=True), NOW + timedelta(days=30))
 
     assert changed(before, contents(tmp_path)) == {SERVER, SERVER_KEY}
     assert set(made.server.names) == {*HOSTS, "old.example.org", "10.0.0.7"}
@@ -92,46 +92,46 @@ def test_a_renewal_makes_a_certificate_for_old_and_new_names_and_nothing_else(tm
     assert made.server.ends_at > facts_of(before[SERVER]).ends_at
 
 
-def test_force_makes_everything_anew(tmp_path):
-    make(tmp_path, Wish(workers=("gpu-1",)), NOW)
+def test_force_replaces_everything(tmp_path):
+    create(tmp_path, InitRequest(workers=("gpu-1",)), NOW)
     before = contents(tmp_path)
 
-    make(tmp_path, Wish(force=True), NOW)
+    create(tmp_path, InitRequest(force=True), NOW)
 
     assert changed(before, contents(tmp_path)) == before.keys()
 
 
-def test_a_new_worker_gets_a_key_and_the_others_keep_theirs(tmp_path):
-    make(tmp_path, Wish(), NOW)
+def test_a_new_worker_gets_a_key_and_others_keep_theirs(tmp_path):
+    create(tmp_path, InitRequest(), NOW)
     before = contents(tmp_path)
 
-    make(tmp_path, Wish(workers=("gpu-1",)), NOW)
+    create(tmp_path, InitRequest(workers=("gpu-1",)), NOW)
 
     assert changed(before, contents(tmp_path)) == {SECURE, "worker-gpu-1/nkey", "worker-gpu-1/ca.pem"}
 
 
-def test_the_key_of_the_ca_may_lie_elsewhere_until_a_certificate_is_to_be_made(tmp_path):
-    make(tmp_path, Wish(), NOW)
+def test_the_ca_key_is_needed_only_to_sign_certificates(tmp_path):
+    create(tmp_path, InitRequest(), NOW)
     (tmp_path / AUTHORITY_KEY).unlink()
     before = contents(tmp_path)
 
-    make(tmp_path, Wish(workers=("gpu-1",)), NOW)
-    with pytest.raises(CannotMake, match=f"{AUTHORITY_KEY} is not there"):
-        make(tmp_path, Wish(renew=True), NOW)
+    create(tmp_path, InitRequest(workers=("gpu-1",)), NOW)
+    with pytest.raises(CannotCreate, match=f"{AUTHORITY_KEY} is missing"):
+        create(tmp_path, InitRequest(renew=True), NOW)
 
     assert not changed(before, contents(tmp_path)) & before.keys() - {SECURE}
 
 
 @pytest.mark.parametrize("lost", [SERVER, SERVER_KEY])
-def test_half_a_certificate_is_made_anew(lost):
+def test_an_incomplete_certificate_is_replaced(lost):
     every = frozenset({AUTHORITY, AUTHORITY_KEY, SERVER, SERVER_KEY, API_KEYS})
 
-    making = to_make(Wish(), Found(files=every - {lost}))
+    plan = plan_files(InitRequest(), ExistingFiles(files=every - {lost}))
 
-    assert (making.authority, making.server, making.api_key) == (False, True, False)
+    assert (plan.authority, plan.server, plan.api_key) == (False, True, False)
 
 
-def test_the_command_says_what_it_made_and_shows_the_api_key_once(tmp_path):
+def test_the_command_lists_its_files_and_shows_the_api_key_once(tmp_path):
     first = init(tmp_path, "--host", "nats.example.org", "--worker", "gpu-1")
     second = init(tmp_path)
 
@@ -139,36 +139,37 @@ def test_the_command_says_what_it_made_and_shows_the_api_key_once(tmp_path):
     assert digest_of(key) in (tmp_path / API_KEYS).read_text()
     assert key not in (tmp_path / API_KEYS).read_text() + second
     assert "nats.example.org" in first
-    assert re.search(r"made .*the worker gpu-1 alone", first)
-    assert re.search(r"kept .*the worker gpu-1 alone", second)
+    assert re.search(r"created .*worker gpu-1 only", first)
+    assert re.search(r"kept .*worker gpu-1 only", second)
     assert f"BATON_NATS_NKEY_FILE={tmp_path}/router/nkey" in first
 
 
 @pytest.mark.parametrize(
-    ("age_days", "says"), [(SERVER_DAYS - 10, r"ends in \d+ days.*--renew"), (SERVER_DAYS + 1, "has ended.*--renew")]
+    ("age_days", "says"),
+    [(SERVER_DAYS - 10, r"expires in \d+ days.*--renew"), (SERVER_DAYS + 1, "has expired.*--renew")],
 )
-def test_a_certificate_that_ends_soon_or_has_ended_is_told_until_it_is_renewed(tmp_path, age_days, says):
-    make(tmp_path, Wish(), NOW - timedelta(days=age_days))
+def test_an_expiring_certificate_is_reported_until_renewed(tmp_path, age_days, says):
+    create(tmp_path, InitRequest(), NOW - timedelta(days=age_days))
 
     assert re.search(says, init(tmp_path))
     assert not re.search(says, init(tmp_path, "--renew"))
 
 
-def test_a_name_that_the_certificate_lacks_is_told(tmp_path):
+def test_a_name_missing_in_the_certificate_is_reported(tmp_path):
     init(tmp_path)
 
-    assert "not for nats.example.org" in init(tmp_path, "--host", "nats.example.org")
+    assert "does not name nats.example.org" in init(tmp_path, "--host", "nats.example.org")
 
 
-def test_a_worker_that_cannot_be_addressed_gets_no_key(tmp_path):
+def test_an_invalid_worker_id_gets_no_key(tmp_path):
     done = CliRunner().invoke(app, ["init", str(tmp_path / "keys"), "--worker", "a.b"])
 
     assert done.exit_code == 1
     assert not (tmp_path / "keys").exists()
 
 
-def test_files_that_hold_something_else_are_named(tmp_path):
-    make(tmp_path, Wish(), NOW)
+def test_unreadable_files_are_named(tmp_path):
+    create(tmp_path, InitRequest(), NOW)
     (tmp_path / SERVER).write_text("nonsense")
 
     done = CliRunner().invoke(app, ["init", str(tmp_path)])

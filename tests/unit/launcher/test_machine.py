@@ -1,4 +1,4 @@
-"""What processes are given of the launcher's own environment."""
+"""The environment that child processes inherit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_the_routers_keys_are_the_consoles_unless_it_has_its_own(tmp_path, monke
     assert inherited_environment()["COLLECTOR_ADMIN_KEY_FILE"] == given
 
 
-def test_keys_that_are_not_there_are_the_routers_to_complain_of(tmp_path, monkeypatch):
+def test_a_missing_key_file_is_left_to_the_routers(tmp_path, monkeypatch):
     monkeypatch.setenv("ROUTER_KEYS_FILE", str(tmp_path / "none.toml"))
     monkeypatch.delenv("COLLECTOR_ADMIN_KEY_FILE", raising=False)
 

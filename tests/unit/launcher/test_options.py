@@ -1,32 +1,48 @@
-"""What every command of ``baton`` says when there is nobody to ask."""
+"""Options that several commands share, and the error for a NATS that does not respond."""
 
 from __future__ import annotations
 
 import pytest
 
-from services.launcher.commands.options import no_nats
+from services.launcher.commands.options import no_nats, parse_bytes
 from shared.bus.port import BusDown
 
 URL = "nats://router:secret@127.0.0.1:9"
 
 
 @pytest.mark.parametrize(
-    ("why", "words"),
+    ("why", "text"),
     [
-        ("no NATS at nats://127.0.0.1:9 within 5 s: refused", "NATS at nats://127.0.0.1:9 does not answer. `baton up`"),
+        (
+            "no NATS at nats://127.0.0.1:9 within 5 s: refused",
+            "NATS at nats://127.0.0.1:9 does not respond. Start a system with `baton up`",
+        ),
         (
             "NATS at nats://127.0.0.1:9 asks who this is: name the key.",
-            "asks who this is: name the key. `baton doctor`",
+            "asks who this is: name the key. Run `baton doctor`",
         ),
     ],
 )
-def test_a_nats_that_is_away_and_one_that_refuses_us_are_told_apart_without_the_password(
-    why: str, words: str, capsys: pytest.CaptureFixture[str]
+def test_the_error_distinguishes_a_missing_nats_from_a_refusal_and_hides_the_password(
+    why: str, text: str, capsys: pytest.CaptureFixture[str]
 ):
     with pytest.raises(SystemExit) as ended:
         no_nats(URL, BusDown(why))
 
-    said = capsys.readouterr().err
+    printed = capsys.readouterr().err
     assert ended.value.code == 1
-    assert words in said
-    assert "secret" not in said
+    assert text in printed
+    assert "secret" not in printed
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("1024", 1024), ("512M", 512 * 2**20), ("2GiB", 2**31), ("1.5 g", 3 * 2**29), ("4kb", 4096)],
+)
+def test_sizes_are_powers_of_1024(text: str, expected: int):
+    assert parse_bytes(text) == expected
+
+
+def test_an_invalid_size_is_rejected_with_an_example():
+    with pytest.raises(ValueError, match="512M"):
+        parse_bytes("much")

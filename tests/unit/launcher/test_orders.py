@@ -20,7 +20,7 @@ def left(**numbers) -> WorkerDrained:
 
 
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("result", "text"),
     [
         (left(), f"{NOTHING_RAN}."),
         (left(legs=1), "d2 drained in 3.2 s: 1 of 1 running requests finished."),
@@ -34,8 +34,8 @@ def left(**numbers) -> WorkerDrained:
         ),
     ],
 )
-def test_a_drain_is_reported(told: WorkerDrained, words: str):
-    assert drained(told) == words
+def test_a_drain_is_reported(result: WorkerDrained, text: str):
+    assert drained(result) == text
 
 
 def test_a_draining_worker_shows_its_running_requests():
@@ -45,28 +45,28 @@ def test_a_draining_worker_shows_its_running_requests():
 
 
 def test_a_role_change_is_reported_with_its_duration():
-    told = RoleChanged(
+    result = RoleChanged(
         worker_id=WorkerId("p1"), epoch=Epoch(1), before=Role.PREFILL, role=Role.DECODE, seconds=0.123, legs=3
     )
 
-    assert role_changed(told) == (
+    assert role_changed(result) == (
         "p1 changed its role from prefill to decode: verified and registered in 0.12 s; 3 running requests continued."
     )
 
 
 @pytest.mark.parametrize(
-    ("count", "words"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (200 << 20, "200 MiB"), (3 << 40, "3.0 TiB")]
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (200 << 20, "200 MiB"), (3 << 40, "3.0 TiB")]
 )
-def test_bytes_have_a_unit_that_fits(count: int, words: str):
-    assert in_bytes(count) == words
+def test_bytes_have_a_fitting_unit(count: int, text: str):
+    assert in_bytes(count) == text
 
 
 @pytest.mark.parametrize("command", [["drain", "p 1.>"], ["role", "p.1", "decode"]])
-def test_an_id_that_cannot_be_addressed_is_refused_before_anything_is_sent(command: list[str]):
+def test_an_invalid_worker_id_is_rejected_before_anything_is_sent(command: list[str]):
     done = CliRunner().invoke(app, command)
 
     assert done.exit_code == 1
-    assert "is no worker's id" in done.output
+    assert "is not a worker id" in done.output
 
 
 def test_a_worker_with_an_engine_cannot_be_made_a_store():

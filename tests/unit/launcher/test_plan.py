@@ -25,7 +25,7 @@ def test_a_plain_system_is_nats_three_services_and_a_prefill_and_a_decode_worker
     assert names == ["nats", "orchestrator", "collector", "router", "prefill-1", "decode-1"]
 
 
-def test_every_process_but_nats_is_told_where_nats_is():
+def test_every_process_gets_the_nats_url():
     system = plan(nats_port=4333)
 
     assert {p.env["BATON_NATS_URL"] for p in system.processes if p.stage is not Stage.NATS} == {"nats://127.0.0.1:4333"}
@@ -38,28 +38,28 @@ def test_two_workers_on_two_cores_get_one_core_each():
     assert system.notes == ()
 
 
-def test_more_workers_than_cores_share_them_and_the_user_is_told():
+def test_more_workers_than_cores_share_them_with_a_warning():
     system = plan(decode=3)
 
     assert [worker_env(system, f"decode-{n}", "WORKER_CPU_CORES") for n in (1, 2, 3)] == ["1", "0", "1"]
-    assert system.notes == ("4 engines share 2 CPU cores: expect each to be slower.",)
+    assert system.notes == ("4 engines share 2 CPU cores, so each is slower.",)
 
 
-def test_a_large_machine_keeps_a_core_for_the_services():
+def test_a_large_machine_reserves_a_core_for_the_services():
     system = plan_system(OPTIONS, msgspec.structs.replace(MACHINE, cores=tuple(range(8))))
 
     assert worker_env(system, "prefill-1", "WORKER_CPU_CORES") == "1,2,3,4"
     assert worker_env(system, "decode-1", "WORKER_CPU_CORES") == "5,6,7"
 
 
-def test_every_worker_gets_a_gpu_of_its_own_while_there_are_enough():
+def test_workers_get_separate_gpus_while_there_are_enough():
     system = plan_system(OPTIONS, msgspec.structs.replace(MACHINE, gpus=("0", "1")))
 
     assert [worker_env(system, n, "CUDA_VISIBLE_DEVICES") for n in ("prefill-1", "decode-1")] == ["0", "1"]
     assert worker_env(system, "decode-1", "WORKER_ENGINE_ARGS") == ""
 
 
-def test_the_connector_is_the_workers_default_unless_one_is_asked_for():
+def test_the_connector_option_overrides_the_workers_default():
     asked = msgspec.structs.replace(OPTIONS, connector="upstream")
 
     assert {worker.env.get("WORKER_CONNECTOR") for worker in plan_system(OPTIONS, MACHINE).stage(Stage.WORKERS)} == {
@@ -84,7 +84,7 @@ def test_simulated_engines_take_no_cores():
     assert worker_env(plan(engine="simulated"), "decode-1", "WORKER_CPU_CORES") == ""
 
 
-def test_a_joining_worker_takes_a_name_that_nobody_has():
+def test_a_joining_worker_takes_a_free_name():
     options = msgspec.structs.replace(OPTIONS, prefill=0, decode=2, join=True)
 
     system = plan_system(options, MACHINE, names_taken=["prefill-1", "decode-1", "decode-3"])
@@ -93,7 +93,7 @@ def test_a_joining_worker_takes_a_name_that_nobody_has():
     assert system.ports == ()
 
 
-def test_a_planner_that_may_scale_is_told_its_limits_and_the_machine_is_shared_out_for_the_most():
+def test_scaling_sets_the_planners_limits_and_divides_devices_for_the_maximum():
     machine = msgspec.structs.replace(MACHINE, gpus=("0", "1"))
     system = plan_system(msgspec.structs.replace(OPTIONS, workers_min=2, workers_max=4), machine)
 
@@ -105,13 +105,13 @@ def test_a_planner_that_may_scale_is_told_its_limits_and_the_machine_is_shared_o
     assert worker_env(system, "prefill-1", "WORKER_ENGINE_ARGS") == "--gpu-memory-utilization 0.45"
 
 
-def test_a_planner_that_may_not_scale_is_as_the_operator_set_it():
+def test_without_scaling_the_planners_settings_are_untouched():
     told = next(process for process in plan().processes if process.name == "orchestrator").env
 
     assert not [name for name in told if name.startswith("ORCHESTRATOR_")]
 
 
-def test_a_nats_that_runs_already_is_not_started_again():
+def test_a_running_nats_is_not_started_again():
     system = plan(nats_url="nats://elsewhere:4222")
 
     assert not system.stage(Stage.NATS)
@@ -119,7 +119,7 @@ def test_a_nats_that_runs_already_is_not_started_again():
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "text"),
     [
         ({"prefill": 0, "decode": 0}, "at least one"),
         ({"decode": 0}, "Add --decode 1 or --both 1"),
@@ -129,17 +129,17 @@ def test_a_nats_that_runs_already_is_not_started_again():
         ({"join": True, "workers_max": 4}, "--workers-max is for a new system"),
     ],
 )
-def test_a_fleet_that_could_serve_nobody_is_refused_with_advice(changes: dict[str, int], words: str):
-    with pytest.raises(PlanRefused, match=words):
+def test_a_fleet_that_cannot_serve_is_rejected_with_advice(changes: dict[str, int], text: str):
+    with pytest.raises(PlanRefused, match=text):
         plan(**changes)
 
 
-def test_without_a_nats_server_the_user_hears_how_to_get_one():
+def test_a_missing_nats_server_is_reported_with_a_remedy():
     with pytest.raises(PlanRefused, match="BATON_NATS_SERVER"):
         plan_system(OPTIONS, msgspec.structs.replace(MACHINE, nats_server=""))
 
 
-def test_stores_come_last_and_take_no_core_from_the_engines():
+def test_stores_start_last_and_use_no_engine_cores():
     system = plan(store=2)
 
     assert [p.name for p in system.stage(Stage.WORKERS)] == ["prefill-1", "decode-1", "store-1", "store-2"]
@@ -151,7 +151,7 @@ def test_stores_come_last_and_take_no_core_from_the_engines():
     assert worker_env(system, "store-1", "WORKER_ROLE") == "store"
 
 
-def test_a_store_may_join_alone_but_begins_no_system():
+def test_a_store_can_join_but_not_start_a_system():
     joined = plan_system(UpOptions(store=1, join=True, nats_url="nats://n", state_dir="/state"), MACHINE, ["store-1"])
 
     assert [process.name for process in joined.processes] == ["store-2"]
@@ -161,7 +161,7 @@ def test_a_store_may_join_alone_but_begins_no_system():
         plan(store=1, connector="upstream")
 
 
-def test_a_store_that_is_there_takes_no_core_from_an_engine_that_joins():
+def test_a_running_store_takes_no_core_from_a_joining_engine():
     joined = plan_system(
         UpOptions(decode=1, join=True, nats_url="nats://n", state_dir="/state"), MACHINE, ["prefill-1", "store-1"]
     )
@@ -170,15 +170,15 @@ def test_a_store_that_is_there_takes_no_core_from_an_engine_that_joins():
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "gpu-host"])
-def test_a_system_that_others_can_reach_is_not_started_without_a_word_on_who_may_ask(host):
+def test_a_reachable_system_needs_keys_or_an_explicit_insecure(host):
     with pytest.raises(PlanRefused, match=r"baton keys new .*--insecure"):
         plan(host=host)
     assert {p.env.get("ROUTER_INSECURE") for p in plan(host=host, insecure=True).processes if p.name == "router"} == {
         "true"
     }
-    assert plan(host=host, entrance_decided=True).processes
+    assert plan(host=host, access_configured=True).processes
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
-def test_a_system_of_this_machine_alone_needs_no_keys(host):
+def test_a_loopback_system_needs_no_keys(host):
     assert not any("ROUTER_INSECURE" in process.env for process in plan(host=host).processes)

@@ -21,7 +21,7 @@ def routers(**changes: object) -> list[ProcessPlan]:
     return [process for process in plan.processes if process.name.startswith("router")]
 
 
-def test_one_router_has_the_port_to_itself():
+def test_a_single_router_owns_the_port():
     [router] = routers()
 
     assert router.name == "router"
@@ -29,7 +29,7 @@ def test_one_router_has_the_port_to_itself():
     assert not {"ROUTER_SHARED_PORT", "ROUTER_INSTANCE"} & router.env.keys()
 
 
-def test_several_routers_share_the_port_and_have_each_a_name_and_a_port_of_their_own():
+def test_several_routers_share_the_port_and_each_has_its_own():
     several = routers(**TWO)
 
     assert [router.name for router in several] == ["router-1", "router-2"]
@@ -38,19 +38,19 @@ def test_several_routers_share_the_port_and_have_each_a_name_and_a_port_of_their
     assert {router.env["ROUTER_SHARED_PORT"] for router in several} == {"9000"}
 
 
-def test_several_routers_have_one_endpoint_and_each_an_address_of_its_own():
+def test_several_routers_have_one_endpoint_and_separate_addresses():
     where = endpoints(msgspec.structs.replace(OPTIONS, host="0.0.0.0", **TWO))
 
     assert where.api == "http://127.0.0.1:9000"
     assert where.routers == {"router-1": "http://127.0.0.1:9002", "router-2": "http://127.0.0.1:9003"}
 
 
-def test_routers_do_not_join():
+def test_join_accepts_no_routers():
     with pytest.raises(PlanRefused, match="--routers"):
         plan_system(msgspec.structs.replace(OPTIONS, join=True, routers=2), MACHINE)
 
 
-def test_a_port_is_claimed_by_one_launcher_at_a_time():
+def test_a_port_is_reserved_for_one_launcher():
     port = machine.free_ports("127.0.0.1", 20_000, 1)[0]
     with machine.claimed(port), pytest.raises(PlanRefused, match=f"Port {port}"), machine.claimed(port):
         pass
@@ -58,7 +58,7 @@ def test_a_port_is_claimed_by_one_launcher_at_a_time():
         pass
 
 
-def test_a_port_that_is_shared_by_others_is_not_free():
+def test_a_port_shared_by_others_is_not_free():
     with socket.socket() as shared:
         shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         shared.bind(("127.0.0.1", 0))

@@ -25,8 +25,8 @@ def drawn(
 ) -> list[str]:
     out = io.StringIO()
     console = Console(file=out, width=columns, height=lines, no_color=True)
-    told = State(now=NOW, clock="14:03:22", first_worker=first, **state)  # type: ignore[arg-type]
-    console.print(frame(watch, told, Drawing(columns, lines, letters)), highlight=False)
+    present = State(now=NOW, clock="14:03:22", first_worker=first, **state)  # type: ignore[arg-type]
+    console.print(frame(watch, present, Drawing(columns, lines, letters)), highlight=False)
     return out.getvalue().rstrip("\n").split("\n")
 
 
@@ -55,27 +55,27 @@ def test_every_worker_has_its_line(columns: int, lines: int):
 
 
 @pytest.mark.parametrize(("columns", "lines"), [(80, 40), (160, 45)])
-def test_traffic_flows_requests_plans_and_news_are_told(columns: int, lines: int):
+def test_a_frame_has_traffic_flows_requests_plans_and_events(columns: int, lines: int):
     text = "\n".join(drawn(a_busy_system(), columns, lines))
 
-    for words in (
+    for part in (
         "1/2 prefill  1/2 decode  1 both  1 store",
-        "1 router  orchestrator-1 leads  14:03:22",
+        "1 router  leader orchestrator-1  14:03:22",
         "96% disaggregated",
         "1 failed in the last 60 s: 1 overloaded",
         "planner prefill 2 at 21%   decode 3, wants 4 at 93%",
         "prefill-1 → decode-1 ━━━━━━━━━━━━     17    811 MiB KV",
         "503 overloaded",
         "2,051 tok, 24% cached TTFT 151 ms",
-        "decode-2 lost: silent for 3.0 s",
-        "decode-7 left after 3.2 s: 12 legs, 44 prefixes moved",
+        "decode-2 lost: no report for 3.0 s",
+        "decode-7 drained in 3.2 s, 12 requests, 44 prefixes moved",
         "planner both-1 becomes decode",
         "decode-10: KV self-test with prefill-1",
     ):
-        assert words in text
+        assert part in text
 
 
-def test_more_workers_than_lines_can_be_scrolled_and_their_number_is_told():
+def test_more_workers_than_lines_can_be_scrolled_and_are_counted():
     fleet = {f"decode-{number}": (Role.DECODE, WorkerPhase.READY) for number in range(1, 201)}
     watch = a_busy_system(fleet)
 
@@ -90,7 +90,7 @@ def test_more_workers_than_lines_can_be_scrolled_and_their_number_is_told():
     assert any("of 200 workers" in line for line in drawn(watch, 80, 30))
 
 
-def test_two_revisions_are_told_apart():
+def test_different_revisions_are_shown():
     watch = Watch(NOW - 60)
     join(watch, "w1", Role.BOTH, WorkerPhase.READY, NOW, revision="0a1b2c3d4e5f6a7b")
     join(watch, "w2", Role.BOTH, WorkerPhase.READY, NOW, revision="v2")
@@ -100,33 +100,33 @@ def test_two_revisions_are_told_apart():
     assert "v2" in text
 
 
-def test_an_empty_system_says_so_and_a_lost_connection_too():
+def test_an_empty_system_and_a_lost_connection_are_shown():
     watch = Watch(NOW - 60)
 
     assert "no workers" in drawn(watch, 80, 24)[0]
-    assert "nobody leads" in drawn(watch, 80, 24)[0]
-    assert "NATS does not answer" in drawn(watch, 80, 24, connected=False)[0]
+    assert "no leader" in drawn(watch, 80, 24)[0]
+    assert "NATS does not respond" in drawn(watch, 80, 24, connected=False)[0]
     assert "listening" in drawn(Watch(NOW - 1), 80, 24)[0]
 
 
-def test_what_clients_say_cannot_command_the_terminal():
+def test_control_characters_of_clients_are_escaped():
     watch = a_busy_system()
-    watch.served([request(99, status=500, reason="\x1b[2Jgone\r\n")], NOW)
+    watch.finished([request(99, status=500, reason="\x1b[2Jgone\r\n")], NOW)
     join(watch, "w9", Role.BOTH, WorkerPhase.PROBING, NOW)
 
     assert all(line.isprintable() for line in drawn(watch, 160, 45))
 
 
 @pytest.mark.parametrize(
-    ("per_s", "words"),
+    ("per_s", "text"),
     [(0.0, "0"), (0.5, "0.5"), (12.4, "12"), (9999.0, "9999"), (12_345.0, "12.3k"), (123_456.0, "123k")],
 )
-def test_rates_are_short(per_s: float, words: str):
-    assert rates(per_s) == words
+def test_rates_are_short(per_s: float, text: str):
+    assert rates(per_s) == text
 
 
 @given(st.floats(-1, 2), st.integers(1, 40))
-def test_bars_are_as_wide_as_they_should_be(share: float, columns: int):
+def test_bars_have_the_given_width(share: float, columns: int):
     assert len(bar(share, columns).plain) == columns
     assert set(bar(1.0, columns).plain) == {"━"}
     assert set(bar(0.0, columns).plain) == {"─"}
@@ -134,7 +134,7 @@ def test_bars_are_as_wide_as_they_should_be(share: float, columns: int):
 
 @settings(max_examples=examples(40))
 @given(st.integers(20, 250), st.integers(6, 80), st.integers(0, 12))
-def test_any_size_will_do(columns: int, lines: int, first: int):
+def test_frames_fit_any_terminal_size(columns: int, lines: int, first: int):
     shown = drawn(BUSY, columns, lines, first=first)
 
     assert len(shown) == lines

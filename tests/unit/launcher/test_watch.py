@@ -1,4 +1,4 @@
-"""What `baton top` makes of what it hears."""
+"""The state that `baton top` keeps of the system."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import pytest
 
 from services.launcher.views.watch import (
     GONE_SHOWN_S,
+    LOSS_EVENT_S,
     REQUESTS_MAX,
     SILENT_S_MAX,
     SPEED_S,
-    TROUBLE_S,
     WINDOW_S,
     Watch,
 )
@@ -21,7 +21,7 @@ from tests.support.fleet_builders import load, record
 from tests.unit.launcher.watched import join, request
 
 LATER = 20.0
-"""After what was there at the beginning is known."""
+"""After the initial state is known."""
 
 
 def watch() -> Watch:
@@ -31,87 +31,87 @@ def watch() -> Watch:
     return of
 
 
-def news(of: Watch) -> list[str]:
-    return [f"{one.what} {one.words}" for one in of.happened]
+def events(of: Watch) -> list[str]:
+    return [f"{one.subject} {one.text}" for one in of.events]
 
 
-def test_who_is_there_at_the_beginning_is_no_news_and_who_comes_later_is():
+def test_only_workers_that_join_later_are_events():
     of = watch()
-    assert news(of) == []
+    assert events(of) == []
 
     join(of, "d2", Role.DECODE, WorkerPhase.STARTING, LATER)
     for phase in (WorkerPhase.PROBING, WorkerPhase.READY):
         join(of, "d2", Role.DECODE, phase, LATER)
 
-    assert news(of) == ["d2 starting as decode", "d2 starting → probing", "d2 probing → ready"]
+    assert events(of) == ["d2 starting as decode", "d2 starting → probing", "d2 probing → ready"]
 
 
-def test_a_new_life_of_a_worker_begins_with_nothing_and_an_old_one_is_not_believed():
+def test_a_new_epoch_resets_a_worker_and_old_epochs_are_ignored():
     of = watch()
-    of.reported(load("d1", role=Role.DECODE, running=5), LATER)
+    of.load_reported(load("d1", role=Role.DECODE, running=5), LATER)
     of.record(record("d1", epoch=2, role=Role.DECODE), LATER)
     of.record(record("d1", epoch=1, role=Role.PREFILL), LATER)
-    of.reported(load("d1", epoch=1, role=Role.DECODE, running=5), LATER)
+    of.load_reported(load("d1", epoch=1, role=Role.DECODE, running=5), LATER)
 
     assert of.workers[WorkerId("d1")].load is None
     assert of.workers[WorkerId("d1")].record.role is Role.DECODE
-    assert news(of) == ["d1 ready again as decode"]
+    assert events(of) == ["d1 ready again as decode"]
 
 
-def test_a_change_of_role_is_told_once_whoever_tells_it_first():
+def test_a_role_change_is_one_event_for_report_and_record():
     of = watch()
-    of.reported(load("d1", role=Role.PREFILL), LATER)
+    of.load_reported(load("d1", role=Role.PREFILL), LATER)
     of.record(record("d1", role=Role.PREFILL), LATER)
 
-    assert news(of) == ["d1 is prefill now, was decode"]
+    assert events(of) == ["d1 role decode → prefill"]
     assert of.counts() == [(Role.PREFILL, 2, 2)]
 
 
-def test_a_lost_worker_is_shown_for_a_while_and_comes_back_when_it_speaks():
+def test_a_lost_worker_stays_visible_and_returns_with_its_next_report():
     of = watch()
-    of.lost(WorkerLost(worker_id=WorkerId("d1"), epoch=Epoch(1), silent_s=3.0), LATER)
-    of.lost(WorkerLost(worker_id=WorkerId("d1"), epoch=Epoch(1), silent_s=3.0), LATER)
-    assert news(of) == ["d1 lost: silent for 3.0 s"]
+    of.worker_lost(WorkerLost(worker_id=WorkerId("d1"), epoch=Epoch(1), silent_s=3.0), LATER)
+    of.worker_lost(WorkerLost(worker_id=WorkerId("d1"), epoch=Epoch(1), silent_s=3.0), LATER)
+    assert events(of) == ["d1 lost: no report for 3.0 s"]
     assert of.counts() == [(Role.PREFILL, 1, 1)]
 
-    of.reported(load("d1", role=Role.DECODE), LATER + 1)
+    of.load_reported(load("d1", role=Role.DECODE), LATER + 1)
     assert of.workers[WorkerId("d1")].phase is WorkerPhase.READY
 
-    of.vanished(WorkerId("d1"), LATER + 2)
-    of.passed(LATER + 2 + GONE_SHOWN_S)
+    of.record_removed(WorkerId("d1"), LATER + 2)
+    of.tick(LATER + 2 + GONE_SHOWN_S)
     assert WorkerId("d1") in of.workers
-    of.passed(LATER + 3 + GONE_SHOWN_S)
+    of.tick(LATER + 3 + GONE_SHOWN_S)
     assert WorkerId("d1") not in of.workers
     assert WorkerId("p1") in of.workers
 
 
-def test_speeds_are_growth_over_the_last_seconds():
+def test_rates_are_the_growth_over_the_last_seconds():
     of = watch()
     for second in range(20):
         tokens = 100 * second if second < 10 else 1000 + 50 * (second - 10)
-        of.reported(load("d1", role=Role.DECODE, generation_tokens_total=tokens), LATER + second)
+        of.load_reported(load("d1", role=Role.DECODE, generation_tokens_total=tokens), LATER + second)
 
     worker = of.workers[WorkerId("d1")]
     assert worker.per_s("generation_tokens_total") == pytest.approx(50.0)
-    assert worker.told[0][0] >= LATER + 19 - SPEED_S - 1
+    assert worker.reports[0][0] >= LATER + 19 - SPEED_S - 1
 
 
-def test_requests_are_those_of_the_window():
+def test_traffic_covers_the_window():
     of = watch()
-    of.served([request(1)], 1.0)
-    of.served([request(2, mode="aggregated"), request(3, status=503, reason="overloaded")], WINDOW_S + 10.0)
-    of.passed(WINDOW_S + 10.0)
+    of.finished([request(1)], 1.0)
+    of.finished([request(2, mode="aggregated"), request(3, status=503, reason="overloaded")], WINDOW_S + 10.0)
+    of.tick(WINDOW_S + 10.0)
 
-    told = of.traffic(WINDOW_S + 10.0)
-    assert (told.count, told.per_s) == (2, 2 / WINDOW_S)
-    assert (dict(told.modes), dict(told.failed)) == ({"aggregated": 1}, {"overloaded": 1})
+    traffic = of.traffic(WINDOW_S + 10.0)
+    assert (traffic.count, traffic.per_s) == (2, 2 / WINDOW_S)
+    assert (dict(traffic.modes), dict(traffic.failed)) == ({"aggregated": 1}, {"overloaded": 1})
     assert [flow[:3] for flow in of.flows()] == [("prefill-1", "decode-1", 1)]
 
 
-def test_more_requests_than_are_kept_still_make_the_right_rate():
+def test_the_rate_is_right_beyond_the_maximum_of_requests():
     of = watch()
     for number in range(2 * REQUESTS_MAX):
-        of.served([request(number)], 100.0 + number / 1000)
+        of.finished([request(number)], 100.0 + number / 1000)
 
     assert of.traffic(100.0 + 2 * REQUESTS_MAX / 1000).per_s == pytest.approx(1000, rel=0.01)
 
@@ -119,29 +119,29 @@ def test_more_requests_than_are_kept_still_make_the_right_rate():
 def test_requests_of_each_second():
     of = watch()
     for at in (7.1, 7.9, 9.5, 10.2):
-        of.served([request(1)], at)
+        of.finished([request(1)], at)
 
     assert of.each_second(10.5, 4) == [0, 2, 0, 1]
 
 
-def test_nobody_leads_when_nobody_says_so():
+def test_the_leader_expires_without_fleet_states():
     of = watch()
-    of.fleet(FleetState(leader="o1", term=1, workers=[]), 5.0)
-    of.fleet(FleetState(leader="o2", term=2, workers=[]), 6.0)
+    of.fleet_state(FleetState(leader="o1", term=1, workers=[]), 5.0)
+    of.fleet_state(FleetState(leader="o2", term=2, workers=[]), 6.0)
     assert of.leader == "o2"
 
-    of.passed(6.5 + SILENT_S_MAX)
+    of.tick(6.5 + SILENT_S_MAX)
     assert of.leader == ""
-    assert news(of) == ["o2 leads now, term 2", "orchestrator nobody leads"]
+    assert events(of) == ["o2 is the leader now, term 2", "orchestrator no leader"]
 
 
-def test_services_that_fell_silent_are_no_longer_counted():
+def test_silent_services_are_dropped():
     of = watch()
-    of.service(ServiceStatus(service="router", instance="r1", pid=1, phase=ServicePhase.READY), 1.0)
-    of.passed(2.0)
+    of.service_status(ServiceStatus(service="router", instance="r1", pid=1, phase=ServicePhase.READY), 1.0)
+    of.tick(2.0)
     assert len(of.services) == 1
 
-    of.passed(2.0 + SILENT_S_MAX)
+    of.tick(2.0 + SILENT_S_MAX)
     assert of.services == {}
 
 
@@ -153,21 +153,36 @@ def test_numbers_in_names_count_as_numbers():
     assert [one.record.worker_id for one in of.ordered()] == ["decode", "decode-1", "decode-9", "decode-10", "x", "7"]
 
 
-def test_what_a_store_loses_is_told_but_not_with_each_of_its_reports():
+def test_lost_blocks_of_a_store_are_rate_limited_events():
     of = Watch(0.0)
     join(of, "s1", Role.STORE, WorkerPhase.READY, 1.0)
 
     def report(now: float, **numbers: int) -> None:
-        of.reported(load("s1", role=Role.STORE, store=StoreState(**numbers)), now)
+        of.load_reported(load("s1", role=Role.STORE, store=StoreState(**numbers)), now)
 
     report(2.0, saved_blocks_total=50)
-    assert news(of) == []
+    assert events(of) == []
 
     report(3.0, damaged_blocks_total=2)
     report(4.0, damaged_blocks_total=2, unsaved_blocks_total=8)
-    assert news(of) == ["s1 blocks lost: 2 damaged on disk"]
+    assert events(of) == ["s1 blocks lost: 2 damaged on disk"]
 
-    report(3.0 + TROUBLE_S, damaged_blocks_total=2, unsaved_blocks_total=8)
-    report(4.0 + 2 * TROUBLE_S, damaged_blocks_total=2, unsaved_blocks_total=8)
-    assert news(of)[1:] == ["s1 blocks lost: 2 damaged on disk, 8 not saved"]
-    assert all(one.bad for one in of.happened)
+    report(3.0 + LOSS_EVENT_S, damaged_blocks_total=2, unsaved_blocks_total=8)
+    report(4.0 + 2 * LOSS_EVENT_S, damaged_blocks_total=2, unsaved_blocks_total=8)
+    assert events(of)[1:] == ["s1 blocks lost: 2 damaged on disk, 8 not saved"]
+    assert all(one.bad for one in of.events)
+
+
+def test_health_follows_routers_roles_and_the_leader():
+    of = watch()
+    assert of.health(connected=True) == "unhealthy"
+
+    of.service_status(ServiceStatus(service="router", instance="r1", pid=1, phase=ServicePhase.READY), LATER)
+    assert of.health(connected=True) == "degraded"
+
+    of.fleet_state(FleetState(leader="o1", term=1, workers=[]), LATER)
+    assert of.health(connected=True) == "healthy"
+    assert of.health(connected=False) == "unhealthy"
+
+    of.worker_lost(WorkerLost(worker_id=WorkerId("d1"), epoch=Epoch(1), silent_s=3.0), LATER)
+    assert of.health(connected=True) == "degraded"

@@ -76,17 +76,17 @@ def a_busy_system(workers: dict[str, tuple[Role, WorkerPhase]] | None = None) ->
                 received_tokens_total=8000 * second if answers else 0,
                 decode_s_per_token=0.0123 if answers else 0.0,
             )
-            watch.reported(report, NOW - 5 + second)
-    watch.fleet(FleetState(leader="orchestrator-1", term=3, workers=[]), NOW - 0.5)
-    watch.service(ServiceStatus(service="router", instance="r1", pid=1, phase=ServicePhase.READY), NOW - 1)
+            watch.load_reported(report, NOW - 5 + second)
+    watch.fleet_state(FleetState(leader="orchestrator-1", term=3, workers=[]), NOW - 0.5)
+    watch.service_status(ServiceStatus(service="router", instance="r1", pid=1, phase=ServicePhase.READY), NOW - 1)
     for number in range(50):
-        watch.served([request(number)], NOW - 50 + number)
-    watch.served([request(51, prefill_worker="", decode_worker="both-1", mode="aggregated")], NOW - 1)
-    watch.served(
+        watch.finished([request(number)], NOW - 50 + number)
+    watch.finished([request(51, prefill_worker="", decode_worker="both-1", mode="aggregated")], NOW - 1)
+    watch.finished(
         [request(52, status=503, reason="overloaded", ttft_s=-1.0, prefill_worker="", decode_worker="")], NOW - 0.5
     )
     some_news(watch)
-    watch.passed(NOW)
+    watch.tick(NOW)
     return watch
 
 
@@ -107,5 +107,5 @@ def some_news(watch: Watch) -> None:
     )
     watch.planned(plan, NOW - 42)
     drained = WorkerDrained(worker_id=WorkerId("decode-7"), epoch=Epoch(1), seconds=3.21, legs=12, prefixes=44)
-    watch.drained(drained, NOW - 20)
-    watch.lost(WorkerLost(worker_id=WorkerId("decode-2"), epoch=Epoch(1), silent_s=3.04), NOW - 3)
+    watch.worker_drained(drained, NOW - 20)
+    watch.worker_lost(WorkerLost(worker_id=WorkerId("decode-2"), epoch=Epoch(1), silent_s=3.04), NOW - 3)

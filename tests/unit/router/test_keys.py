@@ -6,8 +6,8 @@ import tomllib
 
 import pytest
 
-from services.launcher.cluster.key_entry import KeyEntry, entry_text, salt_text
-from services.launcher.cluster.key_entry import Permission as WrittenPermission
+from services.launcher.cluster.api_keys import KeyEntry, entry_text, salt_text
+from services.launcher.cluster.api_keys import Permission as WrittenPermission
 from services.router.auth.api_keys import NO_KEY, Key, Permission, may_see, read_keys
 from services.router.placement.policy import RequestHeaders, RequestPolicy, read_policy_fields
 from services.router.placement.request_fields import ForcedWorkers, Mode, RequestFacts, RequestOptions

@@ -1,11 +1,11 @@
-/* The console: what the stream says goes into the store, and what changed there is drawn. */
+/* The console: events of the stream update the store, and the changed parts of the page are drawn. */
 
-import { watchActions } from "./actions.js";
+import { watchOrders } from "./orders.js";
 import { byId, setAttribute, setText } from "./dom.js";
 import { clock } from "./format.js";
 import { drawFleet, watchFleet } from "./fleet.js";
 import { drawFigures, drawHealth } from "./health.js";
-import { drawEvents, drawTenants } from "./happenings.js";
+import { drawEvents, drawTenants } from "./events.js";
 import { closePanel, openFromAddress, redrawPanel, watchPanel } from "./panel.js";
 import { requestPanel } from "./request_panel.js";
 import { drawRequests, watchRequests } from "./requests.js";
@@ -17,7 +17,7 @@ const store = new Store();
 const panels = { request: requestPanel(store), worker: workerPanel(store) };
 let isDrawing = false;
 
-/* Which changes concern which part of the page. */
+/* Kinds of events, and the part of the page that each set redraws. */
 const VIEWS = [
   [["state", "health"], () => drawHealth(store)],
   [["state", "workers", "gone", "flows", "tenants", "request"], () => drawFigures(store)],
@@ -28,7 +28,7 @@ const VIEWS = [
   [["state", "workers", "gone", "flows"], redrawPanel],
 ];
 
-/** Draws once for all that came since the last picture; a page that nobody sees draws nothing. */
+/** Draw once per animation frame, however many events arrived. Hidden pages get no frames and draw nothing. */
 function drawSoon() {
   if (isDrawing) return;
   isDrawing = true;
@@ -39,37 +39,37 @@ function drawSoon() {
     for (const [kinds, draw] of VIEWS) {
       if (kinds.some((kind) => changed.has(kind))) draw();
     }
-    if (["state", "model_names", "mode"].some((kind) => changed.has(kind))) drawServed();
+    if (["state", "model_names", "default_mode"].some((kind) => changed.has(kind))) drawServed();
   });
 }
 
 function drawServed() {
   const models = store.modelNames.join(", ") || "no model yet";
-  setText(byId("served"), `serves ${models}${store.version ? ` · ${store.version}` : ""}`);
-  byId("mode-action").hidden = !store.mode;
-  setText(byId("mode-action"), `Mode: ${store.mode} …`);
-  setAttribute(byId("mode-action"), "disabled", store.mayAct ? null : "");
+  setText(byId("served"), `Serves ${models}${store.version ? ` · ${store.version}` : ""}`);
+  byId("mode-order").hidden = !store.defaultMode;
+  setText(byId("mode-order"), `Default mode: ${store.defaultMode} …`);
+  setAttribute(byId("mode-order"), "disabled", store.ordersAllowed ? null : "");
 }
 
-function tellConnection(state) {
+function showConnection(state) {
   const node = byId("connection");
   if (node.dataset.state === state) return;
   node.dataset.state = state;
   document.body.dataset.connection = state;
   const now = clock(Date.now() / 1000);
-  setText(node, state === "live" ? "Live" : `Connection lost at ${now}; what you see is from then. Trying again …`);
+  setText(node, state === "live" ? "Live" : `Connection lost at ${now}. The page shows the state at that time. Reconnecting …`);
 }
 
 watchPanel(panels);
 watchFleet(store);
 watchRequests(store);
-watchActions(store);
-listen("/console/events", (kind, told) => {
-  store.take(kind, told);
+watchOrders(store);
+listen("/console/events", (kind, data) => {
+  store.take(kind, data);
   drawSoon();
-}, tellConnection);
+}, showConnection);
 addEventListener("hashchange", openFromAddress);
 addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && !byId("action").open) closePanel();
+  if (event.key === "Escape" && !byId("order").open) closePanel();
 });
 openFromAddress();

@@ -1,10 +1,10 @@
-/* A placement: why these workers, what was predicted, what came of it, and who else was considered. */
+/* A decision: why these workers, predicted and measured times, and the other candidates. */
 
 import { el } from "./dom.js";
 import { UNKNOWN, counted, duration, plural } from "./format.js";
-import { describe } from "./parts.js";
+import { describe } from "./time_parts.js";
 
-const HEADINGS = { prefill: "Who could compute the prompt", decode: "Who could answer", whole: "Who could do both" };
+const HEADINGS = { prefill: "Candidates for prefill", decode: "Candidates for decode", whole: "Candidates for both phases" };
 const COLUMNS = [
   ["cached", "cached_tokens", counted],
   ["fetch", "fetched_tokens", counted],
@@ -17,39 +17,39 @@ const COLUMNS = [
   ["decode", "decode_s", duration],
   ["others", "others_s", duration],
 ];
-/* One in which all candidates have nothing is left out. */
+/* A column without any value is left out. */
 
-/** All of it, as elements: the sentences come with it. */
-export function decisionView(told, words) {
-  const sentences = [words.headline, ...words.because, words.regret, words.reason].filter(Boolean);
+/** The elements of a decision; `text` has its sentences. */
+export function decisionView(decision, text) {
+  const sentences = [text.headline, ...text.because, text.regret, text.reason].filter(Boolean);
   return [
     el("h3", {}, "Decision"),
     ...sentences.map((sentence) => el("p", {}, sentence)),
-    facts(told, words),
-    comparison(told),
-    ...Object.keys(HEADINGS).flatMap((part) => candidatesView(part, told.candidates)),
-    told.considered > 0 ? el("p", { class: "faint" }, considered(told)) : null,
-    el("p", { class: "faint" }, "On a terminal: ", el("code", {}, `baton explain ${told.decision_id}`)),
+    facts(decision, text),
+    comparison(decision),
+    ...Object.keys(HEADINGS).flatMap((part) => candidatesView(part, decision.candidates)),
+    decision.considered > 0 ? el("p", { class: "faint" }, considered(decision)) : null,
+    el("p", { class: "faint" }, "In a terminal: ", el("code", {}, `baton explain ${decision.decision_id}`)),
   ].filter(Boolean);
 }
 
-function facts(told, words) {
-  const sources = told.sources.map((source) => source.worker_id).join(", ");
+function facts(decision, text) {
+  const sources = decision.sources.map((source) => source.worker_id).join(", ");
   const rows = [
-    ["Mode", `${told.mode || "not placed"}: ${words.why}`],
-    ["Prompt", words.cached],
+    ["Mode", `${decision.mode || "not placed"}: ${text.why}`],
+    ["Prompt", text.cached],
     sources ? ["KV from", sources] : null,
-    told.attempt > 1 ? ["Attempt", `${told.attempt}; the one before is ${told.earlier}`] : null,
-    ...words.targets.map((sentence) => ["Target", sentence]),
-    ["First token", words.ttft],
+    decision.attempt > 1 ? ["Attempt", `${decision.attempt}; the previous one is ${decision.earlier}`] : null,
+    ...text.targets.map((sentence) => ["Target", sentence]),
+    ["First token", text.ttft],
   ];
   const shown = rows.filter((row) => row?.[1]);
   return el("dl", { class: "facts" }, shown.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
 }
 
-/* Predicted against measured: what was thought to take how long, and what did. */
-function comparison(told) {
-  const parts = told.parts.filter((part) => part.predicted_s > 0 || part.measured_s > 0);
+/* Predicted and measured times, part by part. */
+function comparison(decision) {
+  const parts = decision.parts.filter((part) => part.predicted_s > 0 || part.measured_s > 0);
   if (!parts.length) return null;
   const widest = Math.max(...parts.flatMap((part) => [part.predicted_s, part.measured_s ?? 0]));
   const rows = parts.map((part) =>
@@ -62,18 +62,18 @@ function comparison(told) {
       el("td", { class: "bar" }, twoBars(part.predicted_s / widest, (part.measured_s ?? 0) / widest)),
     ),
   );
-  rows.push(sumOf(told));
-  const heads = [["Part"], ["Predicted", "predicted"], ["Measured", "measured"], [""]].map(([word, kind]) =>
-    el("th", { scope: "col" }, kind ? el("span", { class: `key ${kind}` }, word) : word),
+  rows.push(sumOf(decision));
+  const heads = [["Part"], ["Predicted", "predicted"], ["Measured", "measured"], [""]].map(([label, kind]) =>
+    el("th", { scope: "col" }, kind ? el("span", { class: `key ${kind}` }, label) : label),
   );
   return el("table", { class: "comparison" }, el("thead", {}, el("tr", {}, heads)), el("tbody", {}, rows));
 }
 
-function sumOf(told) {
-  const total = (name) => told.parts.reduce((sum, part) => sum + (part[name] ?? 0), 0);
-  const measured = told.measured ? duration(total("measured_s")) : UNKNOWN;
-  const cells = [duration(total("predicted_s")), measured, ""].map((words) => el("td", {}, words));
-  return el("tr", { class: "sum" }, el("th", { scope: "row" }, "in all"), cells);
+function sumOf(decision) {
+  const total = (name) => decision.parts.reduce((sum, part) => sum + (part[name] ?? 0), 0);
+  const measured = decision.measured ? duration(total("measured_s")) : UNKNOWN;
+  const cells = [duration(total("predicted_s")), measured, ""].map((text) => el("td", {}, text));
+  return el("tr", { class: "sum" }, el("th", { scope: "row" }, "total"), cells);
 }
 
 function twoBars(predicted, measured) {
@@ -89,7 +89,7 @@ function candidatesView(part, all) {
   const those = all.filter((one) => one.part === part);
   if (!those.length) return [];
   const columns = COLUMNS.filter(([, name]) => those.some((one) => one[name] > 0));
-  const heads = ["Worker", "cost", ...columns.map(([label]) => label)].map((word) => el("th", { scope: "col" }, word));
+  const heads = ["Worker", "cost", ...columns.map(([label]) => label)].map((label) => el("th", { scope: "col" }, label));
   const rows = those.map((one) =>
     el(
       "tr",
@@ -100,12 +100,12 @@ function candidatesView(part, all) {
     ),
   );
   const table = el("table", { class: "candidates" }, el("thead", {}, el("tr", {}, heads)), el("tbody", {}, rows));
-  const label = HEADINGS[part];
-  return [el("h4", {}, label), el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label }, table)];
+  const heading = HEADINGS[part];
+  return [el("h4", {}, heading), el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": heading }, table)];
 }
 
-function considered(told) {
-  const all = plural(told.considered, "worker was", "workers were");
-  const shown = new Set(told.candidates.map((one) => one.worker_id)).size;
-  return `${all} considered${shown < told.considered ? "; the best are shown" : ""}. Tokens and seconds are predictions; the seconds are what the cost is made of.`;
+function considered(decision) {
+  const all = plural(decision.considered, "worker was", "workers were");
+  const shown = new Set(decision.candidates.map((one) => one.worker_id)).size;
+  return `${all} considered${shown < decision.considered ? "; the best are shown" : ""}. Tokens and times are predictions; the times add up to the cost.`;
 }

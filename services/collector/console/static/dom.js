@@ -1,4 +1,4 @@
-/* Elements are made here and nowhere else. What the system says becomes text, never markup. */
+/* The only place that creates elements. Data becomes text, never markup. */
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -7,17 +7,16 @@ export function el(name, attributes = {}, ...children) {
   return furnish(document.createElement(name), attributes, children);
 }
 
-/** The same for a drawing. */
+/** An SVG element; see `el`. */
 export function svg(name, attributes = {}, ...children) {
   return furnish(document.createElementNS(SVG, name), attributes, children);
 }
 
-/** The element of the page with that id. */
 export function byId(id) {
   return document.getElementById(id);
 }
 
-/** Sets text only where it differs, so that selections and screen readers are left in peace. */
+/** Sets text only where it differs, so that selections stay and screen readers do not repeat it. */
 export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
@@ -28,20 +27,20 @@ export function setAttribute(node, name, value) {
   else if (node.getAttribute(name) !== String(value)) node.setAttribute(name, value);
 }
 
-/** Words with `commands` in backticks, as text and code. */
-export function marked(words) {
-  return words.split("`").map((piece, at) => (at % 2 ? el("code", {}, piece) : piece));
+/** Text with `commands` in backticks, as text and code elements. */
+export function marked(text) {
+  return text.split("`").map((piece, at) => (at % 2 ? el("code", {}, piece) : piece));
 }
 
-const keptNodes = new WeakMap();
+const nodesByKey = new WeakMap();
 
 /**
- * Makes the children of `parent` follow `items`, one for one. A child whose key stays is kept and updated, so that focus,
- * scrolling and selection survive; it is moved only if its place among the others has changed.
+ * Makes the children of `parent` follow `items`, one for one. A child whose key remains is updated in place, so that
+ * focus, scrolling and selection survive; it is moved only when its position has changed.
  */
 export function keyed(parent, items, keyOf, make, update = () => {}) {
-  const known = keptNodes.get(parent) ?? new Map();
-  keptNodes.set(parent, known);
+  const known = nodesByKey.get(parent) ?? new Map();
+  nodesByKey.set(parent, known);
   const wanted = new Set(items.map(keyOf));
   for (const [key, node] of known) {
     if (!wanted.has(key)) {

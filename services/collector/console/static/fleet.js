@@ -1,14 +1,14 @@
-/* The fleet: workers as cards in a column for each role with lines between them, or as a table when they are many. */
+/* The fleet: a map of worker cards, one column for each role, with lines between them; or a table for many workers. */
 
 import { byId, el, keyed, setAttribute, setText } from "./dom.js";
 import { counted, duration, percent, rate } from "./format.js";
-import { drawLines, point } from "./lines.js";
+import { drawLines, point } from "./flow_lines.js";
 import { openPanel } from "./panel.js";
-import { SILENT_S, flowSentence, flowsOf, workerSentence } from "./words.js";
+import { SILENT_S, flowSentence, flowsOf, workerSentence } from "./sentences.js";
 
 const MAP_WORKERS_MAX = 40;
 const ROOMY_MAX = 6;
-/* Cards of a column with more workers leave out what is not needed at a look. */
+/* Cards of a column with more workers show less detail. */
 const ROUTER = "router";
 const COLUMNS = [
   [ROUTER, "Routers"],
@@ -27,16 +27,16 @@ const TABLE = [
   ["Hits", ({ hit_ratio }) => percent(hit_ratio)],
   ["Prompt tok/s", (one) => rate(one.prompt_tokens_per_s)],
   ["Tok/s", (one) => rate(one.generation_tokens_per_s)],
-  ["Heard", (one) => (one.heard_s_ago ? `${duration(one.heard_s_ago)} ago` : "now")],
+  ["Last report", (one) => (one.heard_s_ago ? `${duration(one.heard_s_ago)} ago` : "now")],
 ];
 
-const HINT = "Point at a worker or a line for its numbers; open a worker for its flows and orders.";
+const HINT = "Point at a worker or a line to see its numbers. Click a worker to see its flows, drain it or change its role.";
 const CAPTION_FLOWS_MAX = 4;
 
 const view = { chosen: null, pointed: null };
-/* `chosen`: "map" or "table" once a person has said so; `pointed`: the card or line that the caption tells of. */
+/* `chosen`: "map" or "table" once the user has chosen; `pointed`: the card or line that the caption describes. */
 
-/** Once. */
+/** Attach the listeners; call once. */
 export function watchFleet(store) {
   for (const [id, as] of [["as-map", "map"], ["as-table", "table"]]) {
     byId(id).addEventListener("click", () => {
@@ -49,12 +49,12 @@ export function watchFleet(store) {
   const map = byId("map");
   new ResizeObserver(() => drawLines(store.flows)).observe(map);
   for (const [begin, end] of [["pointerover", "pointerout"], ["focusin", "focusout"]]) {
-    map.addEventListener(begin, (event) => pointAt(store, event.target.closest("[data-id], [data-words]")));
+    map.addEventListener(begin, (event) => pointAt(store, event.target.closest("[data-id], [data-text]")));
     map.addEventListener(end, () => pointAt(store, null));
   }
 }
 
-/** As map or table, whichever fits. */
+/** Draw as map or table. */
 export function drawFleet(store) {
   const workers = store.sortedWorkers();
   const as = view.chosen ?? (workers.length > MAP_WORKERS_MAX ? "table" : "map");
@@ -99,17 +99,17 @@ function drawCard(card, worker) {
   card.classList.toggle("silent", worker.heard_s_ago > SILENT_S);
   setText(name.lastElementChild, worker.phase);
   meter.firstElementChild.style.width = `${Math.min(Math.max(worker.kv_used, 0), 1) * 100}%`;
-  const words = [`KV ${percent(worker.kv_used)}`];
-  if (worker.role !== "store") words.push(`${counted(worker.running)} run`, `${counted(worker.waiting)} wait`);
-  if (worker.hit_ratio !== null) words.push(`${percent(worker.hit_ratio)} hits`);
-  keyed(load, words.map((word, at) => ({ word, at })), ({ at }) => at, () => el("span"), (node, { word }) => setText(node, word));
+  const items = [`KV ${percent(worker.kv_used)}`];
+  if (worker.role !== "store") items.push(`${counted(worker.running)} running`, `${counted(worker.waiting)} waiting`);
+  if (worker.hit_ratio !== null) items.push(`${percent(worker.hit_ratio)} hits`);
+  keyed(load, items.map((text, at) => ({ text, at })), ({ at }) => at, () => el("span"), (node, { text }) => setText(node, text));
   setAttribute(card, "aria-label", workerSentence(worker));
 }
 
 function drawRouter(card, store) {
-  const asked = store.tenants.reduce((sum, tenant) => sum + tenant.requests_per_s, 0);
-  setText(card.lastElementChild, `${rate(asked)} requests/s`);
-  setAttribute(card, "aria-label", `Routers: ${rate(asked)} requests a second`);
+  const perS = store.tenants.reduce((sum, tenant) => sum + tenant.requests_per_s, 0);
+  setText(card.lastElementChild, `${rate(perS)} requests/s`);
+  setAttribute(card, "aria-label", `Routers: ${rate(perS)} requests per second`);
 }
 
 function drawTable(workers) {
@@ -132,7 +132,7 @@ function makeTableRow({ id }) {
   return el("tr", {}, name, TABLE.slice(1).map(() => el("td")));
 }
 
-/* What is pointed at is told in the caption, and the lines that do not belong to it step back. */
+/* The caption describes the pointed card or line; unrelated lines fade. */
 function pointAt(store, target) {
   view.pointed = target;
   const isCard = target?.dataset.id !== undefined;
@@ -142,13 +142,13 @@ function pointAt(store, target) {
 
 function drawCaption(store) {
   const target = view.pointed?.isConnected ? view.pointed : null;
-  let words = store.workers.size ? HINT : "No worker is there yet. Those that start appear here by themselves.";
-  if (target?.dataset.id) words = wordsOf(store, target.dataset.id);
-  else if (target) words = target.dataset.words;
-  setText(byId("caption"), words);
+  let text = store.workers.size ? HINT : "No workers yet. Workers appear here when they start.";
+  if (target?.dataset.id) text = captionOf(store, target.dataset.id);
+  else if (target) text = target.dataset.text;
+  setText(byId("caption"), text);
 }
 
-function wordsOf(store, id) {
+function captionOf(store, id) {
   const worker = store.workers.get(id);
   const flows = flowsOf(store.flows, id).slice(0, CAPTION_FLOWS_MAX).map(flowSentence);
   return [worker ? workerSentence(worker) : "All routers", ...flows].join(" · ");

@@ -1,8 +1,8 @@
-/* Numbers and instants as a person reads them; the same forms as `baton explain` and `baton top` use. */
+/* Formats numbers and times in the same way as `baton explain` and `baton top`. */
 
 export const UNKNOWN = "–";
 
-/** Three digits at most, with a unit that fits. */
+/** A duration with at most three digits, in ms or s. */
 export function duration(seconds) {
   if (!isKnown(seconds)) return UNKNOWN;
   const ms = seconds * 1000;
@@ -14,19 +14,19 @@ export function duration(seconds) {
   return size < 99950 ? `${seconds.toFixed(1)} s` : `${seconds.toFixed(0)} s`;
 }
 
-/** With commas. */
+/** A whole number with thousands separators. */
 export function counted(number) {
   return isKnown(number) ? Math.round(number).toLocaleString("en") : UNKNOWN;
 }
 
-/** Of something that happens so often a second. */
+/** A rate per second. */
 export function rate(number) {
   if (!isKnown(number)) return UNKNOWN;
   if (number > 0 && number < 0.05) return "< 0.1";
   return number < 9.95 ? number.toFixed(number === 0 ? 0 : 1) : counted(number);
 }
 
-/** With the largest unit of which there is a whole one. */
+/** Bytes in the largest unit that keeps the number at least 1. */
 export function inBytes(count) {
   if (!isKnown(count)) return UNKNOWN;
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
@@ -43,17 +43,17 @@ export function percent(ratio) {
   return isKnown(ratio) ? `${(ratio * 100).toFixed(0)} %` : UNKNOWN;
 }
 
-/** The wall clock of an instant, here. */
+/** An instant as local time. */
 export function clock(atUnixS) {
   return new Date(atUnixS * 1000).toLocaleTimeString("en-GB");
 }
 
-/** One or many of something. */
+/** A number with its noun in singular or plural. */
 export function plural(number, one, many = `${one}s`) {
   return `${counted(number)} ${number === 1 ? one : many}`;
 }
 
-/** The system says -1 or null where it does not know. */
+/** -1 and null mean not known. */
 export function isKnown(number) {
   return typeof number === "number" && Number.isFinite(number) && number >= 0;
 }

@@ -1,17 +1,17 @@
-/* The panel at the side: one request or one worker at a time. Its address is kept, so that it can be sent to others. */
+/* The side panel: one request or one worker at a time. The page's address names it, so that links to it work. */
 
 import { byId, setText } from "./dom.js";
 
 const shown = { kind: "", id: "", opener: null };
 let panels = {};
 
-/** Once. Each panel has `title(id)`, `fill(body, id, given)` and, if it lives, `redraw(body, id)`. */
+/** Call once. Each panel has `title(id)`, `fill(body, id, given)` and, if it follows the store, `redraw(body, id)`. */
 export function watchPanel(known) {
   panels = known;
   byId("panel-close").addEventListener("click", closePanel);
 }
 
-/** Shows something; the focus goes there, and back to `opener` at the end. */
+/** Open the panel and move the focus there; closing returns the focus to `opener`. */
 export function openPanel(kind, id, opener = null, given = null) {
   Object.assign(shown, { kind, id, opener });
   const body = byId("panel-body");
@@ -24,28 +24,28 @@ export function openPanel(kind, id, opener = null, given = null) {
   byId("panel-title").focus();
 }
 
-/** Closes what is open. */
+/** Close the panel. */
 export function closePanel() {
   if (byId("panel").hidden) return;
   byId("panel").hidden = true;
   history.replaceState(null, "", location.pathname);
   const { opener } = shown;
   Object.assign(shown, { kind: "", id: "", opener: null });
-  /* A row may have left its list meanwhile. */
+  /* The opener may have been removed from its list. */
   (opener?.isConnected ? opener : byId("requests")).focus();
 }
 
-/** Whether this is what is being looked at; an answer that comes late belongs to nobody. */
+/** Whether the panel still shows this; late responses for another panel are dropped. */
 export function isOpen(kind, id) {
   return shown.kind === kind && shown.id === id;
 }
 
-/** After the store has changed. */
+/** Call after the store has changed. */
 export function redrawPanel() {
   if (shown.kind) panels[shown.kind].redraw?.(byId("panel-body"), shown.id);
 }
 
-/** What the address names, as in `/console#request=router-d7`. */
+/** Open what the address names, such as `/console#request=router-d7`. */
 export function openFromAddress() {
   const [kind, id] = location.hash.slice(1).split("=");
   if (panels[kind] && id && !isOpen(kind, decodeURIComponent(id))) openPanel(kind, decodeURIComponent(id));

@@ -1,72 +1,72 @@
-/* One request: where its time went, and the decision that sent it there. */
+/* The request panel: timings, and the decision that placed the request. */
 
 import { decisionView } from "./decision.js";
 import { el } from "./dom.js";
 import { UNKNOWN, clock, counted, duration, isKnown, percent, plural } from "./format.js";
 import { isOpen } from "./panel.js";
-import { describe, partsBar, totalOf } from "./parts.js";
-import { hasFailed, modeWords, restOf } from "./requests.js";
+import { describe, partsBar, totalOf } from "./time_parts.js";
+import { hasFailed, modeText, restOf } from "./requests.js";
 
 const ASK_MS_MAX = 15_000;
 const COPIED_MS = 1500;
 const ADDS_UP_WITHIN = 0.02;
 const LEAST_SHARE = 0.01;
 
-/** The panel for requests of this store; the id is the decision's. */
+/** The panel for requests of this store; its id is the decision id. */
 export function requestPanel(store) {
   return {
     title: () => "Request",
     fill: (body, id, given) => {
       const one = given ?? store.requests.find((request) => request.decision_id === id) ?? null;
-      const story = el("div", { class: "story" }, one ? storyOf(one) : null);
+      const details = el("div", { class: "details" }, one ? detailsOf(one) : null);
       const decision = el("section", { class: "decision", "aria-label": "Decision", "aria-busy": "true" });
-      body.append(story, decision);
-      if (one && !one.decision_id) refuse(decision, "It ended before it was placed, so there is no decision.");
-      else fetchDecision(id, one, story, decision);
+      body.append(details, decision);
+      if (one && !one.decision_id) showReason(decision, "The request ended before it was placed, so there is no decision.");
+      else fetchDecision(id, one, details, decision);
     },
   };
 }
 
-async function fetchDecision(id, one, story, place) {
-  place.replaceChildren(el("h3", {}, "Decision"), el("p", { class: "faint" }, "Asking the router that made it …"));
-  let told;
+async function fetchDecision(id, one, details, place) {
+  place.replaceChildren(el("h3", {}, "Decision"), el("p", { class: "faint" }, "Loading it from its router …"));
+  let reply;
   try {
     const signal = AbortSignal.timeout(ASK_MS_MAX);
-    const answer = await fetch(`/console/requests/${encodeURIComponent(id)}`, { signal });
-    told = await answer.json();
-    if (!answer.ok) throw new Error(told.error?.message ?? `The collector answered ${answer.status}.`);
+    const response = await fetch(`/console/requests/${encodeURIComponent(id)}`, { signal });
+    reply = await response.json();
+    if (!response.ok) throw new Error(reply.error?.message ?? `The collector replied with status ${response.status}.`);
   } catch (error) {
-    refuse(place, error.name === "TimeoutError" ? "Its router does not answer." : error.message);
+    showReason(place, error.name === "TimeoutError" ? "Its router does not respond." : error.message);
     return;
   }
   if (!isOpen("request", id)) return;
-  if (!one && told.request) story.replaceChildren(...storyOf(told.request));
-  place.replaceChildren(...decisionView(told.decision, told.words));
+  if (!one && reply.request) details.replaceChildren(...detailsOf(reply.request));
+  place.replaceChildren(...decisionView(reply.decision, reply.text));
   place.removeAttribute("aria-busy");
 }
 
-function refuse(place, words) {
-  place.replaceChildren(el("h3", {}, "Decision"), el("p", { class: "faint" }, words));
+function showReason(place, text) {
+  place.replaceChildren(el("h3", {}, "Decision"), el("p", { class: "faint" }, text));
   place.removeAttribute("aria-busy");
 }
 
-function storyOf(one) {
+function detailsOf(one) {
   return [
     el("p", { class: "lead" }, leadOf(one)),
     facts(one),
-    el("h3", {}, "Where the time went"),
+    el("h3", {}, "Time to first token, by part"),
     one.parts.length ? waterfall(one) : el("p", { class: "faint" }, noParts(one)),
   ];
 }
 
 function leadOf(one) {
-  const state = hasFailed(one) ? `Failed: ${one.reason || one.status}.` : one.slow ? "Slow." : "Well.";
-  const first = isKnown(one.ttft_s) ? ` The first token came after ${duration(one.ttft_s)}` : " No token came";
-  return `${state}${first}; it ended after ${duration(one.total_s)}.`;
+  const state = hasFailed(one) ? `Failed: ${one.reason || one.status}.` : one.slow ? "Slow." : "Completed.";
+  const first = isKnown(one.ttft_s) ? ` First token after ${duration(one.ttft_s)}` : " No token";
+  return `${state}${first}, finished after ${duration(one.total_s)}.`;
 }
 
 function noParts(one) {
-  return isKnown(one.ttft_s) ? "The parts of its time to the first token are not known." : "It never had a first token.";
+  return isKnown(one.ttft_s) ? "The router did not measure the parts of this request." : "The request produced no token.";
 }
 
 function facts(one) {
@@ -76,10 +76,10 @@ function facts(one) {
     ["Ended", `${clock(one.ended_at)}, status ${one.status}`],
     ["Tenant", one.tenant || "(none)"],
     ["Model", one.model],
-    ["Workers", `${workers} (${modeWords(one.mode)})`],
+    ["Workers", `${workers} (${modeText(one.mode)})`],
     ["Prompt", `${plural(one.prompt_tokens, "token")}, ${counted(one.cached_tokens)} cached${cached}, ${counted(one.fetched_tokens)} fetched`],
-    ["Answer", `${plural(one.tokens_out, "token")}${isKnown(one.itl_s) ? `, ${duration(one.itl_s)} between two` : ""}`],
-    one.resumes ? ["Resumed", `${plural(one.resumes, "time")}: its stream went on at another worker`] : null,
+    ["Completion", `${plural(one.tokens_out, "token")}${isKnown(one.itl_s) ? `, ITL ${duration(one.itl_s)}` : ""}`],
+    one.resumes ? ["Resumed", `${plural(one.resumes, "time")}: another worker continued its stream`] : null,
     ["Request", copyable(one.id)],
     one.trace_id ? ["Trace", copyable(one.trace_id)] : null,
   ];
@@ -91,7 +91,7 @@ function copyable(text) {
   const button = el("button", { type: "button", class: "copy", "aria-label": `Copy ${text}` }, "Copy");
   button.addEventListener("click", async () => {
     getSelection().selectAllChildren(code);
-    /* Without https the clipboard is closed to pages; then the text is selected and Ctrl+C does it. */
+    /* Without https pages cannot use the clipboard; then the text stays selected for Ctrl+C. */
     await navigator.clipboard?.writeText(text).catch(() => undefined);
     button.textContent = navigator.clipboard ? "Copied" : "Selected";
     setTimeout(() => (button.textContent = "Copy"), COPIED_MS);
@@ -99,7 +99,7 @@ function copyable(text) {
   return [code, " ", button];
 }
 
-/* A line for each part, each bar beginning where the one before ends; then what they add up to. */
+/* One row for each part; each bar starts where the previous one ends. The last rows are totals. */
 function waterfall(one) {
   const whole = totalOf(one.parts);
   const rest = restOf(one);
@@ -110,10 +110,10 @@ function waterfall(one) {
     at += part.seconds;
   }
   const agrees = Math.abs(whole - one.ttft_s) <= ADDS_UP_WITHIN * Math.max(one.ttft_s, 1e-6);
-  const sum = agrees ? "first token" : `in all, of ${duration(one.ttft_s)}`;
+  const sum = agrees ? "first token" : `total, of ${duration(one.ttft_s)}`;
   rows.push(line(sum, partsBar(one.parts, whole), whole, whole, "sum"));
   if (rest > 0) rows.push(line("then decode", partsBar([{ name: "decode", seconds: rest }], rest), rest, 0));
-  const heads = ["Part", "", "Seconds", "Share"].map((word) => el("th", { scope: "col" }, word));
+  const heads = ["Part", "", "Time", "Share"].map((label) => el("th", { scope: "col" }, label));
   return el("table", { class: "waterfall" }, el("thead", {}, el("tr", {}, heads)), el("tbody", {}, rows));
 }
 

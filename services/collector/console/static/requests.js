@@ -1,24 +1,24 @@
-/* Recent requests as rows, each with its parts as two bars; filters, a pause, and arrow keys. */
+/* The list of recent requests: timing bars, filters, pause, and arrow keys. */
 
 import { byId, el, keyed, setAttribute, setText } from "./dom.js";
 import { UNKNOWN, clock, counted, duration, isKnown, plural } from "./format.js";
 import { openPanel } from "./panel.js";
-import { legendItems, partsBar } from "./parts.js";
+import { legendItems, partsBar } from "./time_parts.js";
 
 const SCALE_QUANTILE = 0.95;
-/* A bar's full length: what few requests exceed; theirs are cut, and their numbers say so. */
+/* A full bar is this quantile; longer bars are cut, and their numbers still show the value. */
 const STEPS = [1, 2, 5, 10];
-/* And a round number, so that it changes seldom. */
+/* Rounded up to one of these, so that the scale rarely changes. */
 const PAGE_ROWS = 10;
 const SHORT_MODES = { disaggregated: "P/D" };
 
 const view = { which: "all", tenant: "", model: "", held: null };
 
-/** Once: everything that a person can do with the list. */
+/** Attach the listeners; call once. */
 export function watchRequests(store) {
   byId("parts-legend").append(...legendItems());
   byId("requests-head").append(
-    ...["Ended", "", "Who", "Tokens", "", "", "", ""].map((word) => el("span", {}, word)),
+    ...["Time", "", "Tenant / model, mode", "Tokens", "", "", "", ""].map((label) => el("span", {}, label)),
   );
   for (const button of document.querySelectorAll("[data-which]")) {
     button.addEventListener("click", () => filter(store, { which: button.dataset.which }));
@@ -32,38 +32,38 @@ export function watchRequests(store) {
   byId("request-rows").addEventListener("keydown", moveFocus);
 }
 
-/** The list as the filters have it. */
+/** Draw the filtered list. */
 export function drawRequests(store) {
   const all = view.held ?? store.requests;
   const shown = all.filter(isShown);
   drawFilters(store, all);
   const newer = view.held ? store.requests.findIndex((one) => one === view.held[0]) : 0;
-  const held = view.held ? ` · held, ${newer < 0 ? "many" : counted(newer)} newer` : "";
+  const held = view.held ? ` · paused, ${newer < 0 ? "many" : counted(newer)} newer` : "";
   setText(byId("requests-count"), `${shown.length === all.length ? "" : `${shown.length} of `}${all.length}${held}`);
   const scales = { ttft: scaleOf(shown.map((one) => one.ttft_s)), rest: scaleOf(shown.map(restOf)) };
   setText(byId("requests-head").children[4], `Time to first token, up to ${duration(scales.ttft)}`);
-  setText(byId("requests-head").children[6], `Then decode, ${duration(scales.rest)}`);
+  setText(byId("requests-head").children[6], `Decode, up to ${duration(scales.rest)}`);
   const rows = byId("request-rows");
   keyed(rows, shown, keyOf, makeRow, (row, one) => drawRow(row, one, scales));
   keepOneTabStop(rows);
-  const none = all.length ? "No request is like that." : "No request yet. Send one, and it is here as soon as it ends.";
+  const none = all.length ? "No request matches the filters." : "No requests yet. A request appears here when it finishes.";
   setText(byId("requests-empty"), none);
   for (const id of ["requests-head", "request-rows", "parts-legend"]) byId(id).hidden = shown.length === 0;
   byId("requests-empty").hidden = shown.length > 0;
 }
 
-/** Whether it did not end well. */
+/** Whether the request failed. */
 export function hasFailed(one) {
   return one.status >= 400 || one.reason !== "";
 }
 
-/** What came after the first token. */
+/** Time after the first token, seconds; -1 when not known. */
 export function restOf(one) {
   return isKnown(one.ttft_s) ? Math.max(one.total_s - one.ttft_s, 0) : -1;
 }
 
-/** How it was served. */
-export function modeWords(mode) {
+/** The mode for display. */
+export function modeText(mode) {
   return mode.replaceAll("_", " ") || "not placed";
 }
 
@@ -82,7 +82,7 @@ function drawFilters(store, all) {
     setAttribute(button, "aria-pressed", String(button.dataset.which === view.which));
   }
   setAttribute(byId("pause"), "aria-pressed", String(view.held !== null));
-  setText(byId("pause"), view.held ? "Go on" : "Pause");
+  setText(byId("pause"), view.held ? "Resume" : "Pause");
   offer(byId("by-tenant"), [...all.map((one) => one.tenant), ...store.tenants.map((one) => one.tenant)], view.tenant);
   offer(byId("by-model"), [...all.map((one) => one.model), ...store.modelNames], view.model);
 }
@@ -110,7 +110,7 @@ function makeRow(one) {
   return el("li", {}, el("button", { type: "button", class: "row", tabindex: -1, "data-request": one.id, onclick: open }));
 }
 
-/* A row's words never change; its bars do, with the scale that all rows share. */
+/* A row's text never changes; its bars follow the shared scale. */
 function drawRow(row, one, scales) {
   const drawn = `${scales.ttft} ${scales.rest}`;
   if (row.dataset.drawn === drawn) return;
@@ -124,7 +124,7 @@ function drawRow(row, one, scales) {
   button.replaceChildren(
     el("span", { class: "when" }, clock(one.ended_at)),
     el("span", { class: "mark", title: failed ? "failed" : one.slow ? "slow" : "well" }),
-    el("span", { class: "who" }, el("b", {}, one.tenant || one.model), ` ${failed ? one.reason || one.status : SHORT_MODES[one.mode] ?? modeWords(one.mode)}`),
+    el("span", { class: "who" }, el("b", {}, one.tenant || one.model), ` ${failed ? one.reason || one.status : SHORT_MODES[one.mode] ?? modeText(one.mode)}`),
     el("span", { class: "tokens" }, `${counted(one.prompt_tokens)} → ${counted(one.tokens_out)}`),
     el("span", { class: "bar-ttft" }, partsBar(parts, scales.ttft)),
     el("span", { class: "ttft" }, duration(one.ttft_s)),
@@ -134,13 +134,13 @@ function drawRow(row, one, scales) {
 }
 
 function sentenceOf(one) {
-  const state = hasFailed(one) ? `failed, ${one.reason || one.status}` : one.slow ? "slow" : "well";
+  const state = hasFailed(one) ? `failed, ${one.reason || one.status}` : one.slow ? "slow" : "completed";
   const first = isKnown(one.ttft_s) ? `first token after ${duration(one.ttft_s)}, ` : "";
-  const who = `${one.tenant ? `tenant ${one.tenant}, ` : ""}${one.model}, ${modeWords(one.mode)}`;
-  return `${clock(one.ended_at)}, ${state}, ${who}, ${first}${plural(one.prompt_tokens, "token")} of prompt, ended after ${duration(one.total_s)}`;
+  const source = `${one.tenant ? `tenant ${one.tenant}, ` : ""}${one.model}, ${modeText(one.mode)}`;
+  return `${clock(one.ended_at)}, ${state}, ${source}, ${first}${plural(one.prompt_tokens, "prompt token")}, finished after ${duration(one.total_s)}`;
 }
 
-/* The list is one stop of the Tab key, the newest request unless one has the focus; arrows move within it. */
+/* The list is a single tab stop: the focused row, else the newest. Arrow keys move within it. */
 function keepOneTabStop(rows) {
   const buttons = [...rows.querySelectorAll(".row")];
   const stop = buttons.find((button) => button === document.activeElement) ?? buttons[0];

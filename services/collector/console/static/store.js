@@ -1,8 +1,8 @@
-/* What this page knows: the whole state once, then what changed. Nothing here touches the page. */
+/* The page's state: the whole state at first, then changes. Nothing here touches the DOM. */
 
 const ROWS_MAX = 200;
 
-/** The newest state of everything, and which kinds of it have changed since somebody looked. */
+/** The newest state, and the kinds of events that have arrived since the last drawing. */
 export class Store {
   constructor() {
     this.workers = new Map();
@@ -13,46 +13,46 @@ export class Store {
     this.health = null;
     this.modelNames = [];
     this.version = "";
-    this.mayAct = false;
+    this.ordersAllowed = false;
     this.needsKey = true;
-    this.mode = "";
+    this.defaultMode = "";
     this.changed = new Set();
   }
 
-  /** Takes one event of the stream. */
-  take(kind, told) {
+  /** Apply one event of the stream. */
+  apply(kind, data) {
     const handlers = {
-      state: () => this.takeState(told),
-      workers: () => told.forEach((worker) => this.workers.set(worker.id, worker)),
-      gone: () => told.forEach((id) => this.workers.delete(id)),
-      flows: () => (this.flows = told),
-      tenants: () => (this.tenants = told),
-      health: () => (this.health = told),
-      model_names: () => (this.modelNames = told),
-      mode: () => (this.mode = told),
-      request: () => (this.requests = [told, ...this.requests].slice(0, ROWS_MAX)),
-      event: () => (this.events = [told, ...this.events].slice(0, ROWS_MAX)),
+      state: () => this.setState(data),
+      workers: () => data.forEach((worker) => this.workers.set(worker.id, worker)),
+      gone: () => data.forEach((id) => this.workers.delete(id)),
+      flows: () => (this.flows = data),
+      tenants: () => (this.tenants = data),
+      health: () => (this.health = data),
+      model_names: () => (this.modelNames = data),
+      default_mode: () => (this.defaultMode = data),
+      request: () => (this.requests = [data, ...this.requests].slice(0, ROWS_MAX)),
+      event: () => (this.events = [data, ...this.events].slice(0, ROWS_MAX)),
     };
     handlers[kind]();
     this.changed.add(kind);
   }
 
-  /** The workers in the order in which people look for them. */
+  /** The workers by id; numbers within ids sort as numbers. */
   sortedWorkers() {
     return [...this.workers.values()].sort((one, other) => one.id.localeCompare(other.id, "en", { numeric: true }));
   }
 
-  takeState(told) {
-    this.workers = new Map(told.workers.map((worker) => [worker.id, worker]));
-    this.flows = told.flows;
-    this.requests = told.requests.slice(0, ROWS_MAX);
-    this.events = told.events.slice(0, ROWS_MAX);
-    this.tenants = told.tenants;
-    this.health = told.health;
-    this.modelNames = told.model_names;
-    this.version = told.version;
-    this.mayAct = told.actions;
-    this.needsKey = told.key_needed;
-    this.mode = told.mode ?? "";
+  setState(data) {
+    this.workers = new Map(data.workers.map((worker) => [worker.id, worker]));
+    this.flows = data.flows;
+    this.requests = data.requests.slice(0, ROWS_MAX);
+    this.events = data.events.slice(0, ROWS_MAX);
+    this.tenants = data.tenants;
+    this.health = data.health;
+    this.modelNames = data.model_names;
+    this.version = data.version;
+    this.ordersAllowed = data.orders_allowed;
+    this.needsKey = data.key_needed;
+    this.defaultMode = data.default_mode ?? "";
   }
 }

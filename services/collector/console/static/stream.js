@@ -1,28 +1,29 @@
-/* The stream of events, and what becomes of it when the connection is lost. */
+/* The event stream, and reconnecting when the connection is lost. */
 
-const KINDS = ["state", "workers", "gone", "flows", "tenants", "health", "model_names", "mode", "request", "event"];
-const AGAIN_MS = [1000, 2000, 5000, 10000];
+const KINDS = ["state", "workers", "gone", "flows", "tenants", "health", "model_names", "default_mode", "request", "event"];
+const RETRY_MS = [1000, 2000, 5000, 10000];
 
 /**
- * Listens for as long as the page is open. `take` hears each event; `tell` hears "live" and "lost". A browser reconnects by
- * itself, except after an answer that is no stream (a proxy's 502, say): then this does, ever more seldom.
+ * Listen for as long as the page is open. `onEvent` gets each event, `onConnection` gets "live" or "lost". Browsers
+ * reconnect by themselves, except after a response that is not a stream (such as a proxy's 502); then this function
+ * reconnects, with growing pauses.
  */
-export function listen(url, take, tell) {
+export function listen(url, onEvent, onConnection) {
   let failures = 0;
   const open = () => {
     const source = new EventSource(url);
     for (const kind of KINDS) {
       source.addEventListener(kind, (event) => {
-        take(kind, JSON.parse(event.data));
+        onEvent(kind, JSON.parse(event.data));
         if (kind !== "state") return;
         failures = 0;
-        tell("live");
+        onConnection("live");
       });
     }
     source.addEventListener("error", () => {
-      tell("lost");
+      onConnection("lost");
       if (source.readyState !== EventSource.CLOSED) return;
-      setTimeout(open, AGAIN_MS[Math.min(failures, AGAIN_MS.length - 1)]);
+      setTimeout(open, RETRY_MS[Math.min(failures, RETRY_MS.length - 1)]);
       failures += 1;
     });
   };

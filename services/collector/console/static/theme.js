@@ -1,4 +1,4 @@
-/* Runs before the page is drawn, so that a chosen theme does not flash up as the other one. */
+/* Runs before the first paint, so that the page does not flash in the other theme. */
 "use strict";
 
 (() => {

@@ -1,16 +1,16 @@
-/* One worker: its numbers, what flows to and from it, and the orders it can be given. */
+/* The worker panel: numbers, flows, and orders. */
 
-import { openAction } from "./actions.js";
+import { openOrder } from "./orders.js";
 import { el, keyed, setAttribute, setText } from "./dom.js";
-import { UNKNOWN, duration, percent, plural, rate } from "./format.js";
-import { flowSentence, flowsOf, workerSentence } from "./words.js";
+import { UNKNOWN, counted, duration, percent, plural, rate } from "./format.js";
+import { flowSentence, flowsOf, workerSentence } from "./sentences.js";
 
 /** The panel for workers of this store. */
 export function workerPanel(store) {
   return {
     title: (id) => `Worker ${id}`,
     fill: (body, id) => {
-      const order = (kind) => (event) => openAction(kind, event.currentTarget, store.workers.get(id) ?? { id });
+      const order = (kind) => (event) => openOrder(kind, event.currentTarget, store.workers.get(id) ?? { id });
       body.append(
         el("p", { class: "lead" }),
         el("dl", { class: "facts" }),
@@ -34,7 +34,7 @@ export function workerPanel(store) {
 function redraw(store, body, id) {
   const worker = store.workers.get(id);
   const [lead, facts] = body.children;
-  setText(lead, worker ? `${workerSentence(worker)}.` : `${id} is not there any more.`);
+  setText(lead, worker ? `${workerSentence(worker)}.` : `${id} is no longer part of the fleet.`);
   keyed(
     facts,
     worker ? factsOf(worker) : [],
@@ -43,25 +43,25 @@ function redraw(store, body, id) {
     (node, [, value]) => setText(node.lastElementChild, value),
   );
   const flows = flowsOf(store.flows, id).map(flowSentence);
-  keyed(body.querySelector(".flows"), flows.length ? flows : ["Nothing flows."], (one) => one, (one) => el("li", {}, one));
+  keyed(body.querySelector(".flows"), flows.length ? flows : ["No traffic."], (one) => one, (one) => el("li", {}, one));
   const canRole = worker && worker.role !== "store";
   for (const button of body.querySelectorAll("[data-order]")) {
-    const can = store.mayAct && worker && (button.dataset.order === "drain" || canRole);
+    const can = store.ordersAllowed && worker && (button.dataset.order === "drain" || canRole);
     setAttribute(button, "disabled", can ? null : "");
   }
-  const closed = "No orders from here: the collector listens beyond this machine and has no admin key.";
-  setText(body.querySelector(".orders-why"), store.mayAct ? "" : closed);
+  const closed = "Orders are disabled: the collector does not listen on loopback and has no admin key.";
+  setText(body.querySelector(".orders-why"), store.ordersAllowed ? "" : closed);
 }
 
 function factsOf(worker) {
   return [
     ["Model", `${worker.model || UNKNOWN}${worker.revision ? ` (${worker.revision})` : ""}`],
     ["Engine", `${worker.engine || UNKNOWN}${worker.host ? ` on ${worker.host}` : ""}`],
-    ["Work", `${plural(worker.legs, "leg")}; ${plural(worker.waiting_tokens, "prompt token")} yet to compute`],
+    ["Requests", `${counted(worker.legs)} assigned; ${plural(worker.waiting_tokens, "prompt token")} waiting for prefill`],
     ["Cache hits", worker.hit_ratio === null ? UNKNOWN : `${percent(worker.hit_ratio)} of prompt tokens`],
-    ["Prompts", `${rate(worker.prompt_tokens_per_s)} tokens/s`],
-    ["Answers", `${rate(worker.generation_tokens_per_s)} tokens/s`],
-    ["Heard", worker.heard_s_ago ? `${duration(worker.heard_s_ago)} ago` : "just now"],
-    ["It says", worker.note || UNKNOWN],
+    ["Prefill", `${rate(worker.prompt_tokens_per_s)} tokens/s`],
+    ["Decode", `${rate(worker.generation_tokens_per_s)} tokens/s`],
+    ["Last report", worker.heard_s_ago ? `${duration(worker.heard_s_ago)} ago` : "just now"],
+    ["Status", worker.note || UNKNOWN],
   ];
 }

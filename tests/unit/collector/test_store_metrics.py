@@ -4,7 +4,7 @@ from shared.contracts.load import StoreState
 from shared.contracts.workers import Role
 from shared.telemetry import names
 from tests.support.fleet_builders import load
-from tests.unit.collector.test_ledger import Shown, ledger
+from tests.unit.collector.test_fleet_metrics import Shown, metrics
 
 S1 = {"worker_id": "s1"}
 BOTH_TIERS = ("host", "disk")
@@ -14,8 +14,8 @@ def told(epoch: int = 1, **numbers: int):
     return load("s1", epoch=epoch, role=Role.STORE, kv_blocks_total=64, store=StoreState(block_bytes=1000, **numbers))
 
 
-def test_blocks_bytes_and_room_are_shown_for_memory_and_files():
-    one = ledger()
+def test_blocks_bytes_and_capacity_are_shown_for_memory_and_files():
+    one = metrics()
     one.load_reported(told(host_blocks=60, disk_blocks=200, disk_blocks_max=256), 1.0)
     one.load_reported(told(host_blocks=64, disk_blocks=210, disk_blocks_max=256), 2.0)
     shown = Shown(one, 2.0)
@@ -25,8 +25,8 @@ def test_blocks_bytes_and_room_are_shown_for_memory_and_files():
     assert [shown(names.STORE_BLOCKS_MAX, tier=tier, **S1) for tier in BOTH_TIERS] == [64, 256]
 
 
-def test_blocks_on_their_way_from_and_to_files_are_shown_and_how_that_ended():
-    one = ledger()
+def test_copies_to_and_from_files_are_shown_with_their_outcome():
+    one = metrics()
     one.load_reported(
         told(
             loads_waiting=3, saves_waiting=9, loaded_blocks_total=10, damaged_blocks_total=2, saved_blocks_total=30,
@@ -41,8 +41,8 @@ def test_blocks_on_their_way_from_and_to_files_are_shown_and_how_that_ended():
     assert {each: shown(names.STORE_MOVED, kind=each[0], outcome=each[1], **S1) for each in ends} == ends
 
 
-def test_a_store_that_starts_anew_goes_on_counting_where_it_ended():
-    one = ledger()
+def test_totals_continue_when_a_store_restarts():
+    one = metrics()
     numbers = {"evicted_host_blocks_total": 5, "evicted_disk_blocks_total": 1, "granted_bytes_total": 7000}
     one.load_reported(told(epoch=1, **numbers), 1.0)
     one.load_reported(told(epoch=2, **numbers), 2.0)
@@ -52,8 +52,8 @@ def test_a_store_that_starts_anew_goes_on_counting_where_it_ended():
     assert shown(names.STORE_GRANTED, **S1) == 14_000
 
 
-def test_of_a_worker_that_is_no_store_nothing_of_this_is_shown():
-    one = ledger()
+def test_other_workers_have_no_store_metrics():
+    one = metrics()
     one.load_reported(load("d1", role=Role.DECODE), 1.0)
     shown = Shown(one, 1.0)
 

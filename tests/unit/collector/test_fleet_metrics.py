@@ -1,9 +1,9 @@
-"""What reports add up to, and how it is shown."""
+"""Totals, rates and labels of the fleet's metrics."""
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.collector.metrics.exposition import BOUNDS, families
-from services.collector.metrics.fleet_metrics import STALE_S_MAX, WORKERS_MAX, Ledger
+from services.collector.metrics.fleet_metrics import STALE_S_MAX, WORKERS_MAX, FleetMetrics
 from services.orchestrator.fleet.lifecycle import Worker
 from shared.bus.port import BusCounts
 from shared.contracts.control import ServicePhase, ServiceStatus
@@ -14,8 +14,8 @@ from shared.telemetry.families import to_prometheus
 from tests.support.fleet_builders import load, record
 
 
-def ledger():
-    return Ledger(BOUNDS, 0.0)
+def metrics():
+    return FleetMetrics(BOUNDS, 0.0)
 
 
 def request(**facts):
@@ -42,9 +42,9 @@ def fleet(*phases, term=1):
 
 
 class Shown:
-    """The numbers as Prometheus reads them."""
+    """The samples as Prometheus reads them."""
 
-    def __init__(self, one: Ledger, now: float) -> None:
+    def __init__(self, one: FleetMetrics, now: float) -> None:
         text = to_prometheus(families(one, BusCounts(), now)).decode()
         self.samples = {
             (sample.name, *sorted(sample.labels.items())): sample.value
@@ -57,7 +57,7 @@ class Shown:
 
 
 def test_a_load_report_is_shown_per_worker_and_role():
-    one = ledger()
+    one = metrics()
     one.load_reported(
         load(
             "p1", role=Role.PREFILL, running=2, waiting=3, kv_blocks_used=30, kv_blocks_total=40, cached_tokens_total=7
@@ -74,8 +74,8 @@ def test_a_load_report_is_shown_per_worker_and_role():
     assert shown(names.FLEET_PROMPT_TOKENS, source="cached") == 7
 
 
-def test_a_worker_that_is_silent_is_shown_no_more_but_the_fleet_keeps_its_totals():
-    one = ledger()
+def test_a_silent_worker_disappears_but_the_fleet_keeps_its_totals():
+    one = metrics()
     one.load_reported(load("w1", generation_tokens_total=50), 1.0)
     later = 1.0 + STALE_S_MAX
     shown = Shown(one, later)
@@ -87,8 +87,8 @@ def test_a_worker_that_is_silent_is_shown_no_more_but_the_fleet_keeps_its_totals
     assert Shown(one, later)(names.FLEET_GENERATION_TOKENS) == 60
 
 
-def test_a_restarted_worker_counts_from_zero_and_its_totals_go_on():
-    one = ledger()
+def test_totals_continue_after_a_worker_restarts_from_zero():
+    one = metrics()
     one.load_reported(load("w1", epoch=1, computed_tokens_total=1000), 1.0)
     one.load_reported(load("w1", epoch=2, computed_tokens_total=10), 2.0)
     one.load_reported(load("w1", epoch=1, computed_tokens_total=2000), 2.1)
@@ -97,16 +97,16 @@ def test_a_restarted_worker_counts_from_zero_and_its_totals_go_on():
     assert shown(names.WORKER_PROMPT_TOKENS, worker_id="w1", role="both", source="computed") == 1010
 
 
-def test_what_was_counted_before_the_first_look_is_no_rate():
-    one = ledger()
+def test_totals_before_the_first_report_add_no_rate():
+    one = metrics()
     one.load_reported(load("w1", generation_tokens_total=1_000_000), 1.0)
     one.load_reported(load("w1", generation_tokens_total=1_000_050), 2.0)
 
     assert Shown(one, 11.0)(names.WORKER_TOKENS_OUT, worker_id="w1", role="both") == 5.0
 
 
-def test_a_finished_request_is_counted_by_model_mode_and_status_and_measured():
-    one = ledger()
+def test_a_finished_request_counts_by_model_mode_and_status():
+    one = metrics()
     one.load_reported(load("d1", role=Role.DECODE), 1.0)
     one.request_finished(request(), 1.0)
     shown = Shown(one, 1.0)
@@ -122,7 +122,7 @@ def test_a_finished_request_is_counted_by_model_mode_and_status_and_measured():
 
 
 def test_wrong_predictions_are_counted_where_the_prompt_was_computed():
-    one = ledger()
+    one = metrics()
     for worker_id, role in (("p1", Role.PREFILL), ("d1", Role.DECODE)):
         one.load_reported(load(worker_id, role=role), 1.0)
     for predicted, found in ((64, 32), (32, 64), (-1, 64), (64, -1)):
@@ -135,8 +135,8 @@ def test_wrong_predictions_are_counted_where_the_prompt_was_computed():
     assert shown(names.FLEET_CACHED_MISSED) == 69
 
 
-def test_what_is_not_known_is_not_measured():
-    one = ledger()
+def test_unknown_values_are_not_observed():
+    one = metrics()
     one.request_finished(request(status=503, reason="no_worker", ttft_s=-1.0, itl_s=-1.0, prompt_tokens=-1), 1.0)
     shown = Shown(one, 1.0)
 
@@ -147,7 +147,7 @@ def test_what_is_not_known_is_not_measured():
 
 
 def test_predictions_are_compared_where_both_numbers_are_known():
-    one = ledger()
+    one = metrics()
     one.request_finished(request(predicted_cached_tokens=64, cached_tokens=96), 1.0)
     one.request_finished(request(predicted_cached_tokens=32, cached_tokens=0), 1.0)
     one.request_finished(request(predicted_cached_tokens=32, cached_tokens=-1), 1.0)
@@ -158,9 +158,9 @@ def test_predictions_are_compared_where_both_numbers_are_known():
     assert shown(names.FLEET_CACHED_MISSED) == 64
 
 
-def test_the_fleet_is_shown_by_phase_until_nobody_tells_of_it():
-    one = ledger()
-    one.fleet.told(fleet(("w1", WorkerPhase.READY), ("w2", WorkerPhase.LOST), term=3), 1.0)
+def test_the_fleet_is_shown_by_phase_until_its_state_expires():
+    one = metrics()
+    one.fleet.update(fleet(("w1", WorkerPhase.READY), ("w2", WorkerPhase.LOST), term=3), 1.0)
     shown = Shown(one, 1.0)
 
     assert shown(names.FLEET_WORKERS, role="both", phase="ready") == 1
@@ -171,18 +171,18 @@ def test_the_fleet_is_shown_by_phase_until_nobody_tells_of_it():
     assert Shown(one, 1.0 + STALE_S_MAX)(names.FLEET_WORKERS, role="both", phase="ready") is None
 
 
-def test_a_leader_of_an_earlier_term_is_not_believed_while_the_later_one_speaks():
-    one = ledger()
-    one.fleet.told(fleet(("w1", WorkerPhase.READY), term=5), 1.0)
-    one.fleet.told(fleet(term=4), 1.1)
+def test_a_leader_of_an_earlier_term_is_ignored():
+    one = metrics()
+    one.fleet.update(fleet(("w1", WorkerPhase.READY), term=5), 1.0)
+    one.fleet.update(fleet(term=4), 1.1)
     assert one.fleet.state.term == 5
 
-    one.fleet.told(fleet(term=1), 1.1 + STALE_S_MAX)
+    one.fleet.update(fleet(term=1), 1.1 + STALE_S_MAX)
     assert one.fleet.state.term == 1
 
 
-def test_a_loss_that_two_leaders_tell_of_counts_once():
-    one = ledger()
+def test_a_loss_that_two_leaders_report_counts_once():
+    one = metrics()
     for silent_s in (3.0, 8.0):
         one.fleet.lost(WorkerLost(worker_id="w1", epoch=1, silent_s=silent_s))
     one.fleet.lost(WorkerLost(worker_id="w1", epoch=2, silent_s=3.0))
@@ -190,18 +190,18 @@ def test_a_loss_that_two_leaders_tell_of_counts_once():
     assert Shown(one, 1.0)(names.FLEET_WORKERS_LOST) == 2
 
 
-def test_processes_are_shown_in_the_phase_they_said():
-    one = ledger()
-    one.service_told(ServiceStatus(service="router", instance="r1", phase=ServicePhase.STARTING), 1.0)
-    one.service_told(ServiceStatus(service="router", instance="r1", phase=ServicePhase.READY), 2.0)
+def test_services_are_shown_with_their_phase():
+    one = metrics()
+    one.service_status(ServiceStatus(service="router", instance="r1", phase=ServicePhase.STARTING), 1.0)
+    one.service_status(ServiceStatus(service="router", instance="r1", phase=ServicePhase.READY), 2.0)
     shown = Shown(one, 2.0)
 
     assert shown(names.SERVICE_PHASE, service="router", process="r1", phase="ready") == 1
     assert shown(names.SERVICE_PHASE, service="router", process="r1", phase="starting") is None
 
 
-def test_labels_are_bounded_whatever_comes():
-    one = ledger()
+def test_label_values_are_bounded():
+    one = metrics()
     for number in range(WORKERS_MAX + 10):
         one.load_reported(load(f"w{number}"), 1.0)
         one.request_finished(request(model=f"m{number}", mode=f"mode{number}", reason=f"reason{number}"), 1.0)
@@ -211,8 +211,8 @@ def test_labels_are_bounded_whatever_comes():
     assert set(one.requests.failed) == {"other"}
 
 
-def test_models_that_clients_invent_do_not_push_true_ones_out():
-    one = ledger()
+def test_unknown_model_names_do_not_displace_served_models():
+    one = metrics()
     for number in range(100):
         one.request_finished(request(model=f"invented-{number}", status=404, reason="model_unknown"), 1.0)
     one.request_finished(request(model="true"), 1.0)
@@ -222,8 +222,8 @@ def test_models_that_clients_invent_do_not_push_true_ones_out():
     assert shown(names.FLEET_REQUESTS, model="other", mode="disaggregated", status="404") == 100
 
 
-def test_a_new_worker_takes_the_place_of_the_longest_silent_one():
-    one = ledger()
+def test_a_new_worker_replaces_the_longest_silent_one():
+    one = metrics()
     for number in range(WORKERS_MAX):
         one.load_reported(load(f"w{number}"), 1.0 + number / WORKERS_MAX)
     one.load_reported(load("new"), 20.0)
@@ -233,7 +233,7 @@ def test_a_new_worker_takes_the_place_of_the_longest_silent_one():
 
 
 def test_every_fleet_worker_and_process_metric_is_shown_under_its_name():
-    one = ledger()
+    one = metrics()
     told = {family.metric.name for family in families(one, BusCounts(), 0.0)}
 
     ours = {name for name in names.METRICS if name.startswith(("baton_worker_", "baton_fleet_", "baton_service_"))}

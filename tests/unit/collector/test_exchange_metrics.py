@@ -4,7 +4,7 @@ from shared.contracts.kv_exchange import KvLedgerState
 from shared.contracts.workers import Role
 from shared.telemetry import names
 from tests.support.fleet_builders import load
-from tests.unit.collector.test_ledger import Shown, ledger, request
+from tests.unit.collector.test_fleet_metrics import Shown, metrics, request
 
 D1 = {"worker_id": "d1", "role": "decode"}
 
@@ -13,8 +13,8 @@ def told(epoch: int = 1, **numbers):
     return load("d1", epoch=epoch, role=Role.DECODE, exchange=KvLedgerState(**numbers))
 
 
-def test_a_workers_leases_and_reads_are_shown_as_they_are_now():
-    one = ledger()
+def test_a_workers_present_leases_and_reads_are_shown():
+    one = metrics()
     one.load_reported(told(leases=2, pinned_blocks=90, reads=1), 1.0)
     one.load_reported(told(leases=1, pinned_blocks=30), 2.0)
     shown = Shown(one, 2.0)
@@ -24,8 +24,8 @@ def test_a_workers_leases_and_reads_are_shown_as_they_are_now():
     assert shown(names.WORKER_READS_RUNNING, **D1) == 0
 
 
-def test_leases_are_counted_by_how_they_went():
-    one = ledger()
+def test_leases_are_counted_by_outcome():
+    one = metrics()
     one.load_reported(
         told(
             leases_granted_total=10, leases_released_total=7, leases_expired_total=2, leases_refused_total=3,
@@ -42,7 +42,7 @@ def test_leases_are_counted_by_how_they_went():
 
 
 def test_a_failed_read_is_not_counted_as_done():
-    one = ledger()
+    one = metrics()
     one.load_reported(told(reads_total=10, reads_failed_total=1), 1.0)
     shown = Shown(one, 1.0)
 
@@ -50,16 +50,16 @@ def test_a_failed_read_is_not_counted_as_done():
     assert shown(names.WORKER_READS, outcome="failed", **D1) == 1
 
 
-def test_an_engine_that_starts_anew_goes_on_counting_where_the_last_one_ended():
-    one = ledger()
+def test_totals_continue_when_an_engine_restarts():
+    one = metrics()
     one.load_reported(told(epoch=1, leases_granted_total=10), 1.0)
     one.load_reported(told(epoch=2, leases_granted_total=5), 2.0)
 
     assert Shown(one, 2.0)(names.WORKER_LEASES, outcome="granted", **D1) == 15
 
 
-def test_of_a_worker_whose_connector_does_not_tell_no_leases_are_shown():
-    one = ledger()
+def test_a_worker_without_exchange_reports_shows_no_leases():
+    one = metrics()
     one.load_reported(load("d1", role=Role.DECODE), 1.0)
     shown = Shown(one, 1.0)
 
@@ -68,8 +68,8 @@ def test_of_a_worker_whose_connector_does_not_tell_no_leases_are_shown():
     assert shown(names.WORKER_RUNNING, **D1) == 0
 
 
-def test_streamed_and_offered_handoffs_are_told_apart():
-    one = ledger()
+def test_streamed_and_offered_handoffs_are_counted_separately():
+    one = metrics()
     one.request_finished(request(received_tokens=96, streamed_handoff=True, kv_wait_s=0.2, kv_read_s=0.04), 1.0)
     one.request_finished(request(received_tokens=96, kv_wait_s=0.0, kv_read_s=0.02), 1.0)
     one.request_finished(request(received_tokens=96, kv_wait_s=-1.0, kv_read_s=-1.0), 1.0)
@@ -82,8 +82,8 @@ def test_streamed_and_offered_handoffs_are_told_apart():
     assert shown(names.FLEET_KV_READ, "_sum", handoff="offered") == 0.02
 
 
-def test_a_request_that_received_nothing_is_no_handoff_but_what_it_recomputed_counts():
-    one = ledger()
+def test_a_request_without_received_kv_counts_only_recomputed_tokens():
+    one = metrics()
     one.request_finished(request(received_tokens=0, recomputed_tokens=100), 1.0)
     one.request_finished(request(received_tokens=64, recomputed_tokens=5, reprefilled_tokens=32), 1.0)
     one.request_finished(request(received_tokens=64, recomputed_tokens=-1, readback_tokens=320), 1.0)

@@ -5,9 +5,9 @@ import { duration } from "./format.js";
 
 const UNITS = 1000;
 const SLIVER = 4;
-/* Of UNITS: what took any time at all can be seen. */
+/* Minimum width in UNITS, so that every part is visible. */
 
-/* Few colours: what is alike shares one. The order is that of the legend. */
+/* Colour groups, in the order of the legend. */
 const FAMILIES = [
   ["wait", "waiting"],
   ["router", "router"],
@@ -34,7 +34,7 @@ const PARTS = {
   decode: ["decode", "decode"],
 };
 
-/** Its colour's name and its own; a part that this page does not know is shown by what it came with. */
+/** Colour group and label of a part; unknown parts use the label that the collector sent. */
 export function describe(part) {
   const [family, label] = PARTS[part.name] ?? ["transit", part.name];
   return { family, label: part.label ?? label };
@@ -45,12 +45,12 @@ export function legendItems() {
   return FAMILIES.map(([family, label]) => el("li", { class: `key part-${family}` }, label));
 }
 
-/** What the parts add up to. */
+/** The sum of the parts, seconds. */
 export function totalOf(parts) {
   return parts.reduce((sum, part) => sum + part.seconds, 0);
 }
 
-/** Parts one behind the other in a bar that stands for `wholeS` seconds, from `fromS` on. */
+/** A bar of `wholeS` seconds with the parts in sequence, starting at `fromS`. */
 export function partsBar(parts, wholeS, fromS = 0) {
   const bar = svg("svg", { viewBox: `0 0 ${UNITS} 10`, preserveAspectRatio: "none", class: "parts", "aria-hidden": "true" });
   let at = fromS;
@@ -59,8 +59,8 @@ export function partsBar(parts, wholeS, fromS = 0) {
       const x = Math.min((at / wholeS) * UNITS, UNITS - SLIVER);
       const width = Math.min(Math.max((part.seconds / wholeS) * UNITS, SLIVER), UNITS - x);
       const { family, label } = describe(part);
-      const words = svg("title", {}, `${label} ${duration(part.seconds)}`);
-      bar.append(svg("rect", { x, y: 0, width, height: 10, class: `part-${family}` }, words));
+      const tooltip = svg("title", {}, `${label} ${duration(part.seconds)}`);
+      bar.append(svg("rect", { x, y: 0, width, height: 10, class: `part-${family}` }, tooltip));
     }
     at += part.seconds;
   }

@@ -1,4 +1,4 @@
-"""`baton plan` as a person reads it."""
+"""The text of `baton plan`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import io
 import msgspec
 from rich.console import Console
 
-from services.launcher.views.fleet_plan import draw
+from services.launcher.views.plan import draw
 from shared.contracts.ids import WorkerId
 from shared.contracts.planning import Demand, PlanAction, PlanDecision, Plans, RoleCount
 from shared.contracts.workers import Role
 
-LOOK = PlanDecision(
+DECISION = PlanDecision(
     number=3,
     at_ms=0,
     model="tiny",
@@ -22,7 +22,7 @@ LOOK = PlanDecision(
     why="decision 2 is being carried out",
 )
 SWITCH = msgspec.structs.replace(
-    LOOK,
+    DECISION,
     number=2,
     action=PlanAction.CHANGE_ROLE,
     worker_id=WorkerId("decode-2"),
@@ -30,18 +30,20 @@ SWITCH = msgspec.structs.replace(
     why="prefill is full",
     outcome="decode-2 is prefill after 0.25 s, 3 legs went on",
 )
-GROWTH = msgspec.structs.replace(LOOK, number=1, action=PlanAction.SCALE, role=Role.DECODE, change=1, why="more")
+GROWTH = msgspec.structs.replace(DECISION, number=1, action=PlanAction.SCALE, role=Role.DECODE, change=1, why="more")
 
 
-def drawn(told: Plans) -> str:
+def drawn(plans: Plans) -> str:
     console = Console(file=io.StringIO(), width=120, no_color=True)
-    draw(told, console)
+    draw(plans, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
-def test_demand_roles_and_the_reason_are_told_and_then_the_changes_with_what_came_of_them():
-    lines = [" ".join(line.split()) for line in drawn(Plans(mode="act", decisions=[LOOK, SWITCH, GROWTH])).splitlines()]
+def test_it_shows_demand_roles_reason_and_changes_with_their_outcome():
+    lines = [
+        " ".join(line.split()) for line in drawn(Plans(mode="act", decisions=[DECISION, SWITCH, GROWTH])).splitlines()
+    ]
 
     assert any(line.startswith("2.5 requests/s of 900 prompt tokens (300 to compute)") for line in lines)
     assert "prefill 1 2 91%" in lines
@@ -49,10 +51,10 @@ def test_demand_roles_and_the_reason_are_told_and_then_the_changes_with_what_cam
     assert any(line.endswith("ago decode-2 becomes prefill prefill is full") for line in lines)
     assert "decode-2 is prefill after 0.25 s, 3 legs went on" in lines
     assert any(line.endswith("ago +1 decode more") for line in lines)
-    assert "under way" in lines
+    assert "in progress" in lines
 
 
-def test_a_planner_that_only_advises_or_is_off_says_how_to_change_that():
-    assert "ORCHESTRATOR_PLANNER=act" in drawn(Plans(mode="advise", decisions=[LOOK]))
-    assert "Nothing was changed yet." in drawn(Plans(mode="advise", decisions=[LOOK]))
+def test_it_says_how_to_turn_the_planner_on():
+    assert "ORCHESTRATOR_PLANNER=act" in drawn(Plans(mode="advise", decisions=[DECISION]))
+    assert "No changes yet." in drawn(Plans(mode="advise", decisions=[DECISION]))
     assert "ORCHESTRATOR_PLANNER=advise" in drawn(Plans(mode="off"))

@@ -1,4 +1,4 @@
-"""`baton plan`: asks the orchestrator how many workers of which role are wanted, and draws its answer."""
+"""`baton plan`: requests the planner's decisions from the orchestrator and draws them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from services.launcher.views.fleet import open_bus
+from services.launcher.bus_client import open_bus
 from shared.bus.port import AskTimedOut, NoResponders
 from shared.contracts.channels import PLANS
 from shared.contracts.planning import AskPlans, Demand, PlanAction, PlanDecision, Plans
@@ -18,59 +18,59 @@ from shared.text.quantities import duration
 
 ASK_S_MAX = 3.0
 LOAD_FULL = 0.85
-"""From there on a role's load stands out."""
+"""A higher load is highlighted."""
 INDENT = (0, 0, 0, 2)
 MODES = {
-    "off": "The planner is off: ORCHESTRATOR_PLANNER=advise or act turns it on.",
-    "advise": "The planner gives advice and changes nothing: ORCHESTRATOR_PLANNER=act lets it.",
-    "act": "The planner changes roles, and asks for workers.",
+    "off": "The planner is off. ORCHESTRATOR_PLANNER=advise or act turns it on.",
+    "advise": "The planner only advises. With ORCHESTRATOR_PLANNER=act it also changes the fleet.",
+    "act": "The planner changes roles and requests workers.",
 }
 
 
-class NoPlan(Exception):
-    """Nobody plans; the words say what to do."""
+class PlanUnavailable(Exception):
+    """No orchestrator responds; the message says what to do."""
 
 
 async def ask_plans(nats_url: str, count_max: int) -> Plans:
-    """Raises NoPlan, and BusError when NATS does not answer."""
+    """Raises PlanUnavailable, and BusError when NATS does not respond."""
     async with open_bus(nats_url) as bus:
         try:
             return await bus.ask(PLANS, AskPlans(count_max=count_max), timeout_s=ASK_S_MAX)
         except (NoResponders, AskTimedOut) as error:
-            raise NoPlan(f"No orchestrator leads at {nats_url}: it is what plans. Start one.") from error
+            raise PlanUnavailable(f"No orchestrator leads on {nats_url}. Start one: it runs the planner.") from error
 
 
-def draw(told: Plans, console: Console) -> None:
-    """How it is, for each family of workers; then what was changed, the newest first."""
-    console.print(MODES.get(told.mode, told.mode), style="bold", highlight=False)
-    for section in _sections(told, time.time()):
+def draw(plans: Plans, console: Console) -> None:
+    """The state of each fingerprint's workers, then the changes, newest first."""
+    console.print(MODES.get(plans.mode, plans.mode), style="bold", highlight=False)
+    for section in _sections(plans, time.time()):
         console.print(section, highlight=False)
 
 
-def _sections(told: Plans, now_unix_s: float) -> Iterator[RenderableType]:
+def _sections(plans: Plans, now_unix_s: float) -> Iterator[RenderableType]:
     latest: dict[tuple[str, str], PlanDecision] = {}
-    for decision in told.decisions:
+    for decision in plans.decisions:
         latest.setdefault((decision.model, decision.fingerprint), decision)
     for decision in latest.values():
         yield Text(f"\n{decision.model}", "bold", overflow="fold")
-        yield Padding(Text(_wanted(decision.demand), "dim"), INDENT, expand=False)
+        yield Padding(Text(_demand(decision.demand), "dim"), INDENT, expand=False)
         if decision.roles:
             yield Padding(_roles(decision), INDENT, expand=False)
         yield Padding(Text(_sentence(decision.why)), INDENT, expand=False)
-    changes = [decision for decision in told.decisions if decision.action is not PlanAction.NOTHING]
+    changes = [decision for decision in plans.decisions if decision.action is not PlanAction.NOTHING]
     if changes:
         yield Text("\nChanges", "bold")
         yield Padding(_changes(changes, now_unix_s), INDENT, expand=False)
-    elif told.mode != "off":
-        yield Text("\nNothing was changed yet.")
+    elif plans.mode != "off":
+        yield Text("\nNo changes yet.")
 
 
-def _wanted(demand: Demand) -> str:
+def _demand(demand: Demand) -> str:
     if not demand.requests_per_s:
-        return "No requests lately."
+        return "No recent requests."
     return (
         f"{demand.requests_per_s:.1f} requests/s of {demand.prompt_tokens:.0f} prompt tokens "
-        f"({demand.uncached_tokens:.0f} to compute) and {demand.completion_tokens:.0f} answer tokens; "
+        f"({demand.uncached_tokens:.0f} to compute) and {demand.completion_tokens:.0f} completion tokens; "
         f"queue {duration(demand.queue_s)}, TTFT p95 {duration(demand.ttft_s_p95)}, "
         f"ITL p95 {duration(demand.itl_s_p95)}, over {demand.seconds:.0f} s"
     )
@@ -95,8 +95,8 @@ def _changes(changes: list[PlanDecision], now_unix_s: float) -> Table:
     table.add_column(overflow="fold")
     for each in changes:
         ago = f"{duration(max(0.0, now_unix_s - each.at_ms / 1000))} ago"
-        words = Text.assemble(each.why, ("\n" + (each.outcome or "under way"), "dim"))
-        table.add_row(Text(ago, "dim"), Text(_change(each), "cyan"), words)
+        why = Text.assemble(each.why, ("\n" + (each.outcome or "in progress"), "dim"))
+        table.add_row(Text(ago, "dim"), Text(_change(each), "cyan"), why)
     return table
 
 
@@ -106,5 +106,5 @@ def _change(decision: PlanDecision) -> str:
     return f"{decision.change:+d} {decision.role}"
 
 
-def _sentence(words: str) -> str:
-    return f"{words[:1].upper()}{words[1:]}." if words else ""
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}." if text else ""

@@ -1,4 +1,4 @@
-/* What happened, and to whom requests belong. */
+/* The event list and the tenant table. */
 
 import { byId, el, keyed, setText } from "./dom.js";
 import { clock, percent, rate } from "./format.js";
@@ -14,7 +14,7 @@ const TENANT_COLUMNS = [
 const eventKeys = new WeakMap();
 let eventsSeen = 0;
 
-/** Lifecycle, planner, services, orders, health: the newest first. */
+/** Events, the newest first. */
 export function drawEvents(store) {
   byId("events-empty").hidden = store.events.length > 0;
   byId("event-rows").hidden = store.events.length === 0;
@@ -24,22 +24,22 @@ export function drawEvents(store) {
       { class: one.level },
       el("time", { datetime: new Date(one.at * 1000).toISOString() }, clock(one.at)),
       el("span", { class: "kind" }, one.kind),
-      el("span", { class: "words" }, one.subject && !one.text.includes(one.subject) ? el("b", {}, one.subject, " ") : null, one.text),
+      el("span", { class: "text" }, one.subject && !one.text.includes(one.subject) ? el("b", {}, one.subject, " ") : null, one.text),
     ),
   );
 }
 
-/* Two events may read the same, so each object has a number of its own. */
+/* Two events can have the same text, so each object gets its own number. */
 function keyOf(event) {
   if (!eventKeys.has(event)) eventKeys.set(event, (eventsSeen += 1));
   return eventKeys.get(event);
 }
 
-/** A line for each tenant. */
+/** One row for each tenant. */
 export function drawTenants(store) {
   const place = byId("tenant-table");
   if (!store.tenants.length) {
-    place.replaceChildren(el("p", { class: "empty" }, "Nobody has asked for anything lately."));
+    place.replaceChildren(el("p", { class: "empty" }, "No requests in the last minutes."));
     return;
   }
   if (!place.querySelector("table")) place.replaceChildren(emptyTable());

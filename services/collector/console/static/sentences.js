@@ -1,18 +1,18 @@
-/* Workers and flows in words: the same for cards, lines, captions, panels and those who hear the page. */
+/* Sentences about workers and flows, shared by cards, lines, captions, panels and screen readers. */
 
 import { counted, duration, inBytes, percent, rate } from "./format.js";
 
-/** Workers say something every second; of one that has not for so long, it is told. */
+/** Workers report every second; a longer silence is shown. */
 export const SILENT_S = 3;
 
-/** A worker's state. */
+/** A worker's state in one sentence. */
 export function workerSentence(worker) {
-  const silent = worker.heard_s_ago > SILENT_S ? `, not heard for ${duration(worker.heard_s_ago)}` : "";
+  const silent = worker.heard_s_ago > SILENT_S ? `, no report for ${duration(worker.heard_s_ago)}` : "";
   const work = worker.role === "store" ? "" : `, ${counted(worker.running)} running, ${counted(worker.waiting)} waiting`;
   return `${worker.id}: ${worker.role}, ${worker.phase}${silent}${work}, KV ${percent(worker.kv_used)} full`;
 }
 
-/** What goes from one to the other. */
+/** A flow in one sentence. */
 export function flowSentence(flow) {
   const ends = `${flow.from} → ${flow.to}`;
   if (flow.kind === "kv") return `${ends}: KV, ${inBytes(flow.bytes_per_s)}/s, ${rate(flow.tokens_per_s)} tokens/s`;

@@ -1,4 +1,4 @@
-"""A metrics collector with its console, on a memory bus, and what others tell it."""
+"""A metrics collector with its console on a memory bus, and functions that publish reports to it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 
 import httpx
 
-from services.collector.console.routes import add_console
 from services.collector.http.access import Access
 from services.collector.http.app import make_app
+from services.collector.http.console import add_console
 from services.collector.service import Collector
 from shared.contracts.channels import FLEET_STATE, REQUESTS_FINISHED, SERVICE_STATUS
 from shared.contracts.control import ServicePhase, ServiceStatus
@@ -47,9 +47,9 @@ def finished(**facts):
 
 
 def fleet(*workers, term=1, leader="o1"):
-    """Of ``record``s, each in the phase that it says."""
-    told = [FleetWorker(record=each, phase=each.phase, since_s=0.0, silent_s=0.0) for each in workers]
-    return FleetState(leader=leader, term=term, workers=told)
+    """A fleet state of these records, each in its own phase."""
+    listed = [FleetWorker(record=each, phase=each.phase, since_s=0.0, silent_s=0.0) for each in workers]
+    return FleetState(leader=leader, term=term, workers=listed)
 
 
 def service(name="router", instance="router-1", phase=ServicePhase.READY, detail=""):
@@ -62,7 +62,7 @@ class World:
         self.bus, self.others, self.clock = MemoryBus(hub), MemoryBus(hub), clock
         self.collector = Collector(self.bus, clock, Access(host, key_file), 2)
         self.app = make_app(lambda: b"", lambda: self.bus.connected)
-        add_console(self.app, self.collector.desk)
+        add_console(self.app, self.collector.console_context)
 
     async def tell(self, channel, message):
         await self.others.publish(channel, message)
@@ -70,7 +70,7 @@ class World:
     async def finish(self, *requests):
         await self.tell(REQUESTS_FINISHED, RequestsFinished(router_id="router-1-ab", requests=list(requests)))
 
-    async def be_well(self):
+    async def be_healthy(self):
         """A prefill and a decode worker, a router, an orchestrator."""
         await self.tell(SERVICE_STATUS, service())
         await self.tell(FLEET_STATE, fleet(record("d1", role=Role.DECODE), record("p1", role=Role.PREFILL)))

@@ -1,4 +1,4 @@
-"""Why a process died, in words for a person."""
+"""The sentence about why a process died."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ RuntimeError: Engine core initialization failed. See root cause above. Failed co
 """.splitlines()
 
 
-def test_the_root_cause_is_told_and_not_the_wrapper_around_it():
+def test_the_root_cause_is_reported_instead_of_its_wrapper():
     assert why_it_died(VLLM_LOG, 1) == "ValueError: Bad heads: 3 is not divisible by 2"
 
 
-def test_what_the_process_said_itself_comes_first():
+def test_the_detail_of_the_last_status_comes_first():
     assert why_it_died(VLLM_LOG, 1, detail="no such model: /nowhere") == "no such model: /nowhere"
 
 
@@ -31,18 +31,18 @@ def test_out_of_memory_is_named():
 
 
 @pytest.mark.parametrize(
-    ("exit_code", "words"),
-    [(-9, "memory ran out"), (-11, "signal 11"), (3, "exit code 3")],
+    ("exit_code", "text"),
+    [(-9, "memory ran out"), (-11, "signal 11"), (3, "code 3")],
 )
-def test_a_silent_death_is_told_by_its_exit_status(exit_code: int, words: str):
-    assert words in why_it_died(["all is well"], exit_code)
+def test_without_a_log_line_the_exit_status_is_reported(exit_code: int, text: str):
+    assert text in why_it_died(["all is well"], exit_code)
 
 
 def test_json_log_lines_are_shown_as_their_message():
     assert last_lines(['{"level": "error", "message": "no route", "ts": 1}', "", "plain"]) == ["no route", "plain"]
 
 
-def test_a_validation_error_is_told_by_what_is_wrong():
+def test_a_validation_error_is_reduced_to_its_cause():
     lines = [
         "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig",
         "  Value error, max_model_len (9) is too large [type=value_error, input_value=ArgsKwargs((), {})]",
@@ -51,7 +51,7 @@ def test_a_validation_error_is_told_by_what_is_wrong():
     assert why_it_died(lines, 1, detail="1 validation error for ModelConfig") == "max_model_len (9) is too large"
 
 
-def test_a_service_that_refuses_to_start_is_told_by_its_last_words():
+def test_a_service_that_refuses_to_start_is_explained_by_its_last_line():
     assert why_it_died(["router: ROUTER_PROT is not a setting; did you mean ROUTER_PORT?"], 1) == (
         "ROUTER_PROT is not a setting; did you mean ROUTER_PORT?"
     )

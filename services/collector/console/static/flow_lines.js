@@ -1,19 +1,19 @@
-/* Lines between cards: as wide as what flows is much, with an arrow where it goes. */
+/* Lines between cards: the width shows the amount, the arrow the direction. */
 
 import { byId, keyed, setAttribute, svg } from "./dom.js";
-import { flowSentence } from "./words.js";
+import { flowSentence } from "./sentences.js";
 
 const THIN_PX = 1.5;
 const WIDE_PX = 8;
 const APART_PX = 6;
-/* There and back are two lines. */
+/* Distance between the lines of the two directions. */
 const BEND_PX = 26;
 const CLEAR_PX = 11;
 const STACKED = matchMedia("(max-width: 640px)");
-/* Then columns lie one below the other, as in fleet.css. */
+/* On narrow screens the columns are stacked, as in fleet.css. */
 const MEASURES = { requests: (flow) => flow.per_s, kv: (flow) => flow.bytes_per_s };
 
-/** Draws all lines where the cards are now. */
+/** Draw all lines at the cards' present positions. */
 export function drawLines(flows) {
   const map = byId("map");
   if (map.hidden) return;
@@ -37,15 +37,15 @@ export function drawLines(flows) {
   keyed(drawing.lastElementChild, items, ({ flow }) => `${flow.kind} ${flow.from} ${flow.to}`, makeLine, drawLine);
 }
 
-/** Lines that belong neither to this worker nor to this line step back; null and null: none does. */
+/** Fade all lines that belong neither to this worker nor are this line; null and null: fade none. */
 export function point(id, line) {
-  for (const group of byId("lines").querySelectorAll("[data-words]")) {
+  for (const group of byId("lines").querySelectorAll("[data-text]")) {
     const isOne = line ? group === line : group.dataset.from === id || group.dataset.to === id;
     group.classList.toggle("aside", (id !== null || line !== null) && !isOne);
   }
 }
 
-/* Where nothing goes just now, a hairline says that it could. */
+/* A hairline to each ready worker without traffic. */
 function idleLinks(cards, known) {
   const busy = new Set(known.filter((flow) => flow.kind === "requests").map((flow) => flow.to));
   const serving = [...cards.values()].filter((card) => card.dataset.phase === "ready" && !busy.has(card.dataset.id));
@@ -60,14 +60,14 @@ function measure(flow) {
 function makeLine({ flow }) {
   if (flow.kind === "idle") return svg("g", { class: "idle" }, svg("path"));
   const line = svg("path", { class: `flow flow-${flow.kind}`, "marker-end": `url(#arrow-${flow.kind})` });
-  /* A thin line is hard to point at; a wide one that nobody sees lies over it. */
-  return svg("g", { "data-words": "", "data-from": flow.from, "data-to": flow.to }, line, svg("path", { class: "reach" }));
+  /* A thin line is hard to hit, so an invisible wide one lies over it. */
+  return svg("g", { "data-text": "", "data-from": flow.from, "data-to": flow.to }, line, svg("path", { class: "reach" }));
 }
 
 function drawLine(group, { flow, d, share }) {
   for (const path of group.children) setAttribute(path, "d", d);
   if (flow.kind === "idle") return;
-  group.dataset.words = flowSentence(flow);
+  group.dataset.text = flowSentence(flow);
   group.firstElementChild.style.strokeWidth = `${THIN_PX + (WIDE_PX - THIN_PX) * share}px`;
 }
 
@@ -82,13 +82,13 @@ function arrows() {
   return svg("defs", {}, marker("requests"), marker("kv"));
 }
 
-/* From edge to edge; what passes other columns goes around them, not behind them as if it began there. */
+/* From edge to edge; lines that pass other columns go around them, so that they do not seem to start there. */
 function pathBetween(a, b, columns, apart) {
   const [begin, end] = ends(a, b);
   const shift = begin[0] <= end[0] ? -apart : apart;
   const [first, last] = [Math.min(begin[0], end[0]), Math.max(begin[0], end[0])];
   const passed = columns.filter((column) => column.near >= first && column.far <= last);
-  const points = passed.length ? [begin, ...laneAround(passed, begin, end), end] : [begin, end];
+  const points = passed.length ? [begin, ...detourAround(passed, begin, end), end] : [begin, end];
   const placed = points.map(([along, across]) => [along, across + shift]);
   const pieces = placed.slice(1).map((to, at) => curve(placed[at], to, a.far === b.far ? BEND_PX : 0));
   return `M${onPage(placed[0])}${pieces.join("")}`;
@@ -100,8 +100,8 @@ function ends(a, b) {
   return [[a.far, a.middle], [b.far, b.middle]];
 }
 
-/* The nearer of two: before the first cards of these columns, or behind their last. */
-function laneAround(columns, begin, end) {
+/* The shorter way around: before the first card of these columns, or after the last. */
+function detourAround(columns, begin, end) {
   const middle = (begin[1] + end[1]) / 2;
   const low = Math.min(...columns.map((column) => column.low)) - CLEAR_PX;
   const high = Math.max(...columns.map((column) => column.high)) + CLEAR_PX;
@@ -110,7 +110,7 @@ function laneAround(columns, begin, end) {
   return begin[0] <= end[0] ? [[near, across], [far, across]] : [[far, across], [near, across]];
 }
 
-/* Leaves and arrives along the direction in which columns follow each other; a loop within one bends out of it. */
+/* Curves start and end along the axis of the columns; a line within one column bends out of it. */
 function curve([x, y], [toX, toY], loop) {
   const bend = loop || (toX - x) / 2;
   return `C${onPage([x + bend, y])} ${onPage([loop ? toX + bend : toX - bend, toY])} ${onPage([toX, toY])}`;
@@ -120,7 +120,7 @@ function onPage([along, across]) {
   return STACKED.matches ? `${across} ${along}` : `${along} ${across}`;
 }
 
-/* Near and far: along the direction in which the columns follow each other; low and high: across it. */
+/* near and far: along the axis of the columns; low and high: across it. */
 function boxOf(card, origin) {
   const box = card.getBoundingClientRect();
   const [left, top] = [box.left - origin.left, box.top - origin.top];

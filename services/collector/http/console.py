@@ -1,0 +1,170 @@
+"""The console's HTTP routes: page, event stream, one request's decision, orders."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import RedirectResponse
+from starlette.types import Receive, Scope, Send
+
+from services.collector.console.feed import Feed, Watcher
+from services.collector.console.handlers import OrderHandler, find_decision
+from services.collector.console.orders import Refusal, parse_order, refusal_of
+from services.collector.console.requests import RecentRequests
+from services.collector.http.access import Access
+from services.collector.http.server import abort_of
+from shared.bus.port import Bus
+from shared.runtime.settings import SettingsError
+
+JSON = "application/json"
+PAGE = "index.html"
+BODY_BYTES_MAX = 16 * 1024
+BODY_S_MAX = 10.0
+CONTENT_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "json": JSON,
+    "svg": "image/svg+xml",
+    "png": "image/png",
+    "woff2": "font/woff2",
+}
+"""By file extension."""
+CHALLENGE = {"www-authenticate": "Bearer"}
+FULL = b'{"error":{"message":"Too many browsers watch the console already."}}'
+RETRY_AFTER_S = "10"
+
+
+@dataclass(frozen=True)
+class ConsoleContext:
+    """What the routes work with."""
+
+    bus: Bus
+    feed: Feed
+    recent: RecentRequests
+    orders: OrderHandler
+    access: Access
+
+
+def add_console(app: FastAPI, context: ConsoleContext) -> None:
+    """Add the routes."""
+    files = page_files()
+
+    @app.get("/")
+    async def show_root() -> Response:
+        return RedirectResponse("/console")
+
+    @app.get("/console")
+    async def show_page() -> Response:
+        return file_of(files, PAGE)
+
+    @app.get("/console/files/{name}")
+    async def show_file(name: str) -> Response:
+        return file_of(files, name)
+
+    @app.get("/console/events")
+    async def show_events() -> Response:
+        return EventStream(context.feed)
+
+    @app.get("/console/requests/{decision_id}")
+    async def show_request(decision_id: str) -> Response:
+        return json_response(await find_decision(context.bus, context.recent, decision_id))
+
+    @app.post("/console/orders")
+    async def give_order(request: Request) -> Response:
+        return await execute_order(context, request)
+
+
+async def execute_order(context: ConsoleContext, request: Request) -> Response:
+    """Check the client's permission before its body is read."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
+        return json_response(Refusal(status=415, message=f"Send orders as {JSON}."))
+    try:
+        client = await asyncio.to_thread(context.access.client_of, request.headers)
+    except SettingsError:
+        return json_response(Refusal(status=503, message="The admin key file cannot be read: see the collector's log."))
+    if (refusal := refusal_of(client)) is not None:
+        return json_response(refusal)
+    body = await body_of(request)
+    order = parse_order(body) if isinstance(body, bytes) else body
+    result = await context.orders.execute(order) if not isinstance(order, Refusal) else order
+    return json_response(result if isinstance(result, Refusal) else {"message": result})
+
+
+async def body_of(request: Request) -> bytes | Refusal:
+    """The whole body, up to ``BODY_BYTES_MAX`` and within ``BODY_S_MAX``."""
+    body = b""
+    try:
+        async with asyncio.timeout(BODY_S_MAX):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > BODY_BYTES_MAX:
+                    return Refusal(status=413, message=f"An order has at most {BODY_BYTES_MAX} bytes.")
+    except TimeoutError:
+        return Refusal(status=408, message="The order did not arrive in time.")
+    return body
+
+
+def json_response(content: Any) -> Response:
+    """A refusal as an error object with its status, anything else with 200."""
+    if isinstance(content, Refusal):
+        body = {"error": {"message": content.message}}
+        headers = CHALLENGE if content.status == 401 else {}
+        return Response(msgspec.json.encode(body), content.status, headers, JSON)
+    return Response(msgspec.json.encode(content), media_type=JSON)
+
+
+def page_files() -> Mapping[str, bytes]:
+    """The page's files by name, read once."""
+    folder = resources.files("services.collector.console").joinpath("static")
+    found = [file for file in folder.iterdir() if file.name.rpartition(".")[2] in CONTENT_TYPES]
+    return {file.name: file.read_bytes() for file in found}
+
+
+def file_of(files: Mapping[str, bytes], name: str) -> Response:
+    """One of the page's files, or 404."""
+    content = files.get(name)
+    if content is None:
+        return json_response(Refusal(status=404, message="There is no such file."))
+    return Response(content, media_type=CONTENT_TYPES[name.rpartition(".")[2]])
+
+
+class EventStream(Response):
+    """Server-sent events, for as long as the client reads and the process serves."""
+
+    def __init__(self, feed: Feed) -> None:
+        super().__init__()
+        self._feed = feed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watcher = self._feed.join(abort_of(scope))
+        if watcher is None:
+            await Response(FULL, 503, {"retry-after": RETRY_AFTER_S}, JSON)(scope, receive, send)
+            return
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                leaving = tasks.create_task(_until_left(receive, watcher), name="console-client-leaves")
+                await _relay(watcher, send)
+                leaving.cancel()
+        finally:
+            self._feed.leave(watcher)
+
+
+async def _relay(watcher: Watcher, send: Send) -> None:
+    headers = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    while (frame := await watcher.next()) is not None:
+        await send({"type": "http.response.body", "body": frame, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _until_left(receive: Receive, watcher: Watcher) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    watcher.end()

@@ -1,0 +1,146 @@
+"""What the `baton` command asks of a running system over NATS: the fleet, a service's status, orders to workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from services.launcher.cluster.access import launcher_access
+from shared.bus.nats_bus import connect_nats
+from shared.bus.port import AskRefused, AskTimedOut, Bus, Envelope, NoResponders
+from shared.contracts.channels import CHANGE_ROLE, DESCRIBE_FLEET, DRAIN, DRAINED, LOAD, SERVICE_STATUS, WORKER_RECORDS
+from shared.contracts.control import ServiceStatus
+from shared.contracts.fleet_orders import ChangeRole, DrainWorker, RoleChanged, WorkerDrained
+from shared.contracts.load import LoadReport
+from shared.contracts.workers import WORKER_RECORD_TTL_S, DescribeFleet, FleetState, FleetWorker, WorkerPhase
+
+CONNECT_S_MAX = 5.0
+ASK_S_MAX = 3.0
+ACCEPT_S_MAX = 5.0
+"""For a worker to accept an order."""
+ROLE_S_MAX = 60.0
+"""For a worker to verify another role: longer than all of its attempts."""
+SILENCE_S_MAX = 10.0
+"""A draining worker reports its load once a second; after its last report it may take this long to stop."""
+
+
+class OrderFailed(Exception):
+    """The worker did not carry out the order; the message says why."""
+
+
+@contextlib.asynccontextmanager
+async def open_bus(nats_url: str) -> AsyncIterator[Bus]:
+    """A short-lived connection of the command line. Raises BusError."""
+    bus = await connect_nats(nats_url, name="baton-cli", connect_s_max=CONNECT_S_MAX, access=launcher_access())
+    try:
+        yield bus
+    finally:
+        await bus.close()
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The fleet, as the orchestrator reports it or as the registry has it."""
+
+    state: FleetState
+    from_registry: bool
+
+    @property
+    def worker_ids(self) -> list[str]:
+        """Ids that are in use."""
+        gone = {WorkerPhase.GONE, WorkerPhase.LOST}
+        return [worker.record.worker_id for worker in self.state.workers if worker.phase not in gone]
+
+
+async def read_fleet(nats_url: str) -> Fleet:
+    """From the orchestrator, or from the registry when none responds. Raises BusError when NATS does not respond."""
+    async with open_bus(nats_url) as bus:
+        try:
+            return Fleet(await bus.ask(DESCRIBE_FLEET, DescribeFleet(), timeout_s=ASK_S_MAX), from_registry=False)
+        except (NoResponders, AskTimedOut):
+            entries = await (await bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)).all()
+    workers = [
+        FleetWorker(record=entry.value, phase=entry.value.phase, since_s=0.0, silent_s=0.0)
+        for entry in entries
+        if entry.value is not None
+    ]
+    return Fleet(FleetState(leader="", term=0, workers=workers), from_registry=True)
+
+
+async def next_status(nats_url: str, service: str, instance: str, within_s: float) -> ServiceStatus | None:
+    """The next status that the service publishes; None if there is none in time. Raises BusError."""
+    received: asyncio.Future[ServiceStatus] = asyncio.get_running_loop().create_future()
+
+    def on_status(status: ServiceStatus, _envelope: Envelope) -> None:
+        if not received.done():
+            received.set_result(status)
+
+    async with open_bus(nats_url) as bus:
+        if instance:
+            await bus.subscribe(SERVICE_STATUS, on_status, service=service, instance=instance)
+        else:
+            await bus.subscribe(SERVICE_STATUS, on_status, service=service)
+        try:
+            return await asyncio.wait_for(received, within_s)
+        except TimeoutError:
+            return None
+
+
+async def drain(nats_url: str, order: DrainWorker, on_legs: Callable[[int], None]) -> WorkerDrained:
+    """Waits until the worker has left; ``on_legs`` gets the number of running legs. Raises OrderFailed, BusError."""
+    async with open_bus(nats_url) as bus:
+        drained: asyncio.Future[WorkerDrained] = asyncio.get_running_loop().create_future()
+        reported = asyncio.Event()
+
+        def on_drained(report: WorkerDrained, _envelope: Envelope) -> None:
+            if not drained.done():
+                drained.set_result(report)
+            reported.set()
+
+        def on_load(load: LoadReport, _envelope: Envelope) -> None:
+            on_legs(load.legs)
+            reported.set()
+
+        await bus.subscribe(DRAINED, on_drained, worker_id=order.worker_id)
+        await bus.subscribe(LOAD, on_load, worker_id=order.worker_id)
+        await _send_drain(bus, nats_url, order)
+        while not drained.done():
+            reported.clear()
+            try:
+                async with asyncio.timeout(SILENCE_S_MAX):
+                    await reported.wait()
+            except TimeoutError:
+                raise OrderFailed(f"{order.worker_id} stopped reporting while it drained: see its log") from None
+        return drained.result()
+
+
+async def _send_drain(bus: Bus, nats_url: str, order: DrainWorker) -> None:
+    try:
+        accepted = await bus.ask(DRAIN, order, timeout_s=ACCEPT_S_MAX)
+    except NoResponders:
+        raise OrderFailed(await _no_such_worker(nats_url, order.worker_id)) from None
+    except (AskTimedOut, AskRefused) as error:
+        raise OrderFailed(f"{order.worker_id} did not accept the order: {error}") from error
+    if accepted.refusal:
+        raise OrderFailed(f"{order.worker_id} refused the order: {accepted.refusal}")
+
+
+async def change_role(nats_url: str, order: ChangeRole) -> RoleChanged:
+    """Returns when the role has changed and was verified. Raises OrderFailed, BusError."""
+    async with open_bus(nats_url) as bus:
+        try:
+            changed = await bus.ask(CHANGE_ROLE, order, timeout_s=ROLE_S_MAX)
+        except NoResponders:
+            raise OrderFailed(await _no_such_worker(nats_url, order.worker_id)) from None
+        except (AskTimedOut, AskRefused) as error:
+            raise OrderFailed(f"{order.worker_id} did not accept the order: {error}") from error
+    if changed.failure:
+        raise OrderFailed(f"{changed.worker_id} remains a {changed.role.value} worker: {changed.failure}")
+    return changed
+
+
+async def _no_such_worker(nats_url: str, worker_id: str) -> str:
+    running = ", ".join((await read_fleet(nats_url)).worker_ids) or "none"
+    return f"No worker with the id {worker_id} is running. Running workers: {running}"
