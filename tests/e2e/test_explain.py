@@ -153,7 +153,7 @@ def test_the_picture_names_the_same_workers(system: System):
     assert (code, err) == (0, "")
     assert max(map(len, drawn.splitlines())) <= 80
     assert f"prefill on {told.prefill_worker}, decode on {told.decode_worker}" in " ".join(drawn.split())
-    for words in (decision_id, "prefill", "in all", "predicted", "measured"):
+    for words in (decision_id, "prefill", "total", "predicted", "measured"):
         assert words in drawn
 
 
@@ -172,11 +172,11 @@ def test_a_refusal_is_explained(system: System):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["router-x-d7"], "does not answer"),
-        (["a-request-of-yesterday"], "No router remembers a request"),
-        (["latest", "--url", "http://127.0.0.1:9"], "No router answers at"),
-        (["latest", "--url", "nonsense"], "is no address of a router"),
-        (["latest", "--nats-url", "nats://127.0.0.1:9"], "NATS at nats://127.0.0.1:9 does not answer"),
+        (["router-x-d7"], "does not respond"),
+        (["a-request-of-yesterday"], "No router has a decision for the request"),
+        (["latest", "--url", "http://127.0.0.1:9"], "No router responds at"),
+        (["latest", "--url", "nonsense"], "is not the URL of a router"),
+        (["latest", "--nats-url", "nats://127.0.0.1:9"], "NATS at nats://127.0.0.1:9 does not respond"),
     ],
 )
 def test_an_unknown_decision_gives_an_error_with_advice(system: System, arguments: list[str], words: str):

@@ -159,14 +159,14 @@ def test_a_drained_worker_is_not_started_again_and_the_rest_goes_on(system: Syst
         until(lambda: not system.pids("services.worker", "prefill-2"), "its process has ended")
 
     assert not system.pids("services.worker", "prefill-2")
-    assert "Starting it again" not in system.said()
+    assert "Restarting it" not in system.said()
 
 
 def test_an_order_that_nobody_can_take_is_said_in_one_sentence(system: System):
     code, out, err = baton("drain", "nobody", "--state-dir", str(system.folder))
 
     assert code == 1
-    assert "No worker of the id nobody listens. Workers that are there: decode-1" in out + err
+    assert "No worker with the id nobody is running. Running workers: decode-1" in out + err
     assert "Traceback" not in err
 
 

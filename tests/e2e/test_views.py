@@ -1,4 +1,4 @@
-"""`baton top` and `baton verdict` on a running system."""
+"""`baton top` and `baton report` on a running system."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.nats
 REQUESTS = 3
 LINES, COLUMNS = 30, 100
 DRAWN_S_MAX = 60.0
-READY = re.compile(r"Baton  2(/\d+)? prefill  2(/\d+)? decode")
+READY = re.compile(r"Baton  (healthy|degraded)  2(/\d+)? prefill  2(/\d+)? decode")
 WORKERS = ("prefill-1", "prefill-2", "decode-1", "decode-2")
 
 
@@ -35,7 +35,7 @@ def ask(system: System) -> None:
     assert answer.status_code == 200, answer.text
 
 
-def test_a_frame_shows_who_is_there(simulated: System):
+def test_a_frame_lists_all_workers(simulated: System):
     code, out, err = baton("top", "--once", "--state-dir", str(simulated.folder))
 
     assert (code, err) == (0, "")
@@ -44,23 +44,23 @@ def test_a_frame_shows_who_is_there(simulated: System):
         assert f"● {worker_id}" in out
 
 
-def test_the_collector_judges_what_it_heard(simulated: System):
+def test_the_report_covers_the_served_requests(simulated: System):
     for _ in range(REQUESTS):
         ask(simulated)
 
-    def judged() -> dict | None:
-        code, out, err = baton("verdict", "--json", "--model", "baton-tiny", "--state-dir", str(simulated.folder))
+    def reported() -> dict | None:
+        code, out, err = baton("report", "--json", "--model", "baton-tiny", "--state-dir", str(simulated.folder))
         assert code == 0, err
-        told = [one for one in json.loads(out)["buckets"] if one["tokens_min"] == 256]
-        return told[0] if told and told[0]["disaggregated"] >= REQUESTS else None
+        rows = [one for one in json.loads(out)["buckets"] if one["tokens_min"] == 256]
+        return rows[0] if rows and rows[0]["disaggregated"] >= REQUESTS else None
 
-    told = until(judged, "the requests are in the verdict")
-    assert told["ttft_s"] > 0
-    assert told["worth"] in ("yes", "no", "unsure")
-    assert told["why"]
+    row = until(reported, "the requests are in the report")
+    assert row["ttft_s"] > 0
+    assert row["worth"] in ("yes", "no", "unsure")
+    assert row["reason"]
 
 
-def test_top_draws_on_a_terminal_until_q_is_pressed_and_leaves_it_as_it_was(simulated: System):
+def test_top_draws_on_a_terminal_until_q_and_restores_it(simulated: System):
     ours, theirs = pty.openpty()
     fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
     before = termios.tcgetattr(theirs)

@@ -157,7 +157,7 @@ async def served_model(endpoint: str) -> str:
     """The first model that the router serves, once ready; empty if listing needs an API key. Raises StartFailed."""
     reason = "it does not respond"
     async with httpx.AsyncClient(base_url=endpoint, timeout=HTTP_S_MAX, trust_env=False) as client:
-        # The clock is checked between the attempts: httpx could swallow a cancellation, and each attempt ends by itself.
+        # The clock is checked between the attempts: httpx could swallow a cancellation; each attempt ends by itself.
         until = asyncio.get_running_loop().time() + ROUTER_READY_S_MAX
         while asyncio.get_running_loop().time() < until:
             try:
