@@ -65,7 +65,7 @@ watchFleet(store);
 watchRequests(store);
 watchOrders(store);
 listen("/console/events", (kind, data) => {
-  store.take(kind, data);
+  store.apply(kind, data);
   drawSoon();
 }, showConnection);
 addEventListener("hashchange", openFromAddress);
