@@ -37,12 +37,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="""Serve large language models with prefill and decode on separate vLLM engines.
-
-    [cyan]baton up[/] starts a whole system on this machine: NATS, an OpenAI-compatible router, an orchestrator,
-    a metrics collector with a web console, and workers with engines. The other commands show and operate it.""",
+    help="Serve large language models with prefill and decode on separate vLLM engines.\n\n"
+    "[cyan]baton up[/] starts a whole system on this machine: NATS, an OpenAI-compatible router, an orchestrator, "
+    "a metrics collector with a web console, and workers with engines. The other commands show and operate it.",
     epilog="Start with [cyan]baton up[/] (or [cyan]baton up --engine simulated[/] without vLLM), then open a second "
-    "terminal for [cyan]baton top[/]. [cyan]baton doctor[/] finds out what is wrong.",
+    "terminal for [cyan]baton top[/]. [cyan]baton doctor[/] finds problems.",
 )
 
 
