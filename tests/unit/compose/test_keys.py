@@ -13,7 +13,7 @@ from services.launcher.cluster.folder import (
     NKEY,
     SECURE,
     TRUSTED,
-    Found,
+    ExistingFiles,
     InitRequest,
     plan_files,
     variables,
@@ -61,7 +61,7 @@ def test_the_key_of_the_ca_is_seen_by_nobody_but_the_service_that_makes_certific
 
 def test_all_that_is_made_lies_in_volumes_that_belong_to_the_images_user():
     command = SERVICES["init"]["command"]
-    made = plan_files(InitRequest(), Found()).nkeys
+    made = plan_files(InitRequest(), ExistingFiles()).nkeys
     seen = keys_seen_by("init")
     image = (ROOT / "compose" / "light.Dockerfile").read_text()
 
