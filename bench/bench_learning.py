@@ -133,8 +133,8 @@ def run_live(options: argparse.Namespace) -> Iterator[str]:
         for per_s in options.per_s:
             decisions = asyncio.run(live(system, options.requests, per_s, options.longest))
             yield from told(f"{options.engine}, {per_s:g} requests/s", decisions)
-        for labels, value in system.metrics().each("baton_router_learned_seconds"):
-            yield f"    {labels['worker_id']:12} {labels['coefficient']:28} {value:.3g}"
+        for labels, value in system.metrics().each("baton_router_engine_speed_seconds"):
+            yield f"    {labels['worker_id']:12} {labels['parameter']:28} {value:.3g}"
 
 
 def main() -> None:

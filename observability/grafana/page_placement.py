@@ -57,7 +57,7 @@ PLACEMENT = (
     graph(
         "Learned speeds",
         "s",
-        {"{{worker_id}} {{coefficient}}": average(names.ROUTER_LEARNED, "worker_id, coefficient")},
+        {"{{worker_id}} {{parameter}}": average(names.ROUTER_ENGINE_SPEED, "worker_id, parameter")},
         "What a step, a token or a pair of tokens takes. Good: steady. A jump: an engine changed or is disturbed.",
     ),
     graph(
@@ -131,7 +131,7 @@ PLACEMENT = (
     graph(
         "Other routers heard",
         "short",
-        {"{{instance}}": gauge(names.ROUTER_OTHERS, BY_ROUTER)},
+        {"{{instance}}": gauge(names.ROUTER_PEERS, BY_ROUTER)},
         "Good: one less than there are. They tell each other what they have just placed.",
     ),
 )

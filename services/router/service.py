@@ -173,7 +173,7 @@ class Router:
     def _register_metrics(self) -> None:
         book = self.reservations.book
         gauge(names.ROUTER_INDEX_COMPILED, self.registry).set(IS_COMPILED)
-        gauge(names.ROUTER_OTHERS, self.registry).set_function(lambda: book.others)
+        gauge(names.ROUTER_PEERS, self.registry).set_function(lambda: book.others)
         self.registry.register(SpeedMetrics(self.speeds))
         parity, orphans = self.prompts.parity.book, self.inbox.orphans
         self.registry.register(LiveMetrics(self.relay.in_flight, self.fleet, self.kv, parity, self.bus, orphans))

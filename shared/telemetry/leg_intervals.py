@@ -1,4 +1,4 @@
-"""What an engine did with a leg, from when to when, as its report and its transfer_report tell: as a trace shows it."""
+"""Trace intervals and attributes of a leg, from its ``LegReport`` and ``KvTransferReport``."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from shared.contracts.kv_exchange import KvRead, KvTransferReport
 from shared.telemetry.span_names import Attribute, SpanName
 
 SOURCES_SHOWN_MAX = 16
-"""Of one leg; more would hide the rest of the trace."""
+"""KV sources of one leg that a trace shows; more would hide the rest of the trace."""
 
 About = dict[str, AttributeValue]
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
-    """One of them; instants on the worker's monotonic clock."""
+    """One interval of a leg, in seconds on the worker's monotonic clock."""
 
     name: SpanName
     begun_at: float
@@ -26,7 +26,7 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def engine_intervals(report: LegReport, arrived_at: float) -> list[Interval]:
-    """Queue, prefill and decode of a leg that came to its worker then; none where the engine made no token."""
+    """Queue, prefill and decode of a leg that arrived at ``arrived_at``; empty when the engine generated no token."""
     if report.first_token_s <= 0.0:
         return []
     first_at = arrived_at + report.first_token_s
@@ -50,39 +50,39 @@ def engine_intervals(report: LegReport, arrived_at: float) -> list[Interval]:
 
 
 def exchange_intervals(transfer_report: KvTransferReport, now: float) -> list[Interval]:
-    """For each source a lease, a wait and a read; what never ended ends ``now``."""
+    """Lease, wait and read intervals of each source. An unfinished one ends ``now``."""
     return [interval for read in transfer_report.reads[:SOURCES_SHOWN_MAX] for interval in intervals_of(read, now)]
 
 
 def first_ask_at(transfer_report: KvTransferReport) -> float | None:
-    """When the exchange began, on the worker's clock; None where there was none."""
+    """When the first KV was requested, on the worker's clock; None without an exchange."""
     return min(
         (at for read in transfer_report.reads if (at := read.asked_at or read.granted_at or read.read_at)), default=None
     )
 
 
 def intervals_of(read: KvRead, now: float) -> list[Interval]:
-    """What was done with one source; at least one interval, and the last one has its outcome."""
+    """The intervals of one source, at least one; the last has the outcome."""
     marks = ((SpanName.LEASE, read.asked_at), (SpanName.WAIT, read.granted_at), (SpanName.READ, read.read_at))
     ended = read.ended_at or now
     begun = [(name, at) for name, at in marks if at] or [(SpanName.LEASE, ended)]
     ends = [at for _name, at in begun[1:]] + [ended]
-    whom = source_of(read)
+    source = source_of(read)
     intervals = [
-        Interval(name=name, begun_at=start, ended_at=max(start, end), about=whom)
+        Interval(name=name, begun_at=start, ended_at=max(start, end), about=source)
         for (name, start), end in zip(begun, ends, strict=True)
     ]
-    last = msgspec.structs.replace(intervals[-1], about=whom | outcome_of(read), failure=read.failure)
+    last = msgspec.structs.replace(intervals[-1], about=source | outcome_of(read), failure=read.failure)
     return [*(interval for interval in intervals[:-1] if interval.ended_at > interval.begun_at), last]
 
 
 def source_of(read: KvRead) -> About:
-    """From whom, and how."""
+    """Attributes of a KV source."""
     return {Attribute.KV_SOURCE: read.worker_id, Attribute.KV_FOLLOWED: read.followed}
 
 
 def outcome_of(read: KvRead) -> About:
-    """What came of it, and why not more."""
+    """Attributes of a read's result."""
     outcome: About = {Attribute.KV_TOKENS: read.tokens, Attribute.KV_BYTES: read.bytes}
     if read.read_s > 0.0:
         outcome[Attribute.KV_GB_PER_S] = read.bytes / read.read_s / 1e9
@@ -92,7 +92,7 @@ def outcome_of(read: KvRead) -> About:
 
 
 def report_of(report: LegReport) -> About:
-    """The report, where a trace shows it."""
+    """Attributes of a leg's report."""
     return {
         **tokens_of(report),
         Attribute.RECEIVED_BYTES: report.received_bytes,
@@ -103,7 +103,7 @@ def report_of(report: LegReport) -> About:
 
 
 def tokens_of(report: LegReport) -> About:
-    """How many, where from, and how they ended."""
+    """Attributes of a leg's token counts and finish reason."""
     about: About = {
         Attribute.INPUT_TOKENS: report.prompt_tokens,
         Attribute.OUTPUT_TOKENS: report.completion_tokens,

@@ -1,4 +1,4 @@
-"""Every span and every attribute of one, in one flat file. Metrics: see ``names``."""
+"""All span names and span attributes. Metrics are in ``names``."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from enum import StrEnum
 
 
 class SpanName(StrEnum):
-    """The parts of one request's trace."""
+    """Spans of one request's trace."""
 
     REQUEST = "request"
     """Router: from the HTTP request to its last byte."""
     TOKENIZE = "tokenize"
     """Router: turning the prompt into tokens and block hashes."""
     ADMISSION = "admission"
-    """Router: waiting for a turn, or for the bus to come back."""
+    """Router: in the admission queue, or waiting for the bus to reconnect."""
     PLACE = "place"
     """Router: choosing the workers."""
     PREFILL_LEG = "prefill leg"
@@ -21,10 +21,10 @@ class SpanName(StrEnum):
     DECODE_LEG = "decode leg"
     """Router: from StartLeg to the decode (or aggregated) leg's END."""
     RESUME = "resume"
-    """Router: from the last data before a stream broke off to the next data, from elsewhere."""
+    """Router: from the last data before a stream was interrupted to the next data, from another worker."""
     FIRST_TOKEN = "first token"  # noqa: S105  # A span, not a secret.
-    """Router: from the request to its first token. Its children are the parts below: one behind the other, without a
-    gap, as long as it. Most of them are workers' durations: when each began is in the spans of the legs.
+    """Router: from the request to its first token. Its children are the ``TTFT_*`` spans: consecutive, without gaps,
+    together as long as it. Most are durations that workers reported; the spans of the legs have the true start times.
     """
     TTFT_TOKENIZE = "ttft tokenize"
     TTFT_ADMISSION = "ttft admission"
@@ -34,35 +34,35 @@ class SpanName(StrEnum):
     TTFT_QUEUE = "ttft queue"
     """In the queue of the engine that computes the prompt."""
     TTFT_FETCH = "ttft fetch"
-    """Asking for KV and reading it, before the rest is computed."""
+    """Requesting KV from other workers and reading it, before the rest of the prompt is computed."""
     TTFT_PREFILL = "ttft prefill"
     TTFT_HANDOFF = "ttft handoff"
-    """What the decode worker then needs to get the KV."""
+    """From the end of the prefill until the decode worker has the KV."""
     TTFT_DECODE_QUEUE = "ttft decode queue"
     TTFT_FIRST_TOKEN = "ttft first token"  # noqa: S105  # A span, not a secret.
     """The decode worker's first step."""
     TTFT_TRANSIT = "ttft transit"
-    """Bus, relay, scheduling of processes. It lies between the other parts, too; here it stands behind them."""
+    """Bus, relay and process scheduling. This time is spread between the other parts but drawn after them."""
     DECODE = "decode"
     """Router: from the first token to the last."""
     SERVE_LEG = "serve leg"
     """Worker: one leg, from its arrival to its last frame."""
     ENGINE_QUEUE = "engine queue"
-    """Engine: from the request's arrival there to its first step; KV is fetched meanwhile."""
+    """Engine: from the request's arrival at the engine to its first step, including fetching KV."""
     ENGINE_PREFILL = "engine prefill"
     """Engine: from the first step to the first token."""
     ENGINE_DECODE = "engine decode"
     """Engine: from the first token to the last."""
     LEASE = "lease"
-    """Worker, for each source of KV: from the ask to the first grant."""
+    """Worker, for each source of KV: from the lease request to the first grant."""
     WAIT = "wait"
-    """From the first grant to the first read."""
+    """Worker: from the first grant to the first read."""
     READ = "read"
-    """From the first read to the end of the last; of a followed source with the pauses between."""
+    """Worker: from the first read to the end of the last; for a followed source, including the pauses between reads."""
 
 
 class Attribute(StrEnum):
-    """Attributes of spans; OpenTelemetry's names where there are any, its conventions for generative AI included."""
+    """Attributes of spans, with OpenTelemetry's semantic conventions (including generative AI) where they exist."""
 
     REQUEST_ID = "baton.request.id"
     DECISION_ID = "baton.decision.id"
@@ -70,7 +70,7 @@ class Attribute(StrEnum):
     LEG_KIND = "baton.leg.kind"
     MODE = "baton.mode"
     HANDOFF = "baton.handoff"
-    """``streamed`` or ``offered``, of a request that two workers serve."""
+    """``streamed`` or ``offered``, for a disaggregated request."""
     PREFILL_WORKER = "baton.prefill.worker"
     DECODE_WORKER = "baton.decode.worker"
     WORKER_ID = "baton.worker.id"
@@ -78,11 +78,11 @@ class Attribute(StrEnum):
     REASON = "baton.reason"
     ATTEMPTS = "baton.attempts"
     KEPT = "baton.trace.kept"
-    """Why this trace is worth keeping: ``slow``, ``failed`` or ``resumed``; ``share`` when it is one of many alike.
-    What a tail sampler goes by.
+    """Why the router keeps this trace: ``slow``, ``failed`` or ``resumed``; ``share`` for an ordinary sampled request.
+    Tail samplers use it.
     """
-    TOLD = "baton.trace.told"
-    """True on a worker's spans that its router drew from the leg's report: the worker itself kept none."""
+    FROM_REPORT = "baton.span.from_report"
+    """True on a worker's spans that the router reconstructed from the leg's report because the worker recorded none."""
     RESUMES = "baton.resumes"
     RESUMED_TOKENS = "baton.resumed_tokens"
     PREDICTED_CACHED_TOKENS = "baton.cached_tokens.predicted"
@@ -121,7 +121,7 @@ class Attribute(StrEnum):
     INPUT_TOKENS = "gen_ai.usage.input_tokens"
     OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
     CACHE_READ_TOKENS = "gen_ai.usage.cache_read.input_tokens"
-    """Prompt tokens that nobody had to compute for this request."""
+    """Prompt tokens whose KV no worker computed for this request."""
     HTTP_ROUTE = "http.route"
     HTTP_STATUS = "http.response.status_code"
     ERROR_TYPE = "error.type"

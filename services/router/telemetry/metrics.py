@@ -248,7 +248,7 @@ class SpeedMetrics(Collector):  # type: ignore[misc]  # prometheus_client is not
 
     def collect(self) -> list[GaugeMetricFamily]:
         """prometheus_client calls this on each scrape."""
-        family = gauge_family(names.ROUTER_LEARNED)
+        family = gauge_family(names.ROUTER_ENGINE_SPEED)
         for worker_id, speed in self._speeds.all().items():
             for name, value in msgspec.structs.asdict(speed).items():
                 if name.endswith("_s"):

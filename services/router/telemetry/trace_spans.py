@@ -121,7 +121,7 @@ def worker_spans(mark: LegMark, report: LegReport) -> Iterator[FinishedSpan]:
     the time that the router waited, and the intervals within it follow from their durations.
     """
     arrived_at = mark.begun_at + max(0.0, mark.ended_at - mark.begun_at - report.total_s) / 2
-    about = report_of(report) | {Attribute.TOLD: True, Attribute.WORKER_ID: mark.worker_id}
+    about = report_of(report) | {Attribute.FROM_REPORT: True, Attribute.WORKER_ID: mark.worker_id}
     served = below(mark.span_id, SpanName.SERVE_LEG, arrived_at, arrived_at + report.total_s, about)
     yield served
     inside = engine_intervals(report, arrived_at)
@@ -141,7 +141,7 @@ def shifted(parent_id: int, interval: Interval, by_s: float) -> FinishedSpan:
         ended_at=interval.ended_at + by_s,
         span_id=new_id(),
         parent_id=parent_id,
-        about=interval.about | {Attribute.TOLD: True},
+        about=interval.about | {Attribute.FROM_REPORT: True},
         error=interval.failure or None,
     )
 

@@ -92,7 +92,7 @@ def until_sees(system: Replicas, router: int, *, workers: int, routers: int) -> 
 def sees(system: Replicas, router: int) -> tuple[int, int]:
     text = httpx.get(f"{system.own_urls[router]}/metrics", trust_env=False).text
     exact = sum('state="exact"' in line and line.endswith(" 1.0") for line in text.splitlines())
-    return exact, int(system.metric(router, "baton_router_others"))
+    return exact, int(system.metric(router, "baton_router_peers"))
 
 
 async def test_a_burst_through_the_one_port_is_spread_as_one_router_would(replicas: Replicas):
@@ -118,5 +118,5 @@ async def test_when_a_router_is_killed_the_others_go_on_and_forget_it(replicas: 
     legs = await replicas.burst(2 * WORKERS, gap_s=0.01)
     assert sum(legs.values()) == 2 * WORKERS
     async with asyncio.timeout(PATIENCE_S):
-        while [replicas.metric(router, "baton_router_others") for router in (1, 2)] != [1, 1]:
+        while [replicas.metric(router, "baton_router_peers") for router in (1, 2)] != [1, 1]:
             await asyncio.sleep(0.2)

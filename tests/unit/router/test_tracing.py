@@ -182,7 +182,7 @@ def test_a_request_that_nobody_chose_is_traced_when_it_was_slow_with_what_its_wo
     assert trace_id > 0
     assert seen == [None]  # Its worker had nothing to draw.
     served = named(below(spans, named(spans, SpanName.DECODE_LEG)), SpanName.SERVE_LEG)
-    assert served.about[Attribute.TOLD] is True
+    assert served.about[Attribute.FROM_REPORT] is True
     names = [SpanName.ENGINE_QUEUE, SpanName.ENGINE_PREFILL, SpanName.ENGINE_DECODE, SpanName.LEASE, SpanName.READ]
     assert [span.name for span in below(spans, served)] == names
     read = named(spans, SpanName.READ)

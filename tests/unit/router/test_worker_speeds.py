@@ -308,7 +308,7 @@ def test_metrics_show_speeds_and_the_quality_of_predictions():
         await world.ask(prompt(stream=True))
 
         metrics = Metrics(generate_latest(world.router.registry).decode())
-        known = metrics.sum("baton_router_learned_seconds", worker_id="w1", coefficient="decode_step_s")
+        known = metrics.sum("baton_router_engine_speed_seconds", worker_id="w1", parameter="decode_step_s")
         assert known == pytest.approx(0.01, rel=0.2)
         ratio = "baton_router_predicted_to_measured_ttft_ratio"
         assert metrics.sum(f"{ratio}_count", mode="aggregated") == 1
