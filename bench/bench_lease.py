@@ -1,9 +1,9 @@
 """Cost of leases in the engine's scheduler thread: ``python -m bench.bench_lease``.
 
-* ask: the blocks of one prompt looked up by hash and pinned, and released again.
+* lease: the blocks of one prompt looked up by hash and pinned, and released again.
 * step: ``scheduled``, ``computed`` and ``advance`` around one step of decoding requests, with prompts that are followed.
 
-Over vLLM's own block pool, without an engine. CPU time of asks, wall time of steps; medians of many rounds.
+Over vLLM's own block pool, without an engine. CPU time of lease requests, wall time of steps; medians of many rounds.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 
-from tests.unit.connector.holding import BLOCK_TOKENS, Holding, ask, chain, release, step
+from tests.unit.connector.holding import BLOCK_TOKENS, Holding, chain, lease_request, release, step
 
 ROUNDS = 30
 STEPS = 2000
@@ -23,9 +23,9 @@ def ask_us(blocks: int) -> tuple[float, float]:
     holding.hold(chain(blocks))
     asking, releasing = [], []
     for number in range(ROUNDS):
-        asked, unwanted = ask(chain(blocks), f"ask-{number}"), release(f"ask-{number}")
+        request, unwanted = lease_request(chain(blocks), f"ask-{number}"), release(f"ask-{number}")
         begin = time.thread_time()
-        holding.holder.lease(asked)
+        holding.holder.lease(request)
         between = time.thread_time()
         holding.holder.release(unwanted)
         asking.append(between - begin)
@@ -41,7 +41,7 @@ def step_us(requests: int, followings: int) -> tuple[float, float, float]:
     holding.holder.scheduled(first := step(new=prompt))
     holding.holder.computed(first)
     for number in range(followings):
-        holding.holder.lease(ask(chain(100, f"prompt {number}"), f"ask-{number}", follow_s=100.0))
+        holding.holder.lease(lease_request(chain(100, f"prompt {number}"), f"ask-{number}", follow_s=100.0))
     turns: list[list[float]] = [[], [], []]
     for number in range(STEPS):
         at = 1 + number % (15 * BLOCK_TOKENS)
@@ -67,7 +67,7 @@ def _advance(holding, _decode) -> None:
 
 
 def main() -> None:
-    print("| one ask | µs | µs per block | its release, µs |\n|---|---|---|---|")
+    print("| one lease | µs | µs per block | its release, µs |\n|---|---|---|---|")
     for blocks in (50, 500, 5000):
         asked, released = ask_us(blocks)
         print(f"| {blocks} blocks | {asked:.0f} | {asked / blocks:.2f} | {released:.0f} |")

@@ -121,10 +121,9 @@ LENGTHS = st.lists(st.sampled_from([1, 2, 3, 8, 50]), min_size=1, max_size=8)
 @example(lengths=[8, 8], last=8, seed=0)
 @example(lengths=[2, 2, 2], last=2, seed=0)
 def test_halves_of_a_read_are_its_bytes_evenly_split(lengths, last, seed):
-    chance, lengths = random.Random(seed), [*lengths, last]
+    rng, lengths = random.Random(seed), [*lengths, last]
     there, here = (
-        np.array([(chance.randint(0, 2**62), length, device) for length in lengths], dtype=np.uint64)
-        for device in (3, 5)
+        np.array([(rng.randint(0, 2**62), length, device) for length in lengths], dtype=np.uint64) for device in (3, 5)
     )
 
     first, second = halves_of(there, here)

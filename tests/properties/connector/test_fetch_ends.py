@@ -1,4 +1,4 @@
-"""Whatever holders, reads and peers do, a fetch ends by its deadlines, with the right bytes and nothing left leased."""
+"""A fetch ends by its deadlines with the right bytes and no lease, whatever holders, reads and peers do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sources(draw):
 
 
 class World:
-    """Holders that answer as they like, and a reader's memory."""
+    """Holders with arbitrary replies, and a reader's memory."""
 
     def __init__(self, draw, bench, fetch):
         self.draw, self.bench, self.fetch = draw, bench, fetch
@@ -34,27 +34,29 @@ class World:
         self.gone = set()
         self.memory = {}
 
-    def pending_asks(self):
-        return [ask for ask in self.bench.asks() if self.answered.get(ask.ask_id, 0) is not None]
+    def pending_requests(self):
+        return [request for request in self.bench.lease_requests() if self.answered.get(request.ask_id, 0) is not None]
 
     def answer(self):
-        asks = [ask for ask in self.pending_asks() if (ask.worker_id, ask.epoch) not in self.gone]
-        if not asks:
+        requests = [
+            request for request in self.pending_requests() if (request.worker_id, request.epoch) not in self.gone
+        ]
+        if not requests:
             return
-        ask = self.draw(st.sampled_from(asks))
-        names = [ask.hashes[at : at + FULL_HASH_BYTES] for at in range(0, len(ask.hashes), FULL_HASH_BYTES)]
-        given_before = self.answered.get(ask.ask_id, 0)
+        request = self.draw(st.sampled_from(requests))
+        names = [request.hashes[at : at + FULL_HASH_BYTES] for at in range(0, len(request.hashes), FULL_HASH_BYTES)]
+        given_before = self.answered.get(request.ask_id, 0)
         more = self.draw(st.integers(0, len(names) - given_before))
-        final = not ask.follow_s or given_before + more == len(names) or self.draw(st.booleans())
-        self.answered[ask.ask_id] = None if final else given_before + more
-        if given_before + more and ask.ask_id not in self.bench.released():
-            self.leased[ask.ask_id] = ask
+        final = not request.follow_s or given_before + more == len(names) or self.draw(st.booleans())
+        self.answered[request.ask_id] = None if final else given_before + more
+        if given_before + more and request.ask_id not in self.bench.released():
+            self.leased[request.ask_id] = request
         granted = names[given_before : given_before + more]
         grant = KvGrant(
             reader_id="me",
-            worker_id=ask.worker_id,
-            epoch=ask.epoch,
-            ask_id=ask.ask_id,
+            worker_id=request.worker_id,
+            epoch=request.epoch,
+            ask_id=request.ask_id,
             first=given_before,
             block_ids=pack_block_ids([CONTENT[name] for name in granted]),
             last_hash=granted[-1] if granted else b"",
@@ -91,8 +93,8 @@ class World:
         self.fetch.on_time(self.bench.now)
 
 
-def make_room(fetch: Fetch, now: float) -> None:
-    """As the reader does: when it is known how many blocks there are; with none, the fetch is given up."""
+def allocate(fetch: Fetch, now: float) -> None:
+    """Allocate blocks once the fetch knows their number, as the reader does; with none, stop the fetch."""
     if fetch.begun or fetch.stopped:
         return
     blocks = fetch.count()
@@ -112,19 +114,19 @@ def test_a_fetch_ends_with_the_right_blocks_and_no_leases(data):
     events = st.sampled_from([world.answer, world.answer, world.read, world.read, world.wait, world.lose])
     for event in data.draw(st.lists(events, max_size=25)):
         event()
-        make_room(fetch, bench.now)
+        allocate(fetch, bench.now)
     if data.draw(st.booleans()):
         fetch.stop()
 
-    for _ in range(100):  # No holder answers any more; what is being read ends; time passes.
+    for _ in range(100):  # Holders no longer reply, reads under way end, and time passes.
         world.read()
         bench.later(1.0)
         fetch.on_time(bench.now)
-        make_room(fetch, bench.now)
+        allocate(fetch, bench.now)
 
     assert fetch.over
     assert all(world.memory[100 + start + at] == start + at for at in range(fetch.arrived))
-    left = {name for name, ask in world.leased.items() if (ask.worker_id, ask.epoch) not in world.gone}
+    left = {name for name, request in world.leased.items() if (request.worker_id, request.epoch) not in world.gone}
     assert left <= set(bench.released())
     assert len(bench.released()) == len(set(bench.released()))
 
@@ -135,12 +137,12 @@ def test_what_counts_as_arrived_was_written(data):
     bench.ahead = dict.fromkeys(PEERS, 0.0)
     fetch = bench.fetch(start=0, goal=8, sources=data.draw(st.lists(sources(), min_size=1, max_size=3)))
     world = World(data.draw, bench, fetch)
-    room = []
+    blocks_allocated = []
     for _ in range(30):
         data.draw(st.sampled_from([world.answer, world.read, world.wait]))()
         if not fetch.begun and (blocks := fetch.count()):
-            room = [100 + at for at in range(blocks)]
-            fetch.begin(room, bench.now)
+            blocks_allocated = [100 + at for at in range(blocks)]
+            fetch.begin(blocks_allocated, bench.now)
 
-    assert fetch.arrived <= len(room)
-    assert set(room[: fetch.arrived]) <= world.memory.keys()
+    assert fetch.arrived <= len(blocks_allocated)
+    assert set(blocks_allocated[: fetch.arrived]) <= world.memory.keys()

@@ -21,12 +21,12 @@ def chain(path: list[str]) -> list[bytes]:
 
 
 @given(requests, st.integers(0, 12), st.integers(1, 8))
-def test_chains_are_bounded_cached_and_no_prefixes_of_others(told, held_blocks, count):
+def test_chains_are_bounded_cached_and_no_prefixes_of_others(uses, held_blocks, count):
     chains = HotChains(
         lambda block: len(block.rstrip(b".")) <= held_blocks, chains_max=CHAINS_MAX, blocks_max=BLOCKS_MAX
     )
     now = 0.0
-    for path, later_s in told:
+    for path, later_s in uses:
         now += later_s
         chains.note(chain(path), now)
         assert len(chains) <= CHAINS_MAX
@@ -34,7 +34,7 @@ def test_chains_are_bounded_cached_and_no_prefixes_of_others(told, held_blocks, 
 
     answer = [unpack_full_hashes(one.hashes) for one in chains.hottest(count, now)]
 
-    known = [chain(path)[:held_blocks] for path, _later_s in told]
+    known = [chain(path)[:held_blocks] for path, _later_s in uses]
     assert len(answer) <= count
     assert all(one in known for one in answer)
     for one in answer:
@@ -42,14 +42,14 @@ def test_chains_are_bounded_cached_and_no_prefixes_of_others(told, held_blocks, 
 
 
 @given(requests)
-def test_each_prompt_and_each_use_counts_once(told):
+def test_each_prompt_and_each_use_counts_once(uses):
     chains = HotChains(lambda _block: True)
-    for path, _ in told:
+    for path, _ in uses:
         chains.note(chain(path), 0.0)
 
-    whole = {tuple(chain(path)) for path, _ in told if path}
+    whole = {tuple(chain(path)) for path, _ in uses if path}
     longest = [one for one in whole if not any(other != one and other[: len(one)] == one for other in whole)]
     answer = chains.hottest(1000, 0.0)
 
     assert sorted(tuple(unpack_full_hashes(one.hashes)) for one in answer) == sorted(longest)
-    assert sum(one.uses for one in answer) <= sum(bool(path) for path, _ in told)
+    assert sum(one.uses for one in answer) <= sum(bool(path) for path, _ in uses)

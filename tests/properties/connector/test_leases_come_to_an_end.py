@@ -28,14 +28,14 @@ class AnyHistory(RuleBasedStateMachine):
         self.owners: dict[str, str] = {}
 
     @rule(lease_id=IDS, reader=READERS, blocks=BLOCKS, hold_s=SECONDS)
-    def ask(self, lease_id, reader, blocks, hold_s):
+    def request(self, lease_id, reader, blocks, hold_s):
         if self.leases.find(lease_id) is None and not self.leases.is_full():
             self.owners[lease_id] = reader
             self.grant(lease_id, reader, blocks, hold_s)
 
     @rule(lease_id=IDS, blocks=BLOCKS, hold_s=SECONDS)
     def offer(self, lease_id, blocks, hold_s):
-        self.ask(lease_id, ANYONE, blocks, hold_s)
+        self.request(lease_id, ANYONE, blocks, hold_s)
 
     @rule(lease_id=IDS, reader=READERS, follow_s=SECONDS)
     def follow(self, lease_id, reader, follow_s):

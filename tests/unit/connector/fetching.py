@@ -1,4 +1,4 @@
-"""A bench for fetches: their plan, the time, and what they want done."""
+"""Runs fetches without an engine: their plan, a manual clock, and the messages they send."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Bench:
     def later(self, seconds):
         self.now += seconds
 
-    def asks(self):
+    def lease_requests(self):
         return self.outbox.lease_requests
 
     def reads(self):
@@ -58,16 +58,16 @@ class Bench:
     def released(self):
         return [name for release in self.outbox.releases for name in (*release.ask_ids, *release.lease_ids)]
 
-    def grant(self, fetch, *, ask, blocks, first=0, final=True, reason=None, until_s=None, **wrong):
-        asked = self.outbox.lease_requests[ask]
-        names = [asked.hashes[at : at + 32] for at in range(0, len(asked.hashes), 32)]
+    def grant(self, fetch, *, request, blocks, first=0, final=True, reason=None, until_s=None, **wrong):
+        lease = self.outbox.lease_requests[request]
+        names = [lease.hashes[at : at + 32] for at in range(0, len(lease.hashes), 32)]
         last = names[min(first + len(blocks), len(names)) - 1]
         fields = {
             "reader_id": "me",
-            "worker_id": asked.worker_id,
-            "epoch": asked.epoch,
-            "ask_id": asked.ask_id,
-            "lease_id": asked.ask_id,
+            "worker_id": lease.worker_id,
+            "epoch": lease.epoch,
+            "ask_id": lease.ask_id,
+            "lease_id": lease.ask_id,
             "first": first,
             "last_hash": last,
         }

@@ -1,4 +1,4 @@
-"""A holder over vLLM's own block pool, with a clock that stands still until it is moved."""
+"""A holder over vLLM's block pool, with a manual clock."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def chain(blocks: int, prompt: str = "a prompt") -> list[bytes]:
     return [hashlib.sha256(f"{prompt} {index}".encode()).digest() for index in range(blocks)]
 
 
-def ask(hashes: list[bytes], ask_id: str = "ask-1", **fields) -> LeaseKv:
+def lease_request(hashes: list[bytes], ask_id: str = "ask-1", **fields) -> LeaseKv:
     known = {**ME, "reader_id": "decode-1", "hold_s": 5.0} | fields
     return LeaseKv(ask_id=ask_id, hashes=pack_full_hashes(hashes), **known)
 
@@ -36,12 +36,12 @@ def release(ask_id: str = "", lease_id: str = "", **fields) -> ReleaseKv:
     return ReleaseKv(ask_ids=[ask_id] if ask_id else [], lease_ids=[lease_id] if lease_id else [], **known)
 
 
-def blocks_of(word: KvGrant | KvOffer) -> list[int]:
-    return unpack_block_ids(word.block_ids)
+def blocks_of(message: KvGrant | KvOffer) -> list[int]:
+    return unpack_block_ids(message.block_ids)
 
 
 class Holding:
-    """The holder, its pool, and the moves of a scheduler that the holder sees."""
+    """The holder, its block pool, and the scheduler operations that the holder observes."""
 
     def __init__(self, blocks: int = 64, **settings) -> None:
         pool_module = pytest.importorskip("vllm.v1.core.block_pool")
@@ -56,7 +56,7 @@ class Holding:
         return self.pool.get_num_free_blocks()
 
     def run(self, hashes: list[bytes]) -> list:
-        """A request computes blocks of these names and goes on running."""
+        """A request computes blocks with these hashes and keeps running."""
         blocks = self.pool.get_new_blocks(len(hashes))
         self.name(hashes, blocks, 0, len(hashes))
         return blocks
@@ -66,22 +66,22 @@ class Holding:
         self.pool.cache_full_blocks(request, blocks, first, end, BLOCK_TOKENS, 0)
 
     def end(self, blocks: list) -> None:
-        """That request ends."""
+        """The request that owns these blocks ends."""
         self.pool.free_blocks(reversed(blocks))
 
     def hold(self, hashes: list[bytes]) -> list[int]:
-        """Blocks of these names lie in the prefix cache; nobody uses them."""
+        """Put blocks with these hashes into the prefix cache, used by no request."""
         blocks = self.run(hashes)
         self.end(blocks)
         return [block.block_id for block in blocks]
 
-    def squeeze(self) -> list:
-        """A request takes all that is free, and so evicts whatever may be evicted."""
+    def allocate_all_free(self) -> list:
+        """A request allocates all free blocks, which evicts every cached block that is not pinned."""
         return self.pool.get_new_blocks(self.free)
 
 
 def step(new=(), known=(), finished=(), resumed=()):
-    """What vLLM's scheduler says of a step.
+    """A step as vLLM's scheduler describes it.
 
     ``new``: (request id, block ids, computed tokens, tokens); ``known``: the same, with the new blocks only.
     """

@@ -1,7 +1,7 @@
-"""vLLM's own scheduler over a memory of ours, in which each slot says of which tokens it holds the KV.
+"""vLLM's scheduler over a simulated KV memory, without an engine or weights.
 
-No engine and no weights: a step's "computation" writes, for each of its tokens, a name of the prefix that ends there; so
-a block holds the right KV exactly when its slots name the prefixes of one prompt. Several steps may be in flight.
+A computed step writes into each token's slot a hash of the prefix that ends there, so a block holds the right KV exactly
+if its slots hold the prefix hashes of one prompt. Several steps may be in flight.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MODEL = {
 
 
 def make_scheduler(folder: Path, *, asynchronous: bool):
-    """As EngineCore makes it, for a model of which there is only the description."""
+    """A scheduler as EngineCore builds it, for a model that has a configuration and no weights."""
     config = pytest.importorskip("vllm.config")
     import torch
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -70,18 +70,18 @@ def make_scheduler(folder: Path, *, asynchronous: bool):
 
 
 def next_token(tokens: list[int]) -> int:
-    """What the model says."""
+    """The simulated model's next token."""
     return (sum(tokens) * 31 + len(tokens)) % 97
 
 
 def prefixes(tokens: list[int]) -> list[int]:
-    """A name for each prefix."""
+    """A hash of each prefix."""
     return list(accumulate(tokens, lambda before, token: hash((before, token)), initial=0))[1:]
 
 
 @dataclass
 class Running:
-    """A request as the model runner knows it."""
+    """The model runner's state of a request."""
 
     tokens: list[int]
     prefixes: list[int]
@@ -89,7 +89,7 @@ class Running:
 
 
 class Engine:
-    """Schedules ahead by up to ``depth`` steps, computes in order, and brackets both for the holder."""
+    """Schedules up to ``depth`` steps ahead, computes them in order, and reports both to the holder."""
 
     def __init__(self, folder: Path, *, depth: int) -> None:
         self.scheduler = make_scheduler(folder, asynchronous=depth > 1)
@@ -106,7 +106,7 @@ class Engine:
         self.preemptions = 0
 
     def add(self, request_id: str, prompt: list[int], answer_tokens: int) -> list[bytes]:
-        """A request; answers its prompt's full hashes."""
+        """Add a request; returns the full hashes of its prompt."""
         from vllm.sampling_params import SamplingParams
         from vllm.utils.hashing import sha256_cbor
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -125,7 +125,7 @@ class Engine:
         return [bytes(block_hash) for block_hash in request.block_hashes]
 
     def history(self, request_id: str) -> tuple[list[int], list[bytes]]:
-        """The prefixes of a request's prompt and answer so far, and the full hashes of both."""
+        """Prefix hashes and full block hashes of a request's prompt and output so far."""
         request, running = self.requests[request_id], self.running.get(request_id)
         names = running.prefixes if running else prefixes(request.prompt_token_ids)
         return names, [bytes(block_hash) for block_hash in request.block_hashes]
@@ -157,11 +157,11 @@ class Engine:
         self.scheduler.update_from_output(step, output)
 
     def holds(self, block_id: int, names: list[int], index: int) -> bool:
-        """Whether a block holds the KV of that block of a prompt with these prefixes."""
+        """Whether the block holds the KV of block ``index`` of a prompt with these prefix hashes."""
         return self.memory[block_id] == names[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]
 
     def _take_tables(self, step) -> list[tuple]:
-        """(request id, its state, blocks then, computed tokens, tokens) of each request in the step."""
+        """(request id, state, current blocks, computed tokens, scheduled tokens) of each request in the step."""
         known = step.scheduled_cached_reqs
         for new in step.scheduled_new_reqs:
             self.running[new.req_id] = Running(

@@ -1,4 +1,4 @@
-"""How reads end: with bytes, or with a reason, and always only once nothing of them moves any more."""
+"""A read ends with its bytes or with a reason, and only after its last byte can have moved."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PART_BLOCKS = 32
 
 @dataclass
 class World:
-    """One reader on agents of one process, and as many holders as a test asks for."""
+    """One reader and any number of holders, all with agents of one process."""
 
     shape: Shape = field(default_factory=Shape)
     now: float = 100.0
@@ -47,7 +47,7 @@ class World:
         return worker_id, epoch
 
     def settled(self) -> Results:
-        """Until nothing more comes of looking."""
+        """Results after advancing until nothing more happens."""
         while self.copier.advance():
             pass
         self.copier.advance()
@@ -77,7 +77,7 @@ def test_a_read_has_ended_with_the_last_of_its_parts():
     assert not world.copier.has_ended_a_read
 
 
-def test_blocks_arrive_where_they_were_wanted_and_nowhere_else():
+def test_blocks_arrive_at_their_destinations_and_nowhere_else():
     world = World()
     world.connected()
 
@@ -110,7 +110,7 @@ def test_a_holder_that_dies_during_a_read_leaves_its_complete_parts():
     results = world.settled()
 
     assert [(part.first, part.failure != "") for part in results.parts] == [(0, False), (PART_BLOCKS, True)]
-    assert results.connected[0].failure, "the connection that broke is reported, so that it is made anew"
+    assert results.connected[0].failure, "the broken connection is reported, so that it is re-established"
     world.reading.assert_holds(straight(PART_BLOCKS))
 
 
@@ -142,7 +142,7 @@ def test_nothing_is_read_when_the_lease_is_over():
     world.reading.assert_holds({})
 
 
-def test_bytes_that_come_after_the_lease_do_not_count():
+def test_bytes_that_arrive_after_the_lease_do_not_count():
     world = World()
     world.connected()
     world.agent.behaviour.stalled = True
@@ -156,15 +156,15 @@ def test_bytes_that_come_after_the_lease_do_not_count():
     assert world.settled().parts[0].failure == "the lease ended before the read"
 
 
-@pytest.mark.parametrize("given_up_by", ["deadline", "cancelled"])
-def test_an_abandoned_read_is_reported_only_when_it_is_over(given_up_by):
+@pytest.mark.parametrize("abandoned_by", ["deadline", "cancelled"])
+def test_an_abandoned_read_is_reported_only_when_it_is_over(abandoned_by):
     world = World()
     key = world.connected()
     world.agent.behaviour.stalled = True
     world.read({1: 1})
     world.settled()
 
-    if given_up_by == "deadline":
+    if abandoned_by == "deadline":
         world.now += READ_S_MAX + 0.1
     else:
         world.copier.submit(Orders(cancel=[1]))
@@ -173,7 +173,9 @@ def test_an_abandoned_read_is_reported_only_when_it_is_over(given_up_by):
     results = world.settled()
 
     assert len(results.parts) == 1
-    assert [one.peer for one in results.connected if one.failure] == [key], "it took the connection's end"
+    assert [one.peer for one in results.connected if one.failure] == [key], (
+        "ending the read required closing the connection"
+    )
     world.agent.behaviour.stalled = False
     world.settled()
     world.reading.assert_holds({})
@@ -198,7 +200,7 @@ def test_a_cancelled_read_that_waits_is_never_begun():
     assert len(world.agent.behaviour.reads) == begun
 
 
-def test_a_peer_that_hangs_does_not_hold_up_the_others():
+def test_a_hung_peer_does_not_delay_the_others():
     world = World()
     slow, quick = world.connected("slow"), world.connected("quick")
     world.agent.behaviour.hung.add("slow-1")
@@ -252,7 +254,7 @@ def test_a_peer_forgotten_and_added_in_one_step_is_reconnected():
     assert results.parts[0].failure == ""
 
 
-def test_two_lives_of_a_worker_are_two_peers():
+def test_two_epochs_of_a_worker_are_two_peers():
     world = World()
     first, second = world.connected(epoch=1), world.connected(epoch=2)
 

@@ -14,14 +14,14 @@ from connector.transfer.cpu_affinity import allow_cores
 
 @pytest.fixture(autouse=True)
 def _two_nodes(tmp_path, monkeypatch):
-    """Every second core is of another node, none of which the test's machine needs to have."""
+    """Two simulated NUMA nodes: even cores on one, odd cores on the other."""
     for core in range(64):
         (tmp_path / f"cpu{core}" / f"node{core % 2}").mkdir(parents=True)
     monkeypatch.setattr(cpu_affinity, "CPUS", tmp_path)
 
 
 def on_a_thread(call: Callable[[], None]) -> set[int]:
-    """Where a thread may run that was pinned to one core and then did that."""
+    """Cores that a thread pinned to one core may use after ``call``."""
     found: list[set[int]] = []
 
     def pinned() -> None:
@@ -35,24 +35,24 @@ def on_a_thread(call: Callable[[], None]) -> set[int]:
     return found[0]
 
 
-def test_it_may_run_on_other_cores_that_are_near():
+def test_other_cores_of_the_same_node_are_allowed():
     mine = os.sched_getaffinity(0)
     own = min(mine)
 
     assert on_a_thread(lambda: allow_cores(mine)) == {core for core in mine if core % 2 == own % 2}
 
 
-def test_cores_of_another_node_are_left_alone():
+def test_cores_of_another_node_are_not_used():
     own = min(os.sched_getaffinity(0))
 
     assert on_a_thread(lambda: allow_cores([own + 1])) == {own}
 
 
-def test_without_other_cores_it_stays_where_it_is():
+def test_without_other_cores_the_affinity_is_unchanged():
     assert on_a_thread(lambda: allow_cores(())) == {min(os.sched_getaffinity(0))}
 
 
-def test_without_numa_nodes_all_cores_are_near(tmp_path, monkeypatch):
+def test_without_numa_information_all_cores_are_allowed(tmp_path, monkeypatch):
     monkeypatch.setattr(cpu_affinity, "CPUS", tmp_path / "nothing")
     mine = os.sched_getaffinity(0)
 

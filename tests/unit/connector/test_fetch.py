@@ -1,4 +1,4 @@
-"""A fetch asks, reads what is granted, asks elsewhere for what is missing, and lets go of everything."""
+"""A fetch requests leases, reads granted blocks, tries other sources for missing ones, and releases all leases."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ def bench():
 def test_blocks_after_the_local_prefix_are_requested_by_hash(bench):
     bench.fetch(start=2, sources=[source(A)])
 
-    assert [(ask.worker_id, ask.hashes) for ask in bench.asks()] == [("a", b"".join(HASHES[2:]))]
+    assert [(request.worker_id, request.hashes) for request in bench.lease_requests()] == [("a", b"".join(HASHES[2:]))]
 
 
-def test_until_the_holder_answers_the_count_is_not_known(bench):
+def test_the_count_is_unknown_until_the_holder_replies(bench):
     fetch = bench.fetch(sources=[source(A)])
 
     assert fetch.count() is None
-    bench.grant(fetch, ask=0, blocks=[7, 8, 9])
+    bench.grant(fetch, request=0, blocks=[7, 8, 9])
     assert fetch.count() == 3
 
 
-def test_granted_blocks_are_read_into_the_blocks_made_room_for(bench):
+def test_granted_blocks_are_read_into_the_allocated_blocks(bench):
     fetch = bench.fetch(start=1, sources=[source(A)])
-    bench.grant(fetch, ask=0, blocks=[7, 8])
+    bench.grant(fetch, request=0, blocks=[7, 8])
 
     fetch.begin([101, 102], bench.now)
 
@@ -38,9 +38,9 @@ def test_granted_blocks_are_read_into_the_blocks_made_room_for(bench):
     assert (read.peer, read.remote_blocks, read.local_blocks) == (A, [7, 8], [101, 102])
 
 
-def test_a_part_that_failed_is_missing_and_only_it(bench):
+def test_only_the_failed_part_is_missing(bench):
     fetch = bench.fetch(sources=[source(A)], goal=4)
-    bench.grant(fetch, ask=0, blocks=[7, 8, 9, 10])
+    bench.grant(fetch, request=0, blocks=[7, 8, 9, 10])
     fetch.begin([101, 102, 103, 104], bench.now)
     (read,) = bench.reads()
 
@@ -54,21 +54,21 @@ def test_a_part_that_failed_is_missing_and_only_it(bench):
 
 def test_missing_blocks_are_requested_from_the_next_source(bench):
     fetch = bench.fetch(goal=4, sources=[source(A), source(B)])
-    bench.grant(fetch, ask=0, blocks=[7], reason=NoGrant.NOT_HELD)
+    bench.grant(fetch, request=0, blocks=[7], reason=NoGrant.NOT_HELD)
 
-    second = bench.asks()[-1]
+    second = bench.lease_requests()[-1]
     assert (second.worker_id, second.hashes) == ("b", b"".join(HASHES[1:4]))
     assert fetch.count() is None
 
 
-def test_a_read_that_failed_is_asked_of_another_source(bench):
+def test_blocks_of_a_failed_read_are_requested_elsewhere(bench):
     fetch = bench.fetch(goal=2, sources=[source(A), source(B)])
-    bench.grant(fetch, ask=0, blocks=[7, 8])
+    bench.grant(fetch, request=0, blocks=[7, 8])
     fetch.begin([101, 102], bench.now)
     (read,) = bench.reads()
     bench.part(fetch, read, first=0, count=2, failure="gone")
 
-    bench.grant(fetch, ask=1, blocks=[3, 4])
+    bench.grant(fetch, request=1, blocks=[3, 4])
     again = bench.reads()[-1]
     bench.part(fetch, again, first=0, count=2)
 
@@ -77,16 +77,16 @@ def test_a_read_that_failed_is_asked_of_another_source(bench):
     assert fetch.missing() == []
 
 
-def test_two_sources_give_a_part_each(bench):
+def test_two_sources_each_supply_their_part(bench):
     fetch = bench.fetch(goal=4, sources=[source(A, end=2), source(B, first=2)])
 
-    assert [(ask.worker_id, ask.hashes) for ask in bench.asks()] == [
+    assert [(request.worker_id, request.hashes) for request in bench.lease_requests()] == [
         ("a", b"".join(HASHES[:2])),
         ("b", b"".join(HASHES[2:4])),
     ]
-    bench.grant(fetch, ask=1, blocks=[5, 6])
+    bench.grant(fetch, request=1, blocks=[5, 6])
     assert fetch.count() is None
-    bench.grant(fetch, ask=0, blocks=[1, 2])
+    bench.grant(fetch, request=0, blocks=[1, 2])
     assert fetch.count() == 4
 
 
@@ -95,8 +95,8 @@ def test_blocks_of_a_followed_source_are_read_as_they_arrive(bench):
     assert fetch.count() == 4
     fetch.begin([101, 102, 103, 104], bench.now)
 
-    bench.grant(fetch, ask=0, blocks=[7, 8], final=False)
-    bench.grant(fetch, ask=0, blocks=[9, 10], first=2)
+    bench.grant(fetch, request=0, blocks=[7, 8], final=False)
+    bench.grant(fetch, request=0, blocks=[9, 10], first=2)
 
     assert [(read.remote_blocks, read.local_blocks) for read in bench.reads()] == [
         ([7, 8], [101, 102]),
@@ -107,7 +107,7 @@ def test_blocks_of_a_followed_source_are_read_as_they_arrive(bench):
 def test_a_follow_that_ends_early_leaves_the_rest_missing(bench):
     fetch = bench.fetch(goal=3, sources=[follow(A)])
     fetch.begin([101, 102, 103], bench.now)
-    bench.grant(fetch, ask=0, blocks=[7], final=False)
+    bench.grant(fetch, request=0, blocks=[7], final=False)
     bench.part(fetch, bench.reads()[0], first=0, count=1)
 
     bench.later(31.0)
@@ -117,28 +117,28 @@ def test_a_follow_that_ends_early_leaves_the_rest_missing(bench):
     assert fetch.missing() == [102, 103]
 
 
-def test_a_holder_that_does_not_answer_is_given_up(bench):
+def test_an_unresponsive_holder_is_abandoned_after_its_deadline(bench):
     fetch = bench.fetch(sources=[source(A)])
 
     bench.later(0.6)
     fetch.on_time(bench.now)
 
     assert (fetch.count(), fetch.over) == (0, True)
-    assert bench.released() == [bench.asks()[0].ask_id]
+    assert bench.released() == [bench.lease_requests()[0].ask_id]
 
 
-def test_an_offer_of_the_same_prompt_is_read_without_asking(bench):
+def test_an_offer_of_the_same_prompt_needs_no_lease_request(bench):
     offer = KvOffer(
         worker_id="a", epoch=1, lease_id="L", block_ids=pack_block_ids([4, 5]), last_hash=HASHES[1], until_s=50.0
     )
     fetch = bench.fetch(goal=2, take=offer)
     fetch.begin([101, 102], bench.now)
 
-    assert bench.asks() == []
+    assert bench.lease_requests() == []
     assert bench.reads()[0].remote_blocks == [4, 5]
 
 
-def test_an_offer_of_another_prompt_is_not_believed(bench):
+def test_an_offer_of_another_prompt_is_ignored(bench):
     offer = KvOffer(
         worker_id="a", epoch=1, lease_id="L", block_ids=pack_block_ids([4, 5]), last_hash=HASHES[2], until_s=50.0
     )
@@ -155,30 +155,30 @@ def test_an_offer_of_another_prompt_is_not_believed(bench):
         {"epoch": 2},
         {"worker_id": "b"},
         {"blocks": [1, 2, 3, 4, 5, 6, 7, 8, 9]},
-        {"ask_id": "somebody-elses"},
+        {"ask_id": "another-request"},
     ],
 )
 def test_a_grant_that_does_not_match_the_request_is_rejected(bench, wrong):
     fetch = bench.fetch(goal=3, sources=[source(A)])
 
-    bench.grant(fetch, ask=0, **({"blocks": [7, 8]} | wrong))
+    bench.grant(fetch, request=0, **({"blocks": [7, 8]} | wrong))
 
     assert not fetch.count()
 
 
 def test_no_read_begins_that_might_end_after_the_lease(bench):
     fetch = bench.fetch(goal=1, sources=[source(A)])
-    bench.grant(fetch, ask=0, blocks=[7], until_s=bench.now + 0.2)
+    bench.grant(fetch, request=0, blocks=[7], until_s=bench.now + 0.2)
     fetch.begin([101], bench.now)
 
     assert bench.reads() == []
     assert (fetch.over, fetch.missing()) == (True, [101])
 
 
-def test_the_lease_is_reckoned_on_the_holders_clock(bench):
+def test_lease_expiry_is_converted_from_the_holders_clock(bench):
     bench.ahead[A] = 5.0
     fetch = bench.fetch(goal=1, sources=[source(A)])
-    bench.grant(fetch, ask=0, blocks=[7], until_s=bench.now + 9.0)
+    bench.grant(fetch, request=0, blocks=[7], until_s=bench.now + 9.0)
     fetch.begin([101], bench.now)
 
     assert bench.reads()[0].until_s == pytest.approx(bench.now + 9.0 - 5.0 - 0.25)
@@ -187,7 +187,7 @@ def test_the_lease_is_reckoned_on_the_holders_clock(bench):
 def test_an_unconnected_source_is_given_up_at_its_deadline(bench):
     del bench.ahead[A]
     fetch = bench.fetch(goal=1, sources=[source(A)])
-    bench.grant(fetch, ask=0, blocks=[7])
+    bench.grant(fetch, request=0, blocks=[7])
     fetch.begin([101], bench.now)
     assert not fetch.over
 
@@ -199,12 +199,12 @@ def test_an_unconnected_source_is_given_up_at_its_deadline(bench):
 
 def test_a_stopped_fetch_releases_now_and_ends_with_its_reads(bench):
     fetch = bench.fetch(goal=2, sources=[source(A)])
-    bench.grant(fetch, ask=0, blocks=[7, 8])
+    bench.grant(fetch, request=0, blocks=[7, 8])
     fetch.begin([101, 102], bench.now)
 
     fetch.stop()
 
-    assert bench.released() == [bench.asks()[0].ask_id]
+    assert bench.released() == [bench.lease_requests()[0].ask_id]
     assert not fetch.over
     fetch.on_part(ReadPart(bench.reads()[0].read_id, 0, 2, 0, 0.0, 0.0, "cancelled"), bench.now)
     assert fetch.over
@@ -212,21 +212,21 @@ def test_a_stopped_fetch_releases_now_and_ends_with_its_reads(bench):
 
 def test_a_lost_holder_is_not_asked_to_release(bench):
     fetch = bench.fetch(goal=2, sources=[source(A)])
-    bench.grant(fetch, ask=0, blocks=[7, 8])
+    bench.grant(fetch, request=0, blocks=[7, 8])
 
     fetch.on_peer_gone(A, bench.now)
 
     assert (fetch.count(), fetch.over, bench.released()) == (0, True, [])
 
 
-def test_every_source_tells_what_came_of_it(bench):
+def test_each_source_is_reported_with_its_result(bench):
     fetch = bench.fetch(goal=2, sources=[source(A)])
     bench.later(0.1)
-    bench.grant(fetch, ask=0, blocks=[7, 8])
+    bench.grant(fetch, request=0, blocks=[7, 8])
     fetch.begin([101, 102], bench.now)
     bench.part(fetch, bench.reads()[0], first=0, count=2, started=5.0, ended=7.0, size=640)
 
-    (told,) = fetch.reads()
+    (report,) = fetch.reads()
 
-    assert (told.worker_id, told.tokens, told.bytes, told.read_s) == ("a", 64, 640, 2.0)
-    assert told.granted_at - told.asked_at == pytest.approx(0.1)
+    assert (report.worker_id, report.tokens, report.bytes, report.read_s) == ("a", 64, 640, 2.0)
+    assert report.granted_at - report.asked_at == pytest.approx(0.1)

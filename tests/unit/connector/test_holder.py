@@ -1,11 +1,11 @@
-"""A holder over vLLM's own block pool: what it grants stays, and every block comes back."""
+"""A holder over vLLM's block pool: granted blocks stay pinned, and every block is freed in the end."""
 
 from __future__ import annotations
 
 import pytest
 
 from shared.contracts.kv_exchange import LEASE_BLOCKS_MAX, NoGrant
-from tests.unit.connector.holding import BLOCK_TOKENS, Holding, ask, blocks_of, chain, release, step
+from tests.unit.connector.holding import BLOCK_TOKENS, Holding, blocks_of, chain, lease_request, release, step
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def test_the_longest_cached_prefix_is_pinned_until_its_expiry(holding):
     hashes = chain(6)
     held = holding.hold(hashes[:4])
 
-    grant = holding.holder.lease(ask(hashes))
+    grant = holding.holder.lease(lease_request(hashes))
 
     assert blocks_of(grant) == held
     assert (grant.first, grant.last_hash, grant.reason, grant.final) == (0, hashes[3], NoGrant.NOT_HELD, True)
@@ -25,10 +25,10 @@ def test_the_longest_cached_prefix_is_pinned_until_its_expiry(holding):
     assert holding.free == holding.free_at_first - 4
 
 
-def test_all_that_was_asked_for_needs_no_reason(holding):
+def test_a_complete_grant_has_no_reason(holding):
     holding.hold(chain(3))
 
-    grant = holding.holder.lease(ask(chain(3)))
+    grant = holding.holder.lease(lease_request(chain(3)))
 
     assert (len(blocks_of(grant)), grant.reason) == (3, None)
 
@@ -37,22 +37,22 @@ def test_a_gap_ends_the_prefix(holding):
     hashes = chain(3)
     holding.hold([hashes[0], hashes[2]])
 
-    assert len(blocks_of(holding.holder.lease(ask(hashes)))) == 1
+    assert len(blocks_of(holding.holder.lease(lease_request(hashes)))) == 1
 
 
-def test_another_history_of_the_same_length_matches_nothing(holding):
-    holding.hold(chain(3, "what was said"))
+def test_another_prompt_of_the_same_length_matches_nothing(holding):
+    holding.hold(chain(3, "a conversation"))
 
-    grant = holding.holder.lease(ask(chain(3, "what was said, edited")))
+    grant = holding.holder.lease(lease_request(chain(3, "a conversation, edited")))
 
     assert (grant.lease_id, grant.block_ids, grant.reason) == ("", b"", NoGrant.NOT_HELD)
 
 
 def test_leased_blocks_cannot_be_evicted(holding):
     hashes = chain(4)
-    grant = holding.holder.lease(ask(hashes[: len(holding.hold(hashes))]))
+    grant = holding.holder.lease(lease_request(hashes[: len(holding.hold(hashes))]))
 
-    taken = holding.squeeze()
+    taken = holding.allocate_all_free()
 
     assert not {block.block_id for block in taken} & set(blocks_of(grant))
     assert [holding.pool.get_cached_block(name, [0])[0].block_id for name in hashes] == blocks_of(grant)
@@ -60,28 +60,28 @@ def test_leased_blocks_cannot_be_evicted(holding):
 
 def test_released_blocks_are_free_and_still_cached(holding):
     held = holding.hold(chain(4))
-    holding.holder.lease(ask(chain(4)))
+    holding.holder.lease(lease_request(chain(4)))
 
     holding.holder.release(release("ask-1"))
 
     assert holding.free == holding.free_at_first
-    assert blocks_of(holding.holder.lease(ask(chain(4), "ask-2"))) == held
+    assert blocks_of(holding.holder.lease(lease_request(chain(4), "ask-2"))) == held
 
 
 def test_the_end_of_a_prompt_is_evicted_before_its_beginning(holding):
     hashes = chain(4)
     holding.hold(hashes)
-    holding.holder.lease(ask(hashes))
+    holding.holder.lease(lease_request(hashes))
     holding.holder.release(release("ask-1"))
 
     holding.pool.get_new_blocks(holding.free - 2)
 
-    assert len(blocks_of(holding.holder.lease(ask(hashes, "ask-2")))) == 2
+    assert len(blocks_of(holding.holder.lease(lease_request(hashes, "ask-2")))) == 2
 
 
-def test_a_lease_ends_by_the_holders_clock_and_not_before(holding):
+def test_a_lease_ends_at_its_expiry_on_the_holders_clock(holding):
     holding.hold(chain(2))
-    holding.holder.lease(ask(chain(2), hold_s=5.0))
+    holding.holder.lease(lease_request(chain(2), hold_s=5.0))
 
     holding.now = 104.999
     holding.holder.advance()
@@ -97,20 +97,20 @@ def test_a_lease_lasts_no_longer_than_the_holder_allows():
     holding = Holding(lease_s_max=2.0)
     holding.hold(chain(1))
 
-    assert holding.holder.lease(ask(chain(1), hold_s=1e9)).until_s == 102.0
+    assert holding.holder.lease(lease_request(chain(1), hold_s=1e9)).until_s == 102.0
 
 
 @pytest.mark.parametrize("hold_s", [0.0, -1.0, float("nan")])
-def test_a_lease_of_no_time_is_none(holding, hold_s):
+def test_a_lease_without_duration_is_refused(holding, hold_s):
     holding.hold(chain(1))
 
-    assert holding.holder.lease(ask(chain(1), hold_s=hold_s)).block_ids == b""
+    assert holding.holder.lease(lease_request(chain(1), hold_s=hold_s)).block_ids == b""
 
 
 def test_blocks_in_several_leases_stay_until_the_last_has_ended(holding):
     holding.hold(chain(3))
-    holding.holder.lease(ask(chain(3), "ask-1", hold_s=5.0))
-    holding.holder.lease(ask(chain(2), "ask-2", hold_s=9.0))
+    holding.holder.lease(lease_request(chain(3), "ask-1", hold_s=5.0))
+    holding.holder.lease(lease_request(chain(2), "ask-2", hold_s=9.0))
     assert (holding.holder.counts.leases, holding.holder.counts.pinned_blocks) == (2, 3)
 
     holding.now = 105.0
@@ -123,7 +123,7 @@ def test_blocks_in_several_leases_stay_until_the_last_has_ended(holding):
 
 def test_a_running_requests_blocks_can_be_leased_and_outlive_it(holding):
     running = holding.run(chain(3))
-    holding.holder.lease(ask(chain(3)))
+    holding.holder.lease(lease_request(chain(3)))
     holding.end(running)
 
     assert holding.free == holding.free_at_first - 3
@@ -143,7 +143,7 @@ def test_a_running_requests_blocks_can_be_leased_and_outlive_it(holding):
 )
 def test_a_release_that_is_not_the_readers_own_is_ignored(holding, unwanted):
     holding.hold(chain(2))
-    holding.holder.lease(ask(chain(2)))
+    holding.holder.lease(lease_request(chain(2)))
 
     holding.holder.release(unwanted)
 
@@ -152,8 +152,8 @@ def test_a_release_that_is_not_the_readers_own_is_ignored(holding, unwanted):
 
 def test_releasing_twice_frees_once(holding):
     holding.hold(chain(2))
-    holding.holder.lease(ask(chain(2), "ask-1"))
-    holding.holder.lease(ask(chain(2), "ask-2"))
+    holding.holder.lease(lease_request(chain(2), "ask-1"))
+    holding.holder.lease(lease_request(chain(2), "ask-2"))
 
     holding.holder.release(release("ask-1"))
     holding.holder.release(release("ask-1"))
@@ -164,7 +164,7 @@ def test_releasing_twice_frees_once(holding):
 def test_a_release_before_its_request_leaves_no_permanent_lease(holding):
     holding.hold(chain(2))
     holding.holder.release(release("ask-1"))
-    holding.holder.lease(ask(chain(2), "ask-1"))
+    holding.holder.lease(lease_request(chain(2), "ask-1"))
 
     holding.now += 5.0
     holding.holder.advance()
@@ -172,22 +172,22 @@ def test_a_release_before_its_request_leaves_no_permanent_lease(holding):
     assert holding.free == holding.free_at_first
 
 
-def test_another_life_of_the_worker_is_told_apart(holding):
+def test_a_request_for_another_epoch_or_worker_is_refused(holding):
     holding.hold(chain(2))
 
-    assert holding.holder.lease(ask(chain(2), epoch=6)).reason is NoGrant.EPOCH
-    assert holding.holder.lease(ask(chain(2), worker_id="prefill-2")).reason is NoGrant.EPOCH
+    assert holding.holder.lease(lease_request(chain(2), epoch=6)).reason is NoGrant.EPOCH
+    assert holding.holder.lease(lease_request(chain(2), worker_id="prefill-2")).reason is NoGrant.EPOCH
     assert holding.free == holding.free_at_first
 
 
-def test_leases_pin_no_more_than_their_share_of_the_memory():
+def test_leases_pin_at_most_their_share_of_the_memory():
     holding = Holding(blocks=20, lease_share_max=0.5)
     holding.hold(chain(15))
 
-    first = holding.holder.lease(ask(chain(15), "ask-1"))
-    again = holding.holder.lease(ask(chain(15), "ask-2"))
+    first = holding.holder.lease(lease_request(chain(15), "ask-1"))
+    again = holding.holder.lease(lease_request(chain(15), "ask-2"))
     holding.hold(chain(2, "another prompt"))
-    other = holding.holder.lease(ask(chain(2, "another prompt"), "ask-3"))
+    other = holding.holder.lease(lease_request(chain(2, "another prompt"), "ask-3"))
 
     assert (len(blocks_of(first)), first.reason) == (10, NoGrant.FULL)
     assert (len(blocks_of(again)), again.reason) == (10, NoGrant.FULL)
@@ -198,18 +198,20 @@ def test_leases_pin_no_more_than_their_share_of_the_memory():
 @pytest.mark.parametrize("hashes", [b"", b"x" * 33, bytes(32 * (LEASE_BLOCKS_MAX + 1))])
 def test_a_malformed_lease_request_is_refused(holding, hashes):
     holding.hold(chain(2))
-    odd = ask(chain(1))
-    odd = type(odd)(**{name: getattr(odd, name) for name in odd.__struct_fields__} | {"hashes": hashes})
+    malformed = lease_request(chain(1))
+    malformed = type(malformed)(
+        **{name: getattr(malformed, name) for name in malformed.__struct_fields__} | {"hashes": hashes}
+    )
 
-    assert holding.holder.lease(odd).reason is NoGrant.NOT_HELD
+    assert holding.holder.lease(malformed).reason is NoGrant.NOT_HELD
     assert holding.free == holding.free_at_first
 
 
-def test_an_ask_that_comes_twice_is_granted_once(holding):
+def test_a_repeated_lease_request_is_granted_once(holding):
     holding.hold(chain(2))
-    holding.holder.lease(ask(chain(2)))
+    holding.holder.lease(lease_request(chain(2)))
 
-    assert holding.holder.lease(ask(chain(2))).block_ids == b""
+    assert holding.holder.lease(lease_request(chain(2))).block_ids == b""
     holding.holder.release(release("ask-1"))
     assert holding.free == holding.free_at_first
 
@@ -219,13 +221,13 @@ def test_an_offer_pins_a_prompt_before_its_request_frees_it(holding):
     running = holding.run(hashes)
     offer = holding.holder.offer(hashes, [block.block_id for block in running])
     holding.end(running)
-    holding.squeeze()
+    holding.allocate_all_free()
 
     assert blocks_of(offer) == [block.block_id for block in running]
     assert (offer.worker_id, offer.epoch, offer.last_hash, offer.until_s) == ("prefill-1", 7, hashes[2], 110.0)
 
 
-def test_an_offer_may_be_released_by_whoever_names_it(holding):
+def test_any_reader_that_names_an_offer_may_release_it(holding):
     running = holding.run(chain(3))
     offer = holding.holder.offer(chain(3), [block.block_id for block in running])
     holding.end(running)
@@ -268,20 +270,20 @@ def test_a_prompt_shorter_than_a_block_is_not_offered(holding):
 def test_release_all_frees_everything_and_refuses_new_leases(holding):
     hashes = chain(4)
     running = holding.run(hashes)
-    holding.holder.lease(ask(hashes))
+    holding.holder.lease(lease_request(hashes))
     holding.holder.offer(hashes, [block.block_id for block in running])
     holding.end(running)
 
     holding.holder.release_all()
 
     assert holding.free == holding.free_at_first
-    assert holding.holder.lease(ask(hashes, "ask-2")).reason is NoGrant.DRAINING
+    assert holding.holder.lease(lease_request(hashes, "ask-2")).reason is NoGrant.DRAINING
     assert holding.holder.offer(hashes, [block.block_id for block in running]) is None
 
 
 def test_the_prefix_cache_resets_only_without_leases(holding):
     holding.hold(chain(2))
-    holding.holder.lease(ask(chain(2)))
+    holding.holder.lease(lease_request(chain(2)))
     assert not holding.pool.reset_prefix_cache()
 
     holding.now = holding.holder.counts.next_expiry_s
@@ -290,7 +292,7 @@ def test_the_prefix_cache_resets_only_without_leases(holding):
     assert holding.pool.reset_prefix_cache()
 
 
-def test_blocks_that_are_named_but_not_computed_are_not_granted(holding):
+def test_blocks_hashed_but_not_yet_computed_are_not_granted(holding):
     hashes = chain(4)
     computed = holding.run(hashes[:2])
     ahead = holding.pool.get_new_blocks(2)
@@ -298,7 +300,7 @@ def test_blocks_that_are_named_but_not_computed_are_not_granted(holding):
     blocks = [block.block_id for block in (*computed, *ahead)]
     running = step(new=[("r1", blocks, 2 * BLOCK_TOKENS, 2 * BLOCK_TOKENS)])
     holding.holder.scheduled(running)
-    assert blocks_of(holding.holder.lease(ask(hashes, "ask-1"))) == blocks[:2]
+    assert blocks_of(holding.holder.lease(lease_request(hashes, "ask-1"))) == blocks[:2]
 
     holding.holder.computed(running)
-    assert blocks_of(holding.holder.lease(ask(hashes, "ask-2"))) == blocks
+    assert blocks_of(holding.holder.lease(lease_request(hashes, "ask-2"))) == blocks

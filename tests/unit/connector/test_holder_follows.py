@@ -1,4 +1,4 @@
-"""A prompt that is still computed is granted as its blocks become ready."""
+"""Blocks of a prompt that is still being computed are granted as they become ready."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import pytest
 from connector.holder.holder import FULL_S_MAX
 from connector.holder.leases import FOLLOWED_MAX
 from shared.contracts.kv_exchange import NoGrant
-from tests.unit.connector.holding import BLOCK_TOKENS, Holding, ask, blocks_of, chain, release, step
+from tests.unit.connector.holding import BLOCK_TOKENS, Holding, blocks_of, chain, lease_request, release, step
 
 
 class Prefill:
-    """A request whose prompt is computed chunk by chunk; each chunk is scheduled, and computed later."""
+    """A request whose prompt is computed in chunks; each chunk is scheduled first and computed later."""
 
     def __init__(self, holding: Holding, hashes: list[bytes], request_id: str = "r1") -> None:
         self.holding, self.hashes, self.request_id = holding, hashes, request_id
@@ -43,7 +43,7 @@ def holding():
 def test_a_prompt_is_granted_chunk_by_chunk_while_it_is_computed(holding):
     hashes = chain(6)
     prefill = Prefill(holding, hashes)
-    first = holding.holder.lease(ask(hashes, follow_s=30.0))
+    first = holding.holder.lease(lease_request(hashes, follow_s=30.0))
     assert (first.final, first.block_ids, first.reason, first.lease_id) == (False, b"", None, "ask-1")
 
     prefill.compute(2)
@@ -66,7 +66,7 @@ def test_a_prompt_is_granted_chunk_by_chunk_while_it_is_computed(holding):
 def test_a_chunk_is_granted_as_soon_as_it_is_computed(holding):
     hashes = chain(4)
     prefill = Prefill(holding, hashes)
-    holding.holder.lease(ask(hashes, follow_s=30.0))
+    holding.holder.lease(lease_request(hashes, follow_s=30.0))
     first, second = prefill.schedule(2), prefill.schedule(2)
     assert holding.holder.advance() == []
 
@@ -83,7 +83,7 @@ def test_cached_blocks_are_granted_at_once_and_the_rest_followed(holding):
     hashes = chain(3)
     held = holding.hold(hashes[:2])
 
-    grant = holding.holder.lease(ask(hashes, follow_s=30.0))
+    grant = holding.holder.lease(lease_request(hashes, follow_s=30.0))
 
     assert (blocks_of(grant), grant.final, holding.holder.has_followed) == (held, False, True)
 
@@ -91,7 +91,7 @@ def test_cached_blocks_are_granted_at_once_and_the_rest_followed(holding):
 def test_one_release_frees_all_grants_and_ends_following(holding):
     hashes = chain(4)
     prefill = Prefill(holding, hashes)
-    holding.holder.lease(ask(hashes, follow_s=30.0))
+    holding.holder.lease(lease_request(hashes, follow_s=30.0))
     for _ in range(3):
         prefill.compute(1)
         holding.holder.advance()
@@ -107,7 +107,7 @@ def test_one_release_frees_all_grants_and_ends_following(holding):
 
 
 def test_following_without_progress_ends_at_its_deadline(holding):
-    holding.holder.lease(ask(chain(2), follow_s=3.0))
+    holding.holder.lease(lease_request(chain(2), follow_s=3.0))
     assert holding.holder.counts.next_expiry_s == 103.0
 
     holding.now = 102.9
@@ -119,8 +119,8 @@ def test_following_without_progress_ends_at_its_deadline(holding):
     assert (holding.holder.counts.leases, holding.holder.counts.refused_total) == (0, 1)
 
 
-def test_nothing_is_granted_after_the_time_to_follow(holding):
-    holding.holder.lease(ask(chain(2), follow_s=3.0))
+def test_nothing_is_granted_after_the_follow_deadline(holding):
+    holding.holder.lease(lease_request(chain(2), follow_s=3.0))
     holding.hold(chain(2))
 
     holding.now = 200.0
@@ -132,7 +132,7 @@ def test_nothing_is_granted_after_the_time_to_follow(holding):
 def test_each_grant_ends_at_its_own_expiry(holding):
     hashes = chain(4)
     prefill = Prefill(holding, hashes)
-    holding.holder.lease(ask(hashes, hold_s=5.0, follow_s=30.0))
+    holding.holder.lease(lease_request(hashes, hold_s=5.0, follow_s=30.0))
     prefill.compute(2)
     holding.holder.advance()
     holding.now = 104.0
@@ -153,7 +153,7 @@ def test_each_grant_ends_at_its_own_expiry(holding):
 def test_a_prompt_queued_longer_than_a_lease_is_still_followed(holding):
     hashes = chain(4)
     holding.hold(hashes[:1])
-    holding.holder.lease(ask(hashes, hold_s=5.0, follow_s=30.0))
+    holding.holder.lease(lease_request(hashes, hold_s=5.0, follow_s=30.0))
     holding.now = 120.0
     holding.holder.advance()
     prefill = Prefill(holding, hashes)
@@ -168,11 +168,11 @@ def test_full_memory_delays_grants_of_a_followed_prompt():
     holding = Holding(blocks=20, lease_share_max=0.3)
     hashes = chain(4)
     holding.hold(chain(6, "another prompt"))
-    holding.holder.lease(ask(chain(6, "another prompt"), "ask-0"))
+    holding.holder.lease(lease_request(chain(6, "another prompt"), "ask-0"))
     prefill = Prefill(holding, hashes)
     prefill.compute(4)
 
-    first = holding.holder.lease(ask(hashes, follow_s=30.0))
+    first = holding.holder.lease(lease_request(hashes, follow_s=30.0))
     assert (first.final, first.block_ids) == (False, b"")
     assert holding.holder.advance() == []
 
@@ -181,10 +181,10 @@ def test_full_memory_delays_grants_of_a_followed_prompt():
     assert (blocks_of(last), last.final) == (prefill.ids, True)
 
 
-def test_a_following_for_which_there_is_no_room_ends_soon():
+def test_following_ends_soon_when_the_lease_share_is_full():
     holding = Holding(blocks=20, lease_share_max=0.1)
     holding.hold(chain(4))
-    holding.holder.lease(ask(chain(4), hold_s=30.0, follow_s=30.0))
+    holding.holder.lease(lease_request(chain(4), hold_s=30.0, follow_s=30.0))
     assert holding.holder.advance() == []
 
     holding.now += FULL_S_MAX
@@ -197,7 +197,7 @@ def test_a_following_for_which_there_is_no_room_ends_soon():
 def test_the_last_grant_reports_the_holders_cached_tokens(holding):
     hashes = chain(3)
     prefill = Prefill(holding, hashes)
-    holding.holder.lease(ask(hashes, follow_s=30.0))
+    holding.holder.lease(lease_request(hashes, follow_s=30.0))
     holding.holder.note_prompt(hashes[-1], 2 * BLOCK_TOKENS)
     prefill.compute(2)
     (early,) = holding.holder.advance()
@@ -211,7 +211,7 @@ def test_a_late_follower_also_learns_the_cached_tokens(holding):
     holding.holder.note_prompt(chain(3)[-1], BLOCK_TOKENS)
     holding.hold(chain(3))
 
-    grant = holding.holder.lease(ask(chain(3), follow_s=30.0))
+    grant = holding.holder.lease(lease_request(chain(3), follow_s=30.0))
 
     assert (grant.final, grant.prefill_cached_tokens) == (True, BLOCK_TOKENS)
 
@@ -219,7 +219,7 @@ def test_a_late_follower_also_learns_the_cached_tokens(holding):
 def test_followers_are_told_when_the_engine_ends(holding):
     hashes = chain(4)
     prefill = Prefill(holding, hashes)
-    holding.holder.lease(ask(hashes, follow_s=30.0))
+    holding.holder.lease(lease_request(hashes, follow_s=30.0))
     prefill.compute(2)
     holding.holder.advance()
 
@@ -232,10 +232,13 @@ def test_followers_are_told_when_the_engine_ends(holding):
     assert (holding.free, holding.holder.counts.leases) == (holding.free_at_first, 0)
 
 
-def test_more_followers_than_are_kept_get_what_there_is(holding):
+def test_followers_beyond_the_maximum_get_only_cached_blocks(holding):
     hashes = chain(3)
     holding.hold(hashes[:1])
-    asks = [holding.holder.lease(ask(hashes, f"ask-{number}", follow_s=30.0)) for number in range(FOLLOWED_MAX + 1)]
+    grants = [
+        holding.holder.lease(lease_request(hashes, f"ask-{number}", follow_s=30.0))
+        for number in range(FOLLOWED_MAX + 1)
+    ]
 
-    assert [one.final for one in asks] == [False] * FOLLOWED_MAX + [True]
-    assert (len(blocks_of(asks[-1])), asks[-1].reason) == (1, NoGrant.NOT_HELD)
+    assert [one.final for one in grants] == [False] * FOLLOWED_MAX + [True]
+    assert (len(blocks_of(grants[-1])), grants[-1].reason) == (1, NoGrant.NOT_HELD)

@@ -1,31 +1,40 @@
-"""A thousand short lives of a holder: afterwards every block is free, and nothing is remembered."""
+"""Random event sequences of a holder: after each, every block is free and no state remains."""
 
 from __future__ import annotations
 
 import random
 
 from connector.holder.holder import FOLLOW_S_MAX
-from tests.unit.connector.holding import BLOCK_TOKENS, Holding, ask, blocks_of, chain, release, step
+from tests.unit.connector.holding import BLOCK_TOKENS, Holding, blocks_of, chain, lease_request, release, step
 
 HISTORIES = 1000
 PROMPTS = [chain(count, f"prompt {number}") for number, count in enumerate((1, 3, 5, 8))]
 
 
-class Life:
-    """Requests that compute in steps, readers that ask, vanish, or say the wrong thing."""
+class History:
+    """Requests that compute in steps; readers that request leases, disappear or send wrong messages."""
 
     def __init__(self, seed: int) -> None:
-        self.chance = random.Random(seed)
-        self.holding = Holding(blocks=40, lease_share_max=self.chance.choice([0.1, 0.5, 1.0]), lease_s_max=20.0)
+        self.rng = random.Random(seed)
+        self.holding = Holding(blocks=40, lease_share_max=self.rng.choice([0.1, 0.5, 1.0]), lease_s_max=20.0)
         self.holder = self.holding.holder
         self.requests: dict[str, tuple[list[bytes], list]] = {}
         self.steps: list = []
-        self.said: list = []
+        self.grants: list = []
         self.number = 0
 
     def any_event(self) -> None:
-        events = (self.start, self.end, self.compute, self.ask, self.ask, self.release, self.offer, self.wait)
-        self.chance.choice(events)()
+        events = (
+            self.start,
+            self.end,
+            self.compute,
+            self.request_lease,
+            self.request_lease,
+            self.release,
+            self.offer,
+            self.wait,
+        )
+        self.rng.choice(events)()
         self.number += 1
         pinned = self.holder.counts.pinned_blocks
         in_use = {block.block_id for _, blocks in self.requests.values() for block in blocks}
@@ -33,7 +42,7 @@ class Life:
         assert pinned <= 40
 
     def start(self) -> None:
-        hashes = self.chance.choice(PROMPTS)
+        hashes = self.rng.choice(PROMPTS)
         if self.holding.free < len(hashes):
             return
         blocks = self.holding.run(hashes)
@@ -47,85 +56,85 @@ class Life:
     def compute(self) -> None:
         if self.steps:
             self.holder.computed(self.steps.pop(0))
-        self.said += self.holder.advance()
+        self.grants += self.holder.advance()
 
     def end(self) -> None:
         if self.requests:
-            _, blocks = self.requests.pop(self.chance.choice(list(self.requests)))
+            _, blocks = self.requests.pop(self.rng.choice(list(self.requests)))
             self.holding.end(blocks)
 
-    def ask(self) -> None:
-        hold_s, follow_s = self.chance.uniform(0, 30), self.chance.choice([0.0, 10.0, 1e9])
-        asked = ask(
-            self.chance.choice(PROMPTS),
-            f"ask-{self.chance.randrange(12)}",
-            reader_id=self.chance.choice(["decode-1", "decode-2"]),
-            epoch=self.chance.choice([7, 7, 7, 6]),
+    def request_lease(self) -> None:
+        hold_s, follow_s = self.rng.uniform(0, 30), self.rng.choice([0.0, 10.0, 1e9])
+        request = lease_request(
+            self.rng.choice(PROMPTS),
+            f"ask-{self.rng.randrange(12)}",
+            reader_id=self.rng.choice(["decode-1", "decode-2"]),
+            epoch=self.rng.choice([7, 7, 7, 6]),
             hold_s=hold_s,
             follow_s=follow_s,
         )
-        self.said.append(self.holder.lease(asked))
+        self.grants.append(self.holder.lease(request))
 
     def offer(self) -> None:
         if self.requests:
-            hashes, blocks = self.chance.choice(list(self.requests.values()))
+            hashes, blocks = self.rng.choice(list(self.requests.values()))
             offer = self.holder.offer(hashes, [block.block_id for block in blocks])
             if offer is not None:
                 assert blocks_of(offer) == [block.block_id for block in blocks][: len(blocks_of(offer))]
 
     def release(self) -> None:
-        offered = f"prefill-1-7-{self.chance.randrange(1, 8)}"
-        reader = self.chance.choice(["decode-1", "decode-2"])
-        for _ in range(self.chance.choice([1, 1, 2])):
-            if self.chance.random() < 0.5:
+        offered = f"prefill-1-7-{self.rng.randrange(1, 8)}"
+        reader = self.rng.choice(["decode-1", "decode-2"])
+        for _ in range(self.rng.choice([1, 1, 2])):
+            if self.rng.random() < 0.5:
                 self.holder.release(release(lease_id=offered, reader_id=reader))
             else:
-                self.holder.release(release(f"ask-{self.chance.randrange(12)}", reader_id=reader))
+                self.holder.release(release(f"ask-{self.rng.randrange(12)}", reader_id=reader))
 
     def wait(self) -> None:
-        self.holding.now += self.chance.uniform(0, 8)
-        self.said += self.holder.advance()
+        self.holding.now += self.rng.uniform(0, 8)
+        self.grants += self.holder.advance()
 
     def finish(self) -> None:
         for _, blocks in self.requests.values():
             self.holding.end(blocks)
-        if self.chance.random() < 0.3:
+        if self.rng.random() < 0.3:
             self.holder.release_all()
         else:
             self.holding.now += FOLLOW_S_MAX + 1.0
-        self.said += self.holder.advance()
+        self.grants += self.holder.advance()
 
 
 def test_after_any_history_every_block_is_free():
     granted = 0
     for seed in range(HISTORIES):
-        life = Life(seed)
+        history = History(seed)
         for _ in range(30):
-            life.any_event()
-        life.finish()
-        counts = life.holder.counts
+            history.any_event()
+        history.finish()
+        counts = history.holder.counts
         granted += counts.granted_total
 
-        assert life.holding.free == life.holding.free_at_first, seed
+        assert history.holding.free == history.holding.free_at_first, seed
         assert (counts.leases, counts.pinned_blocks, counts.next_expiry_s) == (0, 0, 0.0), seed
         assert counts.granted_total == counts.released_total + counts.expired_total, seed
-        assert life.holding.pool.reset_prefix_cache(), seed
+        assert history.holding.pool.reset_prefix_cache(), seed
     assert granted > 3 * HISTORIES
 
 
 def test_each_followed_request_gets_exactly_one_final_grant_unless_released():
     for seed in range(100):
-        life = Life(seed)
-        life.release = lambda: None
+        history = History(seed)
+        history.release = lambda: None
         for _ in range(60):
-            life.any_event()
-        life.finish()
+            history.any_event()
+        history.finish()
 
-        open_asks: dict[str, int] = {}
-        for grant in life.said:
+        next_block: dict[str, int] = {}
+        for grant in history.grants:
             if grant.lease_id or not grant.final:
-                assert grant.first == open_asks.get(grant.ask_id, 0), seed
-                open_asks[grant.ask_id] = grant.first + len(blocks_of(grant))
+                assert grant.first == next_block.get(grant.ask_id, 0), seed
+                next_block[grant.ask_id] = grant.first + len(blocks_of(grant))
             if grant.final and grant.lease_id:
-                open_asks.pop(grant.ask_id, None)
-        assert open_asks == {}, seed
+                next_block.pop(grant.ask_id, None)
+        assert next_block == {}, seed

@@ -1,4 +1,4 @@
-"""Which prefixes an engine's requests used lately, as those learn who ask for them."""
+"""Which recently used prefixes an engine reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ALL = 100
 
 
 class Engine:
-    """Chains over a cache that holds everything but what it lost."""
+    """Chains over a cache that holds every block except ``lost``."""
 
     def __init__(self, **bounds):
         self.lost = set()

@@ -1,4 +1,4 @@
-"""An engine that only waits for other workers sleeps, and misses nothing."""
+"""An engine that only waits for other workers sleeps, and input or a wake-up ends the sleep at once."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def waiting():
 
 def test_input_ends_the_wait():
     idle_wait, inbox = waiting()
-    rests = threading.Thread(target=lambda: [idle_wait.wait() for _ in range(1000)])
+    waiter = threading.Thread(target=lambda: [idle_wait.wait() for _ in range(1000)])
     waited = inbox.not_empty.wait
 
-    def comes(_s):  # As soon as the engine waits: without a notification it would wait for ever.
+    def put_while_waiting(_s):  # Runs as soon as the engine waits: without a notification it would wait forever.
         threading.Thread(target=inbox.put, args=("request",)).start()
         return waited(None)
 
-    inbox.not_empty.wait = comes
-    rests.start()
-    rests.join(5.0)
+    inbox.not_empty.wait = put_while_waiting
+    waiter.start()
+    waiter.join(5.0)
 
-    assert not rests.is_alive()
+    assert not waiter.is_alive()
 
 
 def test_queued_input_prevents_the_wait():
@@ -59,18 +59,18 @@ def test_a_noted_change_prevents_the_next_wait():
 
 def test_wake_ends_the_wait():
     idle_wait, inbox = waiting()
-    rests = threading.Thread(target=idle_wait.wait)
+    waiter = threading.Thread(target=idle_wait.wait)
     waited = inbox.not_empty.wait
 
-    def is_rung(_s):  # As soon as the engine waits: without a notification it would wait for ever.
+    def wake_while_waiting(_s):  # Runs as soon as the engine waits: without a notification it would wait forever.
         threading.Thread(target=idle_wait.wake).start()
         return waited(None)
 
-    inbox.not_empty.wait = is_rung
-    rests.start()
-    rests.join(5.0)
+    inbox.not_empty.wait = wake_while_waiting
+    waiter.start()
+    waiter.join(5.0)
 
-    assert not rests.is_alive()
+    assert not waiter.is_alive()
 
 
 def test_wake_before_the_wait_prevents_it():

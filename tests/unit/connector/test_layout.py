@@ -1,4 +1,4 @@
-"""What a cache tensor must look like for its heads to be readable, and what two engines must share."""
+"""Which cache tensors have readable heads, and in what two engines must agree."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_block_of_the_cpu_engine_is_one_plane_of_heads():
     assert layer.planes == [KvPlane(offset=0, head_bytes=32 * 128 * 4, heads=4)]
 
 
-def test_keys_and_values_apart_are_two_planes():
+def test_separate_keys_and_values_are_two_planes():
     array = np.zeros((2, 10, 4, 16, 64), dtype=np.float16)
 
     layer = layer_of(tensor(array, "KBHNC"), blocks=10)
@@ -48,7 +48,7 @@ def test_a_latent_cache_is_one_head():
     assert layer.planes == [KvPlane(offset=0, head_bytes=64 * 576 * 2, heads=1)]
 
 
-def test_layers_that_lie_side_by_side_in_a_block_are_a_layer_each():
+def test_layers_interleaved_in_a_block_are_separate_layers():
     array = np.zeros((10, 3, 4, 16, 128), dtype=np.float16)  # blocks outermost, then layers
 
     layer = layer_of(tensor(array[:, 1], "BHNC"), blocks=10)
@@ -57,7 +57,7 @@ def test_layers_that_lie_side_by_side_in_a_block_are_a_layer_each():
     assert layer.base == array.ctypes.data + array.strides[1]
 
 
-def test_tokens_outside_heads_are_refused_with_what_to_do():
+def test_tokens_outside_heads_are_refused_with_a_remedy():
     array = np.zeros((10, 16, 4, 128), dtype=np.float16).transpose(0, 2, 1, 3)
 
     with pytest.raises(UnsupportedLayout, match="VLLM_KV_CACHE_LAYOUT"):

@@ -1,4 +1,4 @@
-"""vLLM's own KV caches in the exchange's words, and which engines are refused with what reason."""
+"""The layout read from vLLM's KV caches, and which engines are refused with what reason."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def latent():
 
 
 def cache_of(spec, layout=KVCacheLayout.LBHNC, kernel_block_size=None):
-    """The tensors and the configuration, made as vLLM's worker makes them."""
+    """Tensors and configuration as vLLM's worker creates them."""
     page = spec.page_size_bytes
     names = [f"model.layers.{number}.attn" for number in (0, 10, 2)[:LAYERS]]
     compact = layout.is_layer_compact
@@ -91,7 +91,7 @@ def test_a_layout_with_scattered_heads_is_refused(layout):
         layers_of(caches, config)
 
 
-def test_memory_that_layers_share_is_registered_once():
+def test_memory_shared_by_layers_is_registered_once():
     caches, config = cache_of(attention())
 
     (region,) = regions_of(caches)
@@ -114,7 +114,7 @@ def test_older_shapes_are_known(shape, dims):
 
 
 def engine(spec=None, groups=None, *, kv_heads=HEADS, mla=False, **parallel):
-    """What refuse_unsupported looks at."""
+    """The configuration that refuse_unsupported reads."""
     sizes = {
         "tensor_parallel_size": 1, "pipeline_parallel_size": 1,
         "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1,
@@ -161,6 +161,6 @@ def test_unsupported_engines_are_refused_at_start_with_a_reason(which, why):
         refuse_unsupported(*which)
 
 
-def test_heads_are_asked_to_lie_outside_tokens():
+def test_the_required_layout_has_heads_outside_tokens():
     assert required_layout(engine()[0]) == "LBHNC"
     assert required_layout(engine(mla=True)[0]) is None

@@ -1,4 +1,4 @@
-"""The leases of leases, beyond what any history shows."""
+"""Lease table properties that random histories do not show."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_reused_lease_id_keeps_its_own_expiry():
     assert leases.expire(9.0) == [2]
 
 
-def test_blocks_pinned_already_need_no_room():
+def test_already_pinned_blocks_do_not_count_against_the_maximum():
     leases = LeaseTable(LeaseLimits(pinned_blocks_max=3))
     leases.grant("lease", READER, [1, 2], until_s=5.0)
 
@@ -51,7 +51,7 @@ def test_blocks_pinned_already_need_no_room():
     assert leases.room_for([5, 6]) == 1
 
 
-def test_a_holder_without_a_pool_can_be_ended():
+def test_a_holder_without_a_pool_can_release_all():
     holder = Holder(HolderSettings(WorkerId("p"), Epoch(1)), lambda: 0.0)
 
     holder.release_all()

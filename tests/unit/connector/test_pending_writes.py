@@ -1,4 +1,4 @@
-"""A block is being written from the scheduling of the step that fills it until that step is computed."""
+"""A block is pending from the scheduling of the step that fills it until that step is computed."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_reused_request_id_starts_with_new_blocks(pending_writes):
     assert written(pending_writes) == [8]
 
 
-def test_a_step_unknown_here_changes_nothing(pending_writes):
+def test_an_unknown_step_changes_nothing(pending_writes):
     pending_writes.scheduled(step(new=[("r1", [5], 0, BLOCK_TOKENS)]))
 
     pending_writes.computed(step())

@@ -1,4 +1,4 @@
-"""What several ranks report, as one."""
+"""Reports of several ranks are combined into one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each request fetches before it is computed, and the account of it."""
+"""What each request fetches before it is computed, and its transfer report."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Request:
         return HASHES[: self.tokens // 32]
 
 
-class Desk:
-    """A reader whose time stands still, connected to a worker named p."""
+class Bench:
+    """A reader with a fixed clock, connected to a worker named p."""
 
     def __init__(self):
         self.peers = Peers()
@@ -59,15 +59,15 @@ class Desk:
         self.peers.know(Peer(handshake=handshake, clock_ahead_s=0.0))
 
     def grant(self, blocks, reason=None):
-        ask = self.reader.outbox.lease_requests[-1]
-        names = [ask.hashes[at : at + 32] for at in range(0, len(ask.hashes), 32)]
+        request = self.reader.outbox.lease_requests[-1]
+        names = [request.hashes[at : at + 32] for at in range(0, len(request.hashes), 32)]
         self.reader.on_grant(
             KvGrant(
                 reader_id="me",
                 worker_id="p",
                 epoch=1,
-                ask_id=ask.ask_id,
-                lease_id=ask.ask_id,
+                ask_id=request.ask_id,
+                lease_id=request.ask_id,
                 block_ids=pack_block_ids(blocks),
                 last_hash=names[len(blocks) - 1] if blocks else b"",
                 until_s=50.0,
@@ -85,79 +85,79 @@ class Desk:
 
 
 @pytest.fixture
-def desk():
-    return Desk()
+def bench():
+    return Bench()
 
 
-def test_an_offered_prompt_is_fetched_but_for_its_tail(desk):
+def test_an_offered_prompt_is_fetched_except_its_partial_block(bench):
     request = Request()
 
-    assert desk.reader.matched(request, HAND_OVER, 0) == 96
-    desk.reader.allocated(request, [101, 102, 103, 104], 96)
-    desk.read_all()
+    assert bench.reader.matched(request, HAND_OVER, 0) == 96
+    bench.reader.allocated(request, [101, 102, 103, 104], 96)
+    bench.read_all()
 
-    assert desk.reader.settle() == ({"r"}, set())
-    desk.reader.allocated(request, (), 0)
-    transfer_report = desk.reader.finished("r", HAND_OVER, None)
+    assert bench.reader.settle() == ({"r"}, set())
+    bench.reader.allocated(request, (), 0)
+    transfer_report = bench.reader.finished("r", HAND_OVER, None)
     assert (transfer_report.local_tokens, transfer_report.fetched_tokens, transfer_report.recomputed_tokens) == (
         0,
         96,
         4,
     )
-    assert desk.released() == ["L"]
+    assert bench.released() == ["L"]
 
 
-def test_the_last_token_of_a_fetched_prompt_is_computed(desk):
+def test_the_last_token_of_a_fetched_prompt_is_computed(bench):
     request = Request(tokens=96)
 
-    desk.reader.matched(request, HAND_OVER, 0)
-    desk.reader.allocated(request, [101, 102, 103], 96)
-    desk.read_all()
-    desk.reader.settle()
-    desk.reader.allocated(request, (), 0)
+    bench.reader.matched(request, HAND_OVER, 0)
+    bench.reader.allocated(request, [101, 102, 103], 96)
+    bench.read_all()
+    bench.reader.settle()
+    bench.reader.allocated(request, (), 0)
 
-    transfer_report = desk.reader.finished("r", HAND_OVER, None)
+    transfer_report = bench.reader.finished("r", HAND_OVER, None)
     assert (transfer_report.fetched_tokens, transfer_report.recomputed_tokens) == (95, 1)
 
 
-def test_missing_blocks_are_named_and_the_request_continues(desk):
+def test_missing_blocks_are_reported_and_the_request_continues(bench):
     request = Request()
-    desk.reader.matched(request, HAND_OVER, 0)
-    desk.reader.allocated(request, [101, 102, 103, 104], 96)
+    bench.reader.matched(request, HAND_OVER, 0)
+    bench.reader.allocated(request, [101, 102, 103, 104], 96)
 
-    desk.read_all(failure="gone")
+    bench.read_all(failure="gone")
 
-    assert desk.reader.settle() == ({"r"}, {101, 102, 103})
+    assert bench.reader.settle() == ({"r"}, {101, 102, 103})
 
 
-def test_a_failed_read_is_not_retried_at_the_same_source(desk):
+def test_a_failed_read_is_not_retried_at_the_same_source(bench):
     request = Request()
-    desk.reader.matched(request, HAND_OVER, 0)
-    desk.reader.allocated(request, [101, 102, 103, 104], 96)
-    desk.read_all(failure="gone")
-    desk.reader.settle()
+    bench.reader.matched(request, HAND_OVER, 0)
+    bench.reader.allocated(request, [101, 102, 103, 104], 96)
+    bench.read_all(failure="gone")
+    bench.reader.settle()
 
-    assert desk.reader.outbox.lease_requests == []
+    assert bench.reader.outbox.lease_requests == []
 
 
-def test_a_preempted_request_asks_again_by_content(desk):
+def test_a_preempted_request_requests_its_blocks_by_hash(bench):
     request = Request()
-    desk.reader.matched(request, HAND_OVER, 0)
-    desk.reader.allocated(request, [101, 102, 103, 104], 96)
-    desk.read_all()
-    desk.reader.settle()
-    desk.reader.allocated(request, (), 0)
+    bench.reader.matched(request, HAND_OVER, 0)
+    bench.reader.allocated(request, [101, 102, 103, 104], 96)
+    bench.read_all()
+    bench.reader.settle()
+    bench.reader.allocated(request, (), 0)
 
     request.num_preemptions, request.tokens = 1, 130
-    assert desk.reader.matched(request, HAND_OVER, 0) is None
-    desk.grant([7, 8, 9])
-    assert desk.reader.matched(request, HAND_OVER, 0) == 96
-    desk.reader.allocated(request, [1, 2, 3, 4, 5], 96)
-    desk.read_all()
-    desk.reader.settle()
-    desk.reader.allocated(request, (), 0)
+    assert bench.reader.matched(request, HAND_OVER, 0) is None
+    bench.grant([7, 8, 9])
+    assert bench.reader.matched(request, HAND_OVER, 0) == 96
+    bench.reader.allocated(request, [1, 2, 3, 4, 5], 96)
+    bench.read_all()
+    bench.reader.settle()
+    bench.reader.allocated(request, (), 0)
 
-    transfer_report = desk.reader.finished("r", HAND_OVER, None)
+    transfer_report = bench.reader.finished("r", HAND_OVER, None)
     assert (transfer_report.prompt_tokens, transfer_report.refetched_tokens, transfer_report.reprefilled_tokens) == (
         100,
         96,
@@ -165,64 +165,64 @@ def test_a_preempted_request_asks_again_by_content(desk):
     )
 
 
-def test_too_little_is_not_worth_a_fetch(desk):
-    assert desk.reader.matched(Request(tokens=40), READ_BACK, 0) == 0
-    assert desk.reader.outbox.lease_requests == []
+def test_fewer_tokens_than_the_minimum_are_not_fetched(bench):
+    assert bench.reader.matched(Request(tokens=40), READ_BACK, 0) == 0
+    assert bench.reader.outbox.lease_requests == []
 
 
 @pytest.mark.parametrize(("granted", "refused"), [([7, 8, 9], False), ([7], True)])
-def test_a_request_below_its_cache_threshold_is_refused(desk, granted, refused):
+def test_a_request_below_its_cache_threshold_is_refused(bench, granted, refused):
     order = LegOrder(sources=READ_BACK.sources, cache_hit_threshold=0.5)
     request = Request()
-    desk.reader.matched(request, order, 0)
-    desk.grant(granted)
+    bench.reader.matched(request, order, 0)
+    bench.grant(granted)
 
-    matched = desk.reader.matched(request, order, 0)
+    matched = bench.reader.matched(request, order, 0)
 
-    assert (matched is None, desk.reader.refused) == (refused, ["r"] if refused else [])
-
-
-def test_the_own_cache_counts_for_the_threshold(desk):
-    assert desk.reader.matched(Request(), LegOrder(cache_hit_threshold=0.9), 96) == 0
-    assert desk.reader.refused == []
+    assert (matched is None, bench.reader.refused) == (refused, ["r"] if refused else [])
 
 
-def test_an_empty_prompt_is_never_refused(desk):
-    assert desk.reader.matched(Request(tokens=0), LegOrder(cache_hit_threshold=1.0), 0) == 0
-    assert desk.reader.refused == []
+def test_locally_cached_tokens_count_for_the_threshold(bench):
+    assert bench.reader.matched(Request(), LegOrder(cache_hit_threshold=0.9), 96) == 0
+    assert bench.reader.refused == []
 
 
-def test_nobody_waits_for_a_worker_that_cannot_be_connected(desk):
-    desk.peers.forget(("p", 1))
-    desk.peers.shun(("p", 1))
-
-    assert desk.reader.matched(Request(), HAND_OVER, 0) == 0
+def test_an_empty_prompt_is_never_refused(bench):
+    assert bench.reader.matched(Request(tokens=0), LegOrder(cache_hit_threshold=1.0), 0) == 0
+    assert bench.reader.refused == []
 
 
-def test_a_worker_that_is_known_anew_is_asked_again(desk):
-    desk.peers.shun(("p", 1))
-    desk.connect()
+def test_a_request_does_not_wait_for_an_unreachable_worker(bench):
+    bench.peers.forget(("p", 1))
+    bench.peers.shun(("p", 1))
 
-    assert desk.reader.matched(Request(), HAND_OVER, 0) == 96
+    assert bench.reader.matched(Request(), HAND_OVER, 0) == 0
 
 
-def test_an_aborted_request_keeps_its_blocks_until_reads_end(desk):
+def test_a_reconnected_worker_is_used_again(bench):
+    bench.peers.shun(("p", 1))
+    bench.connect()
+
+    assert bench.reader.matched(Request(), HAND_OVER, 0) == 96
+
+
+def test_an_aborted_request_keeps_its_blocks_until_reads_end(bench):
     request = Request()
-    desk.reader.matched(request, HAND_OVER, 0)
-    desk.reader.allocated(request, [101, 102, 103, 104], 96)
+    bench.reader.matched(request, HAND_OVER, 0)
+    bench.reader.allocated(request, [101, 102, 103, 104], 96)
 
-    desk.reader.finished("r", HAND_OVER, None)
-    assert desk.reader.settle() == (set(), set())
-    assert desk.reader.outbox.cancel
+    bench.reader.finished("r", HAND_OVER, None)
+    assert bench.reader.settle() == (set(), set())
+    assert bench.reader.outbox.cancel
 
-    desk.read_all(failure="cancelled")
-    assert desk.reader.settle() == ({"r"}, set())
-    assert desk.reader.idle
+    bench.read_all(failure="cancelled")
+    assert bench.reader.settle() == ({"r"}, set())
+    assert bench.reader.idle
 
 
-def test_an_offer_that_is_not_needed_is_given_back(desk):
-    desk.reader.matched(Request(), HAND_OVER, 96)
+def test_an_unneeded_offer_is_released(bench):
+    bench.reader.matched(Request(), HAND_OVER, 96)
 
-    desk.reader.finished("r", HAND_OVER, None)
+    bench.reader.finished("r", HAND_OVER, None)
 
-    assert desk.released() == ["L"]
+    assert bench.released() == ["L"]

@@ -1,4 +1,4 @@
-"""The thread beside the model: takes orders at once, says what became of them, and dies loudly."""
+"""The transfer thread takes orders at once, reports their results, and fails the engine if it fails."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ BIG = Shape(blocks=64, layers=2, block_size=64, content=512)
 """A block is 1 MB."""
 PART_BYTES = 8 << 20
 BLOCKS = list(range((PART_BYTES >> 20) + 1))
-"""Of a read in two parts."""
+"""A read of two parts."""
 
 
 class Side:
-    """A reader whose agent does ``before_read``, and a holder."""
+    """A holder, and a reader whose agent calls ``before_read``."""
 
     def __init__(self, before_read: Callable[[int], None] = lambda _: None, shape: Shape | None = None) -> None:
         network, shape = MemoryNetwork(), shape or Shape()
