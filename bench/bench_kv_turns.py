@@ -68,7 +68,7 @@ async def converse(fleet: BenchFleet, prompts: Prompts, turns: int, answer_token
         prompt = history + prompts.new(NEW_TOKENS)
         ttft_s, answer, request_id = await ask(fleet, prompt, answer_tokens, **fields)
         if number:
-            legs = await fleet.tap.story(request_id)
+            legs = await fleet.tap.legs_of(request_id)
             transfer_report = legs[LegKind.PREFILL].transfer_report
             taken.append(Turn(len(history), ttft_s, transfer_report.fetched_tokens, transfer_report.recomputed_tokens))
         history = prompt + answer
@@ -83,7 +83,7 @@ async def next_turn(fleet: BenchFleet, prompts: Prompts, history_tokens: int, ho
     _ttft, answer, _name = await ask(fleet, first, NEW_TOKENS, **fields)
     await asyncio.sleep(INDEXED_S)
     ttft_s, _answer, name = await ask(fleet, first + answer + prompts.new(NEW_TOKENS), 2, **fields)
-    transfer_report = (await fleet.tap.story(name))[LegKind.PREFILL].transfer_report
+    transfer_report = (await fleet.tap.legs_of(name))[LegKind.PREFILL].transfer_report
     return Turn(history_tokens, ttft_s, transfer_report.fetched_tokens, transfer_report.recomputed_tokens)
 
 

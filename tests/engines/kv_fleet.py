@@ -1,5 +1,7 @@
-"""A whole system with real engines whose NATS belongs to the test: one endpoint that streams each handoff and one that
-does not, a worker that serves a second name with a cache hit threshold of its own, and a store.
+"""A system with real engines on the test's own NATS server.
+
+It has an endpoint that streams each handoff and one that does not, a worker that serves a second model name with its own
+cache hit threshold, and a store.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ from tests.support.worker_processes import WorkerProcess, start_worker
 
 PREFILL, DECODE, PICKY, STORE = "prefill-1", "decode-1", "decode-2", "store-1"
 STORE_BYTES = str(64 << 20)
-"""Of memory, and of files."""
+"""Size of its memory tier, and of its file tier."""
 PICKY_MODEL = "picky"
-"""A second name of the model that only the picky worker has."""
+"""A second name of the model, served by the worker ``PICKY`` only."""
 PICKY_THRESHOLD = 0.8
 ENGINES_START_S_MAX = 400.0
 ANSWER_S_MAX = 120.0
@@ -40,28 +42,28 @@ class Fleet:
     nats: NatsServer
     system: System
     endpoints: dict[str, str]
-    """``streamed`` and ``offered``: how the handoff goes there."""
+    """URLs of the routers by handoff: ``streamed`` or ``offered``."""
     folder: Path
     store: WorkerProcess
 
     def restart_store(self) -> None:
-        """Killed, and started again as it was."""
+        """Kill the store and start it again with the same files."""
         self.store.kill()
         self.store = start_store(self.nats, self.folder)
 
 
 def start_store(nats: NatsServer, folder: Path) -> WorkerProcess:
-    """Whatever the files of an earlier one hold, it has."""
+    """Start a store; it serves the blocks in the files of an earlier one."""
     sizes = {"store_memory_bytes": STORE_BYTES, "store_files_bytes": STORE_BYTES}
     return start_worker(nats.url, STORE, folder, role="store", store_dir=str(folder / "kv-store"), **sizes)
 
 
 @contextmanager
 def kv_fleet(folder: Path, **variables: str) -> Iterator[Fleet]:
-    """Three engines: start it once."""
+    """Starts three engines, so share one fleet between tests."""
     offered = free_port()
-    by_nobody = {"WORKER_KV_COPY_USES_MIN": "0"}  # the store has what a test tells it to take, and nothing else
-    env = {"ROUTER_STREAM_TOKENS_MIN": STREAM_ALL, **by_nobody, **variables}
+    no_copies = {"WORKER_KV_COPY_USES_MIN": "0"}  # The store copies only what a test orders.
+    env = {"ROUTER_STREAM_TOKENS_MIN": STREAM_ALL, **no_copies, **variables}
     with (
         NatsServer(folder) as nats,
         System(folder / "state", "--prefill", "1", "--decode", "1", nats_url=nats.url, env=env) as system,
@@ -77,7 +79,7 @@ def kv_fleet(folder: Path, **variables: str) -> Iterator[Fleet]:
             nats.url,
             PICKY,
             folder,
-            environ={**by_nobody, **variables},
+            environ={**no_copies, **variables},
             role="decode",
             cache_hit_threshold=str(PICKY_THRESHOLD),
             engine_args=f"--served-model-name baton-tiny {PICKY_MODEL}",
@@ -95,7 +97,7 @@ def kv_fleet(folder: Path, **variables: str) -> Iterator[Fleet]:
 
 
 def exact(url: str) -> int:
-    """Workers whose blocks that router knows exactly."""
+    """Number of workers whose blocks the router knows exactly."""
     try:
         text = httpx.get(f"{url}/metrics", trust_env=False).text
     except httpx.HTTPError:
@@ -104,8 +106,8 @@ def exact(url: str) -> int:
 
 
 @dataclass(frozen=True)
-class Said:
-    """An HTTP answer."""
+class HttpReply:
+    """An HTTP reply."""
 
     status: int
     request_id: str
@@ -123,42 +125,44 @@ class Said:
 
 @dataclass
 class Client:
-    """Asks over HTTP, and drives workers directly."""
+    """Sends HTTP requests, and sends legs to workers directly."""
 
     fleet: Fleet
     http: httpx.AsyncClient
     tap: Tap
     driver: Driver
 
-    async def ask(self, prompt: Sequence[int] | str, mode: str = "auto", by: str = "streamed", **fields: Any) -> Said:
-        """A greedy completion. ``by`` is the endpoint."""
-        asked = {**body([]), "prompt": prompt, "return_token_ids": True, **fields}
-        url = f"{self.fleet.endpoints[by]}/v1/completions"
-        answer = await self.http.post(url, json=asked, headers={"x-baton-mode": mode})
-        return Said(answer.status_code, answer.headers.get("x-request-id", ""), answer.json())
+    async def ask(
+        self, prompt: Sequence[int] | str, mode: str = "auto", endpoint: str = "streamed", **fields: Any
+    ) -> HttpReply:
+        """A greedy completion. ``endpoint`` is a key of ``Fleet.endpoints``."""
+        request = {**body([]), "prompt": prompt, "return_token_ids": True, **fields}
+        url = f"{self.fleet.endpoints[endpoint]}/v1/completions"
+        reply = await self.http.post(url, json=request, headers={"x-baton-mode": mode})
+        return HttpReply(reply.status_code, reply.headers.get("x-request-id", ""), reply.json())
 
     async def events(self, prompt: Sequence[int], mode: str = "auto", **fields: Any) -> list[dict[str, Any]]:
-        """The same, streamed; all events."""
-        asked = {**body(prompt), "return_token_ids": True, **fields, "stream": True}
+        """All events of a streamed greedy completion."""
+        request = {**body(prompt), "return_token_ids": True, **fields, "stream": True}
         url = f"{self.fleet.endpoints['streamed']}/v1/completions"
-        async with self.http.stream("POST", url, json=asked, headers={"x-baton-mode": mode}) as answer:
-            assert answer.status_code == 200, await answer.aread()
-            lines = [line.removeprefix("data: ") async for line in answer.aiter_lines() if line]
+        async with self.http.stream("POST", url, json=request, headers={"x-baton-mode": mode}) as reply:
+            assert reply.status_code == 200, await reply.aread()
+            lines = [line.removeprefix("data: ") async for line in reply.aiter_lines() if line]
         return [json.loads(line) for line in lines if line != "[DONE]"]
 
     async def alone(self, prompt: Sequence[int], tokens: int = 16) -> list[int]:
-        """What one engine says that computes everything itself."""
+        """Expected output tokens: those of one engine that fetches and reuses nothing."""
         return await self.driver.alone(PREFILL, prompt, tokens)
 
 
 @asynccontextmanager
 async def client_of(fleet: Fleet) -> AsyncIterator[Client]:
-    """Everything that one test needs of the fleet."""
+    """A client for one test, once all workers have sent a load report."""
     timeout = httpx.Timeout(ANSWER_S_MAX)
     async with (
         httpx.AsyncClient(timeout=timeout, trust_env=False) as http,
         Tap(fleet.nats.url) as tap,
         driving(tap) as driver,
     ):
-        await tap.until(lambda: {PREFILL, DECODE, PICKY} <= tap.loads.keys(), "all workers say how busy they are")
+        await tap.until(lambda: {PREFILL, DECODE, PICKY} <= tap.loads.keys(), "all workers have sent a load report")
         yield Client(fleet, http, tap, driver)

@@ -1,4 +1,4 @@
-"""Grants that no holder gave."""
+"""Forged grants, which no holder sent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shared.contracts.message import Message
 
 
 class Garbled(Message, frozen=True, kw_only=True):
-    """No grant at all."""
+    """A message on the grant subject that does not decode as a grant."""
 
     reader_id: str
     ask_id: str
@@ -23,31 +23,33 @@ class Garbled(Message, frozen=True, kw_only=True):
 GARBLED = Channel(KV_GRANT.subject, Garbled, Delivery.COMMAND, KV_GRANT.senders, KV_GRANT.receivers)
 
 
-def forged(ask: LeaseKv, **fields: object) -> KvGrant:
-    """A grant of everything that was asked for, but for ``fields``."""
-    hashes = unpack_full_hashes(ask.hashes)
-    whole = KvGrant(
-        reader_id=ask.reader_id,
-        worker_id=ask.worker_id,
-        epoch=ask.epoch,
-        ask_id=ask.ask_id,
+def forged(request: LeaseKv, **fields: object) -> KvGrant:
+    """A grant of all requested blocks, with ``fields`` replaced."""
+    hashes = unpack_full_hashes(request.hashes)
+    grant = KvGrant(
+        reader_id=request.reader_id,
+        worker_id=request.worker_id,
+        epoch=request.epoch,
+        ask_id=request.ask_id,
         lease_id="forged",
         block_ids=pack_block_ids(range(1, len(hashes) + 1)),
         last_hash=hashes[-1],
         until_s=time.monotonic() + 60.0,
         clock_s=time.monotonic(),
     )
-    return msgspec.structs.replace(whole, **fields)
+    return msgspec.structs.replace(grant, **fields)
 
 
 FORGERIES: dict[str, Callable[[LeaseKv], Message]] = {
-    "another life": lambda ask: forged(ask, epoch=ask.epoch - 1),
-    "another worker": lambda ask: forged(ask, worker_id="nobody"),
-    "another ask": lambda ask: forged(ask, ask_id="asked-by-nobody"),
-    "other blocks": lambda ask: forged(ask, last_hash=bytes(32)),
-    "blocks that are none": lambda ask: forged(ask, block_ids=pack_block_ids([2**31] * (len(ask.hashes) // 32))),
-    "too many blocks": lambda ask: forged(ask, block_ids=pack_block_ids(range(1, 40))),
-    "not the first ones": lambda ask: forged(ask, first=3),
-    "half a number": lambda ask: forged(ask, block_ids=b"abc"),
-    "garbage": lambda ask: Garbled(reader_id=ask.reader_id, ask_id=ask.ask_id),
+    "another epoch": lambda request: forged(request, epoch=request.epoch - 1),
+    "another worker": lambda request: forged(request, worker_id="unknown-worker"),
+    "another request": lambda request: forged(request, ask_id="unknown-request"),
+    "another prompt": lambda request: forged(request, last_hash=bytes(32)),
+    "block ids out of range": lambda request: forged(
+        request, block_ids=pack_block_ids([2**31] * (len(request.hashes) // 32))
+    ),
+    "too many blocks": lambda request: forged(request, block_ids=pack_block_ids(range(1, 40))),
+    "not from the first block on": lambda request: forged(request, first=3),
+    "truncated block ids": lambda request: forged(request, block_ids=b"abc"),
+    "garbage": lambda request: Garbled(reader_id=request.reader_id, ask_id=request.ask_id),
 }

@@ -1,7 +1,7 @@
-"""Two workers with real engines that the test may freeze, kill and start again, and NATS with them.
+"""Two workers with real engines and a NATS server, which a test may freeze, kill and restart.
 
-The engines reach each other over TCP, as on two machines: there a read needs the holder to live, so a frozen holder is
-how a test stands in the middle of a read.
+The engines exchange over TCP, as between machines. A TCP read needs the holder's process to run, so a test freezes the
+holder to act in the middle of a read.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from tests.support.worker_processes import WorkerProcess, start_worker, wait_rea
 PREFILL, DECODE = "p1", "d1"
 LEASE_S = 6.0
 CHUNK_TOKENS = 256
-"""Of a prompt, computed in one step of the prefill engine."""
+"""Prompt tokens that the prefill engine computes in one step."""
 DECODE_KV_BYTES = 8 * 2**20
-"""64 blocks, of which one is vLLM's own: two long prompts fill it."""
+"""64 blocks, of which vLLM reserves one: two long prompts fill it."""
 START_S_MAX = 400.0
 LEG_S_MAX = 40.0
-"""The longest that any leg of these tests may take, whatever breaks."""
+"""Maximum duration of any leg in these tests, under any fault."""
 READ_BEGUN_S = 0.5
 ENVIRON = {"UCX_TLS": "tcp,self"}
 
@@ -52,7 +52,7 @@ class Pair:
 
     @contextmanager
     def frozen_prefill_engine(self) -> Iterator[psutil.Process]:
-        """It lives and does nothing, until the block ends or it was killed."""
+        """Suspend the prefill engine until the ``with`` block ends or the engine is killed."""
         core = self.prefill.engine_core()
         core.suspend()
         try:
@@ -62,7 +62,7 @@ class Pair:
                 core.resume()
 
     async def restart_prefill(self, tap: Tap) -> None:
-        """A new life of the prefill worker."""
+        """Kill the prefill worker, start it again and wait until it is ready."""
         old = tap.loads[PREFILL].epoch
         self.prefill.kill()
         self.prefill = start_prefill(self.nats.url, self.folder)
@@ -104,7 +104,7 @@ def start_decode(url: str, folder: Path) -> WorkerProcess:
 
 @contextmanager
 def kv_pair(folder: Path) -> Iterator[Pair]:
-    """Two engines: start it once."""
+    """Starts two engines, so share one pair between tests."""
     with NatsServer(folder) as nats:
         pair = Pair(nats, folder, start_prefill(nats.url, folder), start_decode(nats.url, folder))
         try:
@@ -117,7 +117,7 @@ def kv_pair(folder: Path) -> Iterator[Pair]:
 
 @asynccontextmanager
 async def driver_of(pair: Pair) -> AsyncIterator[Driver]:
-    """What one test needs. A worker that the test before has lost is started again: each failure is its own."""
+    """A driver for one test. Restarts a worker that an earlier test killed, so that failures do not spread."""
     if pair.prefill.process.poll() is not None:
         pair.prefill = start_prefill(pair.nats.url, pair.folder)
     if pair.decode.process.poll() is not None:
@@ -132,20 +132,20 @@ async def driver_of(pair: Pair) -> AsyncIterator[Driver]:
         yield driver
 
 
-def draw(seed: int, tokens: int) -> list[int]:
+def random_prompt(seed: int, tokens: int) -> list[int]:
     return random.Random(seed).choices(VOCABULARY, k=tokens)
 
 
-async def begun(leg: Leg) -> list[Frame]:
-    """Its frames until the first token is among them."""
+async def until_first_token(leg: Leg) -> list[Frame]:
+    """The leg's frames up to those with the first token."""
     frames: list[Frame] = []
     while not any(frame.kind is FrameKind.DATA for frame in frames):
         frames += await leg.frames()
     return frames
 
 
-async def rest(leg: Leg, frames: Sequence[Frame] = ()) -> list[Frame]:
-    """All frames of a leg, ``frames`` being read already. Raises LegFailed."""
+async def remaining_frames(leg: Leg, frames: Sequence[Frame] = ()) -> list[Frame]:
+    """All frames of a leg, of which ``frames`` are read already. Raises LegFailed."""
     read = list(frames)
     async with asyncio.timeout(LEG_S_MAX):
         while not read or read[-1].kind is not FrameKind.END:
@@ -153,8 +153,8 @@ async def rest(leg: Leg, frames: Sequence[Frame] = ()) -> list[Frame]:
     return read
 
 
-async def reads(driver: Driver, legs: int) -> None:
-    """Wait until decode serves so many legs, and the last has begun to read, which nobody tells while it goes on."""
+async def until_decode_reads(driver: Driver, legs: int) -> None:
+    """Wait until the decode worker serves ``legs`` legs and the last has begun its read, which no message reports."""
     await driver.tap.until(lambda: driver.tap.loads[DECODE].legs == legs, f"decode serves {legs}")
     await asyncio.sleep(READ_BEGUN_S)
 
@@ -164,15 +164,17 @@ def tokens_of(frames: Sequence[Frame]) -> list[int]:
 
 
 def report_of(frames: Sequence[Frame]) -> tuple[LegReport, KvTransferReport]:
-    """What a leg ended with."""
+    """The report at the leg's end and its transfer report."""
     report = frames[-1].report
     assert report is not None
-    assert report.kv is not None, "no transfer_report"
+    assert report.kv is not None, "no transfer report"
     return report, report.kv
 
 
-async def two_that_do_not_fit(driver: Driver, first: list[int], second: list[int], **options: Any) -> tuple[Leg, Leg]:
-    """Both are decoding; when they have grown by a block or two, the second one is preempted."""
+async def start_two_that_do_not_fit(
+    driver: Driver, first: list[int], second: list[int], **options: Any
+) -> tuple[Leg, Leg]:
+    """Start two decode legs; when they have grown by a block or two, the second one is preempted."""
     offers = [await driver.offered(PREFILL, prompt) for prompt in (first, second)]
     legs = []
     for prompt, offer, tokens, more in ((first, offers[0], 600, {}), (second, offers[1], 60, options)):
@@ -192,11 +194,11 @@ async def two_that_do_not_fit(driver: Driver, first: list[int], second: list[int
 
 
 def packed(offer: KvOffer) -> bytes:
-    """As it travels in StartLeg."""
+    """The offer as encoded in StartLeg."""
     return msgspec.msgpack.encode(offer)
 
 
 def kill(process: psutil.Process) -> None:
-    """No goodbye."""
+    """Kill the process, also when it is suspended."""
     process.send_signal(signal.SIGKILL)
     process.send_signal(signal.SIGCONT)

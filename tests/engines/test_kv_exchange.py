@@ -64,8 +64,8 @@ async def test_twenty_prompts_give_the_same_tokens_streamed_and_offered_as_on_on
 
     for handoff in ("streamed", "offered"):
         for prompt, expected in zip(prompts, alone, strict=True):
-            said = await client.ask(prompt, "disaggregated", by=handoff, cache_salt=handoff)
-            legs = await client.tap.story(said.request_id)
+            said = await client.ask(prompt, "disaggregated", endpoint=handoff, cache_salt=handoff)
+            legs = await client.tap.legs_of(said.request_id)
             prefill, decode = legs[LegKind.PREFILL].transfer_report, legs[LegKind.DECODE].transfer_report
 
             assert said.token_ids == expected, (handoff, len(prompt), decode)
@@ -99,7 +99,7 @@ async def test_the_next_turn_fetches_what_the_decode_engine_generated(client: Cl
     second = first + said.token_ids + draw(42, 100)
 
     turn = await client.ask(second, "disaggregated", baton={"sources": [DECODE]})  # see below
-    prefill = (await client.tap.story(turn.request_id))[LegKind.PREFILL].transfer_report
+    prefill = (await client.tap.legs_of(turn.request_id))[LegKind.PREFILL].transfer_report
 
     assert turn.token_ids == await client.alone(second)
     history = whole_blocks(len(first) + len(said.token_ids) - 1)
@@ -119,7 +119,7 @@ async def test_an_edited_and_a_shortened_history_match_less_and_are_never_wrong(
     for prompt, same in ((edited, 26 * BLOCK), (shortened, 32 * BLOCK)):
         # Whether to fetch so little is placement's to decide, by how busy it finds the workers: here it is told to.
         turn = await client.ask(prompt, "disaggregated", baton={"sources": [DECODE]})
-        prefill = (await client.tap.story(turn.request_id))[LegKind.PREFILL].transfer_report
+        prefill = (await client.tap.legs_of(turn.request_id))[LegKind.PREFILL].transfer_report
 
         assert turn.token_ids == await client.alone(prompt)
         assert prefill.local_tokens + prefill.fetched_tokens == same, prefill
@@ -211,7 +211,7 @@ async def test_a_prefill_leg_is_exempt_and_what_can_be_fetched_counts(client: Cl
     cold = draw(95, 700)
 
     for handoff in ("streamed", "offered"):
-        said = await client.ask(cold, "disaggregated", by=handoff, cache_salt=handoff, cache_hit_threshold=0.9)
+        said = await client.ask(cold, "disaggregated", endpoint=handoff, cache_salt=handoff, cache_hit_threshold=0.9)
 
         assert said.token_ids == await client.alone(cold)
 
@@ -225,7 +225,7 @@ async def test_two_hundred_requests_with_random_aborts_leave_nothing_pinned(clie
             asking = client.ask(
                 draw(1000 + number, dice.randint(40, 900)),
                 "disaggregated",
-                by=dice.choice(("streamed", "offered")),
+                endpoint=dice.choice(("streamed", "offered")),
                 max_tokens=dice.randint(1, 24),
             )
             try:

@@ -21,17 +21,17 @@ from tests.engines.kv_pair import (
     LEG_S_MAX,
     PREFILL,
     Pair,
-    begun,
-    draw,
     driver_of,
     kill,
     kv_pair,
     packed,
-    reads,
+    random_prompt,
+    remaining_frames,
     report_of,
-    rest,
+    start_two_that_do_not_fit,
     tokens_of,
-    two_that_do_not_fit,
+    until_decode_reads,
+    until_first_token,
 )
 from tests.support.kv_driver import BLOCK, TOKENS, Driver, transfer_report_of
 
@@ -62,7 +62,7 @@ async def driver(pair: Pair) -> AsyncIterator[Driver]:
 
 
 async def test_a_handoff_over_tcp_works_offered_and_followed(pair: Pair, driver: Driver):
-    prompt = draw(1, 40 * BLOCK + 3)
+    prompt = random_prompt(1, 40 * BLOCK + 3)
 
     offered = await driver.taken(DECODE, prompt, await driver.offered(PREFILL, prompt))
     salted = {"fields": {"cache_salt": "followed"}}
@@ -81,7 +81,7 @@ async def test_a_handoff_over_tcp_works_offered_and_followed(pair: Pair, driver:
 
 
 async def test_blocks_whose_lease_ended_before_the_read_are_computed(driver: Driver):
-    prompt = draw(2, PROMPT)
+    prompt = random_prompt(2, PROMPT)
     offer = await driver.offered(PREFILL, prompt)
     await driver.tap.until_settled(PREFILL, s_max=EXPIRED_S_MAX)
     assert time.monotonic() > offer.until_s - 0.5
@@ -94,13 +94,13 @@ async def test_blocks_whose_lease_ended_before_the_read_are_computed(driver: Dri
 
 
 async def test_blocks_whose_lease_ends_during_the_read_are_not_used(pair: Pair, driver: Driver):
-    prompt = draw(3, PROMPT)
+    prompt = random_prompt(3, PROMPT)
     expected = await driver.alone(PREFILL, prompt)
     offer = await driver.offered(PREFILL, prompt)
 
     with pair.frozen_prefill_engine():
         reading = asyncio.create_task(driver.taken(DECODE, prompt, offer, deadline_s=LEG_S_MAX))
-        await reads(driver, 1)
+        await until_decode_reads(driver, 1)
         await asyncio.sleep(offer.until_s - time.monotonic() + LATE_S)  # the lease's own time is what is waited for
     answer = await reading
 
@@ -114,7 +114,7 @@ async def test_blocks_whose_lease_ends_during_the_read_are_not_used(pair: Pair, 
 
 
 async def test_a_corrupted_or_stale_grant_is_not_believed(pair: Pair, driver: Driver):
-    prompts = {name: draw(40 + number, PROMPT) for number, name in enumerate(FORGERIES)}
+    prompts = {name: random_prompt(40 + number, PROMPT) for number, name in enumerate(FORGERIES)}
     expected = {name: await driver.alone(PREFILL, prompt) for name, prompt in prompts.items()}
 
     with pair.frozen_prefill_engine():
@@ -128,45 +128,49 @@ async def test_a_corrupted_or_stale_grant_is_not_believed(pair: Pair, driver: Dr
             lie = forge(ask)
             await driver.bus.publish(GARBLED if isinstance(lie, Garbled) else KV_GRANT, lie)
 
-            assert tokens_of(await rest(leg)) == expected[name], name
+            assert tokens_of(await remaining_frames(leg)) == expected[name], name
             print(f"\n{name}: computed after {time.monotonic() - begun_at:.1f} s", end="")
 
 
 async def test_a_client_that_leaves_at_any_phase_leaves_nothing_behind(pair: Pair, driver: Driver):
     tap = driver.tap
 
-    prefilling = await driver.start(PREFILL, LegKind.PREFILL, draw(50, 1900))
+    prefilling = await driver.start(PREFILL, LegKind.PREFILL, random_prompt(50, 1900))
     await tap.until(lambda: tap.loads[PREFILL].running, "it is prefilling")
     prefilling.cancel()
     await tap.until_settled(PREFILL)
 
-    offer = await driver.offered(PREFILL, draw(51, PROMPT))
+    offer = await driver.offered(PREFILL, random_prompt(51, PROMPT))
     with pair.frozen_prefill_engine():
         asked = len(tap.leases)
-        asking = await driver.start(DECODE, LegKind.DECODE, draw(52, PROMPT), kv_sources=[driver.source(PREFILL)])
+        asking = await driver.start(
+            DECODE, LegKind.DECODE, random_prompt(52, PROMPT), kv_sources=[driver.source(PREFILL)]
+        )
         following = [driver.source(PREFILL, follow=True)]
-        waiting = await driver.start(DECODE, LegKind.DECODE, draw(53, PROMPT), kv_sources=following)
+        waiting = await driver.start(DECODE, LegKind.DECODE, random_prompt(53, PROMPT), kv_sources=following)
         await tap.until(lambda: len(tap.leases) >= asked + 2, "both ask")
-        reading = await driver.start(DECODE, LegKind.DECODE, draw(51, PROMPT), kv_transfer=packed(offer))
-        await reads(driver, 3)
+        reading = await driver.start(DECODE, LegKind.DECODE, random_prompt(51, PROMPT), kv_transfer=packed(offer))
+        await until_decode_reads(driver, 3)
         for leg in (asking, waiting, reading):
             leg.cancel()
         await tap.until(lambda: not tap.loads[DECODE].legs, "the legs are over")
     await tap.until_settled(PREFILL, DECODE, s_max=0.9 * LEASE_S)
 
-    decoding = await driver.start(DECODE, LegKind.DECODE, draw(54, PROMPT), fields={"stream": True, "max_tokens": 900})
-    await begun(decoding)
+    decoding = await driver.start(
+        DECODE, LegKind.DECODE, random_prompt(54, PROMPT), fields={"stream": True, "max_tokens": 900}
+    )
+    await until_first_token(decoding)
     decoding.cancel()
     await tap.until_settled(DECODE)
 
 
 async def test_a_preempted_decode_request_fetches_again_and_computes_only_its_tail(pair: Pair, driver: Driver):
-    first, second = draw(60, 30 * BLOCK), draw(61, 30 * BLOCK)
+    first, second = random_prompt(60, 30 * BLOCK), random_prompt(61, 30 * BLOCK)
     expected = await driver.alone(PREFILL, second, 60)
 
-    hungry, victim = await two_that_do_not_fit(driver, first, second)
-    await rest(hungry)
-    frames = await rest(victim)
+    hungry, victim = await start_two_that_do_not_fit(driver, first, second)
+    await remaining_frames(hungry)
+    frames = await remaining_frames(victim)
     _report, transfer_report = report_of(frames)
 
     print(f"\n{transfer_report}")
@@ -178,13 +182,13 @@ async def test_a_preempted_decode_request_fetches_again_and_computes_only_its_ta
 
 
 async def test_a_preempted_request_below_its_threshold_is_bounced(pair: Pair, driver: Driver):
-    first, second = draw(62, 30 * BLOCK), draw(63, 30 * BLOCK)
+    first, second = random_prompt(62, 30 * BLOCK), random_prompt(63, 30 * BLOCK)
 
-    hungry, victim = await two_that_do_not_fit(driver, first, second, cache_hit_threshold=0.9)
-    frames = await begun(victim)
+    hungry, victim = await start_two_that_do_not_fit(driver, first, second, cache_hit_threshold=0.9)
+    frames = await until_first_token(victim)
     with pair.frozen_prefill_engine():
-        await rest(hungry)
-        frames = await rest(victim, frames)
+        await remaining_frames(hungry)
+        frames = await remaining_frames(victim, frames)
 
     report, transfer_report = report_of(frames)
     assert transfer_report.refused
@@ -194,7 +198,7 @@ async def test_a_preempted_request_below_its_threshold_is_bounced(pair: Pair, dr
 
 
 async def test_a_handoff_goes_on_when_nats_comes_back(pair: Pair, driver: Driver):
-    prompt, followed = draw(70, PROMPT), draw(71, PROMPT)
+    prompt, followed = random_prompt(70, PROMPT), random_prompt(71, PROMPT)
     expected = [await driver.alone(PREFILL, one) for one in (prompt, followed)]
     offer = await driver.offered(PREFILL, prompt)
     with pair.frozen_prefill_engine():
@@ -203,7 +207,7 @@ async def test_a_handoff_goes_on_when_nats_comes_back(pair: Pair, driver: Driver
         await driver.tap.until(lambda: driver.tap.leases[asked:], "decode follows")
         pair.nats.kill()
         with pytest.raises(LegFailed) as failed:
-            await rest(lost)
+            await remaining_frames(lost)
         pair.nats.start()
 
     driver.tap.loads.clear()
@@ -217,7 +221,7 @@ async def test_a_handoff_goes_on_when_nats_comes_back(pair: Pair, driver: Driver
 
 
 async def test_a_prefill_engine_that_dies_while_it_is_followed_and_its_next_life(pair: Pair, driver: Driver):
-    prompt, before = draw(80, 1800), draw(81, PROMPT)
+    prompt, before = random_prompt(80, 1800), random_prompt(81, PROMPT)
     expected = [await driver.alone(PREFILL, one) for one in (prompt, before)]
     old_offer = await driver.offered(PREFILL, before)
     old_source = driver.source(PREFILL)
@@ -229,36 +233,42 @@ async def test_a_prefill_engine_that_dies_while_it_is_followed_and_its_next_life
 
     pair.prefill.kill()
     killed_at = time.monotonic()
-    assert tokens_of(await rest(leg)) == expected[0]
+    assert tokens_of(await remaining_frames(leg)) == expected[0]
     print(f"\nanswered {time.monotonic() - killed_at:.1f} s after the death, {len(granted())} grants before it")
     await pair.restart_prefill(driver.tap)
 
     stale = await driver.taken(DECODE, before, old_offer)
     asked = await driver.leg(DECODE, LegKind.DECODE, before[:-BLOCK], kv_sources=[old_source])
-    fresh = await driver.taken(DECODE, draw(82, PROMPT), await driver.offered(PREFILL, draw(82, PROMPT)))
+    fresh = await driver.taken(
+        DECODE, random_prompt(82, PROMPT), await driver.offered(PREFILL, random_prompt(82, PROMPT))
+    )
 
     assert stale.token_ids == expected[1]
     assert transfer_report_of(stale).fetched_tokens == 0
     assert len(asked.token_ids) == TOKENS
-    assert fresh.token_ids == await driver.alone(PREFILL, draw(82, PROMPT))
+    assert fresh.token_ids == await driver.alone(PREFILL, random_prompt(82, PROMPT))
     assert transfer_report_of(fresh).recomputed_tokens <= BLOCK
 
 
 async def test_a_prefill_engine_that_dies_harms_none_that_has_read_reads_or_will_read(pair: Pair, driver: Driver):
-    read, reading, unread = (draw(90 + number, PROMPT) for number in range(3))
+    read, reading, unread = (random_prompt(90 + number, PROMPT) for number in range(3))
     expected = [await driver.alone(PREFILL, prompt, 200) for prompt in (read, reading, unread)]
     offers = [await driver.offered(PREFILL, prompt) for prompt in (read, reading, unread)]
     long = {"fields": {"stream": True, "max_tokens": 200}}
     decoding = await driver.start(DECODE, LegKind.DECODE, read, kv_transfer=packed(offers[0]), **long)
-    frames = await begun(decoding)
+    frames = await until_first_token(decoding)
 
     with pair.frozen_prefill_engine() as core:
         stuck = await driver.start(DECODE, LegKind.DECODE, reading, kv_transfer=packed(offers[1]), **long)
-        await reads(driver, 2)
+        await until_decode_reads(driver, 2)
         kill(core)
         killed_at = time.monotonic()
         late = await driver.start(DECODE, LegKind.DECODE, unread, kv_transfer=packed(offers[2]), **long)
-        answers = [await rest(decoding, frames), await rest(stuck), await rest(late)]
+        answers = [
+            await remaining_frames(decoding, frames),
+            await remaining_frames(stuck),
+            await remaining_frames(late),
+        ]
 
     print(f"\nall answered {time.monotonic() - killed_at:.1f} s after the death")
     assert [tokens_of(frames) for frames in answers] == expected
@@ -267,12 +277,12 @@ async def test_a_prefill_engine_that_dies_harms_none_that_has_read_reads_or_will
 
 async def test_a_decode_engine_that_dies_leaves_nothing_pinned_on_prefill(pair: Pair):
     async with driver_of(pair) as driver:
-        unread, decoding, followed = draw(100, PROMPT), draw(101, PROMPT), draw(102, 1400)
+        unread, decoding, followed = random_prompt(100, PROMPT), random_prompt(101, PROMPT), random_prompt(102, 1400)
         await driver.offered(PREFILL, unread)
         offer = await driver.offered(PREFILL, decoding)
         long = {"stream": True, "max_tokens": 900}
         legs = [await driver.start(DECODE, LegKind.DECODE, decoding, kv_transfer=packed(offer), fields=long)]
-        await begun(legs[0])
+        await until_first_token(legs[0])
         known = len(driver.tap.grants)
         await driver.start(PREFILL, LegKind.PREFILL, followed, kv_offer=False)
         follow = [driver.source(PREFILL, follow=True)]
@@ -282,7 +292,7 @@ async def test_a_decode_engine_that_dies_leaves_nothing_pinned_on_prefill(pair: 
 
         for leg in legs:
             with pytest.raises(LegFailed) as failed:
-                await rest(leg)
+                await remaining_frames(leg)
             assert failed.value.failure.reason in {Reason.ENGINE_DEAD, Reason.WORKER_LOST}
         await driver.tap.until_settled(PREFILL, s_max=EXPIRED_S_MAX)
         assert await driver.alone(PREFILL, unread)

@@ -1,4 +1,4 @@
-"""Requests of all kinds against a fleet of simulated engines, and everything that may go wrong meanwhile, by a seed."""
+"""Seeded random requests to a fleet of simulated engines, with message faults, worker deaths and client aborts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLOCKS_APART_S = 1000.0
 
 @dataclass(eq=False)
 class Request:
-    """What a client asked for, and its legs."""
+    """A client's request and its legs."""
 
     prompt: list[int]
     max_tokens: int
@@ -32,34 +32,34 @@ class Request:
     end: str = ""
 
 
-def lossy(draw: random.Random, *, lost=0.0, late=0.0, twice=0.0, spoilt=0.0, away=0.0) -> Carry:
-    """A bus that loses, delays (and so reorders), repeats and spoils messages, each with its probability.
+def lossy(rng: random.Random, *, lost=0.0, late=0.0, twice=0.0, corrupted=0.0, outage=0.0) -> Carry:
+    """A bus that loses, delays (and so reorders), repeats and corrupts messages, each with its probability.
 
-    ``away``: of the messages, how many are followed by a time in which all are lost.
+    ``outage`` is the probability that a message begins a run of up to 99 lost ones.
     """
     lost_in_a_row = 0
 
     def carry(message: Message) -> list[tuple[float, Message]]:
         nonlocal lost_in_a_row
-        if draw.random() < away:
-            lost_in_a_row = draw.randrange(100)
-        if lost_in_a_row or draw.random() < lost:
+        if rng.random() < outage:
+            lost_in_a_row = rng.randrange(100)
+        if lost_in_a_row or rng.random() < lost:
             lost_in_a_row = max(0, lost_in_a_row - 1)
             return []
-        if isinstance(message, KvGrant) and draw.random() < spoilt:
-            message = spoil(draw, message)
-        delay_s = draw.uniform(0.0, 1.0) if draw.random() < late else LATENCY_S
+        if isinstance(message, KvGrant) and rng.random() < corrupted:
+            message = corrupt(rng, message)
+        delay_s = rng.uniform(0.0, 1.0) if rng.random() < late else LATENCY_S
         copies = [(delay_s, message)]
-        if draw.random() < twice:
-            copies.append((delay_s + draw.uniform(0.0, 0.5), message))
+        if rng.random() < twice:
+            copies.append((delay_s + rng.uniform(0.0, 0.5), message))
         return copies
 
     return carry
 
 
-def spoil(draw: random.Random, grant: KvGrant) -> KvGrant:
-    """A reply as no holder would give it, or one of another life, or of another prompt."""
-    changes: dict[str, object] = draw.choice(
+def corrupt(rng: random.Random, grant: KvGrant) -> KvGrant:
+    """A grant that no holder sends, or that belongs to another epoch or prompt."""
+    changes: dict[str, object] = rng.choice(
         [
             {"block_ids": grant.block_ids[:-4]},
             {"block_ids": grant.block_ids[:-1]},
@@ -68,7 +68,7 @@ def spoil(draw: random.Random, grant: KvGrant) -> KvGrant:
             {"epoch": grant.epoch - 1},
             {"first": grant.first + 1},
             {"until_s": grant.until_s - 1000.0},
-            {"ask_id": "nobody-asked"},
+            {"ask_id": "unknown-request"},
             {"final": True},
         ]
     )
@@ -76,11 +76,11 @@ def spoil(draw: random.Random, grant: KvGrant) -> KvGrant:
 
 
 class Traffic:
-    """A router's part, and a client's, without either."""
+    """Plays the router and the clients of a fleet."""
 
     def __init__(self, seed: int, *, workers: int, carry: Callable[[random.Random], Carry] = lossy, **engines) -> None:
-        self.draw = random.Random(seed)
-        self.fleet = Fleet(MODEL, carry=carry(self.draw))
+        self.rng = random.Random(seed)
+        self.fleet = Fleet(MODEL, carry=carry(self.rng))
         self.fleet.on_ended = self._ended
         self.requests: list[Request] = []
         self.transfer_reports = Counter()
@@ -95,68 +95,75 @@ class Traffic:
             self.start(f"w{number}")
 
     def start(self, worker_id: str) -> Member:
-        """A worker's next life."""
+        """Start the worker's next epoch."""
         self._epochs[worker_id] += 1
         made = settings(worker_id=worker_id, epoch=self._epochs[worker_id], **self._engines)
-        return self.fleet.add(made, ahead_s=self.draw.uniform(0.0, CLOCKS_APART_S))
+        return self.fleet.add(made, ahead_s=self.rng.uniform(0.0, CLOCKS_APART_S))
 
     def alive(self) -> list[Member]:
         return [member for member in self.fleet.members.values() if member.alive]
 
-    # What happens
+    # Events
 
     def send(self, count: int, *, per_s: float, aborted: float = 0.0) -> None:
-        """So many requests, at random times; a share of them is given up by its clients."""
+        """Send ``count`` requests at random times; clients abort the share ``aborted`` of them."""
         at = self.fleet.now
         for _ in range(count):
-            at += self.draw.expovariate(per_s)
+            at += self.rng.expovariate(per_s)
             self.fleet.at(at, lambda: self._send(aborted))
 
-    def kill_now_and_then(self, count: int, *, every_s: float) -> None:
-        """Workers die without a word, are missed some time later, and come back as another life."""
+    def kill_at_random(self, count: int, *, every_s: float) -> None:
+        """Workers die, are reported gone some time later, and restart with a new epoch."""
         for number in range(count):
-            self.fleet.later(every_s * (number + self.draw.random()), self._kill)
+            self.fleet.later(every_s * (number + self.rng.random()), self._kill)
 
-    def prefetch_now_and_then(self, count: int, *, every_s: float) -> None:
-        """Workers are told to have prompts that others have answered."""
+    def prefetch_at_random(self, count: int, *, every_s: float) -> None:
+        """Workers are ordered to fetch prompts that other workers have completed."""
         for number in range(count):
-            self.fleet.later(every_s * (number + self.draw.random()), self._prefetch)
+            self.fleet.later(every_s * (number + self.rng.random()), self._prefetch)
 
     def _prefetch(self) -> None:
         if not self._done:
             return
-        holder, sequence = self.draw.choice(self._done[-20:]).legs[-1]
-        member = self.draw.choice(self.alive())
+        holder, sequence = self.rng.choice(self._done[-20:]).legs[-1]
+        member = self.rng.choice(self.alive())
         fetch_id = f"f{len(self.prefetches)}"
         self.prefetches[fetch_id] = member
         fetch = FetchKv(
             worker_id=member.key[0],
             hashes=pack_full_hashes(sequence.hashes),
             sources=[source_of(holder)],
-            deadline_s=self.draw.uniform(0.01, 3.0),
+            deadline_s=self.rng.uniform(0.01, 3.0),
         )
         self.fleet.call(member, EngineCall(fetches=[StartFetch(fetch_id=fetch_id, fetch=fetch)]))
 
     def run(self) -> None:
-        """Until nothing is left to do."""
+        """Run until no event is left."""
         self.fleet.run()
 
     def _kill(self) -> None:
-        member = self.draw.choice(self.alive())
+        member = self.rng.choice(self.alive())
         self.kills += 1
         for request in self.requests:
             for on, sequence in request.legs:
                 if on is member and not sequence.finish_reason and sequence is request.legs[-1][1] and not request.end:
                     request.end = "worker lost"
-        self.fleet.kill(member, notice_s=self.draw.uniform(0.0, 2.0))
-        self.fleet.later(self.draw.uniform(0.1, 3.0), lambda: self.start(member.key[0]))
+        self.fleet.kill(member, notice_s=self.rng.uniform(0.0, 2.0))
+        self.fleet.later(self.rng.uniform(0.1, 3.0), lambda: self.start(member.key[0]))
 
     def _send(self, aborted: float) -> None:
-        kinds = (self._aggregated, self._handed_over, self._handed_over, self._streamed, self._read_back, self._picky)
-        request = self.draw.choice(kinds)()
+        kinds = (
+            self._aggregated,
+            self._handed_over,
+            self._handed_over,
+            self._streamed,
+            self._read_back,
+            self._with_threshold,
+        )
+        request = self.rng.choice(kinds)()
         self.requests.append(request)
-        if self.draw.random() < aborted:
-            self.fleet.later(self.draw.expovariate(20.0), lambda: self._abort(request))
+        if self.rng.random() < aborted:
+            self.fleet.later(self.rng.expovariate(20.0), lambda: self._abort(request))
 
     def _abort(self, request: Request) -> None:
         if request.end:
@@ -175,21 +182,21 @@ class Traffic:
     # Kinds of requests
 
     def _request(self, kind: str) -> Request:
-        """Some prompts begin alike."""
-        family, length = self.draw.randrange(8), self.draw.randrange(1, 40) * BLOCK + self.draw.randrange(BLOCK)
-        shared = [(family * 7 + index * 3) % VOCABULARY for index in range(self.draw.randrange(0, 60))]
-        own = [self.draw.randrange(10, VOCABULARY) for _ in range(max(1, length - len(shared)))]
+        """A request with a random prompt; prompts of one family share a prefix."""
+        family, length = self.rng.randrange(8), self.rng.randrange(1, 40) * BLOCK + self.rng.randrange(BLOCK)
+        shared = [(family * 7 + index * 3) % VOCABULARY for index in range(self.rng.randrange(0, 60))]
+        own = [self.rng.randrange(10, VOCABULARY) for _ in range(max(1, length - len(shared)))]
         return Request(
-            prompt=(shared + own)[: length + 1], max_tokens=self.draw.randint(1, ANSWER_TOKENS_MAX), kind=kind
+            prompt=(shared + own)[: length + 1], max_tokens=self.rng.randint(1, ANSWER_TOKENS_MAX), kind=kind
         )
 
     def _pair(self) -> tuple[Member, Member]:
-        one, other = self.draw.sample(self.alive(), 2)
+        one, other = self.rng.sample(self.alive(), 2)
         return one, other
 
     def _aggregated(self) -> Request:
         request = self._request("aggregated")
-        member = self.draw.choice(self.alive())
+        member = self.rng.choice(self.alive())
         self._leg(request, member, LegOrder(), request.max_tokens)
         self.fleet.turn(member)
         return request
@@ -218,49 +225,49 @@ class Traffic:
         self._leg(request, holder, LegOrder(), 1)
         order = LegOrder(sources=[source_of(holder, follow=True)], wait_s_max=WAIT_S_MAX)
         self._leg(request, reader, order, request.max_tokens)
-        for member in self.draw.sample([holder, reader], 2):
+        for member in self.rng.sample([holder, reader], 2):
             self.fleet.turn(member)
         return request
 
     def _read_back(self) -> Request:
-        earlier = [one for one in self._done[-50:] if len(one.prompt) < 200]
-        if not earlier:
+        completed = [one for one in self._done[-50:] if len(one.prompt) < 200]
+        if not completed:
             return self._aggregated()
-        turn = self.draw.choice(earlier)
+        previous = self.rng.choice(completed)
         request = self._request("read back")
-        request.prompt = [*turn.legs[-1][1].tokens, *request.prompt[:20]]
-        if self.draw.random() < 0.2:
-            request.prompt[self.draw.randrange(len(request.prompt))] = 5
-        sources = [source_of(member) for member, _ in turn.legs] + [source_of(self._pair()[0])]
-        member = self.draw.choice(self.alive())
+        request.prompt = [*previous.legs[-1][1].tokens, *request.prompt[:20]]
+        if self.rng.random() < 0.2:
+            request.prompt[self.rng.randrange(len(request.prompt))] = 5
+        sources = [source_of(member) for member, _ in previous.legs] + [source_of(self._pair()[0])]
+        member = self.rng.choice(self.alive())
         self._leg(request, member, LegOrder(sources=sources, wait_s_max=WAIT_S_MAX), request.max_tokens)
         self.fleet.turn(member)
         return request
 
-    def _picky(self) -> Request:
-        request = self._request("picky")
+    def _with_threshold(self) -> Request:
+        request = self._request("with threshold")
         holder, member = self._pair()
-        order = LegOrder(sources=[source_of(holder)], cache_hit_threshold=self.draw.random(), wait_s_max=WAIT_S_MAX)
+        order = LegOrder(sources=[source_of(holder)], cache_hit_threshold=self.rng.random(), wait_s_max=WAIT_S_MAX)
         self._leg(request, member, order, request.max_tokens)
         self.fleet.turn(member)
         return request
 
-    # What came of it
+    # Results
 
     def _ended(self, sequence: Sequence) -> None:
         request: Request = sequence.owner
-        if (go_on := self._waiting.pop(sequence, None)) is not None:
-            go_on()
+        if (continuation := self._waiting.pop(sequence, None)) is not None:
+            continuation()
             return
         if sequence is not request.legs[-1][1] or request.end:
             return
         request.end = sequence.finish_reason
-        self.count(sequence)
+        self.check_report(sequence)
         if request.end not in (CACHE_THRESHOLD, ABORT):
             self._done.append(request)
 
-    def count(self, sequence: Sequence) -> None:
-        """Every transfer_report adds up."""
+    def check_report(self, sequence: Sequence) -> None:
+        """Assert that the transfer report's tokens add up, and sum them."""
         transfer_report = sequence.account.transfer_report
         assert transfer_report is not None
         if not transfer_report.refused:
@@ -274,22 +281,22 @@ class Traffic:
             self.transfer_reports[name] += getattr(transfer_report, name)
 
     def right_tokens(self, request: Request) -> list[int]:
-        """Of one engine alone."""
+        """Output of one engine without an exchange."""
         wish = Wish(max_tokens=request.max_tokens, ignore_eos=True)
         return completion(answer(self._truth, request.prompt, wish))
 
     def check_answers(self) -> Counter:
-        """Every request has ended, with the right tokens or with a reason; answers how many with which."""
+        """Assert that each request ended with the right tokens or with a reason; returns the number of requests by end."""
         for request in self.requests:
             assert request.end, f"{request.kind} never ended"
             if request.end == "length":
                 assert completion(request.legs[-1][1]) == self.right_tokens(request), request.kind
         for fetch_id, member in self.prefetches.items():
-            assert fetch_id in member.fetched or not member.alive, "a command was never answered"
+            assert fetch_id in member.fetched or not member.alive, "a fetch was never reported"
         return Counter(request.end for request in self.requests)
 
-    def check_at_rest(self) -> None:
-        """Nothing is held for anybody, anywhere."""
+    def check_idle(self) -> None:
+        """Assert that no engine has a request, a pinned block, a lease or a read."""
         for member in self.alive():
             core = member.core
             assert not list(core.batch.everyone())

@@ -1,4 +1,4 @@
-"""A transfer agent that does as it is told when a read begins: for faults at an exact moment, with real NIXL behind."""
+"""A transfer agent that calls a test's function before each read, to inject faults at an exact moment."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from connector.transfer.agent import Region, Spans, TransferAgent, TransferState
 
 
 class FaultyAgent:
-    """Everything is the inner agent's; ``before_read`` is told which read is about to begin, counted from 1.
+    """Wraps another agent. ``before_read`` is called with the number of the read, counted from 1.
 
-    It may wait, raise TransferFailed, or do something to the peer.
+    It may wait, raise TransferFailed, or act on the peer.
     """
 
     def __init__(self, inner: TransferAgent, before_read: Callable[[int], None]) -> None:

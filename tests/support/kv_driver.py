@@ -1,4 +1,4 @@
-"""Legs, leases and fetches ordered by a test itself, worker by worker, on a NATS with real engines."""
+"""Sends legs, leases and fetches directly to workers over NATS, without a router process."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from tests.support.worker_processes import Answer, Router
 MODEL = "baton-tiny"
 BLOCK = 32
 TOKENS = 16
-"""Of an answer, where its length does not matter."""
+"""Output tokens where the length does not matter."""
 ANSWER_S_MAX = 60.0
 GRANT_S_MAX = 30.0
 ALONE = "alone"
-"""A cache salt: what it computes, it computes from nothing."""
+"""A cache salt that no other request uses, so that its prompts are computed without cached blocks."""
 
 
 def body(prompt: Sequence[int], **fields: Any) -> dict[str, Any]:
-    """A greedy completion of so many tokens."""
+    """Body of a greedy completion request."""
     fixed = {"model": MODEL, "prompt": list(prompt), "temperature": 0, "ignore_eos": True}
     return {**fixed, "max_tokens": TOKENS, **fields}
 
 
 def full_hashes(tokens: Sequence[int]) -> list[bytes]:
-    """The names of the prompt's full blocks."""
+    """Full hashes of the prompt's full blocks."""
     scheme, names = HashScheme(block_size=BLOCK), list[bytes]()
     for at in range(0, len(tokens) - BLOCK + 1, BLOCK):
         _short, digest = extend_chain(names[-1] if names else None, tokens[at : at + BLOCK], scheme)
@@ -59,10 +59,10 @@ def full_hashes(tokens: Sequence[int]) -> list[bytes]:
 
 
 def transfer_report_of(answer: Answer) -> KvTransferReport:
-    """Where the answer's prompt came from; asserts that it adds up."""
+    """The leg's transfer report; asserts that its tokens add up."""
     assert answer.failure is None, answer.failure
     transfer_report = answer.report.kv
-    assert transfer_report is not None, "no transfer_report"
+    assert transfer_report is not None, "no transfer report"
     assert (
         transfer_report.local_tokens + transfer_report.fetched_tokens + transfer_report.recomputed_tokens
         == transfer_report.prompt_tokens
@@ -71,7 +71,7 @@ def transfer_report_of(answer: Answer) -> KvTransferReport:
 
 
 class Driver:
-    """A router's end, a reader's end, and an ear."""
+    """Acts as a router and as a reader of KV; ``tap`` records the messages on the bus."""
 
     def __init__(self, router: Router, tap: Tap) -> None:
         self.router = router
@@ -80,39 +80,39 @@ class Driver:
         self.reader_id = WorkerId(f"reader-{uuid.uuid4().hex[:8]}")
 
     async def leg(self, worker: str, kind: LegKind, prompt: Sequence[int], **options: Any) -> Answer:
-        """One leg, to its end. ``fields`` go into the body, the rest into StartLeg."""
+        """Run one leg to its end. ``fields`` are body fields; other options are fields of StartLeg."""
         fields = options.pop("fields", {})
         async with asyncio.timeout(ANSWER_S_MAX):
-            return await self.router.leg(who(worker), kind, body(prompt, **fields), **options)
+            return await self.router.leg(worker_ref(worker), kind, body(prompt, **fields), **options)
 
     async def start(self, worker: str, kind: LegKind, prompt: Sequence[int], **options: Any) -> Leg:
-        """One leg that nobody waits for."""
-        return await self.router.start(who(worker), kind, body(prompt, **options.pop("fields", {})), **options)
+        """Start one leg without waiting for its end."""
+        return await self.router.start(worker_ref(worker), kind, body(prompt, **options.pop("fields", {})), **options)
 
     async def offered(self, worker: str, prompt: Sequence[int], **options: Any) -> KvOffer:
-        """A prefill leg's offer."""
+        """The offer of a prefill leg."""
         answer = await self.leg(worker, LegKind.PREFILL, prompt, **options)
         offer = transfer_report_of(answer).offer
-        assert offer is not None, "a prefill leg without an offer"
+        assert offer is not None, "the prefill leg made no offer"
         return offer
 
     async def taken(self, worker: str, prompt: Sequence[int], offer: KvOffer, **options: Any) -> Answer:
-        """A decode leg that reads what was offered."""
+        """A decode leg that reads the offered blocks."""
         return await self.leg(worker, LegKind.DECODE, prompt, kv_transfer=msgspec.msgpack.encode(offer), **options)
 
     async def alone(self, worker: str, prompt: Sequence[int], tokens: int = TOKENS) -> list[int]:
-        """What one engine says that computes everything itself."""
+        """Expected output tokens: those of one engine that fetches and reuses nothing."""
         fields = {"cache_salt": ALONE, "max_tokens": tokens}
         answer = await self.leg(worker, LegKind.AGGREGATED, prompt, fields=fields, cache_hit_threshold=0.0)
         assert len(answer.token_ids) == tokens, answer
         return answer.token_ids
 
     def source(self, worker: str, **fields: Any) -> KvSource:
-        """The worker as it lives now."""
+        """The worker in its current epoch."""
         return KvSource(worker_id=WorkerId(worker), epoch=self.tap.loads[worker].epoch, **fields)
 
     async def fetch(self, worker: str, prompt: Sequence[int], *sources: KvSource) -> FetchedKv:
-        """Have it fetch the prompt's full blocks."""
+        """Order the worker to fetch the prompt's full blocks."""
         order = FetchKv(
             worker_id=WorkerId(worker),
             hashes=pack_full_hashes(full_hashes(prompt)),
@@ -122,8 +122,8 @@ class Driver:
         return await self.bus.ask(KV_FETCH, order, timeout_s=ANSWER_S_MAX)
 
     async def lease(self, worker: str, prompt: Sequence[int], *, hold_s: float) -> KvGrant:
-        """Lease the prompt's blocks in the name of a reader that nobody else knows."""
-        ask = LeaseKv(
+        """Lease the prompt's blocks for a reader that only this test uses."""
+        request = LeaseKv(
             worker_id=WorkerId(worker),
             epoch=self.tap.loads[worker].epoch,
             reader_id=self.reader_id,
@@ -131,24 +131,24 @@ class Driver:
             hashes=pack_full_hashes(full_hashes(prompt)),
             hold_s=hold_s,
         )
-        await self.bus.publish(KV_LEASE, ask)
-        answered = lambda: [grant for grant in self.tap.grants if grant.ask_id == ask.ask_id]  # noqa: E731
-        return (await self.tap.until(answered, f"{worker} grants", GRANT_S_MAX))[0]
+        await self.bus.publish(KV_LEASE, request)
+        granted = lambda: [grant for grant in self.tap.grants if grant.ask_id == request.ask_id]  # noqa: E731
+        return (await self.tap.until(granted, f"{worker} grants", GRANT_S_MAX))[0]
 
     async def release(self, grant: KvGrant) -> None:
-        """Give it back."""
-        told = ReleaseKv(
+        """Release the grant."""
+        message = ReleaseKv(
             worker_id=grant.worker_id,
             epoch=grant.epoch,
             reader_id=self.reader_id,
             ask_ids=[grant.ask_id],
             lease_ids=[grant.lease_id],
         )
-        await self.bus.publish(KV_RELEASE, told)
+        await self.bus.publish(KV_RELEASE, message)
 
 
-def who(worker_id: str) -> Any:
-    """A worker by its name."""
+def worker_ref(worker_id: str) -> Any:
+    """What ``Router`` needs of a worker: its id."""
     return SimpleNamespace(worker_id=WorkerId(worker_id))
 
 

@@ -1,4 +1,4 @@
-"""Engines without a model: the KV memory of each rank, filled so that every number says where it belongs."""
+"""Engines without a model: each rank's KV memory, filled so that every number encodes its position."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shared.contracts.kv_handshake import KvHandshake, KvRank
 
 @dataclass(frozen=True)
 class Shape:
-    """Of an engine's KV cache; what two engines must have in common, but for ``ranks``, ``blocks`` and ``dims``."""
+    """Shape of an engine's KV cache. Two engines must agree in all but ``ranks``, ``blocks`` and ``dims``."""
 
     ranks: int = 1
     blocks: int = 16
@@ -26,9 +26,9 @@ class Shape:
     block_size: int = 8
     content: int = 16
     dims: str = "BHNC"
-    """How each layer's tensor lies in memory."""
+    """Dimensions of each layer's tensor, outermost first."""
     kernel_blocks: int = 1
-    """Of the kernel, in each block."""
+    """Kernel blocks in each block."""
 
     def heads(self, rank: int) -> range:
         return heads_of(rank, self.ranks, self.kv_heads)
@@ -62,7 +62,7 @@ class RankMemory:
         return array.transpose([dims.index(dim) for dim in "KBHNC"])
 
     def fill(self) -> None:
-        """Each number says where it belongs: layer, plane, block, head of the model, token and content."""
+        """Set each number to the encoding of its layer, plane, block, head of the model, token and content."""
         for layer in range(self.shape.layers):
             view = self.canonical(layer)
             view[...] = expected(self.shape, layer, self.rank, range(self.shape.blocks))
@@ -87,7 +87,7 @@ class RankMemory:
 
 
 def expected(shape: Shape, layer: int, rank: int, blocks: range | list[int]) -> np.ndarray:
-    """What the blocks of these numbers hold on a rank, with the dimensions K, B, H, N, C."""
+    """Expected content of these blocks on a rank, with the dimensions K, B, H, N, C."""
     each, tokens = shape.kernel_blocks, shape.block_size // shape.kernel_blocks
     kernel = np.array([block * each + one for block in blocks for one in range(each)], dtype=np.uint32)
     sides = 2 if "K" in shape.dims else 1
@@ -116,7 +116,7 @@ def handshake(ranks: list[KvRank], shape: Shape, worker_id: str = "holder", epoc
 
 @dataclass
 class ReadingRank:
-    """A rank's memory with what a Copier must know of it."""
+    """A rank's memory and its scratch buffer, from which ``own`` makes a Copier's arguments."""
 
     memory: RankMemory
     scratch: np.ndarray = field(default_factory=lambda: np.zeros(PROBE_BYTES, dtype=np.uint8))
@@ -130,8 +130,10 @@ class ReadingRank:
         return Own(ReaderRank(rank, shape.ranks, shape.kv_heads), own, self.scratch.ctypes.data)
 
     def assert_holds(self, blocks: dict[int, int], torn: Container[int] = ()) -> None:
-        """Local block -> the holder's block it must be equal to; every other block must be untouched, but for those
-        that may have come in part.
+        """Assert the content of all local blocks.
+
+        ``blocks`` maps a local block to the holder's block that it must equal. All other blocks must be zero, except
+        ``torn`` ones, which may have arrived in part.
         """
         shape = self.memory.shape
         for layer in range(shape.layers):

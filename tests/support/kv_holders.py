@@ -1,4 +1,4 @@
-"""A holder of KV as a process of its own, over real NIXL: what an engine is to those who read from it."""
+"""A KV holder in its own process, over real NIXL: behaves to readers like an engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Holder:
     handshake: KvHandshake
 
     def freeze(self) -> None:
-        """Returns when all of its threads stand still, which on a busy machine takes a while."""
+        """Stop the process; returns when all of its threads are stopped, which takes a while on a busy machine."""
         os.kill(self.process.pid or 0, signal.SIGSTOP)
         ends = time.monotonic() + FREEZE_S_MAX
         while not all(state == "T" for state in self._thread_states()):
@@ -55,7 +55,7 @@ class Holder:
 
 
 def start_holder(shape: Shape, worker_id: str = "holder", epoch: int = 1) -> Holder:
-    """Its memory is filled and readable."""
+    """Start a holder; its memory is filled and readable on return."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=hold, args=(theirs, shape, worker_id, epoch), daemon=True)
@@ -68,7 +68,7 @@ def start_holder(shape: Shape, worker_id: str = "holder", epoch: int = 1) -> Hol
 
 
 def hold(pipe: Connection, shape: Shape, worker_id: str, epoch: int) -> None:
-    """In the process: lives until it is killed or its parent is gone."""
+    """Main function of the process: runs until it is killed or its parent has ended."""
     from connector.transfer.nixl_agent import NixlAgent
 
     ranks, agents = [], []

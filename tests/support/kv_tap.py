@@ -1,6 +1,4 @@
-"""What everybody says about KV on one NATS: the legs that routers start, the reports that workers end them with, leases,
-grants, releases, and how many blocks are pinned.
-"""
+"""Records all KV messages on one NATS server: legs and their reports, leases, grants, releases and load reports."""
 
 from __future__ import annotations
 
@@ -18,12 +16,12 @@ from shared.contracts.load import LoadReport
 
 SOON_S_MAX = 60.0
 SETTLED_S_MAX = 25.0
-"""Less than a lease: what nobody wants is given back and not waited for."""
+"""Less than a lease, so that passing proves that unneeded leases are released and do not just expire."""
 
 
 @dataclass
 class SeenLeg:
-    """One leg, as it was on the wire."""
+    """One leg as observed on the bus."""
 
     start: StartLeg
     ended: bool = False
@@ -32,13 +30,13 @@ class SeenLeg:
     @property
     def transfer_report(self) -> KvTransferReport:
         assert self.report is not None, self
-        assert self.report.kv is not None, f"a {self.start.kind} leg without a transfer_report"
+        assert self.report.kv is not None, f"a {self.start.kind} leg without a transfer report"
         return self.report.kv
 
 
 @dataclass
 class Tap:
-    """Listens, and remembers everything. ``async with Tap(url) as tap``."""
+    """Subscribes and stores every message. Use as ``async with Tap(url) as tap``."""
 
     url: str
     legs: dict[str, SeenLeg] = field(default_factory=dict)
@@ -53,8 +51,8 @@ class Tap:
         await self.bus.subscribe(START_LEG, self._on_start)
         await self.bus.subscribe(FRAMES, self._on_frames)
         await self.bus.subscribe(LOAD, self._on_load)
-        for channel, said in ((KV_LEASE, self.leases), (KV_GRANT, self.grants), (KV_RELEASE, self.releases)):
-            await self.bus.subscribe(channel, self._keep_in(said))
+        for channel, messages in ((KV_LEASE, self.leases), (KV_GRANT, self.grants), (KV_RELEASE, self.releases)):
+            await self.bus.subscribe(channel, self._append_to(messages))
         return self
 
     async def __aexit__(self, *_failure: object) -> None:
@@ -75,41 +73,41 @@ class Tap:
         self.loads[report.worker_id] = report
         self._changed.set()
 
-    def _keep_in(self, said: list[Any]) -> Callable[[Any, Envelope], None]:
-        def keep(message: Any, _envelope: Envelope) -> None:
-            said.append(message)
+    def _append_to(self, messages: list[Any]) -> Callable[[Any, Envelope], None]:
+        def append(message: Any, _envelope: Envelope) -> None:
+            messages.append(message)
             self._changed.set()
 
-        return keep
+        return append
 
-    async def until(self, promise: Callable[[], Any], what: str, s_max: float = SOON_S_MAX) -> Any:
-        """Wait for messages until it holds, and answer what it gave."""
+    async def until(self, condition: Callable[[], Any], what: str, s_max: float = SOON_S_MAX) -> Any:
+        """Wait until ``condition`` returns a true value and return it; it is called after each message."""
         try:
             async with asyncio.timeout(s_max):
-                while not (held := promise()):
+                while not (held := condition()):
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
             raise AssertionError(f"not within {s_max:g} s: {what}") from None
         return held
 
-    async def story(self, request_id: str) -> dict[LegKind, SeenLeg]:
-        """The legs of a request that is over, by kind."""
+    async def legs_of(self, request_id: str) -> dict[LegKind, SeenLeg]:
+        """The legs of a request by kind, once all have ended."""
 
-        def whole() -> dict[LegKind, SeenLeg]:
+        def ended() -> dict[LegKind, SeenLeg]:
             found = [leg for leg in self.legs.values() if leg.start.request_id == request_id]
             return {leg.start.kind: leg for leg in found} if found and all(leg.ended for leg in found) else {}
 
-        return await self.until(whole, f"the legs of {request_id} have ended")
+        return await self.until(ended, f"the legs of {request_id} have ended")
 
     def ledger(self, worker_id: str) -> KvLedgerState:
-        """What the worker last said of its leases and reads."""
+        """Leases and reads in the worker's last load report."""
         state = self.loads[worker_id].exchange
-        assert state is not None, f"{worker_id} tells nothing of its KV exchange"
+        assert state is not None, f"{worker_id} reports no KV exchange state"
         return state
 
     async def until_settled(self, *worker_ids: str, s_max: float = SETTLED_S_MAX) -> None:
-        """Until these workers pin nothing, read nothing and serve nobody, as they say from now on."""
+        """Wait until new load reports of these workers show no leg, no lease, no pinned block and no read."""
         for worker_id in worker_ids:
             self.loads.pop(worker_id, None)
 
@@ -119,7 +117,9 @@ class Tap:
         try:
             await self.until(settled, f"{worker_ids} pin and read nothing", s_max)
         except AssertionError as error:
-            raise AssertionError(f"{error}; they say {[self.loads.get(name) for name in worker_ids]}") from None
+            raise AssertionError(
+                f"{error}; last load reports: {[self.loads.get(name) for name in worker_ids]}"
+            ) from None
 
     def _settled(self, worker_id: str) -> bool:
         load = self.loads.get(worker_id)
