@@ -1,4 +1,4 @@
-"""Why a request was placed where it was: the candidates, the predictions, and what was then measured."""
+"""Placement decisions: candidates, predicted costs and measured results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Part(StrEnum):
 
 
 class TtftParts(Message, frozen=True, kw_only=True):
-    """The time to the first token, split, in seconds; the parts add up to it, and an unknown part is 0."""
+    """The parts of the time to the first token in seconds; their sum is the TTFT. Unknown parts are 0."""
 
     admission_s: float = 0.0
     """In the router's admission queue."""
@@ -32,24 +32,23 @@ class TtftParts(Message, frozen=True, kw_only=True):
     queue_s: float = 0.0
     """In the queue of the engine that computes the prompt."""
     fetch_s: float = 0.0
-    """Asking other workers for the prompt's KV and reading it, before the rest is computed."""
+    """Requesting and reading the prompt's KV from other workers, before the rest is computed."""
     prefill_s: float = 0.0
     """Computing the rest of the prompt."""
     handoff_s: float = 0.0
-    """Until the decode worker then has the prompt's KV; 0 when one worker serves both legs."""
+    """From the end of the prefill until the decode worker has the KV; 0 when one worker runs both."""
     decode_queue_s: float = 0.0
     first_token_s: float = 0.0
     """The decode worker's first step."""
     transit_s: float = 0.0
-    """The rest: bus, relay, scheduling of processes."""
+    """The rest: bus, relay and process scheduling."""
 
     def total_s(self) -> float:
-        """The time to the first token."""
         return float(sum(getattr(self, name) for name in self.__struct_fields__))
 
 
 class CandidateRecord(Message, frozen=True, kw_only=True):
-    """A worker that could have served a part of the request, and its predicted cost. Seconds, tokens."""
+    """A worker that could serve a part of the request, with its predicted cost. Seconds, tokens."""
 
     worker_id: WorkerId
     part: Part
@@ -62,22 +61,22 @@ class CandidateRecord(Message, frozen=True, kw_only=True):
     prefill_s: float = 0.0
     handoff_s: float = 0.0
     decode_s: float = 0.0
-    """To generate the completion."""
+    """Time to generate the completion."""
     within_s: float = 0.0
-    """The part of ``decode_s`` that is within the target between tokens, and so costs nothing."""
+    """The part of ``decode_s`` within the ITL target, which does not count as cost."""
     first_token_s: float = 0.0
-    """The step that computes what was not handed over, and with it the first token."""
+    """The step that computes the tokens whose KV was not handed over, and the first token."""
     transit_s: float = 0.0
-    """A leg's time outside the engine: bus, relay, scheduling of processes."""
+    """A leg's time outside the engine: bus, relay and process scheduling."""
     others_s: float = 0.0
-    """The time that it adds to all other requests together."""
+    """Total delay that it causes to other requests."""
     cost_s: float = 0.0
-    """What placement compares: the sum of the above, less ``within_s``."""
+    """What placement minimizes: the sum of the fields above without ``within_s``, which is subtracted."""
     meets_targets: bool = True
 
 
 class DecisionRecord(Message, frozen=True, kw_only=True):
-    """One placement, and how its attempt ended. -1 where a number is not known (yet)."""
+    """One placement and the result of its attempt. -1: number unknown (so far)."""
 
     decision_id: DecisionId
     router_id: RouterId
@@ -87,19 +86,19 @@ class DecisionRecord(Message, frozen=True, kw_only=True):
     mode: str
     """aggregated, disaggregated or decode_first; empty when no worker could serve it."""
     reason: str
-    """Why these workers, or why none; text for people."""
+    """Why these workers, or none, were chosen; text for people."""
     attempt: int = 1
     earlier: DecisionId = DecisionId("")
-    """The decision of the attempt before this one, which failed."""
+    """The decision of the previous, failed attempt."""
     prompt_tokens: int = 0
     exact: bool = False
-    """Whether the prompt was tokenized as the engine does; otherwise cached tokens are an estimate."""
+    """Whether the prompt was tokenized exactly as by the engine; otherwise cached tokens are an estimate."""
     tenant: str = ""
     priority: int = 0
     ttft_target_s: float = -1.0
     itl_target_s: float = -1.0
     considered: int = 0
-    """Free workers that could have been chosen; ``candidates`` are the best of them."""
+    """Number of workers with capacity for the request; ``candidates`` are the best of them."""
     candidates: list[CandidateRecord] = msgspec.field(default_factory=list)
     prefill_worker: str = ""
     decode_worker: str = ""
@@ -107,7 +106,7 @@ class DecisionRecord(Message, frozen=True, kw_only=True):
     predicted: TtftParts = TtftParts()
     predicted_itl_s: float = -1.0
     measured: TtftParts | None = None
-    """None until the request has ended, and if it never had a first token."""
+    """None until the request has finished, and without a first token."""
     ttft_s: float = -1.0
     itl_s: float = -1.0
     predicted_cached_tokens: int = -1
@@ -115,11 +114,11 @@ class DecisionRecord(Message, frozen=True, kw_only=True):
     regret_s: float = -1.0
     """By how much the measured time to the first token exceeds the best prediction for another candidate."""
     outcome: str = ""
-    """Empty while it runs; then ``ok``, or the ``Reason`` that ended it."""
+    """Empty while the request runs; then ``ok`` or the ``Reason`` for which it failed."""
 
 
 class AskDecision(Message, frozen=True, kw_only=True):
-    """Anyone -> a router: one of its decisions; the newest when neither field is set."""
+    """Anyone -> router: requests one of its decisions; the newest when neither id is set."""
 
     router_id: RouterId
     decision_id: DecisionId = DecisionId("")
@@ -128,7 +127,7 @@ class AskDecision(Message, frozen=True, kw_only=True):
 
 
 class FoundDecision(Message, frozen=True, kw_only=True):
-    """Router -> the sender of ``AskDecision``."""
+    """Reply to AskDecision."""
 
     decision: DecisionRecord | None
-    """None: this router never made it, or has dropped it."""
+    """None when this router did not make the decision or no longer has it."""

@@ -15,7 +15,7 @@ class AskDisaggregationReport(Message, frozen=True, kw_only=True):
 
 
 class ReportBucket(Message, frozen=True, kw_only=True):
-    """Requests of one range of prompt lengths."""
+    """Comparison for one range of prompt lengths."""
 
     model: str
     tokens_min: int

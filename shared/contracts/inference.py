@@ -1,6 +1,6 @@
-"""The legs of a request: what a router asks of a worker, and the frames that come back.
+"""Legs: the part of a request that a router sends to a worker, and the frames of the worker's response.
 
-A leg begins with ``StartLeg`` on the worker's subject. The worker answers on the router's frame subject with one HEAD
+A leg begins with ``StartLeg`` on the worker's subject. The worker responds on the router's frame subject with one HEAD
 frame, DATA frames and then exactly one END or FAILURE frame, numbered from 0. Frames of many legs travel in one
 ``FrameBatch``, so that the cost per message does not grow with the number of streams.
 """
@@ -21,18 +21,18 @@ from shared.contracts.message import Message, PackedMessage
 
 
 class LegKind(StrEnum):
-    """Which part of a generation a leg is."""
+    """The part of a request that a leg runs."""
 
     AGGREGATED = "aggregated"
-    """Prompt and completion on this worker."""
+    """Prefill and decode on this worker."""
     PREFILL = "prefill"
-    """The prompt's KV only: one token, thrown away; the report carries the KV transfer."""
+    """Computes the prompt's KV and one token, which is discarded; the report carries the KV transfer."""
     DECODE = "decode"
-    """The completion, from the KV that ``StartLeg.kv_transfer`` describes."""
+    """Generates the completion from the KV that ``StartLeg.kv_transfer`` describes."""
 
 
 class StartLeg(Message, frozen=True, kw_only=True):
-    """Router -> worker: serve this leg. ``body`` is the client's own bytes, never rewritten by the router."""
+    """Router -> worker: run this leg. ``body`` is the client's body, byte for byte."""
 
     worker_id: WorkerId
     router_id: RouterId
@@ -44,35 +44,36 @@ class StartLeg(Message, frozen=True, kw_only=True):
     body: bytes
     content_type: str = "application/json"
     epoch: Epoch | None = None
-    """The life of the worker that placement chose; a worker of another epoch refuses the leg."""
+    """Epoch of the worker that placement chose; a worker of another epoch refuses the leg."""
     deadline_s: float
-    """Seconds that the worker may spend on this leg before it fails it with DEADLINE."""
+    """After this many seconds the worker fails the leg with DEADLINE."""
     kv_transfer: bytes = b""
-    """For DECODE: what the prefill leg's report gave, unread by the router (JSON of ``kv_transfer_params``)."""
+    """DECODE: ``LegReport.kv_transfer`` of the prefill leg, opaque to the router (JSON of ``kv_transfer_params``)."""
     prefill_cached_tokens: int = 0
-    """For DECODE: prompt tokens that the prefill leg had cached, so that the usage numbers are true."""
+    """DECODE: prompt tokens that the prefill leg had cached, for the usage numbers."""
     kv_offer: bool = True
-    """For PREFILL: whether to lease the blocks at the end; not when the decode leg follows the prefill as it goes."""
+    """PREFILL: whether to lease the blocks at the end; False when the decode leg follows the prefill."""
     kv_sources: list[KvSource] = msgspec.field(default_factory=list)
-    """Who is believed to hold more of the prompt than this worker does."""
+    """Workers that probably hold more of the prompt than this worker does."""
     expected_tokens: int = -1
-    """Prompt tokens that placement expects this worker to compute, reported as waiting until then; -1: not known."""
+    """Prompt tokens that placement expects this worker to compute; -1: unknown. The worker reports them as waiting."""
     cache_hit_threshold: float | None = None
-    """The client's; None: the worker's own. Prefill legs are exempt."""
+    """From the client; None: the worker's default. Ignored for prefill legs."""
     kv_fetch_min_tokens: int | None = None
-    """The client's; None: the worker's own."""
+    """From the client; None: the worker's default."""
     resume: bytes | None = None
-    """Token ids that the client has already had from a leg that broke off, packed (see ``pack_tokens``). The engine
-    goes on behind them, and the answer holds only what comes after them. None: from the beginning.
+    """Token ids that the client already received from a failed leg, packed (see ``pack_tokens``). The engine continues
+    after them, and the response contains only later tokens. None: start from the beginning.
     """
     resume_joined: bytes = b""
-    """Indexes of those of them that the first engine's server heard of together with the one before, packed (see
-    ``Frame.joined``)."""
+    """Indexes of those tokens of ``resume`` that the first engine delivered together with the previous token, packed
+    (see ``Frame.joined``).
+    """
     created: int = 0
-    """With ``resume``: when the answer began, as its events say (Unix seconds); 0: not known."""
+    """With ``resume``: the ``created`` time of the response's events (Unix seconds); 0: unknown."""
     cache_salt: str = ""
-    """Replaces the body's own, from which it was made: only requests of one tenant share cached KV. Empty: the body
-    stays as it is.
+    """Replaces ``cache_salt`` of the body. It is derived from that and the tenant, so that only requests of one tenant
+    share cached KV. Empty: keep the body's.
     """
 
 
@@ -87,27 +88,27 @@ def unpack_tokens(packed: bytes) -> list[int]:
 
 
 class CancelLeg(Message, frozen=True, kw_only=True):
-    """Router -> worker: nobody waits for this leg any more; abort it and send no more frames of it."""
+    """Router -> worker: abort this leg and send no more frames of it."""
 
     worker_id: WorkerId
     leg_id: LegId
 
 
 CACHE_THRESHOLD = "cache_threshold"
-"""The finish reason of a leg that was refused for the share of its prompt that is cached."""
+"""Finish reason of a leg that was refused because its cache hit threshold was not met."""
 
 
 class LegReport(Message, frozen=True, kw_only=True):
-    """Worker -> router, in the END frame: what the leg cost. Times are seconds on the worker's monotonic clock."""
+    """Worker -> router, in the END frame: tokens and times of the leg. Times are seconds on the worker's clock."""
 
     prompt_tokens: int = 0
-    """The client's. What an engine went on behind (``StartLeg.resume``) is in ``kv`` only, where its prompt is told."""
+    """Tokens of the client's prompt. Resumed tokens (``StartLeg.resume``) count only in ``kv.prompt_tokens``."""
     cached_tokens: int = 0
     """Prompt tokens found in this worker's own prefix cache."""
     received_tokens: int = 0
     """Prompt tokens whose KV came from another worker."""
     completion_tokens: int = 0
-    """Of the whole answer: those that this leg went on behind are among them."""
+    """Tokens of the whole response, including resumed ones."""
     received_bytes: int = 0
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -116,15 +117,13 @@ class LegReport(Message, frozen=True, kw_only=True):
     """From the leg's arrival at the worker to its first token."""
     total_s: float = 0.0
     kv_transfer: bytes = b""
-    """For PREFILL: what a decode worker needs to read the KV (JSON of ``kv_transfer_params``)."""
+    """PREFILL: what a decode worker needs to read the KV (JSON of ``kv_transfer_params``)."""
     finish_reason: str = ""
     kv: KvTransferReport | None = None
-    """Where the prompt's KV came from; None where the engine's connector does not tell."""
+    """Where the prompt's KV came from; None when the engine's connector does not report it."""
 
 
 class FrameKind(IntEnum):
-    """What a frame is."""
-
     HEAD = 0
     DATA = 1
     END = 2
@@ -132,45 +131,44 @@ class FrameKind(IntEnum):
 
 
 class Frame(PackedMessage, frozen=True, kw_only=True):
-    """One piece of a leg's answer."""
+    """One piece of a leg's response."""
 
     leg_id: LegId
     seq: int
-    """0 for the HEAD, then one more for each frame: a gap means that frames were lost."""
+    """0 for the HEAD, then consecutive; a gap means that frames were lost."""
     kind: FrameKind
     data: bytes = b""
-    """DATA: bytes for the client, as they are (for streams: whole SSE events)."""
+    """DATA: bytes for the client (for streams: whole SSE events)."""
     token_ids: list[int] = msgspec.field(default_factory=list)
-    """DATA: the token ids that ``data`` stands for."""
+    """DATA: token ids contained in ``data``."""
     status: int = 0
     """HEAD: the HTTP status."""
     content_type: str = ""
-    """HEAD: the answer's content type."""
+    """HEAD: the response's content type."""
     report: LegReport | None = None
-    """END: what the leg cost."""
     failure: Failure | None = None
-    """FAILURE: why there is no more."""
+    """FAILURE: why the leg failed."""
     joined: list[int] | None = None
-    """DATA: indexes of those ``token_ids`` that the engine's server heard of together with the one before. What its
-    parsers have said of a tool call may depend on that: whoever goes on behind these tokens tells them alike.
+    """DATA: indexes of those ``token_ids`` that the engine delivered together with the previous token. The output of
+    vLLM's tool parsers can depend on this grouping, so a resuming worker replays the tokens in the same groups.
     """
 
 
 class FrameBatch(PackedMessage, frozen=True, kw_only=True):
-    """Worker -> router: the frames of one turn of the worker's loop, of any number of this router's legs."""
+    """Worker -> router: the frames of one iteration of the worker's loop, of any number of this router's legs."""
 
     router_id: RouterId
     worker_id: WorkerId
     epoch: Epoch
     frames: list[Frame]
     in_flight: list[LegId] | None = None
-    """The in-flight list, at intervals: all legs of this router that the worker serves after these frames. A leg that
-    only one side knows is an orphan.
+    """Sent at intervals: all legs of this router that the worker serves after these frames. A leg that only one side
+    knows is orphaned.
     """
 
 
 KV_MOVES_MAX = 8
-"""That a finished request tells of."""
+"""Maximum length of ``RequestFinished.kv_moves``."""
 
 
 class KvMoved(Message, frozen=True, kw_only=True):
@@ -183,7 +181,7 @@ class KvMoved(Message, frozen=True, kw_only=True):
 
 
 class RequestFinished(Message, frozen=True, kw_only=True):
-    """One request's story as its router saw it, for metrics. Seconds; tokens; -1 where not known."""
+    """A finished request as its router measured it, for metrics. Times in seconds; -1: unknown."""
 
     request_id: RequestId
     model: str
@@ -194,17 +192,17 @@ class RequestFinished(Message, frozen=True, kw_only=True):
     decision_id: DecisionId = DecisionId("")
     """The last placement."""
     trace_id: str = ""
-    """Its trace, 32 hexadecimal digits; empty when none was kept."""
+    """Trace id, 32 hexadecimal digits; empty without a recorded trace."""
     tenant: str = ""
     prefill_worker: str = ""
     decode_worker: str = ""
     reason: str = ""
-    """Empty, or the ``Reason`` that ended it."""
+    """Empty, or the ``Reason`` for which it failed."""
     attempts: int = 1
     resumes: int = 0
-    """How often its stream broke off and went on elsewhere."""
+    """How often its stream was resumed on another worker."""
     resumed_tokens: int = 0
-    """Tokens that the client had already had at those times, all together."""
+    """Tokens that the client had already received when its stream was resumed, summed over all resumes."""
     prompt_tokens: int = -1
     completion_tokens: int = -1
     cached_tokens: int = -1
@@ -217,28 +215,28 @@ class RequestFinished(Message, frozen=True, kw_only=True):
     """Mean time between tokens after the first."""
     placement_s: float = -1.0
     ttft_parts: TtftParts | None = None
-    """Where the time to the first token went; None where there was none."""
+    """The parts of the time to the first token; None without a first token."""
     prefill_s: float = -1.0
     streamed_handoff: bool = False
-    """The decode leg read the KV while the prompt was being computed."""
+    """Whether the decode leg read the KV while the prefill was running."""
     recomputed_tokens: int = -1
-    """Prompt tokens that the decode worker of a disaggregated request computed."""
+    """Prompt tokens that the decode worker of a disaggregated request computed again."""
     reprefilled_tokens: int = -1
-    """Computed again after preemptions."""
+    """Tokens computed again after preemptions."""
     readback_tokens: int = -1
-    """Prompt tokens that the prefill worker fetched from others."""
+    """Prompt tokens that the prefill worker fetched from other workers."""
     kv_wait_s: float = -1.0
-    """From the first ask for KV to the first grant of it."""
+    """From the first lease request to the first grant."""
     kv_read_s: float = -1.0
     kv_moves: list[KvMoved] = msgspec.field(default_factory=list)
-    """From whom its workers read, as far as they tell: at most ``KV_MOVES_MAX``."""
+    """KV that its workers read, as far as they report it; at most ``KV_MOVES_MAX`` entries."""
     ttft_target_s: float = -1.0
-    """What it was to experience at most; likewise ``itl_target_s``."""
+    """Latency target of the request; -1: none. Likewise ``itl_target_s``."""
     itl_target_s: float = -1.0
 
 
 class RequestsFinished(Message, frozen=True, kw_only=True):
-    """Router -> metrics collector: the requests that ended since the last such message."""
+    """Router -> metrics collector: requests that finished since the last such message."""
 
     router_id: RouterId
     requests: list[RequestFinished]

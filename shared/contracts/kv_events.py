@@ -1,7 +1,7 @@
-"""What a worker's prefix cache holds, told as events with their own sequence numbers, and as a snapshot on demand.
+"""The content of a worker's prefix cache: events with sequence numbers, and a snapshot on request.
 
 A block's identity is the engine's chained hash; on the wire it is the first 8 bytes, big-endian. Lists of hashes are
-packed one behind the other in one bytes field (see ``pack_hashes``).
+concatenated in one bytes field (see ``pack_hashes``).
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ def block_hash64(full_hash: bytes) -> int:
 
 
 class KvTier(StrEnum):
-    """Which memory of a worker a block lies in, the nearest first."""
+    """The memory in which a worker holds a block, fastest first."""
 
     DEVICE = "device"
-    """The engine's own KV cache: found at once."""
+    """The engine's own KV cache: usable at once."""
     HOST = "host"
-    """The host's memory behind it: loaded before use."""
+    """Host memory: loaded into the engine before use."""
     DISK = "disk"
 
 
 TIER_ROTATION_BITS = 21
-"""Between one tier's hashes and the next one's in a digest, so that a block which moves between them changes it."""
+"""Rotation between the tiers' hashes in a digest, so that a block that moves to another tier changes the digest."""
 
 
 def digest_xor(xors: Iterable[int]) -> int:
-    """One number of the XOR of each tier's hashes, the nearest tier first (see ``KvDigest``)."""
+    """Combine the XOR of each tier's hashes, fastest tier first (see ``KvDigest``)."""
     joined = 0
     for tier, xor in enumerate(xors):
-        turn = tier * TIER_ROTATION_BITS
-        joined ^= (xor << turn | xor >> (64 - turn)) & 0xFFFF_FFFF_FFFF_FFFF
+        shift = tier * TIER_ROTATION_BITS
+        joined ^= (xor << shift | xor >> (64 - shift)) & 0xFFFF_FFFF_FFFF_FFFF
     return joined
 
 
@@ -72,13 +72,15 @@ class KvEvent(Message, frozen=True, kw_only=True):
     kind: KvEventKind
     hashes: bytes = b""
     tier: KvTier = KvTier.DEVICE
-    """Which memory changed. CLEARED means all of them."""
+    """The tier that changed; ignored for CLEARED, which clears all tiers."""
     parent: int | None = None
-    """STORED: hash of the block before the first one; None at the start of a chain."""
+    """STORED: hash of the block before ``hashes``; None at the start of a chain."""
 
 
 class KvEventBatch(Message, frozen=True, kw_only=True):
-    """Worker -> routers: changes in order. ``seq`` counts batches from 1 in each epoch; a gap asks for a snapshot."""
+    """Worker -> routers: changes in order. ``seq`` counts batches from 1 in each epoch; after a gap,
+    the router requests a snapshot.
+    """
 
     worker_id: WorkerId
     epoch: Epoch
@@ -87,7 +89,7 @@ class KvEventBatch(Message, frozen=True, kw_only=True):
 
 
 class AskKvSnapshot(Message, frozen=True, kw_only=True):
-    """Router -> worker: say all that you hold."""
+    """Router -> worker: requests a KvSnapshot."""
 
     worker_id: WorkerId
 
@@ -99,16 +101,16 @@ class KvSnapshot(Message, frozen=True, kw_only=True):
     epoch: Epoch
     seq: int
     hashes: bytes
-    """In the device tier."""
+    """Blocks in the device tier."""
     host_hashes: bytes = b""
     disk_hashes: bytes = b""
 
 
 class KvDigest(Message, frozen=True, kw_only=True):
-    """The prefix cache after the batch numbered ``seq``, in 16 bytes: to notice an index that went wrong."""
+    """A 16-byte digest of the prefix cache after the batch numbered ``seq``; routers check their index with it."""
 
     seq: int
     count: int
-    """Blocks, of all tiers; one that lies in two counts twice."""
+    """Blocks in all tiers; a block in two tiers counts twice."""
     xor: int
-    """XOR of all 64-bit hashes held, those in the host's memory rotated left by 21 bits, those on disk by 42."""
+    """XOR of all 64-bit hashes, those of the host tier rotated left by 21 bits, those of the disk tier by 42."""

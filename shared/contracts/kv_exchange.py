@@ -1,13 +1,13 @@
-"""The KV exchange: leases on KV blocks by content, and what a reader must know of a holder.
+"""The KV exchange: handshake, leases on KV blocks, reads and reports.
 
 reader                                             holder
-  LeaseKv(hashes, hold_s, follow_s)   ──────►        the longest prefix that it holds is pinned
-                          ◄──────   KvGrant          block ids, until when on its clock; more follow if asked to
-  NIXL READ of those blocks           ◄══════        the holder's engine does nothing
-  ReleaseKv                           ──────►        unpinned; or the holder's own clock ends it
+  LeaseKv(hashes, hold_s, follow_s)   ──────►        pins the longest prefix that it holds
+                          ◄──────   KvGrant          block ids and expiry on the holder's clock; several when following
+  NIXL READ of those blocks           ◄══════        the holder's engine is not involved
+  ReleaseKv                           ──────►        unpins the blocks; without it the lease expires
 
-A block is named by the engine's full chained hash (32 bytes), so equal names mean equal tokens before it, and equal KV.
-Clocks are monotonic seconds of the machine named; a reader knows how far the holder's clock may be ahead of its own.
+A block is identified by the engine's full chained hash (32 bytes): equal hashes mean equal preceding tokens and equal KV.
+Clocks are monotonic seconds of the machine named. A reader bounds how far the holder's clock may be ahead of its own.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from shared.contracts.message import Message
 
 FULL_HASH_BYTES = 32
 LEASE_BLOCKS_MAX = 16384
-"""Blocks asked for by one LeaseKv; a longer prompt's rest is computed."""
+"""Maximum number of blocks in one LeaseKv; the rest of a longer prompt is computed."""
 
 
 def pack_full_hashes(hashes: Iterable[bytes]) -> bytes:
-    """Full block hashes, one behind the other."""
+    """Concatenated full block hashes."""
     return b"".join(hashes)
 
 
@@ -49,48 +49,48 @@ def unpack_block_ids(packed: bytes) -> list[int]:
 
 
 class NoGrant(StrEnum):
-    """Why a holder grants nothing, or nothing more."""
+    """Why a holder grants no blocks, or no further ones."""
 
     NOT_HELD = "not_held"
-    """The next block is not in its cache (any more)."""
+    """The next block is not in the holder's cache."""
     EPOCH = "epoch"
-    """It is another life of the worker than the one that was asked."""
+    """The worker has restarted since: its epoch is not the requested one."""
     FULL = "full"
-    """Leases already pin as much of its memory as they may."""
+    """Leases already pin the maximum number of blocks."""
     DRAINING = "draining"
     FOLLOW_OVER = "follow_over"
-    """The blocks did not come while the holder was asked to follow."""
+    """The holder did not compute the next block within ``follow_s``."""
     UNREACHABLE = "unreachable"
-    """Said by the reader's own side: nobody answered."""
+    """Set by the reader: the holder did not reply."""
 
 
 class LeaseKv(Message, frozen=True, kw_only=True):
-    """Reader -> holder: pin these blocks for me. Answered with one KvGrant or, when following, several."""
+    """Reader -> holder: pin these blocks. The holder replies with one KvGrant, or several when following."""
 
     worker_id: WorkerId
     epoch: Epoch
     reader_id: WorkerId
     ask_id: str
-    """One subject token, unique for ever."""
+    """One subject token, never reused."""
     hashes: bytes
     """Full hashes of consecutive blocks of one chain."""
     hold_s: float
-    """How long each granted block should stay; the holder may give less."""
+    """Requested lifetime of each grant; the holder may shorten it."""
     follow_s: float = 0.0
-    """How long to wait for the next block that the holder computes, from each grant on; 0: grant what is there now."""
+    """How long after each grant to wait for the next block that the holder computes; 0: grant only present blocks."""
 
 
 class KvGrant(Message, frozen=True, kw_only=True):
-    """Holder -> reader: these blocks stay until ``until_s`` on the holder's clock."""
+    """Holder -> reader: these blocks are pinned until ``until_s`` on the holder's clock."""
 
     reader_id: WorkerId
     worker_id: WorkerId
     epoch: Epoch
     ask_id: str
     lease_id: str = ""
-    """Empty: nothing was pinned. All grants of one ask have the same."""
+    """Empty: no block was pinned. Equal for all grants of one LeaseKv."""
     first: int = 0
-    """Index in the ask of the first block granted here; equal to how many were granted before."""
+    """Index in the LeaseKv of the first block granted here, which is the number of blocks granted before."""
     block_ids: bytes = b""
     last_hash: bytes = b""
     """Full hash of the last block granted here."""
@@ -100,93 +100,95 @@ class KvGrant(Message, frozen=True, kw_only=True):
     final: bool = True
     """No more grants follow."""
     reason: NoGrant | None = None
-    """Why there is no more, when less than asked for was granted in all."""
+    """Set when fewer blocks than requested were granted in total."""
     prefill_cached_tokens: int = 0
-    """Of the prompt that the holder computed while it was followed: how many tokens it had had in its cache."""
+    """Prompt tokens that the holder found in its own cache before it computed the followed prompt."""
 
 
 class ReleaseKv(Message, frozen=True, kw_only=True):
-    """Reader -> holder: unpin, stop following. An unknown lease is ignored."""
+    """Reader -> holder: unpin these leases and stop following. The holder ignores unknown leases."""
 
     worker_id: WorkerId
     epoch: Epoch
     reader_id: WorkerId
     ask_ids: list[str] = msgspec.field(default_factory=list)
     lease_ids: list[str] = msgspec.field(default_factory=list)
-    """For offers, which nobody asked for."""
+    """Leases of offers, which have no ask id."""
 
 
 class KvOffer(Message, frozen=True, kw_only=True):
-    """A prefill leg's end: its prompt's full blocks, already leased to whoever names the lease."""
+    """The full blocks of a finished prefill leg's prompt, leased to the reader that names ``lease_id``."""
 
     worker_id: WorkerId
     epoch: Epoch
     lease_id: str
     block_ids: bytes
-    """From the first block of the prompt on."""
+    """Consecutive blocks from the start of the prompt."""
     last_hash: bytes
     until_s: float
 
 
 class KvSource(Message, frozen=True, kw_only=True):
-    """Router -> worker: who is believed to hold part of this prompt."""
+    """Router -> worker: a worker that probably holds part of this prompt."""
 
     worker_id: WorkerId
     epoch: Epoch
     first: int = 0
-    """Index of the first block in the prompt that it should be asked for."""
+    """Index in the prompt of the first block to request from it."""
     end: int = 0
-    """Index behind the last one; 0: as far as the prompt goes."""
+    """Index after the last block; 0: to the end of the prompt."""
     follow: bool = False
-    """It is about to compute the prompt: take its blocks as they come."""
+    """The source is computing the prompt: read its blocks as they are computed."""
 
 
 class LegOrder(Message, frozen=True, kw_only=True):
-    """Worker -> its engine, with each request: what to do about KV. Travels beside the body, never in it."""
+    """Worker -> its engine, per request: which KV to read and offer. Passed beside the body, never inside it."""
 
     offer: bool = False
-    """PREFILL: lease the prompt's blocks at the end, and say so in the transfer_report."""
+    """PREFILL: lease the prompt's blocks at the end and put the offer into the transfer report."""
     offer_id: str = ""
-    """The offer's lease, named beforehand: unique for ever, so that it can be given back whatever became of the leg."""
+    """Lease id of the offer, chosen in advance and never reused, so that it can be released after a failure."""
     take: KvOffer | None = None
-    """DECODE: read these."""
+    """DECODE: blocks to read."""
     sources: list[KvSource] = msgspec.field(default_factory=list)
     cache_hit_threshold: float = 0.0
-    """Refuse when less than this share of the tokens is cached or can be fetched; 0: never."""
+    """Refuse the leg when a smaller fraction of its tokens is cached or fetchable; 0: never."""
     fetch_min_tokens: int = 0
-    """Fetching fewer tokens than this is not worth it."""
+    """Minimum number of tokens to fetch; fewer are computed."""
     wait_s_max: float = 30.0
-    """For the next blocks of a source that is followed."""
+    """Maximum wait for the next blocks of a followed source."""
 
 
 class KvRead(Message, frozen=True, kw_only=True):
-    """One source of one request: what was asked, granted and read. Instants are on the reader's clock, 0.0 if never."""
+    """The result of one KV source of a request. ``*_at`` fields are on the reader's clock; 0.0: did not happen."""
 
     worker_id: WorkerId
     epoch: Epoch
     tokens: int = 0
-    """Whose KV arrived in time and is used."""
+    """Tokens whose KV arrived in time and is used."""
     bytes: int = 0
     asked_at: float = 0.0
     granted_at: float = 0.0
-    """First grant with blocks; for an offer, when the request was first looked at."""
+    """First grant with blocks; for an offer, when the scheduler first saw the request."""
     read_at: float = 0.0
     ended_at: float = 0.0
     read_s: float = 0.0
-    """Time in which at least one read was under way."""
+    """Time during which at least one read was in progress."""
     failure: str = ""
-    """Why less came than was hoped for, in words."""
+    """Why fewer blocks than planned were read, as text."""
     followed: bool = False
 
 
 class KvTransferReport(Message, frozen=True, kw_only=True):
-    """Engine -> worker -> router: where each prompt token's KV came from. The first three add up to the prompt."""
+    """Engine -> worker -> router: where each prompt token's KV came from. ``prompt_tokens`` is the sum of local, fetched
+    and recomputed tokens.
+    """
 
     prompt_tokens: int = 0
     local_tokens: int = 0
     fetched_tokens: int = 0
     recomputed_tokens: int = 0
-    """Computed on this worker: for a decode leg, no more than the tail of less than a block when all is well."""
+    """Computed on this worker. A decode leg normally computes only the last partial block."""
     refetched_tokens: int = 0
     """Fetched again after a preemption."""
     reprefilled_tokens: int = 0
@@ -195,13 +197,13 @@ class KvTransferReport(Message, frozen=True, kw_only=True):
     refused: bool = False
     """The cache hit threshold was not met."""
     prefill_cached_tokens: int = -1
-    """DECODE of a followed prompt: what the prefill worker had in its cache; -1 when not known."""
+    """DECODE of a followed prompt: tokens that the prefill worker had cached; -1 when unknown."""
     reads: list[KvRead] = msgspec.field(default_factory=list)
     offer: KvOffer | None = None
 
 
 class FetchKv(Message, frozen=True, kw_only=True):
-    """Anyone -> worker: have these blocks (prefetch, replicate, evacuate). No token is computed."""
+    """Anyone -> worker: fetch these blocks (prefetch, replicate, evacuate). No token is computed."""
 
     worker_id: WorkerId
     hashes: bytes
@@ -211,25 +213,25 @@ class FetchKv(Message, frozen=True, kw_only=True):
 
 
 class FetchedKv(Message, frozen=True, kw_only=True):
-    """How that went. ``held + fetched`` is the prefix that the worker now has."""
+    """Result of FetchKv. The worker now has a prefix of ``held + fetched`` blocks."""
 
     held: int = 0
     fetched: int = 0
     bytes: int = 0
     seconds: float = 0.0
     failure: str = ""
-    """Why less came than was asked for, in words."""
+    """Why fewer blocks than requested were fetched, as text."""
 
 
 class KvLedgerState(Message, frozen=True, kw_only=True):
-    """What an engine has leased and is reading, now, and totals since it started."""
+    """An engine's current leases and reads, and totals since it started."""
 
     leases: int = 0
     pinned_blocks: int = 0
     next_expiry_s: float = 0.0
-    """When the next lease ends, on the engine's clock; 0.0: there is none."""
+    """When the next lease expires, on the engine's clock; 0.0: no lease."""
     reads: int = 0
-    """Under way."""
+    """Reads in progress."""
     leases_granted_total: int = 0
     leases_released_total: int = 0
     leases_expired_total: int = 0
@@ -239,6 +241,6 @@ class KvLedgerState(Message, frozen=True, kw_only=True):
     read_bytes_total: int = 0
     read_seconds_total: float = 0.0
     refused_requests_total: int = 0
-    """By the cache hit threshold."""
+    """Refused because the cache hit threshold was not met."""
     recomputed_tokens_total: int = 0
-    """Of decode legs, beyond the tail of less than a block: silent re-prefill."""
+    """Prompt tokens that decode legs computed again beyond the last partial block."""

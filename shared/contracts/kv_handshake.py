@@ -10,7 +10,7 @@ from shared.contracts.message import Message
 
 
 class KvPlane(Message, frozen=True, kw_only=True):
-    """Within one block of one layer: heads one behind the other, each ``head_bytes`` long."""
+    """Part of one block of one layer: consecutive heads of ``head_bytes`` each."""
 
     offset: int
     head_bytes: int
@@ -40,26 +40,28 @@ class KvRank(Message, frozen=True, kw_only=True):
 
 
 class KvHandshake(Message, frozen=True, kw_only=True):
-    """All that a reader needs to read a holder's blocks."""
+    """The memory layout of a holder's blocks. A reader asks for it once per pair of workers and epoch, and repeatedly to
+    follow the holder's clock.
+    """
 
     worker_id: WorkerId
     epoch: Epoch
     version: int
-    """Of the connector's protocol."""
+    """Version of the connector's protocol."""
     fingerprint: str
-    """``Fingerprint.key``: KV of another model, revision or layout is never read."""
+    """``Fingerprint.key``: a reader refuses KV of another model, revision or layout."""
     clock_s: float
-    """The holder's clock when it answered."""
+    """The holder's clock when it replied."""
     block_size: int
     """Tokens."""
     blocks: int
     kv_heads: int
-    """Of the whole model; a latent cache (MLA), which every rank holds whole, has one."""
+    """KV heads of the whole model; 1 for a latent cache (MLA), of which every rank holds a full copy."""
     ranks: list[KvRank]
 
 
 class AskKvHandshake(Message, frozen=True, kw_only=True):
-    """Worker -> worker: describe yourself. Answered with KvHandshake."""
+    """Worker -> worker: requests a KvHandshake."""
 
     worker_id: WorkerId
     reader_id: WorkerId

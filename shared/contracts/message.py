@@ -1,4 +1,4 @@
-"""Bases of all messages: immutable msgspec structs, msgpack on the wire."""
+"""Wire version and base classes of all messages: immutable msgspec structs, msgpack on the wire."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import msgspec
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Base of everything that crosses a process.
+    """Base of all messages between processes.
 
-    Subclasses repeat ``frozen=True, kw_only=True``: msgspec does not inherit the second, type checkers not the first.
+    Subclasses repeat ``frozen=True, kw_only=True``: msgspec does not inherit ``kw_only``, type checkers do not inherit
+    ``frozen``.
 
-    Fields may be added with a default; anything else is a new message (see ``version``).
+    A field with a default may be added. Any other change raises ``WIRE_VERSION``.
     """
 
 
 class PackedMessage(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Base of what is sent many times a second: fields travel by position. New fields go last, with a default."""
+    """Base of frequent messages: fields are encoded by position. New fields go last, with a default."""
 
 
 def in_full(value: Any) -> Any:

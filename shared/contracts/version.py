@@ -2,6 +2,6 @@
 
 WIRE_VERSION = 2
 """
-1: the first.
+1: first version.
 2: messages, fields and subjects renamed.
 """

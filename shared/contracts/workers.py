@@ -1,4 +1,4 @@
-"""Workers as the rest of the system knows them: the registry record and the fleet."""
+"""Worker registry records and the fleet state."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.message import Message
 
 WORKER_RECORD_TTL_S = 10.0
-"""A record that is not renewed for so long expires. All sides open the channel with it; workers renew more often."""
+"""A record expires when it is not renewed within this time. All processes open the channel with this value."""
 
 
 class Role(StrEnum):
-    """Which legs a worker is placed for. Every engine can do both; a store has no engine."""
+    """The legs that routers place on a worker. Every engine can run both kinds; a store has no engine."""
 
     PREFILL = "prefill"
     DECODE = "decode"
     BOTH = "both"
     STORE = "store"
-    """Keeps copies of KV blocks and serves them to others; no legs."""
+    """Holds copies of KV blocks and serves them to other workers; runs no legs."""
 
 
 class WorkerPhase(StrEnum):
-    """Where a worker is in its life, as it says itself (LOST is said by the orchestrator)."""
+    """A worker's lifecycle phase. The worker sets it; only LOST is set by the orchestrator."""
 
     STARTING = "starting"
     PROBING = "probing"
-    """Its engine runs; it proves that it can exchange KV before it gets traffic."""
+    """The engine runs; the worker tests the KV exchange before it accepts traffic."""
     READY = "ready"
     DRAINING = "draining"
     GONE = "gone"
@@ -36,7 +36,7 @@ class WorkerPhase(StrEnum):
 
 
 class HashScheme(Message, frozen=True, kw_only=True):
-    """How the engine names its KV blocks; a router that follows it computes the same chain."""
+    """How the engine hashes its KV blocks; routers compute the same chain of hashes."""
 
     algorithm: str = "sha256_cbor"
     seed: str = "vllm-none-hash"
@@ -46,11 +46,11 @@ class HashScheme(Message, frozen=True, kw_only=True):
 
 
 class Fingerprint(Message, frozen=True, kw_only=True):
-    """What must be equal for two workers to exchange KV."""
+    """Two workers exchange KV only when their fingerprints are equal."""
 
     model: str
     revision: str
-    """Content digest or hub revision of the weights."""
+    """Content digest or Hugging Face revision of the weights."""
     dtype: str
     block_size: int
     kv_layout: str
@@ -60,12 +60,12 @@ class Fingerprint(Message, frozen=True, kw_only=True):
     engine_version: str
 
     def key(self) -> str:
-        """One string that is equal for equal fingerprints."""
+        """The fingerprint as one string."""
         return "|".join(str(value) for value in msgspec.structs.astuple(self))
 
 
 class WorkerRecord(Message, frozen=True, kw_only=True):
-    """The registry entry of a worker; it expires when the worker no longer renews it."""
+    """The registry entry of a worker; it expires when the worker stops renewing it."""
 
     worker_id: WorkerId
     epoch: Epoch
@@ -74,26 +74,27 @@ class WorkerRecord(Message, frozen=True, kw_only=True):
     engine: str
     """vllm or simulated."""
     models: list[str]
-    """Names that requests may ask for; the first is the main one."""
+    """Model names that requests may use; the first is the primary name."""
     max_model_len: int
     fingerprint: Fingerprint
     hashing: HashScheme
     kv_blocks: int
     legs_max: int
-    """Legs this worker accepts at a time."""
+    """Maximum number of concurrent legs."""
     host: str
     pid: int
     wire_version: int
     note: str = ""
     prefix_caching: bool = True
-    """Whether its engine finds earlier prompts again. If not, it lends no KV by block hash: it is no source, it is not
-    followed, and no self-test reads from it. It still reads KV, and hands off a prompt's KV by an offer."""
+    """Whether its engine caches prefixes. Without prefix caching the worker lends no KV by block hash: it is no KV
+    source, readers do not follow it and no self-test reads from it. It still reads KV and hands off KV by an offer.
+    """
     step_tokens_max: int = 2048
-    """Tokens that its engine computes in one step."""
+    """Maximum number of tokens that its engine computes in one step."""
 
 
 class WorkerLost(Message, frozen=True, kw_only=True):
-    """Orchestrator -> anyone: this life of the worker is over; place nothing there, fail what waits for it."""
+    """Orchestrator -> anyone: this epoch of the worker has ended. Its running legs have failed."""
 
     worker_id: WorkerId
     epoch: Epoch
@@ -108,15 +109,15 @@ class FleetWorker(Message, frozen=True, kw_only=True):
     since_s: float
     """Seconds in this phase."""
     silent_s: float
-    """Seconds since it was last heard."""
+    """Seconds since its last message."""
     running: int = 0
     waiting: int = 0
     kv_used: float = 0.0
-    """0.0 to 1.0."""
+    """Fraction of KV blocks in use, 0.0 to 1.0."""
 
 
 class FleetState(Message, frozen=True, kw_only=True):
-    """Orchestrator -> anyone: the fleet, on each change and once a second."""
+    """Orchestrator -> anyone: the fleet, sent on each change and once a second."""
 
     leader: str
     term: int
@@ -124,4 +125,4 @@ class FleetState(Message, frozen=True, kw_only=True):
 
 
 class DescribeFleet(Message, frozen=True, kw_only=True):
-    """Anyone -> orchestrator: who is there? Answered with FleetState."""
+    """Anyone -> orchestrator: requests the FleetState."""
