@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import FetchedKv, FetchKv, KvGrant, KvLedgerState, LeaseKv, ReleaseKv
-from shared.contracts.kv_handshake import KvHandshake
+from shared.contracts.kv_exchange import FetchedKv, FetchKv, KvGrant, KvHandshake, KvLedgerState, LeaseKv, ReleaseKv
 from shared.contracts.message import Message
 
 

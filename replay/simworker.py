@@ -10,7 +10,7 @@ from services.worker.engines.simulated.core.timing import TransferLink
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_events import KvEvent, KvEventBatch, pack_hashes
 from shared.contracts.load import LOAD_HZ_MAX, LoadReport
-from shared.contracts.version import WIRE_VERSION
+from shared.contracts.message import WIRE_VERSION
 from shared.contracts.workers import Fingerprint, HashScheme, Role, WorkerPhase, WorkerRecord
 from shared.engine_speed.learner import SpeedLearner
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from connector.layout.tensors import CacheTensor, UnsupportedLayout, heads_of, layer_of
 from connector.transfer.agent import Region
-from shared.contracts.kv_handshake import KvLayer
+from shared.contracts.kv_exchange import KvLayer
 
 REFUSED_SPECS = (
     "Mamba", "SlidingWindow", "ChunkedLocal", "CrossAttention", "EncoderOnly", "RSWA", "CircularBuffer", "Sink",

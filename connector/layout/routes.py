@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from connector.layout.tensors import heads_of
-from shared.contracts.kv_handshake import KvHandshake, KvLayer, KvRank
+from shared.contracts.kv_exchange import KvHandshake, KvLayer, KvRank
 
 Numbers = NDArray[np.uint64]
 

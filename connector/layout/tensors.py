@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.contracts.kv_handshake import KvHandshake, KvLayer, KvPlane, KvRank
+from shared.contracts.kv_exchange import KvHandshake, KvLayer, KvPlane, KvRank
 
 PROTOCOL_VERSION = 1
 """Version of handshakes, orders and the meaning of a block's bytes. Engines of different versions exchange nothing."""

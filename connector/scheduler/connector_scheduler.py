@@ -25,8 +25,7 @@ from connector.scheduler.notification_socket import NotificationSocket
 from connector.scheduler.rank_aggregation import RankAggregation
 from connector.settings import Settings
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import KvOffer, KvTransferReport, LegOrder
-from shared.contracts.kv_handshake import KvHandshake, KvRank
+from shared.contracts.kv_exchange import KvHandshake, KvOffer, KvRank, KvTransferReport, LegOrder
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool

@@ -31,8 +31,7 @@ from connector.reader.prefetch import BlockAllocator, Prefetcher
 from connector.reader.reader import Reader
 from connector.scheduler.stats import ExchangeStats
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import KvGrant, KvOffer, KvTransferReport, LegOrder
-from shared.contracts.kv_handshake import KvHandshake
+from shared.contracts.kv_exchange import KvGrant, KvHandshake, KvOffer, KvTransferReport, LegOrder
 
 
 @dataclass(slots=True)

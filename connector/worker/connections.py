@@ -16,7 +16,7 @@ from connector.layout.routes import ReaderRank, Route, routes_to
 from connector.layout.tensors import why_not
 from connector.messages import Connected, Peer, PeerKey
 from connector.transfer.agent import TransferAgent, TransferFailed, TransferState
-from shared.contracts.kv_handshake import KvHandshake, KvRank
+from shared.contracts.kv_exchange import KvHandshake, KvRank
 
 CONNECT_S_MAX = 5.0
 PROBE_BYTES = 8

@@ -25,7 +25,7 @@ from connector.worker.connections import PROBE_BYTES, Own
 from connector.worker.copier import Copier
 from connector.worker.transfer_thread import TransferThread
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_handshake import KvHandshake, KvRank
+from shared.contracts.kv_exchange import KvHandshake, KvRank
 
 MakeAgent = Callable[[str], TransferAgent]
 """Takes a name that is never used again."""

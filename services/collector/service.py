@@ -30,13 +30,12 @@ from shared.contracts.channels import (
     SERVICE_STATUS,
     WORKER_LOST,
 )
-from shared.contracts.control import ServicePhase, ServiceStatus
+from shared.contracts.control import DefaultMode, ServicePhase, ServiceStatus
 from shared.contracts.disaggregation_report import AskDisaggregationReport, DisaggregationReport
 from shared.contracts.fleet_orders import WorkerDrained
 from shared.contracts.inference import RequestsFinished
 from shared.contracts.load import LoadReport
 from shared.contracts.planning import PlanDecision
-from shared.contracts.routing import DefaultMode
 from shared.contracts.workers import FleetState, WorkerLost
 from shared.runtime.clock import Clock
 from shared.runtime.service import Service

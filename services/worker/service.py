@@ -34,7 +34,7 @@ from shared.contracts.channels import CANCEL_LEG, KV_SNAPSHOT, START_LEG
 from shared.contracts.control import ServicePhase
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.version import WIRE_VERSION
+from shared.contracts.message import WIRE_VERSION
 from shared.contracts.workers import Fingerprint, HashScheme, Role, WorkerPhase, WorkerRecord
 from shared.runtime.service import Service
 from shared.runtime.settings import CommonSettings

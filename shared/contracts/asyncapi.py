@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from shared.contracts.channels import CHANNELS, AskChannel, Channel, Delivery
-from shared.contracts.version import WIRE_VERSION
+from shared.contracts.message import WIRE_VERSION
 
 CONTENT_TYPE = "application/msgpack"
 

@@ -15,7 +15,15 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from shared.contracts.control import AskTokenizer, AskTokens, Leadership, ServiceStatus, TokenizerAsset, TokensFound
+from shared.contracts.control import (
+    AskTokenizer,
+    AskTokens,
+    DefaultMode,
+    Leadership,
+    ServiceStatus,
+    TokenizerAsset,
+    TokensFound,
+)
 from shared.contracts.decisions import AskDecision, FoundDecision
 from shared.contracts.disaggregation_report import AskDisaggregationReport, DisaggregationReport
 from shared.contracts.fleet_orders import (
@@ -31,12 +39,10 @@ from shared.contracts.fleet_orders import (
 )
 from shared.contracts.inference import CancelLeg, FrameBatch, RequestsFinished, StartLeg
 from shared.contracts.kv_events import AskKvSnapshot, KvEventBatch, KvSnapshot
-from shared.contracts.kv_exchange import FetchedKv, FetchKv, KvGrant, LeaseKv, ReleaseKv
-from shared.contracts.kv_handshake import AskKvHandshake, KvHandshake
+from shared.contracts.kv_exchange import AskKvHandshake, FetchedKv, FetchKv, KvGrant, KvHandshake, LeaseKv, ReleaseKv
 from shared.contracts.load import LoadReport
 from shared.contracts.planning import AskPlans, FleetScaled, PlanDecision, Plans, ScaleFleet
 from shared.contracts.reservations import Reservations
-from shared.contracts.routing import DefaultMode
 from shared.contracts.workers import DescribeFleet, FleetState, WorkerLost, WorkerRecord
 
 M = TypeVar("M", bound=msgspec.Struct)

@@ -1,4 +1,4 @@
-"""Service status, leadership and tokenizer messages."""
+"""Service status, leadership, default mode and tokenizer messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ServicePhase(StrEnum):
 
 
 ROUTER_TROUBLES_MAX = 32
-"""Workers that a router names in its standing; with more, the others are of the same kind."""
+"""Maximum number of workers that a RouterHealth names."""
 
 
 class RouterHealth(Message, frozen=True, kw_only=True):
@@ -120,3 +120,16 @@ class Leadership(Message, frozen=True, kw_only=True):
     role: str
     leader: str
     term: int
+
+
+FLEET = "fleet"
+"""The only scope: all routers."""
+DEFAULT_MODES = ("auto", "aggregated", "disaggregated")
+"""Values of ``DefaultMode.mode``; auto lets placement choose."""
+
+
+class DefaultMode(Message, frozen=True, kw_only=True):
+    """Operator -> routers: the mode of requests that ask for none."""
+
+    scope: str = FLEET
+    mode: str = "auto"

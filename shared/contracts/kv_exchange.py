@@ -2,11 +2,11 @@
 
 reader                                             holder
   LeaseKv(hashes, hold_s, follow_s)   ──────►        pins the longest prefix that it holds
-                          ◄──────   KvGrant          block ids and expiry on the holder's clock; several when following
+                          ◄──────   KvGrant          block ids, expiry on the holder's clock
   NIXL READ of those blocks           ◄══════        the holder's engine is not involved
   ReleaseKv                           ──────►        unpins the blocks; without it the lease expires
 
-A block is identified by the engine's full chained hash (32 bytes): equal hashes mean equal preceding tokens and equal KV.
+A block is identified by the engine's full chained hash (32 bytes); equal hashes mean equal prefixes and equal KV.
 Clocks are monotonic seconds of the machine named. A reader bounds how far the holder's clock may be ahead of its own.
 """
 
@@ -147,7 +147,7 @@ class LegOrder(Message, frozen=True, kw_only=True):
     offer: bool = False
     """PREFILL: lease the prompt's blocks at the end and put the offer into the transfer report."""
     offer_id: str = ""
-    """Lease id of the offer, chosen in advance and never reused, so that it can be released after a failure."""
+    """Lease id of the offer, chosen in advance and never reused, so that it can be released after any failure."""
     take: KvOffer | None = None
     """DECODE: blocks to read."""
     sources: list[KvSource] = msgspec.field(default_factory=list)
@@ -180,8 +180,8 @@ class KvRead(Message, frozen=True, kw_only=True):
 
 
 class KvTransferReport(Message, frozen=True, kw_only=True):
-    """Engine -> worker -> router: where each prompt token's KV came from. ``prompt_tokens`` is the sum of local, fetched
-    and recomputed tokens.
+    """Engine -> worker -> router: where each prompt token's KV came from. ``prompt_tokens`` is the sum of local,
+    fetched and recomputed tokens.
     """
 
     prompt_tokens: int = 0
@@ -244,3 +244,61 @@ class KvLedgerState(Message, frozen=True, kw_only=True):
     """Refused because the cache hit threshold was not met."""
     recomputed_tokens_total: int = 0
     """Prompt tokens that decode legs computed again beyond the last partial block."""
+
+
+class KvPlane(Message, frozen=True, kw_only=True):
+    """Part of one block of one layer: consecutive heads of ``head_bytes`` each."""
+
+    offset: int
+    head_bytes: int
+    heads: int
+
+
+class KvLayer(Message, frozen=True, kw_only=True):
+    """One layer's blocks in one rank's memory."""
+
+    base: int
+    """Address of block 0."""
+    block_stride: int
+    """Bytes from one block to the next."""
+    planes: list[KvPlane]
+
+
+class KvRank(Message, frozen=True, kw_only=True):
+    """One tensor-parallel rank of an engine."""
+
+    rank: int
+    agent: bytes
+    """NIXL agent metadata."""
+    device: str
+    """cpu or cuda."""
+    device_id: int
+    layers: list[KvLayer]
+
+
+class KvHandshake(Message, frozen=True, kw_only=True):
+    """The memory layout of a holder's blocks. A reader asks for it once per pair of workers and epoch, and
+    again at intervals for the holder's clock.
+    """
+
+    worker_id: WorkerId
+    epoch: Epoch
+    version: int
+    """Version of the connector's protocol."""
+    fingerprint: str
+    """``Fingerprint.key``: a reader refuses KV of another model, revision or layout."""
+    clock_s: float
+    """The holder's clock when it replied."""
+    block_size: int
+    """Tokens."""
+    blocks: int
+    kv_heads: int
+    """KV heads of the whole model; 1 for a latent cache (MLA), of which every rank holds a full copy."""
+    ranks: list[KvRank]
+
+
+class AskKvHandshake(Message, frozen=True, kw_only=True):
+    """Worker -> worker: requests a KvHandshake."""
+
+    worker_id: WorkerId
+    reader_id: WorkerId

@@ -6,6 +6,12 @@ from typing import Any
 
 import msgspec
 
+WIRE_VERSION = 2
+"""
+1: first version.
+2: messages, fields and subjects renamed.
+"""
+
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Base of all messages between processes.
@@ -13,7 +19,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Subclasses repeat ``frozen=True, kw_only=True``: msgspec does not inherit ``kw_only``, type checkers do not inherit
     ``frozen``.
 
-    A field with a default may be added. Any other change raises ``WIRE_VERSION``.
+    A field with a default may be added. Any other change increments ``WIRE_VERSION``.
     """
 
 

@@ -10,8 +10,7 @@ import pytest
 from shared.contracts.channels import KV_HANDSHAKE
 from shared.contracts.ids import WorkerId
 from shared.contracts.inference import LegKind
-from shared.contracts.kv_exchange import KvLedgerState, KvSource
-from shared.contracts.kv_handshake import AskKvHandshake
+from shared.contracts.kv_exchange import AskKvHandshake, KvLedgerState, KvSource
 from tests.engines.test_handover import completion, prompt_of
 from tests.support.worker_processes import handoff, start_worker, wait_ready
 

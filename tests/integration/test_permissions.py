@@ -35,7 +35,7 @@ from shared.contracts.channels import (
 from shared.contracts.control import Leadership
 from shared.contracts.inference import FrameBatch, LegReport
 from shared.contracts.kv_events import AskKvSnapshot, KvSnapshot
-from shared.contracts.kv_handshake import AskKvHandshake, KvHandshake
+from shared.contracts.kv_exchange import AskKvHandshake, KvHandshake
 from shared.contracts.workers import DescribeFleet, FleetState, WorkerRecord
 from tests.contracts.examples import example
 from tests.integration.bus.worlds import until

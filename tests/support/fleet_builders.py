@@ -6,7 +6,7 @@ import msgspec
 
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.load import LoadReport
-from shared.contracts.version import WIRE_VERSION
+from shared.contracts.message import WIRE_VERSION
 from shared.contracts.workers import Fingerprint, HashScheme, Role, WorkerPhase, WorkerRecord
 
 FINGERPRINT = Fingerprint(

@@ -12,7 +12,7 @@ from connector.layout.tensors import CacheTensor, heads_of, layer_of
 from connector.transfer.agent import Region, TransferAgent
 from connector.worker.connections import PROBE_BYTES, Own
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_handshake import KvHandshake, KvRank
+from shared.contracts.kv_exchange import KvHandshake, KvRank
 
 
 @dataclass(frozen=True)

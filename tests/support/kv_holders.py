@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from shared.contracts.kv_handshake import KvHandshake
+from shared.contracts.kv_exchange import KvHandshake
 from tests.support.kv_engines import RankMemory, Shape, handshake
 
 START_S_MAX = 120.0

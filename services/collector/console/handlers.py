@@ -11,10 +11,10 @@ from services.collector.console.orders import Order, Refusal
 from services.collector.console.requests import RecentRequests
 from shared.bus.port import AskRefused, AskTimedOut, Bus, BusError, NoResponders
 from shared.contracts.channels import CHANGE_ROLE, DECISION, DEFAULT_MODE, DRAIN
+from shared.contracts.control import DefaultMode
 from shared.contracts.decisions import AskDecision
 from shared.contracts.fleet_orders import ChangeRole, DrainWorker
 from shared.contracts.ids import DecisionId, RouterId
-from shared.contracts.routing import DefaultMode
 from shared.text import fleet_text
 
 DECISION_ID = re.compile(r"([A-Za-z0-9_-]{1,128})-d[0-9]{1,18}")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from shared.contracts.control import DEFAULT_MODES, DefaultMode
 from shared.contracts.fleet_orders import ChangeRole, DrainWorker
 from shared.contracts.ids import WorkerId, is_subject_token
-from shared.contracts.routing import DEFAULT_MODES, DefaultMode
 from shared.contracts.workers import Role
 
 ROLES = (Role.PREFILL, Role.DECODE, Role.BOTH)

@@ -10,7 +10,7 @@ import msgspec
 from services.launcher.doctor.facts import HeardLoad, SystemFacts
 from services.launcher.doctor.findings import Area, Finding, Level, many, named
 from shared.contracts.control import RouterHealth, ServicePhase
-from shared.contracts.version import WIRE_VERSION
+from shared.contracts.message import WIRE_VERSION
 from shared.contracts.workers import FleetWorker, Role, WorkerPhase, WorkerRecord
 from shared.text.quantities import counted, duration
 

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from services.router.placement.slo import PRIORITY_MAX, PRIORITY_MIN, TARGET_S_MAX, TARGET_S_MIN, is_priority, is_target
+from shared.contracts.control import DEFAULT_MODES, DefaultMode
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId, is_subject_token
-from shared.contracts.routing import DEFAULT_MODES, DefaultMode
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

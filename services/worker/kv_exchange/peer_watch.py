@@ -12,7 +12,7 @@ from services.worker.kv_exchange.peers import RETRY_S, PeerTable
 from shared.bus.port import Bus, BusError, Envelope
 from shared.contracts.channels import KV_HANDSHAKE, WORKER_LOST, WORKER_RECORDS
 from shared.contracts.ids import WorkerId
-from shared.contracts.kv_handshake import AskKvHandshake
+from shared.contracts.kv_exchange import AskKvHandshake
 from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerLost, WorkerRecord
 from shared.runtime.clock import Clock
 

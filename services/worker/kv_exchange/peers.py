@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from connector.messages import Peer, PeerGone
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_handshake import KvHandshake
+from shared.contracts.kv_exchange import KvHandshake
 from shared.contracts.workers import WorkerPhase, WorkerRecord
 
 PEERS_MAX = 1024

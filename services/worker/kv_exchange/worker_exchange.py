@@ -19,8 +19,7 @@ from services.worker.kv_exchange.peers import PeerTable
 from shared.bus.port import Bus, Envelope
 from shared.contracts.channels import KV_FETCH, KV_HANDSHAKE
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import KvLedgerState, ReleaseKv
-from shared.contracts.kv_handshake import AskKvHandshake, KvHandshake
+from shared.contracts.kv_exchange import AskKvHandshake, KvHandshake, KvLedgerState, ReleaseKv
 from shared.runtime.clock import Clock
 
 log = logging.getLogger("baton.worker")

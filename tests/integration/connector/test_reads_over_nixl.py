@@ -14,7 +14,7 @@ import pytest
 from connector.messages import Orders, Peer, PeerKey, Read, Results
 from connector.worker.copier import SELF_END_S_MAX, Copier
 from connector.worker.transfer_thread import TransferThread
-from shared.contracts.kv_handshake import KvHandshake
+from shared.contracts.kv_exchange import KvHandshake
 from tests.support.faulty_agent import FaultyAgent
 from tests.support.kv_engines import RankMemory, ReadingRank, Shape
 from tests.support.kv_holders import Holder, start_holder

@@ -12,10 +12,10 @@ from services.collector.http.access import Access, read_digests
 from services.collector.http.console import BODY_BYTES_MAX, page_files
 from shared.bus.port import AskRefused
 from shared.contracts.channels import CHANGE_ROLE, DECISION, DEFAULT_MODE, DRAIN
+from shared.contracts.control import FLEET
 from shared.contracts.decisions import CandidateRecord, DecisionRecord, FoundDecision, Part
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.fleet_orders import OrderTaken, RoleChanged
-from shared.contracts.routing import FLEET
 from shared.contracts.workers import Role
 from shared.runtime.settings import SettingsError
 from tests.unit.collector.console_world import PARTS, finished, world

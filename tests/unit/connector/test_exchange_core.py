@@ -10,7 +10,7 @@ from connector.messages import Connected, EngineCall, Peer, PeerGone
 from connector.reader.fetch import FetchLimits
 from connector.scheduler.exchange_core import ExchangeCore
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_handshake import KvHandshake
+from shared.contracts.kv_exchange import KvHandshake
 from tests.support.kv_engines import RankMemory, Shape, handshake
 
 HOLDER = ("holder", 1)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from connector.layout.tensors import CacheTensor, UnsupportedLayout, layer_of, why_not
-from shared.contracts.kv_handshake import KvPlane
+from shared.contracts.kv_exchange import KvPlane
 from tests.support.kv_engines import RankMemory, Shape, handshake
 
 

@@ -10,8 +10,7 @@ from connector.messages import Peer, ReadPart
 from connector.reader.fetch import FetchLimits
 from connector.reader.peers import Peers
 from connector.reader.reader import Reader
-from shared.contracts.kv_exchange import KvGrant, KvOffer, KvSource, LegOrder, pack_block_ids
-from shared.contracts.kv_handshake import KvHandshake
+from shared.contracts.kv_exchange import KvGrant, KvHandshake, KvOffer, KvSource, LegOrder, pack_block_ids
 
 HASHES = [bytes([at]) * 32 for at in range(8)]
 OFFER = KvOffer(

@@ -17,7 +17,7 @@ from services.router.placement.request_fields import (
 )
 from services.router.state.default_mode import DefaultModeFeed
 from shared.contracts.channels import DEFAULT_MODE
-from shared.contracts.routing import FLEET, DefaultMode
+from shared.contracts.control import FLEET, DefaultMode
 from tests.support.memory_bus import MemoryBus, MemoryHub
 
 WAIT_S_MAX = 60.0

@@ -16,7 +16,7 @@ from connector.worker.transfer_thread import TransferThread
 from services.worker.engines.simulated.core.block_cache import CONTENT_BYTES
 from services.worker.engines.simulated.core.engine_core import EngineCore
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_handshake import KvHandshake, KvLayer, KvPlane, KvRank
+from shared.contracts.kv_exchange import KvHandshake, KvLayer, KvPlane, KvRank
 
 assert CONTENT_BYTES == PROBE_BYTES, "the place behind the last block is for probes"
 

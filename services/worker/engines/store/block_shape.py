@@ -11,7 +11,7 @@ import hashlib
 from dataclasses import dataclass
 
 from connector.layout.tensors import PROTOCOL_VERSION, why_malformed
-from shared.contracts.kv_handshake import KvHandshake, KvLayer, KvPlane
+from shared.contracts.kv_exchange import KvHandshake, KvLayer, KvPlane
 
 BLOCK_BYTES_COUNTED_MIN = 16 * 1024
 """A block counts as at least this much of a store's memory: simulated blocks are a few bytes long, and the bookkeeping

@@ -16,8 +16,7 @@ from connector.reader.fetch import FetchLimits
 from connector.scheduler.exchange_core import ExchangeCore
 from services.worker.engines.simulated.core.block_pool import LeasablePool
 from services.worker.engines.store.tiers import Job, Tiers
-from shared.contracts.kv_exchange import LeaseKv, ReleaseKv, unpack_block_ids, unpack_full_hashes
-from shared.contracts.kv_handshake import KvHandshake
+from shared.contracts.kv_exchange import KvHandshake, LeaseKv, ReleaseKv, unpack_block_ids, unpack_full_hashes
 from shared.contracts.load import StoreState
 
 LOOK_S = 0.05

@@ -18,7 +18,7 @@ from services.worker.engines.port import Identity
 from services.worker.engines.simulated.mover import DirectMover, agent_name
 from services.worker.engines.store.block_shape import BlockShape
 from services.worker.settings import Settings
-from shared.contracts.kv_handshake import KvHandshake, KvRank
+from shared.contracts.kv_exchange import KvHandshake, KvRank
 
 
 class StoreMover(Protocol):

@@ -12,7 +12,7 @@ from services.worker.engines.store.block_shape import BlockShape, shape_of
 from shared.bus.port import Bus, BusError
 from shared.contracts.channels import KV_HANDSHAKE, WORKER_RECORDS
 from shared.contracts.ids import WorkerId
-from shared.contracts.kv_handshake import AskKvHandshake
+from shared.contracts.kv_exchange import AskKvHandshake
 from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerPhase, WorkerRecord
 
 log = logging.getLogger("baton.worker")

@@ -14,8 +14,7 @@ from services.worker.kv_exchange.worker_exchange import WorkerExchange
 from shared.bus.port import Bus
 from shared.contracts.channels import WORKER_RECORDS
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import KvGrant, KvLedgerState, LeaseKv
-from shared.contracts.kv_handshake import KvHandshake
+from shared.contracts.kv_exchange import KvGrant, KvHandshake, KvLedgerState, LeaseKv
 from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerPhase
 from shared.runtime.clock import SystemClock
 from tests.support.fleet_builders import FINGERPRINT, record

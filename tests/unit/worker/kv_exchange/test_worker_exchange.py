@@ -12,8 +12,7 @@ from shared.bus.port import AskRefused
 from shared.contracts.channels import KV_FETCH, KV_GRANT, KV_HANDSHAKE, KV_LEASE, KV_RELEASE, WORKER_LOST
 from shared.contracts.failures import Reason
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import FetchedKv, FetchKv, NoGrant, ReleaseKv
-from shared.contracts.kv_handshake import AskKvHandshake
+from shared.contracts.kv_exchange import AskKvHandshake, FetchedKv, FetchKv, NoGrant, ReleaseKv
 from shared.contracts.workers import WorkerLost
 from tests.support.memory_bus import MemoryHub
 from tests.unit.worker.kv_exchange.fakes import HASH, WAIT_S_MAX, OneWorker, exchanging, grant, lease, ledger

@@ -18,8 +18,7 @@ from services.worker.engines.simulated.core.link import SimulatedLink
 from services.worker.engines.simulated.core.sequence import Sequence
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_exchange import KvOffer, KvTransferReport
-from shared.contracts.kv_handshake import KvHandshake
+from shared.contracts.kv_exchange import KvHandshake, KvOffer, KvTransferReport
 
 LOOK_S = 0.05
 """While something is fetched or followed, how often to look whether its time is over."""
