@@ -19,8 +19,7 @@ import msgspec
 import numpy as np
 
 from bench.index_load import Load, applied, call_us, rates, rss_bytes, unpacked
-from services.router.state.block_table import BlockTable, PythonBlockTable
-from services.router.state.native_block_table import IS_COMPILED, block_table
+from services.router.state.block_table import IS_COMPILED, BlockTable, PythonBlockTable, block_table
 from services.router.state.prefix_index import IndexState, PrefixIndex
 from shared.contracts.kv_events import KvEvent, KvEventBatch, KvEventKind, KvSnapshot
 

@@ -15,8 +15,8 @@ from statistics import median
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
 from services.router.placement.placer import CostPlacer
 from services.router.service import tune_garbage_collection
+from services.router.state.block_table import block_table
 from services.router.state.cluster_view import ClusterView
-from services.router.state.native_block_table import block_table
 from services.router.state.prefix_index import PrefixIndex
 from services.router.state.sent_work import Sent
 from shared.contracts.ids import WorkerId

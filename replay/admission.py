@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from replay.legs import ReplayedRequest
-from services.router.admission.admission import Admission
-from services.router.admission.policy import AdmissionPolicy
+from services.router.admission.admission import Admission, AdmissionPolicy
 from services.router.admission.queues import QueueEntry
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.state.fleet import Fleet

@@ -13,7 +13,7 @@ from replay.profile import Profile
 from replay.results import Result, Slo, summarise
 from replay.traces import Request, at_load
 from replay.world import Shape, World
-from services.router.admission.policy import AdmissionPolicy
+from services.router.admission.admission import AdmissionPolicy
 from services.router.placement.slo import Targets
 
 KNEE_RATIO = 1.02

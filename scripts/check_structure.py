@@ -33,24 +33,23 @@ PURE = {
     "services.orchestrator.fleet": "*",
     "services.orchestrator.leadership": "leadership",
     "services.orchestrator.planner": "change demand engine_work family plan_log planner rules steadiness work",
-    "services.router.admission": "admission fair_share policy queues scheduling_pass",
-    "services.router.auth": "api_keys rate_limit tenant_salt",
+    "services.router.admission": "admission fair_share queues scheduling_pass",
+    "services.router.auth": "api_keys rate_limit",
     "services.router.placement": (
-        "candidate cost decision decision_log evaluation kv_sources placement placer policy request_fields "
+        "cost decision decision_log evaluation kv_sources placement placer policy request_fields "
         "revisions shortlist slo"
     ),
     "services.router.relay": "failure_policy migration timings",
     "services.router.state": (
-        "block_table cluster_view fleet_table native_block_table prefix_index reservations "
-        "sent_work token_rate worker_speed worker_speeds"
+        "block_table cluster_view fleet_table prefix_index reservations sent_work worker_speed worker_speeds"
     ),
     "services.router.telemetry": "outcome trace_sampling ttft",
     "services.router.tokenize": "block_hash parity",
     "services.worker.engines": "store",
     "services.worker.engines.simulated.core": "*",
-    "services.worker.engines.store": "block_shape file_tier kv_exchange slot_records tiers",
+    "services.worker.engines.store": "file_tier kv_exchange records tiers",
     "services.worker.kv_exchange": "copy_targets open_asks peers",
-    "services.worker.legs": "body capacity kv_order resume",
+    "services.worker.legs": "body capacity resume",
     "services.worker.lifecycle": "self_test",
     "services.worker.telemetry": "kv_events step_totals",
     "shared.engine_speed": "*",

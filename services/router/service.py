@@ -29,13 +29,10 @@ from services.router.relay.relay import Relay
 from services.router.relay.retry import Retry
 from services.router.relay.start_leg import LegStarter
 from services.router.settings import Settings, admission_policy, failure_policy, request_policy
+from services.router.state.block_table import IS_COMPILED
 from services.router.state.bus_health import BusHealth
-from services.router.state.default_mode import DefaultModeFeed
+from services.router.state.feeds import DefaultModeFeed, FleetFeed, KvFeed, ReservationFeed
 from services.router.state.fleet import Fleet
-from services.router.state.fleet_feed import FleetFeed
-from services.router.state.kv_feed import KvFeed
-from services.router.state.native_block_table import IS_COMPILED
-from services.router.state.reservation_feed import ReservationFeed
 from services.router.state.worker_speeds import WorkerSpeeds
 from services.router.telemetry.health import health_of
 from services.router.telemetry.metrics import LiveMetrics, QueueMetrics, RequestMetrics, SpeedMetrics

@@ -9,9 +9,8 @@ from typing import Literal
 
 import msgspec
 
-from services.router.admission.policy import AdmissionPolicy
-from services.router.auth.api_keys import SALT_CHARS_MIN, Keyring, read_keys
-from services.router.auth.tenant_salt import salt_key
+from services.router.admission.admission import AdmissionPolicy
+from services.router.auth.api_keys import SALT_CHARS_MIN, Keyring, read_keys, salt_key
 from services.router.placement.policy import Forcing, RequestPolicy, read_policy_fields, read_weights
 from services.router.placement.revisions import read_shares
 from services.router.relay.failure_policy import FailurePolicy, read_policy

@@ -34,7 +34,7 @@ def starter_of(settings: Settings, bus: Bus) -> StartEngine:
     """Starts the engine, or the store that stands in its place and finds its partner over the bus."""
     if settings.role is not Role.STORE:
         return engine_starter(settings.engine)
-    from services.worker.engines.store.start import start_store  # Only a store imports it.
+    from services.worker.engines.store.engine import start_store  # Only a store imports it.
 
     return partial(start_store, bus=bus)
 

@@ -13,10 +13,10 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from services.worker.engines.port import Engine, EngineDead, Identity, StartEngine
-from services.worker.kv_exchange.store_copies import StoreCopies
+from services.worker.kv_exchange.prefix_copy import StoreCopies
 from services.worker.kv_exchange.worker_exchange import WorkerExchange
+from services.worker.legs.body import KvPolicy
 from services.worker.legs.capacity import Capacity
-from services.worker.legs.kv_order import KvPolicy
 from services.worker.legs.server import LegServer
 from services.worker.legs.unread_offers import UnreadOffers
 from services.worker.lifecycle.drain import FLUSH_S_MAX, HANDOFF_S_MAX, Drain, DrainPlan

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.engines.store.block_shape import BLOCK_BYTES_COUNTED_MIN
+from services.worker.engines.store.records import BLOCK_BYTES_COUNTED_MIN
 from shared.contracts.channels import KV_SNAPSHOT
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from services.router.placement.candidate import PartCandidates
 from services.router.placement.request_fields import ForcedWorkers, Mode
+from services.router.placement.shortlist import PartCandidates
 from services.router.placement.slo import NO_TARGETS, Targets
 from services.router.state.cluster_view import ClusterView, WorkerView
 from shared.contracts.decisions import TtftParts

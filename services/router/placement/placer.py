@@ -7,7 +7,6 @@ from typing import Protocol
 
 import msgspec
 
-from services.router.placement.candidate import Candidate, PartCandidates
 from services.router.placement.evaluation import Evaluation, fit_rows
 from services.router.placement.kv_sources import SOURCES_MAX, source_of
 from services.router.placement.placement import (
@@ -19,7 +18,7 @@ from services.router.placement.placement import (
     reject_pair,
 )
 from services.router.placement.request_fields import Mode
-from services.router.placement.shortlist import PrefixDepths
+from services.router.placement.shortlist import Candidate, PartCandidates, PrefixDepths
 from services.router.state.cluster_view import ClusterView, exchanges_kv
 from services.router.state.prefix_index import PrefixIndex
 from shared.contracts.decisions import Part, TtftParts

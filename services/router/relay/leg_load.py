@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Self
 
 from services.router.state.cluster_view import ClusterView
-from services.router.state.reservation_feed import ReservationFeed
+from services.router.state.feeds import ReservationFeed
 from services.router.state.sent_work import Sent
 from shared.contracts.inference import StartLeg
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from services.router.admission.admission_queue import AdmissionQueue
 from services.router.admission.placing import Placing
 from services.router.admission.queues import QueueEntry
+from services.router.auth.api_keys import salted
 from services.router.auth.authenticator import limited
 from services.router.auth.rate_limit import tokens_used
-from services.router.auth.tenant_salt import salted
 from services.router.http.errors import HttpError, bad_request, error_event, failed, refused_field
 from services.router.http.request import HttpRequest
 from services.router.http.response_headers import ResponseHeaders
@@ -24,7 +24,7 @@ from services.router.relay.retry import Retry
 from services.router.relay.timings import Timings
 from services.router.settings import Settings
 from services.router.state.cluster_view import ClusterView
-from services.router.state.default_mode import DefaultModeFeed
+from services.router.state.feeds import DefaultModeFeed
 from services.router.telemetry.request_log import RequestLog
 from services.router.telemetry.tracing import Tracing
 from services.router.tokenize.prompts import Prompts

@@ -209,3 +209,16 @@ def write(out: NDArray[Any], mask: int, depth: int) -> None:
     bits = np.frombuffer(mask.to_bytes(mask.bit_length() // 8 + 1, "little"), np.uint8)
     rows = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
     out[rows[rows < len(out)]] = depth
+
+
+try:
+    from services.router.native._block_table import NativeBlockTable
+except ImportError:
+    IS_COMPILED = False
+else:
+    IS_COMPILED = True
+
+
+def block_table() -> BlockTable:
+    """The fastest implementation available."""
+    return NativeBlockTable() if IS_COMPILED else PythonBlockTable()

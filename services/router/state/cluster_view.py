@@ -9,8 +9,7 @@ import numpy as np
 
 from services.router.placement.revisions import ANY, means
 from services.router.state import fleet_table as t
-from services.router.state.sent_work import OwnWork, Sent
-from services.router.state.token_rate import TokenRate
+from services.router.state.sent_work import OwnWork, Sent, TokenRate
 from services.router.state.worker_speed import WorkerSpeed
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.load import LoadReport

@@ -15,8 +15,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from services.router.state.block_table import TIERS, BlockTable, Depths, Hashes, Mask
-from services.router.state.native_block_table import block_table
+from services.router.state.block_table import TIERS, BlockTable, Depths, Hashes, Mask, block_table
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_events import BLOCK_HASH_BYTES, KvDigest, KvEventBatch, KvEventKind, KvSnapshot
 

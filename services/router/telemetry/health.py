@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import islice
 
-from services.router.state.native_block_table import IS_COMPILED
+from services.router.state.block_table import IS_COMPILED
 from services.router.state.prefix_index import IndexState, PrefixIndex
 from services.router.tokenize.parity import Parity, ParityBook
 from shared.contracts.control import ROUTER_TROUBLES_MAX, RouterHealth

@@ -16,8 +16,8 @@ from prometheus_client.utils import floatToGoString
 from services.router.placement.placement import Placement
 from services.router.placement.request_fields import Mode
 from services.router.relay.request_context import RequestContext
+from services.router.state.feeds import KvFeed
 from services.router.state.fleet import Fleet
-from services.router.state.kv_feed import KvFeed
 from services.router.state.prefix_index import IndexState
 from services.router.state.worker_speeds import WorkerSpeeds
 from services.router.telemetry.outcome import TargetOutcome, target_outcome

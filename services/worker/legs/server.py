@@ -13,9 +13,8 @@ from opentelemetry.util.types import AttributeValue
 
 from services.worker.engines.port import CURRENT_LEG, Engine, LegRecord
 from services.worker.legs.asgi_call import AsgiCall
-from services.worker.legs.body import HANDOFF_PATHS, own_body, prepare, salted
+from services.worker.legs.body import HANDOFF_PATHS, KvPolicy, moves_kv, own_body, prepare, salted
 from services.worker.legs.capacity import Capacity
-from services.worker.legs.kv_order import KvPolicy, moves_kv
 from services.worker.legs.resume import CannotResume, cannot_resume, joined_tokens, resumed_tokens
 from services.worker.legs.unread_offers import UnreadOffers
 from services.worker.telemetry.leg_spans import show_leg

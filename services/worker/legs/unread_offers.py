@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.worker.engines.port import Identity
 from services.worker.kv_exchange.worker_exchange import WorkerExchange
-from services.worker.legs.kv_order import read_offer
+from services.worker.legs.body import read_offer
 from shared.contracts.ids import LegId
 from shared.contracts.inference import LegKind, StartLeg
 

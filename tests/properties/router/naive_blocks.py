@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.router.state.block_table import TIERS, BlockTable, PythonBlockTable
-from services.router.state.native_block_table import IS_COMPILED, block_table
+from services.router.state.block_table import IS_COMPILED, TIERS, BlockTable, PythonBlockTable, block_table
 from shared.contracts.kv_events import digest_xor, unpack_hashes
 
 TABLES = [

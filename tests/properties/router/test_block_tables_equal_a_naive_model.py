@@ -10,8 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from services.router.state.block_table import TIERS, PythonBlockTable
-from services.router.state.native_block_table import IS_COMPILED, block_table
+from services.router.state.block_table import IS_COMPILED, TIERS, PythonBlockTable, block_table
 from shared.contracts.kv_events import pack_hashes
 from tests.properties.router.naive_blocks import TABLES, NaiveBlocks
 from tests.support.examples import examples

@@ -6,8 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.router.state.block_table import TIERS, PythonBlockTable
-from services.router.state.native_block_table import IS_COMPILED, block_table
+from services.router.state.block_table import IS_COMPILED, TIERS, PythonBlockTable, block_table
 from services.router.state.prefix_index import IndexState, PrefixIndex
 from shared.contracts.kv_events import (
     KvDigest,

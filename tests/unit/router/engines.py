@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from services.router.admission.admission import Admission
-from services.router.admission.policy import AdmissionPolicy
+from services.router.admission.admission import Admission, AdmissionPolicy
 from services.router.admission.queues import QueueEntry
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.request_fields import Mode

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from services.router.admission.policy import LATE_SHARE_MAX
+from services.router.admission.admission import LATE_SHARE_MAX
 from services.router.admission.queues import STRAINED_FOR_S, WAITED_S_MIN
 from services.router.placement.placement import Placement, Rejection
 from services.router.placement.request_fields import ForcedWorkers

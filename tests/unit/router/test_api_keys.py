@@ -9,8 +9,8 @@ import logging
 import httpx
 import msgspec
 
+from services.router.auth.api_keys import salt_of
 from services.router.auth.authenticator import Authenticator
-from services.router.auth.tenant_salt import salt_of
 from services.router.placement.decision_log import DecisionFilter
 from services.router.settings import Settings, keyring_of, salt_secret_of
 from shared.contracts.failures import Reason

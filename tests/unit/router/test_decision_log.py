@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from services.router.placement.candidate import Candidate
 from services.router.placement.cost import Cost, DecodeEstimate, PrefillEstimate
 from services.router.placement.decision import BASE_BYTES, CANDIDATE_BYTES, CANDIDATES_SHOWN_MAX, Decision
 from services.router.placement.decision_log import LISTED_MAX, DecisionFilter, DecisionLog, router_of
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.request_fields import Mode
+from services.router.placement.shortlist import Candidate
 from services.router.placement.slo import Targets
 from shared.contracts.decisions import Part, TtftParts
 from shared.contracts.failures import Reason

@@ -7,8 +7,7 @@ from collections import Counter
 import msgspec
 import pytest
 
-from services.router.admission.admission import Admission
-from services.router.admission.policy import AdmissionPolicy
+from services.router.admission.admission import Admission, AdmissionPolicy
 from services.router.admission.queues import QueueEntry
 from services.router.http.api import list_models
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest, Rejection

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.auth.api_keys import NO_KEY, Key
-from services.router.auth.tenant_salt import salt_key, salt_of, salted
+from services.router.auth.api_keys import NO_KEY, Key, salt_key, salt_of, salted
 from services.router.placement.request_fields import CHAT, COMPLETIONS, read_request
 
 SECRET = salt_key("a secret of the operator's, with enough characters")

@@ -10,9 +10,8 @@ import pytest
 
 from services.router.placement.request_fields import COMPLETIONS, read_request
 from services.router.tokenize.parity import ASK_AGAIN_S, NEVER, Parity, ParityBook, difference, probes
-from services.worker.engines.simulated.jobs import JobMaker
+from services.worker.engines.simulated.jobs import JobMaker, engine_tokens
 from services.worker.engines.simulated.tokenizer import SimulatedTokenizer
-from services.worker.engines.simulated.tokens import engine_tokens
 from services.worker.tiny_model.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.channels import TOKENS
 from shared.contracts.control import AskTokens, PromptTokens, TokenizerAsset, TokensFound

@@ -15,7 +15,7 @@ from services.router.placement.request_fields import (
     read_request,
     requested_mode,
 )
-from services.router.state.default_mode import DefaultModeFeed
+from services.router.state.feeds import DefaultModeFeed
 from shared.contracts.channels import DEFAULT_MODE
 from shared.contracts.control import FLEET, DefaultMode
 from tests.support.memory_bus import MemoryBus, MemoryHub

@@ -28,11 +28,10 @@ from services.worker.engines.simulated.choices import Choice
 from services.worker.engines.simulated.core.engine_core import EngineCore
 from services.worker.engines.simulated.core.sequence import Sequence, Wish
 from services.worker.engines.simulated.core.settings import SimulatedTiming, SimulationSettings
-from services.worker.engines.simulated.jobs import JobMaker
+from services.worker.engines.simulated.jobs import JobMaker, engine_tokens
 from services.worker.engines.simulated.kv_exchange import POLL_S, SimulatedExchange, open_mover
 from services.worker.engines.simulated.model import SimulatedModel, facts_of, find_model, models_answer
 from services.worker.engines.simulated.tokenizer import SimulatedTokenizer
-from services.worker.engines.simulated.tokens import engine_tokens
 from services.worker.settings import Settings
 from shared.contracts.kv_events import KvEvent
 from shared.runtime.settings import CommonSettings

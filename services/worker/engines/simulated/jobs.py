@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from services.worker.engines.port import LegRecord
+from services.worker.engines.port import EngineTokens, LegRecord
 from services.worker.engines.simulated.choices import Choice, Inbox, StopStrings, chat_logprobs, completion_logprobs
 from services.worker.engines.simulated.core.sequence import NO_ORDER, Wish
+from services.worker.engines.simulated.core.tokens import BlockHasher
 from services.worker.engines.simulated.requests import (
     ApiError,
     ChatBody,
@@ -24,6 +25,7 @@ from services.worker.engines.simulated.requests import (
 from services.worker.engines.simulated.responses import Answers, ChatAnswers, CompletionAnswers
 from services.worker.engines.simulated.tokenizer import ChatTemplateFailed, SimulatedTokenizer
 from shared.contracts.inference import LegKind
+from shared.contracts.kv_events import block_hash64
 
 THREAD_CHARS_MIN = 16_384
 """Text from this length on is tokenised off the event loop: it would hold up everybody's tokens."""
@@ -177,3 +179,21 @@ def _streaming(body: CompletionBody | ChatBody) -> dict[str, bool]:
         "usage": bool(options and options.include_usage),
         "usage_each": bool(options and options.include_usage and options.continuous_usage_stats),
     }
+
+
+CHAT = "/v1/chat/completions"
+
+
+async def engine_tokens(
+    jobs: JobMaker, tokenizer: SimulatedTokenizer, block_size: int, path: str, body: bytes
+) -> EngineTokens:
+    """By the same parts that make a request's sequence of a body and name its blocks."""
+    record = LegRecord(kind=LegKind.AGGREGATED, request_id="", trace_headers={})
+    try:
+        job = await (jobs.chat if path == CHAT else jobs.completion)(body, record)
+    except ApiError as error:
+        return EngineTokens(refusal=str(error))
+    tokens = job.choices[0].prompt
+    hashes: list[bytes] = []
+    BlockHasher(block_size, tokenizer.model.size).extend(hashes, tokens, job.wish.cache_salt)
+    return EngineTokens(tokens=tokens, hashes=[block_hash64(full) for full in hashes])

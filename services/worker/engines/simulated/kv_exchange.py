@@ -2,14 +2,104 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
+from typing import Protocol
 
-from connector.messages import EngineCall, EngineNotification
+from connector.layout.routes import ReaderRank
+from connector.layout.tensors import PROTOCOL_VERSION
+from connector.messages import EngineCall, EngineNotification, Orders, Results
+from connector.transfer.agent import Region, TransferAgent
 from connector.transfer.memory_agent import MemoryNetwork
+from connector.worker.connections import PROBE_BYTES, Own
+from connector.worker.copier import Copier
+from connector.worker.transfer_thread import TransferThread
 from services.worker.engines.port import EngineDead
+from services.worker.engines.simulated.core.block_cache import CONTENT_BYTES
 from services.worker.engines.simulated.core.engine_core import EngineCore
-from services.worker.engines.simulated.mover import Mover, agent_name, direct_mover, threaded_mover
 from services.worker.engines.simulated.tcp_agent import TcpAgent
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.kv_handshake import KvHandshake, KvLayer, KvPlane, KvRank
+
+assert CONTENT_BYTES == PROBE_BYTES, "the place behind the last block is for probes"
+
+MakeAgent = Callable[[str], TransferAgent]
+"""From a name that is never reused."""
+
+
+class Mover(Protocol):
+    """Executes the orders of an engine's exchange."""
+
+    def submit(self, orders: Orders) -> None:
+        """Start these orders."""
+
+    def take_results(self) -> Results:
+        """Results since the last call."""
+
+    def close(self) -> None:
+        """Abort transfers."""
+
+
+class DirectMover:
+    """Moves on the caller's thread when polled: for agents that never wait, and for virtual time."""
+
+    def __init__(self, copier: Copier) -> None:
+        self._copier = copier
+
+    def submit(self, orders: Orders) -> None:
+        """Start these orders."""
+        self._copier.submit(orders)
+
+    def take_results(self) -> Results:
+        """Results since the last call."""
+        self._copier.advance()
+        return self._copier.take_results()
+
+    def close(self) -> None:
+        """Abort transfers."""
+        self._copier.close()
+
+
+def direct_mover(core: EngineCore, agent: TransferAgent, fingerprint: str, clock: Callable[[], float]) -> DirectMover:
+    """On the caller's thread. Registers the engine's memory."""
+    return DirectMover(Copier(agent, _introduce(core, agent, fingerprint), clock))
+
+
+def threaded_mover(
+    core: EngineCore, agent: TransferAgent, fingerprint: str, clock: Callable[[], float]
+) -> TransferThread:
+    """On a thread of its own, for agents that block. Registers the engine's memory."""
+    own = _introduce(core, agent, fingerprint)
+    return TransferThread(lambda: Copier(agent, own, clock))
+
+
+def agent_name(worker_id: str, epoch: int) -> str:
+    """Never reused: peers keep connections by it."""
+    return f"{worker_id}-{epoch}-{uuid.uuid4().hex[:8]}"
+
+
+def _introduce(core: EngineCore, agent: TransferAgent, fingerprint: str) -> Own:
+    """Register the contents of the engine's blocks, and set its handshake."""
+    settings, cache = core.settings, core.cache
+    size = CONTENT_BYTES * settings.kv_blocks
+    agent.register([Region(cache.address, size + PROBE_BYTES, "cpu", 0)])
+    plane = KvPlane(offset=0, head_bytes=CONTENT_BYTES, heads=1)
+    layer = KvLayer(base=cache.address, block_stride=CONTENT_BYTES, planes=[plane])
+    memory = KvRank(rank=0, agent=agent.metadata(), device="cpu", device_id=0, layers=[layer])
+    handshake = KvHandshake(
+        worker_id=WorkerId(settings.worker_id),
+        epoch=Epoch(settings.epoch),
+        version=PROTOCOL_VERSION,
+        fingerprint=fingerprint,
+        clock_s=0.0,
+        block_size=settings.block_size,
+        blocks=settings.kv_blocks,
+        kv_heads=1,
+        ranks=[memory],
+    )
+    core.exchange.describe(handshake)
+    return Own(ReaderRank(memory, ranks=1, kv_heads=1), handshake, cache.address + size)
+
 
 POLL_S = 0.002
 """Between polls while a thread moves blocks."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from services.worker.engines.store.slot_records import SlotRecord
+from services.worker.engines.store.records import SlotRecord
 from shared.contracts.kv_events import KvEvent, KvEventKind, KvTier, block_hash64, pack_hashes
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from connector.transfer.agent import TransferFailed
-from services.worker.engines.store.slot_records import (
+from services.worker.engines.store.records import (
     RECORD,
     SlotRecord,
     checksum_of,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from services.worker.engines.store.block_shape import BlockShape, shape_of
+from services.worker.engines.store.records import BlockShape, shape_of
 from shared.bus.port import Bus, BusError
 from shared.contracts.channels import KV_HANDSHAKE, WORKER_RECORDS
 from shared.contracts.ids import WorkerId

@@ -6,7 +6,7 @@ import math
 from contextlib import AsyncExitStack
 
 from connector.messages import Chain, EngineCall, EngineNotification
-from services.worker.kv_exchange.store_copies import StoreCopies
+from services.worker.kv_exchange.prefix_copy import StoreCopies
 from services.worker.settings import Settings
 from shared.contracts.kv_exchange import pack_full_hashes
 from shared.contracts.workers import Role

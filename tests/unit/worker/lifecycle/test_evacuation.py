@@ -9,7 +9,7 @@ import pytest
 
 from connector.messages import Chain, EngineNotification
 from services.worker.kv_exchange.prefix_copy import CopyTotals
-from services.worker.lifecycle.evacuation import CHAINS_AT_ONCE_MAX, evacuate
+from services.worker.lifecycle.drain import CHAINS_AT_ONCE_MAX, evacuate
 from shared.contracts.kv_exchange import pack_full_hashes
 from shared.contracts.workers import WorkerPhase
 from shared.runtime.clock import SystemClock

@@ -11,7 +11,7 @@ from connector.transfer.memory_agent import MemoryNetwork
 from services.worker.engines.simulated.core.engine_core import EngineCore, ModelTokens
 from services.worker.engines.simulated.core.sequence import Sequence, Wish
 from services.worker.engines.simulated.core.settings import SimulationSettings
-from services.worker.engines.simulated.mover import DirectMover, agent_name, direct_mover
+from services.worker.engines.simulated.kv_exchange import DirectMover, agent_name, direct_mover
 from shared.contracts.kv_exchange import KvGrant, LeaseKv, ReleaseKv
 
 LATENCY_S = 0.001

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from services.worker.engines.simulated.core.block_hashes import ROOT_HASH, BlockHasher
+from services.worker.engines.simulated.core.tokens import ROOT_HASH, BlockHasher
 
 VOCABULARY = 70_000
 """More than 16 bits of token id."""

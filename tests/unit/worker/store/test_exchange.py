@@ -10,10 +10,9 @@ from connector.holder.holder import HolderSettings
 from connector.layout.tensors import heads_of
 from connector.messages import EngineCall
 from services.worker.engines.simulated.core.block_cache import BlockCache
-from services.worker.engines.store.block_shape import shape_of
 from services.worker.engines.store.file_tier import FileTier
 from services.worker.engines.store.kv_exchange import LOAD_S_MAX, StoreExchange
-from services.worker.engines.store.slot_records import SlotRecord
+from services.worker.engines.store.records import SlotRecord, shape_of
 from services.worker.engines.store.tiers import SAVE_AGAIN_S, Tiers
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import LeaseKv, NoGrant, ReleaseKv, pack_full_hashes, unpack_block_ids

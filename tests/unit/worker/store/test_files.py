@@ -9,7 +9,7 @@ import pytest
 
 from connector.transfer.agent import TransferFailed
 from services.worker.engines.store.files import FolderTaken, PlainFile, StoreFiles, open_file
-from services.worker.engines.store.slot_records import SlotRecord
+from services.worker.engines.store.records import SlotRecord
 from services.worker.engines.store.tiers import Job, JobKind
 
 BLOCKS, SLOTS, BLOCK_BYTES = 4, 8, 4096

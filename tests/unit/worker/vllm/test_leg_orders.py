@@ -8,7 +8,7 @@ import time
 import msgspec
 import pytest
 
-from services.worker.legs.kv_order import KvPolicy, moves_kv
+from services.worker.legs.body import KvPolicy, moves_kv
 from shared.bus.port import AskRefused
 from shared.contracts.channels import KV_FETCH
 from shared.contracts.failures import Reason

@@ -14,12 +14,11 @@ from typing import Any
 from connector.messages import EngineCall, EngineNotification, Results
 from services.worker.engines.simulated.core.batch import Batch, Plan
 from services.worker.engines.simulated.core.block_cache import BlockCache
-from services.worker.engines.simulated.core.block_hashes import BlockHasher
 from services.worker.engines.simulated.core.exchange import Exchange
 from services.worker.engines.simulated.core.measures import Measures
 from services.worker.engines.simulated.core.sequence import ABORT, Account, Sequence, Wish
 from services.worker.engines.simulated.core.settings import SimulationSettings
-from services.worker.engines.simulated.core.tokens import ROOT_CONTENT, TokenSampler, block_content
+from services.worker.engines.simulated.core.tokens import ROOT_CONTENT, BlockHasher, TokenSampler, block_content
 from shared.contracts.load import StepTotals
 
 CATCH_UP_S_MAX = 0.02

@@ -1,9 +1,4 @@
-"""Records of the index file: which block is in each slot of the block file, with checksums.
-
-A record is valid only if its seal (a short checksum of its fields) fits this kind of blocks; a block is valid only if
-its bytes give the record's checksum. So the order in which writes reached the disk before a crash does not matter:
-torn, mixed or old data fit no checksum.
-"""
+"""Layout of a store's block and index records, as bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +7,65 @@ import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from connector.layout.tensors import PROTOCOL_VERSION, why_malformed
 from shared.contracts.kv_exchange import FULL_HASH_BYTES
+from shared.contracts.kv_handshake import KvHandshake, KvLayer, KvPlane
+
+BLOCK_BYTES_COUNTED_MIN = 16 * 1024
+"""A block counts as at least this much of a store's memory: simulated blocks are a few bytes long, and the bookkeeping
+of millions of them would take more.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """Of one block: all heads of all layers."""
+
+    fingerprint: str
+    block_tokens: int
+    kv_heads: int
+    layers: tuple[tuple[int, ...], ...]
+    """For each layer, the length of one head in each of its planes."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block."""
+        return self.kv_heads * sum(map(sum, self.layers))
+
+    def blocks_in(self, size: int) -> int:
+        """How many blocks fit into ``size`` bytes."""
+        return size // max(self.block_bytes, BLOCK_BYTES_COUNTED_MIN)
+
+    def at(self, base: int) -> list[KvLayer]:
+        """The layers of contiguous blocks that begin at ``base``."""
+        layers: list[KvLayer] = []
+        start = base
+        for heads in self.layers:
+            planes, offset = [], 0
+            for head_bytes in heads:
+                planes.append(KvPlane(offset=offset, head_bytes=head_bytes, heads=self.kv_heads))
+                offset += head_bytes * self.kv_heads
+            layers.append(KvLayer(base=start, block_stride=self.block_bytes, planes=planes))
+            start += offset
+        return layers
+
+    def identity(self) -> bytes:
+        """32 bytes that differ for blocks of different meaning."""
+        return hashlib.sha256(
+            repr((PROTOCOL_VERSION, self.fingerprint, self.block_tokens, self.kv_heads, self.layers)).encode()
+        ).digest()
+
+
+def shape_of(handshake: KvHandshake) -> BlockShape:
+    """Of a worker's blocks. Raises ValueError for a malformed handshake."""
+    if why := why_malformed(handshake):
+        raise ValueError(why)
+    planes = tuple(tuple(plane.head_bytes for plane in layer.planes) for layer in handshake.ranks[0].layers)
+    shape = BlockShape(handshake.fingerprint, handshake.block_size, handshake.kv_heads, planes)
+    if shape.block_bytes <= 0 or handshake.block_size <= 0:
+        raise ValueError("its blocks have no bytes")
+    return shape
+
 
 MAGIC = b"BATONKV1"
 CHECKSUM_BYTES = 16
