@@ -19,7 +19,7 @@ from services.worker.engines.simulated.core.block_cache import CONTENT_BYTES
 from services.worker.engines.simulated.core.engine_core import EngineCore
 from services.worker.engines.simulated.tcp_agent import TcpAgent
 from shared.contracts.ids import Epoch, WorkerId
-from shared.contracts.kv_handshake import KvHandshake, KvLayer, KvPlane, KvRank
+from shared.contracts.kv_exchange import KvHandshake, KvLayer, KvPlane, KvRank
 
 assert CONTENT_BYTES == PROBE_BYTES, "the place behind the last block is for probes"
 

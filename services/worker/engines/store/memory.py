@@ -23,7 +23,7 @@ from services.worker.engines.simulated.kv_exchange import DirectMover, agent_nam
 from services.worker.engines.store.files import StoreFiles
 from services.worker.engines.store.records import BlockShape
 from services.worker.settings import Settings
-from shared.contracts.kv_handshake import KvHandshake, KvRank
+from shared.contracts.kv_exchange import KvHandshake, KvRank
 
 
 class Arena:

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from connector.layout.tensors import PROTOCOL_VERSION, why_malformed
-from shared.contracts.kv_exchange import FULL_HASH_BYTES
-from shared.contracts.kv_handshake import KvHandshake, KvLayer, KvPlane
+from shared.contracts.kv_exchange import FULL_HASH_BYTES, KvHandshake, KvLayer, KvPlane
 
 BLOCK_BYTES_COUNTED_MIN = 16 * 1024
 """A block counts as at least this much of a store's memory: simulated blocks are a few bytes long, and the bookkeeping
