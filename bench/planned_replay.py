@@ -144,7 +144,7 @@ class PlannedWorld(World):
 
     def _look(self, planner: Planner, now: float) -> None:
         fleet = [self._seen(worker, now) for worker in (*self.workers.values(), *self._coming)]
-        decisions = planner.look(fleet, now, round(now * 1000))
+        decisions = planner.plan(fleet, now, round(now * 1000))
         self.decisions += decisions
         for decision in decisions:
             if decision.action is PlanAction.CHANGE_ROLE:
@@ -153,7 +153,7 @@ class PlannedWorld(World):
                 assert decision.role is not None
                 scale = self._start_workers if decision.change > 0 else self._drain_workers
                 scale(decision.role, abs(decision.change), now)
-                planner.came_of(decision, done=True, outcome="begun", now=now)
+                planner.set_outcome(decision, done=True, outcome="begun", now=now)
 
     def _seen(self, worker: SimWorker, now: float) -> FleetWorker:
         # The router is told of no bound, so that policies are compared by what engines can take; the planner must know.
@@ -194,7 +194,7 @@ class PlannedWorld(World):
         worker = self.workers[decision.worker_id]
         assert decision.role is not None
         self.rewrite(worker, msgspec.structs.replace(worker.record, role=decision.role))
-        planner.came_of(decision, done=True, outcome="done", now=now)
+        planner.set_outcome(decision, done=True, outcome="done", now=now)
 
 
 def _told(replayed: ReplayedRequest, **more: Any) -> RequestFinished:
