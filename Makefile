@@ -103,6 +103,7 @@ bench-fleet: setup-dev ## How soon what breaks is noticed, resumed and as before
 catalogue: setup-dev ## Write the generated files anew: catalogue, AsyncAPI, NATS permissions, metrics, dashboards, diagram
 	@$(PYTHON) -m shared.contracts.catalogue
 	@$(PYTHON) -m observability.make_metrics_page
+	@$(PYTHON) -m scripts.make_configuration_page
 	@$(PYTHON) -m observability.grafana.make_dashboards
 	@REWRITE=1 $(PYTHON) -m pytest -q tests/unit/orchestrator/test_lifecycle_diagram.py
 
