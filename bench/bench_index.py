@@ -39,7 +39,7 @@ ROWS = {
     "packed_p50_us": "the same with packed hashes, µs: p50",
     "packed_p99_us": "... p99",
     "packed_cpu_us": "... CPU, mean",
-    "absent_p50_us": "look-up of one that nobody holds, µs: p50",
+    "absent_p50_us": "look-up of a prompt that no worker holds, µs: p50",
     "absent_p99_us": "... p99",
     "absent_cpu_us": "... CPU, mean",
     "stored_per_s": "blocks stored, from wire bytes: per second",
@@ -49,7 +49,7 @@ ROWS = {
     "clear_p50_us": "all blocks of one worker cleared, µs: p50",
     "clear_cpu_us": "... CPU, mean",
     "bytes_per_entry": "memory (RSS) per entry, bytes",
-    "held_cpu_us": "is a block held by anybody, µs of CPU",
+    "held_cpu_us": "is a block held by any worker, µs of CPU",
     "tiers_cpu_us": "tiers of a match, µs of CPU",
     "cover_cpu_us": "fewest sources of a chain, µs of CPU",
 }

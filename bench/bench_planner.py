@@ -3,7 +3,7 @@
     python -m bench.bench_planner TRACE [--load 2 --hours 2 --swing 0.7 --day-hours 1] [--fixed-size 8] ...
 
 A table: the planned fleet, fixed fleets of its mean size (split as the planner did on average, and otherwise until that
-gets worse, so that the best split is among them), and one of its largest size. ``--fixed-size``: nobody can be started, so the planner can only change roles.
+gets worse, so that the best split is among them), and one of its largest size. ``--fixed-size``: no worker can be started, so the planner can only change roles.
 """
 
 from __future__ import annotations

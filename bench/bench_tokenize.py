@@ -267,7 +267,7 @@ def main() -> None:
         for count in TOKENS:
             chars = round(count * chars_per_token)
             bench.row("next turn", lambda chars=chars: bench.next_turn(chars))
-            bench.row("cold, nobody holds it", lambda chars=chars: bench.cold(chars, held=False))
+            bench.row("cold, held by no worker", lambda chars=chars: bench.cold(chars, held=False))
             bench.row("cold, all held", lambda chars=chars: bench.cold(chars, held=True))
         print(f"\nLoading the tokenizer: {loaded_s:.2f} s of CPU.")
     loop.close()

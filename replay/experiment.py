@@ -80,7 +80,7 @@ def known(policy: str) -> bool:
     return policy in (BATON, BATON_WAITING, BATON_STRICT, ORACLE) or policy in BASELINES or policy in SWEPT
 
 
-def find_knee(setting: Setting, policies: list[str], told: Callable[[Result], None] = lambda _result: None) -> float:
+def find_knee(setting: Setting, policies: list[str], report: Callable[[Result], None] = lambda _result: None) -> float:
     """The largest load at which the best of these policies keeps the target with the p95 of TTFT, to two per cent.
 
     Found by bisection: the first policy's knee, then the knee of each policy that still keeps the target there.
@@ -88,7 +88,7 @@ def find_knee(setting: Setting, policies: list[str], told: Callable[[Result], No
 
     def keeps(policy: str, load: float) -> bool:
         result = run(setting, policy, load, "search")
-        told(result)
+        report(result)
         return result.ttft.p95 <= setting.slo.ttft_s
 
     knee = 0.0

@@ -67,8 +67,8 @@ class Knowledge:
         self._tell(worker, now)
 
     def _tell(self, worker: SimWorker, now: float) -> None:
-        told = worker.report(now - NETWORK_S)
-        if told is not None:
-            load, sent_at = told
+        report = worker.report(now - NETWORK_S)
+        if report is not None:
+            load, sent_at = report
             self._fleet.cluster.report(load, sent_at + NETWORK_S)
             self._speeds.load(load)

@@ -3,7 +3,7 @@
 * Mooncake's (JSON lines: ``timestamp`` in ms, ``input_length``, ``output_length``, ``hash_ids``): a block is 512
   tokens, and equal ids mean equal content. Its instants are rounded to the start of a window of some seconds, so
   requests are spread evenly over their window, at random by the seed.
-* Azure's (CSV: ``TIMESTAMP``, ``ContextTokens``, ``GeneratedTokens``): contents are not told, so no prompt shares any.
+* Azure's (CSV: ``TIMESTAMP``, ``ContextTokens``, ``GeneratedTokens``): no contents, so no prompts share any.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ TOOL = ROOT / ".baton" / "audit"
 """An environment of its own: what audits is no part of what is audited."""
 PIP_AUDIT = "pip-audit==2.10.1"
 SERVICES = ("pypi", "osv")
-"""Who is asked, one after the other, until one has data."""
+"""Vulnerability services, asked in this order until one has data."""
 INSTALL_S_MAX = 300
 ASK_S_MAX = 600
 NOTHING_KNOWN, VULNERABLE, NO_DATA = 0, 1, 3
@@ -34,7 +34,7 @@ class Findings:
     audited: int = 0
     vulnerable: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
-    """Packages that nobody had data on."""
+    """Packages without data in any service."""
     trouble: str = ""
     """Why there is no answer at all."""
 
@@ -60,7 +60,7 @@ def read(report: str, said: str) -> Findings:
 
 def audit(tool: Path, requirements: Path) -> Findings:
     """Ask one service after the other."""
-    found = Findings(trouble="nobody was asked")
+    found = Findings(trouble="no service was asked")
     for service in SERVICES:
         command = [str(tool), "--disable-pip", "--no-deps", "--format", "json", "--progress-spinner", "off"]
         command += ["--vulnerability-service", service, "--requirement", str(requirements)]

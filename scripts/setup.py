@@ -50,7 +50,7 @@ def set_up(engine: str, *, dev: bool) -> None:
     locks = {"runtime": "services" if engine == "none" else f"engine-{engine}"}
     if dev:
         locks["dev"] = "dev"
-    # An environment with an engine serves those who want none.
+    # An environment with an engine also does for a setup without one.
     if engine == "none" and installed("runtime") in {wanted("engine-cpu"), wanted("engine-cuda")}:
         del locks["runtime"]
     missing = {part: lock for part, lock in locks.items() if installed(part) != wanted(lock)}

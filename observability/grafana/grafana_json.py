@@ -17,7 +17,7 @@ PANEL_HEIGHT = 7
 STAT_HEIGHT = 4
 TRACES_SHOWN = 20
 GRAFANAS_OWN = re.compile(re.escape(quote("${")) + "(__[A-Za-z.]+)" + re.escape(quote("}")))
-"""What Grafana fills in when somebody clicks, once quoted."""
+"""Variables, URL-quoted, that Grafana replaces when a link is followed."""
 
 
 def dashboard(title: str, panels: Sequence[Panel]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The fleet at a look: who is there, how busy each worker is, what the planner wants, whether anybody is deaf."""
+"""The fleet: its workers, their load, the planner's wishes, and lost messages."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ WORKERS = (
         title="Silence",
         unit="s",
         queries={WORKER: gauge(names.WORKER_SILENCE, BY_WORKER)},
-        meaning="Since the orchestrator last heard of it. Good: about a second. Who is silent for longer is given up.",
+        meaning="Since the orchestrator last heard of it. Good: about a second. Silent for longer: lost.",
         warn=3,
     ),
     graph(
@@ -104,7 +104,7 @@ USE = (
         "Failed requests by worker",
         "reqps",
         {WORKER + " {{reason}}": rate(names.WORKER_FAILURES, "worker_id, role, reason")},
-        "Errors: requests that did not end well, by who was to generate them. Good: only what clients broke off.",
+        "Failed requests by the worker that was to generate them. Good: only requests that clients cancelled.",
     ),
     graph(
         "Preemptions",
@@ -163,7 +163,7 @@ SERVICES = (
         "Messages dropped",
         "short",
         {"{{instance}}": rate(names.BUS_DROPPED, "instance")},
-        "Per second. Good: 0. Who drops is too slow for what it is told: it has too little CPU.",
+        "Per second. Good: 0. A process that drops messages cannot keep up with them: it needs more CPU.",
     ),
     graph(
         "Reconnections to NATS",

@@ -76,7 +76,7 @@ PLACEMENT = (
         "Distance by worker",
         "short",
         {"{{worker_id}} ({{role}})": rate(names.WORKER_CACHED_MISSED, "worker_id, role")},
-        "Tokens/s, by who computed the prompt: whose cache is not what routers believe.",
+        "Tokens/s, by the worker that computed the prompt: its cache differs from what routers expect.",
     ),
     graph(
         "State of the prefix index",
@@ -120,7 +120,7 @@ PLACEMENT = (
         "Legs that one side forgot",
         "short",
         {"{{instance}} {{kind}}": rate(names.ROUTER_ORPHANS, "instance, kind")},
-        "Per second: served and awaited by nobody, or the other way. Good: 0, except when a router has just died.",
+        "Per second: served but not awaited, or awaited but not served. Good: 0, except when a router has just died.",
     ),
     graph(
         "Token parity",

@@ -128,7 +128,7 @@ REQUESTS = (
         "Requests/s by decode worker",
         "reqps",
         {WORKER + " {{mode}}": rate(names.WORKER_REQUESTS, "worker_id, role, mode")},
-        "Who generated them. Good: like workers get alike.",
+        "By the worker that generated them. Good: equal workers get equal shares.",
     ),
     graph(
         "Placed again, and resumed",

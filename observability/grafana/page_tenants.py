@@ -1,4 +1,4 @@
-"""Who uses what, and who is kept waiting: one row of numbers for each tenant."""
+"""Usage and waiting times by tenant."""
 
 from __future__ import annotations
 

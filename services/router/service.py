@@ -1,4 +1,4 @@
-"""A router process: makes its objects, serves until it is told to stop, and closes them in reverse."""
+"""A router process: makes its objects, serves until it is asked to stop, and closes them in reverse order."""
 
 from __future__ import annotations
 

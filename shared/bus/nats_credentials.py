@@ -54,7 +54,7 @@ class Seed:
     @property
     def file_text(self) -> str:
         """The content of a key file. nats-server's own tools read it too."""
-        return f"# A key for NATS. Who has it may do what its owner may.\n{OWNER}{self.owner}\n{self.text}\n"
+        return f"# A key for NATS. Its holder has the permissions of its owner.\n{OWNER}{self.owner}\n{self.text}\n"
 
 
 def new_seed(owner: str) -> Seed:

@@ -28,7 +28,7 @@ ROUTER_TROUBLES_MAX = 32
 
 
 class RouterHealth(Message, frozen=True, kw_only=True):
-    """What a router does not know of its workers and should. Where all is well it names nobody."""
+    """Workers whose state a router does not know exactly; empty when the router is healthy."""
 
     not_exact: dict[str, str] = msgspec.field(default_factory=dict)
     """Workers whose prefix index is not exact, and the state that it is in: degraded or fallback."""

@@ -52,7 +52,7 @@ class EngineSpeed(PackedMessage, frozen=True, kw_only=True):
     decode_samples: float
     batch_spread: float
     """Standard deviation of the logarithm of what a request in the batch costs, its context included. It is large where
-    batches have hardly varied: then a step's own cost cannot be told from that of its requests.
+    batches have hardly varied: then a step's own cost cannot be separated from that of its requests.
     """
     pairs_per_token: float = 0.0
     """Earlier tokens that a computed prompt token attended to, lately and on average."""

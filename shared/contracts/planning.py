@@ -1,4 +1,4 @@
-"""How many workers of which role are wanted, why, and who is asked to change it."""
+"""Messages of the planner: how many workers of each role are wanted and why, and the orders that change it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PlanAction(StrEnum):
 
 
 class Demand(Message, frozen=True, kw_only=True):
-    """What a model's clients want, over the planner's window."""
+    """The demand of a model's clients over the planner's window."""
 
     requests_per_s: float = 0.0
     prompt_tokens: float = 0.0
@@ -45,7 +45,7 @@ class RoleCount(Message, frozen=True, kw_only=True):
     now: int
     wanted: int
     load: float = 0.0
-    """Work that comes per second over what these workers can do per second; above 1 queues grow."""
+    """Arriving work per second divided by what these workers can do per second; above 1, queues grow."""
 
 
 class PlanDecision(Message, frozen=True, kw_only=True):
@@ -63,15 +63,15 @@ class PlanDecision(Message, frozen=True, kw_only=True):
     roles: list[RoleCount]
     action: PlanAction
     worker_id: WorkerId = WorkerId("")
-    """CHANGE_ROLE: of whom."""
+    """CHANGE_ROLE: the worker."""
     role: Role | None = None
-    """CHANGE_ROLE, SCALE: to which, of which."""
+    """CHANGE_ROLE: the new role; SCALE: the role of the workers to add or drain."""
     change: int = 0
-    """SCALE: workers more (or fewer, below 0)."""
+    """SCALE: number of workers to add; below 0: to drain."""
     why: str = ""
-    """For a person."""
+    """Text for the operator."""
     outcome: str = ""
-    """What came of it, in words; empty while that is not known."""
+    """The outcome as text; empty while it is not known."""
 
 
 class ScaleFleet(Message, frozen=True, kw_only=True):
@@ -79,19 +79,19 @@ class ScaleFleet(Message, frozen=True, kw_only=True):
 
     model: str
     revision: str = ""
-    """Workers of which revision; empty: of whichever the launcher starts."""
+    """Revision of the workers; empty: the one that the launcher starts."""
     role: Role
     change: int
-    """Workers more; below 0: fewer. Those to go are drained."""
+    """Number of workers to add; below 0: to drain."""
     why: str = ""
 
 
 class FleetScaled(Message, frozen=True, kw_only=True):
-    """Launcher -> orchestrator: what it began to do."""
+    """Launcher -> orchestrator: the change that it has begun."""
 
     change: int = 0
     refusal: str = ""
-    """Why it is less than was asked for, in words."""
+    """Why it is less than was requested, as text."""
 
 
 class AskPlans(Message, frozen=True, kw_only=True):

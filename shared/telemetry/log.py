@@ -40,12 +40,12 @@ def setup_logging(service: str, instance: str, *, level: str, log_format: Litera
 def _facts(record: logging.LogRecord) -> Mapping[str, Any]:
     """The facts of the record, with its trace id, if any."""
     facts = getattr(record, "facts", None)
-    told: Mapping[str, Any] = facts if isinstance(facts, Mapping) else {}
+    known: Mapping[str, Any] = facts if isinstance(facts, Mapping) else {}
     trace_id = TRACE_ID.get()
     context = trace.get_current_span().get_span_context()
     if context.is_valid:
-        return {"trace_id": trace.format_trace_id(context.trace_id), **told, "span_id": f"{context.span_id:016x}"}
-    return {**told, "trace_id": told.get("trace_id") or trace_id} if trace_id else told
+        return {"trace_id": trace.format_trace_id(context.trace_id), **known, "span_id": f"{context.span_id:016x}"}
+    return {**known, "trace_id": known.get("trace_id") or trace_id} if trace_id else known
 
 
 def _utc(record: logging.LogRecord) -> str:
@@ -83,19 +83,19 @@ class JsonLines(logging.Formatter):
 
 
 class Text(logging.Formatter):
-    """``07:31:02.123 router-1 WARNING message key=value``, in colour where it is a terminal that reads it."""
+    """``07:31:02.123 router-1 WARNING message key=value``, in colour on a terminal."""
 
     def __init__(self, service: str, instance: str, *, colour: bool = False) -> None:
         super().__init__()
-        self._who = instance if instance.startswith(service) else f"{service}/{instance}"
+        self._process = instance if instance.startswith(service) else f"{service}/{instance}"
         self._colour = colour
 
     def format(self, record: logging.LogRecord) -> str:
         level = "" if record.levelno == logging.INFO else f"{record.levelname} "
-        told = "".join(f" {_on_one_line(name)}={_on_one_line(str(value))}" for name, value in _facts(record).items())
+        known = "".join(f" {_on_one_line(name)}={_on_one_line(str(value))}" for name, value in _facts(record).items())
         loud = RED if record.levelno >= logging.ERROR else YELLOW if record.levelno >= logging.WARNING else ""
-        head = self._painted(f"{_utc(record)[11:-1]} {self._who}", DIM)
-        line = f"{head} {self._painted(level + _on_one_line(record.getMessage()), loud)}{self._painted(told, DIM)}"
+        head = self._painted(f"{_utc(record)[11:-1]} {self._process}", DIM)
+        line = f"{head} {self._painted(level + _on_one_line(record.getMessage()), loud)}{self._painted(known, DIM)}"
         if record.exc_info:
             # Indented, so that no line of it looks like a log record.
             stack = self.formatException(record.exc_info).split("\n")

@@ -92,7 +92,7 @@ def counts(candidate: CandidateRecord, name: str) -> float:
 
 
 def why_not(candidate: CandidateRecord, chosen: CandidateRecord | None) -> str:
-    """The reason why ``candidate`` was not chosen, in two words."""
+    """Why ``candidate`` was not chosen, as a short phrase."""
     if candidate.chosen:
         return "chosen"
     if chosen is None:

@@ -1,4 +1,4 @@
-"""Orders that an operator gives at the console: who may give them, and how they are parsed."""
+"""Orders that an operator gives at the console: the permission to give them, and their parser."""
 
 from __future__ import annotations
 

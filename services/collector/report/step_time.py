@@ -1,6 +1,6 @@
 """The step-time models that the engines' published speed leaves open, for the disaggregation report.
 
-Where batches have hardly varied, the cost of a decode step cannot be told from the cost of each request in it:
+Where batches have hardly varied, the cost of a decode step cannot be separated from the cost of each request in it:
 ``batch_spread`` is large. Then two models bound what larger batches may cost. Both agree on the observed batches.
 """
 

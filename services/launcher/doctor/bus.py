@@ -139,7 +139,7 @@ class Listener:
 
     def _needs_more(self) -> bool:
         """Whether more messages could resolve a doubt: a late message makes a clock look as if it were behind."""
-        behind = any(max(ahead_s for _said, ahead_s in told) < -LATE_S_MAX for told in self._services.values())
+        behind = any(max(ahead_s for _status, ahead_s in heard) < -LATE_S_MAX for heard in self._services.values())
         double = any(map(may_be_duplicate, self._pids.values())) or any(map(may_be_duplicate, self._epochs.values()))
         return behind or double
 
@@ -147,11 +147,11 @@ class Listener:
         """The newest status of each. The fastest message gives the best estimate of a clock's offset."""
         return [
             HeardService(
-                status=told[-1][0],
-                ahead_s=max(ahead_s for _status, ahead_s in told),
+                status=heard[-1][0],
+                ahead_s=max(ahead_s for _status, ahead_s in heard),
                 is_duplicate=is_duplicate(self._pids[key]),
             )
-            for key, told in sorted(self._services.items())
+            for key, heard in sorted(self._services.items())
         ]
 
     def reports(self) -> list[HeardLoad]:

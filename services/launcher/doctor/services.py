@@ -168,20 +168,20 @@ def _versions(facts: SystemFacts) -> Iterator[Finding]:
 
 
 def _clocks(facts: SystemFacts) -> Iterator[Finding]:
-    told = [one for one in facts.services if one.status.at_ms]
+    timed = [one for one in facts.services if one.status.at_ms]
     off: dict[str, list[HeardService]] = defaultdict(list)
-    for one in told:
+    for one in timed:
         if abs(one.ahead_s) > SKEW_S_MAX:
             off[one.status.host].append(one)
     for host, those in sorted(off.items()):
         worst = max(those, key=lambda one: abs(one.ahead_s))
         by = f"{duration(abs(worst.ahead_s))} {'ahead of' if worst.ahead_s > 0 else 'behind'}"
-        who = named(sorted(one.status.instance for one in those))
-        what = f"The clock of {host or 'an unknown machine'} is {by} ours ({who})."
+        instances = named(sorted(one.status.instance for one in those))
+        what = f"The clock of {host or 'an unknown machine'} is {by} ours ({instances})."
         why = "Traces and logs of the two machines do not line up. KV leases are not affected."
         todo = "Run a time service on both machines: chrony, or systemd-timesyncd."
         yield _service(Level.WARNING, what, why, todo)
-    if told and not off:
+    if timed and not off:
         yield _service(Level.OK, f"All clocks agree within {duration(SKEW_S_MAX)}")
 
 

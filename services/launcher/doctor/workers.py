@@ -166,10 +166,10 @@ def _revisions(model: str, records: list[WorkerRecord]) -> Iterator[Finding]:
     for record in records:
         revisions[record.fingerprint.revision].append(record)
     if len(revisions) > 1:
-        who = "; ".join(f"{rev or 'none'}: {_names(those)}" for rev, those in sorted(revisions.items()))
+        groups = "; ".join(f"{rev or 'none'}: {_names(those)}" for rev, those in sorted(revisions.items()))
         why = "Different revisions do not exchange KV. `/v1/models` shows how conversations are divided."
         todo = "If this is not intended, start them with the same weights. ROUTER_REVISION_SHARES sets the shares."
-        yield _finding(Level.NOTE, f"{model} runs in {len(revisions)} revisions ({who}).", why, todo)
+        yield _finding(Level.NOTE, f"{model} runs in {len(revisions)} revisions ({groups}).", why, todo)
     for those in revisions.values():
         yield from _fingerprints(model, those)
 
@@ -208,10 +208,10 @@ def _schemes(model: str, records: list[WorkerRecord]) -> Iterator[Finding]:
         hashing = record.hashing
         schemes[hashing.algorithm, hashing.seed, hashing.block_size].append(record)
     if len(schemes) > 1:
-        who = "; ".join(f"{_names(those)}: {scheme[0]}, blocks of {scheme[2]}" for scheme, those in schemes.items())
+        groups = "; ".join(f"{_names(those)}: {scheme[0]}, blocks of {scheme[2]}" for scheme, those in schemes.items())
         why = "Their block hashes differ, so a prefix cached on one is not recognised on the other."
         todo = "Use the same --block-size and --prefix-caching-hash-algo for all."
-        yield _finding(Level.WARNING, f"Workers of {model} hash their KV blocks differently ({who}).", why, todo)
+        yield _finding(Level.WARNING, f"Workers of {model} hash their KV blocks differently ({groups}).", why, todo)
 
 
 def _load(heard: HeardLoad) -> Iterator[Finding]:

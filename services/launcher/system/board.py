@@ -77,7 +77,7 @@ class Board:
             listener(row)
 
     def draining(self, name: str, now: float) -> None:
-        """The process was told to stop; its duration counts from here."""
+        """The process was asked to stop; its duration counts from here."""
         row = self.rows[name]
         row.started_at = now
         self.mark(name, ServicePhase.DRAINING, "", now)

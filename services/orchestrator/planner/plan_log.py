@@ -28,8 +28,8 @@ class PlanLog:
         """Set a change's outcome; returns the updated decision, None if it is forgotten."""
         for index, decision in enumerate(self._changes):
             if decision.number == number:
-                told = self._changes[index] = msgspec.structs.replace(decision, outcome=outcome)
-                return told
+                updated = self._changes[index] = msgspec.structs.replace(decision, outcome=outcome)
+                return updated
         return None
 
     def newest(self, count_max: int) -> list[PlanDecision]:

@@ -20,12 +20,12 @@ from shared.contracts.planning import Demand, PlanAction, PlanDecision, RoleCoun
 from shared.contracts.workers import FleetWorker, Role
 
 REFUSED_S_MAX = 3600.0
-"""However often a observed was refused, so long after it is told again."""
+"""Longest pause before a refused change is requested again; the pause doubles with each refusal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusals:
-    """Refusals in a row, and the time before which the change is not asked for again."""
+    """Refusals in a row, and the time before which the change is not requested again."""
 
     times: int = 0
     until: float = 0.0
@@ -121,9 +121,9 @@ class Planner:
 
     def advised(self, decision: PlanDecision, now: float) -> PlanDecision:
         """The change is advice only, repeated after the cool-down. Returns the decision with its outcome."""
-        told = self.set_outcome(decision, done=True, outcome="advice only", now=now)
+        updated = self.set_outcome(decision, done=True, outcome="advice only", now=now)
         self._restraints[decision.model, decision.fingerprint].expected.clear()
-        return told
+        return updated
 
     def _decide(self, key: Key, workers: FamilyWorkers, now: float, wall_ms: int) -> PlanDecision:
         family, restraint = self._families[key], self._restraints[key]

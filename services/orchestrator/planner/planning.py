@@ -96,13 +96,13 @@ class Planning:
         """Carry the decision out, unless the planner only advises, and publish the outcome."""
         log.info("plan %d: %s, because %s", decision.number, as_text(decision), decision.why)
         if self._settings.planner == "advise":
-            told = self._planner.advised(decision, self._clock.now())
+            updated = self._planner.advised(decision, self._clock.now())
         else:
             done, outcome = await self._change(decision)
             log.info("plan %d: %s", decision.number, outcome)
-            told = self._planner.set_outcome(decision, done=done, outcome=outcome, now=self._clock.now())
+            updated = self._planner.set_outcome(decision, done=done, outcome=outcome, now=self._clock.now())
         try:
-            await self._bus.publish(PLAN, told)
+            await self._bus.publish(PLAN, updated)
         except BusError as error:
             log.warning("cannot publish the plan's outcome: %s", error)
 

@@ -21,7 +21,7 @@ BUS_UNREACHABLE = Rejection(
 
 
 class Placing:
-    """Asks placement, and records the times that this takes."""
+    """Places requests, and records how long that takes."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Placing:
                 return result
 
     def again(self, context: RequestContext, request: PlacementRequest) -> Placement | Rejection:
-        """For a further attempt, which does not wait in the queue again."""
+        """Place a further attempt, which does not wait in the queue again."""
         begun = self._now()
         result = self._fleet.place(request, begun)
         self._record(context, begun)

@@ -49,7 +49,7 @@ ERROR_SCHEMA: dict[str, Any] = {
     },
 }
 ERRORS = {
-    400: "The engine refused the body, in its own words; or a field of Baton's own is invalid.",
+    400: "The engine refused the body, with its own message; or a field of Baton's own is invalid.",
     401: "An API key is needed, and no valid one was given.",
     403: "The client may not ask for this: workers, too urgent a priority, or something its key does not permit.",
     404: "No worker has ever offered this model, or none serves this endpoint.",

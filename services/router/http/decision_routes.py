@@ -1,4 +1,4 @@
-"""``GET /v1/decisions``: why requests went where they went, over HTTP."""
+"""``GET /v1/decisions``: how the routers placed requests, and why."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ from shared.contracts.message import in_full
 JSON = "application/json"
 LATEST = "latest"
 ID_CHARS_MAX = 256
-OF_ANOTHER = "That decision is another tenant's: it takes a key with the permission admin."
+OF_ANOTHER = "That decision belongs to another tenant: reading it requires a key with the permission admin."
 Responses = dict[int | str, dict[str, Any]]
-WRONG: Responses = {
-    400: {"description": "A parameter makes no sense; says which."},
-    422: {"description": "Never; 400 instead."},
+BAD_REQUEST: Responses = {
+    400: {"description": "A parameter is invalid; the message says which."},
+    422: {"description": "Not used: invalid parameters get 400."},
 }
 NOT_FOUND: Responses = {
-    **WRONG,
-    403: {"description": "Another tenant's."},
-    404: {"description": "Never made, or forgotten since; says which."},
+    **BAD_REQUEST,
+    403: {"description": "The decision belongs to another tenant."},
+    404: {"description": "The decision was never made, or is no longer stored; the message says which."},
 }
 
 
 def add_decisions(app: FastAPI, decisions: DecisionService) -> None:
-    """The routes."""
+    """Add the routes to ``app``."""
 
     @app.get("/v1/decisions/{decision_id}", tags=["state"], responses=NOT_FOUND)
     async def decision(decision_id: str, request: Request) -> Response:
-        """One decision, of whatever router made it; ``latest``: the newest of all routers."""
+        """One decision, from the router that made it; ``latest``: the newest of all routers."""
         asked = decision_id[:ID_CHARS_MAX]
         found = await (decisions.newest() if asked == LATEST else decisions.find(asked))
-        if found is not None and not may_know(request.scope[CLIENT_SCOPE_KEY].key, found.tenant):
+        if found is not None and not may_read(request.scope[CLIENT_SCOPE_KEY].key, found.tenant):
             return Response(error_body(403, OF_ANOTHER, code="forbidden"), 403, media_type=JSON)
-        return _told(found) if found is not None else _not_found(decisions, asked)
+        return _decision_response(found) if found is not None else _not_found(decisions, asked)
 
-    @app.get("/v1/decisions", tags=["state"], responses=WRONG)
+    @app.get("/v1/decisions", tags=["state"], responses=BAD_REQUEST)
     async def listed(
         request: Request,
         request_id: str = "",
         worker: str = "",
         outcome: str = "",
-        slow: Annotated[float, Query(description="Only with a TTFT of so many seconds or more.")] = -1.0,
-        missed: Annotated[bool, Query(description="Only those that missed a target.")] = False,
+        slow: Annotated[float, Query(description="Only requests with a TTFT of at least this many seconds.")] = -1.0,
+        missed: Annotated[bool, Query(description="Only requests that missed a target.")] = False,
         limit: Annotated[int, Query(ge=1, le=LISTED_MAX)] = 20,
     ) -> Response:
-        """The newest decisions of this router, newest first, without their candidates; of a request, of any router."""
+        """Decisions of this router, newest first, without their candidates; with ``request_id``, from any router."""
         key = request.scope[CLIENT_SCOPE_KEY].key
         wanted = DecisionFilter(
             tenant=None if key.may(Permission.ADMIN) else key.tenant,
@@ -67,17 +67,17 @@ def add_decisions(app: FastAPI, decisions: DecisionService) -> None:
         found = decisions.log.listed(wanted)
         if request_id and not found:
             elsewhere = await decisions.of_request(request_id)
-            found = [elsewhere] if elsewhere is not None and may_know(key, elsewhere.tenant) else []
+            found = [elsewhere] if elsewhere is not None and may_read(key, elsewhere.tenant) else []
         body = {"router_id": decisions.router_id, "decisions": [in_full(one) for one in found]}
         return Response(msgspec.json.encode(body), media_type=JSON)
 
 
-def may_know(key: Key, tenant: str) -> bool:
-    """Whether whoever has this key may know how that tenant's requests fared."""
+def may_read(key: Key, tenant: str) -> bool:
+    """Whether this key may read decisions of that tenant's requests."""
     return key.may(Permission.ADMIN) or key.tenant == tenant
 
 
-def _told(found: DecisionRecord) -> Response:
+def _decision_response(found: DecisionRecord) -> Response:
     return Response(msgspec.json.encode(in_full(found)), media_type=JSON)
 
 
@@ -86,10 +86,10 @@ def _not_found(decisions: DecisionService, asked: str) -> Response:
     if asked == LATEST:
         why = "No router has placed a request yet."
     elif not router_id:
-        why = "That is no decision's id: those are in the header x-baton-decision of each answer."
+        why = "That is not a decision id: each response has one in its header x-baton-decision."
     elif router_id == decisions.router_id or router_id in set(decisions.others()):
         kept = len(decisions.log)
-        why = f"Router {router_id} does not remember it. It keeps the newest only (here: {kept}; ROUTER_DECISIONS_MAX)."
+        why = f"Router {router_id} no longer stores it. It keeps only the newest (here: {kept}; ROUTER_DECISIONS_MAX)."
     else:
-        why = f"Router {router_id}, which would have made it, does not answer; what it decided went with it."
+        why = f"Router {router_id}, named by this id, does not respond; routers keep their decisions in memory only."
     return Response(error_body(404, why, code="decision_not_found"), 404, media_type=JSON)

@@ -2,7 +2,7 @@
 
 Each ASGI message and event would cost more than a placement. All other paths go through uvicorn to FastAPI.
 
-Invariants, for whoever changes this file:
+Invariants that a change must keep:
 
 * Responses leave in the order of the requests. ``cycle`` is the newest request of the connection, ``serving`` the
   relayed one whose response is written now; the requests between them wait in uvicorn's ``pipeline``.

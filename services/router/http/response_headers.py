@@ -9,11 +9,11 @@ from services.router.placement.request_fields import Mode
 from services.router.relay.request_context import RequestContext
 
 FIXED_HEADERS_MAX = 4096
-"""Combinations whose headers are cached; when they are more, the cache begins anew."""
+"""Maximum number of cached combinations; the cache is cleared when it is full."""
 
 
 class ResponseHeaders:
-    """Makes response headers. Those that depend on the workers only are made once for each combination."""
+    """Makes response headers. Those that depend only on the workers are cached for each combination."""
 
     def __init__(self) -> None:
         self._fixed: dict[tuple[Mode, str, str, str, bool], list[Header]] = {}

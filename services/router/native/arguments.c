@@ -11,7 +11,7 @@ uint64_t *room_for(Table *self, Py_ssize_t count)
     return self->scratch;
 }
 
-/* PyLong_AsUnsignedLongLong, several times as fast for what hashes mostly are: three digits of CPython 3.11's. */
+/* PyLong_AsUnsignedLongLong, several times as fast for most hashes, which CPython 3.11 stores in three digits. */
 static uint64_t number_of(PyObject *from)
 {
 #if PY_VERSION_HEX < 0x030C0000 && PYLONG_BITS_IN_DIGIT == 30

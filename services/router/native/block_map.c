@@ -4,8 +4,8 @@
 #include <string.h>
 #include <sys/mman.h>
 
-static const double FULL = 0.875, FULL_AFTER = 0.55, NEARLY_EMPTY = 0.2; /* shares of a shard's room */
-static const size_t MAPPED_BYTES_MIN = 1 << 18; /* beyond it memory comes from the system, and goes back to it */
+static const double FULL = 0.875, FULL_AFTER = 0.55, NEARLY_EMPTY = 0.2; /* shares of a shard's capacity */
+static const size_t MAPPED_BYTES_MIN = 1 << 18; /* larger arrays are mapped: munmap returns their memory */
 static const size_t HUGE_BYTES = 2 << 20, PAGE_BYTES = 4096;
 
 static struct line *lines_open(uint64_t count)
@@ -16,7 +16,7 @@ static struct line *lines_open(uint64_t count)
     size_t spare = bytes < HUGE_BYTES ? 0 : HUGE_BYTES;
     char *memory = mmap(NULL, bytes + spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     must(memory == MAP_FAILED ? NULL : memory);
-    if (spare) { /* Huge pages begin at their multiples: what is beside them goes back. */
+    if (spare) { /* Huge pages are aligned to their size: unmap what lies outside. */
         size_t before = -(uintptr_t)memory % HUGE_BYTES;
         size_t behind = (before + bytes + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES;
         if (before)
@@ -72,7 +72,7 @@ static void put(struct shard *shard, struct line *home, uint64_t block, set_t se
     shard->block_count++;
 }
 
-/* With room for what it has. The order of lines follows the order of mixed hashes, so both sides are walked in order. */
+/* Resizes the shard for its contents. Lines are ordered by mixed hash, so both arrays are accessed in order. */
 static void make_anew(struct block_map *map, struct shard *shard)
 {
     struct shard old = *shard;

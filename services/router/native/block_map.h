@@ -1,9 +1,9 @@
-/* From a block's hash to the number of its holders' set: a hash table made of cache lines.
+/* A hash table of cache lines: maps a block's hash to the number of the set of its holders.
  *
- * A line holds five blocks, so that nearly every look-up costs one miss, which `map_prefetch` can begin ahead of time.
- * What does not fit goes into the next line; each full line counts how many blocks went past it, so that a search knows
- * when to stop and a removal leaves no marks. The table is cut into shards which grow and shrink one by one: no single
- * operation ever moves more than a part of it.
+ * A line holds five blocks, so that nearly every look-up costs one cache miss, which `map_prefetch` can start early.
+ * A block that does not fit goes into the next line. Each full line counts the blocks that were placed past it, so that
+ * a search knows when to stop and a removal needs no tombstones. The table is divided into shards that are resized one
+ * by one, so no single operation moves more than one shard.
  */
 #ifndef BATON_BLOCK_MAP_H
 #define BATON_BLOCK_MAP_H
@@ -15,7 +15,7 @@ enum {
     SHARD_BITS = 5,
     SHARDS = 1 << SHARD_BITS,
     LINES_MIN = 2,
-    PAST_MAX = UINT16_MAX, /* a counter that got so far stays there */
+    PAST_MAX = UINT16_MAX, /* a saturated counter is not changed any more */
 };
 
 struct line {
@@ -34,18 +34,18 @@ struct shard {
 struct block_map {
     struct shard shards[SHARDS];
     uint64_t block_count;
-    uint64_t odd; /* differs in each process: nobody can make up blocks that share a line */
+    uint64_t odd; /* differs in each process, so that clients cannot construct blocks that collide in one line */
 };
 
 void map_open(struct block_map *map);
 void map_close(struct block_map *map);
 uint64_t map_bytes(const struct block_map *map);
 
-/* Where a block stands, or would stand. */
+/* Where a block is, or would be added. */
 struct place {
     struct shard *shard;
-    struct line *home; /* where the search begins */
-    struct line *line; /* where it was found; NULL if it was not */
+    struct line *home; /* the line where a search begins */
+    struct line *line; /* the line in which it was found; NULL if it was not */
     int at;
 };
 
@@ -64,7 +64,7 @@ static inline void map_prefetch(struct block_map *map, uint64_t block)
     __builtin_prefetch(home);
 }
 
-/* All five at once: which one it is cannot be foreseen, and a wrong guess costs more than four comparisons. */
+/* Compares all five without branching: a branch misprediction costs more than four comparisons. */
 static inline int line_find(const struct line *line, uint64_t block)
 {
     unsigned hits = 0;
@@ -74,7 +74,7 @@ static inline int line_find(const struct line *line, uint64_t block)
     return hits ? __builtin_ctz(hits) : -1;
 }
 
-/* The rest of a search that was begun at `home`. */
+/* Searches from line `home` on. */
 static inline struct place map_find_from(struct shard *shard, struct line *home, uint64_t block)
 {
     struct line *line = home, *end = shard->lines + shard->line_count;
@@ -103,7 +103,7 @@ static inline set_t map_get(struct block_map *map, uint64_t block)
     return place.line ? place.line->sets[place.at] : 0;
 }
 
-/* The same for a block whose home is known already. */
+/* The same for a block whose home line is known. */
 static inline set_t map_get_at(struct block_map *map, struct line *home, uint64_t block)
 {
     int at = line_find(home, block);
@@ -112,11 +112,11 @@ static inline set_t map_get_at(struct block_map *map, struct line *home, uint64_
     return home->past ? map_get(map, block) : 0;
 }
 
-/* Adds a block that was searched for and not found. Answers whether its shard was made anew. */
+/* Adds a block that was searched for and not found. Returns whether its shard was rebuilt. */
 bool map_add(struct block_map *map, struct place place, uint64_t block, set_t set);
-/* Takes out a block that was found: another one of its line may take its place. */
+/* Removes a block that was found; another block of its line may move to its place. */
 void map_take(struct block_map *map, struct place place);
-/* Makes the shard smaller if it is nearly empty. Answers whether it was made anew. */
+/* Shrinks the shard if it is nearly empty. Returns whether it was rebuilt. */
 bool map_shrink(struct block_map *map, struct shard *shard);
 
 #endif

@@ -73,7 +73,7 @@ static life_t life_of(struct block_table *table, uint32_t row)
     return table->life_of[row];
 }
 
-/* Sweeping out the dead. */
+/* Sweeping: removing dead lives from the table. */
 
 static void next_shard(struct block_table *table)
 {
@@ -106,7 +106,7 @@ static set_t without_dead(struct block_table *table, set_t set)
     return sweep->last_left;
 }
 
-/* Takes the dead out of up to `lines` lines. What is remembered of sets is good for one call only: see `sets_free`. */
+/* Removes dead lives from up to `lines` lines. The cached set is valid in one call only: see `sets_free`. */
 static void sweep_lines(struct block_table *table, uint64_t lines)
 {
     struct sweep *sweep = &table->sweep;
@@ -178,7 +178,7 @@ void table_store(struct block_table *table, uint32_t row, int tier, const uint64
     life_t number = life_of(table, row);
     struct life *life = &table->lives[number];
     struct block_map *map = &table->maps[tier];
-    set_t from = NO_SET, to = NO_SET; /* the last step; every set that is made is also kept at once */
+    set_t from = NO_SET, to = NO_SET; /* the cached last step; each new set gets a reference at once */
     for (size_t i = 0; i < count; i++) {
         if (i + AHEAD < count)
             map_prefetch(map, blocks[i + AHEAD]);

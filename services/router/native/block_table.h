@@ -1,7 +1,7 @@
-/* Which row holds which block, in which memory. See block_table.py, whose port this implements.
+/* Which row holds which block, in which tier. Implements the port in block_table.py.
  *
- * A row's blocks are held by its *life*. Clearing a row gives it a new life and declares the old one dead, at once,
- * whatever it held; the dead are swept out of the table line by line, a few with each later change.
+ * A row's blocks belong to its *life*. Clearing a row marks its life dead, in constant time, and gives the row a new
+ * one. Each later change of the table sweeps some lines: it removes dead lives from them.
  */
 #ifndef BATON_BLOCK_TABLE_H
 #define BATON_BLOCK_TABLE_H
@@ -10,11 +10,11 @@
 
 enum {
     TIERS = 3,
-    ROWS_MAX = 32768, /* half of the lives: the other half may be dead and not yet swept */
+    ROWS_MAX = 32768, /* half of the lives; the other half may be dead and not swept yet */
     TIER_ROTATION_BITS = 21,
     NO_LIFE = LIVES_MAX,
-    AHEAD = 12, /* look-ups whose memory is on the way at the same time */
-    CHUNK = 32, /* look-ups before it is asked whether anybody is still in */
+    AHEAD = 12, /* distance in look-ups at which memory is prefetched */
+    CHUNK = 32, /* look-ups between two checks whether any row still holds the chain */
     SWEPT_LINES_MIN = 64,
     SWEPT_LINES_PER_BLOCK = 4,
 };
@@ -24,7 +24,7 @@ enum state { FREE = 0, ALIVE, DEAD };
 struct life {
     uint64_t counts[TIERS];
     uint64_t xors[TIERS];
-    uint64_t dead_in; /* the pass of the sweep in which it died */
+    uint64_t dead_in; /* the sweep pass during which it died */
     uint32_t row;
     enum state state;
 };
@@ -33,13 +33,13 @@ struct sweep {
     uint64_t pass;
     int tier, shard;
     uint64_t line;
-    set_t last, last_left; /* the last set that was looked at, and what is left of it */
+    set_t last, last_left; /* the last set examined, and the set without its dead lives */
 };
 
 struct block_table {
     struct block_map maps[TIERS];
     struct holder_sets sets;
-    life_t *life_of; /* by row; NO_LIFE: holds nothing */
+    life_t *life_of; /* by row; NO_LIFE: the row holds nothing */
     uint32_t rows;
     struct life *lives;
     uint32_t life_count;
@@ -71,7 +71,7 @@ void table_blocks(struct block_table *table, uint32_t row, int tier, uint64_t *b
 /* table_match.c */
 void table_depths(struct block_table *table, const uint64_t *blocks, size_t count, int32_t *out, uint32_t rows);
 void table_tiers(struct block_table *table, uint32_t row, const uint64_t *blocks, size_t count, uint64_t *found);
-/* Writes at most `count` sources; answers how many. */
+/* Writes at most `end` - `first` sources; returns how many. */
 size_t table_cover(struct block_table *table, const uint64_t *blocks, size_t first, size_t end, const uint8_t *allowed,
                    uint32_t rows, struct source *sources);
 

@@ -13,7 +13,7 @@ void *must(void *memory)
     return memory;
 }
 
-/* A number that looks random, for each life: a set's hash is the XOR of its members', so a step changes it at once. */
+/* A pseudorandom number per life. A set's hash is the XOR of its members', so a step updates it in constant time. */
 static uint64_t hash_of(life_t life)
 {
     uint64_t mixed = (life + 1) * 0x9E3779B97F4A7C15u;
@@ -56,12 +56,13 @@ uint64_t sets_bytes(const struct holder_sets *all)
            STEPS_KEPT * sizeof *all->steps;
 }
 
-/* Members in order, and how many bytes of memory they take outside of the set. */
+/* Members in ascending order, of a set that is not stored as bits. */
 static const life_t *sorted(const struct holder_set *one)
 {
     return one->count > SET_INLINE_MAX ? one->as.many : one->as.few;
 }
 
+/* Bytes that a set's members take outside of `struct holder_set`. */
 static size_t bytes_outside(uint32_t count, uint32_t words)
 {
     if (words)
@@ -69,7 +70,7 @@ static size_t bytes_outside(uint32_t count, uint32_t words)
     return count > SET_INLINE_MAX ? count * sizeof(life_t) : 0;
 }
 
-/* Writes the members out in order; answers how many there are. */
+/* Writes the members in ascending order; returns their number. */
 static uint32_t write_out(const struct holder_set *one, life_t *members)
 {
     if (!one->words) {
@@ -113,7 +114,7 @@ static set_t take_number(struct holder_sets *all)
     return all->used++;
 }
 
-/* The one set that has these members in order. Each content has one form only, so equal sets are equal bytes. */
+/* The set with these (sorted) members. Each content has only one form, so equal sets have equal bytes. */
 static set_t find_or_make(struct holder_sets *all, uint64_t hash, const life_t *members, uint32_t count)
 {
     if (!count)

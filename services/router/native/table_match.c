@@ -2,7 +2,7 @@
 
 #include <string.h>
 
-/* A block's sets of holders, by tier; in the last place always 0, so that two of them compare as two numbers. */
+/* A block's sets of holders, by tier. The last entry is always 0, so that a comparison takes two 64-bit words. */
 struct holders {
     set_t in[TIERS + 1];
 };
@@ -12,14 +12,14 @@ static inline bool same(const struct holders *one, const struct holders *other)
     return !memcmp(one, other, sizeof *one);
 }
 
-/* A walk along a chain: the holders of one block after the other, as bits by life. */
+/* Iterates over the blocks of a chain and yields their holders as bits by life. */
 struct walk {
     struct block_table *table;
     const uint64_t *blocks;
-    uint64_t at, end;    /* the next block to look up, and the one to stop before */
+    uint64_t at, end;    /* the next block to look up, and the end of the range */
     struct holders found[CHUNK];
-    uint64_t chunk_at, chunk_end; /* which blocks `found` is of */
-    struct line *homes[2][TIERS][CHUNK]; /* of this chunk's blocks and of the next one's, in turns */
+    uint64_t chunk_at, chunk_end; /* the range of blocks in `found` */
+    struct line *homes[2][TIERS][CHUNK]; /* home lines of this chunk and of the next one; `turn` selects this one's */
     int turn;
     uint64_t bits[LIVES_MAX / 64 + 1];
 };
@@ -29,7 +29,7 @@ static uint64_t chunk_after(const struct walk *walk, uint64_t first)
     return first + CHUNK < walk->end ? first + CHUNK : walk->end;
 }
 
-/* Begins to fetch the memory of a chunk's look-ups, all at once. */
+/* Starts to prefetch the home lines of a whole chunk. */
 static void walk_fetch(struct walk *walk, uint64_t first, int turn)
 {
     uint64_t end = chunk_after(walk, first);
@@ -52,7 +52,7 @@ static void walk_begin(struct walk *walk, struct block_table *table, const uint6
     walk_fetch(walk, first, 0);
 }
 
-/* Looks a chunk up, while the memory of the next one comes. */
+/* Looks up a chunk while the next one is prefetched. */
 static void walk_look_up(struct walk *walk)
 {
     uint64_t first = walk->chunk_end, end = chunk_after(walk, first);
@@ -68,8 +68,8 @@ static void walk_look_up(struct walk *walk)
     walk->chunk_end = end;
 }
 
-/* Goes on to the first block whose holders differ from the one before: their bits are in `walk->bits` then. Answers
- * its number, or `walk->end` when there is none.
+/* Advances to the next block whose holders differ from those of the block before, and writes its holders to
+ * `walk->bits`. Returns its position, or `walk->end` when there is none.
  */
 static uint64_t walk_on(struct walk *walk)
 {
@@ -147,7 +147,7 @@ void table_tiers(struct block_table *table, uint32_t row, const uint64_t *blocks
         }
 }
 
-/* The lives of those rows that may be used. */
+/* The lives of the allowed rows, as bits. */
 static void lives_of(const struct block_table *table, const uint8_t *allowed, uint32_t rows, uint64_t *bits)
 {
     memset(bits, 0, table_words(table) * sizeof *bits);
@@ -167,7 +167,7 @@ static uint32_t lowest_row(const struct block_table *table, const uint64_t *bits
     return lowest;
 }
 
-/* `in` &= `bits`, if anything is left of it then. */
+/* Sets `in` &= `bits` and returns true, unless the result is empty: then `in` is unchanged. */
 static bool narrow(uint64_t *in, const uint64_t *bits, uint32_t words)
 {
     uint64_t any = 0;

@@ -1,6 +1,6 @@
 """One placement from the moment it is made until its attempt ends: what was asked, what was chosen, what came of it.
 
-A request pays only for references and a few numbers; the wire message is rendered when somebody asks for it, which
+A request pays only for references and a few numbers; the wire message is rendered when it is requested, which
 hardly ever happens. ``python -m bench.bench_explain`` measures both.
 """
 

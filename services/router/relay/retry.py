@@ -70,7 +70,7 @@ class Retry:
     async def next_attempt(
         self, context: RequestContext, request: PlacementRequest, lost: LegFailed
     ) -> NextAttempt | Failure:
-        """After ``lost`` ended an attempt: the next one, or the failure that the client is told."""
+        """After ``lost`` ended an attempt: the next one, or the failure to send to the client."""
         begun, failure = context.http_request.begun, lost.failure
         kind = kind_of(
             failure.reason,

@@ -1,4 +1,4 @@
-"""Whether the fleet can be reached: NATS itself, and after an outage each worker behind it.
+"""Whether the router can reach the fleet: NATS itself and, after an outage, each worker.
 
 A worker that reported before the outage may not have reconnected yet, and a leg sent to it would fail at once. After a
 reconnection the fleet counts as reachable when all workers have reported again, or after ``RETURN_S_MAX``.
@@ -17,9 +17,9 @@ from shared.bus.port import Bus
 from shared.runtime.clock import Clock
 
 RETURN_S_MAX = 2.0
-"""After the router's reconnection, for workers to report again; later ones are used as they come."""
+"""Wait after a reconnection for workers to report again; later ones are used once they report."""
 CHECK_S_MIN, CHECK_S_MAX = 0.02, 0.25
-"""Between two checks of one waiting request: doubled each time, so that many waiting requests cost little."""
+"""Delay between two checks of one waiting request, doubled each time so that many waiting requests cost little."""
 
 
 class BusHealth:
@@ -47,9 +47,7 @@ class BusHealth:
         return True
 
     async def pause(self, context: RequestContext, s: float) -> None:
-        """Sleep, or less when the client leaves. The request's total deadline applies meanwhile, and no deadline of a
-        leg.
-        """
+        """Sleep, at most until the client leaves. Meanwhile only the request's total deadline applies, not a leg's."""
         context.allow(self._now(), context.ends_at)
         left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         http_request, wake = context.http_request, functools.partial(_wake, left)
@@ -61,7 +59,7 @@ class BusHealth:
             http_request.on_left.remove(wake)
 
     def _on_disconnect(self) -> None:
-        self._given_up_at = math.inf  # The connection may be up a moment before the bus reports the reconnection.
+        self._given_up_at = math.inf  # The connection may be up shortly before the bus reports the reconnection.
         self._cluster.disconnected()
 
     def _on_reconnect(self) -> None:

@@ -140,7 +140,7 @@ class ClusterView:
         view.lost = view.away = False
         self.away.discard(load.worker_id)
         view.own.reported(now)
-        self.table.numbers[t.PROMPTS_PER_S, view.row] = view.prompts.told(load.computed_tokens_total, now)
+        self.table.numbers[t.PROMPTS_PER_S, view.row] = view.prompts.update(load.computed_tokens_total, now)
         if view.record.role is not load.role:
             view.record = msgspec.structs.replace(view.record, role=load.role)
         self._write(view)

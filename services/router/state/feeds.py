@@ -35,13 +35,13 @@ from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerLost, Work
 from shared.runtime.clock import Clock
 
 SNAPSHOT_S_MAX = 5.0
-"""For a worker to send a snapshot."""
+"""Time limit for a worker to send a snapshot."""
 SNAPSHOT_GAP_S = 0.05
-"""Between two requests for a worker's snapshot, doubled after each failure."""
+"""Delay between two requests for a worker's snapshot, doubled after each failure."""
 SNAPSHOT_GAP_S_MAX = 5.0
 ASKS_AT_ONCE_MAX = 32
-"""Workers whose snapshots are requested at the same time: a starting router needs all of a fleet's, and must read each
-reply within SNAPSHOT_S_MAX.
+"""Workers whose snapshots are requested at the same time. A starting router needs the whole fleet's and must
+read each reply within SNAPSHOT_S_MAX.
 """
 FAILURES_MAX = 3
 """Failed requests after which a worker is placed by load alone; the router keeps trying."""
@@ -60,7 +60,7 @@ class KvFeed:
         """Number of snapshots requested so far."""
 
     async def open(self) -> None:
-        """Listen; live when it returns."""
+        """Subscribe to KV events; the subscription is active on return."""
         if not IS_COMPILED:
             log.warning("the prefix index runs in Python, several times slower: no compiler when Baton was installed")
         await self._bus.subscribe(KV_EVENTS, self._on_batch, on_dropped=self.doubt_all)
@@ -78,7 +78,7 @@ class KvFeed:
                         asking.create_task(self._ask_until_exact(worker_id), name=f"kv-snapshot {worker_id}")
 
     def worker_joined(self, worker_id: WorkerId, epoch: Epoch) -> None:
-        """A worker, or a new epoch of one."""
+        """A worker or a new epoch of one has joined."""
         self._index.join(worker_id, epoch)
         self._wake.set()
 
@@ -129,7 +129,7 @@ class KvFeed:
 
 
 BATCH_S = 0.005
-"""Between two messages with reservations: placements in between travel together."""
+"""Interval between two messages with reservations: one message carries all placements made in it."""
 
 
 class ReservationFeed:
@@ -145,7 +145,7 @@ class ReservationFeed:
         self._wake = asyncio.Event()
 
     async def open(self) -> None:
-        """Listen; live when it returns."""
+        """Subscribe to reservations; the subscription is active on return."""
         await self._bus.subscribe(RESERVATIONS, self._on_reservations)
 
     def leg_started(self, start: StartLeg, context_tokens: int) -> None:
@@ -176,7 +176,7 @@ class ReservationFeed:
 
     def _on_reservations(self, message: Reservations, _envelope: Envelope) -> None:
         if not self.book.knows(message.router_id):
-            self._wake.set()  # it does not know this router either
+            self._wake.set()  # That router does not know this one yet, either.
         now = self._clock.now()
         for one in self.book.hear(message, now):
             sent = Sent(now, one.tokens, one.context_tokens, one.legs)
@@ -186,7 +186,7 @@ class ReservationFeed:
 log = logging.getLogger("baton.router")
 
 SWEEP_S = 1.0
-"""Interval at which workers that are neither registered nor heard are dropped."""
+"""Interval at which workers that are not registered and do not report are dropped."""
 
 
 class FleetFeed:
@@ -217,7 +217,7 @@ class FleetFeed:
         self._kv = kv
 
     async def open(self) -> None:
-        """Listen; live when it returns."""
+        """Subscribe to load reports and lost workers; the subscriptions are active on return."""
         self._fleet.cluster.is_whole = False
         await self._bus.subscribe(LOAD, self._on_load)
         await self._bus.subscribe(WORKER_LOST, self._on_lost)
@@ -252,13 +252,12 @@ class FleetFeed:
         self._speeds.joined(record)
         self._fleet_changed(0.0)
         if known is not None and known.record.epoch < record.epoch:
-            self._inbox.worker_lost(
-                record.worker_id, known.record.epoch
-            )  # It restarted before its silence was noticed.
+            # It restarted before its silence was noticed.
+            self._inbox.worker_lost(record.worker_id, known.record.epoch)
         if known is None or known.record.epoch < record.epoch:
             log.info("worker %s: %s of %s, %s", record.worker_id, record.role, record.models, record.phase)
-        if record.phase is not WorkerPhase.STARTING:  # a starting worker does not reply
-            if record.role is not Role.STORE:  # a store has neither engine nor tokenizer
+        if record.phase is not WorkerPhase.STARTING:  # A starting worker does not reply.
+            if record.role is not Role.STORE:  # A store has neither an engine nor a tokenizer.
                 self._prompts.worker_seen(record)
             self._kv.worker_joined(record.worker_id, record.epoch)
 
@@ -275,7 +274,7 @@ class FleetFeed:
 
 
 RETRY_S = 2.0
-"""After the stored value could not be read; until then the last known mode holds."""
+"""Delay after the stored value could not be read; meanwhile the last known mode applies."""
 
 
 class DefaultModeFeed:

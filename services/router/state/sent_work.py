@@ -97,10 +97,8 @@ class TokenRate:
         self._at = math.nan
         self._per_s = 0.0
 
-    def told(self, total: int, now: float) -> float:
-        """The total is ``total`` at ``now``; returns the rate. After a total that shrank (a restart), counting begins
-        anew.
-        """
+    def update(self, total: int, now: float) -> float:
+        """Record the total at ``now``; returns the rate. A total that shrank (a restart) only resets the count."""
         took_s = now - self._at
         if math.isnan(took_s) or total < self._total:
             self._total, self._at = total, now

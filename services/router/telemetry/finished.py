@@ -16,7 +16,7 @@ NO_REPORT = LegReport(prompt_tokens=-1, completion_tokens=-1, cached_tokens=-1, 
 
 
 def finished_request(context: RequestContext, now: float) -> RequestFinished:
-    """What the collector, the log and ``/v1/decisions`` know of the request."""
+    """The record for the collector, the log and ``/v1/decisions``."""
     placement, timings, decision = context.placement, context.timings, context.decision
     report, prefill_report = context.report or NO_REPORT, context.prefill_report
     completion_tokens = report.completion_tokens
@@ -67,7 +67,7 @@ def finished_request(context: RequestContext, now: float) -> RequestFinished:
 
 
 def first_token(context: RequestContext) -> tuple[float, TtftParts | None]:
-    """The time to the first token and its parts; -1 and None where there was none or it is not known."""
+    """The time to the first token and its parts; -1 and None where there was none or they are not known."""
     timings, report = context.timings, context.report
     if not timings.first_at:
         return -1.0, None
@@ -80,7 +80,9 @@ def first_token(context: RequestContext) -> tuple[float, TtftParts | None]:
 
 
 def predicted_cached_tokens(context: RequestContext) -> int:
-    """Prompt tokens that placement expected to be cached; -1 where it had no exact tokens, or more than the prompt."""
+    """Prompt tokens that placement expected to be cached; -1 where the prompt was not tokenized exactly, or the request
+    was resumed and its last placement covered generated tokens too.
+    """
     exact = context.prompt is not None and context.prompt.exact and not context.resumes
     return context.placement.cached_tokens if context.placement is not None and exact else -1
 
@@ -129,7 +131,7 @@ def kv_numbers(prefill: LegReport | None, answering: LegReport, mode: Mode) -> K
 
 
 def cached_tokens(prefill: LegReport | None, answering: LegReport, mode: Mode) -> int:
-    """Prompt tokens cached at the worker that computed the prompt, of which a decode worker may know too."""
+    """Prompt tokens cached at the worker that computed the prompt; else as the decode worker knows them."""
     if prefill is not None:
         return prefill.cached_tokens
     if mode is Mode.DISAGGREGATED and answering.kv is not None:
@@ -151,7 +153,7 @@ def kv_moves(prefill: LegReport | None, prefill_id: str, answering: LegReport, a
 
 
 def _wait_s(transfer_report: KvTransferReport) -> list[float]:
-    """From the first ask to the first grant, on one worker's clock; empty where nothing was granted."""
+    """From the first lease request to the first grant, on one worker's clock; empty where nothing was granted."""
     granted: list[KvRead] = [read for read in transfer_report.reads if read.granted_at]
     if not granted:
         return []

@@ -1,4 +1,4 @@
-"""The health that a router reports with its status: the workers that it has no exact picture of."""
+"""The health that a router reports with its status: the workers whose state it does not know exactly."""
 
 from __future__ import annotations
 

@@ -32,18 +32,18 @@ from shared.telemetry.prometheus import counter, gauge, histogram
 
 MODES = tuple(mode.value for mode in Mode if mode is not Mode.AUTO)
 UNCOUNTED_GAPS_MAX = 4096
-"""Gaps between tokens that wait to be counted; the next request that ends counts them beyond that."""
+"""Gaps between tokens that may wait to be counted; beyond that, the next request that ends counts them."""
 ITL_BOUNDS = np.array(names.ROUTER_ITL.buckets)
 ITL_BUCKETS = (*map(floatToGoString, names.ROUTER_ITL.buckets), "+Inf")
 TENANTS_NAMED_MAX = 32
-"""Tenants with series of their own, the first that come; all others share one."""
+"""The first this many tenants have series of their own; all others share one."""
 NO_TENANT, OTHER_TENANTS = "(none)", "(others)"
-"""Parentheses are not allowed in tenants' names."""
+"""No tenant can have these names: parentheses are not allowed in them."""
 OK = "ok"
 
 
 class RequestMetrics:
-    """What is counted and measured of requests."""
+    """Counters and histograms of requests."""
 
     def __init__(self, registry: CollectorRegistry, traces_kept: Mapping[str, int]) -> None:
         self._requests = counter(names.ROUTER_REQUESTS, registry)
@@ -117,7 +117,7 @@ class RequestMetrics:
             tpot.observe(finished.itl_s, exemplar)
 
     def _observe_prediction(self, finished: RequestFinished, placement: Placement | None) -> None:
-        """Predicted over measured, from the last placement on: the prediction covers nothing before that."""
+        """Observe predicted over measured time since the last placement: the prediction covers nothing before that."""
         parts = finished.ttft_parts
         if placement is None or parts is None:
             return
@@ -144,7 +144,7 @@ class Gaps:
 
     def __init__(self) -> None:
         self.noted: list[float] = []
-        """Seconds, not counted yet."""
+        """Gaps in seconds, not counted yet."""
         self._counts = np.zeros(len(ITL_BUCKETS), dtype=np.int64)
         self._sum_s = 0.0
         self._exemplars: list[Exemplar | None] = [None] * len(ITL_BUCKETS)
@@ -257,7 +257,7 @@ class SpeedMetrics(Collector):  # type: ignore[misc]  # prometheus_client is not
 
 
 class LiveMetrics(Collector):  # type: ignore[misc]  # prometheus_client is not typed for us
-    """What is read from the router's state on each scrape: requests in flight, the prefix index, the bus."""
+    """Metrics read from the router's state on each scrape: requests in flight, the prefix index, the bus."""
 
     def __init__(
         self,

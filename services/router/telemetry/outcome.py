@@ -17,7 +17,7 @@ class Kept(StrEnum):
     RESUMED = "resumed"
     SLOW = "slow"
     SHARE = "share"
-    """Nothing unusual: one of the share that is traced anyway."""
+    """Nothing unusual: chosen as one of the sampled share."""
 
 
 class TargetOutcome(StrEnum):
@@ -37,7 +37,7 @@ def failed(finished: RequestFinished) -> bool:
 
 
 def target_outcome(finished: RequestFinished) -> TargetOutcome | None:
-    """None when the client left or made an error: that says nothing about how well requests are served."""
+    """None when the client left or made an error: such requests do not measure the service."""
     if failed(finished):
         return TargetOutcome.FAILED
     if finished.reason:

@@ -20,7 +20,7 @@ from shared.contracts.inference import RequestFinished, RequestsFinished
 log = logging.getLogger("baton.request")
 
 REPORT_S = 0.1
-"""Between two reports to the collector."""
+"""Interval between two reports to the collector."""
 UNREPORTED_MAX = 10_000
 """Finished requests kept while NATS is down; requests that end beyond that are not reported."""
 
@@ -36,7 +36,7 @@ class RequestLog:
         self.metrics = metrics
 
     def refused(self, status: int, reason: str, **known: str) -> None:
-        """A request was refused before it was read; ``known``: what its head says, if that was read."""
+        """A request was refused before it was read; ``known``: fields of its head, if that was read."""
         self.metrics.refused(status, reason)
         if self._log_requests and known:
             facts = {name: value for name, value in known.items() if value}
@@ -67,7 +67,7 @@ class RequestLog:
             await self.report_now(bus)
 
     async def report_now(self, bus: Bus) -> None:
-        """Send what is not reported yet; kept for the next time while NATS is down."""
+        """Send what is not reported yet; while NATS is down it is kept for the next report."""
         if not self._unreported:
             return
         requests, self._unreported = self._unreported, []
@@ -75,7 +75,7 @@ class RequestLog:
             await bus.publish(REQUESTS_FINISHED, RequestsFinished(router_id=self._router_id, requests=requests))
         except BusDown as error:
             self._unreported = requests + self._unreported
-            log.debug("not reported: %s", error)
+            log.debug("finished requests were not reported: %s", error)
 
 
 def log_facts(finished: RequestFinished) -> dict[str, object]:

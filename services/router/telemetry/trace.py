@@ -11,7 +11,7 @@ from shared.contracts.inference import LegKind
 from shared.telemetry.span_names import SpanName
 
 MARKS_MAX = 64
-"""Marks of one request: more of them would not explain a request that is retried again and again any better."""
+"""Maximum number of marks of one request; more would not help to explain a request with very many retries."""
 PARENT, STATE = "traceparent", "tracestate"
 BAD_VERSION = "ff"
 SAMPLED = 1

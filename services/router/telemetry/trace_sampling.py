@@ -1,18 +1,18 @@
 """Which requests are traced: a share chosen at the start, and unusual ones (failed, slow, resumed) chosen at the end.
 
-Rates bound both, so that tracing stays cheap, a lone request always has a trace, and an unusual one has a trace unless
-everything is unusual.
+Rate limits bound both, so that tracing stays cheap. A single request is always traced; an unusual one is traced unless
+there are too many of them.
 """
 
 from __future__ import annotations
 
 FEW_PER_S = 0.2
 FEW_AT_ONCE = 10.0
-"""Requests traced beyond the share: at low traffic that is all of them, at high traffic next to none."""
+"""Requests traced in addition to the share: all of them at low traffic, a negligible part at high traffic."""
 ODD_PER_S_MAX = 100.0
 ODD_AT_ONCE_MAX = 200.0
-"""Traces kept for unusual requests, or because clients ask for them. When everything fails at once nobody reads all
-traces, and the router needs its CPU for requests.
+"""Limits on traces kept for unusual requests or because clients ask for them. When every request fails, more traces
+would not help an operator, and the router needs its CPU for requests.
 """
 CHOOSING_BITS = 64
 """Low bits of the trace id that are compared with the sample ratio, as OpenTelemetry's TraceIdRatioBased does."""

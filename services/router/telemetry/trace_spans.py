@@ -38,7 +38,7 @@ IN_ORDER = {
     "first_token_s": SpanName.TTFT_FIRST_TOKEN,
     "transit_s": SpanName.TTFT_TRANSIT,
 }
-"""The parts of the time to the first token in order. Transit is drawn last, although it is spread over all of them."""
+"""The parts of the time to the first token, in order. Transit comes last, although it occurs between all parts."""
 TTFT_ATTRIBUTES = {name: Attribute(f"baton.ttft.{name}") for name in TtftParts.__struct_fields__}
 OPERATIONS = {CHAT: "chat", COMPLETIONS: "text_completion", "/v1/embeddings": "embeddings"}
 """OpenTelemetry's ``gen_ai.operation.name``, for the endpoints that it names."""
@@ -93,7 +93,7 @@ def first_token(context: RequestContext, finished: RequestFinished, trace: Trace
 
 
 def legs(context: RequestContext, trace: Trace) -> Iterator[FinishedSpan]:
-    """Each leg; of workers that drew nothing themselves, as the router was finished."""
+    """A span for each leg, and, where the worker exports no spans, spans made from the worker's report."""
     reports = {LegKind.PREFILL: context.prefill_report}
     last = {mark.kind is LegKind.PREFILL: mark for mark in trace.legs}
     for mark in trace.legs:

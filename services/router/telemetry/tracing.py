@@ -1,5 +1,5 @@
-"""One trace per request. While a request runs the router only notes instants; it makes the spans when the request has
-ended, if its trace is kept: a share of all requests, and those that were slow, failed or resumed.
+"""One trace per request. While a request runs, the router only notes times. When the request has ended, it makes the
+spans if the trace is kept: for a share of all requests, and for those that were slow, failed or resumed.
 
 The workers of a request that is sampled at its start export their own spans below its legs. For a request whose trace
 is kept only at its end, the router makes those spans too, from the workers' reports.

@@ -1,15 +1,15 @@
-"""Where the time to the first token went, in parts that add up to it.
+"""Splits the time to the first token into parts that add up to it.
 
-The router measures the whole and its own share on its clock; workers report durations on theirs. What no
-part covers is ``transit_s``: the bus, the relay, and a worker's own work around its engine.
+The router measures the whole and its own parts on its clock; workers report durations on theirs. The remainder is
+``transit_s``: the bus, the relay, and a worker's own work around its engine.
 
     aggregated    [router] [queue, fetch, prefill] [transit]
     offered       [router] [queue, fetch, prefill] [decode queue, handoff, first token] [transit]
-    streamed      as offered, but both legs run side by side: of the decode leg counts only what comes after the prompt
-                  was computed
+    streamed      as offered, but both legs run concurrently: of the decode leg, only the time after the prompt was
+                  computed counts
 
-When the workers' parts are longer than the time that the router measured (clocks, rounding, overlapping legs), they
-shrink in proportion: the client's wait was measured on the router's clock.
+When the workers' parts add up to more than the router measured (clocks, rounding, overlapping legs), they are scaled
+down: the router's measurement is what the client waited.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shared.contracts.kv_exchange import KvRead
 
 
 class Legs(msgspec.Struct, frozen=True, kw_only=True):
-    """The legs of the attempt that was answered."""
+    """The reports of the attempt that produced the response."""
 
     answering: LegReport
     prefill: LegReport | None = None
@@ -34,10 +34,10 @@ class Legs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ttft_s(first_data_s: float, answering: LegReport | None, *, stream: bool) -> float:
-    """The time to the first token, from the request to ``first_data_s`` after it, when the answer's first data came.
+    """The time to the first token. ``first_data_s``: from the request to the first data of the response.
 
-    The first data of an answer that is no stream is all of it: then what its worker did after its first token is taken
-    off, so that it is the time at which a stream's first token would have come.
+    A response that is no stream arrives as a whole: the worker's time after its first token is subtracted, which gives
+    the time at which the first token of a stream would have arrived.
     """
     if stream or answering is None or answering.first_token_s <= 0:
         return first_data_s
@@ -63,11 +63,11 @@ def leg_parts(legs: Legs) -> TtftParts:
         if legs.streamed and moved_s > 0:
             scheduled_s = max(0.0, answering.first_token_s - answering.prefill_s)
             waited_s = min(waited_s, max(0.0, scheduled_s - prefill.first_token_s))
-            # The last chunk can be read before the prefill worker has sampled the token that nobody needs.
+            # The decode worker can read the last chunk before the prefill worker has sampled its (unused) token.
             prefill_s, fetch_s, queue_s = _less(prefill.first_token_s - scheduled_s, prefill_s, fetch_s, queue_s)
             moved_s = min(moved_s, waited_s)
         elif legs.streamed:
-            queue_s = fetch_s = prefill_s = 0.0  # It had all KV itself and did not wait.
+            queue_s = fetch_s = prefill_s = 0.0  # The decode worker had all KV and did not wait.
     return TtftParts(
         queue_s=queue_s,
         fetch_s=fetch_s,
@@ -83,8 +83,8 @@ def fitted(whole_s: float, router: Timings, work: TtftParts) -> TtftParts:
     own_s = router.admission_s + router.tokenize_s + router.place_s + router.failed_s
     own = whole_s / own_s if own_s > whole_s else 1.0
     work_s = work.queue_s + work.fetch_s + work.prefill_s + work.handoff_s + work.decode_queue_s + work.first_token_s
-    room_s = max(0.0, whole_s - own_s)
-    share = room_s / work_s if work_s > room_s else 1.0
+    left_s = max(0.0, whole_s - own_s)
+    share = left_s / work_s if work_s > left_s else 1.0
     before_s = (router.admission_s * own, router.tokenize_s * own, router.place_s * own, router.failed_s * own)
     first_s = (work.queue_s * share, work.fetch_s * share, work.prefill_s * share)
     last_s = (work.handoff_s * share, work.decode_queue_s * share, work.first_token_s * share)
@@ -104,14 +104,14 @@ def fitted(whole_s: float, router: Timings, work: TtftParts) -> TtftParts:
 
 
 def exchanging_s(report: LegReport) -> float:
-    """Of the leg's time in its engine's queue: how long it was asking for KV or reading it. What it waited for room
-    between the grant and the read is queueing.
+    """The part of the leg's time in its engine's queue in which it requested or read KV. Time between the grant and the
+    read, when it waits for free blocks, counts as queueing.
     """
     transfer_report = report.kv
     asked = [read for read in transfer_report.reads if read.asked_at > 0] if transfer_report is not None else []
     if not asked:
         return 0.0
-    # What came later was fetched again after a preemption.
+    # Later reads fetched KV again after a preemption.
     until = min(read.asked_at for read in asked) + report.queue_s
     return min(report.queue_s, covered_s((span for read in asked for span in _spans(read)), until))
 
@@ -120,7 +120,7 @@ def covered_s(spans: Iterable[tuple[float, float]], until: float) -> float:
     """How much time before ``until`` at least one of the spans covers."""
     total_s, reached = 0.0, float("-inf")
     for begin, end in sorted(spans):
-        end = min(end, until)  # noqa: PLW2901  # the same span, as far as it counts
+        end = min(end, until)  # noqa: PLW2901  # the same span, cut at ``until``
         total_s += max(0.0, end - max(begin, reached))
         reached = max(reached, end)
     return total_s
@@ -132,7 +132,7 @@ def _spans(read: KvRead) -> list[tuple[float, float]]:
 
 
 def _less(over_s: float, *parts_s: float) -> list[float]:
-    """``over_s`` seconds less, taken from the first parts first."""
+    """The parts after subtracting ``over_s`` in total, from the first parts first."""
     left = []
     for part_s in parts_s:
         taken_s = min(max(0.0, over_s), part_s)

@@ -1,8 +1,8 @@
-"""The engine's block hashes, computed without the engine: which KV blocks would this prompt need?
+"""The engine's block hashes of a prompt, computed without the engine.
 
-vLLM names a full block ``sha256(cbor((parent hash, token ids, extra keys)))``, chained. The canonical CBOR of that
-tuple is simple enough to be put together here from precomputed pieces, which is several times faster than a general
-encoder and is property-tested against one.
+vLLM identifies a full block by ``sha256(cbor((parent hash, token ids, extra keys)))``, chained. The canonical CBOR of
+that tuple is assembled here from precomputed pieces, several times faster than with a general encoder; property tests
+compare the two.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from shared.contracts.kv_events import BLOCK_HASH_BYTES, unpack_hashes
 from shared.contracts.workers import HashScheme
 
 ALGORITHMS = frozenset({"sha256_cbor"})
-"""Schemes that can be followed; a worker with another one is placed by load alone."""
+"""Hash algorithms that the router computes; a worker with another one is placed by load alone."""
 
 TOKEN_PIECES_MAX = 1 << 19
-"""Token ids below this have their CBOR bytes precomputed once seen; more than any vocabulary in use."""
+"""The CBOR bytes of token ids below this are cached; larger than any vocabulary in use."""
 
 ARRAY_OF_THREE = b"\x83"
 HASH_PREFIX = b"\x58\x20"
@@ -27,7 +27,7 @@ NULL = b"\xf6"
 
 
 def cbor_head(major: int, value: int) -> bytes:
-    """The shortest head of a CBOR item, as canonical CBOR demands."""
+    """The shortest head of a CBOR item, as canonical CBOR requires."""
     kind = major << 5
     if value < 24:
         return bytes((kind | value,))
@@ -47,7 +47,7 @@ def cbor_text(text: str) -> bytes:
 
 
 class TokenPieces(dict[int, bytes]):
-    """Token id -> its CBOR bytes, filled as ids are met."""
+    """Token id -> its CBOR bytes, filled on first use."""
 
     def __missing__(self, token: int) -> bytes:
         piece = cbor_head(0, token)
@@ -107,7 +107,7 @@ def extend_packed(
     salt: str = "",
     lora: tuple[str, str] | None = None,
 ) -> tuple[list[int], bytes | None]:
-    """As ``extend_chain``, of tokens whose CBOR is at hand (see ``PIECES``)."""
+    """Like ``extend_chain``, for tokens given as CBOR (see ``PIECES``)."""
     size = scheme.block_size
     full = len(packed) - len(packed) % size
     if full == 0:
@@ -127,5 +127,5 @@ def extend_packed(
 
 @lru_cache(maxsize=64)
 def _frame(block_size: int, lora: tuple[str, str] | None) -> tuple[bytes, bytes, bytes]:
-    """What stands before the parent, before the tokens and behind them in all blocks but the first."""
+    """The bytes before the parent, before the tokens, and behind the tokens in all blocks but the first."""
     return ARRAY_OF_THREE + HASH_PREFIX, cbor_head(4, block_size), extra_keys(lora=lora, first=False)

@@ -15,13 +15,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class TemplateFailed(Exception):
-    """The template refused the messages, or broke on them; the engine will answer the client in its own words."""
+    """The template rejected the messages or raised an error. The engine reports the error to the client."""
 
 
 class GenerationBlock(jinja2.ext.Extension):
-    """``{% generation %}``: marks the assistant's part for training; for serving, its body is plain template."""
+    """``{% generation %}`` marks the assistant's part for training. For serving, only its body is rendered."""
 
-    tags = {"generation"}  # noqa: RUF012 -- jinja2 declares it so
+    tags = {"generation"}  # noqa: RUF012 -- jinja2 declares it as a plain set
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         """The block's body, unchanged."""
@@ -30,8 +30,8 @@ class GenerationBlock(jinja2.ext.Extension):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Finds what a message holds at once: where the sandbox tries attributes first, a plain dictionary has none beside
-    its methods.
+    """Looks up a dictionary's key first, which is faster: the sandbox tries attributes first, and a plain dictionary
+    has none except its methods.
     """
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -88,4 +88,4 @@ def _to_json(
 
 
 def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)  # noqa: DTZ005 -- templates want the local time, as the engine gives it
+    return datetime.now().strftime(pattern)  # noqa: DTZ005 -- the engine gives templates the local time, too

@@ -1,4 +1,4 @@
-"""The tokenizers of all models, fetched from workers once per fingerprint, and the decision when to use them."""
+"""The tokenizers of all models, fetched from workers once per fingerprint, and when prompts are tokenized with them."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from shared.runtime.clock import Clock
 log = logging.getLogger("baton.router")
 
 THREADS = 1
-"""Long prompts are tokenized one behind the other: more threads would take the processor from the event loop."""
+"""Long prompts are tokenized one at a time: more threads would take CPU time from the event loop."""
 LOOP_CHARS_MAX = 4096
-"""Characters of a prompt that are tokenized on the event loop; longer prompts continue in a thread."""
+"""Characters of a prompt that are tokenized on the event loop. The rest of a longer prompt is tokenized in a thread."""
 TOKENIZER_S_MAX = 30.0
-"""For a worker to read and send its tokenizer."""
-TRY_AGAIN_S = 5.0
-"""After a tokenizer could not be had."""
+"""Time limit for a worker to read and send its tokenizer."""
+RETRY_S = 5.0
+"""Delay after a tokenizer could not be fetched."""
 TOKENIZERS_MAX = 64
-"""Fingerprints whose tokenizers are kept; beyond that, those without a worker go, or else prompts are placed by load
-alone.
+"""Fingerprints whose tokenizers are kept. Beyond that, tokenizers without a worker are dropped; if all have one,
+prompts of further fingerprints are placed by load alone.
 """
 BYTES_PER_TOKEN_MAX = 16
-"""A body with more bytes for each token that the model takes is not worth reading: the engine will refuse it."""
+"""Bytes of a body per token of the model's maximum length. Larger bodies are not tokenized: the engine refuses them."""
 
 
 class Prompts:
-    """Prompts as placement needs them. ``follow`` keeps the tokenizers; ``of`` never fails a request."""
+    """Tokenizes prompts for placement. ``follow`` fetches the tokenizers; ``of`` never fails a request."""
 
     def __init__(self, settings: Settings, bus: Bus, clock: Clock, fleet: Fleet) -> None:
         self._settings = settings
@@ -52,18 +52,20 @@ class Prompts:
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
         self.parity = ParityWatch(bus, clock, fleet, self)
         self._tokenizers: dict[str, PromptTokenizer | None] = {}
-        """By fingerprint. None: this model cannot be followed."""
+        """By fingerprint. None: the router cannot tokenize as this engine does."""
         self._sources: dict[str, tuple[WorkerId, Epoch]] = {}
-        """Whose tokenizer it is, by fingerprint."""
+        """The worker that sent the tokenizer, by fingerprint."""
         self._try_at: dict[str, float] = {}
         self._shares = request_policy(settings).shares
         self._wake = asyncio.Event()
 
     async def of(self, http_request: HttpRequest, facts: RequestFacts, more: Sequence[int] = ()) -> Prompt:
-        """Exact when it matters and can be known, else a guess from the length. ``more``: tokens that follow it."""
+        """The prompt, tokenized where that can change the placement, else a guess from the body's size. ``more``:
+        tokens to append.
+        """
         body, bytes_per_token = facts.body, BYTES_PER_TOKEN_GUESSED
         if body is not None and facts.path in (CHAT, COMPLETIONS) and self._matters(facts, http_request.upload.size):
-            view = self._like_whom(facts)
+            view = self._likely_worker(facts)
             known = self._tokenizers.get(view.pairs_with) if view is not None else None
             if view is not None and known is not None:
                 bytes_per_token = known.chars_per_token
@@ -76,8 +78,8 @@ class Prompts:
         guess = guessed(facts, http_request.upload.size, bytes_per_token)
         return Prompt(guess.tokens + len(more), (), exact=False) if more else guess
 
-    def _like_whom(self, facts: RequestFacts) -> WorkerView | None:
-        """Some worker of those that are to serve it: another revision may make other tokens of the same prompt."""
+    def _likely_worker(self, facts: RequestFacts) -> WorkerView | None:
+        """A worker of the revision that should serve the request: another one may tokenize the prompt differently."""
         views = self._fleet.cluster.offering(facts.model)
         for revision in self._shares.order(facts):
             for view in views:
@@ -86,22 +88,22 @@ class Prompts:
         return next(iter(views), None)
 
     def worker_seen(self, record: WorkerRecord) -> None:
-        """A worker is there: make sure that its model's tokenizer is, too."""
+        """A worker has registered: probe it, and fetch its tokenizer if that is missing."""
         self.parity.worker_seen(record)
         if record.fingerprint.key() not in self._tokenizers:
             self._wake.set()
 
     def followed(self, fingerprint: str) -> bool:
-        """Whether prompts of this fingerprint can be tokenized as the engine does."""
+        """Whether the router can tokenize prompts of this fingerprint as the engine does."""
         return self._tokenizers.get(fingerprint) is not None and self.parity.trusted(fingerprint)
 
     def tokenizer_of(self, fingerprint: str) -> PromptTokenizer | None:
-        """None when there is none, or none yet."""
+        """None when there is none, or it is not fetched yet."""
         return self._tokenizers.get(fingerprint)
 
     def doubt(self, record: WorkerRecord) -> None:
-        """A worker tokenizes otherwise. If the one that gave the tokenizer lives no more, it is fetched anew: they may
-        all have been started anew with another chat template.
+        """A worker tokenizes differently. If the worker that sent the tokenizer has restarted or left, the tokenizer is
+        fetched again: all workers may have been restarted with another chat template.
         """
         key = record.fingerprint.key()
         worker_id, epoch = self._sources.get(key, (record.worker_id, record.epoch))
@@ -111,20 +113,20 @@ class Prompts:
             self._wake.set()
 
     async def follow(self) -> None:
-        """Fetch what is missing, for ever."""
+        """Fetch missing tokenizers until cancelled."""
         if self._settings.tokenize == "never":
             return
         while True:
             waiting = await self._fetch_missing()
             self._wake.clear()
             try:
-                async with asyncio.timeout(TRY_AGAIN_S if waiting else None):
+                async with asyncio.timeout(RETRY_S if waiting else None):
                     await self._wake.wait()
             except TimeoutError:
                 continue
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self.threads.shutdown(wait=False, cancel_futures=True)
 
     def _matters(self, facts: RequestFacts, body_bytes: int) -> bool:
@@ -133,7 +135,7 @@ class Prompts:
         return self._settings.tokenize == "always"
 
     async def _fetch_missing(self) -> bool:
-        """Answers whether some tokenizer is still missing."""
+        """Returns whether a tokenizer is still missing."""
         waiting = False
         views = list(self._fleet.cluster.workers.values())
         for view in views:
@@ -159,8 +161,10 @@ class Prompts:
             ask = AskTokenizer(worker_id=record.worker_id)
             asset = await self._bus.ask(TOKENIZER, ask, timeout_s=TOKENIZER_S_MAX)
         except BusError as error:
-            log.info("the tokenizer of %s cannot be had from %s yet: %s", record.models[:1], record.worker_id, error)
-            self._try_at[key] = self._clock.now() + TRY_AGAIN_S
+            log.info(
+                "the tokenizer of %s cannot be fetched from %s yet: %s", record.models[:1], record.worker_id, error
+            )
+            self._try_at[key] = self._clock.now() + RETRY_S
             return False
         cache_bytes_max = self._settings.tokenize_cache_bytes_max
         try:

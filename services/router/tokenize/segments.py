@@ -1,8 +1,8 @@
-"""Text to block hashes, as far as anybody holds the blocks, and piece by piece so that shared beginnings cost nothing.
+"""Text to block hashes, piece by piece, as far as any worker holds the blocks.
 
-A chain of blocks is only as good as its first missing block: once a block is held by no worker, the rest of the prompt
-need not even be tokenized. And a text can be cut (see ``text_cuts``) and its pieces be remembered: prompts with the
-same beginning, as those of a conversation's turns, share the same pieces.
+Only a prefix can be cached: behind the first block that no worker holds, the prompt need not be tokenized.
+A text is cut into pieces (see ``text_cuts``) whose tokens are cached: prompts with the same beginning, such as the
+turns of a conversation, share their pieces.
 """
 
 from __future__ import annotations
@@ -20,56 +20,56 @@ from services.router.tokenize.word_cache import PackedWords
 from shared.contracts.workers import HashScheme
 
 SEGMENT_CHARS = 1024
-"""A piece is cut between two words at the first place after so many characters."""
+"""A piece ends at the first cut between two words after this many characters."""
 TURN_CHARS = 256
-"""It is cut before an added token, as stands at the beginning of a chat's turn, after so many."""
+"""After this many characters a piece ends before an added token, such as one that begins a chat turn."""
 PIECE_CHARS_MAX = 256 * 1024
-"""A longer piece is not tokenized: of text that a tokenizer cannot divide, it would take minutes and gigabytes."""
+"""A longer piece is not tokenized: for text that a tokenizer cannot split, that would take minutes and gigabytes."""
 PIECES_AT_ONCE_MAX = 16
-"""So many pieces are tokenized together at most, and at first one: nobody may hold the next."""
+"""Maximum number of pieces tokenized in one batch. The first batch is one piece, since no worker may hold the next."""
 CHARS_PER_TOKEN_GUESSED = 4.0
 CHARS_GUESSED = 2048
-"""How many characters that are known weigh as much as the guess, in a prompt of which not all is walked."""
+"""Weight, in characters, of the tokenizer's average in the estimated length of the untokenized rest of a prompt."""
 NODE_BYTES_COUNTED = 400
-"""What a remembered piece takes beside its text, its hashes and its left-over tokens."""
+"""Memory of a cached piece without its text, its hashes and its tail tokens."""
 NUMBER_BYTES_COUNTED = 40
 
 
 class PieceTooLong(Exception):
-    """The text has too long a piece that cannot be cut."""
+    """The text has a piece longer than ``PIECE_CHARS_MAX`` that cannot be cut."""
 
 
 class Node:
-    """The tokenization of a text up to the end of one piece of it."""
+    """The tokenization of a text up to the end of one of its pieces."""
 
-    __slots__ = ("digest", "hashes", "number", "over", "size", "tokens")
+    __slots__ = ("digest", "hashes", "number", "size", "tail", "tokens")
 
-    def __init__(self, number: int, tokens: int, hashes: list[int], digest: bytes | None, over: list[bytes]) -> None:
+    def __init__(self, number: int, tokens: int, hashes: list[int], digest: bytes | None, tail: list[bytes]) -> None:
         self.number = number
-        """Names this node among the pieces that may follow it."""
+        """Identifies this node as the parent of the pieces that follow it."""
         self.tokens = tokens
         """From the beginning of the prompt."""
         self.hashes = hashes
-        """Of the blocks that end in this piece."""
+        """Hashes of the blocks that end in this piece."""
         self.digest = digest
         """Full hash of the last block so far; None before the first is full."""
-        self.over = over
-        """Tokens behind the last full block, packed."""
-        self.size = NODE_BYTES_COUNTED + NUMBER_BYTES_COUNTED * (len(hashes) + len(over))
+        self.tail = tail
+        """Tokens behind the last full block, as CBOR."""
+        self.size = NODE_BYTES_COUNTED + NUMBER_BYTES_COUNTED * (len(hashes) + len(tail))
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """A prompt as placement needs it."""
+    """A tokenized or estimated prompt."""
 
     tokens: int
     hashes: Sequence[int]
-    """Of its blocks, at least as far as any worker held them."""
+    """Hashes of its blocks, at least as far as any worker held them."""
     exact: bool
-    """Whether the cached tokens that follow from ``hashes`` are what the engine will find."""
+    """Whether the cached tokens computed from ``hashes`` are those that the engine will find."""
 
 
 class Walk:
-    """One prompt on its way through the pieces."""
+    """Progress through the pieces of one prompt."""
 
     __slots__ = ("at", "hashes", "node", "salt", "text")
 
@@ -81,14 +81,14 @@ class Walk:
         self.at = 0
 
     def step(self, node: Node, end: int) -> None:
-        """Over one piece."""
+        """Advance past one piece."""
         self.node = node
         self.hashes += node.hashes
         self.at = end
 
 
 class Segments:
-    """All texts of one tokenizer. Calls from two threads at a time are safe."""
+    """Tokenizes texts with one tokenizer and caches their pieces. Safe to call from two threads at a time."""
 
     def __init__(
         self,
@@ -111,22 +111,22 @@ class Segments:
 
     @property
     def chars_per_token(self) -> float:
-        """In all that was tokenized so far."""
+        """Average of all texts tokenized so far."""
         return self._chars / self._tokens
 
     def begin(self, text: str, *, special: bool, salt: str) -> Walk:
-        """A walk from the beginning of ``text``."""
+        """A walk at the beginning of ``text``."""
         root = self._nodes.get(0, f"{int(special)}{salt}")
         if root is None:
             tokens = list(map(PIECES.__getitem__, self._before)) if special else []
             hashes, digest = extend_packed(None, tokens, self._scheme, salt=salt)
-            over = tokens[len(hashes) * self._scheme.block_size :]
-            root = self._nodes.put(0, f"{int(special)}{salt}", len(tokens), hashes, digest, over)
+            tail = tokens[len(hashes) * self._scheme.block_size :]
+            root = self._nodes.put(0, f"{int(special)}{salt}", len(tokens), hashes, digest, tail)
         return Walk(text, root, salt)
 
-    def go_on(self, walk: Walk, held: Callable[[int], bool], chars_max: int) -> bool:
-        """Walk until the text ends, a block is held by nobody, or more than ``chars_max`` characters had to be
-        tokenized. Answers whether the walk is over. Raises PieceTooLong.
+    def advance(self, walk: Walk, held: Callable[[int], bool], chars_max: int) -> bool:
+        """Advance until the text ends, no worker holds a block, or more than ``chars_max`` characters would have to be
+        tokenized. Returns whether the walk is complete, which it is not in the last case. Raises PieceTooLong.
         """
         text, length, known, at_once = walk.text, len(walk.text), self._nodes.get, 1
         while walk.at < length:
@@ -146,8 +146,8 @@ class Segments:
         return True
 
     def prompt(self, walk: Walk, *, special: bool, more: Sequence[int] = ()) -> Prompt:
-        """What a finished walk found, and ``more`` tokens behind it. The length of what was not walked is guessed from
-        what was, and from what all texts of this tokenizer are like.
+        """The prompt of a complete walk, with ``more`` tokens appended. The length of its untokenized rest is estimated
+        from the tokenized part and from the tokenizer's average.
         """
         tokens, hashes = walk.node.tokens, walk.hashes
         behind = [*(self._after if special else ()), *more]
@@ -156,7 +156,7 @@ class Segments:
             chars = walk.at + CHARS_GUESSED
             tokens += 1 + round(left * (tokens + CHARS_GUESSED / self.chars_per_token) / chars)
         elif behind:
-            rest = walk.node.over + list(map(PIECES.__getitem__, behind))
+            rest = walk.node.tail + list(map(PIECES.__getitem__, behind))
             hashes = hashes + extend_packed(walk.node.digest, rest, self._scheme, salt=walk.salt)[0]
         return Prompt(tokens + len(behind), hashes, exact=True)
 
@@ -165,7 +165,7 @@ class Segments:
         return self._cuts.end(text, at, min(TURN_CHARS, chars), chars, PIECE_CHARS_MAX)
 
     def _next_ends(self, text: str, at: int, end: int, chars: int) -> list[int]:
-        """Of the pieces from ``at`` on that have about so many characters together: one at least. Raises
+        """Ends of the pieces from ``at`` on, at least one, of about ``chars`` characters together. Raises
         PieceTooLong.
         """
         ends = [end]
@@ -179,26 +179,26 @@ class Segments:
         return ends
 
     def _tokenize(self, walk: Walk, ends: list[int], held: Callable[[int], bool]) -> None:
-        """Go on to the last of these ends, or as far as blocks are held. All pieces are new: the first one is."""
+        """Advance to the last of these ends, or as far as blocks are held. None of these pieces is cached yet."""
         text, begins = walk.text, [walk.at, *ends]
         pieces = [text[begin:end] for begin, end in zip(begins, ends, strict=False)]
-        # Where a word's space is no part of it, the piece behind a cut begins without.
+        # With a tokenizer that drops the space before a word, a piece behind a cut is tokenized without it.
         drops = self._cuts.drops_space
         given = [piece[1:] if at and piece[0] == " " else piece for at, piece in zip(begins, pieces, strict=False)]
         for piece, end, found in zip(pieces, ends, self._words.tokenize(given if drops else pieces), strict=True):
             if walk.hashes and not held(walk.hashes[-1]):
                 return
             before = walk.node
-            tokens = before.over + found if before.over else found
+            tokens = before.tail + found if before.tail else found
             hashes, digest = extend_packed(before.digest, tokens, self._scheme, salt=walk.salt)
-            over = tokens[len(hashes) * self._scheme.block_size :]
+            tail = tokens[len(hashes) * self._scheme.block_size :]
             self._chars += len(piece)
             self._tokens += len(found)
-            walk.step(self._nodes.put(before.number, piece, before.tokens + len(found), hashes, digest, over), end)
+            walk.step(self._nodes.put(before.number, piece, before.tokens + len(found), hashes, digest, tail), end)
 
 
 class Nodes:
-    """The newest pieces, bounded in bytes."""
+    """LRU cache of tokenized pieces, bounded in bytes."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
@@ -208,7 +208,7 @@ class Nodes:
         self._lock = threading.Lock()
 
     def get(self, parent: int, piece: str) -> Node | None:
-        """The node behind ``parent``, if it is remembered; it is the newest then."""
+        """The cached node behind ``parent``, marked as most recently used; None on a miss."""
         with self._lock:
             node = self._nodes.get((parent, piece))
             if node is not None:
@@ -216,12 +216,12 @@ class Nodes:
             return node
 
     def put(
-        self, parent: int, piece: str, tokens: int, hashes: list[int], digest: bytes | None, over: list[bytes]
+        self, parent: int, piece: str, tokens: int, hashes: list[int], digest: bytes | None, tail: list[bytes]
     ) -> Node:
-        """Remember, and forget the oldest beyond the bound."""
+        """Add a node, and evict the least recently used ones beyond the bound."""
         with self._lock:
             self._made += 1
-            node = Node(self._made, tokens, hashes, digest, over)
+            node = Node(self._made, tokens, hashes, digest, tail)
             replaced = self._nodes.pop((parent, piece), None)
             self._bytes -= replaced.size + len(piece) if replaced is not None else 0
             self._nodes[parent, piece] = node
@@ -233,10 +233,10 @@ class Nodes:
 
 
 def special_tokens(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before and behind a text when it adds special tokens. Raises ValueError."""
+    """The special tokens that the tokenizer adds before and behind a text. Raises ValueError."""
     plain: list[int] = tokenizer.encode("a", add_special_tokens=False).ids
-    dressed: list[int] = tokenizer.encode("a", add_special_tokens=True).ids
-    for begin in range(len(dressed) - len(plain) + 1):
-        if plain and dressed[begin : begin + len(plain)] == plain:
-            return dressed[:begin], dressed[begin + len(plain) :]
-    raise ValueError("what it adds to a text cannot be told from the text")
+    with_special: list[int] = tokenizer.encode("a", add_special_tokens=True).ids
+    for begin in range(len(with_special) - len(plain) + 1):
+        if plain and with_special[begin : begin + len(plain)] == plain:
+            return with_special[:begin], with_special[begin + len(plain) :]
+    raise ValueError("the special tokens that it adds cannot be separated from the text")

@@ -1,12 +1,12 @@
-"""Where a text may be cut so that its pieces, tokenized one by one, give the tokens of the whole.
+"""Where a text may be cut so that the tokens of its pieces, in order, are the tokens of the whole text.
 
-*Before an added token* such as ``<|im_start|>`` a cut changes nothing: a tokenizer takes these out of the text first
-and never looks across them. Only tokens that are matched in plain sight count: as they stand (not after normalization),
-whatever is beside them, and so that no other added token could begin earlier and reach into them.
+*Before an added token* such as ``<|im_start|>``, a cut changes nothing: a tokenizer splits the text at added tokens
+first and never merges across them. This holds for an added token that is matched before normalization, independently of
+its neighbours, and that no other added token can overlap from the left.
 
-*Between two words*, before a single space with a letter behind it, most tokenizers begin a new word. This one is asked
-whether it does, on every kind of neighbours, and whether anything in its vocabulary or its added tokens could join two
-words. Tokenizers that put a mark before each text that they are given (as Llama 2's) are cut with the space left out.
+*Between two words*, before a single space that a letter follows, most tokenizers begin a new word. ``find_cuts`` tests
+whether this tokenizer does, with neighbours of every kind, and whether any entry of its vocabulary or its added tokens
+could join two words. For tokenizers that prepend a mark to each text (as Llama 2's), the space at a cut is left out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LETTERS = "A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u017f\u0391-\u03a1\u03a3-\u03
 """Latin, Greek, Cyrillic: letters that no normalization joins with a space before them."""
 ASCII_SEEN = "".join(map(chr, range(ord("!"), ord("~") + 1)))
 CUT_TOKENS_MAX = 32
-"""Added tokens that are looked for: those that templates use come first."""
+"""Added tokens that are searched for; those that occur in ``hint`` are preferred."""
 NEIGHBOURS_BEFORE = [*ASCII_SEEN, *"éßλяџ"]
 NEIGHBOURS_BEHIND = ["a", "I", "s ", "ll,", "été", "ža", "λό", "яб", "b1", "c-d", "E\n", "d\t"]
 BEFORE_THOSE = ["x", " ", "\n1"]
@@ -31,18 +31,18 @@ WORD_SPACE = "\u2581"
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """The cuts that a tokenizer allows. The patterns match where a piece may begin; None: nowhere of this kind."""
+    """The cuts that a tokenizer allows. The patterns match where a piece may begin; None: no cut of this kind."""
 
     tokens: re.Pattern[str] | None
     words: re.Pattern[str] | None
     word: re.Pattern[str] | None
-    """One word and what cannot be cut from it."""
+    """Matches one word with everything that cannot be cut from it."""
     drops_space: bool = False
-    """The space before a word is no part of it."""
+    """A word behind a cut is tokenized without the space before it."""
 
     def end(self, text: str, at: int, chars_min: int, chars: int, chars_max: int) -> int:
-        """Where the piece ends that begins at ``at``: before an added token, if one comes after ``chars_min``
-        characters and before ``chars``; else at the next cut, if one comes before ``chars_max``.
+        """End of the piece that begins at ``at``: before an added token if there is one between ``chars_min`` and
+        ``chars`` characters, else at the next cut below ``chars_max`` characters, else the end of the text.
         """
         length = len(text)
         if length - at <= chars_min:
@@ -60,7 +60,7 @@ class Cuts:
 
 
 def find_cuts(tokenizer: Tokenizer, hint: str = "") -> Cuts:
-    """``hint``: some text in which the tokens that matter most occur."""
+    """The cuts of a tokenizer. ``hint``: text with the added tokens that matter most, such as the chat template."""
     added = list(tokenizer.get_added_tokens_decoder().values())
     plain = sorted(plain_tokens(added), key=lambda content: content not in hint)[:CUT_TOKENS_MAX]
     tokens = re.compile("|".join(map(re.escape, sorted(plain, key=len, reverse=True)))) if plain else None
@@ -72,11 +72,11 @@ def find_cuts(tokenizer: Tokenizer, hint: str = "") -> Cuts:
 
 
 def _word_cuts(tokens: re.Pattern[str] | None, added: Sequence[AddedToken], *, drops_space: bool) -> Cuts:
-    # An added token may take the space behind it along, and what stands behind it is a text of its own: one that begins
-    # with a space, which must not be dropped.
+    # No cut behind an added token that absorbs the following space, nor, if spaces are dropped, behind any added token:
+    # the text behind it is tokenized separately, and its leading space must stay.
     ends = {token.content[-1:] for token in added if token.rstrip or drops_space}
     before = "".join(re.escape(char) for char in ASCII_SEEN if char not in ends) + LETTERS
-    words = re.compile(f" (?<=[{before}] )(?=[{LETTERS}])")  # it begins with what is quickly found
+    words = re.compile(f" (?<=[{before}] )(?=[{LETTERS}])")  # Begins with a literal, which ``re`` searches for fast.
     word = re.compile(f" ?[^ ]*(?: (?![{LETTERS}])[^ ]*|(?<![{before}]) [^ ]*)*")
     return Cuts(tokens, words, word, drops_space)
 
@@ -90,12 +90,12 @@ def plain_tokens(added: Sequence[AddedToken]) -> list[str]:
 def _is_plain(token: AddedToken) -> bool:
     first = token.content[:1]
     bent = token.normalized or token.lstrip or token.single_word
-    # A token before it may want no word character behind it, or take the space behind it along.
+    # The added token before it may require that no word character follows, or absorb the following space.
     return bool(first) and not bent and not (first.isalnum() or first.isspace() or first == "_")
 
 
 def _may_be_hidden(content: str, contents: Sequence[str]) -> bool:
-    """Whether another token, or this one, could begin before an occurrence of it and end within or behind it."""
+    """Whether an added token could begin before an occurrence of ``content`` and end within or behind it."""
     for other in contents:
         if other != content and content in other:
             return True
@@ -105,7 +105,9 @@ def _may_be_hidden(content: str, contents: Sequence[str]) -> bool:
 
 
 def may_cut_words(tokenizer: Tokenizer, cuts: Cuts) -> bool:
-    """Asked of the tokenizer itself: its rules for words, or where it has none its vocabulary; and its tokens."""
+    """Tests the tokenizer: its pre-tokenizer or, failing that, its vocabulary, and the tokens of a text with all
+    neighbours.
+    """
     if any(_reaches_over_space(token) for token in tokenizer.get_added_tokens_decoder().values()):
         return False
     text = " ".join(f"{a}{b} {c}" for a, b, c in product(BEFORE_THOSE, NEIGHBOURS_BEFORE, NEIGHBOURS_BEHIND))
@@ -118,7 +120,7 @@ def may_cut_words(tokenizer: Tokenizer, cuts: Cuts) -> bool:
 
 
 def cut_words(cuts: Cuts, text: str) -> list[str]:
-    """``text`` at all its cuts between words, in the form in which its pieces are tokenized."""
+    """``text`` cut between all words, each piece in the form in which it is tokenized."""
     assert cuts.word is not None
     words: list[str] = cuts.word.findall(text)
     if not words[-1]:
@@ -135,7 +137,7 @@ def _reaches_over_space(token: AddedToken) -> bool:
 
 
 def _same_words(tokenizer: Tokenizer, text: str, pieces: list[str]) -> bool:
-    """Whether the words that the model is given, one by one, are the same."""
+    """Whether the pre-tokenizer splits the pieces into the same words as the text."""
     normalizer, splitter = tokenizer.normalizer, tokenizer.pre_tokenizer
     if splitter is None:
         return False
@@ -148,7 +150,7 @@ def _same_words(tokenizer: Tokenizer, text: str, pieces: list[str]) -> bool:
 
 
 def _joins_no_words(tokenizer: Tokenizer) -> bool:
-    """Whether no token of the vocabulary has a word's end and the mark of the next word's beginning in it."""
+    """Whether no token of the vocabulary spans the end of a word and the mark that begins the next."""
     if type(tokenizer.model).__name__ not in ("BPE", "Unigram"):
         return False
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)

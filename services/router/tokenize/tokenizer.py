@@ -95,7 +95,7 @@ class PromptTokenizer:
             if not isinstance(given, Text):
                 return None
             walk = self._segments.begin(given.text, special=given.special, salt=body.cache_salt or "")
-            self._segments.go_on(walk, lambda _block: True, sys.maxsize)
+            self._segments.advance(walk, lambda _block: True, sys.maxsize)
         except NOT_EXACT:
             return None
         return self._segments.prompt(walk, special=given.special)
@@ -127,7 +127,7 @@ class PromptTokenizer:
             return None
         walk = self._segments.begin(given.text, special=given.special, salt=salt)
         try:
-            if not self._segments.go_on(walk, held, loop_chars_max):
+            if not self._segments.advance(walk, held, loop_chars_max):
                 await self._go_on_in_thread(walk, held, threads)
         except (PieceTooLong, TimeoutError):
             return None
@@ -143,7 +143,7 @@ class PromptTokenizer:
         try:
             async with asyncio.timeout(TOKENIZE_S_MAX):
                 loop = asyncio.get_running_loop()
-                await loop.run_in_executor(threads, self._segments.go_on, walk, still_held, sys.maxsize)
+                await loop.run_in_executor(threads, self._segments.advance, walk, still_held, sys.maxsize)
         finally:
             given_up = True
 

@@ -1,7 +1,7 @@
-"""Text to tokens, word by word: what a word becomes is remembered, so that most of a new text is looked up.
+"""Text to tokens, word by word: the tokens of each word are cached, so that most words of a new text are looked up.
 
-In the time in which a tokenizer reads a text, ten times as much can be cut at its words and looked up. Tokens are kept
-as what block hashes are made of: the CBOR of their ids.
+Splitting a text into words and looking them up is ten times as fast as the tokenizer. Tokens are cached in the form
+that block hashes are computed from: the CBOR of their ids.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from services.router.tokenize.block_hash import PIECES
 from services.router.tokenize.text_cuts import Cuts, cut_words
 
 WORDS_MAX = 1 << 16
-"""Words remembered beside the vocabulary's own; beyond that, all of those are forgotten."""
+"""Words cached in addition to those of the vocabulary; beyond that, all of them are dropped."""
 WORD_CHARS_MAX = 256
-"""Of a word that is remembered."""
+"""Maximum length of a cached word."""
 VOCABULARY_WORDS_MAX = 1 << 16
 WORDS_AT_ONCE = 1024
 """Words of the vocabulary that are tokenized in one call."""
 VOCABULARY_WORD = re.compile("[\u2581\u0120]?([A-Za-z]+)")
-"""With one of the marks that tokenizers make of the space before a word."""
+"""Optional mark that tokenizers use for the space before a word, and the word."""
 
 Packed = tuple[bytes, ...]
 
-# One prompt's words are not worth all of the machine's processors: the router has one thread for them.
+# Without this, the tokenizers library uses every CPU for one prompt; the router tokenizes in one thread.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class PackedWords:
-    """One tokenizer's. Calls from two threads at a time are safe: whatever they remember is the same."""
+    """The words of one tokenizer. Safe to call from two threads at a time: both would store the same tokens."""
 
     def __init__(self, tokenizer: Tokenizer, cuts: Cuts) -> None:
         self._tokenizer = tokenizer
         self._cuts = cuts
         self._own = self._vocabulary() if cuts.words is not None else {}
-        """Words of the vocabulary: most words of most texts."""
+        """Words of the vocabulary, which are most words of most texts."""
         self._words = dict(self._own)
 
     def tokenize(self, texts: Sequence[str]) -> list[list[bytes]]:
-        """The packed tokens of each of some pieces of text, without special tokens around them."""
+        """The packed tokens of each text, without special tokens."""
         if self._cuts.words is None:
             return list(map(list, self._encode(texts)))
         recall = self._words.get

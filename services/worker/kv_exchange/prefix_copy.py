@@ -36,9 +36,9 @@ log = logging.getLogger("baton.worker")
 ASKED_MAX = 3
 """Workers that are asked which blocks of a chain they have, before one is chosen."""
 TRIES_MAX = 3
-"""Workers that are told to fetch a chain, one after the other, until one has it."""
+"""Workers that are asked to fetch a chain, one after the other, until one has it."""
 ASK_S_MAX = 0.5
-"""For a worker to say which blocks it has."""
+"""Time limit for a worker to reply which blocks it has."""
 FETCH_S_MAX = 10.0
 """For one chain."""
 OVERTIME_S = 3.0
@@ -126,7 +126,7 @@ class PrefixCopier:
             if refused.failure.reason is not Reason.WORKER_BUSY:
                 self._targets.drop(worker_id)
         except BusError as error:
-            log.info("%s cannot be told to fetch prefixes: %s", worker_id, error or type(error).__name__)
+            log.info("%s cannot be asked to fetch a prefix: %s", worker_id, error or type(error).__name__)
             self._targets.drop(worker_id)
         return None
 

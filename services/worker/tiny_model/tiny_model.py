@@ -73,7 +73,7 @@ def tiny_revision() -> str:
 
 
 def _ensure(cache_dir: Path, name: str, write: Callable[[Path], None]) -> Path:
-    """Make ``cache_dir/name-revision`` once, whoever else is trying: it appears whole or not at all."""
+    """Make ``cache_dir/name-revision`` once, even if several processes try: it appears complete or not at all."""
     target = cache_dir / f"{name}-{tiny_revision()}"
     if target.is_dir():
         return target

@@ -265,9 +265,9 @@ def _usage(job: Job) -> dict[str, Any]:
 
 
 def _cached_before(record: LegRecord) -> int:
-    """Cached tokens of the prefill worker: from the router, or from that worker if it was followed."""
-    told = record.transfer_report.prefill_cached_tokens if record.transfer_report is not None else -1
-    return told if told >= 0 else record.prefill_cached_tokens
+    """Cached tokens of the prefill worker: as that worker reported them in the KV exchange, else as the router did."""
+    cached = record.transfer_report.prefill_cached_tokens if record.transfer_report is not None else -1
+    return cached if cached >= 0 else record.prefill_cached_tokens
 
 
 def _start(status: int, content_type: str) -> AsgiMessage:

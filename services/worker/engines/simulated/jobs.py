@@ -28,7 +28,7 @@ from shared.contracts.inference import LegKind
 from shared.contracts.kv_events import block_hash64
 
 THREAD_CHARS_MIN = 16_384
-"""Text from this length on is tokenised off the event loop: it would hold up everybody's tokens."""
+"""Text from this length on is tokenized off the event loop: it would delay the tokens of all requests."""
 CHOICES_MAX = 1024
 """Completions of one request."""
 

@@ -98,7 +98,7 @@ class TcpAgent:
         return True
 
     def close(self) -> None:
-        """Everything is over, also for those who read here."""
+        """Close all connections, including those of engines that read from this one."""
         for one in (self._listening, *list(self._readers)):
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)  # Wakes the thread that waits on it.

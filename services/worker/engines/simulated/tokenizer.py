@@ -17,11 +17,11 @@ from services.worker.engines.port import TokenizerFiles
 from services.worker.engines.simulated.core.engine_core import ModelTokens
 
 SAYABLE_MIN = 64
-"""With fewer whole words than this the model says any token that is text by itself."""
+"""With fewer whole words than this, the model generates any token that is valid text on its own."""
 
 
 PARTS_WALKED = re.compile(r"for\s+\w+\s+in\s+\w+(\.content|\[\s*['\"]content['\"]\s*\])")
-"""A template that does so wants a message's content as its parts; all others, as vLLM gives it to them: as one text."""
+"""A template that matches gets a message's content as a list of parts; all others get one text, as in vLLM."""
 
 
 class ChatTemplateFailed(Exception):
@@ -31,8 +31,8 @@ class ChatTemplateFailed(Exception):
 class SimulatedTokenizer:
     """Reads ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja`` of a model directory.
 
-    The answers of a simulated model are made of tokens that are a word with a space before it: their text needs no
-    neighbours, and a client that sends an answer back makes the same tokens of it, as a real model's mostly are.
+    A simulated model generates only tokens that are a space and a word. Their text does not depend on neighbours, and a
+    completion that a client sends back is tokenized into the same tokens, as a real model's mostly is.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -46,7 +46,7 @@ class SimulatedTokenizer:
         self._as_parts = PARTS_WALKED.search(self._template_source) is not None
         words = self._words()
         self.texts: dict[int, str] = words
-        """The text of each token that answers are made of."""
+        """The text of each token that the model generates."""
         eos = self._special.get("eos_token")
         self.model = ModelTokens(
             size=self._tokenizer.get_vocab_size(),

@@ -61,10 +61,10 @@ class FileJobs:
         if self._storage.files is None:
             return -1
         try:
-            told = os.statvfs(self._storage.files.folder)
+            stats = os.statvfs(self._storage.files.folder)
         except OSError:
             return -1
-        return told.f_bavail * told.f_frsize
+        return stats.f_bavail * stats.f_frsize
 
     def _ended(self, job: Job, done: asyncio.Future[list[bytes]]) -> None:
         if done.cancelled():

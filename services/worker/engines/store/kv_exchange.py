@@ -87,17 +87,17 @@ class StoreExchange:
         return orders
 
     def results(self, results: Results) -> None:
-        """What the mover has done."""
+        """Handle the mover's results."""
         self._core.on_connected(results.connected)
         for part in results.parts:
             self._core.on_part(part)
 
     def next_job(self) -> Job | None:
-        """For whoever moves blocks between memory and files."""
+        """The next job between memory and files, if there is one."""
         return self.tiers.next_job(self._now())
 
     def ended(self, job: Job, checksums: list[bytes]) -> None:
-        """That job is over."""
+        """The job has ended."""
         self.tiers.ended(job, checksums, self._now())
 
     @property

@@ -57,27 +57,27 @@ class StoreMover(Protocol):
     """Says itself when something has ended; otherwise it must be asked."""
 
     def submit(self, orders: Orders) -> None:
-        """Take orders on."""
+        """Accept orders."""
 
     def take_results(self) -> Results:
-        """What became final since the last call."""
+        """Results since the last call."""
 
     def close(self) -> None:
-        """Cut what is under way."""
+        """Abort running copies."""
 
 
 MoverOf = Callable[[Identity, BlockShape, int, int, Callable[[], None]], tuple[StoreMover, KvHandshake]]
-"""From who it is, its blocks' shape, where they begin and how many they are, and what to ring."""
+"""Makes a mover of: identity, block shape, address and number of the blocks, and a function that wakes the engine."""
 
 
 class Threaded(TransferThread):
-    """On a thread of its own, which rings."""
+    """Copies on a thread of its own, which wakes the engine."""
 
     rings = True
 
 
 class Direct(DirectMover):
-    """On the caller's thread, while it is looked at: for agents that need no waiting."""
+    """Copies on the caller's thread, whenever it is polled: for agents that do not block."""
 
     rings = False
 

@@ -140,7 +140,7 @@ class Tiers:
         return [*memory, *self.files.take_events()]
 
     def whole_as_events(self) -> list[KvEvent]:
-        """Events that bring a reader who lost some to the present state."""
+        """The whole content as events, for a subscriber that lost some."""
         held = ((KvTier.HOST, self.memory.hashes()), (KvTier.DISK, self.files.names()))
         stored = [
             KvEvent(kind=KvEventKind.STORED, hashes=pack_hashes(map(block_hash64, names)), tier=tier)

@@ -154,15 +154,15 @@ async def opening(
     """
     said = catch_up.outputs if catch_up is not None else []
     if said:
-        record.completion_tokens += sum(len(one.token_ids) for told in said for one in told.outputs)
+        record.completion_tokens += sum(len(one.token_ids) for earlier in said for one in earlier.outputs)
         record.finish_reason = said[-1].outputs[0].finish_reason or ""
     if record.path in HANDOFF_PATHS and params.output_kind is RequestOutputKind.DELTA and params.n == 1:
         bare = copy(output)
         bare.outputs, bare.finished = [], False
         said = [bare, *said]
-    for number, told in enumerate(said, start=1):
+    for number, earlier in enumerate(said, start=1):
         # The server takes cached tokens from its first output; cached tokens of the answer are not the client's prompt.
-        told.num_cached_tokens = min(output.num_cached_tokens or 0, len(output.prompt_token_ids or ()))
+        earlier.num_cached_tokens = min(output.num_cached_tokens or 0, len(output.prompt_token_ids or ()))
         if number % TOKENS_PER_TURN_MAX == 0:
             await asyncio.sleep(0)
-        yield told
+        yield earlier

@@ -200,7 +200,7 @@ class EngineCore:
 
     def _end(self, step: _Step, now: float) -> list[tuple[Sequence, int]]:
         self.measures.step_finished(step.totals)
-        # Not earlier: whoever found the blocks by their names might read them, or lease them to others, half computed.
+        # Not before the step has ended: a named block can be found, and then read or leased half computed.
         for sequence, index in step.filled:
             if not sequence.finish_reason:
                 self._name(sequence, index)

@@ -1,7 +1,7 @@
-"""A simulated engine's end of the KV exchange, on the thread of its scheduler.
+"""A simulated engine's side of the KV exchange, on the thread of its scheduler.
 
-Who leases, fetches and gives up is decided by the real connector's own parts; here are their surroundings: the
-simulated cache instead of vLLM's pool, and a simulated link before the copying.
+The real connector's holder and reader decide on leases and reads. This module connects them to the simulated cache
+instead of vLLM's block pool, and to a simulated link that delays the copies.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvHandshake, KvOffer, KvTransferReport
 
 LOOK_S = 0.05
-"""While something is fetched or followed, how often to look whether its time is over."""
+"""Interval of deadline checks while KV is fetched or streamed."""
 
 
 class Exchange:
-    """See the module. ``now`` is the engine's clock."""
+    """``now`` is the engine's clock."""
 
     def __init__(self, settings: SimulationSettings, cache: BlockCache, now: Callable[[], float]) -> None:
         self._settings = settings
@@ -44,7 +44,7 @@ class Exchange:
         self.reader = self._core.reader
 
     def describe(self, handshake: KvHandshake) -> None:
-        """The cache's memory is registered; this is what others need to read it."""
+        """The cache's memory is registered; ``handshake`` is what other engines need to read it."""
         self._core.handshake = handshake
 
     def call(self, call: EngineCall) -> EngineNotification:
@@ -54,44 +54,44 @@ class Exchange:
         return self._core.notifications(describe=call.describe)
 
     def look(self) -> None:
-        """End what is over, and grant what became ready: after each step, and when it wants to be woken."""
+        """End expired work and grant leases on ready blocks. Called after each step and at ``wakes_at``."""
         self._core.grant()
         self._core.on_time()
         self.send()
         self._core.orders.reads += self._link.arrivals(self._now())
 
     def wakes_at(self) -> float | None:
-        """When to look again."""
+        """When to call ``look`` next; None: no deadline."""
         looks = not self.reader.idle or not self._core.prefetcher.idle or self.holder.has_followed
         expiry = self.holder.counts.next_expiry_s or None
         times = (self._link.next_arrival(), self._now() + LOOK_S if looks else None, expiry)
         return min((at for at in times if at is not None), default=None)
 
     def finished(self, sequence: Sequence, *, offers: bool) -> None:
-        """A sequence has ended, or nobody wants it. Its blocks are still its own."""
+        """A sequence has ended or was aborted, and still has its blocks."""
         offer = self._offer(sequence) if offers else None
         self._core.used(sequence.hashes, sequence.computed)
         sequence.account.transfer_report = self._core.finished(sequence.request_id, offer, sequence.wish.order)
         self.send()
 
     def transfer_report(self, sequence: Sequence) -> KvTransferReport:
-        """Where its KV came from, as far as is known by now."""
+        """Where its KV came from, as far as it is known."""
         self.reader.admitted.discard(sequence.request_id)
         return self.reader.transfer_report(sequence.request_id)
 
     def scheduled(self, sequence: Sequence) -> None:
-        """A prompt is computed for the first time: those who follow it want to know what was cached of it."""
+        """A prompt's first step is scheduled: note its cached tokens, which engines that stream its KV report."""
         full = sequence.prompt_tokens // self._settings.block_size
         if full:
             self.holder.note_prompt(sequence.hashes[full - 1], sequence.account.cached_tokens)
 
     def take_orders(self) -> Orders:
-        """For the mover."""
+        """Orders for the mover."""
         orders, self._core.orders = self._core.orders, Orders()
         return orders
 
     def results(self, results: Results) -> None:
-        """What the mover has done."""
+        """Handle the mover's results."""
         self._core.on_connected(results.connected)
         for part in results.parts:
             landed = self._link.landed(part, self._now())
@@ -101,11 +101,11 @@ class Exchange:
 
     @property
     def moving(self) -> bool:
-        """Whether the mover has something that is not over."""
+        """Whether the mover has unfinished work."""
         return bool(self._core.connecting) or self._link.copying
 
     def take_notifications(self) -> EngineNotification | None:
-        """For the worker, if there is any."""
+        """Notifications for the worker, if there are any."""
         return self._core.notifications() if self._core.has_notifications else None
 
     def _offer(self, sequence: Sequence) -> KvOffer | None:
@@ -113,7 +113,7 @@ class Exchange:
         return self.holder.offer(sequence.hashes[:full], sequence.blocks[:full], sequence.wish.order.offer_id)
 
     def send(self) -> None:
-        """Put reads on the link, and take off it what nobody wants."""
+        """Start reads on the link, and cancel those that are no longer wanted."""
         outbox = self.reader.outbox
         while outbox.reads or outbox.cancel:
             reads, outbox.reads = outbox.reads, []

@@ -44,7 +44,7 @@ class SimulationSettings(SimulatedTiming, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     """Where TCP is listened for."""
     epoch: int = 0
-    """With the worker's id: who this engine is to those that exchange KV with it."""
+    """With the worker's id, identifies this engine in the KV exchange."""
     kv_lease_s: float = 30.0
     kv_lease_share_max: float = 0.5
     """Of the KV blocks, how many leases may pin."""

@@ -18,7 +18,7 @@ import cbor2
 ROOT_CONTENT = 0x6A09E667F3BCC908
 """Content before the first block."""
 EOS_PERIOD = 256
-"""One token in so many ends the answer, unless the request ignores that."""
+"""Mean number of tokens after which a completion ends, unless the request ignores the end token."""
 
 _MIX = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -67,7 +67,7 @@ class BlockHasher:
     def extend(self, hashes: list[bytes], tokens: Sequence[int], salt: str = "") -> None:
         """Append to ``hashes``, the chain of the first blocks of ``tokens``, those of its further full blocks.
 
-        ``salt`` keeps the blocks of those who have different ones apart.
+        Requests with different ``salt`` share no blocks.
         """
         size = self.block_size
         parent = hashes[-1] if hashes else ROOT_HASH
