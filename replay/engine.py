@@ -1,10 +1,12 @@
 """A simulated engine in virtual time that advances many decode steps at once.
 
 It schedules like ``services.worker.engines.simulated.core``: running sequences first, in order of admission, then
-waiting ones, first come, first served; long prompts in chunks of what decodes leave of a step; without free blocks the
-youngest running sequence is preempted and computed again later. The bookkeeping differs: while no prompt is computed,
-all steps until the next finish or the next full block differ only in the growing context, so their total duration has
-a closed form. An event in between takes effect at the end of its step.
+waiting ones, first come, first served. Long prompts are computed in chunks that fill the rest of a step's token budget.
+Without free blocks the youngest running sequence is preempted and computed again later.
+
+The bookkeeping differs. While no prompt is computed, the steps until the next finish or the next full block differ only
+in the growing context, so their total duration has a closed form. An event in between takes effect at the end of the
+current step.
 """
 
 from __future__ import annotations
@@ -153,13 +155,13 @@ class Decoders:
                 due.append(job)
         return due
 
-    def everyone_left(self) -> list[tuple[int, Job]]:
-        """(steps until it finishes, job) of every decoding job."""
+    def steps_left(self) -> list[tuple[int, Job]]:
+        """(steps until it finishes, job) for each decoding job."""
         return [(steps - self.steps, job) for steps, _order, joined, job in self._finishes if job.since_step == joined]
 
 
 class Step:
-    """Its duration and its work."""
+    """The current step, or a run of similar decode steps: its duration and its work."""
 
     def __init__(self) -> None:
         self.began_at = 0.0
@@ -216,7 +218,7 @@ class Listener(Protocol):
     """Callbacks of an engine. They must not add jobs to it directly."""
 
     def asks(self, engine: Engine, job: Job, now: float) -> None:
-        """The job wants KV of other workers: set ``job.granted``, then call ``poke``."""
+        """The job requests KV of other workers: set ``job.granted``, then call ``poke``."""
 
     def receives(self, engine: Engine, job: Job, now: float) -> None:
         """Blocks are reserved: start the reads, then call ``received``."""
@@ -232,17 +234,17 @@ class Listener(Protocol):
 
 
 class Engine:
-    """Call ``wake`` at ``wakes_at``; any other call may change that instant."""
+    """Call ``wake`` at ``wakes_at``. Any other call may change ``wakes_at``."""
 
     def __init__(self, profile: Profile, listener: Listener) -> None:
         self.profile = profile
         self.pool = BlockPool(profile.kv_blocks)
         self.waiting: deque[Job] = deque()
         self.receiving: set[Job] = set()
-        """Blocks are reserved for the whole prompt; some are being read."""
+        """Jobs with blocks for the whole prompt; KV is being read into some of them."""
         self.received_jobs: deque[Job] = deque()
         self.running: dict[Job, None] = {}
-        """In order of admission. All decode, except possibly the last."""
+        """In order of admission. All but possibly the last one decode."""
         self.decoders = Decoders(profile)
         self.waiting_tokens = 0
         """Prompt tokens accepted and not yet computed."""
@@ -258,7 +260,7 @@ class Engine:
 
     @property
     def queued(self) -> int:
-        """Sequences that are not running yet."""
+        """Number of sequences that are not running yet."""
         return len(self.waiting) + len(self.receiving) + len(self.received_jobs)
 
     def add(self, job: Job, now: float) -> None:
@@ -268,7 +270,7 @@ class Engine:
         self.poke(now)
 
     def received(self, job: Job, tokens: int, now: float) -> None:
-        """Reading has ended: the KV of the first ``tokens`` is here."""
+        """Reading has ended; the KV of the first ``tokens`` tokens has arrived."""
         self.receiving.discard(job)
         job.received_tokens = max(0, tokens - job.computed)
         job.received_s = now - (job.scheduled_at or now)
@@ -336,7 +338,7 @@ class Engine:
     def _begin(self, now: float) -> None:
         budget = self.profile.max_num_batched_tokens
         chunks: list[tuple[Job, int]] = []
-        preempted = self._go_on(chunks, budget)
+        preempted = self._continue_running(chunks, budget)
         budget -= len(self.decoders) + sum(count for _job, count in chunks)
         while self.received_jobs and budget > 0 and len(self.running) < self.profile.max_num_seqs:
             budget -= self._run(self.received_jobs.popleft(), chunks, budget, now)
@@ -349,12 +351,12 @@ class Engine:
         elif preempted:
             self._begin(now)
 
-    def _go_on(self, chunks: list[tuple[Job, int]], budget: int) -> bool:
+    def _continue_running(self, chunks: list[tuple[Job, int]], budget: int) -> bool:
         """Reserve blocks for running jobs; returns whether one was preempted."""
         preempted = False
         for job in self.decoders.crossing():
             if job.since_step < 0:
-                continue  # preempted for an earlier job
+                continue  # It was preempted for an earlier job.
             self._name_full(job, self.tokens_of(job) - 1)
             while not self.pool.take(1):
                 preempted = True
@@ -409,7 +411,7 @@ class Engine:
 
     def _receive(self, job: Job, now: float) -> None:
         if not self._extend(job, job.tokens):
-            raise AssertionError("a job was admitted without room for its tokens")
+            raise AssertionError("a job was admitted without free blocks for its tokens")
         self._schedule(job, now)
         job.fetches = False
         self.receiving.add(job)
@@ -418,7 +420,7 @@ class Engine:
     def _run(self, job: Job, chunks: list[tuple[Job, int]], budget: int, now: float) -> int:
         count = min(job.tokens - job.computed, budget)
         if not self._extend(job, job.computed + count):
-            raise AssertionError("a job was admitted without room for its tokens")
+            raise AssertionError("a job was admitted without free blocks for its tokens")
         self._schedule(job, now)
         self._admitted += 1
         job.order = self._admitted
@@ -433,13 +435,13 @@ class Engine:
             job.cached_tokens = min(job.computed, job.prompt_tokens - 1)
 
     def _hold_prefix(self, job: Job) -> bool:
-        """Hold the cached prefix, if the remaining tokens have room as well."""
+        """Hold the cached prefix, if there are blocks for the remaining tokens as well; returns whether it did."""
         size, pool = self.profile.block_tokens, self.pool
         limit = job.cacheable(size)
         depth = pool.depth(job.chain, limit)
         names = list(job.chain[:depth])
         while depth == len(names) >= len(job.chain) and len(names) < limit and pool.has(job.name_of(depth)):
-            names.append(job.name_of(depth))  # its own block from before a preemption
+            names.append(job.name_of(depth))  # Its own block from before a preemption.
             depth += 1
         if -(-job.tokens // size) - depth > pool.room_beside(names):
             return False

@@ -1,4 +1,4 @@
-"""A replayed request, its legs, and what a router counts of them."""
+"""A replayed request, its legs, and a router's counts of legs per worker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shared.contracts.kv_exchange import KvSource
 
 @dataclass(slots=True, eq=False)
 class ReplayedRequest:
-    """One request and its outcome. Instants are the client's."""
+    """One request and its outcome. Times are those seen by the client."""
 
     number: int
     request: Request
@@ -61,26 +61,26 @@ class Leg:
     """The prefill leg whose KV this one reads."""
     read_by: Leg | None = None
     booked_tokens: int = 0
-    """Prompt tokens, from the start, that are here or on the link."""
+    """Prompt tokens, from the start, that have arrived or are on the link."""
     pins: list[tuple[SimWorker, list[int]]] = field(default_factory=list)
     """Blocks pinned at other workers until they are read."""
 
 
 @dataclass(slots=True)
 class Active:
-    """Legs of one worker that were sent and have not ended."""
+    """Counts of one worker's legs that were sent and have not ended."""
 
     requests: int = 0
     prefill_tokens: int = 0
     """Uncached prompt tokens of legs without a first token, as predicted when they were sent."""
     prefill_s: float = 0.0
-    """The same in seconds, for policies that predict seconds."""
+    """The time for ``prefill_tokens``, for policies that predict times."""
     context_tokens: int = 0
     """Prompt tokens of all of them."""
 
 
 class RequestCounts:
-    """Counts of all workers."""
+    """Counts of legs by worker."""
 
     def __init__(self) -> None:
         self.active: defaultdict[WorkerId, Active] = defaultdict(Active)

@@ -3,10 +3,11 @@
 At each arrival it reads the simulator's true state without delay: every engine's queue, the remaining work of each
 running request (exact output lengths, also the new request's), true cache contents, and link usage. For each worker,
 with and without fetching the prefix from the worker that holds most of it, it simulates the engine's steps until the
-first token. The earliest first token wins; later time (own decoding, time added to others) counts 1/50, as a tie-break.
+first token. It chooses the earliest first token. Later time (own decoding, time added to others) has the weight
+``LATER_WEIGHT``, as a tie-break.
 
-It does not know future arrivals, so it neither reserves nor replicates: it is a reference point, not a bound. On a
-fleet of workers with role ``both`` it gives each request to one worker.
+It does not know future arrivals, so it neither reserves nor replicates: it is a reference, not a bound. On a fleet of
+workers with role ``both`` it places each request on one worker.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     from replay.world import World
 
 
+LATER_WEIGHT = 0.02
+"""Cost of a second after the first token, relative to a second before it."""
+
+
 class Forecast(NamedTuple):
     """Seconds from now."""
 
@@ -37,7 +42,7 @@ class Forecast(NamedTuple):
 
 
 class Prompt:
-    """A prompt to be computed: the new one, or one ahead of it."""
+    """A prompt to compute: the new one, or one ahead of it in the queue."""
 
     __slots__ = ("blocks", "computed", "last", "ready_at", "tokens")
 
@@ -76,7 +81,7 @@ def forecast(worker: SimWorker, size: tuple[int, int], prefix: tuple[int, int], 
 
 
 class Projection:
-    """The projected state of an engine."""
+    """The projected state of an engine, from its true state."""
 
     def __init__(self, worker: SimWorker, now: float) -> None:
         engine = worker.engine
@@ -89,7 +94,7 @@ class Projection:
         """Compute time of the new prompt."""
         self.finished_meanwhile = 0
         self.decoding: list[tuple[int, int, int]] = sorted(
-            (steps, engine.tokens_of(job), job.holding.blocks) for steps, job in engine.decoders.everyone_left()
+            (steps, engine.tokens_of(job), job.holding.blocks) for steps, job in engine.decoders.steps_left()
         )
         """(steps to its end, tokens now, blocks) of each decoding sequence."""
         self._context = engine.decoders.context_tokens
@@ -215,10 +220,6 @@ class Projection:
             self._context += prompt.tokens + 1
 
 
-LATER = 0.02
-"""Weight of a second after the first token."""
-
-
 @dataclass(slots=True)
 class Candidate:
     """One way to compute a prompt."""
@@ -232,9 +233,9 @@ class Candidate:
 
     @property
     def cost_s(self) -> float:
-        """Weighted cost."""
+        """Time to the first token plus weighted later time."""
         expected = self.expected
-        return expected.ttft_s + LATER * (expected.total_s - expected.ttft_s)
+        return expected.ttft_s + LATER_WEIGHT * (expected.total_s - expected.ttft_s)
 
 
 class Oracle:
@@ -247,12 +248,12 @@ class Oracle:
         """Place by the smallest cost."""
         workers = list(self._world.workers.values())
         computing = [worker for worker in workers if worker.record.role is not Role.DECODE]
-        answering = [worker for worker in workers if worker.record.role is Role.DECODE]
+        decoding = [worker for worker in workers if worker.record.role is Role.DECODE]
         if not computing:
-            return Rejection(reason=Reason.NO_WORKER, message="No worker is there.")
+            return Rejection(reason=Reason.NO_WORKER, message="No worker is available.")
         replayed = self._world.counts.replayed
         assert replayed is not None
-        tokens_out = 1 if answering else replayed.request.output_tokens
+        tokens_out = 1 if decoding else replayed.request.output_tokens
         choice = min(self._candidates(request, computing, tokens_out, now), key=lambda one: one.cost_s)
         views = self._world.fleet.cluster.workers
         size = self._world.profile.block_tokens
@@ -260,20 +261,20 @@ class Oracle:
         fetched = max(0, choice.source_depth - choice.depth) * size
         view = views[choice.worker.worker_id]
         decode = view
-        if answering:
-            slowest = min(answering, key=lambda worker: self._decode_s(worker, request, replayed.request.output_tokens))
-            decode = views[slowest.worker_id]
+        if decoding:
+            fastest = min(decoding, key=lambda worker: self._decode_s(worker, request, replayed.request.output_tokens))
+            decode = views[fastest.worker_id]
         uncached = request.prompt_tokens - cached - fetched
         return Placement(
-            mode=Mode.DISAGGREGATED if answering else Mode.AGGREGATED,
+            mode=Mode.DISAGGREGATED if decoding else Mode.AGGREGATED,
             decode=decode,
-            prefill=view if answering else None,
+            prefill=view if decoding else None,
             cached_tokens=cached,
             fetched_tokens=fetched,
             uncached_tokens=uncached,
             context_tokens=request.prompt_tokens + replayed.request.output_tokens,
             sources=() if choice.source is None else (source_of(choice),),
-            streamed=bool(answering) and uncached >= self._world.fleet.policy.stream_tokens_min,
+            streamed=bool(decoding) and uncached >= self._world.fleet.policy.stream_tokens_min,
         )
 
     def _candidates(

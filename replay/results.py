@@ -1,4 +1,4 @@
-"""Results of one policy at one load: latencies, hit rate, goodput; and their tables on the screen and in files."""
+"""Results of one policy at one load (latencies, hit rate, goodput), and their tables on the screen and in files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from replay.speeds import seconds_of
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True):
-    """Targets: first token within ``ttft_s``, the others on average ``itl_s`` apart."""
+    """Targets: the first token within ``ttft_s``, further tokens on average within ``itl_s`` of each other."""
 
     ttft_s: float = 5.0
     itl_s: float = 0.1
@@ -42,11 +42,11 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     refused: int
     ttft: Spread
-    """A rejected request counts as infinitely late; the mean is over served requests."""
+    """Percentiles count a rejected request as infinitely late; the mean is over served requests."""
     tpot: Spread
     """Mean time between tokens per request."""
     itl: Spread
-    """The time between tokens, of all tokens."""
+    """Time between tokens, over all tokens."""
     hit_share: float
     """Share of prompt tokens cached at the worker that computed the prompt."""
     fetched_share: float
@@ -108,12 +108,12 @@ def spread_of(values: Sequence[float], never: int = 0) -> Spread:
 
 
 def rank(count: int, percent: int) -> int:
-    """Index of a percentile among so many."""
+    """Index of a percentile among ``count`` sorted values."""
     return min(count - 1, -(-count * percent // 100) - 1)
 
 
 def spread_of_counts(counts: Counter[int]) -> Spread:
-    """The same, of times counted in buckets."""
+    """As ``spread_of``, for times counted in buckets."""
     total = sum(counts.values())
     if not total:
         return Spread()
@@ -148,13 +148,13 @@ COLUMNS: dict[str, Callable[[Result], str]] = {
 
 
 def title_of(result: Result) -> str:
-    """Of the table for one load."""
+    """Title of the table for one load."""
     load = f"{result.load:.3g} times the trace"
     return f"{result.label}: {result.offered_per_s:.2f} requests/s ({load})"
 
 
 def table_of(results: Sequence[Result]) -> Table:
-    """For the screen; all of one load."""
+    """Table for the screen; all results are of one load."""
     table = Table(title=title_of(results[0]), title_justify="left")
     for name in COLUMNS:
         table.add_column(name.strip(), justify="left" if name == "policy" else "right")
@@ -177,7 +177,7 @@ def markdown_of(results: Sequence[Result]) -> str:
 
 
 def save(results: Sequence[Result], folder: Path) -> list[Path]:
-    """``results.md`` and ``results.json``."""
+    """Write ``results.md`` and ``results.json``; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / "results.md", folder / "results.json"]
     paths[0].write_text(markdown_of(results))

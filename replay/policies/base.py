@@ -1,4 +1,7 @@
-"""Base of the baselines: policies that choose one worker by a rule and know what the router knows."""
+"""Baseline policies: their base class, and the simple ones (random, round robin, least loaded, power of two).
+
+A baseline chooses workers by a rule and knows what the router knows.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from shared.contracts.kv_exchange import KvSource
 from shared.contracts.workers import Role
 
 TOKENS_OUT_UNKNOWN = 256
-NOBODY = Rejection(reason=Reason.NO_WORKER, message="There is no worker.")
+NO_WORKER = Rejection(reason=Reason.NO_WORKER, message="There is no worker.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +32,7 @@ class PolicyContext:
     fleet: Fleet
     counts: RequestCounts
     profile: Profile
-    """Exact engine speeds, for policies that are published with a model fitted offline."""
+    """Exact engine speeds, for published policies that use a model fitted offline."""
     slo_ttft_s: float
     slo_itl_s: float
     seed: int
@@ -69,7 +72,7 @@ class Baseline(ABC):
         """Place on one worker, or on a prefill and a decode worker."""
         both, prefills, decodes = (self._workers(role) for role in (Role.BOTH, Role.PREFILL, Role.DECODE))
         if not both and not (prefills and decodes):
-            return NOBODY
+            return NO_WORKER
         matches = self.fleet.index.match(request.hashes)
         chosen = self.choose(request, both or prefills, matches)
         if isinstance(chosen, Rejection):
@@ -134,7 +137,7 @@ class RandomChoice(Baseline):
 
 
 class RoundRobin(Baseline):
-    """Workers in turn."""
+    """Each worker in turn."""
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from connector.messages import EngineCall, StartFetch
-from services.worker.engines.simulated.core.sequence import ABORT, CACHE_THRESHOLD, Sequence, Wish
+from services.worker.engines.simulated.core.sequence import ABORT, CACHE_THRESHOLD, RequestParams, Sequence
 from shared.contracts.kv_exchange import FetchKv, KvGrant, KvOffer, KvSource, LegOrder, pack_full_hashes
 from tests.unit.worker.simulated.builders import BLOCK, MODEL, VOCABULARY, answer, completion, engine, settings
 from tests.unit.worker.simulated.fleet import LATENCY_S, Carry, Fleet, Member, Message
@@ -174,8 +174,8 @@ class Traffic:
                 self.fleet.abort(member, sequence)
 
     def _leg(self, request: Request, member: Member, order: LegOrder, max_tokens: int) -> Sequence:
-        wish = Wish(max_tokens=max_tokens, ignore_eos=True, order=order)
-        sequence = member.core.add(request, list(request.prompt), wish, member.now())
+        params = RequestParams(max_tokens=max_tokens, ignore_eos=True, order=order)
+        sequence = member.core.add(request, list(request.prompt), params, member.now())
         request.legs.append((member, sequence))
         return sequence
 
@@ -215,7 +215,7 @@ class Traffic:
         if not reader.alive:
             request.end = "worker lost"
             return
-        offer: KvOffer | None = prefill.account.transfer_report.offer
+        offer: KvOffer | None = prefill.stats.transfer_report.offer
         self._leg(request, reader, LegOrder(take=offer), request.max_tokens)
         self.fleet.turn(reader)
 
@@ -268,7 +268,7 @@ class Traffic:
 
     def check_report(self, sequence: Sequence) -> None:
         """Assert that the transfer report's tokens add up, and sum them."""
-        transfer_report = sequence.account.transfer_report
+        transfer_report = sequence.stats.transfer_report
         assert transfer_report is not None
         if not transfer_report.refused:
             assert transfer_report.prompt_tokens == sequence.prompt_tokens
@@ -282,8 +282,8 @@ class Traffic:
 
     def right_tokens(self, request: Request) -> list[int]:
         """Output of one engine without an exchange."""
-        wish = Wish(max_tokens=request.max_tokens, ignore_eos=True)
-        return completion(answer(self._truth, request.prompt, wish))
+        params = RequestParams(max_tokens=request.max_tokens, ignore_eos=True)
+        return completion(answer(self._truth, request.prompt, params))
 
     def check_answers(self) -> Counter:
         """Assert that each request ended with the right tokens or with a reason; returns the number of requests by end."""
@@ -299,7 +299,7 @@ class Traffic:
         """Assert that no engine has a request, a pinned block, a lease or a read."""
         for member in self.alive():
             core = member.core
-            assert not list(core.batch.everyone())
+            assert not list(core.batch.unfinished())
             assert core.cache.free == core.cache.blocks
             assert core.exchange.holder.counts.pinned_blocks == 0
             assert core.exchange.holder.counts.leases == 0

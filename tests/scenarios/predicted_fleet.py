@@ -19,7 +19,7 @@ from services.router.state.fleet import Fleet as View
 from services.router.state.sent_work import Sent
 from services.router.state.worker_speeds import WorkerSpeeds
 from services.worker.engines.simulated.core.engine_core import ModelTokens
-from services.worker.engines.simulated.core.sequence import Sequence, Wish
+from services.worker.engines.simulated.core.sequence import RequestParams, Sequence
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from shared.contracts.inference import LegReport
 from shared.contracts.kv_exchange import KvTransferReport, LegOrder
@@ -76,7 +76,7 @@ class Leg:
 
     asked: Asked
     view: WorkerView
-    wish: Wish
+    params: RequestParams
     tokens: int
     """To compute."""
     on_ended: Callable[[KvTransferReport | None], None]
@@ -139,7 +139,7 @@ class PredictedFleet:
         prompt = [self.draw.randrange(10, VOCABULARY) for _ in range(tokens_in)]
         asked = Asked(placed, prompt, tokens_out, now)
         self.asked.append(asked)
-        answer = Wish(max_tokens=tokens_out, ignore_eos=True)
+        answer = RequestParams(max_tokens=tokens_out, ignore_eos=True)
         if placed.prefill is None:
             self._send(Leg(asked, placed.decode, answer, tokens_in, lambda _transfer_report: self._answered()))
             return
@@ -147,10 +147,10 @@ class PredictedFleet:
         def handed_over(transfer_report: KvTransferReport | None) -> None:
             assert transfer_report is not None
             order = LegOrder(take=transfer_report.offer)
-            wish = Wish(max_tokens=tokens_out, ignore_eos=True, order=order)
-            self._send(Leg(asked, placed.decode, wish, 0, lambda _transfer_report: self._answered()))
+            params = RequestParams(max_tokens=tokens_out, ignore_eos=True, order=order)
+            self._send(Leg(asked, placed.decode, params, 0, lambda _transfer_report: self._answered()))
 
-        offer = Wish(max_tokens=1, ignore_eos=True, order=LegOrder(offer=True))
+        offer = RequestParams(max_tokens=1, ignore_eos=True, order=LegOrder(offer=True))
         self._send(Leg(asked, placed.prefill, offer, tokens_in, handed_over))
 
     def _answered(self) -> None:
@@ -163,13 +163,13 @@ class PredictedFleet:
 
     def _serve(self, leg: Leg) -> None:
         member = self.member(leg.view.record.worker_id)
-        leg.sequence = member.core.add(None, list(leg.asked.prompt), leg.wish, member.now())
+        leg.sequence = member.core.add(None, list(leg.asked.prompt), leg.params, member.now())
         self._legs[leg.sequence] = leg
         self.fleet.turn(member)
 
     def _turned(self, _member: Member) -> None:
         for sequence, leg in self._legs.items():
-            if not leg.first_at and sequence.account.first_token_at is not None:
+            if not leg.first_at and sequence.stats.first_token_at is not None:
                 leg.first_at = self.fleet.now
                 self.fleet.later(TRANSIT_S / 2, lambda leg=leg: self._first_token(leg))
 
@@ -190,16 +190,16 @@ class PredictedFleet:
         assert leg.sequence is not None
         assert leg.sent is not None
         leg.asked.ended_at = self.fleet.now
-        account, worker_id = leg.sequence.account, leg.view.record.worker_id
+        stats, worker_id = leg.sequence.stats, leg.view.record.worker_id
         report = LegReport(
-            queue_s=account.scheduled_at - account.arrived_at,
-            prefill_s=account.first_token_at - account.scheduled_at,
-            kv=account.transfer_report,
+            queue_s=stats.scheduled_at - stats.arrived_at,
+            prefill_s=stats.first_token_at - stats.scheduled_at,
+            kv=stats.transfer_report,
         )
         self.view.cluster.leg_ended(worker_id, leg.sent, context_tokens(leg.asked))
         if self.learns:
             self.speeds.leg_ended(worker_id, leg.sent.epoch, report, leg.first_at - leg.sent.at)
-        leg.on_ended(account.transfer_report)
+        leg.on_ended(stats.transfer_report)
 
     def _report(self, worker_id: str) -> None:
         core = self.member(worker_id).core

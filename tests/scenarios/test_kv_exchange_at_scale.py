@@ -28,7 +28,7 @@ def test_without_faults_hardly_a_token_is_computed_twice():
     assert set(ends) == {"length", "cache_threshold"}
     assert traffic.transfer_reports["fetched_tokens"] > traffic.transfer_reports["recomputed_tokens"] / 4
     handed = [request for request in traffic.requests if request.kind in ("handed over", "streamed")]
-    transfer_reports = [request.legs[-1][1].account.transfer_report for request in handed]
+    transfer_reports = [request.legs[-1][1].stats.transfer_report for request in handed]
     assert sum(transfer_report.recomputed_tokens for transfer_report in transfer_reports) < 5 * len(transfer_reports)
 
 

@@ -1,13 +1,13 @@
-"""Decides when a request is placed: at once if an engine would begin it soon, or else later from a queue.
+"""Decides when a request is placed: at once if an engine would begin it soon, otherwise later from a queue.
 
 A request that waits in the router can still go to any worker; one that waits in an engine's queue cannot. So each
-engine gets enough work to be busy and no more, and the rest waits here in order: by priority, then by the fair shares
-of tenants, then by deadline. On each change the first in order are placed anew with what is known then. A request that
-would still have to wait for a worker reserves that worker: later requests may begin on other workers only. So no
-request starves, and none waits that could run.
+engine gets enough work to be busy and no more. All other requests wait in the router, ordered by priority, then by the
+fair shares of tenants, then by deadline. On each change a scheduling pass places the first ones again with current
+data. A request that would still have to wait for a worker reserves that worker: later requests may begin on other
+workers only. So no request starves, and no request waits that could run.
 
-All waits are bounded. A request that cannot begin in time to be useful is rejected as soon as that is predicted, and
-when the queue is full, the tenant that has more than its share of it loses a request first.
+All waits are bounded. A request that cannot begin in time to be useful is rejected as soon as that is predicted. When
+the queue is full, a request of a tenant with more than its share is rejected first.
 """
 
 from __future__ import annotations
@@ -29,17 +29,31 @@ LATE_SHARE_MAX = 1 / 32
 delays other requests and gains nothing; without a bound, on the conversation trace at light load, they raised the p95
 between tokens from 15 ms to 103 ms. While nothing else runs there is no bound.
 """
+WORK_S_MIN = 0.001
+"""Minimum engine time of a request; a fully cached prompt takes some time, too."""
+WAIT_SHARE_MIN = 0.05
+"""A request may always wait for this share of its own time to the first token."""
+RETRY_AFTER_S_MIN, RETRY_AFTER_S_MAX = 1.0, 120.0
+"""Bounds of Retry-After, independent of the prediction."""
+MEAN_PROMPTS_AHEAD = 1.5
+"""Mean prompts that an engine may hold before the next is sent to it: the one that it computes and part of another. A
+worker reports a prompt a little after it is computed; the next prompt must be there already.
+"""
+MODELS_IDLE_MAX = 64
+"""Models whose counters are kept while none of their requests waits."""
+EXPIRIES_SPARE = 64
+"""Entries in the heap of expiries of requests that no longer wait: at most the number of waiting requests plus this."""
 
 
 class AdmissionPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """How many requests may wait, how long, and which are rejected instead."""
+    """Limits on waiting requests, and which requests are rejected."""
 
     queue_max: int = 1024
     """Waiting requests of all models and tenants."""
     tenant_queue_max: int = 1024
     """Waiting requests of one tenant, for each model and priority."""
     queue_s_max: float = 60.0
-    """No request waits longer."""
+    """Longest wait of a request."""
     engine_queue_s_max: float = 0.25
     """A request goes to an engine that is predicted to begin it within this time, or within the time of a mean request
     if that is longer: enough that the engine does not idle until the next one arrives.
@@ -56,22 +70,6 @@ class AdmissionPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """A tenant of weight 2 may have twice as much as one of weight 1, the default."""
 
 
-WORK_S_MIN = 0.001
-"""Engine time of a request at least: one whose prompt is cached takes some, too."""
-WAIT_SHARE_MIN = 0.05
-"""A request may always wait for this share of its own time to the first token."""
-RETRY_AFTER_S_MIN, RETRY_AFTER_S_MAX = 1.0, 120.0
-"""Bounds of Retry-After, whatever is predicted."""
-MEAN_PROMPTS_AHEAD = 1.5
-"""Mean prompts that an engine may have before the one that is sent to it: the one that it computes, and some of the
-next. A worker reports a computed prompt only then, and a little late: the next one must be there already.
-"""
-MODELS_IDLE_MAX = 64
-"""Models whose counters are kept while none of their requests waits."""
-EXPIRIES_SPARE = 64
-"""Entries of requests that no longer wait may stay in the heap of expiries, up to as many as wait plus this."""
-
-
 class Admission:
     """Waiting requests and the shares of their tenants. ``place`` decides on which workers a request may go."""
 
@@ -82,15 +80,15 @@ class Admission:
         self._numbers = 0
         self._expiries: list[tuple[float, int, QueueEntry]] = []
         self._evicted: list[tuple[QueueEntry, Placement | Rejection]] = []
-        """Rejected to make room for others; reported by the next ``schedule``."""
+        """Requests evicted from a full queue; returned by the next ``schedule``."""
         self._unfinished = False
-        """A request may begin that the last scheduling passes did not reach."""
+        """The last scheduling passes did not reach all requests that may begin."""
         self._running: dict[WorkerId, int] = {}
-        """Requests on the worker that generates their completion."""
+        """Number of requests by the worker that generates their completion."""
         self.waiting = 0
 
     def offer(self, entry: QueueEntry, now: float) -> Placement | Rejection | None:
-        """A request arrives. None when it has to wait: ``schedule`` decides about it later."""
+        """Admit an arriving request. None if it must wait; ``schedule`` decides about it later."""
         request = entry.request
         result = self._place(request, now)
         if isinstance(result, Rejection) and result.reason is not Reason.WORKER_BUSY:
@@ -112,12 +110,12 @@ class Admission:
         return self._enqueue(entry, result, now)
 
     def withdraw(self, entry: QueueEntry) -> None:
-        """The request need not be placed any more; does nothing if it does not wait."""
+        """Remove a waiting request, for example of a client that has left; does nothing if it does not wait."""
         if entry.waiting:
             self._leave(entry)
 
     def schedule(self, now: float) -> list[tuple[QueueEntry, Placement | Rejection]]:
-        """Something has changed: the requests that are placed or rejected now."""
+        """Run scheduling passes after a change; returns the requests that are placed or rejected now."""
         decided, self._evicted = self._evicted, []
         self._unfinished = False
         expiries = self._expiries
@@ -141,7 +139,7 @@ class Admission:
         return decided
 
     def wakes_at(self, now: float) -> float | None:
-        """When ``schedule`` is due even without a change; None when no request waits."""
+        """When ``schedule`` must run even without a change; None if no request waits."""
         if self._unfinished or self._evicted:
             return now
         while self._expiries and not self._expiries[0][-1].waiting:
@@ -149,9 +147,9 @@ class Admission:
         return self._expiries[0][0] if self._expiries else None
 
     def ended(self, entry: QueueEntry, computed_tokens: int = -1, tokens_out: int = -1) -> None:
-        """A placed request has ended, after so many tokens (-1: unknown): settle its tenant's account.
+        """A placed request has ended. Charge its tenant for the tokens (-1: unknown) instead of the estimate.
 
-        A request that failed stays charged with the estimate: a worker may have computed it.
+        A failed request stays charged with the estimate, since a worker may have computed it.
         """
         placement, queue = entry.placement, entry.queue
         if placement is None or queue is None:
@@ -177,7 +175,7 @@ class Admission:
         return queue
 
     def _estimate(self, entry: QueueEntry, result: Placement | Rejection) -> None:
-        """The request's work and cost, from its placement or else from the model's mean."""
+        """Set the request's work and cost, from its placement or else from the model's mean."""
         request, queue = entry.request, entry.queue
         assert queue is not None
         tokens_out = queue.share.expected_tokens_out(request.tenant, request.tokens_out)
@@ -190,8 +188,8 @@ class Admission:
             queue.model_queue.learn_work(entry.work_s)
 
     def _obstacle(self, entry: QueueEntry, placement: Placement, given_s: float = 0.0) -> WorkerId | None:
-        """The worker that the request has to wait for; None when it can begin. ``given_s``: work that the worker got
-        and that its predicted queue does not contain yet.
+        """The worker that the request must wait for; None if it can begin. ``given_s``: seconds of work that the worker
+        got and that its predicted queue does not contain yet.
 
         A decode worker that serves none of this router's requests is no obstacle: waiting would not make it faster.
         """
@@ -207,9 +205,10 @@ class Admission:
         return None
 
     def _reject_late(self, entry: QueueEntry, placement: Placement, now: float) -> Rejection | None:
-        """A request that would miss its target even on an idle worker is served only while its model's queue is calm,
-        and such requests get ``LATE_SHARE_MAX`` of the engines' time while others run (DECISIONS 27): each occupies an
-        engine for seconds, and meets its target in no case.
+        """Reject a request that would miss its target even on an idle worker, unless its model's queue is calm.
+
+        While other requests run, such requests get ``LATE_SHARE_MAX`` of the engines' time (DECISIONS 27): each
+        occupies an engine for seconds without meeting its target.
         """
         assert entry.queue is not None
         own_s, queue = _own_s(entry, placement), entry.queue.model_queue
@@ -257,8 +256,8 @@ class Admission:
 
     def _set_deadline(self, entry: QueueEntry, result: Placement | Rejection) -> None:
         """The deadline is arrival + target + the request's own time on an idle worker (DECISIONS 20): a short prompt
-        overtakes a long one by the difference of their times, and by no more. A target that even an idle worker would
-        miss is no reason to reject a request: it may wait for a share of its own time.
+        overtakes a long one by the difference of their times and no more. A request whose target even an idle worker
+        would miss may still wait for a share of its own time.
         """
         policy, target_s, own_s = self._policy, entry.request.targets.ttft_s, _own_s(entry, result)
         latest_at = entry.arrived_at + policy.queue_s_max
@@ -271,8 +270,8 @@ class Admission:
         entry.expires_at = min(latest_at, entry.ends_at)
 
     def _evict_for(self, entry: QueueEntry, own: PriorityQueue) -> Rejection | None:
-        """The queue is full: evict a less urgent request, or among equally urgent ones the last request of the tenant
-        with the highest load. Returns why no other request is evicted.
+        """Evict a request from the full queue: a less urgent one, or among equally urgent ones the last request of the
+        tenant with the highest load. Returns a rejection of the new request if no other one is evicted.
         """
         queues = [queue for models in self._models.values() for queue in models.priorities.values() if queue.count]
         fullest = max(queues, key=lambda queue: (queue.priority, queue.count))
@@ -313,12 +312,12 @@ def _own_s(entry: QueueEntry, result: Placement | Rejection) -> float:
 
 
 def queue_name(request: PlacementRequest) -> str:
-    """Requests that can be served by the same workers share a queue."""
+    """Name of the request's queue. Requests that the same workers can serve share a queue."""
     return f"{request.model} {request.revisions[0]}" if request.revisions else request.model
 
 
 def rejection_of(entry: QueueEntry, reason: Reason, message: str, again_s: float = 0.0) -> Rejection:
-    """``retry_after_s`` predicts when a request like this one could begin: not before ``again_s`` from now."""
+    """A rejection with the time after which a similar request could begin, at least ``again_s`` seconds."""
     queue = entry.queue
     wait_s = queue.model_queue.wait_s(entry, queue) if queue is not None else None
     retry_after_s = min(max(wait_s or 0.0, again_s, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX)

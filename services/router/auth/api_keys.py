@@ -1,4 +1,10 @@
-"""API keys: their tenant, permissions, priority, rate limits and models."""
+"""API keys: their tenant, permissions, priority, rate limits and models; and the cache salts of their tenants.
+
+A salt separates the cached KV of tenants. The engine hashes it into a request's first block, and so into the whole
+chain. The same prompt of two tenants has no block in common: neither in an engine's cache, nor in the prefix index, nor
+in a lease of the KV exchange, which identifies blocks by these hashes. So neither cached tokens nor the time to the
+first token reveal other tenants' prompts.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +25,25 @@ SALT_CHARS_MIN = 32
 PER_MINUTE_MAX = 1 << 40
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/docs", "/redoc", "/openapi.json"})
-"""Served without a key: health probes, and the API's documentation, which holds no secrets."""
+"""Served without a key: health probes, and the API's documentation, which contains no secrets."""
 METRICS_PATH = "/metrics"
+
+OWN_CHARS_MAX = 128
+"""Length of a client's own salt; vLLM's limit."""
+SALT_BYTES = 32
+UNSALTED_PATHS = frozenset({"/tokenize", "/detokenize"})
+"""Endpoints that compute no KV."""
+BAD_SALT = Fault(param="cache_salt", message=f"`cache_salt` must be a string of 1 to {OWN_CHARS_MAX} characters.")
+BAD_BODY = Fault(param="", message="The body is not a JSON object.")
 
 
 class Permission(StrEnum):
-    """A permission of a key."""
-
     INFER = "infer"
     """Inference requests."""
     ADMIN = "admin"
     """Metrics and the decisions of all tenants."""
     FORCE_PLACEMENT = "force-placement"
-    """Choosing workers and sources in a body."""
+    """Choosing workers and KV sources in a body."""
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,12 +68,11 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Its prompts are not secret: they share cached KV with those of all keys that have this set."""
 
     def may(self, permission: Permission) -> bool:
-        """Whether it has this permission."""
         return permission in self.permissions
 
 
 NO_KEY = Key(permissions=frozenset({Permission.INFER, Permission.ADMIN}))
-"""The key of every client where no key is needed."""
+"""The key of every client where none is required."""
 
 
 class Keyring(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,15 +129,6 @@ def _fault(key: Key) -> str:
     return ""
 
 
-OWN_CHARS_MAX = 128
-"""Length of a client's own salt; vLLM's limit."""
-SALT_BYTES = 32
-UNSALTED_PATHS = frozenset({"/tokenize", "/detokenize"})
-"""Endpoints that compute no KV."""
-BAD_SALT = Fault(param="cache_salt", message=f"`cache_salt` must be a string of 1 to {OWN_CHARS_MAX} characters.")
-BAD_BODY = Fault(param="", message="The body is not a JSON object.")
-
-
 def salt_key(secret: str) -> bytes:
     """The operator's secret, hashed to the key length of BLAKE2."""
     return hashlib.sha256(secret.encode()).digest()
@@ -142,7 +144,7 @@ def salt_of(secret: bytes, tenant: str, own: str) -> str:
 
 def salted(facts: RequestFacts, key: Key, secret: bytes) -> RequestFacts:
     """The request with its tenant's salt, or with a fault when it cannot have one. ``secret`` is empty where no key is
-    needed.
+    required.
     """
     body = facts.body
     if not secret or key.public_cache or facts.path in UNSALTED_PATHS:

@@ -1,4 +1,8 @@
-"""In a large fleet, picks the few workers that can be best for a request; only these become candidates."""
+"""Candidates for a request: one worker each, with the predicted cost of each part that it could serve.
+
+In a large fleet, ``Shortlist`` estimates all workers at once and picks the few that can be best; only these become
+candidates.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +21,15 @@ from services.router.state.prefix_index import PrefixIndex
 from shared.contracts.decisions import CandidateRecord, Part
 
 SHORTLISTED = 4
-"""Workers for each part. More than one, because equals take turns and some may have to be left out."""
+"""Workers for each part. More than one, because workers of equal cost alternate, and some may be excluded later."""
 NEVER_S = 1e9
+"""Added to the cost of a row that misses a target; more than any cost."""
+TABLE_COLUMNS = [t.LEGS, t.TURN, t.TRANSIT_S]
+"""Columns of the fleet table that a candidate keeps."""
 
 
 class PrefixDepths:
-    """How many blocks of a prompt, from its start, each row of the fleet table holds."""
+    """Counts how many blocks of a prompt, from its start, the worker of each row of the fleet table holds."""
 
     def __init__(self, cluster: ClusterView, index: PrefixIndex) -> None:
         self._cluster = cluster
@@ -32,7 +39,7 @@ class PrefixDepths:
         self._as_of = (-1, -1)
 
     def of(self, hashes: Sequence[int]) -> t.Ints:
-        """Zero for workers that the index does not know."""
+        """Depth of each row; zero for workers that the index does not know."""
         table = self._cluster.table
         if self._as_of != (table.moves, self._index.moves):
             self._as_of = (table.moves, self._index.moves)
@@ -43,8 +50,8 @@ class PrefixDepths:
         return depths
 
     def beyond(self, hashes: Sequence[int], first: int, end: int, able: t.Bools) -> list[tuple[int, int, int]]:
-        """The fewest ``able`` rows that together hold the blocks from ``first`` to before ``end``, each as (row, first
-        block, end), although they need not hold the blocks before ``first``. Mostly empty.
+        """The fewest ``able`` rows that together hold the blocks from ``first`` up to, not including, ``end``, each as
+        (row, first block, end). They need not hold the blocks before ``first``. Mostly empty.
         """
         end = min(end, len(hashes))
         if first >= end or not self._index.held(hashes[first]):
@@ -57,7 +64,7 @@ class PrefixDepths:
 
 
 class Shortlist:
-    """Computes the cost of all rows of the table for one prompt: selecting some rows first would take longer."""
+    """Computes the cost of all rows of the table for one prompt. Selecting rows first would take longer."""
 
     def __init__(self, table: t.FleetTable, holders: Holders, prompt: Prompt) -> None:
         self._numbers, self._flags = table.numbers[:, : table.count], table.flags[:, : table.count]
@@ -90,12 +97,12 @@ class Shortlist:
 
     def _by_group(self, rows: t.Ints) -> list[t.Ints]:
         groups = self._groups[rows]
-        if len(rows) and (groups == groups[0]).all():  # the usual case
+        if len(rows) and (groups == groups[0]).all():  # Mostly all workers are of one group.
             return [rows]
         return [rows[groups == group] for group in set(groups.tolist())]
 
     def estimates(self, rows: list[int]) -> list[Estimate]:
-        """One estimate of plain numbers for each of these rows."""
+        """The estimate of each of these rows, in Python numbers."""
         at = np.array(rows, dtype=np.int64)
         columns = [_at(column, at) for column in (*self._prefill, *self._decode)]
         costs = [_at(column, at) for column in self._costs]
@@ -118,13 +125,9 @@ def _cheapest(rows: t.Ints, cost_s: t.Floats) -> list[int]:
     return cheapest
 
 
-TABLE_COLUMNS = [t.LEGS, t.TURN, t.TRANSIT_S]
-"""The numbers of the fleet table that a candidate keeps."""
-
-
 class Candidate:
-    """The fleet table changes with every report and every leg, so a candidate keeps the numbers of the moment at which
-    its request was placed. It never changes: the decision log renders it later.
+    """One worker with its estimate. The fleet table changes with every report and every leg, so a candidate keeps the
+    numbers at the time of placement. It never changes: the decision log renders it later.
     """
 
     __slots__ = ("cost", "decode", "group", "legs", "prefill", "transit_s", "turn", "view")

@@ -1,4 +1,8 @@
-"""Bus subscriptions that keep the router's state: workers, KV events, reservations, the default mode."""
+"""Bus subscriptions that keep the router's state: workers, KV events, reservations, the default mode.
+
+Routers publish reservations, so that they do not all choose a worker that looks idle to each of them. The default mode
+applies to requests that name none: placement decides, unless the operator has set a mode.
+"""
 
 from __future__ import annotations
 
@@ -34,17 +38,25 @@ from shared.contracts.reservations import ANNOUNCE_S, Reservations
 from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerLost, WorkerPhase, WorkerRecord
 from shared.runtime.clock import Clock
 
+log = logging.getLogger("baton.router")
+
 SNAPSHOT_S_MAX = 5.0
 """Time limit for a worker to send a snapshot."""
 SNAPSHOT_GAP_S = 0.05
-"""Delay between two requests for a worker's snapshot, doubled after each failure."""
+"""Pause between two requests for a worker's snapshot, doubled after each failure."""
 SNAPSHOT_GAP_S_MAX = 5.0
 ASKS_AT_ONCE_MAX = 32
-"""Workers whose snapshots are requested at the same time. A starting router needs the whole fleet's and must
-read each reply within SNAPSHOT_S_MAX.
+"""Concurrent snapshot requests. A starting router needs the snapshots of the whole fleet, and must read each reply
+within ``SNAPSHOT_S_MAX``.
 """
 FAILURES_MAX = 3
-"""Failed requests after which a worker is placed by load alone; the router keeps trying."""
+"""Failed requests after which placement uses the worker's load alone; the router keeps trying."""
+BATCH_S = 0.005
+"""Pause between two messages with reservations. Placements in the pause travel together."""
+SWEEP_S = 1.0
+"""Interval at which workers that are neither registered nor heard are dropped."""
+RETRY_S = 2.0
+"""Pause after the default mode could not be read; the last known mode applies until then."""
 
 
 class KvFeed:
@@ -60,7 +72,7 @@ class KvFeed:
         """Number of snapshots requested so far."""
 
     async def open(self) -> None:
-        """Subscribe to KV events; the subscription is active on return."""
+        """Subscribe; the subscription is active on return."""
         if not IS_COMPILED:
             log.warning("the prefix index runs in Python, several times slower: no compiler when Baton was installed")
         await self._bus.subscribe(KV_EVENTS, self._on_batch, on_dropped=self.doubt_all)
@@ -78,17 +90,17 @@ class KvFeed:
                         asking.create_task(self._ask_until_exact(worker_id), name=f"kv-snapshot {worker_id}")
 
     def worker_joined(self, worker_id: WorkerId, epoch: Epoch) -> None:
-        """A worker or a new epoch of one has joined."""
+        """Add a worker, or a new epoch of one."""
         self._index.join(worker_id, epoch)
         self._wake.set()
 
     def check(self, worker_id: WorkerId, epoch: Epoch, digest: KvDigest) -> None:
-        """Compare the index with the digest in a load report."""
+        """Compare the index with the digest in a load report; on a difference, request a snapshot."""
         if self._index.check(worker_id, epoch, digest):
             self._wake.set()
 
     def doubt_all(self) -> None:
-        """Events may have been missed."""
+        """Request snapshots of all workers, because events may have been missed."""
         for worker_id in list(self._index.entries):
             self._index.doubt(worker_id)
         self._wake.set()
@@ -128,10 +140,6 @@ class KvFeed:
             return False
 
 
-BATCH_S = 0.005
-"""Interval between two messages with reservations: one message carries all placements made in it."""
-
-
 class ReservationFeed:
     """Writes other routers' reservations into ``ClusterView``, and publishes this router's. A single router publishes
     heartbeats only.
@@ -145,7 +153,7 @@ class ReservationFeed:
         self._wake = asyncio.Event()
 
     async def open(self) -> None:
-        """Subscribe to reservations; the subscription is active on return."""
+        """Subscribe; the subscriptions are active on return."""
         await self._bus.subscribe(RESERVATIONS, self._on_reservations)
 
     def leg_started(self, start: StartLeg, context_tokens: int) -> None:
@@ -155,7 +163,7 @@ class ReservationFeed:
             self._wake.set()
 
     async def follow(self) -> None:
-        """Publish until cancelled: at once after a pause, and at most once each ``BATCH_S``."""
+        """Publish until cancelled: after a reservation, at most once per ``BATCH_S``, and once per ``ANNOUNCE_S``."""
         while True:
             self._wake.clear()
             self.book.forget_silent(self._clock.now())
@@ -176,17 +184,11 @@ class ReservationFeed:
 
     def _on_reservations(self, message: Reservations, _envelope: Envelope) -> None:
         if not self.book.knows(message.router_id):
-            self._wake.set()  # That router does not know this one yet, either.
+            self._wake.set()  # The other router does not know this one either.
         now = self._clock.now()
         for one in self.book.hear(message, now):
             sent = Sent(now, one.tokens, one.context_tokens, one.legs)
             self._cluster.others_started(one.worker_id, one.epoch, sent)
-
-
-log = logging.getLogger("baton.router")
-
-SWEEP_S = 1.0
-"""Interval at which workers that are not registered and do not report are dropped."""
 
 
 class FleetFeed:
@@ -217,7 +219,7 @@ class FleetFeed:
         self._kv = kv
 
     async def open(self) -> None:
-        """Subscribe to load reports and lost workers; the subscriptions are active on return."""
+        """Subscribe; the subscriptions are active on return."""
         self._fleet.cluster.is_whole = False
         await self._bus.subscribe(LOAD, self._on_load)
         await self._bus.subscribe(WORKER_LOST, self._on_lost)
@@ -252,12 +254,12 @@ class FleetFeed:
         self._speeds.joined(record)
         self._fleet_changed(0.0)
         if known is not None and known.record.epoch < record.epoch:
-            # It restarted before its silence was noticed.
+            # The worker restarted before its silence was noticed.
             self._inbox.worker_lost(record.worker_id, known.record.epoch)
         if known is None or known.record.epoch < record.epoch:
             log.info("worker %s: %s of %s, %s", record.worker_id, record.role, record.models, record.phase)
         if record.phase is not WorkerPhase.STARTING:  # A starting worker does not reply.
-            if record.role is not Role.STORE:  # A store has neither an engine nor a tokenizer.
+            if record.role is not Role.STORE:  # A store has neither engine nor tokenizer.
                 self._prompts.worker_seen(record)
             self._kv.worker_joined(record.worker_id, record.epoch)
 
@@ -271,10 +273,6 @@ class FleetFeed:
     def _on_lost(self, lost: WorkerLost, _envelope: Envelope) -> None:
         self._fleet.cluster.lose(lost.worker_id, lost.epoch)
         self._inbox.worker_lost(lost.worker_id, lost.epoch)
-
-
-RETRY_S = 2.0
-"""Delay after the stored value could not be read; meanwhile the last known mode applies."""
 
 
 class DefaultModeFeed:

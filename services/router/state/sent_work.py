@@ -1,4 +1,4 @@
-"""Work sent to a worker after its last load report, and this router's legs that run there."""
+"""Work that a router knows of each worker: legs sent after its last load report, own legs, and a rate of tokens."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collections import deque
 from shared.contracts.ids import Epoch
 
 REPORT_LAG_S = 0.02
-"""A report may leave its worker before a leg that was sent up to this long before has arrived there."""
+"""A load report may miss a leg that was sent up to this long before the report arrived."""
 SENT_MAX = 4096
-"""Legs counted for a worker between two of its reports; beyond that the oldest are dropped."""
+"""Legs counted for a worker between two of its reports. Beyond that the oldest are dropped."""
+MEMORY_S = 10.0
+"""Time constant of the decay of a ``TokenRate``."""
 
 
 class Sent:
@@ -21,16 +23,16 @@ class Sent:
     def __init__(self, at: float, tokens: int, context_tokens: int, legs: int = 1) -> None:
         self.at = at
         self.epoch = Epoch(0)
-        """The epoch of the worker that it was sent to."""
+        """Epoch of its worker."""
         self.legs = legs
         self.tokens = tokens
         """Prompt tokens to compute."""
         self.context_tokens = context_tokens
-        """Prompt and completion, as they will occupy the KV cache."""
+        """Prompt and completion tokens that will occupy the KV cache."""
 
 
 class OwnWork:
-    """Of one worker. ``sent_*``: legs of all routers that its last report does not contain."""
+    """Work on one worker: this router's legs, and in ``sent_*`` legs of all routers that its last report lacks."""
 
     __slots__ = ("_sent", "context_tokens", "legs", "sent_context_tokens", "sent_legs", "sent_tokens", "tokens")
 
@@ -72,7 +74,7 @@ class OwnWork:
         self._forget(sent)
 
     def reported(self, now: float) -> None:
-        """A load report has come: it contains the legs that were sent ``REPORT_LAG_S`` before."""
+        """A load report arrived. It contains the legs sent until ``REPORT_LAG_S`` ago."""
         while self._sent and self._sent[0].at <= now - REPORT_LAG_S:
             self._forget(self._sent.popleft())
 
@@ -83,12 +85,8 @@ class OwnWork:
         sent.legs = sent.tokens = sent.context_tokens = 0
 
 
-MEMORY_S = 10.0
-"""Time constant of the decay."""
-
-
 class TokenRate:
-    """Tokens per second, from a running total that is reported now and then."""
+    """Tokens per second, as a decaying mean, from a running total that is reported from time to time."""
 
     __slots__ = ("_at", "_per_s", "_total")
 
@@ -98,7 +96,7 @@ class TokenRate:
         self._per_s = 0.0
 
     def update(self, total: int, now: float) -> float:
-        """Record the total at ``now``; returns the rate. A total that shrank (a restart) only resets the count."""
+        """Add the total at ``now``; returns the rate. A smaller total than before (after a restart) starts anew."""
         took_s = now - self._at
         if math.isnan(took_s) or total < self._total:
             self._total, self._at = total, now

@@ -1,6 +1,8 @@
-"""Copies prefixes from this worker's engine to others: before it drains, or to a store while it serves.
+"""Copies prefixes from this worker's engine to other workers.
 
-The other workers do the work, as for any fetch by command: this one tells them what to fetch, and they read its engine.
+``PrefixCopier`` orders other workers to fetch chains of blocks, and they read this worker's engine as in any fetch by
+command. A draining worker uses it to save its hot prefixes. ``StoreCopies`` uses it while the worker serves, to copy
+prefixes that several requests have used to a store, if there is one.
 """
 
 from __future__ import annotations
@@ -34,20 +36,29 @@ from shared.runtime.clock import Clock
 log = logging.getLogger("baton.worker")
 
 ASKED_MAX = 3
-"""Workers that are asked which blocks of a chain they have, before one is chosen."""
+"""Workers that report which blocks of a chain they hold, before one is chosen."""
 TRIES_MAX = 3
-"""Workers that are asked to fetch a chain, one after the other, until one has it."""
+"""Workers that are ordered to fetch a chain, one after another, until one holds all of it."""
 ASK_S_MAX = 0.5
-"""Time limit for a worker to reply which blocks it has."""
+"""Time limit for a worker to report which blocks it holds."""
 FETCH_S_MAX = 10.0
-"""For one chain."""
+"""Time limit for the fetch of one chain."""
 OVERTIME_S = 3.0
-"""After a fetch's deadline, for its response to arrive."""
+"""Time for the response to arrive after a fetch's deadline."""
+
+ROUND_S = 5.0
+"""Interval of the rounds of ``StoreCopies``."""
+ROUND_S_MAX = 30.0
+"""Time limit for the copies of one round."""
+CHAINS_MAX = 64
+"""Chains in one round."""
+COPIED_KEPT_MAX = 4096
+"""Chains remembered as copied."""
 
 
 @dataclass(slots=True)
 class CopyTotals:
-    """As in ``WorkerDrained``."""
+    """Totals with the meaning of the fields of ``WorkerDrained``."""
 
     prefixes: int = 0
     prefixes_left: int = 0
@@ -57,7 +68,7 @@ class CopyTotals:
 
 
 class PrefixCopier:
-    """Copies chains of one worker to its targets. ``left_s`` returns the seconds that are left."""
+    """Copies chains of one worker to ``targets``. ``left_s`` returns the remaining seconds."""
 
     def __init__(
         self, bus: Bus, identity: Identity, targets: CopyTargets, totals: CopyTotals, left_s: Callable[[], float]
@@ -83,25 +94,25 @@ class PrefixCopier:
                 copiers.create_task(copy_some(), name="copy-chains")
 
     async def copy(self, chain: list[bytes]) -> bool:
-        """Returns whether one target has the whole chain now."""
+        """Copy one chain; returns whether one target holds all of it."""
         wanted = chain[:LEASE_BLOCKS_MAX]
         asked = self._targets.ranked(wanted)[:ASKED_MAX]
         if len(asked) > 1:
             await asyncio.gather(*[self._ask_held(worker_id, wanted) for worker_id in asked])
         for worker_id in self._targets.ranked(wanted)[:TRIES_MAX]:
-            if await self._have_fetched(worker_id, wanted) >= len(wanted):
+            if await self._order_fetch(worker_id, wanted) >= len(wanted):
                 self._totals.prefixes += 1
                 return True
         return False
 
     async def _ask_held(self, worker_id: WorkerId, chain: list[bytes]) -> None:
-        """A fetch without sources moves nothing and tells which blocks the worker has."""
+        """Note which blocks the worker holds. A fetch without sources moves nothing and reports them."""
         fetched = await self._fetch(worker_id, chain, [], ASK_S_MAX)
         if fetched is not None:
             self._targets.note_held(worker_id, chain[: fetched.held])
 
-    async def _have_fetched(self, worker_id: WorkerId, chain: list[bytes]) -> int:
-        """Returns how many of the chain's blocks that worker has now."""
+    async def _order_fetch(self, worker_id: WorkerId, chain: list[bytes]) -> int:
+        """Let that worker fetch the chain; returns how many of its blocks the worker holds afterwards."""
         missed = self._targets.reserve(worker_id, chain)
         result = await self._fetch(worker_id, chain, [self._source], min(FETCH_S_MAX, self._left_s())) or FetchedKv()
         held = min(result.held + result.fetched, len(chain))
@@ -109,13 +120,13 @@ class PrefixCopier:
         self._totals.blocks += result.fetched
         self._totals.bytes += result.bytes
         if held < len(chain):
-            log.info("%s has %d of %d blocks of a prefix: %s", worker_id, held, len(chain), result.failure)
+            log.info("%s holds %d of %d blocks of a prefix: %s", worker_id, held, len(chain), result.failure)
         return held
 
     async def _fetch(
         self, worker_id: WorkerId, chain: list[bytes], sources: list[KvSource], seconds: float
     ) -> FetchedKv | None:
-        """A worker that does not answer, or refuses because it drains too, is no target any more."""
+        """Send one order. A worker that does not reply, or refuses because it drains too, is dropped as a target."""
         if seconds <= 0.0:
             return None
         fetch = FetchKv(worker_id=worker_id, hashes=pack_full_hashes(chain), sources=sources, deadline_s=seconds)
@@ -126,23 +137,13 @@ class PrefixCopier:
             if refused.failure.reason is not Reason.WORKER_BUSY:
                 self._targets.drop(worker_id)
         except BusError as error:
-            log.info("%s cannot be asked to fetch a prefix: %s", worker_id, error or type(error).__name__)
+            log.info("%s cannot be ordered to fetch prefixes: %s", worker_id, error or type(error).__name__)
             self._targets.drop(worker_id)
         return None
 
 
-ROUND_S = 5.0
-"""Between two rounds."""
-ROUND_S_MAX = 30.0
-"""For the copies of one round."""
-CHAINS_MAX = 64
-"""In one round."""
-COPIED_KEPT_MAX = 4096
-"""Chains remembered as copied."""
-
-
 class StoreCopies:
-    """Copies in rounds. ``record`` returns the worker's registry record."""
+    """Copies chains to stores in rounds. ``record`` returns the worker's registry record."""
 
     def __init__(
         self, bus: Bus, clock: Clock, exchange: WorkerExchange, record: Callable[[], WorkerRecord], settings: Settings
@@ -154,17 +155,17 @@ class StoreCopies:
         self._uses_min = settings.kv_copy_uses_min
         self._stores: set[tuple[WorkerId, Epoch]] = set()
         self._copied: OrderedDict[bytes, None] = OrderedDict()
-        """Last blocks of the chains that the stores have."""
+        """Last blocks of the chains that the stores hold."""
         self._round_at = -math.inf
 
     async def follow(self) -> None:
-        """Until cancelled; returns at once if copying is switched off."""
+        """Run rounds until cancelled; returns at once if copying is switched off."""
         while self._uses_min:
             await asyncio.sleep(ROUND_S)
             await self.copy_round()
 
     async def copy_round(self) -> CopyTotals:
-        """Copy the chains used since the last round; all chains if a store is new."""
+        """Copy the hot chains used since the last round, or all hot chains if a store is new."""
         record, totals = self._record(), CopyTotals()
         stores = [one for one in self._exchange.peers.records if one.role is Role.STORE]
         targets = CopyTargets(copy_targets(record, stores))

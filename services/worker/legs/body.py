@@ -1,9 +1,10 @@
-"""The body that an engine gets for a leg: the client's, byte for byte where possible.
+"""The body and the KV order that an engine gets for a leg. The body is the client's, byte for byte where possible.
 
 The prefill and decode legs of a request must render the same prompt, or one engine would read the other's KV for other
 tokens. Every field that a model's template may use (``tools``, ``response_format``, ``reasoning_effort``, ...) is
-therefore left alone. The engine limits a prefill leg to one token and gets orders about KV beside the body (see
-``engines.port``). Only vLLM's own NIXL connector gets them in the body, as ``kv_transfer_params``.
+therefore unchanged. The engine limits a prefill leg to one token and gets its KV order beside the body (see
+``engines.port``); ``KvPolicy`` makes that order. Only vLLM's own NIXL connector gets orders in the body, as
+``kv_transfer_params``.
 """
 
 from __future__ import annotations
@@ -22,19 +23,20 @@ SALT = "cache_salt"
 PRIVATE = frozenset({TRANSFER, "ec_transfer_params"})
 """Orders to the engine's KV connector, such as addresses to connect to. Removed from a client's body."""
 PRIVATE_HINTS = (*(name.encode() for name in sorted(PRIVATE)), b"\\u", b"\x00")
-"""A body without any of these has no private field, not even an escaped one or one in another encoding than UTF-8."""
+"""A body without any of these bytes has no private field, not even with escapes or in an encoding other than UTF-8."""
 UNREADABLE = b"null"
 """Replaces a body that cannot be salted, because the engine's parser might accept it without the salt."""
 HANDOFF_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 OFFER_KV = msgspec.json.encode({"do_remote_decode": True})
-"""Makes vLLM's NIXL connector keep a prompt's blocks for another engine to read."""
+"""Makes vLLM's NIXL connector keep a prompt's blocks so that another engine can read them."""
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_offer = msgspec.msgpack.Decoder(KvOffer)
 
 
 @dataclass(frozen=True, slots=True)
 class LegBody:
-    """The engine's body, and whether KV may be moved for it."""
+    """The body for the engine, and whether KV may be moved for the leg."""
 
     body: bytes | None
     """None for a prefill leg whose request cannot be handed off: the decode leg computes everything."""
@@ -43,7 +45,7 @@ class LegBody:
 
 
 def own_body(path: str, body: bytes, kind: LegKind, *, moves_kv: bool) -> LegBody:
-    """For an engine that gets orders beside the body: the client's body without private fields."""
+    """The client's body without private fields, for an engine that gets orders beside the body."""
     looks_clean = not any(hint in body for hint in PRIVATE_HINTS)
     if looks_clean and not moves_kv:
         return LegBody(body)
@@ -71,7 +73,7 @@ def salted(body: bytes, salt: str) -> bytes:
 
 
 def prepare(kind: LegKind, path: str, body: bytes, kv_transfer: bytes = b"") -> bytes | None:
-    """For an engine that gets orders in the body (vLLM's NIXL connector): the same with ``kv_transfer_params``."""
+    """``own_body`` with ``kv_transfer_params``, for an engine that gets orders in the body (vLLM's NIXL connector)."""
     order = OFFER_KV if kind is LegKind.PREFILL else kv_transfer
     own = own_body(path, body, kind, moves_kv=kind is not LegKind.AGGREGATED)
     if own.body is None or not own.is_plain or not order or kind is LegKind.AGGREGATED:
@@ -82,7 +84,7 @@ def prepare(kind: LegKind, path: str, body: bytes, kv_transfer: bytes = b"") -> 
 
 
 def read_fields(body: bytes) -> dict[str, msgspec.Raw] | None:
-    """The top-level fields, each with its original bytes; None if the body is no JSON object."""
+    """The top-level fields, each with its original bytes; None if the body is not a JSON object."""
     try:
         return _fields.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -97,12 +99,12 @@ def read_fields(body: bytes) -> dict[str, msgspec.Raw] | None:
 def _is_one_plain_sequence(fields: dict[str, msgspec.Raw]) -> bool:
     """Whether the request is one prompt and one completion, without logits of the prompt.
 
-    Blocks are handed off once: the first of several sequences would release what the others still read. Logits exist
-    only where the prompt was computed.
+    Blocks are handed off once: the first of several sequences would release blocks that the others still read. Logits
+    exist only on the engine that computed the prompt.
     """
     try:
         return not _asks_for_more(fields)
-    except (ValueError, RecursionError):  # The engine reports what is wrong with it.
+    except (ValueError, RecursionError):  # The engine reports the error.
         return False
 
 
@@ -131,23 +133,20 @@ def _value(fields: dict[str, msgspec.Raw], name: str) -> Any:
     return json.loads(bytes(raw))
 
 
-_offer = msgspec.msgpack.Decoder(KvOffer)
-
-
 @dataclass(frozen=True, slots=True)
 class KvPolicy:
-    """Defaults of this worker; a request may override them."""
+    """Defaults of the worker; a request may override them."""
 
     cache_hit_threshold: float = 0.0
     fetch_min_tokens: int = 0
 
-    def order(self, start: StartLeg, *, is_plain: bool, answers: bool) -> LegOrder:
-        """``is_plain``: KV may be moved for it. ``answers``: a response on its path can report that the threshold was
-        not met; a resumed stream cannot any more.
+    def order(self, start: StartLeg, *, is_plain: bool, can_refuse: bool) -> LegOrder:
+        """``is_plain``: KV may be moved for the leg. ``can_refuse``: a response on its path can report that the cache
+        hit threshold was not met. A resumed stream cannot report it.
         """
         threshold = self.cache_hit_threshold if start.cache_hit_threshold is None else start.cache_hit_threshold
         least = self.fetch_min_tokens if start.kv_fetch_min_tokens is None else start.kv_fetch_min_tokens
-        is_exempt = start.kind is LegKind.PREFILL or not answers or start.resume is not None
+        is_exempt = start.kind is LegKind.PREFILL or not can_refuse or start.resume is not None
         offers = is_plain and start.kind is LegKind.PREFILL and start.kv_offer
         moves = LegOrder(
             offer=offers,
@@ -166,7 +165,7 @@ def moves_kv(start: StartLeg) -> bool:
 
 
 def read_offer(packed: bytes) -> KvOffer | None:
-    """None for an unreadable offer: the prompt is computed."""
+    """None for an unreadable offer; the engine computes the prompt then."""
     try:
         return _offer.decode(packed)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -204,7 +204,7 @@ class LegServer:
         resume = resumed_tokens(start, is_plain=own.is_plain)
         if self._engine.exchange is None:
             return prepare(start.kind, start.path, body, start.kv_transfer), None, resume
-        order = self._policy.order(start, is_plain=own.is_plain, answers=start.path in HANDOFF_PATHS)
+        order = self._policy.order(start, is_plain=own.is_plain, can_refuse=start.path in HANDOFF_PATHS)
         return own.body, order, resume
 
     def _span(self, start: StartLeg, envelope: Envelope) -> AbstractContextManager[Span]:

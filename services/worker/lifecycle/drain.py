@@ -1,5 +1,7 @@
-"""How a worker drains: it takes no new legs, running legs may finish, its hot prefixes and its prompts' KV go to other
-workers, and it reports how that went.
+"""Draining: the worker accepts no new legs and lets running legs finish.
+
+Other workers fetch its hot prefixes, so that conversations find their cache there, and decode engines fetch the KV of
+its prefill legs. At the end it publishes a report.
 """
 
 from __future__ import annotations
@@ -25,11 +27,20 @@ from shared.contracts.workers import WorkerRecord
 from shared.runtime.clock import Clock
 from shared.runtime.service import Service
 
+log = logging.getLogger("baton.worker")
+
 CHAINS_MAX = 256
-"""The hottest ones are copied, no more than this."""
+"""Number of hot prefixes that are copied, the hottest first."""
 CHAINS_AT_ONCE_MAX = 4
-"""Limits the blocks pinned here and the share of the network."""
+"""Concurrent copies. It limits the blocks pinned here and the share of the network."""
 EVACUATE_S_MAX = 10.0
+"""Time limit for copying prefixes."""
+DEADLINE_S_MAX = 86_400.0
+"""The longest time that an order may give running legs."""
+FLUSH_S_MAX = 2.0
+"""Time limit for the last frames to reach NATS."""
+HANDOFF_S_MAX = 3.0
+"""Time for decode engines to fetch the KV of finished prefill legs, before this engine ends."""
 
 
 async def evacuate(
@@ -37,7 +48,7 @@ async def evacuate(
 ) -> CopyTotals:
     """Copy the hot prefixes of ``record``'s worker to others, for at most ``s_max`` seconds.
 
-    Never raises for what other workers do: a prefix that no worker took in time is counted as left.
+    Never raises for failures of other workers. A prefix that no worker fetched in time is counted as left.
     """
     began = clock.now()
     totals, chains = CopyTotals(), list[list[bytes]]()
@@ -56,26 +67,17 @@ async def evacuate(
     return totals
 
 
-log = logging.getLogger("baton.worker")
-
-DEADLINE_S_MAX = 86_400.0
-"""The longest time that an order may give running legs."""
-FLUSH_S_MAX = 2.0
-"""For the last frames to reach NATS."""
-HANDOFF_S_MAX = 3.0
-"""For decode engines to fetch the KV of prefill legs that have ended, before this engine ends."""
-
-
 @dataclass(frozen=True, slots=True)
 class DrainPlan:
     """Why and how the worker drains."""
 
     s_max: float
-    """For running legs."""
+    """Time for running legs."""
     evacuate: bool = False
     ordered: bool = False
-    """The orchestrator ordered this worker to drain. Otherwise its process got SIGTERM, as every process does when the
-    whole system stops, and no worker may be left that could take its cache."""
+    """Whether the orchestrator ordered the drain. Otherwise the process got SIGTERM, as all processes do when the whole
+    system stops; then no other worker may be left for its cache.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +88,11 @@ class DrainDeadline:
     s_max: float
 
     def left_s(self, now: float) -> float:
-        """Seconds that legs still have; never negative."""
+        """Remaining seconds for legs; never negative."""
         return max(0.0, self.since + self.s_max - now)
 
     def failure(self) -> Failure:
-        """Of a leg that did not finish in time."""
+        """The failure of a leg that did not finish in time."""
         message = f"the worker stopped; the leg had {self.s_max:g} s to finish and did not"
         return Failure(reason=Reason.WORKER_DRAINING, message=message)
 
@@ -127,18 +129,18 @@ class Drain:
         self._record = record
 
     async def run(self, plan: DrainPlan) -> None:
-        """From the first refused leg to WorkerDrained. Raises EngineDead."""
+        """Drain, and publish WorkerDrained. Raises EngineDead."""
         clock, legs = self._service.clock, self._server.legs
         deadline = DrainDeadline(since=clock.now(), s_max=plan.s_max)
         if self._exchange is not None:
             self._exchange.refuse_fetches()
         evacuating = asyncio.create_task(self._evacuate(plan), name="evacuate")
-        try:  # Prefixes that no leg uses are copied while legs still run.
+        try:  # Copy prefixes while legs still run.
             legs_cut = await self._end_legs(deadline)
             copied = await evacuating
         finally:
             evacuating.cancel()
-        if legs:  # The legs that ended meanwhile have added prefixes.
+        if legs:  # Legs that ended during the first pass have added prefixes.
             copied = added(copied, await self._evacuate(plan))
         await self.flush_frames()
         await self._hand_off()
@@ -170,7 +172,7 @@ class Drain:
             log.warning("the last frames may not have been sent: %s", error or "timeout")
 
     async def _end_legs(self, deadline: DrainDeadline) -> int:
-        """Wait for running legs until the deadline; returns how many had to be cut. SIGTERM shortens the deadline."""
+        """Wait for running legs until the deadline, and fail the rest; returns how many. SIGTERM shortens it."""
         stopping = asyncio.ensure_future(self._service.stopping.wait())
         idle = asyncio.ensure_future(self._server.idle(deadline.left_s(self._service.clock.now())))
         try:
@@ -191,7 +193,7 @@ class Drain:
         return await evacuate(self._service.bus, self._service.clock, self._exchange, self._record())
 
     async def _hand_off(self) -> None:
-        """Wait for decode engines to fetch prefilled KV: it is leased or, without an exchange, in use without a leg."""
+        """Wait for decode engines to fetch prefilled KV: until no block is leased or, without an exchange, in use."""
         try:
             async with asyncio.timeout(HANDOFF_S_MAX):
                 if self._exchange is not None:
@@ -217,7 +219,7 @@ class Drain:
 
 
 def added(first: CopyTotals, second: CopyTotals) -> CopyTotals:
-    """Of two passes over the same prefixes: the second one counts what the first has copied as copied."""
+    """Totals of two passes over the same prefixes. The second pass counts prefixes that the first has copied, too."""
     return CopyTotals(
         prefixes=second.prefixes,
         prefixes_left=second.prefixes_left,

@@ -1,7 +1,7 @@
-"""The model that the project makes itself, "baton-tiny": a small random Llama and its own tokenizer.
+"""Makes the model "baton-tiny": a small Llama with random weights, and its tokenizer.
 
-It says nothing sensible, but its greedy continuations depend on every token of the prompt, which is what a test of KV
-transfer needs. The recipe is deterministic: two machines that make it hold the same bytes.
+Its completions have no meaning, but under greedy decoding they depend on every token of the prompt, as tests of KV
+transfer require. The recipe is deterministic: all machines make the same bytes.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ CHAT_TEMPLATE = Path(__file__).with_name("tiny_chat_template.jinja")
 # More selective than this, and the rounding that depends on how a prompt is cut into steps may change tokens.
 QUERY_KEY_GAIN = 1.5
 ATTENTION_GAIN = 2.0
-# One answer in some hundreds of tokens ends by itself: the end token's logit is this much wider than the others'.
+# The end token's logit has a deviation larger by this factor, so that a completion ends after some hundreds of tokens.
 EOS_LOGIT_GAIN = 1.3
 ANSWER_TOKENS = 1024
-"""The longest answer to a request that names no length."""
+"""Length limit of the response to a request without one."""
 
 
 def ensure_tiny_tokenizer(cache_dir: Path) -> Path:
-    """The directory with the tokenizer of baton-tiny, made now if the cache has none. Takes about a second."""
+    """The directory with the tokenizer of baton-tiny, which is made if it is not cached. Takes about a second."""
     return _ensure(cache_dir, f"{TINY_MODEL}-tokenizer", _write_tokenizer)
 
 
 def ensure_tiny_model(cache_dir: Path) -> Path:
-    """The directory with all of baton-tiny, made now if the cache has none. Takes seconds; needs safetensors."""
+    """The directory with all of baton-tiny, which is made if it is not cached. Takes seconds; needs safetensors."""
     return _ensure(cache_dir, TINY_MODEL, _write_model)
 
 
@@ -73,7 +73,7 @@ def tiny_revision() -> str:
 
 
 def _ensure(cache_dir: Path, name: str, write: Callable[[Path], None]) -> Path:
-    """Make ``cache_dir/name-revision`` once, even if several processes try: it appears complete or not at all."""
+    """Make ``cache_dir/name-revision``, atomically, once even if several processes try."""
     target = cache_dir / f"{name}-{tiny_revision()}"
     if target.is_dir():
         return target
@@ -102,7 +102,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _write_model(directory: Path) -> None:
-    from safetensors.numpy import save_file  # the light services have no use for it
+    from safetensors.numpy import save_file  # Not installed for services without an engine.
 
     _write_tokenizer(directory)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
@@ -202,7 +202,7 @@ def _weights(vocabulary: int) -> dict[str, NDArray[np.float32]]:
         }
     head = matrix(vocabulary, HIDDEN)
     end = head[EOS_ID] * np.float32(EOS_LOGIT_GAIN)
-    head[: len(SPECIAL_TOKENS)] = 0.0  # a logit of 0 is never the largest: no answer contains a role marker
+    head[: len(SPECIAL_TOKENS)] = 0.0  # A logit of 0 is never the largest, so no completion contains a role marker.
     head[EOS_ID] = end
     return weights | {"model.norm.weight": ones, "lm_head.weight": head}
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from replay.engine import Engine, Job
 from replay.profile import Profile
 from services.worker.engines.simulated.core.engine_core import EngineCore, ModelTokens
-from services.worker.engines.simulated.core.sequence import Wish
+from services.worker.engines.simulated.core.sequence import RequestParams
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from tests.support.examples import examples
 
@@ -86,9 +86,9 @@ def run_core(profile, rows):
             take(core, now, times)
         while due and due[0][1][0] <= now:
             number, (_at, prompt, out) = due.pop(0)
-            sequences[number] = core.add(number, prompt, Wish(max_tokens=out, ignore_eos=True), now)
+            sequences[number] = core.add(number, prompt, RequestParams(max_tokens=out, ignore_eos=True), now)
             take(core, now, times)
-    return times, {n: (s.account.cached_tokens, s.num_preemptions) for n, s in sequences.items()}, core
+    return times, {n: (s.stats.cached_tokens, s.num_preemptions) for n, s in sequences.items()}, core
 
 
 def take(core, now, times):

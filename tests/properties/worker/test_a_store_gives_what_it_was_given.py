@@ -156,7 +156,7 @@ class StoreLife(RuleBasedStateMachine):
         was_killed = killed or self.job is not None
         if was_killed:
             self.killed_while_saving(written)
-            self.files.let_go()
+            self.files.abandon()
         else:
             self.files.close(self.tiers.files.records())
         kept = self.tiers.files.names()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.engines.simulated.core.engine_core import EngineCore
-from services.worker.engines.simulated.core.sequence import Wish
+from services.worker.engines.simulated.core.sequence import RequestParams
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from tests.nightly.chaos.chaos import make_oracle
 from tests.nightly.chaos.faults import MENU, WORKERS_ONLY, Cast, Part, Rhythm, schedule
@@ -72,7 +72,7 @@ def test_a_trace_follows_from_its_shape_and_later_turns_hold_the_earlier_ones(or
 def test_the_oracle_says_what_an_engine_says(oracle, prompt_tokens):
     prompt = [10 + n % 900 for n in range(prompt_tokens)]
     core = EngineCore(SimulationSettings(), oracle.model)
-    core.add(None, list(prompt), Wish(max_tokens=70, ignore_eos=True), 0.0)
+    core.add(None, list(prompt), RequestParams(max_tokens=70, ignore_eos=True), 0.0)
     said, now = [], 0.0
     while (wakes_at := core.wakes_at()) is not None or not said:
         now = wakes_at or now

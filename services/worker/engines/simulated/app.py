@@ -1,4 +1,4 @@
-"""The simulated engine's OpenAI-compatible server: plain ASGI, because benchmarks measure the router before it."""
+"""The simulated engine's OpenAI-compatible server. It is plain ASGI, to leave the CPU to the router in benchmarks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 from services.worker.engines.port import CURRENT_LEG, AsgiMessage, EngineDead, LegRecord, Scope
 from services.worker.engines.simulated.choices import Choice, made_up_logprob
-from services.worker.engines.simulated.core.sequence import Account, Sequence, Wish
+from services.worker.engines.simulated.core.sequence import RequestParams, Sequence, SequenceStats
 from services.worker.engines.simulated.jobs import Job, JobMaker
 from services.worker.engines.simulated.requests import ApiError
 from services.worker.engines.simulated.responses import (
@@ -34,13 +34,13 @@ Handler = Callable[[bytes, LegRecord, Send], Awaitable[None]]
 
 
 class Submitter(Protocol):
-    """What the server needs of the engine's loop."""
+    """The engine's interface for the server."""
 
-    def submit(self, choice: Choice, wish: Wish) -> Sequence:
-        """Begin; tokens arrive in ``choice.inbox``. Raises EngineDead."""
+    def submit(self, choice: Choice, params: RequestParams) -> Sequence:
+        """Start a completion; its tokens arrive in ``choice.inbox``. Raises EngineDead."""
 
     def abort(self, sequence: Sequence) -> None:
-        """Stop generating. Harmless for a sequence that has finished."""
+        """Stop generating; does nothing for a sequence that has finished."""
 
 
 class SimulatedApp:
@@ -58,7 +58,7 @@ class SimulatedApp:
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, or the server's start and end."""
+        """Serve one request, or the lifespan protocol."""
         if scope["type"] == "lifespan":
             await _live(receive, send)
             return
@@ -67,12 +67,12 @@ class SimulatedApp:
         if make is not None and method == "POST":
             await self._serve(make, await _read_body(receive), send)
         elif path == "/v1/models" and method == "GET":
-            await _answer(send, 200, self._models)
+            await _respond(send, 200, self._models)
         elif path in ("/health", "/ping") and method == "GET":
-            await _answer(send, 200, b"")
+            await _respond(send, 200, b"")
         else:
             known = make is not None or path in ("/v1/models", "/health", "/ping")
-            await _answer(
+            await _respond(
                 send, *((405, b'{"detail":"Method Not Allowed"}') if known else (404, b'{"detail":"Not Found"}'))
             )
 
@@ -83,18 +83,18 @@ class SimulatedApp:
             if record.resume is not None:
                 job = caught_up(job, record.resume, self._tokenizer)
         except ApiError as error:
-            await _answer(send, error.status, error.body)
+            await _respond(send, error.status, error.body)
             return
         streaming = False
         try:
             for choice in job.choices:
                 if not choice.has_ended():
-                    choice.sequence = self._engine.submit(choice, job.wish)
+                    choice.sequence = self._engine.submit(choice, job.params)
             streaming = job.view.streamed
             await (self._stream(job, send) if streaming else self._collect(job, send))
         except EngineDead as dead:
             failure = ApiError(str(dead), status=500, kind="InternalServerError")
-            await (send(_body(b"", more=False)) if streaming else _answer(send, failure.status, failure.body))
+            await (send(_body(b"", more=False)) if streaming else _respond(send, failure.status, failure.body))
         finally:
             for choice in job.choices:
                 if choice.sequence is not None:
@@ -102,19 +102,19 @@ class SimulatedApp:
 
     async def _stream(self, job: Job, send: Send) -> None:
         await send(_start(200, EVENT_STREAM))
-        opening = b"".join(job.answers.opening(choice.index) for choice in job.choices)
+        opening = b"".join(job.responses.opening(choice.index) for choice in job.choices)
         opening += b"".join(self._echo_event(job, choice) for choice in job.choices if job.view.echo)
         if opening and job.record.resume is None:
             await send(_body(opening))
-        # Most events are a piece of text and nothing else: those are three byte strings one behind the other.
-        pieces = [split_chunk(job.answers, choice.index) for choice in job.choices]
+        # Most events contain text only. Such an event is the concatenation of three byte strings.
+        pieces = [split_chunk(job.responses, choice.index) for choice in job.choices]
         plain = job.view.logprobs is None and not job.view.usage_each
         text_json, record, open_choices = self._text_json, job.record, _open(job)
         while open_choices:
             events = []
             for choice, token, finish_reason in await job.inbox.take():
                 if choice.has_ended():
-                    continue  # A stop string has ended it.
+                    continue  # A stop string ended it.
                 if choice.is_at_start():
                     _note_first_token(record, choice)
                     record.transfer_report = _transfer_report(job)
@@ -131,29 +131,29 @@ class SimulatedApp:
             if events:
                 await send(_body(b"".join(events) if len(events) > 1 else events[0]))
         record.is_over = True
-        end = job.answers.usage(_usage(job)) + DONE if job.view.usage else DONE
+        end = job.responses.usage(_usage(job)) + DONE if job.view.usage else DONE
         await send(_body(end, more=False))
 
     def _event(self, job: Job, choice: Choice, token: int | None, finish_reason: str) -> bytes:
-        """An event that is more than a piece of text."""
+        """An event with more than text, or b"" while text is held back for a stop string."""
         text = self._add(choice, token, finish_reason)
         if not text and not choice.finish_reason and choice.stops is not None:
-            return b""  # held back
+            return b""
         logprobs = None
         if job.view.logprobs is not None:
             offset = sum(map(len, choice.shown)) - len(text)
             tokens = [] if token is None else [token]
-            logprobs = job.view.logprobs(tokens, [self._texts.get(said, "") for said in tokens], offset)
+            logprobs = job.view.logprobs(tokens, [self._texts.get(each, "") for each in tokens], offset)
         ending = Ending(
             finish_reason=choice.finish_reason or None,
             stop_reason=choice.stop_reason,
             logprobs=logprobs,
             usage=_usage(job) if job.view.usage_each else None,
         )
-        return job.answers.chunk(choice.index, text, ending)
+        return job.responses.chunk(choice.index, text, ending)
 
     def _add(self, choice: Choice, token: int | None, finish_reason: str) -> str:
-        """Add a token, or the end without one; returns the text that may be shown now."""
+        """Add a token, or with None end the choice; returns the text that may be sent now."""
         return (
             choice.refuse(finish_reason)
             if token is None
@@ -161,7 +161,7 @@ class SimulatedApp:
         )
 
     def _echo_event(self, job: Job, choice: Choice) -> bytes:
-        return job.answers.chunk(choice.index, self._tokenizer.decode(choice.prompt), UNFINISHED)
+        return job.responses.chunk(choice.index, self._tokenizer.decode(choice.prompt), UNFINISHED)
 
     async def _collect(self, job: Job, send: Send) -> None:
         record, open_choices = job.record, _open(job)
@@ -177,7 +177,7 @@ class SimulatedApp:
                 if choice.has_ended():
                     open_choices -= 1
                     self._note_end(job, choice)
-        await _answer(send, 200, encode(self._whole(job)))
+        await _respond(send, 200, encode(self._whole(job)))
 
     def _whole(self, job: Job) -> dict[str, Any]:
         texts, logprobs = [], []
@@ -190,14 +190,14 @@ class SimulatedApp:
                 shown = self._tokenizer.decode(choice.prompt) + shown
             texts.append(shown)
             logprobs.append(job.view.logprobs(tokens, pieces, 0) if job.view.logprobs else None)
-        answer = job.answers.whole(job.choices, texts, logprobs, _usage(job))
+        response = job.responses.whole(job.choices, texts, logprobs, _usage(job))
         if job.view.prompt_logprobs:
-            for choice, made in zip(job.choices, answer["choices"], strict=True):
+            for choice, made in zip(job.choices, response["choices"], strict=True):
                 made["prompt_logprobs"] = self._prompt_logprobs(choice.prompt)
-        return answer
+        return response
 
     def _prompt_logprobs(self, prompt: list[int]) -> list[dict[str, Any] | None]:
-        """The first token follows from nothing."""
+        """None for the first token, as nothing precedes it."""
         return [None] + [
             {str(t): {"logprob": made_up_logprob(t), "rank": 1, "decoded_token": self._tokenizer.decode([t])}}
             for t in prompt[1:]
@@ -207,7 +207,7 @@ class SimulatedApp:
         job.record.finish_reason = choice.finish_reason
         sequence = choice.sequence
         if sequence is not None:
-            self._engine.abort(sequence)  # One that a stop string has ended would continue.
+            self._engine.abort(sequence)  # After a stop string the engine would continue.
             job.record.transfer_report = _transfer_report(job)
 
 
@@ -222,15 +222,15 @@ def _note_token(record: LegRecord, token: int | None) -> None:
 
 
 def _transfer_report(job: Job) -> KvTransferReport | None:
-    """As far as known; for several choices, the sum."""
+    """The report so far; for several choices, the sum of their reports."""
     sequences = [choice.sequence for choice in job.choices if choice.sequence is not None]
     transfer_reports = [
-        sequence.account.transfer_report for sequence in sequences if sequence.account.transfer_report is not None
+        sequence.stats.transfer_report for sequence in sequences if sequence.stats.transfer_report is not None
     ]
-    return reduce(_together, transfer_reports) if transfer_reports else None
+    return reduce(_sum_of, transfer_reports) if transfer_reports else None
 
 
-def _together(one: KvTransferReport, other: KvTransferReport) -> KvTransferReport:
+def _sum_of(one: KvTransferReport, other: KvTransferReport) -> KvTransferReport:
     sums = {
         name: getattr(one, name) + getattr(other, name)
         for name in ("prompt_tokens", "local_tokens", "fetched_tokens", "recomputed_tokens", "preemptions", "reads")
@@ -241,17 +241,17 @@ def _together(one: KvTransferReport, other: KvTransferReport) -> KvTransferRepor
 def _note_first_token(record: LegRecord, choice: Choice) -> None:
     if choice.sequence is None:
         return
-    account: Account = choice.sequence.account
+    stats: SequenceStats = choice.sequence.stats
     record.prompt_tokens += len(choice.prompt)
-    record.cached_tokens += account.cached_tokens
-    record.received_tokens += account.received_tokens
-    record.received_bytes += account.received_bytes
-    if account.first_token_at is None:
+    record.cached_tokens += stats.cached_tokens
+    record.received_tokens += stats.received_tokens
+    record.received_bytes += stats.received_bytes
+    if stats.first_token_at is None:
         return  # refused
-    first_token_at = account.first_token_at
-    scheduled_at = account.arrived_at if account.scheduled_at is None else account.scheduled_at
+    first_token_at = stats.first_token_at
+    scheduled_at = stats.arrived_at if stats.scheduled_at is None else stats.scheduled_at
     record.first_token_at = record.first_token_at or first_token_at
-    record.queue_s = max(record.queue_s, scheduled_at - account.arrived_at)
+    record.queue_s = max(record.queue_s, scheduled_at - stats.arrived_at)
     record.prefill_s = max(record.prefill_s, first_token_at - scheduled_at)
 
 
@@ -259,15 +259,15 @@ def _usage(job: Job) -> dict[str, Any]:
     record = job.record
     prompts = {id(choice.prompt): len(choice.prompt) for choice in job.choices}
     prompt_tokens = sum(prompts.values())
-    # For a decode leg, usage has the prefill worker's cached tokens: this engine received everything.
+    # For a decode leg, usage reports the prefill worker's cached tokens, because this engine received the whole prompt.
     cached = _cached_before(record) if record.kind is LegKind.DECODE else record.cached_tokens
     return usage_of(prompt_tokens, record.completion_tokens, min(cached, prompt_tokens))
 
 
 def _cached_before(record: LegRecord) -> int:
-    """Cached tokens of the prefill worker: as that worker reported them in the KV exchange, else as the router did."""
-    cached = record.transfer_report.prefill_cached_tokens if record.transfer_report is not None else -1
-    return cached if cached >= 0 else record.prefill_cached_tokens
+    """Cached tokens of the prefill worker: from its notification if this leg streamed its KV, else from the router."""
+    reported = record.transfer_report.prefill_cached_tokens if record.transfer_report is not None else -1
+    return reported if reported >= 0 else record.prefill_cached_tokens
 
 
 def _start(status: int, content_type: str) -> AsgiMessage:
@@ -279,7 +279,7 @@ def _body(data: bytes, *, more: bool = True) -> AsgiMessage:
     return {"type": "http.response.body", "body": data, "more_body": more}
 
 
-async def _answer(send: Send, status: int, body: bytes) -> None:
+async def _respond(send: Send, status: int, body: bytes) -> None:
     await send(_start(status, JSON))
     await send(_body(body, more=False))
 

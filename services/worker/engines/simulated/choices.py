@@ -1,4 +1,4 @@
-"""One completion of a request: the tokens that the simulated engine sends, and the text that the client sees."""
+"""One completion of a request: the tokens from the simulated engine and the text for the client."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class StopStrings:
         self._held_back = max(map(len, stops)) - 1
         self._pending = ""
         self.matched = ""
-        """The stop string that was found; then the answer is over."""
+        """The stop string that was found; the completion has ended then."""
 
     def feed(self, text: str, *, last: bool = False) -> str:
-        """More text; returns what may be shown. ``last``: nothing follows, so nothing needs to be held back."""
+        """Add text; returns the text that may be sent. ``last``: no text follows, so none is held back."""
         self._pending += text
         found = min(((at, stop) for stop in self._stops if (at := self._pending.find(stop)) >= 0), default=None)
         if found is not None:
@@ -45,12 +45,12 @@ class Inbox:
         self._dead = ""
 
     def put(self, choice: Choice, token: int | None, finish_reason: str) -> None:
-        """From the engine: one more token, or None when it refuses to go on; ``finish_reason`` tells a choice's end."""
+        """Called by the engine: one more token, or None for a refused sequence; ``finish_reason`` is set at the end."""
         self._tokens.append((choice, token, finish_reason))
         self._wake()
 
     def fail(self, reason: str) -> None:
-        """From the engine: nothing will follow."""
+        """Called by the engine when it has died: no token follows."""
         self._dead = reason
         self._wake()
 
@@ -80,34 +80,34 @@ class Choice:
     sequence: Sequence | None = None
     token_ids: list[int] = field(default_factory=list)
     resumed: int = 0
-    """Of those, how many the client had before; the engine makes what follows."""
+    """How many of ``token_ids`` another engine generated before this leg; see ``resume``."""
     shown: list[str] = field(default_factory=list)
     """The text so far, in pieces."""
     finish_reason: str = ""
     stop_reason: str | int | None = None
 
     def has_ended(self) -> bool:
-        """Whether it is complete, by the engine or by a stop string."""
+        """Whether the engine or a stop string has ended it."""
         return bool(self.finish_reason)
 
     def is_at_start(self) -> bool:
-        """Whether the engine has made no token of it yet."""
+        """Whether this engine has generated no token of it yet."""
         return len(self.token_ids) == self.resumed
 
     def refuse(self, finish_reason: str) -> str:
-        """The engine makes no further token; returns what may be shown now."""
+        """End the choice without another token; returns the text that may be sent now."""
         self.finish_reason = finish_reason
         text = "" if self.stops is None else self.stops.feed("", last=True)
         self.shown.append(text)
         return text
 
     def add(self, token: int, text: str, finish_reason: str) -> str:
-        """One more token, which reads ``text``; returns what may be shown now."""
+        """Add a token whose text is ``text``; returns the text that may be sent now."""
         self.token_ids.append(token)
         self.finish_reason = finish_reason
         if finish_reason == STOP:
-            text = ""  # the token that ends an answer is no part of it
-            if self.sequence is not None and token in self.sequence.wish.stop_token_ids:
+            text = ""  # The text of an end token or stop token is not part of the completion.
+            if self.sequence is not None and token in self.sequence.params.stop_token_ids:
                 self.stop_reason = token
         if self.stops is not None:
             text = self.stops.feed(text, last=bool(finish_reason))
@@ -118,12 +118,12 @@ class Choice:
 
 
 def made_up_logprob(token: int) -> float:
-    """The simulated model has no probabilities: a number that is the same each time."""
+    """A deterministic number: the simulated model has no probabilities."""
     return -(1 + token % 97) / 97
 
 
 def completion_logprobs(tokens: list[int], texts: list[str], offset: int, *, top: int) -> dict[str, Any]:
-    """``logprobs`` of /v1/completions for these tokens, the first of which stands at ``offset`` of the text."""
+    """``logprobs`` of /v1/completions; ``offset`` is the position of the first token in the text."""
     offsets = []
     for text in texts:
         offsets.append(offset)
@@ -139,7 +139,7 @@ def completion_logprobs(tokens: list[int], texts: list[str], offset: int, *, top
 
 
 def chat_logprobs(tokens: list[int], texts: list[str], _offset: int, *, top: int) -> dict[str, Any]:
-    """``logprobs`` of /v1/chat/completions for these tokens."""
+    """``logprobs`` of /v1/chat/completions."""
     entries = [
         {"token": text, "logprob": made_up_logprob(token), "bytes": list(text.encode())}
         for token, text in zip(tokens, texts, strict=True)

@@ -1,4 +1,4 @@
-"""The simulated engine: the pure core, driven by the event loop's clock, behind the engine port."""
+"""The simulated engine: implements the engine port with the pure core, driven by the event loop's clock."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from services.worker.engines.port import (
 from services.worker.engines.simulated.app import SimulatedApp
 from services.worker.engines.simulated.choices import Choice
 from services.worker.engines.simulated.core.engine_core import EngineCore
-from services.worker.engines.simulated.core.sequence import Sequence, Wish
+from services.worker.engines.simulated.core.sequence import RequestParams, Sequence
 from services.worker.engines.simulated.core.settings import SimulatedTiming, SimulationSettings
 from services.worker.engines.simulated.jobs import JobMaker, engine_tokens
 from services.worker.engines.simulated.kv_exchange import POLL_S, SimulatedExchange, open_mover
-from services.worker.engines.simulated.model import SimulatedModel, facts_of, find_model, models_answer
+from services.worker.engines.simulated.model import SimulatedModel, facts_of, find_model, models_response
 from services.worker.engines.simulated.tokenizer import SimulatedTokenizer
 from services.worker.settings import Settings
 from shared.contracts.kv_events import KvEvent
@@ -42,7 +42,7 @@ log = logging.getLogger("baton.worker")
 async def start_engine(
     settings: Settings, common: CommonSettings, report: Callable[[str], None], *, identity: Identity
 ) -> Engine:
-    """The engine of a worker with these settings. Raises ValueError for settings that cannot work."""
+    """Start the engine of a worker. Raises ValueError for settings that cannot work."""
     report("loading the tokenizer")
     directory, revision = await asyncio.to_thread(find_model, settings, Path(common.cache_dir))
     names = [settings.served_model_name or settings.model]
@@ -56,13 +56,13 @@ async def start_engine(
 async def open_simulated_engine(
     settings: SimulationSettings, model: SimulatedModel, *, legs_max: int = 256
 ) -> SimulatedEngine:
-    """A running engine; ``close`` ends it."""
+    """Start an engine; ``close`` ends it."""
     tokenizer = await asyncio.to_thread(SimulatedTokenizer, model.directory)
     return SimulatedEngine(settings, model, tokenizer, legs_max)
 
 
 def simulation_settings(settings: Settings) -> SimulationSettings:
-    """The simulation's settings from a worker's: 0 means the default, reduced if it does not fit."""
+    """The simulation's settings from a worker's. 0 means the default, reduced where it does not fit."""
     timing = {name: getattr(settings, name) for name in SimulatedTiming.__struct_fields__}
     defaults = SimulationSettings()
     block_bytes = settings.block_size * settings.sim_kv_bytes_per_token
@@ -94,7 +94,7 @@ class SimulatedEngine:
         mover = open_mover(self._core, self._facts.fingerprint.key(), time.monotonic)
         self._exchange = SimulatedExchange(self._core, mover, time.monotonic, self._wake_up)
         self._jobs = JobMaker(tokenizer, model.names, settings.max_model_len)
-        self._app = SimulatedApp(self, tokenizer, self._jobs, models_answer(model.names, settings.max_model_len))
+        self._app = SimulatedApp(self, tokenizer, self._jobs, models_response(model.names, settings.max_model_len))
         self._load_listeners: list[Callable[[], None]] = []
         self._wake: asyncio.Future[None] = loop.create_future()
         self._died: asyncio.Future[str] = loop.create_future()
@@ -143,11 +143,10 @@ class SimulatedEngine:
         self._load_listeners.append(listener)
 
     def kv_events(self) -> AsyncIterator[list[KvEvent]]:
-        """Changes of the prefix cache from the first on. Raises EngineDead."""
+        """All changes of the prefix cache since the start. Raises EngineDead."""
         return self._feed.batches()
 
     def tokenizer_files(self) -> TokenizerFiles:
-        """The model's."""
         return self._tokenizer.files()
 
     async def tokens(self, path: str, body: bytes) -> EngineTokens:
@@ -155,27 +154,27 @@ class SimulatedEngine:
         return await engine_tokens(self._jobs, self._tokenizer, self._facts.hashing.block_size, path, body)
 
     async def dead(self) -> str:
-        """Return, with the reason, when the engine has died."""
+        """See the port."""
         return await asyncio.shield(self._died)
 
     async def close(self, deadline_s: float) -> None:
-        """End the engine; requests that are running fail."""
+        """Stop the engine; running requests fail."""
         self._running.cancel()
         await asyncio.wait([self._running], timeout=deadline_s)
         await asyncio.to_thread(self._exchange.close)
 
-    def submit(self, choice: Choice, wish: Wish) -> Sequence:
-        """Begin a completion; its tokens arrive in the choice's inbox. Raises EngineDead."""
+    def submit(self, choice: Choice, params: RequestParams) -> Sequence:
+        """Start a completion; its tokens arrive in the choice's inbox. Raises EngineDead."""
         if self._died.done():
             raise EngineDead(self._died.result())
-        sequence = self._core.add(choice, choice.prompt + choice.token_ids, wish, time.monotonic())
+        sequence = self._core.add(choice, choice.prompt + choice.token_ids, params, time.monotonic())
         if not self._core.stepping():
             self._wake_up()
         self._tell_load()
         return sequence
 
     def abort(self, sequence: Sequence) -> None:
-        """Stop generating. Harmless for a sequence that has finished."""
+        """Stop generating; does nothing for a sequence that has finished."""
         if sequence.finish_reason:
             return
         self._core.abort(sequence)
@@ -190,14 +189,14 @@ class SimulatedEngine:
             for sequence, token in core.advance(now):
                 choice: Choice = sequence.owner
                 choice.inbox.put(choice, token, sequence.finish_reason)
-            has_moved = self._exchange.turn()
+            has_moved = self._exchange.poll()
             self._feed.tell(self._core.cache.take_events())
             self._tell_load()
             wakes_at = now if has_moved else core.wakes_at()
             if self._exchange.moving:
                 wakes_at = min(now + POLL_S, now + POLL_S if wakes_at is None else wakes_at)
             if wakes_at is not None and wakes_at <= now:
-                await asyncio.sleep(0)  # Consumers take these tokens before the next step.
+                await asyncio.sleep(0)  # Let the request tasks take these tokens before the next step.
             else:
                 await self._sleep(None if wakes_at is None else wakes_at - now)
 
@@ -225,5 +224,5 @@ class SimulatedEngine:
         if error is not None:
             log.error(reason, exc_info=error)
         self._died.set_result(reason)
-        for sequence in self._core.batch.everyone():
+        for sequence in self._core.batch.unfinished():
             sequence.owner.inbox.fail(reason)

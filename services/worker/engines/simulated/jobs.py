@@ -1,4 +1,7 @@
-"""From a request's body to a job: prompts as tokens, the engine's wish, and how to show the answer."""
+"""Turns a request's body into a job: prompt tokens, parameters for the engine core, and the shape of the response.
+
+``engine_tokens`` returns the tokens and block hashes of a body without serving it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 
 from services.worker.engines.port import EngineTokens, LegRecord
 from services.worker.engines.simulated.choices import Choice, Inbox, StopStrings, chat_logprobs, completion_logprobs
-from services.worker.engines.simulated.core.sequence import NO_ORDER, Wish
+from services.worker.engines.simulated.core.sequence import NO_ORDER, RequestParams
 from services.worker.engines.simulated.core.tokens import BlockHasher
 from services.worker.engines.simulated.requests import (
     ApiError,
@@ -22,23 +25,24 @@ from services.worker.engines.simulated.requests import (
     read_completion,
     stop_strings,
 )
-from services.worker.engines.simulated.responses import Answers, ChatAnswers, CompletionAnswers
+from services.worker.engines.simulated.responses import ChatResponses, CompletionResponses, Responses
 from services.worker.engines.simulated.tokenizer import ChatTemplateFailed, SimulatedTokenizer
 from shared.contracts.inference import LegKind
 from shared.contracts.kv_events import block_hash64
 
 THREAD_CHARS_MIN = 16_384
-"""Text from this length on is tokenized off the event loop: it would delay the tokens of all requests."""
+"""Longer text is tokenised on a thread, because it would delay the tokens of all other requests."""
 CHOICES_MAX = 1024
 """Completions of one request."""
+CHAT = "/v1/chat/completions"
 
 Logprobs = Callable[[list[int], list[str], int], dict[str, Any]]
-"""From tokens, their texts, and where the first of them stands in the answer."""
+"""Arguments: tokens, their texts, and the position of the first token in the completion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """What the client wants to see."""
+    """What the client wants in the response."""
 
     streamed: bool
     usage: bool = False
@@ -52,10 +56,10 @@ class View:
 class Job:
     """One request, ready to run."""
 
-    answers: Answers
+    responses: Responses
     inbox: Inbox
     choices: list[Choice]
-    wish: Wish
+    params: RequestParams
     view: View
     record: LegRecord
     room: int
@@ -63,7 +67,7 @@ class Job:
 
 
 class JobMaker:
-    """Reads bodies as vLLM's server does. Its methods raise ApiError."""
+    """Reads bodies as vLLM's server does. The public methods raise ApiError."""
 
     def __init__(self, tokenizer: SimulatedTokenizer, models: list[str], max_model_len: int) -> None:
         self._tokenizer = tokenizer
@@ -85,7 +89,7 @@ class JobMaker:
             prompt_logprobs=body.prompt_logprobs is not None,
             **_streaming(body),
         )
-        return self._job(body, prompts, CompletionAnswers(model, record.request_id), view, record)
+        return self._job(body, prompts, CompletionResponses(model, record.request_id), view, record)
 
     async def chat(self, raw: bytes, record: LegRecord) -> Job:
         """POST /v1/chat/completions."""
@@ -99,7 +103,7 @@ class JobMaker:
         prompt = await self._encode(text, special=body.add_special_tokens)
         logprobs = partial(chat_logprobs, top=body.top_logprobs or 0) if body.logprobs else None
         view = View(logprobs=logprobs, prompt_logprobs=body.prompt_logprobs is not None, **_streaming(body))
-        return self._job(body, [prompt], ChatAnswers(model, record.request_id), view, record)
+        return self._job(body, [prompt], ChatResponses(model, record.request_id), view, record)
 
     def _check_model(self, model: str | None) -> str:
         if model is None:
@@ -114,26 +118,28 @@ class JobMaker:
         return await asyncio.to_thread(self._tokenizer.encode, text, special=special)
 
     def _job(
-        self, body: SamplingBody, prompts: list[list[int]], answers: Answers, view: View, record: LegRecord
+        self, body: SamplingBody, prompts: list[list[int]], responses: Responses, view: View, record: LegRecord
     ) -> Job:
         room = min(self._room(prompt) for prompt in prompts)
         stops, inbox = stop_strings(body), Inbox()
-        wish = self._wish(body, room, record)
+        params = self._params(body, room, record)
         count = body.n or 1
         if count * len(prompts) > CHOICES_MAX:
             raise ApiError(f"n times the number of prompts must be at most {CHOICES_MAX}.", param="n")
         if record.kind is LegKind.PREFILL:
-            # The body is the client's, so that its prompt is read exactly as the decode leg will read it; the one token
-            # is thrown away, and nothing may end the leg early or say more than that.
+            # The body is the client's, so that both legs render the same prompt. A prefill leg generates one token,
+            # which is discarded; stop strings, several choices and response options do not apply to it.
             stops, count, view = [], 1, View(streamed=False)
         choices = [
             Choice(index=index, prompt=prompts[index // count], inbox=inbox, stops=_scanner(stops, body))
             for index in range(count * len(prompts))
         ]
-        return Job(answers=answers, inbox=inbox, choices=choices, wish=wish, view=view, record=record, room=room)
+        return Job(
+            responses=responses, inbox=inbox, choices=choices, params=params, view=view, record=record, room=room
+        )
 
     def _room(self, prompt: list[int]) -> int:
-        """Tokens that may follow the prompt, which is checked."""
+        """Tokens that may follow the prompt. Raises ApiError for a prompt that cannot be served."""
         if not prompt:
             raise ApiError("The decoder prompt cannot be empty", param="prompt")
         if max(prompt) >= self._tokenizer.model.size or min(prompt) < 0:
@@ -147,17 +153,17 @@ class JobMaker:
             )
         return room
 
-    def _wish(self, body: SamplingBody, room: int, record: LegRecord) -> Wish:
+    def _params(self, body: SamplingBody, room: int, record: LegRecord) -> RequestParams:
         order = record.order or NO_ORDER
         salt = body.cache_salt or ""
         if record.kind is LegKind.PREFILL:
-            return Wish(
+            return RequestParams(
                 max_tokens=1, ignore_eos=True, order=order, cache_salt=salt, expected_tokens=record.expected_tokens
             )
         asked = body.max_tokens
         if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
             asked = body.max_completion_tokens
-        return Wish(
+        return RequestParams(
             max_tokens=room if asked is None else min(asked, room),
             min_tokens=body.min_tokens or 0,
             ignore_eos=body.ignore_eos,
@@ -181,13 +187,10 @@ def _streaming(body: CompletionBody | ChatBody) -> dict[str, bool]:
     }
 
 
-CHAT = "/v1/chat/completions"
-
-
 async def engine_tokens(
     jobs: JobMaker, tokenizer: SimulatedTokenizer, block_size: int, path: str, body: bytes
 ) -> EngineTokens:
-    """By the same parts that make a request's sequence of a body and name its blocks."""
+    """Tokens and block hashes, computed by the code that serves requests."""
     record = LegRecord(kind=LegKind.AGGREGATED, request_id="", trace_headers={})
     try:
         job = await (jobs.chat if path == CHAT else jobs.completion)(body, record)
@@ -195,5 +198,5 @@ async def engine_tokens(
         return EngineTokens(refusal=str(error))
     tokens = job.choices[0].prompt
     hashes: list[bytes] = []
-    BlockHasher(block_size, tokenizer.model.size).extend(hashes, tokens, job.wish.cache_salt)
+    BlockHasher(block_size, tokenizer.model.size).extend(hashes, tokens, job.params.cache_salt)
     return EngineTokens(tokens=tokens, hashes=[block_hash64(full) for full in hashes])

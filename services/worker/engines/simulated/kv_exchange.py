@@ -1,4 +1,7 @@
-"""The simulated engine's KV exchange behind its port: calls in, notifications out, blocks copied."""
+"""The simulated engine's KV exchange: implements ``EngineExchange``, and moves block contents between engines.
+
+A mover is the connector's copier with a transfer agent (memory, TCP or NIXL), on the engine's thread or on its own.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,15 @@ from services.worker.engines.simulated.tcp_agent import TcpAgent
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvHandshake, KvLayer, KvPlane, KvRank
 
-assert CONTENT_BYTES == PROBE_BYTES, "the place behind the last block is for probes"
+assert CONTENT_BYTES == PROBE_BYTES, "the space after the last block is for probes"
+
+POLL_S = 0.002
+"""Interval of polls while a thread moves blocks."""
+THIS_PROCESS = MemoryNetwork()
+"""Simulated engines of one process reach each other without NIXL."""
 
 MakeAgent = Callable[[str], TransferAgent]
-"""From a name that is never reused."""
+"""Its argument is the agent's name, which is never reused."""
 
 
 class Mover(Protocol):
@@ -41,7 +49,7 @@ class Mover(Protocol):
 
 
 class DirectMover:
-    """Moves on the caller's thread when polled: for agents that never wait, and for virtual time."""
+    """Copies on the caller's thread when polled, for agents that never block and for virtual time."""
 
     def __init__(self, copier: Copier) -> None:
         self._copier = copier
@@ -61,25 +69,25 @@ class DirectMover:
 
 
 def direct_mover(core: EngineCore, agent: TransferAgent, fingerprint: str, clock: Callable[[], float]) -> DirectMover:
-    """On the caller's thread. Registers the engine's memory."""
-    return DirectMover(Copier(agent, _introduce(core, agent, fingerprint), clock))
+    """A mover on the caller's thread. Registers the engine's memory."""
+    return DirectMover(Copier(agent, _register_blocks(core, agent, fingerprint), clock))
 
 
 def threaded_mover(
     core: EngineCore, agent: TransferAgent, fingerprint: str, clock: Callable[[], float]
 ) -> TransferThread:
-    """On a thread of its own, for agents that block. Registers the engine's memory."""
-    own = _introduce(core, agent, fingerprint)
+    """A mover on a separate thread, for agents that block. Registers the engine's memory."""
+    own = _register_blocks(core, agent, fingerprint)
     return TransferThread(lambda: Copier(agent, own, clock))
 
 
 def agent_name(worker_id: str, epoch: int) -> str:
-    """Never reused: peers keep connections by it."""
+    """A unique name: peers identify connections by it."""
     return f"{worker_id}-{epoch}-{uuid.uuid4().hex[:8]}"
 
 
-def _introduce(core: EngineCore, agent: TransferAgent, fingerprint: str) -> Own:
-    """Register the contents of the engine's blocks, and set its handshake."""
+def _register_blocks(core: EngineCore, agent: TransferAgent, fingerprint: str) -> Own:
+    """Register the contents of the engine's blocks with the agent, and set the engine's handshake."""
     settings, cache = core.settings, core.cache
     size = CONTENT_BYTES * settings.kv_blocks
     agent.register([Region(cache.address, size + PROBE_BYTES, "cpu", 0)])
@@ -101,12 +109,6 @@ def _introduce(core: EngineCore, agent: TransferAgent, fingerprint: str) -> Own:
     return Own(ReaderRank(memory, ranks=1, kv_heads=1), handshake, cache.address + size)
 
 
-POLL_S = 0.002
-"""Between polls while a thread moves blocks."""
-THIS_PROCESS = MemoryNetwork()
-"""Simulated engines of one process reach each other without NIXL."""
-
-
 def open_mover(core: EngineCore, fingerprint: str, clock: Callable[[], float]) -> Mover:
     """The mover that the settings choose; the engine closes it."""
     settings = core.settings
@@ -121,7 +123,7 @@ def open_mover(core: EngineCore, fingerprint: str, clock: Callable[[], float]) -
 
 
 class SimulatedExchange:
-    """An ``EngineExchange``. The engine's loop calls ``turn``."""
+    """An ``EngineExchange``. The engine's loop calls ``poll``."""
 
     def __init__(self, core: EngineCore, mover: Mover, clock: Callable[[], float], wake: Callable[[], None]) -> None:
         self._core = core
@@ -132,7 +134,7 @@ class SimulatedExchange:
         self._closed = False
 
     async def call(self, call: EngineCall) -> EngineNotification:
-        """Runs at once; later results come as notifications. Raises EngineDead."""
+        """Returns immediate results; later ones arrive as notifications. Raises EngineDead."""
         if self._closed:
             raise EngineDead("the engine was closed")
         notifications = self._core.call(call, self._clock())
@@ -143,8 +145,8 @@ class SimulatedExchange:
         """See the port."""
         self._listeners.append(listener)
 
-    def turn(self) -> bool:
-        """Run the mover and pass on notifications; returns whether the engine must look again."""
+    def poll(self) -> bool:
+        """Run the mover and deliver notifications; returns whether the core got results and must advance again."""
         orders = self._core.exchange.take_orders()
         if orders:
             self._mover.submit(orders)
@@ -163,6 +165,6 @@ class SimulatedExchange:
         return self._core.exchange.moving
 
     def close(self) -> None:
-        """Nothing moves any more."""
+        """Abort transfers; later calls raise EngineDead."""
         self._closed = True
         self._mover.close()

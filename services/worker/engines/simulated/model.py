@@ -20,7 +20,7 @@ TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jin
 
 class SimulatedModel(msgspec.Struct, frozen=True, kw_only=True):
     directory: Path
-    """With ``tokenizer.json``."""
+    """Contains ``tokenizer.json``."""
     names: list[str] = msgspec.field(default_factory=lambda: [TINY_MODEL])
     revision: str = ""
 
@@ -33,7 +33,7 @@ def facts_of(settings: SimulationSettings, model: SimulatedModel, legs_max: int)
         block_size=settings.block_size,
         kv_layout=f"simulated-{settings.sim_kv_bytes_per_token}",
         connector=f"baton-{PROTOCOL_VERSION}/simulated",
-        # The contents of blocks are made with Python's own hash, which may differ between versions.
+        # Block contents are computed with Python's ``hash``, which may differ between versions.
         engine_version=f"simulated-1-python{sys.version_info.major}.{sys.version_info.minor}",
     )
     return EngineFacts(
@@ -49,7 +49,7 @@ def facts_of(settings: SimulationSettings, model: SimulatedModel, legs_max: int)
     )
 
 
-def models_answer(names: list[str], max_model_len: int) -> bytes:
+def models_response(names: list[str], max_model_len: int) -> bytes:
     """The response of /v1/models."""
     created = int(time.time())
     cards = [

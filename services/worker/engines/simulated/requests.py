@@ -1,4 +1,4 @@
-"""The OpenAI bodies that a simulated engine reads, and the errors that it answers, in vLLM's shape."""
+"""Request bodies of the OpenAI API, and error responses in vLLM's format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Positive = Annotated[int, Meta(ge=1)]
 
 
 class ApiError(Exception):
-    """An answer that is not 200."""
+    """A response with an error status."""
 
     def __init__(
         self, message: str, *, status: int = 400, kind: str = "BadRequestError", param: str | None = None
@@ -30,7 +30,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What completions and chats have in common. Sampling values are checked and change nothing."""
+    """Fields common to completions and chats. Sampling values are validated and otherwise ignored."""
 
     model: str | None = None
     max_tokens: Positive | None = None
@@ -100,19 +100,19 @@ def read_chat(raw: bytes) -> ChatBody:
 
 
 def prompts_of(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """The one prompt, or the several, in ``prompt``. Raises ApiError for a mixture."""
+    """The prompts in ``prompt``. Raises ApiError for a list of different kinds."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = set(map(type, prompt))
     if kinds == {int}:
-        return [prompt]  # type: ignore[list-item]  # all of them are integers
+        return [prompt]  # type: ignore[list-item]  # all are integers
     if len(kinds) > 1:
         raise ApiError("prompt must be a string, a list of strings, a list of tokens or a list of them", param="prompt")
     return prompt  # type: ignore[return-value]  # all strings, or all lists of integers
 
 
 def stop_strings(body: SamplingBody) -> list[str]:
-    """Raises ApiError for an empty one."""
+    """Raises ApiError for an empty string."""
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if not all(stops):
         raise ApiError("stop cannot contain an empty string.", param="stop")
@@ -136,6 +136,6 @@ def _read(decoder: msgspec.json.Decoder[B], raw: bytes) -> B:
 
 
 def _field(error: msgspec.ValidationError) -> str | None:
-    """The top-level field that msgspec names: "... - at `$.n`"."""
+    """The top-level field in msgspec's message, which ends with "- at `$.n`"."""
     _, found, path = str(error).partition("`$.")
     return path.rstrip("`").split("[")[0].split(".")[0] if found else None

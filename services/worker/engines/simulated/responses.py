@@ -1,4 +1,4 @@
-"""The bytes of answers in OpenAI's two shapes, whole and streamed, with vLLM's additions."""
+"""Response bytes of the two OpenAI endpoints, whole and streamed, with vLLM's additional fields."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _PLACE_JSON = b'"\\u0000"'
 encode = msgspec.json.encode
 
 
-class Answers(Protocol):
-    """One request's answers."""
+class Responses(Protocol):
+    """Encodes the response to one request."""
 
     def opening(self, index: int) -> bytes:
-        """What a stream of a choice begins with, perhaps nothing."""
+        """The first event of a choice's stream, or b""."""
 
     def chunk(self, index: int, text: str, ending: Ending) -> bytes:
         """One event of a stream."""
@@ -31,14 +31,14 @@ class Answers(Protocol):
     def whole(
         self, choices: list[Choice], texts: list[str], logprobs: list[Any], usage: dict[str, Any]
     ) -> dict[str, Any]:
-        """The answer that is no stream."""
+        """The response without streaming."""
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The stream's event with the usage."""
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """What a choice says besides its text."""
+    """Fields of an event besides the text."""
 
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -49,9 +49,9 @@ class Ending(msgspec.Struct, frozen=True):
 UNFINISHED = Ending()
 
 
-def split_chunk(answers: Answers, index: int) -> tuple[bytes, bytes]:
-    """What stands before and after the JSON of the text in a plain event, to make many of them cheaply."""
-    before, _, after = answers.chunk(index, _PLACE, UNFINISHED).partition(_PLACE_JSON)
+def split_chunk(responses: Responses, index: int) -> tuple[bytes, bytes]:
+    """The bytes before and after the text's JSON in an event, so that plain events need no encoding."""
+    before, _, after = responses.chunk(index, _PLACE, UNFINISHED).partition(_PLACE_JSON)
     return before, after
 
 
@@ -69,7 +69,7 @@ def _event(value: dict[str, Any]) -> bytes:
     return b"data: " + encode(value) + b"\n\n"
 
 
-class CompletionAnswers:
+class CompletionResponses:
     """/v1/completions."""
 
     def __init__(self, model: str, request_id: str) -> None:
@@ -81,11 +81,10 @@ class CompletionAnswers:
         }
 
     def opening(self, _index: int) -> bytes:
-        """None."""
+        """b"": the stream begins with text."""
         return b""
 
     def chunk(self, index: int, text: str, ending: Ending) -> bytes:
-        """One event."""
         choice = {
             "index": index,
             "text": text,
@@ -99,7 +98,6 @@ class CompletionAnswers:
     def whole(
         self, choices: list[Choice], texts: list[str], logprobs: list[Any], usage: dict[str, Any]
     ) -> dict[str, Any]:
-        """All choices."""
         made = [
             {
                 "index": choice.index,
@@ -113,11 +111,11 @@ class CompletionAnswers:
         return {**self._head, "choices": made, "usage": usage}
 
     def usage(self, usage: dict[str, Any]) -> bytes:
-        """After the last choice."""
+        """The event after the last choice."""
         return _event({**self._head, "choices": [], "usage": usage})
 
 
-class ChatAnswers:
+class ChatResponses:
     """/v1/chat/completions."""
 
     def __init__(self, model: str, request_id: str) -> None:
@@ -126,13 +124,12 @@ class ChatAnswers:
         self._head = {"id": self._id, "object": "chat.completion.chunk", **self._rest}
 
     def opening(self, index: int) -> bytes:
-        """The role."""
+        """An event with the role."""
         delta = {"role": "assistant", "content": ""}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return _event({**self._head, "choices": [choice]})
 
     def chunk(self, index: int, text: str, ending: Ending) -> bytes:
-        """One event."""
         choice: dict[str, Any] = {
             "index": index,
             "delta": {"content": text},
@@ -147,7 +144,6 @@ class ChatAnswers:
     def whole(
         self, choices: list[Choice], texts: list[str], logprobs: list[Any], usage: dict[str, Any]
     ) -> dict[str, Any]:
-        """All choices."""
         made = [
             {
                 "index": choice.index,
@@ -161,5 +157,5 @@ class ChatAnswers:
         return {"id": self._id, "object": "chat.completion", **self._rest, "choices": made, "usage": usage}
 
     def usage(self, usage: dict[str, Any]) -> bytes:
-        """After the last choice."""
+        """The event after the last choice."""
         return _event({**self._head, "choices": [], "usage": usage})

@@ -1,4 +1,4 @@
-"""An answer taken up where another engine broke off: what its client has had is gone through, and not said again."""
+"""Resumes a completion that another engine began: replays its tokens without sending their text again."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shared.contracts.inference import LegKind
 
 
 def caught_up(job: Job, tokens: list[int], tokenizer: SimulatedTokenizer) -> Job:
-    """The job as it stands behind ``tokens``: held-back text, offsets and counts, and perhaps its end. Raises ApiError
-    for tokens that the model does not have, or more of them than fit.
+    """The job in its state after ``tokens``: held-back text, offsets, counts, and its end if they contain it. Raises
+    ApiError for tokens outside the vocabulary, or for more than fit into the context.
     """
     record, choice = job.record, job.choices[0]
     if any(token >= tokenizer.model.size for token in tokens):
@@ -21,22 +21,22 @@ def caught_up(job: Job, tokens: list[int], tokenizer: SimulatedTokenizer) -> Job
     choice.resumed = len(tokens)
     if record.kind is LegKind.PREFILL:
         if len(tokens) >= job.room:
-            raise ApiError("The answer had filled the model's context: nothing can follow")
+            raise ApiError("The completion already fills the model's context")
         choice.token_ids = list(tokens)
         return job
     for token in tokens:
         if choice.has_ended():
             break
-        reason = job.wish.ending(token, len(choice.token_ids) + 1, tokenizer.model.eos)
+        reason = job.params.ending(token, len(choice.token_ids) + 1, tokenizer.model.eos)
         choice.add(token, tokenizer.texts.get(token, ""), reason)
     record.completion_tokens += len(choice.token_ids)
     if choice.has_ended():
         record.prompt_tokens += len(choice.prompt)
         record.finish_reason = choice.finish_reason
         return job
-    wish = replace(
-        job.wish,
-        max_tokens=job.wish.max_tokens - len(tokens),
-        min_tokens=max(0, job.wish.min_tokens - len(tokens)),
+    params = replace(
+        job.params,
+        max_tokens=job.params.max_tokens - len(tokens),
+        min_tokens=max(0, job.params.min_tokens - len(tokens)),
     )
-    return replace(job, wish=wish)
+    return replace(job, params=params)

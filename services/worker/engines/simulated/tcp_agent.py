@@ -1,6 +1,6 @@
-"""Bytes between simulated engines over TCP, where NIXL is not installed: a TransferAgent for a few bytes per block.
+"""A TransferAgent over TCP, for simulated engines where NIXL is not installed. It is made for a few bytes per block.
 
-A read is a request on one connection, answered by the holder's agent from memory that it has registered.
+A read is a request on one connection; the holder's agent replies with bytes of its registered memory.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 
 from connector.transfer.agent import Region, Spans, TransferFailed, TransferState
 
-ANSWER_S_MAX = 1.0
-"""For a peer to send what was asked of it."""
+REPLY_S_MAX = 1.0
+"""Time limit for a peer to send the requested bytes."""
 READERS_MAX = 1024
-"""Connections at a time; one more is refused."""
+"""Concurrent incoming connections; further ones are closed."""
 SPANS_MAX = 65_536
-"""Of one read."""
+"""Spans in one read."""
 _LENGTH = 4
 
 
@@ -33,7 +33,7 @@ class _Address(msgspec.Struct, frozen=True):
 
 
 class TcpAgent:
-    """Listens on ``host``, at a port of the system's choice."""
+    """Listens on ``host``, at a port that the operating system assigns."""
 
     def __init__(self, name: str, host: str) -> None:
         self._name = name
@@ -44,19 +44,19 @@ class TcpAgent:
         threading.Thread(target=self._listen, name="simulated-kv", daemon=True).start()
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Make memory readable by others."""
+        """Make memory readable by peers."""
         self._regions.extend(regions)
 
     def metadata(self) -> bytes:
-        """Where to connect to."""
+        """The packed address of the agent."""
         host, port = self._listening.getsockname()[:2]
         return msgspec.msgpack.encode(_Address(self._name, host, port))
 
     def connect(self, metadata: bytes) -> str:
-        """Know that agent. Raises TransferFailed."""
+        """Connect to an agent and return its name. Raises TransferFailed."""
         try:
             address = msgspec.msgpack.decode(metadata, type=_Address)
-            peer = socket.create_connection((address.host, address.port), timeout=ANSWER_S_MAX)
+            peer = socket.create_connection((address.host, address.port), timeout=REPLY_S_MAX)
         except (OSError, msgspec.DecodeError) as error:
             raise TransferFailed(f"connecting: {error}") from error
         self.forget(address.name)
@@ -64,12 +64,12 @@ class TcpAgent:
         return address.name
 
     def forget(self, name: str) -> None:
-        """Disconnect; harmless when unknown."""
+        """Disconnect; does nothing for an unknown name."""
         if (peer := self._peers.pop(name, None)) is not None:
             peer.close()
 
     def read(self, name: str, remote: Spans, local: Spans, *, device: str, remote_device: str) -> Any:
-        """Copy each remote span over the local one: over when it returns. Raises TransferFailed."""
+        """Copy each remote span to the local one; complete on return. Raises TransferFailed."""
         del device, remote_device
         peer = self._peers.get(name)
         if peer is None:
@@ -88,20 +88,20 @@ class TcpAgent:
         return TransferState.DONE
 
     def state(self, handle: Any) -> TransferState:
-        """Over."""
+        """Always done, since ``read`` blocks."""
         state: TransferState = handle
         return state
 
     def release(self, handle: Any) -> bool:
-        """Nothing runs on."""
+        """Always True: no transfer can still be running."""
         del handle
         return True
 
     def close(self) -> None:
-        """Close all connections, including those of engines that read from this one."""
+        """Close the listener and all connections, incoming and outgoing."""
         for one in (self._listening, *list(self._readers)):
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)  # Wakes the thread that waits on it.
+                one.shutdown(socket.SHUT_RDWR)  # Wakes the thread that blocks on it.
             one.close()
         for name in list(self._peers):
             self.forget(name)
@@ -122,20 +122,20 @@ class TcpAgent:
         try:
             with reader:
                 while True:
-                    self._answer(reader)
+                    self._reply(reader)
         except OSError:
             return
         finally:
             self._readers.discard(reader)
 
-    def _answer(self, reader: socket.socket) -> None:
-        """Raises OSError when the reader is gone, or asks for what is not its to read."""
+    def _reply(self, reader: socket.socket) -> None:
+        """Serve one read. Raises OSError if the reader disconnects or requests memory that is not registered."""
         count = int.from_bytes(_receive(reader, _LENGTH), "big")
         if count > SPANS_MAX:
             raise OSError("too many spans")
         spans = np.frombuffer(_receive(reader, count * 16), dtype=np.uint64).reshape(count, 2).tolist()
         if not all(self._has(address, length) for address, length in spans):
-            raise OSError("memory that was not registered")
+            raise OSError("the memory is not registered")
         reader.sendall(b"".join(ctypes.string_at(address, length) for address, length in spans))
 
     def _has(self, address: int, length: int) -> bool:
@@ -143,7 +143,7 @@ class TcpAgent:
 
 
 def _receive(peer: socket.socket, size: int) -> bytes:
-    """Raises OSError when it ends before."""
+    """Raises OSError if the connection ends first."""
     data = bytearray()
     while len(data) < size:
         piece = peer.recv(size - len(data))

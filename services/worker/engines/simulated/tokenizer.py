@@ -1,4 +1,4 @@
-"""The tokenizer of a simulated engine: a Hugging Face ``tokenizer.json`` without transformers."""
+"""The tokenizer of a simulated engine. It reads a Hugging Face ``tokenizer.json`` without the transformers library."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from services.worker.engines.port import TokenizerFiles
 from services.worker.engines.simulated.core.engine_core import ModelTokens
 
 SAYABLE_MIN = 64
-"""With fewer whole words than this, the model generates any token that is valid text on its own."""
-
-
+"""If the vocabulary has fewer whole words, the model generates any token that decodes to text by itself."""
 PARTS_WALKED = re.compile(r"for\s+\w+\s+in\s+\w+(\.content|\[\s*['\"]content['\"]\s*\])")
-"""A template that matches gets a message's content as a list of parts; all others get one text, as in vLLM."""
+"""Matches templates that iterate over a message's content. They get it as a list of parts; other templates get one
+string, as vLLM gives it to them.
+"""
 
 
 class ChatTemplateFailed(Exception):
-    """The model's chat template cannot render these messages; the text says why."""
+    """The model's chat template cannot render these messages; the message says why."""
 
 
 class SimulatedTokenizer:
     """Reads ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja`` of a model directory.
 
-    A simulated model generates only tokens that are a space and a word. Their text does not depend on neighbours, and a
-    completion that a client sends back is tokenized into the same tokens, as a real model's mostly is.
+    A simulated model generates tokens that are a space and a word. Their text does not depend on their neighbours, and
+    a completion that a client sends back is tokenised into the same tokens, as is mostly so with real models.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -46,7 +46,7 @@ class SimulatedTokenizer:
         self._as_parts = PARTS_WALKED.search(self._template_source) is not None
         words = self._words()
         self.texts: dict[int, str] = words
-        """The text of each token that the model generates."""
+        """Text of each token that the model may generate."""
         eos = self._special.get("eos_token")
         self.model = ModelTokens(
             size=self._tokenizer.get_vocab_size(),
@@ -55,12 +55,12 @@ class SimulatedTokenizer:
         )
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """Token ids; ``special``: with what the tokenizer puts around a prompt."""
+        """Token ids; ``special``: add the special tokens that the tokenizer puts around a prompt."""
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        """The text of any tokens."""
+        """The text of the tokens, without special ones."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def render_chat(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
@@ -74,7 +74,7 @@ class SimulatedTokenizer:
             raise ChatTemplateFailed(f"The chat template failed: {error}") from error
 
     def files(self) -> TokenizerFiles:
-        """For routers."""
+        """Files from which a router makes the same tokens."""
         return TokenizerFiles(
             tokenizer_json=self._json,
             chat_template=self._template_source,
@@ -91,7 +91,7 @@ class SimulatedTokenizer:
         return stable if len(stable) >= SAYABLE_MIN else texts
 
     def _texts(self, ids: Iterable[int]) -> Iterable[tuple[int, str]]:
-        """Ids with the text that they add after another token; without those that are only a part of a character."""
+        """Ids with the text that they add after another token. Leaves out tokens that are a part of a character."""
         anchor = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
         before = self._tokenizer.decode(anchor)
         for i in ids:
@@ -137,7 +137,7 @@ def _template_source(directory: Path, config: dict[str, Any]) -> str:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """As transformers sets it up: templates are written for that."""
+    """The environment as transformers configures it, since templates are written for that."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )

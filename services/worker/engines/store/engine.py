@@ -1,4 +1,7 @@
-"""The store: takes the place of an engine in a worker that computes nothing and keeps copies of KV blocks."""
+"""The store: replaces the engine in a worker that computes nothing and keeps copies of KV blocks.
+
+``start_store`` waits for a worker of the model, allocates memory, opens the files and returns the running store.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ from services.worker.engines.store.file_tier import FileTier
 from services.worker.engines.store.files import StoreFiles
 from services.worker.engines.store.kv_exchange import StoreExchange
 from services.worker.engines.store.memory import Arena, MoverOf, Storage, mover_of
-from services.worker.engines.store.partner import Partner, find_partner, wait_for_orphanage
+from services.worker.engines.store.partner import Partner, find_partner, wait_until_orphaned
 from services.worker.engines.store.records import BlockShape
 from services.worker.engines.store.tiers import Tiers
 from services.worker.settings import Settings
@@ -43,11 +46,13 @@ from shared.runtime.settings import CommonSettings
 log = logging.getLogger("baton.worker")
 
 LEASE_SHARE_MAX = 0.8
-"""Of the memory, that leases may pin: the rest is for blocks that are loaded or copied."""
+"""Share of the memory that leases may pin; the rest is for blocks that are loaded or copied."""
 JOB_BYTES = 8 << 20
-"""CopyTotals between memory and files at a time: what is asked for meanwhile waits for no more than that."""
+"""Bytes that one job copies between memory and files. A newly requested block waits for one such job at most."""
 SAVE_S_MAX = 4.0
-"""At the end, for saving blocks that are not saved yet."""
+"""Time limit, when the store closes, for saving blocks that are not saved yet."""
+BLOCKS_MIN = 16
+"""Blocks that must fit into a store's memory."""
 POLL_S = 0.002
 """Between polls of a mover that does not signal arrivals."""
 NO_LEGS = b'{"error":{"message":"a store serves no requests","type":"invalid_request_error","code":503}}'
@@ -106,7 +111,7 @@ class StoreEngine:
 
     @property
     def app(self) -> AsgiApp:
-        """Refuses every request."""
+        """An ASGI app that refuses every request."""
         return no_app
 
     @property
@@ -116,11 +121,10 @@ class StoreEngine:
 
     @property
     def tiers(self) -> Tiers:
-        """The blocks that it keeps."""
         return self._core.tiers
 
     async def call(self, call: EngineCall) -> EngineNotification:
-        """Runs at once; later results come as notifications. Raises EngineDead."""
+        """Returns immediate results; later ones arrive as notifications. Raises EngineDead."""
         if self._died.done():
             raise EngineDead(self._died.result())
         notifications = self._core.call(call)
@@ -132,7 +136,7 @@ class StoreEngine:
         self._listeners.append(listener)
 
     def load(self) -> EngineLoad:
-        """Memory that holds blocks counts as used."""
+        """``kv_blocks_used`` counts the blocks of memory that hold named content."""
         state = self._core.state(self._shape.block_bytes, self._jobs.disk_free_bytes())
         return EngineLoad(kv_blocks_used=self._core.tiers.memory.named, store=state)
 
@@ -141,15 +145,15 @@ class StoreEngine:
         self._load_listeners.append(listener)
 
     def kv_events(self) -> AsyncIterator[list[KvEvent]]:
-        """Changes of both tiers from the first on. Raises EngineDead."""
+        """All changes of both tiers since the start. Raises EngineDead."""
         return self._feed.batches()
 
     def tokenizer_files(self) -> TokenizerFiles:
-        """Unused: no router asks a store."""
+        """Raises ValueError. No router requests a tokenizer from a store."""
         raise ValueError("a store has no tokenizer")
 
     async def tokens(self, path: str, body: bytes) -> EngineTokens:  # noqa: ARG002  # the port's
-        """Unused: no router asks a store."""
+        """Refuses. No router sends a body to a store."""
         return EngineTokens(refusal="a store has no tokenizer")
 
     async def dead(self) -> str:
@@ -157,7 +161,7 @@ class StoreEngine:
         return await asyncio.shield(self._died)
 
     async def close(self, deadline_s: float) -> None:
-        """Save blocks that are not saved yet, within the deadline, and end."""
+        """Stop, and save the blocks that are not saved yet as far as the deadline allows."""
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks, timeout=deadline_s)
@@ -169,11 +173,11 @@ class StoreEngine:
         await asyncio.to_thread(self._mover.close)
         await self._jobs.close()  # Last, because it owns the memory.
 
-    def ends_when(self, over: Coroutine[Any, Any, str]) -> None:
-        """End the store when ``over`` returns a reason."""
+    def end_after(self, waiting: Coroutine[Any, Any, str]) -> None:
+        """End the store when ``waiting`` returns; its result is the reason."""
 
         async def watch() -> None:
-            self._die(await over)
+            self._die(await waiting)
 
         self._tasks.append(self._loop.create_task(watch(), name="store-partner"))
 
@@ -228,7 +232,7 @@ class StoreEngine:
 
 
 def facts_of(plan: Plan, blocks: int, note: str) -> EngineFacts:
-    """The partner's facts, without what a store does not do."""
+    """The partner's facts, with ``legs_max`` 0 because a store serves no legs."""
     record = plan.partner.record
     return EngineFacts(
         engine="store",
@@ -244,21 +248,16 @@ def facts_of(plan: Plan, blocks: int, note: str) -> EngineFacts:
 
 
 async def no_app(_scope: Scope, _receive: object, send: Callable[[AsgiMessage], Awaitable[None]]) -> None:
-    """No leg should arrive here; one that does gets a 503."""
+    """Responds 503. The router sends no leg to a store."""
     headers = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": 503, "headers": headers})
     await send({"type": "http.response.body", "body": NO_LEGS})
 
 
-BLOCKS_MIN = 16
-
-
 async def start_store(
     settings: Settings, common: CommonSettings, report: Callable[[str], None], *, identity: Identity, bus: Bus
 ) -> Engine:
-    """The store of a worker with these settings, once a worker of its model is there. Raises ValueError for settings
-    that cannot work.
-    """
+    """Wait for a worker of the model and start a store for it. Raises ValueError for settings that cannot work."""
     model = settings.served_model_name or settings.model
     report(f"waiting for a worker of {model}")
     partner = await find_partner(bus, identity.worker_id, model)
@@ -274,7 +273,7 @@ async def start_store(
     )
     report(f"opening {folder}" if plan.files_bytes else "allocating memory")
     store = await open_store(plan, mover_of(settings, partner.record.engine))
-    store.ends_when(wait_for_orphanage(bus, partner.record.fingerprint.key(), model))
+    store.end_after(wait_until_orphaned(bus, partner.record.fingerprint.key(), model))
     return store
 
 
@@ -285,7 +284,7 @@ async def open_store(plan: Plan, make_mover: MoverOf) -> StoreEngine:
     if blocks < BLOCKS_MIN:
         raise ValueError(
             f"WORKER_STORE_MEMORY_BYTES={plan.memory_bytes}: a block of {plan.model} takes {shape.block_bytes} bytes, "
-            f"and a store needs room for {BLOCKS_MIN}; set it to {BLOCKS_MIN * shape.block_bytes} or more"
+            f"and a store needs {BLOCKS_MIN} blocks; set it to {BLOCKS_MIN * shape.block_bytes} or more"
         )
     arena = Arena(blocks * shape.block_bytes)
     thread = ThreadPoolExecutor(1, thread_name_prefix="store-files")
@@ -306,5 +305,5 @@ async def open_store(plan: Plan, make_mover: MoverOf) -> StoreEngine:
 
 
 def folder_of(settings: Settings, common: CommonSettings, identity: Identity) -> Path:
-    """The folder of its files, the same after a restart."""
+    """The folder of the store's files. It depends on the worker id only, so that a restarted store finds its blocks."""
     return Path(settings.store_dir or Path(common.state_dir) / "kv-store").expanduser() / identity.worker_id

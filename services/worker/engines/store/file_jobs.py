@@ -1,4 +1,4 @@
-"""Copies a store's blocks between memory and files: one job at a time, on a thread of its own."""
+"""Copies a store's blocks between memory and files, one job at a time, on a separate thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger("baton.worker")
 
 
 class FileJobs:
-    """Runs the core's jobs. ``ring`` is called after each job, ``fail`` when files cannot be used any more."""
+    """Runs the jobs of ``core``. Calls ``ring`` after each job, and ``fail`` with a reason when the files fail."""
 
     def __init__(
         self,
@@ -57,24 +57,24 @@ class FileJobs:
         await asyncio.to_thread(self._storage.thread.shutdown)
 
     def disk_free_bytes(self) -> int:
-        """Free space of the file system, without root's reserve; -1 without files or if it is unknown."""
+        """Free space of the file system, without root's reserve; -1 if there are no files or it is unknown."""
         if self._storage.files is None:
             return -1
         try:
-            stats = os.statvfs(self._storage.files.folder)
+            stat = os.statvfs(self._storage.files.folder)
         except OSError:
             return -1
-        return stats.f_bavail * stats.f_frsize
+        return stat.f_bavail * stat.f_frsize
 
     def _ended(self, job: Job, done: asyncio.Future[list[bytes]]) -> None:
         if done.cancelled():
             return
         if (error := done.exception()) is not None:
             self._broken = True
-            self._fail(f"its files cannot be used any more: {error!r}")
+            self._fail(f"the store's files cannot be used any more: {error!r}")
             return
         known = self._core.tiers.counts.damaged
         self._core.ended(job, done.result())
         if damaged := self._core.tiers.counts.damaged - known:
-            log.warning("%d blocks in files failed their checksums and are forgotten", damaged)
+            log.warning("%d blocks in files failed their checksums and were dropped", damaged)
         self._ring()

@@ -1,4 +1,4 @@
-"""Which slot of the block file holds which block. The least recently used block is evicted for a new one."""
+"""Maps blocks to slots of the block file. The least recently used block is evicted for a new one."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class FileTier:
         self._free = list(range(slots - 1, -1, -1))
         self._holders: Counter[int] = Counter()
         self._forgotten: set[int] = set()
-        """Held slots whose block was dropped: free when the last hold ends."""
+        """Held slots whose block was dropped. They become free when the last hold ends."""
         self._changes: list[tuple[KvEventKind, bytes]] = []
         self.evicted_total = 0
-        """Blocks evicted for others."""
+        """Blocks evicted for new ones."""
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -50,26 +50,24 @@ class FileTier:
         return list(self._by_name)
 
     def slot_of(self, name: bytes) -> int | None:
-        """The slot of that block."""
         entry = self._by_name.get(name)
         return None if entry is None else entry.slot
 
     def checksum_of(self, name: bytes) -> bytes:
-        """Of the block's bytes."""
         return self._by_name[name].checksum
 
     def used(self, chain: Sequence[bytes]) -> None:
-        """Mark as used; the end of a chain is evicted before its beginning."""
+        """Mark as used, so that the end of a chain is evicted before its beginning."""
         for name in reversed(chain):
             if name in self._by_name:
                 self._by_name.move_to_end(name)
 
     def hold(self, slots: Iterable[int]) -> None:
-        """One more user needs these slots."""
+        """Add one hold to each slot."""
         self._holders.update(slots)
 
     def release(self, slots: Iterable[int]) -> None:
-        """One user fewer needs these slots."""
+        """Remove one hold from each slot."""
         for slot in slots:
             self._holders[slot] -= 1
             if self._holders[slot]:
@@ -80,17 +78,17 @@ class FileTier:
                 self._free.append(slot)
 
     def take(self, count: int) -> list[int]:
-        """At most ``count`` slots for new content. Their blocks are forgotten before a byte changes."""
+        """At most ``count`` slots for new content. Their old blocks are removed before any byte changes."""
         taken = [self._free.pop() for _ in range(min(count, len(self._free)))]
         if len(taken) < count:
-            going: list[bytes] = []
+            evicted: list[bytes] = []
             for name, entry in self._by_name.items():
-                if len(taken) + len(going) == count:
+                if len(taken) + len(evicted) == count:
                     break
                 if entry.slot not in self._holders:
-                    going.append(name)
-            taken += [self._forget(name) for name in going]
-            self.evicted_total += len(going)
+                    evicted.append(name)
+            taken += [self._forget(name) for name in evicted]
+            self.evicted_total += len(evicted)
         return taken
 
     def give_back(self, slots: Iterable[int]) -> None:
@@ -98,7 +96,7 @@ class FileTier:
         self._free.extend(slots)
 
     def put(self, name: bytes, slot: int, checksum: bytes) -> None:
-        """A taken slot holds this block from now on."""
+        """Record that a taken slot holds this block."""
         if name in self._by_name:
             self._free.append(slot)
             return
@@ -106,7 +104,7 @@ class FileTier:
         self._tell(KvEventKind.STORED, name)
 
     def drop(self, name: bytes) -> None:
-        """Forget a damaged block; harmless if it is unknown."""
+        """Remove a damaged block; does nothing if it is unknown."""
         if name in self._by_name:
             slot = self._forget(name)
             if slot in self._holders:
@@ -115,14 +113,14 @@ class FileTier:
                 self._free.append(slot)
 
     def records(self) -> list[SlotRecord]:
-        """For the index file, in the order of use."""
+        """Records for the index file, in order of use."""
         return [
             SlotRecord(name, entry.slot, entry.checksum, at)
             for at, (name, entry) in enumerate(self._by_name.items(), 1)
         ]
 
     def take_events(self) -> list[KvEvent]:
-        """What changed since the last call, in order."""
+        """Changes since the last call, in order."""
         changes, self._changes = self._changes, []
         return [
             KvEvent(

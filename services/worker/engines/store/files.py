@@ -1,6 +1,6 @@
-"""A store's files: ``blocks``, with one slot after the other, and ``index``, with a record of each slot.
+"""A store's files: ``blocks``, an array of slots, and ``index``, with one record per slot.
 
-``lock`` gives the folder to one process. All calls are synchronous and come from one thread.
+A lock on the file ``lock`` keeps other processes out of the folder. All calls block, and come from one thread.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ class BlockFile(Protocol):
     """Moves blocks between memory and an open file."""
 
     description: str
-    """For operators."""
+    """Text for operators."""
 
     def write(self, addresses: Sequence[int], offsets: Sequence[int], length: int) -> None:
-        """From memory to the file. Raises OSError or TransferFailed; TimeoutError if bytes may still move."""
+        """Copy memory to the file. Raises OSError or TransferFailed; TimeoutError if the copy may still be running."""
 
     def read(self, addresses: Sequence[int], offsets: Sequence[int], length: int) -> None:
-        """From the file to memory. Raises as ``write`` does."""
+        """Copy the file to memory. Raises as ``write`` does."""
 
     def close(self) -> None:
-        """Release what the object holds."""
+        """Release resources, but not the file descriptor."""
 
 
 class PlainFile:
@@ -65,7 +65,7 @@ class PlainFile:
         """See ``BlockFile``."""
         for address, offset in zip(addresses, offsets, strict=True):
             if os.pwrite(self._descriptor, content_at(address, length), offset) != length:
-                raise OSError("a block was not written whole")
+                raise OSError("a block was written incompletely")
 
     def read(self, addresses: Sequence[int], offsets: Sequence[int], length: int) -> None:
         """See ``BlockFile``."""
@@ -74,11 +74,11 @@ class PlainFile:
                 raise OSError("the file ends before the block does")
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Do nothing."""
 
 
 def content_at(address: int, length: int) -> memoryview:
-    """That memory, readable and writable."""
+    """A writable view of that memory."""
     return memoryview((ctypes.c_char * length).from_address(address)).cast("B")
 
 
@@ -105,7 +105,9 @@ class StoreFiles:
         self.description = self._file.description
 
     def perform(self, job: Job) -> list[bytes]:
-        """Copy a job's blocks; returns their checksums, empty for blocks that were not copied. Raises TimeoutError."""
+        """Copy a job's blocks; returns their checksums, empty for blocks that were not copied. Raises TimeoutError if
+        the copy may still be running.
+        """
         addresses = [self._memory + block * self._block_bytes for block in job.blocks]
         offsets = [slot * self._block_bytes for slot in job.slots]
         try:
@@ -125,7 +127,7 @@ class StoreFiles:
             return [b""] * len(job.names)
 
     def close(self, records: Sequence[SlotRecord]) -> None:
-        """Write the index with the order of use, sync both files, and close them."""
+        """Write the index in order of use, sync both files, and close them."""
         packed = bytearray(self.slots * RECORD.size)
         for record in records:
             packed[record.slot * RECORD.size : (record.slot + 1) * RECORD.size] = pack_record(self._identity, record)
@@ -134,10 +136,10 @@ class StoreFiles:
             os.fsync(self._blocks)
             os.fsync(self._index)
         except OSError as error:
-            log.warning("the store's files were not written completely at the end: %s", error)
-        self.let_go()
+            log.warning("the store's files were not written completely at shutdown: %s", error)
+        self.abandon()
 
-    def let_go(self) -> None:
+    def abandon(self) -> None:
         """Close without writing."""
         self._file.close()
         for descriptor in (self._blocks, self._index, self._lock):
@@ -153,7 +155,7 @@ class StoreFiles:
         os.pwrite(self._index, pack_record(self._identity, record), offset_of(record.slot))
 
     def _read_index(self) -> list[SlotRecord]:
-        """Records of an earlier process, if they are of the same kind of blocks; otherwise empties the files."""
+        """The records of an earlier process. Empties the files if they belong to blocks of another identity or size."""
         header = pack_header(self._identity, self._block_bytes)
         found = os.pread(self._index, len(header), 0)
         if is_header_of(found, self._identity, self._block_bytes):
@@ -161,7 +163,7 @@ class StoreFiles:
             os.ftruncate(self._index, offset_of(self.slots))
             return read_records(self._identity, packed, self.slots)
         if found:
-            log.info("the store's files hold another kind of blocks, or are damaged: they are emptied")
+            log.info("the store's files hold blocks of another kind, or are damaged, and are emptied")
         os.ftruncate(self._index, 0)
         os.ftruncate(self._blocks, 0)
         os.pwrite(self._index, header, 0)
@@ -170,7 +172,7 @@ class StoreFiles:
 
 
 def open_file(io: str, descriptor: int, by_nixl: Callable[[], BlockFile]) -> BlockFile:
-    """What moves blocks of that open file. Raises TransferFailed when it must be NIXL and that cannot run."""
+    """The ``BlockFile`` for an open file. Raises TransferFailed if ``io`` is nixl and NIXL's plugin fails."""
     if io == "plain" or (io == "auto" and not find_spec("nixl")):
         return PlainFile(descriptor)
     try:
@@ -178,7 +180,7 @@ def open_file(io: str, descriptor: int, by_nixl: Callable[[], BlockFile]) -> Blo
     except TransferFailed as error:
         if io == "nixl":
             raise
-        log.warning("blocks go to plain files: %s", error)
+        log.warning("NIXL's file plugin cannot be used; the store uses plain files: %s", error)
         return PlainFile(descriptor)
 
 

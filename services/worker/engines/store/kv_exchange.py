@@ -1,6 +1,6 @@
-"""A store's end of the KV exchange: the connector's own parts around two tiers of blocks, with no engine behind them.
+"""A store's end of the KV exchange: the connector's scheduler side on top of two tiers of blocks, without an engine.
 
-What is asked for and lies in files alone is loaded before the ask is answered, as much as can be loaded in time.
+Requested blocks that are only in files are loaded before the lease is granted, as many as ``LOAD_S_MAX`` allows.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from shared.contracts.kv_exchange import KvHandshake, LeaseKv, ReleaseKv, unpack
 from shared.contracts.load import StoreState
 
 LOOK_S = 0.05
-"""While something is fetched or followed, how often to look whether its time is over."""
+"""Interval at which deadlines are checked while a fetch runs or a prompt is followed."""
 LOAD_S_MAX = 0.3
-"""How long an ask waits for its blocks to be loaded: readers wait for half a second."""
+"""How long a lease request waits for its blocks to be loaded. Readers wait for half a second."""
 LEASES_WAITING_MAX = 256
-"""Asks that wait for files; one more is answered with what is in memory."""
+"""Lease requests that may wait for files; further ones are granted what is in memory."""
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class _Waiting:
 
 
 class StoreExchange:
-    """See the module. ``now`` is the store's clock."""
+    """``now`` returns the time on the store's clock."""
 
     def __init__(self, holding: HolderSettings, block_tokens: int, tiers: Tiers, now: Callable[[], float]) -> None:
         self.tiers = tiers
@@ -46,20 +46,20 @@ class StoreExchange:
         self._granted_blocks = 0
 
     def describe(self, handshake: KvHandshake) -> None:
-        """The memory is registered; this is what others need to read it."""
+        """Set the handshake that peers need to read the memory, which must be registered already."""
         self._core.handshake = handshake
 
     def call(self, call: EngineCall) -> EngineNotification:
-        """Do what the worker asks."""
+        """Execute a call of the worker and return its immediate results."""
         for release in call.releases:
-            self._unwanted(release)
+            self._drop_waiting(release)
         ready = [lease for lease in call.leases if not self._waits(lease)]
         self._core.handle(msgspec.structs.replace(call, leases=ready))
         self.look()
-        return self._noted(self._core.notifications(describe=call.describe))
+        return self._count_grants(self._core.notifications(describe=call.describe))
 
     def look(self) -> None:
-        """End what is over, and answer what can be answered: after whatever happened, and when it wants to be woken."""
+        """Grant the leases that are ready and end what has expired. Call it after each change and at ``wakes_at``."""
         now = self._now()
         due = [one for one in self._waiting if now >= one.until or not any(map(self.tiers.is_coming, one.names))]
         if due:
@@ -73,7 +73,7 @@ class StoreExchange:
         outbox.reads, outbox.cancel = [], []
 
     def wakes_at(self) -> float | None:
-        """When to look again."""
+        """When ``look`` must run next."""
         core = self._core
         looks = not core.prefetcher.idle or core.holder.has_followed
         now, expiry_s = self._now(), core.holder.counts.next_expiry_s or None
@@ -82,35 +82,35 @@ class StoreExchange:
         return min((at for at in times if at is not None), default=None)
 
     def take_orders(self) -> Orders:
-        """For the mover."""
+        """Orders for the mover since the last call."""
         orders, self._core.orders = self._core.orders, Orders()
         return orders
 
     def results(self, results: Results) -> None:
-        """Handle the mover's results."""
+        """Apply results of the mover."""
         self._core.on_connected(results.connected)
         for part in results.parts:
             self._core.on_part(part)
 
     def next_job(self) -> Job | None:
-        """The next job between memory and files, if there is one."""
+        """The next job between memory and files; ``ended`` must follow."""
         return self.tiers.next_job(self._now())
 
     def ended(self, job: Job, checksums: list[bytes]) -> None:
-        """The job has ended."""
+        """Apply the result of a job; see ``Tiers.ended``."""
         self.tiers.ended(job, checksums, self._now())
 
     @property
     def moving(self) -> bool:
-        """Whether the mover has something that is not over."""
+        """Whether the mover has unfinished orders."""
         return bool(self._core.connecting) or not self._core.prefetcher.idle
 
     def take_notifications(self) -> EngineNotification | None:
-        """For the worker, if there is any."""
-        return self._noted(self._core.notifications()) if self._core.has_notifications else None
+        """Notifications for the worker, or None."""
+        return self._count_grants(self._core.notifications()) if self._core.has_notifications else None
 
     def state(self, block_bytes: int, disk_free_bytes: int = -1) -> StoreState:
-        """What it keeps and has done; ``block_bytes`` is what a block takes."""
+        """The store's part of the load report."""
         tiers, counts = self.tiers, self.tiers.counts
         loads_waiting, saves_waiting = tiers.waiting
         return StoreState(
@@ -130,19 +130,19 @@ class StoreExchange:
             granted_bytes_total=self._granted_blocks * block_bytes,
         )
 
-    def _noted(self, notifications: EngineNotification) -> EngineNotification:
+    def _count_grants(self, notifications: EngineNotification) -> EngineNotification:
         self._granted_blocks += sum(len(unpack_block_ids(grant.block_ids)) for grant in notifications.grants)
         return notifications
 
     def _waits(self, lease: LeaseKv) -> bool:
-        missing = self.tiers.asked_for(unpack_full_hashes(lease.hashes))
+        missing = self.tiers.requested(unpack_full_hashes(lease.hashes))
         if not missing or len(self._waiting) >= LEASES_WAITING_MAX:
             return False
         self.tiers.load(missing)
         self._waiting.append(_Waiting(lease, missing, self._now() + LOAD_S_MAX))
         return True
 
-    def _unwanted(self, release: ReleaseKv) -> None:
+    def _drop_waiting(self, release: ReleaseKv) -> None:
         self._waiting = [
             one
             for one in self._waiting

@@ -1,4 +1,7 @@
-"""A store's memory and files."""
+"""A store's memory and files, and the movers that copy blocks of other workers into that memory.
+
+A mover is the connector's copier with a transfer agent. It also registers the memory, so that peers can read it.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,8 @@ from shared.contracts.kv_exchange import KvHandshake, KvRank
 
 
 class Arena:
-    """Memory for blocks, with room for connection probes after them. It never moves; pages are allocated on first
-    write.
+    """Memory for blocks, followed by space for connection probes. Its address never changes; the system allocates pages
+    on first write.
     """
 
     def __init__(self, size: int) -> None:
@@ -45,45 +48,45 @@ class Storage:
     """Runs all calls of ``files``."""
 
     def as_text(self, blocks: int) -> str:
-        """For the worker's note."""
+        """Text for the worker's note."""
         files = "none in files" if self.files is None else f"{self.files.slots} in files ({self.files.description})"
         return f"{blocks} blocks in memory, {files}"
 
 
 class StoreMover(Protocol):
-    """Carries out what a store's exchange orders."""
+    """Executes the orders of a store's exchange."""
 
     rings: bool
-    """Says itself when something has ended; otherwise it must be asked."""
+    """Whether the mover signals new results; if not, the store polls it."""
 
     def submit(self, orders: Orders) -> None:
-        """Accept orders."""
+        """Start these orders."""
 
     def take_results(self) -> Results:
         """Results since the last call."""
 
     def close(self) -> None:
-        """Abort running copies."""
+        """Abort transfers."""
 
 
 MoverOf = Callable[[Identity, BlockShape, int, int, Callable[[], None]], tuple[StoreMover, KvHandshake]]
-"""Makes a mover of: identity, block shape, address and number of the blocks, and a function that wakes the engine."""
+"""Makes a mover and its handshake. Arguments: identity, shape, address and number of the blocks; called on results."""
 
 
 class Threaded(TransferThread):
-    """Copies on a thread of its own, which wakes the engine."""
+    """Copies on a separate thread and signals results."""
 
     rings = True
 
 
 class Direct(DirectMover):
-    """Copies on the caller's thread, whenever it is polled: for agents that do not block."""
+    """Copies on the caller's thread when polled, for agents that never block."""
 
     rings = False
 
 
 def mover_of(settings: Settings, engine: str) -> MoverOf:
-    """What reaches that kind of engine."""
+    """The mover for workers with that kind of engine. Raises ValueError for a transfer that a store cannot use."""
     transfer = settings.sim_transfer if engine == "simulated" else "nixl"
     if transfer == "auto":
         transfer = "nixl" if find_spec("nixl") else "tcp"
@@ -99,13 +102,13 @@ def mover_of(settings: Settings, engine: str) -> MoverOf:
 
 
 def threaded(make_agent: Callable[[str], TransferAgent]) -> MoverOf:
-    """Around agents that take their time."""
+    """For agents that block."""
 
     def make(
         identity: Identity, shape: BlockShape, base: int, blocks: int, ring: Callable[[], None]
     ) -> tuple[StoreMover, KvHandshake]:
         agent = make_agent(agent_name(identity.worker_id, identity.epoch))
-        own = introduce(agent, identity, shape, base, blocks)
+        own = register_blocks(agent, identity, shape, base, blocks)
         mover = Threaded(lambda: Copier(agent, own, time.monotonic))
         mover.wake_on_results(ring)
         return mover, own.handshake
@@ -114,20 +117,20 @@ def threaded(make_agent: Callable[[str], TransferAgent]) -> MoverOf:
 
 
 def direct(make_agent: Callable[[str], TransferAgent]) -> MoverOf:
-    """Around agents of this process."""
+    """For agents that never block."""
 
     def make(
         identity: Identity, shape: BlockShape, base: int, blocks: int, _ring: Callable[[], None]
     ) -> tuple[StoreMover, KvHandshake]:
         agent = make_agent(agent_name(identity.worker_id, identity.epoch))
-        own = introduce(agent, identity, shape, base, blocks)
+        own = register_blocks(agent, identity, shape, base, blocks)
         return Direct(Copier(agent, own, time.monotonic)), own.handshake
 
     return make
 
 
-def introduce(agent: TransferAgent, identity: Identity, shape: BlockShape, base: int, blocks: int) -> Own:
-    """Make the blocks readable, and say so in a handshake. Behind them there is a place for probes."""
+def register_blocks(agent: TransferAgent, identity: Identity, shape: BlockShape, base: int, blocks: int) -> Own:
+    """Register the blocks, and the space for probes after them, with the agent; make the handshake."""
     size = blocks * shape.block_bytes
     agent.register([Region(base, size + PROBE_BYTES, "cpu", 0)])
     rank = KvRank(rank=0, agent=agent.metadata(), device="cpu", device_id=0, layers=shape.at(base))

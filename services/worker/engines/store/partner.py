@@ -1,4 +1,4 @@
-"""The partner of a store: the first worker of its model. The store keeps blocks of its fingerprint only."""
+"""The partner of a store: the first worker of the store's model. The store keeps blocks of its fingerprint only."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ LOOK_S = 1.0
 HANDSHAKE_S_MAX = 2.0
 ORPHAN_LOOK_S = 10.0
 ORPHAN_S = 60.0
-"""How long no worker may have its fingerprint: workers may be restarting."""
+"""A store ends when all workers of its model have had other fingerprints for this long. Workers may be restarting."""
 KNOWN = frozenset({WorkerPhase.PROBING, WorkerPhase.READY, WorkerPhase.DRAINING})
-"""Phases in which a worker's record has its fingerprint."""
+"""Phases in which a worker's record contains its fingerprint."""
 CONNECTOR = "baton"
-"""Names of connectors that exchange KV by content begin with it."""
+"""Prefix of the names of connectors that address KV by content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ async def find_partner(bus: Bus, me: WorkerId, model: str) -> Partner:
 
 
 async def records(bus: Bus) -> list[WorkerRecord]:
-    """Of all workers; empty while the registry cannot be read."""
+    """Records of all workers; empty while the registry cannot be read."""
     try:
         registry = await bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
         return [entry.value for entry in await registry.all() if entry.value is not None]
@@ -62,7 +62,7 @@ async def records(bus: Bus) -> list[WorkerRecord]:
 
 
 def fitting(known: Sequence[WorkerRecord], model: str) -> list[WorkerRecord]:
-    """Workers of that model whose KV can be copied, in the order of their start."""
+    """Workers of that model whose KV can be copied, ordered by start."""
     names = {model, PurePath(model).name}
     fits = [
         record
@@ -75,9 +75,10 @@ def fitting(known: Sequence[WorkerRecord], model: str) -> list[WorkerRecord]:
     return sorted(fits, key=lambda record: (record.epoch, record.worker_id))
 
 
-async def wait_for_orphanage(bus: Bus, fingerprint: str, model: str) -> str:
-    """Returns a reason to end once all workers of this model have had another fingerprint for a while: a store keeps
-    blocks of one fingerprint, and takes theirs when it is restarted.
+async def wait_until_orphaned(bus: Bus, fingerprint: str, model: str) -> str:
+    """Return a reason to end once all workers of this model have had other fingerprints for ``ORPHAN_S``.
+
+    A store keeps blocks of one fingerprint, and adopts the workers' new one when it is restarted.
     """
     others_since: float | None = None
     loop = asyncio.get_running_loop()
@@ -89,4 +90,4 @@ async def wait_for_orphanage(bus: Bus, fingerprint: str, model: str) -> str:
             continue
         others_since = loop.time() if others_since is None else others_since
         if loop.time() - others_since >= ORPHAN_S:
-            return "all workers of its model have another fingerprint now: it restarts with theirs"
+            return "all workers of the model have another fingerprint; the store must restart to adopt it"

@@ -1,4 +1,9 @@
-"""Layout of a store's block and index records, as bytes."""
+"""Byte layout of a store: of one block, and of the records in the index file.
+
+The layers of a block follow each other, so that a block is contiguous in memory and in a file. Layers, planes and heads
+are those of the first worker that the store meets. The fingerprint says whether another worker's blocks have the same
+meaning.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +16,14 @@ from connector.layout.tensors import PROTOCOL_VERSION, why_malformed
 from shared.contracts.kv_exchange import FULL_HASH_BYTES, KvHandshake, KvLayer, KvPlane
 
 BLOCK_BYTES_COUNTED_MIN = 16 * 1024
-"""A block counts as at least this much of a store's memory: simulated blocks are a few bytes long, and the bookkeeping
-of millions of them would take more.
+"""A block counts as at least this much of a store's memory. Simulated blocks are a few bytes long; without a minimum,
+the records of millions of them would take more memory than the blocks.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """Of one block: all heads of all layers."""
+    """Shape of one block: all heads of all layers."""
 
     fingerprint: str
     block_tokens: int
@@ -28,7 +33,6 @@ class BlockShape:
 
     @property
     def block_bytes(self) -> int:
-        """Of one block."""
         return self.kv_heads * sum(map(sum, self.layers))
 
     def blocks_in(self, size: int) -> int:
@@ -49,20 +53,20 @@ class BlockShape:
         return layers
 
     def identity(self) -> bytes:
-        """32 bytes that differ for blocks of different meaning."""
+        """32 bytes that differ if the fingerprint, the shape or the protocol version differs."""
         return hashlib.sha256(
             repr((PROTOCOL_VERSION, self.fingerprint, self.block_tokens, self.kv_heads, self.layers)).encode()
         ).digest()
 
 
 def shape_of(handshake: KvHandshake) -> BlockShape:
-    """Of a worker's blocks. Raises ValueError for a malformed handshake."""
+    """Shape of a worker's blocks. Raises ValueError for a malformed handshake."""
     if why := why_malformed(handshake):
         raise ValueError(why)
     planes = tuple(tuple(plane.head_bytes for plane in layer.planes) for layer in handshake.ranks[0].layers)
     shape = BlockShape(handshake.fingerprint, handshake.block_size, handshake.kv_heads, planes)
     if shape.block_bytes <= 0 or handshake.block_size <= 0:
-        raise ValueError("its blocks have no bytes")
+        raise ValueError("the handshake describes blocks of zero bytes")
     return shape
 
 
@@ -72,13 +76,13 @@ SEAL_BYTES = 8
 HEADER = struct.Struct(f"<8s32sQ{SEAL_BYTES}s8x")
 """Magic, identity, bytes of a block, seal."""
 RECORD = struct.Struct(f"<{FULL_HASH_BYTES}s{CHECKSUM_BYTES}sQ{SEAL_BYTES}s")
-"""Block hash, checksum, a count that says when it was last used (0: free), seal."""
+"""Block hash, checksum, order of use (0: the slot is free), seal."""
 assert HEADER.size == RECORD.size, "record n follows the header and n records"
 
 
 @dataclass(frozen=True, slots=True)
 class SlotRecord:
-    """One slot."""
+    """One occupied slot of the block file."""
 
     name: bytes
     slot: int
@@ -88,19 +92,19 @@ class SlotRecord:
 
 
 def checksum_of(identity: bytes, name: bytes, content: memoryview | bytes) -> bytes:
-    """Of a block's kind, hash and content."""
+    """Checksum of a block's identity, hash and content."""
     digest = hashlib.sha256(identity + name)
     digest.update(content)
     return digest.digest()[:CHECKSUM_BYTES]
 
 
 def pack_header(identity: bytes, block_bytes: int) -> bytes:
-    """The first bytes of the index."""
+    """The first record of the index."""
     return HEADER.pack(MAGIC, identity, block_bytes, _seal(identity, MAGIC, block_bytes))
 
 
 def is_header_of(packed: bytes, identity: bytes, block_bytes: int) -> bool:
-    """Whether the index is of this kind of blocks."""
+    """Whether the index belongs to blocks of this identity and size."""
     return packed[: HEADER.size] == pack_header(identity, block_bytes)
 
 
@@ -110,12 +114,12 @@ def pack_record(identity: bytes, record: SlotRecord) -> bytes:
 
 
 def offset_of(slot: int) -> int:
-    """Of a slot's record in the index."""
+    """Offset of a slot's record in the index."""
     return HEADER.size + slot * RECORD.size
 
 
 def read_records(identity: bytes, packed: bytes, slots: int) -> list[SlotRecord]:
-    """The valid records after the header, the least recently used first, one for each block."""
+    """The valid records after the header, one per block, the least recently used first."""
     newest: dict[bytes, SlotRecord] = {}
     for record in _each(identity, packed, slots):
         known = newest.get(record.name)

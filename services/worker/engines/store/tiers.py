@@ -1,7 +1,7 @@
 """A store's blocks in memory and in files.
 
-Other workers read memory only. Blocks that arrive there are saved to files soon after; blocks that are asked for and
-are only in files are loaded. Both are jobs of a few blocks, loads first.
+Other workers read memory only. Blocks that arrive in memory are saved to files soon after. Requested blocks that are
+only in files are loaded into memory. Loads and saves are jobs of a few blocks each; loads come first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class JobKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Copy each named block between its block of memory and its slot of the file. Results in checksums."""
+    """Copy each named block between its block of memory and its slot of the file. The result is their checksums."""
 
     kind: JobKind
     names: tuple[bytes, ...]
@@ -38,18 +38,18 @@ class Job:
 
 @dataclass(slots=True)
 class Counts:
-    """Blocks since the store began."""
+    """Totals since the store started, in blocks."""
 
     loaded: int = 0
     saved: int = 0
     damaged: int = 0
-    """Their checksum failed."""
+    """Blocks whose checksum did not match when they were loaded."""
     unsaved: int = 0
-    """They could not be written."""
+    """Blocks that could not be written."""
 
 
 class Tiers:
-    """A ``connector.reader.prefetch.BlockAllocator``: blocks of the file have numbers after those of memory."""
+    """A ``connector.reader.prefetch.BlockAllocator``. Slots of the file are numbered after the blocks of memory."""
 
     def __init__(self, memory: BlockCache, files: FileTier, job_blocks_max: int) -> None:
         self.memory = memory
@@ -58,7 +58,7 @@ class Tiers:
         self._job_blocks_max = job_blocks_max
         self._to_load: dict[bytes, None] = {}
         self._to_save: dict[bytes, None] = {}
-        """In order, at most as many as memory has blocks. Blocks evicted meanwhile are not saved."""
+        """In order of arrival, at most as many as memory has blocks. Blocks evicted before their save are not saved."""
         self._loading: set[bytes] = set()
         self._saves_at = 0.0
         self.counts = Counts()
@@ -83,7 +83,7 @@ class Tiers:
         return self._allocator.allocate(count)
 
     def cache(self, hashes: Sequence[bytes], first: int, blocks: Sequence[int]) -> None:
-        """They have arrived: others may read them, and they are queued for saving."""
+        """Make arrived blocks readable to others and queue them for saving."""
         self._allocator.cache(hashes, first, blocks)
         if self.files.slots:
             self._to_save.update(dict.fromkeys(hashes[first : first + len(blocks)]))
@@ -91,13 +91,13 @@ class Tiers:
                 del self._to_save[next(iter(self._to_save))]
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Release blocks that were held or taken."""
+        """Release blocks from ``hold`` or ``allocate``."""
         in_memory, slots = self._apart(blocks)
         self.memory.release(in_memory)
         self.files.release(slots)
 
-    def asked_for(self, hashes: Sequence[bytes]) -> list[bytes]:
-        """A reader asks for these. Returns those that must be loaded first, as far as there is memory."""
+    def requested(self, hashes: Sequence[bytes]) -> list[bytes]:
+        """Note that a reader requests these. Returns the blocks to load first, as many as memory can take."""
         chain: list[bytes] = []
         missing: list[bytes] = []
         for name in hashes:
@@ -110,37 +110,37 @@ class Tiers:
         if not missing:
             return []
         present = [block for block in map(self.memory.block_of, chain) if block is not None]
-        self.memory.hold(present)  # Blocks of the same chain must not be evicted for it.
-        room = self.memory.free
+        self.memory.hold(present)  # Loading must not evict blocks of the same chain.
+        loadable = self.memory.free
         self.memory.release(present)
-        return missing[:room]
+        return missing[:loadable]
 
     def load(self, names: Iterable[bytes]) -> None:
-        """Soon."""
+        """Queue these for loading."""
         self._to_load.update(dict.fromkeys(name for name in names if name not in self._loading))
 
     def next_job(self, now: float) -> Job | None:
-        """What to copy now, if there is anything; ``ended`` must follow."""
+        """The next job, or None; ``ended`` must follow."""
         return self._next_load() or (self._next_save() if now >= self._saves_at else None)
 
     def saves_at(self, now: float) -> float | None:
-        """When saving goes on after it failed; None: it did not, or there is nothing to save."""
+        """When saving resumes after a failure; None if it did not fail or there is nothing to save."""
         return self._saves_at if self._to_save and self._saves_at > now else None
 
     def ended(self, job: Job, checksums: Sequence[bytes], now: float) -> None:
-        """All of it is over: the checksum of each block that was moved, nothing for one that was not."""
+        """Apply the result of a job: the checksum of each block, empty for a block that was not copied."""
         if job.kind is JobKind.LOAD:
             self._loaded(job, checksums)
         else:
             self._saved(job, checksums, now)
 
     def take_events(self) -> list[KvEvent]:
-        """What changed since the last call."""
+        """Changes since the last call."""
         memory = [msgspec.structs.replace(event, tier=KvTier.HOST) for event in self.memory.take_events()]
         return [*memory, *self.files.take_events()]
 
     def whole_as_events(self) -> list[KvEvent]:
-        """The whole content as events, for a subscriber that lost some."""
+        """Events that bring any reader to the present state."""
         held = ((KvTier.HOST, self.memory.hashes()), (KvTier.DISK, self.files.names()))
         stored = [
             KvEvent(kind=KvEventKind.STORED, hashes=pack_hashes(map(block_hash64, names)), tier=tier)
@@ -206,16 +206,16 @@ class Tiers:
         self.memory.release(job.blocks)
 
     def is_coming(self, name: bytes) -> bool:
-        """Whether it is being loaded, or about to be."""
+        """Whether it is being loaded or queued for loading."""
         return name in self._loading or name in self._to_load
 
     @property
     def waiting(self) -> tuple[int, int]:
-        """Blocks that are to be loaded, and to be saved."""
+        """Number of blocks to load, and to save."""
         return len(self._to_load) + len(self._loading), len(self._to_save)
 
     def _apart(self, numbers: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Blocks of memory, and places in the file."""
+        """Split numbers into blocks of memory and slots of the file."""
         blocks: list[int] = []
         slots: list[int] = []
         for number in numbers:

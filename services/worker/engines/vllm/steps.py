@@ -1,9 +1,9 @@
-"""What each step of vLLM's engine computed and how long it took, from the scheduler's iteration details.
+"""Work and duration of each step of vLLM's engine, from the iteration details in vLLM's scheduler statistics.
 
-The details' ``elapsed_ms`` cannot be used: it is the time that the engine's loop waited for the model, almost nothing
-where the model runs in the same process. Here a step lasts from the end of the step before, or from the time at which
-its first request was scheduled. Times are on the machine's monotonic clock, which front end and engine share. Does not
-import vLLM.
+The details' ``elapsed_ms`` cannot be used: it is the time that the engine's loop waited for the model, which is almost
+nothing where the model runs in the same process. Here a step begins at the end of the previous step, or after a pause
+at the time when its first request was scheduled. Times are on the machine's monotonic clock, which vLLM's front end and
+engine share. This module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from services.worker.telemetry.step_totals import StepTotalsCounter
 from shared.contracts.load import StepTotals
 
 SCHEDULED = "SCHEDULED"
-"""Name of vLLM's event."""
+"""Name of vLLM's event for a scheduled request."""
 
 
 class StepMeter:
-    """Called for each step when its results have arrived."""
+    """Call ``results`` and then ``step`` for each step whose results have arrived."""
 
     def __init__(self) -> None:
         self.tokens_per_use = 0
-        """Tokens in a full KV cache; ``kv_cache_usage`` is a share of them."""
+        """Tokens that fill the KV cache; vLLM's ``kv_cache_usage`` is a share of them."""
         self._counter = StepTotalsCounter()
         self._pairs = 0.0
         self._scheduled_at = 0.0
@@ -35,7 +35,7 @@ class StepMeter:
         self._has_steps = False
 
     def results(self, outputs: list[Any], results_at: float) -> None:
-        """Outputs of the step whose statistics come next."""
+        """Add outputs of the step whose statistics come next."""
         self._results_at = results_at
         for output in outputs:
             if output.prefill_stats is None:
@@ -49,7 +49,7 @@ class StepMeter:
                     self._scheduled_at = event.timestamp
 
     def step(self, stats: Any, now: float) -> None:
-        """The scheduler's statistics after a step. A step without iteration details is not counted."""
+        """Add the scheduler's statistics after a step. A step without iteration details is not counted."""
         details = stats.iteration_details
         if details is None or details.is_dummy:
             return
@@ -75,13 +75,12 @@ class StepMeter:
         )
 
     def totals(self) -> StepTotals | None:
-        """Since the start; None before the first step with details."""
+        """Totals since the start; None before the first step with details."""
         return self._counter.totals() if self._has_steps else None
 
 
 class NoIterations(logging.Filter):
-    """Drops vLLM's INFO line for every step: hundreds a second."""
+    """Drops the INFO line that vLLM logs for every step, hundreds per second."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record passes."""
         return "Iteration(" not in str(record.msg)

@@ -1,7 +1,7 @@
 """Small simulated engines, and virtual time to run them in."""
 
 from services.worker.engines.simulated.core.engine_core import EngineCore, ModelTokens
-from services.worker.engines.simulated.core.sequence import NO_ORDER, Wish
+from services.worker.engines.simulated.core.sequence import NO_ORDER, RequestParams
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from shared.contracts.kv_exchange import KvOffer, KvSource, LegOrder
 from tests.unit.worker.simulated.fleet import Fleet, Member
@@ -29,23 +29,23 @@ def engine(**changes) -> EngineCore:
     return EngineCore(settings(**changes), MODEL)
 
 
-def wish(max_tokens=6, *, order=NO_ORDER, **values) -> Wish:
-    return Wish(max_tokens=max_tokens, order=order, **{"ignore_eos": True, **values})
+def params(max_tokens=6, *, order=NO_ORDER, **values) -> RequestParams:
+    return RequestParams(max_tokens=max_tokens, order=order, **{"ignore_eos": True, **values})
 
 
-OFFER = wish(1, order=LegOrder(offer=True))
+OFFER = params(1, order=LegOrder(offer=True))
 """Of a prefill leg."""
 
 
-def take(offer: KvOffer | None, max_tokens=6) -> Wish:
+def take(offer: KvOffer | None, max_tokens=6) -> RequestParams:
     """Of the decode leg after it."""
-    return wish(max_tokens, order=LegOrder(take=offer))
+    return params(max_tokens, order=LegOrder(take=offer))
 
 
-def fetch(*members: Member, max_tokens=6, follow=False, **order) -> Wish:
+def fetch(*members: Member, max_tokens=6, follow=False, **order) -> RequestParams:
     """Of a leg whose prompt these are believed to hold, or to be about to compute."""
     sources = [KvSource(worker_id=member.key[0], epoch=member.key[1], follow=follow) for member in members]
-    return wish(max_tokens, order=LegOrder(sources=sources, **order))
+    return params(max_tokens, order=LegOrder(sources=sources, **order))
 
 
 def fleet(*names, carry=None, **changes) -> Fleet:
@@ -58,7 +58,7 @@ def fleet(*names, carry=None, **changes) -> Fleet:
 
 def prefill(made: Fleet, member: Member, tokens) -> KvOffer | None:
     """What a prefill leg offers."""
-    return made.answer(member, tokens, OFFER).account.transfer_report.offer
+    return made.answer(member, tokens, OFFER).stats.transfer_report.offer
 
 
 def finish_all(core: EngineCore, *, now=0.0, check=lambda _core: None, steps_max=10_000) -> float:
@@ -68,16 +68,16 @@ def finish_all(core: EngineCore, *, now=0.0, check=lambda _core: None, steps_max
         check(core)
         wakes_at = core.wakes_at()
         if wakes_at is None:
-            assert not list(core.batch.everyone())
+            assert not list(core.batch.unfinished())
             return now
         now = max(now, wakes_at)
         core.advance(now)
     raise AssertionError("the engine never finishes")
 
 
-def answer(core: EngineCore, prompt, asked: Wish | None = None, *, now=0.0):
+def answer(core: EngineCore, prompt, asked: RequestParams | None = None, *, now=0.0):
     """The finished sequence of one prompt, alone."""
-    sequence = core.add(None, list(prompt), asked or wish(), now)
+    sequence = core.add(None, list(prompt), asked or params(), now)
     finish_all(core, now=now)
     return sequence
 

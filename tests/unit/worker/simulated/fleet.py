@@ -9,7 +9,7 @@ from itertools import count
 from connector.messages import EngineCall, EngineNotification, Peer, PeerGone
 from connector.transfer.memory_agent import MemoryNetwork
 from services.worker.engines.simulated.core.engine_core import EngineCore, ModelTokens
-from services.worker.engines.simulated.core.sequence import Sequence, Wish
+from services.worker.engines.simulated.core.sequence import RequestParams, Sequence
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from services.worker.engines.simulated.kv_exchange import DirectMover, agent_name, direct_mover
 from shared.contracts.kv_exchange import KvGrant, LeaseKv, ReleaseKv
@@ -153,9 +153,9 @@ class Fleet:
         else:
             self.call(member, EngineCall(releases=[message]))
 
-    def ask(self, member: Member, tokens: list[int], wish: Wish, owner: object = None) -> Sequence:
+    def ask(self, member: Member, tokens: list[int], params: RequestParams, owner: object = None) -> Sequence:
         """One request."""
-        sequence = member.core.add(owner, list(tokens), wish, member.now())
+        sequence = member.core.add(owner, list(tokens), params, member.now())
         self.turn(member)
         return sequence
 
@@ -189,8 +189,8 @@ class Fleet:
             do()
         raise AssertionError("it never happens")
 
-    def answer(self, member: Member, tokens: list[int], wish: Wish) -> Sequence:
+    def answer(self, member: Member, tokens: list[int], params: RequestParams) -> Sequence:
         """A finished request."""
-        sequence = self.ask(member, tokens, wish)
+        sequence = self.ask(member, tokens, params)
         self.until(lambda: sequence.finish_reason)
         return sequence

@@ -47,7 +47,7 @@ class CacheAgainstModel(RuleBasedStateMachine):
     @rule(numbers=st.lists(st.integers(1, 12), unique=True, max_size=4))
     def find_and_hold(self, numbers):
         found = self.cache.find([name(number) for number in numbers], 3)
-        room = self.cache.room_beside(found)
+        room = self.cache.free_after_holding(found)
         self.cache.hold(found)
 
         assert self.cache.free == room

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from services.worker.engines.simulated.core.sequence import Account, Sequence, Wish
+from services.worker.engines.simulated.core.sequence import RequestParams, Sequence, SequenceStats
 from services.worker.telemetry.kv_events import HeldBlocks
 from shared.contracts.kv_events import block_hash64, unpack_hashes
 from tests.support.examples import examples
@@ -18,9 +18,9 @@ from tests.unit.worker.simulated.builders import (
     completion,
     engine,
     finish_all,
+    params,
     prompt,
     settings,
-    wish,
 )
 
 REQUESTS = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 3), st.integers(1, 20)), min_size=1, max_size=12)
@@ -28,14 +28,14 @@ REQUESTS = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 3), st.integers
 
 
 def keeps_its_limits(core):
-    uses = Counter(block for sequence in core.batch.everyone() for block in sequence.blocks)
+    uses = Counter(block for sequence in core.batch.unfinished() for block in sequence.blocks)
     uses += core.exchange.holder._leases._pins
     assert core.cache._holders == [uses[block] for block in range(core.cache.blocks)]
     assert len(core.batch.running) <= core.settings.max_num_seqs
     if core._step is not None:
         totals = core._step.totals
         assert 0 < totals.prefill_tokens + totals.decode_requests <= core.settings.max_num_batched_tokens
-    for sequence in core.batch.everyone():
+    for sequence in core.batch.unfinished():
         assert len(sequence.blocks) == len(set(sequence.blocks))
         assert sequence.computed <= len(sequence.blocks) * BLOCK
 
@@ -45,7 +45,7 @@ def keeps_its_limits(core):
 def test_every_request_finishes_within_limits_and_frees_its_blocks(requests, blocks, budget, seqs):
     core = engine(kv_blocks=blocks, max_num_batched_tokens=budget, max_num_seqs=seqs)
     sequences = [
-        core.add(None, prompt(length, seed), wish(tokens), now=0.0)
+        core.add(None, prompt(length, seed), params(tokens), now=0.0)
         for length, seed, tokens in requests
         if length + tokens <= core.settings.max_model_len
     ]
@@ -53,7 +53,7 @@ def test_every_request_finishes_within_limits_and_frees_its_blocks(requests, blo
 
     assert core.cache.free == blocks
     for sequence in sequences:
-        assert len(completion(sequence)) == sequence.wish.max_tokens
+        assert len(completion(sequence)) == sequence.params.max_tokens
         assert sequence.finish_reason == "length"
 
 
@@ -61,18 +61,20 @@ def test_every_request_finishes_within_limits_and_frees_its_blocks(requests, blo
 @hypothesis_settings(max_examples=examples(60), deadline=None)
 def test_tokens_do_not_depend_on_preemption_or_eviction(requests, blocks, budget):
     crowded = engine(kv_blocks=blocks, max_num_batched_tokens=budget)
-    sequences = [crowded.add(None, prompt(n, seed), wish(t), now=0.0) for n, seed, t in requests if n + t <= blocks * 4]
+    sequences = [
+        crowded.add(None, prompt(n, seed), params(t), now=0.0) for n, seed, t in requests if n + t <= blocks * 4
+    ]
     finish_all(crowded)
 
     for sequence in sequences:
-        alone = answer(engine(), sequence.tokens[: sequence.prompt_tokens], sequence.wish)
+        alone = answer(engine(), sequence.tokens[: sequence.prompt_tokens], sequence.params)
         assert completion(sequence) == completion(alone)
 
 
 def test_a_block_recycled_under_a_running_sequence_changes_every_later_token():
     clean, spoiled = engine(), engine()
-    kept = clean.add(None, prompt(30), wish(20), now=0.0)
-    hit = spoiled.add(None, prompt(30), wish(20), now=0.0)
+    kept = clean.add(None, prompt(30), params(20), now=0.0)
+    hit = spoiled.add(None, prompt(30), params(20), now=0.0)
     for core in (clean, spoiled):
         core.advance(0.0)
         core.advance(core.wakes_at())
@@ -91,15 +93,15 @@ def test_the_last_prompt_token_is_always_computed():
 
     again = answer(core, prompt(4 * BLOCK))
 
-    assert again.account.cached_tokens == 3 * BLOCK
+    assert again.stats.cached_tokens == 3 * BLOCK
 
 
 def test_a_long_prompt_is_chunked_while_others_decode():
     core = engine(max_num_batched_tokens=8, **INSTANT)
-    talking = core.add("talking", prompt(4), wish(20), now=0.0)
+    talking = core.add("talking", prompt(4), params(20), now=0.0)
     core.advance(0.0)
     core.advance(0.0)
-    core.add("long", prompt(40, seed=2), wish(1), now=0.0)
+    core.add("long", prompt(40, seed=2), params(1), now=0.0)
 
     order = []
     while core.wakes_at() is not None:
@@ -111,20 +113,20 @@ def test_a_long_prompt_is_chunked_while_others_decode():
 
 def test_without_free_blocks_the_youngest_sequence_is_preempted():
     core = engine(kv_blocks=16, max_model_len=60)
-    old = core.add(None, prompt(20, seed=1), wish(30), now=0.0)
-    young = core.add(None, prompt(20, seed=2), wish(30), now=0.0)
+    old = core.add(None, prompt(20, seed=1), params(30), now=0.0)
+    young = core.add(None, prompt(20, seed=2), params(30), now=0.0)
     finish_all(core, check=keeps_its_limits)
 
     assert core.batch.preemptions > 0
-    assert old.account.first_token_at <= young.account.first_token_at
-    assert completion(young) == completion(answer(engine(), prompt(20, seed=2), wish(30)))
+    assert old.stats.first_token_at <= young.stats.first_token_at
+    assert completion(young) == completion(answer(engine(), prompt(20, seed=2), params(30)))
 
 
 @pytest.mark.parametrize("advances", [0, 1, 2, 5])
 def test_an_aborted_sequence_frees_its_blocks_at_once(advances):
     core = engine()
-    gone = core.add("gone", prompt(30), wish(30), now=0.0)
-    core.add("stays", prompt(30, seed=3), wish(10), now=0.0)
+    gone = core.add("gone", prompt(30), params(30), now=0.0)
+    core.add("stays", prompt(30, seed=3), params(10), now=0.0)
     now = 0.0
     for _ in range(advances):
         core.advance(now)
@@ -145,7 +147,7 @@ def test_an_aborted_sequence_frees_its_blocks_at_once(advances):
 def test_events_match_the_cache_through_evictions():
     core, told = engine(kv_blocks=12, max_model_len=40), HeldBlocks()
     for seed in range(6):
-        answer(core, prompt(20, seed), wish(10))
+        answer(core, prompt(20, seed), params(10))
         told.apply(core.cache.take_events())
 
     assert set(unpack_hashes(told.packed())) == {block_hash64(full) for full in core.cache.hashes()}
@@ -153,18 +155,18 @@ def test_events_match_the_cache_through_evictions():
 
 def test_salts_keep_the_blocks_of_tenants_apart():
     core = engine()
-    first = answer(core, prompt(20), wish(cache_salt="a"))
-    other = answer(core, prompt(20), wish(cache_salt="b"))
-    same = answer(core, prompt(20), wish(cache_salt="a"))
+    first = answer(core, prompt(20), params(cache_salt="a"))
+    other = answer(core, prompt(20), params(cache_salt="b"))
+    same = answer(core, prompt(20), params(cache_salt="a"))
 
-    assert (other.account.cached_tokens, same.account.cached_tokens) == (0, 16)
+    assert (other.stats.cached_tokens, same.stats.cached_tokens) == (0, 16)
     assert completion(first) == completion(other)
 
 
 def test_eos_ends_an_answer_unless_ignored_or_too_early():
     core = engine(kv_blocks=1000)
-    lengths = [len(completion(answer(core, prompt(10, seed), wish(2000, ignore_eos=False)))) for seed in range(30)]
-    patient = answer(core, prompt(10), wish(2000, ignore_eos=False, min_tokens=1500))
+    lengths = [len(completion(answer(core, prompt(10, seed), params(2000, ignore_eos=False)))) for seed in range(30)]
+    patient = answer(core, prompt(10), params(2000, ignore_eos=False, min_tokens=1500))
 
     assert 100 < sum(lengths) / len(lengths) < 500
     assert patient.finish_reason == "stop"
@@ -174,7 +176,7 @@ def test_eos_ends_an_answer_unless_ignored_or_too_early():
 def test_a_stop_token_ends_the_answer_with_it():
     said = completion(answer(engine(), prompt(10)))
 
-    stopped = answer(engine(), prompt(10), wish(stop_token_ids={said[3]}))
+    stopped = answer(engine(), prompt(10), params(stop_token_ids={said[3]}))
 
     assert completion(stopped) == said[: said.index(said[3]) + 1]
     assert stopped.finish_reason == "stop"
@@ -188,18 +190,18 @@ def test_steps_take_the_simulated_time():
         sim_decode_base_s=0.25,
         sim_decode_per_sequence_s=0.125,
     )
-    first, second = (core.add(None, prompt(10, seed), wish(3), now=0.0) for seed in (1, 2))
+    first, second = (core.add(None, prompt(10, seed), params(3), now=0.0) for seed in (1, 2))
 
     ended = finish_all(core)
 
-    assert first.account.first_token_at == second.account.first_token_at == pytest.approx(0.5 + 2.0)
+    assert first.stats.first_token_at == second.stats.first_token_at == pytest.approx(0.5 + 2.0)
     assert ended == pytest.approx(2.5 + 2 * (0.25 + 0.125))
 
 
 def test_the_totals_of_its_steps_explain_how_long_they_took():
     core = engine(sim_prefill_base_s=0.5, sim_prefill_tokens_per_s=10.0, sim_decode_base_s=0.25)
     for seed, length in enumerate((10, 40, 7)):
-        core.add(None, prompt(length, seed), wish(3 + seed), now=0.0)
+        core.add(None, prompt(length, seed), params(3 + seed), now=0.0)
 
     ended = finish_all(core)
 
@@ -214,7 +216,7 @@ def test_the_totals_of_its_steps_explain_how_long_they_took():
 
 def test_tokens_wait_until_the_step_that_computes_them_has_ended():
     core = engine(max_num_batched_tokens=32, sim_prefill_base_s=1.0)
-    core.add(None, prompt(40), wish(2), now=0.0)
+    core.add(None, prompt(40), params(2), now=0.0)
     waiting = [core.waiting_tokens()]
     for _ in range(3):
         core.advance(core.wakes_at() or 0.0)
@@ -225,7 +227,7 @@ def test_tokens_wait_until_the_step_that_computes_them_has_ended():
 
 def test_a_slightly_late_caller_does_not_slow_the_engine_down():
     core = engine(sim_decode_base_s=1.0)
-    core.add(None, prompt(4), wish(5), now=0.0)
+    core.add(None, prompt(4), params(5), now=0.0)
     core.advance(0.0)
     planned = core.wakes_at()
     core.advance(planned + 0.01)
@@ -236,7 +238,7 @@ def test_a_slightly_late_caller_does_not_slow_the_engine_down():
 @pytest.mark.parametrize(("tokens", "count"), [([], 1), ([5] * 257, 1), ([5] * 250, 7), ([5], 0)])
 def test_impossible_requests_are_refused_at_once(tokens, count):
     with pytest.raises(ValueError, match="do not fit"):
-        engine().add(None, tokens, wish(count), now=0.0)
+        engine().add(None, tokens, params(count), now=0.0)
 
 
 def test_settings_that_cannot_work_are_refused_with_their_reason():
@@ -250,8 +252,8 @@ def test_settings_that_cannot_work_are_refused_with_their_reason():
 
 def test_expected_cache_hits_do_not_count_as_waiting_work():
     sequence = Sequence(
-        request_id="1", owner=None, prompt_tokens=100, tokens=[1] * 100, wish=Wish(max_tokens=1, expected_tokens=30),
-        account=Account(arrived_at=0.0),
+        request_id="1", owner=None, prompt_tokens=100, tokens=[1] * 100, params=RequestParams(max_tokens=1, expected_tokens=30),
+        stats=SequenceStats(arrived_at=0.0),
     )  # fmt: skip
     waiting, sequence.computed = sequence.prompt_tokens_left, 90
 

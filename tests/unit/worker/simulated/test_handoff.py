@@ -16,17 +16,17 @@ from tests.unit.worker.simulated.builders import (
     engine,
     fetch,
     fleet,
+    params,
     prefill,
     prompt,
     settings,
     take,
-    wish,
 )
 from tests.unit.worker.simulated.test_engine_core import REQUESTS, keeps_its_limits
 
 
 def alone(tokens, max_tokens=6):
-    return completion(answer(engine(kv_blocks=256), tokens, wish(max_tokens)))
+    return completion(answer(engine(kv_blocks=256), tokens, params(max_tokens)))
 
 
 def adds_up(transfer_report):
@@ -42,7 +42,7 @@ def at_rest(made):
     for member in made.members.values():
         assert member.core.cache.free == member.core.cache.blocks
         assert member.core.exchange.holder.counts.pinned_blocks == 0
-        assert not list(member.core.batch.everyone())
+        assert not list(member.core.batch.unfinished())
 
 
 @given(
@@ -60,14 +60,14 @@ def test_disaggregated_tokens_equal_aggregated_ones(requests, prefill_blocks, de
     fitting = [(prompt(n, seed), t) for n, seed, t in requests if n + t <= 20 * BLOCK]
     legs = []
     for tokens, count in fitting:
-        offered = made.answer(p, tokens, OFFER).account.transfer_report
+        offered = made.answer(p, tokens, OFFER).stats.transfer_report
         legs.append(made.ask(d, tokens, take(offered.offer, count)))
     made.until(lambda: all(leg.finish_reason for leg in legs))
 
     for leg, (tokens, count) in zip(legs, fitting, strict=True):
         assert completion(leg) == alone(tokens, count)
-        adds_up(leg.account.transfer_report)
-        assert leg.account.cached_tokens + leg.account.received_tokens >= (len(tokens) - 1) // BLOCK * BLOCK
+        adds_up(leg.stats.transfer_report)
+        assert leg.stats.cached_tokens + leg.stats.received_tokens >= (len(tokens) - 1) // BLOCK * BLOCK
     totals = d.core.measures
     assert totals.prompt_tokens == totals.computed_tokens + totals.cached_tokens + totals.received_tokens
     at_rest(made)
@@ -79,31 +79,31 @@ def test_a_wrong_block_in_the_holders_memory_changes_the_tokens(length, position
     tokens, made = prompt(length), fleet("p", "d")
     p, d = made.members.values()
     wanted = prefill(made, p, tokens)
-    blocks = p.core.cache.find(engine().add(None, list(tokens), wish(), 0.0).hashes, (length - 1) // BLOCK)
+    blocks = p.core.cache.find(engine().add(None, list(tokens), params(), 0.0).hashes, (length - 1) // BLOCK)
     p.core.cache.contents[blocks[position % len(blocks)]] ^= flip
 
     wrong = made.answer(d, tokens, take(wanted, 12))
 
-    assert wrong.account.received_tokens >= (length - 1) // BLOCK * BLOCK
+    assert wrong.stats.received_tokens >= (length - 1) // BLOCK * BLOCK
     assert completion(wrong) != alone(tokens, 12)
 
 
 def test_only_what_the_decode_engine_has_not_cached_is_received():
     made = fleet("p", "d")
     p, d = made.members.values()
-    made.answer(d, prompt(8 * BLOCK + 1), wish())
+    made.answer(d, prompt(8 * BLOCK + 1), params())
     longer = prompt(8 * BLOCK + 1) + prompt(6 * BLOCK, seed=5)
 
     leg = made.answer(d, longer, take(prefill(made, p, longer)))
 
-    assert leg.account.cached_tokens == 8 * BLOCK
-    assert leg.account.received_tokens == 6 * BLOCK
-    assert leg.account.received_bytes == 6 * BLOCK * d.core.settings.sim_kv_bytes_per_token
-    assert (leg.account.transfer_report.local_tokens, leg.account.transfer_report.fetched_tokens) == (
+    assert leg.stats.cached_tokens == 8 * BLOCK
+    assert leg.stats.received_tokens == 6 * BLOCK
+    assert leg.stats.received_bytes == 6 * BLOCK * d.core.settings.sim_kv_bytes_per_token
+    assert (leg.stats.transfer_report.local_tokens, leg.stats.transfer_report.fetched_tokens) == (
         8 * BLOCK,
         6 * BLOCK,
     )
-    assert leg.account.transfer_report.recomputed_tokens == 1
+    assert leg.stats.transfer_report.recomputed_tokens == 1
 
 
 def test_an_offer_of_another_prompt_is_not_read():
@@ -114,7 +114,7 @@ def test_an_offer_of_another_prompt_is_not_read():
 
     leg = made.answer(d, edited, take(prefill(made, p, tokens)))
 
-    assert leg.account.received_tokens == 0
+    assert leg.stats.received_tokens == 0
     assert completion(leg) == alone(edited)
     at_rest(made)
 
@@ -124,9 +124,9 @@ def test_what_was_received_is_cached_for_the_next_request():
     p, d = made.members.values()
     made.answer(d, prompt(41), take(prefill(made, p, prompt(41))))
 
-    again = made.answer(d, prompt(41), wish())
+    again = made.answer(d, prompt(41), params())
 
-    assert again.account.cached_tokens == 40
+    assert again.stats.cached_tokens == 40
 
 
 def test_transfers_share_the_link_one_after_the_other():
@@ -140,12 +140,12 @@ def test_transfers_share_the_link_one_after_the_other():
     )
     made.run()
 
-    assert first.account.first_token_at - begun == pytest.approx(1.6 + 0.5)
-    assert second.account.first_token_at - begun == pytest.approx(2 * 1.6 + 0.5)
-    assert second.account.transfer_report.reads[0].read_s == pytest.approx(1.6 + 0.5)
+    assert first.stats.first_token_at - begun == pytest.approx(1.6 + 0.5)
+    assert second.stats.first_token_at - begun == pytest.approx(2 * 1.6 + 0.5)
+    assert second.stats.transfer_report.reads[0].read_s == pytest.approx(1.6 + 0.5)
     # As in vLLM, who waits for KV is still queued: what it counts as computing begins when all has come.
-    assert first.account.scheduled_at - begun == pytest.approx(1.6 + 0.5)
-    assert first.account.received_s == pytest.approx(1.6 + 0.5)
+    assert first.stats.scheduled_at - begun == pytest.approx(1.6 + 0.5)
+    assert first.stats.received_s == pytest.approx(1.6 + 0.5)
 
 
 def test_a_lease_that_would_end_during_the_read_is_not_read():
@@ -155,9 +155,9 @@ def test_a_lease_that_would_end_during_the_read_is_not_read():
 
     leg = made.answer(d, prompt(4 * BLOCK + 1), take(prefill(made, p, prompt(4 * BLOCK + 1))))
 
-    assert leg.account.received_tokens == 0
+    assert leg.stats.received_tokens == 0
     assert completion(leg) == alone(prompt(4 * BLOCK + 1))
-    assert "lease" in leg.account.transfer_report.reads[0].failure
+    assert "lease" in leg.stats.transfer_report.reads[0].failure
     at_rest(made)
 
 
@@ -170,7 +170,7 @@ def test_an_expired_lease_is_not_read():
     leg = made.answer(d, prompt(41), take(offer))
 
     assert p.core.exchange.holder.counts.expired_total == 1
-    assert (leg.account.received_tokens, completion(leg)) == (0, alone(prompt(41)))
+    assert (leg.stats.received_tokens, completion(leg)) == (0, alone(prompt(41)))
 
 
 def test_blocks_are_unpinned_as_soon_as_they_are_read():
@@ -195,7 +195,7 @@ def test_an_unneeded_offer_is_released_at_once():
     made = fleet("p", "d", max_num_seqs=1)
     p, d = made.members.values()
     long, tokens = prompt(20, seed=3), prompt(41)
-    made.answer(d, tokens, wish())
+    made.answer(d, tokens, params())
     cached = made.ask(d, tokens, take(prefill(made, p, tokens), 100))
     assert pinned_soon(made, p) == 0
 
@@ -224,15 +224,15 @@ def test_a_streamed_handoff_waits_only_for_the_prompts_end():
     together = fleet("p", "d", **timing)
     p, d = together.members.values()
     followed = together.ask(d, tokens, fetch(p, follow=True))
-    together.ask(p, tokens, wish(1))
+    together.ask(p, tokens, params(1))
     together.until(lambda: followed.finish_reason)
 
     assert completion(followed) == completion(after) == alone(tokens)
-    transfer_report = followed.account.transfer_report
+    transfer_report = followed.stats.transfer_report
     assert (transfer_report.fetched_tokens, transfer_report.recomputed_tokens) == (400, 1)
     assert transfer_report.reads[0].followed
-    exposed = followed.account.first_token_at - 0.401
-    assert exposed < (after.account.first_token_at - 0.401) / 3
+    exposed = followed.stats.first_token_at - 0.401
+    assert exposed < (after.stats.first_token_at - 0.401) / 3
     at_rest(together)
 
 
@@ -243,37 +243,37 @@ def test_prompts_that_are_followed_never_wait_for_each_others_leases():
     legs = []
     for seed in (1, 2):
         legs.append(made.ask(d, prompt(201, seed), fetch(p, follow=True)))
-        made.ask(p, prompt(201, seed), wish(1))
+        made.ask(p, prompt(201, seed), params(1))
     made.until(lambda: all(leg.finish_reason for leg in legs))
 
     assert made.now < 1.5
     assert [completion(leg) for leg in legs] == [alone(prompt(201, seed)) for seed in (1, 2)]
-    assert sum(leg.account.transfer_report.fetched_tokens for leg in legs) >= 64 * BLOCK
+    assert sum(leg.stats.transfer_report.fetched_tokens for leg in legs) >= 64 * BLOCK
     at_rest(made)
 
 
 def test_a_follower_learns_the_prefill_workers_cached_tokens():
     made = fleet("p", "d", max_num_batched_tokens=8)
     p, d = made.members.values()
-    made.answer(p, prompt(21), wish(1))
+    made.answer(p, prompt(21), params(1))
 
     followed = made.ask(d, prompt(61), fetch(p, follow=True))
-    made.ask(p, prompt(61), wish(1))
+    made.ask(p, prompt(61), params(1))
     made.until(lambda: followed.finish_reason)
 
-    assert followed.account.transfer_report.prefill_cached_tokens == 20
-    assert followed.account.transfer_report.fetched_tokens == 60
+    assert followed.stats.transfer_report.prefill_cached_tokens == 20
+    assert followed.stats.transfer_report.fetched_tokens == 60
 
 
 def test_previous_turns_are_read_back_from_the_decode_engine():
     made = fleet("p", "d")
     p, d = made.members.values()
-    first = made.answer(d, prompt(30), wish(11))
+    first = made.answer(d, prompt(30), params(11))
     conversation = [*first.tokens, *prompt(10, seed=4)]
 
     leg = made.answer(p, conversation, fetch(d))
 
-    assert leg.account.transfer_report.fetched_tokens == 40
+    assert leg.stats.transfer_report.fetched_tokens == 40
     assert completion(leg) == alone(conversation)
     at_rest(made)
 
@@ -281,37 +281,37 @@ def test_previous_turns_are_read_back_from_the_decode_engine():
 def test_too_few_tokens_are_not_worth_fetching():
     made = fleet("p", "d")
     p, d = made.members.values()
-    made.answer(d, prompt(30), wish())
+    made.answer(d, prompt(30), params())
 
     leg = made.answer(p, prompt(30), fetch(d, fetch_min_tokens=29))
 
-    assert (leg.account.transfer_report.fetched_tokens, leg.account.transfer_report.reads) == (0, [])
+    assert (leg.stats.transfer_report.fetched_tokens, leg.stats.transfer_report.reads) == (0, [])
 
 
 def test_several_sources_each_give_their_part():
     made = fleet("a", "b", "c")
     a, b, c = made.members.values()
-    made.answer(a, prompt(17), wish(1))
-    made.answer(b, prompt(41), wish(1))
+    made.answer(a, prompt(17), params(1))
+    made.answer(b, prompt(41), params(1))
 
     leg = made.answer(c, prompt(61), fetch(a, b))
 
-    assert [read.tokens for read in leg.account.transfer_report.reads] == [16, 24]
+    assert [read.tokens for read in leg.stats.transfer_report.reads] == [16, 24]
     assert completion(leg) == alone(prompt(61))
-    adds_up(leg.account.transfer_report)
+    adds_up(leg.stats.transfer_report)
 
 
 def test_below_the_cache_threshold_nothing_is_computed():
     made = fleet("p", "d")
     _, d = made.members.values()
-    made.answer(d, prompt(20), wish())
+    made.answer(d, prompt(20), params())
     before = d.core.measures.computed_tokens
 
-    warm = made.answer(d, prompt(20), wish(order=LegOrder(cache_hit_threshold=0.8)))
-    cold = made.answer(d, prompt(40, seed=3), wish(order=LegOrder(cache_hit_threshold=0.33)))
+    warm = made.answer(d, prompt(20), params(order=LegOrder(cache_hit_threshold=0.8)))
+    cold = made.answer(d, prompt(40, seed=3), params(order=LegOrder(cache_hit_threshold=0.33)))
 
     assert (warm.finish_reason, len(completion(warm))) == ("length", 6)
-    assert (cold.finish_reason, completion(cold), cold.account.transfer_report.refused) == ("cache_threshold", [], True)
+    assert (cold.finish_reason, completion(cold), cold.stats.transfer_report.refused) == ("cache_threshold", [], True)
     assert d.core.measures.computed_tokens - before == 4
     assert d.core.cache.free == d.core.cache.blocks
 
@@ -319,12 +319,12 @@ def test_below_the_cache_threshold_nothing_is_computed():
 def test_what_can_be_fetched_counts_for_the_threshold():
     made = fleet("p", "d")
     p, d = made.members.values()
-    made.answer(p, prompt(41), wish())
+    made.answer(p, prompt(41), params())
 
     leg = made.answer(d, prompt(41), fetch(p, cache_hit_threshold=0.9))
 
     assert leg.finish_reason == "length"
-    assert leg.account.transfer_report.fetched_tokens == 40
+    assert leg.stats.transfer_report.fetched_tokens == 40
 
 
 def test_a_preempted_sequence_fetches_again_instead_of_computing_again():
@@ -332,13 +332,13 @@ def test_a_preempted_sequence_fetches_again_instead_of_computing_again():
     p = made.add(settings(worker_id="p", kv_blocks=64))
     d = made.add(settings(worker_id="d", kv_blocks=16, max_model_len=60))
     for seed in (1, 2):
-        made.answer(p, prompt(20, seed), wish(1))
+        made.answer(p, prompt(20, seed), params(1))
     old, young = (made.ask(d, prompt(20, seed), fetch(p, max_tokens=30)) for seed in (1, 2))
     made.run()
 
     assert d.core.batch.preemptions > 0
     assert [completion(one) for one in (old, young)] == [alone(prompt(20, seed), 30) for seed in (1, 2)]
-    transfer_report = young.account.transfer_report
+    transfer_report = young.stats.transfer_report
     assert transfer_report.preemptions > 0
     assert transfer_report.fetched_tokens == 19
     adds_up(transfer_report)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from connector.messages import Chain, EngineCall, StartFetch
 from shared.contracts.kv_exchange import FetchKv, KvSource, unpack_full_hashes
-from tests.unit.worker.simulated.builders import BLOCK, answer, completion, engine, fleet, prompt, wish
+from tests.unit.worker.simulated.builders import BLOCK, answer, completion, engine, fleet, params, prompt
 from tests.unit.worker.simulated.fleet import Fleet, Member
 
 QUESTION = 5
@@ -29,7 +29,7 @@ def fetched(made: Fleet, chain: Chain, *, by: Member, of: Member):
 def test_the_next_turn_hits_the_copied_prompt_and_answer():
     made = fleet("leaves", "stays")
     leaves, stays = made.members.values()
-    first = made.answer(leaves, prompt(PROMPT), wish(ANSWER))
+    first = made.answer(leaves, prompt(PROMPT), params(ANSWER))
 
     (chain,) = hot(leaves)
     copied = fetched(made, chain, by=stays, of=leaves)
@@ -37,9 +37,9 @@ def test_the_next_turn_hits_the_copied_prompt_and_answer():
 
     assert (copied.held, copied.fetched, copied.failure) == (0, WRITTEN, "")
     turn = [*first.tokens, *prompt(QUESTION, 1)]
-    second = made.answer(stays, turn, wish())
-    assert second.account.cached_tokens == WRITTEN * BLOCK
-    assert completion(second) == completion(answer(engine(), turn, wish()))
+    second = made.answer(stays, turn, params())
+    assert second.stats.cached_tokens == WRITTEN * BLOCK
+    assert completion(second) == completion(answer(engine(), turn, params()))
 
 
 def test_a_conversation_of_many_turns_is_one_chain():
@@ -47,7 +47,7 @@ def test_a_conversation_of_many_turns_is_one_chain():
     (member,) = made.members.values()
     tokens = prompt(PROMPT)
     for turn in range(3):
-        tokens = [*made.answer(member, tokens, wish(ANSWER)).tokens, *prompt(QUESTION, turn + 1)]
+        tokens = [*made.answer(member, tokens, params(ANSWER)).tokens, *prompt(QUESTION, turn + 1)]
 
     (chain,) = hot(member)
     assert chain.uses == 3
@@ -57,7 +57,7 @@ def test_a_conversation_of_many_turns_is_one_chain():
 def test_uncomputed_tokens_are_in_no_chain():
     made = fleet("one", max_num_batched_tokens=BLOCK)
     (member,) = made.members.values()
-    sequence = made.ask(member, prompt(8 * BLOCK), wish())
+    sequence = made.ask(member, prompt(8 * BLOCK), params())
     made.until(lambda: sequence.computed == 3 * BLOCK)
     made.abort(member, sequence)
 
@@ -69,8 +69,8 @@ def test_uncomputed_tokens_are_in_no_chain():
 def test_evicted_chains_are_not_reported():
     made = fleet("one", kv_blocks=16)
     (member,) = made.members.values()
-    made.answer(member, prompt(PROMPT), wish(ANSWER))
-    made.answer(member, prompt(60, 1), wish(2))
+    made.answer(member, prompt(PROMPT), params(ANSWER))
+    made.answer(member, prompt(60, 1), params(2))
 
     (chain,) = hot(member)
     assert len(unpack_full_hashes(chain.hashes)) == 61 // BLOCK

@@ -56,7 +56,7 @@ def test_saved_blocks_load_unchanged_also_after_a_restart(tmp_path, memory, io):
     memory.buffer[:] = content
     files = opened(tmp_path, memory, io=io)
     checksums = files.perform(job(JobKind.SAVE))
-    files.let_go()  # as a process that is killed
+    files.abandon()  # as a process that is killed
     ctypes.memset(memory.at[0], 0, memory.at[1])
 
     files = opened(tmp_path, memory, io=io)

@@ -6,7 +6,7 @@ import asyncio
 
 import msgspec
 
-from services.worker.engines.store.partner import ORPHAN_S, find_partner, fitting, wait_for_orphanage
+from services.worker.engines.store.partner import ORPHAN_S, find_partner, fitting, wait_until_orphaned
 from shared.contracts.channels import KV_HANDSHAKE, WORKER_RECORDS
 from shared.contracts.ids import WorkerId
 from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerPhase, WorkerRecord
@@ -97,7 +97,7 @@ def test_a_handshake_of_another_fingerprint_is_no_partner():
 def test_a_store_ends_when_its_fingerprint_has_been_gone_long_enough():
     async def story():
         bus, old, new = MemoryBus(MemoryHub()), of("w1"), of("w2", revision="r2")
-        watch = asyncio.create_task(wait_for_orphanage(bus, old.fingerprint.key(), "m"))
+        watch = asyncio.create_task(wait_until_orphaned(bus, old.fingerprint.key(), "m"))
         for fleet in ([old], [old, new], []):
             for _ in range(30):
                 await register(bus, *fleet)

@@ -31,8 +31,8 @@ def start(kind: LegKind, **more) -> StartLeg:
     return StartLeg(kind=kind, path="/v1/completions", body=b"{}", **fields)
 
 
-def order(kind: LegKind, policy: KvPolicy = DEFAULTS, *, is_plain: bool = True, answers: bool = True, **more):
-    return policy.order(start(kind, **more), is_plain=is_plain, answers=answers)
+def order(kind: LegKind, policy: KvPolicy = DEFAULTS, *, is_plain: bool = True, can_refuse: bool = True, **more):
+    return policy.order(start(kind, **more), is_plain=is_plain, can_refuse=can_refuse)
 
 
 def test_a_prefill_leg_offers_its_kv_unless_it_is_followed():
@@ -69,7 +69,7 @@ def test_prefill_legs_and_other_paths_are_exempt_from_the_threshold():
     policy = KvPolicy(cache_hit_threshold=0.8)
 
     assert order(LegKind.PREFILL, policy, cache_hit_threshold=0.9).cache_hit_threshold == 0.0
-    assert order(LegKind.AGGREGATED, policy, answers=False).cache_hit_threshold == 0.0
+    assert order(LegKind.AGGREGATED, policy, can_refuse=False).cache_hit_threshold == 0.0
     assert order(LegKind.AGGREGATED, policy, is_plain=False).cache_hit_threshold == 0.8
 
 

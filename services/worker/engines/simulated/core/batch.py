@@ -1,8 +1,8 @@
-"""Continuous batching: which sequence computes how many tokens in the next step, and on which blocks.
+"""Continuous batching: decides how many tokens each sequence computes in the next step, and on which blocks.
 
-As in vLLM: running sequences first, in the order in which they came in, then those that wait, first come, first
-served; long prompts in chunks; when no block is left the youngest running sequence gives up its own and is computed
-again later.
+As in vLLM, running sequences come first, in order of admission, then waiting ones, first come, first served. Long
+prompts are computed in chunks. When no block is free, the youngest running sequence is preempted: it releases its
+blocks and is computed again later.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class Batch:
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self.receiving: dict[str, Sequence] = {}
-        """By request id; these hold blocks for all of their prompt, and some of those are being read."""
+        """By request id. They hold blocks for their whole prompt; KV is being read into some of these."""
         self._received: deque[Sequence] = deque()
-        """Their reads have ended."""
+        """Sequences whose reads have ended."""
         self._still_written: dict[str, list[int]] = {}
-        """Blocks of sequences that are gone, by request id, into which reads may still write."""
+        """Blocks of removed sequences, by request id, into which reads may still write."""
         self.refused: list[Sequence] = []
-        """By the cache hit threshold; the caller empties it."""
+        """Sequences refused by the cache hit threshold. The caller empties the list."""
         self.preemptions = 0
 
-    def everyone(self) -> Iterator[Sequence]:
-        """Every unfinished sequence."""
+    def unfinished(self) -> Iterator[Sequence]:
+        """All unfinished sequences."""
         yield from self.running
         yield from self.receiving.values()
         yield from self._received
@@ -48,7 +48,7 @@ class Batch:
 
     @property
     def queued(self) -> int:
-        """Sequences that compute nothing yet."""
+        """Number of sequences that are not running."""
         return len(self.waiting) + len(self.receiving) + len(self._received)
 
     def add(self, sequence: Sequence) -> None:
@@ -56,7 +56,7 @@ class Batch:
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """It has finished or was aborted. The reader must know that already."""
+        """Remove a finished or aborted sequence. The reader must have been told already."""
         if self.receiving.pop(sequence.request_id, None) is not None:
             self._still_written[sequence.request_id], sequence.blocks = sequence.blocks, []
             return
@@ -64,7 +64,7 @@ class Batch:
             if sequence in group:
                 group.remove(sequence)
                 break
-        self._give_up_blocks(sequence)
+        self._release_blocks(sequence)
 
     def settle(self, now: float) -> bool:
         """Apply ended reads; returns whether any ended."""
@@ -74,7 +74,7 @@ class Batch:
                 self._cache.release(self._still_written.pop(request_id))
                 continue
             sequence = self.receiving.pop(request_id)
-            self._take_in(sequence, empty, now)
+            self._accept_received(sequence, empty, now)
             self._received.append(sequence)
         return bool(ended)
 
@@ -107,7 +107,7 @@ class Batch:
 
     def _preempt_youngest(self) -> Sequence:
         victim = self.running.pop()
-        self._give_up_blocks(victim)
+        self._release_blocks(victim)
         victim.computed = 0
         victim.num_preemptions += 1
         self.waiting.appendleft(victim)
@@ -125,9 +125,9 @@ class Batch:
             sequence = self.waiting[asking]
             if not self._hold_prefix(sequence):
                 break
-            fetched = self._reader.matched(sequence, sequence.wish.order, sequence.computed)
+            fetched = self._reader.matched(sequence, sequence.params.order, sequence.computed)
             if fetched is None and sequence.request_id not in self._reader.refused:
-                self._give_up_blocks(sequence)
+                self._release_blocks(sequence)
                 asking += 1
                 continue
             del self.waiting[asking]
@@ -140,31 +140,31 @@ class Batch:
 
     def _refuse(self, sequence: Sequence) -> None:
         self._reader.refused.remove(sequence.request_id)
-        self._give_up_blocks(sequence)
+        self._release_blocks(sequence)
         sequence.finish_reason = CACHE_THRESHOLD
         self.refused.append(sequence)
 
     def _run(self, sequence: Sequence, plan: Plan, budget: int, now: float) -> int:
-        """Puts an admitted sequence into the step; its blocks are certain to be there."""
+        """Put an admitted sequence into the step; enough blocks are free for it."""
         count = min(len(sequence.tokens) - sequence.computed, budget)
         if not self._extend_blocks(sequence, sequence.computed + count):
-            raise AssertionError("a sequence was admitted without room for its tokens")
+            raise AssertionError("a sequence was admitted without free blocks for its tokens")
         self._reader.allocated(sequence, sequence.blocks, 0)
         self._admit(sequence, now)
-        if sequence.account.scheduled_at is None:
-            sequence.account.scheduled_at = now
+        if sequence.stats.scheduled_at is None:
+            sequence.stats.scheduled_at = now
         self.running.append(sequence)
         plan.append((sequence, count))
         return count
 
     def _hold_prefix(self, sequence: Sequence) -> bool:
-        """Holds what is cached of its tokens, if the rest of them has room as well."""
+        """Hold the cached prefix, if there are blocks for the remaining tokens as well; returns whether it did."""
         size = self._settings.block_size
-        # The last token is always computed: the next one follows from it.
+        # The last token is always computed, since the next one follows from it.
         reusable = (len(sequence.tokens) - 1) // size
         held = self._cache.find(sequence.hashes, reusable)
         blocks_needed = -(-len(sequence.tokens) // size) - len(held)
-        if blocks_needed > self._cache.room_beside(held):
+        if blocks_needed > self._cache.free_after_holding(held):
             return False
         self._cache.hold(held)
         sequence.blocks = held
@@ -172,22 +172,22 @@ class Batch:
         return True
 
     def _admit(self, sequence: Sequence, now: float) -> None:
-        account = sequence.account
-        if account.admitted_at is None:
-            account.admitted_at = now
-            account.cached_tokens = min(sequence.computed, sequence.prompt_tokens - 1)
+        stats = sequence.stats
+        if stats.admitted_at is None:
+            stats.admitted_at = now
+            stats.cached_tokens = min(sequence.computed, sequence.prompt_tokens - 1)
 
     def _receive(self, sequence: Sequence, tokens: int, now: float) -> None:
-        """Make room for all of the sequence and let the reads begin."""
+        """Allocate blocks for the whole sequence and start the reads."""
         if not self._extend_blocks(sequence, len(sequence.tokens)):
-            raise AssertionError("a sequence was admitted without room for its tokens")
+            raise AssertionError("a sequence was admitted without free blocks for its tokens")
         sequence.receiving = tokens // self._settings.block_size
         self._admit(sequence, now)
         self.receiving[sequence.request_id] = sequence
         self._reader.allocated(sequence, sequence.blocks, tokens)
 
-    def _take_in(self, sequence: Sequence, empty: set[int], now: float) -> None:
-        """Blocks count up to the first gap; the rest is computed, and so is always the last token."""
+    def _accept_received(self, sequence: Sequence, empty: set[int], now: float) -> None:
+        """Accept received blocks up to the first gap. The rest is computed, and always the last token."""
         size = self._settings.block_size
         here = sequence.computed // size
         arrived = takewhile(lambda block: block not in empty, sequence.blocks[here : here + sequence.receiving])
@@ -196,10 +196,10 @@ class Batch:
         sequence.computed += tokens
         self._name_blocks(sequence)
         if not sequence.num_preemptions:
-            account = sequence.account
-            account.received_tokens = tokens
-            account.received_s = now - account.admitted_at if account.admitted_at is not None else 0.0
-            account.received_bytes = tokens * self._settings.sim_kv_bytes_per_token
+            stats = sequence.stats
+            stats.received_tokens = tokens
+            stats.received_s = now - stats.admitted_at if stats.admitted_at is not None else 0.0
+            stats.received_bytes = tokens * self._settings.sim_kv_bytes_per_token
 
     def _name_blocks(self, sequence: Sequence) -> None:
         parent = None
@@ -218,6 +218,6 @@ class Batch:
         sequence.blocks += taken
         return True
 
-    def _give_up_blocks(self, sequence: Sequence) -> None:
+    def _release_blocks(self, sequence: Sequence) -> None:
         self._cache.release(sequence.blocks)
         sequence.blocks = []

@@ -1,4 +1,4 @@
-"""The paged KV cache of the simulated engine: reference counts, prefix caching, least recently used eviction."""
+"""The simulated engine's paged KV cache, with reference counts, prefix caching and LRU eviction."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ class _Change:
 
 
 class BlockCache:
-    """Blocks are numbered; a block is free (perhaps still cached) or held by one sequence or more.
+    """Blocks are numbered. A block is free (perhaps still cached) or held by one sequence or more.
 
-    Only full blocks are named by a hash, and no hash names two blocks. A free block keeps its content and its name
-    until it is handed out again, the one that has been free for longest first.
+    Only full blocks have a name, their hash, and no two blocks have the same name. A free block keeps its content and
+    its name until it is allocated again. The block that has been free for longest is allocated first.
     """
 
     def __init__(self, blocks: int, *, prefix_caching: bool = True) -> None:
         self.blocks = blocks
         self.prefix_caching = prefix_caching
-        """Without it no block is named, so none is found again."""
+        """If False, blocks get no names and are not reused."""
         self.contents = array("q", bytes(CONTENT_BYTES * (blocks + 1)))
-        """The KV itself, by block (see ``tokens``), in memory that never moves; the last place is no block's."""
+        """The content of each block (see ``tokens``), in memory that never moves. The last element is for probes."""
         self._holders = [0] * blocks
         self._names: list[bytes | None] = [None] * blocks
         self._named: dict[bytes, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))
         self._changes: list[_Change] = []
         self.evicted_total = 0
-        """Cached blocks that made room for new content."""
+        """Cached blocks evicted for new content."""
 
     @property
     def free(self) -> int:
@@ -58,15 +58,15 @@ class BlockCache:
 
     @property
     def address(self) -> int:
-        """Of the first block's content."""
+        """Address of the first block's content."""
         return self.contents.buffer_info()[0]
 
     def block_of(self, name: bytes) -> int | None:
-        """The block that is cached under this hash."""
+        """The block cached under this hash."""
         return self._named.get(name)
 
     def find(self, hashes: Sequence[bytes], limit: int) -> list[int]:
-        """The blocks of the longest cached prefix of ``hashes``, at most ``limit``. Takes no hold of them."""
+        """The blocks of the longest cached prefix of ``hashes``, at most ``limit``. Does not hold them."""
         found: list[int] = []
         for name in hashes[:limit]:
             block = self._named.get(name)
@@ -75,19 +75,19 @@ class BlockCache:
             found.append(block)
         return found
 
-    def room_beside(self, held: Iterable[int]) -> int:
-        """Blocks that could be handed out after holding those in ``held``."""
+    def free_after_holding(self, held: Iterable[int]) -> int:
+        """Blocks that would be free after holding those in ``held``."""
         return len(self._free) - sum(not self._holders[block] for block in held)
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """One more sequence needs these."""
+        """Add one hold to each block."""
         for block in blocks:
             if not self._holders[block]:
                 del self._free[block]
             self._holders[block] += 1
 
     def take(self, count: int) -> list[int] | None:
-        """``count`` blocks for new content, held once; None, and nothing has changed, if there are too few."""
+        """``count`` blocks for new content, held once; None without any change if too few are free."""
         if count > len(self._free):
             return None
         return [self._take_one() for _ in range(count)]
@@ -104,7 +104,7 @@ class BlockCache:
         return block
 
     def name(self, block: int, name: bytes, parent: bytes | None) -> None:
-        """The held ``block`` is full: others may find it. A second block of the same hash stays nameless."""
+        """Name a held, full block, so that others can find it. A second block of the same hash stays nameless."""
         if name in self._named or not self.prefix_caching:
             return
         self._names[block] = name
@@ -112,7 +112,7 @@ class BlockCache:
         self._tell_stored(name, parent)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One sequence fewer needs these. The end of a prefix is forgotten before its beginning."""
+        """Remove one hold from each block. The end of a prefix is evicted before its beginning."""
         for block in reversed(blocks):
             self._holders[block] -= 1
             if self._holders[block]:

@@ -1,4 +1,4 @@
-"""The simulated cache as the connector sees vLLM's block pool: to lease blocks from, and to put fetched blocks into."""
+"""Adapters from the simulated cache to the connector's interfaces: for leases, and for fetched blocks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from services.worker.engines.simulated.core.block_cache import BlockCache
 
 @dataclass(frozen=True, slots=True)
 class NumberedBlock:
-    """A block, by its number alone."""
+    """A block of vLLM's pool, reduced to its number."""
 
     block_id: int
 
 
 class LeasablePool:
-    """A ``connector.holder.holder.Pool``. Blocks have no name before the step that fills them has ended."""
+    """A ``connector.holder.holder.Pool``. A block gets its name when the step that fills it has ended."""
 
     def __init__(self, cache: BlockCache) -> None:
         self.blocks: Sequence[NumberedBlock] = [NumberedBlock(number) for number in range(cache.blocks)]
@@ -25,16 +25,16 @@ class LeasablePool:
         self._cache = cache
 
     def get_cached_block(self, block_hash: bytes, _groups: list[int]) -> list[NumberedBlock] | None:
-        """The block that is cached under this hash."""
+        """The block cached under this hash, in a list as in vLLM, or None."""
         block = self._cache.block_of(block_hash)
         return None if block is None else [self.blocks[block]]
 
     def touch(self, blocks: Sequence[NumberedBlock]) -> None:
-        """One more holder."""
+        """Add one hold to each block."""
         self._cache.hold([block.block_id for block in blocks])
 
     def free_blocks(self, ordered_blocks: Iterable[NumberedBlock]) -> None:
-        """One holder fewer; the first block is evicted first."""
+        """Remove one hold from each block; the first block is evicted first."""
         ordered = [block.block_id for block in ordered_blocks]
         self._cache.release(ordered[::-1])
 
@@ -52,7 +52,7 @@ class CacheBlockAllocator:
         return found
 
     def allocate(self, count: int) -> list[int]:
-        """At most ``count`` blocks for new content, none if too few would be left for requests."""
+        """At most ``count`` blocks for new content. ``FREE_SHARE_MIN`` of all blocks stays free for requests."""
         spare = self._cache.free - int(self._cache.blocks * FREE_SHARE_MIN)
         return self._cache.take(max(0, min(count, spare))) or []
 
@@ -62,5 +62,5 @@ class CacheBlockAllocator:
             self._cache.name(block, hashes[index], hashes[index - 1] if index else None)
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Release blocks that were held or taken."""
+        """Release blocks from ``hold`` or ``allocate``."""
         self._cache.release(blocks)

@@ -1,8 +1,8 @@
-"""The simulated engine itself: sequences go in, tokens come out, and the caller's clock decides when.
+"""The core of the simulated engine: computes tokens of sequences in virtual steps, on the caller's clock.
 
-core.add(owner, tokens, wish, now)
-for sequence, token in core.advance(now): ...     # the tokens of a step that has ended; then the next one begins
-core.wakes_at()                                   # when to call advance again; None: only after the next add
+core.add(owner, tokens, params, now)
+for sequence, token in core.advance(now): ...     # tokens of the step that has ended; the next step begins
+core.wakes_at()                                   # when to call advance again; None: after the next add
 """
 
 from __future__ import annotations
@@ -16,23 +16,25 @@ from services.worker.engines.simulated.core.batch import Batch, Plan
 from services.worker.engines.simulated.core.block_cache import BlockCache
 from services.worker.engines.simulated.core.exchange import Exchange
 from services.worker.engines.simulated.core.measures import Measures
-from services.worker.engines.simulated.core.sequence import ABORT, Account, Sequence, Wish
+from services.worker.engines.simulated.core.sequence import ABORT, RequestParams, Sequence, SequenceStats
 from services.worker.engines.simulated.core.settings import SimulationSettings
 from services.worker.engines.simulated.core.tokens import ROOT_CONTENT, BlockHasher, TokenSampler, block_content
 from shared.contracts.load import StepTotals
 
 CATCH_UP_S_MAX = 0.02
-"""A caller that is late by less does not slow the engine down: the next step counts as begun on time."""
+"""If ``advance`` is called late by less than this, the next step counts as begun on time, so that the engine keeps its
+speed.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelTokens:
-    """The model's vocabulary, as far as the simulation needs it."""
+    """The part of the model's vocabulary that the simulation needs."""
 
     size: int
     """Ids are below this."""
     sayable: list[int]
-    """Ids that answers are made of."""
+    """Ids that the model may generate."""
     eos: int | None = None
 
 
@@ -40,14 +42,14 @@ class ModelTokens:
 class _Step:
     ends_at: float
     totals: StepTotals
-    """Of this step alone."""
+    """Totals of this step alone."""
     sampled: list[tuple[Sequence, int]]
     filled: list[tuple[Sequence, int]]
-    """Sequences and indices of their blocks that are full when the step has ended."""
+    """Sequences, with indices of their blocks that become full at the end of the step."""
 
 
 class EngineCore:
-    """One simulated engine. Not thread-safe; no call waits."""
+    """One simulated engine. Not thread-safe; no call blocks."""
 
     def __init__(self, settings: SimulationSettings, model: ModelTokens) -> None:
         self.settings = settings
@@ -63,27 +65,29 @@ class EngineCore:
         self._now = 0.0
         self._numbers = count(1)
 
-    def add(self, owner: Any, tokens: list[int], wish: Wish, now: float) -> Sequence:
-        """Queue a prompt; the list becomes the sequence's own. Raises ValueError for one that cannot be served."""
+    def add(self, owner: Any, tokens: list[int], params: RequestParams, now: float) -> Sequence:
+        """Queue a prompt; the sequence takes ownership of ``tokens``. Raises ValueError if it does not fit."""
         room = self.settings.max_model_len - len(tokens)
-        if not tokens or not 1 <= wish.max_tokens <= room:
-            raise ValueError(f"{len(tokens)} prompt tokens and {wish.max_tokens} more do not fit this engine")
+        if not tokens or not 1 <= params.max_tokens <= room:
+            raise ValueError(
+                f"{len(tokens)} prompt tokens and {params.max_tokens} output tokens do not fit this engine"
+            )
         sequence = Sequence(
             request_id=str(next(self._numbers)),
             owner=owner,
             prompt_tokens=len(tokens),
             tokens=tokens,
-            wish=wish,
-            account=Account(arrived_at=now),
+            params=params,
+            stats=SequenceStats(arrived_at=now),
         )
-        self._hasher.extend(sequence.hashes, tokens, wish.cache_salt)
+        self._hasher.extend(sequence.hashes, tokens, params.cache_salt)
         self.batch.add(sequence)
         return sequence
 
     def abort(self, sequence: Sequence) -> None:
-        """Abort in any state. Its blocks are free at once, or when no read writes into them any more.
+        """Abort in any state. Its blocks become free at once, or when no read writes into them any more.
 
-        Harmless for one that has finished.
+        Does nothing for a finished sequence.
         """
         if not sequence.finish_reason:
             sequence.finish_reason = ABORT
@@ -92,19 +96,19 @@ class EngineCore:
             self.batch.settle(self._now)
 
     def call(self, call: EngineCall, now: float) -> EngineNotification:
-        """A call to the exchange; the engine goes on with the next ``advance``."""
+        """Forward a call to the exchange. Its effects on sequences follow in the next ``advance``."""
         self._now = now
         return self.exchange.call(call)
 
     def results(self, results: Results, now: float) -> None:
-        """What the mover has done of ``exchange.take_orders()``; ``advance`` goes on with it."""
+        """Apply the mover's results of ``exchange.take_orders()``. ``advance`` uses them."""
         self._now = now
         self.exchange.results(results)
 
     def advance(self, now: float) -> list[tuple[Sequence, int | None]]:
-        """End the step that is over, begin the next.
+        """End the current step if its time is over, and begin the next.
 
-        Returns the ended one's new tokens, and sequences that were refused without one; see ``finish_reason``.
+        Returns the new tokens of the ended step. A refused sequence has None as its token; see ``finish_reason``.
         """
         self._now = now
         tokens: list[tuple[Sequence, int | None]] = []
@@ -126,22 +130,22 @@ class EngineCore:
         return tokens
 
     def wakes_at(self) -> float | None:
-        """When something happens by itself next."""
+        """When ``advance`` must be called next; None: after the next change."""
         times = (self.exchange.wakes_at(), None if self._step is None else self._step.ends_at)
         return min((at for at in times if at is not None), default=None)
 
     def waiting_tokens(self) -> int:
-        """Prompt tokens accepted and not yet computed; those of the step that is under way are not."""
+        """Prompt tokens accepted and not yet computed, including those of the current step."""
         under_way = self._step.totals.prefill_tokens if self._step is not None else 0
-        return under_way + sum([sequence.prompt_tokens_left for sequence in self.batch.everyone()])
+        return under_way + sum([sequence.prompt_tokens_left for sequence in self.batch.unfinished()])
 
     def stepping(self) -> bool:
-        """Whether a step is under way: then new sequences change nothing before it ends."""
+        """Whether a step is in progress. New sequences have no effect before it ends."""
         return self._step is not None
 
     def _plan(self, now: float) -> Plan:
         plan = self.batch.plan(now)
-        if not plan and self.batch.settle(now):  # What was to be fetched could not even be begun.
+        if not plan and self.batch.settle(now):  # A planned fetch could not be started.
             plan = self.batch.plan(now)
         return plan
 
@@ -162,8 +166,8 @@ class EngineCore:
                 self.exchange.scheduled(sequence)
             filled += self._compute(sequence, tokens)
             if sequence.computed == len(sequence.tokens):
-                wish = sequence.wish
-                may_end = not wish.ignore_eos and sequence.generated + 1 >= wish.min_tokens
+                params = sequence.params
+                may_end = not params.ignore_eos and sequence.generated + 1 >= params.min_tokens
                 sampled.append((sequence, self._sampler.next_token(map(content_of, sequence.blocks), may_end=may_end)))
         seconds = self._timing.step_s(prefill_tokens, pairs, decoding, context_tokens)
         totals = StepTotals(
@@ -178,7 +182,7 @@ class EngineCore:
         return _Step(begins_at + seconds, totals, sampled, filled)
 
     def _compute(self, sequence: Sequence, tokens: int) -> list[tuple[Sequence, int]]:
-        """Write the contents of the blocks that hold the next tokens; answers those that become full."""
+        """Write the contents of the blocks that hold the next tokens; returns the blocks that become full."""
         size, blocks, contents = self.settings.block_size, sequence.blocks, self.cache.contents
         end = sequence.computed + tokens
         filled = []
@@ -195,12 +199,12 @@ class EngineCore:
     def _name(self, sequence: Sequence, index: int) -> None:
         hashes = sequence.hashes
         if index == len(hashes):
-            self._hasher.extend(hashes, sequence.tokens, sequence.wish.cache_salt)
+            self._hasher.extend(hashes, sequence.tokens, sequence.params.cache_salt)
         self.cache.name(sequence.blocks[index], hashes[index], hashes[index - 1] if index else None)
 
     def _end(self, step: _Step, now: float) -> list[tuple[Sequence, int]]:
         self.measures.step_finished(step.totals)
-        # Not before the step has ended: a named block can be found, and then read or leased half computed.
+        # A block gets its name only now: others find it by its name, and must not read it half computed.
         for sequence, index in step.filled:
             if not sequence.finish_reason:
                 self._name(sequence, index)
@@ -208,12 +212,12 @@ class EngineCore:
         self.measures.generated_tokens += len(wanted)
         for sequence, token in wanted:
             sequence.tokens.append(token)
-            if sequence.account.first_token_at is None:
-                sequence.account.first_token_at = now
-                sequence.account.transfer_report = self.exchange.transfer_report(sequence)
+            if sequence.stats.first_token_at is None:
+                sequence.stats.first_token_at = now
+                sequence.stats.transfer_report = self.exchange.transfer_report(sequence)
                 self.measures.prompt_finished(sequence)
-            sequence.finish_reason = sequence.wish.ending(token, sequence.generated, self._eos)
+            sequence.finish_reason = sequence.params.ending(token, sequence.generated, self._eos)
             if sequence.finish_reason:
-                self.exchange.finished(sequence, offers=sequence.wish.order.offer)
+                self.exchange.finished(sequence, offers=sequence.params.order.offer)
                 self.batch.remove(sequence)
         return wanted

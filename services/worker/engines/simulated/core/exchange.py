@@ -1,7 +1,7 @@
 """A simulated engine's side of the KV exchange, on the thread of its scheduler.
 
-The real connector's holder and reader decide on leases and reads. This module connects them to the simulated cache
-instead of vLLM's block pool, and to a simulated link that delays the copies.
+The real connector's scheduler side decides about leases and fetches. It works on the simulated cache instead of vLLM's
+block pool, and reads pass a simulated link before bytes are copied.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvHandshake, KvOffer, KvTransferReport
 
 LOOK_S = 0.05
-"""Interval of deadline checks while KV is fetched or streamed."""
+"""Interval at which deadlines are checked while a fetch runs or a prompt is followed."""
 
 
 class Exchange:
-    """``now`` is the engine's clock."""
+    """``now`` returns the time on the engine's clock."""
 
     def __init__(self, settings: SimulationSettings, cache: BlockCache, now: Callable[[], float]) -> None:
         self._settings = settings
@@ -44,54 +44,54 @@ class Exchange:
         self.reader = self._core.reader
 
     def describe(self, handshake: KvHandshake) -> None:
-        """The cache's memory is registered; ``handshake`` is what other engines need to read it."""
+        """Set the handshake that peers need to read the memory, which must be registered already."""
         self._core.handshake = handshake
 
     def call(self, call: EngineCall) -> EngineNotification:
-        """Do what the worker asks."""
+        """Execute a call of the worker and return its immediate results."""
         self._core.handle(call)
         self.look()
         return self._core.notifications(describe=call.describe)
 
     def look(self) -> None:
-        """End expired work and grant leases on ready blocks. Called after each step and at ``wakes_at``."""
+        """Grant the leases that are ready and end what has expired. Call it after each step and at ``wakes_at``."""
         self._core.grant()
         self._core.on_time()
         self.send()
         self._core.orders.reads += self._link.arrivals(self._now())
 
     def wakes_at(self) -> float | None:
-        """When to call ``look`` next; None: no deadline."""
+        """When ``look`` must run next."""
         looks = not self.reader.idle or not self._core.prefetcher.idle or self.holder.has_followed
         expiry = self.holder.counts.next_expiry_s or None
         times = (self._link.next_arrival(), self._now() + LOOK_S if looks else None, expiry)
         return min((at for at in times if at is not None), default=None)
 
     def finished(self, sequence: Sequence, *, offers: bool) -> None:
-        """A sequence has ended or was aborted, and still has its blocks."""
+        """A sequence has finished or was aborted. It still holds its blocks."""
         offer = self._offer(sequence) if offers else None
         self._core.used(sequence.hashes, sequence.computed)
-        sequence.account.transfer_report = self._core.finished(sequence.request_id, offer, sequence.wish.order)
+        sequence.stats.transfer_report = self._core.finished(sequence.request_id, offer, sequence.params.order)
         self.send()
 
     def transfer_report(self, sequence: Sequence) -> KvTransferReport:
-        """Where its KV came from, as far as it is known."""
+        """Where the sequence's KV came from, as known so far."""
         self.reader.admitted.discard(sequence.request_id)
         return self.reader.transfer_report(sequence.request_id)
 
     def scheduled(self, sequence: Sequence) -> None:
-        """A prompt's first step is scheduled: note its cached tokens, which engines that stream its KV report."""
+        """The computation of a prompt begins. Its cached tokens are noted for readers that follow the prompt."""
         full = sequence.prompt_tokens // self._settings.block_size
         if full:
-            self.holder.note_prompt(sequence.hashes[full - 1], sequence.account.cached_tokens)
+            self.holder.note_prompt(sequence.hashes[full - 1], sequence.stats.cached_tokens)
 
     def take_orders(self) -> Orders:
-        """Orders for the mover."""
+        """Orders for the mover since the last call."""
         orders, self._core.orders = self._core.orders, Orders()
         return orders
 
     def results(self, results: Results) -> None:
-        """Handle the mover's results."""
+        """Apply results of the mover."""
         self._core.on_connected(results.connected)
         for part in results.parts:
             landed = self._link.landed(part, self._now())
@@ -101,19 +101,19 @@ class Exchange:
 
     @property
     def moving(self) -> bool:
-        """Whether the mover has unfinished work."""
+        """Whether the mover has unfinished orders."""
         return bool(self._core.connecting) or self._link.copying
 
     def take_notifications(self) -> EngineNotification | None:
-        """Notifications for the worker, if there are any."""
+        """Notifications for the worker, or None."""
         return self._core.notifications() if self._core.has_notifications else None
 
     def _offer(self, sequence: Sequence) -> KvOffer | None:
         full = sequence.prompt_tokens // self._settings.block_size
-        return self.holder.offer(sequence.hashes[:full], sequence.blocks[:full], sequence.wish.order.offer_id)
+        return self.holder.offer(sequence.hashes[:full], sequence.blocks[:full], sequence.params.order.offer_id)
 
     def send(self) -> None:
-        """Start reads on the link, and cancel those that are no longer wanted."""
+        """Put new reads on the link, and take cancelled ones off it."""
         outbox = self.reader.outbox
         while outbox.reads or outbox.cancel:
             reads, outbox.reads = outbox.reads, []

@@ -1,7 +1,7 @@
-"""The simulated network link: adds the simulated time of a read to that of copying a few real bytes.
+"""The simulated network link: delays each read by the simulated transfer time.
 
-A read waits here until its simulated bytes would have arrived. Only then are the real ones copied, so that a holder
-that has reused its blocks meanwhile is detected, as at the end of a slow transfer.
+The few real bytes are copied only when the simulated ones would have arrived. So a holder that has reused its blocks
+in the meantime is detected, as at the end of a slow transfer.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ class _Transfer:
     read: Read
     began_s: float
     left: int
-    """Blocks that are not final."""
+    """Blocks whose result is not final."""
 
 
 class SimulatedLink:
-    """Reads under way. Times are on the engine's clock."""
+    """Reads in progress. Times are on the engine's clock."""
 
     def __init__(self, settings: SimulationSettings) -> None:
         self._wire = TransferLink(settings.step_timing())
         self._block_bytes = settings.block_size * settings.sim_kv_bytes_per_token
         self._due: list[tuple[float, int]] = []
         self._waiting: dict[int, _Transfer] = {}
-        """By read id; those whose simulated bytes have not arrived."""
+        """By read id: reads whose simulated bytes have not arrived."""
         self._copying: dict[int, _Transfer] = {}
 
     def begin(self, read: Read, now: float) -> None:
-        """Put a read on the wire, behind those that are on it."""
+        """Queue a read on the link."""
         began, arrives = self._wire.book(len(read.local_blocks) * self._block_bytes, now)
         self._waiting[read.read_id] = _Transfer(read, began, len(read.local_blocks))
         heapq.heappush(self._due, (arrives, read.read_id))
 
     def next_arrival(self) -> float | None:
-        """When the next read's bytes are to be copied."""
+        """When the next read's bytes must be copied."""
         while self._due and self._due[0][1] not in self._waiting:
             heapq.heappop(self._due)
         return self._due[0][0] if self._due else None
@@ -66,7 +66,7 @@ class SimulatedLink:
         return replace(part, bytes=size, started_s=transfer.began_s, ended_s=now)
 
     def cancel(self, read_id: int, now: float) -> ReadPart | None:
-        """Cancel a read; returns its end, or None if its bytes are being copied already."""
+        """Cancel a read; returns its final part, or None if its bytes are being copied already."""
         transfer = self._waiting.pop(read_id, None)
         if transfer is None:
             return None
@@ -79,5 +79,5 @@ class SimulatedLink:
 
     @property
     def reads(self) -> int:
-        """Under way."""
+        """Number of reads in progress."""
         return len(self._waiting) + len(self._copying)

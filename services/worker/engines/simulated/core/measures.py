@@ -9,14 +9,14 @@ from services.worker.telemetry.step_totals import StepTotalsCounter
 from shared.contracts.load import StepTotals
 
 SPEED_MEMORY = 0.9
-"""How much of a speed's old value stays when a step brings a new sample."""
+"""Weight of the old value when a step adds a sample of a speed."""
 PREFILL_SAMPLE_TOKENS_MIN = 32
-"""The time of shorter prefills is mostly the fixed cost of a step."""
+"""Shorter prefills are not sampled: their time is mostly the fixed cost of a step."""
 
 
 @dataclass(slots=True)
 class Measures:
-    """Totals since the engine's start, and two speeds."""
+    """Totals since the engine's start, and two recent speeds."""
 
     prompt_tokens: int = 0
     computed_tokens: int = 0
@@ -30,17 +30,17 @@ class Measures:
     steps: StepTotalsCounter = field(default_factory=StepTotalsCounter)
 
     def prompt_finished(self, sequence: Sequence) -> None:
-        """The first token of ``sequence`` is out."""
-        account = sequence.account
+        """Count the prompt of ``sequence``, which has its first token."""
+        stats = sequence.stats
         self.prompt_tokens += sequence.prompt_tokens
-        self.cached_tokens += account.cached_tokens
-        self.received_tokens += account.received_tokens
-        self.received_bytes += account.received_bytes
-        self.received_s += account.received_s
-        self.computed_tokens += sequence.prompt_tokens - account.cached_tokens - account.received_tokens
+        self.cached_tokens += stats.cached_tokens
+        self.received_tokens += stats.received_tokens
+        self.received_bytes += stats.received_bytes
+        self.received_s += stats.received_s
+        self.computed_tokens += sequence.prompt_tokens - stats.cached_tokens - stats.received_tokens
 
     def step_finished(self, step: StepTotals) -> None:
-        """The totals of this one step."""
+        """Add the totals of one step."""
         self.steps.add(step)
         if step.prefill_tokens >= PREFILL_SAMPLE_TOKENS_MIN and step.seconds:
             self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, step.prefill_tokens / step.seconds)

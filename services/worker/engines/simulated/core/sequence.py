@@ -1,4 +1,4 @@
-"""One completion as the simulated engine works on it."""
+"""A sequence of the simulated engine: a prompt and its completion."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from shared.contracts.kv_exchange import KvTransferReport, LegOrder
 
 LENGTH, STOP, ABORT = "length", "stop", "abort"
 CACHE_THRESHOLD = "cache_threshold"
-"""Refused: too little of the prompt was cached or could be fetched."""
+"""Finish reason of a refused sequence: too little of its prompt was cached or could be fetched."""
 NO_ORDER = LegOrder()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """What the client asked for."""
+class RequestParams:
+    """Parameters of the request."""
 
     max_tokens: int
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: Collection[int] = ()
     expected_tokens: int = -1
-    """Prompt tokens that the caller expects to be computed; -1: unknown."""
+    """Prompt tokens that the router expects to be computed; -1: unknown."""
     cache_salt: str = ""
     """Only prompts with the same salt share blocks."""
     order: LegOrder = NO_ORDER
-    """What to do about KV."""
+    """The worker's order about KV."""
 
     def ending(self, token: int, generated: int, eos: int | None) -> str:
-        """The finish reason of a completion whose newest token, the ``generated``-th, ends it; else empty."""
+        """The finish reason if ``token``, the ``generated``-th of the completion, ends it; otherwise ""."""
         if generated >= self.min_tokens and ((token == eos and not self.ignore_eos) or token in self.stop_token_ids):
             return STOP
         return LENGTH if generated >= self.max_tokens else ""
 
 
 @dataclass(slots=True)
-class Account:
+class SequenceStats:
     """Where the prompt's KV came from, and when things happened (seconds, on the caller's clock)."""
 
     arrived_at: float
     admitted_at: float | None = None
-    """When it had room for its prompt: from then on it reads what others have of it."""
+    """When blocks were free for its prompt. Reads from other engines begin then."""
     scheduled_at: float | None = None
-    """When it was first part of a step, with all that could be read."""
+    """When it was first part of a step, after its reads had ended."""
     first_token_at: float | None = None
     cached_tokens: int = 0
     received_tokens: int = 0
@@ -56,23 +56,23 @@ class Account:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """``tokens`` are the prompt's and then the generated ones; KV exists for the first ``computed`` of them.
+    """``tokens``: prompt, then generated. KV exists for the first ``computed`` of them.
 
-    To the reading side it is an ``EngineRequest``.
+    It implements the ``EngineRequest`` of ``connector.reader``.
     """
 
     request_id: str
     owner: Any
-    """The caller's: handed back with every token, never read here."""
+    """Set and read by the caller only; returned with every token."""
     prompt_tokens: int
     tokens: list[int]
-    wish: Wish
-    account: Account
+    params: RequestParams
+    stats: SequenceStats
     hashes: list[bytes] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     receiving: int = 0
-    """Blocks behind the computed ones that are being read from other engines."""
+    """Number of blocks, after the computed ones, that are being read from other engines."""
     num_preemptions: int = 0
     finish_reason: str = ""
 
@@ -93,7 +93,7 @@ class Sequence:
 
     @property
     def prompt_tokens_left(self) -> int:
-        """Prompt tokens to compute: what is cached is known when it is scheduled, and expected before."""
+        """Prompt tokens to compute: the expected number before it is first scheduled, the exact one after."""
         left = max(0, self.prompt_tokens - self.computed)
-        waits = not self.computed and self.wish.expected_tokens >= 0
-        return min(left, self.wish.expected_tokens) if waits else left
+        waits = not self.computed and self.params.expected_tokens >= 0
+        return min(left, self.params.expected_tokens) if waits else left

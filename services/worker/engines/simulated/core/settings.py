@@ -1,4 +1,4 @@
-"""What a simulated engine is like: its size and its speed."""
+"""Settings of a simulated engine: sizes and speeds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.worker.engines.simulated.core.timing import StepTiming
 
 
 class SimulatedTiming(msgspec.Struct, frozen=True, kw_only=True):
-    """How fast a simulated engine pretends to be, and what moves its KV. A speed of 0: the thing takes no time."""
+    """Simulated speeds, and how KV bytes are moved. A speed of 0 means that the work takes no time."""
 
     sim_prefill_tokens_per_s: float = 8000.0
     sim_prefill_base_s: float = 0.002
@@ -24,12 +24,12 @@ class SimulatedTiming(msgspec.Struct, frozen=True, kw_only=True):
     sim_decode_per_context_token_s: float = 0.0
     """Seconds that each token of context, of all sequences, adds to a decode step."""
     sim_transfer_bytes_per_s: float = 2e9
-    """Of the one link through which KV arrives."""
+    """Bandwidth of the one link through which KV arrives."""
     sim_transfer_base_s: float = 0.001
     """Seconds until the first byte of a transfer arrives."""
     sim_kv_bytes_per_token: int = 4096
     sim_transfer: Literal["auto", "memory", "tcp", "nixl"] = "auto"
-    """How bytes really move. memory: within this process only; auto: NIXL where it is installed, otherwise TCP."""
+    """What copies the bytes. memory: within this process only; auto: NIXL if it is installed, otherwise TCP."""
 
     def step_timing(self) -> StepTiming:
         """The speeds among these settings."""
@@ -38,16 +38,16 @@ class SimulatedTiming(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimulationSettings(SimulatedTiming, frozen=True, kw_only=True):
-    """One simulated engine. Raises ValueError when it cannot work."""
+    """Settings of one simulated engine. Raises ValueError for values that cannot work."""
 
     worker_id: str = "simulated"
     host: str = "127.0.0.1"
-    """Where TCP is listened for."""
+    """Address on which the TCP transfer agent listens."""
     epoch: int = 0
-    """With the worker's id, identifies this engine in the KV exchange."""
+    """With the worker's id, it identifies this engine to KV peers."""
     kv_lease_s: float = 30.0
     kv_lease_share_max: float = 0.5
-    """Of the KV blocks, how many leases may pin."""
+    """Share of the KV blocks that leases may pin."""
     block_size: int = 32
     """Tokens in a KV block."""
     kv_blocks: int = 8192

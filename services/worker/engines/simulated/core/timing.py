@@ -1,4 +1,4 @@
-"""Step-time model of the simulated engines: the one that workers run and the one that the replay advances by blocks."""
+"""Step-time model of the simulated engines, used by simulated workers and by the replay."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class StepTiming:
     prefill_s_per_pair: float
     """For each earlier token that a computed token attends to."""
     decode_base_s: float
-    """Of a step in which one sequence decodes."""
+    """Duration of a step in which one sequence decodes."""
     decode_per_sequence_s: float
     """For each further decoding sequence."""
     decode_per_context_token_s: float
     """For each token of context, of all decoding sequences."""
     transfer_bytes_per_s: float
-    """Of the one link through which KV arrives."""
+    """Bandwidth of the one link through which KV arrives."""
     transfer_base_s: float
-    """Latency of a transfer, without occupying the link."""
+    """Latency of a transfer; it does not occupy the link."""
     kv_bytes_per_token: int
 
     def prefill_s(self, tokens: float, pairs: float) -> float:
@@ -32,7 +32,7 @@ class StepTiming:
         return seconds + tokens / self.prefill_tokens_per_s if self.prefill_tokens_per_s else seconds
 
     def decode_s(self, sequences: int, context_tokens: float) -> float:
-        """The decode part of a step with at least one decoding sequence."""
+        """Seconds of the decode part of a step with at least one decoding sequence."""
         return (
             self.decode_base_s
             + (sequences - 1) * self.decode_per_sequence_s
@@ -54,7 +54,7 @@ class StepTiming:
 
 
 class TransferLink:
-    """The link through which KV arrives: transfers use it one after the other."""
+    """The link through which KV arrives. Transfers use it one after another."""
 
     def __init__(self, timing: StepTiming) -> None:
         self._timing = timing
