@@ -9,8 +9,8 @@ from shared.telemetry.names import METRICS
 PAGE = Path(__file__).parents[1] / "docs" / "METRICS.md"
 HEAD = """# Metrics
 
-Routers serve their own at `/metrics`; the metrics collector serves what workers and the fleet do, and pushes the same
-numbers as OTLP when `BATON_OTLP_ENDPOINT` is set. This page is written from `shared/telemetry/names.py`
+Routers serve their metrics at `/metrics`. The metrics collector serves those of workers and fleet, and also pushes them
+as OTLP when `BATON_OTLP_ENDPOINT` is set. This page is generated from `shared/telemetry/names.py`
 (`python -m observability.make_metrics_page`).
 
 | metric | kind | labels | meaning |
@@ -19,7 +19,6 @@ numbers as OTLP when `BATON_OTLP_ENDPOINT` is set. This page is written from `sh
 
 
 def page() -> str:
-    """The page's text."""
     rows = [
         f"| `{metric.name}` | {metric.kind.value} | {', '.join(metric.labels)} | {metric.meaning} |\n"
         for metric in METRICS.values()

@@ -1,4 +1,4 @@
-"""Pages of panels as Grafana reads them."""
+"""Grafana's JSON model of a dashboard."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ GRID_COLUMNS = 24
 PANEL_HEIGHT = 7
 STAT_HEIGHT = 4
 TRACES_SHOWN = 20
-GRAFANAS_OWN = re.compile(re.escape(quote("${")) + "(__[A-Za-z.]+)" + re.escape(quote("}")))
-"""Variables, URL-quoted, that Grafana replaces when a link is followed."""
+QUOTED_VARIABLE = re.compile(re.escape(quote("${")) + "(__[A-Za-z.]+)" + re.escape(quote("}")))
+"""A variable that Grafana fills in on a click, after URL quoting."""
 
 
 def dashboard(title: str, panels: Sequence[Panel]) -> dict[str, Any]:
-    """One page."""
-    asked = " ".join(expr for panel in panels for expr in panel.queries.values())
+    expressions = " ".join(expr for panel in panels for expr in panel.queries.values())
     return {
         "uid": f"baton-{slug(title)}",
         "title": f"Baton: {title}",
@@ -32,13 +31,13 @@ def dashboard(title: str, panels: Sequence[Panel]) -> dict[str, Any]:
         "refresh": "5s",
         "time": {"from": "now-30m", "to": "now"},
         "links": [{"title": "Baton", "type": "dashboards", "tags": ["baton"], "asDropdown": True, "keepTime": True}],
-        "templating": {"list": [_variable(label) for label in VARIABLES if f'"${label}"' in asked]},
-        "panels": _laid_out(panels),
+        "templating": {"list": [_variable(label) for label in VARIABLES if f'"${label}"' in expressions]},
+        "panels": _layout(panels),
     }
 
 
 def slug(title: str) -> str:
-    """A page's name in addresses and files."""
+    """The dashboard's name in URLs and file names."""
     return title.lower().replace(" ", "-")
 
 
@@ -61,16 +60,16 @@ def _variable(label: str) -> dict[str, Any]:
     }
 
 
-def _laid_out(panels: Sequence[Panel]) -> list[dict[str, Any]]:
+def _layout(panels: Sequence[Panel]) -> list[dict[str, Any]]:
     x = y = row_height = 0
-    laid_out = []
+    placed = []
     for number, panel in enumerate(panels, start=1):
         height = STAT_HEIGHT if panel.kind == "stat" else PANEL_HEIGHT
         if x + panel.width > GRID_COLUMNS:
             x, y, row_height = 0, y + row_height, 0
-        laid_out.append(_panel(number, panel, {"x": x, "y": y, "w": panel.width, "h": height}))
+        placed.append(_panel(number, panel, {"x": x, "y": y, "w": panel.width, "h": height}))
         x, row_height = x + panel.width, max(row_height, height)
-    return laid_out
+    return placed
 
 
 def _panel(number: int, panel: Panel, place: dict[str, int]) -> dict[str, Any]:
@@ -88,7 +87,7 @@ def _panel(number: int, panel: Panel, place: dict[str, int]) -> dict[str, Any]:
                 "datasource": PROMETHEUS,
                 "expr": expr,
                 "legendFormat": legend,
-                # Only histograms have any: dots that lead to the trace of one request.
+                # Exemplars are dots that link to the trace of one request. Only histograms have them.
                 "exemplar": "_bucket" in expr,
             }
             for index, (legend, expr) in enumerate(panel.queries.items())
@@ -97,8 +96,8 @@ def _panel(number: int, panel: Panel, place: dict[str, int]) -> dict[str, Any]:
 
 
 def _defaults(panel: Panel) -> dict[str, Any]:
-    marks = [("orange", panel.warn), ("red", panel.bad)]
-    steps = [{"color": color, "value": value} for color, value in marks if value is not None]
+    thresholds = [("orange", panel.warn), ("red", panel.bad)]
+    steps = [{"color": color, "value": value} for color, value in thresholds if value is not None]
     defaults: dict[str, Any] = {"unit": panel.unit, "min": 0}
     if steps:
         defaults["thresholds"] = {"mode": "absolute", "steps": [{"color": "green", "value": None}, *steps]}
@@ -106,12 +105,12 @@ def _defaults(panel: Panel) -> dict[str, Any]:
     if steps and panel.kind != "stat":
         defaults["custom"] = {"thresholdsStyle": {"mode": "line"}}
     if panel.traces:
-        defaults["links"] = [{"title": "Traces of such requests", "url": _explore(panel.traces), "targetBlank": True}]
+        defaults["links"] = [{"title": "Traces of these requests", "url": _explore(panel.traces), "targetBlank": True}]
     return defaults
 
 
 def _explore(traceql: str) -> str:
-    """The address of Grafana's search for traces, in the time that the page shows."""
+    """URL of Grafana's trace search, limited to the time range of the page."""
     pane = {
         "datasource": TEMPO["uid"],
         "queries": [
@@ -119,5 +118,5 @@ def _explore(traceql: str) -> str:
         ],
         "range": {"from": "${__from}", "to": "${__to}"},
     }
-    panes = GRAFANAS_OWN.sub(r"${\1}", quote(json.dumps({"traces": pane}), safe=""))
+    panes = QUOTED_VARIABLE.sub(r"${\1}", quote(json.dumps({"traces": pane}), safe=""))
     return f"/explore?schemaVersion=1&orgId=1&panes={panes}"

@@ -1,6 +1,6 @@
 """Writes the Grafana dashboards: ``python -m observability.grafana.make_dashboards``.
 
-Panels stand in the ``page_`` files, with names from ``shared.telemetry.names``; Grafana's JSON is only their form.
+The ``page_*`` modules define the panels; edit those, not the JSON files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PAGES: Mapping[str, Sequence[Panel]] = {
 
 
 def pages() -> dict[str, str]:
-    """File name -> its text."""
+    """File name -> content."""
     return {
         f"{slug(title)}.json": json.dumps(dashboard(title, panels), indent=1) + "\n" for title, panels in PAGES.items()
     }

@@ -1,4 +1,4 @@
-"""The fleet: its workers, their load, the planner's wishes, and lost messages."""
+"""Fleet dashboard: workers and their load, the planner, and the health of Baton's processes."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ WORKER = "{{worker_id}} ({{role}})"
 BY_WORKER = "worker_id, role"
 FULL, NEARLY_FULL = 0.95, 0.85
 
-AT_A_LOOK = (
+OVERVIEW = (
     stat(
         "Ready workers",
         gauge(names.FLEET_WORKERS, where='phase="ready"'),
-        "Workers that take requests, of all roles. Good: as many as you started.",
+        "Ready workers of all roles. Good: the number that you started.",
     ),
     stat(
-        "Lost in an hour",
+        "Workers lost in 1 h",
         increase(names.FLEET_WORKERS_LOST),
-        "Workers that fell silent or were started anew. Good: 0. `baton workers` shows which.",
+        "Workers that went silent or restarted. Good: 0. `baton workers` shows which.",
         bad=1,
     ),
-    stat("Requests/s", gauge(names.FLEET_REQUEST_RATE), "Requests that ended, mean of 10 s.", "reqps"),
-    stat("Prompt tokens/s", gauge(names.FLEET_TOKENS_IN), "Of requests that ended, cached or not, mean of 10 s."),
-    stat("Completion tokens/s", gauge(names.FLEET_TOKENS_OUT), "Of requests that ended, mean of 10 s."),
+    stat("Requests/s", gauge(names.FLEET_REQUEST_RATE), "Finished requests, 10 s mean.", "reqps"),
+    stat(
+        "Prompt tokens/s", gauge(names.FLEET_TOKENS_IN), "Prompt tokens of finished requests, cached or not, 10 s mean."
+    ),
+    stat("Completion tokens/s", gauge(names.FLEET_TOKENS_OUT), "Completion tokens of finished requests, 10 s mean."),
     stat(
         "Leader's term",
         f"max ({names.FLEET_TERM.name})",
-        "How often the lead changed hands. Good: it stays as it is; a step is an orchestrator that was replaced.",
+        "Leadership term of the orchestrator. Good: constant; each increase is a change of leader.",
     ),
 )
 
@@ -36,141 +38,141 @@ WORKERS = (
         "Workers by phase",
         "short",
         {"{{role}} {{phase}}": gauge(names.FLEET_WORKERS, "role, phase")},
-        "Good: ready. Probing for long: its canaries fail, and `baton workers` says why.",
+        "Good: ready. A worker that stays in probing fails its KV self-test; `baton workers` shows why.",
     ),
     graph(
         "Phase of each worker",
         "short",
         {WORKER + " {{phase}}": gauge(names.WORKER_PHASE, "worker_id, role, phase")},
-        "1 for the phase that a worker is in: starting, probing, ready, draining.",
+        "1 for the current phase: starting, probing, ready or draining.",
     ),
     Panel(
         title="Silence",
         unit="s",
         queries={WORKER: gauge(names.WORKER_SILENCE, BY_WORKER)},
-        meaning="Since the orchestrator last heard of it. Good: about a second. Silent for longer: lost.",
+        meaning="Time since the last message from the worker. Good: about 1 s. After a longer silence it is declared lost.",
         warn=3,
     ),
     graph(
         "Running",
         "short",
         {WORKER: gauge(names.WORKER_RUNNING, BY_WORKER)},
-        "Requests in the engine's batch. Good: alike among workers of a role.",
+        "Requests in the engine's batch. Good: similar for all workers of a role.",
     ),
     graph(
         "Waiting",
         "short",
         {WORKER: gauge(names.WORKER_WAITING, BY_WORKER)},
-        "Requests in the engine's own queue. Good: about 0, since routers keep back what an engine cannot begin soon.",
+        "Requests in the engine's queue. Good: about 0, since routers queue requests that an engine cannot start soon.",
     ),
     graph(
         "Waiting prompt tokens",
         "short",
         {WORKER: gauge(names.WORKER_WAITING_TOKENS, BY_WORKER)},
-        "Accepted and not yet computed: divided by the prefill speed, the seconds that a new prompt would wait.",
+        "Accepted but not yet computed. Divided by the prefill speed this is the wait of a new prompt in seconds.",
     ),
 )
 
-USE = (
+UTILIZATION = (
     Panel(
-        title="Time in steps",
+        title="Engine utilization",
         unit="percentunit",
         queries={WORKER: rate(names.WORKER_STEP_SECONDS, BY_WORKER)},
-        meaning="Utilization: the part of its time that an engine computes. Near 100%: this role is short.",
+        meaning="Fraction of time that the engine spends in steps. Near 100%: the role needs more workers.",
         warn=FULL,
     ),
     Panel(
         title="KV blocks in use",
         unit="percentunit",
         queries={WORKER: gauge(names.WORKER_KV_USED, BY_WORKER)},
-        meaning="Saturation: near 100% requests queue or are thrown out of the batch. Of a store, full is usual.",
+        meaning="Near 100% requests queue or are preempted. For a store 100% is normal.",
         warn=NEARLY_FULL,
         bad=FULL,
     ),
     Panel(
-        title="Legs, of those it may serve",
+        title="Request legs, relative to the limit",
         unit="percentunit",
         queries={WORKER: share(gauge(names.WORKER_LEGS, BY_WORKER), gauge(names.WORKER_LEGS_MAX, BY_WORKER))},
-        meaning="Saturation: at 100% routers keep requests back. Workers that have no such limit are not shown.",
+        meaning="At 100% routers queue requests. Workers without a limit are not shown.",
         warn=NEARLY_FULL,
     ),
     graph(
-        "Legs",
+        "Request legs",
         "short",
         {WORKER: gauge(names.WORKER_LEGS, BY_WORKER)},
-        "Parts of requests that a worker serves now.",
+        "Requests that a worker currently serves in part (prefill or decode) or as a whole.",
     ),
     graph(
         "Failed requests by worker",
         "reqps",
         {WORKER + " {{reason}}": rate(names.WORKER_FAILURES, "worker_id, role, reason")},
-        "Failed requests by the worker that was to generate them. Good: only requests that clients cancelled.",
+        "Failed requests by the worker that was to decode them. Good: only requests that clients cancelled.",
     ),
     graph(
         "Preemptions",
         "short",
         {WORKER: rate(names.WORKER_PREEMPTIONS, BY_WORKER)},
-        "Requests/s thrown out of the batch for lack of KV. Good: 0. Else: fewer sequences, or more workers.",
+        "Requests/s preempted for lack of KV blocks. Good: 0. Otherwise reduce max_num_seqs or add workers.",
     ),
     graph(
-        "Tokens generated",
+        "Tokens generated/s",
         "short",
         {WORKER: rate(names.WORKER_GENERATION_TOKENS, BY_WORKER)},
-        "Per second. Alike among workers of a role where they are of like hardware.",
+        "Good: similar for workers of a role with equal hardware.",
     ),
     graph(
         "Prefill speed (tokens/s)",
         "short",
         {WORKER: gauge(names.WORKER_PREFILL_SPEED, BY_WORKER)},
-        "As measured lately; 0 before the first prompt.",
+        "Recent measurement; 0 before the first prompt.",
     ),
     graph(
         "Time between tokens",
         "s",
         {WORKER: gauge(names.WORKER_TOKEN_INTERVAL, BY_WORKER)},
-        "Of one stream, lately. Rises with the batch and with prompts that are computed beside it.",
+        "Recent measurement for one stream. Grows with the batch and with prompts computed in the same steps.",
     ),
 )
 
 SERVICES = (
     graph(
-        "Workers wanted by the planner",
+        "Workers targeted by the planner",
         "short",
         {"{{model}} {{role}}": gauge(names.PLANNER_WANTED, "model, role")},
-        "Good: as many as are ready. `baton plan` has the reasons.",
+        "Good: equal to the number of ready workers. `baton plan` shows the reasons.",
     ),
     Panel(
         title="Load by role",
         unit="percentunit",
         queries={"{{model}} {{role}}": gauge(names.PLANNER_LOAD, "model, role")},
-        meaning="Work over what the role's workers can do. Over 100% queues grow.",
+        meaning="Demand divided by the capacity of the role's workers. Above 100% queues grow.",
         warn=0.9,
         bad=1.0,
     ),
     graph(
-        "Planner's changes",
+        "Planner changes/s",
         "short",
         {"{{action}} {{role}}": rate(names.PLANNER_CHANGES, "action, role", window=MINUTES)},
-        "Per second. Good: rare; one that undoes another is a planner that is not steady.",
+        "Good: rare. Changes that undo each other mean that the planner oscillates.",
     ),
     graph(
         "Processes",
         "short",
         {"{{service}} {{phase}}": gauge(names.SERVICE_PHASE, "service, phase")},
-        "All of Baton's, as each says of itself. Good: ready.",
+        "Baton's processes by the phase that they report. Good: ready.",
     ),
     graph(
-        "Messages dropped",
+        "Messages dropped/s",
         "short",
         {"{{instance}}": rate(names.BUS_DROPPED, "instance")},
-        "Per second. Good: 0. A process that drops messages cannot keep up with them: it needs more CPU.",
+        "Good: 0. A process drops messages when it is too slow; give it more CPU.",
     ),
     graph(
-        "Reconnections to NATS",
+        "Reconnections to NATS/s",
         "short",
         {"{{instance}}": rate(names.BUS_RECONNECTS, "instance")},
-        "Per second. Good: 0.",
+        "Good: 0.",
     ),
 )
 
-FLEET = (*AT_A_LOOK, *WORKERS, *USE, *SERVICES)
+FLEET = (*OVERVIEW, *WORKERS, *UTILIZATION, *SERVICES)

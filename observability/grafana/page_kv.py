@@ -1,4 +1,4 @@
-"""Where prompts' KV comes from, what moving it costs, and whether anything is computed twice."""
+"""KV exchange dashboard: sources of KV, cost of transfers, recomputation, leases and stores."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ DECODING = 'role="decode"'
 
 PROMPTS = (
     graph(
-        "Where prompts' KV came from (tokens/s)",
+        "Prompt tokens/s by source of their KV",
         "short",
         {"{{source}}": rate(names.FLEET_PROMPT_TOKENS, "source")},
-        "computed, cached or received from another worker. Good: little computed for conversations that go on.",
+        "computed, cached or received from another worker. Good: few computed in multi-turn conversations.",
     ),
     graph(
-        "By worker",
+        "Prompt tokens/s by worker and source",
         "short",
         {WORKER + " {{source}}": rate(names.WORKER_PROMPT_TOKENS, "worker_id, role, source")},
         "Good: prefill workers compute, decode workers receive.",
@@ -32,48 +32,48 @@ PROMPTS = (
                 rate(names.WORKER_REQUESTS, BY_WORKER, DECODING),
             )
         },
-        meaning="Good: less than a block, the tail. More: no handoff, or whole requests are served there.",
+        meaning="Good: less than one block (the tail). More: handoffs fail, or the worker serves aggregated requests.",
         warn=64,
     ),
     graph(
         "Handoffs/s",
         "reqps",
         {"{{handoff}}": rate(names.FLEET_HANDOFFS, "handoff")},
-        "streamed while the prompt was computed, or offered when it was done.",
+        "streamed: while the prompt is computed. offered: after the prompt is computed.",
     ),
     graph(
         "Waiting for KV",
         "s",
         quantiles(names.FLEET_KV_WAIT, "handoff"),
-        "From a request's first ask to its first grant. Streamed, it includes the computing of the first chunk.",
+        "Time from the first lease request to the first grant. If streamed, it includes computing the first chunk.",
     ),
     graph(
         "Reading KV",
         "s",
         quantiles(names.FLEET_KV_READ, "handoff"),
-        "How long a request's KV was being read. Good: small beside its TTFT.",
+        "Time that KV reads of a request take. Good: small compared with TTFT.",
     ),
     graph(
-        "Prompt tokens/s computed twice",
+        "Prompt tokens/s recomputed",
         "short",
         {
             WORKER + " silent re-prefill": rate(names.WORKER_RECOMPUTED, BY_WORKER),
-            "decode workers, tails and all": rate(names.FLEET_RECOMPUTED),
+            "decode workers, tails included": rate(names.FLEET_RECOMPUTED),
             "after preemptions": rate(names.FLEET_REPREFILLED),
         },
-        "Good: no silent re-prefill. Answers are right in spite of it, but prompts are paid for twice.",
+        "Good: no silent re-prefill. Responses stay correct, but the prompt tokens are computed twice.",
     ),
     graph(
-        "Read back instead of computed (tokens/s)",
+        "Tokens/s read back",
         "short",
         {"read back": rate(names.FLEET_READBACK)},
-        "Earlier turns that the prefill worker fetched from others, where that ends sooner than computing.",
+        "Earlier turns that prefill workers fetched from other workers because fetching is faster than computing.",
     ),
     graph(
-        "Refused for lack of cache",
+        "Requests/s below their cache hit threshold",
         "reqps",
         {WORKER: rate(names.WORKER_REFUSED, BY_WORKER)},
-        "Requests below their cache hit threshold, which then go elsewhere. Good: few; each costs a round trip.",
+        "The worker refuses them and the router tries another worker. Good: few; each costs a round trip.",
     ),
 )
 
@@ -82,103 +82,103 @@ MOVING = (
         "KV received",
         "Bps",
         {WORKER: rate(names.WORKER_RECEIVED_BYTES, BY_WORKER)},
-        "Read from other workers' memory.",
+        "Bytes/s read from other workers.",
     ),
     graph(
         "Bandwidth while receiving",
         "Bps",
         {WORKER: share(rate(names.WORKER_RECEIVED_BYTES, BY_WORKER), rate(names.WORKER_RECEIVED_SECONDS, BY_WORKER))},
-        "Bytes over the time in which something was being read. Good: near what the network does.",
+        "Bytes divided by the time during which reads ran. Good: near the bandwidth of the network.",
     ),
     graph(
-        "KV received in an hour",
+        "KV received in 1 h",
         "bytes",
         {"received": increase(names.FLEET_RECEIVED_BYTES)},
-        "By all workers, those that are gone included.",
+        "All workers, including those that have left.",
     ),
     graph(
         "Leases held",
         "short",
         {WORKER: gauge(names.WORKER_LEASES_HELD, BY_WORKER)},
-        "On a worker's blocks now. Good: back at 0 within seconds of the last request.",
+        "Current leases on a worker's blocks. Good: 0 within seconds after the last request.",
     ),
     graph(
         "Blocks pinned by leases",
         "short",
         {WORKER: gauge(names.WORKER_PINNED, BY_WORKER)},
-        "Blocks that cannot be used again before their leases end. Good: back at 0 with the leases.",
+        "Blocks that the engine cannot reuse until their leases end. Good: 0 when there are no leases.",
     ),
     graph(
         "Leases/s by outcome",
         "short",
         {"{{outcome}}": rate(names.WORKER_LEASES, "outcome")},
-        "Good: released as often as granted. expired: readers died or are slow. refused: too much is pinned.",
+        "Good: as many released as granted. expired: readers crashed or are slow. refused: too many blocks are pinned.",
     ),
     graph(
-        "Reads under way",
+        "Reads in progress",
         "short",
         {WORKER: gauge(names.WORKER_READS_RUNNING, BY_WORKER)},
-        "From others' memory, now.",
+        "Current KV reads from other workers.",
     ),
     graph(
         "Reads/s by outcome",
         "short",
         {WORKER + " {{outcome}}": rate(names.WORKER_READS, "worker_id, role, outcome")},
-        "Good: none failed. What was not read is computed.",
+        "Good: none failed. Tokens of failed reads are computed.",
     ),
 )
 
 STORES = (
-    graph("Blocks in stores", "short", {STORE + " {{tier}}": gauge(names.STORE_BLOCKS, BY_TIER)}, "By tier."),
-    graph("KV in stores", "bytes", {STORE + " {{tier}}": gauge(names.STORE_BYTES, BY_TIER)}, "By tier."),
+    graph("Blocks in stores", "short", {STORE + " {{tier}}": gauge(names.STORE_BLOCKS, BY_TIER)}, "Blocks by tier."),
+    graph("KV in stores", "bytes", {STORE + " {{tier}}": gauge(names.STORE_BYTES, BY_TIER)}, "Bytes by tier."),
     Panel(
-        title="How full stores are",
+        title="Store utilization",
         unit="percentunit",
         queries={
             STORE + " {{tier}}": share(gauge(names.STORE_BLOCKS, BY_TIER), gauge(names.STORE_BLOCKS_MAX, BY_TIER))
         },
-        meaning="Full is usual in the end. Full and evicting much: more room would save more prompts.",
+        meaning="100% is normal. If the store also evicts many blocks, a larger store would avoid more recomputation.",
         warn=FULL,
     ),
     graph(
-        "KV that stores take and give",
+        "KV received and sent by stores",
         "Bps",
         {
-            STORE + " takes": rate(names.WORKER_RECEIVED_BYTES, "worker_id", 'role="store"'),
-            STORE + " gives": rate(names.STORE_GRANTED, "worker_id"),
+            STORE + " received": rate(names.WORKER_RECEIVED_BYTES, "worker_id", 'role="store"'),
+            STORE + " sent": rate(names.STORE_GRANTED, "worker_id"),
         },
-        "Good: they give more than they take. Else they are not worth their memory.",
+        "Good: more sent than received. Otherwise the store is not worth its memory.",
     ),
     graph(
-        "Blocks/s that stores load and save",
+        "Blocks/s loaded and saved by stores",
         "short",
         {STORE + " {{kind}} {{outcome}}": rate(names.STORE_MOVED, BY_KIND)},
-        "From files and to them. Good: all done.",
+        "Loaded from files and saved to files. Good: all done.",
     ),
     graph(
-        "Blocks that stores are to load and save",
+        "Blocks waiting to be loaded or saved by stores",
         "short",
         {STORE + " {{kind}}": gauge(names.STORE_WAITING, "worker_id, kind")},
-        "Good: near 0. Else their disk is too slow.",
+        "Good: near 0. Otherwise the disk is too slow.",
     ),
     graph(
-        "Blocks/s that stores evict",
+        "Blocks/s evicted by stores",
         "short",
         {STORE + " {{tier}}": rate(names.STORE_EVICTED, BY_TIER)},
-        "That made room for others. Of host they may still be in files; of disk they are gone.",
+        "Blocks evicted from tier host may still be in files; blocks evicted from tier disk are lost.",
     ),
     Panel(
-        title="Blocks that stores lost in an hour",
+        title="Blocks lost by stores in 1 h",
         unit="short",
         queries={STORE + " {{kind}} {{outcome}}": increase(names.STORE_MOVED, BY_KIND, 'outcome!="done"')},
-        meaning="Good: 0. Damaged or not saved: its disk is full or does not keep what is written.",
+        meaning="Good: 0. Blocks are damaged or not saved: the disk is full or corrupts data.",
         bad=1,
     ),
     graph(
-        "Room left on stores' disks",
+        "Free disk space of stores",
         "bytes",
         {STORE: gauge(names.STORE_DISK_FREE, "worker_id")},
-        "Free on the file system with its files, as it says itself. Stores without files are not shown.",
+        "Free space on the file system of the store's files. Stores without files are not shown.",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""What clients get: rate, errors and durations, for the whole and by worker."""
+"""Requests dashboard: rates, errors and latencies of the fleet and of each decode worker."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from observability.grafana.page_fleet import WORKER
 from observability.grafana.panels import Panel, failing, gauge, graph, quantiles, rate, share
 from shared.telemetry import names
 
-LATER = '{ name = "first token" && duration > ${__value.raw}s }'
-SLOWER = '{ resource.service.name = "baton-router" && name = "request" && duration > ${__value.raw}s }'
+SLOW_TTFT = '{ name = "first token" && duration > ${__value.raw}s }'
+SLOW_REQUEST = '{ resource.service.name = "baton-router" && name = "request" && duration > ${__value.raw}s }'
 ALL = '{ resource.service.name = "baton-router" && name = "request" }'
 FAILED = '{ resource.service.name = "baton-router" && name = "request" && status = error }'
 MET, TARGETED = 'goal="met"', 'goal!="no_target"'
@@ -20,13 +20,13 @@ REQUESTS = (
         "Requests/s by status",
         "reqps",
         {"{{mode}} {{status}}": rate(names.FLEET_REQUESTS, "mode, status")},
-        "Good: 200. 4xx are clients' mistakes or limits, 499 clients who left, 5xx are ours.",
+        "Good: 200. 4xx: client errors or rate limits; 499: the client disconnected; 5xx: errors of Baton.",
     ),
     Panel(
         title="Errors",
         unit="percentunit",
         queries={"{{model}}": failing(names.FLEET_REQUESTS, "model", ERRORS)},
-        meaning="The part of requests that fail through no fault of their client. Good: 0.",
+        meaning="Fraction of requests with a 5xx response. Good: 0.",
         warn=0.01,
         bad=0.05,
         traces=FAILED,
@@ -35,22 +35,22 @@ REQUESTS = (
         "Failures by reason",
         "reqps",
         {"{{reason}}": rate(names.FLEET_FAILURES, "reason")},
-        "Why requests did not end well. Each reason is explained in shared/contracts/failures.py.",
+        "Failed requests by reason. shared/contracts/failures.py explains each reason.",
     ),
     Panel(
         title="TTFT",
         unit="s",
         queries=quantiles(names.FLEET_TTFT, "mode"),
-        meaning="From request to first token. Good: below your target. A dot is a request; it leads to its trace.",
+        meaning="Time from request to first token. Good: below your target. Dots are requests and link to their traces.",
         warn=TTFT_WARN_S,
         bad=TTFT_BAD_S,
-        traces=LATER,
+        traces=SLOW_TTFT,
     ),
     Panel(
         title="ITL",
         unit="s",
         queries=quantiles(names.FLEET_ITL, "mode"),
-        meaning="Mean time between tokens after the first, per request. Good: below 50 ms, faster than anybody reads.",
+        meaning="Mean time between tokens after the first, per request. Good: below 50 ms, faster than people read.",
         warn=ITL_WARN_S,
         bad=ITL_BAD_S,
         traces=ALL,
@@ -59,23 +59,23 @@ REQUESTS = (
         title="E2E",
         unit="s",
         queries=quantiles(names.FLEET_E2E, "mode"),
-        meaning="From request to last byte. Grows with the length of answers: no threshold fits all.",
-        traces=SLOWER,
+        meaning="Time from request to last byte. It grows with the length of the completion, so there is no threshold.",
+        traces=SLOW_REQUEST,
     ),
     Panel(
         title="TTFT by decode worker",
         unit="s",
         queries=quantiles(names.WORKER_TTFT, "worker_id"),
-        meaning="Of the requests that it generated. One worker above the others: look at its KV reads and its queue.",
+        meaning="Requests that this worker decoded. If one worker is slower than others, check its KV reads and queue.",
         warn=TTFT_WARN_S,
         bad=TTFT_BAD_S,
-        traces=LATER,
+        traces=SLOW_TTFT,
     ),
     Panel(
         title="ITL by decode worker",
         unit="s",
         queries=quantiles(names.WORKER_ITL, "worker_id"),
-        meaning="One worker above the others: its batch is larger, or prompts are computed beside its decodes.",
+        meaning="If one worker is slower than others, its batch is larger or it computes prompts in the same steps.",
         warn=ITL_WARN_S,
         bad=ITL_BAD_S,
         traces=ALL,
@@ -84,30 +84,30 @@ REQUESTS = (
         title="E2E by decode worker",
         unit="s",
         queries=quantiles(names.WORKER_E2E, "worker_id"),
-        meaning="From request to last byte, of the requests that it generated.",
-        traces=SLOWER,
+        meaning="Time from request to last byte of the requests that this worker decoded.",
+        traces=SLOW_REQUEST,
     ),
     Panel(
-        title="Goodput, of requests with targets",
+        title="Goodput",
         unit="percentunit",
         queries={
             "{{instance}}": share(
                 rate(names.ROUTER_GOALS, "instance", MET), rate(names.ROUTER_GOALS, "instance", TARGETED)
             )
         },
-        meaning="The part that kept their targets (ROUTER_SLOS, or their own). Good: above 95%. Empty without targets.",
+        meaning="Fraction of requests with targets (ROUTER_SLOS or their own) that met them. Good: above 95%.",
     ),
     graph(
-        "Requests/s by what became of their targets",
+        "Requests/s by target outcome",
         "reqps",
         {"{{goal}}": rate(names.ROUTER_GOALS, "goal")},
-        "met is goodput. ttft_missed: prefill is short, or the queue long. itl_missed: too much is decoded together.",
+        "met: goodput. ttft_missed: too little prefill capacity or a long queue. itl_missed: too large decode batches.",
     ),
     Panel(
         title="TPOT",
         unit="s",
         queries=quantiles(names.ROUTER_TPOT, "mode"),
-        meaning="Mean time between tokens after the first, per request. Good: below 50 ms. ITL has the single pauses.",
+        meaning="Mean time between tokens after the first, per request, measured by the router. Good: below 50 ms.",
         warn=ITL_WARN_S,
         bad=ITL_BAD_S,
         traces=ALL,
@@ -116,45 +116,45 @@ REQUESTS = (
         "Requests in flight",
         "short",
         {"{{instance}}": gauge(names.ROUTER_IN_FLIGHT, "instance")},
-        "Being served now, waiting ones included. Good: alike among routers behind one load balancer.",
+        "Requests in progress, queued ones included. Good: similar for all routers behind a load balancer.",
     ),
     graph(
-        "Tokens/s of ended requests",
+        "Tokens/s of finished requests",
         "short",
         {"{{kind}}": rate(names.FLEET_REQUEST_TOKENS, "kind")},
-        "Prompt tokens, cached or not, and completion tokens.",
+        "Prompt tokens (cached or not) and completion tokens.",
     ),
     graph(
         "Requests/s by decode worker",
         "reqps",
         {WORKER + " {{mode}}": rate(names.WORKER_REQUESTS, "worker_id, role, mode")},
-        "By the worker that generated them. Good: equal workers get equal shares.",
+        "Requests by the worker that decoded them. Good: similar for similar workers.",
     ),
     graph(
-        "Placed again, and resumed",
+        "Retries/s and resumed streams/s",
         "short",
         {
             "{{reason}}": rate(names.ROUTER_RETRIES, "reason"),
             "{{reason}}, resumed": rate(names.ROUTER_RESUMES, "reason"),
         },
-        "Legs/s that failed and that no client noticed. Good: empty. Else the reason says what breaks.",
+        "Failures that clients do not see. Good: empty. Otherwise see the reason.",
     ),
     graph(
-        "Streams that broke off: time until they went on",
+        "Gap in resumed streams",
         "s",
         quantiles(names.ROUTER_RESUME, "instance"),
-        "From the last data before to the next after. Empty where none broke off.",
+        "Time from the last data before the interruption to the first data after it. Empty without interruptions.",
     ),
     graph(
-        "Traces/s by why they were kept",
+        "Traces/s by reason for keeping them",
         "short",
         {"{{why}}": rate(names.ROUTER_TRACES, "why")},
-        "slow, failed and resumed requests are always traced, of others a share. Zero without BATON_OTLP_ENDPOINT.",
+        "slow, failed and resumed requests are always traced; of the others a share. 0 without BATON_OTLP_ENDPOINT.",
     ),
     graph(
-        "Refused at the edge or in the queue",
+        "Refused requests/s by reason",
         "reqps",
         {"{{instance}} {{reason}}": rate(names.ROUTER_REFUSALS, "instance, reason")},
-        "Requests/s that a router did not serve, by reason. overloaded: more is wanted than the fleet can do.",
+        "Requests that a router did not serve. overloaded: the demand exceeds the fleet's capacity.",
     ),
 )

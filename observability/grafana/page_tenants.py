@@ -1,4 +1,4 @@
-"""Usage and waiting times by tenant."""
+"""Tenants dashboard: requests, tokens and refusals of each tenant."""
 
 from __future__ import annotations
 
@@ -11,62 +11,62 @@ ENDED = rate(names.ROUTER_TENANT_REQUESTS, BY_TENANT)
 REFUSED = 'outcome=~"overloaded|over_share"'
 TOKENS = rate(names.ROUTER_TENANT_TOKENS, BY_TENANT)
 ALL_TOKENS = f"sum (rate({names.ROUTER_TENANT_TOKENS.name}[{WINDOW}]))"
-"""Of all tenants, whichever are chosen."""
+"""Of all tenants, independent of the page's variable."""
 
 TENANTS = (
     graph(
         "Requests/s",
         "reqps",
         {TENANT: ENDED},
-        "By tenant; (none) are requests that name none, (others) all beyond the first 32 tenants.",
+        "By tenant. (none): requests without a tenant. (others): all tenants after the first 32.",
     ),
     graph(
-        "How requests end",
+        "Requests/s by outcome",
         "reqps",
         {TENANT + " {{outcome}}": rate(names.ROUTER_TENANT_REQUESTS, "tenant, outcome")},
-        "ok, or the reason that ended them.",
+        "ok, or the reason of the failure.",
     ),
     Panel(
-        title="Not served well",
+        title="Failed requests",
         unit="percentunit",
         queries={TENANT: failing(names.ROUTER_TENANT_REQUESTS, BY_TENANT, 'outcome!="ok"')},
-        meaning="The part of a tenant's requests that did not end well. One tenant alone: look at its requests.",
+        meaning="Fraction of the tenant's requests that failed. If one tenant alone is affected, check its requests.",
         warn=0.05,
     ),
     graph(
         "Tokens/s by kind",
         "short",
         {TENANT + " {{kind}}": rate(names.ROUTER_TENANT_TOKENS, "tenant, kind")},
-        "Prompt tokens that were computed for it (cached ones cost nothing), and tokens generated.",
+        "Prompt tokens computed for the tenant (cached tokens are not counted), and tokens generated.",
     ),
     graph(
         "Share of all tokens",
         "percentunit",
         {TENANT: f"{TOKENS} / on () group_left () ({ALL_TOKENS} > 0)"},
-        "What each has of the work. When all want more than there is, fair shares bring these to the tenants' weights.",
+        "Each tenant's share of all tokens. Under overload, fair sharing makes it equal to the tenant's weight.",
     ),
     graph(
-        "Tokens in an hour",
+        "Tokens in 1 h",
         "short",
         {TENANT + " {{kind}}": increase(names.ROUTER_TENANT_TOKENS, "tenant, kind")},
-        "Computed and generated.",
+        "Prompt tokens computed and tokens generated.",
     ),
     graph(
-        "Requests in an hour",
+        "Requests in 1 h",
         "short",
         {TENANT: increase(names.ROUTER_TENANT_REQUESTS, BY_TENANT)},
-        "However they ended.",
+        "With any outcome.",
     ),
     graph(
-        "Refused in the queue",
+        "Requests/s refused in the queue",
         "reqps",
         {TENANT + " {{outcome}}": rate(names.ROUTER_TENANT_REQUESTS, "tenant, outcome", REFUSED)},
-        "over_share (429): it waits with more than its share. overloaded (503): all want more than there is.",
+        "over_share (429): the tenant exceeds its share of the queue. overloaded (503): demand exceeds capacity.",
     ),
     graph(
         "Requests waiting",
         "short",
         {"{{instance}}": gauge(names.ROUTER_QUEUE, "instance")},
-        "Of all tenants, by router.",
+        "Queued requests of all tenants, by router.",
     ),
 )

@@ -1,7 +1,7 @@
-"""What a dashboard's panels ask Prometheus: PromQL made of the metrics' own names and labels.
+"""Panels and their PromQL, built from the metrics in ``shared.telemetry.names``.
 
-Every selector lets the page's variables choose, as far as the metric has their labels: what one looks at is said
-once, at the top of a page, and holds for all of its panels.
+Each selector filters by all dashboard variables that are labels of its metric, so a choice at the top of a page
+applies to all of its panels.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ VARIABLES: Mapping[str, tuple[Metric, str]] = {
     "tenant": (names.ROUTER_TENANT_REQUESTS, "Tenant"),
     "instance": (names.ROUTER_IN_FLIGHT, "Router"),
 }
-"""Label -> the metric that has all of its values, and what it is called on the page."""
-OF_ROUTERS = "baton_router_"
-"""How the names of metrics begin of which each router has its own, told apart by what Prometheus scraped."""
+"""Label -> the metric that provides its values, and the variable's title on the page."""
+ROUTER_PREFIX = "baton_router_"
+"""Each router exports these metrics; Prometheus' label ``instance`` identifies the router."""
 HOUR = "1h"
 WINDOW = "$__rate_interval"
-"""Grafana's own: what is shown at this zoom, and never less than four scrapes."""
+"""Grafana's variable: depends on the zoom and is at least four scrape intervals."""
 MINUTES = "5m"
-"""For what is rare, or a ratio."""
+"""For rare events."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """A graph of some expressions, each with the legend of its series. ``unit`` is Grafana's."""
+    """A Grafana panel. ``unit`` is one of Grafana's unit ids."""
 
     title: str
     unit: str
     queries: Mapping[str, str]
     """Legend -> PromQL."""
     meaning: str
-    """What it shows, what is good, and where to look when it is not."""
+    """The panel's description: what it shows, which values are good, what to check otherwise."""
     kind: str = "timeseries"
     width: int = 8
     warn: float | None = None
-    """From here on it is worth a look."""
+    """Threshold for orange."""
     bad: float | None = None
-    """From here on something is wrong."""
+    """Threshold for red."""
     traces: str = ""
-    """TraceQL behind a click on a point: the requests that it is about."""
+    """TraceQL query that a click on a data point opens."""
 
 
 def stat(title: str, expr: str, meaning: str, unit: str = "short", bad: float | None = None) -> Panel:
@@ -60,46 +60,46 @@ def graph(title: str, unit: str, queries: Mapping[str, str], meaning: str) -> Pa
 
 
 def series(metric: Metric, where: str = "", suffix: str = "") -> str:
-    """A metric's series, as far as the page's variables and ``where`` choose them."""
-    labels = [*metric.labels, *(["instance"] if metric.name.startswith(OF_ROUTERS) else [])]
-    chosen = [f'{label}=~"${label}"' for label in labels if label in VARIABLES]
-    matchers = ",".join([*chosen, *([where] if where else [])])
+    """Selector of a metric, filtered by the page's variables and ``where``."""
+    labels = [*metric.labels, *(["instance"] if metric.name.startswith(ROUTER_PREFIX) else [])]
+    variables = [f'{label}=~"${label}"' for label in labels if label in VARIABLES]
+    matchers = ",".join([*variables, *([where] if where else [])])
     return f"{metric.name}{suffix}{{{matchers}}}" if matchers else f"{metric.name}{suffix}"
 
 
 def rate(metric: Metric, by: str = "", where: str = "", window: str = WINDOW, suffix: str = "") -> str:
-    """Growth per second, summed by labels."""
+    """Rate per second, summed by labels."""
     return f"{_sum(by)} (rate({series(metric, where, suffix)}[{window}]))"
 
 
 def increase(metric: Metric, by: str = "", where: str = "", window: str = HOUR) -> str:
-    """Growth in a window, summed by labels."""
+    """Increase within a window, summed by labels."""
     return f"{_sum(by)} (increase({series(metric, where)}[{window}]))"
 
 
 def gauge(metric: Metric, by: str = "", where: str = "") -> str:
-    """The value now, summed by labels."""
+    """Current value, summed by labels."""
     return f"{_sum(by)} ({series(metric, where)})"
 
 
 def average(metric: Metric, by: str) -> str:
-    """The value now, averaged over what is not told apart."""
+    """Current value, averaged by labels."""
     return f"avg by ({by}) ({series(metric)})"
 
 
 def share(part: str, whole: str) -> str:
-    """Part of a whole; nothing where there is none."""
+    """Ratio; no series while ``whole`` is 0."""
     return f"{part} / ({whole} > 0)"
 
 
 def failing(metric: Metric, by: str, where: str) -> str:
-    """The part of what is counted that ``where`` chooses; 0, and not nothing, where there is none yet."""
-    every = rate(metric, by)
-    return share(f"({rate(metric, by, where)} or 0 * {every})", every)
+    """Fraction of the events that match ``where``; 0 while none has matched yet."""
+    whole = rate(metric, by)
+    return share(f"({rate(metric, by, where)} or 0 * {whole})", whole)
 
 
 def quantiles(metric: Metric, by: str) -> dict[str, str]:
-    """Median and tails of a histogram."""
+    """p50, p95 and p99 of a histogram."""
     legend = " ".join(f"{{{{{label}}}}}" for label in by.split(", "))
     return {
         f"p{percent} {legend}": f"histogram_quantile({percent / 100:g}, {rate(metric, f'le, {by}', suffix='_bucket')})"
