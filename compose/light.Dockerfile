@@ -6,7 +6,7 @@ RUN python -m venv /opt/baton \
     && useradd --uid 10001 --create-home --shell /usr/sbin/nologin baton \
     && mkdir -p /home/baton/.cache /home/baton/.local/state \
     && chown -R baton /home/baton
-# New volumes take their owner from these folders: the keys that `baton init` makes, and the storage of NATS.
+# New volumes get the owner of these folders: the keys that `baton init` creates, and the storage of NATS.
 RUN cd / && mkdir -p data keys/ca keys/nats keys/router keys/orchestrator keys/collector keys/worker keys/launcher \
     && chown -R baton data keys
 ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -15,7 +15,7 @@ WORKDIR /opt/baton/source
 COPY requirements/services.txt requirements/
 RUN pip install --no-deps --require-hashes -r requirements/services.txt
 
-# The router's prefix index is compiled here, so that the image itself needs no compiler.
+# The router's prefix index is compiled in this stage, so the final image needs no compiler.
 FROM base AS build
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 COPY pyproject.toml README.md LICENSE ./

@@ -50,7 +50,7 @@ WORKERS = (
         title="Silence",
         unit="s",
         queries={WORKER: gauge(names.WORKER_SILENCE, BY_WORKER)},
-        meaning="Time since the last message from the worker. Good: about 1 s. After a longer silence it is declared lost.",
+        meaning="Time since the worker's last message. Good: about 1 s. After a longer silence it is declared lost.",
         warn=3,
     ),
     graph(

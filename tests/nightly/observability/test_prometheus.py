@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes a running system, and every panel of every dashboard has something to show."""
+"""A real Prometheus scrapes a running system; every panel and alert expression returns data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import yaml
 from tests.support.nats_server import free_port
 from tests.support.processes import service_process
 from tests.support.simulated_system import SimulatedSystem, simulated_system, until_ready
-from tests.unit.observability.expressions import ALERTS, Expression, alert_expressions, dashboard_expressions, measured
+from tests.unit.observability.expressions import ALERTS, Expression, alert_expressions, dashboard_expressions, operands
 
 PROMETHEUS = shutil.which("prometheus")
 
@@ -27,27 +27,27 @@ pytestmark = [
 ]
 
 FILLED_S_MAX = 180.0
-LOOK_S = 0.5
+POLL_S = 0.5
 LONG_TOKENS = 4000
-"""Of a stream that is still running when its worker is killed."""
+"""Long enough that the stream still runs when its worker is killed."""
 CLIENTS = 6
-"""At a time: more than the prefill worker can begin soon."""
+"""Concurrent clients: more than the prefill worker can start soon, so requests queue."""
 TARGETS = '{"default": {"ttft_s": 60, "itl_s": 60}}'
 MAY_FIRE = {"WorkerLost", "RequestsRefused"}
-"""A worker is killed; where that takes minutes, the crowds' refusals are told, too."""
-CROWD_EVERY = 8
-"""Rounds of traffic: what had been counted before Prometheus looked first is no growth."""
-NOT_HERE = {
-    "fleet: Planner's changes": "a planner that has nothing to change is a good one",
-    "alert ErrorRatioHigh": "nobody gets a 5xx: what the lost worker served goes on elsewhere",
-    "alert ProcessFailed": "no process fails by an error of its own",
+"""The test kills a worker. On a slow machine the bursts are refused for long enough to fire RequestsRefused, too."""
+ROUNDS_PER_BURST = 8
+"""Rounds between bursts. Bursts repeat because Prometheus sees no increase in counts before its first scrape."""
+WITHOUT_DATA = {
+    "fleet: Planner changes/s": "the planner has nothing to change",
+    "alert ErrorRatioHigh": "no request gets a 5xx: requests of the lost worker continue on others",
+    "alert ProcessFailed": "no process fails with an error",
 }
-"""Why these show nothing on a system on which this test is all that happens."""
+"""Expressions without data in this test, and the reason."""
 
 
 @pytest.fixture
 def prometheus(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """Its URL, and the directory in which it looks for targets (a file for each job)."""
+    """Prometheus' URL, and the directory from which it reads its targets (one file per job)."""
     port = free_port()
     targets = tmp_path / "targets"
     targets.mkdir()
@@ -85,38 +85,37 @@ def prometheus(tmp_path: Path) -> Iterator[tuple[str, Path]]:
 
 
 def ask(url: str, promql: str) -> list[dict]:
-    answer = httpx.get(f"{url}/api/v1/query", params={"query": promql}, timeout=10).json()
-    assert answer["status"] == "success", (promql, answer)
-    return answer["data"]["result"]
+    reply = httpx.get(f"{url}/api/v1/query", params={"query": promql}, timeout=10).json()
+    assert reply["status"] == "success", (promql, reply)
+    return reply["data"]["result"]
 
 
 def has_data(url: str, promql: str) -> bool:
-    """Whether there is a number to be seen; NaN, of a histogram without observations, is none."""
+    """Whether the query returns a number. Histograms without observations return NaN."""
     return any(each["value"][1] != "NaN" for each in ask(url, promql))
 
 
 def firing(url: str) -> set[str]:
-    """The alerts that Prometheus would tell somebody of."""
+    """Names of the firing alerts."""
     alerts = httpx.get(f"{url}/api/v1/alerts", timeout=10).json()["data"]["alerts"]
     return {each["labels"]["alertname"] for each in alerts if each["state"] == "firing"}
 
 
-def until(told: Callable[[], object]) -> None:
-    """Until there is something to tell."""
+def until(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + FILLED_S_MAX
-    while not told():
+    while not condition():
         assert time.monotonic() < deadline
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
 
 
 def all_expressions() -> list[Expression]:
-    """Each panel's, and what each alert looks at."""
-    alerts = [Expression(each.where, part) for each in alert_expressions() for part in measured(each.promql)]
-    return [each for each in [*dashboard_expressions(), *alerts] if each.where not in NOT_HERE]
+    """The expressions of all panels, and the operands of all alerts."""
+    alerts = [Expression(each.where, part) for each in alert_expressions() for part in operands(each.promql)]
+    return [each for each in [*dashboard_expressions(), *alerts] if each.where not in WITHOUT_DATA]
 
 
 def traffic(system: SimulatedSystem, number: int) -> None:
-    """Something of everything: streams, whole answers, a mistake, a client that leaves."""
+    """One request of each kind: streamed, not streamed, aggregated, invalid, and a client that disconnects."""
     headers = {"x-baton-tenant": f"tenant-{number % 2}"}
     assert system.complete(f"Tell me story {number}. " * 20, headers).status_code == 200
     assert b"[DONE]" in system.complete(f"Tell me story {number}. " * 20, stream=True, max_tokens=16).content
@@ -126,35 +125,35 @@ def traffic(system: SimulatedSystem, number: int) -> None:
         next(abandoned.iter_raw())
 
 
-def crowd(system: SimulatedSystem) -> None:
-    """So many long prompts at a time that one has to wait for its turn, and others may not even do that."""
+def burst(system: SimulatedSystem) -> None:
+    """Send so many long prompts at once that one is queued and others may be refused."""
     with ThreadPoolExecutor(CLIENTS) as clients:
-        answers = clients.map(lambda each: system.complete(f"I am {each} in the crowd. " * 250), range(CLIENTS))
-        assert {answer.status_code for answer in answers} <= {200, 429}
+        responses = clients.map(lambda each: system.complete(f"I am {each} in the burst. " * 250), range(CLIENTS))
+        assert {response.status_code for response in responses} <= {200, 429}
 
 
 @contextmanager
 def stream(system: SimulatedSystem, prompt: str) -> Iterator[httpx.Response]:
-    """A long answer, and whatever its reader does."""
+    """A long streamed response."""
     body = {"model": "baton-tiny", "prompt": prompt, "max_tokens": LONG_TOKENS, "stream": True}
     url = f"{system.router_url}/v1/completions"
-    with httpx.stream("POST", url, json=body, timeout=60.0) as answer:
-        yield answer
+    with httpx.stream("POST", url, json=body, timeout=60.0) as response:
+        yield response
 
 
 def lose_a_worker(system: SimulatedSystem) -> None:
-    """Kill one while it streams: its stream goes on elsewhere, and so does who asks for what it had cached."""
+    """Kill a worker while it streams. Its stream and a request for the prompt it had cached continue on another worker."""
     prompt = "Tell me of a worker that is killed. " * 20
-    with stream(system, prompt) as answer:
-        chunks = answer.iter_raw()
+    with stream(system, prompt) as response:
+        chunks = response.iter_raw()
         next(chunks)
-        system.processes[answer.headers["x-baton-decode-worker"]].kill()
+        system.processes[response.headers["x-baton-decode-worker"]].kill()
         assert system.complete(prompt).status_code == 200
         for _ in zip(range(LONG_TOKENS), chunks, strict=False):
             pass
 
 
-def test_every_panel_and_alert_has_data_and_a_lost_worker_is_all_that_is_told(tmp_path, nats_server, prometheus):
+def test_every_panel_and_alert_has_data_and_only_the_lost_worker_fires(tmp_path, nats_server, prometheus):
     url, targets = prometheus
     where = {"BATON_NATS_URL": nats_server.url, "BATON_STATE_DIR": str(tmp_path), "WORKER_ENGINE": "simulated"}
     store = {"WORKER_ROLE": "store", "WORKER_WORKER_ID": "s1", **where}
@@ -174,12 +173,12 @@ def test_every_panel_and_alert_has_data_and_a_lost_worker_is_all_that_is_told(tm
         deadline = time.monotonic() + FILLED_S_MAX
         number = 0
         while empty and time.monotonic() < deadline:
-            if number % CROWD_EVERY == 0:
-                crowd(system)
+            if number % ROUNDS_PER_BURST == 0:
+                burst(system)
             number += 1
             traffic(system, number)
             empty = [each for each in empty if not has_data(url, each.promql)]
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
 
         assert [each.where for each in empty] == []
         until(lambda: "WorkerLost" in firing(url))

@@ -1,4 +1,4 @@
-"""Every PromQL expression of the dashboards and alerts, and what it names."""
+"""The PromQL expressions of dashboards and alerts, and the series and labels they use."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def alert_expressions() -> list[Expression]:
 VARIABLE = re.compile(r"\$(?!__)\w+")
 
 
-def as_asked(promql: str) -> str:
-    """What Grafana asks when everything is chosen and a minute is looked at."""
+def expanded(promql: str) -> str:
+    """The query that Grafana sends with all variables at "All" and a rate interval of one minute."""
     return VARIABLE.sub(".*", promql.replace("$__rate_interval", "1m"))
 
 
@@ -40,7 +40,7 @@ def dashboard_expressions() -> list[Expression]:
     for path in sorted((ROOT / "grafana" / "dashboards").glob("*.json")):
         for panel in json.loads(path.read_text())["panels"]:
             found += [
-                Expression(f"{path.stem}: {panel['title']}", as_asked(target["expr"])) for target in panel["targets"]
+                Expression(f"{path.stem}: {panel['title']}", expanded(target["expr"])) for target in panel["targets"]
             ]
     return found
 
@@ -62,7 +62,7 @@ def _selectors(node: Any) -> Iterator[promql_parser.VectorSelector]:
 
 
 def grouped_labels(promql: str) -> Iterator[str]:
-    """Each label that an expression sums or matches by."""
+    """Each label that an expression aggregates by or matches on."""
     return _grouped(promql_parser.parse(promql))
 
 
@@ -82,19 +82,19 @@ def _grouped(node: Any) -> Iterator[str]:
 COMPARISONS = {"==", "!=", ">", "<", ">=", "<="}
 
 
-def measured(promql: str) -> list[str]:
-    """What an alert looks at, whether it fires or not: its expression without the comparisons that keep it silent."""
-    return list(_measured(promql_parser.parse(promql)))
+def operands(promql: str) -> list[str]:
+    """The operands of an alert's comparisons and set operators; they have values even while the alert does not fire."""
+    return list(_operands(promql_parser.parse(promql)))
 
 
-def _measured(node: Any) -> Iterator[str]:
+def _operands(node: Any) -> Iterator[str]:
     if isinstance(node, promql_parser.ParenExpr):
-        yield from _measured(node.expr)
+        yield from _operands(node.expr)
     elif isinstance(node, promql_parser.Call) and node.func.name == "absent":
-        yield from _measured(node.args[0])
+        yield from _operands(node.args[0])
     elif isinstance(node, promql_parser.BinaryExpr) and str(node.op) in COMPARISONS | {"and", "or", "unless"}:
         for side in (node.lhs, node.rhs):
             if not isinstance(side, promql_parser.NumberLiteral):
-                yield from _measured(side)
+                yield from _operands(side)
     else:
         yield node.prettify()

@@ -1,4 +1,4 @@
-"""Dashboards as Grafana needs them: what it would otherwise show as an empty panel, or not at all."""
+"""The dashboards have what Grafana needs to show every panel."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def datasources() -> dict[str, dict]:
     return {each["uid"]: each for each in provisioned["datasources"]}
 
 
-def test_there_is_a_page_for_each_thing_that_one_looks_for():
+def test_there_are_five_dashboards():
     assert set(PAGES) == {"Fleet", "Requests", "KV exchange", "Placement", "Tenants"}
 
 
 @every_panel
-def test_a_panel_says_what_it_shows_and_in_which_unit(panel):
+def test_a_panel_has_a_description_and_a_known_unit(panel):
     assert panel["description"].endswith(".")
     assert panel["fieldConfig"]["defaults"]["unit"] in UNITS
 
 
 @every_panel
-def test_thresholds_rise(panel):
+def test_thresholds_ascend(panel):
     steps = panel["fieldConfig"]["defaults"].get("thresholds", {}).get("steps", [])
     values = [step["value"] for step in steps[1:]]
 
@@ -50,22 +50,22 @@ def test_thresholds_rise(panel):
 
 
 @pytest.mark.parametrize("page", DASHBOARDS.values(), ids=DASHBOARDS)
-def test_a_page_has_the_variables_that_its_panels_use_and_no_others(page):
+def test_a_page_has_exactly_the_variables_that_its_panels_use(page):
     used = {name for panel in page["panels"] for target in panel["targets"] for name in USED.findall(target["expr"])}
 
     assert {each["name"] for each in page["templating"]["list"]} == used <= set(VARIABLES)
-    assert used, "nothing can be chosen"
+    assert used, "no variables"
 
 
 @pytest.mark.parametrize("page", DASHBOARDS.values(), ids=DASHBOARDS)
-def test_a_variable_offers_the_values_of_a_label_that_its_metric_has(page):
+def test_a_variable_lists_the_values_of_a_label_of_its_metric(page):
     for variable in page["templating"]["list"]:
         metric, _ = VARIABLES[variable["name"]]
         assert variable["name"] in {*metric.labels, "instance"}
         assert variable["query"]["query"] == f"label_values({metric.name}, {variable['name']})"
 
 
-def test_histograms_show_exemplars_which_lead_to_their_traces():
+def test_histograms_show_exemplars_that_link_to_traces():
     targets = [target for _, panel in PANELS for target in panel["targets"]]
     (destination,) = datasources()["prometheus"]["jsonData"]["exemplarTraceIdDestinations"]
 
@@ -75,11 +75,11 @@ def test_histograms_show_exemplars_which_lead_to_their_traces():
 
 
 @pytest.mark.parametrize("title", ["TTFT", "ITL", "E2E", "TPOT", "Errors", "TTFT by decode worker"])
-def test_a_click_on_a_latency_searches_the_traces_of_its_time(title):
+def test_a_click_on_a_latency_searches_traces_of_that_time(title):
     (panel,) = [each for _, each in PANELS if each["title"] == title]
     (link,) = panel["fieldConfig"]["defaults"]["links"]
-    asked = parse_qs(urlsplit(link["url"]).query)
-    pane = json.loads(asked["panes"][0])["traces"]
+    parameters = parse_qs(urlsplit(link["url"]).query)
+    pane = json.loads(parameters["panes"][0])["traces"]
 
     assert pane["datasource"] in datasources()
     assert pane["range"] == {"from": "${__from}", "to": "${__to}"}

@@ -1,4 +1,4 @@
-"""Dashboards and alerts name what exists, and nothing else."""
+"""Dashboards, alerts and configuration files refer only to metrics, labels, files and hosts that exist."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXPRESSIONS = [*alert_expressions(), *dashboard_expressions()]
 
 
 def metric_of(series: str) -> tuple[Metric, set[str]] | None:
-    """The metric behind a series' name, and the labels that the series has."""
+    """The metric of a series name, and the labels of the series."""
     if series in METRICS and METRICS[series].kind is not Kind.HISTOGRAM:
         return METRICS[series], set(METRICS[series].labels)
     for suffix, extra in (("_bucket", {"le"}), ("_sum", set()), ("_count", set())):
@@ -38,7 +38,7 @@ def metric_of(series: str) -> tuple[Metric, set[str]] | None:
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS, ids=lambda each: each.where)
-def test_an_expression_names_metrics_and_labels_that_exist(expression):
+def test_an_expression_uses_existing_metrics_and_labels(expression):
     series_labels = []
     for selector in selectors(expression.promql):
         if selector.name in PROMETHEUS_OWN:
@@ -51,23 +51,23 @@ def test_an_expression_names_metrics_and_labels_that_exist(expression):
         for matcher in selector.matchers.matchers:
             assert matcher.name in labels, f"{selector.name} has no label {matcher.name}"
 
-    assert series_labels, "no series at all"
+    assert series_labels, "no series"
     for label in grouped_labels(expression.promql):
-        assert any(label in labels for labels in series_labels), f"nothing here has a label {label}"
+        assert any(label in labels for labels in series_labels), f"no series has a label {label}"
 
 
-def test_every_metric_is_shown_by_some_service():
+def test_every_metric_is_used_by_some_service():
     code = "".join(path.read_text() for path in (ROOT.parent / "services").rglob("*.py"))
     constants = {constant: metric for constant, metric in vars(names).items() if isinstance(metric, Metric)}
 
     assert [metric.name for constant, metric in constants.items() if f"names.{constant}" not in code] == []
 
 
-def test_no_metric_has_a_label_that_prometheus_itself_sets():
+def test_no_metric_has_a_label_that_prometheus_sets():
     assert not [metric.name for metric in METRICS.values() if SCRAPE_LABELS & set(metric.labels)]
 
 
-def test_counters_are_looked_at_through_their_rate_alone():
+def test_counters_are_used_only_in_rate_or_increase():
     for expression in dashboard_expressions():
         for selector in selectors(expression.promql):
             metric = METRICS.get(selector.name)
@@ -77,17 +77,17 @@ def test_counters_are_looked_at_through_their_rate_alone():
             assert f"rate({selector.name}" in whole or f"increase({selector.name}" in whole, expression.where
 
 
-def test_the_dashboards_are_what_the_script_writes():
+def test_the_dashboards_are_up_to_date():
     written = {path.name: path.read_text() for path in DASHBOARDS.glob("*.json")}
 
     assert written == pages(), "python -m observability.grafana.make_dashboards"
 
 
-def test_the_page_of_metrics_is_what_the_script_writes():
+def test_the_metrics_page_is_up_to_date():
     assert PAGE.read_text() == page(), "python -m observability.make_metrics_page"
 
 
-def test_panels_do_not_overlap_and_have_numbers_of_their_own():
+def test_panels_do_not_overlap_and_have_unique_ids():
     for text in pages().values():
         taken = set()
         panels = json.loads(text)["panels"]
@@ -108,19 +108,19 @@ def yaml_of(path: Path):
     return yaml.safe_load(path.read_text())
 
 
-def test_the_datasources_are_those_that_the_panels_ask():
+def test_panels_query_only_provisioned_datasources():
     uids = {each["uid"] for each in yaml_of(ROOT / "grafana/provisioning/datasources/baton.yaml")["datasources"]}
-    asked = {
+    used = {
         target["datasource"]["uid"]
         for text in pages().values()
         for p in json.loads(text)["panels"]
         for target in p["targets"]
     }
 
-    assert asked <= uids
+    assert used <= uids
 
 
-def test_the_otel_collector_uses_what_it_declares_and_declares_what_it_uses():
+def test_the_otel_collector_uses_exactly_the_components_it_declares():
     config = yaml_of(ROOT / "otel-collector.yaml")
     for part in ("receivers", "processors", "exporters"):
         used = {name for pipeline in config["service"]["pipelines"].values() for name in pipeline[part]}
@@ -129,7 +129,7 @@ def test_the_otel_collector_uses_what_it_declares_and_declares_what_it_uses():
     assert set(config["service"]["pipelines"]) == {"traces", "metrics"}
 
 
-def test_what_the_compose_file_mounts_is_there():
+def test_files_mounted_by_compose_exist():
     compose = yaml_of(ROOT.parent / "compose.yaml")
     for service in compose["services"].values():
         for volume in service.get("volumes", []):
@@ -138,7 +138,7 @@ def test_what_the_compose_file_mounts_is_there():
                 assert (ROOT.parent / source).exists(), source
 
 
-def test_the_hosts_in_the_configuration_are_services_of_the_compose_file():
+def test_hosts_in_configuration_files_are_compose_services():
     services = set(yaml_of(ROOT.parent / "compose.yaml")["services"])
     prometheus = yaml_of(ROOT / "prometheus/prometheus.yaml")
     hosts = set()

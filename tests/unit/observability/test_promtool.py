@@ -1,4 +1,4 @@
-"""Prometheus itself reads our configuration and runs our alerts. Needs promtool (Debian: apt-get install prometheus)."""
+"""promtool checks the Prometheus configuration and the alerts. Debian: apt-get install prometheus."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def rules() -> dict[str, dict[str, Any]]:
 
 
 def annotations(rule: dict[str, Any], labels: dict[str, str], value: str) -> dict[str, str]:
-    """What the alert says when it has these labels."""
-    said = {}
+    """The alert's annotations with labels and value filled in."""
+    filled = {}
     for name, text in rule["annotations"].items():
         shown = VALUE.sub(value, text)
         for label, content in labels.items():
             shown = shown.replace(f"{{{{ $labels.{label} }}}}", content)
-        said[name] = shown
-    return said
+        filled[name] = shown
+    return filled
 
 
-def whole_cases() -> dict[str, Any]:
-    """The cases as promtool wants them: with every word that each alert says."""
+def complete_cases() -> dict[str, Any]:
+    """The cases with the annotations that promtool expects."""
     cases = yaml.safe_load(CASES.read_text())
     for expectation in (each for case in cases["tests"] for each in case["alert_rule_test"]):
         for alert in expectation["exp_alerts"]:
@@ -59,23 +59,23 @@ def test_the_configuration_is_valid():
 
 
 @needs_promtool
-def test_each_alert_fires_when_it_should_and_only_then(tmp_path):
+def test_each_alert_fires_exactly_in_its_cases(tmp_path):
     cases = tmp_path / "cases.yaml"
-    cases.write_text(yaml.safe_dump(whole_cases()))
+    cases.write_text(yaml.safe_dump(complete_cases()))
 
     promtool("test", "rules", str(cases))
 
 
-def test_no_alert_is_without_a_case_in_which_it_fires_and_one_in_which_it_does_not():
+def test_each_alert_has_a_firing_and_a_silent_case():
     expectations = [each for case in yaml.safe_load(CASES.read_text())["tests"] for each in case["alert_rule_test"]]
 
     for fires in (True, False):
-        looked_at = {each["alertname"] for each in expectations if bool(each["exp_alerts"]) is fires}
-        assert looked_at == set(rules()), fires
+        tested = {each["alertname"] for each in expectations if bool(each["exp_alerts"]) is fires}
+        assert tested == set(rules()), fires
 
 
 @pytest.mark.parametrize("rule", rules().values(), ids=lambda rule: rule["alert"])
-def test_an_alert_says_what_is_wrong_what_that_means_and_what_to_do(rule):
+def test_an_alert_has_summary_description_action_and_severity(rule):
     assert set(rule["annotations"]) == {"summary", "description", "action"}
     assert all(text.strip() for text in rule["annotations"].values())
     assert rule["labels"]["severity"] in {"critical", "warning", "info"}

@@ -1,6 +1,6 @@
-"""What the OpenTelemetry Collector's tail sampling keeps, by its rules as they stand in its configuration.
+"""Which traces the OpenTelemetry Collector's tail sampling keeps.
 
-The Collector itself is not run here: its rules are few, and each kind's meaning is in ``keeps``.
+The Collector does not run here: ``keeps`` implements the policy types that its configuration uses.
 """
 
 from __future__ import annotations
@@ -35,40 +35,40 @@ def keeps(policy: dict[str, Any], spans: list[dict[str, Any]], status: str = "UN
     raise AssertionError(policy["type"])
 
 
-def kept_for_sure(*spans: dict[str, Any], status: str = "UNSET") -> bool:
+def always_kept(*spans: dict[str, Any], status: str = "UNSET") -> bool:
     return any(keeps(policy, list(spans), status) for policy in POLICIES.values() if policy["type"] not in BY_CHANCE)
 
 
 @pytest.mark.parametrize("why", [why for why in Kept if why is not Kept.SHARE])
-def test_whatever_its_router_kept_for_a_reason_is_kept(why: Kept):
-    assert kept_for_sure({}, {**A_REQUEST, Attribute.KEPT: why.value})
+def test_traces_that_the_router_kept_for_a_reason_are_kept(why: Kept):
+    assert always_kept({}, {**A_REQUEST, Attribute.KEPT: why.value})
 
 
-def test_a_resumed_request_is_kept_although_it_failed_in_the_end_and_so_is_one_with_an_error():
-    assert kept_for_sure({**A_REQUEST, Attribute.RESUMES: 1})
-    assert kept_for_sure(A_REQUEST, status="ERROR")
+def test_traces_of_resumed_and_failed_requests_are_kept():
+    assert always_kept({**A_REQUEST, Attribute.RESUMES: 1})
+    assert always_kept(A_REQUEST, status="ERROR")
 
 
-def test_of_the_others_a_bounded_share_is_kept():
-    assert not kept_for_sure({}, A_REQUEST)
+def test_other_traces_are_kept_at_a_limited_rate():
+    assert not always_kept({}, A_REQUEST)
     chances = [policy for policy in POLICIES.values() if policy["type"] in BY_CHANCE]
     assert [policy["type"] for policy in chances] == ["rate_limiting"]
     assert 0 < chances[0]["rate_limiting"]["spans_per_second"] <= 1000
 
 
-def test_no_decision_is_made_before_the_longest_request_has_ended():
+def test_the_decision_waits_for_the_longest_request():
     assert SAMPLING["decision_wait"].endswith("s")
     assert float(SAMPLING["decision_wait"].removesuffix("s")) > Settings().request_s_max
     assert float(SAMPLING["decision_wait_after_root_received"].removesuffix("s")) > 0
 
 
-def test_it_goes_by_attributes_that_exist():
+def test_policies_use_existing_attributes():
     keys = {policy[policy["type"]].get("key") for policy in POLICIES.values()} - {None}
 
     assert keys <= {attribute.value for attribute in Attribute}
 
 
-def test_it_stands_before_spans_are_batched():
+def test_tail_sampling_runs_before_batching():
     pipelines = yaml.safe_load((ROOT / "otel-collector.yaml").read_text())["service"]["pipelines"]
 
     assert pipelines["traces"]["processors"] == ["memory_limiter", "tail_sampling", "batch"]
