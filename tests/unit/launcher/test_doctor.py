@@ -32,7 +32,7 @@ from shared.contracts.load import StoreState
 from shared.contracts.workers import FleetState, HashScheme, Role, WorkerPhase
 from tests.support.examples import examples
 from tests.support.fleet_builders import FINGERPRINT, load, record
-from tests.unit.launcher.doctored import GIB, installation, living, nats, service, system
+from tests.unit.launcher.healthy_system import GIB, installation, living, nats, service, system
 
 MIB = 1 << 20
 DAY_S = 86_400.0

@@ -14,7 +14,7 @@ from services.launcher.views.top_workers import Drawing, bar, rates
 from services.launcher.views.watch import Watch
 from shared.contracts.workers import Role, WorkerPhase
 from tests.support.examples import examples
-from tests.unit.launcher.watched import NOW, a_busy_system, join, request
+from tests.unit.launcher.busy_system import NOW, a_busy_system, join, request
 
 SIZES = [(80, 24), (80, 40), (110, 36), (160, 45), (240, 70)]
 SMALLEST = (20, 6)

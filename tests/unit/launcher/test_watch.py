@@ -18,7 +18,7 @@ from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.load import StoreState
 from shared.contracts.workers import FleetState, Role, WorkerLost, WorkerPhase
 from tests.support.fleet_builders import load, record
-from tests.unit.launcher.watched import join, request
+from tests.unit.launcher.busy_system import join, request
 
 LATER = 20.0
 """After the initial state is known."""

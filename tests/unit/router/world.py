@@ -168,12 +168,12 @@ async def open_world(settings: Settings, sink: SpanSink | None = None):
                 task.cancel()
 
 
-def in_world(story: Callable[[World], Awaitable[None]], sink: SpanSink | None = None, **settings: Any) -> None:
+def in_world(scenario: Callable[[World], Awaitable[None]], sink: SpanSink | None = None, **settings: Any) -> None:
     """Run a story in virtual time; ``sink``: where its spans go."""
 
     async def main() -> None:
         async with open_world(Settings(log_requests=False, **settings), sink) as world:
-            await story(world)
+            await scenario(world)
 
     run_in_virtual_time(main())
 

@@ -1,0 +1,235 @@
+"""Who gets in, over real sockets and in virtual time: keys, refusals, limits, and what reaches a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+
+import httpx
+import msgspec
+
+from services.router.auth.api_keys import salt_of
+from services.router.auth.authenticator import Authenticator
+from services.router.placement.decision_log import DecisionFilter
+from services.router.settings import Settings, keyring_of, salt_secret_of
+from shared.contracts.failures import Reason
+from shared.runtime.clock import SystemClock
+from shared.runtime.keys import digest_of
+from tests.unit.router.http.test_http_server import running, until
+from tests.unit.router.streams import ANSWER, fails, streams
+from tests.unit.router.world import COMPLETIONS, World, give_legs, in_world, prompt
+
+ACME, RIVAL, OPERATOR, LIMITED, PUBLIC = "key-acme", "key-rival", "key-operator", "key-limited", "key-public"
+
+
+def entry(key: str, tenant: str, more: str = "") -> str:
+    return f'[[key]]\ntenant = "{tenant}"\nsha256 = "{digest_of(key)}"\n{more}\n'
+
+
+TOP = 'salt = "0123456789abcdef0123456789abcdef"\n'
+KEYS = TOP + "".join([
+    entry(ACME, "acme"),
+    entry(RIVAL, "rival"),
+    entry(OPERATOR, "ops", 'permissions = ["admin"]'),
+    entry(LIMITED, "small", "requests_per_minute = 2"),
+    entry(PUBLIC, "open", "public_cache = true"),
+])  # fmt: skip
+SALTS = salt_secret_of(Settings(keys=KEYS), keyring_of(Settings(keys=KEYS)))
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+NO_KEY_OF_ANYBODY = [
+    {},
+    bearer("wrong"),
+    {"authorization": "Bearer"},
+    bearer(ACME[:-1]),
+    bearer("x" * 10_000),
+    {"authorization": ACME},
+    {"authorization": f"Basic {ACME}"},
+    {**bearer(ACME), "x-api-key": RIVAL},
+    {"authorization": f"Bearer {digest_of(ACME)}"},
+]
+KEY_OF_SOMEBODY = [
+    bearer(ACME),
+    {"authorization": f"bearer  {ACME}"},
+    {"x-api-key": ACME},
+    {**bearer(ACME), "x-api-key": ACME},
+]
+
+
+async def test_a_missing_key_gets_401_before_the_body_is_read():
+    async with running(keys=KEYS) as up, httpx.AsyncClient(base_url=up.url) as client:
+        for headers in NO_KEY_OF_ANYBODY:
+            asked = await client.post(COMPLETIONS, json=prompt(), headers=headers)
+            for answer in (asked, await client.get("/v1/models", headers=headers)):
+                assert answer.status_code == 401, headers
+                assert answer.headers["www-authenticate"].startswith("Bearer")
+                error = answer.json()["error"]
+                assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
+        assert up.worker.started == []
+
+
+async def test_a_valid_key_is_served_and_never_reaches_a_worker():
+    async with running(keys=KEYS) as up, httpx.AsyncClient(base_url=up.url) as client:
+        for headers in KEY_OF_SOMEBODY:
+            assert (await client.post(COMPLETIONS, json=prompt(), headers=headers)).status_code == 200, headers
+
+        assert len(up.worker.started) == len(KEY_OF_SOMEBODY)
+        received = b"".join(msgspec.msgpack.encode(start) for start in up.worker.started)
+        assert ACME.encode() not in received + json.dumps(up.worker.headers).encode()
+
+
+async def test_only_health_routes_need_no_key():
+    async with running(keys=KEYS, metrics="admin") as up, httpx.AsyncClient(base_url=up.url) as client:
+        seen = {path: (await client.get(path)).status_code for path in ("/health", "/ready", "/openapi.json")}
+        assert set(seen.values()) == {200}
+        hidden = ["/metrics", "/v1/models", "/v1/decisions", "/v1/decisions/latest", "/nothing", "/v1//completions"]
+        hidden.append("/v1/%63ompletions")
+        assert {(await client.get(path)).status_code for path in hidden} == {401}
+
+        clerk = [(await client.get(path, headers=bearer(ACME))).status_code for path in ("/metrics", "/v1/models")]
+        operator = [
+            (await client.get(path, headers=bearer(OPERATOR))).status_code for path in ("/metrics", "/v1/models")
+        ]
+        assert (clerk, operator) == ([403, 200], [200, 200])
+
+
+async def test_metrics_need_no_key_on_loopback():
+    async with running(keys=KEYS) as up, httpx.AsyncClient() as client:
+        assert (await client.get(up.url + "/metrics")).status_code == 200
+
+
+async def test_a_key_without_inference_permission_gets_403():
+    async with running(keys=KEYS) as up, httpx.AsyncClient(headers=bearer(OPERATOR)) as client:
+        answer = await client.post(up.url + COMPLETIONS, json=prompt())
+
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")
+        assert up.worker.started == []
+
+
+async def test_a_key_over_its_limit_gets_429_with_retry_after():
+    async with running(keys=KEYS) as up, httpx.AsyncClient(headers=bearer(LIMITED)) as client:
+        answers = [await client.post(up.url + COMPLETIONS, json=prompt()) for _ in range(3)]
+
+        assert [answer.status_code for answer in answers] == [200, 200, 429]
+        refused = answers[-1]
+        error = refused.json()["error"]
+        assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
+        assert 1 <= int(refused.headers["retry-after"]) <= 30
+        assert (refused.headers["x-ratelimit-limit-requests"], refused.headers["x-ratelimit-remaining-requests"]) == (
+            "2",
+            "0",
+        )
+        assert (await client.post(up.url + COMPLETIONS, json=prompt(), headers=bearer(ACME))).status_code == 200
+
+
+async def test_tenants_see_their_own_decisions_and_operators_see_all():
+    async with running(keys=KEYS) as up, httpx.AsyncClient(base_url=up.url) as client:
+        mine = (await client.post(COMPLETIONS, json=prompt(), headers=bearer(ACME))).headers["x-baton-decision"]
+        await client.post(COMPLETIONS, json=prompt(), headers={**bearer(RIVAL), "x-request-id": "rivals"})
+
+        async def seen(key: str, path: str) -> int:
+            return (await client.get(path, headers=bearer(key))).status_code
+
+        assert [await seen(key, f"/v1/decisions/{mine}") for key in (ACME, RIVAL, OPERATOR)] == [200, 403, 200]
+        listed = {
+            key: [one["tenant"] for one in (await client.get("/v1/decisions", headers=bearer(key))).json()["decisions"]]
+            for key in (ACME, RIVAL, OPERATOR)
+        }
+        assert listed == {ACME: ["acme"], RIVAL: ["rival"], OPERATOR: ["rival", "acme"]}
+        found = await client.get("/v1/decisions", params={"request_id": "rivals"}, headers=bearer(ACME))
+        assert found.json()["decisions"] == []
+
+
+async def test_changed_key_files_are_reloaded_and_broken_ones_ignored(tmp_path, caplog):
+    caplog.set_level(logging.WARNING)
+    file = tmp_path / "keys.toml"
+    file.write_text(TOP + entry(ACME, "acme"))
+    gate = Authenticator(Settings(keys_file=str(file)), SystemClock().now)
+    following = asyncio.ensure_future(gate.follow(look_s=0.01))
+
+    def lets_in(key: str) -> bool:
+        return gate.client([(b"authorization", f"Bearer {key}".encode())]) is not None
+
+    assert (lets_in(ACME), lets_in(RIVAL)) == (True, False)
+    file.write_text(TOP + entry(RIVAL, "rival"))
+    await until(lambda: lets_in(RIVAL))
+    assert not lets_in(ACME)
+
+    file.write_text("[[key]]\nhalf of a f")
+    await until(lambda: "are unchanged" in caplog.text)
+    assert lets_in(RIVAL)
+    file.unlink()
+    await until(lambda: "No such file" in caplog.text)
+    assert lets_in(RIVAL)
+    assert RIVAL not in caplog.text
+    following.cancel()
+
+
+def test_prompt_and_completion_tokens_are_charged_and_refill():
+    keys = TOP + entry(LIMITED, "small", "tokens_per_minute = 12")
+
+    async def scenario(world: World) -> None:
+        await world.worker("w1")
+        first = await world.ask(prompt(), **bearer(LIMITED))  # 9 tokens of prompt and 3 of completion
+        second = await world.ask(prompt(), **bearer(LIMITED))
+        assert first.status == 200
+        assert (second.status, second.error["type"]) == (429, "tokens")
+        await asyncio.sleep(float(second.headers["retry-after"]))
+        assert (await world.ask(prompt(), **bearer(LIMITED))).status == 200
+
+    in_world(scenario, keys=keys)
+
+
+def test_the_key_decides_the_tenant_not_the_header():
+    async def scenario(world: World) -> None:
+        await world.worker("w1")
+        await world.ask(prompt(), x_baton_tenant="rival", **bearer(ACME))
+        await world.ask(prompt(), x_baton_tenant="not a tenant!", **bearer(ACME))
+
+        assert [one.tenant for one in world.router.decisions.log.listed(DecisionFilter())] == ["acme", "acme"]
+
+    in_world(scenario, keys=KEYS)
+
+
+def test_each_tenants_legs_are_salted_and_public_legs_are_not():
+    async def scenario(world: World) -> None:
+        await world.pair()
+        for key in (ACME, RIVAL, PUBLIC):
+            assert (await world.ask(prompt(stream=True), x_baton_mode="disaggregated", **bearer(key))).status == 200
+        await world.ask(prompt(cache_salt="own"), x_baton_mode="aggregated", **bearer(ACME))
+
+        own = salt_of(SALTS, "acme", "own")
+        salts = [salt_of(SALTS, "acme", ""), salt_of(SALTS, "rival", ""), ""]
+        received = [start.cache_salt for name in ("p1", "d1") for start in world.workers[name].started]
+        assert sorted(received) == sorted([*salts, *salts, own])
+
+    in_world(scenario, keys=KEYS)
+
+
+def test_the_router_rejects_a_tenants_body_that_is_not_json():
+    async def scenario(world: World) -> None:
+        await world.worker("w1")
+        answer = await world.ask(b'{"prompt": NaN}', **bearer(ACME))
+
+        assert (answer.status, answer.error["param"]) == (400, None)
+        assert world.workers["w1"].started == []
+
+    in_world(scenario, keys=KEYS)
+
+
+def test_a_migrated_stream_keeps_its_salt():
+    async def scenario(world: World) -> None:
+        one = await world.worker("w1", script=streams(2, fails(Reason.ENGINE_DEAD)))
+        other = await world.worker("w2", script=streams())
+        give_legs(world, "w2", 5)
+
+        assert (await world.ask(prompt(stream=True), **bearer(ACME))).body == ANSWER
+        assert [start.cache_salt for start in one.started + other.started] == [salt_of(SALTS, "acme", "")] * 2
+        assert other.started[0].resume
+
+    in_world(scenario, keys=KEYS)

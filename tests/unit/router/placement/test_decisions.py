@@ -1,0 +1,337 @@
+"""A whole router remembers each placement, what came of it and where the time to the first token went."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from services.router.placement.decision_service import DecisionService
+from shared.bus.frame_sender import LegFrames
+from shared.bus.port import Envelope
+from shared.contracts.channels import DECISION, REQUESTS_FINISHED
+from shared.contracts.decisions import AskDecision, DecisionRecord
+from shared.contracts.failures import Failure, Reason
+from shared.contracts.ids import DecisionId, RequestId, RouterId
+from shared.contracts.inference import LegKind, LegReport, RequestFinished, RequestsFinished, StartLeg
+from shared.contracts.kv_exchange import KvRead, KvTransferReport
+from tests.support.memory_bus import MemoryBus
+from tests.support.virtual_time import LoopClock
+from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, WHOLE_ANSWER, FakeWorker, wants_stream
+from tests.unit.router.world import World, in_world, prompt, settle
+
+OURS = {"connector": "baton-1"}
+HEADER = "x-baton-decision"
+
+
+def timed(
+    *, queue_s: float = 0.0, prefill_s: float = 0.0, fetch_s: float = 0.0, step_s: float = 0.5, follows: bool = False
+):
+    """A worker that takes its time and says so; three tokens, one each ``step_s``."""
+
+    async def script(_worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
+        await asyncio.sleep(queue_s + prefill_s)
+        read = KvRead(
+            worker_id=start.worker_id,
+            epoch=start.epoch or 1,
+            asked_at=10.0,
+            granted_at=10.0,
+            read_at=10.0,
+            ended_at=10.0 + fetch_s,
+            followed=follows,
+        )
+        report = {
+            "prompt_tokens": 9,
+            "cached_tokens": 4,
+            "completion_tokens": 3,
+            "queue_s": queue_s,
+            "prefill_s": prefill_s,
+            "first_token_s": queue_s + prefill_s,
+            "kv": KvTransferReport(prompt_tokens=9, local_tokens=9, reads=[read] if fetch_s else []),
+        }
+        if start.kind is LegKind.PREFILL:
+            frames.head(200, JSON)
+            frames.end(LegReport(**report, total_s=queue_s + prefill_s))
+            return
+        stream = wants_stream(start)
+        frames.head(200, SSE if stream else JSON)
+        for event in EVENTS:
+            if stream:
+                frames.data(event, [1])
+            await asyncio.sleep(step_s)
+        frames.data(DONE if stream else WHOLE_ANSWER)
+        frames.end(LegReport(**report, total_s=queue_s + prefill_s + len(EVENTS) * step_s))
+
+    return script
+
+
+def slowly_failing(after_s: float):
+    async def script(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
+        await asyncio.sleep(after_s)
+        frames.fail(Failure(reason=Reason.WORKER_LOST, message="as the test wants"))
+
+    return script
+
+
+async def get(world: World, path: str, **params: Any) -> httpx.Response:
+    transport = httpx.ASGITransport(app=world.router.edge)
+    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        return await client.get(path, params=params)
+
+
+async def decision(world: World, decision_id: str) -> DecisionRecord:
+    answer = await get(world, f"/v1/decisions/{decision_id}")
+    assert answer.status_code == 200, answer.text
+    return msgspec.json.decode(answer.content, type=DecisionRecord)
+
+
+def parts_of(record: DecisionRecord) -> dict[str, float]:
+    assert record.measured is not None
+    assert record.measured.total_s() == pytest.approx(record.ttft_s, abs=1e-9)
+    values = {name: round(getattr(record.measured, name), 6) for name in record.measured.__struct_fields__}
+    return {name: value for name, value in values.items() if value}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_one_workers_answer_is_explained_and_its_parts_are_what_happened(stream: bool):
+    async def scenario(world: World) -> None:
+        await world.worker("w1", script=timed(queue_s=0.3, prefill_s=0.2))
+
+        answer = await world.ask(prompt(stream=stream), x_request_id="mine")
+
+        record = await decision(world, answer.headers[HEADER])
+        assert (record.request_id, record.mode, record.decode_worker, record.outcome) == (
+            "mine",
+            "aggregated",
+            "w1",
+            "ok",
+        )
+        assert parts_of(record) == {"queue_s": 0.3, "prefill_s": 0.2}
+        assert record.itl_s == pytest.approx(0.75 if stream else -1)
+        assert record.cached_tokens == 4
+
+    in_world(scenario)
+
+
+def test_two_workers_one_behind_the_other_are_explained():
+    async def scenario(world: World) -> None:
+        await world.pair(
+            timed(queue_s=0.25, prefill_s=1.0), timed(queue_s=0.125, fetch_s=0.0625, prefill_s=0.03), **OURS
+        )
+
+        answer = await world.ask(prompt(stream=True))
+
+        record = await decision(world, answer.headers[HEADER])
+        assert (record.mode, record.prefill_worker, record.decode_worker) == ("disaggregated", "p1", "d1")
+        assert parts_of(record) == {
+            "queue_s": 0.25,
+            "prefill_s": 1.0,
+            "handoff_s": 0.0625,
+            "decode_queue_s": 0.0625,
+            "first_token_s": 0.03,
+        }
+
+    in_world(scenario, stream_tokens_min=-1)
+
+
+def test_of_a_streamed_handoff_what_ran_beside_the_prefill_is_not_counted_twice():
+    async def scenario(world: World) -> None:
+        await world.pair(
+            timed(queue_s=0.25, prefill_s=1.0),
+            timed(queue_s=1.3, fetch_s=1.3, prefill_s=0.03, follows=True),
+            **OURS,
+        )
+
+        answer = await world.ask(prompt(stream=True))
+
+        assert parts_of(await decision(world, answer.headers[HEADER])) == {
+            "queue_s": 0.25,
+            "prefill_s": 1.0,
+            "handoff_s": 0.05,
+            "first_token_s": 0.03,
+        }
+
+    in_world(scenario, stream_tokens_min=0)
+
+
+def test_an_attempt_that_failed_is_a_decision_of_its_own_and_a_part_of_the_next_ones_time():
+    async def scenario(world: World) -> None:
+        await world.worker("w1", script=slowly_failing(2.0))
+        connection, answering = world.begin(msgspec.json.encode(prompt(stream=True)))
+        await settle()
+        await world.worker("w2", script=timed(prefill_s=0.5))
+        await answering
+        last = await decision(world, "latest")
+
+        first = await decision(world, last.earlier)
+        assert connection.written.startswith(b"HTTP/1.1 200")
+        assert (first.decode_worker, first.attempt, first.outcome) == ("w1", 1, "worker_lost")
+        assert (first.measured, first.ttft_s, first.regret_s) == (None, -1, -1)
+        assert (last.decode_worker, last.attempt, last.outcome) == ("w2", 2, "ok")
+        assert parts_of(last) == {"failed_s": 2.0, "prefill_s": 0.5}
+
+    in_world(scenario)
+
+
+def test_a_refusal_is_a_decision_too():
+    async def scenario(world: World) -> None:
+        await world.worker("w1", script=timed())
+        world.workers["w1"].alive = False
+        await asyncio.sleep(10)
+
+        answer = await world.ask(prompt())
+
+        record = await decision(world, answer.headers[HEADER])
+        assert answer.status == 503
+        assert (record.mode, record.decode_worker, record.outcome) == ("", "", "no_worker")
+        assert record.reason == answer.error["message"]
+
+    in_world(scenario)
+
+
+def test_a_request_that_was_never_placed_has_no_decision():
+    async def scenario(world: World) -> None:
+        answer = await world.ask(prompt(cache_hit_threshold=7))
+
+        assert answer.status == 400
+        assert HEADER not in answer.headers
+        assert (await get(world, "/v1/decisions/latest")).status_code == 404
+
+    in_world(scenario)
+
+
+def test_while_it_runs_a_decision_has_no_outcome():
+    async def scenario(world: World) -> None:
+        await world.worker("w1", script=timed(prefill_s=5.0))
+        _connection, answering = world.begin(msgspec.json.encode(prompt(stream=True)))
+        await asyncio.sleep(1)
+
+        record = await decision(world, "latest")
+        assert (record.decode_worker, record.outcome, record.measured, record.ttft_s) == ("w1", "", None, -1)
+
+        await answering
+        assert (await decision(world, record.decision_id)).outcome == "ok"
+
+    in_world(scenario)
+
+
+def test_what_is_told_to_the_collector_names_the_decision_and_adds_up():
+    async def scenario(world: World) -> None:
+        heard: list[RequestFinished] = []
+
+        def hear(finished: RequestsFinished, _envelope: Envelope) -> None:
+            heard.extend(finished.requests)
+
+        await MemoryBus(world.hub).subscribe(REQUESTS_FINISHED, hear)
+        await world.worker("w1", script=timed(queue_s=0.3, prefill_s=0.2))
+
+        answer = await world.ask(prompt())
+        await asyncio.sleep(1)
+
+        (record,) = heard
+        assert record.decision_id == answer.headers[HEADER]
+        assert record.ttft_parts is not None
+        assert record.ttft_s == pytest.approx(record.ttft_parts.total_s()) == pytest.approx(0.5)
+        assert record.e2e_s == pytest.approx(2.0)
+
+    in_world(scenario)
+
+
+def test_decisions_are_listed_newest_first_and_filtered():
+    async def scenario(world: World) -> None:
+        await world.worker("w1", script=timed(prefill_s=0.2))
+        for name in ("a", "b", "c"):
+            await world.ask(prompt(), x_request_id=name)
+
+        async def names(**params: Any) -> list[str]:
+            answer = await get(world, "/v1/decisions", **params)
+            return [one["request_id"] for one in answer.json()["decisions"]]
+
+        assert await names() == ["c", "b", "a"]
+        assert await names(limit=1) == ["c"]
+        assert await names(request_id="b", worker="w1", outcome="ok") == ["b"]
+        assert await names(slow=0.3) == await names(worker="w2") == await names(missed=True) == []
+        wrong = await get(world, "/v1/decisions", limit=10**9, slow="soon")
+        assert wrong.status_code == 400
+        assert wrong.json()["error"]["message"].startswith("slow: ")
+        assert ".py" not in wrong.text
+
+    in_world(scenario)
+
+
+def test_any_router_answers_for_any_other():
+    async def scenario(world: World) -> None:
+        other = DecisionService(
+            RouterId("other-1"),
+            MemoryBus(world.hub),
+            LoopClock(),
+            lambda: [world.router.router_id, RouterId("gone-1")],
+            count_max=10,
+            bytes_max=10**6,
+        )
+        await other.open()
+        await world.worker("w1", script=timed(prefill_s=0.2))
+        answer = await world.ask(prompt(), x_request_id="mine")
+
+        by_id = await other.find(answer.headers[HEADER])
+
+        assert by_id is not None
+        assert by_id.request_id == "mine"
+        assert by_id == await other.newest() == await other.of_request("mine")
+        assert await other.of_request("unknown") is None
+        assert await other.find("gone-1-d7") is None
+
+    in_world(scenario)
+
+
+def test_what_is_forgotten_or_never_was_is_said_in_words():
+    async def scenario(world: World) -> None:
+        await world.worker("w1", script=timed())
+        first = (await world.ask(prompt())).headers[HEADER]
+        await world.ask(prompt())
+
+        async def message(decision_id: str) -> str:
+            answer = await get(world, f"/v1/decisions/{decision_id}")
+            assert answer.status_code == 404
+            return answer.json()["error"]["message"]
+
+        assert "does not remember" in await message(first)
+        assert "does not answer" in await message("gone-router-d3")
+        assert "x-baton-decision" in await message("what")
+        assert "x-baton-decision" in await message("a.b*>-d3")
+
+    in_world(scenario, decisions_max=1)
+
+
+def test_a_router_tells_over_the_bus_what_it_decided():
+    async def scenario(world: World) -> None:
+        await world.worker("w1", script=timed())
+        answer = await world.ask(prompt(), x_request_id="mine")
+        bus, router_id = MemoryBus(world.hub), world.router.router_id
+
+        async def ask(**fields: Any) -> DecisionRecord | None:
+            return (await bus.ask(DECISION, AskDecision(router_id=router_id, **fields), timeout_s=1.0)).decision
+
+        newest = await ask()
+        assert newest is not None
+        assert newest.decision_id == answer.headers[HEADER]
+        assert newest == await ask(decision_id=newest.decision_id) == await ask(request_id=RequestId("mine"))
+        assert await ask(decision_id=DecisionId("x-d1")) is None
+        assert await ask(request_id=RequestId("x")) is None
+
+    in_world(scenario)
+
+
+def test_nothing_of_the_prompt_is_in_a_decision():
+    async def scenario(world: World) -> None:
+        await world.pair(timed(), timed(), **OURS)
+        answer = await world.ask(prompt(prompt="the secret word", user="somebody"), x_request_id="r")
+
+        text = (await get(world, f"/v1/decisions/{answer.headers[HEADER]}")).text
+        assert "secret" not in text
+        assert "somebody" not in text
+
+    in_world(scenario)

@@ -1,0 +1,58 @@
+"""A decode worker that is believed to have most of a prompt is asked alone, and may say no."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from services.router.placement.placement import Placement, PlacementRequest, Rejection
+from services.router.placement.placer import Placer
+from services.router.placement.request_fields import Mode
+from shared.bus.frame_sender import LegFrames
+from shared.contracts.inference import LegKind, LegReport, StartLeg
+from tests.unit.router.fake_worker import JSON, SSE, FakeWorker, answer_well, wants_stream
+from tests.unit.router.world import World, in_world, prompt
+
+
+def who_has_nothing(_worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
+    """Refuses whoever asks for a share of its cache."""
+    if start.cache_hit_threshold:
+        frames.head(200, SSE if wants_stream(start) else JSON)
+        frames.data(b'data: {"choices":[{"text":"","finish_reason":"cache_threshold"}]}\n\n')
+        frames.end(LegReport(prompt_tokens=9, finish_reason="cache_threshold"))
+    else:
+        answer_well(_worker, start, frames)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_decode_worker_that_has_less_than_was_believed_gets_the_prompt_from_a_prefill_worker(stream):
+    async def scenario(world: World) -> None:
+        _p1, d1 = await world.pair(decode=who_has_nothing, connector="baton-1")
+        placer = world.router.fleet.placer
+        world.router.fleet.placer = AsIfCached(placer)
+
+        answer = await world.ask(prompt(stream=stream))
+
+        assert (answer.status, answer.headers["x-baton-mode"]) == (200, "disaggregated")
+        assert b"cache_threshold" not in answer.body
+        assert [(leg.kind, leg.cache_hit_threshold) for leg in d1.started] == [
+            (LegKind.AGGREGATED, 0.6),
+            (LegKind.DECODE, None),
+        ]
+
+    in_world(scenario)
+
+
+class AsIfCached:
+    """Believes that the decode worker has it, as long as that may be believed."""
+
+    def __init__(self, placer: Placer) -> None:
+        self.placer = placer
+
+    def place(self, request: PlacementRequest, now: float) -> Placement | Rejection:
+        placement = self.placer.place(request, now)
+        if isinstance(placement, Rejection) or not request.may_decode_first:
+            return placement
+        return msgspec.structs.replace(
+            placement, mode=Mode.DECODE_FIRST, prefill=None, handoff=(), streamed=False, hit_share_min=0.6
+        )

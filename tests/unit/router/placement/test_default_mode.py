@@ -1,0 +1,73 @@
+"""An operator says how requests are served that ask for no mode; all others are served as they ask."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from services.router.placement.request_fields import (
+    CHAT,
+    Mode,
+    default_mode_of,
+    default_or_requested,
+    read_request,
+    requested_mode,
+)
+from services.router.state.feeds import DefaultModeFeed
+from shared.contracts.channels import DEFAULT_MODE
+from shared.contracts.control import FLEET, DefaultMode
+from tests.support.memory_bus import MemoryBus, MemoryHub
+
+WAIT_S_MAX = 60.0
+
+
+@pytest.mark.parametrize(
+    ("body", "request_headers", "mode"),
+    [
+        ({}, Mode.AUTO, Mode.AGGREGATED),
+        ({}, Mode.DISAGGREGATED, Mode.DISAGGREGATED),
+        ({"baton": {"mode": "disaggregated"}}, Mode.AUTO, Mode.DISAGGREGATED),
+        ({"baton": {"mode": "auto"}}, Mode.AUTO, Mode.AUTO),
+        ({"baton": {"prefill_worker": "p1"}}, Mode.AUTO, Mode.AUTO),
+    ],
+)
+def test_what_is_usual_counts_for_requests_that_leave_it_open(body, request_headers, mode):
+    facts = read_request(CHAT, json.dumps({"model": "m", "messages": [{}], **body}).encode())
+
+    assert requested_mode(facts, default_or_requested(facts, request_headers, Mode.AGGREGATED)) is mode
+
+
+def test_who_would_rather_be_refused_than_have_its_prompt_computed_gets_no_prefill_leg_whatever_is_usual():
+    facts = read_request(CHAT, b'{"model": "m", "messages": [{}], "cache_hit_threshold": 0.5}')
+
+    assert requested_mode(facts, default_or_requested(facts, Mode.AUTO, Mode.DISAGGREGATED)) is Mode.AGGREGATED
+
+
+@pytest.mark.parametrize(
+    "stored", [None, DefaultMode(), DefaultMode(mode="decode_first"), DefaultMode(mode="of tomorrow")]
+)
+def test_what_makes_no_sense_leaves_it_to_placement(stored):
+    assert default_mode_of(stored) is Mode.AUTO
+
+
+async def test_routers_follow_what_is_kept():
+    hub = MemoryHub()
+    bus, console = MemoryBus(hub), MemoryBus(hub)
+    feed = DefaultModeFeed(bus)
+    following = asyncio.get_running_loop().create_task(feed.follow())
+    store = await console.key_value_store(DEFAULT_MODE, ttl_s=None)
+
+    async def becomes(mode):
+        async with asyncio.timeout(WAIT_S_MAX):
+            while feed.mode is not mode:
+                await asyncio.sleep(0)
+
+    await store.put(DefaultMode(mode="disaggregated"))
+    await becomes(Mode.DISAGGREGATED)
+    await store.delete(FLEET)
+    await becomes(Mode.AUTO)
+    following.cancel()
+    await bus.close()
+    await console.close()

@@ -1,0 +1,200 @@
+"""Who is asked for KV before a prompt is computed: whoever holds enough more of it, if reading is sooner than computing."""
+
+from __future__ import annotations
+
+import msgspec
+
+from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
+from services.router.placement.placer import CostPlacer
+from services.router.placement.request_fields import Mode
+from services.router.state.cluster_view import ClusterView
+from services.router.state.prefix_index import PrefixIndex
+from services.router.state.worker_speed import WorkerSpeed
+from shared.contracts.ids import WorkerId
+from shared.contracts.kv_events import KvSnapshot, pack_hashes
+from shared.contracts.kv_exchange import KvSource
+from shared.contracts.workers import Role
+from tests.support.fleet_builders import load, record
+
+BLOCK = 32
+NOW = 0.0
+POLICY = PlacementPolicy()
+PROMPT = PlacementRequest(model="m", may_decode_first=False, prompt_tokens=20 * BLOCK + 7, hashes=tuple(range(1, 21)))
+
+
+class Fleet:
+    def __init__(self) -> None:
+        self.cluster, self.index = ClusterView(), PrefixIndex()
+
+    def add(self, worker_id: str, role: Role, held: int = 0, connector: str = "baton-1", **numbers: float) -> None:
+        speeds = {name: numbers.pop(name) for name in WorkerSpeed.__struct_fields__ if name in numbers}
+        self.cluster.record(record(worker_id, role=role, connector=connector), NOW)
+        self.cluster.set_speed(WorkerId(worker_id), WorkerSpeed(**speeds))
+        self.cluster.report(load(worker_id, role=role, **numbers), NOW)
+        self.index.join(worker_id, 1)
+        self.index.restore(KvSnapshot(worker_id=worker_id, epoch=1, seq=1, hashes=pack_hashes(range(1, held + 1))))
+
+    def place(self, request: PlacementRequest = PROMPT, policy: PlacementPolicy = POLICY) -> Placement:
+        placement = CostPlacer(self.cluster, self.index, policy).place(request, NOW)
+        assert isinstance(placement, Placement)
+        return placement
+
+
+def asked(placement: Placement) -> list[tuple[str, int, int]]:
+    return [(source.worker_id, source.first, source.end) for source in placement.sources]
+
+
+def test_a_prefill_worker_reads_the_last_turns_back_from_the_decode_worker_that_has_them():
+    fleet = Fleet()
+    fleet.add("p1", Role.PREFILL, held=5)
+    fleet.add("d1", Role.DECODE, held=18)
+
+    placement = fleet.place()
+
+    assert asked(placement) == [("d1", 5, 18)]
+    assert (placement.cached_tokens, placement.fetched_tokens, placement.uncached_tokens) == (
+        5 * BLOCK,
+        13 * BLOCK,
+        2 * BLOCK + 7,
+    )
+    assert placement.sources[0] == KvSource(worker_id="d1", epoch=1, first=5, end=18)
+
+
+def test_the_longest_match_is_asked_first_and_the_next_one_for_what_that_no_longer_has():
+    fleet = Fleet()
+    fleet.add("p1", Role.PREFILL)
+    for number, held in enumerate((10, 19, 14, 9)):
+        fleet.add(f"d{number}", Role.DECODE, held=held)
+
+    assert asked(fleet.place()) == [("d1", 0, 19), ("d2", 0, 14)]
+
+
+def test_the_last_token_is_always_computed():
+    fleet = Fleet()
+    fleet.add("p1", Role.PREFILL)
+    fleet.add("d1", Role.DECODE, held=20)
+
+    placement = fleet.place(msgspec.structs.replace(PROMPT, prompt_tokens=20 * BLOCK))
+
+    assert asked(placement) == [("d1", 0, 19)]
+    assert placement.uncached_tokens == BLOCK
+
+
+def test_too_few_tokens_are_not_worth_asking_for():
+    fleet = Fleet()
+    fleet.add("p1", Role.PREFILL, held=10)
+    fleet.add("d1", Role.DECODE, held=17)
+
+    assert asked(fleet.place(policy=PlacementPolicy(fetch_tokens_min=7 * BLOCK + 1))) == []
+    assert asked(fleet.place(policy=PlacementPolicy(fetch_tokens_min=7 * BLOCK))) == [("d1", 10, 17)]
+
+
+def test_a_request_may_say_by_itself_how_much_is_worth_it():
+    fleet = Fleet()
+    fleet.add("p1", Role.PREFILL, held=10)
+    fleet.add("d1", Role.DECODE, held=11)
+
+    assert asked(fleet.place(msgspec.structs.replace(PROMPT, fetch_tokens_min=0))) == [("d1", 10, 11)]
+    assert asked(fleet.place(msgspec.structs.replace(PROMPT, fetch_tokens_min=BLOCK + 1))) == []
+
+
+def test_what_is_computed_sooner_than_read_is_computed():
+    fleet = Fleet()
+    fleet.add("p1", Role.PREFILL, prefill_token_s=1e-6, transfer_token_s=1e-3)
+    fleet.add("d1", Role.DECODE, held=18)
+
+    placement = fleet.place()
+
+    assert (placement.sources, placement.fetched_tokens, placement.cached_tokens) == ((), 0, 0)
+
+
+def test_an_idle_worker_that_can_read_beats_the_busy_one_that_holds_the_prompt():
+    fleet = Fleet()
+    fleet.add("p1", Role.PREFILL, held=18, waiting_tokens=50_000)
+    fleet.add("p2", Role.PREFILL)
+    fleet.add("d1", Role.DECODE)
+
+    placement = fleet.place()
+
+    assert placement.prefill is fleet.cluster.workers["p2"]
+    assert asked(placement) == [("p1", 0, 18)]
+
+
+def test_a_worker_that_is_full_can_still_be_asked_for_what_it_holds():
+    fleet = Fleet()
+    fleet.add("p1", Role.PREFILL, held=18, legs=16)
+    fleet.add("p2", Role.PREFILL)
+    fleet.add("d1", Role.DECODE)
+
+    assert asked(fleet.place()) == [("p1", 0, 18)]
+
+
+def test_a_worker_that_serves_a_request_alone_reads_too():
+    fleet = Fleet()
+    fleet.add("w1", Role.BOTH, held=18, waiting_tokens=50_000)
+    fleet.add("w2", Role.BOTH)
+
+    placement = fleet.place(msgspec.structs.replace(PROMPT, mode=Mode.AGGREGATED))
+
+    assert (placement.decode.record.worker_id, asked(placement)) == ("w2", [("w1", 0, 18)])
+
+
+def test_a_request_that_cannot_be_split_has_its_whole_prompt_computed():
+    fleet = Fleet()
+    fleet.add("d1", Role.DECODE)
+    fleet.add("p1", Role.PREFILL, held=18)
+
+    assert fleet.place(msgspec.structs.replace(PROMPT, unsplittable="prompt logprobs")).sources == ()
+
+
+def test_other_connectors_are_asked_for_nothing_and_take_nothing_as_it_comes():
+    fleet = Fleet()
+    fleet.add("p1", Role.PREFILL, connector="nixl-1")
+    fleet.add("d1", Role.DECODE, held=18, connector="nixl-1")
+
+    placement = fleet.place(policy=PlacementPolicy(stream_tokens_min=0))
+
+    assert (placement.sources, placement.handoff, placement.streamed) == ((), (), False)
+
+
+def test_kv_of_another_fingerprint_is_never_asked_for():
+    fleet = Fleet()
+    fleet.add("p1", Role.PREFILL)
+    fleet.add("d1", Role.DECODE)
+    fleet.add("d2", Role.DECODE, held=18, connector="baton-2")
+
+    assert fleet.place().sources == ()
+
+
+def test_decode_goes_with_prefill_when_that_has_enough_to_compute():
+    fleet = Fleet()
+    fleet.add("p1", Role.PREFILL, held=10)
+    fleet.add("d1", Role.DECODE)
+    left = 10 * BLOCK + 7
+
+    def streamed(stream_tokens_min: int) -> bool:
+        return fleet.place(policy=PlacementPolicy(stream_tokens_min=stream_tokens_min)).streamed
+
+    assert [streamed(tokens) for tokens in (left, left + 1, 0, -1)] == [True, False, True, False]
+
+
+def test_decode_keeps_no_room_for_a_prompt_whose_turn_is_far_away():
+    fleet = Fleet()
+    fleet.add("p1", Role.PREFILL, prefill_token_s=1e-3, waiting_tokens=20_000)
+    fleet.add("d1", Role.DECODE)
+    far, near = PlacementPolicy(stream_tokens_min=0), PlacementPolicy(stream_tokens_min=0, stream_s_max=21.0)
+
+    assert [fleet.place(policy=policy).streamed for policy in (far, near)] == [False, True]
+
+
+def test_what_nobody_holds_from_the_start_is_asked_of_those_who_hold_the_parts():
+    fleet = Fleet()
+    fleet.add("p1", Role.PREFILL)
+    fleet.add("d1", Role.DECODE, held=10)
+    fleet.add("d2", Role.DECODE)
+    fleet.index.restore(KvSnapshot(worker_id="d2", epoch=1, seq=2, hashes=pack_hashes(range(8, 21))))
+
+    placement = fleet.place()
+
+    assert asked(placement) == [("d1", 0, 10), ("d2", 10, 20)]
+    assert (placement.fetched_tokens, placement.uncached_tokens) == (20 * BLOCK, 7)

@@ -1,0 +1,225 @@
+"""What placement does with what it knows: predicted seconds, of the request and of all others, decide."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from services.router.placement.decision_log import DecisionLog
+from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest, Rejection
+from services.router.placement.placer import CostPlacer
+from services.router.placement.request_fields import ForcedWorkers, Mode
+from services.router.placement.slo import Targets
+from services.router.state.cluster_view import ClusterView
+from services.router.state.prefix_index import PrefixIndex
+from services.router.state.sent_work import Sent
+from services.router.state.worker_speed import WorkerSpeed
+from shared.contracts.decisions import CandidateRecord, Part
+from shared.contracts.failures import Reason
+from shared.contracts.ids import RequestId, RouterId, WorkerId
+from shared.contracts.kv_events import KvSnapshot, pack_hashes
+from shared.contracts.workers import Role
+from tests.support.fleet_builders import load, record
+
+BLOCK = 32
+NOW = 0.0
+PROMPT = PlacementRequest(model="m", prompt_tokens=20 * BLOCK + 7, hashes=tuple(range(1, 21)))
+
+
+class Fleet:
+    def __init__(self, policy: PlacementPolicy | None = None) -> None:
+        self.cluster, self.index = ClusterView(), PrefixIndex()
+        self.costs = CostPlacer(self.cluster, self.index, policy or PlacementPolicy())
+
+    def add(self, worker_id: str, role: Role = Role.BOTH, held: int = 0, **numbers: float) -> None:
+        speeds = {name: numbers.pop(name) for name in WorkerSpeed.__struct_fields__ if name in numbers}
+        self.cluster.record(record(worker_id, role=role, connector="baton-1"), NOW)
+        self.cluster.set_speed(WorkerId(worker_id), WorkerSpeed(**speeds))
+        self.cluster.report(load(worker_id, role=role, **numbers), NOW)
+        self.index.join(worker_id, 1)
+        self.index.restore(KvSnapshot(worker_id=worker_id, epoch=1, seq=1, hashes=pack_hashes(range(1, held + 1))))
+
+    def place(self, **what: object) -> Placement:
+        placement = self.costs.place(msgspec.structs.replace(PROMPT, **what), NOW)
+        assert isinstance(placement, Placement), placement
+        return placement
+
+
+def who(placement: Placement) -> tuple[str, str]:
+    return placement.prefill.record.worker_id if placement.prefill else "", placement.decode.record.worker_id
+
+
+def candidates(placement: Placement) -> list[CandidateRecord]:
+    log = DecisionLog(RouterId("r"), count_max=1, bytes_max=1 << 20)
+    return log.add(RequestId("q"), PROMPT, placement, at_unix_s=0.0).record(RouterId("r")).candidates
+
+
+def a_pair_of_which_decode_has_most(**of_decode: float) -> Fleet:
+    fleet = Fleet()
+    fleet.add("p1", Role.PREFILL)
+    fleet.add("d1", Role.DECODE, held=18, **of_decode)
+    return fleet
+
+
+def test_a_decode_worker_that_has_most_of_the_prompt_answers_alone_and_refuses_if_it_has_not():
+    placement = a_pair_of_which_decode_has_most().place()
+
+    assert (placement.mode, who(placement)) == (Mode.DECODE_FIRST, ("", "d1"))
+    assert 0.5 < placement.hit_share_min < 18 / 20
+
+
+def test_it_is_not_asked_again_after_it_has_refused():
+    placement = a_pair_of_which_decode_has_most().place(may_decode_first=False)
+
+    assert (placement.mode, who(placement)) == (Mode.DISAGGREGATED, ("p1", "d1"))
+
+
+def test_a_client_that_sets_a_threshold_itself_gets_what_it_says():
+    fleet = a_pair_of_which_decode_has_most()
+
+    assert fleet.place(cache_hit_threshold=0.3).mode is Mode.DISAGGREGATED
+    assert fleet.place(cache_hit_threshold=0.3, mode=Mode.DECODE_FIRST).hit_share_min == 0.3
+
+
+def test_many_who_would_be_disturbed_keep_a_prompt_off_a_decode_worker():
+    fleet = a_pair_of_which_decode_has_most(running=100)
+    fleet.add("d2", Role.DECODE)
+
+    assert who(fleet.place())[1] == "d2"
+
+
+def test_without_a_worker_that_has_most_of_it_decode_first_means_disaggregated():
+    fleet = Fleet()
+    fleet.add("p1", Role.PREFILL)
+    fleet.add("d1", Role.DECODE, held=5)
+
+    assert fleet.place(mode=Mode.DECODE_FIRST).mode is Mode.DISAGGREGATED
+
+
+def test_only_tokens_that_must_be_computed_count_as_work():
+    fleet = Fleet()
+    fleet.add("cached", held=19, waiting_tokens=300)
+    fleet.add("empty")
+
+    assert fleet.place(fetch_tokens_min=100_000).decode.record.worker_id == "cached"
+
+
+def test_what_was_sent_a_moment_ago_counts_although_no_report_tells_of_it():
+    fleet = Fleet()
+    fleet.add("w1")
+    fleet.add("w2")
+    fleet.cluster.leg_started(WorkerId("w1"), Sent(NOW, 50_000, 50_000))
+    fleet.cluster.leg_started(WorkerId("w2"), Sent(NOW, 100, 100))
+
+    assert {fleet.place().decode.record.worker_id for _ in range(4)} == {"w2"}
+
+
+def test_a_slower_worker_gets_less():
+    fleet = Fleet()
+    fleet.add("slow", prefill_token_s=0.01)
+    fleet.add("fast", prefill_token_s=0.001)
+
+    assert {fleet.place().decode.record.worker_id for _ in range(4)} == {"fast"}
+
+
+def test_the_cheapest_worker_that_keeps_the_targets_is_taken():
+    fleet = Fleet()
+    fleet.add("soon", decode_step_s=0.08, prefill_token_s=0.0005)
+    fleet.add("cheap", decode_step_s=0.01, prefill_token_s=0.002)
+
+    assert fleet.place(mode=Mode.AGGREGATED, tokens_out=500).decode.record.worker_id == "cheap"
+    soon = fleet.place(mode=Mode.AGGREGATED, tokens_out=500, targets=Targets(ttft_s=0.5))
+    assert soon.decode.record.worker_id == "soon"
+    assert soon.predicted.total_s() <= 0.5
+
+
+def test_where_no_worker_keeps_the_targets_the_cheapest_is_taken():
+    fleet = Fleet()
+    fleet.add("w1")
+
+    assert who(fleet.place(targets=Targets(ttft_s=0.001))) == ("", "w1")
+
+
+def test_who_is_asked_for_is_taken():
+    fleet = Fleet()
+    for number in range(3):
+        fleet.add(f"p{number}", Role.PREFILL)
+        fleet.add(f"d{number}", Role.DECODE)
+    forced = ForcedWorkers(prefill_worker=WorkerId("p2"), decode_worker=WorkerId("d1"), sources=(WorkerId("d0"),))
+
+    placement = fleet.place(forced=forced)
+
+    assert who(placement) == ("p2", "d1")
+    assert [source.worker_id for source in placement.sources] == ["d0"]
+
+
+def test_who_is_asked_for_and_not_there_is_no_reason_to_take_another():
+    fleet = Fleet()
+    fleet.add("p1", Role.PREFILL)
+    fleet.add("d1", Role.DECODE)
+    request = msgspec.structs.replace(PROMPT, forced=ForcedWorkers(prefill_worker=WorkerId("p9")))
+
+    assert isinstance(fleet.costs.place(request, NOW), Rejection)
+
+
+def test_the_record_has_the_chosen_with_a_cost_that_is_the_sum_of_its_parts():
+    fleet = Fleet()
+    for number in range(12):
+        fleet.add(f"p{number}", Role.PREFILL, waiting_tokens=100 * number, held=number)
+        fleet.add(f"d{number}", Role.DECODE, running=number)
+
+    placement = fleet.place(may_decode_first=False)
+    listed = candidates(placement)
+
+    assert placement.considered == 24
+    assert {(one.part, one.worker_id) for one in listed if one.chosen} == {
+        (Part.PREFILL, who(placement)[0]),
+        (Part.DECODE, who(placement)[1]),
+    }
+    for one in listed:
+        ttft_s = one.queue_s + one.fetch_s + one.prefill_s + one.handoff_s + one.first_token_s + one.transit_s
+        parts = ttft_s + one.decode_s - one.within_s + one.others_s
+        assert parts == pytest.approx(one.cost_s)
+
+
+def test_the_same_is_chosen_from_a_shortlist_as_from_all():
+    fleets = [Fleet(PlacementPolicy(weighed_max=most, tie_s=0.0)) for most in (4, 1000)]
+    for fleet in fleets:
+        for number in range(60):
+            role = list(Role)[number % 3]
+            numbers = {"waiting_tokens": (number * 7919) % 5000, "running": (number * 31) % 17}
+            fleet.add(f"w{number}", role, held=(number * 13) % 21, prefill_token_s=0.0001 * (1 + number % 5), **numbers)
+
+    for what in (
+        {},
+        {"mode": Mode.DISAGGREGATED},
+        {"mode": Mode.AGGREGATED},
+        {"targets": Targets(ttft_s=0.3, itl_s=0.02)},
+    ):
+        few, all_of_them = (fleet.place(**what) for fleet in fleets)
+        assert who(few) == who(all_of_them)
+        assert few.predicted_s == pytest.approx(all_of_them.predicted_s)
+
+
+def test_the_record_has_both_the_pair_and_the_single_workers_whichever_was_chosen():
+    fleet = Fleet()
+    fleet.add("p1", Role.PREFILL)
+    fleet.add("b1", Role.BOTH)
+
+    for what in ({}, {"mode": Mode.DISAGGREGATED}):
+        listed = candidates(fleet.place(**what))
+        assert {one.part for one in listed} >= {Part.PREFILL, Part.DECODE}
+        assert Part.WHOLE in {one.part for one in listed}
+
+
+def test_who_is_asked_for_and_full_is_worth_waiting_for():
+    fleet = Fleet()
+    fleet.add("p1", Role.PREFILL, legs=16)
+    fleet.add("p2", Role.PREFILL)
+    fleet.add("d1", Role.DECODE)
+
+    for worker_id, reason in (("p1", Reason.WORKER_BUSY), ("p9", Reason.NO_WORKER)):
+        request = msgspec.structs.replace(PROMPT, forced=ForcedWorkers(prefill_worker=WorkerId(worker_id)))
+        refused = fleet.costs.place(request, NOW)
+        assert isinstance(refused, Rejection)
+        assert refused.reason is reason

@@ -1,0 +1,159 @@
+"""From KV events to placements: a router sends a prompt where its blocks are, and notices when it does not know."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from services.router.state.prefix_index import IndexState
+from services.router.tokenize.block_hash import block_hashes
+from services.worker.tiny_model.tiny_model import ensure_tiny_tokenizer
+from shared.contracts.channels import KV_EVENTS
+from shared.contracts.control import TokenizerAsset
+from shared.contracts.kv_events import KvDigest, pack_hashes, unpack_hashes
+from shared.contracts.kv_exchange import KvSource
+from shared.contracts.workers import HashScheme, Role
+from tests.support.builders import kv_batch
+from tests.unit.router.world import World, in_world, prompt, settle
+
+TEXT = "a beginning that many prompts have in common " * 20
+
+
+@pytest.fixture(scope="module")
+def tokenizer_json(tmp_path_factory) -> bytes:
+    return (Path(ensure_tiny_tokenizer(tmp_path_factory.mktemp("cache"))) / "tokenizer.json").read_bytes()
+
+
+def blocks_of(tokenizer_json: bytes, text: str) -> list[int]:
+    return block_hashes(Tokenizer.from_str(tokenizer_json.decode()).encode(text).ids, HashScheme(block_size=32))
+
+
+async def two_prefills(world: World, tokenizer_json: bytes) -> None:
+    for worker_id, role in (("p1", Role.PREFILL), ("p2", Role.PREFILL), ("d1", Role.DECODE)):
+        asset = TokenizerAsset(worker_id=worker_id, epoch=1, tokenizer_json=tokenizer_json)
+        await world.worker(worker_id, role, asset=asset)
+    fingerprint = world.workers["p1"].record().fingerprint.key()
+    while not world.router.prompts.followed(fingerprint):
+        await asyncio.to_thread(lambda: None)
+
+
+def state_of(world: World, worker_id: str) -> IndexState:
+    return world.router.fleet.index.state(worker_id)
+
+
+def held(world: World, worker_id: str) -> set[int]:
+    index = world.router.fleet.index
+    return set(unpack_hashes(index.table.blocks(index.slot(worker_id), 0)))
+
+
+def test_a_prompt_goes_to_the_worker_that_holds_its_blocks(tokenizer_json):
+    async def scenario(world: World) -> None:
+        await two_prefills(world, tokenizer_json)
+        await world.bus.publish(KV_EVENTS, kv_batch(1, *blocks_of(tokenizer_json, TEXT), worker_id="p2"))
+        await settle()
+
+        answers = [await world.ask(prompt(prompt=TEXT)) for _ in range(4)]
+
+        assert {answer.headers["x-baton-prefill-worker"] for answer in answers} == {"p2"}
+
+    in_world(scenario)
+
+
+def test_what_the_decode_worker_holds_of_a_conversation_is_read_back_by_the_prefill_worker(tokenizer_json):
+    async def scenario(world: World) -> None:
+        for worker_id, role in (("p1", Role.PREFILL), ("d1", Role.DECODE)):
+            asset = TokenizerAsset(worker_id=worker_id, epoch=1, tokenizer_json=tokenizer_json)
+            await world.worker(worker_id, role, asset=asset, connector="baton-1")
+        fingerprint = world.workers["p1"].record().fingerprint.key()
+        while not world.router.prompts.followed(fingerprint):
+            await asyncio.to_thread(lambda: None)
+        blocks = blocks_of(tokenizer_json, TEXT)
+        await world.bus.publish(KV_EVENTS, kv_batch(1, *blocks, worker_id="d1"))
+        await settle()
+
+        for body in (prompt(prompt=TEXT), prompt(prompt=TEXT, kv_fetch_min_tokens=100_000)):
+            assert (await world.ask(body, x_baton_mode="disaggregated")).status == 200
+
+        sources = [leg.kv_sources for leg in world.workers["p1"].started]
+        assert sources == [[KvSource(worker_id="d1", epoch=1, end=len(blocks))], []]
+
+    in_world(scenario, fetch_tokens_min=64)
+
+
+def test_a_missed_batch_is_noticed_and_a_snapshot_repairs_it(tokenizer_json):
+    async def scenario(world: World) -> None:
+        await world.pair()
+        worker = world.workers["p1"]
+        asked = world.router.kv.snapshots
+        worker.seq, worker.held = 3, pack_hashes([1, 2, 3])
+
+        await world.bus.publish(KV_EVENTS, kv_batch(3, 3, worker_id="p1"))
+        await asyncio.sleep(1)
+
+        assert world.router.kv.snapshots == asked + 1
+        assert state_of(world, "p1") is IndexState.EXACT
+        assert held(world, "p1") == {1, 2, 3}
+
+    in_world(scenario)
+
+
+def test_a_digest_that_disagrees_brings_a_snapshot():
+    async def scenario(world: World) -> None:
+        await world.pair()
+        asked = world.router.kv.snapshots
+
+        await world.workers["p1"].report(digest=KvDigest(seq=0, count=5, xor=7))
+        await asyncio.sleep(1)
+
+        assert world.router.kv.snapshots == asked + 1
+        assert state_of(world, "p1") is IndexState.EXACT
+
+    in_world(scenario)
+
+
+def test_a_worker_that_gives_no_snapshot_is_placed_by_load_alone():
+    async def scenario(world: World) -> None:
+        p1, _d1 = await world.pair()
+        await p1._subscriptions[-1].close()
+
+        world.router.kv.doubt_all()
+        await asyncio.sleep(2)
+
+        assert state_of(world, "p1") is IndexState.FALLBACK
+        assert (await world.ask(prompt())).status == 200
+
+    in_world(scenario)
+
+
+def test_after_an_outage_of_the_bus_everything_is_exact_again():
+    async def scenario(world: World) -> None:
+        await world.pair()
+
+        world.bus.lose()
+        await asyncio.sleep(1)
+        world.bus.restore()
+        await asyncio.sleep(2)
+
+        assert {state_of(world, "p1"), state_of(world, "d1")} == {IndexState.EXACT}
+        assert (await world.ask(prompt())).status == 200
+
+    in_world(scenario)
+
+
+def test_a_worker_that_is_gone_leaves_nothing_in_the_index():
+    async def scenario(world: World) -> None:
+        p1, _d1 = await world.pair()
+        await world.bus.publish(KV_EVENTS, kv_batch(1, 11, 12, worker_id="p1"))
+        await settle()
+        p1.alive = False
+
+        await (await world.bus.key_value_store(p1.channel, ttl_s=None)).delete("p1")
+        await asyncio.sleep(6)
+
+        fleet = world.router.fleet
+        assert (list(fleet.cluster.workers), fleet.index.table.size()) == (["d1"], 0)
+
+    in_world(scenario)

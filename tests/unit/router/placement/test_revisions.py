@@ -1,0 +1,242 @@
+"""Revisions side by side: shares are kept, conversations stay together, and all routers agree without a word."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+import pytest
+
+from services.router.admission.admission import Admission, AdmissionPolicy
+from services.router.admission.queues import QueueEntry
+from services.router.http.api import list_models
+from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest, Rejection
+from services.router.placement.placer import CostPlacer
+from services.router.placement.policy import RequestHeaders, RequestPolicy
+from services.router.placement.request_fields import CHAT, COMPLETIONS, ForcedWorkers, Mode, RequestFacts, read_request
+from services.router.placement.revisions import ANY, means, read_shares
+from services.router.settings import Settings, request_policy
+from services.router.state.cluster_view import ClusterView
+from services.router.state.fleet import Fleet
+from services.router.state.prefix_index import PrefixIndex
+from shared.contracts.ids import WorkerId
+from shared.contracts.workers import Role
+from shared.runtime.settings import SettingsError
+from tests.support.fleet_builders import load, record
+
+NOW = 0.0
+SHARES = read_shares('{"m": {"v1": 90, "v2": 10}}')
+SYSTEM = {"role": "system", "content": "You are as helpful as you can be. " * 20}
+
+
+def chat(*texts: str, **fields: object) -> RequestFacts:
+    turns = [SYSTEM, *({"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts))]
+    return read_request(CHAT, msgspec.json.encode({"model": "m", "messages": turns, **fields}))
+
+
+def complete(prompt: object, **fields: object) -> RequestFacts:
+    return read_request(COMPLETIONS, msgspec.json.encode({"model": "m", "prompt": prompt, **fields}))
+
+
+def first(facts: RequestFacts, shares=SHARES) -> str:
+    return shares.order(facts)[0]
+
+
+def test_conversations_are_shared_out_as_the_operator_says_although_all_begin_with_the_same_system_prompt():
+    served = Counter(first(chat(f"question {number}")) for number in range(2000))
+
+    assert served["v2"] == pytest.approx(200, abs=60)
+    assert served["v1"] + served["v2"] == 2000
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_all_turns_of_a_conversation_go_the_same_way(number: int):
+    texts = [f"question {number}", "an answer", "and then?", "another", "and so on?"]
+
+    assert len({SHARES.order(chat(*texts[: 2 * turn + 1])) for turn in range(3)}) == 1
+
+
+def test_a_prompt_that_grows_goes_the_same_way():
+    prompt = "In the beginning there was a very long story. " * 10
+
+    assert len({first(complete(prompt + "More. " * turn)) for turn in range(20)}) == 1
+    assert len({first(complete(list(range(100, 400 + turn)))) for turn in range(20)}) == 1
+
+
+def test_a_conversation_may_have_a_name_of_its_clients_own():
+    assert len({first(complete(f"{number}", prompt_cache_key="mine")) for number in range(50)}) == 1
+    assert len({first(complete("the same", prompt_cache_key=f"{number}")) for number in range(50)}) == 2
+
+
+def test_a_share_that_grows_takes_conversations_and_returns_none():
+    more = read_shares('{"m": {"v1": 50, "v2": 50}}')
+    chats = [chat(f"question {number}") for number in range(500)]
+
+    moved = Counter((first(one), first(one, more)) for one in chats)
+
+    assert moved["v2", "v1"] == 0
+    assert moved["v1", "v2"] > 100
+
+
+def test_a_revision_without_a_share_is_only_for_when_there_is_no_other():
+    shares = read_shares('{"m": {"v1": 1, "v2": 0}}')
+
+    assert shares.order(chat("hello")) == ("v1", ANY)
+    assert (shares.share("m", "v1"), shares.share("m", "v2"), shares.share("m", "v3")) == (1.0, 0.0, 0.0)
+
+
+def test_models_without_shares_go_where_it_costs_least():
+    facts = msgspec.structs.replace(chat("hello"), model="other")
+
+    assert SHARES.order(facts) == ()
+    assert SHARES.share("other", "v1") is None
+
+
+def test_a_body_that_makes_no_sense_is_no_reason_to_fail():
+    for body in (b"", b"{", b'{"messages": 7}', b'{"messages": [[]], "prompt_cache_key": 1}', b'{"messages": null}'):
+        for path in (CHAT, COMPLETIONS, "/v1/embeddings"):
+            facts = msgspec.structs.replace(read_request(path, body), model="m")
+            assert set(SHARES.order(facts)) == {"v1", "v2", ANY}
+
+
+@pytest.mark.parametrize(
+    ("name", "revision", "does"),
+    [
+        ("v1", "v1", True),
+        ("v1", "v10", False),
+        ("release-1", "release-10", False),
+        ("0a1b2c3", "0a1b2c3d4e5f", True),
+        ("0a1b2c", "0a1b2c3d4e5f", False),
+        (ANY, "anything", True),
+    ],
+)
+def test_commits_may_be_cut_short_and_other_names_may_not(name: str, revision: str, does: bool):
+    assert means(name, revision) is does
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "it is written like"),
+        ('{"m": {"v1": -1}}', "must be 0 to"),
+        ('{"m": {"v1": 0}}', "no revision of m has a share above 0"),
+        ('{"m": {}}', "no revision of m"),
+        ('{"m": {"": 1}}', "empty name"),
+        ('{"m": {"v1": "most"}}', "it is written like"),
+    ],
+)
+def test_shares_without_meaning_stop_the_router_and_say_why(text: str, message: str):
+    with pytest.raises(SettingsError, match="ROUTER_REVISION_SHARES") as refused:
+        request_policy(Settings(revision_shares=text))
+    assert message in str(refused.value)
+
+
+class Upgrade:
+    """Workers of two revisions: pairs p1 and d1 of v1, p2 and d2 of v2."""
+
+    def __init__(self) -> None:
+        self.fleet = Fleet(PlacementPolicy())
+        for number in (1, 2):
+            self.add(f"p{number}", Role.PREFILL, f"v{number}")
+            self.add(f"d{number}", Role.DECODE, f"v{number}")
+
+    @property
+    def cluster(self) -> ClusterView:
+        return self.fleet.cluster
+
+    def add(self, worker_id: str, role: Role, revision: str) -> None:
+        self.cluster.record(record(worker_id, role=role, connector="baton-1", revision=revision), NOW)
+        self.cluster.report(load(worker_id, role=role), NOW)
+
+    def lose(self, *worker_ids: str) -> None:
+        for worker_id in worker_ids:
+            self.cluster.lose(WorkerId(worker_id), self.cluster.workers[WorkerId(worker_id)].record.epoch)
+
+    def place(self, *revisions: str, **what: object) -> Placement | Rejection:
+        request = PlacementRequest(model="m", prompt_tokens=100, revisions=revisions, **what)
+        return CostPlacer(self.cluster, PrefixIndex(), self.fleet.policy).place(request, NOW)
+
+    def served_by(self, *revisions: str, **what: object) -> tuple[str, str]:
+        placement = self.place(*revisions, **what)
+        assert isinstance(placement, Placement), placement
+        return placement.prefill.record.worker_id if placement.prefill else "", placement.decode.record.worker_id
+
+
+def test_both_legs_go_to_the_wanted_revision():
+    upgrade = Upgrade()
+
+    assert upgrade.served_by("v1", ANY) == ("p1", "d1")
+    assert upgrade.served_by("v2", ANY) == ("p2", "d2")
+
+
+def test_when_the_old_revision_is_gone_its_conversations_go_on_with_the_new_one():
+    upgrade = Upgrade()
+    upgrade.lose("p1", "d1")
+
+    assert upgrade.served_by("v1", "v2", ANY) == ("p2", "d2")
+    assert upgrade.served_by("v1", ANY) == ("p2", "d2")
+
+
+def test_half_a_revision_serves_alone_what_may_be_served_alone_and_is_passed_over_for_what_may_not():
+    upgrade = Upgrade()
+    upgrade.lose("p2")
+
+    assert upgrade.served_by("v2", "v1", ANY) == ("", "d2")
+    assert upgrade.served_by("v2", "v1", ANY, mode=Mode.DISAGGREGATED) == ("p1", "d1")
+
+
+def test_what_must_go_on_in_its_revision_goes_nowhere_else():
+    upgrade = Upgrade()
+    upgrade.lose("p1", "d1")
+
+    assert isinstance(upgrade.place("v1"), Rejection)
+
+
+def test_workers_of_two_revisions_are_no_pair_even_for_a_client_that_asks_for_them():
+    forced = ForcedWorkers(prefill_worker=WorkerId("p1"), decode_worker=WorkerId("d2"))
+
+    assert isinstance(Upgrade().place(forced=forced), Rejection)
+
+
+def test_kv_of_another_revision_is_no_source_even_for_a_client_that_asks_for_it():
+    forced = ForcedWorkers(decode_worker=WorkerId("d1"), sources=(WorkerId("p1"), WorkerId("d2")))
+    placement = Upgrade().place(forced=forced, mode=Mode.AGGREGATED)
+
+    assert isinstance(placement, Placement)
+    assert [source.worker_id for source in placement.sources] == ["p1"]
+
+
+def test_who_chooses_workers_chooses_their_revision():
+    facts = chat("hello", baton={"decode_worker": "d2"})
+
+    assert RequestPolicy(shares=SHARES).placement_request(facts, RequestHeaders(), 1, ()).revisions == ()
+    assert RequestPolicy(shares=SHARES).placement_request(chat("hello"), RequestHeaders(), 1, ()).revisions
+
+
+def test_who_waits_for_a_full_revision_holds_up_nobody_of_another():
+    upgrade = Upgrade()
+    for worker_id in ("p2", "d2"):
+        role = upgrade.cluster.workers[WorkerId(worker_id)].record.role
+        upgrade.cluster.report(load(worker_id, role=role, legs=16), NOW)
+    admission = Admission(AdmissionPolicy(), upgrade.fleet.place)
+    wants_new, wants_old = (
+        PlacementRequest(model="m", prompt_tokens=100, revisions=(name, ANY)) for name in ("v2", "v1")
+    )
+
+    assert admission.offer(QueueEntry(wants_new, NOW), NOW) is None
+    assert isinstance(admission.offer(QueueEntry(wants_old, NOW), NOW), Placement)
+
+
+def test_the_list_of_models_tells_revisions_and_shares():
+    upgrade = Upgrade()
+
+    (listed,) = list_models(upgrade.fleet, SHARES, NOW, created=7)
+    assert (listed["id"], listed["created"]) == ("m", 7)
+    assert listed["revisions"] == [
+        {"revision": "v1", "share": 0.9, "workers": {"prefill": 1, "decode": 1}},
+        {"revision": "v2", "share": 0.1, "workers": {"prefill": 1, "decode": 1}},
+    ]
+
+    upgrade.lose("p1", "d1")
+    (listed,) = list_models(upgrade.fleet, read_shares(""), NOW, created=7)
+    assert listed["revisions"] == [{"revision": "v2", "share": None, "workers": {"prefill": 1, "decode": 1}}]

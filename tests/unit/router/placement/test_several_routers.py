@@ -1,0 +1,157 @@
+"""Several routers place as well as one: each knows what the others have just placed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.router.state.reservations import SILENT_S_MAX
+from shared.contracts.channels import RESERVATIONS
+from shared.contracts.ids import Epoch, RouterId, WorkerId
+from shared.contracts.reservations import ANNOUNCE_S, Reservation, Reservations
+from tests.support.virtual_time import run_in_virtual_time
+from tests.unit.router.replicas import Replicas, replicas
+from tests.unit.router.world import settle
+
+ROUTERS, WORKERS = 4, 8
+GAP_S = 0.006
+"""Between two requests: reservations are told at least every 5 ms."""
+LONG = "word " * 800
+"""Costs enough that no worker with one counts as equal to one without."""
+
+
+async def burst(system: Replicas, requests: int) -> list[int]:
+    """Requests within one report's period, to each router in turn; answers the legs of each worker."""
+    for number in range(requests):
+        system.ask(system.routers[number % len(system.routers)], prompt=LONG)
+        await asyncio.sleep(GAP_S)
+    return system.legs()
+
+
+def legs_after(routers: int, requests: int, *, loses_reservations: bool = False, busy: bool = False) -> list[int]:
+    async def scenario() -> list[int]:
+        async with replicas(routers, WORKERS, loses_reservations=loses_reservations) as system:
+            if busy:  # all but the first
+                for worker in system.workers[1:]:
+                    await worker.report(waiting=4, waiting_tokens=8000, legs=4)
+                await settle()
+            return await burst(system, requests)
+
+    return run_in_virtual_time(scenario())
+
+
+@pytest.mark.parametrize("requests", [WORKERS, 2 * WORKERS])
+def test_idle_workers_get_equal_shares_from_many_routers_as_from_one(requests):
+    alone = legs_after(1, requests)
+    together = legs_after(ROUTERS, requests)
+
+    assert max(alone) - min(alone) == 0
+    assert max(together) - min(together) == 0
+
+
+def test_without_reservations_all_routers_choose_the_same_workers():
+    herded = legs_after(ROUTERS, WORKERS, loses_reservations=True)
+
+    assert max(herded) == ROUTERS
+    assert min(herded) == 0
+
+
+def test_one_idle_worker_among_busy_ones_is_not_overrun():
+    alone = legs_after(1, 16, busy=True)[0]
+    together = legs_after(ROUTERS, 16, busy=True)[0]
+    herded = legs_after(ROUTERS, 16, busy=True, loses_reservations=True)[0]
+
+    assert together == alone
+    assert herded >= 2 * alone
+
+
+def test_a_reservation_ends_with_its_workers_next_report_also_when_its_router_has_died():
+    async def scenario() -> None:
+        async with replicas(1, 2) as system:
+            [router] = system.routers
+            cluster, ghost = router.fleet.cluster, system.workers[0]
+            one = Reservation(worker_id=WorkerId(ghost.worker_id), epoch=Epoch(ghost.epoch), legs=3, tokens=900)
+            await ghost.bus.publish(RESERVATIONS, Reservations(router_id=RouterId("dead"), seq=1, made=[one]))
+            await settle()
+            assert cluster.workers[ghost.worker_id].legs == 3
+
+            await asyncio.sleep(0.1)
+            await system.report()
+
+            assert cluster.workers[ghost.worker_id].legs == 0
+            assert cluster.workers[ghost.worker_id].own.sent_tokens == 0
+
+    run_in_virtual_time(scenario())
+
+
+def test_a_reservation_for_an_earlier_life_of_a_worker_counts_nothing():
+    async def scenario() -> None:
+        async with replicas(1, 1) as system:
+            [router], [worker] = system.routers, system.workers
+            old = Reservation(worker_id=WorkerId(worker.worker_id), epoch=Epoch(worker.epoch - 1), legs=3)
+            await worker.bus.publish(RESERVATIONS, Reservations(router_id=RouterId("r"), seq=1, made=[old]))
+            await settle()
+
+            assert router.fleet.cluster.workers[worker.worker_id].legs == 0
+
+    run_in_virtual_time(scenario())
+
+
+def test_a_router_that_is_alone_only_says_that_it_is_there():
+    async def scenario() -> None:
+        async with replicas(1, WORKERS) as system:
+            before = system.hub.reservations
+            await burst(system, WORKERS)
+            await asyncio.sleep(10 * ANNOUNCE_S)
+
+            assert system.hub.reservations - before <= 11
+
+    run_in_virtual_time(scenario())
+
+
+def test_routers_know_each_other_at_once_and_forget_those_that_are_gone():
+    async def scenario() -> None:
+        async with replicas(3, 1) as system:
+            books = [router.reservations.book for router in system.routers]
+            assert [book.others for book in books] == [2, 2, 2]
+
+            system.routers[0].bus.lose()
+            await asyncio.sleep(SILENT_S_MAX + 2 * ANNOUNCE_S)
+
+            assert [book.others for book in books] == [0, 1, 1]
+
+    run_in_virtual_time(scenario())
+
+
+def test_nothing_piles_up_while_nats_is_away():
+    async def scenario() -> None:
+        async with replicas(2, WORKERS) as system:
+            one, other = system.routers
+            one.bus.lose()
+            await burst(system, 2 * WORKERS)
+            await asyncio.sleep(0.1)
+            published = system.hub.reservations
+            one.bus.restore()
+            await asyncio.sleep(2 * ANNOUNCE_S)
+
+            assert one.reservations.book.message().made == []
+            assert system.hub.reservations - published <= 4 + 2
+            assert other.reservations.book.others == 1
+
+    run_in_virtual_time(scenario())
+
+
+def test_routers_that_start_or_come_back_together_ask_each_worker_once_each():
+    async def scenario() -> None:
+        async with replicas(8, 4) as system:
+            assert [router.kv.snapshots for router in system.routers] == [4] * 8
+
+            for change in ("lose", "restore"):
+                for router in system.routers:
+                    getattr(router.bus, change)()
+            await asyncio.sleep(1.0)
+
+            assert [router.kv.snapshots for router in system.routers] == [8] * 8
+
+    run_in_virtual_time(scenario())

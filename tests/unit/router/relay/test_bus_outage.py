@@ -1,0 +1,216 @@
+"""NATS goes away: new requests wait for it, and for workers to be heard again; streams go on when it is back."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from shared.contracts.failures import Reason
+from shared.contracts.workers import Role
+from tests.unit.router.fake_worker import WHOLE_ANSWER, answer_well
+from tests.unit.router.relay.test_migration import error_of
+from tests.unit.router.streams import ANSWER, TOKENS, fails, falls_silent, streams
+from tests.unit.router.world import World, in_world, parse, prompt, settle
+
+BODY = b'{"model":"m","prompt":"x"}'
+STREAM = b'{"model":"m","prompt":"x","stream":true}'
+
+
+def lose(world: World) -> None:
+    """Everybody's connection breaks."""
+    for bus in (world.bus, *(worker.bus for worker in world.workers.values())):
+        bus.lose()
+
+
+def restore(world: World) -> None:
+    for bus in (world.bus, *(worker.bus for worker in world.workers.values())):
+        bus.restore()
+
+
+def test_a_new_request_waits_for_nats_to_come_back():
+    async def scenario(world: World) -> None:
+        await world.worker("w1")
+        world.bus.lose()
+        connection, answering = world.begin(BODY)
+        await asyncio.sleep(3)
+        assert not answering.done()
+
+        world.bus.restore()
+        await answering
+
+        assert parse(connection.written).body == WHOLE_ANSWER
+
+    in_world(scenario, bus_wait_s_max=5.0)
+
+
+def test_a_new_request_waits_no_longer_than_it_may_and_is_told_when_to_try_again():
+    async def scenario(world: World) -> None:
+        await world.worker("w1")
+        world.bus.lose()
+        begun = asyncio.get_running_loop().time()
+
+        answer = await world.ask(prompt())
+
+        assert (answer.status, answer.error["code"]) == (503, "bus_down")
+        assert "retry-after" in answer.headers
+        assert asyncio.get_running_loop().time() - begun == pytest.approx(5.0, abs=0.1)
+
+    in_world(scenario, bus_wait_s_max=5.0)
+
+
+def test_a_client_that_leaves_while_nats_is_away_is_forgotten_at_once():
+    async def scenario(world: World) -> None:
+        w1 = await world.worker("w1")
+        world.bus.lose()
+        connection, answering = world.begin(BODY)
+        await settle()
+
+        connection.leave()
+        await asyncio.wait_for(answering, 0.1)
+        world.bus.restore()
+        await asyncio.sleep(1)
+
+        assert (w1.started, connection.written, len(world.router.relay.in_flight)) == ([], b"", 0)
+
+    in_world(scenario)
+
+
+def test_a_request_that_ran_is_placed_again_when_nats_is_back():
+    async def scenario(world: World) -> None:
+        worker = await world.worker("w1", script=lambda *_leg: None)
+        connection, answering = world.begin(BODY)
+        await settle()
+
+        world.bus.lose()
+        worker.script = answer_well
+        await asyncio.sleep(2)
+        world.bus.restore()
+        await answering
+
+        assert parse(connection.written).body == WHOLE_ANSWER
+        assert len(worker.started) == 2
+
+    in_world(scenario)
+
+
+def test_a_stream_goes_on_when_nats_is_back_however_much_later():
+    async def scenario(world: World) -> None:
+        worker = await world.worker("w1", script=streams(3, falls_silent))
+        connection, answering = world.begin(STREAM)
+        await settle()
+
+        world.bus.lose()
+        worker.script = streams()
+        await asyncio.sleep(20)
+        world.bus.restore()
+        await answering
+
+        assert parse(connection.written).body == ANSWER
+
+    in_world(scenario)
+
+
+def test_a_stream_that_waits_too_long_for_nats_ends_with_bus_down():
+    async def scenario(world: World) -> None:
+        await world.worker("w1", script=streams(3, falls_silent))
+        connection, answering = world.begin(STREAM)
+        await settle()
+
+        world.bus.lose()
+        await answering
+
+        assert error_of(parse(connection.written).body)["code"] == "bus_down"
+
+    in_world(scenario)
+
+
+def test_only_workers_that_were_heard_since_nats_is_back_are_given_anything():
+    async def scenario(world: World) -> None:
+        gone, there = await world.worker("w1"), await world.worker("w2")
+        lose(world)
+        await gone.vanish()
+        await asyncio.sleep(0.5)
+        restore(world)
+
+        answers = [await world.ask(prompt(), x_baton_mode="aggregated") for _ in range(6)]
+
+        assert {answer.status for answer in answers} == {200}
+        assert {answer.headers["x-baton-decode-worker"] for answer in answers} == {"w2"}
+        assert (gone.started, len(there.started)) == ([], 6)
+
+    in_world(scenario)
+
+
+def test_a_worker_that_is_never_heard_again_holds_up_nobody_for_long():
+    async def scenario(world: World) -> None:
+        gone = await world.worker("w1")
+        await world.worker("w2")
+        lose(world)
+        await gone.vanish()
+        restore(world)
+        begun = asyncio.get_running_loop().time()
+
+        answer = await world.ask(prompt())
+
+        assert answer.status == 200
+        assert asyncio.get_running_loop().time() - begun < 2.5
+
+    in_world(scenario)
+
+
+def test_many_streams_all_go_on():
+    async def scenario(world: World) -> None:
+        p1, d1 = await world.pair(decode=streams(2, falls_silent))
+        running = [world.begin(STREAM) for _ in range(20)]
+        await settle()
+
+        lose(world)
+        d1.script = streams()
+        await asyncio.sleep(4)
+        restore(world)
+        await asyncio.gather(*(answering for _, answering in running))
+
+        assert {parse(connection.written).body for connection, _ in running} == {ANSWER}
+        assert len(d1.started) == 40
+        assert p1.started
+
+    in_world(scenario)
+
+
+def test_a_worker_that_dies_while_nats_is_away_is_replaced_like_any_other():
+    async def scenario(world: World) -> None:
+        first = await world.worker("w1", script=streams(2, falls_silent))
+        connection, answering = world.begin(STREAM)
+        await settle()
+        lose(world)
+        await first.vanish()
+        await asyncio.sleep(1)
+        restore(world)
+
+        second = await world.worker("w2", Role.BOTH, streams())
+        await answering
+
+        assert parse(connection.written).body == ANSWER
+        assert len(second.started) == 1
+
+    in_world(scenario)
+
+
+def test_a_leg_that_fails_while_nats_is_away_counts_as_nats_being_away():
+    async def scenario(world: World) -> None:
+        worker = await world.worker("w1", script=streams(len(TOKENS) - 1, fails(Reason.ENGINE_DEAD)))
+        connection, answering = world.begin(STREAM)
+        while not worker.started:
+            await asyncio.sleep(0)
+        world.bus.lose()
+        worker.script = streams()
+        await asyncio.sleep(1)
+        world.bus.restore()
+        await worker.vanish()
+        await world.worker("w2", script=streams())
+        await answering
+
+        assert parse(connection.written).body == ANSWER
+
+    in_world(scenario)

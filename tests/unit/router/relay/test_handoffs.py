@@ -1,0 +1,475 @@
+"""From prefill to decode through a whole router: an offer at the end of the prompt, or its KV as it is computed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from shared.bus.frame_sender import LegFrames
+from shared.contracts.channels import FRAMES, REQUESTS_FINISHED
+from shared.contracts.failures import Failure, Reason
+from shared.contracts.inference import (
+    Frame,
+    FrameBatch,
+    FrameKind,
+    LegKind,
+    LegReport,
+    RequestFinished,
+    RequestsFinished,
+    StartLeg,
+)
+from shared.contracts.kv_exchange import KvOffer, KvRead, KvSource, KvTransferReport
+from shared.contracts.workers import Role
+from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, WHOLE_ANSWER, FakeWorker, answer_well, wants_stream
+from tests.unit.router.world import World, give_legs, in_world, parse, prompt, settle
+
+OURS = {"connector": "baton-1"}
+OFFER = KvOffer(worker_id="p1", epoch=1, lease_id="lease-1", block_ids=b"\x01\0\0\0", last_hash=b"h" * 32, until_s=9.0)
+PROOF_OF_PREFILL = KvTransferReport(prompt_tokens=9, local_tokens=4, fetched_tokens=3, recomputed_tokens=2)
+PREFILLED = LegReport(prompt_tokens=9, cached_tokens=4, kv=PROOF_OF_PREFILL)
+
+
+def silent(_worker: FakeWorker, _start: StartLeg, _frames: LegFrames) -> None:
+    """Takes the leg and says nothing."""
+
+
+def silent_once(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
+    """Answers the second leg."""
+    if len(worker.started) > 1:
+        answer_well(worker, start, frames)
+
+
+def prefilled(frames: LegFrames) -> None:
+    frames.head(200, JSON)
+    frames.end(PREFILLED)
+
+
+def lost(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
+    frames.fail(Failure(reason=Reason.WORKER_LOST, message="as the test wants"))
+
+
+def refusing(status: int):
+    def script(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
+        frames.head(status, JSON)
+        frames.data(b'{"error":{"message":"from the engine"}}')
+        frames.end(LegReport())
+
+    return script
+
+
+def ask(world: World, *, stream: bool = True):
+    return world.begin(msgspec.json.encode(prompt(stream=stream)))
+
+
+def frames_of(worker: FakeWorker) -> LegFrames:
+    (frames,) = worker.frames.values()
+    return frames
+
+
+def is_quiet(world: World) -> bool:
+    """Nobody does, or counts as doing, anything for anybody."""
+    views = world.router.fleet.cluster.workers.values()
+    even = all((view.own.legs, view.own.tokens) == (0, 0) for view in views)
+    tasks = [task for task in asyncio.all_tasks() if task.get_name() == "prefill-leg"]
+    return even and not tasks and not world.router.relay.in_flight and not world.router.inbox._legs
+
+
+async def collect_reports(world: World) -> list[RequestFinished]:
+    reports: list[RequestFinished] = []
+
+    def note(finished: RequestsFinished, _envelope: object) -> None:
+        reports.extend(finished.requests)
+
+    await world.bus.subscribe(REQUESTS_FINISHED, note)
+    return reports
+
+
+def test_the_offer_of_the_prefill_leg_is_handed_to_the_decode_leg():
+    def offering(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
+        frames.head(200, JSON)
+        frames.end(LegReport(cached_tokens=4, kv_transfer=b"{}", kv=KvTransferReport(offer=OFFER)))
+
+    async def scenario(world: World) -> None:
+        p1, d1 = await world.pair(offering, **OURS)
+
+        answer = await world.ask(prompt())
+
+        (prefill,), (decode,) = p1.started, d1.started
+        assert answer.headers["x-baton-handoff"] == "offered"
+        assert (prefill.kv_offer, prefill.kv_sources) == (True, [])
+        assert msgspec.msgpack.decode(decode.kv_transfer, type=KvOffer) == OFFER
+        assert decode.kv_sources == [KvSource(worker_id="p1", epoch=1)]
+        assert decode.prefill_cached_tokens == 4
+
+    in_world(scenario)
+
+
+def test_an_answer_by_one_worker_speaks_of_no_handoff():
+    async def scenario(world: World) -> None:
+        await world.pair(**OURS)
+
+        answer = await world.ask(prompt(), x_baton_mode="aggregated")
+
+        assert "x-baton-handoff" not in answer.headers
+
+    in_world(scenario, stream_tokens_min=0)
+
+
+@pytest.mark.parametrize(("word_count", "handoff"), [(100, "offered"), (4000, "streamed")])
+def test_decode_is_dispatched_with_prefill_when_the_prompt_is_long(word_count, handoff):
+    async def scenario(world: World) -> None:
+        await world.pair(**OURS)
+
+        answer = await world.ask(prompt(prompt="word " * word_count))
+
+        assert answer.headers["x-baton-handoff"] == handoff
+
+    in_world(scenario)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_decode_leg_follows_its_prefill_leg_and_needs_no_report_of_it(stream):
+    async def scenario(world: World) -> None:
+        p1, d1 = await world.pair(prefill=silent, **OURS)
+        connection, answering = ask(world, stream=stream)
+        await settle()
+        (prefill,), (decode,) = p1.started, d1.started
+        prefilled(frames_of(p1))
+        await answering
+
+        answer = parse(connection.written)
+        assert (prefill.kind, prefill.kv_offer) == (LegKind.PREFILL, False)
+        assert (decode.kind, decode.kv_transfer) == (LegKind.DECODE, b"")
+        assert decode.kv_sources == [KvSource(worker_id="p1", epoch=1, follow=True)]
+        assert answer.body == (b"".join(EVENTS) + DONE if stream else WHOLE_ANSWER)
+        assert answer.headers["x-baton-handoff"] == "streamed"
+        assert p1.cancelled == d1.cancelled == []
+        assert is_quiet(world)
+
+    in_world(scenario, stream_tokens_min=0)
+
+
+def test_while_both_legs_run_the_prompt_waits_on_the_prefill_worker_only():
+    async def scenario(world: World) -> None:
+        await world.pair(silent, silent, **OURS)
+        connection, answering = ask(world)
+        await settle()
+
+        views = world.router.fleet.cluster.workers
+        assert [(views[name].own.legs, views[name].own.tokens) for name in ("p1", "d1")] == [(1, 2), (1, 0)]
+
+        connection.leave()
+        await answering
+
+    in_world(scenario, stream_tokens_min=0)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_engine_that_refuses_the_prompt_ends_the_decode_leg_too(stream):
+    async def scenario(world: World) -> None:
+        _p1, d1 = await world.pair(refusing(400), silent, **OURS)
+
+        answer = await world.ask(prompt(stream=stream))
+        await settle()
+
+        assert (answer.status, answer.error["message"]) == (400, "from the engine")
+        assert asyncio.get_running_loop().time() < 1
+        assert d1.cancelled == [leg.leg_id for leg in d1.started]
+        assert is_quiet(world)
+
+    in_world(scenario, stream_tokens_min=0)
+
+
+@pytest.mark.parametrize("failing", [lost, refusing(503)], ids=["lost", "full"])
+def test_a_lost_prefill_worker_sends_both_legs_back_to_be_placed(failing):
+    async def scenario(world: World) -> None:
+        reports = await collect_reports(world)
+        p1, d1 = await world.pair(failing, silent_once, **OURS)
+        await world.worker("p2", Role.PREFILL, **OURS)
+        give_legs(world, "p2", 5)  # So that p1 is tried first.
+
+        answer = await world.ask(prompt(stream=True))
+        give_legs(world, "p2", 0)
+        await asyncio.sleep(2)
+
+        assert (answer.status, answer.headers["x-baton-prefill-worker"]) == (200, "p2")
+        assert (len(p1.started), len(d1.started)) == (1, 2)
+        assert d1.cancelled == [d1.started[0].leg_id]
+        assert (reports[0].attempts, reports[0].status) == (2, 200)
+        assert is_quiet(world)
+
+    in_world(scenario, stream_tokens_min=0)
+
+
+def test_a_lost_decode_worker_ends_the_prefill_leg_and_only_it_is_left_out_the_next_time():
+    async def scenario(world: World) -> None:
+        p1, _d1 = await world.pair(silent, lost, **OURS)
+        await world.worker("d2", Role.DECODE, **OURS)
+        give_legs(world, "d2", 5)
+
+        answer = await world.ask(prompt(stream=True))
+        give_legs(world, "d2", 0)
+        await asyncio.sleep(2)
+
+        assert (answer.status, answer.headers["x-baton-decode-worker"]) == (200, "d2")
+        assert len(p1.started) == 2
+        assert p1.started[0].leg_id in p1.cancelled
+        assert is_quiet(world)
+
+    in_world(scenario, stream_tokens_min=0)
+
+
+@pytest.mark.parametrize("phase", ["before anything", "prompt computed", "answer begun", "both"])
+def test_a_client_that_leaves_ends_whatever_still_runs_for_it(phase):
+    async def scenario(world: World) -> None:
+        p1, d1 = await world.pair(silent, silent, **OURS)
+        connection, answering = ask(world)
+        await settle()
+        if phase in ("prompt computed", "both"):
+            prefilled(frames_of(p1))
+        if phase in ("answer begun", "both"):
+            frames_of(d1).head(200, SSE)
+            frames_of(d1).data(EVENTS[0])
+        await settle()
+
+        connection.leave()
+        await answering
+        await settle()
+
+        computed = phase in ("prompt computed", "both")
+        assert p1.cancelled == ([] if computed else [p1.started[0].leg_id])
+        assert d1.cancelled == [d1.started[0].leg_id]
+        assert is_quiet(world)
+
+    in_world(scenario, stream_tokens_min=0)
+
+
+def test_a_prefill_worker_that_is_lost_after_the_first_token_harms_nothing():
+    async def scenario(world: World) -> None:
+        p1, d1 = await world.pair(silent, silent, **OURS)
+        connection, answering = ask(world)
+        await settle()
+        frames_of(d1).head(200, SSE)
+        frames_of(d1).data(EVENTS[0])
+        await settle()
+
+        frames_of(p1).fail(Failure(reason=Reason.WORKER_LOST, message="gone"))
+        await settle()
+        frames_of(d1).data(DONE)
+        frames_of(d1).end(LegReport())
+        await answering
+
+        assert parse(connection.written).body == EVENTS[0] + DONE
+        assert is_quiet(world)
+
+    in_world(scenario, stream_tokens_min=0)
+
+
+def test_a_prefill_leg_that_fails_at_the_moment_of_the_first_token_harms_nothing():
+    async def scenario(world: World) -> None:
+        p1, d1 = await world.pair(silent, silent, **OURS)
+        connection, answering = ask(world)
+        await settle()
+        (first,), (second,) = p1.started, d1.started
+        gone = Failure(reason=Reason.WORKER_LOST, message="gone")
+        frames = [
+            Frame(leg_id=first.leg_id, seq=0, kind=FrameKind.FAILURE, failure=gone),
+            Frame(leg_id=second.leg_id, seq=0, kind=FrameKind.HEAD, status=200, content_type=SSE),
+            Frame(leg_id=second.leg_id, seq=1, kind=FrameKind.DATA, data=DONE),
+        ]
+
+        batch = FrameBatch(router_id=first.router_id, worker_id=p1.worker_id, epoch=p1.epoch, frames=frames)
+        await world.bus.publish(FRAMES, batch)
+        await settle()
+        await world.bus.publish(
+            FRAMES,
+            msgspec.structs.replace(
+                batch, frames=[Frame(leg_id=second.leg_id, seq=2, kind=FrameKind.END, report=LegReport())]
+            ),
+        )
+        await answering
+
+        answer = parse(connection.written)
+        assert (answer.status, answer.body) == (200, DONE)
+        assert len(d1.started) == 1
+        assert is_quiet(world)
+
+    in_world(scenario, stream_tokens_min=0)
+
+
+def test_a_prefill_leg_that_ends_after_the_answer_is_waited_for_by_the_books_not_by_the_client():
+    async def scenario(world: World) -> None:
+        reports = await collect_reports(world)
+        p1, _d1 = await world.pair(prefill=silent, **OURS)
+        await asyncio.sleep(1)
+        connection, answering = ask(world)
+        await settle()
+        assert parse(connection.written).body.endswith(DONE)
+
+        await asyncio.sleep(0.5)
+        prefilled(frames_of(p1))
+        await answering
+        await asyncio.sleep(1)
+
+        assert (reports[0].cached_tokens, reports[0].readback_tokens, reports[0].streamed_handoff) == (4, 3, True)
+        assert reports[0].e2e_s < 0.1
+        assert is_quiet(world)
+
+    in_world(scenario, stream_tokens_min=0)
+
+
+def test_a_prefill_leg_that_never_ends_is_cancelled_soon_after_the_answer():
+    async def scenario(world: World) -> None:
+        p1, _d1 = await world.pair(prefill=silent, **OURS)
+
+        answer = await world.ask(prompt(stream=True))
+        await settle()
+
+        assert answer.body.endswith(DONE)
+        assert p1.cancelled == [p1.started[0].leg_id]
+        assert asyncio.get_running_loop().time() < 5
+        assert is_quiet(world)
+
+    in_world(scenario, stream_tokens_min=0)
+
+
+def test_when_nothing_comes_of_either_leg_the_prefill_worker_is_held_late():
+    async def scenario(world: World) -> None:
+        p1, d1 = await world.pair(silent, silent_once, **OURS)
+        await world.worker("p2", Role.PREFILL, **OURS)
+        give_legs(world, "p2", 5)
+
+        answer = await world.ask(prompt(stream=True))
+        await settle()
+
+        assert answer.headers["x-baton-prefill-worker"] == "p2"
+        assert len(p1.cancelled) == len(d1.cancelled) == 1
+
+    in_world(scenario, stream_tokens_min=0, prefill_s_max=2.0)
+
+
+def test_when_the_prompt_is_computed_and_no_answer_comes_the_decode_worker_is_held_late():
+    async def scenario(world: World) -> None:
+        _p1, d1 = await world.pair(decode=silent, **OURS)
+        await world.worker("d2", Role.DECODE, **OURS)
+        give_legs(world, "d2", 5)
+
+        answer = await world.ask(prompt(stream=True))
+        await settle()
+
+        assert answer.headers["x-baton-decode-worker"] == "d2"
+        assert d1.cancelled == [d1.started[0].leg_id]
+
+    in_world(scenario, stream_tokens_min=0, first_frame_s_max=2.0)
+
+
+def test_the_answer_has_its_own_time_from_the_end_of_the_prompt_on():
+    async def scenario(world: World) -> None:
+        p1, d1 = await world.pair(silent, silent, **OURS)
+        connection, answering = ask(world)
+        await asyncio.sleep(1.5)
+        prefilled(frames_of(p1))
+
+        await asyncio.sleep(1.5)
+        frames_of(d1).head(200, SSE)
+        frames_of(d1).data(DONE)
+        frames_of(d1).end(LegReport())
+        await answering
+
+        assert parse(connection.written).body == DONE
+        assert len(d1.started) == 1
+
+    in_world(scenario, stream_tokens_min=0, prefill_s_max=2.0, first_frame_s_max=2.0)
+
+
+def test_a_leg_that_was_being_started_when_all_was_stopped_is_cancelled():
+    async def scenario(world: World) -> None:
+        _p1, d1 = await world.pair(silent, silent, **OURS)
+        connection, answering = ask(world)
+        await settle()
+        (context,) = world.router.relay.in_flight
+        connection.leave()
+        await answering
+
+        late = await context.inbox.start(msgspec.structs.replace(d1.started[0], leg_id="late"))
+        context.started(late)
+        await settle()
+
+        assert late.ended
+        assert d1.cancelled == [leg.leg_id for leg in d1.started]
+
+    in_world(scenario, stream_tokens_min=0)
+
+
+def test_when_nats_goes_away_both_legs_are_over_at_once():
+    async def scenario(world: World) -> None:
+        await world.pair(silent, silent, **OURS)
+        connection, answering = ask(world)
+        await settle()
+
+        world.bus.lose()
+        await answering
+
+        assert parse(connection.written).error["code"] == "bus_down"
+        assert is_quiet(world)
+
+    in_world(scenario, stream_tokens_min=0)
+
+
+def test_a_refusal_for_too_cold_a_cache_reaches_the_client_as_it_is():
+    refusal = b'{"choices":[{"text":"","finish_reason":"cache_threshold"}]}'
+
+    def refuse(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
+        assert not wants_stream(start)
+        frames.head(200, JSON)
+        frames.data(refusal)
+        frames.end(LegReport(finish_reason="cache_threshold", kv=KvTransferReport(refused=True)))
+
+    async def scenario(world: World) -> None:
+        _p1, d1 = await world.pair(decode=refuse, **OURS)
+
+        answer = await world.ask(prompt(cache_hit_threshold=1))
+
+        assert (answer.status, answer.body) == (200, refusal)
+        assert d1.started[0].cache_hit_threshold == 1.0
+
+    in_world(scenario)
+
+
+def test_the_story_of_a_request_tells_where_its_kv_came_from():
+    reads = [
+        KvRead(worker_id="p1", epoch=1, asked_at=5.0, granted_at=5.5, read_at=6.0, read_s=0.25, followed=True),
+        KvRead(worker_id="p2", epoch=1, asked_at=5.2, failure="nobody answered"),
+    ]
+    transfer_report = KvTransferReport(
+        prompt_tokens=9,
+        fetched_tokens=6,
+        recomputed_tokens=3,
+        reprefilled_tokens=2,
+        prefill_cached_tokens=4,
+        reads=reads,
+    )
+
+    def decode(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
+        frames.head(200, JSON)
+        frames.data(WHOLE_ANSWER)
+        frames.end(LegReport(prompt_tokens=9, received_tokens=6, kv=transfer_report))
+
+    async def scenario(world: World) -> None:
+        reports = await collect_reports(world)
+        p1, _d1 = await world.pair(silent, decode, **OURS)
+        _connection, answering = ask(world, stream=False)
+        await settle()
+        prefilled(frames_of(p1))
+        await answering
+        await world.ask(prompt(stream=False))  # Of its prefill leg nothing is ever told.
+        await asyncio.sleep(1)
+
+        both, alone = reports
+        assert (both.recomputed_tokens, both.reprefilled_tokens, both.readback_tokens) == (3, 2, 3)
+        assert (both.kv_wait_s, both.kv_read_s, both.streamed_handoff) == (0.5, 0.25, True)
+        assert (both.cached_tokens, alone.cached_tokens, alone.readback_tokens) == (4, 4, -1)
+
+    in_world(scenario, stream_tokens_min=0)

@@ -1,0 +1,389 @@
+"""Streams that break off go on elsewhere: every token once, or a clear error; never twice, never garbage."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from shared.bus.frame_sender import LegFrames
+from shared.contracts.channels import REQUESTS_FINISHED
+from shared.contracts.failures import Failure, Reason
+from shared.contracts.inference import LegKind, LegReport, RequestFinished, RequestsFinished, StartLeg, pack_tokens
+from shared.contracts.workers import Role
+from tests.unit.router.fake_worker import DONE, JSON, SSE, FakeWorker
+from tests.unit.router.streams import ANSWER, ROLE, TOKENS, event, fails, falls_silent, loses_a_frame, streams
+from tests.unit.router.world import CHAT, World, give_legs, in_world, parse, prompt, settle
+
+BREAKS = [Reason.WORKER_LOST, Reason.ENGINE_DEAD, Reason.WORKER_DRAINING, Reason.CANCELLED]
+
+
+def error_of(body: bytes) -> dict[str, Any]:
+    """The error event at the end of a stream."""
+    last = body.removesuffix(b"\n\n").rpartition(b"\n\n")[2]
+    return msgspec.json.decode(last.removeprefix(b"data: "))["error"]
+
+
+async def both(world: World, first: Any, second: Any = None) -> tuple[FakeWorker, FakeWorker]:
+    """Two workers; the first is tried first."""
+    one = await world.worker("w1", script=first)
+    other = await world.worker("w2", script=second or streams())
+    give_legs(world, "w2", 5)
+    return one, other
+
+
+@pytest.mark.parametrize("had", range(len(TOKENS) + 1))
+def test_a_stream_that_breaks_off_goes_on_elsewhere_behind_the_tokens_that_its_client_has(had):
+    async def scenario(world: World) -> None:
+        _w1, w2 = await both(world, streams(had, fails(Reason.ENGINE_DEAD)))
+
+        answer = await world.ask(prompt(stream=True))
+
+        assert (answer.status, answer.body) == (200, ANSWER)
+        assert [leg.resume for leg in w2.started] == [pack_tokens(TOKENS[:had])]
+
+    in_world(scenario)
+
+
+@pytest.mark.parametrize("reason", BREAKS)
+def test_it_goes_on_however_it_broke_off(reason):
+    async def scenario(world: World) -> None:
+        await both(world, streams(2, fails(reason)))
+
+        assert (await world.ask(prompt(stream=True))).body == ANSWER
+
+    in_world(scenario)
+
+
+def test_a_stream_whose_frames_are_lost_may_go_on_at_the_same_worker():
+    async def scenario(world: World) -> None:
+        worker = await world.worker("w1", script=streams(2, loses_a_frame))
+        connection, answering = world.begin(b'{"model":"m","prompt":"x","stream":true}')
+        while not worker.started:
+            await asyncio.sleep(0)
+        worker.script = streams()
+        await answering
+
+        assert parse(connection.written).body == ANSWER
+        assert worker.started[0].leg_id in worker.cancelled
+
+    in_world(scenario)
+
+
+def test_a_stream_that_falls_silent_goes_on_elsewhere_and_its_old_leg_is_cancelled():
+    async def scenario(world: World) -> None:
+        w1, _w2 = await both(world, streams(3, falls_silent))
+
+        answer = await world.ask(prompt(stream=True))
+        await settle()
+
+        assert answer.body == ANSWER
+        assert w1.cancelled == [w1.started[0].leg_id]
+
+    in_world(scenario, frame_gap_s_max=2.0)
+
+
+def test_both_legs_of_a_stream_that_goes_on_know_its_tokens():
+    async def scenario(world: World) -> None:
+        p1, d1 = await world.pair(decode=streams(2, fails(Reason.WORKER_LOST)))
+        d2 = await world.worker("d2", Role.DECODE, streams())
+        give_legs(world, "d2", 5)
+
+        answer = await world.ask(prompt(stream=True), x_baton_mode="disaggregated")
+
+        assert answer.body == ANSWER
+        assert [leg.resume for leg in p1.started] == [None, pack_tokens(TOKENS[:2])]
+        assert [(leg.kind, leg.resume) for leg in d2.started] == [(LegKind.DECODE, pack_tokens(TOKENS[:2]))]
+        assert d1.started[0].resume is None
+
+    in_world(scenario)
+
+
+def test_whoever_goes_on_knows_which_tokens_came_together_and_when_the_answer_began():
+    def first(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
+        frames.head(200, SSE)
+        frames.data(b'data: {"created":17,"choices":[]}\n\n')
+        frames.data(event(0), TOKENS[:1])
+        frames.data(event(1), TOKENS[1:4], [1, 2])
+        frames.fail(Failure(reason=Reason.ENGINE_DEAD, message="as the test wants"))
+
+    def second(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
+        frames.head(200, SSE)
+        frames.data(b'data: {"created":18,"choices":[]}\n\n', TOKENS[4:6], [1])
+        frames.fail(Failure(reason=Reason.ENGINE_DEAD, message="as the test wants"))
+
+    async def scenario(world: World) -> None:
+        w1, w2 = await both(world, first, second)
+        w3 = await world.worker("w3", script=streams())
+        give_legs(world, "w3", 9)
+
+        await world.ask(prompt(stream=True))
+
+        legs = [*w1.started, *w2.started, *w3.started]
+        assert [leg.resume_joined for leg in legs] == [b"", pack_tokens([2, 3]), pack_tokens([2, 3, 5])]
+        assert [leg.created for leg in legs] == [0, 17, 17]
+
+    in_world(scenario)
+
+
+def test_a_stream_goes_on_as_often_as_it_may_and_then_its_client_is_told():
+    async def scenario(world: World) -> None:
+        for number in range(6):
+            await world.worker(f"w{number}", script=streams(1, fails(Reason.ENGINE_DEAD)))
+
+        answer = await world.ask(prompt(stream=True), x_baton_mode="aggregated")
+
+        assert answer.body.startswith(ROLE + event(0) + event(1) + event(2) + b'data: {"error":')
+        assert error_of(answer.body)["code"] == "engine_dead"
+        assert sum(len(worker.started) for worker in world.workers.values()) == 3
+
+    in_world(scenario, resumes_max=2)
+
+
+@pytest.mark.parametrize(("asked", "started"), [(0, 1), (1, 2), (50, 3)])
+def test_a_client_may_ask_for_fewer_resumes_than_the_operator_allows_but_not_for_more(asked, started):
+    async def scenario(world: World) -> None:
+        for number in range(6):
+            await world.worker(f"w{number}", script=streams(1, fails(Reason.ENGINE_DEAD)))
+
+        await world.ask(prompt(stream=True, baton={"resumes_max": asked}), x_baton_mode="aggregated")
+
+        assert sum(len(worker.started) for worker in world.workers.values()) == started
+
+    in_world(scenario, resumes_max=2)
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "1"])
+def test_a_number_of_resumes_that_makes_no_sense_is_refused(value):
+    async def scenario(world: World) -> None:
+        await world.worker("w1")
+
+        answer = await world.ask(prompt(baton={"resumes_max": value}))
+
+        assert (answer.status, answer.error["param"]) == (400, "baton.resumes_max")
+
+    in_world(scenario)
+
+
+@pytest.mark.parametrize("fields", [{"n": 2}, {"echo": True}, {"prompt": ["a", "b"]}], ids=lambda one: next(iter(one)))
+def test_a_stream_that_no_other_worker_could_go_on_with_ends_with_an_error_event(fields):
+    async def scenario(world: World) -> None:
+        _w1, w2 = await both(world, streams(2, fails(Reason.ENGINE_DEAD)))
+
+        answer = await world.ask(prompt(stream=True, **fields))
+
+        assert error_of(answer.body)["code"] == "engine_dead"
+        assert "could not be resumed" in error_of(answer.body)["message"]
+        assert w2.started == []
+
+    in_world(scenario)
+
+
+def test_a_worker_that_cannot_go_on_ends_the_stream_with_its_reason():
+    async def scenario(world: World) -> None:
+        await both(world, streams(2, fails(Reason.ENGINE_DEAD)), streams(0, fails(Reason.CANNOT_RESUME)))
+
+        answer = await world.ask(prompt(stream=True))
+
+        assert error_of(answer.body)["code"] == "cannot_resume"
+        assert DONE not in answer.body
+
+    in_world(scenario)
+
+
+def test_an_engine_that_refuses_to_go_on_never_answers_into_the_stream():
+    def refuse(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
+        frames.head(400, JSON)
+        frames.data(b'{"error":{"message":"too long"}}')
+        frames.end(LegReport())
+
+    async def scenario(world: World) -> None:
+        await both(world, streams(2, fails(Reason.ENGINE_DEAD)), refuse)
+
+        answer = await world.ask(prompt(stream=True))
+
+        assert answer.status == 200
+        assert error_of(answer.body)["code"] == "cannot_resume"
+        assert "too long" in error_of(answer.body)["message"]
+
+    in_world(scenario)
+
+
+def test_a_full_engine_is_not_the_end_of_a_stream_when_another_has_room():
+    def full(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
+        frames.head(503, JSON)
+        frames.end(LegReport())
+
+    async def scenario(world: World) -> None:
+        await both(world, streams(2, fails(Reason.ENGINE_DEAD)), full)
+        await world.worker("w3", script=streams())
+        give_legs(world, "w3", 9)
+
+        assert (await world.ask(prompt(stream=True))).body == ANSWER
+
+    in_world(scenario)
+
+
+def test_a_stream_whose_last_event_was_relayed_is_complete_whatever_happens_then():
+    def done(frames: LegFrames) -> None:
+        frames.data(DONE)
+        frames.fail(Failure(reason=Reason.ENGINE_DEAD, message="just then"))
+
+    async def scenario(world: World) -> None:
+        _w1, w2 = await both(world, streams(how=done))
+
+        answer = await world.ask(prompt(stream=True))
+
+        assert answer.body == ANSWER
+        assert w2.started == []
+
+    in_world(scenario)
+
+
+def test_a_stream_goes_on_only_at_workers_of_the_same_model_and_revision():
+    async def scenario(world: World) -> None:
+        _w1, w2 = await both(world, streams(2, fails(Reason.ENGINE_DEAD)))
+        cluster = world.router.fleet.cluster
+        record = cluster.workers[w2.worker_id].record
+        other = msgspec.structs.replace(record.fingerprint, revision="another")
+        cluster.record(msgspec.structs.replace(record, fingerprint=other), world.router.clock.now())
+
+        answer = await world.ask(prompt(stream=True))
+
+        assert error_of(answer.body)["code"] == "engine_dead"
+        assert w2.started == []
+
+    in_world(scenario)
+
+
+def test_a_stream_waits_for_its_only_worker_to_be_started_again():
+    async def scenario(world: World) -> None:
+        first = await world.worker("w1", script=streams(2, fails(Reason.ENGINE_DEAD)))
+        connection, answering = world.begin(b'{"model":"m","prompt":"x","stream":true}')
+        await asyncio.sleep(2)
+        assert not answering.done()
+        await first.vanish()
+
+        second = await world.worker("w1", script=streams(), epoch=2)
+        await answering
+
+        assert parse(connection.written).body == ANSWER
+        assert len(second.started) == 1
+
+    in_world(scenario)
+
+
+def test_a_client_that_leaves_while_its_stream_waits_is_forgotten():
+    async def scenario(world: World) -> None:
+        await world.worker("w1", script=streams(2, fails(Reason.ENGINE_DEAD)))
+        connection, answering = world.begin(b'{"model":"m","prompt":"x","stream":true}')
+        await asyncio.sleep(2)
+
+        connection.leave()
+        await answering
+
+        assert not world.router.relay.in_flight
+
+    in_world(scenario)
+
+
+def test_a_stream_that_finds_nobody_ends_with_why_it_broke_off_and_why_nobody_took_over():
+    async def scenario(world: World) -> None:
+        await world.worker("w1", script=streams(2, fails(Reason.ENGINE_DEAD)))
+
+        answer = await world.ask(prompt(stream=True))
+
+        error = error_of(answer.body)
+        assert error["code"] == "engine_dead"
+        assert "as the test wants" in error["message"]
+        assert "could not be resumed" in error["message"]
+
+    in_world(scenario)
+
+
+def test_whoever_was_asked_for_is_no_reason_to_end_a_stream():
+    async def scenario(world: World) -> None:
+        _w1, w2 = await both(world, streams(2, fails(Reason.ENGINE_DEAD)))
+
+        answer = await world.ask(prompt(stream=True, baton={"decode_worker": "w1", "mode": "aggregated"}))
+
+        assert answer.body == ANSWER
+        assert len(w2.started) == 1
+
+    in_world(scenario)
+
+
+def test_a_stream_that_has_begun_is_not_refused_for_what_is_cached():
+    async def scenario(world: World) -> None:
+        _w1, w2 = await both(world, streams(2, fails(Reason.ENGINE_DEAD)))
+
+        await world.ask(prompt(stream=True, cache_hit_threshold=0.9))
+
+        assert [leg.cache_hit_threshold for leg in w2.started] == [0.0]
+
+    in_world(scenario)
+
+
+def test_chats_go_on_too_even_if_nothing_but_the_role_was_said():
+    async def scenario(world: World) -> None:
+        await both(world, streams(0, fails(Reason.ENGINE_DEAD)))
+        body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True}
+
+        assert (await world.ask(body, path=CHAT)).body == ANSWER
+
+    in_world(scenario)
+
+
+def test_what_is_told_of_a_resumed_request_says_so():
+    async def scenario(world: World) -> None:
+        reports: list[RequestFinished] = []
+
+        def note(finished: RequestsFinished, _envelope: object) -> None:
+            reports.extend(finished.requests)
+
+        await world.bus.subscribe(REQUESTS_FINISHED, note)
+        await both(world, streams(2, fails(Reason.ENGINE_DEAD)))
+        await world.ask(prompt(stream=True))
+        await asyncio.sleep(1)
+
+        (finished,) = reports
+        assert (finished.status, finished.reason, finished.attempts) == (200, "", 2)
+        assert (finished.resumes, finished.resumed_tokens, finished.completion_tokens) == (1, 2, len(TOKENS))
+        assert finished.ttft_parts is None
+        registry = world.router.registry
+        assert registry.get_sample_value("baton_router_resumes_total", {"reason": "engine_dead"}) == 1
+        assert registry.get_sample_value("baton_router_resume_seconds_count") == 1
+
+    in_world(scenario)
+
+
+def test_the_view_of_the_workers_is_even_after_a_resume():
+    async def scenario(world: World) -> None:
+        await both(world, streams(2, fails(Reason.ENGINE_DEAD)))
+        for view in world.router.fleet.cluster.workers.values():
+            view.own.legs = 0
+        await world.ask(prompt(stream=True))
+
+        views = world.router.fleet.cluster.workers.values()
+        assert [(view.own.legs, view.own.tokens) for view in views] == [(0, 0), (0, 0)]
+
+    in_world(scenario)
+
+
+def test_a_worker_that_was_started_anew_has_lost_its_legs_before_anybody_notices_its_silence():
+    async def scenario(world: World) -> None:
+        first = await world.worker("w1", script=streams(2, falls_silent))
+        connection, answering = world.begin(b'{"model":"m","prompt":"x","stream":true}')
+        await settle()
+        await first.vanish()
+        begun = asyncio.get_running_loop().time()
+
+        await world.worker("w1", script=streams(), epoch=2)
+        await answering
+
+        assert parse(connection.written).body == ANSWER
+        assert asyncio.get_running_loop().time() - begun < 1.0
+
+    in_world(scenario)

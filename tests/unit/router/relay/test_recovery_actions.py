@@ -1,0 +1,248 @@
+"""A failure policy at work: each answer does what it says, in the operator's order."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.router.http.errors import failed
+from shared.bus.frame_sender import LegFrames
+from shared.contracts.failures import Failure, Reason
+from shared.contracts.inference import LegKind, LegReport, StartLeg
+from shared.contracts.workers import Role
+from tests.unit.router.fake_worker import DONE, JSON, SSE, WHOLE_ANSWER, FakeWorker, answer_well
+from tests.unit.router.relay.test_migration import error_of
+from tests.unit.router.streams import ANSWER, ROLE, TOKENS, event, fails, streams
+from tests.unit.router.world import World, give_legs, in_world, prompt
+
+REFUSAL = b'{"choices":[{"text":"","finish_reason":"cache_threshold"}]}'
+
+
+def failing(reason: Reason):
+    return lambda _worker, _start, frames: fails(reason)(frames)
+
+
+def refusing(after: int = 0):
+    """Of a stream: so many tokens, and then that too little of the prompt is there. Computes all when it may."""
+
+    def script(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
+        guarded = start.kind is LegKind.DECODE and bool(start.cache_hit_threshold)
+        if not guarded:
+            streams()(worker, start, frames) if b'"stream":true' in start.body else answer_well(worker, start, frames)
+            return
+        report = LegReport(prompt_tokens=9, finish_reason="cache_threshold")
+        if b'"stream":true' not in start.body:
+            frames.head(200, JSON)
+            frames.data(REFUSAL)
+            frames.end(report)
+            return
+        frames.head(200, SSE)
+        had = len(start.resume or b"") // 4
+        for number in range(had, had + after):
+            frames.data(event(number), [TOKENS[number]])
+        frames.data(b"data: " + REFUSAL + b"\n\n")
+        frames.data(DONE)
+        frames.end(report)
+
+    return script
+
+
+def with_policy(tmp_path: Path, text: str) -> dict[str, Any]:
+    path = tmp_path / "policy.toml"
+    path.write_text(text)
+    return {"failure_policy": str(path)}
+
+
+def test_a_prefill_worker_that_fails_is_replaced_by_another():
+    async def scenario(world: World) -> None:
+        await world.pair(prefill=failing(Reason.WORKER_LOST))
+        await world.worker("p2", Role.PREFILL)
+        give_legs(world, "p2", 5)
+
+        answer = await world.ask(prompt())
+
+        assert (answer.status, answer.headers["x-baton-prefill-worker"]) == (200, "p2")
+
+    in_world(scenario)
+
+
+def test_without_another_prefill_worker_the_decode_worker_computes_the_prompt():
+    async def scenario(world: World) -> None:
+        _p1, d1 = await world.pair(prefill=failing(Reason.ENGINE_DEAD))
+
+        answer = await world.ask(prompt())
+
+        assert (answer.status, answer.headers["x-baton-mode"]) == (200, "aggregated")
+        assert [leg.kind for leg in d1.started] == [LegKind.AGGREGATED]
+
+    in_world(scenario)
+
+
+def test_an_operator_may_want_no_prompt_computed_by_decode_workers(tmp_path):
+    async def scenario(world: World) -> None:
+        _p1, d1 = await world.pair(prefill=failing(Reason.ENGINE_DEAD))
+
+        answer = await world.ask(prompt())
+
+        assert (answer.status, answer.error["code"]) == (503, "no_worker")
+        assert d1.started == []
+
+    in_world(scenario, **with_policy(tmp_path, '[actions]\nprefill_lost = ["another_prefill", "refuse"]'))
+
+
+def test_a_client_that_wants_two_workers_gets_no_answer_of_one():
+    async def scenario(world: World) -> None:
+        _p1, d1 = await world.pair(prefill=failing(Reason.ENGINE_DEAD))
+
+        answer = await world.ask(prompt(), x_baton_mode="disaggregated")
+
+        assert answer.status == 503
+        assert d1.started == []
+
+    in_world(scenario)
+
+
+def test_an_operator_may_want_streams_that_break_to_end(tmp_path):
+    async def scenario(world: World) -> None:
+        for name in ("w1", "w2"):
+            await world.worker(name, script=streams(2, fails(Reason.ENGINE_DEAD)))
+
+        answer = await world.ask(prompt(stream=True))
+
+        assert error_of(answer.body)["code"] == "engine_dead"
+        assert sum(len(worker.started) for worker in world.workers.values()) == 1
+
+    in_world(scenario, **with_policy(tmp_path, '[actions]\ndecode_lost = ["another_decode", "refuse"]'))
+
+
+def test_waiting_ends_when_the_operator_says_and_not_before(tmp_path):
+    async def scenario(world: World) -> None:
+        await world.worker("w1", script=failing(Reason.WORKER_LOST))
+        begun = asyncio.get_running_loop().time()
+
+        answer = await world.ask(prompt())
+
+        assert answer.status == 503
+        assert asyncio.get_running_loop().time() - begun == pytest.approx(12.0, abs=0.5)
+
+    in_world(scenario, **with_policy(tmp_path, "wait_s_max = 12"))
+
+
+def test_a_full_worker_is_asked_again_after_a_while():
+    async def scenario(world: World) -> None:
+        times: list[float] = []
+
+        def full_at_first(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
+            times.append(asyncio.get_running_loop().time())
+            if len(times) == 1:
+                frames.fail(Failure(reason=Reason.WORKER_BUSY, message="full"))
+            else:
+                answer_well(worker, start, frames)
+
+        await world.worker("w1", script=full_at_first)
+
+        assert (await world.ask(prompt())).status == 200
+        assert times[1] > times[0]
+
+    in_world(scenario)
+
+
+def test_by_default_a_decode_worker_computes_what_it_is_not_given():
+    async def scenario(world: World) -> None:
+        _p1, d1 = await world.pair(decode=refusing())
+
+        answer = await world.ask(prompt())
+
+        assert answer.status == 200
+        assert [leg.cache_hit_threshold for leg in d1.started] == [None]
+
+    in_world(scenario)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_handoff_that_is_refused_is_prefilled_once_more_if_the_operator_wants_that(tmp_path, stream):
+    async def scenario(world: World) -> None:
+        p1, d1 = await world.pair()
+
+        def refuses_once(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
+            good = streams() if stream else answer_well
+            (refusing() if len(worker.started) == 1 else good)(worker, start, frames)
+
+        d1.script = refuses_once
+
+        answer = await world.ask(prompt(stream=stream))
+
+        assert answer.body == (ANSWER if stream else WHOLE_ANSWER)
+        assert [len(p1.started), len(d1.started)] == [2, 2]
+
+    text = '[actions]\nhandoff_refused = ["bounce_to_prefill", "prefill_on_decode", "refuse"]'
+    in_world(scenario, **with_policy(tmp_path, text))
+
+
+def test_what_bounced_once_does_not_bounce_again(tmp_path):
+    async def scenario(world: World) -> None:
+        p1, d1 = await world.pair(decode=refusing())
+
+        answer = await world.ask(prompt())
+
+        assert answer.body == WHOLE_ANSWER
+        assert [len(p1.started), [leg.kind for leg in d1.started]] == [
+            2,
+            [LegKind.DECODE, LegKind.DECODE, LegKind.AGGREGATED],
+        ]
+
+    text = '[actions]\nhandoff_refused = ["bounce_to_prefill", "prefill_on_decode", "refuse"]'
+    in_world(scenario, **with_policy(tmp_path, text))
+
+
+def test_a_refused_handoff_may_end_with_the_decode_worker_computing_the_prompt_alone(tmp_path):
+    async def scenario(world: World) -> None:
+        _p1, d1 = await world.pair(decode=refusing())
+
+        answer = await world.ask(prompt())
+
+        assert answer.body == WHOLE_ANSWER
+        assert d1.started[-1].kind is LegKind.AGGREGATED
+        assert not d1.started[-1].cache_hit_threshold
+
+    text = '[actions]\ndecode_preempted = ["resume", "refuse"]'
+    in_world(scenario, **with_policy(tmp_path, text))
+
+
+def test_a_preempted_stream_whose_kv_is_gone_goes_on_elsewhere_if_the_operator_wants_that(tmp_path):
+    async def scenario(world: World) -> None:
+        await world.pair(decode=refusing(after=3))
+        d2 = await world.worker("d2", Role.DECODE, streams())
+        give_legs(world, "d2", 5)
+
+        answer = await world.ask(prompt(stream=True))
+
+        assert answer.body == ANSWER.removeprefix(ROLE)
+        assert [len(leg.resume or b"") // 4 for leg in d2.started if leg.resume is not None] == [3]
+
+    text = '[actions]\ndecode_preempted = ["resume", "refuse"]'
+    in_world(scenario, **with_policy(tmp_path, text))
+
+
+def test_a_client_that_says_what_share_it_wants_cached_gets_its_refusal(tmp_path):
+    async def scenario(world: World) -> None:
+        _p1, d1 = await world.pair(decode=refusing())
+
+        answer = await world.ask(prompt(cache_hit_threshold=0.5), x_baton_mode="disaggregated")
+
+        assert answer.body == REFUSAL
+        assert [leg.cache_hit_threshold for leg in d1.started] == [0.5]
+
+    text = '[actions]\nhandoff_refused = ["bounce_to_prefill", "refuse"]'
+    in_world(scenario, **with_policy(tmp_path, text))
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, -5.0, 1e300])
+def test_a_wait_that_is_no_time_is_not_passed_on(seconds: float):
+    refusal = failed(Reason.WORKER_BUSY, "busy", seconds)
+
+    assert dict(refusal.headers())[b"retry-after"] == b"1"

@@ -1,0 +1,539 @@
+"""Requests through a whole router: legs, retries, cancellations and deadlines, with scripted workers."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from shared.bus.frame_sender import LegFrames
+from shared.contracts.channels import WORKER_LOST
+from shared.contracts.failures import Failure, Reason
+from shared.contracts.inference import LegKind, LegReport, StartLeg
+from shared.contracts.workers import Role, WorkerLost
+from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, WHOLE_ANSWER, FakeWorker, answer_well
+from tests.unit.router.world import CHAT, World, give_legs, in_world, parse, prompt, settle
+
+
+def failing(reason: Reason):
+    def script(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
+        frames.fail(Failure(reason=reason, message="as the test wants"))
+
+    return script
+
+
+def silent(_worker: FakeWorker, _start: StartLeg, _frames: LegFrames) -> None:
+    """Takes the leg and says nothing."""
+
+
+def test_a_request_is_prefilled_on_one_worker_and_decoded_on_another():
+    async def scenario(world: World) -> None:
+        p1, d1 = await world.pair()
+
+        answer = await world.ask(prompt())
+
+        assert (answer.status, answer.body) == (200, WHOLE_ANSWER)
+        assert answer.headers["x-baton-mode"] == "disaggregated"
+        assert answer.headers["x-baton-prefill-worker"] == "p1"
+        assert answer.headers["x-baton-decode-worker"] == "d1"
+        assert [leg.kind for leg in p1.started] == [LegKind.PREFILL]
+        assert [(leg.kind, leg.kv_transfer, leg.prefill_cached_tokens) for leg in d1.started] == [
+            (LegKind.DECODE, b'{"from":"p1"}', 4)
+        ]
+
+    in_world(scenario)
+
+
+def test_the_clients_bytes_reach_both_legs_as_they_were_sent():
+    async def scenario(world: World) -> None:
+        p1, d1 = await world.pair()
+        body = b'{ "model":"m",\t"prompt":"h\\u00e9llo" , "max_tokens":1.0e1}'
+
+        await world.ask(body)
+
+        assert p1.started[0].body == body
+        assert d1.started[0].body == body
+
+    in_world(scenario)
+
+
+def test_a_stream_is_relayed_event_by_event_and_ends_with_its_last():
+    async def scenario(world: World) -> None:
+        await world.pair()
+
+        answer = await world.ask(prompt(stream=True))
+
+        assert answer.headers["content-type"] == SSE
+        assert answer.body == b"".join(EVENTS) + DONE
+
+    in_world(scenario)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 2},
+        {"echo": True},
+        {"prompt_logprobs": 1},
+        {"best_of": 2},
+        {"use_beam_search": True},
+        {"prompt": ["a", "b"]},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_what_cannot_be_split_is_served_whole_by_one_worker(fields):
+    async def scenario(world: World) -> None:
+        p1, d1 = await world.pair()
+
+        answer = await world.ask(prompt(**fields))
+
+        assert answer.headers["x-baton-mode"] == "aggregated"
+        assert (p1.started, [leg.kind for leg in d1.started]) == ([], [LegKind.AGGREGATED])
+
+    in_world(scenario)
+
+
+def test_a_client_may_ask_for_aggregated_serving():
+    async def scenario(world: World) -> None:
+        await world.pair()
+
+        answer = await world.ask(prompt(), x_baton_mode="aggregated")
+
+        assert answer.headers["x-baton-mode"] == "aggregated"
+
+    in_world(scenario)
+
+
+def test_with_one_role_missing_the_other_serves_alone():
+    async def scenario(world: World) -> None:
+        await world.worker("p1", Role.PREFILL)
+
+        answer = await world.ask(prompt())
+
+        assert (answer.status, answer.headers["x-baton-mode"]) == (200, "aggregated")
+
+    in_world(scenario)
+
+
+def test_an_unknown_model_is_404_and_nobody_is_asked():
+    async def scenario(world: World) -> None:
+        p1, d1 = await world.pair()
+
+        answer = await world.ask(prompt(model="nope"))
+
+        assert (answer.status, answer.error["code"]) == (404, "model_not_found")
+        assert p1.started == d1.started == []
+
+    in_world(scenario)
+
+
+def test_a_router_that_has_not_read_the_registry_does_not_say_what_is_not_served():
+    async def scenario(world: World) -> None:
+        await world.worker("w1")
+        world.router.fleet.cluster.is_whole = False
+
+        answer = await world.ask(prompt(model="nope"))
+
+        assert (answer.status, answer.error["code"]) == (503, "no_worker")
+
+    in_world(scenario)
+
+
+def test_without_workers_the_client_is_told_when_to_try_again():
+    async def scenario(world: World) -> None:
+        worker = await world.worker("w1")
+        await worker.vanish()
+        await asyncio.sleep(5)
+
+        answer = await world.ask(prompt())
+
+        assert answer.status == 503
+        assert int(answer.headers["retry-after"]) >= 1
+
+    in_world(scenario)
+
+
+def test_a_body_nobody_can_read_goes_to_an_engine_which_refuses_it_in_its_own_words():
+    def refuse(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
+        frames.head(400, JSON)
+        frames.data(b'{"error":{"message":"from the engine"}}')
+        frames.end(LegReport())
+
+    async def scenario(world: World) -> None:
+        await world.pair(refuse, refuse)
+
+        answer = await world.ask(b"{not json")
+
+        assert (answer.status, answer.error["message"]) == (400, "from the engine")
+
+    in_world(scenario)
+
+
+def test_a_body_nobody_can_read_is_400_even_when_there_is_no_engine_to_say_so():
+    async def scenario(world: World) -> None:
+        assert (await world.ask(b"\x00\xff")).status == 400
+
+    in_world(scenario)
+
+
+def test_an_engines_refusal_of_the_prefill_leg_is_the_answer():
+    def refuse(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
+        frames.head(400, JSON)
+        frames.data(b'{"error":{"message":"prompt too long"}}')
+        frames.end(LegReport())
+
+    async def scenario(world: World) -> None:
+        _p1, d1 = await world.pair(prefill=refuse)
+
+        answer = await world.ask(prompt())
+
+        assert (answer.status, answer.error["message"]) == (400, "prompt too long")
+        assert d1.started == []
+
+    in_world(scenario)
+
+
+@pytest.mark.parametrize("reason", [Reason.WORKER_DRAINING, Reason.WORKER_BUSY, Reason.WORKER_LOST, Reason.ENGINE_DEAD])
+def test_a_leg_that_fails_before_the_first_byte_is_placed_on_another_worker(reason):
+    async def scenario(world: World) -> None:
+        await world.pair(decode=failing(reason))
+        d2 = await world.worker("d2", Role.DECODE)
+        give_legs(world, "d2", 5)  # So that d1 is tried first.
+
+        answer = await world.ask(prompt(stream=True))
+
+        assert (answer.status, answer.headers["x-baton-decode-worker"]) == (200, "d2")
+        assert len(d2.started) == 1
+
+    in_world(scenario)
+
+
+def test_a_worker_that_does_not_listen_costs_no_waiting():
+    async def scenario(world: World) -> None:
+        p1, _d1 = await world.pair()
+        await world.worker("p2", Role.PREFILL)
+        await p1.vanish()
+        give_legs(world, "p2", 5)
+        begun = asyncio.get_running_loop().time()
+
+        answer = await world.ask(prompt())
+
+        assert answer.headers["x-baton-prefill-worker"] == "p2"
+        assert asyncio.get_running_loop().time() - begun < 0.1
+
+    in_world(scenario)
+
+
+def test_attempts_end_and_the_client_is_told_why():
+    async def scenario(world: World) -> None:
+        for number in range(5):
+            await world.worker(f"w{number}", script=failing(Reason.WORKER_LOST))
+
+        answer = await world.ask(prompt(), x_baton_mode="aggregated")
+
+        assert (answer.status, answer.error["code"]) == (502, "worker_lost")
+        assert sum(len(worker.started) for worker in world.workers.values()) == 3
+
+    in_world(scenario, attempts_max=3)
+
+
+def test_a_worker_declared_lost_frees_those_who_wait_for_it():
+    async def scenario(world: World) -> None:
+        _p1, d1 = await world.pair(decode=silent)
+        connection, answering = world.begin(b'{"model":"m","prompt":"x"}')
+        await settle()
+        await world.worker("d2", Role.DECODE)
+
+        await world.bus.publish(WORKER_LOST, WorkerLost(worker_id=d1.worker_id, epoch=d1.epoch, silent_s=3.0))
+        await answering
+
+        assert parse(connection.written).headers["x-baton-decode-worker"] == "d2"
+
+    in_world(scenario)
+
+
+def test_a_stream_that_breaks_after_its_first_byte_and_may_not_go_on_ends_with_an_error_event():
+    async def break_off(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
+        if start.kind is LegKind.PREFILL:
+            answer_well(worker, start, frames)
+            return
+        frames.head(200, SSE)
+        frames.data(EVENTS[0])
+        await asyncio.sleep(0.01)
+        frames.fail(Failure(reason=Reason.ENGINE_DEAD, message="the engine died"))
+
+    async def scenario(world: World) -> None:
+        await world.pair(decode=break_off)
+        await world.worker("d2", Role.DECODE)
+        give_legs(world, "d2", 5)
+
+        answer = await world.ask(prompt(stream=True))
+
+        assert answer.status == 200
+        assert answer.body.startswith(EVENTS[0] + b'data: {"error":')
+        assert b"engine_dead" in answer.body
+        assert DONE not in answer.body
+
+    in_world(scenario, resumes_max=0)
+
+
+def test_a_head_without_data_is_not_an_answer_yet_so_the_request_is_placed_again():
+    async def scenario(world: World) -> None:
+        def head_only(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
+            frames.head(200, SSE)
+            frames.fail(Failure(reason=Reason.ENGINE_DEAD, message="died"))
+
+        await world.pair(decode=head_only)
+        await world.worker("d2", Role.DECODE)
+        give_legs(world, "d2", 5)
+
+        answer = await world.ask(prompt(stream=True))
+
+        assert answer.headers["x-baton-decode-worker"] == "d2"
+        assert answer.body == b"".join(EVENTS) + DONE
+
+    in_world(scenario)
+
+
+@pytest.mark.parametrize("stuck", ["p1", "d1"])
+def test_a_client_that_leaves_ends_the_leg_that_runs_for_it(stuck):
+    async def scenario(world: World) -> None:
+        scripts = {"prefill" if stuck == "p1" else "decode": silent}
+        await world.pair(**scripts)
+        connection, answering = world.begin(b'{"model":"m","prompt":"x","stream":true}')
+        await settle()
+
+        connection.leave()
+        await answering
+        await settle()
+
+        worker = world.workers[stuck]
+        assert worker.cancelled == [worker.started[0].leg_id]
+        assert connection.written == b""
+        assert not world.router.relay.in_flight
+
+    in_world(scenario)
+
+
+def test_a_prefill_worker_that_says_nothing_is_late_and_another_one_takes_over():
+    async def scenario(world: World) -> None:
+        p1, _d1 = await world.pair(prefill=silent)
+        await world.worker("p2", Role.PREFILL)
+        give_legs(world, "p2", 5)
+
+        answer = await world.ask(prompt())
+
+        assert answer.headers["x-baton-prefill-worker"] == "p2"
+        assert p1.cancelled == [p1.started[0].leg_id]
+
+    in_world(scenario, prefill_s_max=2.0)
+
+
+def test_a_stream_that_stalls_is_ended_and_its_client_told():
+    def stall(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
+        frames.head(200, SSE)
+        frames.data(EVENTS[0])
+
+    async def scenario(world: World) -> None:
+        worker = await world.worker("w1", script=stall)
+
+        answer = await world.ask(prompt(stream=True))
+
+        assert b'"code":"deadline"' in answer.body
+        await settle()
+        assert worker.cancelled
+
+    in_world(scenario, frame_gap_s_max=3.0)
+
+
+def test_no_request_outlives_its_budget_however_its_hops_are_set():
+    async def scenario(world: World) -> None:
+        await world.worker("w1", script=silent)
+        begun = asyncio.get_running_loop().time()
+
+        answer = await world.ask(prompt())
+
+        assert (answer.status, answer.error["code"]) == (504, "deadline")
+        assert asyncio.get_running_loop().time() - begun < 10.5
+
+    in_world(scenario, request_s_max=10.0, first_frame_s_max=1000.0)
+
+
+def test_a_client_that_does_not_read_is_dropped_and_its_leg_ended():
+    async def flood(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
+        frames.head(200, SSE)
+        while not frames.ended:
+            frames.data(b"x" * 1000)
+            await asyncio.sleep(0.001)
+
+    async def scenario(world: World) -> None:
+        worker = await world.worker("w1", script=flood)
+        connection, answering = world.begin(b'{"model":"m","prompt":"x","stream":true}')
+        await settle()
+        connection.reads.clear()
+
+        await answering
+
+        assert connection.aborted
+        await settle()
+        assert worker.cancelled
+
+    in_world(scenario, frame_gap_s_max=2.0, leg_buffer_bytes_max=100_000)
+
+
+def test_when_nats_goes_away_requests_that_run_are_told_so_at_once():
+    async def scenario(world: World) -> None:
+        await world.worker("w1", script=silent)
+        connection, answering = world.begin(b'{"model":"m","prompt":"x"}')
+        await settle()
+
+        world.bus.lose()
+        await answering
+
+        assert parse(connection.written).error["code"] == "bus_down"
+
+    in_world(scenario)
+
+
+def test_lost_frames_fail_the_leg_and_the_same_worker_may_try_again():
+    async def scenario(world: World) -> None:
+        attempts = []
+
+        def lose_one(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
+            attempts.append(start)
+            if len(attempts) == 1:
+                frames._seq = 1
+            answer_well(worker, start, frames)
+
+        await world.worker("w1", script=lose_one)
+
+        answer = await world.ask(prompt())
+
+        assert (answer.status, len(attempts)) == (200, 2)
+
+    in_world(scenario)
+
+
+def test_the_view_of_a_worker_is_even_when_its_legs_are_over():
+    async def scenario(world: World) -> None:
+        await world.pair()
+        for stream in (True, False):
+            await world.ask(prompt(stream=stream))
+
+        views = world.router.fleet.cluster.workers.values()
+        assert [(view.own.legs, view.own.tokens) for view in views] == [(0, 0), (0, 0)]
+
+    in_world(scenario)
+
+
+def test_equal_workers_take_turns():
+    async def scenario(world: World) -> None:
+        for number in range(3):
+            await world.worker(f"w{number}")
+
+        for _ in range(6):
+            await world.ask(prompt(), x_baton_mode="aggregated")
+
+        assert [len(worker.started) for worker in world.workers.values()] == [2, 2, 2]
+
+    in_world(scenario)
+
+
+def test_other_endpoints_are_passed_through_to_one_worker():
+    async def scenario(world: World) -> None:
+        p1, d1 = await world.pair()
+
+        await world.ask({"model": "m", "input": "x"}, path="/v1/embeddings")
+
+        assert p1.started == []
+        assert [(leg.kind, leg.path) for leg in d1.started] == [(LegKind.AGGREGATED, "/v1/embeddings")]
+
+    in_world(scenario)
+
+
+def test_the_clients_request_id_and_trace_context_go_with_it():
+    async def scenario(world: World) -> None:
+        p1, d1 = await world.pair()
+        trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+        answer = await world.ask(
+            {"model": "m", "messages": [{"role": "user", "content": "x"}]},
+            path=CHAT,
+            x_request_id="mine-1",
+            traceparent=trace,
+        )
+
+        assert answer.headers["x-request-id"] == p1.started[0].request_id == d1.started[0].request_id == "mine-1"
+        assert p1.headers[0]["traceparent"] == d1.headers[0]["traceparent"] == trace
+
+    in_world(scenario)
+
+
+def test_a_worker_that_breaks_the_protocol_costs_its_request_not_the_router():
+    def no_head(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
+        frames.data(b"surprise")
+        frames.end(LegReport())
+
+    async def scenario(world: World) -> None:
+        worker = await world.worker("w1", script=no_head)
+
+        broken = await world.ask(prompt())
+        worker.script = answer_well
+
+        assert (broken.status, broken.error["code"]) == (500, "bad_message")
+        assert (await world.ask(prompt())).status == 200
+
+    in_world(scenario)
+
+
+def test_a_client_that_left_before_its_turn_costs_no_leg():
+    async def scenario(world: World) -> None:
+        p1, d1 = await world.pair()
+        connection, answering = world.begin(b'{"model":"m","prompt":"x"}')
+        connection.leave()
+
+        await answering
+
+        assert (p1.started, d1.started, connection.written) == ([], [], b"")
+
+    in_world(scenario)
+
+
+@pytest.mark.parametrize("field", ["cache_hit_threshold", "kv_fetch_min_tokens"])
+def test_a_field_of_batons_own_without_meaning_is_400_and_nobody_is_asked(field):
+    async def scenario(world: World) -> None:
+        p1, d1 = await world.pair()
+
+        answer = await world.ask(prompt(**{field: True}))
+
+        assert (answer.status, answer.error["param"]) == (400, field)
+        assert answer.error["type"] == "invalid_request_error"
+        assert "must be" in answer.error["message"]
+        assert p1.started == d1.started == []
+
+    in_world(scenario)
+
+
+def test_what_a_request_says_about_the_cache_reaches_its_workers():
+    async def scenario(world: World) -> None:
+        p1, d1 = await world.pair()
+
+        await world.ask(prompt(cache_hit_threshold=0.5, kv_fetch_min_tokens=100), x_baton_mode="disaggregated")
+        await world.ask(prompt())
+
+        limits = [(leg.cache_hit_threshold, leg.kv_fetch_min_tokens) for leg in (*p1.started, *d1.started)]
+        assert limits == [(None, 100), (None, None), (0.5, 100), (None, None)]
+
+    in_world(scenario)
+
+
+@pytest.mark.parametrize(("threshold", "mode"), [(0.5, "aggregated"), (0, "disaggregated"), (None, "disaggregated")])
+def test_who_would_rather_be_refused_has_no_prompt_computed_by_a_prefill_worker(threshold, mode):
+    async def scenario(world: World) -> None:
+        await world.pair()
+
+        answer = await world.ask(prompt(cache_hit_threshold=threshold))
+
+        assert answer.headers["x-baton-mode"] == mode
+
+    in_world(scenario)

@@ -1,0 +1,138 @@
+"""What is left of a first attempt in the second: nothing. And who fell silent is noticed without the orchestrator."""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.router.placement.request_fields import MODEL_CHARS_MAX
+from shared.bus.frame_sender import LegFrames
+from shared.contracts.channels import REQUESTS_FINISHED, WORKER_RECORDS
+from shared.contracts.failures import Failure, Reason
+from shared.contracts.inference import LegKind, LegReport, RequestFinished, RequestsFinished, StartLeg
+from shared.contracts.workers import Role
+from tests.unit.router.fake_worker import EVENTS, JSON, SSE, WHOLE_ANSWER, FakeWorker, answer_well
+from tests.unit.router.world import World, in_world, prompt, settle
+
+
+def lost(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
+    frames.fail(Failure(reason=Reason.WORKER_LOST, message="as the test wants"))
+
+
+def alone_or_with_others(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
+    """Finds 4 tokens cached the first time, 8 the second."""
+    if start.kind is LegKind.PREFILL:
+        answer_well(worker, start, frames)
+        return
+    frames.head(200, JSON)
+    frames.data(WHOLE_ANSWER)
+    frames.end(LegReport(prompt_tokens=9, cached_tokens=8, completion_tokens=3))
+
+
+def test_the_numbers_of_an_attempt_that_failed_are_no_part_of_the_next_ones():
+    async def scenario(world: World) -> None:
+        reports: list[RequestFinished] = []
+
+        def note(finished: RequestsFinished, _envelope: object) -> None:
+            reports.extend(finished.requests)
+
+        await world.bus.subscribe(REQUESTS_FINISHED, note)
+        await world.worker("p1", Role.PREFILL, alone_or_with_others)
+        await world.worker("d1", Role.DECODE, lost)
+
+        answer = await world.ask(prompt(), x_baton_mode="auto")
+        await asyncio.sleep(1)
+
+        assert answer.status == 200
+        (finished,) = reports
+        assert (finished.attempts, finished.mode, finished.prefill_worker) == (2, "aggregated", "")
+        assert (finished.cached_tokens, finished.prefill_s) == (8, -1.0)
+
+    in_world(scenario)
+
+
+def test_frames_of_a_leg_that_was_given_up_do_not_reach_its_successor():
+    withheld: list[LegFrames] = []
+
+    def first_one_is_late(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
+        if withheld:
+            answer_well(worker, start, frames)
+            for late in withheld:
+                late.head(200, SSE)
+                late.data(b"data: from the dead\n\n")
+        else:
+            withheld.append(frames)
+
+    async def scenario(world: World) -> None:
+        await world.worker("w1", Role.BOTH, first_one_is_late)
+        await world.worker("w2", Role.BOTH, first_one_is_late)
+
+        answer = await world.ask(prompt(stream=True), x_baton_mode="aggregated")
+
+        assert answer.status == 200
+        assert b"from the dead" not in answer.body
+        assert answer.body.startswith(EVENTS[0])
+
+    in_world(scenario, first_frame_s_max=1.0)
+
+
+def test_without_an_orchestrator_a_worker_that_fell_silent_and_expired_gives_its_requests_to_another():
+    def silent(worker: FakeWorker, _start: StartLeg, _frames: LegFrames) -> None:
+        worker.alive = False
+
+    async def scenario(world: World) -> None:
+        w1 = await world.worker("w1", Role.BOTH, silent)
+        _connection, answering = world.begin(b'{"model":"m","prompt":"hello"}')
+        await settle()
+        await world.worker("w2")
+        await (await world.bus.key_value_store(WORKER_RECORDS, ttl_s=None)).delete(w1.worker_id)
+
+        async with asyncio.timeout(10):
+            await answering
+
+        assert len(world.workers["w2"].started) == 1
+
+    in_world(scenario)
+
+
+def test_a_prompt_counts_as_waiting_only_until_its_first_token():
+    def slow_stream(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
+        frames.head(200, SSE)
+
+    async def scenario(world: World) -> None:
+        w1 = await world.worker("w1", Role.BOTH, slow_stream)
+        view = world.router.fleet.cluster.workers[w1.worker_id]
+        _connection, answering = world.begin(b'{"model":"m","prompt":"%b","stream":true}' % (b"word " * 400))
+        await settle()
+        before = view.own.tokens
+
+        (frames,) = w1.frames.values()
+        frames.data(EVENTS[0])
+        await settle()
+        during, legs = view.own.tokens, view.own.legs
+        frames.end(LegReport())
+        await answering
+
+        assert (before > 100, during, legs) == (True, 0, 1)
+        assert (view.own.tokens, view.own.legs) == (0, 0)
+
+    in_world(scenario)
+
+
+def test_a_name_without_end_is_cut_wherever_it_goes():
+    async def scenario(world: World) -> None:
+        reports: list[RequestFinished] = []
+
+        def note(finished: RequestsFinished, _envelope: object) -> None:
+            reports.extend(finished.requests)
+
+        await world.bus.subscribe(REQUESTS_FINISHED, note)
+        await world.worker("w1")
+
+        answers = [await world.ask(prompt(model="x" * (20 << 20))) for _ in range(4)]
+        await asyncio.sleep(1)
+
+        assert {answer.status for answer in answers} == {404}
+        assert max(len(answer.body) for answer in answers) < 2000
+        assert [len(one.model) for one in reports] == [MODEL_CHARS_MAX] * 4
+
+    in_world(scenario)

@@ -1,0 +1,47 @@
+"""A worker is known before it knows itself, and before it has measured anything."""
+
+from __future__ import annotations
+
+import msgspec
+
+from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest
+from services.router.placement.placer import CostPlacer
+from services.router.placement.request_fields import Mode
+from services.router.state import fleet_table
+from services.router.state.cluster_view import ClusterView
+from services.router.state.prefix_index import PrefixIndex
+from services.router.state.worker_speed import WorkerSpeed
+from shared.contracts.ids import WorkerId
+from shared.contracts.workers import Role, WorkerPhase
+from tests.support.fleet_builders import FINGERPRINT, record
+
+FAST = WorkerSpeed(prefill_token_s=0.001, decode_step_s=0.002)
+SLOW = WorkerSpeed(prefill_token_s=0.1, decode_step_s=0.02)
+UNKNOWN = msgspec.structs.replace(FINGERPRINT, revision="", dtype="")
+
+
+def test_a_worker_pairs_by_the_fingerprint_that_it_has_when_it_is_ready():
+    cluster = ClusterView()
+    starting = record("p", WorkerPhase.STARTING, role=Role.PREFILL)
+    cluster.record(msgspec.structs.replace(starting, fingerprint=UNKNOWN), now=0.0)
+    cluster.record(record("p", role=Role.PREFILL), now=1.0)
+    cluster.record(record("d", role=Role.DECODE), now=1.0)
+
+    placement = CostPlacer(cluster, PrefixIndex(), PlacementPolicy()).place(PlacementRequest(model="m"), 1.0)
+
+    assert isinstance(placement, Placement)
+    assert placement.mode is Mode.DISAGGREGATED
+
+
+def test_a_worker_goes_by_its_own_measures_once_it_has_some():
+    cluster = ClusterView()
+    for worker_id, speed in (("fast", FAST), ("slow", SLOW)):
+        cluster.record(record(worker_id), now=0.0)
+        cluster.set_speed(WorkerId(worker_id), speed)
+
+    assert written(cluster, "fast") == list(msgspec.structs.astuple(FAST))
+    assert written(cluster, "slow") == list(msgspec.structs.astuple(SLOW))
+
+
+def written(cluster: ClusterView, worker_id: str) -> list[float]:
+    return cluster.table.numbers[fleet_table.SPEED :, cluster.workers[WorkerId(worker_id)].row].tolist()

@@ -1,0 +1,317 @@
+"""Published engine speeds and the router's own measurements become what placement computes with."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import msgspec
+import pytest
+from prometheus_client import generate_latest
+
+from services.router.state import fleet_table as t
+from services.router.state.cluster_view import ClusterView
+from services.router.state.worker_speed import WorkerSpeed
+from services.router.state.worker_speeds import RunningMedian, SpeedOf, WorkerSpeeds
+from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.inference import LegReport
+from shared.contracts.kv_exchange import KvLedgerState, KvRead, KvTransferReport
+from shared.contracts.load import EngineSpeed
+from shared.engine_speed.steps import DEFAULT_STEP_TIMES
+from tests.support.fleet_builders import load, record
+from tests.support.system import Metrics
+from tests.unit.router.fake_worker import DONE, SSE
+from tests.unit.router.world import in_world, prompt, settle
+
+W1, W2, W3 = WorkerId("w1"), WorkerId("w2"), WorkerId("w3")
+FIRST = Epoch(1)
+MEASURED = EngineSpeed(
+    **DEFAULT_STEP_TIMES._replace(decode_step_s=0.01, prefill_token_s=1e-4)._asdict(),
+    prefill_samples=20.0,
+    decode_samples=20.0,
+    batch_spread=0.1,
+    pairs_per_token=500.0,
+)
+PREFILL_ONLY = msgspec.structs.replace(MEASURED, prefill_token_s=1e-3, decode_step_s=0.5, decode_samples=0.0)
+
+
+class Fleet:
+    """Workers of one fingerprint that have joined, and what the router assumes of them."""
+
+    def __init__(self, *worker_ids: str) -> None:
+        self.cluster = ClusterView()
+        self.speeds = WorkerSpeeds(self.cluster)
+        for worker_id in worker_ids:
+            self.join(worker_id)
+
+    def join(self, worker_id: str, **facts) -> None:
+        self.cluster.record(record(worker_id, **facts), 0.0)
+        self.speeds.joined(record(worker_id, **facts))
+
+    def report(self, worker_id: str, **numbers) -> WorkerSpeed:
+        self.speeds.load(load(worker_id, **numbers))
+        return self.of(worker_id)
+
+    def leg(self, report: LegReport, first_token_s: float | None = None, *, epoch: int = 1) -> WorkerSpeed:
+        self.speeds.leg_ended(W1, Epoch(epoch), report, first_token_s)
+        return self.of("w1")
+
+    def of(self, worker_id: str) -> WorkerSpeed:
+        """As written for placement."""
+        row = self.cluster.workers[WorkerId(worker_id)].row
+        return WorkerSpeed(
+            **dict(zip(WorkerSpeed.__struct_fields__, self.cluster.table.numbers[t.SPEED :, row].tolist(), strict=True))
+        )
+
+
+def transfer_report(**read) -> LegReport:
+    values = {"worker_id": W2, "epoch": FIRST, "tokens": 1000, **read}
+    return LegReport(kv=KvTransferReport(reads=[KvRead(**values)]))
+
+
+def test_a_published_speed_is_what_placement_computes_with():
+    speed = Fleet("w1").report("w1", speed=MEASURED)
+
+    assert (speed.decode_step_s, speed.prefill_token_s, speed.pairs_per_token) == (0.01, 1e-4, 500.0)
+
+
+def test_before_anything_is_published_the_defaults_hold():
+    speed = Fleet("w1").report("w1")
+
+    assert speed.prefill_token_s == pytest.approx(DEFAULT_STEP_TIMES.prefill_token_s)
+    assert speed.transfer_token_s == pytest.approx(WorkerSpeed().transfer_token_s)
+    assert speed.transit_s == WorkerSpeed().transit_s
+
+
+@pytest.mark.parametrize("wrong", [{"decode_step_s": float("nan")}, {"prefill_token_s": 0.0}, {"batch_spread": -1.0}])
+def test_an_invalid_speed_is_ignored(wrong: dict):
+    fleet = Fleet("w1")
+    before = fleet.report("w1", speed=MEASURED)
+
+    assert fleet.report("w1", speed=msgspec.structs.replace(MEASURED, **wrong)) == before
+
+
+def test_strangers_and_earlier_epochs_are_ignored():
+    fleet = Fleet("w1")
+    before = fleet.of("w1")
+    fleet.speeds.load(load("w2", speed=MEASURED))
+    fleet.speeds.leg_ended(W2, FIRST, transfer_report(asked_at=1.0, ended_at=2.0), 1.0)
+
+    assert fleet.report("w1", epoch=2, speed=MEASURED) == before
+    assert fleet.leg(transfer_report(asked_at=1.0, ended_at=2.0), 1.0, epoch=0) == before
+    assert list(fleet.speeds.all()) == [W1]
+
+
+def test_a_new_epoch_begins_with_the_speed_of_its_like():
+    fleet = Fleet("w1")
+    measured = fleet.report("w1", speed=MEASURED)
+    fleet.join("w1", epoch=2)
+
+    assert fleet.of("w1") == measured
+    assert fleet.report("w1", epoch=1, speed=PREFILL_ONLY) == measured
+
+
+def test_a_worker_that_published_nothing_follows_its_like():
+    fleet = Fleet("w1", "w2")
+    measured = fleet.report("w1", speed=MEASURED)
+
+    assert fleet.report("w2") == measured
+    slower = fleet.report("w1", speed=msgspec.structs.replace(MEASURED, decode_step_s=0.02))
+    assert fleet.report("w2") == slower
+
+
+def test_a_phase_that_a_worker_has_not_measured_is_that_of_its_like():
+    fleet = Fleet("w1", "w2")
+    fleet.report("w1", speed=MEASURED)
+    speed = fleet.report("w2", speed=PREFILL_ONLY)
+
+    assert (speed.prefill_token_s, speed.decode_step_s) == (1e-3, 0.01)
+    assert fleet.of("w1").prefill_token_s == 1e-4
+    assert Fleet("w3").report("w3", speed=PREFILL_ONLY).prefill_token_s == 1e-3
+
+
+def test_workers_of_other_fingerprints_are_not_alike():
+    fleet = Fleet("w1")
+    fleet.report("w1", speed=MEASURED)
+    fleet.join("w2", connector="other")
+
+    assert fleet.of("w2").decode_step_s == pytest.approx(WorkerSpeed().decode_step_s)
+
+
+def test_a_renewed_record_keeps_the_speed():
+    fleet = Fleet("w1")
+    measured = fleet.report("w1", speed=MEASURED)
+    fleet.join("w1")
+
+    assert fleet.of("w1") == measured
+
+
+def test_the_speed_of_a_worker_that_left_stays_with_its_like():
+    fleet = Fleet("w1")
+    measured = fleet.report("w1", speed=MEASURED)
+    fleet.speeds.gone(W1)
+
+    assert fleet.speeds.all() == {}
+    fleet.join("w3")
+    assert fleet.of("w3") == measured
+
+
+def test_a_read_is_measured_from_its_request_to_the_last_byte():
+    speed = Fleet("w1").leg(transfer_report(asked_at=5.0, granted_at=5.1, read_at=5.2, ended_at=5.5, read_s=0.3))
+
+    assert speed.transfer_base_s + 1000 * speed.transfer_token_s == pytest.approx(0.5, rel=0.15)
+
+
+def test_of_a_followed_prefill_only_the_reading_counts():
+    read = transfer_report(asked_at=5.0, granted_at=5.1, read_at=5.2, ended_at=9.0, read_s=0.3, followed=True)
+
+    assert 1000 * Fleet("w1").leg(read).transfer_token_s == pytest.approx(0.3, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        {"asked_at": 5.0, "ended_at": 0.0},
+        {"asked_at": 5.0, "ended_at": 6.0, "tokens": 0},
+        {"asked_at": 5.0, "ended_at": 6.0, "failure": "the holder died"},
+        {"asked_at": float("nan"), "ended_at": 6.0},
+    ],
+    ids=["never ended", "nothing came", "failed", "no time"],
+)
+def test_failed_reads_are_not_learned_from(read: dict):
+    fleet = Fleet("w1")
+    before = fleet.of("w1")
+
+    assert fleet.leg(transfer_report(**read)) == before
+
+
+def test_without_reports_of_reads_the_totals_are_learned_from():
+    speed = Fleet("w1").report("w1", received_tokens_total=100_000, received_seconds_total=10.0)
+
+    assert speed.transfer_token_s == pytest.approx(1e-4, rel=0.1)
+
+
+def test_with_reports_of_reads_the_totals_are_ignored():
+    fleet = Fleet("w1")
+    before = fleet.of("w1")
+
+    after = fleet.report("w1", received_tokens_total=100_000, received_seconds_total=10.0, exchange=KvLedgerState())
+    assert after == before
+
+
+def test_the_transit_is_the_time_to_the_first_token_less_the_engines():
+    fleet = Fleet("w1")
+    for _ in range(50):
+        fleet.leg(LegReport(queue_s=0.2, prefill_s=0.3), 0.507)
+
+    assert fleet.of("w1").transit_s == pytest.approx(0.007)
+
+
+@pytest.mark.parametrize("first_token_s", [None, 0.0, -3.0])
+def test_without_a_first_token_no_transit_is_learned(first_token_s: float | None):
+    fleet = Fleet("w1")
+    before = fleet.of("w1")
+
+    assert fleet.leg(LegReport(queue_s=0.2, prefill_s=0.3), first_token_s) == before
+
+
+def noisy(draw: random.Random, seconds: float) -> float:
+    """As measured on a machine with other load: one in ten is an outlier."""
+    seconds *= draw.lognormvariate(0.0, 0.25)
+    return seconds * draw.uniform(10, 100) if draw.random() < 0.1 else seconds
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_transfer_times_are_learned_from_noisy_reads(seed: int):
+    peers = SpeedOf()
+    speed, draw = SpeedOf(peers), random.Random(seed)
+    for _ in range(200):
+        tokens = round(32 * 500 ** draw.random())
+        speed.transfer_took(tokens, noisy(draw, 0.02 + 1e-4 * tokens))
+
+    for known in (speed.now(), SpeedOf(peers).now()):
+        for tokens in (64, 512, 4096):
+            transfer_s = known.transfer_base_s + known.transfer_token_s * tokens
+            assert transfer_s == pytest.approx(0.02 + 1e-4 * tokens, rel=0.35)
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, 0.0, 1e30])
+def test_impossible_durations_change_nothing(seconds: float):
+    speed = SpeedOf()
+    before = speed.now()
+
+    assert not speed.transfer_took(1000, seconds)
+    assert not speed.transfer_took(0, 1.0)
+    if not seconds <= 0.0:  # A negative transit counts as the shortest one.
+        speed.transit_took(seconds)
+    assert speed.now() == before
+
+
+def test_the_running_median_is_not_moved_by_outliers():
+    draw, median = random.Random(5), RunningMedian(1.0)
+    for _ in range(400):
+        median.learn(noisy(draw, 0.02))
+
+    assert 0.016 < median.seconds < 0.028
+
+
+def test_the_running_median_does_not_go_beyond_a_sample():
+    median = RunningMedian(0.002)
+    median.learn(0.003)
+
+    assert median.seconds == 0.003
+
+
+def test_a_published_speed_reaches_placement_and_outlasts_a_renewed_record():
+    async def scenario(world):
+        worker = await world.worker("w1")
+        await worker.report(speed=MEASURED)
+        await settle()
+        cluster = world.router.fleet.cluster
+        row = cluster.workers[W1].row
+        first = cluster.table.numbers[t.PREFILL_TOKEN_S, row]
+        await worker.join()  # Workers renew their record from time to time.
+        await settle()
+
+        assert first == cluster.table.numbers[t.PREFILL_TOKEN_S, row] == 1e-4
+
+    in_world(scenario)
+
+
+def test_the_transit_of_a_finished_leg_is_learned():
+    async def half_a_second(_worker, _start, frames):
+        await asyncio.sleep(0.5)
+        frames.head(200, SSE)
+        frames.data(DONE, [1])
+        frames.end(LegReport(prompt_tokens=9, completion_tokens=1, queue_s=0.1, prefill_s=0.3))
+
+    async def scenario(world):
+        await world.worker("w1", script=half_a_second)
+        for _ in range(60):
+            await world.ask(prompt(stream=True))
+
+        assert world.router.speeds.all()[W1].transit_s == pytest.approx(0.1, rel=0.2)
+
+    in_world(scenario)
+
+
+def test_metrics_show_speeds_and_the_quality_of_predictions():
+    async def a_second(_worker, _start, frames):
+        await asyncio.sleep(1.0)
+        frames.head(200, SSE)
+        frames.data(DONE, [1])
+        frames.end(LegReport(prompt_tokens=9, completion_tokens=1, queue_s=0.1, prefill_s=0.9, first_token_s=1.0))
+
+    async def scenario(world):
+        worker = await world.worker("w1", script=a_second)
+        await worker.report(speed=MEASURED)
+        await world.ask(prompt(stream=True))
+
+        metrics = Metrics(generate_latest(world.router.registry).decode())
+        known = metrics.sum("baton_router_engine_speed_seconds", worker_id="w1", parameter="decode_step_s")
+        assert known == pytest.approx(0.01, rel=0.2)
+        ratio = "baton_router_predicted_to_measured_ttft_ratio"
+        assert metrics.sum(f"{ratio}_count", mode="aggregated") == 1
+        assert metrics.sum(f"{ratio}_bucket", mode="aggregated", le="0.1") == 1
+
+    in_world(scenario)

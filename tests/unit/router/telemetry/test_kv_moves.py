@@ -1,0 +1,28 @@
+"""Of a finished request it is told from whom its workers read KV."""
+
+from __future__ import annotations
+
+from services.router.telemetry.finished import kv_moves
+from shared.contracts.inference import KV_MOVES_MAX, KvMoved, LegReport
+from shared.contracts.kv_exchange import KvRead, KvTransferReport
+
+
+def report(*reads):
+    kv_reads = [KvRead(worker_id=source, epoch=1, tokens=tokens, bytes=tokens * 8) for source, tokens in reads]
+    return LegReport(kv=KvTransferReport(reads=kv_reads))
+
+
+def test_what_each_leg_read_is_told_with_its_source_and_its_reader():
+    moves = kv_moves(report(("d1", 32), ("s1", 64)), "p1", report(("p1", 128)), "d1")
+
+    assert moves == [
+        KvMoved(source_id="d1", reader_id="p1", tokens=32, bytes=256),
+        KvMoved(source_id="s1", reader_id="p1", tokens=64, bytes=512),
+        KvMoved(source_id="p1", reader_id="d1", tokens=128, bytes=1024),
+    ]
+
+
+def test_what_did_not_arrive_or_is_not_known_is_not_told_and_there_is_a_maximum():
+    assert kv_moves(None, "", LegReport(), "d1") == []
+    assert kv_moves(report(("d1", 0)), "p1", LegReport(), "d1") == []
+    assert len(kv_moves(None, "", report(*[("p1", 32)] * 20), "d1")) == KV_MOVES_MAX

@@ -1,0 +1,136 @@
+"""No prompt costs the router more than it can be worth."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from concurrent.futures import Executor, Future
+
+import pytest
+
+from services.router.placement.request_fields import COMPLETIONS, read_request
+from services.router.tokenize.block_hash import block_hashes
+from services.router.tokenize.prompts import BYTES_PER_TOKEN_MAX, TOKENIZERS_MAX
+from services.router.tokenize.segments import PIECE_CHARS_MAX, Prompt
+from services.router.tokenize.tokenizer import HASHED_AT_ONCE, PromptTokenizer
+from services.worker.tiny_model.tiny_model import ensure_tiny_tokenizer
+from shared.contracts.control import TokenizerAsset
+from shared.contracts.workers import HashScheme
+from tests.support.virtual_time import run_in_virtual_time
+from tests.unit.router.world import World, in_world
+
+SCHEME = HashScheme(block_size=16)
+
+
+async def fetch_tokenizer(world: World, asset: TokenizerAsset) -> None:
+    """Instead of the one that fake workers have."""
+    prompts = world.router.prompts
+    for worker in world.workers.values():
+        worker.asset = asset
+        prompts._tokenizers.pop(worker.record().fingerprint.key(), None)
+        prompts.worker_seen(worker.record())
+    while not any(prompts._tokenizers.values()):
+        await asyncio.sleep(1)
+
+
+class Stuck(Executor):
+    """A thread that is busy with somebody else's prompt."""
+
+    def submit(self, *_work, **_options) -> Future:
+        return Future()
+
+
+@pytest.fixture(scope="module")
+def asset(tmp_path_factory) -> TokenizerAsset:
+    directory = ensure_tiny_tokenizer(tmp_path_factory.mktemp("cache"))
+    return TokenizerAsset(worker_id="w1", epoch=1, tokenizer_json=(directory / "tokenizer.json").read_bytes())
+
+
+@pytest.fixture
+def prompts(asset) -> PromptTokenizer:
+    return PromptTokenizer(asset, SCHEME, cache_bytes_max=1 << 20)
+
+
+async def found(
+    prompts: PromptTokenizer, prompt: object, *, held: bool = True, loop_chars_max: int = sys.maxsize
+) -> Prompt | None:
+    """On the event loop as far as that many characters; there is no thread."""
+    facts = read_request(COMPLETIONS, json.dumps({"model": "m", "prompt": prompt}).encode())
+    return await prompts.prompt(facts, lambda _block: held, threads=Stuck(), loop_chars_max=loop_chars_max)
+
+
+async def test_text_that_cannot_be_divided_is_not_tokenized_beyond_a_bound(prompts):
+    assert await found(prompts, "a" * (64 * PIECE_CHARS_MAX)) is None  # to tokenize it would take minutes
+    assert await found(prompts, "word " * PIECE_CHARS_MAX) is not None
+
+
+def test_a_prompt_waits_only_so_long_for_its_turn_in_the_thread(prompts):
+    assert run_in_virtual_time(found(prompts, "a few words " * 1000, loop_chars_max=500)) is None
+
+
+async def test_token_ids_are_hashed_as_far_as_anybody_holds_their_blocks(prompts):
+    ids = [number % 1000 for number in range(3 * HASHED_AT_ONCE + 100)]
+    all_hashes = block_hashes(ids, SCHEME)
+
+    everything = await found(prompts, ids)
+    beginning = await found(prompts, ids, held=False)
+
+    assert everything == Prompt(len(ids), all_hashes, exact=True)
+    assert beginning == Prompt(len(ids), all_hashes[: HASHED_AT_ONCE // SCHEME.block_size], exact=True)
+
+
+def test_a_body_that_no_model_could_take_is_not_even_read(asset):
+    async def scenario(world: World) -> None:
+        await world.worker("w1")
+        await world.worker("w2")
+        await fetch_tokenizer(world, asset)
+        longest = BYTES_PER_TOKEN_MAX * world.workers["w1"].record().max_model_len
+
+        exact = []
+        for size in (longest // 2, longest + 1):
+            body = json.dumps({"model": "m", "prompt": [7] * (size // 3)}).encode()
+            connection, answering = world.begin(body)
+            prompt = await world.router.prompts.of(connection.http_request, read_request(COMPLETIONS, body))
+            exact.append(prompt.exact)
+            await answering
+
+        assert exact == [True, False]
+
+    in_world(scenario, tokenize="always")
+
+
+def test_a_tokenizer_that_nobody_needs_makes_room_for_one_that_somebody_does(asset):
+    async def scenario(world: World) -> None:
+        await world.worker("w1")
+        known = world.router.prompts._tokenizers
+        for number in range(TOKENIZERS_MAX):
+            known[f"gone-{number}"] = None
+        await fetch_tokenizer(world, asset)
+
+        assert len(known) == 1
+
+    in_world(scenario)
+
+
+def test_a_prompt_is_read_as_the_revision_reads_it_that_is_to_serve_it(asset):
+    async def scenario(world: World) -> None:
+        await world.worker("w1", revision="v1")
+        await world.worker("w2", revision="v2")
+        known = world.router.prompts._tokenizers
+        known.update({view.pairs_with: None for view in world.router.fleet.cluster.workers.values()})
+        body = json.dumps({"model": "m", "prompt": [7] * 100}).encode()
+
+        exact = []
+        for worker_id in ("w1", "w2"):
+            key = world.router.fleet.cluster.workers[worker_id].pairs_with
+            known[key] = PromptTokenizer(asset, SCHEME, cache_bytes_max=1 << 20)
+            connection, answering = world.begin(body)
+            exact.append(
+                (await world.router.prompts.of(connection.http_request, read_request(COMPLETIONS, body))).exact
+            )
+            await answering
+
+        assert exact == [False, True]
+
+    in_world(scenario, tokenize="always", revision_shares='{"m": {"v2": 1}}')
