@@ -412,7 +412,7 @@ def test_cached_tokens_are_not_charged():
     assert entry.queue.share.served("a") == 2.0
 
 
-def test_a_default_request_has_no_priority_or_targets():
+def test_a_default_request_has_no_tenant_priority_or_forced_workers():
     request = ask()
 
     assert (request.tenant, request.priority, request.forced) == ("", 0, None)

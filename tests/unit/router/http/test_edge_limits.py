@@ -75,7 +75,7 @@ async def test_unread_bytes_of_a_client_are_bounded_before_its_timeout():
         await until(lambda: not up.router.relay.in_flight)
 
 
-async def test_unread_responses_stop_further_requests_of_their_connection():
+async def test_unread_responses_hold_back_only_their_connection():
     def large(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
         frames.head(200, JSON)
         frames.data(b"x" * 1024 * 1024)

@@ -73,7 +73,7 @@ def add(
     return log.add(RequestId(request_id), asked, result, at_unix_s=5.0, attempt=attempt, exact=exact)
 
 
-def test_a_decision_is_found_by_its_id_with_its_candidates():
+def test_a_decision_is_found_by_id_with_its_candidates():
     log = make_log()
 
     decision = add(log, whole(1.0, 2.0, cached_tokens=4), prompt_tokens=9, exact=True)
@@ -167,7 +167,7 @@ def test_a_decision_larger_than_the_log_is_dropped_at_once():
     ["", "router-ab-d", "router-ab-d0", "router-ab-d2", "router-ab-d01", "router-xy-d1", "1", "router-ab-d-1", "latest",
      "router-ab-d" + "9" * 5000, "router-ab-d\u0661"],
 )  # fmt: skip
-def test_an_id_that_was_never_given_finds_nothing(wrong):
+def test_unknown_ids_find_nothing(wrong):
     log = make_log()
     add(log)
 

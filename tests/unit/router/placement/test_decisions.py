@@ -96,7 +96,7 @@ def parts_of(record: DecisionRecord) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_one_workers_answer_is_explained_and_its_parts_are_what_happened(stream: bool):
+def test_an_aggregated_decision_has_the_measured_times(stream: bool):
     async def scenario(world: World) -> None:
         await world.worker("w1", script=timed(queue_s=0.3, prefill_s=0.2))
 
@@ -116,7 +116,7 @@ def test_one_workers_answer_is_explained_and_its_parts_are_what_happened(stream:
     in_world(scenario)
 
 
-def test_two_workers_one_behind_the_other_are_explained():
+def test_a_disaggregated_decision_has_the_measured_times():
     async def scenario(world: World) -> None:
         await world.pair(
             timed(queue_s=0.25, prefill_s=1.0), timed(queue_s=0.125, fetch_s=0.0625, prefill_s=0.03), **OURS
@@ -137,7 +137,7 @@ def test_two_workers_one_behind_the_other_are_explained():
     in_world(scenario, stream_tokens_min=-1)
 
 
-def test_of_a_streamed_handoff_what_ran_beside_the_prefill_is_not_counted_twice():
+def test_streamed_handoff_time_beside_the_prefill_is_counted_once():
     async def scenario(world: World) -> None:
         await world.pair(
             timed(queue_s=0.25, prefill_s=1.0),
@@ -157,7 +157,7 @@ def test_of_a_streamed_handoff_what_ran_beside_the_prefill_is_not_counted_twice(
     in_world(scenario, stream_tokens_min=0)
 
 
-def test_an_attempt_that_failed_is_a_decision_of_its_own_and_a_part_of_the_next_ones_time():
+def test_a_failed_attempt_is_a_decision_and_counts_in_the_next():
     async def scenario(world: World) -> None:
         await world.worker("w1", script=slowly_failing(2.0))
         connection, answering = world.begin(msgspec.json.encode(prompt(stream=True)))
@@ -176,7 +176,7 @@ def test_an_attempt_that_failed_is_a_decision_of_its_own_and_a_part_of_the_next_
     in_world(scenario)
 
 
-def test_a_refusal_is_a_decision_too():
+def test_a_rejection_is_a_decision():
     async def scenario(world: World) -> None:
         await world.worker("w1", script=timed())
         world.workers["w1"].alive = False
@@ -203,7 +203,7 @@ def test_a_request_that_was_never_placed_has_no_decision():
     in_world(scenario)
 
 
-def test_while_it_runs_a_decision_has_no_outcome():
+def test_a_running_decision_has_no_outcome():
     async def scenario(world: World) -> None:
         await world.worker("w1", script=timed(prefill_s=5.0))
         _connection, answering = world.begin(msgspec.json.encode(prompt(stream=True)))
@@ -218,7 +218,7 @@ def test_while_it_runs_a_decision_has_no_outcome():
     in_world(scenario)
 
 
-def test_what_is_told_to_the_collector_names_the_decision_and_adds_up():
+def test_the_collectors_report_names_the_decision_and_sums_up():
     async def scenario(world: World) -> None:
         heard: list[RequestFinished] = []
 
@@ -262,7 +262,7 @@ def test_decisions_are_listed_newest_first_and_filtered():
     in_world(scenario)
 
 
-def test_any_router_answers_for_any_other():
+def test_any_router_finds_decisions_of_any_other():
     async def scenario(world: World) -> None:
         other = DecisionService(
             RouterId("other-1"),
@@ -287,7 +287,7 @@ def test_any_router_answers_for_any_other():
     in_world(scenario)
 
 
-def test_what_is_forgotten_or_never_was_is_said_in_words():
+def test_forgotten_and_unknown_decisions_get_clear_messages():
     async def scenario(world: World) -> None:
         await world.worker("w1", script=timed())
         first = (await world.ask(prompt())).headers[HEADER]
@@ -306,7 +306,7 @@ def test_what_is_forgotten_or_never_was_is_said_in_words():
     in_world(scenario, decisions_max=1)
 
 
-def test_a_router_tells_over_the_bus_what_it_decided():
+def test_a_router_returns_its_decisions_over_the_bus():
     async def scenario(world: World) -> None:
         await world.worker("w1", script=timed())
         answer = await world.ask(prompt(), x_request_id="mine")
@@ -325,7 +325,7 @@ def test_a_router_tells_over_the_bus_what_it_decided():
     in_world(scenario)
 
 
-def test_nothing_of_the_prompt_is_in_a_decision():
+def test_a_decision_contains_no_prompt_text():
     async def scenario(world: World) -> None:
         await world.pair(timed(), timed(), **OURS)
         answer = await world.ask(prompt(prompt="the secret word", user="somebody"), x_request_id="r")

@@ -25,7 +25,7 @@ def who_has_nothing(_worker: FakeWorker, start: StartLeg, frames: LegFrames) -> 
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_decode_worker_that_has_less_than_was_believed_gets_the_prompt_from_a_prefill_worker(stream):
+def test_after_a_decode_first_refusal_a_prefill_worker_computes_the_prompt(stream):
     async def scenario(world: World) -> None:
         _p1, d1 = await world.pair(decode=who_has_nothing, connector="baton-1")
         placer = world.router.fleet.placer

@@ -33,13 +33,13 @@ WAIT_S_MAX = 60.0
         ({"baton": {"prefill_worker": "p1"}}, Mode.AUTO, Mode.AUTO),
     ],
 )
-def test_what_is_usual_counts_for_requests_that_leave_it_open(body, request_headers, mode):
+def test_the_default_mode_applies_to_requests_without_a_mode(body, request_headers, mode):
     facts = read_request(CHAT, json.dumps({"model": "m", "messages": [{}], **body}).encode())
 
     assert requested_mode(facts, default_or_requested(facts, request_headers, Mode.AGGREGATED)) is mode
 
 
-def test_who_would_rather_be_refused_than_have_its_prompt_computed_gets_no_prefill_leg_whatever_is_usual():
+def test_a_cache_threshold_prevents_prefill_legs_in_every_default_mode():
     facts = read_request(CHAT, b'{"model": "m", "messages": [{}], "cache_hit_threshold": 0.5}')
 
     assert requested_mode(facts, default_or_requested(facts, Mode.AUTO, Mode.DISAGGREGATED)) is Mode.AGGREGATED
@@ -48,11 +48,11 @@ def test_who_would_rather_be_refused_than_have_its_prompt_computed_gets_no_prefi
 @pytest.mark.parametrize(
     "stored", [None, DefaultMode(), DefaultMode(mode="decode_first"), DefaultMode(mode="of tomorrow")]
 )
-def test_what_makes_no_sense_leaves_it_to_placement(stored):
+def test_an_unknown_default_mode_means_auto(stored):
     assert default_mode_of(stored) is Mode.AUTO
 
 
-async def test_routers_follow_what_is_kept():
+async def test_routers_follow_the_stored_default_mode():
     hub = MemoryHub()
     bus, console = MemoryBus(hub), MemoryBus(hub)
     feed = DefaultModeFeed(bus)

@@ -44,7 +44,7 @@ def asked(placement: Placement) -> list[tuple[str, int, int]]:
     return [(source.worker_id, source.first, source.end) for source in placement.sources]
 
 
-def test_a_prefill_worker_reads_the_last_turns_back_from_the_decode_worker_that_has_them():
+def test_a_prefill_worker_reads_earlier_turns_from_the_decode_worker():
     fleet = Fleet()
     fleet.add("p1", Role.PREFILL, held=5)
     fleet.add("d1", Role.DECODE, held=18)
@@ -60,7 +60,7 @@ def test_a_prefill_worker_reads_the_last_turns_back_from_the_decode_worker_that_
     assert placement.sources[0] == KvSource(worker_id="d1", epoch=1, first=5, end=18)
 
 
-def test_the_longest_match_is_asked_first_and_the_next_one_for_what_that_no_longer_has():
+def test_sources_are_ordered_by_match_with_fallbacks_for_lost_blocks():
     fleet = Fleet()
     fleet.add("p1", Role.PREFILL)
     for number, held in enumerate((10, 19, 14, 9)):
@@ -80,7 +80,7 @@ def test_the_last_token_is_always_computed():
     assert placement.uncached_tokens == BLOCK
 
 
-def test_too_few_tokens_are_not_worth_asking_for():
+def test_too_few_tokens_are_not_fetched():
     fleet = Fleet()
     fleet.add("p1", Role.PREFILL, held=10)
     fleet.add("d1", Role.DECODE, held=17)
@@ -89,7 +89,7 @@ def test_too_few_tokens_are_not_worth_asking_for():
     assert asked(fleet.place(policy=PlacementPolicy(fetch_tokens_min=7 * BLOCK))) == [("d1", 10, 17)]
 
 
-def test_a_request_may_say_by_itself_how_much_is_worth_it():
+def test_a_request_can_set_its_own_fetch_minimum():
     fleet = Fleet()
     fleet.add("p1", Role.PREFILL, held=10)
     fleet.add("d1", Role.DECODE, held=11)
@@ -98,7 +98,7 @@ def test_a_request_may_say_by_itself_how_much_is_worth_it():
     assert asked(fleet.place(msgspec.structs.replace(PROMPT, fetch_tokens_min=BLOCK + 1))) == []
 
 
-def test_what_is_computed_sooner_than_read_is_computed():
+def test_blocks_faster_to_compute_than_read_are_computed():
     fleet = Fleet()
     fleet.add("p1", Role.PREFILL, prefill_token_s=1e-6, transfer_token_s=1e-3)
     fleet.add("d1", Role.DECODE, held=18)
@@ -108,7 +108,7 @@ def test_what_is_computed_sooner_than_read_is_computed():
     assert (placement.sources, placement.fetched_tokens, placement.cached_tokens) == ((), 0, 0)
 
 
-def test_an_idle_worker_that_can_read_beats_the_busy_one_that_holds_the_prompt():
+def test_an_idle_reader_beats_the_busy_holder_of_the_prompt():
     fleet = Fleet()
     fleet.add("p1", Role.PREFILL, held=18, waiting_tokens=50_000)
     fleet.add("p2", Role.PREFILL)
@@ -120,7 +120,7 @@ def test_an_idle_worker_that_can_read_beats_the_busy_one_that_holds_the_prompt()
     assert asked(placement) == [("p1", 0, 18)]
 
 
-def test_a_worker_that_is_full_can_still_be_asked_for_what_it_holds():
+def test_a_full_worker_can_still_be_a_kv_source():
     fleet = Fleet()
     fleet.add("p1", Role.PREFILL, held=18, legs=16)
     fleet.add("p2", Role.PREFILL)
@@ -129,7 +129,7 @@ def test_a_worker_that_is_full_can_still_be_asked_for_what_it_holds():
     assert asked(fleet.place()) == [("p1", 0, 18)]
 
 
-def test_a_worker_that_serves_a_request_alone_reads_too():
+def test_an_aggregated_worker_reads_kv_too():
     fleet = Fleet()
     fleet.add("w1", Role.BOTH, held=18, waiting_tokens=50_000)
     fleet.add("w2", Role.BOTH)
@@ -139,7 +139,7 @@ def test_a_worker_that_serves_a_request_alone_reads_too():
     assert (placement.decode.record.worker_id, asked(placement)) == ("w2", [("w1", 0, 18)])
 
 
-def test_a_request_that_cannot_be_split_has_its_whole_prompt_computed():
+def test_an_unsplittable_request_has_its_whole_prompt_computed():
     fleet = Fleet()
     fleet.add("d1", Role.DECODE)
     fleet.add("p1", Role.PREFILL, held=18)
@@ -147,7 +147,7 @@ def test_a_request_that_cannot_be_split_has_its_whole_prompt_computed():
     assert fleet.place(msgspec.structs.replace(PROMPT, unsplittable="prompt logprobs")).sources == ()
 
 
-def test_other_connectors_are_asked_for_nothing_and_take_nothing_as_it_comes():
+def test_other_connectors_are_no_sources_and_get_no_streamed_handoff():
     fleet = Fleet()
     fleet.add("p1", Role.PREFILL, connector="nixl-1")
     fleet.add("d1", Role.DECODE, held=18, connector="nixl-1")
@@ -157,7 +157,7 @@ def test_other_connectors_are_asked_for_nothing_and_take_nothing_as_it_comes():
     assert (placement.sources, placement.handoff, placement.streamed) == ((), (), False)
 
 
-def test_kv_of_another_fingerprint_is_never_asked_for():
+def test_kv_of_another_fingerprint_is_never_requested():
     fleet = Fleet()
     fleet.add("p1", Role.PREFILL)
     fleet.add("d1", Role.DECODE)
@@ -166,7 +166,7 @@ def test_kv_of_another_fingerprint_is_never_asked_for():
     assert fleet.place().sources == ()
 
 
-def test_decode_goes_with_prefill_when_that_has_enough_to_compute():
+def test_decode_starts_with_prefill_when_enough_tokens_are_computed():
     fleet = Fleet()
     fleet.add("p1", Role.PREFILL, held=10)
     fleet.add("d1", Role.DECODE)
@@ -178,7 +178,7 @@ def test_decode_goes_with_prefill_when_that_has_enough_to_compute():
     assert [streamed(tokens) for tokens in (left, left + 1, 0, -1)] == [True, False, True, False]
 
 
-def test_decode_keeps_no_room_for_a_prompt_whose_turn_is_far_away():
+def test_decode_reserves_no_memory_for_a_distant_prefill():
     fleet = Fleet()
     fleet.add("p1", Role.PREFILL, prefill_token_s=1e-3, waiting_tokens=20_000)
     fleet.add("d1", Role.DECODE)
@@ -187,7 +187,7 @@ def test_decode_keeps_no_room_for_a_prompt_whose_turn_is_far_away():
     assert [fleet.place(policy=policy).streamed for policy in (far, near)] == [False, True]
 
 
-def test_what_nobody_holds_from_the_start_is_asked_of_those_who_hold_the_parts():
+def test_parts_held_by_different_workers_are_read_from_each():
     fleet = Fleet()
     fleet.add("p1", Role.PREFILL)
     fleet.add("d1", Role.DECODE, held=10)

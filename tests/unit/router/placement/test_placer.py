@@ -61,34 +61,34 @@ def a_pair_of_which_decode_has_most(**of_decode: float) -> Fleet:
     return fleet
 
 
-def test_a_decode_worker_that_has_most_of_the_prompt_answers_alone_and_refuses_if_it_has_not():
+def test_a_decode_worker_with_most_of_the_prompt_serves_alone():
     placement = a_pair_of_which_decode_has_most().place()
 
     assert (placement.mode, who(placement)) == (Mode.DECODE_FIRST, ("", "d1"))
     assert 0.5 < placement.hit_share_min < 18 / 20
 
 
-def test_it_is_not_asked_again_after_it_has_refused():
+def test_decode_first_is_not_repeated_after_a_refusal():
     placement = a_pair_of_which_decode_has_most().place(may_decode_first=False)
 
     assert (placement.mode, who(placement)) == (Mode.DISAGGREGATED, ("p1", "d1"))
 
 
-def test_a_client_that_sets_a_threshold_itself_gets_what_it_says():
+def test_a_clients_own_threshold_is_respected():
     fleet = a_pair_of_which_decode_has_most()
 
     assert fleet.place(cache_hit_threshold=0.3).mode is Mode.DISAGGREGATED
     assert fleet.place(cache_hit_threshold=0.3, mode=Mode.DECODE_FIRST).hit_share_min == 0.3
 
 
-def test_many_who_would_be_disturbed_keep_a_prompt_off_a_decode_worker():
+def test_a_busy_batch_keeps_prefill_off_a_decode_worker():
     fleet = a_pair_of_which_decode_has_most(running=100)
     fleet.add("d2", Role.DECODE)
 
     assert who(fleet.place())[1] == "d2"
 
 
-def test_without_a_worker_that_has_most_of_it_decode_first_means_disaggregated():
+def test_decode_first_without_a_cached_prompt_becomes_disaggregated():
     fleet = Fleet()
     fleet.add("p1", Role.PREFILL)
     fleet.add("d1", Role.DECODE, held=5)
@@ -96,7 +96,7 @@ def test_without_a_worker_that_has_most_of_it_decode_first_means_disaggregated()
     assert fleet.place(mode=Mode.DECODE_FIRST).mode is Mode.DISAGGREGATED
 
 
-def test_only_tokens_that_must_be_computed_count_as_work():
+def test_only_uncached_tokens_count_as_work():
     fleet = Fleet()
     fleet.add("cached", held=19, waiting_tokens=300)
     fleet.add("empty")
@@ -104,7 +104,7 @@ def test_only_tokens_that_must_be_computed_count_as_work():
     assert fleet.place(fetch_tokens_min=100_000).decode.record.worker_id == "cached"
 
 
-def test_what_was_sent_a_moment_ago_counts_although_no_report_tells_of_it():
+def test_just_dispatched_work_counts_before_a_report_includes_it():
     fleet = Fleet()
     fleet.add("w1")
     fleet.add("w2")
@@ -122,7 +122,7 @@ def test_a_slower_worker_gets_less():
     assert {fleet.place().decode.record.worker_id for _ in range(4)} == {"fast"}
 
 
-def test_the_cheapest_worker_that_keeps_the_targets_is_taken():
+def test_the_cheapest_worker_that_meets_the_targets_is_chosen():
     fleet = Fleet()
     fleet.add("soon", decode_step_s=0.08, prefill_token_s=0.0005)
     fleet.add("cheap", decode_step_s=0.01, prefill_token_s=0.002)
@@ -133,14 +133,14 @@ def test_the_cheapest_worker_that_keeps_the_targets_is_taken():
     assert soon.predicted.total_s() <= 0.5
 
 
-def test_where_no_worker_keeps_the_targets_the_cheapest_is_taken():
+def test_if_no_worker_meets_the_targets_the_cheapest_is_chosen():
     fleet = Fleet()
     fleet.add("w1")
 
     assert who(fleet.place(targets=Targets(ttft_s=0.001))) == ("", "w1")
 
 
-def test_who_is_asked_for_is_taken():
+def test_a_forced_worker_is_chosen():
     fleet = Fleet()
     for number in range(3):
         fleet.add(f"p{number}", Role.PREFILL)
@@ -153,7 +153,7 @@ def test_who_is_asked_for_is_taken():
     assert [source.worker_id for source in placement.sources] == ["d0"]
 
 
-def test_who_is_asked_for_and_not_there_is_no_reason_to_take_another():
+def test_an_absent_forced_worker_is_not_replaced():
     fleet = Fleet()
     fleet.add("p1", Role.PREFILL)
     fleet.add("d1", Role.DECODE)
@@ -162,7 +162,7 @@ def test_who_is_asked_for_and_not_there_is_no_reason_to_take_another():
     assert isinstance(fleet.costs.place(request, NOW), Rejection)
 
 
-def test_the_record_has_the_chosen_with_a_cost_that_is_the_sum_of_its_parts():
+def test_the_recorded_cost_of_the_choice_sums_its_parts():
     fleet = Fleet()
     for number in range(12):
         fleet.add(f"p{number}", Role.PREFILL, waiting_tokens=100 * number, held=number)
@@ -182,7 +182,7 @@ def test_the_record_has_the_chosen_with_a_cost_that_is_the_sum_of_its_parts():
         assert parts == pytest.approx(one.cost_s)
 
 
-def test_the_same_is_chosen_from_a_shortlist_as_from_all():
+def test_the_shortlist_gives_the_same_choice_as_all_workers():
     fleets = [Fleet(PlacementPolicy(weighed_max=most, tie_s=0.0)) for most in (4, 1000)]
     for fleet in fleets:
         for number in range(60):
@@ -201,7 +201,7 @@ def test_the_same_is_chosen_from_a_shortlist_as_from_all():
         assert few.predicted_s == pytest.approx(all_of_them.predicted_s)
 
 
-def test_the_record_has_both_the_pair_and_the_single_workers_whichever_was_chosen():
+def test_the_record_always_has_pairs_and_single_workers():
     fleet = Fleet()
     fleet.add("p1", Role.PREFILL)
     fleet.add("b1", Role.BOTH)
@@ -212,7 +212,7 @@ def test_the_record_has_both_the_pair_and_the_single_workers_whichever_was_chose
         assert Part.WHOLE in {one.part for one in listed}
 
 
-def test_who_is_asked_for_and_full_is_worth_waiting_for():
+def test_a_full_forced_worker_is_waited_for():
     fleet = Fleet()
     fleet.add("p1", Role.PREFILL, legs=16)
     fleet.add("p2", Role.PREFILL)

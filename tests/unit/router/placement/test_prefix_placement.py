@@ -49,7 +49,7 @@ def held(world: World, worker_id: str) -> set[int]:
     return set(unpack_hashes(index.table.blocks(index.slot(worker_id), 0)))
 
 
-def test_a_prompt_goes_to_the_worker_that_holds_its_blocks(tokenizer_json):
+def test_a_prompt_goes_to_the_worker_with_its_blocks(tokenizer_json):
     async def scenario(world: World) -> None:
         await two_prefills(world, tokenizer_json)
         await world.bus.publish(KV_EVENTS, kv_batch(1, *blocks_of(tokenizer_json, TEXT), worker_id="p2"))
@@ -62,7 +62,7 @@ def test_a_prompt_goes_to_the_worker_that_holds_its_blocks(tokenizer_json):
     in_world(scenario)
 
 
-def test_what_the_decode_worker_holds_of_a_conversation_is_read_back_by_the_prefill_worker(tokenizer_json):
+def test_the_prefill_worker_reads_a_conversation_from_the_decode_worker(tokenizer_json):
     async def scenario(world: World) -> None:
         for worker_id, role in (("p1", Role.PREFILL), ("d1", Role.DECODE)):
             asset = TokenizerAsset(worker_id=worker_id, epoch=1, tokenizer_json=tokenizer_json)
@@ -83,7 +83,7 @@ def test_what_the_decode_worker_holds_of_a_conversation_is_read_back_by_the_pref
     in_world(scenario, fetch_tokens_min=64)
 
 
-def test_a_missed_batch_is_noticed_and_a_snapshot_repairs_it(tokenizer_json):
+def test_a_snapshot_repairs_a_missed_batch(tokenizer_json):
     async def scenario(world: World) -> None:
         await world.pair()
         worker = world.workers["p1"]
@@ -100,7 +100,7 @@ def test_a_missed_batch_is_noticed_and_a_snapshot_repairs_it(tokenizer_json):
     in_world(scenario)
 
 
-def test_a_digest_that_disagrees_brings_a_snapshot():
+def test_a_digest_mismatch_triggers_a_snapshot():
     async def scenario(world: World) -> None:
         await world.pair()
         asked = world.router.kv.snapshots
@@ -114,7 +114,7 @@ def test_a_digest_that_disagrees_brings_a_snapshot():
     in_world(scenario)
 
 
-def test_a_worker_that_gives_no_snapshot_is_placed_by_load_alone():
+def test_a_worker_without_a_snapshot_is_placed_by_load():
     async def scenario(world: World) -> None:
         p1, _d1 = await world.pair()
         await p1._subscriptions[-1].close()
@@ -128,7 +128,7 @@ def test_a_worker_that_gives_no_snapshot_is_placed_by_load_alone():
     in_world(scenario)
 
 
-def test_after_an_outage_of_the_bus_everything_is_exact_again():
+def test_the_index_is_exact_again_after_a_bus_outage():
     async def scenario(world: World) -> None:
         await world.pair()
 
@@ -143,7 +143,7 @@ def test_after_an_outage_of_the_bus_everything_is_exact_again():
     in_world(scenario)
 
 
-def test_a_worker_that_is_gone_leaves_nothing_in_the_index():
+def test_a_departed_worker_leaves_nothing_in_the_index():
     async def scenario(world: World) -> None:
         p1, _d1 = await world.pair()
         await world.bus.publish(KV_EVENTS, kv_batch(1, 11, 12, worker_id="p1"))

@@ -19,34 +19,34 @@ FIELDS = st.sampled_from(["model", "prompt", "messages", "n", "stream", "echo", 
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_can_be_read(body):
+def test_any_bytes_are_parsed_without_an_error(body):
     assert read_request(COMPLETIONS, body).path == COMPLETIONS
 
 
 @given(st.dictionaries(FIELDS, JSON_VALUES))
-def test_any_object_can_be_read(fields):
+def test_any_object_is_parsed_without_an_error(fields):
     facts = read_request(CHAT, json.dumps(fields).encode())
     assert isinstance(facts.model, str)
     assert facts.tokens_out >= 0
 
 
 @pytest.mark.parametrize("prompt", ["text", [1, 2, 3], " "])
-def test_one_prompt_can_be_split(prompt):
+def test_a_single_prompt_can_be_split(prompt):
     assert read_request(COMPLETIONS, json.dumps({"prompt": prompt}).encode()).unsplittable == ""
 
 
 @pytest.mark.parametrize("prompt", [["a"], [[1], [2]], [], None, {"a": 1}, 3])
-def test_several_prompts_or_none_cannot(prompt):
+def test_several_prompts_or_none_cannot_be_split(prompt):
     assert read_request(COMPLETIONS, json.dumps({"prompt": prompt}).encode()).unsplittable
 
 
-def test_the_newer_limit_counts_before_the_older():
+def test_max_completion_tokens_overrides_max_tokens():
     body = b'{"messages":[],"max_completion_tokens":5,"max_tokens":9}'
     assert read_request(CHAT, body).tokens_out == 5
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"nul", b'{"model":', b'"text"', b"\xff\xfe{}", b"[" * 100_000])
-def test_what_cannot_be_read_goes_whole(body):
+def test_unreadable_bodies_are_not_split(body):
     facts = read_request(CHAT, body)
     assert facts.body is None
     assert facts.unsplittable
@@ -60,7 +60,7 @@ def test_what_cannot_be_read_goes_whole(body):
     ],
     ids=str,
 )
-def test_a_field_of_batons_own_without_meaning_is_named(fields):
+def test_invalid_baton_fields_are_named(fields):
     facts = read_request(CHAT, json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode())
 
     assert facts.fault is not None
@@ -79,7 +79,7 @@ def test_a_field_of_batons_own_without_meaning_is_named(fields):
     ],
     ids=str,
 )
-def test_fields_of_batons_own_are_taken_as_they_are(given, taken):
+def test_baton_fields_are_read_unchanged(given, taken):
     facts = read_request(COMPLETIONS, json.dumps({"prompt": "x", **given}).encode())
 
     assert facts.fault is None
@@ -87,7 +87,7 @@ def test_fields_of_batons_own_are_taken_as_they_are(given, taken):
     assert isinstance(facts.cache_hit_threshold, float | None)
 
 
-def test_other_endpoints_have_no_such_fields():
+def test_other_endpoints_have_no_baton_fields():
     facts = read_request("/v1/embeddings", b'{"input":"x","cache_hit_threshold":"mine"}')
 
     assert (facts.fault, facts.cache_hit_threshold) == (None, None)

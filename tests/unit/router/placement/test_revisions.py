@@ -42,7 +42,7 @@ def first(facts: RequestFacts, shares=SHARES) -> str:
     return shares.order(facts)[0]
 
 
-def test_conversations_are_shared_out_as_the_operator_says_although_all_begin_with_the_same_system_prompt():
+def test_conversations_with_one_system_prompt_follow_the_operators_shares():
     served = Counter(first(chat(f"question {number}")) for number in range(2000))
 
     assert served["v2"] == pytest.approx(200, abs=60)
@@ -50,25 +50,25 @@ def test_conversations_are_shared_out_as_the_operator_says_although_all_begin_wi
 
 
 @pytest.mark.parametrize("number", range(40))
-def test_all_turns_of_a_conversation_go_the_same_way(number: int):
+def test_all_turns_of_a_conversation_use_one_revision(number: int):
     texts = [f"question {number}", "an answer", "and then?", "another", "and so on?"]
 
     assert len({SHARES.order(chat(*texts[: 2 * turn + 1])) for turn in range(3)}) == 1
 
 
-def test_a_prompt_that_grows_goes_the_same_way():
+def test_a_growing_prompt_stays_on_its_revision():
     prompt = "In the beginning there was a very long story. " * 10
 
     assert len({first(complete(prompt + "More. " * turn)) for turn in range(20)}) == 1
     assert len({first(complete(list(range(100, 400 + turn)))) for turn in range(20)}) == 1
 
 
-def test_a_conversation_may_have_a_name_of_its_clients_own():
+def test_a_client_can_name_its_conversation():
     assert len({first(complete(f"{number}", prompt_cache_key="mine")) for number in range(50)}) == 1
     assert len({first(complete("the same", prompt_cache_key=f"{number}")) for number in range(50)}) == 2
 
 
-def test_a_share_that_grows_takes_conversations_and_returns_none():
+def test_a_growing_share_gains_conversations_and_loses_none():
     more = read_shares('{"m": {"v1": 50, "v2": 50}}')
     chats = [chat(f"question {number}") for number in range(500)]
 
@@ -78,21 +78,21 @@ def test_a_share_that_grows_takes_conversations_and_returns_none():
     assert moved["v1", "v2"] > 100
 
 
-def test_a_revision_without_a_share_is_only_for_when_there_is_no_other():
+def test_a_revision_without_a_share_is_the_last_resort():
     shares = read_shares('{"m": {"v1": 1, "v2": 0}}')
 
     assert shares.order(chat("hello")) == ("v1", ANY)
     assert (shares.share("m", "v1"), shares.share("m", "v2"), shares.share("m", "v3")) == (1.0, 0.0, 0.0)
 
 
-def test_models_without_shares_go_where_it_costs_least():
+def test_models_without_shares_are_placed_by_cost():
     facts = msgspec.structs.replace(chat("hello"), model="other")
 
     assert SHARES.order(facts) == ()
     assert SHARES.share("other", "v1") is None
 
 
-def test_a_body_that_makes_no_sense_is_no_reason_to_fail():
+def test_an_invalid_body_does_not_fail_the_revision_choice():
     for body in (b"", b"{", b'{"messages": 7}', b'{"messages": [[]], "prompt_cache_key": 1}', b'{"messages": null}'):
         for path in (CHAT, COMPLETIONS, "/v1/embeddings"):
             facts = msgspec.structs.replace(read_request(path, body), model="m")
@@ -110,7 +110,7 @@ def test_a_body_that_makes_no_sense_is_no_reason_to_fail():
         (ANY, "anything", True),
     ],
 )
-def test_commits_may_be_cut_short_and_other_names_may_not(name: str, revision: str, does: bool):
+def test_only_commit_hashes_may_be_abbreviated(name: str, revision: str, does: bool):
     assert means(name, revision) is does
 
 
@@ -125,7 +125,7 @@ def test_commits_may_be_cut_short_and_other_names_may_not(name: str, revision: s
         ('{"m": {"v1": "most"}}', "it is written like"),
     ],
 )
-def test_shares_without_meaning_stop_the_router_and_say_why(text: str, message: str):
+def test_invalid_shares_stop_the_router_with_a_reason(text: str, message: str):
     with pytest.raises(SettingsError, match="ROUTER_REVISION_SHARES") as refused:
         request_policy(Settings(revision_shares=text))
     assert message in str(refused.value)
@@ -162,14 +162,14 @@ class Upgrade:
         return placement.prefill.record.worker_id if placement.prefill else "", placement.decode.record.worker_id
 
 
-def test_both_legs_go_to_the_wanted_revision():
+def test_both_legs_go_to_the_chosen_revision():
     upgrade = Upgrade()
 
     assert upgrade.served_by("v1", ANY) == ("p1", "d1")
     assert upgrade.served_by("v2", ANY) == ("p2", "d2")
 
 
-def test_when_the_old_revision_is_gone_its_conversations_go_on_with_the_new_one():
+def test_conversations_of_a_departed_revision_move_to_the_new_one():
     upgrade = Upgrade()
     upgrade.lose("p1", "d1")
 
@@ -177,7 +177,7 @@ def test_when_the_old_revision_is_gone_its_conversations_go_on_with_the_new_one(
     assert upgrade.served_by("v1", ANY) == ("p2", "d2")
 
 
-def test_half_a_revision_serves_alone_what_may_be_served_alone_and_is_passed_over_for_what_may_not():
+def test_a_revision_with_one_role_serves_aggregated_requests_only():
     upgrade = Upgrade()
     upgrade.lose("p2")
 
@@ -185,20 +185,20 @@ def test_half_a_revision_serves_alone_what_may_be_served_alone_and_is_passed_ove
     assert upgrade.served_by("v2", "v1", ANY, mode=Mode.DISAGGREGATED) == ("p1", "d1")
 
 
-def test_what_must_go_on_in_its_revision_goes_nowhere_else():
+def test_a_migrating_request_stays_in_its_revision():
     upgrade = Upgrade()
     upgrade.lose("p1", "d1")
 
     assert isinstance(upgrade.place("v1"), Rejection)
 
 
-def test_workers_of_two_revisions_are_no_pair_even_for_a_client_that_asks_for_them():
+def test_forced_workers_of_two_revisions_are_not_paired():
     forced = ForcedWorkers(prefill_worker=WorkerId("p1"), decode_worker=WorkerId("d2"))
 
     assert isinstance(Upgrade().place(forced=forced), Rejection)
 
 
-def test_kv_of_another_revision_is_no_source_even_for_a_client_that_asks_for_it():
+def test_forced_sources_of_another_revision_are_not_used():
     forced = ForcedWorkers(decode_worker=WorkerId("d1"), sources=(WorkerId("p1"), WorkerId("d2")))
     placement = Upgrade().place(forced=forced, mode=Mode.AGGREGATED)
 
@@ -206,14 +206,14 @@ def test_kv_of_another_revision_is_no_source_even_for_a_client_that_asks_for_it(
     assert [source.worker_id for source in placement.sources] == ["p1"]
 
 
-def test_who_chooses_workers_chooses_their_revision():
+def test_forcing_workers_chooses_their_revision():
     facts = chat("hello", baton={"decode_worker": "d2"})
 
     assert RequestPolicy(shares=SHARES).placement_request(facts, RequestHeaders(), 1, ()).revisions == ()
     assert RequestPolicy(shares=SHARES).placement_request(chat("hello"), RequestHeaders(), 1, ()).revisions
 
 
-def test_who_waits_for_a_full_revision_holds_up_nobody_of_another():
+def test_waiting_for_a_full_revision_blocks_no_other_revision():
     upgrade = Upgrade()
     for worker_id in ("p2", "d2"):
         role = upgrade.cluster.workers[WorkerId(worker_id)].record.role
@@ -227,7 +227,7 @@ def test_who_waits_for_a_full_revision_holds_up_nobody_of_another():
     assert isinstance(admission.offer(QueueEntry(wants_old, NOW), NOW), Placement)
 
 
-def test_the_list_of_models_tells_revisions_and_shares():
+def test_the_model_list_shows_revisions_and_shares():
     upgrade = Upgrade()
 
     (listed,) = list_models(upgrade.fleet, SHARES, NOW, created=7)

@@ -42,7 +42,7 @@ def legs_after(routers: int, requests: int, *, loses_reservations: bool = False,
 
 
 @pytest.mark.parametrize("requests", [WORKERS, 2 * WORKERS])
-def test_idle_workers_get_equal_shares_from_many_routers_as_from_one(requests):
+def test_many_routers_spread_load_over_idle_workers_like_one(requests):
     alone = legs_after(1, requests)
     together = legs_after(ROUTERS, requests)
 
@@ -57,7 +57,7 @@ def test_without_reservations_all_routers_choose_the_same_workers():
     assert min(herded) == 0
 
 
-def test_one_idle_worker_among_busy_ones_is_not_overrun():
+def test_a_single_idle_worker_is_not_overloaded():
     alone = legs_after(1, 16, busy=True)[0]
     together = legs_after(ROUTERS, 16, busy=True)[0]
     herded = legs_after(ROUTERS, 16, busy=True, loses_reservations=True)[0]
@@ -66,7 +66,7 @@ def test_one_idle_worker_among_busy_ones_is_not_overrun():
     assert herded >= 2 * alone
 
 
-def test_a_reservation_ends_with_its_workers_next_report_also_when_its_router_has_died():
+def test_a_dead_routers_reservation_ends_with_the_next_worker_report():
     async def scenario() -> None:
         async with replicas(1, 2) as system:
             [router] = system.routers
@@ -85,7 +85,7 @@ def test_a_reservation_ends_with_its_workers_next_report_also_when_its_router_ha
     run_in_virtual_time(scenario())
 
 
-def test_a_reservation_for_an_earlier_life_of_a_worker_counts_nothing():
+def test_a_reservation_for_an_earlier_epoch_is_ignored():
     async def scenario() -> None:
         async with replicas(1, 1) as system:
             [router], [worker] = system.routers, system.workers
@@ -98,7 +98,7 @@ def test_a_reservation_for_an_earlier_life_of_a_worker_counts_nothing():
     run_in_virtual_time(scenario())
 
 
-def test_a_router_that_is_alone_only_says_that_it_is_there():
+def test_a_single_router_publishes_only_announcements():
     async def scenario() -> None:
         async with replicas(1, WORKERS) as system:
             before = system.hub.reservations
@@ -110,7 +110,7 @@ def test_a_router_that_is_alone_only_says_that_it_is_there():
     run_in_virtual_time(scenario())
 
 
-def test_routers_know_each_other_at_once_and_forget_those_that_are_gone():
+def test_routers_discover_each_other_and_forget_departed_ones():
     async def scenario() -> None:
         async with replicas(3, 1) as system:
             books = [router.reservations.book for router in system.routers]
@@ -124,7 +124,7 @@ def test_routers_know_each_other_at_once_and_forget_those_that_are_gone():
     run_in_virtual_time(scenario())
 
 
-def test_nothing_piles_up_while_nats_is_away():
+def test_no_reservations_accumulate_while_nats_is_down():
     async def scenario() -> None:
         async with replicas(2, WORKERS) as system:
             one, other = system.routers
@@ -142,7 +142,7 @@ def test_nothing_piles_up_while_nats_is_away():
     run_in_virtual_time(scenario())
 
 
-def test_routers_that_start_or_come_back_together_ask_each_worker_once_each():
+def test_routers_starting_together_request_one_snapshot_per_worker_each():
     async def scenario() -> None:
         async with replicas(8, 4) as system:
             assert [router.kv.snapshots for router in system.routers] == [4] * 8

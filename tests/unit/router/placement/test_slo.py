@@ -36,7 +36,7 @@ def targets(model: str, name: str) -> tuple[float, float]:
     return found.ttft_s, found.itl_s
 
 
-def test_a_class_says_more_than_a_model_and_a_model_more_than_the_default():
+def test_class_overrides_model_and_model_overrides_default():
     assert targets("other", "") == (2, 0.1)
     assert targets("m", "") == (3, 0.1)
     assert targets("m", "chat") == (3, 0.05)
@@ -46,15 +46,15 @@ def test_null_means_no_target():
     assert targets("m", "batch") == (math.inf, 0.1)
 
 
-def test_the_request_itself_has_the_last_word():
+def test_the_request_overrides_its_class():
     assert SLOS.targets("m", "batch", ttft_s=1.0, itl_s=None) == Targets(ttft_s=1.0, itl_s=0.1)
 
 
-def test_a_priority_comes_with_class_or_model():
+def test_a_class_or_model_sets_the_priority():
     assert [SLOS.priority(*one) for one in (("m", "batch"), ("m", "chat"), ("other", ""))] == [10, 1, 0]
 
 
-def test_without_settings_nothing_was_promised():
+def test_without_settings_there_are_no_targets():
     assert read_slos(" ").targets("m", "", ttft_s=None, itl_s=None) == Targets()
 
 
@@ -71,13 +71,13 @@ def test_without_settings_nothing_was_promised():
         (json.dumps({"classes": {f"c{number}": {} for number in range(65)}}), "65 classes"),
     ],
 )
-def test_settings_without_meaning_are_named(text, message):
+def test_invalid_slo_settings_are_named(text, message):
     with pytest.raises(ValueError, match=message):
         read_slos(text)
 
 
 @pytest.mark.parametrize("text", ["[]", '{"a": 0}', '{"a": "much"}', '{"a b": 1}', '{"a": 1e9}', "{"])
-def test_weights_without_meaning_are_refused(text):
+def test_invalid_weights_are_rejected(text):
     with pytest.raises(ValueError, match=r".+"):
         read_weights(text)
 
@@ -91,7 +91,7 @@ def test_weights_are_read():
     ("forcing", "local", "may"),
     [("auto", True, True), ("auto", False, False), ("anyone", False, True), ("nobody", True, False)],
 )
-def test_workers_may_be_chosen_on_this_machine_or_where_the_operator_says_so(forcing, local, may):
+def test_forcing_workers_is_allowed_locally_or_by_the_operator(forcing, local, may):
     assert read_policy_fields("", forcing, 0, local=local).may_force is may
 
 
@@ -101,7 +101,7 @@ def fault(policy: RequestPolicy, baton: object = None, **request_headers: str) -
     return found
 
 
-def test_an_unknown_class_is_told_which_there_are():
+def test_the_error_for_an_unknown_class_lists_the_classes():
     policy = RequestPolicy(slos=SLOS)
 
     assert (fault(policy, {"class": "bach"}).param, fault(policy, class_name="x").param) == (
@@ -111,7 +111,7 @@ def test_an_unknown_class_is_told_which_there_are():
     assert "batch, chat" in fault(policy, {"class": "bach"}).message
 
 
-def test_a_class_that_is_known_is_taken_from_the_body_before_the_header():
+def test_the_bodys_class_overrides_the_header():
     policy = RequestPolicy(slos=SLOS)
     facts, request_headers = request({"class": "batch"}), RequestHeaders(class_name="nonsense", tenant="t-1")
 
@@ -127,31 +127,31 @@ def test_a_class_that_is_known_is_taken_from_the_body_before_the_header():
 
 
 @pytest.mark.parametrize("wish", [{"prefill_worker": "p1"}, {"decode_worker": "d1"}, {"sources": []}])
-def test_choosing_workers_needs_permission(wish):
+def test_forcing_workers_needs_permission(wish):
     assert fault(RequestPolicy(), wish).reason is Reason.FORBIDDEN
     assert RequestPolicy(may_force=True).fault(request(wish), RequestHeaders(), WORKERS) is None
 
 
 @pytest.mark.parametrize("wish", [{"prefill_worker": "x"}, {"decode_worker": "x"}, {"sources": ["a", "x"]}])
-def test_a_worker_that_does_not_exist_is_named(wish):
+def test_an_unknown_forced_worker_is_named(wish):
     found = fault(RequestPolicy(may_force=True), {"prefill_worker": "p1", **wish})
 
     assert (found.reason, found.param) == (None, f"baton.{next(iter(wish))}")
     assert "`x`" in found.message
 
 
-def test_a_body_is_not_more_urgent_than_allowed():
+def test_a_body_cannot_exceed_the_allowed_priority():
     assert fault(RequestPolicy(), {"priority": -1}).reason is Reason.FORBIDDEN
     assert RequestPolicy(priority_min=-5).fault(request({"priority": -5}), RequestHeaders(), WORKERS) is None
     assert RequestPolicy().placement_request(request({"priority": 7}), RequestHeaders(), 1, ()).priority == 7
 
 
 @pytest.mark.parametrize("tenant", ["a b", "a.b", "ü", "x" * 129])
-def test_a_tenants_name_is_one_word(tenant):
+def test_invalid_tenant_names_are_rejected(tenant):
     assert fault(RequestPolicy(), tenant=tenant).param == "x-baton-tenant"
 
 
-def test_the_bodys_mode_counts_before_the_headers():
+def test_the_bodys_mode_overrides_the_header():
     placement_request = RequestPolicy().placement_request(
         request({"mode": "decode_first"}), RequestHeaders(mode=Mode.AGGREGATED), 1, ()
     )
@@ -163,7 +163,7 @@ def test_the_bodys_mode_counts_before_the_headers():
     )
 
 
-def test_what_is_forced_travels_as_it_was_given():
+def test_forced_workers_are_passed_on_unchanged():
     wish = {"prefill_worker": "p1", "decode_worker": "d1", "sources": ["a", "b"]}
     forced = RequestPolicy(may_force=True).placement_request(request(wish), RequestHeaders(), 1, ()).forced
 
@@ -192,7 +192,7 @@ def test_what_is_forced_travels_as_it_was_given():
     ],
     ids=str,
 )
-def test_a_wish_without_meaning_is_named(baton, param):
+def test_invalid_options_are_named(baton, param):
     facts = request(baton)
 
     assert facts.fault is not None
@@ -201,12 +201,12 @@ def test_a_wish_without_meaning_is_named(baton, param):
 
 
 @pytest.mark.parametrize("baton", [None, {}, {"mode": None, "sources": None, "priority": None}])
-def test_wishes_may_be_left_out(baton):
+def test_options_may_be_omitted(baton):
     facts = request(baton)
 
     assert facts.fault is None
     assert RequestPolicy().fault(facts, RequestHeaders(), WORKERS) is None
 
 
-def test_other_endpoints_have_no_wishes():
+def test_other_endpoints_have_no_options():
     assert read_request("/v1/embeddings", b'{"input":"x","baton":"theirs"}').fault is None

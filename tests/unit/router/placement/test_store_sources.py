@@ -48,7 +48,7 @@ class Known:
         return CostPlacer(self.cluster, self.index, PlacementPolicy()).place(request, NOW)
 
 
-def test_what_a_store_has_in_memory_or_in_files_is_asked_of_it():
+def test_a_store_is_a_source_for_memory_and_file_blocks():
     for tier in ("host", "disk"):
         known = Known()
         known.add("p1", Role.PREFILL)
@@ -63,7 +63,7 @@ def test_what_a_store_has_in_memory_or_in_files_is_asked_of_it():
         assert [(source.worker_id, source.first, source.end) for source in placement.sources] == [("s1", 0, 15)]
 
 
-def test_a_store_of_another_fingerprint_is_not_asked():
+def test_a_store_of_another_fingerprint_is_no_source():
     known = Known()
     known.add("w1", Role.BOTH)
     known.add("s1", Role.STORE, host=20, connector="baton-2")
@@ -74,7 +74,7 @@ def test_a_store_of_another_fingerprint_is_not_asked():
     assert placement.sources == ()
 
 
-def test_with_nobody_but_a_store_there_is_no_worker():
+def test_a_store_alone_gives_no_worker():
     known = Known()
     known.add("s1", Role.STORE, host=20)
 
@@ -84,7 +84,7 @@ def test_with_nobody_but_a_store_there_is_no_worker():
     assert refused.reason is Reason.NO_WORKER
 
 
-def test_one_worker_and_a_store_are_reason_enough_to_look_at_the_prompt_but_the_store_alone_serves_nobody():
+def test_a_store_is_not_ready_alone_but_counts_beside_workers():
     fleet = Fleet(PlacementPolicy())
     fleet.cluster.record(record("s1", role=Role.STORE, connector="baton-1"), NOW)
 
@@ -102,7 +102,7 @@ workers = st.lists(
 
 
 @given(workers=workers, mode=st.sampled_from(list(Mode)), whole=st.booleans(), asked=st.booleans(), first=st.booleans())
-def test_no_leg_goes_to_a_store(workers, mode, whole, asked, first):
+def test_no_leg_is_placed_on_a_store(workers, mode, whole, asked, first):
     known = Known()
     for number, (role, device, host, legs) in enumerate(workers):
         known.add(f"w{number}", role, device=device, host=host, legs=legs)

@@ -28,7 +28,7 @@ def restore(world: World) -> None:
         bus.restore()
 
 
-def test_a_new_request_waits_for_nats_to_come_back():
+def test_new_requests_wait_for_nats():
     async def scenario(world: World) -> None:
         await world.worker("w1")
         world.bus.lose()
@@ -44,7 +44,7 @@ def test_a_new_request_waits_for_nats_to_come_back():
     in_world(scenario, bus_wait_s_max=5.0)
 
 
-def test_a_new_request_waits_no_longer_than_it_may_and_is_told_when_to_try_again():
+def test_the_wait_for_nats_is_bounded_and_gives_retry_after():
     async def scenario(world: World) -> None:
         await world.worker("w1")
         world.bus.lose()
@@ -59,7 +59,7 @@ def test_a_new_request_waits_no_longer_than_it_may_and_is_told_when_to_try_again
     in_world(scenario, bus_wait_s_max=5.0)
 
 
-def test_a_client_that_leaves_while_nats_is_away_is_forgotten_at_once():
+def test_a_client_disconnect_during_the_outage_ends_its_request():
     async def scenario(world: World) -> None:
         w1 = await world.worker("w1")
         world.bus.lose()
@@ -76,7 +76,7 @@ def test_a_client_that_leaves_while_nats_is_away_is_forgotten_at_once():
     in_world(scenario)
 
 
-def test_a_request_that_ran_is_placed_again_when_nats_is_back():
+def test_running_requests_are_placed_again_after_the_outage():
     async def scenario(world: World) -> None:
         worker = await world.worker("w1", script=lambda *_leg: None)
         connection, answering = world.begin(BODY)
@@ -94,7 +94,7 @@ def test_a_request_that_ran_is_placed_again_when_nats_is_back():
     in_world(scenario)
 
 
-def test_a_stream_goes_on_when_nats_is_back_however_much_later():
+def test_streams_resume_after_a_long_nats_outage():
     async def scenario(world: World) -> None:
         worker = await world.worker("w1", script=streams(3, falls_silent))
         connection, answering = world.begin(STREAM)
@@ -111,7 +111,7 @@ def test_a_stream_goes_on_when_nats_is_back_however_much_later():
     in_world(scenario)
 
 
-def test_a_stream_that_waits_too_long_for_nats_ends_with_bus_down():
+def test_streams_that_wait_too_long_end_with_bus_down():
     async def scenario(world: World) -> None:
         await world.worker("w1", script=streams(3, falls_silent))
         connection, answering = world.begin(STREAM)
@@ -125,7 +125,7 @@ def test_a_stream_that_waits_too_long_for_nats_ends_with_bus_down():
     in_world(scenario)
 
 
-def test_only_workers_that_were_heard_since_nats_is_back_are_given_anything():
+def test_only_workers_heard_since_the_outage_get_legs():
     async def scenario(world: World) -> None:
         gone, there = await world.worker("w1"), await world.worker("w2")
         lose(world)
@@ -142,7 +142,7 @@ def test_only_workers_that_were_heard_since_nats_is_back_are_given_anything():
     in_world(scenario)
 
 
-def test_a_worker_that_is_never_heard_again_holds_up_nobody_for_long():
+def test_a_worker_never_heard_again_delays_requests_only_briefly():
     async def scenario(world: World) -> None:
         gone = await world.worker("w1")
         await world.worker("w2")
@@ -159,7 +159,7 @@ def test_a_worker_that_is_never_heard_again_holds_up_nobody_for_long():
     in_world(scenario)
 
 
-def test_many_streams_all_go_on():
+def test_many_streams_all_resume():
     async def scenario(world: World) -> None:
         p1, d1 = await world.pair(decode=streams(2, falls_silent))
         running = [world.begin(STREAM) for _ in range(20)]
@@ -178,7 +178,7 @@ def test_many_streams_all_go_on():
     in_world(scenario)
 
 
-def test_a_worker_that_dies_while_nats_is_away_is_replaced_like_any_other():
+def test_a_worker_that_dies_during_the_outage_is_replaced():
     async def scenario(world: World) -> None:
         first = await world.worker("w1", script=streams(2, falls_silent))
         connection, answering = world.begin(STREAM)
@@ -197,7 +197,7 @@ def test_a_worker_that_dies_while_nats_is_away_is_replaced_like_any_other():
     in_world(scenario)
 
 
-def test_a_leg_that_fails_while_nats_is_away_counts_as_nats_being_away():
+def test_leg_failures_during_the_outage_count_as_bus_failures():
     async def scenario(world: World) -> None:
         worker = await world.worker("w1", script=streams(len(TOKENS) - 1, fails(Reason.ENGINE_DEAD)))
         connection, answering = world.begin(STREAM)

@@ -25,13 +25,13 @@ from shared.runtime.settings import SettingsError
 DOCUMENTED = Path(__file__).parents[4] / "docs" / "failure-policy.toml"
 
 
-def test_every_kind_of_failure_has_answers_and_ends_with_a_refusal():
+def test_every_failure_kind_has_recovery_actions_ending_in_refusal():
     assert DEFAULT_ACTIONS.keys() == set(FailureKind)
     assert {actions[-1] for actions in DEFAULT_ACTIONS.values()} == {RecoveryAction.REFUSE}
 
 
 @pytest.mark.parametrize("kind", FailureKind)
-def test_by_default_every_failure_may_be_survived_before_the_first_byte_and_after_it(kind):
+def test_by_default_every_failure_is_recoverable_before_and_after_first_byte(kind):
     policy = FailurePolicy()
 
     assert policy.plan(kind, begun=False).actions
@@ -54,11 +54,11 @@ def test_by_default_every_failure_may_be_survived_before_the_first_byte_and_afte
         (Reason.CLIENT_SLOW, False, True, None),
     ],
 )
-def test_what_a_leg_says_is_a_kind_of_failure_or_another_worker_would_do_no_better(reason, prefill, answering, kind):
+def test_leg_failure_reasons_map_to_failure_kinds(reason, prefill, answering, kind):
     assert kind_of(reason, prefill=prefill, answering=answering, after_prefill=False) is kind
 
 
-def test_an_operators_list_replaces_the_default_one_and_leaves_the_others():
+def test_an_operators_list_replaces_only_its_default():
     policy = read_policy({"actions": {"decode_lost": ["resume", "refuse"]}, "wait_s_max": 1})
 
     assert policy.actions[FailureKind.DECODE_LOST] == (RecoveryAction.RESUME, RecoveryAction.REFUSE)
@@ -67,13 +67,13 @@ def test_an_operators_list_replaces_the_default_one_and_leaves_the_others():
     assert policy.plan(FailureKind.PREFILL_LOST, begun=False).wait_s == 1.0
 
 
-def test_nobody_waits_where_the_list_does_not_say_so():
+def test_requests_wait_only_if_the_list_says_so():
     policy = read_policy({"actions": {"worker_busy": ["another_decode"]}})
 
     assert policy.plan(FailureKind.WORKER_BUSY, begun=False).wait_s == 0.0
 
 
-def test_engines_compute_what_they_do_not_get_unless_the_operator_wants_it_otherwise():
+def test_engines_compute_missing_kv_unless_the_operator_forbids_it():
     assert not FailurePolicy().guards_handoffs
     assert read_policy({"actions": {"handoff_refused": ["bounce_to_prefill", "refuse"]}}).guards_handoffs
 
@@ -95,7 +95,7 @@ def test_engines_compute_what_they_do_not_get_unless_the_operator_wants_it_other
         ({"stream_wait_s_max": True}, "`stream_wait_s_max` is True"),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_words_that_say_what_would(actions, message):
+def test_invalid_policies_are_rejected_with_the_valid_values(actions, message):
     with pytest.raises(ValueError, match=message):
         read_policy(actions)
 
@@ -110,9 +110,7 @@ def test_what_makes_no_sense_is_refused_in_words_that_say_what_would(actions, me
     st.booleans(),
     st.sampled_from([kind for kind in FailureKind if kind is not FailureKind.READ_FAILED]),
 )
-def test_a_stream_is_only_ever_resumed_and_a_request_only_ever_placed_in_the_operators_order(
-    listed, waits, begun, kind
-):
+def test_plans_resume_streams_or_place_requests_in_the_operators_order(listed, waits, begun, kind):
     actions = [*listed, *([RecoveryAction.WAIT] if waits else [])]
     plan = read_policy({"actions": {str(kind): [str(one) for one in actions]}}).plan(kind, begun=begun)
 
@@ -121,7 +119,7 @@ def test_a_stream_is_only_ever_resumed_and_a_request_only_ever_placed_in_the_ope
     assert (plan.wait_s > 0) is waits
 
 
-def test_a_file_is_read_at_the_start_and_what_is_wrong_with_it_is_said_with_its_name(tmp_path):
+def test_errors_in_the_policy_file_are_reported_with_its_name(tmp_path):
     path = tmp_path / "policy.toml"
     path.write_text('[actions]\ndecode_lost = ["resume", "wait", "refuse"]\n')
     check(Settings(failure_policy=str(path)))
@@ -135,7 +133,7 @@ def test_a_file_is_read_at_the_start_and_what_is_wrong_with_it_is_said_with_its_
         check(Settings(resumes_max=65))
 
 
-def test_the_file_in_the_documentation_says_what_is_done_without_one():
+def test_the_documented_policy_file_equals_the_default():
     assert failure_policy(Settings(failure_policy=str(DOCUMENTED))) == FailurePolicy()
     assert read_policy({}) == FailurePolicy()
     assert set(tomllib.loads(DOCUMENTED.read_text())["actions"]) == set(FailureKind)

@@ -86,7 +86,7 @@ async def collect_reports(world: World) -> list[RequestFinished]:
     return reports
 
 
-def test_the_offer_of_the_prefill_leg_is_handed_to_the_decode_leg():
+def test_the_decode_leg_receives_the_prefill_legs_offer():
     def offering(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
         frames.head(200, JSON)
         frames.end(LegReport(cached_tokens=4, kv_transfer=b"{}", kv=KvTransferReport(offer=OFFER)))
@@ -106,7 +106,7 @@ def test_the_offer_of_the_prefill_leg_is_handed_to_the_decode_leg():
     in_world(scenario)
 
 
-def test_an_answer_by_one_worker_speaks_of_no_handoff():
+def test_an_aggregated_response_reports_no_handoff():
     async def scenario(world: World) -> None:
         await world.pair(**OURS)
 
@@ -130,7 +130,7 @@ def test_decode_is_dispatched_with_prefill_when_the_prompt_is_long(word_count, h
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_decode_leg_follows_its_prefill_leg_and_needs_no_report_of_it(stream):
+def test_a_streamed_decode_leg_needs_no_prefill_report(stream):
     async def scenario(world: World) -> None:
         p1, d1 = await world.pair(prefill=silent, **OURS)
         connection, answering = ask(world, stream=stream)
@@ -151,7 +151,7 @@ def test_a_decode_leg_follows_its_prefill_leg_and_needs_no_report_of_it(stream):
     in_world(scenario, stream_tokens_min=0)
 
 
-def test_while_both_legs_run_the_prompt_waits_on_the_prefill_worker_only():
+def test_with_both_legs_running_the_prompt_counts_for_prefill_only():
     async def scenario(world: World) -> None:
         await world.pair(silent, silent, **OURS)
         connection, answering = ask(world)
@@ -167,7 +167,7 @@ def test_while_both_legs_run_the_prompt_waits_on_the_prefill_worker_only():
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_engine_that_refuses_the_prompt_ends_the_decode_leg_too(stream):
+def test_a_prompt_rejected_by_the_engine_ends_the_decode_leg(stream):
     async def scenario(world: World) -> None:
         _p1, d1 = await world.pair(refusing(400), silent, **OURS)
 
@@ -183,7 +183,7 @@ def test_an_engine_that_refuses_the_prompt_ends_the_decode_leg_too(stream):
 
 
 @pytest.mark.parametrize("failing", [lost, refusing(503)], ids=["lost", "full"])
-def test_a_lost_prefill_worker_sends_both_legs_back_to_be_placed(failing):
+def test_a_lost_prefill_worker_has_both_legs_placed_again(failing):
     async def scenario(world: World) -> None:
         reports = await collect_reports(world)
         p1, d1 = await world.pair(failing, silent_once, **OURS)
@@ -203,7 +203,7 @@ def test_a_lost_prefill_worker_sends_both_legs_back_to_be_placed(failing):
     in_world(scenario, stream_tokens_min=0)
 
 
-def test_a_lost_decode_worker_ends_the_prefill_leg_and_only_it_is_left_out_the_next_time():
+def test_a_lost_decode_worker_ends_prefill_and_is_alone_excluded():
     async def scenario(world: World) -> None:
         p1, _d1 = await world.pair(silent, lost, **OURS)
         await world.worker("d2", Role.DECODE, **OURS)
@@ -222,7 +222,7 @@ def test_a_lost_decode_worker_ends_the_prefill_leg_and_only_it_is_left_out_the_n
 
 
 @pytest.mark.parametrize("phase", ["before anything", "prompt computed", "answer begun", "both"])
-def test_a_client_that_leaves_ends_whatever_still_runs_for_it(phase):
+def test_a_client_disconnect_cancels_all_running_legs(phase):
     async def scenario(world: World) -> None:
         p1, d1 = await world.pair(silent, silent, **OURS)
         connection, answering = ask(world)
@@ -246,7 +246,7 @@ def test_a_client_that_leaves_ends_whatever_still_runs_for_it(phase):
     in_world(scenario, stream_tokens_min=0)
 
 
-def test_a_prefill_worker_that_is_lost_after_the_first_token_harms_nothing():
+def test_losing_the_prefill_worker_after_the_first_token_is_harmless():
     async def scenario(world: World) -> None:
         p1, d1 = await world.pair(silent, silent, **OURS)
         connection, answering = ask(world)
@@ -267,7 +267,7 @@ def test_a_prefill_worker_that_is_lost_after_the_first_token_harms_nothing():
     in_world(scenario, stream_tokens_min=0)
 
 
-def test_a_prefill_leg_that_fails_at_the_moment_of_the_first_token_harms_nothing():
+def test_a_prefill_failure_together_with_the_first_token_is_harmless():
     async def scenario(world: World) -> None:
         p1, d1 = await world.pair(silent, silent, **OURS)
         connection, answering = ask(world)
@@ -299,7 +299,7 @@ def test_a_prefill_leg_that_fails_at_the_moment_of_the_first_token_harms_nothing
     in_world(scenario, stream_tokens_min=0)
 
 
-def test_a_prefill_leg_that_ends_after_the_answer_is_waited_for_by_the_books_not_by_the_client():
+def test_accounting_waits_for_a_late_prefill_leg_but_clients_do_not():
     async def scenario(world: World) -> None:
         reports = await collect_reports(world)
         p1, _d1 = await world.pair(prefill=silent, **OURS)
@@ -320,7 +320,7 @@ def test_a_prefill_leg_that_ends_after_the_answer_is_waited_for_by_the_books_not
     in_world(scenario, stream_tokens_min=0)
 
 
-def test_a_prefill_leg_that_never_ends_is_cancelled_soon_after_the_answer():
+def test_an_endless_prefill_leg_is_cancelled_after_the_response():
     async def scenario(world: World) -> None:
         p1, _d1 = await world.pair(prefill=silent, **OURS)
 
@@ -335,7 +335,7 @@ def test_a_prefill_leg_that_never_ends_is_cancelled_soon_after_the_answer():
     in_world(scenario, stream_tokens_min=0)
 
 
-def test_when_nothing_comes_of_either_leg_the_prefill_worker_is_held_late():
+def test_if_both_legs_are_silent_the_prefill_worker_is_late():
     async def scenario(world: World) -> None:
         p1, d1 = await world.pair(silent, silent_once, **OURS)
         await world.worker("p2", Role.PREFILL, **OURS)
@@ -350,7 +350,7 @@ def test_when_nothing_comes_of_either_leg_the_prefill_worker_is_held_late():
     in_world(scenario, stream_tokens_min=0, prefill_s_max=2.0)
 
 
-def test_when_the_prompt_is_computed_and_no_answer_comes_the_decode_worker_is_held_late():
+def test_after_the_prefill_a_silent_decode_worker_is_late():
     async def scenario(world: World) -> None:
         _p1, d1 = await world.pair(decode=silent, **OURS)
         await world.worker("d2", Role.DECODE, **OURS)
@@ -365,7 +365,7 @@ def test_when_the_prompt_is_computed_and_no_answer_comes_the_decode_worker_is_he
     in_world(scenario, stream_tokens_min=0, first_frame_s_max=2.0)
 
 
-def test_the_answer_has_its_own_time_from_the_end_of_the_prompt_on():
+def test_the_first_frame_timeout_starts_when_the_prefill_ends():
     async def scenario(world: World) -> None:
         p1, d1 = await world.pair(silent, silent, **OURS)
         connection, answering = ask(world)
@@ -384,7 +384,7 @@ def test_the_answer_has_its_own_time_from_the_end_of_the_prompt_on():
     in_world(scenario, stream_tokens_min=0, prefill_s_max=2.0, first_frame_s_max=2.0)
 
 
-def test_a_leg_that_was_being_started_when_all_was_stopped_is_cancelled():
+def test_a_leg_starting_during_cancellation_is_cancelled():
     async def scenario(world: World) -> None:
         _p1, d1 = await world.pair(silent, silent, **OURS)
         connection, answering = ask(world)
@@ -403,7 +403,7 @@ def test_a_leg_that_was_being_started_when_all_was_stopped_is_cancelled():
     in_world(scenario, stream_tokens_min=0)
 
 
-def test_when_nats_goes_away_both_legs_are_over_at_once():
+def test_a_nats_outage_ends_both_legs_at_once():
     async def scenario(world: World) -> None:
         await world.pair(silent, silent, **OURS)
         connection, answering = ask(world)
@@ -418,7 +418,7 @@ def test_when_nats_goes_away_both_legs_are_over_at_once():
     in_world(scenario, stream_tokens_min=0)
 
 
-def test_a_refusal_for_too_cold_a_cache_reaches_the_client_as_it_is():
+def test_a_cache_threshold_refusal_reaches_the_client_unchanged():
     refusal = b'{"choices":[{"text":"","finish_reason":"cache_threshold"}]}'
 
     def refuse(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
@@ -438,7 +438,7 @@ def test_a_refusal_for_too_cold_a_cache_reaches_the_client_as_it_is():
     in_world(scenario)
 
 
-def test_the_story_of_a_request_tells_where_its_kv_came_from():
+def test_the_request_report_names_its_kv_sources():
     reads = [
         KvRead(worker_id="p1", epoch=1, asked_at=5.0, granted_at=5.5, read_at=6.0, read_s=0.25, followed=True),
         KvRead(worker_id="p2", epoch=1, asked_at=5.2, failure="nobody answered"),

@@ -35,7 +35,7 @@ async def both(world: World, first: Any, second: Any = None) -> tuple[FakeWorker
 
 
 @pytest.mark.parametrize("had", range(len(TOKENS) + 1))
-def test_a_stream_that_breaks_off_goes_on_elsewhere_behind_the_tokens_that_its_client_has(had):
+def test_a_broken_stream_migrates_and_continues_after_the_delivered_tokens(had):
     async def scenario(world: World) -> None:
         _w1, w2 = await both(world, streams(had, fails(Reason.ENGINE_DEAD)))
 
@@ -48,7 +48,7 @@ def test_a_stream_that_breaks_off_goes_on_elsewhere_behind_the_tokens_that_its_c
 
 
 @pytest.mark.parametrize("reason", BREAKS)
-def test_it_goes_on_however_it_broke_off(reason):
+def test_a_stream_migrates_after_every_kind_of_failure(reason):
     async def scenario(world: World) -> None:
         await both(world, streams(2, fails(reason)))
 
@@ -57,7 +57,7 @@ def test_it_goes_on_however_it_broke_off(reason):
     in_world(scenario)
 
 
-def test_a_stream_whose_frames_are_lost_may_go_on_at_the_same_worker():
+def test_after_lost_frames_a_stream_may_resume_on_its_worker():
     async def scenario(world: World) -> None:
         worker = await world.worker("w1", script=streams(2, loses_a_frame))
         connection, answering = world.begin(b'{"model":"m","prompt":"x","stream":true}')
@@ -72,7 +72,7 @@ def test_a_stream_whose_frames_are_lost_may_go_on_at_the_same_worker():
     in_world(scenario)
 
 
-def test_a_stream_that_falls_silent_goes_on_elsewhere_and_its_old_leg_is_cancelled():
+def test_a_silent_stream_migrates_and_its_old_leg_is_cancelled():
     async def scenario(world: World) -> None:
         w1, _w2 = await both(world, streams(3, falls_silent))
 
@@ -85,7 +85,7 @@ def test_a_stream_that_falls_silent_goes_on_elsewhere_and_its_old_leg_is_cancell
     in_world(scenario, frame_gap_s_max=2.0)
 
 
-def test_both_legs_of_a_stream_that_goes_on_know_its_tokens():
+def test_both_legs_of_a_migrated_stream_get_its_tokens():
     async def scenario(world: World) -> None:
         p1, d1 = await world.pair(decode=streams(2, fails(Reason.WORKER_LOST)))
         d2 = await world.worker("d2", Role.DECODE, streams())
@@ -101,7 +101,7 @@ def test_both_legs_of_a_stream_that_goes_on_know_its_tokens():
     in_world(scenario)
 
 
-def test_whoever_goes_on_knows_which_tokens_came_together_and_when_the_answer_began():
+def test_a_resumed_leg_gets_token_groups_and_the_start_time():
     def first(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
         frames.head(200, SSE)
         frames.data(b'data: {"created":17,"choices":[]}\n\n')
@@ -128,7 +128,7 @@ def test_whoever_goes_on_knows_which_tokens_came_together_and_when_the_answer_be
     in_world(scenario)
 
 
-def test_a_stream_goes_on_as_often_as_it_may_and_then_its_client_is_told():
+def test_migrations_are_bounded_and_then_the_client_gets_an_error():
     async def scenario(world: World) -> None:
         for number in range(6):
             await world.worker(f"w{number}", script=streams(1, fails(Reason.ENGINE_DEAD)))
@@ -143,7 +143,7 @@ def test_a_stream_goes_on_as_often_as_it_may_and_then_its_client_is_told():
 
 
 @pytest.mark.parametrize(("asked", "started"), [(0, 1), (1, 2), (50, 3)])
-def test_a_client_may_ask_for_fewer_resumes_than_the_operator_allows_but_not_for_more(asked, started):
+def test_clients_can_lower_but_not_raise_the_resume_maximum(asked, started):
     async def scenario(world: World) -> None:
         for number in range(6):
             await world.worker(f"w{number}", script=streams(1, fails(Reason.ENGINE_DEAD)))
@@ -156,7 +156,7 @@ def test_a_client_may_ask_for_fewer_resumes_than_the_operator_allows_but_not_for
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, "1"])
-def test_a_number_of_resumes_that_makes_no_sense_is_refused(value):
+def test_invalid_resume_maximums_are_rejected(value):
     async def scenario(world: World) -> None:
         await world.worker("w1")
 
@@ -168,7 +168,7 @@ def test_a_number_of_resumes_that_makes_no_sense_is_refused(value):
 
 
 @pytest.mark.parametrize("fields", [{"n": 2}, {"echo": True}, {"prompt": ["a", "b"]}], ids=lambda one: next(iter(one)))
-def test_a_stream_that_no_other_worker_could_go_on_with_ends_with_an_error_event(fields):
+def test_a_stream_that_cannot_be_resumed_ends_with_an_error(fields):
     async def scenario(world: World) -> None:
         _w1, w2 = await both(world, streams(2, fails(Reason.ENGINE_DEAD)))
 
@@ -181,7 +181,7 @@ def test_a_stream_that_no_other_worker_could_go_on_with_ends_with_an_error_event
     in_world(scenario)
 
 
-def test_a_worker_that_cannot_go_on_ends_the_stream_with_its_reason():
+def test_a_worker_that_cannot_resume_ends_the_stream_with_its_reason():
     async def scenario(world: World) -> None:
         await both(world, streams(2, fails(Reason.ENGINE_DEAD)), streams(0, fails(Reason.CANNOT_RESUME)))
 
@@ -193,7 +193,7 @@ def test_a_worker_that_cannot_go_on_ends_the_stream_with_its_reason():
     in_world(scenario)
 
 
-def test_an_engine_that_refuses_to_go_on_never_answers_into_the_stream():
+def test_a_resume_rejected_by_the_engine_adds_nothing_to_the_stream():
     def refuse(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
         frames.head(400, JSON)
         frames.data(b'{"error":{"message":"too long"}}')
@@ -211,7 +211,7 @@ def test_an_engine_that_refuses_to_go_on_never_answers_into_the_stream():
     in_world(scenario)
 
 
-def test_a_full_engine_is_not_the_end_of_a_stream_when_another_has_room():
+def test_a_resume_tries_another_worker_if_one_is_full():
     def full(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
         frames.head(503, JSON)
         frames.end(LegReport())
@@ -226,7 +226,7 @@ def test_a_full_engine_is_not_the_end_of_a_stream_when_another_has_room():
     in_world(scenario)
 
 
-def test_a_stream_whose_last_event_was_relayed_is_complete_whatever_happens_then():
+def test_a_stream_is_complete_once_its_last_event_is_relayed():
     def done(frames: LegFrames) -> None:
         frames.data(DONE)
         frames.fail(Failure(reason=Reason.ENGINE_DEAD, message="just then"))
@@ -242,7 +242,7 @@ def test_a_stream_whose_last_event_was_relayed_is_complete_whatever_happens_then
     in_world(scenario)
 
 
-def test_a_stream_goes_on_only_at_workers_of_the_same_model_and_revision():
+def test_streams_migrate_only_within_their_model_and_revision():
     async def scenario(world: World) -> None:
         _w1, w2 = await both(world, streams(2, fails(Reason.ENGINE_DEAD)))
         cluster = world.router.fleet.cluster
@@ -258,7 +258,7 @@ def test_a_stream_goes_on_only_at_workers_of_the_same_model_and_revision():
     in_world(scenario)
 
 
-def test_a_stream_waits_for_its_only_worker_to_be_started_again():
+def test_a_stream_waits_for_its_only_worker_to_restart():
     async def scenario(world: World) -> None:
         first = await world.worker("w1", script=streams(2, fails(Reason.ENGINE_DEAD)))
         connection, answering = world.begin(b'{"model":"m","prompt":"x","stream":true}')
@@ -275,7 +275,7 @@ def test_a_stream_waits_for_its_only_worker_to_be_started_again():
     in_world(scenario)
 
 
-def test_a_client_that_leaves_while_its_stream_waits_is_forgotten():
+def test_a_client_disconnect_ends_a_waiting_stream():
     async def scenario(world: World) -> None:
         await world.worker("w1", script=streams(2, fails(Reason.ENGINE_DEAD)))
         connection, answering = world.begin(b'{"model":"m","prompt":"x","stream":true}')
@@ -289,7 +289,7 @@ def test_a_client_that_leaves_while_its_stream_waits_is_forgotten():
     in_world(scenario)
 
 
-def test_a_stream_that_finds_nobody_ends_with_why_it_broke_off_and_why_nobody_took_over():
+def test_a_failed_migration_reports_both_the_break_and_its_obstacle():
     async def scenario(world: World) -> None:
         await world.worker("w1", script=streams(2, fails(Reason.ENGINE_DEAD)))
 
@@ -303,7 +303,7 @@ def test_a_stream_that_finds_nobody_ends_with_why_it_broke_off_and_why_nobody_to
     in_world(scenario)
 
 
-def test_whoever_was_asked_for_is_no_reason_to_end_a_stream():
+def test_losing_a_forced_worker_does_not_end_the_stream():
     async def scenario(world: World) -> None:
         _w1, w2 = await both(world, streams(2, fails(Reason.ENGINE_DEAD)))
 
@@ -315,7 +315,7 @@ def test_whoever_was_asked_for_is_no_reason_to_end_a_stream():
     in_world(scenario)
 
 
-def test_a_stream_that_has_begun_is_not_refused_for_what_is_cached():
+def test_the_cache_threshold_does_not_apply_to_resumed_streams():
     async def scenario(world: World) -> None:
         _w1, w2 = await both(world, streams(2, fails(Reason.ENGINE_DEAD)))
 
@@ -326,7 +326,7 @@ def test_a_stream_that_has_begun_is_not_refused_for_what_is_cached():
     in_world(scenario)
 
 
-def test_chats_go_on_too_even_if_nothing_but_the_role_was_said():
+def test_chats_migrate_even_after_only_the_role_event():
     async def scenario(world: World) -> None:
         await both(world, streams(0, fails(Reason.ENGINE_DEAD)))
         body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True}
@@ -336,7 +336,7 @@ def test_chats_go_on_too_even_if_nothing_but_the_role_was_said():
     in_world(scenario)
 
 
-def test_what_is_told_of_a_resumed_request_says_so():
+def test_the_report_of_a_resumed_request_counts_its_resumes():
     async def scenario(world: World) -> None:
         reports: list[RequestFinished] = []
 
@@ -359,7 +359,7 @@ def test_what_is_told_of_a_resumed_request_says_so():
     in_world(scenario)
 
 
-def test_the_view_of_the_workers_is_even_after_a_resume():
+def test_worker_loads_return_to_zero_after_a_resume():
     async def scenario(world: World) -> None:
         await both(world, streams(2, fails(Reason.ENGINE_DEAD)))
         for view in world.router.fleet.cluster.workers.values():
@@ -372,7 +372,7 @@ def test_the_view_of_the_workers_is_even_after_a_resume():
     in_world(scenario)
 
 
-def test_a_worker_that_was_started_anew_has_lost_its_legs_before_anybody_notices_its_silence():
+def test_a_worker_restart_fails_its_legs_before_the_silence_timeout():
     async def scenario(world: World) -> None:
         first = await world.worker("w1", script=streams(2, falls_silent))
         connection, answering = world.begin(b'{"model":"m","prompt":"x","stream":true}')

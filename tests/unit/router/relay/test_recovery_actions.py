@@ -57,7 +57,7 @@ def with_policy(tmp_path: Path, text: str) -> dict[str, Any]:
     return {"failure_policy": str(path)}
 
 
-def test_a_prefill_worker_that_fails_is_replaced_by_another():
+def test_another_worker_replaces_a_failed_prefill_worker():
     async def scenario(world: World) -> None:
         await world.pair(prefill=failing(Reason.WORKER_LOST))
         await world.worker("p2", Role.PREFILL)
@@ -70,7 +70,7 @@ def test_a_prefill_worker_that_fails_is_replaced_by_another():
     in_world(scenario)
 
 
-def test_without_another_prefill_worker_the_decode_worker_computes_the_prompt():
+def test_without_prefill_workers_the_decode_worker_computes_the_prompt():
     async def scenario(world: World) -> None:
         _p1, d1 = await world.pair(prefill=failing(Reason.ENGINE_DEAD))
 
@@ -82,7 +82,7 @@ def test_without_another_prefill_worker_the_decode_worker_computes_the_prompt():
     in_world(scenario)
 
 
-def test_an_operator_may_want_no_prompt_computed_by_decode_workers(tmp_path):
+def test_the_operator_can_forbid_prompts_on_decode_workers(tmp_path):
     async def scenario(world: World) -> None:
         _p1, d1 = await world.pair(prefill=failing(Reason.ENGINE_DEAD))
 
@@ -94,7 +94,7 @@ def test_an_operator_may_want_no_prompt_computed_by_decode_workers(tmp_path):
     in_world(scenario, **with_policy(tmp_path, '[actions]\nprefill_lost = ["another_prefill", "refuse"]'))
 
 
-def test_a_client_that_wants_two_workers_gets_no_answer_of_one():
+def test_a_disaggregated_request_never_falls_back_to_one_worker():
     async def scenario(world: World) -> None:
         _p1, d1 = await world.pair(prefill=failing(Reason.ENGINE_DEAD))
 
@@ -106,7 +106,7 @@ def test_a_client_that_wants_two_workers_gets_no_answer_of_one():
     in_world(scenario)
 
 
-def test_an_operator_may_want_streams_that_break_to_end(tmp_path):
+def test_the_operator_can_have_broken_streams_end(tmp_path):
     async def scenario(world: World) -> None:
         for name in ("w1", "w2"):
             await world.worker(name, script=streams(2, fails(Reason.ENGINE_DEAD)))
@@ -119,7 +119,7 @@ def test_an_operator_may_want_streams_that_break_to_end(tmp_path):
     in_world(scenario, **with_policy(tmp_path, '[actions]\ndecode_lost = ["another_decode", "refuse"]'))
 
 
-def test_waiting_ends_when_the_operator_says_and_not_before(tmp_path):
+def test_waiting_lasts_exactly_the_operators_maximum(tmp_path):
     async def scenario(world: World) -> None:
         await world.worker("w1", script=failing(Reason.WORKER_LOST))
         begun = asyncio.get_running_loop().time()
@@ -132,7 +132,7 @@ def test_waiting_ends_when_the_operator_says_and_not_before(tmp_path):
     in_world(scenario, **with_policy(tmp_path, "wait_s_max = 12"))
 
 
-def test_a_full_worker_is_asked_again_after_a_while():
+def test_a_full_worker_is_tried_again_later():
     async def scenario(world: World) -> None:
         times: list[float] = []
 
@@ -151,7 +151,7 @@ def test_a_full_worker_is_asked_again_after_a_while():
     in_world(scenario)
 
 
-def test_by_default_a_decode_worker_computes_what_it_is_not_given():
+def test_by_default_decode_workers_compute_missing_kv():
     async def scenario(world: World) -> None:
         _p1, d1 = await world.pair(decode=refusing())
 
@@ -164,7 +164,7 @@ def test_by_default_a_decode_worker_computes_what_it_is_not_given():
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_handoff_that_is_refused_is_prefilled_once_more_if_the_operator_wants_that(tmp_path, stream):
+def test_the_operator_can_have_rejected_handoffs_prefilled_again(tmp_path, stream):
     async def scenario(world: World) -> None:
         p1, d1 = await world.pair()
 
@@ -183,7 +183,7 @@ def test_a_handoff_that_is_refused_is_prefilled_once_more_if_the_operator_wants_
     in_world(scenario, **with_policy(tmp_path, text))
 
 
-def test_what_bounced_once_does_not_bounce_again(tmp_path):
+def test_a_rejected_handoff_is_prefilled_again_only_once(tmp_path):
     async def scenario(world: World) -> None:
         p1, d1 = await world.pair(decode=refusing())
 
@@ -199,7 +199,7 @@ def test_what_bounced_once_does_not_bounce_again(tmp_path):
     in_world(scenario, **with_policy(tmp_path, text))
 
 
-def test_a_refused_handoff_may_end_with_the_decode_worker_computing_the_prompt_alone(tmp_path):
+def test_a_rejected_handoff_can_fall_back_to_the_decode_worker(tmp_path):
     async def scenario(world: World) -> None:
         _p1, d1 = await world.pair(decode=refusing())
 
@@ -213,7 +213,7 @@ def test_a_refused_handoff_may_end_with_the_decode_worker_computing_the_prompt_a
     in_world(scenario, **with_policy(tmp_path, text))
 
 
-def test_a_preempted_stream_whose_kv_is_gone_goes_on_elsewhere_if_the_operator_wants_that(tmp_path):
+def test_the_operator_can_have_preempted_streams_migrated(tmp_path):
     async def scenario(world: World) -> None:
         await world.pair(decode=refusing(after=3))
         d2 = await world.worker("d2", Role.DECODE, streams())
@@ -228,7 +228,7 @@ def test_a_preempted_stream_whose_kv_is_gone_goes_on_elsewhere_if_the_operator_w
     in_world(scenario, **with_policy(tmp_path, text))
 
 
-def test_a_client_that_says_what_share_it_wants_cached_gets_its_refusal(tmp_path):
+def test_a_clients_cache_threshold_overrides_bounce_to_prefill(tmp_path):
     async def scenario(world: World) -> None:
         _p1, d1 = await world.pair(decode=refusing())
 
@@ -242,7 +242,7 @@ def test_a_client_that_says_what_share_it_wants_cached_gets_its_refusal(tmp_path
 
 
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, -5.0, 1e300])
-def test_a_wait_that_is_no_time_is_not_passed_on(seconds: float):
+def test_invalid_retry_times_are_not_passed_on(seconds: float):
     refusal = failed(Reason.WORKER_BUSY, "busy", seconds)
 
     assert dict(refusal.headers())[b"retry-after"] == b"1"

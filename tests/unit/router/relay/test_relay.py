@@ -44,7 +44,7 @@ def test_a_request_is_prefilled_on_one_worker_and_decoded_on_another():
     in_world(scenario)
 
 
-def test_the_clients_bytes_reach_both_legs_as_they_were_sent():
+def test_both_legs_receive_the_clients_bytes_unchanged():
     async def scenario(world: World) -> None:
         p1, d1 = await world.pair()
         body = b'{ "model":"m",\t"prompt":"h\\u00e9llo" , "max_tokens":1.0e1}'
@@ -57,7 +57,7 @@ def test_the_clients_bytes_reach_both_legs_as_they_were_sent():
     in_world(scenario)
 
 
-def test_a_stream_is_relayed_event_by_event_and_ends_with_its_last():
+def test_streams_are_relayed_event_by_event_to_the_last():
     async def scenario(world: World) -> None:
         await world.pair()
 
@@ -81,7 +81,7 @@ def test_a_stream_is_relayed_event_by_event_and_ends_with_its_last():
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_what_cannot_be_split_is_served_whole_by_one_worker(fields):
+def test_unsplittable_requests_are_served_by_one_worker(fields):
     async def scenario(world: World) -> None:
         p1, d1 = await world.pair()
 
@@ -93,7 +93,7 @@ def test_what_cannot_be_split_is_served_whole_by_one_worker(fields):
     in_world(scenario)
 
 
-def test_a_client_may_ask_for_aggregated_serving():
+def test_a_client_can_request_aggregated_mode():
     async def scenario(world: World) -> None:
         await world.pair()
 
@@ -104,7 +104,7 @@ def test_a_client_may_ask_for_aggregated_serving():
     in_world(scenario)
 
 
-def test_with_one_role_missing_the_other_serves_alone():
+def test_with_one_role_missing_the_other_role_serves_alone():
     async def scenario(world: World) -> None:
         await world.worker("p1", Role.PREFILL)
 
@@ -115,7 +115,7 @@ def test_with_one_role_missing_the_other_serves_alone():
     in_world(scenario)
 
 
-def test_an_unknown_model_is_404_and_nobody_is_asked():
+def test_an_unknown_model_gets_404_and_starts_no_leg():
     async def scenario(world: World) -> None:
         p1, d1 = await world.pair()
 
@@ -127,7 +127,7 @@ def test_an_unknown_model_is_404_and_nobody_is_asked():
     in_world(scenario)
 
 
-def test_a_router_that_has_not_read_the_registry_does_not_say_what_is_not_served():
+def test_before_the_registry_is_read_no_model_gets_404():
     async def scenario(world: World) -> None:
         await world.worker("w1")
         world.router.fleet.cluster.is_whole = False
@@ -139,7 +139,7 @@ def test_a_router_that_has_not_read_the_registry_does_not_say_what_is_not_served
     in_world(scenario)
 
 
-def test_without_workers_the_client_is_told_when_to_try_again():
+def test_without_workers_clients_get_retry_after():
     async def scenario(world: World) -> None:
         worker = await world.worker("w1")
         await worker.vanish()
@@ -153,7 +153,7 @@ def test_without_workers_the_client_is_told_when_to_try_again():
     in_world(scenario)
 
 
-def test_a_body_nobody_can_read_goes_to_an_engine_which_refuses_it_in_its_own_words():
+def test_an_unreadable_body_gets_the_engines_own_error():
     def refuse(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
         frames.head(400, JSON)
         frames.data(b'{"error":{"message":"from the engine"}}')
@@ -169,14 +169,14 @@ def test_a_body_nobody_can_read_goes_to_an_engine_which_refuses_it_in_its_own_wo
     in_world(scenario)
 
 
-def test_a_body_nobody_can_read_is_400_even_when_there_is_no_engine_to_say_so():
+def test_an_unreadable_body_without_engines_gets_400():
     async def scenario(world: World) -> None:
         assert (await world.ask(b"\x00\xff")).status == 400
 
     in_world(scenario)
 
 
-def test_an_engines_refusal_of_the_prefill_leg_is_the_answer():
+def test_the_client_gets_the_engines_error_for_the_prefill_leg():
     def refuse(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
         frames.head(400, JSON)
         frames.data(b'{"error":{"message":"prompt too long"}}')
@@ -194,7 +194,7 @@ def test_an_engines_refusal_of_the_prefill_leg_is_the_answer():
 
 
 @pytest.mark.parametrize("reason", [Reason.WORKER_DRAINING, Reason.WORKER_BUSY, Reason.WORKER_LOST, Reason.ENGINE_DEAD])
-def test_a_leg_that_fails_before_the_first_byte_is_placed_on_another_worker(reason):
+def test_a_leg_failing_before_the_first_byte_moves_to_another_worker(reason):
     async def scenario(world: World) -> None:
         await world.pair(decode=failing(reason))
         d2 = await world.worker("d2", Role.DECODE)
@@ -208,7 +208,7 @@ def test_a_leg_that_fails_before_the_first_byte_is_placed_on_another_worker(reas
     in_world(scenario)
 
 
-def test_a_worker_that_does_not_listen_costs_no_waiting():
+def test_a_worker_without_a_subscription_fails_at_once():
     async def scenario(world: World) -> None:
         p1, _d1 = await world.pair()
         await world.worker("p2", Role.PREFILL)
@@ -224,7 +224,7 @@ def test_a_worker_that_does_not_listen_costs_no_waiting():
     in_world(scenario)
 
 
-def test_attempts_end_and_the_client_is_told_why():
+def test_attempts_are_bounded_and_the_client_gets_the_reason():
     async def scenario(world: World) -> None:
         for number in range(5):
             await world.worker(f"w{number}", script=failing(Reason.WORKER_LOST))
@@ -237,7 +237,7 @@ def test_attempts_end_and_the_client_is_told_why():
     in_world(scenario, attempts_max=3)
 
 
-def test_a_worker_declared_lost_frees_those_who_wait_for_it():
+def test_declaring_a_worker_lost_frees_its_requests():
     async def scenario(world: World) -> None:
         _p1, d1 = await world.pair(decode=silent)
         connection, answering = world.begin(b'{"model":"m","prompt":"x"}')
@@ -252,7 +252,7 @@ def test_a_worker_declared_lost_frees_those_who_wait_for_it():
     in_world(scenario)
 
 
-def test_a_stream_that_breaks_after_its_first_byte_and_may_not_go_on_ends_with_an_error_event():
+def test_a_broken_stream_without_migration_ends_with_an_error_event():
     async def break_off(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
         if start.kind is LegKind.PREFILL:
             answer_well(worker, start, frames)
@@ -277,7 +277,7 @@ def test_a_stream_that_breaks_after_its_first_byte_and_may_not_go_on_ends_with_a
     in_world(scenario, resumes_max=0)
 
 
-def test_a_head_without_data_is_not_an_answer_yet_so_the_request_is_placed_again():
+def test_a_failure_between_head_and_data_is_retried():
     async def scenario(world: World) -> None:
         def head_only(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
             frames.head(200, SSE)
@@ -296,7 +296,7 @@ def test_a_head_without_data_is_not_an_answer_yet_so_the_request_is_placed_again
 
 
 @pytest.mark.parametrize("stuck", ["p1", "d1"])
-def test_a_client_that_leaves_ends_the_leg_that_runs_for_it(stuck):
+def test_a_client_disconnect_cancels_its_running_leg(stuck):
     async def scenario(world: World) -> None:
         scripts = {"prefill" if stuck == "p1" else "decode": silent}
         await world.pair(**scripts)
@@ -315,7 +315,7 @@ def test_a_client_that_leaves_ends_the_leg_that_runs_for_it(stuck):
     in_world(scenario)
 
 
-def test_a_prefill_worker_that_says_nothing_is_late_and_another_one_takes_over():
+def test_another_worker_takes_over_from_a_silent_prefill_worker():
     async def scenario(world: World) -> None:
         p1, _d1 = await world.pair(prefill=silent)
         await world.worker("p2", Role.PREFILL)
@@ -329,7 +329,7 @@ def test_a_prefill_worker_that_says_nothing_is_late_and_another_one_takes_over()
     in_world(scenario, prefill_s_max=2.0)
 
 
-def test_a_stream_that_stalls_is_ended_and_its_client_told():
+def test_a_stalled_stream_ends_with_an_error_event():
     def stall(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
         frames.head(200, SSE)
         frames.data(EVENTS[0])
@@ -346,7 +346,7 @@ def test_a_stream_that_stalls_is_ended_and_its_client_told():
     in_world(scenario, frame_gap_s_max=3.0)
 
 
-def test_no_request_outlives_its_budget_however_its_hops_are_set():
+def test_no_request_outlives_its_deadline_whatever_its_other_timeouts():
     async def scenario(world: World) -> None:
         await world.worker("w1", script=silent)
         begun = asyncio.get_running_loop().time()
@@ -359,7 +359,7 @@ def test_no_request_outlives_its_budget_however_its_hops_are_set():
     in_world(scenario, request_s_max=10.0, first_frame_s_max=1000.0)
 
 
-def test_a_client_that_does_not_read_is_dropped_and_its_leg_ended():
+def test_a_client_that_does_not_read_is_disconnected():
     async def flood(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
         frames.head(200, SSE)
         while not frames.ended:
@@ -381,7 +381,7 @@ def test_a_client_that_does_not_read_is_dropped_and_its_leg_ended():
     in_world(scenario, frame_gap_s_max=2.0, leg_buffer_bytes_max=100_000)
 
 
-def test_when_nats_goes_away_requests_that_run_are_told_so_at_once():
+def test_a_nats_outage_ends_running_requests_at_once():
     async def scenario(world: World) -> None:
         await world.worker("w1", script=silent)
         connection, answering = world.begin(b'{"model":"m","prompt":"x"}')
@@ -395,7 +395,7 @@ def test_when_nats_goes_away_requests_that_run_are_told_so_at_once():
     in_world(scenario)
 
 
-def test_lost_frames_fail_the_leg_and_the_same_worker_may_try_again():
+def test_lost_frames_fail_the_leg_but_exclude_no_worker():
     async def scenario(world: World) -> None:
         attempts = []
 
@@ -414,7 +414,7 @@ def test_lost_frames_fail_the_leg_and_the_same_worker_may_try_again():
     in_world(scenario)
 
 
-def test_the_view_of_a_worker_is_even_when_its_legs_are_over():
+def test_a_workers_load_returns_to_zero_after_its_legs():
     async def scenario(world: World) -> None:
         await world.pair()
         for stream in (True, False):
@@ -426,7 +426,7 @@ def test_the_view_of_a_worker_is_even_when_its_legs_are_over():
     in_world(scenario)
 
 
-def test_equal_workers_take_turns():
+def test_equal_workers_alternate():
     async def scenario(world: World) -> None:
         for number in range(3):
             await world.worker(f"w{number}")
@@ -439,7 +439,7 @@ def test_equal_workers_take_turns():
     in_world(scenario)
 
 
-def test_other_endpoints_are_passed_through_to_one_worker():
+def test_other_endpoints_are_forwarded_to_one_worker():
     async def scenario(world: World) -> None:
         p1, d1 = await world.pair()
 
@@ -451,7 +451,7 @@ def test_other_endpoints_are_passed_through_to_one_worker():
     in_world(scenario)
 
 
-def test_the_clients_request_id_and_trace_context_go_with_it():
+def test_the_request_id_and_trace_context_are_forwarded():
     async def scenario(world: World) -> None:
         p1, d1 = await world.pair()
         trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -469,7 +469,7 @@ def test_the_clients_request_id_and_trace_context_go_with_it():
     in_world(scenario)
 
 
-def test_a_worker_that_breaks_the_protocol_costs_its_request_not_the_router():
+def test_a_protocol_violation_fails_the_request_not_the_router():
     def no_head(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
         frames.data(b"surprise")
         frames.end(LegReport())
@@ -486,7 +486,7 @@ def test_a_worker_that_breaks_the_protocol_costs_its_request_not_the_router():
     in_world(scenario)
 
 
-def test_a_client_that_left_before_its_turn_costs_no_leg():
+def test_a_client_that_disconnects_before_placement_starts_no_leg():
     async def scenario(world: World) -> None:
         p1, d1 = await world.pair()
         connection, answering = world.begin(b'{"model":"m","prompt":"x"}')
@@ -500,7 +500,7 @@ def test_a_client_that_left_before_its_turn_costs_no_leg():
 
 
 @pytest.mark.parametrize("field", ["cache_hit_threshold", "kv_fetch_min_tokens"])
-def test_a_field_of_batons_own_without_meaning_is_400_and_nobody_is_asked(field):
+def test_an_invalid_baton_field_gets_400_and_starts_no_leg(field):
     async def scenario(world: World) -> None:
         p1, d1 = await world.pair()
 
@@ -514,7 +514,7 @@ def test_a_field_of_batons_own_without_meaning_is_400_and_nobody_is_asked(field)
     in_world(scenario)
 
 
-def test_what_a_request_says_about_the_cache_reaches_its_workers():
+def test_a_requests_cache_options_reach_its_workers():
     async def scenario(world: World) -> None:
         p1, d1 = await world.pair()
 
@@ -528,7 +528,7 @@ def test_what_a_request_says_about_the_cache_reaches_its_workers():
 
 
 @pytest.mark.parametrize(("threshold", "mode"), [(0.5, "aggregated"), (0, "disaggregated"), (None, "disaggregated")])
-def test_who_would_rather_be_refused_has_no_prompt_computed_by_a_prefill_worker(threshold, mode):
+def test_a_cache_threshold_prevents_prefill_legs(threshold, mode):
     async def scenario(world: World) -> None:
         await world.pair()
 

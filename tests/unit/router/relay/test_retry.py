@@ -28,7 +28,7 @@ def alone_or_with_others(worker: FakeWorker, start: StartLeg, frames: LegFrames)
     frames.end(LegReport(prompt_tokens=9, cached_tokens=8, completion_tokens=3))
 
 
-def test_the_numbers_of_an_attempt_that_failed_are_no_part_of_the_next_ones():
+def test_a_retry_carries_no_numbers_of_the_failed_attempt():
     async def scenario(world: World) -> None:
         reports: list[RequestFinished] = []
 
@@ -50,7 +50,7 @@ def test_the_numbers_of_an_attempt_that_failed_are_no_part_of_the_next_ones():
     in_world(scenario)
 
 
-def test_frames_of_a_leg_that_was_given_up_do_not_reach_its_successor():
+def test_late_frames_of_an_abandoned_leg_are_ignored():
     withheld: list[LegFrames] = []
 
     def first_one_is_late(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
@@ -75,7 +75,7 @@ def test_frames_of_a_leg_that_was_given_up_do_not_reach_its_successor():
     in_world(scenario, first_frame_s_max=1.0)
 
 
-def test_without_an_orchestrator_a_worker_that_fell_silent_and_expired_gives_its_requests_to_another():
+def test_without_orchestrator_requests_of_an_expired_worker_are_retried():
     def silent(worker: FakeWorker, _start: StartLeg, _frames: LegFrames) -> None:
         worker.alive = False
 
@@ -94,7 +94,7 @@ def test_without_an_orchestrator_a_worker_that_fell_silent_and_expired_gives_its
     in_world(scenario)
 
 
-def test_a_prompt_counts_as_waiting_only_until_its_first_token():
+def test_a_prompt_counts_as_waiting_until_its_first_token():
     def slow_stream(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
         frames.head(200, SSE)
 
@@ -118,7 +118,7 @@ def test_a_prompt_counts_as_waiting_only_until_its_first_token():
     in_world(scenario)
 
 
-def test_a_name_without_end_is_cut_wherever_it_goes():
+def test_an_overlong_model_name_is_truncated_in_every_report():
     async def scenario(world: World) -> None:
         reports: list[RequestFinished] = []
 

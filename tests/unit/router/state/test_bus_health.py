@@ -18,7 +18,7 @@ def bus_health_of_one_worker() -> tuple[BusHealth, MemoryBus, ClusterView, FakeC
     return BusHealth(bus, cluster, clock), bus, cluster, clock
 
 
-async def test_a_bus_that_is_back_and_has_told_nobody_yet_has_no_fleet_behind_it():
+async def test_after_an_unannounced_reconnect_the_fleet_counts_as_unknown():
     bus_health, bus, _cluster, clock = bus_health_of_one_worker()
     bus.lose()
     clock.advance(RETURN_S_MAX + 1.0)
@@ -28,7 +28,7 @@ async def test_a_bus_that_is_back_and_has_told_nobody_yet_has_no_fleet_behind_it
     assert not bus_health.reachable
 
 
-async def test_the_fleet_is_here_when_its_workers_have_spoken_or_were_given_up():
+async def test_the_fleet_returns_once_workers_reported_or_expired():
     bus_health, bus, cluster, clock = bus_health_of_one_worker()
     bus.lose()
     bus.restore()

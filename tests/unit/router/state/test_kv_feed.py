@@ -35,7 +35,7 @@ class Fleet:
         return KvSnapshot(worker_id=ask.worker_id, epoch=Epoch(1), seq=1, hashes=hashes)
 
 
-def test_the_snapshots_of_a_fleet_are_asked_for_in_turns_and_a_silent_worker_holds_nobody_up():
+def test_snapshots_are_requested_in_batches_and_silent_workers_block_none():
     async def scenario() -> None:
         hub, fleet, index = MemoryHub(), Fleet(), PrefixIndex()
         await MemoryBus(hub).answer(KV_SNAPSHOT, fleet.answer)

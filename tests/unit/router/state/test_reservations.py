@@ -25,7 +25,7 @@ def book() -> ReservationBook:
     return ReservationBook(RouterId("r1"))
 
 
-def test_legs_for_one_worker_are_told_as_one_sum():
+def test_legs_for_one_worker_are_published_as_one_sum():
     mine = book()
     for tokens in (100, 50):
         mine.note(WorkerId("w1"), Epoch(1), tokens, tokens + 10)
@@ -38,14 +38,14 @@ def test_legs_for_one_worker_are_told_as_one_sum():
     assert mine.message() == Reservations(router_id=RouterId("r1"), seq=2, made=[])
 
 
-def test_what_another_router_tells_is_news_once():
+def test_another_routers_reservations_are_applied_once():
     mine = book()
 
     assert mine.hear(message(1, ONE), now=0.0) == [ONE]
     assert mine.hear(message(1, ONE), now=0.0) == []
 
 
-def test_a_message_that_comes_after_a_later_one_is_no_news():
+def test_out_of_order_messages_are_ignored():
     mine = book()
     mine.hear(message(5), now=0.0)
 
@@ -53,14 +53,14 @@ def test_a_message_that_comes_after_a_later_one_is_no_news():
     assert mine.hear(message(7, ONE), now=0.0) == [ONE]
 
 
-def test_its_own_message_is_no_news_and_no_company():
+def test_a_router_ignores_its_own_message():
     mine = book()
 
     assert mine.hear(message(1, ONE, router="r1"), now=0.0) == []
     assert mine.alone
 
 
-def test_a_router_is_alone_until_it_hears_another_and_again_when_that_one_falls_silent():
+def test_a_router_is_alone_unless_another_one_is_heard():
     mine = book()
     assert mine.alone
 
@@ -72,7 +72,7 @@ def test_a_router_is_alone_until_it_hears_another_and_again_when_that_one_falls_
     assert mine.alone
 
 
-def test_nothing_is_kept_for_others_that_are_gone():
+def test_no_reservations_are_kept_for_departed_routers():
     mine = book()
     mine.hear(message(1), now=0.0)
     mine.note(WorkerId("w1"), Epoch(1), 1, 1)
@@ -82,7 +82,7 @@ def test_nothing_is_kept_for_others_that_are_gone():
     assert mine.message().made == []
 
 
-def test_neither_workers_nor_routers_are_remembered_without_end():
+def test_remembered_workers_and_routers_are_bounded():
     mine = book()
     for number in range(WORKERS_MAX + 10):
         mine.note(WorkerId(f"w{number}"), Epoch(1), 1, 1)
@@ -93,11 +93,11 @@ def test_neither_workers_nor_routers_are_remembered_without_end():
     assert mine.others == ROUTERS_MAX
 
 
-def test_a_router_that_is_alone_acts_on_news_at_once():
+def test_a_single_router_acts_on_reports_at_once():
     assert book().lag_s() == 0.0
 
 
-def test_routers_act_on_the_same_news_at_different_instants_and_each_is_the_first_at_times():
+def test_routers_act_on_one_report_at_different_random_times():
     routers = [ReservationBook(RouterId(f"r{number}")) for number in range(3)]
     for mine in routers:
         for number in range(3):
@@ -111,7 +111,7 @@ def test_routers_act_on_the_same_news_at_different_instants_and_each_is_the_firs
     assert sum(min(lags) < sorted(lags)[1] for lags in rounds) > 200 / 2
 
 
-def test_nobody_waits_long_however_many_routers_there_are():
+def test_the_wait_is_bounded_for_any_number_of_routers():
     mine = book()
     for number in range(50):
         mine.hear(message(1, router=f"other-{number}"), now=0.0)

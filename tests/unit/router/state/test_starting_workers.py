@@ -20,7 +20,7 @@ SLOW = WorkerSpeed(prefill_token_s=0.1, decode_step_s=0.02)
 UNKNOWN = msgspec.structs.replace(FINGERPRINT, revision="", dtype="")
 
 
-def test_a_worker_pairs_by_the_fingerprint_that_it_has_when_it_is_ready():
+def test_a_worker_pairs_by_its_fingerprint_once_ready():
     cluster = ClusterView()
     starting = record("p", WorkerPhase.STARTING, role=Role.PREFILL)
     cluster.record(msgspec.structs.replace(starting, fingerprint=UNKNOWN), now=0.0)
@@ -33,7 +33,7 @@ def test_a_worker_pairs_by_the_fingerprint_that_it_has_when_it_is_ready():
     assert placement.mode is Mode.DISAGGREGATED
 
 
-def test_a_worker_goes_by_its_own_measures_once_it_has_some():
+def test_a_worker_uses_its_own_measurements_once_available():
     cluster = ClusterView()
     for worker_id, speed in (("fast", FAST), ("slow", SLOW)):
         cluster.record(record(worker_id), now=0.0)

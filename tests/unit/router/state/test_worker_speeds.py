@@ -69,13 +69,13 @@ def transfer_report(**read) -> LegReport:
     return LegReport(kv=KvTransferReport(reads=[KvRead(**values)]))
 
 
-def test_a_published_speed_is_what_placement_computes_with():
+def test_placement_uses_the_published_speed():
     speed = Fleet("w1").report("w1", speed=MEASURED)
 
     assert (speed.decode_step_s, speed.prefill_token_s, speed.pairs_per_token) == (0.01, 1e-4, 500.0)
 
 
-def test_before_anything_is_published_the_defaults_hold():
+def test_default_speeds_hold_until_one_is_published():
     speed = Fleet("w1").report("w1")
 
     assert speed.prefill_token_s == pytest.approx(DEFAULT_STEP_TIMES.prefill_token_s)
@@ -91,7 +91,7 @@ def test_an_invalid_speed_is_ignored(wrong: dict):
     assert fleet.report("w1", speed=msgspec.structs.replace(MEASURED, **wrong)) == before
 
 
-def test_strangers_and_earlier_epochs_are_ignored():
+def test_unknown_workers_and_earlier_epochs_are_ignored():
     fleet = Fleet("w1")
     before = fleet.of("w1")
     fleet.speeds.load(load("w2", speed=MEASURED))
@@ -102,7 +102,7 @@ def test_strangers_and_earlier_epochs_are_ignored():
     assert list(fleet.speeds.all()) == [W1]
 
 
-def test_a_new_epoch_begins_with_the_speed_of_its_like():
+def test_a_new_epoch_starts_with_the_speed_of_similar_workers():
     fleet = Fleet("w1")
     measured = fleet.report("w1", speed=MEASURED)
     fleet.join("w1", epoch=2)
@@ -111,7 +111,7 @@ def test_a_new_epoch_begins_with_the_speed_of_its_like():
     assert fleet.report("w1", epoch=1, speed=PREFILL_ONLY) == measured
 
 
-def test_a_worker_that_published_nothing_follows_its_like():
+def test_a_worker_without_a_speed_uses_that_of_similar_ones():
     fleet = Fleet("w1", "w2")
     measured = fleet.report("w1", speed=MEASURED)
 
@@ -120,7 +120,7 @@ def test_a_worker_that_published_nothing_follows_its_like():
     assert fleet.report("w2") == slower
 
 
-def test_a_phase_that_a_worker_has_not_measured_is_that_of_its_like():
+def test_an_unmeasured_phase_is_taken_from_similar_workers():
     fleet = Fleet("w1", "w2")
     fleet.report("w1", speed=MEASURED)
     speed = fleet.report("w2", speed=PREFILL_ONLY)
@@ -130,7 +130,7 @@ def test_a_phase_that_a_worker_has_not_measured_is_that_of_its_like():
     assert Fleet("w3").report("w3", speed=PREFILL_ONLY).prefill_token_s == 1e-3
 
 
-def test_workers_of_other_fingerprints_are_not_alike():
+def test_workers_of_other_fingerprints_are_not_similar():
     fleet = Fleet("w1")
     fleet.report("w1", speed=MEASURED)
     fleet.join("w2", connector="other")
@@ -146,7 +146,7 @@ def test_a_renewed_record_keeps_the_speed():
     assert fleet.of("w1") == measured
 
 
-def test_the_speed_of_a_worker_that_left_stays_with_its_like():
+def test_similar_workers_keep_a_departed_workers_speed():
     fleet = Fleet("w1")
     measured = fleet.report("w1", speed=MEASURED)
     fleet.speeds.gone(W1)
@@ -156,13 +156,13 @@ def test_the_speed_of_a_worker_that_left_stays_with_its_like():
     assert fleet.of("w3") == measured
 
 
-def test_a_read_is_measured_from_its_request_to_the_last_byte():
+def test_a_kv_read_lasts_from_request_to_last_byte():
     speed = Fleet("w1").leg(transfer_report(asked_at=5.0, granted_at=5.1, read_at=5.2, ended_at=5.5, read_s=0.3))
 
     assert speed.transfer_base_s + 1000 * speed.transfer_token_s == pytest.approx(0.5, rel=0.15)
 
 
-def test_of_a_followed_prefill_only_the_reading_counts():
+def test_a_read_that_follows_a_prefill_counts_only_transfer_time():
     read = transfer_report(asked_at=5.0, granted_at=5.1, read_at=5.2, ended_at=9.0, read_s=0.3, followed=True)
 
     assert 1000 * Fleet("w1").leg(read).transfer_token_s == pytest.approx(0.3, rel=0.15)
@@ -178,20 +178,20 @@ def test_of_a_followed_prefill_only_the_reading_counts():
     ],
     ids=["never ended", "nothing came", "failed", "no time"],
 )
-def test_failed_reads_are_not_learned_from(read: dict):
+def test_failed_reads_do_not_change_the_estimate(read: dict):
     fleet = Fleet("w1")
     before = fleet.of("w1")
 
     assert fleet.leg(transfer_report(**read)) == before
 
 
-def test_without_reports_of_reads_the_totals_are_learned_from():
+def test_without_read_reports_the_totals_update_the_estimate():
     speed = Fleet("w1").report("w1", received_tokens_total=100_000, received_seconds_total=10.0)
 
     assert speed.transfer_token_s == pytest.approx(1e-4, rel=0.1)
 
 
-def test_with_reports_of_reads_the_totals_are_ignored():
+def test_with_read_reports_the_totals_are_ignored():
     fleet = Fleet("w1")
     before = fleet.of("w1")
 
@@ -199,7 +199,7 @@ def test_with_reports_of_reads_the_totals_are_ignored():
     assert after == before
 
 
-def test_the_transit_is_the_time_to_the_first_token_less_the_engines():
+def test_transit_is_the_ttft_minus_the_engines_time():
     fleet = Fleet("w1")
     for _ in range(50):
         fleet.leg(LegReport(queue_s=0.2, prefill_s=0.3), 0.507)
@@ -208,7 +208,7 @@ def test_the_transit_is_the_time_to_the_first_token_less_the_engines():
 
 
 @pytest.mark.parametrize("first_token_s", [None, 0.0, -3.0])
-def test_without_a_first_token_no_transit_is_learned(first_token_s: float | None):
+def test_without_a_first_token_no_transit_is_estimated(first_token_s: float | None):
     fleet = Fleet("w1")
     before = fleet.of("w1")
 
@@ -222,7 +222,7 @@ def noisy(draw: random.Random, seconds: float) -> float:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_transfer_times_are_learned_from_noisy_reads(seed: int):
+def test_transfer_time_estimates_converge_from_noisy_reads(seed: int):
     peers = SpeedOf()
     speed, draw = SpeedOf(peers), random.Random(seed)
     for _ in range(200):
@@ -247,7 +247,7 @@ def test_impossible_durations_change_nothing(seconds: float):
     assert speed.now() == before
 
 
-def test_the_running_median_is_not_moved_by_outliers():
+def test_outliers_do_not_move_the_running_median():
     draw, median = random.Random(5), RunningMedian(1.0)
     for _ in range(400):
         median.learn(noisy(draw, 0.02))
@@ -255,14 +255,14 @@ def test_the_running_median_is_not_moved_by_outliers():
     assert 0.016 < median.seconds < 0.028
 
 
-def test_the_running_median_does_not_go_beyond_a_sample():
+def test_the_running_median_does_not_overshoot_a_sample():
     median = RunningMedian(0.002)
     median.learn(0.003)
 
     assert median.seconds == 0.003
 
 
-def test_a_published_speed_reaches_placement_and_outlasts_a_renewed_record():
+def test_a_published_speed_reaches_placement_and_survives_record_renewal():
     async def scenario(world):
         worker = await world.worker("w1")
         await worker.report(speed=MEASURED)
@@ -278,7 +278,7 @@ def test_a_published_speed_reaches_placement_and_outlasts_a_renewed_record():
     in_world(scenario)
 
 
-def test_the_transit_of_a_finished_leg_is_learned():
+def test_finished_legs_update_the_transit_estimate():
     async def half_a_second(_worker, _start, frames):
         await asyncio.sleep(0.5)
         frames.head(200, SSE)

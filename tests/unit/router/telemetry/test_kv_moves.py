@@ -12,7 +12,7 @@ def report(*reads):
     return LegReport(kv=KvTransferReport(reads=kv_reads))
 
 
-def test_what_each_leg_read_is_told_with_its_source_and_its_reader():
+def test_kv_reads_are_reported_with_source_and_reader():
     moves = kv_moves(report(("d1", 32), ("s1", 64)), "p1", report(("p1", 128)), "d1")
 
     assert moves == [
@@ -22,7 +22,7 @@ def test_what_each_leg_read_is_told_with_its_source_and_its_reader():
     ]
 
 
-def test_what_did_not_arrive_or_is_not_known_is_not_told_and_there_is_a_maximum():
+def test_reported_kv_reads_are_bounded_and_exclude_failed_or_unknown():
     assert kv_moves(None, "", LegReport(), "d1") == []
     assert kv_moves(report(("d1", 0)), "p1", LegReport(), "d1") == []
     assert len(kv_moves(None, "", report(*[("p1", 32)] * 20), "d1")) == KV_MOVES_MAX

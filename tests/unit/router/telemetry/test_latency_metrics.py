@@ -49,7 +49,7 @@ def examples(registry: CollectorRegistry) -> dict[str, list[tuple[str, float]]]:
     }
 
 
-def test_buckets_lead_to_the_traces_that_were_kept_and_to_no_others():
+def test_exemplars_refer_only_to_kept_traces():
     registry = CollectorRegistry()
     metrics = RequestMetrics(registry, {})
     metrics.finished(finished(), None, 0.5)
@@ -65,7 +65,7 @@ def test_buckets_lead_to_the_traces_that_were_kept_and_to_no_others():
     }
 
 
-def test_gaps_that_are_counted_in_bulk_are_counted_as_one_by_one():
+def test_bulk_counting_of_gaps_equals_counting_singly():
     dice, gaps, singly, bulk = random.Random(3), GapMetrics(), CollectorRegistry(), CollectorRegistry()
     reference = Histogram("x", "x", ("mode",), buckets=names.ROUTER_ITL.buckets, registry=singly)
     for gap_s in [*(dice.expovariate(20.0) for _ in range(3 * UNCOUNTED_GAPS_MAX)), *names.ROUTER_ITL.buckets]:
@@ -86,7 +86,7 @@ def test_gaps_that_are_counted_in_bulk_are_counted_as_one_by_one():
     assert values(bulk) == values(singly)
 
 
-def test_streams_tell_the_times_between_their_pieces():
+def test_streams_report_inter_token_latency():
     async def scenario(world: World) -> None:
         await world.worker("w1", script=takes_time)
         await world.ask(prompt(stream=True), traceparent=WANTED)
@@ -100,7 +100,7 @@ def test_streams_tell_the_times_between_their_pieces():
     in_world(scenario, Drawings(0.0))
 
 
-def test_whoever_accepts_openmetrics_is_given_it_and_all_others_plain_text():
+def test_openmetrics_is_served_on_request_and_otherwise_plain_text():
     async def scenario(world: World) -> None:
         transport = httpx.ASGITransport(world.router.edge)
         async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
@@ -115,7 +115,7 @@ def test_whoever_accepts_openmetrics_is_given_it_and_all_others_plain_text():
     in_world(scenario)
 
 
-def test_goodput_is_what_met_its_targets():
+def test_goodput_counts_requests_that_met_their_targets():
     registry = CollectorRegistry()
     metrics = RequestMetrics(registry, {})
     for one in (finished(ttft_target_s=1.0), finished(ttft_target_s=0.1), finished(), finished(ttft_target_s=1.0)):
@@ -125,7 +125,7 @@ def test_goodput_is_what_met_its_targets():
     assert seen == {"met": 2, "ttft_missed": 1}
 
 
-def test_ten_thousand_tenants_do_not_make_ten_thousand_series():
+def test_tenant_series_are_bounded():
     registry = CollectorRegistry()
     metrics = QueueMetrics(registry, queue_max=10)
     before = len(generate_latest(registry).splitlines())

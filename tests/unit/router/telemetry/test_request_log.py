@@ -49,7 +49,7 @@ def asked(body: dict, path: str = COMPLETIONS, **headers: str) -> None:
     run_in_virtual_time(main())
 
 
-def test_a_finished_request_is_one_line_with_all_that_is_known_of_it(written):
+def test_a_finished_request_logs_one_line_with_all_facts(written):
     asked(prompt(stream=True), traceparent=TRACED, **{"x-baton-tenant": "t1"})
 
     (line,) = lines(written)
@@ -61,7 +61,7 @@ def test_a_finished_request_is_one_line_with_all_that_is_known_of_it(written):
     assert "hello" not in written.getvalue(), "nothing of a prompt is in a log"
 
 
-def test_a_request_that_fails_is_one_line_that_says_why(written):
+def test_a_failed_request_logs_one_line_with_the_reason(written):
     asked(prompt(model="nobody\n{}"), traceparent=TRACED)
 
     (line,) = lines(written)
@@ -69,7 +69,7 @@ def test_a_request_that_fails_is_one_line_that_says_why(written):
     assert line["trace_id"] == TRACE
 
 
-def test_a_request_that_is_refused_at_the_door_is_a_line_too(written):
+def test_a_request_rejected_at_the_edge_logs_one_line(written):
     asked(prompt(), traceparent=TRACED, **{"content-length": str(1 << 40)})
 
     (line,) = lines(written)

@@ -17,7 +17,7 @@ def known(index: PrefixIndex, name: str) -> WorkerId:
     return worker
 
 
-def test_a_router_that_knows_everybody_names_nobody():
+def test_a_router_with_exact_knowledge_reports_no_worker():
     index, parity = PrefixIndex(), ParityBook()
     worker = known(index, "w1")
     parity.seen(worker, Epoch(1), "f")
@@ -29,7 +29,7 @@ def test_a_router_that_knows_everybody_names_nobody():
     assert health.tokens_differ == []
 
 
-def test_it_names_whose_cache_it_does_not_know_and_whose_tokens_differ():
+def test_health_names_workers_with_unknown_cache_or_different_tokens():
     index, parity = PrefixIndex(), ParityBook()
     known(index, "w1")
     doubted, strange, other = known(index, "w2"), WorkerId("w3"), WorkerId("w4")
@@ -46,7 +46,7 @@ def test_it_names_whose_cache_it_does_not_know_and_whose_tokens_differ():
     assert health.tokens_differ == [other]
 
 
-def test_it_names_no_more_than_a_message_has_room_for():
+def test_reported_worker_names_are_bounded():
     index = PrefixIndex()
     for number in range(2 * ROUTER_TROUBLES_MAX):
         index.join(WorkerId(f"w{number}"), Epoch(1))

@@ -91,7 +91,7 @@ def below(spans: list[FinishedSpan], above: FinishedSpan) -> list[FinishedSpan]:
     return [span for span in spans if span.parent_id == above.span_id]
 
 
-def test_the_parts_of_the_time_to_the_first_token_follow_each_other_and_are_as_long_as_it():
+def test_consecutive_ttft_spans_sum_to_the_ttft():
     drawings = Drawings(1.0)
 
     async def scenario(world: World) -> None:
@@ -119,7 +119,7 @@ def test_the_parts_of_the_time_to_the_first_token_follow_each_other_and_are_as_l
     assert (decode.begun_at, decode.ended_at) == (whole.ended_at, request.ended_at)
 
 
-def test_a_request_says_what_it_was_in_the_words_of_the_conventions_for_generative_ai():
+def test_request_spans_use_the_genai_semantic_conventions():
     drawings = Drawings(1.0)
 
     async def scenario(world: World) -> None:
@@ -145,7 +145,7 @@ def test_a_request_says_what_it_was_in_the_words_of_the_conventions_for_generati
     assert about["gen_ai.response.time_to_first_chunk"] == pytest.approx(0.62)
 
 
-def test_each_leg_carries_its_own_span_so_that_its_worker_draws_below_it():
+def test_each_leg_carries_its_span_as_the_workers_parent():
     drawings, seen = Drawings(1.0), []
 
     async def scenario(world: World) -> None:
@@ -165,7 +165,7 @@ def test_each_leg_carries_its_own_span_so_that_its_worker_draws_below_it():
     assert not below(spans, prefill)  # The worker draws that itself.
 
 
-def test_a_request_that_nobody_chose_is_traced_when_it_was_slow_with_what_its_workers_told():
+def test_slow_unsampled_requests_are_traced_from_worker_reports():
     drawings, seen = Drawings(0.0), []
 
     async def scenario(world: World) -> None:
@@ -191,7 +191,7 @@ def test_a_request_that_nobody_chose_is_traced_when_it_was_slow_with_what_its_wo
     assert all(served.begun_at <= span.begun_at <= span.ended_at <= served.ended_at for span in below(spans, served))
 
 
-def test_a_stream_that_went_on_elsewhere_is_traced_with_both_its_attempts_and_the_gap_between_them():
+def test_a_migrated_streams_trace_has_both_attempts_and_the_gap():
     drawings = Drawings(0.0)
 
     async def scenario(world: World) -> None:
@@ -212,7 +212,7 @@ def test_a_stream_that_went_on_elsewhere_is_traced_with_both_its_attempts_and_th
     assert first.begun_at <= resume.begun_at <= second.begun_at <= resume.ended_at <= second.ended_at
 
 
-def test_what_nobody_can_serve_is_traced_as_a_failure():
+def test_unservable_requests_are_traced_as_failures():
     drawings = Drawings(0.0)
 
     async def scenario(world: World) -> None:
@@ -226,7 +226,7 @@ def test_what_nobody_can_serve_is_traced_as_a_failure():
     assert request.about[Attribute.KEPT] == "failed"
 
 
-def test_a_client_that_does_not_want_to_be_traced_is_not_even_when_it_waits_long():
+def test_the_clients_unsampled_flag_applies_to_slow_requests_too():
     drawings, seen = Drawings(1.0), []
 
     async def scenario(world: World) -> None:
@@ -240,7 +240,7 @@ def test_a_client_that_does_not_want_to_be_traced_is_not_even_when_it_waits_long
     assert "traceparent" not in seen[0]
 
 
-def test_without_a_sink_the_clients_own_context_is_passed_on():
+def test_without_a_sink_the_clients_context_is_forwarded():
     seen = []
 
     async def scenario(world: World) -> None:
@@ -259,11 +259,11 @@ def test_without_a_sink_the_clients_own_context_is_passed_on():
     ["", f"ff-{TRACE}-{PARENT}-01", f"00-{'0' * 32}-{PARENT}-01", f"00-{TRACE}-{'0' * 16}-01"],
     ids=["nothing", "version", "trace", "parent"],
 )
-def test_a_context_that_names_no_trace_is_none(header: str):
+def test_an_invalid_traceparent_gives_no_trace(header: str):
     assert Trace.below({"traceparent": header}, 1) is None
 
 
-def test_a_request_that_is_placed_over_and_over_keeps_a_bounded_number_of_marks():
+def test_the_marks_of_a_repeatedly_placed_request_are_bounded():
     trace = Trace(1, 2)
     for _ in range(MARKS_MAX + 10):
         trace.mark(SpanName.PLACE, 0.0, 0.1)
@@ -271,7 +271,7 @@ def test_a_request_that_is_placed_over_and_over_keeps_a_bounded_number_of_marks(
     assert len(trace.marks) == MARKS_MAX
 
 
-def test_of_few_requests_all_are_traced_and_of_many_the_share():
+def test_few_requests_are_all_traced_and_many_are_sampled():
     share, dice = TraceShare(0.25), random.Random(1)
 
     lone = [share.chosen(GREATEST, 10.0 * number) for number in range(20)]
@@ -283,12 +283,12 @@ def test_of_few_requests_all_are_traced_and_of_many_the_share():
     assert not share.chosen(GREATEST, 200.0)
 
 
-def test_a_ratio_of_nothing_chooses_nobody_and_one_of_one_everybody():
+def test_ratio_zero_samples_nothing_and_one_samples_everything():
     assert not any(TraceShare(0.0).chosen(trace_id, 1e6) for trace_id in (LEAST, GREATEST))
     assert all(TraceShare(1.0).chosen(trace_id, 0.0) for trace_id in [LEAST, GREATEST] * 50)
 
 
-def test_when_everything_fails_at_once_traces_are_bounded():
+def test_traces_of_simultaneous_failures_are_bounded():
     share = TraceShare(0.0)
 
     assert sum(share.allowed(5.0) for _ in range(10_000)) == ODD_AT_ONCE_MAX
@@ -312,7 +312,7 @@ def test_when_everything_fails_at_once_traces_are_bounded():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_why_a_trace_is_kept(request: RequestFinished, why: Kept):
+def test_each_kept_trace_has_its_reason(request: RequestFinished, why: Kept):
     assert kept(request, 2.0) is why
 
 
@@ -329,5 +329,5 @@ def test_why_a_trace_is_kept(request: RequestFinished, why: Kept):
         (finished(status=404, reason="model_unknown"), None),
     ],
 )
-def test_what_became_of_a_requests_targets(request: RequestFinished, outcome: TargetOutcome | None):
+def test_the_target_outcome_follows_from_targets_and_latencies(request: RequestFinished, outcome: TargetOutcome | None):
     assert target_outcome(request) is outcome

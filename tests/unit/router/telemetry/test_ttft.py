@@ -39,7 +39,7 @@ def rounded(parts: TtftParts) -> dict[str, float]:
     return {name: value for name, value in values.items() if value}
 
 
-def test_one_worker_queue_fetch_and_prefill_and_the_rest_is_transit():
+def test_aggregated_ttft_is_queue_fetch_prefill_and_transit():
     legs = Legs(answering=report(0.3, 0.2, read(100.0, 100.01, 100.05, 100.14)))
 
     parts = ttft_parts(1.3, ROUTER, legs)
@@ -57,7 +57,7 @@ def test_one_worker_queue_fetch_and_prefill_and_the_rest_is_transit():
     assert parts.total_s() == pytest.approx(1.3, abs=1e-12)
 
 
-def test_two_workers_one_behind_the_other():
+def test_disaggregated_ttft_includes_the_handoff():
     prefill = report(0.1, 0.4, total_s=0.51)
     decode = report(0.06, 0.03, read(7.0, 7.0, 7.01, 7.05))
 
@@ -73,7 +73,7 @@ def test_two_workers_one_behind_the_other():
     }
 
 
-def test_of_a_streamed_handoff_only_what_comes_after_the_prefill_counts():
+def test_only_handoff_time_after_a_streamed_prefill_counts():
     prefill = report(0.1, 2.0)  # Computed 2.104 s after its leg came.
     decode = report(2.144, 0.03, read(50.0, 50.1, 50.2, 52.14, followed=True))  # Scheduled at 2.148 s.
 
@@ -88,7 +88,7 @@ def test_of_a_streamed_handoff_only_what_comes_after_the_prefill_counts():
     }
 
 
-def test_a_full_decode_worker_is_a_queue_and_no_handoff():
+def test_waiting_for_a_full_decode_worker_counts_as_queue():
     prefill = report(0.0, 0.5)
     decode = report(3.0, 0.03, read(90.0, 90.001, 90.001, 90.101, followed=True))  # Asked when there was room at last.
 
@@ -98,7 +98,7 @@ def test_a_full_decode_worker_is_a_queue_and_no_handoff():
     assert parts.decode_queue_s == pytest.approx(3.004 - 0.504 - 0.101)
 
 
-def test_a_decode_leg_that_began_before_the_prefill_worker_had_sampled_its_token_counts_from_there():
+def test_an_early_decode_leg_counts_from_the_prefills_sampled_token():
     prefill = report(0.1, 1.0)
     decode = report(1.05, 0.03, read(5.0, 5.1, 5.1, 6.04, followed=True), extra_s=0.0)
 
@@ -109,13 +109,13 @@ def test_a_decode_leg_that_began_before_the_prefill_worker_had_sampled_its_token
     assert parts.total_s() == pytest.approx(1.1)
 
 
-def test_a_decode_worker_that_has_everything_waits_for_no_prefill():
+def test_a_decode_worker_with_all_kv_has_no_prefill_time():
     parts = ttft_parts(0.1, Timings(), Legs(answering=report(0.02, 0.03), prefill=report(0.5, 2.0), streamed=True))
 
     assert rounded(parts) == {"decode_queue_s": 0.02, "first_token_s": 0.03, "transit_s": 0.05}
 
 
-def test_without_the_prefill_legs_report_the_wait_for_its_kv_is_the_handoff():
+def test_without_a_prefill_report_the_kv_wait_is_handoff():
     decode = report(1.0, 0.03, read(5.0, 5.5, 5.5, 5.9, followed=True))
 
     parts = ttft_parts(1.1, Timings(), Legs(answering=decode, streamed=True))
@@ -124,7 +124,7 @@ def test_without_the_prefill_legs_report_the_wait_for_its_kv_is_the_handoff():
     assert parts.decode_queue_s == pytest.approx(0.1)
 
 
-def test_a_whole_answers_first_token_is_when_a_stream_would_have_shown_it():
+def test_unstreamed_responses_have_the_ttft_of_a_stream():
     answering = LegReport(first_token_s=0.4, total_s=2.4)
 
     assert ttft_s(2.5, answering, stream=False) == pytest.approx(0.5)
@@ -134,24 +134,24 @@ def test_a_whole_answers_first_token_is_when_a_stream_would_have_shown_it():
     assert ttft_s(1.5, answering, stream=False) == 0.0
 
 
-def test_workers_parts_that_are_longer_than_the_whole_shrink_in_proportion():
+def test_worker_parts_longer_than_the_ttft_are_scaled_down():
     parts = ttft_parts(1.0, Timings(tokenize_s=0.1), Legs(answering=report(0.6, 1.2)))
 
     assert rounded(parts) == {"tokenize_s": 0.1, "queue_s": 0.3, "prefill_s": 0.6}
 
 
-def test_the_routers_own_parts_never_exceed_the_whole():
+def test_the_routers_parts_never_exceed_the_ttft():
     parts = ttft_parts(0.1, ROUTER, Legs(answering=report(0.6, 1.2)))
 
     assert parts.total_s() == pytest.approx(0.1)
     assert (parts.queue_s, parts.prefill_s, parts.transit_s) == (0, 0, 0)
 
 
-def test_sources_asked_side_by_side_are_counted_once_and_what_was_fetched_again_later_not_at_all():
+def test_parallel_fetches_count_once_and_later_refetches_not_at_all():
     reads = [read(10.0, 10.1, 10.1, 10.5), read(10.0, 10.2, 10.4, 10.7), read(25.0, 25.1, 25.1, 26.0), read(0.0)]
 
     assert exchanging_s(report(1.0, 0.1, *reads)) == pytest.approx(0.7)
 
 
-def test_a_fetch_is_no_longer_than_the_queue_that_it_was_part_of():
+def test_a_fetch_does_not_exceed_its_queue_time():
     assert exchanging_s(report(0.3, 0.1, read(10.0, 10.1, 10.1, 15.0))) == pytest.approx(0.3)

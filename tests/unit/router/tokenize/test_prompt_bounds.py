@@ -60,16 +60,16 @@ async def found(
     return await prompts.prompt(facts, lambda _block: held, threads=Stuck(), loop_chars_max=loop_chars_max)
 
 
-async def test_text_that_cannot_be_divided_is_not_tokenized_beyond_a_bound(prompts):
+async def test_indivisible_text_is_tokenized_up_to_a_bound(prompts):
     assert await found(prompts, "a" * (64 * PIECE_CHARS_MAX)) is None  # to tokenize it would take minutes
     assert await found(prompts, "word " * PIECE_CHARS_MAX) is not None
 
 
-def test_a_prompt_waits_only_so_long_for_its_turn_in_the_thread(prompts):
+def test_the_wait_for_the_tokenizer_thread_is_bounded(prompts):
     assert run_in_virtual_time(found(prompts, "a few words " * 1000, loop_chars_max=500)) is None
 
 
-async def test_token_ids_are_hashed_as_far_as_anybody_holds_their_blocks(prompts):
+async def test_token_ids_are_hashed_as_far_as_blocks_are_cached(prompts):
     ids = [number % 1000 for number in range(3 * HASHED_AT_ONCE + 100)]
     all_hashes = block_hashes(ids, SCHEME)
 
@@ -80,7 +80,7 @@ async def test_token_ids_are_hashed_as_far_as_anybody_holds_their_blocks(prompts
     assert beginning == Prompt(len(ids), all_hashes[: HASHED_AT_ONCE // SCHEME.block_size], exact=True)
 
 
-def test_a_body_that_no_model_could_take_is_not_even_read(asset):
+def test_a_body_too_long_for_every_model_is_not_parsed(asset):
     async def scenario(world: World) -> None:
         await world.worker("w1")
         await world.worker("w2")
@@ -100,7 +100,7 @@ def test_a_body_that_no_model_could_take_is_not_even_read(asset):
     in_world(scenario, tokenize="always")
 
 
-def test_a_tokenizer_that_nobody_needs_makes_room_for_one_that_somebody_does(asset):
+def test_an_unused_tokenizer_is_evicted_for_a_needed_one(asset):
     async def scenario(world: World) -> None:
         await world.worker("w1")
         known = world.router.prompts._tokenizers
@@ -113,7 +113,7 @@ def test_a_tokenizer_that_nobody_needs_makes_room_for_one_that_somebody_does(ass
     in_world(scenario)
 
 
-def test_a_prompt_is_read_as_the_revision_reads_it_that_is_to_serve_it(asset):
+def test_a_prompt_is_tokenized_for_the_revision_that_serves_it(asset):
     async def scenario(world: World) -> None:
         await world.worker("w1", revision="v1")
         await world.worker("w2", revision="v2")

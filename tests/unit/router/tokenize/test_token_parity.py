@@ -100,7 +100,7 @@ async def is_exact(world: World, **fields) -> bool:
     return found.exact
 
 
-def test_each_life_of_a_worker_is_asked_once_and_agrees(directory):
+def test_each_worker_epoch_is_probed_once_and_agrees(directory):
     async def scenario(world: World) -> None:
         handlers = await join(world, directory, "w1", "w2")
         await until(lambda: all(parity_of(world, one) is AGREES for one in ("w1", "w2")))
@@ -113,7 +113,7 @@ def test_each_life_of_a_worker_is_asked_once_and_agrees(directory):
     in_world(scenario, tokenize="always")
 
 
-def test_an_engine_with_another_template_is_placed_by_load_alone_and_said_loudly_once(directory, caplog):
+def test_an_engine_with_another_template_is_placed_by_load_and_logged_once(directory, caplog):
     async def scenario(world: World) -> None:
         await join(world, directory, "w1", template="{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}")
         await until(lambda: parity_of(world, "w1") is DIFFERS)
@@ -131,7 +131,7 @@ def test_an_engine_with_another_template_is_placed_by_load_alone_and_said_loudly
     in_world(scenario, tokenize="always")
 
 
-def test_a_later_probe_that_agrees_brings_exact_placement_back(directory):
+def test_a_later_agreeing_probe_restores_exact_placement(directory):
     async def scenario(world: World) -> None:
         (handler,) = await join(world, directory, "w1", template="{{ messages[0].role }}")
         await until(lambda: parity_of(world, "w1") is DIFFERS)
@@ -145,7 +145,7 @@ def test_a_later_probe_that_agrees_brings_exact_placement_back(directory):
     in_world(scenario, tokenize="always")
 
 
-def test_one_worker_that_differs_spoils_the_fingerprint_until_it_is_gone(directory):
+def test_one_differing_worker_disables_its_fingerprint_until_it_leaves(directory):
     async def scenario(world: World) -> None:
         await join(world, directory, "w1")
         await join(world, directory, "w2", template="{{ messages[0].role }}")
@@ -162,7 +162,7 @@ def test_one_worker_that_differs_spoils_the_fingerprint_until_it_is_gone(directo
     in_world(scenario, tokenize="always")
 
 
-def test_workers_started_anew_with_another_template_give_their_tokenizer_anew(directory):
+def test_restarted_workers_with_another_template_publish_their_tokenizer_again(directory):
     template = "There are {{ messages | length }} messages.\n" + SimulatedTokenizer(directory).files().chat_template
 
     async def scenario(world: World) -> None:
@@ -183,7 +183,7 @@ def test_workers_started_anew_with_another_template_give_their_tokenizer_anew(di
     in_world(scenario, tokenize="always")
 
 
-def test_a_worker_that_does_not_answer_is_believed_to_be_like_its_tokenizer(directory):
+def test_an_unresponsive_worker_is_assumed_to_match_its_tokenizer(directory):
     async def scenario(world: World) -> None:
         handler = TokenHandler(world, directory, "w1")
         await world.worker("w1", asset=handler.asset())
@@ -196,7 +196,7 @@ def test_a_worker_that_does_not_answer_is_believed_to_be_like_its_tokenizer(dire
     in_world(scenario, tokenize="always")
 
 
-def test_silence_takes_no_difference_back_and_no_news_is_told_twice():
+def test_silence_clears_no_difference_and_nothing_is_reported_twice():
     book = ParityBook()
     assert book.seen("w1", 1, "f")
     assert not book.seen("w1", 1, "f")
@@ -212,7 +212,7 @@ def test_silence_takes_no_difference_back_and_no_news_is_told_twice():
     assert (book.trusted("f"), book.next_at()) == (True, NEVER)
 
 
-def test_a_difference_is_said_in_numbers():
+def test_a_difference_is_described_in_numbers():
     theirs = PromptTokens(tokens=[1, 2, 3, 4], hashes=pack_hashes([7, 8]))
 
     assert difference(theirs, 4, [7, 8]) == ""
@@ -223,7 +223,7 @@ def test_a_difference_is_said_in_numbers():
 
 
 @pytest.mark.parametrize("block_size", [16, 128])
-def test_probes_are_of_every_kind_and_several_blocks_long(directory, block_size):
+def test_probes_cover_every_kind_and_several_blocks(directory, block_size):
     tokenizer = SimulatedTokenizer(directory)
     asked = [msgspec.json.decode(probe.body) for probe in probes("m", block_size=block_size, max_model_len=8192)]
 

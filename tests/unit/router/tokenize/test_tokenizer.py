@@ -57,7 +57,7 @@ def prompt_of(prompts: PromptTokenizer, path: str, held=lambda _block: True, mor
         return asyncio.run(prompts.prompt(facts, held, threads=threads, loop_chars_max=500, more=more))
 
 
-def test_a_prompt_that_nobody_holds_is_not_tokenized_to_its_end(prompts):
+def test_an_uncached_prompt_is_not_tokenized_to_its_end(prompts):
     text = "every word of this is new to all of them " * 2000
 
     found = prompt_of(prompts, COMPLETIONS, held=lambda _block: False, prompt=text)
@@ -66,7 +66,7 @@ def test_a_prompt_that_nobody_holds_is_not_tokenized_to_its_end(prompts):
     assert found.tokens == pytest.approx(prompt_of(prompts, COMPLETIONS, prompt=text).tokens, rel=0.1)
 
 
-def test_the_walk_goes_on_as_far_as_blocks_are_held(prompts, whole):
+def test_tokenization_continues_as_far_as_blocks_are_cached(prompts, whole):
     text = "some words that all of them know by heart " * 300
     expected = block_hashes(whole.encode(text).ids, SCHEME)
     known = set(expected[: len(expected) // 2])
@@ -77,26 +77,26 @@ def test_the_walk_goes_on_as_far_as_blocks_are_held(prompts, whole):
     assert len(found.hashes) < len(expected)
 
 
-def test_long_and_short_prompts_and_second_looks_give_the_same(prompts, whole):
+def test_prompt_length_and_repetition_do_not_change_the_hashes(prompts, whole):
     for text in ("short one", "long enough to go to a thread " * 100):
         expected = block_hashes(whole.encode(text).ids, SCHEME)
         for _ in range(2):
             assert list(prompt_of(prompts, COMPLETIONS, prompt=text).hashes) == expected
 
 
-def test_token_ids_are_taken_as_they_are(prompts):
+def test_token_ids_are_used_unchanged(prompts):
     ids = list(range(100))
     assert prompt_of(prompts, COMPLETIONS, prompt=ids).hashes == block_hashes(ids, SCHEME)
 
 
-def test_a_salt_sets_prompts_apart(prompts):
+def test_salts_separate_equal_prompts(prompts):
     text = "the same words for two tenants " * 30
     plain, salted = (prompt_of(prompts, COMPLETIONS, prompt=text, cache_salt=salt) for salt in (None, "tenant"))
     assert plain.tokens == salted.tokens
     assert not set(plain.hashes) & set(salted.hashes)
 
 
-def test_a_chat_is_what_its_template_makes_of_it(prompts, whole):
+def test_chats_are_tokenized_as_their_template_renders_them(prompts, whole):
     messages = [{"role": "user", "content": "hello there " * 20}]
     text = "<s><user>" + "hello there " * 20 + "\n<assistant>"
 
@@ -116,16 +116,16 @@ def test_a_chat_is_what_its_template_makes_of_it(prompts, whole):
         {"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ 1 }}"},
     ],
 )
-def test_what_only_the_engine_understands_is_not_guessed_at(prompts, fields):
+def test_prompts_only_the_engine_can_render_are_not_hashed(prompts, fields):
     assert prompt_of(prompts, CHAT, **fields) is None
 
 
 @pytest.mark.parametrize("prompt", [[-1], [1 << 70], {"a": 1}, [1.5]])
-def test_prompts_that_no_engine_takes_are_left_to_it(prompts, prompt):
+def test_invalid_prompts_are_left_to_the_engine(prompts, prompt):
     assert prompt_of(prompts, COMPLETIONS, prompt=prompt * 20 if isinstance(prompt, list) else prompt) is None
 
 
-def test_a_tokenizer_that_joins_across_spaces_is_not_cut(whole):
+def test_tokenizers_that_join_across_spaces_are_not_cut(whole):
     joins = Tokenizer.from_str(whole.to_str())
     joins.add_tokens(["many words in one"])
     assert find_cuts(whole).words is not None
@@ -133,18 +133,18 @@ def test_a_tokenizer_that_joins_across_spaces_is_not_cut(whole):
 
 
 @pytest.mark.parametrize("asset", [{}, {"tokenizer_json": b"{"}, {"tokenizer_json": b"\xff"}])
-def test_an_asset_of_no_use_is_refused_with_a_reason(asset):
+def test_unusable_assets_are_rejected_with_a_reason(asset):
     with pytest.raises(ValueError, match=r"\w"):
         PromptTokenizer(TokenizerAsset(worker_id="w", epoch=1, **asset), SCHEME, cache_bytes_max=1)
 
 
 @pytest.mark.parametrize("source", ["{{ ''.__class__.__mro__ }}{{ raise_exception('no') }}", "{% if %}", "{{ 1 / 0 }}"])
-def test_a_template_that_breaks_or_reaches_out_fails_alone(source):
+def test_a_broken_or_escaping_template_fails_alone(source):
     with pytest.raises(TemplateFailed):
         ChatTemplate(source, {}).render([], {})
 
 
-def test_templates_render_as_hugging_face_renders_them():
+def test_templates_render_as_in_hugging_face_transformers():
     utils = pytest.importorskip("transformers.utils.chat_template_utils")
     source = """
     {%- for message in messages %}
@@ -166,7 +166,7 @@ def test_templates_render_as_hugging_face_renders_them():
 
 
 @pytest.mark.parametrize("chars", [30, 3000])
-def test_the_tokens_of_an_answer_are_hashed_behind_its_prompt(prompts, whole, chars):
+def test_completion_tokens_are_hashed_after_their_prompt(prompts, whole, chars):
     text, more = "going on where it broke off " * (chars // 28), [5, 0, 77, 1999] * 20
     ids = [*whole.encode(text).ids, *more]
 
