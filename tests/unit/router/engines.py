@@ -1,4 +1,4 @@
-"""Engines that consist of a queue, in virtual time, and a placement that knows them: the fleet of admission tests."""
+"""Engines in virtual time that consist of a queue, and a placement over them, for admission tests."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Engines:
         )
 
     def offer(self, tokens: int = 100, *, ends_at: float = float("inf"), **request: Any) -> QueueEntry:
-        """A request arrives now."""
+        """Offer a request that arrives now."""
         entry = QueueEntry(ask(tokens, **request), self.now, ends_at)
         result = self.admission.offer(entry, self.now)
         if result is not None:
@@ -85,7 +85,7 @@ class Engines:
         self._schedule()
 
     def run(self, until: float = float("inf")) -> None:
-        """Let time pass: prompts and completions end, timers fire."""
+        """Advance time: prompts and completions end, timers fire."""
         while True:
             wakes_at = self.admission.wakes_at(self.now)
             next_at = min(self._events[0][0] if self._events else float("inf"), wakes_at or float("inf"))
@@ -128,7 +128,7 @@ class Engines:
         heapq.heappush(self._events, (at, self._count, what))
 
     def reason(self, entry: QueueEntry) -> Reason | None:
-        """Why it was rejected; None when it was not."""
+        """The reason of the rejection, or None."""
         result = dict(self.ends)[entry]
         return result.reason if isinstance(result, Rejection) else None
 

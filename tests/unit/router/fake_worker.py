@@ -1,4 +1,4 @@
-"""A worker that does what its test says, over any bus: real legs, scripted answers."""
+"""A worker with scripted responses to real legs, over any bus."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def wants_stream(start: StartLeg) -> bool:
 
 
 def answer_well(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
-    """What an engine does on a good day."""
+    """Respond as a healthy engine does."""
     if start.kind is LegKind.PREFILL:
         frames.head(200, JSON)
         frames.end(
@@ -96,7 +96,7 @@ class FakeWorker:
         return record(self.worker_id, phase, self.epoch, self.role, **of_it)
 
     async def join(self) -> None:
-        """Listen, then be known to the registry."""
+        """Subscribe, then register."""
         ids = {"worker_id": self.worker_id}
         self._subscriptions = [
             await self.bus.subscribe(START_LEG, self._on_start, **ids),
@@ -110,7 +110,7 @@ class FakeWorker:
         await self.bus.publish(LOAD, load(self.worker_id, self.epoch, role=self.role, **numbers))
 
     async def vanish(self) -> None:
-        """Stop listening, without a word."""
+        """Stop listening without deregistering."""
         self.alive = False
         for subscription in self._subscriptions:
             await subscription.close()

@@ -1,4 +1,4 @@
-"""Several routers before the same workers, on one hub, in virtual time."""
+"""Several routers with the same workers, on one hub, in virtual time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RESERVED = ".reserved"
 
 
 class Hub(MemoryHub):
-    """Counts reservations, and loses them if it is told to."""
+    """Counts reservations, and drops them on demand."""
 
     def __init__(self, *, loses_reservations: bool) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Replicas:
         self._asked: list[asyncio.Task[None]] = []
 
     def ask(self, router: Router, **fields: Any) -> None:
-        """A request whose answer nobody waits for."""
+        """Send a request without waiting for its response."""
         connection = FakeConnection()
         http_request = router.edge.admit(connection, COMPLETIONS, [], http11=True, keep=True)
         connection.http_request = http_request
@@ -58,28 +58,28 @@ class Replicas:
         self._asked.append(asyncio.ensure_future(router.edge.serve(http_request)))
 
     async def answered(self) -> None:
-        """Until all requests have their answers."""
+        """Wait until all requests have their responses."""
         await asyncio.gather(*self._asked)
 
     def legs(self) -> list[int]:
-        """Legs of each worker so far."""
+        """The legs of each worker so far."""
         return [len(worker.started) for worker in self.workers]
 
     async def report(self, **numbers: Any) -> None:
-        """Every worker says how busy it is: as it would be with all legs that it has, and what is said here."""
+        """Every worker reports the load of its legs, plus the load given here."""
         for worker in self.workers:
             await worker.report(legs=len(worker.started), running=len(worker.started), **numbers)
         await settle()
 
 
 async def never(_worker: FakeWorker, _start: StartLeg, _frames: LegFrames) -> None:
-    """A leg that goes on for ever."""
+    """A leg that never ends."""
     await asyncio.get_running_loop().create_future()
 
 
 @asynccontextmanager
 async def replicas(routers: int, workers: int, *, loses_reservations: bool = False) -> AsyncIterator[Replicas]:
-    """All of them know each other, and nobody has anything to do."""
+    """Routers that know each other, and idle workers."""
     hub = Hub(loses_reservations=loses_reservations)
     made = [Router(Settings(log_requests=False), MemoryBus(hub), LoopClock(), Tracing()) for _ in range(routers)]
     for number, router in enumerate(made):  # the same names in each run: instants are drawn by them

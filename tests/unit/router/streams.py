@@ -1,4 +1,4 @@
-"""Workers that stream one certain answer, token by token, and go on behind whatever tokens a leg is resumed from."""
+"""Workers that stream one fixed completion token by token, and continue it from the tokens of a resumed leg."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ANSWER = ROLE + b"".join(map(event, range(len(TOKENS)))) + DONE
 
 
 def streams(breaks_after: int = FOREVER, how: Callable[[LegFrames], None] | None = None) -> Script:
-    """The answer, until it has had so many new tokens; then ``how`` happens."""
+    """Stream that many new tokens of the completion, then call ``how``."""
 
     def script(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
         if start.kind is LegKind.PREFILL:
@@ -49,7 +49,7 @@ def fails(reason: Reason) -> Callable[[LegFrames], None]:
 
 
 def falls_silent(_frames: LegFrames) -> None:
-    """No more is ever said."""
+    """Send nothing more."""
 
 
 def loses_a_frame(frames: LegFrames) -> None:

@@ -1,4 +1,4 @@
-"""A router on a memory bus, with fake workers and clients that are a list of bytes. Time is virtual: see ``in_world``."""
+"""A router on a memory bus with fake workers and in-memory clients. Time is virtual: see ``in_world``."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class HttpResponse:
 
 
 def parse(written: bytes) -> HttpResponse:
-    """What a client makes of the bytes."""
+    """Parse the bytes of a response as a client does."""
     head, _, rest = written.partition(b"\r\n\r\n")
     line, *lines = head.decode().split("\r\n")
     headers = dict(one.split(": ", 1) for one in lines)
@@ -102,7 +102,7 @@ class World:
     async def worker(
         self, worker_id: str, role: Role = Role.BOTH, script: Script = answer_well, **kw: Any
     ) -> FakeWorker:
-        """One more worker, seen by the router when this returns."""
+        """Add a worker; the router knows it when this returns."""
         worker = FakeWorker(MemoryBus(self.hub), worker_id, role, script=script, **kw)
         self.workers[worker_id] = worker
         await worker.join()
@@ -128,7 +128,7 @@ class World:
     def begin(
         self, body: bytes, *, path: str = COMPLETIONS, **headers: str
     ) -> tuple[FakeConnection, asyncio.Task[None]]:
-        """Send a request; the task ends with its answer."""
+        """Send a request; the task ends with its response."""
         connection = FakeConnection()
         raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
         http_request = self.router.edge.admit(connection, path, raw, http11=True, keep=True)
@@ -141,7 +141,7 @@ class World:
         return connection, asyncio.ensure_future(self.router.edge.serve(http_request))
 
     async def ask(self, body: dict[str, Any] | bytes, *, path: str = COMPLETIONS, **headers: str) -> HttpResponse:
-        """A request and its answer."""
+        """Send a request and return its response."""
         raw = body if isinstance(body, bytes) else msgspec.json.encode(body)
         connection, answering = self.begin(raw, path=path, **headers)
         await answering
@@ -149,7 +149,7 @@ class World:
 
 
 async def settle() -> None:
-    """Let everything that is ready happen."""
+    """Run all tasks that are ready."""
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -169,7 +169,7 @@ async def open_world(settings: Settings, sink: SpanSink | None = None):
 
 
 def in_world(scenario: Callable[[World], Awaitable[None]], sink: SpanSink | None = None, **settings: Any) -> None:
-    """Run a story in virtual time; ``sink``: where its spans go."""
+    """Run a scenario in virtual time; its spans go to ``sink``."""
 
     async def main() -> None:
         async with open_world(Settings(log_requests=False, **settings), sink) as world:
@@ -183,7 +183,7 @@ def prompt(**fields: Any) -> dict[str, Any]:
 
 
 def give_legs(world: World, worker_id: str, legs: int) -> None:
-    """So that its like are tried first."""
+    """Load a worker with legs, so that the router tries equal workers first."""
     cluster = world.router.fleet.cluster
     view = cluster.workers[WorkerId(worker_id)]
     view.own.legs = legs

@@ -1,4 +1,4 @@
-"""Who waits, who begins, who is refused: admission on engines that are queues, in virtual time."""
+"""Admission queues, starts and rejects requests, on simple engines in virtual time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ A_SECOND = 1000
 
 
 def order(engines: Engines, *entries) -> list:
-    """The entries as they were begun."""
+    """The entries in the order in which they started."""
     return [entry for entry in engines.placed_at if entry in entries]
 
 

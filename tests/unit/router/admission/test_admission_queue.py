@@ -1,4 +1,4 @@
-"""Requests that wait in a router: until there is room, until they are refused, until they leave or it shuts down."""
+"""Requests queue in a router until they are placed, rejected or cancelled, or the router shuts down."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.unit.router.fake_worker import EVENTS, SSE, FakeWorker, Script, answe
 from tests.unit.router.world import World, in_world, parse, prompt, settle
 
 LEGS_MAX = 16
-"""Of a fake worker."""
+"""The capacity of a fake worker."""
 
 
 def taking(seconds: float) -> Script:
-    """A worker that thinks before it answers."""
+    """A worker that takes time to respond."""
 
     async def script(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
         await asyncio.sleep(seconds)
@@ -30,7 +30,7 @@ def taking(seconds: float) -> Script:
 
 
 async def fill(world: World, **fields: object) -> list[asyncio.Task[None]]:
-    """As many requests as the one worker takes."""
+    """Send as many requests as the worker takes."""
     running = [world.begin(json.dumps(prompt(**fields)).encode())[1] for _ in range(LEGS_MAX)]
     await settle()
     return running
@@ -177,7 +177,7 @@ def test_shutdown_rejects_queued_requests():
 
         assert parse(connection.written).status == 503
         assert "retry-after" in parse(connection.written).headers
-        assert late.status == 503  # it would have to wait, too
+        assert late.status == 503  # it would have to queue, too
         await asyncio.gather(*running)
 
     in_world(scenario)

@@ -1,4 +1,4 @@
-"""Virtual token counters: who had least is next, and time that was not used is no credit."""
+"""Virtual token counters: the tenant with the lowest counter is next, and idle time gives no credit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from services.router.admission.fair_share import TENANTS_MAX, FairShare, cost_of
 
 
 def served(share: FairShare, name: str, cost: float) -> None:
-    """A request that waits for nothing."""
+    """Charge a tenant that has nothing queued."""
     share.enter(name)
     share.charge(name, cost)
     share.leave(name)
@@ -99,5 +99,5 @@ def test_idle_tenants_are_dropped_beyond_the_maximum():
 
     assert len(share._known) <= TENANTS_MAX + 1
     assert share.served("waiting") == 5
-    share.charge("tenant-0", 1)  # Who is forgotten can still be settled.
+    share.charge("tenant-0", 1)  # A forgotten tenant can still be charged.
     share.completed("tenant-0", 1)

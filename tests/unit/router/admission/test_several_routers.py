@@ -1,4 +1,4 @@
-"""Requests wait in the rooms of several routers. When an engine has room, not all of them send it their next one."""
+"""Several routers with queued requests do not all send the next one to the same free engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REQUESTS, WORKERS = 48, 2
 
 
 class Engine:
-    """Computes one prompt after the other, and tells its worker's load as real ones do."""
+    """Computes prompts one after another and reports its load as a real worker does."""
 
     def __init__(self, worker: FakeWorker) -> None:
         self._worker = worker
@@ -56,7 +56,7 @@ class Engine:
 
 
 def queues(routers: int, *, loses_reservations: bool = False) -> tuple[list[int], float]:
-    """The longest queue of each engine, and how long everything took."""
+    """Returns the longest queue of each engine and the total time."""
 
     async def scenario() -> tuple[list[int], float]:
         async with (

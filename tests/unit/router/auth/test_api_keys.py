@@ -1,4 +1,4 @@
-"""Who gets in, over real sockets and in virtual time: keys, refusals, limits, and what reaches a worker."""
+"""Authentication over real sockets and in virtual time: keys, errors, limits, and what reaches a worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands in a file of keys, and what a key lets its holder do."""
+"""The key file's format and the permissions of a key."""
 
 from __future__ import annotations
 

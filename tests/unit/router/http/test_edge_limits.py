@@ -1,4 +1,4 @@
-"""What clients may hold of a router at most: connections, headers, and answers that they do not read."""
+"""Limits on what clients can hold: connections, headers and unread responses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def for_ever(_worker: FakeWorker, start: StartLeg, frames: LegFrames) -> N
 
 
 class Late(asyncio.Event):
-    """An answer that waits for its test."""
+    """A script that responds when its test says so."""
 
     async def __call__(self, _worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
         await self.wait()
@@ -42,7 +42,7 @@ def refusals(up, reason: str) -> float:
 
 
 def idle_socket(port: int) -> socket.socket:
-    """Of a client that the kernel keeps little for."""
+    """A client socket with a small receive buffer."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.connect(("127.0.0.1", port))
@@ -134,7 +134,7 @@ GARBAGE = [
 ]
 
 
-@pytest.mark.parametrize(("garbage", "more", "refused"), GARBAGE, ids=["no HTTP", "no end"])
+@pytest.mark.parametrize(("garbage", "more", "refused"), GARBAGE, ids=["not HTTP", "endless"])
 async def test_garbage_after_a_request_is_rejected_after_its_response(garbage: bytes, more: bytes, refused: bytes):
     async with running() as up:
         go = up.worker.script = Late()

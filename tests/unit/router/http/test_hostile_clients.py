@@ -1,4 +1,4 @@
-"""What a client may not do to a router over a socket: hold it up, fill its memory, or leave work behind."""
+"""A hostile client cannot block the router, fill its memory or leave work behind."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ async def test_disconnecting_with_a_pipelined_request_cancels_the_first_leg():
         (frames,) = up.worker.frames.values()
 
         def found_out() -> bool:
-            frames.data(EVENTS[0])  # Nothing is read from it just now: the router finds out when it writes.
+            frames.data(EVENTS[0])  # The router reads nothing now: it notices the disconnect when it writes.
             return bool(up.worker.cancelled)
 
         await until(found_out)

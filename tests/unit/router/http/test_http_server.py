@@ -1,4 +1,4 @@
-"""The HTTP edge over real sockets: bounds, pipelining, keep-alive, clients that leave, and everything beside inference."""
+"""The HTTP edge over real sockets: bounds, pipelining, keep-alive, disconnects and all routes but inference."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Running:
         self.url = f"http://127.0.0.1:{port}"
 
     def connections(self) -> list[RouterProtocol]:
-        """Those that are open."""
+        """The open connections."""
         return list(self.server.server_state.connections)
 
     async def raw(self, data: bytes) -> bytes:

@@ -1,6 +1,4 @@
-"""Where one request ends and the next begins is nothing that two readers may see differently; nor does a client write
-headers of its own into an answer, or a worker into one that is not its.
-"""
+"""Ambiguous request boundaries are rejected, and neither clients nor workers inject response headers."""
 
 from __future__ import annotations
 
@@ -44,31 +42,31 @@ AMBIGUOUS = {
     "a length with a sign": head(b"content-length: +3") + BODY + HIDDEN,
     "a negative length": head(b"content-length: -1") + BODY + HIDDEN,
     "a length in hexadecimal": head(b"content-length: 0x10") + BODY + HIDDEN,
-    "a length beyond all numbers": head(b"content-length: " + b"9" * 40) + BODY + HIDDEN,
-    "no length": head(b"content-length: ") + BODY + HIDDEN,
-    "an encoding that nobody knows": head(b"transfer-encoding: xchunked") + chunked(BODY) + HIDDEN,
-    "chunks that are not the last encoding": head(b"transfer-encoding: chunked, identity") + chunked(BODY) + HIDDEN,
+    "a length of 40 digits": head(b"content-length: " + b"9" * 40) + BODY + HIDDEN,
+    "an empty length": head(b"content-length: ") + BODY + HIDDEN,
+    "an unknown encoding": head(b"transfer-encoding: xchunked") + chunked(BODY) + HIDDEN,
+    "chunked is not the last encoding": head(b"transfer-encoding: chunked, identity") + chunked(BODY) + HIDDEN,
     "a space before the colon": head(b"transfer-encoding : chunked") + chunked(BODY) + HIDDEN,
     "a vertical tab in the encoding": head(b"transfer-encoding: \x0bchunked") + chunked(BODY) + HIDDEN,
-    "a header that goes on in the next line": head(b"x: 1", b" transfer-encoding: chunked", length()) + BODY + HIDDEN,
-    "a first header that is indented": LINE + b"\r\n " + TE + b"\r\n\r\n" + chunked(BODY) + HIDDEN,
-    "lines that end without a return": head(length()).replace(b"\r\n", b"\n") + BODY + HIDDEN,
-    "a line that ends with a return only": head(b"x: 1\r" + TE, length()) + BODY + HIDDEN,
+    "a folded header": head(b"x: 1", b" transfer-encoding: chunked", length()) + BODY + HIDDEN,
+    "an indented first header": LINE + b"\r\n " + TE + b"\r\n\r\n" + chunked(BODY) + HIDDEN,
+    "line feeds without carriage returns": head(length()).replace(b"\r\n", b"\n") + BODY + HIDDEN,
+    "a carriage return without line feed": head(b"x: 1\r" + TE, length()) + BODY + HIDDEN,
     "a zero byte in a header": head(b"x: a\0b", length()) + BODY + HIDDEN,
     "a header without a name": head(b": chunked", length()) + BODY + HIDDEN,
     "a header without a colon": head(b"chunked", length()) + BODY + HIDDEN,
-    "a chunk's size that is no number": head(TE) + b"zz\r\n" + BODY + HIDDEN,
+    "a chunk's size that is not a number": head(TE) + b"zz\r\n" + BODY + HIDDEN,
     "a chunk's size with a sign": head(TE) + b"-5\r\nhello\r\n0\r\n\r\n" + HIDDEN,
     "a chunk's size with 0x": head(TE) + b"0x5\r\nhello\r\n0\r\n\r\n" + HIDDEN,
-    "a chunk's size beyond all numbers": head(TE) + b"f" * 40 + b"\r\nhello\r\n0\r\n\r\n" + HIDDEN,
+    "a chunk's size of 40 digits": head(TE) + b"f" * 40 + b"\r\nhello\r\n0\r\n\r\n" + HIDDEN,
     "a chunk longer than it says": head(TE) + b"3\r\nhello\r\n0\r\n\r\n" + HIDDEN,
-    "a chunk's line without a return": head(TE) + b"5\nhello\r\n0\r\n\r\n" + HIDDEN,
-    "a version of our own": head(length(), line=b"POST /v1/completions HTTP/1.7") + BODY + HIDDEN,
-    "HTTP/2 at once": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + HIDDEN,
-    "a length behind the chunks": head(TE) + chunked(BODY, end=b"0\r\ncontent-length: 3\r\n\r\n") + HIDDEN,
+    "a chunk's line without a carriage return": head(TE) + b"5\nhello\r\n0\r\n\r\n" + HIDDEN,
+    "an unknown HTTP version": head(length(), line=b"POST /v1/completions HTTP/1.7") + BODY + HIDDEN,
+    "an HTTP/2 preface": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + HIDDEN,
+    "a length in a trailer": head(TE) + chunked(BODY, end=b"0\r\ncontent-length: 3\r\n\r\n") + HIDDEN,
     "no method": head(length(), line=b"/v1/completions HTTP/1.1") + BODY + HIDDEN,
 }
-"""Each followed by a request that must not be taken for one."""
+"""Each is followed by bytes that must not be parsed as a request."""
 
 
 @pytest.mark.parametrize("sent", AMBIGUOUS.values(), ids=AMBIGUOUS.keys())
@@ -89,7 +87,7 @@ UNUSUAL = {
     "an encoding in capitals": head(b"Transfer-Encoding: CHUNKED") + chunked(BODY),
     "leading zeros of a chunk's size": head(TE) + b"000%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY),
     "empty lines before a request": b"\r\n\r\n" + head(length()) + BODY,
-    "an offer of HTTP/2": head(length(), b"connection: upgrade, http2-settings", b"upgrade: h2c") + BODY,
+    "an offer to upgrade to HTTP/2": head(length(), b"connection: upgrade, http2-settings", b"upgrade: h2c") + BODY,
 }
 
 

@@ -19,12 +19,12 @@ from tests.support.memory_bus import MemoryBus, MemoryHub
 
 HOST = "127.0.0.1"
 CONNECTIONS_MAX = 200
-"""So many, and the kernel has given some to either of two routers."""
+"""Enough connections that the kernel gives some to each of two routers."""
 
 
 @asynccontextmanager
 async def serving() -> AsyncIterator[tuple[Server, str]]:
-    """A router on a port of its own; answers its server and its URL."""
+    """Start a router on a port of its own; returns its server and URL."""
     settings = Settings(log_requests=False)
     router = Router(settings, MemoryBus(MemoryHub()), SystemClock(), Tracing())
     server = make_server(router.edge, settings)
@@ -45,7 +45,7 @@ def shared_port() -> tuple[socket.socket, int]:
 
 
 async def healthy(port: int) -> bool:
-    """Over a connection of its own."""
+    """Send a request over a new connection."""
     async with httpx.AsyncClient(trust_env=False) as client:
         try:
             return (await client.get(f"http://{HOST}:{port}/health")).status_code == 200

@@ -1,4 +1,4 @@
-"""The decision log is bounded, and renders decisions as they were made and as they ended."""
+"""The decision log is bounded and renders decisions with their outcome."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOMY = {"count_max": 1000, "bytes_max": 10_000_000}
 
 
 class CountingCandidate(Candidate):
-    """Counts how often a record of it is made."""
+    """Counts how often it is rendered."""
 
     records = 0
 

@@ -1,4 +1,4 @@
-"""A whole router remembers each placement, what came of it and where the time to the first token went."""
+"""A whole router records each placement with its outcome and the parts of its TTFT."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HEADER = "x-baton-decision"
 def timed(
     *, queue_s: float = 0.0, prefill_s: float = 0.0, fetch_s: float = 0.0, step_s: float = 0.5, follows: bool = False
 ):
-    """A worker that takes its time and says so; three tokens, one each ``step_s``."""
+    """A worker that takes these times and reports them; three tokens, one per ``step_s``."""
 
     async def script(_worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
         await asyncio.sleep(queue_s + prefill_s)

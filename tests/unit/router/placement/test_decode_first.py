@@ -1,4 +1,4 @@
-"""A decode worker that is believed to have most of a prompt is asked alone, and may say no."""
+"""In decode-first mode a decode worker with most of the prompt cached serves alone, and may refuse."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.router.world import World, in_world, prompt
 
 
 def who_has_nothing(_worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
-    """Refuses whoever asks for a share of its cache."""
+    """Refuse every leg that has a cache threshold."""
     if start.cache_hit_threshold:
         frames.head(200, SSE if wants_stream(start) else JSON)
         frames.data(b'data: {"choices":[{"text":"","finish_reason":"cache_threshold"}]}\n\n')
@@ -44,7 +44,7 @@ def test_after_a_decode_first_refusal_a_prefill_worker_computes_the_prompt(strea
 
 
 class AsIfCached:
-    """Believes that the decode worker has it, as long as that may be believed."""
+    """Place decode-first whenever the request allows it."""
 
     def __init__(self, placer: Placer) -> None:
         self.placer = placer

@@ -1,4 +1,4 @@
-"""An operator says how requests are served that ask for no mode; all others are served as they ask."""
+"""The operator's default mode applies to requests that set no mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is asked for KV before a prompt is computed: whoever holds enough more of it, if reading is sooner than computing."""
+"""Workers with more of a prompt are its KV sources if reading is faster than computing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What placement does with what it knows: predicted seconds, of the request and of all others, decide."""
+"""Placement minimises predicted seconds, of the request and of all others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From KV events to placements: a router sends a prompt where its blocks are, and notices when it does not know."""
+"""From KV events to placements: a prompt goes to its blocks, and gaps in the index are noticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Regret: how much sooner the first token was predicted to come from another choice."""
+"""Regret: by how much the best alternative's predicted TTFT is lower."""
 
 from __future__ import annotations
 

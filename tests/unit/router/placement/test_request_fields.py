@@ -1,4 +1,4 @@
-"""One lenient pass over a body: enough to place it, never a reason to refuse it."""
+"""The router parses a body leniently: enough to place it, never a reason to reject it."""
 
 from __future__ import annotations
 

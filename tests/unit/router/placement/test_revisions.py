@@ -1,4 +1,4 @@
-"""Revisions side by side: shares are kept, conversations stay together, and all routers agree without a word."""
+"""Revisions side by side: shares hold, conversations stay together, routers agree without messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several routers place as well as one: each knows what the others have just placed."""
+"""Several routers place as well as one, because they publish their reservations."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.unit.router.world import settle
 
 ROUTERS, WORKERS = 4, 8
 GAP_S = 0.006
-"""Between two requests: reservations are told at least every 5 ms."""
+"""Between two requests; reservations are published at least every 5 ms."""
 LONG = "word " * 800
-"""Costs enough that no worker with one counts as equal to one without."""
+"""A prompt long enough that a worker with one leg costs more than an idle one."""
 
 
 async def burst(system: Replicas, requests: int) -> list[int]:
-    """Requests within one report's period, to each router in turn; answers the legs of each worker."""
+    """Send requests to each router in turn within one report period; returns the legs of each worker."""
     for number in range(requests):
         system.ask(system.routers[number % len(system.routers)], prompt=LONG)
         await asyncio.sleep(GAP_S)

@@ -1,4 +1,4 @@
-"""Targets, classes, priorities and what a client may ask for: the operator's JSON and the requests it holds for."""
+"""The operator's SLO targets, classes and priorities, and the options that a request may set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store gives KV and gets no legs, whatever is asked for and however busy everybody else is."""
+"""A store is a KV source and never gets a leg."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLOCK = 32
 NOW = 0.0
 HASHES = tuple(range(1, 21))
 SLOW = WorkerSpeed(prefill_token_s=0.01)
-"""An engine on which reading KV is sooner than computing it."""
+"""An engine on which reading KV is faster than computing it."""
 
 
 class Known:

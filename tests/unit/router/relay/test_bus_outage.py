@@ -1,4 +1,4 @@
-"""NATS goes away: new requests wait for it, and for workers to be heard again; streams go on when it is back."""
+"""During a NATS outage new requests wait; after it, streams resume once their workers are heard again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STREAM = b'{"model":"m","prompt":"x","stream":true}'
 
 
 def lose(world: World) -> None:
-    """Everybody's connection breaks."""
+    """Break every connection to NATS."""
     for bus in (world.bus, *(worker.bus for worker in world.workers.values())):
         bus.lose()
 

@@ -1,4 +1,4 @@
-"""The failure policy: which answers a kind of failure has, what an operator may say, and what the default does."""
+"""The failure policy: recovery actions per failure kind, the operator's file, the default."""
 
 from __future__ import annotations
 

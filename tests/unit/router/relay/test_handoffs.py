@@ -1,4 +1,4 @@
-"""From prefill to decode through a whole router: an offer at the end of the prompt, or its KV as it is computed."""
+"""Handoffs through a whole router: an offer after the prefill, or KV streamed during it."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ PREFILLED = LegReport(prompt_tokens=9, cached_tokens=4, kv=PROOF_OF_PREFILL)
 
 
 def silent(_worker: FakeWorker, _start: StartLeg, _frames: LegFrames) -> None:
-    """Takes the leg and says nothing."""
+    """Accept the leg and send nothing."""
 
 
 def silent_once(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
-    """Answers the second leg."""
+    """Respond to the second leg."""
     if len(worker.started) > 1:
         answer_well(worker, start, frames)
 
@@ -69,7 +69,7 @@ def frames_of(worker: FakeWorker) -> LegFrames:
 
 
 def is_quiet(world: World) -> bool:
-    """Nobody does, or counts as doing, anything for anybody."""
+    """Whether no leg runs and no load is counted."""
     views = world.router.fleet.cluster.workers.values()
     even = all((view.own.legs, view.own.tokens) == (0, 0) for view in views)
     tasks = [task for task in asyncio.all_tasks() if task.get_name() == "prefill-leg"]
@@ -188,7 +188,7 @@ def test_a_lost_prefill_worker_has_both_legs_placed_again(failing):
         reports = await collect_reports(world)
         p1, d1 = await world.pair(failing, silent_once, **OURS)
         await world.worker("p2", Role.PREFILL, **OURS)
-        give_legs(world, "p2", 5)  # So that p1 is tried first.
+        give_legs(world, "p2", 5)  # The router tries p1 first.
 
         answer = await world.ask(prompt(stream=True))
         give_legs(world, "p2", 0)
@@ -464,7 +464,7 @@ def test_the_request_report_names_its_kv_sources():
         await settle()
         prefilled(frames_of(p1))
         await answering
-        await world.ask(prompt(stream=False))  # Of its prefill leg nothing is ever told.
+        await world.ask(prompt(stream=False))  # Its prefill leg sends no report.
         await asyncio.sleep(1)
 
         both, alone = reports

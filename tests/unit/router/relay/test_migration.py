@@ -1,4 +1,4 @@
-"""Streams that break off go on elsewhere: every token once, or a clear error; never twice, never garbage."""
+"""A broken stream migrates: the client gets every token exactly once, or a clear error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def error_of(body: bytes) -> dict[str, Any]:
 
 
 async def both(world: World, first: Any, second: Any = None) -> tuple[FakeWorker, FakeWorker]:
-    """Two workers; the first is tried first."""
+    """Two workers; the router tries the first one first."""
     one = await world.worker("w1", script=first)
     other = await world.worker("w2", script=second or streams())
     give_legs(world, "w2", 5)

@@ -1,4 +1,4 @@
-"""A failure policy at work: each answer does what it says, in the operator's order."""
+"""Each recovery action works, in the operator's order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def failing(reason: Reason):
 
 
 def refusing(after: int = 0):
-    """Of a stream: so many tokens, and then that too little of the prompt is there. Computes all when it may."""
+    """Stream that many tokens, then refuse for missing KV; compute everything if the leg allows it."""
 
     def script(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
         guarded = start.kind is LegKind.DECODE and bool(start.cache_hit_threshold)

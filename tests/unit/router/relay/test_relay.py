@@ -23,7 +23,7 @@ def failing(reason: Reason):
 
 
 def silent(_worker: FakeWorker, _start: StartLeg, _frames: LegFrames) -> None:
-    """Takes the leg and says nothing."""
+    """Accept the leg and send nothing."""
 
 
 def test_a_request_is_prefilled_on_one_worker_and_decoded_on_another():
@@ -198,7 +198,7 @@ def test_a_leg_failing_before_the_first_byte_moves_to_another_worker(reason):
     async def scenario(world: World) -> None:
         await world.pair(decode=failing(reason))
         d2 = await world.worker("d2", Role.DECODE)
-        give_legs(world, "d2", 5)  # So that d1 is tried first.
+        give_legs(world, "d2", 5)  # The router tries d1 first.
 
         answer = await world.ask(prompt(stream=True))
 

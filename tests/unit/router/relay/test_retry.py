@@ -1,4 +1,4 @@
-"""What is left of a first attempt in the second: nothing. And who fell silent is noticed without the orchestrator."""
+"""A retry carries nothing over from the failed attempt, and needs no orchestrator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def lost(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
 
 
 def alone_or_with_others(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
-    """Finds 4 tokens cached the first time, 8 the second."""
+    """Report 4 cached tokens for the first leg and 8 for the second."""
     if start.kind is LegKind.PREFILL:
         answer_well(worker, start, frames)
         return

@@ -1,4 +1,4 @@
-"""After an outage the fleet is here when its workers were heard again, however the bus tells of its return."""
+"""After an outage the fleet counts as known once its workers are heard again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a router comes to know what a whole fleet holds."""
+"""A router fetches the KV snapshots of a whole fleet."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ANSWER_S = 1.0
 
 
 class Fleet:
-    """Workers that take their time to answer; one of them never does."""
+    """Workers that respond slowly; one of them never responds."""
 
     silent = "w3"
 

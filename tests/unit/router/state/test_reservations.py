@@ -1,4 +1,4 @@
-"""What routers tell each other of what they placed."""
+"""Routers publish reservations for the legs that they place."""
 
 from __future__ import annotations
 

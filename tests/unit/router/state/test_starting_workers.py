@@ -1,4 +1,4 @@
-"""A worker is known before it knows itself, and before it has measured anything."""
+"""The router handles workers without a fingerprint or measurements."""
 
 from __future__ import annotations
 

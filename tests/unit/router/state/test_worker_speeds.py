@@ -1,4 +1,4 @@
-"""Published engine speeds and the router's own measurements become what placement computes with."""
+"""Placement uses published engine speeds and the router's own measurements."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PREFILL_ONLY = msgspec.structs.replace(MEASURED, prefill_token_s=1e-3, decode_st
 
 
 class Fleet:
-    """Workers of one fingerprint that have joined, and what the router assumes of them."""
+    """Workers of one fingerprint, and the speeds that the router assumes for them."""
 
     def __init__(self, *worker_ids: str) -> None:
         self.cluster = ClusterView()
@@ -57,7 +57,7 @@ class Fleet:
         return self.of("w1")
 
     def of(self, worker_id: str) -> WorkerSpeed:
-        """As written for placement."""
+        """The speed that placement reads."""
         row = self.cluster.workers[WorkerId(worker_id)].row
         return WorkerSpeed(
             **dict(zip(WorkerSpeed.__struct_fields__, self.cluster.table.numbers[t.SPEED :, row].tolist(), strict=True))
@@ -216,7 +216,7 @@ def test_without_a_first_token_no_transit_is_estimated(first_token_s: float | No
 
 
 def noisy(draw: random.Random, seconds: float) -> float:
-    """As measured on a machine with other load: one in ten is an outlier."""
+    """Measurements on a machine with other load: one in ten is an outlier."""
     seconds *= draw.lognormvariate(0.0, 0.25)
     return seconds * draw.uniform(10, 100) if draw.random() < 0.1 else seconds
 

@@ -1,4 +1,4 @@
-"""Of a finished request it is told from whom its workers read KV."""
+"""The report of a finished request lists its workers' KV reads."""
 
 from __future__ import annotations
 

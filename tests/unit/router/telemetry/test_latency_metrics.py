@@ -1,4 +1,4 @@
-"""Latencies for Prometheus: buckets that lead to traces, gaps that are counted in bulk, and labels that stay few."""
+"""Latency metrics: exemplars, inter-token gaps counted in bulk, bounded labels."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def finished(trace_id: str = "", **fields) -> RequestFinished:
 
 
 def examples(registry: CollectorRegistry) -> dict[str, list[tuple[str, float]]]:
-    """By metric: the traces that its buckets name, with what was seen there."""
+    """By metric: the trace id and value of each exemplar."""
     return {
         family.name: found
         for family in text_string_to_metric_families(openmetrics(registry).decode())

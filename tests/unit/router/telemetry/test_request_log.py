@@ -1,4 +1,4 @@
-"""One line for each finished request, from which its trace and its decision can be found."""
+"""The request log has one line per finished request, with its trace and decision ids."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TRACED = f"00-{TRACE}-00f067aa0ba902b7-01"
 
 @pytest.fixture
 def written(caplog) -> Iterator[io.StringIO]:
-    """What the router writes about requests, as machines read it."""
+    """The router's request log as parsed JSON."""
     caplog.set_level(logging.INFO, "baton.request")
     out = io.StringIO()
     handler = logging.StreamHandler(out)
@@ -38,12 +38,12 @@ def lines(written: io.StringIO) -> list[dict]:
 
 
 def asked(body: dict, path: str = COMPLETIONS, **headers: str) -> None:
-    """One request to a prefill and a decode worker."""
+    """Send one request to a prefill and a decode worker."""
 
     async def main() -> None:
         async with open_world(Settings(log_requests=True)) as world:
             await world.pair(decode=streams())
-            await asyncio.sleep(1.0)  # an instant of 0 is none
+            await asyncio.sleep(1.0)  # a time of 0 means unset
             await world.ask(body, path=path, **headers)
 
     run_in_virtual_time(main())

@@ -1,4 +1,4 @@
-"""What a router says of itself: whom it does not know as it should, and nobody else."""
+"""A router's health report names exactly the workers that it cannot place by their cache."""
 
 from __future__ import annotations
 

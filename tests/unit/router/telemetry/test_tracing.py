@@ -1,4 +1,4 @@
-"""A request's trace, as its router draws it: parts that add up, and whose traces are kept."""
+"""The router's spans of a request sum up, and sampling decides which traces are kept."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"
 WANTED, UNWANTED = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"
 LEAST = (1 << 128) - (1 << 64)
-"""A trace's id that every share chooses; the greatest is one that none does."""
+"""Every sampling ratio selects this trace id; none selects the greatest id."""
 GREATEST = (1 << 128) - 1
 
 
 class Drawings:
-    """A sink that keeps what it is given."""
+    """A sink that stores its spans."""
 
     def __init__(self, ratio: float) -> None:
         self.sample_ratio = ratio
@@ -162,7 +162,7 @@ def test_each_leg_carries_its_span_as_the_workers_parent():
     request = named(spans, SpanName.REQUEST)
     assert (request.parent_id, request.parent_is_remote) == (int(PARENT, 16), True)
     assert prefill.parent_id == decode.parent_id == request.span_id
-    assert not below(spans, prefill)  # The worker draws that itself.
+    assert not below(spans, prefill)  # The worker creates that span itself.
 
 
 def test_slow_unsampled_requests_are_traced_from_worker_reports():
@@ -180,7 +180,7 @@ def test_slow_unsampled_requests_are_traced_from_worker_reports():
     request = named(spans, SpanName.REQUEST)
     assert request.about[Attribute.KEPT] == "slow"
     assert trace_id > 0
-    assert seen == [None]  # Its worker had nothing to draw.
+    assert seen == [None]  # Its worker created no spans.
     served = named(below(spans, named(spans, SpanName.DECODE_LEG)), SpanName.SERVE_LEG)
     assert served.about[Attribute.FROM_REPORT] is True
     names = [SpanName.ENGINE_QUEUE, SpanName.ENGINE_PREFILL, SpanName.ENGINE_DECODE, SpanName.LEASE, SpanName.READ]

@@ -1,4 +1,4 @@
-"""Where the time to the first token went, for each way in which legs can run."""
+"""The parts of the TTFT in each serving mode."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_aggregated_ttft_is_queue_fetch_prefill_and_transit():
         "tokenize_s": 0.02,
         "place_s": 0.001,
         "failed_s": 0.25,
-        "queue_s": 0.2,  # The time between grant and read is spent in the queue, waiting for room.
+        "queue_s": 0.2,  # The time between grant and read is spent in the queue, waiting for free blocks.
         "fetch_s": 0.1,
         "prefill_s": 0.2,
         "transit_s": 0.029,
@@ -90,7 +90,7 @@ def test_only_handoff_time_after_a_streamed_prefill_counts():
 
 def test_waiting_for_a_full_decode_worker_counts_as_queue():
     prefill = report(0.0, 0.5)
-    decode = report(3.0, 0.03, read(90.0, 90.001, 90.001, 90.101, followed=True))  # Asked when there was room at last.
+    decode = report(3.0, 0.03, read(90.0, 90.001, 90.001, 90.101, followed=True))  # Requested once blocks were free.
 
     parts = ttft_parts(3.1, Timings(), Legs(answering=decode, prefill=prefill, streamed=True))
 

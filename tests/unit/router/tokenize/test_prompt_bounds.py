@@ -1,4 +1,4 @@
-"""No prompt costs the router more than it can be worth."""
+"""The router bounds the work for one prompt."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCHEME = HashScheme(block_size=16)
 
 
 async def fetch_tokenizer(world: World, asset: TokenizerAsset) -> None:
-    """Instead of the one that fake workers have."""
+    """Give the fake workers a real tokenizer."""
     prompts = world.router.prompts
     for worker in world.workers.values():
         worker.asset = asset
@@ -35,7 +35,7 @@ async def fetch_tokenizer(world: World, asset: TokenizerAsset) -> None:
 
 
 class Stuck(Executor):
-    """A thread that is busy with somebody else's prompt."""
+    """A tokenizer thread that is busy with another prompt."""
 
     def submit(self, *_work, **_options) -> Future:
         return Future()
@@ -55,7 +55,7 @@ def prompts(asset) -> PromptTokenizer:
 async def found(
     prompts: PromptTokenizer, prompt: object, *, held: bool = True, loop_chars_max: int = sys.maxsize
 ) -> Prompt | None:
-    """On the event loop as far as that many characters; there is no thread."""
+    """Tokenize up to that many characters on the event loop; there is no thread."""
     facts = read_request(COMPLETIONS, json.dumps({"model": "m", "prompt": prompt}).encode())
     return await prompts.prompt(facts, lambda _block: held, threads=Stuck(), loop_chars_max=loop_chars_max)
 

@@ -1,4 +1,4 @@
-"""The router asks each engine how it tokenizes, and believes the engine."""
+"""The router probes how each engine tokenizes, and trusts the engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AGREES, DIFFERS, UNKNOWN = Parity.AGREES, Parity.DIFFERS, Parity.UNKNOWN
 
 
 class TokenHandler:
-    """A worker's answers to probes: an engine's, with a template of the test's choice."""
+    """Responds to probes as an engine with the test's chat template does."""
 
     def __init__(self, world: World, directory, worker_id: str) -> None:
         self.asked = 0
@@ -69,7 +69,7 @@ def directory(tmp_path_factory):
 
 
 async def join(world: World, directory, *worker_ids: str, template: str | None = None) -> list[TokenHandler]:
-    """Workers whose engines use ``template``; the tokenizer that they give out has the model's own."""
+    """Workers whose engines use ``template``; their published tokenizer has the model's own."""
     handlers = []
     for worker_id in worker_ids:
         handler = TokenHandler(world, directory, worker_id)
@@ -106,7 +106,7 @@ def test_each_worker_epoch_is_probed_once_and_agrees(directory):
         await until(lambda: all(parity_of(world, one) is AGREES for one in ("w1", "w2")))
         await asyncio.sleep(10 * ASK_AGAIN_S)
 
-        # The tokenizer may have come when one of them was there already, and the other was not.
+        # The tokenizer may arrive after the first worker joined and before the second.
         assert all(1 <= handler.asked <= 2 for handler in handlers)
         assert await is_exact(world, prompt="some words " * 100)
 

@@ -1,4 +1,4 @@
-"""The router's tokens are the engine's tokens, or it says that it does not know."""
+"""The router's tokens equal the engine's, or count as unknown."""
 
 from __future__ import annotations
 
