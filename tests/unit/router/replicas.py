@@ -33,12 +33,12 @@ class Hub(MemoryHub):
         self.reservations = 0
         self._loses = loses_reservations
 
-    def deliver(self, subject: str, payload: bytes, headers: Mapping[str, str], answer: Any = None) -> int:
+    def deliver(self, subject: str, payload: bytes, headers: Mapping[str, str], response: Any = None) -> int:
         if subject.endswith(RESERVED):
             self.reservations += 1
             if self._loses:
                 return 0
-        return super().deliver(subject, payload, headers, answer)
+        return super().deliver(subject, payload, headers, response)
 
 
 class Replicas:

@@ -50,9 +50,9 @@ def test_a_queued_request_is_served_when_its_worker_has_capacity():
         await fill(world)
         begun = asyncio.get_running_loop().time()
 
-        answer = await world.ask(prompt())
+        response = await world.ask(prompt())
 
-        assert answer.status == 200
+        assert response.status == 200
         assert 2.0 < asyncio.get_running_loop().time() - begun < 4.5
         assert waiting(world) == 0
         assert sample(world, "baton_router_admission_wait_seconds_count") == 1
@@ -71,9 +71,9 @@ def test_the_queue_wait_is_part_of_the_ttft():
         await world.worker("w1", script=timed)
         await fill(world)
 
-        answer = await world.ask(prompt(stream=True))
+        response = await world.ask(prompt(stream=True))
 
-        decision = world.router.decisions.log.find(answer.headers["x-baton-decision"])
+        decision = world.router.decisions.log.find(response.headers["x-baton-decision"])
         assert decision is not None
         assert decision.measured is not None
         assert 1.5 < decision.measured.admission_s < 2.5
@@ -88,10 +88,10 @@ def test_a_full_queue_responds_with_retry_after():
         queued = [world.begin(json.dumps(prompt()).encode()) for _ in range(2)]
         await settle()
 
-        answer = await world.ask(prompt())
+        response = await world.ask(prompt())
 
-        assert (answer.status, answer.error["code"]) == (503, "overloaded")
-        assert int(answer.headers["retry-after"]) >= 1
+        assert (response.status, response.error["code"]) == (503, "overloaded")
+        assert int(response.headers["retry-after"]) >= 1
         assert waiting(world) == 2
         for connection, serving in queued:
             await serving
@@ -144,9 +144,9 @@ def test_the_request_deadline_includes_the_queue_wait():
         await fill(world)
         begun = asyncio.get_running_loop().time()
 
-        answer = await world.ask(prompt())
+        response = await world.ask(prompt())
 
-        assert (answer.status, answer.error["code"]) == (504, "deadline")
+        assert (response.status, response.error["code"]) == (504, "deadline")
         assert asyncio.get_running_loop().time() - begun == pytest.approx(5.0, abs=0.2)
 
     in_world(scenario, request_s_max=5.0)
@@ -157,9 +157,9 @@ def test_the_operators_maximum_queue_time_is_kept():
         await world.worker("w1", script=taking(60.0))
         await fill(world)
 
-        answer = await world.ask(prompt())
+        response = await world.ask(prompt())
 
-        assert (answer.status, answer.error["code"]) == (503, "overloaded")
+        assert (response.status, response.error["code"]) == (503, "overloaded")
 
     in_world(scenario, queue_s_max=3.0)
 
@@ -208,9 +208,9 @@ def test_retries_skip_the_queue():
         await world.worker("w2", script=taking(0.1))
         queue = world.router.queue
 
-        answers = [await world.ask(prompt()) for _ in range(2)]
+        responses = [await world.ask(prompt()) for _ in range(2)]
 
-        assert [answer.status for answer in answers] == [200, 200]
+        assert [response.status for response in responses] == [200, 200]
         assert len(queue) == 0
         assert sample(world, "baton_router_admission_wait_seconds_count") == 0
 
@@ -248,9 +248,9 @@ def test_unsupported_fields_are_rejected_by_name(headers, fields, status, param)
     async def scenario(world: World) -> None:
         worker = await world.worker("w1")
 
-        answer = await world.ask(prompt(**fields), **headers)
+        response = await world.ask(prompt(**fields), **headers)
 
-        assert (answer.status, answer.error["param"]) == (status, param)
+        assert (response.status, response.error["param"]) == (status, param)
         assert worker.started == []
 
     in_world(scenario, force_placement="nobody")
@@ -261,9 +261,9 @@ def test_the_body_reaches_the_worker_unchanged():
         worker = await world.worker("w1")
         body = json.dumps(prompt(baton={"mode": "aggregated", "priority": 3})).encode()
 
-        answer = await world.ask(body)
+        response = await world.ask(body)
 
-        assert (answer.status, worker.started[0].body) == (200, body)
+        assert (response.status, worker.started[0].body) == (200, body)
 
     in_world(scenario)
 

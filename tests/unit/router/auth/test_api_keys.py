@@ -65,10 +65,10 @@ async def test_a_missing_key_gets_401_before_the_body_is_read():
     async with running(keys=KEYS) as up, httpx.AsyncClient(base_url=up.url) as client:
         for headers in NO_KEY_OF_ANYBODY:
             asked = await client.post(COMPLETIONS, json=prompt(), headers=headers)
-            for answer in (asked, await client.get("/v1/models", headers=headers)):
-                assert answer.status_code == 401, headers
-                assert answer.headers["www-authenticate"].startswith("Bearer")
-                error = answer.json()["error"]
+            for response in (asked, await client.get("/v1/models", headers=headers)):
+                assert response.status_code == 401, headers
+                assert response.headers["www-authenticate"].startswith("Bearer")
+                error = response.json()["error"]
                 assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
         assert up.worker.started == []
 
@@ -105,18 +105,18 @@ async def test_metrics_need_no_key_on_loopback():
 
 async def test_a_key_without_inference_permission_gets_403():
     async with running(keys=KEYS) as up, httpx.AsyncClient(headers=bearer(OPERATOR)) as client:
-        answer = await client.post(up.url + COMPLETIONS, json=prompt())
+        response = await client.post(up.url + COMPLETIONS, json=prompt())
 
-        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")
+        assert (response.status_code, response.json()["error"]["code"]) == (403, "forbidden")
         assert up.worker.started == []
 
 
 async def test_a_key_over_its_limit_gets_429_with_retry_after():
     async with running(keys=KEYS) as up, httpx.AsyncClient(headers=bearer(LIMITED)) as client:
-        answers = [await client.post(up.url + COMPLETIONS, json=prompt()) for _ in range(3)]
+        responses = [await client.post(up.url + COMPLETIONS, json=prompt()) for _ in range(3)]
 
-        assert [answer.status_code for answer in answers] == [200, 200, 429]
-        refused = answers[-1]
+        assert [response.status_code for response in responses] == [200, 200, 429]
+        refused = responses[-1]
         error = refused.json()["error"]
         assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
         assert 1 <= int(refused.headers["retry-after"]) <= 30
@@ -214,9 +214,9 @@ def test_each_tenants_legs_are_salted_and_public_legs_are_not():
 def test_the_router_rejects_a_tenants_body_that_is_not_json():
     async def scenario(world: World) -> None:
         await world.worker("w1")
-        answer = await world.ask(b'{"prompt": NaN}', **bearer(ACME))
+        response = await world.ask(b'{"prompt": NaN}', **bearer(ACME))
 
-        assert (answer.status, answer.error["param"]) == (400, None)
+        assert (response.status, response.error["param"]) == (400, None)
         assert world.workers["w1"].started == []
 
     in_world(scenario, keys=KEYS)

@@ -147,10 +147,10 @@ async def test_garbage_after_a_request_is_rejected_after_its_response(garbage: b
             writer.write(more)
             await until(lambda: protocol.request_bytes > before or protocol.last_text)  # noqa: B023
         go.set()
-        answer = await read_to_end(reader)
+        response = await read_to_end(reader)
         writer.close()
 
-        first, _, second = answer.partition(b"the answer")
+        first, _, second = response.partition(b"the answer")
         assert first.startswith(b"HTTP/1.1 200 ")
         assert second.startswith(refused)
 
@@ -162,11 +162,11 @@ async def test_an_invalid_pipelined_body_is_rejected_after_the_running_stream():
         writer.write(request(BODY) + b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n")
         await until(lambda: any(protocol.last_text is not None for protocol in up.connections()))
         go.set()
-        answer = await read_to_end(reader)
+        response = await read_to_end(reader)
         writer.close()
 
-        assert answer.count(b"HTTP/1.1 ") == 2
-        assert b"HTTP/1.1 400 " in answer.partition(b"the answer")[2]
+        assert response.count(b"HTTP/1.1 ") == 2
+        assert b"HTTP/1.1 400 " in response.partition(b"the answer")[2]
         assert len(up.worker.started) == 1
 
 

@@ -80,9 +80,9 @@ async def test_a_head_begun_during_a_stream_does_not_cut_it():
     async with running(head_s_max=0.1) as up:
         up.worker.script = slowly
 
-        answer = await up.raw(request(STREAMED) + HEAD)
+        response = await up.raw(request(STREAMED) + HEAD)
 
-        assert answer.count(b"data: ") == len(EVENTS)
+        assert response.count(b"data: ") == len(EVENTS)
 
 
 async def test_disconnecting_with_a_pipelined_request_cancels_the_first_leg():
@@ -188,11 +188,11 @@ async def test_an_upgrade_offer_is_ignored_and_the_body_read(version):
         reader, writer = await connected(up)
         writer.write(request(BODY, *offer, "x-request-id: mine", version=version))
         async with asyncio.timeout(PATIENCE_S):
-            answer = await reader.readuntil(b"answer")
+            response = await reader.readuntil(b"answer")
         writer.close()
 
-        assert answer.startswith(b"HTTP/1.1 200 ")
-        assert b"x-request-id: mine" in answer
+        assert response.startswith(b"HTTP/1.1 200 ")
+        assert b"x-request-id: mine" in response
         assert up.worker.started[0].body == BODY
 
 
@@ -205,10 +205,10 @@ async def test_an_upgrade_offer_with_a_chunked_body_is_ignored():
             await writer.drain()
         for part in (BODY[:9], BODY[9:], b""):
             writer.write(b"%x\r\n%b\r\n" % (len(part), part))
-        answer = await read_to_end(reader)
+        response = await read_to_end(reader)
         writer.close()
 
-        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert response.startswith(b"HTTP/1.1 200 ")
         assert up.worker.started[0].body == BODY
 
 

@@ -42,9 +42,9 @@ class Running:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         writer.write(data)
         async with asyncio.timeout(PATIENCE_S):
-            answer = await reader.read()
+            response = await reader.read()
         writer.close()
-        return answer
+        return response
 
 
 @asynccontextmanager
@@ -90,15 +90,15 @@ BODY = json.dumps(prompt()).encode()
 async def test_a_response_has_a_length_and_keeps_the_connection_open():
     async with running() as up, httpx.AsyncClient() as client:
         for _ in range(3):
-            answer = await client.post(up.url + COMPLETIONS, json=prompt())
-            assert (answer.status_code, answer.content) == (200, WHOLE_ANSWER)
-            assert "connection" not in answer.headers
+            response = await client.post(up.url + COMPLETIONS, json=prompt())
+            assert (response.status_code, response.content) == (200, WHOLE_ANSWER)
+            assert "connection" not in response.headers
 
 
 async def test_streams_are_complete_for_http_1_1_and_1_0():
     async with running() as up, httpx.AsyncClient() as client:
-        answer = await client.post(up.url + COMPLETIONS, json=prompt(stream=True))
-        assert answer.content == b"".join(EVENTS) + DONE
+        response = await client.post(up.url + COMPLETIONS, json=prompt(stream=True))
+        assert response.content == b"".join(EVENTS) + DONE
 
         old = await up.raw(request(json.dumps(prompt(stream=True)).encode(), version="1.0"))
         assert old.endswith(b"\r\n\r\n" + b"".join(EVENTS) + DONE)
@@ -108,19 +108,19 @@ async def test_streams_are_complete_for_http_1_1_and_1_0():
 async def test_pipelined_requests_get_responses_in_order():
     async with running() as up:
         last = request(BODY, "x-request-id: third", "connection: close")
-        answers = await up.raw(request(BODY, "x-request-id: first") + request(BODY, "x-request-id: second") + last)
+        responses = await up.raw(request(BODY, "x-request-id: first") + request(BODY, "x-request-id: second") + last)
 
-        order = [answers.index(name) for name in (b"first", b"second", b"third")]
+        order = [responses.index(name) for name in (b"first", b"second", b"third")]
         assert order == sorted(order)
-        assert answers.count(b"HTTP/1.1 200 OK") == 3
+        assert responses.count(b"HTTP/1.1 200 OK") == 3
 
 
 async def test_a_too_large_content_length_gets_413_and_starts_nothing():
     async with running(body_bytes_max=1000) as up, httpx.AsyncClient() as client:
-        answer = await client.post(up.url + COMPLETIONS, content=b"x" * 3000)
+        response = await client.post(up.url + COMPLETIONS, content=b"x" * 3000)
         again = await client.post(up.url + COMPLETIONS, json=prompt())
 
-        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+        assert (response.status_code, response.json()["error"]["code"]) == (413, "request_too_large")
         assert again.status_code == 200
         assert len(up.worker.started) == 1
 
@@ -130,9 +130,9 @@ async def test_a_chunked_body_over_the_limit_gets_413():
         chunks = b"".join(b"190\r\n" + b"x" * 400 + b"\r\n" for _ in range(4))
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode()
 
-        answer = await up.raw(head + chunks)
+        response = await up.raw(head + chunks)
 
-        assert answer.startswith(b"HTTP/1.1 413 ")
+        assert response.startswith(b"HTTP/1.1 413 ")
         assert up.worker.started == []
 
 
@@ -148,9 +148,9 @@ async def test_a_chunked_body_within_the_limit_is_served():
 
 async def test_a_missing_body_gets_408():
     async with running(body_s_max=0.1) as up:
-        answer = await up.raw(request(BODY)[:-5])
+        response = await up.raw(request(BODY)[:-5])
 
-        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert response.startswith(b"HTTP/1.1 408 ")
 
 
 async def test_expect_100_continue_gets_its_interim_response():
@@ -167,9 +167,9 @@ async def test_expect_100_continue_gets_its_interim_response():
 
 async def test_endless_headers_are_rejected():
     async with running() as up:
-        answer = await up.raw(b"POST / HTTP/1.1\r\nx-long: " + b"x" * 66_000)
+        response = await up.raw(b"POST / HTTP/1.1\r\nx-long: " + b"x" * 66_000)
 
-        assert answer.startswith(b"HTTP/1.1 431 ")
+        assert response.startswith(b"HTTP/1.1 431 ")
 
 
 async def test_bytes_that_are_not_http_get_400():
@@ -196,16 +196,16 @@ async def test_a_client_disconnect_cancels_its_leg():
 
 async def test_a_full_router_responds_that_it_is_full():
     async with running(requests_at_once_max=0) as up, httpx.AsyncClient() as client:
-        answer = await client.post(up.url + COMPLETIONS, json=prompt())
+        response = await client.post(up.url + COMPLETIONS, json=prompt())
 
-        assert (answer.status_code, "retry-after" in answer.headers) == (503, True)
+        assert (response.status_code, "retry-after" in response.headers) == (503, True)
 
 
 async def test_an_unknown_mode_gets_400():
     async with running() as up, httpx.AsyncClient() as client:
-        answer = await client.post(up.url + COMPLETIONS, json=prompt(), headers={"x-baton-mode": "sideways"})
+        response = await client.post(up.url + COMPLETIONS, json=prompt(), headers={"x-baton-mode": "sideways"})
 
-        assert answer.status_code == 400
+        assert response.status_code == 400
 
 
 @pytest.mark.parametrize(
@@ -214,18 +214,18 @@ async def test_an_unknown_mode_gets_400():
 )
 async def test_state_routes_respond_to_get(path, holds):
     async with running() as up, httpx.AsyncClient() as client:
-        answer = await client.get(up.url + path)
+        response = await client.get(up.url + path)
 
-        assert answer.status_code == 200
-        assert holds in answer.text
+        assert response.status_code == 200
+        assert holds in response.text
 
 
 async def test_the_ready_route_says_why_it_is_not_ready():
     async with running() as up, httpx.AsyncClient() as client:
         up.router.bus.lose()
-        answer = await client.get(up.url + "/ready")
+        response = await client.get(up.url + "/ready")
 
-        assert (answer.status_code, answer.json()["reason"]) == (503, "NATS is not connected")
+        assert (response.status_code, response.json()["reason"]) == (503, "NATS is not connected")
 
 
 async def test_fastapi_errors_have_the_openai_shape():

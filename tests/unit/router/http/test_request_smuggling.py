@@ -72,10 +72,10 @@ AMBIGUOUS = {
 @pytest.mark.parametrize("sent", AMBIGUOUS.values(), ids=AMBIGUOUS.keys())
 async def test_ambiguous_requests_are_rejected_and_the_rest_left_unread(sent: bytes):
     async with running() as up:
-        answer = await up.raw(sent)
+        response = await up.raw(sent)
 
-        assert re.findall(rb"HTTP/1\.1 (\d{3}) ", answer) == [b"400"]
-        assert b"connection: close\r\n" in answer
+        assert re.findall(rb"HTTP/1\.1 (\d{3}) ", response) == [b"400"]
+        assert b"connection: close\r\n" in response
         assert up.worker.started == []
         assert not up.router.edge.upload_totals.bytes_held
 
@@ -94,17 +94,17 @@ UNUSUAL = {
 @pytest.mark.parametrize("sent", UNUSUAL.values(), ids=UNUSUAL.keys())
 async def test_unusual_unambiguous_requests_are_served(sent: bytes):
     async with running() as up:
-        answer = await up.raw(sent + request(BODY, "connection: close"))
+        response = await up.raw(sent + request(BODY, "connection: close"))
 
-        assert re.findall(rb"HTTP/1\.1 (\d{3}) ", answer) == [b"200", b"200"]
+        assert re.findall(rb"HTTP/1\.1 (\d{3}) ", response) == [b"200", b"200"]
         assert [start.body for start in up.worker.started] == [BODY, BODY]
 
 
 async def test_alternative_spellings_of_a_path_reach_no_worker():
     async with running() as up:
         for path in (f"http://elsewhere{COMPLETIONS}", "/v1/%63ompletions", f"/{COMPLETIONS}", f"/v1/..{COMPLETIONS}"):
-            answer = await up.raw(request(BODY, "connection: close", path=path))
-            assert answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 404 "))
+            response = await up.raw(request(BODY, "connection: close", path=path))
+            assert response.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 404 "))
 
         assert up.worker.started == []
 
@@ -120,9 +120,9 @@ async def test_request_headers_cannot_inject_response_headers(name: str, value: 
     async with running() as up:
         sent = request(BODY, "connection: close", f"{name}: VALUE").replace(b"VALUE", value)
 
-        answer = await up.raw(sent)
+        response = await up.raw(sent)
 
-        names = header_names(answer)
+        names = header_names(response)
         assert "x-injected" not in names
         assert len(names) == len(set(names))
 
@@ -133,9 +133,9 @@ async def test_control_characters_in_headers_are_rejected(name: str, end: bytes)
     async with running() as up:
         sent = request(BODY, f"{name}: VALUE").replace(b"VALUE", b"a" + end + b"x-injected: 1")
 
-        answer = await up.raw(sent)
+        response = await up.raw(sent)
 
-        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert response.startswith(b"HTTP/1.1 400 ")
         assert up.worker.started == []
 
 
@@ -145,13 +145,13 @@ async def test_body_text_cannot_inject_headers_or_leave_its_error_message(field:
         evil = 'a\r\nx-injected: 1\r\n\r\n<script>"'
         body = prompt(**{field: evil if field == "model" else {evil: 1}})
 
-        answer = await up.raw(request(json.dumps(body).encode(), "connection: close"))
+        response = await up.raw(request(json.dumps(body).encode(), "connection: close"))
 
-        status = int(answer[9:12])
+        status = int(response[9:12])
         assert 400 <= status < 500
-        assert "x-injected" not in header_names(answer)
-        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
-        assert b"x-content-type-options: nosniff\r\n" in answer
+        assert "x-injected" not in header_names(response)
+        assert json.loads(response.partition(b"\r\n\r\n")[2])["error"]["message"]
+        assert b"x-content-type-options: nosniff\r\n" in response
 
 
 async def test_a_worker_cannot_inject_response_headers():
@@ -163,10 +163,10 @@ async def test_a_worker_cannot_inject_response_headers():
     async with running() as up:
         up.worker.script = evil
 
-        answer = await up.raw(request(BODY, "connection: close"))
+        response = await up.raw(request(BODY, "connection: close"))
 
-        assert answer.startswith(b"HTTP/1.1 200 ")
-        assert "x-injected" not in header_names(answer)
+        assert response.startswith(b"HTTP/1.1 200 ")
+        assert "x-injected" not in header_names(response)
 
 
 @pytest.mark.parametrize("text", ["text/event-stream; charset=utf-8", "w-1", ""])
@@ -192,8 +192,8 @@ async def test_cross_origin_pages_are_not_allowed(path: str):
         assert b"x-content-type-options: nosniff\r\n" in answered
 
 
-def header_names(answer: bytes) -> list[str]:
-    lines = answer.partition(b"\r\n\r\n")[0].split(b"\r\n")[1:]
+def header_names(response: bytes) -> list[str]:
+    lines = response.partition(b"\r\n\r\n")[0].split(b"\r\n")[1:]
     return [line.partition(b":")[0].decode("latin-1").lower() for line in lines]
 
 
@@ -201,9 +201,9 @@ def header_names(answer: bytes) -> list[str]:
 async def test_trailers_are_not_headers(path: str):
     trailed = head(TE, line=f"POST {path} HTTP/1.1".encode()) + chunked(BODY, end=b"0\r\nx-request-id: trailed\r\n\r\n")
     async with running() as up:
-        answer = await up.raw(trailed + request(BODY, "connection: close"))
+        response = await up.raw(trailed + request(BODY, "connection: close"))
 
-        assert b"trailed" not in answer
+        assert b"trailed" not in response
         assert not any(protocol.headers for protocol in up.connections())
 
 

@@ -83,9 +83,9 @@ async def get(world: World, path: str, **params: Any) -> httpx.Response:
 
 
 async def decision(world: World, decision_id: str) -> DecisionRecord:
-    answer = await get(world, f"/v1/decisions/{decision_id}")
-    assert answer.status_code == 200, answer.text
-    return msgspec.json.decode(answer.content, type=DecisionRecord)
+    response = await get(world, f"/v1/decisions/{decision_id}")
+    assert response.status_code == 200, response.text
+    return msgspec.json.decode(response.content, type=DecisionRecord)
 
 
 def parts_of(record: DecisionRecord) -> dict[str, float]:
@@ -100,9 +100,9 @@ def test_an_aggregated_decision_has_the_measured_times(stream: bool):
     async def scenario(world: World) -> None:
         await world.worker("w1", script=timed(queue_s=0.3, prefill_s=0.2))
 
-        answer = await world.ask(prompt(stream=stream), x_request_id="mine")
+        response = await world.ask(prompt(stream=stream), x_request_id="mine")
 
-        record = await decision(world, answer.headers[HEADER])
+        record = await decision(world, response.headers[HEADER])
         assert (record.request_id, record.mode, record.decode_worker, record.outcome) == (
             "mine",
             "aggregated",
@@ -122,9 +122,9 @@ def test_a_disaggregated_decision_has_the_measured_times():
             timed(queue_s=0.25, prefill_s=1.0), timed(queue_s=0.125, fetch_s=0.0625, prefill_s=0.03), **OURS
         )
 
-        answer = await world.ask(prompt(stream=True))
+        response = await world.ask(prompt(stream=True))
 
-        record = await decision(world, answer.headers[HEADER])
+        record = await decision(world, response.headers[HEADER])
         assert (record.mode, record.prefill_worker, record.decode_worker) == ("disaggregated", "p1", "d1")
         assert parts_of(record) == {
             "queue_s": 0.25,
@@ -145,9 +145,9 @@ def test_streamed_handoff_time_beside_the_prefill_is_counted_once():
             **OURS,
         )
 
-        answer = await world.ask(prompt(stream=True))
+        response = await world.ask(prompt(stream=True))
 
-        assert parts_of(await decision(world, answer.headers[HEADER])) == {
+        assert parts_of(await decision(world, response.headers[HEADER])) == {
             "queue_s": 0.25,
             "prefill_s": 1.0,
             "handoff_s": 0.05,
@@ -182,22 +182,22 @@ def test_a_rejection_is_a_decision():
         world.workers["w1"].alive = False
         await asyncio.sleep(10)
 
-        answer = await world.ask(prompt())
+        response = await world.ask(prompt())
 
-        record = await decision(world, answer.headers[HEADER])
-        assert answer.status == 503
+        record = await decision(world, response.headers[HEADER])
+        assert response.status == 503
         assert (record.mode, record.decode_worker, record.outcome) == ("", "", "no_worker")
-        assert record.reason == answer.error["message"]
+        assert record.reason == response.error["message"]
 
     in_world(scenario)
 
 
 def test_a_request_that_was_never_placed_has_no_decision():
     async def scenario(world: World) -> None:
-        answer = await world.ask(prompt(cache_hit_threshold=7))
+        response = await world.ask(prompt(cache_hit_threshold=7))
 
-        assert answer.status == 400
-        assert HEADER not in answer.headers
+        assert response.status == 400
+        assert HEADER not in response.headers
         assert (await get(world, "/v1/decisions/latest")).status_code == 404
 
     in_world(scenario)
@@ -228,11 +228,11 @@ def test_the_collectors_report_names_the_decision_and_sums_up():
         await MemoryBus(world.hub).subscribe(REQUESTS_FINISHED, hear)
         await world.worker("w1", script=timed(queue_s=0.3, prefill_s=0.2))
 
-        answer = await world.ask(prompt())
+        response = await world.ask(prompt())
         await asyncio.sleep(1)
 
         (record,) = heard
-        assert record.decision_id == answer.headers[HEADER]
+        assert record.decision_id == response.headers[HEADER]
         assert record.ttft_parts is not None
         assert record.ttft_s == pytest.approx(record.ttft_parts.total_s()) == pytest.approx(0.5)
         assert record.e2e_s == pytest.approx(2.0)
@@ -247,8 +247,8 @@ def test_decisions_are_listed_newest_first_and_filtered():
             await world.ask(prompt(), x_request_id=name)
 
         async def names(**params: Any) -> list[str]:
-            answer = await get(world, "/v1/decisions", **params)
-            return [one["request_id"] for one in answer.json()["decisions"]]
+            response = await get(world, "/v1/decisions", **params)
+            return [one["request_id"] for one in response.json()["decisions"]]
 
         assert await names() == ["c", "b", "a"]
         assert await names(limit=1) == ["c"]
@@ -274,9 +274,9 @@ def test_any_router_finds_decisions_of_any_other():
         )
         await other.open()
         await world.worker("w1", script=timed(prefill_s=0.2))
-        answer = await world.ask(prompt(), x_request_id="mine")
+        response = await world.ask(prompt(), x_request_id="mine")
 
-        by_id = await other.find(answer.headers[HEADER])
+        by_id = await other.find(response.headers[HEADER])
 
         assert by_id is not None
         assert by_id.request_id == "mine"
@@ -294,9 +294,9 @@ def test_forgotten_and_unknown_decisions_get_clear_messages():
         await world.ask(prompt())
 
         async def message(decision_id: str) -> str:
-            answer = await get(world, f"/v1/decisions/{decision_id}")
-            assert answer.status_code == 404
-            return answer.json()["error"]["message"]
+            response = await get(world, f"/v1/decisions/{decision_id}")
+            assert response.status_code == 404
+            return response.json()["error"]["message"]
 
         assert "does not remember" in await message(first)
         assert "does not answer" in await message("gone-router-d3")
@@ -309,7 +309,7 @@ def test_forgotten_and_unknown_decisions_get_clear_messages():
 def test_a_router_returns_its_decisions_over_the_bus():
     async def scenario(world: World) -> None:
         await world.worker("w1", script=timed())
-        answer = await world.ask(prompt(), x_request_id="mine")
+        response = await world.ask(prompt(), x_request_id="mine")
         bus, router_id = MemoryBus(world.hub), world.router.router_id
 
         async def ask(**fields: Any) -> DecisionRecord | None:
@@ -317,7 +317,7 @@ def test_a_router_returns_its_decisions_over_the_bus():
 
         newest = await ask()
         assert newest is not None
-        assert newest.decision_id == answer.headers[HEADER]
+        assert newest.decision_id == response.headers[HEADER]
         assert newest == await ask(decision_id=newest.decision_id) == await ask(request_id=RequestId("mine"))
         assert await ask(decision_id=DecisionId("x-d1")) is None
         assert await ask(request_id=RequestId("x")) is None
@@ -328,9 +328,9 @@ def test_a_router_returns_its_decisions_over_the_bus():
 def test_a_decision_contains_no_prompt_text():
     async def scenario(world: World) -> None:
         await world.pair(timed(), timed(), **OURS)
-        answer = await world.ask(prompt(prompt="the secret word", user="somebody"), x_request_id="r")
+        response = await world.ask(prompt(prompt="the secret word", user="somebody"), x_request_id="r")
 
-        text = (await get(world, f"/v1/decisions/{answer.headers[HEADER]}")).text
+        text = (await get(world, f"/v1/decisions/{response.headers[HEADER]}")).text
         assert "secret" not in text
         assert "somebody" not in text
 

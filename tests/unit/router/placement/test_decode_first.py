@@ -31,10 +31,10 @@ def test_after_a_decode_first_refusal_a_prefill_worker_computes_the_prompt(strea
         placer = world.router.fleet.placer
         world.router.fleet.placer = AsIfCached(placer)
 
-        answer = await world.ask(prompt(stream=stream))
+        response = await world.ask(prompt(stream=stream))
 
-        assert (answer.status, answer.headers["x-baton-mode"]) == (200, "disaggregated")
-        assert b"cache_threshold" not in answer.body
+        assert (response.status, response.headers["x-baton-mode"]) == (200, "disaggregated")
+        assert b"cache_threshold" not in response.body
         assert [(leg.kind, leg.cache_hit_threshold) for leg in d1.started] == [
             (LegKind.AGGREGATED, 0.6),
             (LegKind.DECODE, None),

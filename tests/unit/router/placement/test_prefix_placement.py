@@ -55,9 +55,9 @@ def test_a_prompt_goes_to_the_worker_with_its_blocks(tokenizer_json):
         await world.bus.publish(KV_EVENTS, kv_batch(1, *blocks_of(tokenizer_json, TEXT), worker_id="p2"))
         await settle()
 
-        answers = [await world.ask(prompt(prompt=TEXT)) for _ in range(4)]
+        responses = [await world.ask(prompt(prompt=TEXT)) for _ in range(4)]
 
-        assert {answer.headers["x-baton-prefill-worker"] for answer in answers} == {"p2"}
+        assert {response.headers["x-baton-prefill-worker"] for response in responses} == {"p2"}
 
     in_world(scenario)
 

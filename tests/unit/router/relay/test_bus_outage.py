@@ -50,10 +50,10 @@ def test_the_wait_for_nats_is_bounded_and_gives_retry_after():
         world.bus.lose()
         begun = asyncio.get_running_loop().time()
 
-        answer = await world.ask(prompt())
+        response = await world.ask(prompt())
 
-        assert (answer.status, answer.error["code"]) == (503, "bus_down")
-        assert "retry-after" in answer.headers
+        assert (response.status, response.error["code"]) == (503, "bus_down")
+        assert "retry-after" in response.headers
         assert asyncio.get_running_loop().time() - begun == pytest.approx(5.0, abs=0.1)
 
     in_world(scenario, bus_wait_s_max=5.0)
@@ -133,10 +133,10 @@ def test_only_workers_heard_since_the_outage_get_legs():
         await asyncio.sleep(0.5)
         restore(world)
 
-        answers = [await world.ask(prompt(), x_baton_mode="aggregated") for _ in range(6)]
+        responses = [await world.ask(prompt(), x_baton_mode="aggregated") for _ in range(6)]
 
-        assert {answer.status for answer in answers} == {200}
-        assert {answer.headers["x-baton-decode-worker"] for answer in answers} == {"w2"}
+        assert {response.status for response in responses} == {200}
+        assert {response.headers["x-baton-decode-worker"] for response in responses} == {"w2"}
         assert (gone.started, len(there.started)) == ([], 6)
 
     in_world(scenario)
@@ -151,9 +151,9 @@ def test_a_worker_never_heard_again_delays_requests_only_briefly():
         restore(world)
         begun = asyncio.get_running_loop().time()
 
-        answer = await world.ask(prompt())
+        response = await world.ask(prompt())
 
-        assert answer.status == 200
+        assert response.status == 200
         assert asyncio.get_running_loop().time() - begun < 2.5
 
     in_world(scenario)

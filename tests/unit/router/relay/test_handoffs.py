@@ -94,10 +94,10 @@ def test_the_decode_leg_receives_the_prefill_legs_offer():
     async def scenario(world: World) -> None:
         p1, d1 = await world.pair(offering, **OURS)
 
-        answer = await world.ask(prompt())
+        response = await world.ask(prompt())
 
         (prefill,), (decode,) = p1.started, d1.started
-        assert answer.headers["x-baton-handoff"] == "offered"
+        assert response.headers["x-baton-handoff"] == "offered"
         assert (prefill.kv_offer, prefill.kv_sources) == (True, [])
         assert msgspec.msgpack.decode(decode.kv_transfer, type=KvOffer) == OFFER
         assert decode.kv_sources == [KvSource(worker_id="p1", epoch=1)]
@@ -110,9 +110,9 @@ def test_an_aggregated_response_reports_no_handoff():
     async def scenario(world: World) -> None:
         await world.pair(**OURS)
 
-        answer = await world.ask(prompt(), x_baton_mode="aggregated")
+        response = await world.ask(prompt(), x_baton_mode="aggregated")
 
-        assert "x-baton-handoff" not in answer.headers
+        assert "x-baton-handoff" not in response.headers
 
     in_world(scenario, stream_tokens_min=0)
 
@@ -122,9 +122,9 @@ def test_decode_is_dispatched_with_prefill_when_the_prompt_is_long(word_count, h
     async def scenario(world: World) -> None:
         await world.pair(**OURS)
 
-        answer = await world.ask(prompt(prompt="word " * word_count))
+        response = await world.ask(prompt(prompt="word " * word_count))
 
-        assert answer.headers["x-baton-handoff"] == handoff
+        assert response.headers["x-baton-handoff"] == handoff
 
     in_world(scenario)
 
@@ -139,12 +139,12 @@ def test_a_streamed_decode_leg_needs_no_prefill_report(stream):
         prefilled(frames_of(p1))
         await answering
 
-        answer = parse(connection.written)
+        response = parse(connection.written)
         assert (prefill.kind, prefill.kv_offer) == (LegKind.PREFILL, False)
         assert (decode.kind, decode.kv_transfer) == (LegKind.DECODE, b"")
         assert decode.kv_sources == [KvSource(worker_id="p1", epoch=1, follow=True)]
-        assert answer.body == (b"".join(EVENTS) + DONE if stream else WHOLE_ANSWER)
-        assert answer.headers["x-baton-handoff"] == "streamed"
+        assert response.body == (b"".join(EVENTS) + DONE if stream else WHOLE_ANSWER)
+        assert response.headers["x-baton-handoff"] == "streamed"
         assert p1.cancelled == d1.cancelled == []
         assert is_quiet(world)
 
@@ -171,10 +171,10 @@ def test_a_prompt_rejected_by_the_engine_ends_the_decode_leg(stream):
     async def scenario(world: World) -> None:
         _p1, d1 = await world.pair(refusing(400), silent, **OURS)
 
-        answer = await world.ask(prompt(stream=stream))
+        response = await world.ask(prompt(stream=stream))
         await settle()
 
-        assert (answer.status, answer.error["message"]) == (400, "from the engine")
+        assert (response.status, response.error["message"]) == (400, "from the engine")
         assert asyncio.get_running_loop().time() < 1
         assert d1.cancelled == [leg.leg_id for leg in d1.started]
         assert is_quiet(world)
@@ -190,11 +190,11 @@ def test_a_lost_prefill_worker_has_both_legs_placed_again(failing):
         await world.worker("p2", Role.PREFILL, **OURS)
         give_legs(world, "p2", 5)  # The router tries p1 first.
 
-        answer = await world.ask(prompt(stream=True))
+        response = await world.ask(prompt(stream=True))
         give_legs(world, "p2", 0)
         await asyncio.sleep(2)
 
-        assert (answer.status, answer.headers["x-baton-prefill-worker"]) == (200, "p2")
+        assert (response.status, response.headers["x-baton-prefill-worker"]) == (200, "p2")
         assert (len(p1.started), len(d1.started)) == (1, 2)
         assert d1.cancelled == [d1.started[0].leg_id]
         assert (reports[0].attempts, reports[0].status) == (2, 200)
@@ -209,11 +209,11 @@ def test_a_lost_decode_worker_ends_prefill_and_is_alone_excluded():
         await world.worker("d2", Role.DECODE, **OURS)
         give_legs(world, "d2", 5)
 
-        answer = await world.ask(prompt(stream=True))
+        response = await world.ask(prompt(stream=True))
         give_legs(world, "d2", 0)
         await asyncio.sleep(2)
 
-        assert (answer.status, answer.headers["x-baton-decode-worker"]) == (200, "d2")
+        assert (response.status, response.headers["x-baton-decode-worker"]) == (200, "d2")
         assert len(p1.started) == 2
         assert p1.started[0].leg_id in p1.cancelled
         assert is_quiet(world)
@@ -291,8 +291,8 @@ def test_a_prefill_failure_together_with_the_first_token_is_harmless():
         )
         await answering
 
-        answer = parse(connection.written)
-        assert (answer.status, answer.body) == (200, DONE)
+        response = parse(connection.written)
+        assert (response.status, response.body) == (200, DONE)
         assert len(d1.started) == 1
         assert is_quiet(world)
 
@@ -324,10 +324,10 @@ def test_an_endless_prefill_leg_is_cancelled_after_the_response():
     async def scenario(world: World) -> None:
         p1, _d1 = await world.pair(prefill=silent, **OURS)
 
-        answer = await world.ask(prompt(stream=True))
+        response = await world.ask(prompt(stream=True))
         await settle()
 
-        assert answer.body.endswith(DONE)
+        assert response.body.endswith(DONE)
         assert p1.cancelled == [p1.started[0].leg_id]
         assert asyncio.get_running_loop().time() < 5
         assert is_quiet(world)
@@ -341,10 +341,10 @@ def test_if_both_legs_are_silent_the_prefill_worker_is_late():
         await world.worker("p2", Role.PREFILL, **OURS)
         give_legs(world, "p2", 5)
 
-        answer = await world.ask(prompt(stream=True))
+        response = await world.ask(prompt(stream=True))
         await settle()
 
-        assert answer.headers["x-baton-prefill-worker"] == "p2"
+        assert response.headers["x-baton-prefill-worker"] == "p2"
         assert len(p1.cancelled) == len(d1.cancelled) == 1
 
     in_world(scenario, stream_tokens_min=0, prefill_s_max=2.0)
@@ -356,10 +356,10 @@ def test_after_the_prefill_a_silent_decode_worker_is_late():
         await world.worker("d2", Role.DECODE, **OURS)
         give_legs(world, "d2", 5)
 
-        answer = await world.ask(prompt(stream=True))
+        response = await world.ask(prompt(stream=True))
         await settle()
 
-        assert answer.headers["x-baton-decode-worker"] == "d2"
+        assert response.headers["x-baton-decode-worker"] == "d2"
         assert d1.cancelled == [d1.started[0].leg_id]
 
     in_world(scenario, stream_tokens_min=0, first_frame_s_max=2.0)
@@ -430,9 +430,9 @@ def test_a_cache_threshold_refusal_reaches_the_client_unchanged():
     async def scenario(world: World) -> None:
         _p1, d1 = await world.pair(decode=refuse, **OURS)
 
-        answer = await world.ask(prompt(cache_hit_threshold=1))
+        response = await world.ask(prompt(cache_hit_threshold=1))
 
-        assert (answer.status, answer.body) == (200, refusal)
+        assert (response.status, response.body) == (200, refusal)
         assert d1.started[0].cache_hit_threshold == 1.0
 
     in_world(scenario)

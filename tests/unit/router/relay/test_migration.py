@@ -39,9 +39,9 @@ def test_a_broken_stream_migrates_and_continues_after_the_delivered_tokens(had):
     async def scenario(world: World) -> None:
         _w1, w2 = await both(world, streams(had, fails(Reason.ENGINE_DEAD)))
 
-        answer = await world.ask(prompt(stream=True))
+        response = await world.ask(prompt(stream=True))
 
-        assert (answer.status, answer.body) == (200, ANSWER)
+        assert (response.status, response.body) == (200, ANSWER)
         assert [leg.resume for leg in w2.started] == [pack_tokens(TOKENS[:had])]
 
     in_world(scenario)
@@ -76,10 +76,10 @@ def test_a_silent_stream_migrates_and_its_old_leg_is_cancelled():
     async def scenario(world: World) -> None:
         w1, _w2 = await both(world, streams(3, falls_silent))
 
-        answer = await world.ask(prompt(stream=True))
+        response = await world.ask(prompt(stream=True))
         await settle()
 
-        assert answer.body == ANSWER
+        assert response.body == ANSWER
         assert w1.cancelled == [w1.started[0].leg_id]
 
     in_world(scenario, frame_gap_s_max=2.0)
@@ -91,9 +91,9 @@ def test_both_legs_of_a_migrated_stream_get_its_tokens():
         d2 = await world.worker("d2", Role.DECODE, streams())
         give_legs(world, "d2", 5)
 
-        answer = await world.ask(prompt(stream=True), x_baton_mode="disaggregated")
+        response = await world.ask(prompt(stream=True), x_baton_mode="disaggregated")
 
-        assert answer.body == ANSWER
+        assert response.body == ANSWER
         assert [leg.resume for leg in p1.started] == [None, pack_tokens(TOKENS[:2])]
         assert [(leg.kind, leg.resume) for leg in d2.started] == [(LegKind.DECODE, pack_tokens(TOKENS[:2]))]
         assert d1.started[0].resume is None
@@ -133,10 +133,10 @@ def test_migrations_are_bounded_and_then_the_client_gets_an_error():
         for number in range(6):
             await world.worker(f"w{number}", script=streams(1, fails(Reason.ENGINE_DEAD)))
 
-        answer = await world.ask(prompt(stream=True), x_baton_mode="aggregated")
+        response = await world.ask(prompt(stream=True), x_baton_mode="aggregated")
 
-        assert answer.body.startswith(ROLE + event(0) + event(1) + event(2) + b'data: {"error":')
-        assert error_of(answer.body)["code"] == "engine_dead"
+        assert response.body.startswith(ROLE + event(0) + event(1) + event(2) + b'data: {"error":')
+        assert error_of(response.body)["code"] == "engine_dead"
         assert sum(len(worker.started) for worker in world.workers.values()) == 3
 
     in_world(scenario, resumes_max=2)
@@ -160,9 +160,9 @@ def test_invalid_resume_maximums_are_rejected(value):
     async def scenario(world: World) -> None:
         await world.worker("w1")
 
-        answer = await world.ask(prompt(baton={"resumes_max": value}))
+        response = await world.ask(prompt(baton={"resumes_max": value}))
 
-        assert (answer.status, answer.error["param"]) == (400, "baton.resumes_max")
+        assert (response.status, response.error["param"]) == (400, "baton.resumes_max")
 
     in_world(scenario)
 
@@ -172,10 +172,10 @@ def test_a_stream_that_cannot_be_resumed_ends_with_an_error(fields):
     async def scenario(world: World) -> None:
         _w1, w2 = await both(world, streams(2, fails(Reason.ENGINE_DEAD)))
 
-        answer = await world.ask(prompt(stream=True, **fields))
+        response = await world.ask(prompt(stream=True, **fields))
 
-        assert error_of(answer.body)["code"] == "engine_dead"
-        assert "could not be resumed" in error_of(answer.body)["message"]
+        assert error_of(response.body)["code"] == "engine_dead"
+        assert "could not be resumed" in error_of(response.body)["message"]
         assert w2.started == []
 
     in_world(scenario)
@@ -185,10 +185,10 @@ def test_a_worker_that_cannot_resume_ends_the_stream_with_its_reason():
     async def scenario(world: World) -> None:
         await both(world, streams(2, fails(Reason.ENGINE_DEAD)), streams(0, fails(Reason.CANNOT_RESUME)))
 
-        answer = await world.ask(prompt(stream=True))
+        response = await world.ask(prompt(stream=True))
 
-        assert error_of(answer.body)["code"] == "cannot_resume"
-        assert DONE not in answer.body
+        assert error_of(response.body)["code"] == "cannot_resume"
+        assert DONE not in response.body
 
     in_world(scenario)
 
@@ -202,11 +202,11 @@ def test_a_resume_rejected_by_the_engine_adds_nothing_to_the_stream():
     async def scenario(world: World) -> None:
         await both(world, streams(2, fails(Reason.ENGINE_DEAD)), refuse)
 
-        answer = await world.ask(prompt(stream=True))
+        response = await world.ask(prompt(stream=True))
 
-        assert answer.status == 200
-        assert error_of(answer.body)["code"] == "cannot_resume"
-        assert "too long" in error_of(answer.body)["message"]
+        assert response.status == 200
+        assert error_of(response.body)["code"] == "cannot_resume"
+        assert "too long" in error_of(response.body)["message"]
 
     in_world(scenario)
 
@@ -234,9 +234,9 @@ def test_a_stream_is_complete_once_its_last_event_is_relayed():
     async def scenario(world: World) -> None:
         _w1, w2 = await both(world, streams(how=done))
 
-        answer = await world.ask(prompt(stream=True))
+        response = await world.ask(prompt(stream=True))
 
-        assert answer.body == ANSWER
+        assert response.body == ANSWER
         assert w2.started == []
 
     in_world(scenario)
@@ -250,9 +250,9 @@ def test_streams_migrate_only_within_their_model_and_revision():
         other = msgspec.structs.replace(record.fingerprint, revision="another")
         cluster.record(msgspec.structs.replace(record, fingerprint=other), world.router.clock.now())
 
-        answer = await world.ask(prompt(stream=True))
+        response = await world.ask(prompt(stream=True))
 
-        assert error_of(answer.body)["code"] == "engine_dead"
+        assert error_of(response.body)["code"] == "engine_dead"
         assert w2.started == []
 
     in_world(scenario)
@@ -293,9 +293,9 @@ def test_a_failed_migration_reports_both_the_break_and_its_obstacle():
     async def scenario(world: World) -> None:
         await world.worker("w1", script=streams(2, fails(Reason.ENGINE_DEAD)))
 
-        answer = await world.ask(prompt(stream=True))
+        response = await world.ask(prompt(stream=True))
 
-        error = error_of(answer.body)
+        error = error_of(response.body)
         assert error["code"] == "engine_dead"
         assert "as the test wants" in error["message"]
         assert "could not be resumed" in error["message"]
@@ -307,9 +307,9 @@ def test_losing_a_forced_worker_does_not_end_the_stream():
     async def scenario(world: World) -> None:
         _w1, w2 = await both(world, streams(2, fails(Reason.ENGINE_DEAD)))
 
-        answer = await world.ask(prompt(stream=True, baton={"decode_worker": "w1", "mode": "aggregated"}))
+        response = await world.ask(prompt(stream=True, baton={"decode_worker": "w1", "mode": "aggregated"}))
 
-        assert answer.body == ANSWER
+        assert response.body == ANSWER
         assert len(w2.started) == 1
 
     in_world(scenario)

@@ -63,9 +63,9 @@ def test_another_worker_replaces_a_failed_prefill_worker():
         await world.worker("p2", Role.PREFILL)
         give_legs(world, "p2", 5)
 
-        answer = await world.ask(prompt())
+        response = await world.ask(prompt())
 
-        assert (answer.status, answer.headers["x-baton-prefill-worker"]) == (200, "p2")
+        assert (response.status, response.headers["x-baton-prefill-worker"]) == (200, "p2")
 
     in_world(scenario)
 
@@ -74,9 +74,9 @@ def test_without_prefill_workers_the_decode_worker_computes_the_prompt():
     async def scenario(world: World) -> None:
         _p1, d1 = await world.pair(prefill=failing(Reason.ENGINE_DEAD))
 
-        answer = await world.ask(prompt())
+        response = await world.ask(prompt())
 
-        assert (answer.status, answer.headers["x-baton-mode"]) == (200, "aggregated")
+        assert (response.status, response.headers["x-baton-mode"]) == (200, "aggregated")
         assert [leg.kind for leg in d1.started] == [LegKind.AGGREGATED]
 
     in_world(scenario)
@@ -86,9 +86,9 @@ def test_the_operator_can_forbid_prompts_on_decode_workers(tmp_path):
     async def scenario(world: World) -> None:
         _p1, d1 = await world.pair(prefill=failing(Reason.ENGINE_DEAD))
 
-        answer = await world.ask(prompt())
+        response = await world.ask(prompt())
 
-        assert (answer.status, answer.error["code"]) == (503, "no_worker")
+        assert (response.status, response.error["code"]) == (503, "no_worker")
         assert d1.started == []
 
     in_world(scenario, **with_policy(tmp_path, '[actions]\nprefill_lost = ["another_prefill", "refuse"]'))
@@ -98,9 +98,9 @@ def test_a_disaggregated_request_never_falls_back_to_one_worker():
     async def scenario(world: World) -> None:
         _p1, d1 = await world.pair(prefill=failing(Reason.ENGINE_DEAD))
 
-        answer = await world.ask(prompt(), x_baton_mode="disaggregated")
+        response = await world.ask(prompt(), x_baton_mode="disaggregated")
 
-        assert answer.status == 503
+        assert response.status == 503
         assert d1.started == []
 
     in_world(scenario)
@@ -111,9 +111,9 @@ def test_the_operator_can_have_broken_streams_end(tmp_path):
         for name in ("w1", "w2"):
             await world.worker(name, script=streams(2, fails(Reason.ENGINE_DEAD)))
 
-        answer = await world.ask(prompt(stream=True))
+        response = await world.ask(prompt(stream=True))
 
-        assert error_of(answer.body)["code"] == "engine_dead"
+        assert error_of(response.body)["code"] == "engine_dead"
         assert sum(len(worker.started) for worker in world.workers.values()) == 1
 
     in_world(scenario, **with_policy(tmp_path, '[actions]\ndecode_lost = ["another_decode", "refuse"]'))
@@ -124,9 +124,9 @@ def test_waiting_lasts_exactly_the_operators_maximum(tmp_path):
         await world.worker("w1", script=failing(Reason.WORKER_LOST))
         begun = asyncio.get_running_loop().time()
 
-        answer = await world.ask(prompt())
+        response = await world.ask(prompt())
 
-        assert answer.status == 503
+        assert response.status == 503
         assert asyncio.get_running_loop().time() - begun == pytest.approx(12.0, abs=0.5)
 
     in_world(scenario, **with_policy(tmp_path, "wait_s_max = 12"))
@@ -155,9 +155,9 @@ def test_by_default_decode_workers_compute_missing_kv():
     async def scenario(world: World) -> None:
         _p1, d1 = await world.pair(decode=refusing())
 
-        answer = await world.ask(prompt())
+        response = await world.ask(prompt())
 
-        assert answer.status == 200
+        assert response.status == 200
         assert [leg.cache_hit_threshold for leg in d1.started] == [None]
 
     in_world(scenario)
@@ -174,9 +174,9 @@ def test_the_operator_can_have_rejected_handoffs_prefilled_again(tmp_path, strea
 
         d1.script = refuses_once
 
-        answer = await world.ask(prompt(stream=stream))
+        response = await world.ask(prompt(stream=stream))
 
-        assert answer.body == (ANSWER if stream else WHOLE_ANSWER)
+        assert response.body == (ANSWER if stream else WHOLE_ANSWER)
         assert [len(p1.started), len(d1.started)] == [2, 2]
 
     text = '[actions]\nhandoff_refused = ["bounce_to_prefill", "prefill_on_decode", "refuse"]'
@@ -187,9 +187,9 @@ def test_a_rejected_handoff_is_prefilled_again_only_once(tmp_path):
     async def scenario(world: World) -> None:
         p1, d1 = await world.pair(decode=refusing())
 
-        answer = await world.ask(prompt())
+        response = await world.ask(prompt())
 
-        assert answer.body == WHOLE_ANSWER
+        assert response.body == WHOLE_ANSWER
         assert [len(p1.started), [leg.kind for leg in d1.started]] == [
             2,
             [LegKind.DECODE, LegKind.DECODE, LegKind.AGGREGATED],
@@ -203,9 +203,9 @@ def test_a_rejected_handoff_can_fall_back_to_the_decode_worker(tmp_path):
     async def scenario(world: World) -> None:
         _p1, d1 = await world.pair(decode=refusing())
 
-        answer = await world.ask(prompt())
+        response = await world.ask(prompt())
 
-        assert answer.body == WHOLE_ANSWER
+        assert response.body == WHOLE_ANSWER
         assert d1.started[-1].kind is LegKind.AGGREGATED
         assert not d1.started[-1].cache_hit_threshold
 
@@ -219,9 +219,9 @@ def test_the_operator_can_have_preempted_streams_migrated(tmp_path):
         d2 = await world.worker("d2", Role.DECODE, streams())
         give_legs(world, "d2", 5)
 
-        answer = await world.ask(prompt(stream=True))
+        response = await world.ask(prompt(stream=True))
 
-        assert answer.body == ANSWER.removeprefix(ROLE)
+        assert response.body == ANSWER.removeprefix(ROLE)
         assert [len(leg.resume or b"") // 4 for leg in d2.started if leg.resume is not None] == [3]
 
     text = '[actions]\ndecode_preempted = ["resume", "refuse"]'
@@ -232,9 +232,9 @@ def test_a_clients_cache_threshold_overrides_bounce_to_prefill(tmp_path):
     async def scenario(world: World) -> None:
         _p1, d1 = await world.pair(decode=refusing())
 
-        answer = await world.ask(prompt(cache_hit_threshold=0.5), x_baton_mode="disaggregated")
+        response = await world.ask(prompt(cache_hit_threshold=0.5), x_baton_mode="disaggregated")
 
-        assert answer.body == REFUSAL
+        assert response.body == REFUSAL
         assert [leg.cache_hit_threshold for leg in d1.started] == [0.5]
 
     text = '[actions]\nhandoff_refused = ["bounce_to_prefill", "refuse"]'

@@ -30,12 +30,12 @@ def test_a_request_is_prefilled_on_one_worker_and_decoded_on_another():
     async def scenario(world: World) -> None:
         p1, d1 = await world.pair()
 
-        answer = await world.ask(prompt())
+        response = await world.ask(prompt())
 
-        assert (answer.status, answer.body) == (200, WHOLE_ANSWER)
-        assert answer.headers["x-baton-mode"] == "disaggregated"
-        assert answer.headers["x-baton-prefill-worker"] == "p1"
-        assert answer.headers["x-baton-decode-worker"] == "d1"
+        assert (response.status, response.body) == (200, WHOLE_ANSWER)
+        assert response.headers["x-baton-mode"] == "disaggregated"
+        assert response.headers["x-baton-prefill-worker"] == "p1"
+        assert response.headers["x-baton-decode-worker"] == "d1"
         assert [leg.kind for leg in p1.started] == [LegKind.PREFILL]
         assert [(leg.kind, leg.kv_transfer, leg.prefill_cached_tokens) for leg in d1.started] == [
             (LegKind.DECODE, b'{"from":"p1"}', 4)
@@ -61,10 +61,10 @@ def test_streams_are_relayed_event_by_event_to_the_last():
     async def scenario(world: World) -> None:
         await world.pair()
 
-        answer = await world.ask(prompt(stream=True))
+        response = await world.ask(prompt(stream=True))
 
-        assert answer.headers["content-type"] == SSE
-        assert answer.body == b"".join(EVENTS) + DONE
+        assert response.headers["content-type"] == SSE
+        assert response.body == b"".join(EVENTS) + DONE
 
     in_world(scenario)
 
@@ -85,9 +85,9 @@ def test_unsplittable_requests_are_served_by_one_worker(fields):
     async def scenario(world: World) -> None:
         p1, d1 = await world.pair()
 
-        answer = await world.ask(prompt(**fields))
+        response = await world.ask(prompt(**fields))
 
-        assert answer.headers["x-baton-mode"] == "aggregated"
+        assert response.headers["x-baton-mode"] == "aggregated"
         assert (p1.started, [leg.kind for leg in d1.started]) == ([], [LegKind.AGGREGATED])
 
     in_world(scenario)
@@ -97,9 +97,9 @@ def test_a_client_can_request_aggregated_mode():
     async def scenario(world: World) -> None:
         await world.pair()
 
-        answer = await world.ask(prompt(), x_baton_mode="aggregated")
+        response = await world.ask(prompt(), x_baton_mode="aggregated")
 
-        assert answer.headers["x-baton-mode"] == "aggregated"
+        assert response.headers["x-baton-mode"] == "aggregated"
 
     in_world(scenario)
 
@@ -108,9 +108,9 @@ def test_with_one_role_missing_the_other_role_serves_alone():
     async def scenario(world: World) -> None:
         await world.worker("p1", Role.PREFILL)
 
-        answer = await world.ask(prompt())
+        response = await world.ask(prompt())
 
-        assert (answer.status, answer.headers["x-baton-mode"]) == (200, "aggregated")
+        assert (response.status, response.headers["x-baton-mode"]) == (200, "aggregated")
 
     in_world(scenario)
 
@@ -119,9 +119,9 @@ def test_an_unknown_model_gets_404_and_starts_no_leg():
     async def scenario(world: World) -> None:
         p1, d1 = await world.pair()
 
-        answer = await world.ask(prompt(model="nope"))
+        response = await world.ask(prompt(model="nope"))
 
-        assert (answer.status, answer.error["code"]) == (404, "model_not_found")
+        assert (response.status, response.error["code"]) == (404, "model_not_found")
         assert p1.started == d1.started == []
 
     in_world(scenario)
@@ -132,9 +132,9 @@ def test_before_the_registry_is_read_no_model_gets_404():
         await world.worker("w1")
         world.router.fleet.cluster.is_whole = False
 
-        answer = await world.ask(prompt(model="nope"))
+        response = await world.ask(prompt(model="nope"))
 
-        assert (answer.status, answer.error["code"]) == (503, "no_worker")
+        assert (response.status, response.error["code"]) == (503, "no_worker")
 
     in_world(scenario)
 
@@ -145,10 +145,10 @@ def test_without_workers_clients_get_retry_after():
         await worker.vanish()
         await asyncio.sleep(5)
 
-        answer = await world.ask(prompt())
+        response = await world.ask(prompt())
 
-        assert answer.status == 503
-        assert int(answer.headers["retry-after"]) >= 1
+        assert response.status == 503
+        assert int(response.headers["retry-after"]) >= 1
 
     in_world(scenario)
 
@@ -162,9 +162,9 @@ def test_an_unreadable_body_gets_the_engines_own_error():
     async def scenario(world: World) -> None:
         await world.pair(refuse, refuse)
 
-        answer = await world.ask(b"{not json")
+        response = await world.ask(b"{not json")
 
-        assert (answer.status, answer.error["message"]) == (400, "from the engine")
+        assert (response.status, response.error["message"]) == (400, "from the engine")
 
     in_world(scenario)
 
@@ -185,9 +185,9 @@ def test_the_client_gets_the_engines_error_for_the_prefill_leg():
     async def scenario(world: World) -> None:
         _p1, d1 = await world.pair(prefill=refuse)
 
-        answer = await world.ask(prompt())
+        response = await world.ask(prompt())
 
-        assert (answer.status, answer.error["message"]) == (400, "prompt too long")
+        assert (response.status, response.error["message"]) == (400, "prompt too long")
         assert d1.started == []
 
     in_world(scenario)
@@ -200,9 +200,9 @@ def test_a_leg_failing_before_the_first_byte_moves_to_another_worker(reason):
         d2 = await world.worker("d2", Role.DECODE)
         give_legs(world, "d2", 5)  # The router tries d1 first.
 
-        answer = await world.ask(prompt(stream=True))
+        response = await world.ask(prompt(stream=True))
 
-        assert (answer.status, answer.headers["x-baton-decode-worker"]) == (200, "d2")
+        assert (response.status, response.headers["x-baton-decode-worker"]) == (200, "d2")
         assert len(d2.started) == 1
 
     in_world(scenario)
@@ -216,9 +216,9 @@ def test_a_worker_without_a_subscription_fails_at_once():
         give_legs(world, "p2", 5)
         begun = asyncio.get_running_loop().time()
 
-        answer = await world.ask(prompt())
+        response = await world.ask(prompt())
 
-        assert answer.headers["x-baton-prefill-worker"] == "p2"
+        assert response.headers["x-baton-prefill-worker"] == "p2"
         assert asyncio.get_running_loop().time() - begun < 0.1
 
     in_world(scenario)
@@ -229,9 +229,9 @@ def test_attempts_are_bounded_and_the_client_gets_the_reason():
         for number in range(5):
             await world.worker(f"w{number}", script=failing(Reason.WORKER_LOST))
 
-        answer = await world.ask(prompt(), x_baton_mode="aggregated")
+        response = await world.ask(prompt(), x_baton_mode="aggregated")
 
-        assert (answer.status, answer.error["code"]) == (502, "worker_lost")
+        assert (response.status, response.error["code"]) == (502, "worker_lost")
         assert sum(len(worker.started) for worker in world.workers.values()) == 3
 
     in_world(scenario, attempts_max=3)
@@ -267,12 +267,12 @@ def test_a_broken_stream_without_migration_ends_with_an_error_event():
         await world.worker("d2", Role.DECODE)
         give_legs(world, "d2", 5)
 
-        answer = await world.ask(prompt(stream=True))
+        response = await world.ask(prompt(stream=True))
 
-        assert answer.status == 200
-        assert answer.body.startswith(EVENTS[0] + b'data: {"error":')
-        assert b"engine_dead" in answer.body
-        assert DONE not in answer.body
+        assert response.status == 200
+        assert response.body.startswith(EVENTS[0] + b'data: {"error":')
+        assert b"engine_dead" in response.body
+        assert DONE not in response.body
 
     in_world(scenario, resumes_max=0)
 
@@ -287,10 +287,10 @@ def test_a_failure_between_head_and_data_is_retried():
         await world.worker("d2", Role.DECODE)
         give_legs(world, "d2", 5)
 
-        answer = await world.ask(prompt(stream=True))
+        response = await world.ask(prompt(stream=True))
 
-        assert answer.headers["x-baton-decode-worker"] == "d2"
-        assert answer.body == b"".join(EVENTS) + DONE
+        assert response.headers["x-baton-decode-worker"] == "d2"
+        assert response.body == b"".join(EVENTS) + DONE
 
     in_world(scenario)
 
@@ -321,9 +321,9 @@ def test_another_worker_takes_over_from_a_silent_prefill_worker():
         await world.worker("p2", Role.PREFILL)
         give_legs(world, "p2", 5)
 
-        answer = await world.ask(prompt())
+        response = await world.ask(prompt())
 
-        assert answer.headers["x-baton-prefill-worker"] == "p2"
+        assert response.headers["x-baton-prefill-worker"] == "p2"
         assert p1.cancelled == [p1.started[0].leg_id]
 
     in_world(scenario, prefill_s_max=2.0)
@@ -337,9 +337,9 @@ def test_a_stalled_stream_ends_with_an_error_event():
     async def scenario(world: World) -> None:
         worker = await world.worker("w1", script=stall)
 
-        answer = await world.ask(prompt(stream=True))
+        response = await world.ask(prompt(stream=True))
 
-        assert b'"code":"deadline"' in answer.body
+        assert b'"code":"deadline"' in response.body
         await settle()
         assert worker.cancelled
 
@@ -351,9 +351,9 @@ def test_no_request_outlives_its_deadline_whatever_its_other_timeouts():
         await world.worker("w1", script=silent)
         begun = asyncio.get_running_loop().time()
 
-        answer = await world.ask(prompt())
+        response = await world.ask(prompt())
 
-        assert (answer.status, answer.error["code"]) == (504, "deadline")
+        assert (response.status, response.error["code"]) == (504, "deadline")
         assert asyncio.get_running_loop().time() - begun < 10.5
 
     in_world(scenario, request_s_max=10.0, first_frame_s_max=1000.0)
@@ -407,9 +407,9 @@ def test_lost_frames_fail_the_leg_but_exclude_no_worker():
 
         await world.worker("w1", script=lose_one)
 
-        answer = await world.ask(prompt())
+        response = await world.ask(prompt())
 
-        assert (answer.status, len(attempts)) == (200, 2)
+        assert (response.status, len(attempts)) == (200, 2)
 
     in_world(scenario)
 
@@ -456,14 +456,14 @@ def test_the_request_id_and_trace_context_are_forwarded():
         p1, d1 = await world.pair()
         trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
-        answer = await world.ask(
+        response = await world.ask(
             {"model": "m", "messages": [{"role": "user", "content": "x"}]},
             path=CHAT,
             x_request_id="mine-1",
             traceparent=trace,
         )
 
-        assert answer.headers["x-request-id"] == p1.started[0].request_id == d1.started[0].request_id == "mine-1"
+        assert response.headers["x-request-id"] == p1.started[0].request_id == d1.started[0].request_id == "mine-1"
         assert p1.headers[0]["traceparent"] == d1.headers[0]["traceparent"] == trace
 
     in_world(scenario)
@@ -504,11 +504,11 @@ def test_an_invalid_baton_field_gets_400_and_starts_no_leg(field):
     async def scenario(world: World) -> None:
         p1, d1 = await world.pair()
 
-        answer = await world.ask(prompt(**{field: True}))
+        response = await world.ask(prompt(**{field: True}))
 
-        assert (answer.status, answer.error["param"]) == (400, field)
-        assert answer.error["type"] == "invalid_request_error"
-        assert "must be" in answer.error["message"]
+        assert (response.status, response.error["param"]) == (400, field)
+        assert response.error["type"] == "invalid_request_error"
+        assert "must be" in response.error["message"]
         assert p1.started == d1.started == []
 
     in_world(scenario)
@@ -532,8 +532,8 @@ def test_a_cache_threshold_prevents_prefill_legs(threshold, mode):
     async def scenario(world: World) -> None:
         await world.pair()
 
-        answer = await world.ask(prompt(cache_hit_threshold=threshold))
+        response = await world.ask(prompt(cache_hit_threshold=threshold))
 
-        assert answer.headers["x-baton-mode"] == mode
+        assert response.headers["x-baton-mode"] == mode
 
     in_world(scenario)

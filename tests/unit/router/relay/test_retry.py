@@ -39,10 +39,10 @@ def test_a_retry_carries_no_numbers_of_the_failed_attempt():
         await world.worker("p1", Role.PREFILL, alone_or_with_others)
         await world.worker("d1", Role.DECODE, lost)
 
-        answer = await world.ask(prompt(), x_baton_mode="auto")
+        response = await world.ask(prompt(), x_baton_mode="auto")
         await asyncio.sleep(1)
 
-        assert answer.status == 200
+        assert response.status == 200
         (finished,) = reports
         assert (finished.attempts, finished.mode, finished.prefill_worker) == (2, "aggregated", "")
         assert (finished.cached_tokens, finished.prefill_s) == (8, -1.0)
@@ -66,11 +66,11 @@ def test_late_frames_of_an_abandoned_leg_are_ignored():
         await world.worker("w1", Role.BOTH, first_one_is_late)
         await world.worker("w2", Role.BOTH, first_one_is_late)
 
-        answer = await world.ask(prompt(stream=True), x_baton_mode="aggregated")
+        response = await world.ask(prompt(stream=True), x_baton_mode="aggregated")
 
-        assert answer.status == 200
-        assert b"from the dead" not in answer.body
-        assert answer.body.startswith(EVENTS[0])
+        assert response.status == 200
+        assert b"from the dead" not in response.body
+        assert response.body.startswith(EVENTS[0])
 
     in_world(scenario, first_frame_s_max=1.0)
 
@@ -128,11 +128,11 @@ def test_an_overlong_model_name_is_truncated_in_every_report():
         await world.bus.subscribe(REQUESTS_FINISHED, note)
         await world.worker("w1")
 
-        answers = [await world.ask(prompt(model="x" * (20 << 20))) for _ in range(4)]
+        responses = [await world.ask(prompt(model="x" * (20 << 20))) for _ in range(4)]
         await asyncio.sleep(1)
 
-        assert {answer.status for answer in answers} == {404}
-        assert max(len(answer.body) for answer in answers) < 2000
+        assert {response.status for response in responses} == {404}
+        assert max(len(response.body) for response in responses) < 2000
         assert [len(one.model) for one in reports] == [MODEL_CHARS_MAX] * 4
 
     in_world(scenario)
