@@ -296,7 +296,7 @@ def test_traces_of_simultaneous_failures_are_bounded():
 
 
 @pytest.mark.parametrize(
-    ("request", "why"),
+    ("report", "why"),
     [
         (finished(ttft_s=0.1), Kept.SHARE),
         (finished(ttft_s=2.5), Kept.SLOW),
@@ -312,12 +312,12 @@ def test_traces_of_simultaneous_failures_are_bounded():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_each_kept_trace_has_its_reason(request: RequestFinished, why: Kept):
-    assert kept(request, 2.0) is why
+def test_each_kept_trace_has_its_reason(report: RequestFinished, why: Kept):
+    assert kept(report, 2.0) is why
 
 
 @pytest.mark.parametrize(
-    ("request", "outcome"),
+    ("report", "outcome"),
     [
         (finished(ttft_s=0.1, ttft_target_s=0.2), TargetOutcome.MET),
         (finished(ttft_s=0.1, itl_s=0.01, itl_target_s=0.02), TargetOutcome.MET),
@@ -329,5 +329,5 @@ def test_each_kept_trace_has_its_reason(request: RequestFinished, why: Kept):
         (finished(status=404, reason="model_unknown"), None),
     ],
 )
-def test_the_target_outcome_follows_from_targets_and_latencies(request: RequestFinished, outcome: TargetOutcome | None):
-    assert target_outcome(request) is outcome
+def test_the_target_outcome_follows_from_targets_and_latencies(report: RequestFinished, outcome: TargetOutcome | None):
+    assert target_outcome(report) is outcome
