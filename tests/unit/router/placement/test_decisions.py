@@ -298,8 +298,8 @@ def test_forgotten_and_unknown_decisions_get_clear_messages():
             assert response.status_code == 404
             return response.json()["error"]["message"]
 
-        assert "does not remember" in await message(first)
-        assert "does not answer" in await message("gone-router-d3")
+        assert "no longer stores" in await message(first)
+        assert "does not respond" in await message("gone-router-d3")
         assert "x-baton-decision" in await message("what")
         assert "x-baton-decision" in await message("a.b*>-d3")
 
