@@ -110,7 +110,10 @@ def fleet(tmp_path: Path, nats_server: NatsServer) -> Iterator[Fleet]:
         port, common = free_port(), {"BATON_NATS_URL": nats_server.url, **FAST}
         stack.enter_context(service_process("router", tmp_path, ROUTER_PORT=str(port), **common))
         for worker_id in WORKERS:
-            settings = {"WORKER_ENGINE": "simulated", "WORKER_WORKER_ID": worker_id}
+            # Computing a history takes 0.3 s: more than a busy machine's delay to a worker, for which a router would
+            # compute it elsewhere.
+            slow = {"WORKER_SIM_PREFILL_TOKENS_PER_S": "2000"}
+            settings = {"WORKER_ENGINE": "simulated", "WORKER_WORKER_ID": worker_id, **slow}
             stack.enter_context(service_process("worker", tmp_path, **settings, **common))
         client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60.0, trust_env=False)
         fleet = Fleet(nats_server.url, stack.enter_context(client))

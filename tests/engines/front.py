@@ -70,17 +70,23 @@ class Core:
         self.prompt_tokens = self.prompt_tokens or len(request.prompt_token_ids)
         talk = asyncio.create_task(self._talk(request), name="talk")
         self._talks.add(talk)
-        talk.add_done_callback(self._talks.discard)
+        talk.add_done_callback(self._talked)
+
+    def _talked(self, talk: asyncio.Task[None]) -> None:
+        """The server would wait for ever for a talk that failed: it is told that its engine is dead."""
+        self._talks.discard(talk)
+        if not talk.cancelled() and (error := talk.exception()) is not None:
+            self._engine.output_processor.propagate_error(error)
 
     async def _talk(self, request: Any) -> None:
-        from services.worker.engines.vllm.resume import _said
+        from services.worker.engines.vllm.resume import _output
 
         had = request.prompt_token_ids[self.prompt_tokens :]
         assert had == self.answer[: len(had)]
         processor, name = self._engine.output_processor, request.request_id
         queue = processor.request_states[name].queue
         for index in range(len(had), len(self.answer)):
-            processor.process_outputs([_said(name, self.answer[index], 0, request.sampling_params)])
+            processor.process_outputs([_output(name, self.answer[index], 0, request.sampling_params)])
             while index + 1 not in self.joined and queue.output is not None:
                 await asyncio.sleep(0)
 

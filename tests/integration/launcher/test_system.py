@@ -51,7 +51,7 @@ async def system_of(
     options = UpOptions(prefill=1, state_dir=str(folder), nats_port=free_port())
     url = f"nats://127.0.0.1:{options.nats_port}"
     processes = (
-        plan_nats(options, machine.look()),
+        plan_nats(options, machine.describe_machine()),
         fake("router", url, stage=Stage.SERVICES),
         *(fake(name, url, *habits) for name, habits in workers.items()),
     )

@@ -165,11 +165,11 @@ async def measured(here: BusWorld, run: Coroutine[Any, Any, Campaign], *, rests:
 
 def left_over(here: BusWorld) -> list[str]:
     """When all clients have gone and time has passed."""
-    parts, edge = here.world.router.parts, here.world.router.edge
+    router = here.world.router
     held = {
-        "requests": len(here.world.router.relay.in_flight),
-        "legs": len(parts.inbox._legs),
-        "bytes of bodies": edge.upload_totals.bytes_held,
+        "requests": len(router.relay.in_flight),
+        "legs": len(router.inbox._legs),
+        "bytes of bodies": router.edge.upload_totals.bytes_held,
     }
     return [f"{count} {what} are left over" for what, count in held.items() if count]
 
