@@ -103,7 +103,7 @@ class StoreLife(RuleBasedStateMachine):
 
     @rule(chain=chains, copied=st.booleans())
     def is_asked_for(self, chain: tuple[int, int], copied: bool) -> None:
-        self.tiers.load(self.tiers.asked_for(names_of(chain)))
+        self.tiers.load(self.tiers.requested(names_of(chain)))
         if copied:
             self.all_is_copied()
             assert not any(map(self.tiers.is_coming, names_of(chain)))
