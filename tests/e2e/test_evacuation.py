@@ -113,8 +113,8 @@ def fleet(tmp_path: Path, nats_server: NatsServer) -> Iterator[Fleet]:
             # Computing a history takes 0.3 s: more than a busy machine's delay to a worker, for which a router would
             # compute it elsewhere.
             slow = {"WORKER_SIM_PREFILL_TOKENS_PER_S": "2000"}
-            settings = {"WORKER_ENGINE": "simulated", "WORKER_WORKER_ID": worker_id, **slow}
-            stack.enter_context(service_process("worker", tmp_path, **settings, **common))
+            settings = {"WORKER_ENGINE": "simulated", "WORKER_WORKER_ID": worker_id}
+            stack.enter_context(service_process("worker", tmp_path, **{**common, **settings, **slow}))
         client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60.0, trust_env=False)
         fleet = Fleet(nats_server.url, stack.enter_context(client))
         fleet.of_canaries = fleet.until_proven()
