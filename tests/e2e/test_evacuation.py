@@ -42,16 +42,21 @@ class Fleet:
 
     nats_url: str
     http: httpx.Client
-    of_canaries: int = 0
+    of_self_tests: int = 0
     """Blocks that workers hold before they are asked anything."""
 
     def ask(self, prompt: list[int]) -> tuple[str, int]:
-        """Who answered, and how many of the prompt's tokens were cached there."""
+        """The worker that served the prompt, and how many of its tokens were cached there."""
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 2, "ignore_eos": True}
         answer = self.http.post("/v1/completions", json=body, headers={"x-baton-mode": "aggregated"})
         assert answer.status_code == 200, answer.text
         cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
         return answer.headers["x-baton-decode-worker"], cached
+
+    def last_decision(self) -> str:
+        """Why the last request was placed where it was."""
+        newest = self.http.get("/v1/decisions", params={"limit": 1}).json()["decisions"][0]
+        return self.http.get(f"/v1/decisions/{newest['decision_id']}").text
 
     def exact(self) -> dict[str, int]:
         """The workers whose blocks the router knows exactly, and how many these are."""
@@ -68,7 +73,7 @@ class Fleet:
         until(lambda: (len(self.exact()), sum(self.exact().values())) == (workers, blocks), promise, START_S_MAX)
 
     def until_proven(self) -> int:
-        """Until all workers are ready: then their canaries are over, too. Answers how many blocks these have left."""
+        """Until all workers are ready: then their self-tests are over, too. Returns how many blocks these left."""
         blocks = asyncio.run(self._until_proven())
         self.until_known(len(WORKERS), blocks)
         return blocks
@@ -117,7 +122,7 @@ def fleet(tmp_path: Path, nats_server: NatsServer) -> Iterator[Fleet]:
             stack.enter_context(service_process("worker", tmp_path, **{**common, **settings, **slow}))
         client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60.0, trust_env=False)
         fleet = Fleet(nats_server.url, stack.enter_context(client))
-        fleet.of_canaries = fleet.until_proven()
+        fleet.of_self_tests = fleet.until_proven()
         yield fleet
 
 
@@ -151,7 +156,7 @@ def test_conversations_find_their_cache_with_those_who_stay_unless_it_was_to_be_
         worker_id, cached = fleet.ask(history(seed))
         assert cached == 0
         homes.setdefault(worker_id, []).append(seed)
-        fleet.until_known(3, fleet.of_canaries + (seed + 1) * HISTORY_BLOCKS)
+        fleet.until_known(3, fleet.of_self_tests + (seed + 1) * HISTORY_BLOCKS)
     leaving, conversations = max(homes.items(), key=lambda home: len(home[1]))
     stayed = sum(blocks for worker_id, blocks in fleet.exact().items() if worker_id != leaving)
 
@@ -168,7 +173,7 @@ def test_conversations_find_their_cache_with_those_who_stay_unless_it_was_to_be_
     for seed in conversations:
         worker_id, cached = fleet.ask(history(seed) + question(seed))
         new_homes[seed] = worker_id
-        assert cached == HISTORY_BLOCKS * BLOCK
+        assert cached == HISTORY_BLOCKS * BLOCK, fleet.last_decision()
     assert leaving not in new_homes.values()
 
     seed, stubborn = next(iter(new_homes.items()))
