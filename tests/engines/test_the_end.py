@@ -115,7 +115,7 @@ async def test_who_is_told_to_leave_ends_its_legs_has_its_offers_read_gives_its_
     assert (told.legs, told.legs_cut, told.prefixes_left) == (1, 0, 0), prefill.log.read_text() + decode.log.read_text()
     assert told.blocks >= its_own.report.prompt_tokens // BLOCK > 0
     assert told.bytes > 0
-    assert "told to leave" in prefill.log.read_text(), "what a worker says is heard after vLLM has set its loggers up"
+    assert "ordered to drain" in prefill.log.read_text(), "logs are not lost after vLLM has set up its loggers"
     elsewhere = await router.leg(decode, LegKind.AGGREGATED, conversation)
     assert elsewhere.token_ids == its_own.token_ids
     assert elsewhere.report.cached_tokens == elsewhere.report.kv.local_tokens
