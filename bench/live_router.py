@@ -18,7 +18,6 @@ from replay.legs import Active
 from replay.policies.base import TOKENS_OUT_UNKNOWN, PolicyContext
 from replay.policies.names import BASELINES, BATON
 from replay.profile import PROFILES
-from services.router.http.server import listen
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.placer import Placer
 from services.router.service import Router, run
@@ -26,6 +25,7 @@ from services.router.settings import Settings
 from services.router.state.fleet import Fleet
 from services.router.telemetry.tracing import Tracing
 from shared.contracts.ids import WorkerId
+from shared.http.server import listen
 from shared.runtime.service import Service, run_service
 from shared.runtime.settings import load, load_common
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import secrets
 import sys
 
-from services.router.http.limits import allow_open_files
-from services.router.http.server import PortTaken, listen, share
 from services.router.service import serve
 from services.router.settings import Settings, check
+from shared.http.limits import allow_open_files
+from shared.http.server import PortTaken, listen, share
 from shared.runtime.service import run_service
 from shared.runtime.settings import SettingsError, load, load_common
 

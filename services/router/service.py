@@ -18,7 +18,6 @@ from services.router.auth.authenticator import Authenticator
 from services.router.http.api import make_app
 from services.router.http.edge import Edge
 from services.router.http.response_headers import ResponseHeaders
-from services.router.http.server import make_server
 from services.router.placement.decision_service import DecisionService
 from services.router.placement.placement import PlacementPolicy
 from services.router.placement.policy import RequestPolicy
@@ -43,6 +42,7 @@ from shared.bus.leg_inbox import LegInbox
 from shared.bus.port import Bus
 from shared.contracts.control import ServicePhase
 from shared.contracts.ids import RouterId
+from shared.http.server import make_server
 from shared.runtime.clock import Clock
 from shared.runtime.service import Service
 from shared.telemetry import names
@@ -244,7 +244,7 @@ async def run(router: Router, service: Service, listener: socket.socket, shared:
     await router.open()
     service.router_health = health_of(router.fleet.index, router.prompts.parity.book)
     router.start(service.tasks)
-    server = make_server(router.edge, router.settings)
+    server = make_server(router.edge)
     serving = service.tasks.create_task(server.serve(sockets=[listener]), name="serve-http")
     await server.listening.wait()
     tune_garbage_collection()

@@ -11,10 +11,11 @@ from typing import Any
 from services.router.auth.api_keys import METRICS_PATH, OPEN_PATHS, Key, Keyring, Permission, may_see
 from services.router.auth.client import ANYONE, CLIENT_SCOPE_KEY, ApiClient
 from services.router.auth.rate_limit import Over, RateLimit
-from services.router.http.errors import HttpError, error_body, failed
-from services.router.http.request import Header
+from services.router.http.errors import failed
 from services.router.settings import Settings, is_local, keyring_of, salt_secret_of
 from shared.contracts.failures import Reason
+from shared.http.edge import Header
+from shared.http.errors import HttpError, error_body
 from shared.runtime.keys import KEY_CHARS_MAX, digest_of
 from shared.runtime.settings import SettingsError
 

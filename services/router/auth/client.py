@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from services.router.auth.api_keys import NO_KEY, Key
 from services.router.auth.rate_limit import RateLimit
-
-Header = tuple[bytes, bytes]
+from shared.http.edge import Header
 
 CLIENT_SCOPE_KEY = "baton.client"
 """Key of the client in the ASGI scope of requests that FastAPI serves."""

@@ -1,6 +1,6 @@
 """The FastAPI app: the OpenAPI document, and all endpoints that are not on the hot path.
 
-The inference routes are here for the OpenAPI document. ``RouterProtocol`` serves them before FastAPI, unless the client
+The inference routes are here for the OpenAPI document. ``Edge`` serves them before FastAPI, unless the client
 spells the path differently (percent-encoding, an absolute URL).
 """
 
@@ -19,7 +19,6 @@ from starlette.exceptions import HTTPException
 from services.router.auth.client import CLIENT_SCOPE_KEY
 from services.router.http.decision_routes import add_decisions
 from services.router.http.edge import PASSED_THROUGH
-from services.router.http.errors import error_body
 from services.router.placement.decision_service import DecisionService
 from services.router.placement.policy import CLASS_HEADER, TENANT_HEADER
 from services.router.placement.request_fields import CHAT, COMPLETIONS, FETCH_MIN_TOKENS_MAX, SOURCES_MAX, Mode
@@ -28,6 +27,7 @@ from services.router.placement.slo import PRIORITY_MAX, PRIORITY_MIN, TARGET_S_M
 from services.router.state.cluster_view import WorkerView
 from services.router.state.fleet import Fleet
 from shared.bus.port import Bus
+from shared.http.errors import error_body
 from shared.runtime.clock import Clock
 
 JSON = "application/json"

@@ -9,11 +9,11 @@ from fastapi import FastAPI, Query, Request, Response
 
 from services.router.auth.api_keys import Key, Permission
 from services.router.auth.client import CLIENT_SCOPE_KEY
-from services.router.http.errors import error_body
 from services.router.placement.decision_log import LISTED_MAX, DecisionFilter, router_of
 from services.router.placement.decision_service import DecisionService
 from shared.contracts.decisions import DecisionRecord
 from shared.contracts.message import in_full
+from shared.http.errors import error_body
 
 JSON = "application/json"
 LATEST = "latest"

@@ -5,21 +5,22 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 import msgspec
 
 from services.router.auth.authenticator import Authenticator
 from services.router.auth.client import ApiClient
-from services.router.http.errors import HttpError, error_body, error_event, failed
-from services.router.http.limits import Connections, IdleClients
-from services.router.http.request import Connection, Head, Header, HttpRequest, Upload, UploadTotals
+from services.router.http.errors import error_event, failed
+from services.router.http.request import Connection, Head, HttpRequest, Upload, UploadTotals
 from services.router.placement.request_fields import CHAT, COMPLETIONS, Mode
 from services.router.relay.relay import Relay
 from services.router.settings import Settings
 from services.router.telemetry.request_log import RequestLog
 from shared.contracts.failures import Reason
+from shared.http.edge import AsgiApp, Header, HttpEdge
+from shared.http.errors import HttpError, error_body
+from shared.http.limits import EdgeLimits
 from shared.runtime.clock import Clock
 from shared.telemetry.propagation import trace_named
 
@@ -48,15 +49,11 @@ only after they have sent the body, so that closing at once would show them a re
 BAD_MODE = f"x-baton-mode must be one of {', '.join(Mode)}."
 BUG = "Internal error in the router; its log has details."
 
-AsgiMessage = MutableMapping[str, Any]
-AsgiApp = Callable[
-    [MutableMapping[str, Any], Callable[[], Awaitable[AsgiMessage]], Callable[[AsgiMessage], Awaitable[None]]],
-    Awaitable[None],
-]
 
-
-class Edge:
+class Edge(HttpEdge[HttpRequest]):
     """Serves the relayed paths. As an ASGI app it passes everything else on to FastAPI, after authentication."""
+
+    paths = {path.encode(): path for path in RELAYED}  # noqa: RUF012
 
     def __init__(
         self,
@@ -67,19 +64,13 @@ class Edge:
         authenticator: Authenticator,
         app: AsgiApp,
     ) -> None:
+        super().__init__(app, clock.now, limits_of(settings))
         self._settings = settings
         self._now = clock.now
         self._relay = relay
         self._request_log = request_log
         self._authenticator = authenticator
-        self._app = app
-        self.uploads: set[HttpRequest] = set()
-        """Requests whose body has not arrived completely."""
         self.upload_totals = UploadTotals()
-        self.connections = Connections(
-            count_max=settings.connections_max, per_address_max=settings.connections_per_address_max
-        )
-        self.idle = IdleClients(clock.now, head_s_max=settings.head_s_max, read_s_max=settings.read_s_max)
         prefix, numbers = secrets.token_hex(6), itertools.count(1)
         self._new_id = lambda: f"{prefix}-{next(numbers)}"
 
@@ -87,7 +78,7 @@ class Edge:
         """ASGI."""
         refusal = self._authenticator.refusal(scope)
         if refusal is None:
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         self._request_log.refused(refusal.status, refusal.reason)
         headers = [*refusal.headers(), (b"content-length", b"%d" % len(refusal.body))]
@@ -177,3 +168,15 @@ class Edge:
         head = http_request.head
         known = {"request_id": head.request_id, "path": head.path, "trace_id": trace_named(head.trace)}
         self._request_log.refused(error.status, error.reason, **known)
+
+
+def limits_of(settings: Settings) -> EdgeLimits:
+    """What the router's clients may hold."""
+    return EdgeLimits(
+        connections_max=settings.connections_max,
+        connections_per_address_max=settings.connections_per_address_max,
+        head_s_max=settings.head_s_max,
+        read_s_max=settings.read_s_max,
+        keep_alive_s=settings.keep_alive_s,
+        drain_s_max=settings.drain_s_max,
+    )

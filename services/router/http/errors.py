@@ -2,64 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
-import msgspec
-
 from services.router.placement.request_fields import Fault
 from shared.contracts.failures import HTTP_STATUS, Reason
+from shared.http.errors import HttpError, error_body
 
-JSON = b"application/json"
 EVENT_STREAM = "text/event-stream"
 RETRY_AFTER_S_MAX = 86_400.0
-NO_SNIFFING = (b"x-content-type-options", b"nosniff")
-"""Keeps browsers from rendering a response as a page, whatever the model has generated."""
-
-ERROR_TYPES = {400: "invalid_request_error", 404: "NotFoundError", 413: "invalid_request_error"}
 CODES = {Reason.MODEL_UNKNOWN: "model_not_found", Reason.TOO_LARGE: "request_too_large"}
-
-
-class ErrorBody(msgspec.Struct, frozen=True):
-    """OpenAI's error object."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | int | None
-
-
-class ErrorResponse(msgspec.Struct, frozen=True):
-    """The body of an error response."""
-
-    error: ErrorBody
-
-
-class HttpError(msgspec.Struct, frozen=True):
-    """An error response: status, body and when to try again."""
-
-    status: int
-    body: bytes
-    retry_after_s: float | None = None
-    reason: str = ""
-    closes: bool = False
-    """Close the connection too, because the rest of the body is not read."""
-    more: tuple[tuple[bytes, bytes], ...] = ()
-    """Further headers."""
-
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        """All headers but Content-Length."""
-        headers = [(b"content-type", JSON), NO_SNIFFING]
-        if self.retry_after_s is not None:
-            headers.append((b"retry-after", b"%d" % max(1, math.ceil(self.retry_after_s))))
-        return [*headers, *self.more]
-
-
-def error_body(
-    status: int, message: str, *, code: str | int | None = None, param: str | None = None, kind: str = ""
-) -> bytes:
-    """The JSON body of an error."""
-    kind = kind or ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return msgspec.json.encode(ErrorResponse(ErrorBody(message, kind, param, code if code is not None else status)))
 
 
 def failed(reason: Reason, message: str, retry_after_s: float | None = None, *, closes: bool = False) -> HttpError:

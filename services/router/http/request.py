@@ -13,11 +13,10 @@ from typing import Protocol
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from services.router.auth.client import ANYONE
-from services.router.http.errors import HttpError
 from services.router.placement.request_fields import Mode
 from shared.contracts.ids import RequestId, is_subject_token
-
-Header = tuple[bytes, bytes]
+from shared.http.edge import Header
+from shared.http.errors import HttpError
 
 TRACE_CONTEXT = {
     b"traceparent": re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"),

@@ -10,7 +10,7 @@ from services.router.admission.queues import QueueEntry
 from services.router.auth.api_keys import salted
 from services.router.auth.authenticator import limited
 from services.router.auth.rate_limit import tokens_used
-from services.router.http.errors import HttpError, bad_request, error_event, failed, refused_field
+from services.router.http.errors import bad_request, error_event, failed, refused_field
 from services.router.http.request import HttpRequest
 from services.router.http.response_headers import ResponseHeaders
 from services.router.placement.decision_service import DecisionService
@@ -32,6 +32,7 @@ from shared.bus.leg_inbox import LegFailed, LegInbox
 from shared.bus.port import BusDown, MessageTooLarge
 from shared.contracts.failures import HTTP_STATUS, Failure, Reason
 from shared.contracts.inference import RequestFinished
+from shared.http.errors import HttpError
 from shared.telemetry.span_names import SpanName
 
 SERVICE_UNAVAILABLE = 503

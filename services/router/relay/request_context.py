@@ -7,7 +7,7 @@ from array import array
 
 import msgspec
 
-from services.router.http.request import Header, HttpRequest
+from services.router.http.request import HttpRequest
 from services.router.placement.decision import Decision
 from services.router.placement.placement import Placement
 from services.router.placement.request_fields import RequestFacts
@@ -19,6 +19,7 @@ from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegReport
 from shared.contracts.workers import Fingerprint
+from shared.http.edge import Header
 from shared.telemetry.span_names import SpanName
 
 NEVER = float("inf")

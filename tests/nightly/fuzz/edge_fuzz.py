@@ -9,11 +9,11 @@ from typing import Any
 
 import httptools
 
-from services.router.http.protocol import RouterProtocol
-from services.router.http.server import make_server
 from services.router.settings import Settings
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.inference import LegReport, StartLeg
+from shared.http.protocol import EdgeProtocol
+from shared.http.server import make_server
 from tests.nightly.fuzz.bus_fuzz import Campaign
 from tests.nightly.fuzz.watch import OBJECTS_GROWN_MAX, Watch, memory_bytes, objects
 from tests.support.virtual_time import run_in_virtual_time
@@ -207,7 +207,7 @@ class Requests:
                 return whole[:end] + whole[at:end] + whole[end:]
 
 
-async def connect(protocol: RouterProtocol, client: Client, pieces: list[bytes], *, leaves: bool) -> None:
+async def connect(protocol: EdgeProtocol, client: Client, pieces: list[bytes], *, leaves: bool) -> None:
     """One connection's life, as far as its client decides."""
     client.protocol = protocol
     protocol.connection_made(client)
@@ -226,7 +226,7 @@ async def fuzz(count: int, seed: int, progress: Callable[[str, int], None]) -> C
     campaign, requests = Campaign("edge HTTP"), Requests(seed)
     async with open_world(Settings(log_requests=False, connections_per_address_max=0, decisions_max=100)) as world:
         await world.worker("w1", script=answer)
-        server = make_server(world.router.edge, world.router.settings)
+        server = make_server(world.router.edge)
         server.config.load()
         for warm in (True, False):  # The first connections fill what is kept for ever.
             with Watch() as watch:
@@ -253,7 +253,7 @@ async def batch(server: Any, requests: Requests) -> list[Client]:
     clients = [Client(reads=requests.random.random() >= NOT_READ_SHARE) for _ in range(BATCH)]
     lives = []
     for client in clients:
-        protocol = RouterProtocol(config=server.config, server_state=server.server_state, app_state={})
+        protocol = EdgeProtocol(config=server.config, server_state=server.server_state, app_state={})
         leaves = requests.random.random() < 0.5
         lives.append(asyncio.create_task(connect(protocol, client, requests.sent(), leaves=leaves)))
     await asyncio.gather(*lives)

@@ -8,10 +8,10 @@ import socket
 
 import pytest
 
-from services.router.http.limits import OTHER_FILES, Connections, allow_open_files, owner_of
-from services.router.http.protocol import HEADERS_MAX
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.inference import LegReport, StartLeg
+from shared.http.limits import OTHER_FILES, Connections, allow_open_files, owner_of
+from shared.http.protocol import HEADERS_MAX
 from shared.telemetry import names
 from tests.unit.router.fake_worker import JSON, SSE, FakeWorker
 from tests.unit.router.http.test_hostile_clients import STREAMED, connected, read_to_end
@@ -171,7 +171,7 @@ async def test_an_invalid_pipelined_body_is_rejected_after_the_running_stream():
 
 
 def test_all_addresses_of_an_ipv6_client_share_one_limit():
-    connections = Connections(count_max=0, per_address_max=1)
+    connections = Connections(0, 1)
 
     assert connections.enter("2001:db8::1")
     assert not connections.enter("2001:db8::ffff")

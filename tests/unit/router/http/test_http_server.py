@@ -10,13 +10,13 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from services.router.http.protocol import RouterProtocol
-from services.router.http.server import PortTaken, Server, listen, make_server
 from services.router.service import Router
 from services.router.settings import Settings
 from services.router.telemetry.tracing import Tracing
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.inference import StartLeg
+from shared.http.protocol import EdgeProtocol
+from shared.http.server import PortTaken, Server, listen, make_server
 from shared.runtime.clock import SystemClock
 from tests.support.memory_bus import MemoryBus, MemoryHub
 from tests.unit.router.fake_worker import DONE, EVENTS, SSE, WHOLE_ANSWER, FakeWorker, answer_well
@@ -33,7 +33,7 @@ class Running:
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
 
-    def connections(self) -> list[RouterProtocol]:
+    def connections(self) -> list[EdgeProtocol]:
         """The open connections."""
         return list(self.server.server_state.connections)
 
@@ -56,7 +56,7 @@ async def running(**settings: object) -> AsyncIterator[Running]:
     worker = FakeWorker(MemoryBus(hub), "w1")
     await worker.join()
     listener = listen("127.0.0.1", 0)
-    server = make_server(router.edge, router.settings)
+    server = make_server(router.edge)
     async with asyncio.TaskGroup() as tasks:
         router.start(tasks)
         serving = tasks.create_task(server.serve(sockets=[listener]))

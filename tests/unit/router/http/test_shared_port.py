@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from services.router.http.server import PortTaken, Server, listen, make_server, share
 from services.router.service import Router
 from services.router.settings import Settings
 from services.router.telemetry.tracing import Tracing
+from shared.http.server import PortTaken, Server, listen, make_server, share
 from shared.runtime.clock import SystemClock
 from tests.support.memory_bus import MemoryBus, MemoryHub
 
@@ -27,7 +27,7 @@ async def serving() -> AsyncIterator[tuple[Server, str]]:
     """Start a router on a port of its own; returns its server and URL."""
     settings = Settings(log_requests=False)
     router = Router(settings, MemoryBus(MemoryHub()), SystemClock(), Tracing())
-    server = make_server(router.edge, settings)
+    server = make_server(router.edge)
     listener = listen(HOST, 0)
     running = asyncio.create_task(server.serve(sockets=[listener]))
     await server.listening.wait()

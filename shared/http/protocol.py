@@ -1,20 +1,21 @@
-"""One client connection: uvicorn's protocol, with the relayed paths served without ASGI.
+"""One client connection: uvicorn's protocol, with some paths served without ASGI.
 
-Each ASGI message and event would cost more than a placement. All other paths go through uvicorn to FastAPI.
+The router serves the paths that it relays without ASGI: each ASGI message and event would cost more than a placement.
+All other requests, and all of the metrics collector's, go through uvicorn to the edge's app.
 
 Invariants that a change must keep:
 
 * Responses leave in the order of the requests. ``cycle`` is the newest request of the connection, ``serving`` the
-  relayed one whose response is written now; the requests between them wait in uvicorn's ``pipeline``.
+  direct one whose response is written now; the requests between them wait in uvicorn's ``pipeline``.
 * Bytes that could be read in two ways are refused, and nothing that follows them is parsed: a proxy in front of the
-  router may have read them the other way, and would take the response to a smuggled request for another client's
+  server may have read them the other way, and would take the response to a smuggled request for another client's
   (request smuggling). llhttp, the parser, refuses what contradicts itself (Content-Length with Transfer-Encoding, two
   lengths, bare LF, folded headers); the rest is decided here. ``lenient_data_after_close``, which uvicorn sets too,
   is the only leniency: bytes after a request with ``Connection: close`` are ignored instead of an error.
-* All that one client can make the router hold has a limit: the head, the framing of chunks, trailers, pipelined
+* All that one client can make the server hold has a limit: the head, the framing of chunks, trailers, pipelined
   requests (reading pauses), unread responses (``held``), and the time for each of them (``IdleClients``).
 
-Traps: uvicorn calls ``on_response_complete`` for FastAPI's requests only, so ``answered`` calls it for relayed ones.
+Traps: uvicorn calls ``on_response_complete`` for ASGI requests only, so ``answered`` calls it for direct ones.
 uvicorn's ``connection_lost`` tells only the newest cycle, so this one tells every request that waits. An exception that
 is raised in a parser callback arrives as the ``__context__`` of an HttpParserError. llhttp keeps its state after an
 error, so ``last_text`` also means that nothing more may be fed to it.
@@ -28,10 +29,9 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from services.router.http import pipelining
-from services.router.http.edge import RELAYED, Edge
-from services.router.http.pipelining import PipelinedRequest, TooManyHeaders, head_without_upgrade
-from services.router.http.request import HttpRequest
+from shared.http import pipelining
+from shared.http.edge import DirectRequest, HttpEdge
+from shared.http.pipelining import PipelinedRequest, TooManyHeaders, head_without_upgrade
 
 HEAD_BYTES_MAX = 64 * 1024
 """Request line and headers; a larger head is answered with 431 and the connection is closed."""
@@ -46,20 +46,19 @@ neither chunk extensions nor trailers, so that a client could otherwise send the
 """
 UNNAMED = "-"
 """For connections without an address, as over a Unix socket."""
-PATHS = {path.encode(): path for path in RELAYED}
 
 
-class RouterProtocol(HttpToolsProtocol):
+class EdgeProtocol(HttpToolsProtocol):
     """One client connection."""
 
     app: Any
     """The edge, which ``make_server`` passes to uvicorn as the ASGI app."""
     cycle: Any
     """The newest request: uvicorn's cycle, or a PipelinedRequest."""
-    http_request: HttpRequest | None = None
-    """The newest request if it is relayed; its body may still be arriving."""
-    serving: HttpRequest | None = None
-    """The relayed request whose response is written; later ones of the connection wait in ``pipeline``."""
+    http_request: DirectRequest | None = None
+    """The newest request if it is served without ASGI; its body may still be arriving."""
+    serving: DirectRequest | None = None
+    """The direct request whose response is written; later ones of the connection wait in ``pipeline``."""
     in_head = False
     request_bytes = 0
     body_bytes = 0
@@ -68,7 +67,7 @@ class RouterProtocol(HttpToolsProtocol):
     """The client's address; empty when the connection was refused."""
     held = False
     """The next request waits until the client has read the responses. Without this a client that pipelines requests and
-    does not read would fill the router's memory with responses.
+    does not read would fill the server's memory with responses.
     """
     last_text: bytes | None = None
     """Set when the input was invalid: it is ignored from then on. The text is written after the responses to earlier
@@ -103,7 +102,7 @@ class RouterProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Count the connection; refuse one too many."""
-        self.edge: Edge = self.app
+        self.edge: HttpEdge[Any] = self.app
         super().connection_made(transport)
         address = self.client[0] if self.client else UNNAMED
         if self.edge.connections.enter(address):
@@ -171,7 +170,7 @@ class RouterProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """The head is complete: relay the request, or leave it to FastAPI."""
+        """The head is complete: serve the request directly, or leave it to the app."""
         self.in_head = False
         if self.parser.should_upgrade():
             return  # ``_parse`` parses it again.
@@ -180,7 +179,7 @@ class RouterProtocol(HttpToolsProtocol):
         self.edge.idle.head_came(self)
         # llhttp reports trailers with the same callback as headers: they must not become headers of this request.
         headers, self.headers = self.headers, pipelining.NO_TRAILERS
-        path = PATHS.get(self.url.partition(b"?")[0])
+        path = self.edge.paths.get(self.url.partition(b"?")[0])
         if path is None or self.parser.get_method() != b"POST":
             super().on_headers_complete()
             return
@@ -228,7 +227,7 @@ class RouterProtocol(HttpToolsProtocol):
         self.edge.uploads.discard(http_request)
         self._advance(http_request)
 
-    def _advance(self, http_request: HttpRequest) -> None:
+    def _advance(self, http_request: DirectRequest) -> None:
         if not http_request.my_turn or http_request.ended:
             return
         if http_request.refusal is not None:

@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn with ``RouterProtocol``."""
+"""An HTTP server: uvicorn with ``EdgeProtocol``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import contextlib
 import functools
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 
-from services.router.http.edge import Edge
-from services.router.http.protocol import RouterProtocol
-from services.router.settings import Settings
+from shared.http.edge import HttpEdge
+from shared.http.protocol import EdgeProtocol
 
 BACKLOG = 4096
 
@@ -37,7 +37,7 @@ class Server(uvicorn.Server):
     async def listen_too(self, bound: socket.socket) -> None:
         """Accept from one more socket too; ``shutdown`` closes it with the others."""
         protocol = functools.partial(
-            RouterProtocol, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+            EdgeProtocol, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
         loop = asyncio.get_running_loop()
         self.servers.append(await loop.create_server(protocol, sock=bound, backlog=BACKLOG))
@@ -53,11 +53,11 @@ class Server(uvicorn.Server):
         yield
 
 
-def make_server(edge: Edge, settings: Settings) -> Server:
+def make_server(edge: HttpEdge[Any]) -> Server:
     """The server; ``serve(sockets=[...])`` runs it until ``should_exit``."""
     config = uvicorn.Config(
         edge,
-        http=RouterProtocol,
+        http=EdgeProtocol,
         loop="none",
         ws="none",
         lifespan="off",
@@ -68,15 +68,15 @@ def make_server(edge: Edge, settings: Settings) -> Server:
         date_header=False,
         proxy_headers=False,
         headers=[("x-content-type-options", "nosniff")],
-        timeout_keep_alive=int(settings.keep_alive_s),
-        timeout_graceful_shutdown=int(settings.drain_s_max),
+        timeout_keep_alive=int(edge.limits.keep_alive_s),
+        timeout_graceful_shutdown=int(edge.limits.drain_s_max),
     )
     return Server(config)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises PortTaken."""
-    listener = _bound(host, port, "ROUTER_PORT")
+def listen(host: str, port: int, prefix: str = "ROUTER_") -> socket.socket:
+    """A listening socket; ``prefix`` is that of the settings that name it. Raises PortTaken."""
+    listener = _bound(host, port, f"{prefix}HOST or {prefix}PORT")
     listener.listen(BACKLOG)
     return listener
 
@@ -85,10 +85,10 @@ def share(host: str, port: int) -> socket.socket:
     """A socket for a port that routers share; it does not listen yet. The kernel spreads connections over the routers
     that listen. Raises PortTaken when a process has the port without sharing it.
     """
-    return _bound(host, port, "ROUTER_SHARED_PORT", socket.SO_REUSEPORT)
+    return _bound(host, port, "ROUTER_HOST or ROUTER_SHARED_PORT", socket.SO_REUSEPORT)
 
 
-def _bound(host: str, port: int, setting: str, *options: int) -> socket.socket:
+def _bound(host: str, port: int, settings: str, *options: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     for option in (socket.SO_REUSEADDR, *options):
@@ -97,6 +97,6 @@ def _bound(host: str, port: int, setting: str, *options: int) -> socket.socket:
         bound.bind((host, port))
     except OSError as error:
         bound.close()
-        raise PortTaken(f"cannot listen on {host}:{port}: {error.strerror}; set ROUTER_HOST or {setting}") from error
+        raise PortTaken(f"cannot listen on {host}:{port}: {error.strerror}; set {settings}") from error
     bound.setblocking(False)
     return bound

@@ -8,16 +8,35 @@ from collections.abc import Callable
 from ipaddress import IPv6Address, ip_address
 from typing import Protocol
 
+import msgspec
+
 OTHER_FILES = 512
-"""Files that a router has open besides its clients' connections: NATS, listeners, files read at start."""
+"""Files that a process has open besides its clients' connections: NATS, listeners, files read at start."""
 HOST_BITS = 64
 """The low bits of an IPv6 address: a network's owner chooses them freely, so a limit per address must ignore them."""
+
+
+class EdgeLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What the clients of one HTTP server may hold."""
+
+    connections_max: int
+    """0: no limit."""
+    connections_per_address_max: int
+    """From one address, for IPv6 one /64 network. 0: no limit."""
+    head_s_max: float
+    """From the opening of a connection, or a request's first byte, to the end of the request's head."""
+    read_s_max: float
+    """For a client to read what was written."""
+    keep_alive_s: float
+    """How long an idle connection stays open."""
+    drain_s_max: float
+    """For running responses to end when the server stops."""
 
 
 class Connections:
     """Counts connections. A maximum of 0 means no limit."""
 
-    def __init__(self, *, count_max: int, per_address_max: int) -> None:
+    def __init__(self, count_max: int, per_address_max: int) -> None:
         self.count = 0
         """Open connections."""
         self._count_max = count_max
@@ -61,7 +80,7 @@ class Client(Protocol):
 
 
 class IdleClients:
-    """Clients that the router waits for, the longest wait first.
+    """Clients that the server waits for, the longest wait first.
 
     Both dicts are ordered by time, because waits only begin now: a walk stops at the first client that is in time.
     """
@@ -71,9 +90,9 @@ class IdleClients:
         self._head_s_max = head_s_max
         self._read_s_max = read_s_max
         self._asking: dict[Client, float] = {}
-        """Since when the router waits for the head of the next request, with no response outstanding."""
+        """Since when the server waits for the head of the next request, with no response outstanding."""
         self._reading: dict[Client, float] = {}
-        """Since when the router waits for the client to read, with the response complete or blocked."""
+        """Since when the server waits for the client to read, with the response complete or blocked."""
 
     def waits_for_head(self, client: Client) -> None:
         """The client has ``head_s_max`` from now to send a complete head."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from httptools import HttpRequestParser
 
-from services.router.http.errors import HttpError, error_body
-from services.router.http.request import Header, HttpRequest
+from shared.http.edge import DirectRequest, Header
+from shared.http.errors import HttpError, error_body
 
 HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 HEAD_TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -44,11 +44,11 @@ def head_without_upgrade(parser: HttpRequestParser, url: bytes, headers: list[He
 
 
 class PipelinedRequest:
-    """A relayed request among the requests of its connection, with the attributes that uvicorn uses of a cycle."""
+    """A direct request among the requests of its connection, with the attributes that uvicorn uses of a cycle."""
 
     __slots__ = ("disconnected", "http_request", "message_event")
 
-    def __init__(self, http_request: HttpRequest) -> None:
+    def __init__(self, http_request: DirectRequest) -> None:
         self.http_request = http_request
         self.disconnected = False
         self.message_event = NO_EVENT
@@ -61,7 +61,7 @@ class PipelinedRequest:
 
 class _NoEvent:
     def set(self) -> None:
-        """Do nothing. uvicorn wakes its ASGI task by this event; a relayed request has ``client_left`` instead."""
+        """Do nothing. uvicorn wakes its ASGI task by this event; such a request has ``client_left`` instead."""
 
 
 NO_EVENT = _NoEvent()

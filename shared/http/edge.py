@@ -1,0 +1,91 @@
+"""What all connections of one HTTP server share: its limits, the ASGI app, and the paths served without ASGI."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any, Generic, Protocol, TypeVar
+
+from shared.http.errors import HttpError
+from shared.http.limits import Connections, EdgeLimits, IdleClients
+
+Header = tuple[bytes, bytes]
+AsgiMessage = MutableMapping[str, Any]
+AsgiApp = Callable[
+    [MutableMapping[str, Any], Callable[[], Awaitable[AsgiMessage]], Callable[[AsgiMessage], Awaitable[None]]],
+    Awaitable[None],
+]
+
+
+class Body(Protocol):
+    """A request's body as it arrives."""
+
+    complete: bool
+    size: int
+
+    def add(self, data: bytes) -> None:
+        """Append a piece."""
+
+
+class DirectRequest(Protocol):
+    """A request that is served without ASGI, as its connection sees it."""
+
+    my_turn: bool
+    """Earlier requests of the same connection have their responses: this one may be served."""
+    refusal: HttpError | None
+    """An error that was decided before the body was complete."""
+    slow: bool
+    """The client is disconnected because it did not read in time."""
+
+    @property
+    def upload(self) -> Body:
+        """The body so far."""
+
+    @property
+    def ended(self) -> bool:
+        """The response is complete."""
+
+    def refuse(self, error: HttpError) -> None:
+        """Send an error as the response."""
+
+    def close_after(self) -> None:
+        """Close the connection after this response."""
+
+    def client_left(self) -> None:
+        """The connection has closed."""
+
+
+Request = TypeVar("Request", bound=DirectRequest)
+
+
+class HttpEdge(Generic[Request]):
+    """Serves requests through an ASGI app; a subclass names the ``paths`` that it serves itself, without ASGI."""
+
+    paths: Mapping[bytes, str] = {}
+    """POST requests to these are served without ASGI."""
+
+    def __init__(self, app: AsgiApp, now: Callable[[], float], limits: EdgeLimits) -> None:
+        self.app = app
+        self.limits = limits
+        self.uploads: set[Request] = set()
+        """Requests whose body has not arrived completely."""
+        self.connections = Connections(limits.connections_max, limits.connections_per_address_max)
+        self.idle = IdleClients(now, head_s_max=limits.head_s_max, read_s_max=limits.read_s_max)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """ASGI."""
+        await self.app(scope, receive, send)
+
+    def admit(self, connection: Any, path: str, headers: list[Header], *, http11: bool, keep: bool) -> Request:
+        """The head of a request to one of ``paths`` is complete."""
+        raise NotImplementedError
+
+    def limit_body(self, http_request: Request, body_bytes: int) -> bool:
+        """Whether the body, of so many bytes announced or received, was refused: ``refusal`` is set then."""
+        raise NotImplementedError
+
+    async def serve(self, http_request: Request) -> None:
+        """Serve one complete request to one of ``paths``."""
+        raise NotImplementedError
+
+    def refused_connection(self) -> None:
+        """A connection was refused: there are too many."""
