@@ -243,6 +243,7 @@ async def run(router: Router, service: Service, listener: socket.socket, shared:
     """
     await router.open()
     service.router_health = health_of(router.fleet.index, router.prompts.parity.book)
+    service.warning = lambda: router.authenticator.failure
     router.start(service.tasks)
     server = make_server(router.edge)
     serving = service.tasks.create_task(server.serve(sockets=[listener]), name="serve-http")

@@ -47,8 +47,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     published_host: str = ""
     """The address at which clients reach this port, where it is not ``host``: for a container's published port."""
     metrics: Literal["auto", "open", "admin"] = "auto"
-    """Which clients may read ``/metrics`` where keys are needed: all, or those with an admin key. ``auto``: all if only
-    this machine can connect, otherwise admin.
+    """Which clients may read ``/metrics`` where keys are needed: all, or (``admin``) those whose key has the permission
+    view or admin. ``auto``: all if only this machine can connect, otherwise admin.
     """
 
     body_bytes_max: int = 32 * 1024 * 1024

@@ -56,6 +56,8 @@ class ServiceStatus(Message, frozen=True, kw_only=True):
     """The machine's name."""
     at_ms: int = 0
     """Wall clock of the sender."""
+    warning: str = ""
+    """What an operator must correct, although the process serves: it is degraded. Empty when there is nothing."""
     router: RouterHealth | None = None
     """Of a router."""
 

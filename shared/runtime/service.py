@@ -84,6 +84,8 @@ class Service:
         self.phase = ServicePhase.STARTING
         self.router_health: Callable[[], RouterHealth | None] = lambda: None
         """Published with the status of a router."""
+        self.warning: Callable[[], str] = lambda: ""
+        """Published with the status: what an operator must correct; empty when there is nothing."""
         self._detail = ""
         self._changed = asyncio.Event()
 
@@ -118,6 +120,7 @@ class Service:
             version=baton_version(),
             host=socket.gethostname(),
             at_ms=self.clock.wall_ms(),
+            warning=self.warning(),
             router=self.router_health(),
         )
         try:

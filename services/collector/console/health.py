@@ -85,6 +85,9 @@ def _services(metrics: FleetMetrics) -> Iterator[Sentence]:
         if status.phase is ServicePhase.FAILED:
             text = f"{status.service} {status.instance} has failed: {status.detail or 'see its log'}."
             yield Sentence(level=ERROR, text=text, action="See its log, and start it again.")
+        elif status.warning:
+            text = f"{status.service} {status.instance} is degraded: {status.warning}."
+            yield Sentence(level=WARNING, text=text, action="`baton doctor` checks the usual causes.")
     if not any(status.service == "router" and status.phase is ServicePhase.READY for status in statuses):
         yield Sentence(
             level=ERROR, text="No router is ready: clients get no replies.", action="Start one, or see its log."

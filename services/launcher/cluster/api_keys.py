@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import fcntl
 import os
 import re
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,15 @@ OWNER_ONLY = 0o600
 TENANT = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
+class CannotAdd(Exception):
+    """The key was not added, and the file is unchanged; the message says what to do."""
+
+
 class Permission(StrEnum):
-    """Permissions of a key, as routers read them."""
+    """Permissions of a key, as routers and the metrics collector read them."""
 
     INFER = "infer"
+    VIEW = "view"
     ADMIN = "admin"
     FORCE_PLACEMENT = "force-placement"
 
@@ -42,9 +49,11 @@ class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def entry_text(entry: KeyEntry) -> str:
-    """The entry as TOML."""
-    lines = [f"{name} = {_toml(value)}" for name, value in msgspec.to_builtins(entry).items()]
-    return "\n".join(["[[key]]", *lines, ""])
+    """The entry as TOML. Raises CannotAdd for text that no file can hold."""
+    try:
+        return f"[[key]]\n{msgspec.toml.encode(entry).decode()}"
+    except UnicodeEncodeError as error:
+        raise CannotAdd(f"{error.object!r} is not valid Unicode text, so it cannot be stored: leave it out") from error
 
 
 def salt_text(salt: str) -> str:
@@ -54,15 +63,68 @@ def salt_text(salt: str) -> str:
     )
 
 
-def _toml(value: Any) -> str:
-    return json.dumps(value)  # For numbers, booleans, strings and lists, JSON is valid TOML.
-
-
 def add_entry(file: Path, entry: KeyEntry) -> None:
-    """Append to the file in place, so that containers that mount it see the change; a new file is for its owner only.
-    Raises OSError.
+    """Add an entry and keep all others, with the operator's comments. The file is replaced atomically, so that a reader
+    sees the old keys or the new ones; a new file is for its owner only. Raises CannotAdd, OSError.
     """
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, OWNER_ONLY)
-    with os.fdopen(descriptor, "a", encoding="utf-8") as opened:
-        top = salt_text(new_salt()) if opened.tell() == 0 else ""
-        opened.write(f"{top}\n{entry_text(entry)}")
+    file = file.resolve()  # A link stays a link.
+    with _locked(file.parent):
+        text = _with_entry(_text_of(file), entry)
+        draft = file.with_name(f"{file.name}.new")
+        draft.unlink(missing_ok=True)
+        try:
+            with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, OWNER_ONLY), "wb") as opened:
+                _copy_access(file, opened.fileno())
+                opened.write(text.encode())
+                opened.flush()
+                os.fsync(opened.fileno())
+            draft.replace(file)
+        finally:
+            draft.unlink(missing_ok=True)
+
+
+def _with_entry(before: str, entry: KeyEntry) -> str:
+    """The file's new text, read back: it holds exactly the old keys and the new one. Raises CannotAdd."""
+    old = _parsed(before, "it is not valid TOML, so routers cannot read it either: correct it first")
+    top = before if before.strip() else salt_text(new_salt())
+    text = f"{top.rstrip()}\n\n{entry_text(entry)}"
+    new = _parsed(text, "an entry cannot be appended to it: write its keys as [[key]] tables")
+    expected = {**old, "key": [*old.get("key", []), msgspec.json.decode(msgspec.json.encode(entry))]}
+    if {**new, "salt": ""} != {**expected, "salt": ""} or ("salt" in old and new["salt"] != old["salt"]):
+        raise CannotAdd("the file with the new key reads back differently, so it was not written")
+    return text
+
+
+def _parsed(text: str, wrong: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise CannotAdd(f"{wrong} ({error})") from error
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_bytes().decode()
+    except FileNotFoundError:
+        return ""
+    except UnicodeDecodeError as error:
+        raise CannotAdd("it is not UTF-8 text, so routers cannot read it either: correct it first") from error
+
+
+def _copy_access(file: Path, descriptor: int) -> None:
+    """Who could read the old file can read the new one: routers may run as another user. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        found = file.stat()
+        os.fchown(descriptor, found.st_uid, found.st_gid)
+        os.fchmod(descriptor, found.st_mode & 0o777)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One writer at a time: of two commands, the later would drop the earlier one's key. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from services.launcher.cluster.api_keys import TENANT, KeyEntry, Permission, add_entry, entry_text, salt_text
+from services.launcher.cluster.api_keys import TENANT, CannotAdd, KeyEntry, Permission, add_entry, entry_text, salt_text
 from services.launcher.commands.options import fail
 from shared.runtime.keys import digest_of, new_key, new_salt
 
@@ -35,11 +35,14 @@ def _group() -> None:
 [cyan]baton keys new --tenant trial --requests-per-minute 60 --tokens-per-minute 100000 --priority 10[/]
 
 Use the file: [cyan]ROUTER_KEYS_FILE=keys.toml baton up --host 0.0.0.0[/]
-Routers reload it when it changes; delete an entry to revoke its key. Clients send Authorization: Bearer KEY."""
+[cyan]baton keys new --tenant prometheus --permissions view --file keys.toml[/]   reads metrics and the console
+
+Routers reload it when it changes; delete an entry to revoke its key: its running requests end.
+Clients send Authorization: Bearer KEY."""
 )
 def new(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command line is declared
     tenant: Annotated[str, typer.Option(help="Owner: letters, digits, underscores, hyphens.")],
-    permissions: Annotated[str, typer.Option(help="Comma-separated: infer, admin, force-placement.")] = "infer",
+    permissions: Annotated[str, typer.Option(help="Comma-separated: infer, view, admin, force-placement.")] = "infer",
     priority: Annotated[
         int | None, typer.Option(min=-1000, max=1000, help="Priority of its requests; lower is more urgent.")
     ] = None,
@@ -50,7 +53,7 @@ def new(  # noqa: PLR0913, PLR0917  # one parameter per option is how the comman
         bool, typer.Option("--public-cache", help="Share cached prefixes with all other keys of this kind.")
     ] = False,
     note: Annotated[str, typer.Option(help="A comment in the file.")] = "",
-    file: Annotated[Path | None, typer.Option(help="Append to this file, or create it.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Add it to this file, or create the file.")] = None,
 ) -> None:
     """Create an API key and print it. The key is shown only once and stored nowhere."""
     if not TENANT.fullmatch(tenant):
@@ -67,6 +70,17 @@ def new(  # noqa: PLR0913, PLR0917  # one parameter per option is how the comman
         models=tuple(model or ()),
         public_cache=public_cache,
     )
+    try:
+        _store(file, entry)
+    except CannotAdd as error:
+        fail(f"{file or '--note or --model'}: {error}.")
+    except OSError as error:
+        fail(f"{file}: {error.strerror}")
+    print(key)
+
+
+def _store(file: Path | None, entry: KeyEntry) -> None:
+    """Into the file, or onto the screen. Raises CannotAdd, OSError."""
     if file is None:
         print(f"{salt_text(new_salt())}\n{entry_text(entry)}", file=sys.stderr)
         print(
@@ -74,12 +88,8 @@ def new(  # noqa: PLR0913, PLR0917  # one parameter per option is how the comman
             file=sys.stderr,
         )
     else:
-        try:
-            add_entry(file, entry)
-        except OSError as error:
-            fail(f"{file}: {error.strerror}")
+        add_entry(file, entry)
         print(f"Added its digest to {file}. The key, shown only once:", file=sys.stderr)
-    print(key)
 
 
 def _permissions(text: str) -> tuple[Permission, ...]:

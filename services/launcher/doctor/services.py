@@ -137,6 +137,11 @@ def _status(one: HeardService) -> Iterator[Finding]:
     name = status.instance if status.service in status.instance else f"{status.service} {status.instance}"
     if status.phase is ServicePhase.FAILED:
         yield _service(Level.ERROR, f"{name} has failed.", status.detail, "See its log.")
+    if status.warning:
+        why = "Until that is corrected the last valid content is in force: a key that was revoked since still works."
+        yield _access(
+            Level.WARNING, f"{name} cannot use a file: {status.warning}.", why, "Correct or restore the file."
+        )
     if one.is_duplicate and status.service != "worker":  # For workers, their load reports show this.
         what = f"Two processes use the name {name}."
         why = "Reports of one are taken for the other's."

@@ -211,7 +211,8 @@ class Watch:
             return "unhealthy"
         both_phases = roles & {Role.PREFILL, Role.BOTH} and roles & {Role.DECODE, Role.BOTH}
         has_lost = any(one.phase is WorkerPhase.LOST for one in self.workers.values())
-        return "healthy" if self.leader and both_phases and not has_lost else "degraded"
+        has_warning = any(status.warning for _at, status in self.services.values())
+        return "healthy" if self.leader and both_phases and not (has_lost or has_warning) else "degraded"
 
     def counts(self) -> list[tuple[Role, int, int]]:
         """For each role with workers: the number of ready and of live ones."""

@@ -40,8 +40,10 @@ BAD_BODY = Fault(param="", message="The body is not a JSON object.")
 class Permission(StrEnum):
     INFER = "infer"
     """Inference requests."""
+    VIEW = "view"
+    """Reading what operators see: metrics, the console and the decisions of all tenants."""
     ADMIN = "admin"
-    """Metrics and the decisions of all tenants."""
+    """The same, and orders at the console."""
     FORCE_PLACEMENT = "force-placement"
     """Choosing workers and KV sources in a body."""
 
@@ -69,6 +71,11 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     def may(self, permission: Permission) -> bool:
         return permission in self.permissions
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether it may read what operators see."""
+        return not self.permissions.isdisjoint({Permission.VIEW, Permission.ADMIN})
 
 
 NO_KEY = Key(permissions=frozenset({Permission.INFER, Permission.ADMIN}))
@@ -111,7 +118,7 @@ def read_keys(toml: dict[str, Any]) -> Keyring:
 
 def may_see(key: Key, path: str, *, metrics_open: bool) -> bool:
     """Whether the key may read this path, which is not inference."""
-    return path != METRICS_PATH or metrics_open or key.may(Permission.ADMIN)
+    return path != METRICS_PATH or metrics_open or key.sees_all
 
 
 def _fault(key: Key) -> str:

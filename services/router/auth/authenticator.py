@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from services.router.auth.api_keys import METRICS_PATH, OPEN_PATHS, Key, Keyring, Permission, may_see
@@ -16,18 +14,15 @@ from services.router.settings import Settings, is_local, keyring_of, salt_secret
 from shared.contracts.failures import Reason
 from shared.http.edge import Header
 from shared.http.errors import HttpError, error_body
+from shared.runtime.followed_file import LOOK_S, FollowedFile
 from shared.runtime.keys import KEY_CHARS_MAX, digest_of
-from shared.runtime.settings import SettingsError
 
 log = logging.getLogger("baton.router")
 
-LOOK_S = 2.0
-"""Between two checks of the keys' file."""
 BEARER = b"bearer "
-NO_FILE = (0, 0, 0)
 
-FileState = tuple[int, int, int]
-"""Modification time, size and inode: they differ when the file was written."""
+KeysAndSecret = tuple[Keyring, bytes] | None
+"""The API keys and the secret of their tenants' salts; None where no key is needed."""
 
 
 class Authenticator:
@@ -38,12 +33,15 @@ class Authenticator:
         self._now = now
         self._metrics_open = settings.metrics == "open" or (settings.metrics == "auto" and is_local(settings))
         self._clients: dict[str, ApiClient] = {}
-        self._seen = self._file_state()
-        keyring = keyring_of(settings)
-        self.closed = keyring is not None
+        self._keys = FollowedFile(settings.keys_file, self._read, what="the API keys", log=log)
+        self.closed = self._keys.value is not None
         """Whether a key is needed."""
-        if keyring is not None:
-            self._replace_keys(keyring)
+        self._replace_keys(self._keys.value)
+
+    @property
+    def failure(self) -> str:
+        """Why the key file cannot be used now; empty while it can. The last valid keys are in force."""
+        return self._keys.failure
 
     def client(self, headers: list[Header]) -> ApiClient | None:
         """The client whose key the headers have. None: no key, an unknown one, or two different ones. The key itself is
@@ -81,45 +79,34 @@ class Authenticator:
             return None
         if client is None:
             return UNKNOWN
-        return None if may_see(client.key, scope["path"], metrics_open=self._metrics_open) else NOT_ADMIN
+        return None if may_see(client.key, scope["path"], metrics_open=self._metrics_open) else NOT_TO_SEE
 
     async def follow(self, look_s: float = LOOK_S) -> None:
         """Check the file until cancelled. An invalid file changes nothing."""
-        if not self._settings.keys_file:
-            return
-        while True:
-            await asyncio.sleep(look_s)
-            if (state := self._file_state()) != self._seen:
-                self._seen = state
-                await self._read_again()
+        if self._settings.keys_file:
+            await self._keys.follow(self._replace_keys, look_s)
 
-    async def _read_again(self) -> None:
-        try:
-            keyring = await asyncio.to_thread(keyring_of, self._settings)
-            if keyring is not None:
-                self._replace_keys(keyring)
-        except SettingsError as error:
-            log.warning("the API keys are unchanged, because their file is invalid: %s", error)
-            return
-        log.info("read %d API keys", len(self._clients))
+    def _read(self) -> KeysAndSecret:
+        """Raises SettingsError."""
+        keyring = keyring_of(self._settings)
+        return None if keyring is None else (keyring, salt_secret_of(self._settings, keyring))
 
-    def _replace_keys(self, keyring: Keyring) -> None:
-        """Keys whose limits are unchanged keep their buckets' levels. Raises SettingsError."""
-        secret, now, before = salt_secret_of(self._settings, keyring), self._now(), self._clients
-        self._clients = {}
+    def _replace_keys(self, found: KeysAndSecret) -> None:
+        """A key that remains keeps its client, which running requests refer to, and unless its limits have changed also
+        the levels of its buckets. The clients of all others are revoked.
+        """
+        if found is None:
+            return
+        keyring, secret = found
+        before, self._clients = self._clients, {}
         for digest, key in keyring.keys.items():
-            old = before.get(digest)
-            rate_limit = old.rate_limit if old is not None and same_limits(old.key, key) else RateLimit(key, now)
-            self._clients[digest] = ApiClient(key, secret, rate_limit)
-
-    def _file_state(self) -> FileState:
-        if not self._settings.keys_file:
-            return NO_FILE
-        try:
-            found = Path(self._settings.keys_file).stat()
-        except OSError:
-            return NO_FILE
-        return found.st_mtime_ns, found.st_size, found.st_ino
+            client = before.get(digest) or ApiClient(key, secret, RateLimit(key, self._now()))
+            if not same_limits(client.key, key):
+                client.rate_limit = RateLimit(key, self._now())
+            client.key, client.secret, client.is_revoked = key, secret, not key.may(Permission.INFER)
+            self._clients[digest] = client
+        for digest, client in before.items():
+            client.is_revoked |= digest not in self._clients
 
 
 def same_limits(one: Key, other: Key) -> bool:
@@ -145,4 +132,4 @@ UNKNOWN = HttpError(
     more=((b"www-authenticate", b'Bearer realm="baton"'),),
 )
 NOT_FOR_INFERENCE = not_allowed("This key does not permit inference.")
-NOT_ADMIN = not_allowed("This needs a key with the permission admin.")
+NOT_TO_SEE = not_allowed("This needs a key with the permission view or admin.")

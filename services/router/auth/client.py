@@ -11,15 +11,17 @@ CLIENT_SCOPE_KEY = "baton.client"
 
 
 class ApiClient:
-    """All requests with one key, as long as the key is valid."""
+    """All requests with one key, from its first appearance in the key file until it is revoked."""
 
-    __slots__ = ("key", "rate_limit", "secret")
+    __slots__ = ("is_revoked", "key", "rate_limit", "secret")
 
     def __init__(self, key: Key, secret: bytes, rate_limit: RateLimit) -> None:
         self.key = key
         self.secret = secret
         """The secret of the tenants' cache salts; empty where no key is needed."""
         self.rate_limit = rate_limit
+        self.is_revoked = False
+        """The key is no longer valid for inference: running requests end."""
 
     def headers(self, now: float) -> list[Header]:
         """Response headers with the client's rate limits; empty for a key without limits."""

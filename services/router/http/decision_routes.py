@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import FastAPI, Query, Request, Response
 
-from services.router.auth.api_keys import Key, Permission
+from services.router.auth.api_keys import Key
 from services.router.auth.client import CLIENT_SCOPE_KEY
 from services.router.placement.decision_log import LISTED_MAX, DecisionFilter, router_of
 from services.router.placement.decision_service import DecisionService
@@ -18,7 +18,7 @@ from shared.http.errors import error_body
 JSON = "application/json"
 LATEST = "latest"
 ID_CHARS_MAX = 256
-OF_ANOTHER = "That decision belongs to another tenant: reading it requires a key with the permission admin."
+OF_ANOTHER = "That decision belongs to another tenant: reading it requires a key with the permission view or admin."
 Responses = dict[int | str, dict[str, Any]]
 BAD_REQUEST: Responses = {
     400: {"description": "A parameter is invalid; the message says which."},
@@ -56,7 +56,7 @@ def add_decisions(app: FastAPI, decisions: DecisionService) -> None:
         """Decisions of this router, newest first, without their candidates; with ``request_id``, from any router."""
         key = request.scope[CLIENT_SCOPE_KEY].key
         wanted = DecisionFilter(
-            tenant=None if key.may(Permission.ADMIN) else key.tenant,
+            tenant=None if key.sees_all else key.tenant,
             request_id=request_id,
             worker_id=worker,
             outcome=outcome,
@@ -74,7 +74,7 @@ def add_decisions(app: FastAPI, decisions: DecisionService) -> None:
 
 def may_read(key: Key, tenant: str) -> bool:
     """Whether this key may read decisions of that tenant's requests."""
-    return key.may(Permission.ADMIN) or key.tenant == tenant
+    return key.sees_all or key.tenant == tenant
 
 
 def _decision_response(found: DecisionRecord) -> Response:

@@ -1,4 +1,5 @@
-"""Enforces deadlines: late steps of requests, clients that do not read, heads and bodies that do not arrive.
+"""Ends what may not go on: late steps of requests, requests of revoked keys, clients that do not read, heads and bodies
+that do not arrive.
 
 One walk over all requests a few times a second replaces a timer for each; most requests end before the first walk.
 """
@@ -19,6 +20,7 @@ read: its connection is dropped.
 """
 
 TOO_LONG = Failure(reason=Reason.DEADLINE, message="The request took too long.")
+REVOKED = Failure(reason=Reason.FORBIDDEN, message="The request's API key was revoked.")
 
 
 class DeadlineMonitor:
@@ -36,18 +38,21 @@ class DeadlineMonitor:
             self.walk(self._clock.now())
 
     def walk(self, now: float) -> None:
-        """End all that is late."""
+        """End all that is late, and all whose key was revoked."""
         for context in list(self._in_flight):
-            if now > context.deadline_at:
-                self._end(context, now)
+            if context.http_request.head.client.is_revoked:
+                context.ends_at = context.deadline_at = min(now, context.ends_at)  # No attempt follows.
+                self._end(context, now, REVOKED)
+            elif now > context.deadline_at:
+                self._end(context, now, TOO_LONG)
         if self._edge.uploads:
             self._edge.end_slow_uploads()
         self._edge.idle.end_late()
 
-    def _end(self, context: RequestContext, now: float) -> None:
+    def _end(self, context: RequestContext, now: float, failure: Failure) -> None:
         if context.late_at == NEVER:
             context.late_at = now
-            context.stop(TOO_LONG)
+            context.stop(failure)
         elif now - context.late_at > LATE_S_MAX:
             context.http_request.slow = True
             context.http_request.abort()

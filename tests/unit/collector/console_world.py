@@ -52,8 +52,8 @@ def fleet(*workers, term=1, leader="o1"):
     return FleetState(leader=leader, term=term, workers=listed)
 
 
-def service(name="router", instance="router-1", phase=ServicePhase.READY, detail=""):
-    return ServiceStatus(service=name, instance=instance, phase=phase, detail=detail)
+def service(name="router", instance="router-1", phase=ServicePhase.READY, detail="", warning=""):
+    return ServiceStatus(service=name, instance=instance, phase=phase, detail=detail, warning=warning)
 
 
 class World:

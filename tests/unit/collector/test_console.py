@@ -45,8 +45,8 @@ class Shown:
     def load(self, *args, **numbers):
         self.metrics.load_reported(load(*args, **numbers), self.now)
 
-    def router(self, phase=ServicePhase.READY, detail=""):
-        self.metrics.service_status(service(phase=phase, detail=detail), self.now)
+    def router(self, phase=ServicePhase.READY, detail="", warning=""):
+        self.metrics.service_status(service(phase=phase, detail=detail, warning=warning), self.now)
         self.console.events.service_status(service(phase=phase, detail=detail), self.moment.at)
 
     def healthy(self):
@@ -255,6 +255,15 @@ def test_a_silent_worker_is_reported_with_an_action(shown):
     assert one.text == "p1 has sent no report for 4 s; requests go to other workers."
     assert one.action == "If it does not report again, see its log."
     assert shown.page().health.status == "degraded"
+
+
+def test_a_service_with_a_key_file_that_it_cannot_read_is_degraded(shown):
+    shown.healthy()
+    shown.router(warning="ROUTER_KEYS_FILE (keys.toml): Invalid value")
+
+    (one,) = shown.page().health.sentences
+    assert "ROUTER_KEYS_FILE (keys.toml): Invalid value" in one.text
+    assert (one.action != "", shown.page().health.status) == (True, "degraded")
 
 
 def test_missing_services_are_reported_worst_first(shown):

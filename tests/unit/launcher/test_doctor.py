@@ -205,6 +205,10 @@ SYSTEM_FAULTS: dict[str, tuple[dict[str, object], Level, str]] = {
     ),
     "store full": (store(100), Level.NOTE, "s1 is full: it stores 100 blocks"),
     "store loses": (store(damaged_blocks_total=2, unsaved_blocks_total=1), Level.WARNING, "s1 has lost 3 blocks"),
+    "key file": (
+        with_service("router", router=RouterHealth(), warning="ROUTER_KEYS_FILE (keys.toml): Invalid value"),
+        Level.WARNING, "router-1 cannot use a file: ROUTER_KEYS_FILE (keys.toml): Invalid value",
+    ),
     "index degraded": (with_router(RouterHealth(not_exact={"d1": "degraded"})), Level.NOTE, "does not know exactly what d1 has cached"),
     "index fallback": (with_router(RouterHealth(not_exact={"d1": "fallback"})), Level.WARNING, "does not know what d1 has cached"),
     "tokens": (with_router(RouterHealth(tokens_differ=["d1"])), Level.WARNING, "router-1 tokenizes differently from d1"),

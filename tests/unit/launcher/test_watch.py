@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from services.launcher.views.watch import (
@@ -183,6 +184,12 @@ def test_health_follows_routers_roles_and_the_leader():
     of.fleet_state(FleetState(leader="o1", term=1, workers=[]), LATER)
     assert of.health(connected=True) == "healthy"
     assert of.health(connected=False) == "unhealthy"
+
+    router = ServiceStatus(service="router", instance="r1", pid=1, phase=ServicePhase.READY)
+    of.service_status(msgspec.structs.replace(router, warning="the key file cannot be read"), LATER)
+    assert of.health(connected=True) == "degraded"
+    of.service_status(router, LATER)
+    assert of.health(connected=True) == "healthy"
 
     of.worker_lost(WorkerLost(worker_id=WorkerId("d1"), epoch=Epoch(1), silent_s=3.0), LATER)
     assert of.health(connected=True) == "degraded"

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+from pathlib import Path
 
 import httpx
 import msgspec
+import pytest
 
 from services.router.auth.api_keys import salt_of
 from services.router.auth.authenticator import Authenticator
@@ -15,9 +18,11 @@ from services.router.placement.decision_log import DecisionFilter
 from services.router.settings import Settings, keyring_of, salt_secret_of
 from shared.contracts.failures import Reason
 from shared.runtime.clock import SystemClock
+from shared.runtime.followed_file import FollowedFile, state_of
 from shared.runtime.keys import digest_of
+from shared.runtime.settings import SettingsError
 from tests.unit.router.http.test_http_server import running, until
-from tests.unit.router.streams import ANSWER, fails, streams
+from tests.unit.router.streams import ANSWER, fails, falls_silent, streams
 from tests.unit.router.world import COMPLETIONS, World, give_legs, in_world, prompt
 
 ACME, RIVAL, OPERATOR, LIMITED, PUBLIC = "key-acme", "key-rival", "key-operator", "key-limited", "key-public"
@@ -127,6 +132,14 @@ async def test_a_key_over_its_limit_gets_429_with_retry_after():
         assert (await client.post(up.url + COMPLETIONS, json=prompt(), headers=bearer(ACME))).status_code == 200
 
 
+@pytest.mark.parametrize(("permission", "status"), [("infer", 403), ("view", 200), ("admin", 200)])
+async def test_metrics_need_view_or_admin_where_others_can_connect(permission, status):
+    keys = TOP + entry(ACME, "acme", f'permissions = ["{permission}"]')
+    async with running(keys=keys, published_host="192.0.2.1") as up, httpx.AsyncClient(base_url=up.url) as client:
+        assert (await client.get("/metrics")).status_code == 401
+        assert (await client.get("/metrics", headers=bearer(ACME))).status_code == status
+
+
 async def test_tenants_see_their_own_decisions_and_operators_see_all():
     async with running(keys=KEYS) as up, httpx.AsyncClient(base_url=up.url) as client:
         mine = (await client.post(COMPLETIONS, json=prompt(), headers=bearer(ACME))).headers["x-baton-decision"]
@@ -163,11 +176,126 @@ async def test_changed_key_files_are_reloaded_and_broken_ones_ignored(tmp_path, 
     file.write_text("[[key]]\nhalf of a f")
     await until(lambda: "are unchanged" in caplog.text)
     assert lets_in(RIVAL)
+    assert "[[key]]" not in gate.failure
+    assert str(file) in gate.failure
     file.unlink()
     await until(lambda: "No such file" in caplog.text)
     assert lets_in(RIVAL)
+    assert {record.levelname for record in caplog.records} == {"ERROR"}
     assert RIVAL not in caplog.text
     following.cancel()
+
+
+async def test_revocation_is_seen_however_the_file_is_replaced(tmp_path):
+    """By a rename, through a folder that is exchanged as a whole, and after a time in which it could not be read."""
+    mounted, link = tmp_path / "one", tmp_path / "mounted"
+    mounted.mkdir()
+    link.symlink_to(mounted)
+    file = link / "keys.toml"
+    file.write_text(TOP + entry(ACME, "acme") + entry(RIVAL, "rival"))
+    gate = Authenticator(Settings(keys_file=str(file)), SystemClock().now)
+    following = asyncio.ensure_future(gate.follow(look_s=0.01))
+
+    def tenants() -> set[str]:
+        named = (gate.client([(b"x-api-key", key.encode())]) for key in (ACME, RIVAL, OPERATOR))
+        return {client.key.tenant for client in named if client is not None}
+
+    assert tenants() == {"acme", "rival"}
+    (tmp_path / "new").write_text(TOP + entry(RIVAL, "rival"))
+    (tmp_path / "new").replace(file)
+    await until(lambda: tenants() == {"rival"})
+
+    other = tmp_path / "two"
+    other.mkdir()
+    (other / "keys.toml").write_text(TOP + entry(ACME, "acme"))
+    (tmp_path / "link").symlink_to(other)
+    (tmp_path / "link").replace(link)
+    await until(lambda: tenants() == {"acme"})
+
+    (other / "keys.toml").replace(other / "away")  # As a file that this user may not read, also for root.
+    await until(lambda: "No such file" in gate.failure)
+    stat = (other / "away").stat()
+    (other / "away").write_text(TOP + entry(OPERATOR, "ops"))
+    os.utime(other / "away", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    (other / "away").replace(other / "keys.toml")
+    await until(lambda: tenants() == {"ops"})
+    assert gate.failure == ""
+    following.cancel()
+
+
+async def test_a_file_that_is_made_readable_later_is_read_although_its_content_is_old(tmp_path):
+    """chmod changes neither time of modification nor size: what could not be read is tried again at each look."""
+    file = tmp_path / "keys.toml"
+    file.write_text(TOP + entry(ACME, "acme"))
+    followed = FollowedFile(str(file), lambda: readable(file), what="keys", log=logging.getLogger("test"))
+    values = []
+    following = asyncio.ensure_future(followed.follow(values.append, look_s=0.01))
+
+    file.write_text("unreadable")
+    await until(lambda: followed.failure)
+    state, mode = state_of(str(file)), file.stat().st_mode
+    file.chmod(0o640 if mode & 0o777 != 0o640 else 0o600)
+    assert state_of(str(file)) != state
+    UNREADABLE.clear()
+    await until(lambda: values == ["unreadable"])
+    assert followed.failure == ""
+    following.cancel()
+
+
+UNREADABLE = {"unreadable"}
+
+
+def readable(file: Path) -> str:
+    if (text := file.read_text()) in UNREADABLE:
+        raise SettingsError("Permission denied")
+    return text
+
+
+async def test_running_streams_of_a_revoked_key_end_with_an_error_event_and_others_go_on(tmp_path):
+    file = tmp_path / "keys.toml"
+    file.write_text(TOP + entry(ACME, "acme") + entry(RIVAL, "rival"))
+    async with running(keys_file=str(file)) as up, httpx.AsyncClient(base_url=up.url, timeout=10.0) as client:
+        up.worker.script = streams(2, falls_silent)
+        following = asyncio.ensure_future(up.router.authenticator.follow(look_s=0.01))
+
+        async def stream_of(key: str) -> bytes:
+            received = b""
+            body = prompt(stream=True)
+            async with client.stream("POST", COMPLETIONS, json=body, headers=bearer(key)) as response:
+                async for piece in response.aiter_bytes():
+                    received += piece
+            return received
+
+        revoked, other = asyncio.ensure_future(stream_of(ACME)), asyncio.ensure_future(stream_of(RIVAL))
+        await until(lambda: sum(context.answering for context in up.router.relay.in_flight) == 2)
+        file.write_text(TOP + entry(ACME, "acme", "requests_per_minute = 9") + entry(RIVAL, "rival"))
+        acme = [(b"x-api-key", ACME.encode())]
+        await until(lambda: up.router.authenticator.client(acme).key.requests_per_minute == 9)  # It keeps its streams.
+        (tmp_path / "new").write_text(TOP + entry(RIVAL, "rival"))
+        (tmp_path / "new").replace(file)
+
+        ended = await asyncio.wait_for(revoked, 5.0)
+        assert ended.startswith(b"data: ")
+        assert json.loads(ended.split(b"data: ")[-1])["error"]["message"] == "The request's API key was revoked."
+        assert not other.done()
+        refused = await client.post(COMPLETIONS, json=prompt(), headers=bearer(ACME))
+        assert refused.status_code == 401
+        other.cancel()
+        following.cancel()
+
+
+def test_a_queued_request_of_a_revoked_key_is_not_served():
+    async def scenario(world: World) -> None:
+        connection, asking = world.begin(json.dumps(prompt()).encode(), **bearer(ACME))
+        await asyncio.sleep(0.1)
+        connection.http_request.head.client.is_revoked = True
+        await world.worker("w1")
+        await asyncio.sleep(10.0)
+
+        assert asking.done()
+        assert b" 200 " not in connection.written.partition(b"\r\n")[0]
+
+    in_world(scenario, keys=KEYS)
 
 
 def test_prompt_and_completion_tokens_are_charged_and_refill():
