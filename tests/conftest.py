@@ -19,8 +19,16 @@ ROOT = Path(__file__).parents[1]
 
 settings.load_profile(PROFILE)
 
-FOLDER_GROUPS = {"tests/engines/": "engines", "tests/nightly/chaos/": "chaos", "tests/nightly/engines/": "engines"}
-"""Tests of such a folder share processes that are costly to start."""
+GROUPS = {
+    "tests/engines/test_kv_": "engines of the KV exchange",
+    "tests/engines/": "engines",
+    "tests/nightly/engines/": "engines",
+    "tests/nightly/chaos/": "chaos",
+    "tests/unit/connector/": "connector",
+}
+"""Files whose paths begin so share what is costly: running processes, or the import of vLLM. The first match counts. The
+engines make two groups, because one would still run when all other tests have ended.
+"""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -40,7 +48,7 @@ class _ByGroup(LoadScopeScheduling):
 def _group(path: str) -> str:
     if path.startswith("tests/e2e/") and "simulated: System" in (ROOT / path).read_text(encoding="utf-8"):
         return "simulated"
-    return next((group for folder, group in FOLDER_GROUPS.items() if path.startswith(folder)), path)
+    return next((group for beginning, group in GROUPS.items() if path.startswith(beginning)), path)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -62,6 +62,18 @@ def running(system: System, **fields: Any) -> Iterator[list[Future[httpx.Respons
         yield answers
 
 
+@contextmanager
+def decoding(system: System, worker_id: str, **baton: Any) -> Iterator[Iterator[str]]:
+    """A stream that ``worker_id`` decodes, after its first token: the remaining events."""
+    body = {"model": MODEL, "prompt": "Run!", "max_tokens": 250, "ignore_eos": True, "stream": True}
+    body["baton"] = {"decode_worker": worker_id, **baton}
+    with system.http.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.headers["x-baton-decode-worker"] == worker_id
+        events = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
+        assert "choices" in json.loads(next(events))
+        yield events
+
+
 def legs(system: System, worker_id: str) -> float:
     return system.fleet_metrics().sum("baton_worker_legs", worker_id=worker_id)
 
@@ -88,8 +100,10 @@ def kill(system: System, worker_id: str) -> int:
 
 
 def test_requests_whose_decode_worker_is_killed_are_answered_by_the_other(system: System):
-    with running(system, max_tokens=250) as answers:
-        kill(system, busy(system, "decode"))
+    pid = system.worker_pid("decode-1")
+    there = {"decode_worker": "decode-1"}
+    with running(system, max_tokens=250, baton=there) as answers, decoding(system, "decode-1"):
+        os.kill(pid, signal.SIGKILL)
 
         statuses = [answer.result().status_code for answer in answers]
 
@@ -108,13 +122,9 @@ def test_requests_whose_prefill_worker_is_killed_are_answered_by_the_other(syste
 
 
 def test_a_stream_that_may_not_go_on_elsewhere_ends_with_an_error_event_when_its_worker_is_killed(system: System):
-    body = {"model": MODEL, "prompt": "Run!", "max_tokens": 5000, "ignore_eos": True, "stream": True}
-    body["baton"] = {"resumes_max": 0}
-    with system.http.stream("POST", "/v1/completions", json=body) as answer:
-        events = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
-        assert "choices" in json.loads(next(events))
-
-        kill(system, answer.headers["x-baton-decode-worker"])
+    pid = system.worker_pid("decode-1")
+    with decoding(system, "decode-1", resumes_max=0) as events:
+        os.kill(pid, signal.SIGKILL)
         *_, last = events
 
     assert json.loads(last)["error"]["code"] in {"worker_lost", "engine_dead"}
@@ -146,15 +156,16 @@ def test_a_silent_worker_gets_nothing_until_it_speaks_again(system: System):
 
 
 def test_a_worker_that_is_told_to_leave_finishes_what_it_runs(system: System):
-    with running(system, max_tokens=100) as answers:
-        leaving = busy(system, "decode")
-        os.kill(system.worker_pid(leaving), signal.SIGTERM)
+    pid = system.worker_pid("decode-1")
+    with running(system, max_tokens=100) as answers, decoding(system, "decode-1", resumes_max=0) as events:
+        os.kill(pid, signal.SIGTERM)
 
         finished = [answer.result() for answer in answers]
+        *_, last, done = events
 
     assert [answer.status_code for answer in finished] == [200] * CLIENTS
     assert {answer.json()["usage"]["completion_tokens"] for answer in finished} == {100}
-    assert leaving in {answer.headers["x-baton-decode-worker"] for answer in finished}
+    assert (json.loads(last)["choices"][0]["finish_reason"], done) == ("length", "[DONE]")
 
 
 def test_a_router_that_is_told_to_leave_finishes_what_it_runs_and_another_takes_over(system: System):

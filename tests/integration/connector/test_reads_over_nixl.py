@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 import psutil
 import pytest
@@ -20,7 +21,7 @@ from tests.support.kv_engines import RankMemory, ReadingRank, Shape
 from tests.support.kv_holders import Holder, start_holder
 from tests.support.processes import quietest_cpu
 
-pytest.importorskip("nixl")
+pytestmark = pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed")
 
 REPORT_S_MAX = 60.0
 BUSY_S_MAX = 5.0

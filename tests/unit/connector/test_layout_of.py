@@ -6,35 +6,56 @@ from types import SimpleNamespace
 
 import pytest
 
+from connector.layout.engine_layout import dims_of, layers_of, refuse_unsupported, regions_of, required_layout
 from connector.layout.tensors import UnsupportedLayout
-
-torch = pytest.importorskip("torch")
-interface = pytest.importorskip("vllm.v1.kv_cache_interface")
-
-from vllm.v1.kv_cache_layout import KVCacheLayout  # noqa: E402
-
-from connector.layout.engine_layout import (  # noqa: E402
-    dims_of,
-    layers_of,
-    refuse_unsupported,
-    regions_of,
-    required_layout,
-)
 
 BLOCKS, LAYERS, HEADS, TOKENS, SIZE = 6, 3, 4, 32, 8
 
 
+@pytest.fixture(autouse=True)
+def installed() -> None:
+    """vLLM is imported when the first test runs, not by every process that collects this file."""
+    pytest.importorskip("vllm.v1.kv_cache_interface")
+
+
+def spec_of(kind, **values):
+    """A KV cache specification of vLLM's, by the name of its class."""
+    import torch
+    from vllm.v1 import kv_cache_interface
+
+    values = {"dtype": torch.float32} | values
+    return getattr(kv_cache_interface, f"{kind}Spec")(**values)
+
+
 def attention(**changes):
-    values = {"block_size": TOKENS, "num_kv_heads": HEADS, "head_size": SIZE, "dtype": torch.float32} | changes
-    return interface.FullAttentionSpec(**values)
+    values = {"block_size": TOKENS, "num_kv_heads": HEADS, "head_size": SIZE} | changes
+    return spec_of("FullAttention", **values)
 
 
 def latent():
-    return interface.MLAAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=SIZE, dtype=torch.float32)
+    return spec_of("MLAAttention", block_size=TOKENS, num_kv_heads=1, head_size=SIZE)
 
 
-def cache_of(spec, layout=KVCacheLayout.LBHNC, kernel_block_size=None):
+def mamba():
+    import torch
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    return MambaSpec(block_size=32, shapes=((4,),), dtypes=(torch.float32,))
+
+
+def quantised():
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    return attention(kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
+
+
+def cache_of(spec, layout_name="LBHNC", kernel_block_size=None):
     """Tensors and configuration as vLLM's worker creates them."""
+    import torch
+    from vllm.v1 import kv_cache_interface as interface
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    layout = KVCacheLayout[layout_name]
     page = spec.page_size_bytes
     names = [f"model.layers.{number}.attn" for number in (0, 10, 2)[:LAYERS]]
     compact = layout.is_layer_compact
@@ -62,7 +83,7 @@ def test_vllm_layers_are_planes_of_heads_in_numeric_order():
 
 
 def test_blocks_of_all_layers_together_are_read_layer_by_layer():
-    caches, config = cache_of(attention(), KVCacheLayout.BLHNC)
+    caches, config = cache_of(attention(), "BLHNC")
 
     layers = layers_of(caches, config)
 
@@ -83,7 +104,7 @@ def test_a_latent_cache_is_one_head():
     assert [plane.heads for plane in layers_of(caches, config)[0].planes] == [1]
 
 
-@pytest.mark.parametrize("layout", [KVCacheLayout.LBNHC, KVCacheLayout.LHBNC])
+@pytest.mark.parametrize("layout", ["LBNHC", "LHBNC"])
 def test_a_layout_with_scattered_heads_is_refused(layout):
     caches, config = cache_of(attention(), layout)
 
@@ -113,17 +134,19 @@ def test_older_shapes_are_known(shape, dims):
     assert dims_of("layer", shape, attention(), BLOCKS) == dims
 
 
-def engine(spec=None, groups=None, *, kv_heads=HEADS, mla=False, **parallel):
+def engine(spec=None, *, groups=1, kv_heads=HEADS, mla=False, **parallel):
     """The configuration that refuse_unsupported reads."""
     sizes = {
         "tensor_parallel_size": 1, "pipeline_parallel_size": 1,
         "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1,
     }  # fmt: skip
+    from vllm.v1 import kv_cache_interface as interface
+
     model = SimpleNamespace(use_mla=mla, get_total_num_kv_heads=lambda: kv_heads)
-    groups = groups or [interface.KVCacheGroupSpec(["layers.0"], spec or attention())]
+    specs = [interface.KVCacheGroupSpec([f"layers.{n}"], spec or attention()) for n in range(groups)]
     return (
         SimpleNamespace(model_config=model, parallel_config=SimpleNamespace(**(sizes | parallel))),
-        interface.KVCacheConfig(BLOCKS, [], groups),
+        interface.KVCacheConfig(BLOCKS, [], specs),
     )
 
 
@@ -136,29 +159,23 @@ def test_plain_attention_and_latent_caches_are_served_on_any_number_of_ranks():
 @pytest.mark.parametrize(
     ("which", "why"),
     [
-        (engine(pipeline_parallel_size=2), "pipeline_parallel_size is 2: each stage holds different layers"),
-        (engine(decode_context_parallel_size=2), "a block's tokens are spread over ranks"),
-        (engine(prefill_context_parallel_size=2), "a block's tokens are spread over ranks"),
-        (engine(kv_heads=6, tensor_parallel_size=4), "6 KV heads do not divide over 4"),
-        (engine(attention(sliding_window=128)), "attends to 128 tokens only"),
+        (lambda: engine(pipeline_parallel_size=2), "pipeline_parallel_size is 2: each stage holds different layers"),
+        (lambda: engine(decode_context_parallel_size=2), "a block's tokens are spread over ranks"),
+        (lambda: engine(prefill_context_parallel_size=2), "a block's tokens are spread over ranks"),
+        (lambda: engine(kv_heads=6, tensor_parallel_size=4), "6 KV heads do not divide over 4"),
+        (lambda: engine(attention(sliding_window=128)), "attends to 128 tokens only"),
         (
-            engine(interface.SlidingWindowSpec(block_size=32, num_kv_heads=4, head_size=8, dtype=torch.float32, sliding_window=64)),
+            lambda: engine(spec_of("SlidingWindow", block_size=32, num_kv_heads=4, head_size=8, sliding_window=64)),
             "SlidingWindowSpec",
         ),
-        (
-            engine(interface.MambaSpec(block_size=32, shapes=((4,),), dtypes=(torch.float32,))),
-            "layer layers.0 is of kind MambaSpec",
-        ),
-        (engine(attention(kv_quant_mode=interface.KVQuantMode.FP8_PER_TENSOR)), "quantised"),
-        (
-            engine(groups=[interface.KVCacheGroupSpec([f"layers.{n}"], attention()) for n in range(2)]),
-            "2 KV cache groups .* not one chain of blocks",
-        ),
+        (lambda: engine(mamba()), "layer layers.0 is of kind MambaSpec"),
+        (lambda: engine(quantised()), "quantised"),
+        (lambda: engine(groups=2), "2 KV cache groups .* not one chain of blocks"),
     ],
-)  # fmt: skip
+)
 def test_unsupported_engines_are_refused_at_start_with_a_reason(which, why):
     with pytest.raises(ValueError, match=why):
-        refuse_unsupported(*which)
+        refuse_unsupported(*which())
 
 
 def test_the_required_layout_has_heads_outside_tokens():
