@@ -26,7 +26,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "fleet.md"
 SIZE = Size(prefill=3, decode=4, both=0, skewed_share=0.0)
 TIMES = 5
 HEAD = "fault | detected s | longest gap of a stream s | recovered s | streams | affected | failed"
-WORDS = """# Recovery times of a fleet
+PAGE_HEAD = """# Recovery times of a fleet
 
 `make bench-fleet`. Simulated engines, everything else as in production: {workers} workers, two routers, two orchestrators, a
 collector, each in its own process, on one machine. Medians of {times} (min to max). Streams produce a token about every 20 ms.
@@ -89,7 +89,7 @@ async def _page(run: Run, deeds: Deeds, times: int, remark: str) -> list[str]:
         ("NATS is killed for 1 s and loses its storage", lambda: deeds.kill_nats(1.0, forget=True)),
     ]
     rows = [_row(what, [await _quiet(run, deed) for _ in range(times)]) for what, deed in broken]
-    head = WORDS.format(
+    head = PAGE_HEAD.format(
         workers=len(SIZE.roles),
         times=times,
         when=f"{datetime.now(UTC):%Y-%m-%d %H:%M}",

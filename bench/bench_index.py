@@ -23,7 +23,7 @@ from services.router.state.block_table import IS_COMPILED, BlockTable, PythonBlo
 from services.router.state.prefix_index import IndexState, PrefixIndex
 from shared.contracts.kv_events import KvEvent, KvEventBatch, KvEventKind, KvSnapshot
 
-LOOK_UPS = 3000
+LOOKUPS = 3000
 TABLES = {"native": block_table, "python": PythonBlockTable}
 DECODER = msgspec.msgpack.Decoder(KvEventBatch)
 SNAPSHOTS = msgspec.msgpack.Decoder(KvSnapshot)
@@ -84,23 +84,23 @@ class Ours:
 
     def measure(self) -> dict[str, float]:
         load, index = self.load, self.index
-        chains = [load.chain(number) for number in load.asked(LOOK_UPS)]
+        chains = [load.chain(number) for number in load.sample(LOOKUPS)]
         prompts = [list(unpacked(chain)) for chain in chains]
         absent = [[block ^ 1 << 62 for block in prompt] for prompt in prompts]
         before = rss_bytes()
-        spent = applied(self.stored, range(load.chains()), self.apply)
+        used = applied(self.stored, range(load.chains()), self.apply)
         said = {"bytes_per_entry": (rss_bytes() - before) / load.entries_exactly()}
         assert sum(map(index.count, index.entries)) == load.entries_exactly()
-        said |= rates("stored", load.chains() * load.holders * load.blocks, spent)
-        for kind, asked in (("found", prompts), ("packed", chains), ("absent", absent)):
-            said |= call_us(kind, index.match_depths, asked)
+        said |= rates("stored", load.chains() * load.holders * load.blocks, used)
+        for kind, sample in (("found", prompts), ("packed", chains), ("absent", absent)):
+            said |= call_us(kind, index.match_depths, sample)
         assert index.match_depths(prompts[0]).max() == load.blocks
         everybody = np.ones(len(index.slots), np.bool_)
         said |= call_us("held", index.held, [prompt[100] for prompt in prompts])
         said |= call_us("tiers", lambda chain: index.tier_blocks("w1", chain, load.blocks), chains)
         said |= call_us("cover", lambda chain: index.cover(chain, 0, load.blocks, everybody), chains)
-        spent = applied(self.removed, load.removed_chains(), self.apply)
-        said |= rates("removed", len(load.removed_chains()) * load.holders * (load.blocks // 2), spent)
+        used = applied(self.removed, load.removed_chains(), self.apply)
+        said |= rates("removed", len(load.removed_chains()) * load.holders * (load.blocks // 2), used)
         cleared = KvEvent(kind=KvEventKind.CLEARED)
         batches = [self.batch(worker, cleared) for worker in range(0, load.workers, 10)]
         return said | call_us("clear", self.apply, batches)

@@ -54,8 +54,8 @@ async def measure_interference(fleet: BenchFleet, mode: str, seconds: float) -> 
             gaps.between_tokens += [later - earlier for earlier, later in pairwise(came)]
 
     async def one_long() -> None:
-        asked, first, *_rest = await stream(fleet, prompts.new(LONG_PROMPT), 2, mode)
-        gaps.long_ttft.append(first - asked)
+        asked_s, first, *_rest = await stream(fleet, prompts.new(LONG_PROMPT), 2, mode)
+        gaps.long_ttft.append(first - asked_s)
 
     async with asyncio.TaskGroup() as tasks:
         for _ in range(STREAMS):

@@ -136,7 +136,7 @@ async def measure_offered(
 async def _one(fleet: BenchFleet, prompt: list[int], how: str, plain: PlainReader) -> Handoff:
     if how == UPSTREAM:
         handoff = await hand_off(fleet, prompt, how)
-        await fleet.until_at_rest()
+        await fleet.until_idle()
         return handoff
     if how == OFFERED:
         plain.begin()

@@ -47,11 +47,11 @@ def virtual(requests: int) -> Iterator[str]:
     yield HEAD
     for name, roles in (("both", TOGETHER), ("P and D", APART)):
         for learns, per_s in ((True, 2.0), (True, 6.0), (True, 10.0), (False, 6.0)):
-            asked = []
+            served = []
             for seed in SEEDS:
-                asked += PredictedFleet(seed, roles, learns=learns).run(requests, per_s=per_s, lengths=mixed)
+                served += PredictedFleet(seed, roles, learns=learns).run(requests, per_s=per_s, lengths=mixed)
             label = f"{name}, {per_s:g} requests/s" + ("" if learns else ", not learning")
-            yield line(label, ttft_errors(asked), itl_errors(asked))
+            yield line(label, ttft_errors(served), itl_errors(served))
 
 
 def cost(rounds: int = 20_000) -> Iterator[str]:
@@ -88,8 +88,8 @@ async def live(system: System, requests: int, per_s: float, longest: int) -> lis
     ) as http:
         model = (await http.get("/v1/models")).json()["data"][0]["id"]
 
-        async def ask(words: int, tokens_out: int) -> str:
-            prompt = [draw.randrange(100, 400) for _ in range(words)]
+        async def ask(prompt_tokens: int, tokens_out: int) -> str:
+            prompt = [draw.randrange(100, 400) for _ in range(prompt_tokens)]
             body = {"model": model, "prompt": prompt, "max_tokens": tokens_out, "ignore_eos": True, "stream": True}
             async with http.stream("POST", "/v1/completions", json=body) as answer:
                 async for _ in answer.aiter_bytes():

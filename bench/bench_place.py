@@ -52,37 +52,37 @@ def measure(size: int, roles: tuple[Role, ...]) -> tuple[float, float, float, fl
     always the same.
     """
     cluster, costs = fleet(size, roles)
-    need = PlacementRequest(model="m", prompt_tokens=BLOCKS * BLOCK_TOKENS + 5, hashes=tuple(range(1, BLOCKS + 1)))
-    took_us, looks_us, same_us = [], [], []
+    request = PlacementRequest(model="m", prompt_tokens=BLOCKS * BLOCK_TOKENS + 5, hashes=tuple(range(1, BLOCKS + 1)))
+    took_us, scan_us, same_us = [], [], []
     tune_garbage_collection()
     for number in range(PLACEMENTS):
         began_s = time.thread_time()
-        placed = costs.place(need, 0.0)
+        placement = costs.place(request, 0.0)
         took_us.append((time.thread_time() - began_s) * 1e6)
-        assert isinstance(placed, Placement)
-        sent = Sent(0.0, placed.uncached_tokens, placed.context_tokens)
-        cluster.leg_started(placed.decode.record.worker_id, sent)
-        cluster.leg_ended(placed.decode.record.worker_id, sent, placed.context_tokens)
+        assert isinstance(placement, Placement)
+        sent = Sent(0.0, placement.uncached_tokens, placement.context_tokens)
+        cluster.leg_started(placement.decode.record.worker_id, sent)
+        cluster.leg_ended(placement.decode.record.worker_id, sent, placement.context_tokens)
         began_s = time.thread_time()
         sum(range(SAME_WORK))
         same_us.append((time.thread_time() - began_s) * 1e6)
         if number % 20 == 0:
             began_s = time.thread_time()
             sum(view.own.tokens for view in cluster.workers.values())
-            looks_us.append((time.thread_time() - began_s) * 1e6)
+            scan_us.append((time.thread_time() - began_s) * 1e6)
     took_us.sort()
     same_us.sort()
     middle, late = PLACEMENTS // 2, PLACEMENTS * 99 // 100
-    return took_us[middle], took_us[late], median(looks_us), same_us[late] / same_us[middle]
+    return took_us[middle], took_us[late], median(scan_us), same_us[late] / same_us[middle]
 
 
 def main() -> None:
     print("| workers | that | place µs p50 | p99 | one look at each worker µs | p99 / p50 of the same work |")
     print("|---:|---|---:|---:|---:|---:|")
     for size in SIZES:
-        for words, roles in FLEETS.items():
-            p50, p99, look, same = measure(size, roles)
-            print(f"| {size} | {words} | {p50:.0f} | {p99:.0f} | {look:.1f} | {same:.2f} |", flush=True)
+        for label, roles in FLEETS.items():
+            p50, p99, scan, same = measure(size, roles)
+            print(f"| {size} | {label} | {p50:.0f} | {p99:.0f} | {scan:.1f} | {same:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

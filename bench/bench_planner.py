@@ -59,10 +59,10 @@ def told(world: PlannedWorld) -> Iterator[str]:
         yield f"  {at / 60:6.1f} min  {what:32} {change.why}{mark}"
     for part, sizes in groupby(world.sizes, key=lambda size: size.at // PART_S):
         last = list(sizes)[-1]
-        looks = [each for each in world.decisions if each.at_ms / 1000 // PART_S == part and each.roles]
-        if looks:
-            loads = ", ".join(f"{each.role.value} {each.load:.2f}" for each in looks[-1].roles)
-            rate = looks[-1].demand.requests_per_s
+        decisions = [each for each in world.decisions if each.at_ms / 1000 // PART_S == part and each.roles]
+        if decisions:
+            loads = ", ".join(f"{each.role.value} {each.load:.2f}" for each in decisions[-1].roles)
+            rate = decisions[-1].demand.requests_per_s
             yield f"  {last.at / 60:6.1f} min  {last.prefill} P {last.decode} D of {last.all}; {rate:.1f}/s, load {loads}"
 
 

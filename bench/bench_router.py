@@ -112,9 +112,9 @@ def wait_for(url: str, *, exact: int = 0) -> None:
 
 def load(port: int, **options: Any) -> dict[str, Any]:
     """Run the load client once."""
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not True]
-    words += [f"--{name}" for name, value in options.items() if value is True]
-    client = ["taskset", "-c", OTHER_CORE, sys.executable, "-m", "bench.load_client", f"--port={port}", *words]
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not True]
+    arguments += [f"--{name}" for name, value in options.items() if value is True]
+    client = ["taskset", "-c", OTHER_CORE, sys.executable, "-m", "bench.load_client", f"--port={port}", *arguments]
     return json.loads(subprocess.run(client, check=True, capture_output=True).stdout)
 
 

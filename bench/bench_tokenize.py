@@ -173,10 +173,10 @@ class Router:
         held = self.fleet.index.held
         prompt = await self.tokenizer.prompt(facts, held, threads=self.threads, loop_chars_max=LOOP_CHARS_MAX)
         assert prompt is not None
-        need = PlacementRequest(
+        request = PlacementRequest(
             model=facts.model, prompt_tokens=prompt.tokens, hashes=prompt.hashes, tokens_out=facts.tokens_out
         )
-        assert isinstance(self.fleet.place(need, 0.0), Placement)
+        assert isinstance(self.fleet.place(request, 0.0), Placement)
         return prompt
 
 
@@ -231,13 +231,13 @@ class Bench:
         assert list(routed[0].hashes) == expected[: len(routed[0].hashes)]
         return took_ms, plain_ms, len(self.ids(messages))
 
-    def row(self, words: str, once: Callable[[], tuple[float, float, int]]) -> None:
+    def row(self, label: str, once: Callable[[], tuple[float, float, int]]) -> None:
         """Medians."""
         took, plain, tokens = zip(*(once() for _ in range(self.rounds)), strict=True)
         ours, theirs = median(took), median(plain)
         spread = f"{min(took):.2f} to {max(took):.2f}"
         print(
-            f"| {words} | {median(tokens):.0f} | {ours:.2f} | {spread} | {theirs:.2f} | {theirs / ours:.1f} |",
+            f"| {label} | {median(tokens):.0f} | {ours:.2f} | {spread} | {theirs:.2f} | {theirs / ours:.1f} |",
             flush=True,
         )
 

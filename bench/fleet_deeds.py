@@ -30,7 +30,7 @@ PROMPT_TOKENS = 300
 UNDER_WAY_S = 2.0
 """Until all streams run."""
 AGAIN_S_MAX = 60.0
-LOOK_S = 0.02
+CHECK_S = 0.02
 ASK_S_MAX = 0.5
 ORDER_S_MAX = 60.0
 NEVER = -1.0
@@ -240,7 +240,7 @@ class Deeds:
         deadline = self._now() + AGAIN_S_MAX
         while not await promise():
             assert self._now() < deadline, "not in time"
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
         return self._now() - since
 
     def _now(self) -> float:

@@ -58,7 +58,7 @@ class Load(NamedTuple):
     def removed_chains(self) -> range:
         return range(0, self.chains(), round(1 / REMOVED_SHARE))
 
-    def asked(self, count: int) -> list[int]:
+    def sample(self, count: int) -> list[int]:
         """Chains to look up."""
         chance = random.Random(SEED)
         return [chance.randrange(self.chains()) for _ in range(count)]
@@ -73,7 +73,7 @@ def rss_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-class Spent(NamedTuple):
+class TimeUsed(NamedTuple):
     """Seconds."""
 
     wall: float
@@ -85,17 +85,17 @@ class Stopwatch:
     """Context manager that adds up time spent inside."""
 
     def __init__(self) -> None:
-        self.spent = Spent(0.0, 0.0)
+        self.used = TimeUsed(0.0, 0.0)
 
     def __enter__(self) -> None:
         self._wall, self._cpu = time.perf_counter(), time.process_time()
 
     def __exit__(self, *_exc: object) -> None:
         wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
-        self.spent = Spent(self.spent.wall + wall, self.spent.cpu + cpu)
+        self.used = TimeUsed(self.used.wall + wall, self.used.cpu + cpu)
 
 
-def applied(make: Callable[[int], list[Any]], numbers: range, apply: Callable[[Any], object]) -> Spent:
+def applied(make: Callable[[int], list[Any]], numbers: range, apply: Callable[[Any], object]) -> TimeUsed:
     """What it takes to apply the events of these chains; making them is not counted."""
     watch = Stopwatch()
     for begin in range(0, len(numbers), CHAINS_AT_ONCE):
@@ -103,11 +103,11 @@ def applied(make: Callable[[int], list[Any]], numbers: range, apply: Callable[[A
         with watch:
             for event in events:
                 apply(event)
-    return watch.spent
+    return watch.used
 
 
-def rates(name: str, blocks: int, spent: Spent) -> dict[str, float]:
-    return {f"{name}_per_s": blocks / spent.wall, f"{name}_per_cpu_s": blocks / spent.cpu}
+def rates(name: str, blocks: int, used: TimeUsed) -> dict[str, float]:
+    return {f"{name}_per_s": blocks / used.wall, f"{name}_per_cpu_s": blocks / used.cpu}
 
 
 def call_us(name: str, call: Callable[[Any], object], arguments: list[Any]) -> dict[str, float]:
@@ -120,4 +120,4 @@ def call_us(name: str, call: Callable[[Any], object], arguments: list[Any]) -> d
             times.append(clock() - started)
     times.sort()
     said = {f"{name}_p{percent}_us": times[len(times) * percent // 100] / 1000 for percent in PERCENTILES}
-    return {**said, f"{name}_cpu_us": watch.spent.cpu / len(times) * 1e6}
+    return {**said, f"{name}_cpu_us": watch.used.cpu / len(times) * 1e6}

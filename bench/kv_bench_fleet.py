@@ -24,7 +24,7 @@ from tests.support.worker_processes import WorkerProcess, start_worker, wait_rea
 
 ROUTER_READY_S_MAX = 60.0
 VOCABULARY = range(10, 3000)
-AT_REST_S_MAX, LOOK_S, AT_REST_SHARE_MAX = 60.0, 0.2, 0.15
+IDLE_S_MAX, CHECK_S, IDLE_SHARE_MAX = 60.0, 0.2, 0.15
 """Idle engines use a few percent of a core."""
 
 
@@ -49,15 +49,15 @@ class BenchFleet:
         times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
         return float(sum(time.user + time.system for time in times))
 
-    async def until_at_rest(self) -> None:
+    async def until_idle(self) -> None:
         """Wait until no worker computes: vLLM's connector keeps a prefill engine stepping for a while after a
         handoff, which would disturb a measurement on the same core.
         """
-        async with asyncio.timeout(AT_REST_S_MAX):
+        async with asyncio.timeout(IDLE_S_MAX):
             used_s = math.inf
-            while used_s > LOOK_S * AT_REST_SHARE_MAX:
+            while used_s > CHECK_S * IDLE_SHARE_MAX:
                 before = sum(map(self.cpu_s, self.workers))
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(CHECK_S)
                 used_s = sum(map(self.cpu_s, self.workers)) - before
 
     async def replace(self, worker_id: str, successor: str, **settings: str) -> None:

@@ -81,13 +81,13 @@ class Replayed:
         )
         self._policy: Placer = (BASELINES.get(policy) or SWEPT[policy])(around)
 
-    def place(self, need: PlacementRequest, now: float) -> Placement | Rejection:
-        placed = self._policy.place(need, now)
+    def place(self, request: PlacementRequest, now: float) -> Placement | Rejection:
+        outcome = self._policy.place(request, now)
         predicted_s = self._ledger.predicted_s.pop(0, 0.0)
-        if isinstance(placed, Placement):
-            computing = placed.prefill or placed.decode
-            self._ledger.prefills[computing.record.worker_id].append((placed.uncached_tokens, predicted_s))
-        return placed
+        if isinstance(outcome, Placement):
+            computing = outcome.prefill or outcome.decode
+            self._ledger.prefills[computing.record.worker_id].append((outcome.uncached_tokens, predicted_s))
+        return outcome
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from dynamo._core import RadixTree  # type: ignore[import-not-found]
 from index_load import Load, applied, call_us, rates, rss_bytes, unpacked  # type: ignore[import-not-found]
 
-LOOK_UPS = 3000
+LOOKUPS = 3000
 
 
 def event(data: dict[str, Any]) -> bytes:
@@ -33,17 +33,17 @@ def removed(load: Load, number: int) -> list[tuple[int, bytes]]:
 def main() -> None:
     load = Load(**json.loads(sys.argv[1]))
     tree = RadixTree()
-    chains = [load.chain(number) for number in load.asked(LOOK_UPS)]
+    chains = [load.chain(number) for number in load.sample(LOOKUPS)]
     prompts = [list(unpacked(chain)) for chain in chains]
     absent = [[block ^ 1 << 62 for block in prompt] for prompt in prompts]
     before = rss_bytes()
-    spent = applied(lambda number: stored(load, number), range(load.chains()), lambda one: tree.apply_event(*one))
+    used = applied(lambda number: stored(load, number), range(load.chains()), lambda one: tree.apply_event(*one))
     tree.find_matches(prompts[0])  # behind all that was applied
     said = {"bytes_per_entry": (rss_bytes() - before) / load.entries_exactly()}
-    said |= rates("stored", load.chains() * load.holders * load.blocks, spent)
+    said |= rates("stored", load.chains() * load.holders * load.blocks, used)
     said |= call_us("found", tree.find_matches, prompts) | call_us("absent", tree.find_matches, absent)
-    spent = applied(lambda number: removed(load, number), load.removed_chains(), lambda one: tree.apply_event(*one))
-    said |= rates("removed", len(load.removed_chains()) * load.holders * (load.blocks // 2), spent)
+    used = applied(lambda number: removed(load, number), load.removed_chains(), lambda one: tree.apply_event(*one))
+    said |= rates("removed", len(load.removed_chains()) * load.holders * (load.blocks // 2), used)
     said |= call_us("clear", tree.clear_all_blocks, list(range(0, load.workers, 10)))
     print(json.dumps(said))
 

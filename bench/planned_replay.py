@@ -31,7 +31,7 @@ from shared.contracts.planning import PlanAction, PlanDecision
 from shared.contracts.workers import FleetWorker, Role, WorkerPhase
 
 TICK_S = 1.0
-LOOK_TICKS = 5
+PLAN_TICKS = 5
 """Planning interval: the default five seconds."""
 
 
@@ -92,12 +92,12 @@ class PlannedWorld(World):
 
     # What the router does, overheard.
 
-    def _decided(self, now: float, replayed: ReplayedRequest, placed: Placement | Rejection) -> None:
-        super()._decided(now, replayed, placed)
-        if isinstance(placed, Rejection):
+    def _decided(self, now: float, replayed: ReplayedRequest, placement: Placement | Rejection) -> None:
+        super()._decided(now, replayed, placement)
+        if isinstance(placement, Rejection):
             self._ended_request(now, _turned_away(replayed))
             return
-        views = [placed.decode] if placed.prefill is None else [placed.prefill, placed.decode]
+        views = [placement.decode] if placement.prefill is None else [placement.prefill, placement.decode]
         self._expected.update(view.record.worker_id for view in views)
 
     def _prompt_computed(self, now: float, leg: Leg) -> None:
@@ -132,8 +132,8 @@ class PlannedWorld(World):
         self.sizes.append(Size(now, ready[Role.PREFILL], ready[Role.DECODE], everybody))
         if self.planner is not None:
             self._report(self.planner, now)
-            if number % LOOK_TICKS == 0:
-                self._look(self.planner, now)
+            if number % PLAN_TICKS == 0:
+                self._plan(self.planner, now)
 
     def _report(self, planner: Planner, now: float) -> None:
         for worker in self.workers.values():
@@ -142,7 +142,7 @@ class PlannedWorld(World):
             self._woken(worker)
             planner.reported(worker.load_now(), now)
 
-    def _look(self, planner: Planner, now: float) -> None:
+    def _plan(self, planner: Planner, now: float) -> None:
         fleet = [self._seen(worker, now) for worker in (*self.workers.values(), *self._coming)]
         decisions = planner.plan(fleet, now, round(now * 1000))
         self.decisions += decisions
@@ -206,14 +206,14 @@ def _turned_away(replayed: ReplayedRequest) -> RequestFinished:
 
 
 def _served(replayed: ReplayedRequest, parts: TtftParts) -> RequestFinished:
-    placed = replayed.placed
-    assert placed is not None
+    placement = replayed.placement
+    assert placement is not None
     return _told(
         replayed,
-        mode="aggregated" if placed.prefill is None else "disaggregated",
+        mode="aggregated" if placement.prefill is None else "disaggregated",
         status=200,
-        prefill_worker=placed.prefill.record.worker_id if placed.prefill is not None else "",
-        decode_worker=placed.decode.record.worker_id,
+        prefill_worker=placement.prefill.record.worker_id if placement.prefill is not None else "",
+        decode_worker=placement.decode.record.worker_id,
         prompt_tokens=replayed.request.input_tokens,
         completion_tokens=replayed.request.output_tokens,
         cached_tokens=replayed.cached_tokens,

@@ -43,7 +43,7 @@ class VirtualAdmission:
         else:
             self._settle(now, replayed, entry, outcome)
 
-    def ring(self, now: float) -> None:
+    def schedule_pass(self, now: float) -> None:
         """Schedule a pass, because something changed."""
         if self._waiting_requests:
             self._wake_at(now, now)
@@ -55,7 +55,7 @@ class VirtualAdmission:
         computed = request.input_tokens - replayed.cached_tokens - replayed.fetched_tokens
         self._admission.ended(entry, max(0, computed), request.output_tokens)
 
-    def turn(self, now: float) -> None:
+    def run_pass(self, now: float) -> None:
         """Run a scheduling pass. All reports that have arrived by ``now`` must have been applied."""
         for entry, outcome in self._admission.schedule(now):
             self._settle(now, self._waiting_requests.pop(entry), entry, outcome)

@@ -63,7 +63,7 @@ class BlockPool:
                 return index
         return min(limit, len(chain))
 
-    def room_beside(self, names: Iterable[int]) -> int:
+    def free_after_holding(self, names: Iterable[int]) -> int:
         """Blocks available after holding ``names``."""
         return self.free - sum(name in self.free_named for name in names)
 

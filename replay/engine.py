@@ -44,7 +44,7 @@ class Job:
     """It fetches KV from other workers before it is computed."""
     granted: int | None = None
     """Prompt tokens, from the start, that are cached here or granted by others; None: not requested yet."""
-    asked: bool = False
+    has_requested: bool = False
     tokens: int = 0
     computed: int = 0
     filled: int = 0
@@ -399,8 +399,8 @@ class Engine:
             if job.fetches and job.granted is None:
                 self._give_up(job)
                 asking += 1
-                if not job.asked:
-                    job.asked = True
+                if not job.has_requested:
+                    job.has_requested = True
                     self._listener.asks(self, job, now)
                 continue
             del self.waiting[asking]
@@ -443,7 +443,7 @@ class Engine:
         while depth == len(names) >= len(job.chain) and len(names) < limit and pool.has(job.name_of(depth)):
             names.append(job.name_of(depth))  # Its own block from before a preemption.
             depth += 1
-        if -(-job.tokens // size) - depth > pool.room_beside(names):
+        if -(-job.tokens // size) - depth > pool.free_after_holding(names):
             return False
         pool.hold(names)
         job.holding.named = names

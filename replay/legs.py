@@ -22,7 +22,7 @@ class ReplayedRequest:
     number: int
     request: Request
     chain: tuple[int, ...]
-    placed: Placement | None = None
+    placement: Placement | None = None
     refused_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None

@@ -61,12 +61,12 @@ def forecast(worker: SimWorker, size: tuple[int, int], prefix: tuple[int, int], 
     """``size``: prompt and completion tokens; ``prefix``: cached tokens without and with a fetch."""
     projection = Projection(worker, now)
     profile = worker.engine.profile
-    (tokens, out), (cached, had) = size, prefix
+    (tokens, out), (cached, available) = size, prefix
     ready_at = 0.0
-    if had > cached:
-        ready_at = max(now + profile.ask_s, worker.link.free_at) + profile.transfer_s(had - cached)
+    if available > cached:
+        ready_at = max(now + profile.ask_s, worker.link.free_at) + profile.transfer_s(available - cached)
     blocks = -(-tokens // profile.block_tokens) - cached // profile.block_tokens
-    new = Prompt(tokens, had, tokens + out, blocks, ready_at)
+    new = Prompt(tokens, available, tokens + out, blocks, ready_at)
     projection.prompts.append(new)
     projection.until_computed(new)
     ttft_s = projection.now - now
@@ -154,8 +154,8 @@ class Projection:
     def _waiting(self, worker: SimWorker, job: Job) -> Prompt:
         size = self._profile.block_tokens
         cached = worker.engine.pool.depth(job.chain, job.cacheable(size))
-        had = max(cached * size, min(job.granted or 0, job.tokens - 1))
-        return Prompt(job.tokens, had, job.last_tokens, -(-job.tokens // size) - cached)
+        available = max(cached * size, min(job.granted or 0, job.tokens - 1))
+        return Prompt(job.tokens, available, job.last_tokens, -(-job.tokens // size) - cached)
 
     def _plan(self) -> list[tuple[Prompt, int]]:
         budget = self._profile.max_num_batched_tokens - self.decoding_now

@@ -92,14 +92,14 @@ class World:
         """Add a ready worker."""
         self.workers[worker.worker_id] = worker
         self._knowledge.joined(worker, self.now)
-        self._ring(self.now)
+        self._schedule_pass(self.now)
 
     def rewrite(self, worker: SimWorker, record: WorkerRecord) -> None:
         """Change a worker's registry record, for example its role or phase."""
         worker.changes(self.now)
         worker.record = record
         self.fleet.cluster.record(record, self.now)
-        self._ring(self.now)
+        self._schedule_pass(self.now)
 
     def leave(self, worker: SimWorker) -> None:
         """Remove a worker that has no legs."""
@@ -108,7 +108,9 @@ class World:
 
     def admit(self, policy: AdmissionPolicy) -> None:
         """Turn admission on: requests may wait in the router or be rejected."""
-        self._admission = VirtualAdmission(self.fleet, policy, lambda when: self.at(when, self._turn), self._decided)
+        self._admission = VirtualAdmission(
+            self.fleet, policy, lambda when: self.at(when, self._run_pass), self._decided
+        )
 
     def _arrives(self, now: float, replayed: ReplayedRequest) -> None:
         self._knowledge.catch_up(now)
@@ -126,40 +128,40 @@ class World:
     def _reported(self, now: float) -> None:
         """While requests wait, each report triggers a scheduling pass; reports are spread over the period."""
         if self._admission is not None and self._admission.waiting:
-            self._admission.ring(now + PERIOD_S / len(self.workers))
+            self._admission.schedule_pass(now + PERIOD_S / len(self.workers))
 
-    def _turn(self, now: float) -> None:
+    def _run_pass(self, now: float) -> None:
         if self._admission is not None and self._admission.due(now):
             self._knowledge.catch_up(now)
-            self._admission.turn(now)
+            self._admission.run_pass(now)
             self._reported(now)
 
-    def _decided(self, now: float, replayed: ReplayedRequest, placed: Placement | Rejection) -> None:
-        if isinstance(placed, Rejection):
+    def _decided(self, now: float, replayed: ReplayedRequest, placement: Placement | Rejection) -> None:
+        if isinstance(placement, Rejection):
             replayed.refused_at = now
             return
-        replayed.placed = placed
-        if placed.prefill is None:
-            self._start(self._leg(LegKind.AGGREGATED, replayed, placed, now), now)
+        replayed.placement = placement
+        if placement.prefill is None:
+            self._start(self._leg(LegKind.AGGREGATED, replayed, placement, now), now)
             return
-        prefill = self._leg(LegKind.PREFILL, replayed, placed, now)
+        prefill = self._leg(LegKind.PREFILL, replayed, placement, now)
         self._start(prefill, now)
-        if placed.streamed:
+        if placement.streamed:
             self._start_decode(now, prefill)
 
-    def _leg(self, kind: LegKind, replayed: ReplayedRequest, placed: Placement, now: float) -> Leg:
+    def _leg(self, kind: LegKind, replayed: ReplayedRequest, placement: Placement, now: float) -> Leg:
         prefill, request = kind is LegKind.PREFILL, replayed.request
-        view = placed.prefill if prefill and placed.prefill is not None else placed.decode
-        uncached = 0 if kind is LegKind.DECODE else placed.uncached_tokens
+        view = placement.prefill if prefill and placement.prefill is not None else placement.decode
+        uncached = 0 if kind is LegKind.DECODE else placement.uncached_tokens
         job = Job(next(self._numbers), replayed.chain, request.input_tokens, 1 if prefill else request.output_tokens)
         leg = Leg(
             kind,
             replayed,
             self.workers[view.record.worker_id],
             job,
-            Sent(now, uncached, request.input_tokens if prefill else placed.context_tokens),
+            Sent(now, uncached, request.input_tokens if prefill else placement.context_tokens),
             uncached,
-            () if kind is LegKind.DECODE else placed.sources,
+            () if kind is LegKind.DECODE else placement.sources,
         )
         job.owner, job.fetches = leg, bool(leg.sources)
         return leg
@@ -172,8 +174,8 @@ class World:
 
     def _start_decode(self, now: float, prefill: Leg) -> None:
         replayed = prefill.replayed
-        assert replayed.placed is not None
-        leg = self._leg(LegKind.DECODE, replayed, replayed.placed, now)
+        assert replayed.placement is not None
+        leg = self._leg(LegKind.DECODE, replayed, replayed.placement, now)
         leg.reads_from, prefill.read_by = prefill, leg
         leg.job.fetches = True
         leg.job.granted = max(0, leg.job.prompt_tokens - self.profile.tail_tokens)
@@ -243,25 +245,25 @@ class World:
         self._knowledge.catch_up_with(leg.worker, now)
         self.fleet.cluster.prompt_computed(leg.worker.worker_id, leg.sent, leg.uncached_tokens)
         self.counts.prompt_computed(leg)
-        self._ring(now)
+        self._schedule_pass(now)
 
     def _ended(self, now: float, leg: Leg) -> None:
         self._knowledge.catch_up_with(leg.worker, now)
         context = leg.replayed.request.input_tokens if leg.kind is LegKind.PREFILL else self._context(leg)
         self.fleet.cluster.leg_ended(leg.worker.worker_id, leg.sent, context)
         self.counts.ended(leg)
-        placed = leg.replayed.placed
+        placement = leg.replayed.placement
         if leg.kind is not LegKind.PREFILL:
             if self._admission is not None:
                 self._admission.ended(leg.replayed)
-        elif placed is not None and not placed.streamed:
+        elif placement is not None and not placement.streamed:
             self._start_decode(now, leg)
-        self._ring(now)
+        self._schedule_pass(now)
 
-    def _ring(self, now: float) -> None:
+    def _schedule_pass(self, now: float) -> None:
         if self._admission is not None:
-            self._admission.ring(now)
+            self._admission.schedule_pass(now)
 
     def _context(self, leg: Leg) -> int:
-        assert leg.replayed.placed is not None
-        return leg.replayed.placed.context_tokens
+        assert leg.replayed.placement is not None
+        return leg.replayed.placement.context_tokens

@@ -79,15 +79,15 @@ def as_text(name: str, found: Findings) -> list[str]:
     """For a person."""
     if found.trouble:
         return [f"{name}: the data on vulnerabilities could not be had: {found.trouble}"]
-    words = [f"{name}: {found.audited} packages audited, {len(found.vulnerable)} vulnerabilities"]
-    words += [f"  {one}" for one in found.vulnerable]
+    lines = [f"{name}: {found.audited} packages audited, {len(found.vulnerable)} vulnerabilities"]
+    lines += [f"  {one}" for one in found.vulnerable]
     if found.unknown:
         some = ", ".join(found.unknown[:SHOWN_MAX]) + (", ..." if len(found.unknown) > SHOWN_MAX else "")
-        words.append(f"  no data on {len(found.unknown)} packages, of which nothing is known: {some}")
-    return words
+        lines.append(f"  no data on {len(found.unknown)} packages, of which nothing is known: {some}")
+    return lines
 
 
-def verdict(all_found: list[Findings]) -> int:
+def exit_code(all_found: list[Findings]) -> int:
     """The exit code."""
     if any(found.vulnerable for found in all_found):
         return VULNERABLE
@@ -117,7 +117,7 @@ def main() -> int:
             continue
         all_found.append(audit(tool, requirements))
         print("\n".join(as_text(requirements.name, all_found[-1])), flush=True)
-    code = verdict(all_found)
+    code = exit_code(all_found)
     if code == NO_DATA:
         print("Not audited in full: run this again where the advisories can be reached.", file=sys.stderr)
     return code

@@ -59,8 +59,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _rank(item: pytest.Item) -> int:
-    lane = item.path.relative_to(ROOT).parts[1]
-    return {"engines": 0, "e2e": 1, "nightly": 1, "integration": 2}.get(lane, 3)
+    folder = item.path.relative_to(ROOT).parts[1]
+    return {"engines": 0, "e2e": 1, "nightly": 1, "integration": 2}.get(folder, 3)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -153,7 +153,7 @@ class Holder:
         held = list(block_ids[: min(len(hashes), LEASE_BLOCKS_MAX)])
         if not held:
             return None
-        count = 0 if self._draining or self._leases.is_full() else self._leases.room_for(held)
+        count = 0 if self._draining or self._leases.is_full() else self._leases.pinnable(held)
         if not count:
             self._leases.totals.refused += 1
             return None
@@ -242,7 +242,7 @@ class Holder:
 
     def _grant(self, lease_id: str, reader_id: WorkerId, followed: FollowedPrompt, ready: list[Any]) -> KvGrant:
         """Pin as many of these blocks as the limits allow. A partial grant has a reason."""
-        held = ready[: self._leases.room_for([block.block_id for block in ready])]
+        held = ready[: self._leases.pinnable([block.block_id for block in ready])]
         first = followed.granted
         followed.granted += len(held)
         reason = None

@@ -110,8 +110,8 @@ class HotChains:
         """Hottest first, each cut to its cached part. Binary search works because a cache evicts the end of a chain
         before its beginning.
         """
-        asked = [used for used in self._by_end.values() if used.uses >= uses_min and now - used.at_s <= idle_s_max]
-        for used in sorted(asked, key=lambda used: used.heat_at(now), reverse=True):
+        candidates = [used for used in self._by_end.values() if used.uses >= uses_min and now - used.at_s <= idle_s_max]
+        for used in sorted(candidates, key=lambda used: used.heat_at(now), reverse=True):
             held = bisect_left(used.hashes, True, key=lambda block: not self._is_held(block))
             if held:
                 yield UsedChain(used.hashes[:held], used.uses, used.heat, used.at_s)

@@ -107,16 +107,16 @@ class LeaseTable:
     def find(self, lease_id: str) -> Lease | None:
         return self._leases.get(lease_id)
 
-    def room_for(self, block_ids: Sequence[int]) -> int:
+    def pinnable(self, block_ids: Sequence[int]) -> int:
         """How many of these blocks, from the first on, may be pinned. Blocks that are pinned already need no room."""
-        room = self._limits.pinned_blocks_max - len(self._pins)
-        if len(block_ids) <= room:
+        free = self._limits.pinned_blocks_max - len(self._pins)
+        if len(block_ids) <= free:
             return len(block_ids)
         for count, block_id in enumerate(block_ids):
             if block_id not in self._pins:
-                if room <= 0:
+                if free <= 0:
                     return count
-                room -= 1
+                free -= 1
         return len(block_ids)
 
     def is_full(self) -> bool:
@@ -124,7 +124,7 @@ class LeaseTable:
         return len(self._leases) >= self._limits.leases_max
 
     def grant(self, lease_id: str, reader_id: WorkerId, block_ids: list[int], until_s: float) -> None:
-        """Add a grant to a new or existing lease. The caller has asked ``room_for``."""
+        """Add a grant to a new or existing lease. The caller has asked ``pinnable``."""
         lease = self._leases.get(lease_id)
         if lease is None:
             lease = self._leases[lease_id] = Lease(lease_id, reader_id)

@@ -314,7 +314,7 @@ class Fetch:
             peer=(offer.worker_id, offer.epoch),
             first=self.plan.start,
             end=end,
-            asked_at=now,
+            requested_at=now,
             overdue_at=now,
             is_offer=True,
             open=False,
@@ -358,7 +358,7 @@ class Fetch:
             peer=source.peer,
             first=index,
             end=end,
-            asked_at=now,
+            requested_at=now,
             overdue_at=now + (plan.follow_s if source.follow else limits.answer_s_max),
             followed=source.follow,
         )

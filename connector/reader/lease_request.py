@@ -63,7 +63,7 @@ class LeaseRequest:
     peer: PeerKey
     first: int
     end: int
-    asked_at: float
+    requested_at: float
     overdue_at: float
     """Instant of giving up, on the reader's clock."""
     followed: bool = False
@@ -101,7 +101,7 @@ class LeaseRequest:
             epoch=Epoch(self.peer[1]),
             tokens=totals.tokens,
             bytes=totals.bytes,
-            asked_at=self.asked_at,
+            requested_at=self.requested_at,
             granted_at=totals.granted_at,
             read_at=totals.read_at,
             ended_at=totals.ended_at,

@@ -51,11 +51,11 @@ class TransferThread:
         if not orders:
             return
         with self._wake:
-            has_room = self._wake.wait_for(
+            has_slot = self._wake.wait_for(
                 lambda: len(self._orders) < ORDERS_WAITING_MAX or self._failure, BEHIND_S_MAX
             )
             self._raise_if_failed()
-            if not has_room:
+            if not has_slot:
                 raise RuntimeError(f"the transfer thread has taken no orders for {BEHIND_S_MAX} s")
             self._orders.append(orders)
             self._wake.notify_all()

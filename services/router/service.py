@@ -52,7 +52,7 @@ log = logging.getLogger("baton.router")
 
 FIRST_WORKER_S_MAX = 10.0
 """How long a router without workers takes no connections from a port that it shares."""
-FIRST_WORKER_LOOK_S = 0.05
+FIRST_WORKER_CHECK_S = 0.05
 SWITCH_S = 0.001
 """How long the event loop waits for a tokenizing thread to release the GIL."""
 YOUNG_OBJECTS_MAX = 50_000
@@ -225,7 +225,7 @@ async def first_worker(router: Router, service: Service) -> bool:
     while not router.fleet.ready(service.clock.now()) and service.clock.now() < deadline:
         if service.stopping.is_set():
             break
-        await asyncio.sleep(FIRST_WORKER_LOOK_S)
+        await asyncio.sleep(FIRST_WORKER_CHECK_S)
     return not service.stopping.is_set()
 
 

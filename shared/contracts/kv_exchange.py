@@ -167,7 +167,7 @@ class KvRead(Message, frozen=True, kw_only=True):
     tokens: int = 0
     """Tokens whose KV arrived in time and is used."""
     bytes: int = 0
-    asked_at: float = 0.0
+    requested_at: float = 0.0
     granted_at: float = 0.0
     """First grant with blocks; for an offer, when the scheduler first saw the request."""
     read_at: float = 0.0

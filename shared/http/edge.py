@@ -29,7 +29,7 @@ class Body(Protocol):
 class DirectRequest(Protocol):
     """A request that is served without ASGI, as its connection sees it."""
 
-    my_turn: bool
+    is_current: bool
     """Earlier requests of the same connection have their responses: this one may be served."""
     refusal: HttpError | None
     """An error that was decided before the body was complete."""

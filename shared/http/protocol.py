@@ -198,7 +198,7 @@ class EdgeProtocol(HttpToolsProtocol):
             super()._start_asgi_task(cycle, app)
             return
         self.serving = cycle.http_request
-        cycle.http_request.my_turn = True
+        cycle.http_request.is_current = True
         if self.expect_100_continue and cycle.http_request.refusal is None and not cycle.http_request.upload.complete:
             self.transport.write(pipelining.CONTINUE)
         self._advance(cycle.http_request)
@@ -228,7 +228,7 @@ class EdgeProtocol(HttpToolsProtocol):
         self._advance(http_request)
 
     def _advance(self, http_request: DirectRequest) -> None:
-        if not http_request.my_turn or http_request.ended:
+        if not http_request.is_current or http_request.ended:
             return
         if http_request.refusal is not None:
             http_request.refuse(http_request.refusal)

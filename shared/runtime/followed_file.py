@@ -12,7 +12,7 @@ from shared.runtime.settings import SettingsError
 
 T = TypeVar("T")
 
-LOOK_S = 2.0
+CHECK_S = 2.0
 """Between two looks at the file."""
 REMIND_S = 60.0
 """Between two log lines about the same failure."""
@@ -38,12 +38,12 @@ class FollowedFile(Generic[T]):
         self.failure = ""
         """Why the file cannot be used now; empty while it can. ``value`` is the last valid content then."""
 
-    async def follow(self, on_value: Callable[[T], None], look_s: float = LOOK_S) -> None:
+    async def follow(self, on_value: Callable[[T], None], check_s: float = CHECK_S) -> None:
         """Look until cancelled. ``on_value`` gets each new content."""
         unlogged_s = 0.0
         while True:
-            await asyncio.sleep(look_s)
-            unlogged_s += look_s
+            await asyncio.sleep(check_s)
+            unlogged_s += check_s
             state = await asyncio.to_thread(state_of, self._path)
             if state == self._seen and not self.failure:
                 continue

@@ -54,16 +54,17 @@ def exchange_intervals(transfer_report: KvTransferReport, now: float) -> list[In
     return [interval for read in transfer_report.reads[:SOURCES_SHOWN_MAX] for interval in intervals_of(read, now)]
 
 
-def first_ask_at(transfer_report: KvTransferReport) -> float | None:
+def first_request_at(transfer_report: KvTransferReport) -> float | None:
     """When the first KV was requested, on the worker's clock; None without an exchange."""
     return min(
-        (at for read in transfer_report.reads if (at := read.asked_at or read.granted_at or read.read_at)), default=None
+        (at for read in transfer_report.reads if (at := read.requested_at or read.granted_at or read.read_at)),
+        default=None,
     )
 
 
 def intervals_of(read: KvRead, now: float) -> list[Interval]:
     """The intervals of one source, at least one; the last has the outcome."""
-    marks = ((SpanName.LEASE, read.asked_at), (SpanName.WAIT, read.granted_at), (SpanName.READ, read.read_at))
+    marks = ((SpanName.LEASE, read.requested_at), (SpanName.WAIT, read.granted_at), (SpanName.READ, read.read_at))
     ended = read.ended_at or now
     begun = [(name, at) for name, at in marks if at] or [(SpanName.LEASE, ended)]
     ends = [at for _name, at in begun[1:]] + [ended]

@@ -10,7 +10,7 @@ from shared.contracts.channels import CHANNELS
 
 
 @pytest.mark.parametrize("path", files())
-def test_the_generated_file_is_what_the_table_says(path):
+def test_the_generated_file_matches_the_table(path):
     assert (ROOT / path).read_text() == files()[path], "run python -m shared.contracts.catalogue"
 
 

@@ -66,7 +66,7 @@ def test_every_address_comes_from_its_message_and_matches_its_filter():
         assert "{" not in address
 
 
-def test_every_channel_names_its_ends_and_every_ask_one_responder():
+def test_every_channel_has_senders_receivers_and_every_ask_one_responder():
     for channel in CHANNELS.values():
         assert channel.senders
         assert channel.receivers

@@ -104,7 +104,7 @@ def test_a_modest_tenant_is_served_while_a_greedy_one_waits(system: System):
     assert left > BURST / 4
 
 
-def test_a_patient_class_waits_behind_everybody_else(system: System):
+def test_a_class_with_a_late_target_waits_behind_all_others(system: System):
     with ThreadPoolExecutor(BURST) as clients:
         patient = burst(clients, system, baton={"class": "patient"})
         answer = ask(system)

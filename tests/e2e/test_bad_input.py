@@ -43,7 +43,7 @@ def test_a_body_that_is_no_json_object_is_400(simulated: System, path: str, body
     assert error(answer)["message"]
 
 
-def test_malformed_json_is_answered_in_the_engines_words(simulated: System):
+def test_malformed_json_gets_the_engines_error_message(simulated: System):
     answer = simulated.http.post("/v1/completions", content=b'{"model": "baton-tiny", ')
 
     assert answer.status_code == 400
@@ -87,7 +87,7 @@ def test_other_paths_are_404(simulated: System, path: str):
     assert error(answer)["message"]
 
 
-def test_a_request_id_of_the_client_is_kept_and_a_bad_one_replaced(simulated: System):
+def test_a_valid_client_request_id_is_kept_an_invalid_one_replaced(simulated: System):
     body = {"model": MODEL, "prompt": "x", "max_tokens": 1}
 
     kept = simulated.http.post("/v1/completions", json=body, headers={"x-request-id": "my-id_1"})
@@ -141,7 +141,7 @@ def test_a_body_over_the_limit_is_413_and_nothing_is_sent(lone: System):
     assert sent_to_workers(lone.fleet_metrics()) == before
 
 
-def test_a_body_over_the_limit_that_does_not_announce_its_length_is_413(lone: System):
+def test_a_chunked_body_over_the_limit_is_413(lone: System):
     def pieces():
         for _ in range(4):
             yield b" " * (BODY_BYTES_MAX // 2)
@@ -163,7 +163,7 @@ def test_bodies_beyond_a_small_nats_payload_work(lone: System):
     assert len(prompt) > 4 * 64 * 1024
 
 
-def test_while_no_worker_is_fit_requests_are_503_and_say_when_to_try_again(lone: System):
+def test_without_a_usable_worker_requests_get_503_with_retry_after(lone: System):
     worker = lone.worker_pid("both-1")
     os.kill(worker, signal.SIGSTOP)
     until(lambda: lone.http.get("/ready").status_code == 503, "the router notices the silence")

@@ -127,4 +127,4 @@ async def test_nothing_that_is_published_ends_a_process(simulated: System):
     until(lambda: {"prefill-1", "prefill-2", "decode-1", "decode-2"} <= simulated.fleet().keys(), "the fleet is known")
     assert simulated.metrics().sum("baton_bus_bad_messages_total") > PAYLOADS_PER_CHANNEL
     assert simulated.fleet_metrics().sum("baton_bus_bad_messages_total") > PAYLOADS_PER_CHANNEL
-    assert alive <= {process.pid for process in simulated.processes()}, simulated.story()
+    assert alive <= {process.pid for process in simulated.processes()}, simulated.report_text()

@@ -70,7 +70,7 @@ def test_a_decode_worker_computes_only_the_tail_of_what_it_receives(simulated: S
     assert received_bytes > before.sum("baton_worker_kv_received_bytes_total", worker_id=worker)
 
 
-def test_usage_tells_what_was_cached_before_the_request(simulated: System):
+def test_usage_counts_tokens_cached_before_the_request(simulated: System):
     prompt = random.Random(12).choices(VOCABULARY, k=20 * BLOCK + 3)
 
     first, second = (send(simulated, prompt, "disaggregated").json()["usage"] for _ in range(2))

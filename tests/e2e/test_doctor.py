@@ -23,14 +23,14 @@ def test_a_healthy_system_has_no_errors(simulated: System):
     # Of workers other tests may have put strangers beside them.
     assert [one for one in findings if one["area"] in SYSTEM and one["level"] == "error"] == [], err
     said = " | ".join(one["what"] for one in findings if one["level"] == "ok")
-    for words in (
+    for text in (
         "1 router ready",
         "1 orchestrator ready",
         "1 collector ready",
         " leads, term ",
         "requires no API keys",
     ):
-        assert words in said
+        assert text in said
 
 
 def test_without_a_system_the_installation_is_checked(tmp_path: Path):

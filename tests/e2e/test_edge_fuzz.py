@@ -29,7 +29,7 @@ BREAKAGES = {500, 502, 504}
 CHECKS = [checks.not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
 
-def test_the_edge_answers_anything_as_its_document_says(simulated: System):
+def test_fuzzed_requests_get_documented_responses(simulated: System):
     schema = schemathesis.openapi.from_url(f"{simulated.endpoint}/openapi.json")
     operations = [operation.ok() for operation in schema.get_all_operations()]
 
@@ -53,7 +53,7 @@ def fuzz(operation: schemathesis.APIOperation, mode: schemathesis.GenerationMode
         answers()
 
 
-def test_after_all_that_the_system_is_well(simulated: System):
+def test_the_system_is_healthy_after_the_fuzz_campaign(simulated: System):
     simulated.until_idle()
     answer = simulated.http.post("/v1/completions", json={"model": "baton-tiny", "prompt": "x", "max_tokens": 2})
 

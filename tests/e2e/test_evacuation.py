@@ -150,7 +150,7 @@ def question(seed: int) -> list[int]:
     return random.Random(1000 + seed).choices(VOCABULARY, k=BLOCK)
 
 
-def test_conversations_find_their_cache_with_those_who_stay_unless_it_was_to_be_left(fleet: Fleet):
+def test_evacuated_prefixes_are_found_on_the_remaining_workers(fleet: Fleet):
     homes: dict[str, list[int]] = {}
     for seed in range(CONVERSATIONS):
         worker_id, cached = fleet.ask(history(seed))

@@ -153,8 +153,8 @@ def test_the_picture_names_the_same_workers(system: System):
     assert (code, err) == (0, "")
     assert max(map(len, drawn.splitlines())) <= 80
     assert f"prefill on {told.prefill_worker}, decode on {told.decode_worker}" in " ".join(drawn.split())
-    for words in (decision_id, "prefill", "total", "predicted", "measured"):
-        assert words in drawn
+    for text in (decision_id, "prefill", "total", "predicted", "measured"):
+        assert text in drawn
 
 
 def test_a_refusal_is_explained(system: System):
@@ -170,7 +170,7 @@ def test_a_refusal_is_explained(system: System):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "text"),
     [
         (["router-x-d7"], "Router router-x, named by this id"),
         (["a-request-of-yesterday"], "No router has a decision for the request"),
@@ -179,11 +179,11 @@ def test_a_refusal_is_explained(system: System):
         (["latest", "--nats-url", "nats://127.0.0.1:9"], "NATS at nats://127.0.0.1:9 does not respond"),
     ],
 )
-def test_an_unknown_decision_gives_an_error_with_advice(system: System, arguments: list[str], words: str):
+def test_an_unknown_decision_gives_an_error_with_advice(system: System, arguments: list[str], text: str):
     code, out, err = baton("explain", *arguments, "--state-dir", str(system.folder))
 
     assert (code, out) == (1, "")
-    assert words in err
+    assert text in err
     assert "Traceback" not in err
 
 

@@ -99,7 +99,7 @@ def kill(system: System, worker_id: str) -> int:
     return pid
 
 
-def test_requests_whose_decode_worker_is_killed_are_answered_by_the_other(system: System):
+def test_requests_of_a_killed_decode_worker_are_served_by_the_other(system: System):
     pid = system.worker_pid("decode-1")
     there = {"decode_worker": "decode-1"}
     with running(system, max_tokens=250, baton=there) as answers, decoding(system, "decode-1"):
@@ -111,7 +111,7 @@ def test_requests_whose_decode_worker_is_killed_are_answered_by_the_other(system
     assert system.metrics().sum("baton_router_retries_total", reason="worker_lost") > 0
 
 
-def test_requests_whose_prefill_worker_is_killed_are_answered_by_the_other(system: System):
+def test_requests_of_a_killed_prefill_worker_are_served_by_the_other(system: System):
     with ThreadPoolExecutor(CLIENTS) as clients:
         answers = [clients.submit(ask, system, [10 + n] * 4000, max_tokens=4) for n in range(CLIENTS)]
         kill(system, busy(system, "prefill"))
@@ -121,7 +121,7 @@ def test_requests_whose_prefill_worker_is_killed_are_answered_by_the_other(syste
     assert statuses == [200] * CLIENTS
 
 
-def test_a_stream_that_may_not_go_on_elsewhere_ends_with_an_error_event_when_its_worker_is_killed(system: System):
+def test_a_stream_that_cannot_migrate_ends_with_an_error_event(system: System):
     pid = system.worker_pid("decode-1")
     with decoding(system, "decode-1", resumes_max=0) as events:
         os.kill(pid, signal.SIGKILL)
@@ -155,7 +155,7 @@ def test_a_silent_worker_gets_nothing_until_it_speaks_again(system: System):
     until(lambda: serves(system, "decode-1"), "it serves")
 
 
-def test_a_worker_that_is_told_to_leave_finishes_what_it_runs(system: System):
+def test_a_worker_finishes_its_legs_on_sigterm(system: System):
     pid = system.worker_pid("decode-1")
     with running(system, max_tokens=100) as answers, decoding(system, "decode-1", resumes_max=0) as events:
         os.kill(pid, signal.SIGTERM)
@@ -168,7 +168,7 @@ def test_a_worker_that_is_told_to_leave_finishes_what_it_runs(system: System):
     assert (json.loads(last)["choices"][0]["finish_reason"], done) == ("length", "[DONE]")
 
 
-def test_a_router_that_is_told_to_leave_finishes_what_it_runs_and_another_takes_over(system: System):
+def test_a_router_finishes_its_requests_on_sigterm_and_another_takes_over(system: System):
     with running(system, max_tokens=100) as answers:
         (router,) = system.pids("services.router")
 

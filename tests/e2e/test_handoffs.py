@@ -67,7 +67,7 @@ def test_what_a_decode_worker_holds_of_a_conversation_is_read_back(simulated: Sy
     assert tokens(answer) == tokens(ask(simulated, history + question, "aggregated"))
 
 
-def test_a_cold_cache_is_refused_when_the_client_says_so(simulated: System):
+def test_a_cold_cache_is_refused_below_the_clients_threshold(simulated: System):
     prompt = random.Random(32).choices(VOCABULARY, k=10 * BLOCK)
 
     refused = ask(simulated, prompt, "aggregated", cache_hit_threshold=0.8)

@@ -86,7 +86,7 @@ def test_http_1_0_is_answered_without_chunks_and_closed(simulated: System, strea
     assert (b"data: [DONE]\n\n" in answer) is stream
 
 
-def test_a_client_that_asks_first_is_told_to_go_on(simulated: System):
+def test_expect_100_continue_gets_its_interim_response(simulated: System):
     body = body_of()
     with closing(connect(simulated)) as connection:
         connection.sendall(request(body, "expect: 100-continue", "connection: close")[: -len(body)])
@@ -121,7 +121,7 @@ def test_what_is_no_http_is_refused_and_the_connection_closed(simulated: System,
     assert statuses(answer)[0] in {400, 413, 431}
 
 
-def test_a_client_that_goes_in_the_middle_of_its_body_leaves_nothing_behind(simulated: System):
+def test_a_client_that_disconnects_during_its_body_leaves_no_state(simulated: System):
     for _ in range(20):
         with closing(connect(simulated)) as connection:
             connection.sendall(request(body_of())[:-10])
@@ -130,7 +130,7 @@ def test_a_client_that_goes_in_the_middle_of_its_body_leaves_nothing_behind(simu
     simulated.until_idle()
 
 
-def test_any_bytes_at_all_leave_the_router_well(simulated: System):
+def test_the_router_stays_healthy_after_arbitrary_bytes(simulated: System):
     (router,) = simulated.pids("services.router")
     good = request(body_of(max_tokens=1))
     cut = st.builds(lambda at, extra: good[:at] + extra + good[at:], st.integers(0, len(good)), st.binary(max_size=40))

@@ -28,7 +28,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
         yield system.wait_ready(START_S_MAX)
 
 
-def test_the_endpoint_the_curl_line_the_console_and_the_logs_are_said(system: System):
+def test_up_prints_endpoint_curl_line_console_and_log_folder(system: System):
     said = system.said()
 
     assert f"{system.endpoint}/v1" in said
@@ -82,7 +82,7 @@ def test_a_second_start_with_the_same_state_directory_is_refused(system: System)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "text"),
     [
         (("--prefill", "1"), "--decode 1"),
         (("--prefill", "0", "--decode", "0"), "No workers"),
@@ -90,11 +90,11 @@ def test_a_second_start_with_the_same_state_directory_is_refused(system: System)
         (("--join",), "No system runs"),
     ],
 )
-def test_what_cannot_work_is_said_in_one_sentence(tmp_path: Path, arguments: tuple[str, ...], words: str):
+def test_impossible_options_give_a_clear_error(tmp_path: Path, arguments: tuple[str, ...], text: str):
     code, out, err = baton("up", *SIMULATED, "--state-dir", str(tmp_path), *arguments)
 
     assert code == 1
-    assert words in out + err
+    assert text in out + err
     assert "Traceback" not in out + err
 
 
@@ -143,7 +143,7 @@ def test_the_fleet_is_listed_for_people(system: System):
     assert str(system.worker_pid("decode-1")) in out
 
 
-def test_services_say_whether_they_are_well_to_whoever_has_their_own_key(system: System):
+def test_baton_health_works_with_the_services_own_key(system: System):
     def health(party: str, *of: str) -> int:
         """As in a container, which has one party's key and no other."""
         own = {"BATON_STATE_DIR": str(system.folder / "none"), **variables(str(system.folder / "cluster"), party)}
@@ -223,7 +223,7 @@ def test_no_process_was_refused_anything_on_nats(system: System):
     assert [name for name, text in logs.items() if "violation" in text.lower()] == []
 
 
-def test_who_has_no_key_is_told_so_and_learns_nothing(system: System, tmp_path: Path):
+def test_without_a_key_the_error_names_the_key_and_nothing_else(system: System, tmp_path: Path):
     code, out, err = baton(
         "workers", "--nats-url", f"tls://127.0.0.1:{system.nats_port}", "--state-dir", str(tmp_path),
         env={"BATON_NATS_CA_FILE": str(system.folder / "cluster" / "router" / "ca.pem")},

@@ -113,7 +113,7 @@ def phases(system: System) -> dict[str, str]:
     return {name: worker["phase"] for name, worker in system.fleet().items()}
 
 
-def test_a_worker_joins_under_traffic_takes_load_and_is_drained_and_nothing_is_lost(system: System):
+def test_a_worker_joins_and_drains_under_traffic_without_losing_requests(system: System):
     with traffic(system) as streams:
         terminal = Launched(system.folder, "--join", "--decode", "1")
         with terminal:
@@ -134,7 +134,7 @@ def test_a_worker_joins_under_traffic_takes_load_and_is_drained_and_nothing_is_l
     until(lambda: phases(system).get("decode-2", "gone") == "gone", "the fleet knows")
 
 
-def test_a_worker_changes_its_role_and_back_under_traffic_and_nobody_is_disturbed(system: System):
+def test_role_changes_under_traffic_fail_no_request(system: System):
     with traffic(system) as streams:
         there = order(system, "role", "prefill-2", "decode")
         streams.until_served_by("prefill-2")
@@ -162,7 +162,7 @@ def test_a_drained_worker_is_not_started_again_and_the_rest_goes_on(system: Syst
     assert "Restarting it" not in system.said()
 
 
-def test_an_order_that_nobody_can_take_is_said_in_one_sentence(system: System):
+def test_an_order_to_an_unknown_worker_gives_one_sentence(system: System):
     code, out, err = baton("drain", "nobody", "--state-dir", str(system.folder))
 
     assert code == 1

@@ -91,7 +91,7 @@ def test_nats_restarted_under_load_leaves_the_system_as_it_was(system: System, n
     assert {process.pid for process in system.processes()} == alive
 
 
-def test_a_stream_that_may_not_go_on_ends_with_an_error_event_when_nats_dies(system: System, nats: NatsServer):
+def test_a_stream_that_cannot_resume_ends_with_an_error_event_when_nats_dies(system: System, nats: NatsServer):
     body = {"model": MODEL, "prompt": "Run!", "max_tokens": 50_000, "ignore_eos": True, "stream": True}
     body["baton"] = {"resumes_max": 0}
     with system.http.stream("POST", "/v1/completions", json=body) as answer:

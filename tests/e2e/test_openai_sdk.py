@@ -121,7 +121,7 @@ def test_an_unknown_model_is_not_found(client: OpenAI):
     ids=str,
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_wrong_parameter_is_a_bad_request_in_the_engines_words(client: OpenAI, wrong: dict, stream: bool):
+def test_a_wrong_parameter_is_400_with_the_engines_message(client: OpenAI, wrong: dict, stream: bool):
     with pytest.raises(openai.BadRequestError) as refused:
         completion(client, stream=stream, **wrong)
 
@@ -164,7 +164,7 @@ def test_a_client_that_leaves_a_stream_ends_the_work_for_it(client: OpenAI, simu
     until(lambda: simulated.metrics().sum("baton_router_requests_in_flight") == 0, "the router is done with it")
 
 
-def test_a_client_that_leaves_before_the_first_token_ends_the_work_for_it(client: OpenAI, simulated: System):
+def test_a_client_that_disconnects_before_the_first_token_cancels_its_legs(client: OpenAI, simulated: System):
     impatient = client.with_options(timeout=0.5)
     with pytest.raises(openai.APITimeoutError):
         completion(impatient, max_tokens=100_000, extra_body={"ignore_eos": True})

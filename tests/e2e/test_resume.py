@@ -103,11 +103,11 @@ class Answer:
 
 def body_of(number: int) -> tuple[str, dict[str, Any]]:
     """Of one client: chats and completions by turns."""
-    words = f"Läufer {number}: 走れ 🏃 " * (5 + 20 * number)
+    text = f"Läufer {number}: 走れ 🏃 " * (5 + 20 * number)
     common = {"model": MODEL, "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
     if number % 2:
-        return "/v1/chat/completions", {**common, "messages": [{"role": "user", "content": words}]}
-    return "/v1/completions", {**common, "prompt": words}
+        return "/v1/chat/completions", {**common, "messages": [{"role": "user", "content": text}]}
+    return "/v1/completions", {**common, "prompt": text}
 
 
 def stream(system: System, number: int, answer: Answer) -> Answer:
@@ -143,7 +143,7 @@ def resumes(system: System, reason: str) -> float:
     return system.metrics().sum("baton_router_resumes_total", reason=reason)
 
 
-def test_streams_go_on_when_nats_is_back_word_for_word(system: System, nats: NatsServer, undisturbed: list[Any]):
+def test_streams_continue_exactly_after_a_nats_restart(system: System, nats: NatsServer, undisturbed: list[Any]):
     with streaming(system) as (_answers, futures):
         nats.kill()
         late = Answer()
@@ -159,9 +159,7 @@ def test_streams_go_on_when_nats_is_back_word_for_word(system: System, nats: Nat
     assert resumes(system, "bus_down") > 0
 
 
-def test_streams_of_a_worker_that_freezes_go_on_and_its_awakening_disturbs_nobody(
-    system: System, undisturbed: list[Any]
-):
+def test_streams_of_a_frozen_worker_continue_and_its_late_frames_are_ignored(system: System, undisturbed: list[Any]):
     with streaming(system) as (answers, futures):
         frozen = max(DECODERS, key=lambda name: sum(answer.worker == name for answer in answers))
         pid = system.worker_pid(frozen)
@@ -175,7 +173,7 @@ def test_streams_of_a_worker_that_freezes_go_on_and_its_awakening_disturbs_nobod
     assert said == undisturbed
 
 
-def test_streams_of_a_killed_worker_go_on_at_the_other_word_for_word(system: System, undisturbed: list[Any]):
+def test_streams_of_a_killed_worker_continue_exactly_on_the_other(system: System, undisturbed: list[Any]):
     with streaming(system) as (answers, futures):
         victim = max(DECODERS, key=lambda name: sum(answer.worker == name for answer in answers))
         os.kill(system.worker_pid(victim), signal.SIGKILL)
@@ -185,7 +183,7 @@ def test_streams_of_a_killed_worker_go_on_at_the_other_word_for_word(system: Sys
     assert resumes(system, "worker_lost") + resumes(system, "engine_dead") > 0
 
 
-def test_streams_of_a_worker_that_leaves_and_cannot_wait_go_on_at_the_other(system: System, undisturbed: list[Any]):
+def test_streams_of_a_draining_worker_past_its_deadline_continue_on_the_other(system: System, undisturbed: list[Any]):
     with streaming(system) as (answers, futures):
         leaver = max(DECODERS, key=lambda name: sum(answer.worker == name for answer in answers))
         os.kill(system.worker_pid(leaver), signal.SIGTERM)

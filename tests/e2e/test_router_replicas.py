@@ -60,7 +60,7 @@ def test_both_routers_answer_at_the_one_address(system: System):
     pytest.fail(f"one router got everything: {served(system)}")
 
 
-def test_both_routers_are_said_and_listed_with_addresses_of_their_own(system: System):
+def test_both_routers_are_listed_with_their_own_addresses(system: System):
     _code, listed, _err = baton("workers", "--state-dir", str(system.folder))
 
     for name, url in own_urls(system).items():

@@ -97,7 +97,7 @@ def z_of(first: Sequence[float], second: Sequence[float]) -> float:
     return (below - pairs / 2) / math.sqrt(pairs * (len(first) + len(second) + 1) / 12)
 
 
-def test_neither_cached_tokens_nor_time_tell_a_tenant_what_another_has_asked(router: httpx.Client):
+def test_neither_cached_tokens_nor_latency_reveal_another_tenants_prompts(router: httpx.Client):
     rng = random.Random(7)
     cold: list[float] = []
     again: list[float] = []
@@ -122,7 +122,7 @@ def test_neither_cached_tokens_nor_time_tell_a_tenant_what_another_has_asked(rou
 
 
 @pytest.mark.parametrize("mode", ["disaggregated", "aggregated"])
-def test_tenants_share_nothing_whoever_computes(router: httpx.Client, mode: str):
+def test_tenants_share_no_blocks_in_any_mode(router: httpx.Client, mode: str):
     prompt, baton_field = fresh(random.Random(mode)), {"baton": {"mode": mode}}
 
     assert [ask(router, key, prompt, **baton_field)[0] for key in (ACME, RIVAL)] == [0, 0]
@@ -130,7 +130,7 @@ def test_tenants_share_nothing_whoever_computes(router: httpx.Client, mode: str)
     assert ask(router, ACME, prompt, cache_salt="project", **baton_field)[0] == 0
 
 
-def test_what_is_declared_public_is_shared_among_those_who_say_so(router: httpx.Client):
+def test_public_prefixes_are_shared_between_tenants_that_declare_them(router: httpx.Client):
     prompt = fresh(random.Random(8))
 
     assert ask(router, OPEN, prompt)[0] == 0
@@ -138,7 +138,7 @@ def test_what_is_declared_public_is_shared_among_those_who_say_so(router: httpx.
     assert ask(router, ACME, prompt)[0] == 0
 
 
-def test_without_its_key_nobody_gets_in(router: httpx.Client):
+def test_requests_without_a_valid_key_are_401(router: httpx.Client):
     answer = router.post("/v1/completions", json={"model": MODEL, "prompt": "x"})
 
     assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")

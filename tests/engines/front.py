@@ -81,11 +81,11 @@ class Core:
     async def _talk(self, request: Any) -> None:
         from services.worker.engines.vllm.resume import _output
 
-        had = request.prompt_token_ids[self.prompt_tokens :]
-        assert had == self.answer[: len(had)]
+        relayed = request.prompt_token_ids[self.prompt_tokens :]
+        assert relayed == self.answer[: len(relayed)]
         processor, name = self._engine.output_processor, request.request_id
         queue = processor.request_states[name].queue
-        for index in range(len(had), len(self.answer)):
+        for index in range(len(relayed), len(self.answer)):
             processor.process_outputs([_output(name, self.answer[index], 0, request.sampling_params)])
             while index + 1 not in self.joined and queue.output is not None:
                 await asyncio.sleep(0)
@@ -110,7 +110,7 @@ class Pieces:
     async def drain(self) -> None:
         return
 
-    def had(self, cut: int) -> tuple[list[int], frozenset[int]]:
+    def relayed(self, cut: int) -> tuple[list[int], frozenset[int]]:
         """The tokens of the first ``cut`` pieces, and which of them were heard of together with the one before."""
         tokens: list[int] = []
         joined: list[int] = []

@@ -43,7 +43,7 @@ async def tokens_of(router, worker, prompt: str) -> list[int]:
     return answer.json()["tokens"]
 
 
-async def test_stored_blocks_carry_the_hashes_that_anyone_can_compute(pair, router):
+async def test_stored_blocks_have_the_hashes_of_the_scheme(pair, router):
     prefill, _decode = pair
     prompt = prompt_of(250, seed=21)
     expected = chain(await tokens_of(router, prefill, prompt))
@@ -85,7 +85,7 @@ async def test_digest_and_snapshot_agree_and_batches_have_no_gaps(pair, router):
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
 
 
-async def test_load_reports_say_where_prompt_tokens_came_from(pair, router):
+async def test_load_reports_count_prompt_tokens_by_source(pair, router):
     prefill, decode = pair
 
     first, second = await router.handed_over(prefill, decode, completion(prompt_of(500, seed=24)))
@@ -138,18 +138,18 @@ async def probed(router, worker, template: str | None = None) -> list[tuple[str,
     return told
 
 
-async def test_the_engine_tokenizes_every_probe_and_names_its_blocks_as_the_router_does(pair, router):
+async def test_the_engine_tokenizes_and_hashes_every_probe_as_the_router_does(pair, router):
     for worker in pair:
         assert await probed(router, worker) == [("", "")] * 5
 
 
-async def test_a_router_with_another_chat_template_is_caught_by_the_engines_word(pair, router):
+async def test_a_router_with_another_chat_template_is_detected(pair, router):
     told = await probed(router, pair[0], template="{{ 'Be brief. ' }}")
 
     assert [bool(difference) for _refusal, difference in told] == [False, False, False, True, True]
 
 
-async def test_the_engines_word_on_a_salted_prompt_is_what_it_stores(pair, router):
+async def test_the_engine_reports_the_salted_hashes_that_it_stores(pair, router):
     prefill, _decode = pair
     body = completion(prompt_of(250, seed=31), max_tokens=1) | {"cache_salt": "tenant"}
     ask = AskTokens(

@@ -49,7 +49,7 @@ async def test_a_refused_request_is_an_answer_without_tokens(pair, router, numbe
 
 
 @pytest.mark.parametrize("number", range(len(ASKED_IN)), ids=ASKED_IN.keys())
-async def test_a_refused_stream_says_why_it_has_no_tokens(pair, router, number):
+async def test_a_refused_stream_has_a_finish_reason_and_no_tokens(pair, router, number):
     make, more = list(ASKED_IN.values())[number]
     body = make(prompt_of(120, seed=320 + number), **more, **WITH_USAGE)
 

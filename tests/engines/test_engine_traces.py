@@ -63,7 +63,7 @@ async def test_the_handoffs_read_stands_below_the_decode_leg_within_its_time(pai
     assert leg.attributes[Attribute.RECOMPUTED_TOKENS] == decode.report.kv.recomputed_tokens
 
 
-async def test_the_engines_span_says_how_many_tokens_and_lies_within_its_leg(pair, router, receiver):
+async def test_the_engines_span_counts_tokens_and_lies_within_its_leg(pair, router, receiver):
     trace_id = "5" * 31 + "2"
     answer = await router.leg(
         pair[1], LegKind.AGGREGATED, completion(prompt_of(20, seed=78)), headers=carried(trace_id)
@@ -78,7 +78,7 @@ async def test_the_engines_span_says_how_many_tokens_and_lies_within_its_leg(pai
     assert leg.start <= engine.start
 
 
-async def test_what_nobody_wants_traced_is_not_traced_in_the_engine_either(pair, router, receiver):
+async def test_unsampled_requests_make_no_engine_spans(pair, router, receiver):
     unwanted, wanted = "5" * 31 + "3", "5" * 31 + "4"
     body = completion(prompt_of(20, seed=79))
     await router.leg(pair[1], LegKind.AGGREGATED, body, headers=carried(unwanted, sampled=False))

@@ -89,14 +89,14 @@ async def events_after(source, publisher, count: int = 1) -> list[KvEvent]:
     return events
 
 
-async def test_what_was_told_before_anyone_listened_is_replayed(tmp_path):
+async def test_events_before_the_subscription_are_replayed(tmp_path):
     with source_and_publisher(tmp_path, missed=3, buffer_steps=100) as (source, publisher):
         events = await events_after(source, publisher)
 
     assert [unpack_hashes(event.hashes)[0] for event in events][:4] == [0, 1, 2, 1000]
 
 
-async def test_the_memory_of_a_block_is_told_and_what_lies_in_a_shared_store_is_nobodys(tmp_path):
+async def test_events_name_the_tier_and_shared_store_blocks_are_ignored(tmp_path):
     with source_and_publisher(tmp_path, missed=0, buffer_steps=100) as (source, publisher):
         publisher.stored(1, "CPU")
         publisher.stored(2, "STORAGE")

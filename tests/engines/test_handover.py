@@ -81,7 +81,7 @@ async def test_a_prefix_that_the_decode_engine_holds_is_not_sent_again(pair, rou
     assert first.report.cached_tokens > 0
 
 
-async def test_usage_tells_what_the_prefill_engine_had_cached(pair, router):
+async def test_usage_counts_what_the_prefill_engine_had_cached(pair, router):
     prefill, decode = pair
     body = completion(prompt_of(300, seed=7))
     await router.leg(prefill, LegKind.AGGREGATED, body)
@@ -94,7 +94,7 @@ async def test_usage_tells_what_the_prefill_engine_had_cached(pair, router):
     assert second.report.received_tokens > 0
 
 
-async def test_streamed_usage_is_true_as_well(pair, router):
+async def test_streamed_usage_counts_cached_tokens(pair, router):
     prefill, decode = pair
     body = completion(prompt_of(200, seed=8), stream=True, stream_options={"include_usage": True})
 

@@ -40,7 +40,7 @@ async def test_requests_with_the_same_id_keep_separate_records(pair, router):
 
 
 @pytest.mark.parametrize("prompt", [b'"\xff"', b"[1," + b"9" * 5000 + b"]", b"[" * 990 + b"]" * 990])
-async def test_a_prompt_that_cannot_be_read_is_refused_by_the_engine_in_its_own_words(pair, router, prompt):
+async def test_an_invalid_prompt_gets_the_engines_own_error(pair, router, prompt):
     body = b'{"model":"baton-tiny","prompt":' + prompt + b"}"
 
     prefill = await router.leg(pair[0], LegKind.PREFILL, body)

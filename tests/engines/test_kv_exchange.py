@@ -57,7 +57,7 @@ def whole_blocks(tokens: int) -> int:
     return tokens // BLOCK * BLOCK
 
 
-async def test_twenty_prompts_give_the_same_tokens_streamed_and_offered_as_on_one_engine(client: Client):
+async def test_streamed_and_offered_handoffs_give_the_tokens_of_one_engine(client: Client):
     prompts = prompts_with_shared_prefixes(20, shortest=100)
     alone = [await client.alone(prompt) for prompt in prompts]
     assert len({tuple(tokens) for tokens in alone}) == len(prompts)
@@ -217,11 +217,11 @@ async def test_a_prefill_leg_is_exempt_and_what_can_be_fetched_counts(client: Cl
 
 
 async def test_two_hundred_requests_with_random_aborts_leave_nothing_pinned(client: Client):
-    dice, turn = random.Random(7), asyncio.Semaphore(ABORTING_AT_ONCE)
+    dice, abort_slots = random.Random(7), asyncio.Semaphore(ABORTING_AT_ONCE)
     ended = {"answered": 0, "left": 0}
 
     async def ask_and_maybe_leave(number: int) -> None:
-        async with turn:
+        async with abort_slots:
             asking = client.ask(
                 draw(1000 + number, dice.randint(40, 900)),
                 "disaggregated",
@@ -245,7 +245,7 @@ async def test_two_hundred_requests_with_random_aborts_leave_nothing_pinned(clie
     assert (await client.ask(prompt, "disaggregated")).token_ids == await client.alone(prompt)
 
 
-async def test_engines_that_serve_nobody_rest_pinned_leases_or_not(client: Client, fleet: Fleet):
+async def test_idle_engines_use_no_cpu_with_or_without_pinned_leases(client: Client, fleet: Fleet):
     await client.tap.until_settled(*WORKERS)
     trees = [[process, *process.children(True)] for process in map(psutil.Process, worker_pids(fleet))]
 
@@ -266,7 +266,7 @@ def worker_pids(fleet: Fleet) -> list[int]:
     return [fleet.system.worker_pid(worker) for worker in (PREFILL, DECODE)]
 
 
-async def test_a_prompt_goes_from_its_prefill_worker_to_a_store_and_after_its_restart_to_decode_workers(client: Client):
+async def test_a_store_copies_a_prompt_and_lends_it_after_its_restart(client: Client):
     driver, tap, prompt = client.driver, client.tap, draw(171, 20 * BLOCK + 9)
     alone = await client.alone(prompt)
     warm = draw(172, BLOCK)

@@ -113,7 +113,7 @@ async def test_blocks_whose_lease_ends_during_the_read_are_not_used(pair: Pair, 
     assert any(read.failure for read in transfer_report.reads)
 
 
-async def test_a_corrupted_or_stale_grant_is_not_believed(pair: Pair, driver: Driver):
+async def test_a_corrupted_or_stale_grant_is_rejected(pair: Pair, driver: Driver):
     prompts = {name: random_prompt(40 + number, PROMPT) for number, name in enumerate(FORGERIES)}
     expected = {name: await driver.alone(PREFILL, prompt) for name, prompt in prompts.items()}
 
@@ -220,7 +220,7 @@ async def test_a_handoff_goes_on_when_nats_comes_back(pair: Pair, driver: Driver
     assert transfer_report_of(again).recomputed_tokens <= BLOCK
 
 
-async def test_a_prefill_engine_that_dies_while_it_is_followed_and_its_next_life(pair: Pair, driver: Driver):
+async def test_a_followed_prefill_engine_dies_and_restarts_without_wrong_tokens(pair: Pair, driver: Driver):
     prompt, before = random_prompt(80, 1800), random_prompt(81, PROMPT)
     expected = [await driver.alone(PREFILL, one) for one in (prompt, before)]
     old_offer = await driver.offered(PREFILL, before)
@@ -250,7 +250,7 @@ async def test_a_prefill_engine_that_dies_while_it_is_followed_and_its_next_life
     assert transfer_report_of(fresh).recomputed_tokens <= BLOCK
 
 
-async def test_a_prefill_engine_that_dies_harms_none_that_has_read_reads_or_will_read(pair: Pair, driver: Driver):
+async def test_readers_survive_a_prefill_engine_that_dies_at_any_time(pair: Pair, driver: Driver):
     read, reading, unread = (random_prompt(90 + number, PROMPT) for number in range(3))
     expected = [await driver.alone(PREFILL, prompt, 200) for prompt in (read, reading, unread)]
     offers = [await driver.offered(PREFILL, prompt) for prompt in (read, reading, unread)]

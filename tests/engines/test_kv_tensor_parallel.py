@@ -49,7 +49,7 @@ async def driver(nats: NatsServer) -> AsyncIterator[Driver]:
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(WHOLE, HALVES), (HALVES, WHOLE)])
-async def test_a_prompt_is_handed_over_to_an_engine_with_another_number_of_ranks(driver: Driver, prefill, decode):
+async def test_a_prompt_is_handed_over_between_engines_of_different_tensor_parallelism(driver: Driver, prefill, decode):
     for seed in range(5):
         prompt = random.Random(f"{prefill}-{seed}").choices(VOCABULARY, k=300 + 100 * seed)
         alone = await driver.alone(decode, prompt)

@@ -122,7 +122,7 @@ async def test_several_choices_come_from_one_engine(pair, router):
     ],
     ids=["unknown model", "negative", "too long", "options of no stream", "no JSON", "no object"],
 )
-async def test_a_bad_request_is_refused_by_the_prefill_engine_in_vllms_words(pair, router, body, status):
+async def test_a_bad_request_gets_vllms_error_from_the_prefill_engine(pair, router, body, status):
     prefill, _decode = pair
 
     answer = await router.leg(prefill, LegKind.PREFILL, body)

@@ -153,7 +153,7 @@ def test_twenty_prompts_give_the_same_tokens_on_two_engines_as_on_one(system: Sy
     assert sum(prefill.values()) == sum(decode.values()) == total
 
 
-def test_usage_is_true_and_tells_what_was_cached(client: OpenAI):
+def test_usage_counts_prompt_completion_and_cached_tokens(client: OpenAI):
     prompt = random.Random(5).choices(VOCABULARY, k=10 * BLOCK + 9)
 
     first, second = (send(client, prompt).usage for _ in range(2))
@@ -168,9 +168,7 @@ def test_usage_is_true_and_tells_what_was_cached(client: OpenAI):
 
 @pytest.mark.parametrize("tokens", [200, 3000], ids=["offered", "streamed handoff"])
 @pytest.mark.parametrize("mode", ["aggregated", "disaggregated"])
-def test_the_parts_of_the_time_to_the_first_token_add_up_to_what_the_client_waits(
-    system: System, receiver: OtlpReceiver, mode: str, tokens: int
-):
+def test_the_parts_of_ttft_add_up_to_the_clients_wait(system: System, receiver: OtlpReceiver, mode: str, tokens: int):
     prompt = random.Random(f"{mode}{tokens}").choices(VOCABULARY, k=tokens)
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "stream": True}
     trace_id = uuid.uuid4().hex
@@ -292,7 +290,7 @@ def test_logprobs_stop_and_several_choices_work(client: OpenAI):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("wrong", "text"),
     [
         ({"max_tokens": -1}, "max_tokens"),
         ({"temperature": -1}, "temperature"),
@@ -305,14 +303,14 @@ def test_logprobs_stop_and_several_choices_work(client: OpenAI):
     ids=lambda value: str(value)[:30],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_vllm_refuses_is_400_in_its_words(client: OpenAI, wrong: dict[str, Any], words: str, stream: bool):
+def test_what_vllm_rejects_is_400_with_its_message(client: OpenAI, wrong: dict[str, Any], text: str, stream: bool):
     with pytest.raises(openai.BadRequestError) as refused:
         send(client, **{"prompt": "Run!", **wrong}, stream=stream)
 
-    assert words in refused.value.message
+    assert text in refused.value.message
 
 
-def test_malformed_json_is_400_in_vllms_words(system: System):
+def test_malformed_json_is_400_with_vllms_message(system: System):
     answer = system.http.post(
         "/v1/completions", content=b'{"model": "baton-tiny",', headers={"content-type": "application/json"}
     )
@@ -358,9 +356,7 @@ def tree(pid: int) -> list[psutil.Process]:
     return [process, *process.children(recursive=True)]
 
 
-def test_an_engine_killed_mid_stream_ends_a_stream_that_may_not_go_on_and_its_worker_comes_back(
-    system: System, client: OpenAI
-):
+def test_an_engine_killed_mid_stream_ends_the_stream_and_its_worker_restarts(system: System, client: OpenAI):
     worker = system.worker_pid("decode-1")
     engine = max(tree(worker)[1:], key=lambda process: process.memory_info().rss)
     stream = send(client, "Run!", stream=True, max_tokens=20_000, extra_body={"baton": {"resumes_max": 0}})
@@ -395,13 +391,13 @@ class Stream:
     """One stream, and what it has told so far."""
 
     def __init__(self, number: int) -> None:
-        words = TEXTS[number % len(TEXTS)] * (8 + 12 * number)
+        text = TEXTS[number % len(TEXTS)] * (8 + 12 * number)
         common = {"model": MODEL, "max_tokens": MIGRATED_TOKENS, "ignore_eos": True, "temperature": 0, "stream": True}
         common |= {"stream_options": {"include_usage": True}}
-        chat = {"messages": [{"role": "user", "content": words}]}
+        chat = {"messages": [{"role": "user", "content": text}]}
         self.path = "/v1/chat/completions" if number % 2 else "/v1/completions"
         common["baton"] = {"decode_worker": "decode-1"}
-        self.body: dict[str, Any] = {**common, **(chat if number % 2 else {"prompt": words})}
+        self.body: dict[str, Any] = {**common, **(chat if number % 2 else {"prompt": text})}
         self.worker = ""
         self.events: list[dict[str, Any]] = []
         self.ends = 0

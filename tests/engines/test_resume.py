@@ -51,13 +51,13 @@ def tokens_of(frames: list[Frame]) -> list[int]:
     return [token for frame in frames for token in frame.token_ids]
 
 
-def story_of(frames: list[Frame]) -> dict[str, Any]:
+def summary_of(frames: list[Frame]) -> dict[str, Any]:
     """What a client makes of a stream. How many tokens come in one event depends on who was busy, a probability's last
     digits on what was computed together, and cached tokens on what was asked before.
     """
     parts = b"".join(frame.data for frame in frames).decode().split("\n\n")
     assert parts[-2:] == ["data: [DONE]", ""]
-    story: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "ids": set(),
         "roles": [],
         "text": "",
@@ -66,29 +66,29 @@ def story_of(frames: list[Frame]) -> dict[str, Any]:
         "tokens": [],
         "offsets": [],
     }
-    story["logprobs"] = []
+    summary["logprobs"] = []
     for event in (json.loads(part.removeprefix("data: ")) for part in parts[:-2]):
-        story["ids"].add(event["id"])
+        summary["ids"].add(event["id"])
         if event.get("usage"):
-            story["usage"].append((event["usage"]["prompt_tokens"], event["usage"]["completion_tokens"]))
+            summary["usage"].append((event["usage"]["prompt_tokens"], event["usage"]["completion_tokens"]))
         for choice in event["choices"]:
             delta = choice.get("delta", {})
-            story["roles"] += [delta["role"]] if "role" in delta else []
-            story["text"] += choice.get("text") or delta.get("content") or ""
-            story["ends"] += [choice["finish_reason"]] if choice["finish_reason"] else []
-            _add_logprobs(story, choice.get("logprobs") or {})
-    return story
+            summary["roles"] += [delta["role"]] if "role" in delta else []
+            summary["text"] += choice.get("text") or delta.get("content") or ""
+            summary["ends"] += [choice["finish_reason"]] if choice["finish_reason"] else []
+            _add_logprobs(summary, choice.get("logprobs") or {})
+    return summary
 
 
-def _add_logprobs(story: dict[str, Any], logprobs: dict[str, Any]) -> None:
+def _add_logprobs(summary: dict[str, Any], logprobs: dict[str, Any]) -> None:
     said = logprobs.get("content") or []
-    story["tokens"] += logprobs.get("tokens") or [(one["token"], one["bytes"]) for one in said]
-    story["offsets"] += logprobs.get("text_offset") or []
-    story["logprobs"] += logprobs.get("token_logprobs") or [one["logprob"] for one in said]
+    summary["tokens"] += logprobs.get("tokens") or [(one["token"], one["bytes"]) for one in said]
+    summary["offsets"] += logprobs.get("text_offset") or []
+    summary["logprobs"] += logprobs.get("token_logprobs") or [one["logprob"] for one in said]
 
 
-def same(story: dict[str, Any]) -> dict[str, Any]:
-    return {**story, "logprobs": pytest.approx(story["logprobs"], abs=1e-3)}
+def same(summary: dict[str, Any]) -> dict[str, Any]:
+    return {**summary, "logprobs": pytest.approx(summary["logprobs"], abs=1e-3)}
 
 
 CASES = {
@@ -103,37 +103,37 @@ CASES = {
 
 
 @pytest.mark.parametrize(("path", "more"), CASES.values(), ids=CASES.keys())
-async def test_cut_anywhere_the_answer_goes_on_as_if_it_had_not_been(pair, router, path, more):
+async def test_an_answer_cut_anywhere_continues_unchanged(pair, router, path, more):
     one, other = pair
     body = body_of(path, 500 + list(CASES.values()).index((path, more)), **more)
     whole = pieces(await frames_of(router, one, body, path))
     assert len(tokens_of(whole)) == TOKENS
 
     for cut in range(1, len(whole), EVERY):
-        had = whole[:cut]
-        frames = await frames_of(router, other, body, path, resume=pack_tokens(tokens_of(had)))
+        relayed = whole[:cut]
+        frames = await frames_of(router, other, body, path, resume=pack_tokens(tokens_of(relayed)))
 
-        assert story_of([*had, *frames]) == same(story_of(whole)), f"cut behind piece {cut}"
-        assert tokens_of([*had, *frames]) == tokens_of(whole)
+        assert summary_of([*relayed, *frames]) == same(summary_of(whole)), f"cut behind piece {cut}"
+        assert tokens_of([*relayed, *frames]) == tokens_of(whole)
         assert frames[-1].report.completion_tokens == TOKENS
 
 
-async def test_a_stop_string_that_began_before_the_cut_ends_the_answer_behind_it(pair, router):
+async def test_a_stop_string_across_the_cut_ends_the_answer(pair, router):
     one, other = pair
-    plain = story_of(await frames_of(router, one, body_of(COMPLETIONS, 41), COMPLETIONS))["text"]
+    plain = summary_of(await frames_of(router, one, body_of(COMPLETIONS, 41), COMPLETIONS))["text"]
     body = body_of(COMPLETIONS, 41, stop=[plain[len(plain) // 2 - 8 : len(plain) // 2 + 8]])
     whole = pieces(await frames_of(router, one, body, COMPLETIONS))
-    assert story_of(whole)["ends"] == ["stop"]
+    assert summary_of(whole)["ends"] == ["stop"]
 
     for cut in range(1, len(whole)):
-        had = whole[:cut]
-        frames = await frames_of(router, other, body, COMPLETIONS, resume=pack_tokens(tokens_of(had)))
+        relayed = whole[:cut]
+        frames = await frames_of(router, other, body, COMPLETIONS, resume=pack_tokens(tokens_of(relayed)))
 
-        assert story_of([*had, *frames]) == story_of(whole)
-        assert tokens_of([*had, *frames]) == tokens_of(whole)
+        assert summary_of([*relayed, *frames]) == summary_of(whole)
+        assert tokens_of([*relayed, *frames]) == tokens_of(whole)
 
 
-async def test_an_answer_that_had_all_its_tokens_gets_its_end_without_the_engine(pair, router):
+async def test_an_answer_with_all_its_tokens_ends_without_the_engine(pair, router):
     one, other = pair
     body = body_of(CHAT, 42)
     whole = pieces(await frames_of(router, one, body, CHAT))
@@ -141,19 +141,19 @@ async def test_an_answer_that_had_all_its_tokens_gets_its_end_without_the_engine
     frames = await frames_of(router, other, body, CHAT, resume=pack_tokens(tokens_of(whole)))
 
     assert tokens_of(frames) == []
-    assert story_of(frames)["usage"] == story_of(whole)["usage"]
-    assert story_of(frames)["text"] == ""
+    assert summary_of(frames)["usage"] == summary_of(whole)["usage"]
+    assert summary_of(frames)["text"] == ""
     assert frames[-1].report.finish_reason == "length"
     assert frames[-1].report.queue_s == 0
 
 
-async def test_a_broken_off_answer_is_handed_over_with_its_tokens(pair, router):
+async def test_a_broken_answer_is_handed_over_with_its_tokens(pair, router):
     """Prefill there, decode here, of the prompt and what was said: only the tail is computed twice."""
     prefill, decode = pair
     body = body_of(COMPLETIONS, 43, max_tokens=60)
     whole = pieces(await frames_of(router, prefill, {**body, "cache_salt": "another"}, COMPLETIONS))
-    had = whole[:45]
-    resume = pack_tokens(tokens_of(had))
+    relayed = whole[:45]
+    resume = pack_tokens(tokens_of(relayed))
 
     first = await frames_of(router, prefill, body, COMPLETIONS, LegKind.PREFILL, resume=resume)
     told = first[-1].report
@@ -161,9 +161,9 @@ async def test_a_broken_off_answer_is_handed_over_with_its_tokens(pair, router):
         router, decode, body, COMPLETIONS, LegKind.DECODE, resume=resume, kv_transfer=handoff(told)
     )
 
-    assert story_of([*had, *frames]) == story_of(whole)
+    assert summary_of([*relayed, *frames]) == summary_of(whole)
     transfer_report = frames[-1].report.kv
-    assert transfer_report.prompt_tokens == told.prompt_tokens + len(tokens_of(had))
+    assert transfer_report.prompt_tokens == told.prompt_tokens + len(tokens_of(relayed))
     assert transfer_report.fetched_tokens > told.prompt_tokens
     assert transfer_report.recomputed_tokens <= BLOCK
 
@@ -177,7 +177,7 @@ async def test_a_broken_off_answer_is_handed_over_with_its_tokens(pair, router):
         ({"n": 2}, "one completion"),
     ],
 )
-async def test_what_cannot_be_taken_up_is_refused_and_says_why(pair, router, more, word):
+async def test_what_cannot_be_resumed_is_refused_with_a_reason(pair, router, more, word):
     answer = await router.leg(
         pair[0], LegKind.AGGREGATED, body_of(COMPLETIONS, 44, **more), path=COMPLETIONS, resume=pack_tokens([70])
     )
@@ -186,7 +186,7 @@ async def test_what_cannot_be_taken_up_is_refused_and_says_why(pair, router, mor
     assert word in answer.failure.message
 
 
-async def test_tokens_that_the_model_does_not_have_hurt_one_leg_and_not_the_engine(pair, router):
+async def test_unknown_tokens_fail_one_leg_and_not_the_engine(pair, router):
     leg = await router.leg(pair[0], LegKind.AGGREGATED, body_of(CHAT, 45), path=CHAT, resume=pack_tokens([1 << 31]))
     after = await frames_of(router, pair[0], body_of(CHAT, 45), CHAT)
 
@@ -194,11 +194,11 @@ async def test_tokens_that_the_model_does_not_have_hurt_one_leg_and_not_the_engi
     assert after[-1].report.completion_tokens == TOKENS
 
 
-async def test_a_seeded_answer_goes_on_with_the_same_seed_in_the_same_way_each_time(pair, router):
+async def test_a_seeded_continuation_is_repeatable(pair, router):
     body = body_of(COMPLETIONS, 46, seed=7, temperature=1.0)
     resume = pack_tokens([70, 71, 72])
 
-    texts = [story_of(await frames_of(router, worker, body, COMPLETIONS, resume=resume))["text"] for worker in pair]
+    texts = [summary_of(await frames_of(router, worker, body, COMPLETIONS, resume=resume))["text"] for worker in pair]
 
     assert texts[0] == texts[1]
     assert texts[0]

@@ -94,7 +94,7 @@ def catch_up_of(front: Front, tokens: list[int], cut: int) -> bool:
     st.sampled_from([{}, {"logprobs": 0}, {"stop": ["\ufffd"]}, {"stop": ["e", "a the"], "include_stop_str_in_output": True}]),
     st.sampled_from([{}, {"min_tokens": 4}, {"ignore_eos": True}, {"stop_token_ids": [100]}]),
 )  # fmt: skip
-def test_the_servers_outputs_are_those_of_an_answer_that_was_never_cut(tokenizer, tokens, cut, shown, ends):
+def test_resumed_outputs_equal_those_of_an_uncut_answer(tokenizer, tokens, cut, shown, ends):
     whole = Front(tokenizer, max_tokens=20, **shown, **ends)
     whole.say(tokens)
     cut = min(cut, len(whole.told))
@@ -116,7 +116,7 @@ def test_the_servers_outputs_are_those_of_an_answer_that_was_never_cut(tokenizer
         ({"prompt_token_ids": [1] * 95}, {"type": "token"}, "context"),
     ],
 )
-def test_what_the_engine_alone_would_know_is_refused_whatever_the_body_said(params, prompt, word):
+def test_state_that_only_the_lost_engine_had_is_refused(params, prompt, word):
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     from services.worker.engines.vllm.resume import catch_up_of as take

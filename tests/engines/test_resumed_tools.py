@@ -106,34 +106,34 @@ def settled(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return events
 
 
-def story_of(events: list[dict[str, Any]]) -> dict[str, Any]:
+def summary_of(events: list[dict[str, Any]]) -> dict[str, Any]:
     """What a client makes of them."""
-    story: dict[str, Any] = {"content": "", "reasoning": "", "calls": {}, "ends": []}
+    summary: dict[str, Any] = {"content": "", "reasoning": "", "calls": {}, "ends": []}
     for event in events:
         for choice in event["choices"]:
             delta = choice["delta"]
-            story["content"] += delta.get("content") or ""
-            story["reasoning"] += delta.get("reasoning") or ""
-            story["ends"] += [choice["finish_reason"]] if choice["finish_reason"] else []
+            summary["content"] += delta.get("content") or ""
+            summary["reasoning"] += delta.get("reasoning") or ""
+            summary["ends"] += [choice["finish_reason"]] if choice["finish_reason"] else []
             for call in delta.get("tool_calls") or ():
-                name, arguments = story["calls"].get(call["index"], ("", ""))
+                name, arguments = summary["calls"].get(call["index"], ("", ""))
                 said = call.get("function") or {}
-                story["calls"][call["index"]] = (
+                summary["calls"][call["index"]] = (
                     name or said.get("name") or "",
                     arguments + (said.get("arguments") or ""),
                 )
-    return story
+    return summary
 
 
 async def goes_on(there: Front, whole: Pieces, cut: int) -> None:
-    had = whole.had(cut)
+    relayed = whole.relayed(cut)
 
-    rest, record = await there.serve(BODY, had, CREATED)
+    rest, record = await there.serve(BODY, relayed, CREATED)
 
     assert {event["created"] for event in events_of(rest.data_of)} == {CREATED}
     both = settled(events_of([*whole.data_of[:cut], *rest.data_of]))
     assert both == settled(events_of(whole.data_of)), f"cut behind piece {cut}"
-    assert had[0] + rest.had(len(rest.tokens_of))[0] == there.core.answer
+    assert relayed[0] + rest.relayed(len(rest.tokens_of))[0] == there.core.answer
     assert record.completion_tokens == len(there.core.answer)
 
 
@@ -141,9 +141,13 @@ async def goes_on(there: Front, whole: Pieces, cut: int) -> None:
 async def test_cut_behind_any_piece_calls_and_thoughts_go_on_event_by_event(model, case):
     async with front(model, f"--enable-auto-tool-choice {case.engine_args}", tokens_of(model, case)) as there:
         whole, _record = await there.serve(BODY)
-        story = story_of(events_of(whole.data_of))
-        assert {index: (name, json.loads(said)) for index, (name, said) in story["calls"].items()} == CALLS
-        assert (story["content"], story["reasoning"], story["ends"]) == (case.content, case.reasoning, ["tool_calls"])
+        summary = summary_of(events_of(whole.data_of))
+        assert {index: (name, json.loads(said)) for index, (name, said) in summary["calls"].items()} == CALLS
+        assert (summary["content"], summary["reasoning"], summary["ends"]) == (
+            case.content,
+            case.reasoning,
+            ["tool_calls"],
+        )
         for cut in range(1, len(whole.data_of)):
             await goes_on(there, whole, cut)
 

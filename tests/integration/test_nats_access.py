@@ -38,7 +38,7 @@ async def refusal(url: str, access: Access) -> str:
     return str(refused.value)
 
 
-async def test_a_key_that_nats_does_not_know_is_refused_and_its_file_named(guarded, keys, tmp_path):
+async def test_an_unknown_key_is_refused_with_the_name_of_its_file(guarded, keys, tmp_path):
     stranger = tmp_path / "nkey"
     stranger.write_text(new_seed("router").file_text)
     access = dataclasses.replace(keys.access(Party.ROUTER), nkey_file=str(stranger))
@@ -46,26 +46,26 @@ async def test_a_key_that_nats_does_not_know_is_refused_and_its_file_named(guard
     assert f"does not know the key in {stranger}" in await refusal(guarded.url, access)
 
 
-async def test_a_process_without_a_key_is_refused_and_told_which_setting_names_one(guarded, keys):
+async def test_without_a_key_the_error_names_the_setting(guarded, keys):
     access = dataclasses.replace(keys.access(Party.ROUTER), nkey_file="")
 
     assert "BATON_NATS_NKEY_FILE" in await refusal(guarded.url, access)
 
 
-async def test_a_server_whose_certificate_another_ca_signed_is_not_believed(guarded, keys, tmp_path):
+async def test_a_certificate_of_another_ca_is_rejected(guarded, keys, tmp_path):
     other = ClusterKeys(tmp_path)
     access = dataclasses.replace(keys.access(Party.ROUTER), ca_file=other.access(Party.ROUTER).ca_file)
 
     assert f"is not signed by the CA in {access.ca_file}" in await refusal(guarded.url, access)
 
 
-async def test_a_process_that_was_told_no_ca_does_not_believe_the_server(guarded, keys):
+async def test_without_a_ca_the_servers_certificate_is_rejected(guarded, keys):
     access = dataclasses.replace(keys.access(Party.ROUTER), ca_file="")
 
     assert "BATON_NATS_CA_FILE" in await refusal(guarded.url, access)
 
 
-async def test_nothing_is_said_in_clear_to_a_server_that_offers_no_encryption(nats_server, keys):
+async def test_a_server_without_tls_is_refused(nats_server, keys):
     said = await refusal(nats_server.url, keys.access(Party.ROUTER))
 
     assert "offers no encryption" in said
@@ -86,7 +86,7 @@ async def test_a_client_that_speaks_in_clear_is_cut_off(guarded):
     assert b"PONG" not in answer
 
 
-async def test_what_its_key_does_not_allow_a_process_is_told_once_with_the_subject(guarded, keys, caplog):
+async def test_a_permission_violation_is_logged_once_with_its_subject(guarded, keys, caplog):
     async with asyncio.timeout(SOON_S):
         bus = await connect_nats(guarded.url, name="router", access=keys.access(Party.ROUTER))
         for _ in range(5):

@@ -77,7 +77,7 @@ async def test_a_restart_with_a_smaller_limit_changes_how_messages_are_cut(tmp_p
         await bus.close()
 
 
-async def test_a_server_that_does_not_read_delays_neither_an_ask_nor_close(nats_server):
+async def test_a_server_that_does_not_read_delays_neither_asks_nor_close(nats_server):
     bus = await connect_nats(nats_server.url, name="test")
     prompt = ProbePrompt(path="/v1/completions", body=bytes(2 * UNSENT_BYTES_MAX))
     nats_server.pause()

@@ -102,7 +102,7 @@ async def test_a_router_and_a_worker_can_serve_a_leg(guarded, keys):
         assert await unreachable == "lost"
 
 
-async def test_a_router_hears_kv_events_and_gets_a_large_snapshot(guarded, keys):
+async def test_a_router_receives_kv_events_and_a_large_snapshot(guarded, keys):
     async with Fleet(guarded, keys) as fleet, asyncio.timeout(SOON_S):
         router, worker = await fleet.join(Party.ROUTER), await fleet.join(Party.WORKER)
         heard: asyncio.Future = asyncio.get_running_loop().create_future()
@@ -238,7 +238,7 @@ def subjects(worker_id: str, service: str) -> dict[str, Channel]:
 
 
 @pytest.mark.parametrize("party", Party)
-async def test_a_party_sends_and_hears_what_the_table_gives_it_and_nothing_else(guarded, keys, party):
+async def test_a_party_may_send_and_receive_only_what_the_table_grants(guarded, keys, party):
     own, of_others = subjects("x", party), subjects("x", "somebody")
     every = own | of_others
     may_send = {subject for subject, channel in own.items() if party in channel.senders}
@@ -254,7 +254,7 @@ async def test_a_party_sends_and_hears_what_the_table_gives_it_and_nothing_else(
 
 
 @pytest.mark.parametrize("party", Party)
-async def test_nobody_reads_others_answers_or_destroys_what_is_kept(guarded, keys, party):
+async def test_no_party_may_read_others_replies_or_delete_streams(guarded, keys, party):
     forbidden = {"$JS.API.STREAM.DELETE.KV_workers", "$JS.API.STREAM.PURGE.KV_workers", "$SYS.REQ.SERVER.PING"}
     overheard = {">", "*.*.*", *(f"_INBOX.{other}.>" for other in Party if other is not party)}
 
@@ -263,7 +263,7 @@ async def test_nobody_reads_others_answers_or_destroys_what_is_kept(guarded, key
         assert await stranger.refused(subscribe=overheard) == low(overheard)
 
 
-async def test_a_worker_with_a_key_of_its_own_speaks_and_hears_for_itself_alone(guarded, keys):
+async def test_a_workers_own_key_permits_only_its_own_subjects(guarded, keys):
     own, of_another = subjects(ALONE, "worker"), subjects(OTHER, "worker")
     said_by_its_id = (Delivery.EVENT, Delivery.KEY_VALUE)
     sent = {s: c for s, c in {**own, **of_another}.items() if Party.WORKER in c.senders}
@@ -281,7 +281,7 @@ async def test_a_worker_with_a_key_of_its_own_speaks_and_hears_for_itself_alone(
     assert overheard
 
 
-async def test_a_worker_with_a_key_of_its_own_does_all_that_a_worker_does(guarded, keys):
+async def test_a_workers_own_key_permits_all_that_a_worker_does(guarded, keys):
     async with Fleet(guarded, keys) as fleet, asyncio.timeout(SOON_S):
         alone, other = await fleet.join(f"worker.{ALONE}"), await fleet.join(Party.WORKER)
 
@@ -303,7 +303,7 @@ async def test_a_worker_with_a_key_of_its_own_does_all_that_a_worker_does(guarde
         assert (await registry.get(ALONE)).value == record
 
 
-def test_the_generated_file_is_understood_by_a_server_that_asks_for_passwords(tmp_path):
+def test_the_generated_file_works_on_a_server_with_passwords(tmp_path):
     users = "".join(
         f'{{ user: {party}, password: "p", permissions: ${party.upper()}_PERMISSIONS }}\n' for party in Party
     )

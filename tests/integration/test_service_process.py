@@ -37,13 +37,13 @@ class Process:
         )
         self.lines: list[str] = []
 
-    def wait_for(self, words: str) -> None:
+    def wait_for(self, text: str) -> None:
         assert self._process.stderr is not None
         for line in self._process.stderr:
             self.lines.append(line)
-            if words in line:
+            if text in line:
                 return
-        raise AssertionError(f"never said {words!r}: {self.lines}")
+        raise AssertionError(f"never said {text!r}: {self.lines}")
 
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
@@ -81,7 +81,7 @@ def test_a_second_signal_ends_it_at_once(nats_server):
 
 
 @pytest.mark.nats
-def test_a_drain_that_takes_too_long_is_exit_code_1_even_with_a_dead_otlp_receiver(nats_server):
+def test_a_drain_beyond_its_deadline_exits_1_with_a_dead_otlp_receiver(nats_server):
     process = Process("slow", BATON_NATS_URL=nats_server.url, BATON_OTLP_ENDPOINT=f"http://127.0.0.1:{free_port()}")
     process.wait_for("ready")
 

@@ -29,7 +29,7 @@ SHOWN_CHARS = 6000
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_make_target_ends_well(target: str, tmp_path: Path):
+def test_a_make_target_exits_0(target: str, tmp_path: Path):
     trace = write_mooncake(tmp_path / "trace.jsonl", conversations(60))
     variables = [f"{name}={value.format(out=tmp_path, trace=trace)}" for name, value in TARGETS[target].items()]
 

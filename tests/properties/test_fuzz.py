@@ -20,7 +20,7 @@ PAYLOADS = 50
 """Of each kind."""
 
 
-def test_whatever_clients_send_the_edge_answers_in_http_and_keeps_nothing():
+def test_fuzzed_clients_get_http_responses_and_leave_no_state():
     campaign = fuzz_edge(CONNECTIONS, 1, lambda _name, _sent: None)
 
     assert campaign.findings == []
@@ -28,7 +28,7 @@ def test_whatever_clients_send_the_edge_answers_in_http_and_keeps_nothing():
     assert 0 < campaign.read < campaign.heard
 
 
-def test_whatever_strangers_say_on_any_channel_no_service_ends(tmp_path: Path):
+def test_no_fuzzed_message_ends_a_service(tmp_path: Path):
     campaigns = fuzz_bus(tmp_path, Plan(PAYLOADS))
 
     assert [finding for campaign in campaigns for finding in campaign.findings] == []

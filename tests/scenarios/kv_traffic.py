@@ -198,7 +198,7 @@ class Traffic:
         request = self._request("aggregated")
         member = self.rng.choice(self.alive())
         self._leg(request, member, LegOrder(), request.max_tokens)
-        self.fleet.turn(member)
+        self.fleet.step(member)
         return request
 
     def _handed_over(self) -> Request:
@@ -206,7 +206,7 @@ class Traffic:
         holder, reader = self._pair()
         prefill = self._leg(request, holder, LegOrder(offer=True), 1)
         self._waiting[prefill] = lambda: self._decode(request, reader, prefill)
-        self.fleet.turn(holder)
+        self.fleet.step(holder)
         return request
 
     def _decode(self, request: Request, reader: Member, prefill: Sequence) -> None:
@@ -217,7 +217,7 @@ class Traffic:
             return
         offer: KvOffer | None = prefill.stats.transfer_report.offer
         self._leg(request, reader, LegOrder(take=offer), request.max_tokens)
-        self.fleet.turn(reader)
+        self.fleet.step(reader)
 
     def _streamed(self) -> Request:
         request = self._request("streamed")
@@ -226,7 +226,7 @@ class Traffic:
         order = LegOrder(sources=[source_of(holder, follow=True)], wait_s_max=WAIT_S_MAX)
         self._leg(request, reader, order, request.max_tokens)
         for member in self.rng.sample([holder, reader], 2):
-            self.fleet.turn(member)
+            self.fleet.step(member)
         return request
 
     def _read_back(self) -> Request:
@@ -241,7 +241,7 @@ class Traffic:
         sources = [source_of(member) for member, _ in previous.legs] + [source_of(self._pair()[0])]
         member = self.rng.choice(self.alive())
         self._leg(request, member, LegOrder(sources=sources, wait_s_max=WAIT_S_MAX), request.max_tokens)
-        self.fleet.turn(member)
+        self.fleet.step(member)
         return request
 
     def _with_threshold(self) -> Request:
@@ -249,7 +249,7 @@ class Traffic:
         holder, member = self._pair()
         order = LegOrder(sources=[source_of(holder)], cache_hit_threshold=self.rng.random(), wait_s_max=WAIT_S_MAX)
         self._leg(request, member, order, request.max_tokens)
-        self.fleet.turn(member)
+        self.fleet.step(member)
         return request
 
     # Results

@@ -47,10 +47,10 @@ APART = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE, "d1": Role.D
 
 
 @dataclass(eq=False)
-class Asked:
+class PredictedRequest:
     """One request. Instants are the fleet's."""
 
-    placed: Placement
+    placement: Placement
     prompt: list[int]
     tokens_out: int
     at: float
@@ -59,7 +59,7 @@ class Asked:
 
     @property
     def predicted_ttft_s(self) -> float:
-        return self.placed.predicted.total_s()
+        return self.placement.predicted.total_s()
 
     @property
     def ttft_s(self) -> float:
@@ -74,7 +74,7 @@ class Asked:
 class Leg:
     """A leg of one, as the router keeps it in its books."""
 
-    asked: Asked
+    requests: PredictedRequest
     view: WorkerView
     params: RequestParams
     tokens: int
@@ -95,12 +95,12 @@ class PredictedFleet:
         self.fleet = Fleet(MODEL)
         self.view = View(PlacementPolicy(tie_s=0.0, stream_tokens_min=-1))
         self.speeds = WorkerSpeeds(self.view.cluster)
-        self.asked: list[Asked] = []
+        self.requests: list[PredictedRequest] = []
         self._roles = roles
         self._legs: dict[Sequence, Leg] = {}
         self._open = 0
         self._learners = {worker_id: SpeedLearner() for worker_id in roles}
-        self.fleet.on_turn = self._turned
+        self.fleet.on_step = self._turned
         self.fleet.on_ended = self._ended
         for worker_id, role in roles.items():
             made = {"worker_id": worker_id, "epoch": 1, "block_size": BLOCK, **SPEEDS, **speeds}
@@ -110,7 +110,9 @@ class PredictedFleet:
             if learns:
                 self.speeds.joined(told)
 
-    def run(self, count: int, *, per_s: float, lengths: Callable[[random.Random], tuple[int, int]]) -> list[Asked]:
+    def run(
+        self, count: int, *, per_s: float, lengths: Callable[[random.Random], tuple[int, int]]
+    ) -> list[PredictedRequest]:
         """So many requests at random times; answers those that were placed after the first tenth."""
         at = 0.0
         for _ in range(count):
@@ -121,7 +123,7 @@ class PredictedFleet:
         for worker_id in self._roles:
             self.fleet.later(self.draw.random() / LOAD_HZ_MAX, lambda worker_id=worker_id: self._report(worker_id))
         self.fleet.run()
-        return self.asked[count // 10 :]
+        return self.requests[count // 10 :]
 
     def change(self, worker_id: str, **speeds: float) -> None:
         """From its next step on."""
@@ -134,38 +136,38 @@ class PredictedFleet:
 
     def _ask(self, tokens_in: int, tokens_out: int) -> None:
         now = self.fleet.now
-        placed = self.view.place(PlacementRequest(model="m", prompt_tokens=tokens_in, tokens_out=tokens_out), now)
-        assert isinstance(placed, Placement)
+        placement = self.view.place(PlacementRequest(model="m", prompt_tokens=tokens_in, tokens_out=tokens_out), now)
+        assert isinstance(placement, Placement)
         prompt = [self.draw.randrange(10, VOCABULARY) for _ in range(tokens_in)]
-        asked = Asked(placed, prompt, tokens_out, now)
-        self.asked.append(asked)
+        requests = PredictedRequest(placement, prompt, tokens_out, now)
+        self.requests.append(requests)
         answer = RequestParams(max_tokens=tokens_out, ignore_eos=True)
-        if placed.prefill is None:
-            self._send(Leg(asked, placed.decode, answer, tokens_in, lambda _transfer_report: self._answered()))
+        if placement.prefill is None:
+            self._send(Leg(requests, placement.decode, answer, tokens_in, lambda _transfer_report: self._answered()))
             return
 
         def handed_over(transfer_report: KvTransferReport | None) -> None:
             assert transfer_report is not None
             order = LegOrder(take=transfer_report.offer)
             params = RequestParams(max_tokens=tokens_out, ignore_eos=True, order=order)
-            self._send(Leg(asked, placed.decode, params, 0, lambda _transfer_report: self._answered()))
+            self._send(Leg(requests, placement.decode, params, 0, lambda _transfer_report: self._answered()))
 
         offer = RequestParams(max_tokens=1, ignore_eos=True, order=LegOrder(offer=True))
-        self._send(Leg(asked, placed.prefill, offer, tokens_in, handed_over))
+        self._send(Leg(requests, placement.prefill, offer, tokens_in, handed_over))
 
     def _answered(self) -> None:
         self._open -= 1
 
     def _send(self, leg: Leg) -> None:
-        leg.sent = Sent(self.fleet.now, leg.tokens, context_tokens(leg.asked))
+        leg.sent = Sent(self.fleet.now, leg.tokens, context_tokens(leg.requests))
         self.view.cluster.leg_started(leg.view.record.worker_id, leg.sent)
         self.fleet.later(TRANSIT_S / 2, lambda: self._serve(leg))
 
     def _serve(self, leg: Leg) -> None:
         member = self.member(leg.view.record.worker_id)
-        leg.sequence = member.core.add(None, list(leg.asked.prompt), leg.params, member.now())
+        leg.sequence = member.core.add(None, list(leg.requests.prompt), leg.params, member.now())
         self._legs[leg.sequence] = leg
-        self.fleet.turn(member)
+        self.fleet.step(member)
 
     def _turned(self, _member: Member) -> None:
         for sequence, leg in self._legs.items():
@@ -174,7 +176,7 @@ class PredictedFleet:
                 self.fleet.later(TRANSIT_S / 2, lambda leg=leg: self._first_token(leg))
 
     def _first_token(self, leg: Leg) -> None:
-        leg.first_at = leg.asked.first_at = self.fleet.now
+        leg.first_at = leg.requests.first_at = self.fleet.now
         assert leg.sent is not None
         self.view.cluster.prompt_computed(leg.view.record.worker_id, leg.sent, leg.tokens)
 
@@ -189,14 +191,14 @@ class PredictedFleet:
         """Its report is at the router."""
         assert leg.sequence is not None
         assert leg.sent is not None
-        leg.asked.ended_at = self.fleet.now
+        leg.requests.ended_at = self.fleet.now
         stats, worker_id = leg.sequence.stats, leg.view.record.worker_id
         report = LegReport(
             queue_s=stats.scheduled_at - stats.arrived_at,
             prefill_s=stats.first_token_at - stats.scheduled_at,
             kv=stats.transfer_report,
         )
-        self.view.cluster.leg_ended(worker_id, leg.sent, context_tokens(leg.asked))
+        self.view.cluster.leg_ended(worker_id, leg.sent, context_tokens(leg.requests))
         if self.learns:
             self.speeds.leg_ended(worker_id, leg.sent.epoch, report, leg.first_at - leg.sent.at)
         leg.on_ended(stats.transfer_report)
@@ -247,16 +249,16 @@ class Errors:
         return cls(median(wrong), wrong[int(0.9 * len(wrong))], median(ratios))
 
 
-def context_tokens(asked: Asked) -> int:
-    return len(asked.prompt) + asked.tokens_out
+def context_tokens(requests: PredictedRequest) -> int:
+    return len(requests.prompt) + requests.tokens_out
 
 
-def ttft_errors(asked: list[Asked]) -> Errors:
-    return Errors.of([(one.predicted_ttft_s, one.ttft_s) for one in asked])
+def ttft_errors(requests: list[PredictedRequest]) -> Errors:
+    return Errors.of([(one.predicted_ttft_s, one.ttft_s) for one in requests])
 
 
-def itl_errors(asked: list[Asked]) -> Errors:
-    return Errors.of([(one.placed.predicted_itl_s, one.itl_s) for one in asked if one.tokens_out > 8])
+def itl_errors(requests: list[PredictedRequest]) -> Errors:
+    return Errors.of([(one.placement.predicted_itl_s, one.itl_s) for one in requests if one.tokens_out > 8])
 
 
 def mixed(draw: random.Random) -> tuple[int, int]:

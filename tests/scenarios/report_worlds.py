@@ -42,8 +42,8 @@ class InMode:
     def __init__(self, placer: Placer, mode: Mode) -> None:
         self._placer, self._mode = placer, mode
 
-    def place(self, need: PlacementRequest, now: float) -> Placement | Rejection:
-        return self._placer.place(msgspec.structs.replace(need, mode=self._mode), now)
+    def place(self, request: PlacementRequest, now: float) -> Placement | Rejection:
+        return self._placer.place(msgspec.structs.replace(request, mode=self._mode), now)
 
 
 class ReportingWorld(World):
@@ -64,8 +64,8 @@ class ReportingWorld(World):
         for worker in self.workers.values():
             self.builder.load_reported(worker.load_now(), now)
 
-    def _leg(self, kind: LegKind, replayed: ReplayedRequest, placed: Placement, now: float) -> Leg:
-        leg = super()._leg(kind, replayed, placed, now)
+    def _leg(self, kind: LegKind, replayed: ReplayedRequest, placement: Placement, now: float) -> Leg:
+        leg = super()._leg(kind, replayed, placement, now)
         self.legs[replayed.number][kind] = leg
         return leg
 
@@ -75,8 +75,8 @@ class ReportingWorld(World):
             self.builder.request_finished(self._finished_request(job.owner.replayed), now)
 
     def _finished_request(self, replayed: ReplayedRequest) -> RequestFinished:
-        placed, legs = replayed.placed, self.legs[replayed.number]
-        assert placed is not None
+        placement, legs = replayed.placement, self.legs[replayed.number]
+        assert placement is not None
         assert replayed.first_token_at is not None
         assert replayed.finished_at is not None
         first = legs.get(LegKind.PREFILL) or legs[LegKind.AGGREGATED]
@@ -87,10 +87,10 @@ class ReportingWorld(World):
             request_id=str(replayed.number),
             model=MODEL,
             path="/v1/completions",
-            mode=placed.mode.value,
+            mode=placement.mode.value,
             status=200,
-            prefill_worker=first.worker.worker_id if placed.prefill else "",
-            decode_worker=placed.decode.record.worker_id,
+            prefill_worker=first.worker.worker_id if placement.prefill else "",
+            decode_worker=placement.decode.record.worker_id,
             prompt_tokens=replayed.request.input_tokens,
             completion_tokens=replayed.request.output_tokens,
             cached_tokens=replayed.cached_tokens,
@@ -100,7 +100,7 @@ class ReportingWorld(World):
             ttft_parts=TtftParts(
                 queue_s=queue_s,
                 prefill_s=prefill_s,
-                handoff_s=max(0.0, replayed.ttft_s - queue_s - prefill_s) if placed.prefill else 0.0,
+                handoff_s=max(0.0, replayed.ttft_s - queue_s - prefill_s) if placement.prefill else 0.0,
             ),
         )
 

@@ -8,30 +8,30 @@ from tests.scenarios.predicted_fleet import APART, SPEEDS, TOGETHER, PredictedFl
 
 
 @pytest.mark.parametrize("roles", [TOGETHER, APART], ids=["both", "prefill and decode"])
-def test_a_fleet_with_little_to_do_is_predicted_well(roles):
-    asked = PredictedFleet(1, roles).run(150, per_s=2.0, lengths=mixed)
+def test_a_lightly_loaded_fleet_is_predicted_accurately(roles):
+    requests = PredictedFleet(1, roles).run(150, per_s=2.0, lengths=mixed)
 
-    assert ttft_errors(asked).median < 0.15
-    assert ttft_errors(asked).p90 < 0.6
-    assert itl_errors(asked).median < 0.15
+    assert ttft_errors(requests).median < 0.15
+    assert ttft_errors(requests).p90 < 0.6
+    assert itl_errors(requests).median < 0.15
 
 
 @pytest.mark.parametrize("roles", [TOGETHER, APART], ids=["both", "prefill and decode"])
 def test_a_busy_fleet_is_predicted_without_bias(roles):
     """Later requests cannot be predicted, and a step ends for all of its prompts together."""
-    asked = PredictedFleet(2, roles).run(250, per_s=6.0, lengths=mixed)
+    requests = PredictedFleet(2, roles).run(250, per_s=6.0, lengths=mixed)
 
-    assert ttft_errors(asked).median < 0.35
-    assert 0.75 < ttft_errors(asked).bias < 1.25
-    assert itl_errors(asked).median < 0.35
+    assert ttft_errors(requests).median < 0.35
+    assert 0.75 < ttft_errors(requests).bias < 1.25
+    assert itl_errors(requests).median < 0.35
 
 
 def test_default_speeds_predict_badly():
     """Shows that the tests above can fail."""
-    asked = PredictedFleet(1, APART, learns=False).run(100, per_s=2.0, lengths=mixed)
+    requests = PredictedFleet(1, APART, learns=False).run(100, per_s=2.0, lengths=mixed)
 
-    assert ttft_errors(asked).median > 0.5
-    assert itl_errors(asked).median > 0.3
+    assert ttft_errors(requests).median > 0.5
+    assert itl_errors(requests).median > 0.3
 
 
 def test_speeds_are_learned_from_shared_steps():
@@ -48,13 +48,14 @@ def test_speeds_are_learned_from_shared_steps():
 def test_a_slow_worker_is_measured_as_slow_and_gets_less_work():
     made = PredictedFleet(4, TOGETHER)
     made.change("w1", sim_prefill_tokens_per_s=2000.0, sim_decode_base_s=0.04)
-    asked = made.run(250, per_s=4.0, lengths=mixed)
+    requests = made.run(250, per_s=4.0, lengths=mixed)
 
     known = made.speeds.all()
     assert known["w1"].prefill_token_s > 2.5 * known["w0"].prefill_token_s
     assert known["w1"].decode_step_s > 2.5 * known["w0"].decode_step_s
     tokens = {
-        name: sum(len(one.prompt) for one in asked if one.placed.decode.record.worker_id == name) for name in known
+        name: sum(len(one.prompt) for one in requests if one.placement.decode.record.worker_id == name)
+        for name in known
     }
     assert tokens["w1"] < 0.6 * min(tokens["w0"], tokens["w2"])
 

@@ -29,7 +29,7 @@ TOKEN_S, PREFILL_STEP_S, STEP_TOKENS = 1 / 8000, 0.002, 2048
 DECODE_STEP_S, DECODE_REQUEST_S = 0.004, 0.0005
 ENGINE_QUEUE_S = 2.0
 """Of prompts; what is more waits in the router."""
-LOOK_S = 6.0
+CHECK_S = 6.0
 SWITCH_S, START_S, LEAVE_S = 3.0, 40.0, 5.0
 TICK_S = 2.0
 
@@ -102,7 +102,7 @@ class PlannerWorld:
         self.workers = [SimWorker(f"w{n}", role) for n, role in enumerate(roles)]
         self.planner = Planner(self.rules, self.now)
         self.random = random.Random(self.seed)
-        self.next_look = 0.0
+        self.next_plan = 0.0
 
     def run(self, seconds: float) -> PlannerWorld:
         end = self.now + seconds
@@ -111,9 +111,9 @@ class PlannerWorld:
             self._settle()
             self._flow()
             self._report()
-            if self.now >= self.next_look:
-                self.next_look = self.now + LOOK_S
-                self._look()
+            if self.now >= self.next_plan:
+                self.next_plan = self.now + CHECK_S
+                self._plan()
             self.sizes.append((self.now, self.count(Role.PREFILL), self.count(Role.DECODE)))
         return self
 
@@ -126,7 +126,7 @@ class PlannerWorld:
     def scalings(self) -> list[tuple[float, Role | None, int]]:
         return [(at, each.role, each.change) for at, each in self.changes if each.action is PlanAction.SCALE]
 
-    def turns(self, role: Role) -> int:
+    def reversals(self, role: Role) -> int:
         """How often a role that had been growing began to shrink, or the other way round."""
         ways = []
         for _at, each in self.changes:
@@ -241,7 +241,7 @@ class PlannerWorld:
             )
         return made
 
-    def _look(self) -> None:
+    def _plan(self) -> None:
         for decision in self.planner.plan(self.fleet(), self.now, round(self.now * 1000)):
             self.last = decision
             if decision.action is not PlanAction.NOTHING:

@@ -57,16 +57,16 @@ def service_process(name: str, directory: Path, **settings: str) -> Iterator[Ser
         one.kill()
 
 
-def quietest_cpu(groups: Sequence[Sequence[psutil.Process]], *, enough: float, look_s: float = 2.0) -> float:
+def quietest_cpu(groups: Sequence[Sequence[psutil.Process]], *, enough: float, sample_s: float = 2.0) -> float:
     """The CPU, in cores, of the group that used most, in the quietest of a few looks: what else goes on disturbs some of
     them, and who polls does it in each. Ends as soon as a look is below ``enough``.
     """
     least = inf
     for _ in range(LOOKS_MAX):
         before = [sum(map(_cpu_s, group)) for group in groups]
-        time.sleep(look_s)  # what is measured is this time
+        time.sleep(sample_s)  # what is measured is this time
         used = [sum(map(_cpu_s, group)) - begun for group, begun in zip(groups, before, strict=True)]
-        least = min(least, max(used) / look_s)
+        least = min(least, max(used) / sample_s)
         if least < enough:
             break
     return least

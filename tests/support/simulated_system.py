@@ -16,7 +16,7 @@ from tests.support.nats_server import NatsServer, free_port
 from tests.support.processes import ServiceProcess, service_process
 
 READY_S_MAX = 120.0
-LOOK_S = 0.1
+CHECK_S = 0.1
 REQUEST_S_MAX = 60.0
 
 
@@ -65,7 +65,7 @@ def until_ready(url: str) -> None:
     deadline = time.monotonic() + READY_S_MAX
     while not _answers(url):
         assert time.monotonic() < deadline, f"{url} is not ready"
-        time.sleep(LOOK_S)
+        time.sleep(CHECK_S)
 
 
 def until_disaggregated(system: SimulatedSystem) -> None:
@@ -77,7 +77,7 @@ def until_disaggregated(system: SimulatedSystem) -> None:
         if answer.headers.get("x-baton-mode") == "disaggregated":
             return
         assert time.monotonic() < deadline, f"no disaggregated answer, but {answer.status_code} {answer.headers}"
-        time.sleep(LOOK_S)
+        time.sleep(CHECK_S)
 
 
 def _answers(url: str) -> bool:

@@ -129,21 +129,21 @@ class Launched:
         """What the launcher printed."""
         return self._log.read_text(errors="replace")
 
-    def wait_said(self, words: str, s_max: float) -> None:
+    def wait_said(self, text: str, s_max: float) -> None:
         """Wait for words of the launcher. Raises AssertionError with all that is known if it ends before."""
 
         def has_said() -> bool:
             assert self.process is not None
             if self.process.poll() is not None:
-                raise AssertionError(f"the launcher ended with {self.process.returncode}:\n{self.story()}")
-            return words in self.said()
+                raise AssertionError(f"the launcher ended with {self.process.returncode}:\n{self.report_text()}")
+            return text in self.said()
 
         try:
-            until(has_said, f"the launcher says {words!r}", s_max)
+            until(has_said, f"the launcher says {text!r}", s_max)
         except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.story()}") from error
+            raise AssertionError(f"{error}\n{self.report_text()}") from error
 
-    def story(self) -> str:
+    def report_text(self) -> str:
         """What the launcher printed and the ends of all logs."""
         logs = [f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in sorted(self.logs.glob("*.log"))]
         return "\n".join([self.said()[-5000:], *logs])
@@ -192,8 +192,8 @@ class Launched:
         try:
             ended_with = self.process.wait(s_max)
         except subprocess.TimeoutExpired as error:
-            raise AssertionError(f"the launcher did not end within {s_max:g} s:\n{self.story()}") from error
-        assert ended_with == code, self.story()
+            raise AssertionError(f"the launcher did not end within {s_max:g} s:\n{self.report_text()}") from error
+        assert ended_with == code, self.report_text()
         until(lambda: not self.processes(), f"no process is left of {self.processes()}", GUARD_S_MAX)
 
     def __enter__(self) -> Self:

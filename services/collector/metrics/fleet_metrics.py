@@ -186,7 +186,7 @@ class FleetMetrics:
         """Add a worker's load report."""
         view = self.workers.get(load.worker_id)
         if view is None:
-            if not self._room_for_worker(now):
+            if not self._can_add_worker(now):
                 return
             view = self.workers[load.worker_id] = WorkerView(load, self._bounds, now)
             # What the worker counted before this process started adds to totals, but not to rates.
@@ -236,7 +236,7 @@ class FleetMetrics:
             if now - self.workers[worker_id].heard < STALE_S_MAX
         }
 
-    def _room_for_worker(self, now: float) -> bool:
+    def _can_add_worker(self, now: float) -> bool:
         if len(self.workers) >= WORKERS_MAX:
             longest_silent = min(self.workers, key=lambda each: self.workers[each].heard)
             if now - self.workers[longest_silent].heard >= STALE_S_MAX:

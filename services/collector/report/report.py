@@ -171,18 +171,18 @@ def median(values: Iterable[float]) -> float:
 
 
 def estimate(
-    disaggregated: Sequence[Sample], work: FleetWork, laws: Sequence[StepTimeModel], step_tokens: int
+    disaggregated: Sequence[Sample], work: FleetWork, step_times: Sequence[StepTimeModel], step_tokens: int
 ) -> Alternative:
     """Estimated latencies of these requests if they were aggregated, for each model that fits the engines' steps."""
-    if not laws or not work.prefills or not work.decodes:
+    if not step_times or not work.prefills or not work.decodes:
         return Alternative(unknown="too few engine steps have been measured")
     found = []
-    for law in laws:
-        fleet = aggregated(work, law, step_tokens)
+    for times in step_times:
+        fleet = aggregated(work, times, step_tokens)
         predicted = [fleet.of(sample) for sample in disaggregated] if fleet is not None else []
         stable = [one for one in predicted if one is not None]
         if fleet is None or 2 * len(stable) < len(disaggregated):
-            return Alternative(overloaded=True) if len(laws) == 1 else Alternative(unknown=BATCHES_ALIKE)
+            return Alternative(overloaded=True) if len(step_times) == 1 else Alternative(unknown=BATCHES_ALIKE)
         ratio = fleet.itl_now_s / max(median(one.itl_s for one in disaggregated), 1e-9)
         if not MODEL_RATIO[0] <= ratio <= MODEL_RATIO[1]:
             return Alternative(unknown="the step-time model does not match the measured ITL")

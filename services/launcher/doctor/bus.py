@@ -182,9 +182,9 @@ async def round_trip_s(bus: Bus, clock: Clock) -> float:
     """Shortest round trip to NATS, seconds."""
     times = []
     for _ in range(ROUNDS):
-        asked_at = clock.now()
+        requested_at = clock.now()
         await bus.flush(ASK_S_MAX)
-        times.append(clock.now() - asked_at)
+        times.append(clock.now() - requested_at)
     return min(times)
 
 

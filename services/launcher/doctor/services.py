@@ -49,7 +49,7 @@ def about_services(facts: SystemFacts) -> Iterator[Finding]:
         if one.status.phase is not ServicePhase.STOPPED:
             kinds[one.status.service].append(one)
     for kind in ("router", "orchestrator", "collector"):
-        yield _presence(kind, kinds[kind], facts)
+        yield _availability(kind, kinds[kind], facts)
     for one in facts.services:
         yield from _status(one)
     yield from _leader(facts)
@@ -116,7 +116,7 @@ def _server(nats: Nats, url: str) -> Iterator[Finding]:
         yield _bus(Level.WARNING, f"NATS takes {duration(nats.rtt_s)} for a round trip.", why, todo)
 
 
-def _presence(kind: str, heard: list[HeardService], facts: SystemFacts) -> Finding:
+def _availability(kind: str, heard: list[HeardService], facts: SystemFacts) -> Finding:
     ready = [one.status for one in heard if one.status.phase is ServicePhase.READY]
     if ready:
         where = named(sorted({status.url for status in ready if status.url}))

@@ -43,7 +43,7 @@ def about_workers(facts: SystemFacts) -> Iterator[Finding]:
     loads = {heard.report.worker_id: heard for heard in facts.loads}
     yield _counts(facts.records)
     for record in facts.records:
-        yield from _presence(record, loads.get(record.worker_id), facts)
+        yield from _reports(record, loads.get(record.worker_id), facts)
         yield from _settings(record)
     yield from _unregistered(facts, loads)
     if facts.fleet is not None:
@@ -72,7 +72,7 @@ def _counts(records: list[WorkerRecord]) -> Finding:
     return _finding(Level.ERROR, f"{what}.", "Every request is rejected with 503.", todo)
 
 
-def _presence(record: WorkerRecord, heard: HeardLoad | None, facts: SystemFacts) -> Iterator[Finding]:
+def _reports(record: WorkerRecord, heard: HeardLoad | None, facts: SystemFacts) -> Iterator[Finding]:
     worker = record.worker_id
     if record.phase in {WorkerPhase.STARTING, WorkerPhase.GONE}:
         return

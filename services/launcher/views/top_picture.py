@@ -49,8 +49,8 @@ def frame(watch: Watch, state: State, drawing: Drawing) -> RenderableType:
     """A frame of at most ``drawing.lines`` lines and ``drawing.columns`` columns."""
     traffic = watch.traffic(state.now)
     head = [*_head(watch, state, drawing), *_traffic(watch, traffic, state, drawing), Text("")]
-    room = drawing.lines - len(head) - 1
-    workers = worker_table(watch, state.now, drawing, room - min(BELOW_MIN, room // 2), state.first_worker)
+    lines_free = drawing.lines - len(head) - 1
+    workers = worker_table(watch, state.now, drawing, lines_free - min(BELOW_MIN, lines_free // 2), state.first_worker)
     lines = [*head, *workers]
     below = drawing.lines - len(lines) - 2
     if below >= 3:

@@ -48,9 +48,9 @@ class Column:
 def worker_table(watch: Watch, now: float, drawing: Drawing, lines: int, first: int) -> list[Text]:
     """At most ``lines`` lines with the heading; the last one counts hidden workers."""
     workers = watch.ordered()
-    room = max(1, lines - 1)
-    hidden = len(workers) > room
-    shown = workers[min(first, max(0, len(workers) - room + 1)) :][: room - 1 if hidden else room]
+    lines_free = max(1, lines - 1)
+    hidden = len(workers) > lines_free
+    shown = workers[min(first, max(0, len(workers) - lines_free + 1)) :][: lines_free - 1 if hidden else lines_free]
     if not workers:
         return [Text("No workers yet.", "dim")]
     columns = _columns(watch, now, drawing)

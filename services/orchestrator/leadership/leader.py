@@ -40,13 +40,13 @@ async def _step(candidate: Candidate, store: KeyValueStore[Leadership], clock: C
             if isinstance(candidate.due(clock.now()), Read):
                 found = await store.get(candidate.role)
                 candidate.saw(found.value if found else None, found.revision if found else 0)
-            asked_at = clock.now()
-            match candidate.due(asked_at):
+            requested_at = clock.now()
+            match candidate.due(requested_at):
                 case Claim() as claim:
-                    candidate.written(claim, await store.create(claim.value), asked_at)
+                    candidate.written(claim, await store.create(claim.value), requested_at)
                     log.info("leading in term %d", candidate.term)
                 case Renew() as renew:
-                    candidate.written(renew, await store.update(renew.value, renew.revision), asked_at)
+                    candidate.written(renew, await store.update(renew.value, renew.revision), requested_at)
     except WrongRevision:
         candidate.refused()
     except (BusError, TimeoutError) as error:

@@ -41,7 +41,7 @@ class Lease:
 
     term: int
     revision: int
-    asked_at: float
+    requested_at: float
 
 
 class Candidate:
@@ -63,14 +63,14 @@ class Candidate:
         return (
             self._lease is not None
             and not self._doubted
-            and now < self._lease.asked_at + self.lease_s * (1.0 - LEASE_MARGIN)
+            and now < self._lease.requested_at + self.lease_s * (1.0 - LEASE_MARGIN)
         )
 
     def due(self, now: float) -> Read | Claim | Renew | None:
         """The next action; None: wait."""
         if self._lease is None:
             return self._next or Read()
-        if not self._doubted and now < self._lease.asked_at + self.lease_s / RENEWALS_PER_LEASE:
+        if not self._doubted and now < self._lease.requested_at + self.lease_s / RENEWALS_PER_LEASE:
             return None
         return Renew(self._entry(self._lease.term), self._lease.revision)
 
@@ -97,10 +97,10 @@ class Candidate:
         else:
             self._next = None
 
-    def written(self, order: Claim | Renew, revision: int, asked_at: float) -> None:
-        """``order`` succeeded; it was sent at ``asked_at``."""
+    def written(self, order: Claim | Renew, revision: int, requested_at: float) -> None:
+        """``order`` succeeded; it was sent at ``requested_at``."""
         self.term = order.value.term
-        self._lease = Lease(order.value.term, revision, asked_at)
+        self._lease = Lease(order.value.term, revision, requested_at)
         self._doubted = False
         self._next = None
 

@@ -107,8 +107,10 @@ def _help(one: RoleLoad, roles: Sequence[RoleLoad], rules: Rules, *, can_grow: b
     giver = next((each for each in roles if each.role is not one.role and each.ready > each.minimum), None)
     if giver is not None and _without(giver, giver.observed.spare, one) <= SPARE:
         return _switch(giver, one, f"{full}, and {giver.role} can spare one")
-    room = rules.workers_max - sum(each.ready + each.coming for each in roles) if rules.workers_max else rules.step_max
-    more = min(one.wanted() - one.ready - one.coming, rules.step_max, room)
+    addable = (
+        rules.workers_max - sum(each.ready + each.coming for each in roles) if rules.workers_max else rules.step_max
+    )
+    more = min(one.wanted() - one.ready - one.coming, rules.step_max, addable)
     if can_grow and more > 0:
         return Change(action=PlanAction.SCALE, role=one.role, change=more, why=full)
     if giver is not None:

@@ -87,12 +87,12 @@ class RequestWindow:
 
 def _ended(request: RequestFinished, now: float) -> EndedRequest:
     parts = request.ttft_parts
-    had = max(0, request.cached_tokens) + max(0, request.readback_tokens)
+    cached = max(0, request.cached_tokens) + max(0, request.readback_tokens)
     return EndedRequest(
         at=now,
         served=True,
         prompt_tokens=request.prompt_tokens,
-        uncached_tokens=max(0, request.prompt_tokens - had),
+        uncached_tokens=max(0, request.prompt_tokens - cached),
         completion_tokens=max(0, request.completion_tokens),
         admission_s=parts.admission_s if parts else 0.0,
         queue_s=parts.admission_s + parts.queue_s + parts.decode_queue_s if parts else 0.0,

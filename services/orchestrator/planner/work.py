@@ -74,12 +74,12 @@ def work_of(
 ) -> Work:
     """``rate``: what all engines together did per second."""
     demand = observed.demand
-    spent = times.prefill_s(rate)
-    token_s = spent / rate.prefill_tokens if rate.prefill_tokens >= 1.0 else times.prefill_token_s
+    prompt_work = times.prefill_s(rate)
+    token_s = prompt_work / rate.prefill_tokens if rate.prefill_tokens >= 1.0 else times.prefill_token_s
     context = rate.decode_context_tokens / rate.decode_requests if rate.decode_requests else demand.prompt_tokens
     batch = batch_max(times, context, engines, rules.itl_s)
     tokens_worth = times.decode_step_of(batch, context) / batch
-    prefill = spent + queues.prompt_tokens * token_s / rules.clear_s
+    prefill = prompt_work + queues.prompt_tokens * token_s / rules.clear_s
     decode = (rate.decode_requests + queues.requests * demand.completion_tokens / rules.clear_s) * tokens_worth
     # Requests wait in a router for the phase that is full: the engines of the other have room.
     load = (prefill / max(engines.prefill, 1.0), decode / max(engines.decode, 1.0))
@@ -99,10 +99,10 @@ def work_of(
 
 def batch_max(times: StepTimeModel, context_tokens: float, engines: Engines, itl_s: float) -> float:
     """Completions at a time: as many as the target allows and the cache holds. At least one, whatever the target."""
-    room = float(engines.requests_max)
+    fits = float(engines.requests_max)
     if context_tokens >= 1.0:
-        room = min(room, engines.kv_tokens / context_tokens)
+        fits = min(fits, engines.kv_tokens / context_tokens)
     each_s = times.decode_request_s + context_tokens * times.decode_context_token_s
-    in_time = (itl_s - times.decode_step_s) / each_s if itl_s else room
+    in_time = (itl_s - times.decode_step_s) / each_s if itl_s else fits
     # An engine that misses the target with one request misses it with many: then only the capacity counts.
-    return max(1.0, min(room, in_time) if in_time >= 1.0 else room)
+    return max(1.0, min(fits, in_time) if in_time >= 1.0 else fits)

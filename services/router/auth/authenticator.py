@@ -14,7 +14,7 @@ from services.router.settings import Settings, is_local, keyring_of, salt_secret
 from shared.contracts.failures import Reason
 from shared.http.edge import Header
 from shared.http.errors import HttpError, error_body
-from shared.runtime.followed_file import LOOK_S, FollowedFile
+from shared.runtime.followed_file import CHECK_S, FollowedFile
 from shared.runtime.keys import KEY_CHARS_MAX, digest_of
 
 log = logging.getLogger("baton.router")
@@ -81,10 +81,10 @@ class Authenticator:
             return UNKNOWN
         return None if may_see(client.key, scope["path"], metrics_open=self._metrics_open) else NOT_TO_SEE
 
-    async def follow(self, look_s: float = LOOK_S) -> None:
+    async def follow(self, check_s: float = CHECK_S) -> None:
         """Check the file until cancelled. An invalid file changes nothing."""
         if self._settings.keys_file:
-            await self._keys.follow(self._replace_keys, look_s)
+            await self._keys.follow(self._replace_keys, check_s)
 
     def _read(self) -> KeysAndSecret:
         """Raises SettingsError."""

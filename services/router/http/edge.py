@@ -145,7 +145,7 @@ class Edge(HttpEdge[HttpRequest]):
                 continue
             message = f"The body did not arrive within {self._settings.body_s_max:g} s."
             self._refuse(http_request, HttpError(408, error_body(408, message), reason="body_slow", closes=True))
-            if http_request.my_turn and http_request.refusal is not None:
+            if http_request.is_current and http_request.refusal is not None:
                 http_request.refuse(http_request.refusal)
 
     async def serve(self, http_request: HttpRequest) -> None:

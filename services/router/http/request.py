@@ -156,8 +156,8 @@ class HttpRequest:
         "begun",
         "ended",
         "head",
+        "is_current",
         "left",
-        "my_turn",
         "on_left",
         "refusal",
         "slow",
@@ -171,7 +171,7 @@ class HttpRequest:
         self.head = head
         head.http11 = http11
         self.upload = upload
-        self.my_turn = False
+        self.is_current = False
         """Earlier requests of the same connection have their responses: this one may be served."""
         self.refusal: HttpError | None = None
         """An error that was decided before the body was complete."""
@@ -191,7 +191,9 @@ class HttpRequest:
     def client_left(self) -> None:
         """The connection has closed."""
         self.left = True
-        if not (self.upload.complete and self.my_turn):  # Else it is being served: the body is released when that ends.
+        if not (
+            self.upload.complete and self.is_current
+        ):  # Else it is being served: the body is released when that ends.
             self.upload.over()
         if not self.ended:
             for callback in tuple(self.on_left):

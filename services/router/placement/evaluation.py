@@ -45,10 +45,10 @@ def source_rows(
 ) -> t.Bools:
     """Rows that may be asked for KV: those that could serve the request, and stores."""
     flags = cluster.table.flags[:, : cluster.table.count]
-    stores = ~flags[t.SERVES] & flags[t.EXCHANGES]
+    stores = ~flags[t.SERVES] & flags[t.EXCHANGES_KV]
     if stores.any():
         fit = fit | (stores & awake_rows(request, cluster, policy, now))  # a new array: the caller keeps using ``fit``
-    sources: t.Bools = fit & flags[t.EXCHANGES]
+    sources: t.Bools = fit & flags[t.EXCHANGES_KV]
     return sources
 
 
@@ -110,7 +110,7 @@ class Evaluation:
         costs_s = [candidate.cost_s(part) for candidate in among]
         limit_s = min(costs_s) + self.policy.tie_s
         near = [candidate for candidate, cost_s in zip(among, costs_s, strict=True) if cost_s <= limit_s]
-        return min(near, key=lambda candidate: (candidate.legs, candidate.turn))
+        return min(near, key=lambda candidate: (candidate.legs, candidate.last_chosen))
 
     def cheapest_pair(
         self, prefills: Sequence[Candidate], decodes: Sequence[Candidate]
@@ -144,7 +144,7 @@ class Evaluation:
         assert view is not None
         numbers = table.numbers[:, row].tolist()
         held = reachable = holders.held_by(row, int(numbers[t.BLOCK_SIZE]), prompt.tokens)
-        if table.flags[t.EXCHANGES, row]:
+        if table.flags[t.EXCHANGES_KV, row]:
             reachable = holders.reachable_by(view, int(table.groups[row]), held, prompt.tokens)
         return cost_model.estimate(numbers, prompt, held, reachable, SINGLE)
 

@@ -19,7 +19,7 @@ from services.router.placement.placement import (
 )
 from services.router.placement.request_fields import Mode
 from services.router.placement.shortlist import Candidate, PartCandidates, PrefixDepths
-from services.router.state.cluster_view import ClusterView, exchanges_kv
+from services.router.state.cluster_view import ClusterView, can_exchange_kv
 from services.router.state.prefix_index import PrefixIndex
 from shared.contracts.decisions import Part, TtftParts
 from shared.contracts.failures import Reason
@@ -135,7 +135,7 @@ class Selection:
                 return False
         most = prefill.cached + prefill.fetched >= HIT_SHARE_OF_DECODE_FIRST * request.prompt_tokens
         return bool(
-            request.may_decode_first and most and exchanges_kv(record) and prefill.computed <= record.step_tokens_max
+            request.may_decode_first and most and can_exchange_kv(record) and prefill.computed <= record.step_tokens_max
         )
 
     def _any_role(self, why: str) -> Placement | Rejection:
@@ -174,8 +174,8 @@ class Selection:
         placement, policy, estimate = self._prompt_on(prefill), self._evaluation.policy, decode.decode
         self._cluster.picked(prefill.view, decode.view)
         record = prefill.view.record
-        exchange = exchanges_kv(record)
-        soon = exchange and record.prefix_caching and placement.predicted.total_s() <= policy.stream_s_max
+        can_exchange = can_exchange_kv(record)
+        soon = can_exchange and record.prefix_caching and placement.predicted.total_s() <= policy.stream_s_max
         streamed = soon and 0 <= policy.stream_tokens_min <= placement.uncached_tokens
         predicted = TtftParts(
             queue_s=placement.predicted.queue_s,
@@ -191,7 +191,7 @@ class Selection:
             mode=Mode.DISAGGREGATED,
             prefill=prefill.view,
             decode=decode.view,
-            handoff=(source_of(prefill.view, follow=streamed),) if exchange else (),
+            handoff=(source_of(prefill.view, follow=streamed),) if can_exchange else (),
             streamed=streamed,
             predicted=predicted,
             predicted_s=predicted.total_s() + estimate.decode_s,

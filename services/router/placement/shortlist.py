@@ -24,7 +24,7 @@ SHORTLISTED = 4
 """Workers for each part. More than one, because workers of equal cost alternate, and some may be excluded later."""
 NEVER_S = 1e9
 """Added to the cost of a row that misses a target; more than any cost."""
-TABLE_COLUMNS = [t.LEGS, t.TURN, t.TRANSIT_S]
+TABLE_COLUMNS = [t.LEGS, t.LAST_CHOSEN, t.TRANSIT_S]
 """Columns of the fleet table that a candidate keeps."""
 
 
@@ -70,7 +70,7 @@ class Shortlist:
         self._numbers, self._flags = table.numbers[:, : table.count], table.flags[:, : table.count]
         self._groups = table.groups[: table.count]
         held, reachable = holders.of_all(
-            self._numbers[t.BLOCK_SIZE], self._groups, self._flags[t.EXCHANGES], prompt.tokens
+            self._numbers[t.BLOCK_SIZE], self._groups, self._flags[t.EXCHANGES_KV], prompt.tokens
         )
         self._prefill, self._decode, self._costs = cost_model.estimate(self._numbers, prompt, held, reachable, ARRAYS)
 
@@ -130,14 +130,14 @@ class Candidate:
     numbers at the time of placement. It never changes: the decision log renders it later.
     """
 
-    __slots__ = ("cost", "decode", "group", "legs", "prefill", "transit_s", "turn", "view")
+    __slots__ = ("cost", "decode", "group", "last_chosen", "legs", "prefill", "transit_s", "view")
 
     def __init__(self, view: WorkerView, group: int, numbers: list[float], estimate: Estimate) -> None:
         """``numbers`` are those of ``TABLE_COLUMNS``."""
         self.view = view
         self.group = group
         """Workers of the same group may exchange KV."""
-        self.legs, self.turn, self.transit_s = numbers
+        self.legs, self.last_chosen, self.transit_s = numbers
         self.prefill, self.decode, self.cost = estimate
 
     def cost_s(self, part: Part) -> float:

@@ -125,7 +125,7 @@ WORKER_UNUSABLE = frozenset(
     {Reason.WORKER_DRAINING, Reason.WORKER_LOST, Reason.ENGINE_DEAD, Reason.DEADLINE, Reason.CANCELLED}
 )
 """The worker can no longer serve this request; another one may."""
-NO_ROOM = frozenset({FailureKind.WORKER_BUSY, FailureKind.DECODE_PREEMPTED})
+MAY_FREE_SOON = frozenset({FailureKind.WORKER_BUSY, FailureKind.DECODE_PREEMPTED})
 """The worker may have room again in a moment."""
 
 

@@ -10,7 +10,7 @@ from services.router.admission.placing import BUS_UNREACHABLE, Placing
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.request_fields import Mode
 from services.router.relay.failure_policy import (
-    NO_ROOM,
+    MAY_FREE_SOON,
     WORKER_UNUSABLE,
     FailureKind,
     FailurePolicy,
@@ -100,7 +100,7 @@ class Retry:
         bus_health, http_request = self._bus_health, context.http_request
         wait_s = self._bus_wait_s_max if not (bus_health.reachable or http_request.begun) else plan.wait_s
         until = min(self._now() + wait_s, context.ends_at)
-        look_s = CHECK_S_MIN
+        check_s = CHECK_S_MIN
         while True:
             if not bus_health.reachable and not (plan.wait_s and await bus_health.wait_reachable(context, until)):
                 return request, BUS_UNREACHABLE
@@ -108,8 +108,8 @@ class Retry:
             now = self._now()
             if isinstance(found[1], Placement) or now >= until or http_request.left:
                 return found
-            await bus_health.pause(context, min(look_s, until - now))
-            look_s = min(2 * look_s, CHECK_S_MAX)
+            await bus_health.pause(context, min(check_s, until - now))
+            check_s = min(2 * check_s, CHECK_S_MAX)
             context.busy_workers.clear()  # They may have room again.
 
     def _try(self, context: RequestContext, request: PlacementRequest, plan: Plan) -> NextAttempt:
@@ -132,7 +132,7 @@ class Retry:
             context.fingerprint = placement.decode.record.fingerprint
         if lost.worker_id is None or placement is None:
             return
-        if kind in NO_ROOM:
+        if kind in MAY_FREE_SOON:
             context.busy_workers.add(lost.worker_id)
             return
         if lost.failure.reason not in WORKER_UNUSABLE:

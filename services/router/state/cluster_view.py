@@ -20,7 +20,7 @@ CONNECTOR = "baton"
 DEFAULT_SPEED = WorkerSpeed()
 
 
-def exchanges_kv(record: WorkerRecord) -> bool:
+def can_exchange_kv(record: WorkerRecord) -> bool:
     """Whether its engine can be asked for KV by content."""
     return record.fingerprint.connector.startswith(CONNECTOR)
 
@@ -75,12 +75,12 @@ class WorkerView:
         if load is None:
             return float(own.legs), float(own.tokens), float(own.context_tokens), np.inf
         block_size = self.record.fingerprint.block_size
-        room = (load.kv_blocks_total - load.kv_blocks_used) * block_size if load.kv_blocks_total else np.inf
+        free_tokens = (load.kv_blocks_total - load.kv_blocks_used) * block_size if load.kv_blocks_total else np.inf
         return (
             max(load.running + load.waiting + own.sent_legs, own.legs),
             load.waiting_tokens + own.sent_tokens,
             load.kv_blocks_used * block_size + own.sent_context_tokens,
-            room - own.sent_context_tokens,
+            free_tokens - own.sent_context_tokens,
         )
 
 
@@ -100,7 +100,7 @@ class ClusterView:
         self._masks: dict[tuple[str, str], t.Bools] = {}
         """By model and revision."""
         self._groups: dict[str, int] = {}
-        self._turn = 0
+        self._choices_made = 0
 
     def record(self, record: WorkerRecord, now: float) -> None:
         """A worker's record in the registry. A new epoch begins with an empty view."""
@@ -203,9 +203,9 @@ class ClusterView:
 
     def picked(self, *views: WorkerView) -> None:
         """Note that these workers were chosen, so that equal workers take turns."""
-        self._turn += 1
+        self._choices_made += 1
         for view in views:
-            self.table.numbers[t.TURN, view.row] = self._turn
+            self.table.numbers[t.LAST_CHOSEN, view.row] = self._choices_made
 
     def leg_started(self, worker_id: WorkerId, sent: Sent) -> None:
         """The router itself sent a leg."""
@@ -258,8 +258,8 @@ class ClusterView:
         flags[t.SERVES, row] = view.serves
         flags[t.PREFILLS, row] = view.serves and record.role is not Role.DECODE
         flags[t.DECODES, row] = view.serves and record.role is not Role.PREFILL
-        flags[t.EXCHANGES, row] = exchanges_kv(record)
-        flags[t.FOLLOWED, row] = exchanges_kv(record) and record.prefix_caching
+        flags[t.EXCHANGES_KV, row] = can_exchange_kv(record)
+        flags[t.FOLLOWED, row] = can_exchange_kv(record) and record.prefix_caching
         self.table.groups[row] = self._group(view.pairs_with)
         numbers = self.table.numbers
         numbers[t.HEARD_AT, row] = view.heard_at

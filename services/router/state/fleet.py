@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest, Rejection
 from services.router.placement.placer import CostPlacer, Placer
 from services.router.placement.request_fields import RequestFacts
-from services.router.state.cluster_view import ClusterView, exchanges_kv
+from services.router.state.cluster_view import ClusterView, can_exchange_kv
 from services.router.state.prefix_index import PrefixIndex
 from shared.contracts.workers import Role
 
@@ -32,7 +32,7 @@ class Fleet:
         for view in self.cluster.offering(facts.model):
             record = view.record
             computes = view.serves and (facts.unsplittable or record.role is not Role.DECODE)
-            if computes or (may_fetch and exchanges_kv(record)):
+            if computes or (may_fetch and can_exchange_kv(record)):
                 choices += 1
                 if choices > 1:
                     return True

@@ -19,7 +19,7 @@ ROWS_AT_FIRST = 16
 HEARD_AT: Final = 0
 LEGS: Final = 1
 LEGS_MAX: Final = 2
-TURN: Final = 3
+LAST_CHOSEN: Final = 3
 """The number of the placement that last chose the worker."""
 DECODING: Final = 4
 """Requests in its batch, or about to be."""
@@ -58,7 +58,7 @@ READY: Final = 0
 """See ``WorkerView.ready``."""
 PREFILLS: Final = 1
 DECODES: Final = 2
-EXCHANGES: Final = 3
+EXCHANGES_KV: Final = 3
 """Its engine can be asked for KV by content."""
 FOLLOWED: Final = 4
 """Its KV can be read while it is being computed."""

@@ -34,7 +34,7 @@ class IndexState(StrEnum):
 
 
 @dataclass(slots=True)
-class Entry:
+class WorkerEntry:
     """What the index knows of one worker."""
 
     epoch: Epoch
@@ -52,7 +52,7 @@ class PrefixIndex:
 
     def __init__(self, table: BlockTable | None = None) -> None:
         self.table: BlockTable = block_table() if table is None else table
-        self.entries: dict[WorkerId, Entry] = {}
+        self.entries: dict[WorkerId, WorkerEntry] = {}
         self.slots: list[WorkerId | None] = []
         """The worker of each slot."""
         self._slots_free: list[int] = []
@@ -65,10 +65,10 @@ class PrefixIndex:
         """A worker, or a new epoch of one; the blocks of an older epoch are dropped."""
         entry = self.entries.get(worker_id)
         if entry is None:
-            self.entries[worker_id] = Entry(epoch, self._take_slot(worker_id))
+            self.entries[worker_id] = WorkerEntry(epoch, self._take_slot(worker_id))
         elif entry.epoch < epoch:
             self.table.clear(entry.slot)
-            self.entries[worker_id] = Entry(epoch, entry.slot)
+            self.entries[worker_id] = WorkerEntry(epoch, entry.slot)
 
     def drop(self, worker_id: WorkerId) -> None:
         entry = self.entries.pop(worker_id, None)
@@ -212,7 +212,7 @@ class PrefixIndex:
         self.slots.append(worker_id)
         return len(self.slots) - 1
 
-    def _perform(self, entry: Entry, batch: KvEventBatch) -> None:
+    def _perform(self, entry: WorkerEntry, batch: KvEventBatch) -> None:
         for event in batch.events:
             if event.kind is KvEventKind.STORED:
                 self.table.store(entry.slot, TIERS.index(event.tier), event.hashes)

@@ -80,8 +80,8 @@ class SpeedOf:
             self._peers.engine = filled_in(engine, self._peers.engine)
         return True
 
-    def transfer_took(self, tokens: int, seconds: float, *, asked: bool = True) -> bool:
-        """KV came from another worker; ``asked``: the time includes the request for it. False if not learned from."""
+    def transfer_took(self, tokens: int, seconds: float, *, requested: bool = True) -> bool:
+        """KV came from another worker; ``requested``: includes the lease request. False if not learned from."""
         self._reads += 1
         own, peers = self._transfers, self._peers
         is_young = own.settled < SETTLED_READS
@@ -92,8 +92,8 @@ class SpeedOf:
             if not own.samples and peers._transfers.samples:
                 self._transfers = own = peers._transfers.like(ALIKE_TOGETHER, ALIKE_APART)
             if is_young or own.samples % PEERS_SHARE == 0:
-                peers.transfer_took(tokens, seconds, asked=asked)
-        return own.learn([float(asked), tokens], seconds)
+                peers.transfer_took(tokens, seconds, requested=requested)
+        return own.learn([float(requested), tokens], seconds)
 
     def transit_took(self, seconds: float) -> None:
         """A leg's first token took so much longer to the router than the engine had for it."""
@@ -166,7 +166,9 @@ class WorkerSpeeds:
         is_new = load.speed is None or life.speed.published(load.speed)
         if load.exchange is None and load.received_tokens_total > life.received_tokens:
             tokens, seconds = load.received_tokens_total, load.received_seconds_total
-            is_new |= life.speed.transfer_took(tokens - life.received_tokens, seconds - life.received_s, asked=False)
+            is_new |= life.speed.transfer_took(
+                tokens - life.received_tokens, seconds - life.received_s, requested=False
+            )
             life.received_tokens, life.received_s = tokens, seconds
         if is_new:
             self._write(load.worker_id, life)
@@ -205,8 +207,8 @@ def _learn_read(speed: SpeedOf, read: KvRead) -> None:
     if read.tokens <= 0 or read.failure or not read.ended_at:
         return
     if read.followed:
-        speed.transfer_took(read.tokens, read.read_s, asked=False)
+        speed.transfer_took(read.tokens, read.read_s, requested=False)
         return
-    began_at = read.asked_at or read.granted_at
+    began_at = read.requested_at or read.granted_at
     if math.isfinite(began_at):
-        speed.transfer_took(read.tokens, read.ended_at - began_at, asked=bool(read.asked_at))
+        speed.transfer_took(read.tokens, read.ended_at - began_at, requested=bool(read.requested_at))

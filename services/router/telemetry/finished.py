@@ -157,5 +157,5 @@ def _wait_s(transfer_report: KvTransferReport) -> list[float]:
     granted: list[KvRead] = [read for read in transfer_report.reads if read.granted_at]
     if not granted:
         return []
-    asked_at = min(read.asked_at for read in transfer_report.reads)
-    return [max(0.0, min(read.granted_at for read in granted) - asked_at)]
+    requested_at = min(read.requested_at for read in transfer_report.reads)
+    return [max(0.0, min(read.granted_at for read in granted) - requested_at)]

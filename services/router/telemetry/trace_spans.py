@@ -18,7 +18,7 @@ from shared.telemetry.leg_intervals import (
     Interval,
     engine_intervals,
     exchange_intervals,
-    first_ask_at,
+    first_request_at,
     report_of,
     tokens_of,
 )
@@ -127,10 +127,10 @@ def worker_spans(mark: LegMark, report: LegReport) -> Iterator[FinishedSpan]:
     inside = engine_intervals(report, arrived_at)
     for interval in inside:
         yield shifted(served.span_id, interval, 0.0)
-    asked_at = first_ask_at(report.kv) if report.kv is not None else None
-    if report.kv is not None and asked_at is not None and inside:
-        for interval in exchange_intervals(report.kv, asked_at + report.queue_s):
-            yield shifted(served.span_id, interval, inside[0].begun_at - asked_at)
+    requested_at = first_request_at(report.kv) if report.kv is not None else None
+    if report.kv is not None and requested_at is not None and inside:
+        for interval in exchange_intervals(report.kv, requested_at + report.queue_s):
+            yield shifted(served.span_id, interval, inside[0].begun_at - requested_at)
 
 
 def shifted(parent_id: int, interval: Interval, by_s: float) -> FinishedSpan:

@@ -108,12 +108,12 @@ def exchanging_s(report: LegReport) -> float:
     read, when it waits for free blocks, counts as queueing.
     """
     transfer_report = report.kv
-    asked = [read for read in transfer_report.reads if read.asked_at > 0] if transfer_report is not None else []
-    if not asked:
+    requested = [read for read in transfer_report.reads if read.requested_at > 0] if transfer_report is not None else []
+    if not requested:
         return 0.0
     # Later reads fetched KV again after a preemption.
-    until = min(read.asked_at for read in asked) + report.queue_s
-    return min(report.queue_s, covered_s((span for read in asked for span in _spans(read)), until))
+    until = min(read.requested_at for read in requested) + report.queue_s
+    return min(report.queue_s, covered_s((span for read in requested for span in _spans(read)), until))
 
 
 def covered_s(spans: Iterable[tuple[float, float]], until: float) -> float:
@@ -127,7 +127,7 @@ def covered_s(spans: Iterable[tuple[float, float]], until: float) -> float:
 
 
 def _spans(read: KvRead) -> list[tuple[float, float]]:
-    spans = [(read.asked_at, read.granted_at)] if read.granted_at else []
+    spans = [(read.requested_at, read.granted_at)] if read.granted_at else []
     return [*spans, (read.read_at, read.ended_at)] if read.read_at else spans
 
 

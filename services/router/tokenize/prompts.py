@@ -139,7 +139,7 @@ class Prompts:
         waiting = False
         views = list(self._fleet.cluster.workers.values())
         for view in views:
-            if view.pairs_with in self._tokenizers or not self._has_room({view.pairs_with for view in views}):
+            if view.pairs_with in self._tokenizers or not self._can_add({view.pairs_with for view in views}):
                 continue
             if view.record.phase is WorkerPhase.STARTING or not view.serves:
                 continue
@@ -147,7 +147,7 @@ class Prompts:
                 waiting = True
         return waiting
 
-    def _has_room(self, needed: set[str]) -> bool:
+    def _can_add(self, needed: set[str]) -> bool:
         if len(self._tokenizers) >= TOKENIZERS_MAX:
             for fingerprint in self._tokenizers.keys() - needed:
                 del self._tokenizers[fingerprint]

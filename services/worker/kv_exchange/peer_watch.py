@@ -110,7 +110,7 @@ class PeerWatch:
                 await asyncio.sleep(RETRY_S)
 
     async def _ask(self, worker_id: WorkerId) -> None:
-        asked_at = self._clock.now()
+        requested_at = self._clock.now()
         ask = AskKvHandshake(worker_id=worker_id, reader_id=self._worker_id)
         try:
             handshake = await self._bus.ask(KV_HANDSHAKE, ask, timeout_s=ANSWER_S_MAX)
@@ -118,7 +118,7 @@ class PeerWatch:
             log.debug("%s sent no handshake: %s", worker_id, error)
             self._table.failed(worker_id, self._clock.now())
         else:
-            peers, gone = self._table.answered(worker_id, handshake, asked_at, self._clock.now())
+            peers, gone = self._table.answered(worker_id, handshake, requested_at, self._clock.now())
             self._end(gone)
             if peers:
                 self._tell(EngineCall(peers=peers))

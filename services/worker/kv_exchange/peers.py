@@ -37,7 +37,7 @@ class Known:
     due_at: float
     not_before: float = 0.0
     """Asked no sooner after a failure, even for a request."""
-    is_asked: bool = False
+    is_requested: bool = False
     missing_since: float = math.inf
     connected: bool = False
     """Whether the engine knows it."""
@@ -105,15 +105,15 @@ class PeerTable:
         waiting = [
             (known.due_at, worker_id)
             for worker_id, known in self._known.items()
-            if known.due_at <= now and not known.is_asked
+            if known.due_at <= now and not known.is_requested
         ]
         chosen = [worker_id for _due_at, worker_id in sorted(waiting)[: self._slots()]]
         for worker_id in chosen:
-            self._known[worker_id].is_asked = True
+            self._known[worker_id].is_requested = True
         return chosen
 
     def answered(
-        self, worker_id: WorkerId, handshake: KvHandshake, asked_at: float, now: float
+        self, worker_id: WorkerId, handshake: KvHandshake, requested_at: float, now: float
     ) -> tuple[list[Peer], list[PeerGone]]:
         """A handshake arrived. One of an earlier epoch, or of another worker, counts as a failure."""
         known = self._known.get(worker_id)
@@ -128,12 +128,12 @@ class PeerTable:
             handshake.epoch, due_at=now + KEEP_ALIVE_S, missing_since=known.missing_since, connected=True
         )
         # The peer read its clock after the ask was sent: with a later time here the bound would be too small.
-        return [Peer(handshake=handshake, clock_ahead_s=handshake.clock_s - asked_at)], gone
+        return [Peer(handshake=handshake, clock_ahead_s=handshake.clock_s - requested_at)], gone
 
     def failed(self, worker_id: WorkerId, now: float) -> None:
         """It sent no handshake."""
         if known := self._known.get(worker_id):
-            known.is_asked = False
+            known.is_requested = False
             known.due_at = known.not_before = now + RETRY_S
 
     def refused(self, worker_id: WorkerId, epoch: Epoch, now: float) -> None:
@@ -150,7 +150,7 @@ class PeerTable:
 
     def next_at(self) -> float:
         """When ``due`` or ``expired`` may return something; infinity: only after a change."""
-        dues = [known.due_at for known in self._known.values() if not known.is_asked] if self._slots() else []
+        dues = [known.due_at for known in self._known.values() if not known.is_requested] if self._slots() else []
         ends = [known.missing_since + MISSING_S_MAX for known in self._known.values()]
         return min([*dues, *ends], default=math.inf)
 
@@ -164,7 +164,7 @@ class PeerTable:
 
     def _slots(self) -> int:
         """How many further peers may be asked now."""
-        return max(0, ASKS_AT_ONCE_MAX - sum(known.is_asked for known in self._known.values()))
+        return max(0, ASKS_AT_ONCE_MAX - sum(known.is_requested for known in self._known.values()))
 
     def _forget(self, worker_id: WorkerId) -> list[PeerGone]:
         known = self._known.pop(worker_id, None)

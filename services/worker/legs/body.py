@@ -46,8 +46,8 @@ class LegBody:
 
 def own_body(path: str, body: bytes, kind: LegKind, *, moves_kv: bool) -> LegBody:
     """The client's body without private fields, for an engine that gets orders beside the body."""
-    looks_clean = not any(hint in body for hint in PRIVATE_HINTS)
-    if looks_clean and not moves_kv:
+    has_no_hints = not any(hint in body for hint in PRIVATE_HINTS)
+    if has_no_hints and not moves_kv:
         return LegBody(body)
     fields = read_fields(body)
     if fields is None:

@@ -87,7 +87,7 @@ def test_a_disaggregated_request_is_one_trace_through_both_workers(system, recei
     assert {each.service for each in spans} == {"baton-router", "baton-worker"}
 
 
-def test_the_parts_of_a_trace_lie_within_the_whole_and_prefill_comes_before_decode(system, receiver):
+def test_child_spans_lie_within_their_parents_and_prefill_precedes_decode(system, receiver):
     answer = system.complete("A quick brown fox. " * 40)
     spans = trace_of(receiver, answer.headers["x-request-id"], len(DISAGGREGATED_SPANS))
     request = only(spans, SpanName.REQUEST)
@@ -97,7 +97,7 @@ def test_the_parts_of_a_trace_lie_within_the_whole_and_prefill_comes_before_deco
     assert only(spans, SpanName.SERVE_LEG, "p1").end <= only(spans, SpanName.SERVE_LEG, "d1").start + CLOCKS_APART_S
 
 
-def test_spans_say_what_the_answer_says(system, receiver):
+def test_spans_match_the_response(system, receiver):
     answer = system.complete("The moon is far away. " * 30)
     spans = trace_of(receiver, answer.headers["x-request-id"], len(DISAGGREGATED_SPANS))
     request, at_d1 = only(spans, SpanName.REQUEST), only(spans, SpanName.SERVE_LEG, "d1")
@@ -112,7 +112,7 @@ def test_spans_say_what_the_answer_says(system, receiver):
     assert at_d1.attributes[Attribute.RECEIVED_BYTES] > 0
 
 
-def test_the_request_names_its_decision_and_says_where_the_time_to_its_first_token_went(system, receiver):
+def test_the_request_span_names_its_decision_and_the_parts_of_ttft(system, receiver):
     answer = system.complete("Who takes it further? " * 30, stream=True)
     spans = trace_of(receiver, answer.headers["x-request-id"], len(DISAGGREGATED_SPANS))
     request = only(spans, SpanName.REQUEST)
@@ -135,9 +135,7 @@ def test_the_request_names_its_decision_and_says_where_the_time_to_its_first_tok
     ids=["aggregated", "offered", "streamed handoff"],
 )
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_the_parts_of_the_time_to_the_first_token_add_up_in_the_trace(
-    system, receiver, mode: str, prompt: str, handoff: str | None, stream: bool
-):
+def test_the_ttft_spans_add_up(system, receiver, mode: str, prompt: str, handoff: str | None, stream: bool):
     answer = system.complete(f"{stream}: {prompt}", stream=stream, headers={"x-baton-mode": mode})
     spans = trace_of(receiver, answer.headers["x-request-id"], 4 if handoff is None else len(DISAGGREGATED_SPANS))
     request = only(spans, SpanName.REQUEST)
@@ -156,7 +154,7 @@ def test_the_parts_of_the_time_to_the_first_token_add_up_in_the_trace(
         )
 
 
-def test_the_handoff_is_a_read_below_the_decode_workers_leg_and_tokens_add_up(system, receiver):
+def test_the_handoff_is_a_read_span_of_the_decode_leg(system, receiver):
     answer = system.complete("Pass it on, pass it on. " * 30)
     spans = trace_of(receiver, answer.headers["x-request-id"], len(DISAGGREGATED_SPANS))
     at_d1, read = only(spans, SpanName.SERVE_LEG, "d1"), only(spans, SpanName.READ)

@@ -21,7 +21,7 @@ FLOOD = 40
 """Messages of one who does not stop."""
 
 
-async def test_a_message_that_names_another_worker_than_its_subject_is_dropped_and_counted(world):
+async def test_a_message_whose_ids_differ_from_its_subject_is_dropped_and_counted(world):
     sender, receiver = await world.bus(), await world.bus()
     got = []
     await receiver.subscribe(KV_EVENTS, lambda batch, _: got.append(batch.seq))
@@ -52,7 +52,7 @@ async def test_a_handler_that_waits_is_spared_such_a_message_too(world):
     assert got == ["fine"]
 
 
-async def test_an_ask_that_names_another_than_it_was_sent_to_is_refused(world):
+async def test_an_ask_whose_ids_differ_from_its_subject_is_refused(world):
     asker, responder = await world.bus(), await world.bus()
 
     async def answer(ask, _envelope):
@@ -69,7 +69,7 @@ async def test_an_ask_that_names_another_than_it_was_sent_to_is_refused(world):
     assert responder.counts.bad_messages == 1
 
 
-async def test_a_value_that_was_kept_under_anothers_name_is_not_believed(world):
+async def test_a_key_value_entry_under_another_key_is_ignored(world):
     forger = await (await world.bus()).key_value_store(
         dataclasses.replace(LEADERSHIP, subject="leaders.orchestrator"), ttl_s=None
     )
@@ -84,7 +84,7 @@ async def test_a_value_that_was_kept_under_anothers_name_is_not_believed(world):
     assert reader_bus.counts.bad_messages > 0
 
 
-async def test_whoever_sends_nonsense_without_end_does_not_fill_the_log(world, caplog):
+async def test_endless_invalid_messages_do_not_fill_the_log(world, caplog):
     receiver = await world.bus()
     await receiver.subscribe(KV_EVENTS, lambda _batch, _envelope: None)
 

@@ -20,7 +20,7 @@ def snapshot(hashes: bytes = b"") -> KvSnapshot:
     return KvSnapshot(worker_id="w1", epoch=1, seq=7, hashes=hashes)
 
 
-async def test_an_ask_gets_its_answer(world):
+async def test_an_ask_gets_its_reply(world):
     asker, responder = await world.bus(), await world.bus()
     heard = []
 
@@ -73,14 +73,14 @@ async def test_a_refusal_reaches_the_asker_with_its_reason(world):
     assert refused.value.failure == failure
 
 
-async def test_nobody_there_is_known_at_once(world):
+async def test_an_ask_without_a_responder_fails_at_once(world):
     asker = await world.bus()
 
     with pytest.raises(NoResponders):
         await soon(asker.ask(KV_SNAPSHOT, ASK, timeout_s=60.0))
 
 
-async def test_a_silent_answerer_is_a_time_out_and_a_late_answer_harms_nobody(world):
+async def test_a_silent_responder_times_out_and_its_late_reply_is_ignored(world):
     asker, responder = await world.bus(), await world.bus()
     go_on = asyncio.Event()
 
@@ -96,7 +96,7 @@ async def test_a_silent_answerer_is_a_time_out_and_a_late_answer_harms_nobody(wo
     assert await asker.ask(KV_SNAPSHOT, ASK, timeout_s=SOON_S) == snapshot()
 
 
-async def test_asks_are_answered_side_by_side_and_each_gets_its_own(world):
+async def test_concurrent_asks_get_their_own_replies(world):
     asker, responder = await world.bus(), await world.bus()
     together = asyncio.Barrier(10)
 

@@ -80,7 +80,7 @@ async def test_frames_arrive_in_order_from_head_to_end(world):
     assert leg.ended
 
 
-async def test_what_one_turn_of_the_loop_says_travels_in_one_message(world):
+async def test_frames_of_one_loop_iteration_travel_in_one_message(world):
     bus, inbox = await open_inbox(world)
     worker = await open_worker(world)
     batches = []
@@ -128,7 +128,7 @@ async def test_a_failure_is_raised_after_the_frames_before_it(world):
     assert failed.value.failure == failure
 
 
-async def test_a_leg_to_nobody_fails_at_once(world):
+async def test_a_leg_to_an_absent_worker_fails_at_once(world):
     _, inbox = await open_inbox(world)
 
     leg = await inbox.start(start_leg(worker_id="nobody"))
@@ -153,7 +153,7 @@ async def test_a_missing_frame_fails_the_leg_and_stops_the_worker(world):
     await until(lambda: worker.cancelled == ["leg-1"])
 
 
-async def test_cancelling_tells_the_worker_once_and_wakes_the_reader(world):
+async def test_a_cancel_is_sent_once_and_wakes_the_reader(world):
     _, inbox = await open_inbox(world)
     worker = await open_worker(world)
     leg = await inbox.start(start_leg())
@@ -257,7 +257,7 @@ async def test_a_body_beyond_the_budget_is_refused_before_anything_is_sent(world
         await inbox.start(start_leg(body=b"x" * FRAME_BUDGET_BYTES))
 
 
-async def test_a_worker_whose_router_is_gone_is_told(world):
+async def test_a_worker_learns_that_its_router_is_gone(world):
     router, inbox = await open_inbox(world)
     worker = await open_worker(world)
     await inbox.start(start_leg())
@@ -274,7 +274,7 @@ async def test_a_worker_whose_router_is_gone_is_told(world):
     answer.data(b"ignored")
 
 
-async def test_a_worker_that_has_nothing_to_say_yet_can_ask_whether_its_router_is_gone(world):
+async def test_a_worker_without_frames_can_check_whether_its_router_is_gone(world):
     router, inbox = await open_inbox(world)
     worker = await open_worker(world)
     leg = await inbox.start(start_leg())
@@ -312,7 +312,7 @@ async def test_an_outage_fails_legs_on_both_sides_at_once_and_new_legs_work_afte
     assert len(await read_all(again)) == 1
 
 
-async def test_a_worker_that_still_serves_a_leg_nobody_waits_for_is_told_once_to_stop(world):
+async def test_an_abandoned_leg_is_cancelled_once(world):
     router, inbox = await open_inbox(world)
     worker = await open_worker(world)
     forgotten = worker.sender.leg(start_leg("given-up-in-an-outage"))
@@ -331,7 +331,7 @@ async def test_a_worker_that_still_serves_a_leg_nobody_waits_for_is_told_once_to
     assert not router.failed.done()
 
 
-async def test_a_frame_that_cannot_be_packed_is_a_bug_and_ends_the_bus(world):
+async def test_a_frame_that_cannot_be_packed_fails_the_bus(world):
     worker = await open_worker(world)
     answer = worker.sender.leg(start_leg())
 

@@ -75,7 +75,7 @@ async def test_a_leg_that_never_arrived_fails_after_some_rolls_and_not_before(wo
     assert inbox.orphans.awaited == 1
 
 
-async def test_a_leg_that_ends_while_the_roll_is_called_has_ended_well(world):
+async def test_a_leg_that_ends_during_the_in_flight_list_ends_normally(world):
     inbox, worker, leg, answer = await world_with_a_leg(world)
     answer.head(200, "text/plain")
     await soon(leg.frames())
@@ -101,7 +101,7 @@ async def test_a_leg_that_is_served_stays(world):
     assert (inbox.orphans.served, inbox.orphans.awaited) == (0, 0)
 
 
-async def test_a_router_without_legs_here_is_told_so_for_a_while(world):
+async def test_a_router_without_legs_gets_empty_lists_for_a_while(world):
     bus, inbox = await open_inbox(world)
     worker = await open_worker(world)
     lists = []

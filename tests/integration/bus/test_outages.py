@@ -27,7 +27,7 @@ async def test_while_the_bus_is_down_nothing_is_accepted_and_nothing_arrives_lat
     assert got == ["fresh"]
 
 
-async def test_losing_and_regaining_the_connection_is_told(world):
+async def test_losing_and_regaining_the_connection_is_reported(world):
     bus = await world.bus()
     told = []
     bus.on_disconnect(lambda: told.append("lost"))
@@ -61,7 +61,7 @@ async def test_subscriptions_and_answers_work_again_after_an_outage(world):
     await sender.ask(KV_SNAPSHOT, AskKvSnapshot(worker_id="w1"), timeout_s=SOON_S)
 
 
-async def test_an_ask_that_waits_when_the_connection_breaks_fails_at_once(world):
+async def test_a_waiting_ask_fails_at_once_when_the_connection_breaks(world):
     asker, responder = await world.bus(), await world.bus()
     asked = asyncio.Event()
 

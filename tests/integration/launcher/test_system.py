@@ -126,7 +126,7 @@ async def test_a_worker_that_cannot_start_ends_the_start_with_its_reason(tmp_pat
             await system.bring_up()
 
 
-async def test_a_worker_that_keeps_dying_is_given_up_and_the_last_one_ends_the_system(tmp_path: Path):
+async def test_a_worker_that_keeps_dying_is_given_up(tmp_path: Path):
     async with system_of(tmp_path, w1=()) as system:
         await system.bring_up()
         killed = 0

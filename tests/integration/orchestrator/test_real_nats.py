@@ -132,7 +132,7 @@ async def test_a_silent_worker_is_lost_and_a_stopped_leader_leaves_cleanly(nats_
         assert one.stop() == 0
 
 
-async def test_after_nats_came_back_empty_the_fleet_is_right_again_and_nobody_was_lost(nats_server, tmp_path, ear):
+async def test_the_fleet_recovers_without_losses_from_an_empty_nats(nats_server, tmp_path, ear):
     with orchestrator(nats_server, tmp_path, "o1"), orchestrator(nats_server, tmp_path, "o2"):
         async with talking_worker(nats_server.url, "w1"), talking_worker(nats_server.url, "w2"):
             both = {"w1": WorkerPhase.READY, "w2": WorkerPhase.READY}
@@ -150,7 +150,7 @@ async def test_after_nats_came_back_empty_the_fleet_is_right_again_and_nobody_wa
             assert ear.losses == []
 
 
-async def test_a_suspended_leader_wakes_to_find_itself_replaced_and_blames_nobody(nats_server, tmp_path, ear):
+async def test_a_suspended_leader_steps_down_and_declares_no_worker_lost(nats_server, tmp_path, ear):
     with orchestrator(nats_server, tmp_path, "o1") as first:
         await ear.until(lambda: bool(ear.states))
         with orchestrator(nats_server, tmp_path, "o2"):
@@ -166,7 +166,7 @@ async def test_a_suspended_leader_wakes_to_find_itself_replaced_and_blames_nobod
                 assert ear.losses == []
 
 
-async def test_nobody_is_lost_because_nats_was_stuck(nats_server, tmp_path, ear):
+async def test_a_stuck_nats_makes_no_worker_lost(nats_server, tmp_path, ear):
     with orchestrator(nats_server, tmp_path, "o1"):
         async with talking_worker(nats_server.url, "w1"):
             await ear.until(lambda: ear.phases() == {"w1": WorkerPhase.READY})

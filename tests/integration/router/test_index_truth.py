@@ -34,7 +34,7 @@ async def fleet_on_nats(directory: Path, lost_share: float = 0.0) -> AsyncIterat
             await world.close()
 
 
-async def test_one_batch_in_a_hundred_is_lost_and_none_of_it_stays_unnoticed(tmp_path):
+async def test_every_lost_batch_of_events_is_detected(tmp_path):
     async with fleet_on_nats(tmp_path, LOST_SHARE) as fleet:
         await fleet.live(10)
         await fleet.settled()
@@ -48,7 +48,7 @@ async def test_one_batch_in_a_hundred_is_lost_and_none_of_it_stays_unnoticed(tmp
         fleet.assert_matches_are_true()
 
 
-async def test_workers_that_begin_anew_in_the_midst_of_it_hold_what_they_hold_now(tmp_path):
+async def test_restarted_workers_are_indexed_by_their_present_blocks(tmp_path):
     async with fleet_on_nats(tmp_path) as fleet:
         living = asyncio.gather(*(worker.live(STEPS) for worker in fleet.workers.values()))
         await fleet.workers["w0"].live(STEPS // 3)
@@ -77,7 +77,7 @@ async def test_a_router_that_begins_anew_learns_everything_from_snapshots(tmp_pa
 
 
 @pytest.mark.parametrize("storage_lost", [False, True], ids=["", "with its storage lost"])
-async def test_a_nats_that_is_away_in_the_midst_of_it_leaves_no_lie_behind(tmp_path, storage_lost):
+async def test_the_index_is_exact_after_a_nats_outage(tmp_path, storage_lost):
     async with fleet_on_nats(tmp_path) as fleet:
         await fleet.live(10)
         await fleet.settled()

@@ -68,10 +68,10 @@ def mode_of(system: SimulatedSystem) -> str:
     return system.complete("As you like it. " * 20).headers["x-baton-mode"]
 
 
-def seconds(words: str) -> float:
+def seconds(text: str) -> float:
     """``12.3 ms`` as a number."""
-    match = SECONDS.search(words)
-    assert match is not None, words
+    match = SECONDS.search(text)
+    assert match is not None, text
     return float(match["number"]) * (0.001 if match["unit"] == "ms" else 1.0)
 
 

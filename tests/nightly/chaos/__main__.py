@@ -26,9 +26,9 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, default=None, help="folder for what the processes said")
     given = parser.parse_args()
     report = asyncio.run(run(given))
-    print(report.story())
-    verdict = [*report.verdict(), *(report.failures if given.workers_only else [])]
-    sys.exit(1 if verdict else 0)
+    print(report.summary())
+    broken_promises = [*report.broken_promises(), *(report.failures if given.workers_only else [])]
+    sys.exit(1 if broken_promises else 0)
 
 
 async def run(given: argparse.Namespace) -> Report:

@@ -42,11 +42,11 @@ class Report:
     unsettled: list[str] = field(default_factory=list)
     settled_s: float = 0.0
 
-    def verdict(self) -> list[str]:
+    def broken_promises(self) -> list[str]:
         """Everything that breaks a promise."""
         return [*self.violations, *self.deaths, *self.unsettled]
 
-    def story(self) -> str:
+    def summary(self) -> str:
         """For a person."""
         kinds = Counter(f"{one.fault.part} {one.fault.kind}" for one in self.happened)
         ends = Counter(str(one.status) if one.is_answered else one.code or "cut" for one in self.outcomes)
@@ -54,8 +54,8 @@ class Report:
             f"{len(self.asks)} requests: " + ", ".join(f"{end} {count}" for end, count in sorted(ends.items())),
             f"{len(self.happened)} faults: " + ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items())),
             f"settled after {self.settled_s:.1f} s" if not self.unsettled else "never settled",
-            f"{len(self.verdict())} broken promises",
-            *self.verdict()[:TOLD_MAX],
+            f"{len(self.broken_promises())} broken promises",
+            *self.broken_promises()[:TOLD_MAX],
             *(["not answered:", *self.failures[:TOLD_MAX]] if self.failures else []),
             *(f"{one.began_s:.2f}..{one.ended_s:.2f} s: {one.fault.kind} {one.fault.target}" for one in self.happened),
         ]

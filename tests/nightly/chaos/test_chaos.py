@@ -20,7 +20,7 @@ def test_no_request_fails_when_workers_die_and_freeze(stage: Stage):
     report = stage.play(stage.run.chaos(shape, every_s=1.2, menu=WORKERS_ONLY))
 
     assert len(report.happened) >= 2
-    assert report.verdict() == [], report.story()
+    assert report.broken_promises() == [], report.summary()
     assert report.failures == []
 
 
@@ -28,7 +28,7 @@ def test_every_request_ends_rightly_whatever_breaks(stage: Stage):
     report = stage.play(stage.run.chaos(Shape(seed=5, seconds=20.0, requests_per_s=LOAD_HZ), every_s=1.0))
 
     assert len({(one.fault.part, one.fault.kind) for one in report.happened}) >= 4
-    assert report.verdict() == [], report.story()
+    assert report.broken_promises() == [], report.summary()
 
 
 def test_a_worker_whose_clock_was_set_back_serves_again(stage: Stage):
@@ -37,4 +37,4 @@ def test_a_worker_whose_clock_was_set_back_serves_again(stage: Stage):
 
     report = stage.play(stage.run.break_it(Shape(seed=12, seconds=2.0, requests_per_s=LOAD_HZ), [kill]))
 
-    assert report.unsettled == [], report.story()
+    assert report.unsettled == [], report.summary()

@@ -28,7 +28,7 @@ def test_without_orchestrators_and_collector_nothing_fails_even_when_a_worker_di
 
     report = stage.play(stage.run.break_it(Shape(seed=21, seconds=6.0, requests_per_s=LOAD_HZ), faults))
 
-    assert report.verdict() == [], report.story()
+    assert report.broken_promises() == [], report.summary()
     assert report.failures == []
 
 
@@ -37,7 +37,7 @@ def test_a_router_that_dies_takes_only_its_own_connections_along(stage: Stage):
 
     report = stage.play(stage.run.break_it(Shape(seed=22, seconds=3.0, requests_per_s=LOAD_HZ), faults))
 
-    assert report.verdict() == [], report.story()
+    assert report.broken_promises() == [], report.summary()
     assert {one.router for one in report.outcomes if not one.is_answered} <= {"router-1"}
 
 
@@ -47,10 +47,10 @@ def test_nats_that_goes_and_comes_costs_documented_errors_and_nothing_stays(stag
 
     report = stage.play(stage.run.break_it(Shape(seed=23, seconds=4.0, requests_per_s=LOAD_HZ), faults))
 
-    assert report.verdict() == [], report.story()
+    assert report.broken_promises() == [], report.summary()
 
 
-def test_all_of_them_in_turn_are_got_over(stage: Stage):
+def test_the_system_recovers_from_each_outage_in_turn(stage: Stage):
     faults = [
         kill(Part.ORCHESTRATOR, "orchestrator-1", 0.5),
         kill(Part.NATS, "nats", 1.5),
@@ -62,4 +62,4 @@ def test_all_of_them_in_turn_are_got_over(stage: Stage):
 
     report = stage.play(stage.run.break_it(Shape(seed=24, seconds=8.0, requests_per_s=LOAD_HZ), faults))
 
-    assert report.verdict() == [], report.story()
+    assert report.broken_promises() == [], report.summary()

@@ -17,7 +17,7 @@ PATIENCE_S = 90.0
 """A client that still waits then goes home: the request has not ended in any way that is promised."""
 NOBODY_THERE_S_MAX = 40.0
 """For any router to take a connection."""
-LOOK_S = 0.1
+CHECK_S = 0.1
 HEALTH_S, HEALTH_S_MAX = 0.25, 1.0
 """A router that is not ready, or does not say so in time, gets no new connections: as load balancers have it."""
 DATA = "data: "
@@ -40,7 +40,7 @@ class Traffic:
 
     async def send_all(self, asks: Sequence[Ask]) -> None:
         """Every request at its time, whatever became of those before; returns when the last has ended."""
-        looking = asyncio.create_task(self._look(), name="health")
+        looking = asyncio.create_task(self._check_health(), name="health")
         try:
             async with asyncio.TaskGroup() as clients:
                 for ask in asks:
@@ -75,7 +75,7 @@ class Traffic:
                     await self._relay(ask, url, outcome)
             except httpx.ConnectError:
                 if self._now() < until:
-                    await asyncio.sleep(LOOK_S)  # Nothing was asked yet: as a load balancer does, take another one.
+                    await asyncio.sleep(CHECK_S)  # Nothing was asked yet: as a load balancer does, take another one.
                     continue
                 outcome.code = "no router takes connections"
             except httpx.TransportError:
@@ -84,7 +84,7 @@ class Traffic:
                 outcome.code = "never ended"
             return outcome
 
-    async def _look(self) -> None:
+    async def _check_health(self) -> None:
         while True:
             fit = await asyncio.gather(*(self._is_ready(url) for _, url in self._routers))
             self._fit = [router for router, is_fit in zip(self._routers, fit, strict=True) if is_fit]

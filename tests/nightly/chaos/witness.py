@@ -22,7 +22,7 @@ from tests.nightly.chaos.faults import Fault, Part
 from tests.nightly.chaos.fleet import Fleet
 from tests.support.system import EXACT, Metrics
 
-LOOK_S = 0.2
+CHECK_S = 0.2
 ASK_S_MAX = 15.0
 IDLE = ("legs", "running", "waiting", "waiting_tokens", "kv_blocks_used")
 """Of a load report: all zero where nothing is asked for."""
@@ -99,15 +99,15 @@ class Witness:
         """Wait until there is nothing to complain of; what is left after ``s_max`` seconds."""
         return await self.until(self.complaints, s_max)
 
-    async def until(self, look: Callable[[], object], s_max: float) -> list[str]:
-        """Ask ``look``, a coroutine function, for complaints until it has none."""
+    async def until(self, check: Callable[[], object], s_max: float) -> list[str]:
+        """Ask ``check``, a coroutine function, for complaints until it has none."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + s_max
         while True:
-            found: list[str] = await look()  # type: ignore[misc]
+            found: list[str] = await check()  # type: ignore[misc]
             if not found or clock() > deadline:
                 return found
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
 
     def _load_reported(self, load: LoadReport, _envelope: Envelope) -> None:
         self._loads[load.worker_id] = load

@@ -31,7 +31,7 @@ def test_a_request_is_answered_by_two_workers(system: Compose):
     assert answer.headers["x-baton-decode-worker"].startswith("decode-")
 
 
-def test_a_streamed_answer_says_the_same_as_a_whole_one(system: Compose):
+def test_streamed_and_whole_responses_have_the_same_text(system: Compose):
     whole = complete(system, temperature=0).json()["choices"][0]["text"]
 
     streamed = complete(system, temperature=0, stream=True)

@@ -45,7 +45,7 @@ async def test_a_handed_over_prompt_gives_the_tokens_that_one_engine_gives(upstr
     assert first.report.kv_transfer
 
 
-async def test_usage_tells_what_the_prefill_engine_had_cached(upstream, router):
+async def test_usage_counts_what_the_prefill_engine_had_cached(upstream, router):
     prefill, decode = upstream
     body = completion(prompt_of(300, seed=503))
     await router.leg(prefill, LegKind.AGGREGATED, body)
@@ -68,7 +68,7 @@ async def test_kv_that_is_gone_is_computed_anew_by_the_decode_engine(upstream, r
     assert second.token_ids == alone.token_ids
 
 
-async def test_orders_for_the_exchange_are_no_concern_of_it(upstream, router):
+async def test_upstreams_connector_ignores_exchange_orders(upstream, router):
     assert upstream[0].record.fingerprint.connector.startswith("nixl-")
     body = completion(prompt_of(60, seed=505), kv_transfer_params={"baton": "x"})
 

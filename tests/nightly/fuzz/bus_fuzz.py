@@ -83,7 +83,7 @@ async def fuzz_channel(here: BusWorld, name: str, channel: Channel[Any], plan: P
     campaign, mutator = Campaign(f"{name} {channel.message.__name__}"), Mutator(channel.message, plan.seed)
     decoder = msgspec.msgpack.Decoder(channel.message)
     while campaign.sent < plan.count:
-        here.keep_flights()
+        here.keep_in_flight()
         ids = here.ids()
         for _ in range(min(BATCH, plan.count - campaign.sent)):
             payload, tree = mutator.payload(ids)
@@ -140,7 +140,7 @@ async def fuzz(state_dir: Path, plan: Plan) -> list[Campaign]:
                 campaigns.append(await measured(here, run, rests=plan.count >= RESTED_FROM))
                 plan.progress(campaigns[-1].name, campaigns[-1].sent)
         if campaigns:
-            await here.rest()
+            await here.settle()
             campaigns[-1].findings += left_over(here)
         await here.leave()
     return campaigns
@@ -152,7 +152,7 @@ async def measured(here: BusWorld, run: Coroutine[Any, Any, Campaign], *, rests:
         before, bytes_before = objects() if rests else 0, memory_bytes()
         campaign = await run
         if rests:
-            await here.rest()
+            await here.settle()
             campaign.objects_grown = objects() - before
         campaign.bytes_grown = memory_bytes() - bytes_before
     campaign.findings = watch.findings + here.bugs()

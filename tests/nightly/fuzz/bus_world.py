@@ -47,10 +47,10 @@ from tests.unit.worker.kv_exchange.fakes import FakeExchange
 REAL, PLAYED = "w1", "w2"
 """A worker with a real shell around a fake engine, and one that a test plays: its legs stay open."""
 OWN = [OwnWorker("w1", Role.BOTH), OwnWorker("w2", Role.DECODE)]
-FLIGHTS = 3
+IN_FLIGHT = 3
 """Requests that are under way while strangers talk."""
 STAY_S_MAX = 5.0
-REST_S = 120.0
+SETTLE_S = 120.0
 """Beyond what anybody remembers of workers and requests that are gone."""
 LEGS_NAMED = 4
 LINES = 60
@@ -111,7 +111,7 @@ class BusWorld:
         self.buses: list[MemoryBus] = [world.bus]
         self.collector = Collector(self._bus(), LoopClock(), Access("127.0.0.1", ""), 4)
         self.top = Top(self._bus(), LoopClock(), Console(file=None, width=200, height=LINES, quiet=True))
-        self.flights: list[tuple[FakeConnection, asyncio.Task[None]]] = []
+        self.in_flight: list[tuple[FakeConnection, asyncio.Task[None]]] = []
         self.played: FakeWorker | None = None
         self._common = CommonSettings(state_dir=str(state_dir))
         self._service: Service | None = None
@@ -193,14 +193,14 @@ class BusWorld:
         answer = asyncio.get_running_loop().create_future() if channel.delivery is Delivery.ASK else None
         return self.hub.deliver(subject, payload, {}, answer)
 
-    def keep_flights(self) -> None:
+    def keep_in_flight(self) -> None:
         """There are always some, and a worker that has them."""
         if self.played is not None:
             self.hub.buckets["workers"].store(PLAYED, pack(self.played.record()))
-        self.flights = [(client, task) for client, task in self.flights if not task.done()]
-        while len(self.flights) < FLIGHTS:
+        self.in_flight = [(client, task) for client, task in self.in_flight if not task.done()]
+        while len(self.in_flight) < IN_FLIGHT:
             body = b'{"model":"m","prompt":"hello","stream":true,"baton":{"decode_worker":"%b"}}' % PLAYED.encode()
-            self.flights.append(self.world.begin(body, x_baton_mode="aggregated"))
+            self.in_flight.append(self.world.begin(body, x_baton_mode="aggregated"))
             if self.played is not None and len(self.played.started) > 1000:
                 del self.played.started[:-LEGS_NAMED], self.played.headers[:], self.played.cancelled[:]
                 self.played.frames.clear()
@@ -212,14 +212,14 @@ class BusWorld:
         self.collector.page()
         self.top.frame(Drawing(200, LINES))
 
-    async def rest(self) -> None:
+    async def settle(self) -> None:
         """Clients leave, and time passes until all that ends by itself has ended."""
-        for client, _task in self.flights:
+        for client, _task in self.in_flight:
             client.leave()
-        if self.flights:
-            await asyncio.wait([task for _client, task in self.flights])
-        self.flights.clear()
-        await asyncio.sleep(REST_S)
+        if self.in_flight:
+            await asyncio.wait([task for _client, task in self.in_flight])
+        self.in_flight.clear()
+        await asyncio.sleep(SETTLE_S)
 
     def bugs(self) -> list[str]:
         """Of buses that ended, and of lives."""

@@ -17,12 +17,12 @@ from shared.http.server import make_server
 from tests.nightly.fuzz.bus_fuzz import Campaign
 from tests.nightly.fuzz.watch import OBJECTS_GROWN_MAX, Watch, memory_bytes, objects
 from tests.support.virtual_time import run_in_virtual_time
-from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, WHOLE_ANSWER, FakeWorker
+from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, WHOLE_RESPONSE, FakeWorker
 from tests.unit.router.world import World, open_world
 
 BATCH = 25
 PAUSE_S = 0.2
-REST_S = 300.0
+SETTLE_S = 300.0
 """Beyond all deadlines of clients."""
 PIECES_MAX = 4
 CHANGES_MAX = 4
@@ -157,7 +157,7 @@ def answer(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
     """Whatever the body is."""
     streams = b'"stream":true' in start.body
     frames.head(200, SSE if streams else JSON)
-    for data in (*EVENTS, DONE) if streams else (WHOLE_ANSWER,):
+    for data in (*EVENTS, DONE) if streams else (WHOLE_RESPONSE,):
         frames.data(data, [1])
     frames.end(LegReport(prompt_tokens=9, completion_tokens=3))
     del worker.started[:], worker.headers[:], worker.cancelled[:]
@@ -240,7 +240,7 @@ async def fuzz(count: int, seed: int, progress: Callable[[str, int], None]) -> C
                     campaign.findings += found[:1]
                     if at % 1000 == 0:
                         progress(campaign.name, campaign.sent)
-                await asyncio.sleep(REST_S)
+                await asyncio.sleep(SETTLE_S)
                 campaign.findings += [*left_over(world, server), *watch.findings]
                 campaign.objects_grown, campaign.bytes_grown = objects() - before, memory_bytes() - bytes_before
         if campaign.objects_grown > OBJECTS_GROWN_MAX:

@@ -102,7 +102,7 @@ class AnyHistory(RuleBasedStateMachine):
         assert self.leases.pinned_blocks == 0
 
     def grant(self, lease_id, reader, blocks, hold_s):
-        held = blocks[: self.leases.room_for(blocks)]
+        held = blocks[: self.leases.pinnable(blocks)]
         if len(held) < len(blocks):
             assert len(set(self.touched) | set(blocks[: len(held) + 1])) > PINNED_MAX
         if held:

@@ -51,10 +51,10 @@ def fleet(**policy) -> Engines:
 
 @settings(max_examples=examples(150), deadline=None)
 @given(STORY)
-def test_every_request_ends_once_and_the_queue_is_bounded(story):
+def test_every_request_ends_once_and_the_queue_is_bounded(events):
     engines = fleet()
     offered, gone = [], set()
-    for what, value in story:
+    for what, value in events:
         if what == "offer":
             fields = {name: field for name, field in value.items() if name != "own_s"}
             offered.append(engines.offer(**fields, ends_at=engines.now + value["own_s"]))
@@ -69,7 +69,7 @@ def test_every_request_ends_once_and_the_queue_is_bounded(story):
         assert engines.admission.waiting == sum(entry.waiting for entry in offered)
     engines.run()
 
-    ends = Counter(entry for entry, _verdict in engines.ends)
+    ends = Counter(entry for entry, _outcome in engines.ends)
     assert set(ends) | gone == set(offered)
     assert not set(ends) & gone
     assert set(ends.values()) <= {1}
@@ -147,7 +147,7 @@ def test_a_greedy_tenant_costs_a_modest_one_no_more_than_its_share(greedy, befor
 
 @settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(1, 500)), max_size=60))
-def test_who_comes_late_has_neither_credit_nor_debt(charges):
+def test_a_new_tenant_has_neither_credit_nor_debt(charges):
     share = FairShare({})
     share.enter("a")
     share.enter("b")
@@ -161,7 +161,7 @@ def test_who_comes_late_has_neither_credit_nor_debt(charges):
 
 @settings(max_examples=examples(80), deadline=None)
 @given(st.lists(st.sampled_from([-3, 0, 4]), min_size=2, max_size=30))
-def test_those_that_wait_for_one_engine_begin_by_priority_and_then_in_turn(priorities):
+def test_requests_for_one_engine_start_by_priority_then_arrival(priorities):
     engines = Engines(Engine("w1"), queue_max=1000, queue_s_max=10_000.0)
     engines.offer(5000)
     entries = [engines.offer(2000, priority=priority) for priority in priorities]

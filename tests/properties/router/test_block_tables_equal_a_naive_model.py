@@ -140,7 +140,7 @@ def test_torn_hashes_change_nothing(make):
 
 
 @pytest.mark.parametrize("make", TABLES)
-def test_rows_that_nobody_asks_for_are_left_out(make):
+def test_rows_beyond_the_requested_ones_are_left_out(make):
     table, depths = make(), np.full(2, -1, np.int32)
     for row in (0, 1, 2, 40):
         table.store(row, 0, [1, 2, 3])

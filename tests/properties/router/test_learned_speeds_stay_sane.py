@@ -38,7 +38,7 @@ def claim(speed: SpeedOf, kind: str, what) -> None:
     if kind == "published":
         speed.published(what)
     elif kind == "transfer":
-        speed.transfer_took(what[0], what[1], asked=what[2])
+        speed.transfer_took(what[0], what[1], requested=what[2])
     else:
         speed.transit_took(what)
 

@@ -12,7 +12,7 @@ from services.router.placement.kv_sources import SOURCES_MAX
 from services.router.placement.placement import Placement, PlacementPolicy, PlacementRequest, Rejection
 from services.router.placement.placer import CostPlacer
 from services.router.placement.request_fields import ForcedWorkers, Mode
-from services.router.state.cluster_view import ClusterView, exchanges_kv
+from services.router.state.cluster_view import ClusterView, can_exchange_kv
 from services.router.state.prefix_index import PrefixIndex
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId
@@ -182,10 +182,10 @@ def check_sources(placement, request, cluster, index):
         assert holder.ready
         assert holder.heard_at >= NOW - POLICY.silent_s_max
         assert source.worker_id not in request.excluded
-        assert exchanges_kv(holder.record)
+        assert can_exchange_kv(holder.record)
         assert (source.epoch, source.follow) == (holder.record.epoch, False)
     assert placement.streamed == any(source.follow for source in placement.handoff)
-    assert bool(placement.handoff) == (placement.prefill is not None and exchanges_kv(placement.prefill.record))
+    assert bool(placement.handoff) == (placement.prefill is not None and can_exchange_kv(placement.prefill.record))
     if request.forced is not None and request.forced.sources is not None:
         assert {source.worker_id for source in placement.sources} <= set(request.forced.sources)
     else:

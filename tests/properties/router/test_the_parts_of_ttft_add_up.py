@@ -20,7 +20,7 @@ reads = st.builds(
     KvRead,
     worker_id=st.just(WorkerId("s")),
     epoch=st.just(Epoch(1)),
-    asked_at=instants,
+    requested_at=instants,
     granted_at=instants,
     read_at=instants,
     ended_at=instants,
@@ -44,7 +44,9 @@ def test_parts_are_not_negative_and_add_up(whole_s: float, router: Timings, legs
 
 
 @given(router=routers, report=reports, prefill=reports, more_s=seconds)
-def test_what_fits_is_told_as_it_was_measured(router: Timings, report: LegReport, prefill: LegReport, more_s: float):
+def test_consistent_measurements_are_reported_unchanged(
+    router: Timings, report: LegReport, prefill: LegReport, more_s: float
+):
     whole_s = (
         router.admission_s
         + router.tokenize_s

@@ -94,7 +94,7 @@ def nothing_goes_on(world: World) -> None:
 @example([(0.0, False, 0.0, "refused")], [(0.0, True, 1.0, "well")], None, 0)
 @example([(0.0, False, 0.0, "never")], [(0.0, True, 0.0, "well")], None, 0)
 def test_a_request_ends_and_takes_everything_with_it(prefill_legs, decode_legs, leaves_s, more_workers):
-    async def story() -> None:
+    async def scenario() -> None:
         async with open_world(SETTINGS) as world:
             for number in range(1 + more_workers):
                 await world.worker(f"p{number}", Role.PREFILL, playing(prefill_legs), connector="baton-1")
@@ -108,4 +108,4 @@ def test_a_request_ends_and_takes_everything_with_it(prefill_legs, decode_legs, 
                 assert answer.body.endswith(DONE) or b'"error"' in answer.body
                 assert answer.status == 200 or not (is_good(prefill_legs[0]) and is_good(decode_legs[0]))
 
-    run_in_virtual_time(story())
+    run_in_virtual_time(scenario())

@@ -69,7 +69,7 @@ def test_a_fleet_follows_the_day_and_nothing_is_lost_and_nothing_undone():
         assert worker.engine.pool.free == worker.engine.pool.blocks
 
 
-def test_roles_follow_a_mix_that_turns_once_for_each_turn():
+def test_roles_follow_each_shift_of_the_mix_once():
     rules = msgspec.structs.replace(RULES, workers_min=4, workers_max=4)
     outcome, world = run(course(Traffic(load=1.1, hours=0.4, turn_hours=0.4)), Shape(prefill=2, decode=2), "", rules)
 
@@ -85,7 +85,7 @@ def test_the_best_split_is_found_from_any_other():
     assert max(one.good for one in splits(of, Shape(prefill=1, decode=3))) == max(goods.values())
 
 
-def test_a_days_requests_come_in_the_traces_order_with_new_contents_in_each_lap():
+def test_a_days_requests_keep_the_traces_order_with_new_contents_per_lap():
     made = traffic(trace(100, per_s=1.0), Traffic(load=2.0, hours=0.5, swing=0.5, day_hours=0.5))
     noon = [one for one in made if 600 <= one.at_s < 1200]
 
@@ -95,7 +95,7 @@ def test_a_days_requests_come_in_the_traces_order_with_new_contents_in_each_lap(
     assert len({one.blocks for one in made}) == len(made)
 
 
-def test_a_mix_turns_from_long_prompts_to_long_answers():
+def test_a_mix_shifts_from_long_prompts_to_long_answers():
     made = traffic(trace(100, per_s=1.0), Traffic(hours=0.5, turn_hours=0.5))
 
     assert {one.output_tokens for one in made if one.at_s < 880} == {10}

@@ -37,7 +37,7 @@ def oracle() -> Oracle:
 
 
 @given(seed=st.integers(0, 10_000), menu=st.sampled_from([MENU, WORKERS_ONLY]))
-def test_somebody_of_each_kind_is_always_left_and_all_is_over_before_the_end(seed, menu):
+def test_one_process_of_each_kind_survives_and_faults_end_in_time(seed, menu):
     rhythm = Rhythm(seconds=60.0, every_s=1.0)
     faults = schedule(seed, CAST, rhythm, menu)
 
@@ -56,7 +56,7 @@ def test_a_long_schedule_has_every_kind_of_fault():
     assert {(fault.kind, fault.part) for fault in faults} == {(row.kind, row.part) for row in MENU}
 
 
-def test_a_trace_follows_from_its_shape_and_later_turns_hold_the_earlier_ones(oracle):
+def test_a_trace_follows_its_shape_and_turns_include_the_history(oracle):
     asks = make_trace(SHAPE, oracle)
 
     assert asks == make_trace(SHAPE, oracle)
@@ -69,7 +69,7 @@ def test_a_trace_follows_from_its_shape_and_later_turns_hold_the_earlier_ones(or
 
 
 @pytest.mark.parametrize("prompt_tokens", [1, 31, 32, 33, 64, 200])
-def test_the_oracle_says_what_an_engine_says(oracle, prompt_tokens):
+def test_the_oracle_equals_an_engine(oracle, prompt_tokens):
     prompt = [10 + n % 900 for n in range(prompt_tokens)]
     core = EngineCore(SimulationSettings(), oracle.model)
     core.add(None, list(prompt), RequestParams(max_tokens=70, ignore_eos=True), 0.0)

@@ -20,7 +20,7 @@ every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 
 
 @every_file
-def test_what_the_system_tells_never_becomes_markup(file):
+def test_system_text_never_becomes_markup(file):
     assert MARKUP.findall(file.read_text()) == []
 
 

@@ -21,7 +21,7 @@ def test_a_rate_is_the_mean_of_the_last_ten_seconds():
     assert rate.per_second(29.0 + WINDOW_S) == 0.0
 
 
-def test_a_young_rate_is_averaged_over_its_age_but_at_least_one_second():
+def test_a_young_rate_is_averaged_over_at_least_one_second():
     rate = Rate(100.0)
     rate.add(8.0, 100.0)
 

@@ -30,7 +30,7 @@ def environment(service: str, **given: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", WORKERS)
-def test_a_worker_understands_what_it_is_told(name: str):
+def test_the_compose_file_sets_only_known_worker_settings(name: str):
     settings = load(Settings, "WORKER_", environment(name))
 
     assert load_common(environment(name)).nats_url == "tls://nats:4222"
@@ -61,7 +61,7 @@ def router(**given: str) -> RouterSettings:
     return load(RouterSettings, "ROUTER_", environment("router", **given))
 
 
-def test_a_router_that_only_this_machine_reaches_asks_for_no_key():
+def test_a_loopback_router_requires_no_key():
     settings = router()
 
     check(settings)
@@ -69,7 +69,7 @@ def test_a_router_that_only_this_machine_reaches_asks_for_no_key():
     assert SERVICES["router"]["ports"] == ["${BIND:-127.0.0.1}:${PORT:-8000}:8000"]
 
 
-def test_a_router_that_is_published_to_others_wants_keys_or_to_be_told_that_it_needs_none():
+def test_a_published_router_requires_keys_or_an_explicit_opt_out():
     with pytest.raises(SettingsError, match="baton keys new"):
         check(router(BIND="0.0.0.0"))
     check(router(BIND="0.0.0.0", INSECURE="true"))

@@ -53,13 +53,13 @@ def test_every_service_of_ours_is_of_some_party():
     assert {name for name, service in SERVICES.items() if "baton-" in service["image"]} == {*PARTY, "init"}
 
 
-def test_the_key_of_the_ca_is_seen_by_nobody_but_the_service_that_makes_certificates():
+def test_only_the_certificate_service_mounts_the_ca_key():
     folder = PurePosixPath(AUTHORITY_KEY).parts[0]
 
     assert [name for name in SERVICES if folder in keys_seen_by(name)] == ["init"]
 
 
-def test_all_that_is_made_lies_in_volumes_that_belong_to_the_images_user():
+def test_generated_files_lie_in_volumes_of_the_images_user():
     command = SERVICES["init"]["command"]
     made = plan_files(InitRequest(), ExistingFiles()).nkeys
     seen = keys_seen_by("init")
@@ -73,7 +73,7 @@ def test_all_that_is_made_lies_in_volumes_that_belong_to_the_images_user():
     assert "chown -R baton data keys" in image
 
 
-def test_nats_starts_when_its_keys_are_there_reads_them_as_the_user_who_made_them_and_not_as_root():
+def test_nats_starts_after_its_keys_as_their_owner_and_not_as_root():
     nats = SERVICES["nats"]
     config = (ROOT / "compose" / "nats.conf").read_text()
     included = re.search(r'^include "(.+)"$', config, re.MULTILINE)
@@ -88,7 +88,7 @@ def test_nats_starts_when_its_keys_are_there_reads_them_as_the_user_who_made_the
     assert "nats-data:/data" in SERVICES["init"]["volumes"]  # so that it has its owner before NATS needs it
 
 
-def test_the_settings_that_baton_init_tells_are_those_of_the_compose_file():
+def test_baton_init_prints_the_settings_of_the_compose_file():
     assert {name: value.replace("/keys/router", OWN) for name, value in variables("/keys", "router").items()} == {
         name: SERVICES["router"]["environment"][name] for name in variables("/keys", "router")
     }

@@ -229,4 +229,4 @@ def test_each_source_is_reported_with_its_result(bench):
     (report,) = fetch.reads()
 
     assert (report.worker_id, report.tokens, report.bytes, report.read_s) == ("a", 64, 640, 2.0)
-    assert report.granted_at - report.asked_at == pytest.approx(0.1)
+    assert report.granted_at - report.requested_at == pytest.approx(0.1)

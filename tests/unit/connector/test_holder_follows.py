@@ -216,7 +216,7 @@ def test_a_late_follower_also_learns_the_cached_tokens(holding):
     assert (grant.final, grant.prefill_cached_tokens) == (True, BLOCK_TOKENS)
 
 
-def test_followers_are_told_when_the_engine_ends(holding):
+def test_followers_are_notified_when_the_engine_ends(holding):
     hashes = chain(4)
     prefill = Prefill(holding, hashes)
     holding.holder.lease(lease_request(hashes, follow_s=30.0))

@@ -46,9 +46,9 @@ def test_already_pinned_blocks_do_not_count_against_the_maximum():
     leases = LeaseTable(LeaseLimits(pinned_blocks_max=3))
     leases.grant("lease", READER, [1, 2], until_s=5.0)
 
-    assert leases.room_for([1, 5, 2, 6]) == 3
-    assert leases.room_for([5, 1, 2]) == 3
-    assert leases.room_for([5, 6]) == 1
+    assert leases.pinnable([1, 5, 2, 6]) == 3
+    assert leases.pinnable([5, 1, 2]) == 3
+    assert leases.pinnable([5, 6]) == 1
 
 
 def test_a_holder_without_a_pool_can_release_all():

@@ -44,7 +44,7 @@ def status(kind: str, *, at_ms: int = 0, pid: int = 1) -> ServiceStatus:
 def heard(*says: Said, delays_s: float = 0.0, epochs: tuple[int, ...] = (1,)) -> SystemFacts:
     """What is heard of the three services, of w1 in these lives, each of which speaks in its turn, and of ``says``."""
 
-    async def story() -> SystemFacts:
+    async def scenario() -> SystemFacts:
         hub, clock = MemoryHub(), LoopClock()
         ours, theirs = MemoryBus(hub), MemoryBus(hub)
         await (await theirs.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)).put(record("w1"))
@@ -69,7 +69,7 @@ def heard(*says: Said, delays_s: float = 0.0, epochs: tuple[int, ...] = (1,)) ->
         speaking.cancel()
         return facts
 
-    return run_in_virtual_time(story())
+    return run_in_virtual_time(scenario())
 
 
 def test_listening_ends_when_all_processes_have_reported():

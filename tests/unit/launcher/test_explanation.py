@@ -234,7 +234,7 @@ def test_the_picture_shows_predicted_and_measured_parts_on_one_scale():
     assert prefill.index("▀") < prefill.rindex("▄")  # What was predicted begins and ends earlier.
 
 
-def test_the_picture_marks_the_chosen_and_says_why_not_the_others():
+def test_the_picture_marks_the_chosen_and_explains_the_others():
     lines = picture(decision(), 120).splitlines()
 
     assert any("●" in line and "p2" in line and "chosen" in line for line in lines)

@@ -23,7 +23,7 @@ URL = "nats://router:secret@127.0.0.1:9"
         ),
     ],
 )
-def test_the_error_distinguishes_a_missing_nats_from_a_refusal_and_hides_the_password(
+def test_errors_distinguish_missing_nats_from_refusal_and_hide_the_password(
     why: str, text: str, capsys: pytest.CaptureFixture[str]
 ):
     with pytest.raises(SystemExit) as ended:

@@ -19,7 +19,7 @@ def worker_env(system: SystemPlan, name: str, variable: str) -> str:
     return next(p for p in system.processes if p.name == name).env.get(variable, "")
 
 
-def test_a_plain_system_is_nats_three_services_and_a_prefill_and_a_decode_worker():
+def test_the_default_system_has_nats_three_services_and_two_workers():
     names = [process.name for process in plan().processes]
 
     assert names == ["nats", "orchestrator", "collector", "router", "prefill-1", "decode-1"]
@@ -60,12 +60,12 @@ def test_workers_get_separate_gpus_while_there_are_enough():
 
 
 def test_the_connector_option_overrides_the_workers_default():
-    asked = msgspec.structs.replace(OPTIONS, connector="upstream")
+    options = msgspec.structs.replace(OPTIONS, connector="upstream")
 
     assert {worker.env.get("WORKER_CONNECTOR") for worker in plan_system(OPTIONS, MACHINE).stage(Stage.WORKERS)} == {
         None
     }
-    assert {worker.env["WORKER_CONNECTOR"] for worker in plan_system(asked, MACHINE).stage(Stage.WORKERS)} == {
+    assert {worker.env["WORKER_CONNECTOR"] for worker in plan_system(options, MACHINE).stage(Stage.WORKERS)} == {
         "upstream"
     }
 
@@ -115,7 +115,7 @@ def test_a_running_nats_is_not_started_again():
     system = plan(nats_url="nats://elsewhere:4222")
 
     assert not system.stage(Stage.NATS)
-    assert [need.option for need in system.ports] == ["--port", "--collector-port"]
+    assert [port.option for port in system.ports] == ["--port", "--collector-port"]
 
 
 @pytest.mark.parametrize(

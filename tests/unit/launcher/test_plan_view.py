@@ -54,7 +54,7 @@ def test_it_shows_demand_roles_reason_and_changes_with_their_outcome():
     assert "in progress" in lines
 
 
-def test_it_says_how_to_turn_the_planner_on():
+def test_the_text_explains_how_to_turn_the_planner_on():
     assert "ORCHESTRATOR_PLANNER=act" in drawn(Plans(mode="advise", decisions=[DECISION]))
     assert "No changes yet." in drawn(Plans(mode="advise", decisions=[DECISION]))
     assert "ORCHESTRATOR_PLANNER=advise" in drawn(Plans(mode="off"))

@@ -97,7 +97,7 @@ def test_changes_come_to_an_end_under_the_same_load(roles: list[RoleLoad]):
     assert not [each for each in roles if each.is_short]
 
 
-def test_a_role_whose_work_is_held_back_by_the_other_has_none_to_spare():
+def test_a_role_starved_by_the_other_has_no_spare_workers():
     full, waiting = of(Role.PREFILL, 1, 0, 3.0, 0.85), of(Role.DECODE, 2, 0, 0.4, 0.85)
     calm = of(Role.PREFILL, 1, 0, 1.0, 0.85)
 

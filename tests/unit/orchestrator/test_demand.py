@@ -25,7 +25,7 @@ def test_demand_is_rates_and_means_of_the_window():
     assert (demand.ttft_s_p95, demand.itl_s_p95, demand.seconds) == (0.5, 0.01, 10.0)
 
 
-def test_waiting_in_the_router_tells_how_many_wait_there():
+def test_waiting_requests_follow_from_rate_and_wait():
     window = RequestWindow(10.0, now=0.0)
     for at in range(10):
         parts = TtftParts(admission_s=4.0, queue_s=1.0, decode_queue_s=0.5)
@@ -36,7 +36,7 @@ def test_waiting_in_the_router_tells_how_many_wait_there():
     assert observed.demand.queue_s == 5.5
 
 
-def test_who_was_rejected_wanted_to_be_served_and_who_was_wrong_or_left_did_not():
+def test_rejected_requests_count_as_demand_invalid_and_cancelled_ones_do_not():
     window = RequestWindow(10.0, now=0.0)
     for status in (200, 503, 429, 400, 499, 500):
         window.ended(ended(status), 5.0)
@@ -47,6 +47,6 @@ def test_who_was_rejected_wanted_to_be_served_and_who_was_wrong_or_left_did_not(
     assert observed.demand.prompt_tokens == 100.0
 
 
-def test_no_requests_are_a_demand_of_nothing_over_the_time_that_was_listened():
+def test_no_requests_give_zero_demand_over_the_observed_time():
     assert RequestWindow(10.0, now=5.0).observed(8.0).demand.seconds == 3.0
     assert RequestWindow(10.0, now=5.0).observed(8.0).demand.requests_per_s == 0.0

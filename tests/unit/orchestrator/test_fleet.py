@@ -28,7 +28,7 @@ def phases(fleet, now=0.0):
     return {worker.record.worker_id: worker.phase for worker in fleet.described(now)}
 
 
-def test_a_worker_is_in_the_phase_that_its_record_says():
+def test_a_workers_phase_is_that_of_its_record():
     fleet = hearing_fleet(record("w1", WorkerPhase.STARTING), record("w2", WorkerPhase.READY))
 
     assert phases(fleet) == {"w1": WorkerPhase.STARTING, "w2": WorkerPhase.READY}
@@ -69,7 +69,7 @@ def test_a_new_epoch_replaces_the_old_one_which_is_lost():
     assert phases(fleet) == {"w1": WorkerPhase.STARTING}
 
 
-def test_a_load_report_of_a_newer_epoch_ends_the_old_one_before_its_record_comes():
+def test_a_newer_epochs_load_report_ends_the_old_epoch_before_its_record():
     fleet = hearing_fleet(record(epoch=1))
 
     assert [lost.epoch for lost in fleet.heard(load(epoch=2), 1.0)] == [1]
@@ -78,7 +78,7 @@ def test_a_load_report_of_a_newer_epoch_ends_the_old_one_before_its_record_comes
     assert phases(fleet) == {"w1": WorkerPhase.READY}
 
 
-def test_what_an_older_epoch_says_is_ignored():
+def test_messages_of_an_older_epoch_are_ignored():
     fleet = hearing_fleet(record(epoch=2))
 
     assert fleet.registered(record(epoch=1, phase=WorkerPhase.DRAINING), 1.0) == []
@@ -87,7 +87,7 @@ def test_what_an_older_epoch_says_is_ignored():
     assert len(tick(fleet, 3.0)) == 1
 
 
-def test_a_draining_worker_that_takes_its_record_away_is_gone_and_not_lost():
+def test_a_draining_worker_that_deletes_its_record_is_gone():
     fleet = hearing_fleet(record())
     fleet.registered(record(phase=WorkerPhase.DRAINING), 1.0)
 
@@ -96,7 +96,7 @@ def test_a_draining_worker_that_takes_its_record_away_is_gone_and_not_lost():
     assert tick(fleet, 20.0) == []
 
 
-def test_the_last_load_report_of_a_worker_that_left_does_not_bring_it_back():
+def test_a_late_load_report_does_not_revive_a_departed_worker():
     fleet = hearing_fleet(record(phase=WorkerPhase.DRAINING))
     fleet.unregistered("w1", 1.0)
 
@@ -105,7 +105,7 @@ def test_the_last_load_report_of_a_worker_that_left_does_not_bring_it_back():
     assert phases(fleet) == {"w1": WorkerPhase.GONE}
 
 
-def test_a_ready_worker_whose_record_vanished_may_write_it_again():
+def test_a_ready_worker_may_rewrite_its_vanished_record():
     fleet = hearing_fleet(record())
     fleet.unregistered("w1", 1.0)
     for second in range(2, 10):
@@ -138,7 +138,7 @@ def test_a_lost_worker_that_speaks_again_comes_back():
     assert phases(fleet) == {"w1": WorkerPhase.READY}
 
 
-def test_nobody_is_lost_while_the_orchestrator_itself_hears_nothing():
+def test_no_worker_is_lost_while_the_orchestrator_receives_nothing():
     fleet = hearing_fleet(record("w1"), record("w2"))
 
     assert fleet.tick(30.0) == []
@@ -158,7 +158,7 @@ def test_lost_workers_are_remembered_for_a_minute():
     assert fleet.losses(63.0) == []
 
 
-def test_each_change_that_others_must_hear_of_raises_the_revision():
+def test_each_published_change_raises_the_revision():
     fleet = hearing_fleet(record())
     before = fleet.revision
     fleet.heard(load(running=3), 1.0)
@@ -192,7 +192,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_whatever_happens_epochs_never_go_back_and_no_life_is_lost_twice_without_coming_back(steps):
+def test_epochs_never_decrease_and_no_epoch_is_lost_twice(steps):
     fleet, now, epochs, lost_now = Fleet(LIMITS), 0.0, {}, set()
     for what, worker_id, epoch, phase, seconds in steps:
         now += seconds

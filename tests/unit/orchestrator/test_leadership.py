@@ -51,7 +51,7 @@ def test_a_leader_that_cannot_renew_falls_silent_before_its_lease_ends():
     assert not one.may_lead(5.4)
 
 
-def test_a_leader_whose_server_was_away_leads_again_only_after_a_renewal():
+def test_after_an_outage_a_leader_leads_only_after_renewal():
     one = leading()
     one.doubt()
 
@@ -61,7 +61,7 @@ def test_a_leader_whose_server_was_away_leads_again_only_after_a_renewal():
     assert one.may_lead(0.2)
 
 
-def test_a_leader_whose_renewal_is_refused_looks_again():
+def test_a_refused_renewal_makes_the_leader_read_the_lease():
     one = leading()
     one.refused()
 
@@ -69,7 +69,7 @@ def test_a_leader_whose_renewal_is_refused_looks_again():
     assert one.due(0.1) == Read()
 
 
-def test_a_claim_whose_answer_was_lost_is_proved_by_writing_over_it():
+def test_a_claim_without_reply_is_confirmed_by_overwriting_it():
     one = candidate()
     one.saw(seat_of("a", term=2), 5)
 
@@ -77,7 +77,7 @@ def test_a_claim_whose_answer_was_lost_is_proved_by_writing_over_it():
     assert one.due(0.0) == Renew(seat_of("a", term=2), 5)
 
 
-def test_terms_go_on_counting_for_one_who_only_heard_the_last_leader_speak():
+def test_terms_continue_from_the_last_announced_term():
     one = candidate()
     one.saw(None, 0)
     one.heard(7)
@@ -87,7 +87,7 @@ def test_terms_go_on_counting_for_one_who_only_heard_the_last_leader_speak():
 
 
 class Seat:
-    """The kept value as the server has it: expires ``LEASE_S`` after it was written."""
+    """The key-value entry as the server has it: expires ``LEASE_S`` after it was written."""
 
     def __init__(self):
         self.value, self.revision, self.at = None, 0, 0.0
@@ -132,8 +132,8 @@ def test_there_are_never_two_leaders_and_terms_only_grow(steps):
     for who, pause, delay, luck in steps:
         now += pause
         one = everyone[who]
-        asked_at = now
-        order = one.due(asked_at)
+        requested_at = now
+        order = one.due(requested_at)
         if order is not None and luck != "never arrives":
             now += delay  # on its way to the server
             if isinstance(order, Read):
@@ -141,7 +141,7 @@ def test_there_are_never_two_leaders_and_terms_only_grow(steps):
                     one.saw(seat.read(now), seat.revision)
             elif seat.write(order, now):
                 if luck == "works":
-                    one.written(order, seat.revision, asked_at)
+                    one.written(order, seat.revision, requested_at)
             elif luck == "works":
                 one.refused()
         leaders = [each for each in everyone if each.may_lead(now)]

@@ -51,7 +51,7 @@ def test_a_fleet_that_fits_its_traffic_is_left_alone():
     assert world.changes == []
 
 
-def test_more_traffic_gets_more_prefill_and_more_decode_workers_until_nobody_waits():
+def test_more_traffic_adds_prefill_and_decode_workers_until_queues_are_empty():
     world = PlannerWorld(RULES, steady(12.0)).run(HOUR_S / 2)
 
     assert {role for _at, role, change in world.scalings() if change > 0} == {Role.PREFILL, Role.DECODE}
@@ -62,15 +62,15 @@ def test_noise_moves_nothing_to_and_fro():
     world = PlannerWorld(RULES, steady(10.0), noise=0.3).run(HOUR_S)
 
     # At first there is too little and a queue to be worked off; then what that took may go.
-    assert all(world.turns(role) <= 1 for role in (Role.PREFILL, Role.DECODE))
+    assert all(world.reversals(role) <= 1 for role in (Role.PREFILL, Role.DECODE))
     assert len(world.changes) <= 10
 
 
-def test_the_fleet_follows_day_and_night_with_one_turn_at_noon():
+def test_the_fleet_follows_day_and_night_with_one_reversal_at_noon():
     world = PlannerWorld(RULES, day_and_night, noise=0.2).run(HOUR_S)
 
     for role in (Role.PREFILL, Role.DECODE):
-        assert world.turns(role) == 1
+        assert world.reversals(role) == 1
         assert max(size for _at, *sizes in world.sizes for size in sizes) >= 5
     assert max(world.count(Role.PREFILL), world.count(Role.DECODE)) <= 2
     assert longest_wait(world, 0.0) < 3 * RULES.ttft_s
@@ -82,14 +82,14 @@ def test_short_spikes_change_nothing():
     assert world.scalings() == []
 
 
-def test_without_more_workers_to_be_had_roles_follow_the_traffic_one_switch_at_a_time():
+def test_in_a_full_fleet_roles_follow_the_traffic_one_at_a_time():
     world = PlannerWorld(RULES, prompts_then_answers, prefill=3, decode=3, noise=0.2, **ROLES_ONLY).run(1.5 * HOUR_S)
 
     assert [role for role, _run in groupby(role for _at, role in world.switches())] == [Role.DECODE, Role.PREFILL]
     assert all(later - earlier >= RULES.cool_down_s for (earlier, _), (later, _) in pairwise(world.switches()))
 
 
-def test_a_worker_that_can_be_spared_changes_its_role_before_new_ones_are_asked_for():
+def test_a_spare_worker_changes_role_before_workers_are_added():
     world = PlannerWorld(RULES, prompts_come_after_two_minutes, prefill=2, decode=3).run(300.0)
 
     _at, first = world.changes[0]
@@ -101,7 +101,7 @@ def test_workers_that_do_both_are_scaled_as_such():
     world = PlannerWorld(RULES, day_and_night, prefill=0, decode=0, both=1).run(HOUR_S)
 
     assert {role for _at, role, _change in world.scalings()} == {Role.BOTH}
-    assert world.turns(Role.BOTH) == 1
+    assert world.reversals(Role.BOTH) == 1
 
 
 def test_a_queue_is_demand_that_the_engines_have_not_seen():
@@ -139,7 +139,7 @@ def test_a_fleet_keeps_its_least_and_its_most():
     assert max(sum(sizes) for _at, *sizes in full.run(HOUR_S / 2).sizes) == 6
 
 
-def test_nothing_is_decided_while_a_worker_does_not_tell_what_it_does():
+def test_nothing_is_decided_while_a_load_report_is_missing():
     world = PlannerWorld(RULES, steady(12.0))
     world.workers[0].reports = False
     world.run(300.0)
@@ -192,21 +192,21 @@ def test_workers_that_were_asked_for_count_before_they_are_there():
     assert len(asked_with) > 2
 
 
-def test_a_tight_target_for_the_first_token_wants_emptier_prefill_workers():
+def test_a_tight_ttft_target_lowers_the_load_of_prefill_workers():
     loose = PlannerWorld(msgspec.structs.replace(RULES, ttft_s=10.0), steady(6.0)).run(HOUR_S / 4)
     tight = PlannerWorld(msgspec.structs.replace(RULES, ttft_s=0.35), steady(6.0)).run(HOUR_S / 4)
 
     assert tight.count(Role.PREFILL) > loose.count(Role.PREFILL)
 
 
-def test_a_tight_target_between_tokens_wants_more_decode_workers():
+def test_a_tight_itl_target_adds_decode_workers():
     loose = PlannerWorld(msgspec.structs.replace(RULES, itl_s=0.1), steady(10.0)).run(HOUR_S / 4)
     tight = PlannerWorld(msgspec.structs.replace(RULES, itl_s=0.006), steady(10.0)).run(HOUR_S / 4)
 
     assert tight.count(Role.DECODE) > loose.count(Role.DECODE)
 
 
-def test_the_least_busy_worker_changes_its_role_and_an_unwilling_one_is_not_asked_again_at_once():
+def test_the_least_busy_worker_changes_role_and_refusals_pause():
     rules = msgspec.structs.replace(RULES, refused_s=HOUR_S)
     world = PlannerWorld(rules, prompts_come_after_two_minutes, prefill=2, decode=3)
     asked = []
@@ -245,26 +245,26 @@ def beside(**differs: str) -> PlannerWorld:
     return world.run(300.0)
 
 
-def test_of_two_revisions_of_a_model_the_one_that_is_full_asks_for_workers_of_its_own():
+def test_only_the_full_revision_of_a_model_gets_workers():
     world = beside(revision="another")
 
     assert {(each.action, each.revision) for _at, each in world.changes} == {(PlanAction.SCALE, FINGERPRINT.revision)}
 
 
-def test_while_a_revision_does_not_say_which_fingerprint_is_meant_nobody_is_asked_for_workers():
+def test_an_ambiguous_revision_gets_no_workers():
     world = beside(connector="another")
 
     assert world.changes == []
     assert world.last is not None
 
 
-def test_beside_workers_that_do_both_a_role_needs_no_worker_of_its_own():
+def test_beside_both_workers_a_role_needs_no_worker_of_its_own():
     world = PlannerWorld(RULES, steady(2.0), prefill=0, decode=1, both=2).run(300.0)
 
     assert world.changes == []
 
 
-def test_a_fleet_without_anybody_ready_is_told_and_left_alone():
+def test_a_fleet_without_ready_workers_is_reported_and_not_changed():
     planner = Planner(RULES, 0.0)
     starting = PlannerWorld(RULES, steady(0.0)).fleet()
     starting = [msgspec.structs.replace(each, phase=WorkerPhase.STARTING) for each in starting]
@@ -275,7 +275,7 @@ def test_a_fleet_without_anybody_ready_is_told_and_left_alone():
     assert "no worker is ready" in decision.why
 
 
-def test_who_starts_is_counted_at_the_revision_that_its_settings_name():
+def test_a_starting_worker_counts_for_the_revision_of_its_settings():
     def worker(name: str, phase: WorkerPhase, **more: str) -> FleetWorker:
         written = record(name, phase, 1, Role.BOTH, **more)
         return FleetWorker(record=written, phase=phase, since_s=1.0, silent_s=0.0)

@@ -67,12 +67,12 @@ async def orchestrators(
             end.set()
 
 
-def in_virtual_time(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    run_in_virtual_time(story())
+def in_virtual_time(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    run_in_virtual_time(scenario())
 
 
-def test_only_the_leader_orders_and_each_change_is_told_with_its_outcome():
-    async def story() -> None:
+def test_only_the_leader_orders_and_each_change_is_published_with_its_outcome():
+    async def scenario() -> None:
         async with orchestrators("o1", "o2") as heard:
             await asyncio.sleep(45.0)
 
@@ -80,11 +80,11 @@ def test_only_the_leader_orders_and_each_change_is_told_with_its_outcome():
             assert [each.outcome for each in heard.changes] == ["", "d1 is prefill after 0.25 s, 3 legs went on"]
             assert [each.number for each in heard.changes] == [heard.changes[0].number] * 2
 
-    in_virtual_time(story)
+    in_virtual_time(scenario)
 
 
 def test_a_new_leader_orders_nothing_before_its_predecessors_change_has_shown():
-    async def story() -> None:
+    async def scenario() -> None:
         async with orchestrators("o1", "o2") as heard:
             await asyncio.sleep(20.0)
             heard.buses["o1"].lose()
@@ -95,11 +95,11 @@ def test_a_new_leader_orders_nothing_before_its_predecessors_change_has_shown():
             await asyncio.sleep(15.0)
             assert heard.workers["d1"].orders == [Role.PREFILL]
 
-    in_virtual_time(story)
+    in_virtual_time(scenario)
 
 
-def test_advice_is_told_and_nothing_is_done():
-    async def story() -> None:
+def test_advice_is_published_without_action():
+    async def scenario() -> None:
         async with orchestrators("o1", planner="advise") as heard:
             await asyncio.sleep(45.0)
 
@@ -107,31 +107,31 @@ def test_advice_is_told_and_nothing_is_done():
             assert all(worker.orders == [] for worker in heard.workers.values())
             assert (await heard.plans()).mode == "advise"
 
-    in_virtual_time(story)
+    in_virtual_time(scenario)
 
 
-def test_a_planner_that_is_off_says_so_and_looks_at_nothing():
-    async def story() -> None:
+def test_a_planner_that_is_off_reports_that_and_computes_nothing():
+    async def scenario() -> None:
         async with orchestrators("o1", planner="off") as heard:
             await asyncio.sleep(45.0)
 
             assert heard.told == []
             assert await heard.plans() == Plans(mode="off", decisions=[])
 
-    in_virtual_time(story)
+    in_virtual_time(scenario)
 
 
-def test_without_a_leader_nobody_answers_for_the_plan():
-    async def story() -> None:
+def test_without_a_leader_no_orchestrator_answers_for_the_plan():
+    async def scenario() -> None:
         async with orchestrators() as heard:
             with pytest.raises(NoResponders):
                 await heard.plans()
 
-    in_virtual_time(story)
+    in_virtual_time(scenario)
 
 
-def test_a_worker_that_does_not_change_its_role_is_told_with_its_reason_and_left_alone():
-    async def story() -> None:
+def test_a_refused_role_change_is_published_with_its_reason():
+    async def scenario() -> None:
         async with orchestrators("o1", refuses="the KV self-test failed") as heard:
             await asyncio.sleep(95.0)
 
@@ -141,7 +141,7 @@ def test_a_worker_that_does_not_change_its_role_is_told_with_its_reason_and_left
             ]
             assert len(heard.workers["d1"].orders) == 1
 
-    in_virtual_time(story)
+    in_virtual_time(scenario)
 
 
 @pytest.mark.parametrize(
@@ -153,8 +153,8 @@ def test_a_worker_that_does_not_change_its_role_is_told_with_its_reason_and_left
         (None, "no launcher scales: start one with `baton up --workers-max N`"),
     ],
 )
-def test_when_nobody_can_be_spared_the_launcher_is_asked_for_workers(answer: FleetScaled | None, outcome: str):
-    async def story() -> None:
+def test_without_a_spare_worker_the_launcher_gets_a_request(answer: FleetScaled | None, outcome: str):
+    async def scenario() -> None:
         async with orchestrators("o1", rules=msgspec.structs.replace(RULES, decode_min=3, step_max=2)) as heard:
 
             async def scale(wish: ScaleFleet, _envelope: object) -> FleetScaled:
@@ -171,11 +171,11 @@ def test_when_nobody_can_be_spared_the_launcher_is_asked_for_workers(answer: Fle
                 wish = heard.wishes[0]
                 assert (wish.model, wish.revision, wish.role, wish.change) == ("m", "r", Role.PREFILL, 2)
 
-    in_virtual_time(story)
+    in_virtual_time(scenario)
 
 
 @pytest.mark.parametrize(
-    ("variables", "words"),
+    ("variables", "text"),
     [
         ({"SCALER": "webhook"}, "ORCHESTRATOR_SCALER_URL"),
         ({"PLANNER_TIME_SCALE": "0"}, "time_scale"),
@@ -183,8 +183,8 @@ def test_when_nobody_can_be_spared_the_launcher_is_asked_for_workers(answer: Fle
         ({"PLANNER": "yes"}, "ORCHESTRATOR_PLANNER"),
     ],
 )
-def test_settings_that_cannot_work_stop_the_start(variables: dict[str, str], words: str):
-    with pytest.raises(SettingsError, match=words):
+def test_settings_that_cannot_work_stop_the_start(variables: dict[str, str], text: str):
+    with pytest.raises(SettingsError, match=text):
         load(Settings, "ORCHESTRATOR_", {f"ORCHESTRATOR_{name}": value for name, value in variables.items()})
 
 

@@ -33,7 +33,7 @@ def endpoint(status: int, body: bytes) -> Iterator[tuple[str, list[dict]]]:
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *_words: object) -> None:
+        def log_message(self, *_text: object) -> None:
             """Nothing."""
 
     server = HTTPServer(("127.0.0.1", 0), Hook)
@@ -55,7 +55,7 @@ async def test_the_order_is_posted_and_an_empty_reply_accepts_it():
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "change", "words"),
+    ("status", "body", "change", "text"),
     [
         (200, b'{"change": 1, "refusal": "quota"}', 1, "quota"),
         (409, b"not now", 0, "replies 409: not now"),
@@ -63,12 +63,12 @@ async def test_the_order_is_posted_and_an_empty_reply_accepts_it():
         (200, b'{"change": "many"}', 0, "no FleetScaled"),
     ],
 )
-async def test_a_webhook_may_do_less_or_nothing(status: int, body: bytes, change: int, words: str):
+async def test_a_webhook_may_do_less_or_nothing(status: int, body: bytes, change: int, text: str):
     with endpoint(status, body) as (url, _posted):
         scaled = await WebhookScaler(url, REPLY_S_MAX).scale(ORDER)
 
     assert scaled.change == change
-    assert words in scaled.refusal
+    assert text in scaled.refusal
 
 
 async def test_an_unreachable_webhook_is_a_refusal():

@@ -37,7 +37,7 @@ def test_what_waits_in_engines_is_work_of_its_own_phase():
     assert queued.decode - work().decode == pytest.approx(400 * 0.05 / 40)
 
 
-def test_who_waits_in_a_router_waits_for_the_phase_that_is_full():
+def test_waiting_requests_count_for_the_phase_that_is_full():
     for_prefill = work(waiting=RULES.clear_s)
     for_decode = work(Steps(prefill_tokens=1000.0, decode_requests=720.0), waiting=RULES.clear_s)
     for_both = work(Steps(prefill_tokens=9000.0, decode_requests=720.0), waiting=RULES.clear_s)
@@ -48,7 +48,7 @@ def test_who_waits_in_a_router_waits_for_the_phase_that_is_full():
     assert (for_both.prefill, for_both.decode) == (pytest.approx(1.0), pytest.approx(0.9 + 0.125))
 
 
-def test_who_was_rejected_would_have_needed_both_phases():
+def test_rejected_requests_count_for_both_phases():
     rejected = work(rejected_per_s=10.0)
 
     assert rejected.prefill == pytest.approx(0.9 + 1.0)
@@ -73,7 +73,7 @@ def test_a_batch_is_as_large_as_target_cache_and_engine_allow(
     assert batch_max(LAW, context, engines, itl_s) == pytest.approx(batch)
 
 
-def test_the_load_that_prefill_workers_may_have_follows_from_the_target_and_their_number():
+def test_the_prefill_load_limit_follows_from_target_and_worker_count():
     loose = work()
     tight = Work(prefill=0.9, decode=0.1, prompt_s=0.5, batch=40.0, ttft_s=2.0, load_max=0.85)
 

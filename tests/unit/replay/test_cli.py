@@ -64,14 +64,14 @@ def test_the_knee_is_where_the_best_baseline_just_keeps_the_target(trace):
         (["--workers", "0"], "needs workers"),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_words(trace, arguments, says):
+def test_invalid_options_give_a_clear_error(trace, arguments, says):
     done = run("replay", trace, *arguments)
 
     assert done.exit_code == 2
     assert says in done.output
 
 
-def test_a_file_that_is_no_trace_is_refused_in_words(tmp_path):
+def test_a_file_that_is_no_trace_gives_a_clear_error(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_text("nothing\n")
 

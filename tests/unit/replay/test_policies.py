@@ -33,7 +33,7 @@ def ids(of):
     return list(of.workers)
 
 
-def need(tokens: int = 2100, hashes=(11, 12, 13, 14)) -> PlacementRequest:
+def request(tokens: int = 2100, hashes=(11, 12, 13, 14)) -> PlacementRequest:
     return PlacementRequest(model=MODEL, prompt_tokens=tokens, hashes=hashes)
 
 
@@ -42,13 +42,13 @@ def holds(of, worker_id, hashes):
     of.fleet.index.apply(KvEventBatch(worker_id=worker_id, epoch=1, seq=1, events=events))
 
 
-def chosen(policy, needed=None):
-    placed = policy.place(needed or need(), 1.0)
-    assert isinstance(placed, Placement)
-    return placed.decode.record.worker_id
+def chosen(policy, given=None):
+    placement = policy.place(given or request(), 1.0)
+    assert isinstance(placement, Placement)
+    return placement.decode.record.worker_id
 
 
-def test_random_takes_everybody_sooner_or_later(of, ids):
+def test_random_chooses_every_worker_eventually(of, ids):
     policy = RandomChoice(context(of))
 
     assert {chosen(policy) for _ in range(50)} == set(ids)
@@ -115,8 +115,8 @@ def test_sglang_sends_a_prompt_that_matches_too_little_to_the_least_loaded(of, i
     of.counts.active[ids[1]].requests = 2
     of.counts.active[ids[2]].requests = 0
 
-    assert chosen(policy, need(2100, (11, 99, 98, 97))) == ids[2]  # a quarter of it is less than 0.3
-    assert chosen(policy, need(2100, (11, 12, 98, 97))) == ids[1]
+    assert chosen(policy, request(2100, (11, 99, 98, 97))) == ids[2]  # a quarter of it is less than 0.3
+    assert chosen(policy, request(2100, (11, 12, 98, 97))) == ids[1]
 
 
 def test_sglang_with_kv_events_takes_the_largest_overlap_then_the_less_loaded(of, ids):
@@ -127,15 +127,15 @@ def test_sglang_with_kv_events_takes_the_largest_overlap_then_the_less_loaded(of
     assert chosen(SglangCacheAware(context(of), Knobs(exact=True))) == ids[2]
 
 
-def test_mooncake_takes_the_least_time_to_the_first_token_and_fetches_a_longer_prefix(of, ids):
+def test_mooncake_minimises_ttft_and_fetches_a_longer_prefix(of, ids):
     holds(of, ids[0], [11, 12, 13, 14])
     of.counts.active[ids[0]].prefill_s = 2.0
     of.counts.active[ids[1]].prefill_s = 0.5
-    placed = MooncakeConductor(context(of)).place(need(), 1.0)
+    placement = MooncakeConductor(context(of)).place(request(), 1.0)
 
-    assert placed.decode.record.worker_id == ids[2]
-    assert [(source.worker_id, source.first, source.end) for source in placed.sources] == [(ids[0], 0, 4)]
-    assert (placed.cached_tokens, placed.fetched_tokens, placed.uncached_tokens) == (0, 2048, 52)
+    assert placement.decode.record.worker_id == ids[2]
+    assert [(source.worker_id, source.first, source.end) for source in placement.sources] == [(ids[0], 0, 4)]
+    assert (placement.cached_tokens, placement.fetched_tokens, placement.uncached_tokens) == (0, 2048, 52)
 
 
 def test_mooncake_computes_what_is_not_longer_by_the_threshold(of, ids):
@@ -143,14 +143,14 @@ def test_mooncake_computes_what_is_not_longer_by_the_threshold(of, ids):
     holds(of, ids[1], [11, 12, 13])
     of.counts.active[ids[0]].prefill_s = of.counts.active[ids[2]].prefill_s = 2.0
 
-    assert MooncakeConductor(context(of), threshold=1.2).place(need(), 1.0).sources
-    assert MooncakeConductor(context(of), threshold=1.5).place(need(), 1.0).sources == ()
+    assert MooncakeConductor(context(of), threshold=1.2).place(request(), 1.0).sources
+    assert MooncakeConductor(context(of), threshold=1.5).place(request(), 1.0).sources == ()
 
 
-def test_mooncake_refuses_what_would_miss_the_target_if_it_is_told_to(of, ids):
+def test_mooncake_rejects_requests_that_would_miss_the_target_if_configured(of, ids):
     of.fleet.placer = MooncakeConductor(context(of), rejecting=True)
-    assert isinstance(of.fleet.placer.place(need(), 1.0), Placement)
+    assert isinstance(of.fleet.placer.place(request(), 1.0), Placement)
     for worker_id in ids:
         of.counts.active[worker_id].prefill_s = 6.0
 
-    assert isinstance(of.fleet.placer.place(need(), 1.0), Rejection)
+    assert isinstance(of.fleet.placer.place(request(), 1.0), Rejection)

@@ -19,7 +19,7 @@ def test_a_mooncake_trace_keeps_lengths_and_the_contents_of_full_blocks(tmp_path
     )
 
 
-def test_requests_of_one_window_are_spread_over_it_in_order_by_the_seed(tmp_path):
+def test_requests_of_one_window_are_spread_in_order_by_seed(tmp_path):
     path = write_mooncake(tmp_path / "trace.jsonl", conversations(60))
     times = [request.at_s for request in read_trace(path, seed=3)]
 

@@ -78,7 +78,7 @@ def test_the_routers_index_knows_exactly_what_the_engines_hold():
         assert all(of.fleet.index.match([name]).get(worker.worker_id) == 1 for name in held)
 
 
-def test_a_lone_request_takes_what_the_law_says():
+def test_a_lone_request_takes_the_models_time():
     of = with_baseline(world(Shape(both=1)), "random")
     (replayed,) = of.run([Request(0.0, (1, 2), 1400, 11)])
     step_s = PROFILE.decode_base_s + 1405.5 * PROFILE.decode_per_context_token_s
@@ -99,12 +99,12 @@ def test_a_handoff_that_is_streamed_takes_hardly_longer_than_the_prompt():
     of = with_baseline(world(Shape(prefill=1, decode=1)), "random")
     (replayed,) = of.run([Request(0.0, tuple(range(12)), 6300, 3)])
 
-    assert replayed.placed is not None
-    assert replayed.placed.streamed
+    assert replayed.placement is not None
+    assert replayed.placement.streamed
     assert 0.0 < replayed.ttft_s - PROFILE.prompt_s(6300, 0) < 0.05
 
 
-def test_what_cannot_be_served_in_time_waits_at_the_router_and_is_refused():
+def test_requests_that_would_be_late_wait_and_are_rejected():
     of = world(Shape(both=1))
     of.targets = Targets(ttft_s=1.0)
     of.admit(AdmissionPolicy())

@@ -22,7 +22,7 @@ Script = Callable[["FakeWorker", StartLeg, LegFrames], Awaitable[None] | None]
 
 JSON = "application/json"
 SSE = "text/event-stream"
-WHOLE_ANSWER = b'{"id":"cmpl-1","choices":[{"text":"five tokens of an answer"}]}'
+WHOLE_RESPONSE = b'{"id":"cmpl-1","choices":[{"text":"five tokens of an answer"}]}'
 EVENTS = tuple(b'data: {"choices":[{"text":"%d"}]}\n\n' % number for number in range(3))
 DONE = b"data: [DONE]\n\n"
 
@@ -35,7 +35,7 @@ def wants_stream(start: StartLeg) -> bool:
     return msgspec.json.decode(start.body, type=WantsStream).stream
 
 
-def answer_well(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
+def serve_leg(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
     """Respond as a healthy engine does."""
     if start.kind is LegKind.PREFILL:
         frames.head(200, JSON)
@@ -51,7 +51,7 @@ def answer_well(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
         frames.data(DONE)
     else:
         frames.head(200, JSON)
-        frames.data(WHOLE_ANSWER)
+        frames.data(WHOLE_RESPONSE)
     frames.end(report)
 
 
@@ -67,7 +67,7 @@ class FakeWorker:
         role: Role = Role.BOTH,
         *,
         epoch: int = 1,
-        script: Script = answer_well,
+        script: Script = serve_leg,
         asset: TokenizerAsset | None = None,
         connector: str = "none",
         revision: str = "r",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import LegKind, LegReport, StartLeg, unpack_tokens
-from tests.unit.router.fake_worker import DONE, SSE, FakeWorker, Script, answer_well
+from tests.unit.router.fake_worker import DONE, SSE, FakeWorker, Script, serve_leg
 
 TOKENS = [7, 0, 4_000_000_000, 13, 21, 34]
 ROLE = b'data: {"choices":[{"delta":{"role":"assistant"}}]}\n\n'
@@ -26,14 +26,14 @@ def streams(breaks_after: int = FOREVER, how: Callable[[LegFrames], None] | None
 
     def script(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
         if start.kind is LegKind.PREFILL:
-            answer_well(worker, start, frames)
+            serve_leg(worker, start, frames)
             return
-        had = unpack_tokens(start.resume) if start.resume is not None else []
-        assert had == TOKENS[: len(had)]
+        relayed = unpack_tokens(start.resume) if start.resume is not None else []
+        assert relayed == TOKENS[: len(relayed)]
         frames.head(200, SSE)
         if start.resume is None:
             frames.data(ROLE)
-        for number in range(len(had), min(len(had) + breaks_after, len(TOKENS))):
+        for number in range(len(relayed), min(len(relayed) + breaks_after, len(TOKENS))):
             frames.data(event(number), [TOKENS[number]])
         if how is not None:
             how(frames)

@@ -21,7 +21,7 @@ from shared.contracts.workers import Role
 from shared.telemetry.finished_spans import SpanSink
 from tests.support.memory_bus import MemoryBus, MemoryHub
 from tests.support.virtual_time import LoopClock, run_in_virtual_time
-from tests.unit.router.fake_worker import FakeWorker, Script, answer_well
+from tests.unit.router.fake_worker import FakeWorker, Script, serve_leg
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -99,9 +99,7 @@ class World:
         self.workers: dict[str, FakeWorker] = {}
         self.tasks = asyncio.TaskGroup()
 
-    async def worker(
-        self, worker_id: str, role: Role = Role.BOTH, script: Script = answer_well, **kw: Any
-    ) -> FakeWorker:
+    async def worker(self, worker_id: str, role: Role = Role.BOTH, script: Script = serve_leg, **kw: Any) -> FakeWorker:
         """Add a worker; the router knows it when this returns."""
         worker = FakeWorker(MemoryBus(self.hub), worker_id, role, script=script, **kw)
         self.workers[worker_id] = worker
@@ -114,7 +112,7 @@ class World:
         return worker
 
     async def pair(
-        self, prefill: Script = answer_well, decode: Script = answer_well, **kw: Any
+        self, prefill: Script = serve_leg, decode: Script = serve_leg, **kw: Any
     ) -> tuple[FakeWorker, FakeWorker]:
         """A prefill worker ``p1`` and a decode worker ``d1``."""
         return await self.worker("p1", Role.PREFILL, prefill, **kw), await self.worker("d1", Role.DECODE, decode, **kw)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from scripts.audit import NO_DATA, NOTHING_KNOWN, VULNERABLE, Findings, as_text, read, verdict
+from scripts.audit import NO_DATA, NOTHING_KNOWN, VULNERABLE, Findings, as_text, exit_code, read
 
 
 def report(*packages: dict) -> str:
@@ -29,23 +29,23 @@ UNKNOWN = {"name": "rare", "skip_reason": "Dependency not found and could not be
     ],
 )
 def test_only_packages_of_which_something_is_known_count_as_good(packages: list[dict], code: int):
-    assert verdict([read(report(*packages), "")]) == code
+    assert exit_code([read(report(*packages), "")]) == code
 
 
 @pytest.mark.parametrize("said", ["", "Traceback\nConnectionError: no route"])
-def test_no_answer_is_no_good_news(said: str):
+def test_missing_data_is_not_a_pass(said: str):
     found = read("", said)
 
-    assert verdict([found]) == NO_DATA
+    assert exit_code([found]) == NO_DATA
     assert "could not be had" in as_text("services.txt", found)[0]
 
 
-def test_a_vulnerability_is_told_with_the_version_that_mends_it():
-    words = as_text("services.txt", read(report(GOOD, BAD, UNKNOWN), ""))
+def test_a_vulnerability_is_listed_with_its_fixed_version():
+    lines = as_text("services.txt", read(report(GOOD, BAD, UNKNOWN), ""))
 
-    assert words == [
+    assert lines == [
         "services.txt: 2 packages audited, 1 vulnerabilities",
         "  bad 1: PYSEC-1, mended in 2",
         "  no data on 1 packages, of which nothing is known: rare",
     ]
-    assert verdict([Findings(audited=1), read(report(BAD), "")]) == VULNERABLE
+    assert exit_code([Findings(audited=1), read(report(BAD), "")]) == VULNERABLE

@@ -87,7 +87,7 @@ async def test_work_that_ignores_cancellation_is_abandoned(caplog):
     deaf.released.set()
 
 
-async def test_who_waits_for_deaf_work_can_be_cancelled():
+async def test_a_wait_for_uncancellable_work_can_be_cancelled():
     deaf = Deaf()
     waiting = asyncio.ensure_future(within(HANG_S, deaf.work(), name="deaf", grace_s=0.05))
     await asyncio.sleep(0)

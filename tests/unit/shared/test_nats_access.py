@@ -55,7 +55,7 @@ def test_a_certificate_of_the_cluster_is_trusted_for_its_names_and_addresses(tmp
     ],
     ids=["expired", "not-yet-valid", "another-name"],
 )
-def test_a_certificate_that_does_not_hold_is_told_with_what_to_do(tmp_path, made_days_ago, hosts, ca_file, says):
+def test_an_invalid_certificate_error_says_what_to_do(tmp_path, made_days_ago, hosts, ca_file, says):
     made = NOW - timedelta(days=made_days_ago)
     authority = new_authority(min(NOW, made))
     error = handshake(authority.certificate, new_server(authority, hosts, made), tmp_path)
@@ -65,7 +65,7 @@ def test_a_certificate_that_does_not_hold_is_told_with_what_to_do(tmp_path, made
         ConnectionErrors(URL, Access(ca_file=ca_file)).report(error)
 
 
-def test_a_connection_that_is_up_says_each_thing_once_and_not_without_end(caplog):
+def test_connection_errors_are_logged_up_to_a_limit(caplog):
     errors = ConnectionErrors(URL, Access(nkey_file="k"))
     errors.is_first_attempt = False
 
@@ -88,7 +88,7 @@ def test_a_refused_password_is_not_shown():
     assert "nats://n:1" in said
 
 
-def test_a_key_comes_back_from_its_file_with_its_owner_and_is_not_shown(tmp_path):
+def test_a_key_is_read_with_its_owner_and_never_shown(tmp_path):
     made = new_seed("worker.gpu-1")
     (tmp_path / "nkey").write_text(made.file_text)
 
@@ -133,5 +133,5 @@ def test_a_ca_file_without_a_certificate_is_named(tmp_path):
     ("url", "inboxes"),
     [("nats://n:1", "_INBOX"), ("nats://router:p@n:1", "_INBOX.router"), ("nats://a%20b@n:1", "_INBOX")],
 )
-def test_without_a_key_answers_arrive_where_the_user_of_the_url_may_listen(url, inboxes):
+def test_without_a_key_the_inbox_prefix_is_that_of_the_urls_user(url, inboxes):
     assert credentials(url, Access(party="router")).inboxes == inboxes

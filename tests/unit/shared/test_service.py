@@ -43,7 +43,7 @@ class Stage:
             self.heard.append((status.phase, status.detail))
 
 
-async def test_a_service_that_stops_cleanly_says_each_phase_and_exits_0():
+async def test_a_service_that_stops_cleanly_publishes_each_phase_and_exits_0():
     stage = Stage()
 
     async def main(service):
@@ -57,13 +57,13 @@ async def test_a_service_that_stops_cleanly_says_each_phase_and_exits_0():
     assert not stage.bus.connected
 
 
-async def test_a_status_says_which_baton_on_which_machine_at_what_time_and_what_the_service_adds():
+async def test_a_status_has_version_host_time_and_the_services_fields():
     stage, told = Stage(), []
     await MemoryBus(stage.hub).subscribe(SERVICE_STATUS, lambda status, _envelope: told.append(status))
-    standing = RouterHealth(not_exact={"w1": "degraded"})
+    health = RouterHealth(not_exact={"w1": "degraded"})
 
     async def main(service):
-        service.router_health = lambda: standing
+        service.router_health = lambda: health
         service.set_phase(ServicePhase.READY)
         await asyncio.sleep(0)
 
@@ -71,7 +71,7 @@ async def test_a_status_says_which_baton_on_which_machine_at_what_time_and_what_
     last = told[-1]
     assert (last.version, last.host) == (baton_version(), socket.gethostname())
     assert last.at_ms == stage.service.clock.wall_ms()
-    assert last.router == standing
+    assert last.router == health
 
 
 async def test_background_tasks_end_when_main_returns():
@@ -92,7 +92,7 @@ async def test_background_tasks_end_when_main_returns():
     assert ended == [True]
 
 
-async def test_an_unexpected_exception_is_told_and_exits_1():
+async def test_an_unexpected_exception_is_logged_and_exits_1():
     stage = Stage()
 
     async def main(_service):

@@ -37,7 +37,7 @@ def test_a_receiver_that_is_away_is_complained_about_once_in_a_while(caplog):
     assert "accepts spans again" in caplog.messages[-1]
 
 
-def test_a_process_that_ends_waits_no_longer_for_its_receiver_than_it_is_told_to(caplog):
+def test_exporting_at_exit_is_bounded_by_its_deadline(caplog):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         telemetry = setup("router", "r1", otlp_endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}")
         for _ in range(SPANS):

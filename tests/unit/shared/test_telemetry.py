@@ -48,19 +48,19 @@ def record(message: str, **extra) -> logging.LogRecord:
     return made
 
 
-def test_a_json_line_carries_who_what_and_the_facts():
+def test_a_json_line_has_process_message_and_fields():
     line = json.loads(JsonLines("router", "r1").format(record("request ended", facts={"status": 200})))
 
     assert (line["service"], line["instance"], line["level"]) == ("router", "r1", "warning")
     assert (line["message"], line["status"]) == ("request ended", 200)
 
 
-def test_a_line_says_which_trace_it_belongs_to(current_trace):
+def test_a_log_line_names_its_trace(current_trace):
     for formatter in (JsonLines("router", "r1"), Text("router", "r1")):
         assert current_trace in formatter.format(record("request", facts={"status": 200}))
 
 
-def test_a_trace_that_the_facts_name_is_the_one_that_is_said(current_trace):
+def test_an_explicit_trace_id_takes_precedence(current_trace):
     line = json.loads(JsonLines("router", "r1").format(record("request", facts={"trace_id": "b" * 32})))
 
     assert line["trace_id"] == "b" * 32 != current_trace
@@ -96,7 +96,7 @@ def test_a_text_line_is_for_people():
 
 
 @pytest.mark.parametrize("metric", METRICS.values(), ids=lambda metric: metric.name)
-def test_every_metric_is_named_as_prometheus_wants_it(metric):
+def test_every_metric_name_follows_prometheus_conventions(metric):
     assert metric.name.startswith("baton_")
     assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER)
     assert metric.meaning.endswith(".")

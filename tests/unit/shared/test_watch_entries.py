@@ -1,4 +1,4 @@
-"""When a watch of kept values may say that all of the beginning has been told."""
+"""When a watch of key-value entries reports that it has delivered all initial entries."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def told(*says: KeyValue.Entry | None, holds_entries: bool) -> list[str | 
     return [one and one.key async for one in entries_of(watcher(), has_entries)]
 
 
-async def test_an_empty_bucket_is_told_at_once():
+async def test_an_empty_bucket_is_reported_at_once():
     assert await told(None, entry("later", 0), holds_entries=False) == [None, "later"]
 
 
@@ -34,5 +34,5 @@ async def test_entries_come_before_the_end_of_the_beginning():
     assert await told(entry("a", 1), entry("b", 0), None, entry("c", 0), holds_entries=True) == ["a", "b", None, "c"]
 
 
-async def test_an_end_that_overtook_the_first_entries_waits_for_the_last_of_them():
+async def test_an_early_end_marker_waits_for_the_last_initial_entry():
     assert await told(None, entry("a", 1), entry("b", 0), entry("c", 0), holds_entries=True) == ["a", "b", None, "c"]

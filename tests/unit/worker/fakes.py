@@ -32,7 +32,7 @@ WAIT_S_MAX = 30.0
 
 
 class FakeEngine:
-    """Answers every body with what the test told it to. ``gate`` holds generation back until it is set."""
+    """Answers every body with what the test told it to. ``may_run`` holds generation back until it is set."""
 
     def __init__(self) -> None:
         self.facts = EngineFacts(
@@ -45,8 +45,8 @@ class FakeEngine:
             legs_max=2,
         )
         self.bodies: list[dict | bytes] = []
-        self.gate = asyncio.Event()
-        self.gate.set()
+        self.may_run = asyncio.Event()
+        self.may_run.set()
         self.started = asyncio.Event()
         self.aborted = asyncio.Event()
         self.events: asyncio.Queue[list[KvEvent]] = asyncio.Queue()
@@ -75,7 +75,7 @@ class FakeEngine:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
         record.prompt_tokens, record.cached_tokens = 7, 3 + len(record.resume or ())
         try:
-            await self.gate.wait()
+            await self.may_run.wait()
         except asyncio.CancelledError:
             self.aborted.set()
             raise
@@ -201,7 +201,7 @@ async def running_worker(exchange: FakeExchange | None = None, **settings) -> As
         yield worker
     finally:
         worker.service.stopping.set()
-        worker.engine.gate.set()
+        worker.engine.may_run.set()
         await asyncio.wait([worker.exit], timeout=WAIT_S_MAX)
         await worker.inbox.close()
         await worker.bus.close()

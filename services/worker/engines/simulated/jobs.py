@@ -62,7 +62,7 @@ class Job:
     params: RequestParams
     view: View
     record: LegRecord
-    room: int
+    tokens_max: int
     """Tokens that may follow the prompt."""
 
 
@@ -120,9 +120,9 @@ class JobMaker:
     def _job(
         self, body: SamplingBody, prompts: list[list[int]], responses: Responses, view: View, record: LegRecord
     ) -> Job:
-        room = min(self._room(prompt) for prompt in prompts)
+        tokens_max = min(self._tokens_max(prompt) for prompt in prompts)
         stops, inbox = stop_strings(body), Inbox()
-        params = self._params(body, room, record)
+        params = self._params(body, tokens_max, record)
         count = body.n or 1
         if count * len(prompts) > CHOICES_MAX:
             raise ApiError(f"n times the number of prompts must be at most {CHOICES_MAX}.", param="n")
@@ -135,25 +135,31 @@ class JobMaker:
             for index in range(count * len(prompts))
         ]
         return Job(
-            responses=responses, inbox=inbox, choices=choices, params=params, view=view, record=record, room=room
+            responses=responses,
+            inbox=inbox,
+            choices=choices,
+            params=params,
+            view=view,
+            record=record,
+            tokens_max=tokens_max,
         )
 
-    def _room(self, prompt: list[int]) -> int:
+    def _tokens_max(self, prompt: list[int]) -> int:
         """Tokens that may follow the prompt. Raises ApiError for a prompt that cannot be served."""
         if not prompt:
             raise ApiError("The decoder prompt cannot be empty", param="prompt")
         if max(prompt) >= self._tokenizer.model.size or min(prompt) < 0:
             raise ApiError(f"Token id {max(prompt)} is out of vocabulary", param="prompt")
-        room = self._max_model_len - len(prompt)
-        if room < 1:
+        tokens_max = self._max_model_len - len(prompt)
+        if tokens_max < 1:
             raise ApiError(
                 f"This model's maximum context length is {self._max_model_len} tokens. However, your request has "
                 f"{len(prompt)} input tokens. Please reduce the length of the input messages.",
                 param="input_tokens",
             )
-        return room
+        return tokens_max
 
-    def _params(self, body: SamplingBody, room: int, record: LegRecord) -> RequestParams:
+    def _params(self, body: SamplingBody, tokens_max: int, record: LegRecord) -> RequestParams:
         order = record.order or NO_ORDER
         salt = body.cache_salt or ""
         if record.kind is LegKind.PREFILL:
@@ -164,7 +170,7 @@ class JobMaker:
         if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
             asked = body.max_completion_tokens
         return RequestParams(
-            max_tokens=room if asked is None else min(asked, room),
+            max_tokens=tokens_max if asked is None else min(asked, tokens_max),
             min_tokens=body.min_tokens or 0,
             ignore_eos=body.ignore_eos,
             stop_token_ids=frozenset(body.stop_token_ids or ()),

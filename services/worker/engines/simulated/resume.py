@@ -20,7 +20,7 @@ def caught_up(job: Job, tokens: list[int], tokenizer: SimulatedTokenizer) -> Job
     record.caught_up = True
     choice.resumed = len(tokens)
     if record.kind is LegKind.PREFILL:
-        if len(tokens) >= job.room:
+        if len(tokens) >= job.tokens_max:
             raise ApiError("The completion already fills the model's context")
         choice.token_ids = list(tokens)
         return job

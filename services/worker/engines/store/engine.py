@@ -92,12 +92,12 @@ class StoreEngine:
         )
         self._shape = shape
         self._core = StoreExchange(holding, shape.block_tokens, tiers, time.monotonic)
-        self._mover, handshake = make_mover(plan.identity, shape, storage.arena.address, blocks, self._ring)
+        self._mover, handshake = make_mover(plan.identity, shape, storage.arena.address, blocks, self._wake_loop)
         self._core.describe(handshake)
         self._listeners: list[Callable[[EngineNotification], None]] = []
         self._load_listeners: list[Callable[[], None]] = []
         self._wake = asyncio.Event()
-        self._jobs = FileJobs(self._core, storage, ring=self._wake.set, fail=self._die)
+        self._jobs = FileJobs(self._core, storage, wake=self._wake.set, fail=self._die)
         self._loop = asyncio.get_running_loop()
         self._died: asyncio.Future[str] = self._loop.create_future()
         self._feed = KvEventFeed(self._died, tiers.whole_as_events)
@@ -185,7 +185,7 @@ class StoreEngine:
         core = self._core
         while True:
             self._wake.clear()
-            core.look()
+            core.poll()
             if orders := core.take_orders():
                 self._mover.submit(orders)
             if results := self._mover.take_results():
@@ -196,7 +196,7 @@ class StoreEngine:
             await self._sleep(core.wakes_at())
 
     async def _sleep(self, until: float | None) -> None:
-        polls = self._core.moving and not self._mover.rings
+        polls = self._core.moving and not self._mover.wakes
         seconds = None if until is None else max(0.0, until - time.monotonic())
         if polls:
             seconds = POLL_S if seconds is None else min(seconds, POLL_S)
@@ -206,7 +206,7 @@ class StoreEngine:
         except TimeoutError:
             pass
 
-    def _ring(self) -> None:
+    def _wake_loop(self) -> None:
         """Called on the mover's thread."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._wake.set)

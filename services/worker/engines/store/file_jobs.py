@@ -15,19 +15,19 @@ log = logging.getLogger("baton.worker")
 
 
 class FileJobs:
-    """Runs the jobs of ``core``. Calls ``ring`` after each job, and ``fail`` with a reason when the files fail."""
+    """Runs the jobs of ``core``. Calls ``wake`` after each job, and ``fail`` with a reason when the files fail."""
 
     def __init__(
         self,
         core: StoreExchange,
         storage: Storage,
         *,
-        ring: Callable[[], None],
+        wake: Callable[[], None],
         fail: Callable[[str], None],
     ) -> None:
         self._core = core
         self._storage = storage
-        self._ring = ring
+        self._wake_loop = wake
         self._fail = fail
         self._under_way: asyncio.Future[list[bytes]] | None = None
         self._broken = False
@@ -77,4 +77,4 @@ class FileJobs:
         self._core.ended(job, done.result())
         if damaged := self._core.tiers.counts.damaged - known:
             log.warning("%d blocks in files failed their checksums and were dropped", damaged)
-        self._ring()
+        self._wake_loop()

@@ -19,7 +19,7 @@ from services.worker.engines.store.tiers import Job, Tiers
 from shared.contracts.kv_exchange import KvHandshake, LeaseKv, ReleaseKv, unpack_block_ids, unpack_full_hashes
 from shared.contracts.load import StoreState
 
-LOOK_S = 0.05
+POLL_S = 0.05
 """Interval at which deadlines are checked while a fetch runs or a prompt is followed."""
 LOAD_S_MAX = 0.3
 """How long a lease request waits for its blocks to be loaded. Readers wait for half a second."""
@@ -55,10 +55,10 @@ class StoreExchange:
             self._drop_waiting(release)
         ready = [lease for lease in call.leases if not self._waits(lease)]
         self._core.handle(msgspec.structs.replace(call, leases=ready))
-        self.look()
+        self.poll()
         return self._count_grants(self._core.notifications(describe=call.describe))
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Grant the leases that are ready and end what has expired. Call it after each change and at ``wakes_at``."""
         now = self._now()
         due = [one for one in self._waiting if now >= one.until or not any(map(self.tiers.is_coming, one.names))]
@@ -73,11 +73,11 @@ class StoreExchange:
         outbox.reads, outbox.cancel = [], []
 
     def wakes_at(self) -> float | None:
-        """When ``look`` must run next."""
+        """When ``poll`` must run next."""
         core = self._core
-        looks = not core.prefetcher.idle or core.holder.has_followed
+        polls = not core.prefetcher.idle or core.holder.has_followed
         now, expiry_s = self._now(), core.holder.counts.next_expiry_s or None
-        times = [expiry_s, now + LOOK_S if looks else None, self.tiers.saves_at(now)]
+        times = [expiry_s, now + POLL_S if polls else None, self.tiers.saves_at(now)]
         times += [one.until for one in self._waiting]
         return min((at for at in times if at is not None), default=None)
 

@@ -56,7 +56,7 @@ class Storage:
 class StoreMover(Protocol):
     """Executes the orders of a store's exchange."""
 
-    rings: bool
+    wakes: bool
     """Whether the mover signals new results; if not, the store polls it."""
 
     def submit(self, orders: Orders) -> None:
@@ -76,13 +76,13 @@ MoverOf = Callable[[Identity, BlockShape, int, int, Callable[[], None]], tuple[S
 class Threaded(TransferThread):
     """Copies on a separate thread and signals results."""
 
-    rings = True
+    wakes = True
 
 
 class Direct(DirectMover):
     """Copies on the caller's thread when polled, for agents that never block."""
 
-    rings = False
+    wakes = False
 
 
 def mover_of(settings: Settings, engine: str) -> MoverOf:
@@ -105,12 +105,12 @@ def threaded(make_agent: Callable[[str], TransferAgent]) -> MoverOf:
     """For agents that block."""
 
     def make(
-        identity: Identity, shape: BlockShape, base: int, blocks: int, ring: Callable[[], None]
+        identity: Identity, shape: BlockShape, base: int, blocks: int, wake: Callable[[], None]
     ) -> tuple[StoreMover, KvHandshake]:
         agent = make_agent(agent_name(identity.worker_id, identity.epoch))
         own = register_blocks(agent, identity, shape, base, blocks)
         mover = Threaded(lambda: Copier(agent, own, time.monotonic))
-        mover.wake_on_results(ring)
+        mover.wake_on_results(wake)
         return mover, own.handshake
 
     return make
@@ -120,7 +120,7 @@ def direct(make_agent: Callable[[str], TransferAgent]) -> MoverOf:
     """For agents that never block."""
 
     def make(
-        identity: Identity, shape: BlockShape, base: int, blocks: int, _ring: Callable[[], None]
+        identity: Identity, shape: BlockShape, base: int, blocks: int, _wake_loop: Callable[[], None]
     ) -> tuple[StoreMover, KvHandshake]:
         agent = make_agent(agent_name(identity.worker_id, identity.epoch))
         own = register_blocks(agent, identity, shape, base, blocks)

@@ -17,10 +17,10 @@ from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerPhase, Wor
 
 log = logging.getLogger("baton.worker")
 
-LOOK_S = 1.0
+POLL_S = 1.0
 """Between two reads of the registry."""
 HANDSHAKE_S_MAX = 2.0
-ORPHAN_LOOK_S = 10.0
+ORPHAN_CHECK_S = 10.0
 ORPHAN_S = 60.0
 """A store ends when all workers of its model have had other fingerprints for this long. Workers may be restarting."""
 KNOWN = frozenset({WorkerPhase.PROBING, WorkerPhase.READY, WorkerPhase.DRAINING})
@@ -48,7 +48,7 @@ async def find_partner(bus: Bus, me: WorkerId, model: str) -> Partner:
                     return Partner(record, shape_of(handshake))
             except (BusError, ValueError) as error:
                 log.info("%s sent no usable handshake: %s", record.worker_id, error)
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
 
 
 async def records(bus: Bus) -> list[WorkerRecord]:
@@ -83,7 +83,7 @@ async def wait_until_orphaned(bus: Bus, fingerprint: str, model: str) -> str:
     others_since: float | None = None
     loop = asyncio.get_running_loop()
     while True:
-        await asyncio.sleep(ORPHAN_LOOK_S)
+        await asyncio.sleep(ORPHAN_CHECK_S)
         known = {record.fingerprint.key() for record in fitting(await records(bus), model)}
         if not known or fingerprint in known:
             others_since = None

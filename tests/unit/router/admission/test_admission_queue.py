@@ -12,7 +12,7 @@ from shared.bus.frame_sender import LegFrames
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import LegReport, StartLeg
 from shared.runtime.settings import SettingsError
-from tests.unit.router.fake_worker import EVENTS, SSE, FakeWorker, Script, answer_well
+from tests.unit.router.fake_worker import EVENTS, SSE, FakeWorker, Script, serve_leg
 from tests.unit.router.world import World, in_world, parse, prompt, settle
 
 LEGS_MAX = 16
@@ -24,7 +24,7 @@ def taking(seconds: float) -> Script:
 
     async def script(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
         await asyncio.sleep(seconds)
-        answer_well(worker, start, frames)
+        serve_leg(worker, start, frames)
 
     return script
 

@@ -7,7 +7,7 @@ import asyncio
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.inference import LegReport, StartLeg
 from tests.support.virtual_time import run_in_virtual_time
-from tests.unit.router.fake_worker import JSON, WHOLE_ANSWER, FakeWorker
+from tests.unit.router.fake_worker import JSON, WHOLE_RESPONSE, FakeWorker
 from tests.unit.router.replicas import replicas
 
 PROMPT_TOKENS, PROMPT_S = 1000, 0.25
@@ -37,7 +37,7 @@ class Engine:
             await asyncio.sleep(PROMPT_S)
             frames = self._queue.pop(0)
             frames.head(200, JSON)
-            frames.data(WHOLE_ANSWER)
+            frames.data(WHOLE_RESPONSE)
             frames.end(LegReport(prompt_tokens=PROMPT_TOKENS, completion_tokens=1))
             self.computed += 1
             self._changed.set()

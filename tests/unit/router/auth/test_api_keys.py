@@ -162,11 +162,11 @@ async def test_changed_key_files_are_reloaded_and_broken_ones_ignored(tmp_path, 
     caplog.set_level(logging.WARNING)
     file = tmp_path / "keys.toml"
     file.write_text(TOP + entry(ACME, "acme"))
-    gate = Authenticator(Settings(keys_file=str(file)), SystemClock().now)
-    following = asyncio.ensure_future(gate.follow(look_s=0.01))
+    authenticator = Authenticator(Settings(keys_file=str(file)), SystemClock().now)
+    following = asyncio.ensure_future(authenticator.follow(check_s=0.01))
 
     def lets_in(key: str) -> bool:
-        return gate.client([(b"authorization", f"Bearer {key}".encode())]) is not None
+        return authenticator.client([(b"authorization", f"Bearer {key}".encode())]) is not None
 
     assert (lets_in(ACME), lets_in(RIVAL)) == (True, False)
     file.write_text(TOP + entry(RIVAL, "rival"))
@@ -176,8 +176,8 @@ async def test_changed_key_files_are_reloaded_and_broken_ones_ignored(tmp_path, 
     file.write_text("[[key]]\nhalf of a f")
     await until(lambda: "are unchanged" in caplog.text)
     assert lets_in(RIVAL)
-    assert "[[key]]" not in gate.failure
-    assert str(file) in gate.failure
+    assert "[[key]]" not in authenticator.failure
+    assert str(file) in authenticator.failure
     file.unlink()
     await until(lambda: "No such file" in caplog.text)
     assert lets_in(RIVAL)
@@ -193,11 +193,11 @@ async def test_revocation_is_seen_however_the_file_is_replaced(tmp_path):
     link.symlink_to(mounted)
     file = link / "keys.toml"
     file.write_text(TOP + entry(ACME, "acme") + entry(RIVAL, "rival"))
-    gate = Authenticator(Settings(keys_file=str(file)), SystemClock().now)
-    following = asyncio.ensure_future(gate.follow(look_s=0.01))
+    authenticator = Authenticator(Settings(keys_file=str(file)), SystemClock().now)
+    following = asyncio.ensure_future(authenticator.follow(check_s=0.01))
 
     def tenants() -> set[str]:
-        named = (gate.client([(b"x-api-key", key.encode())]) for key in (ACME, RIVAL, OPERATOR))
+        named = (authenticator.client([(b"x-api-key", key.encode())]) for key in (ACME, RIVAL, OPERATOR))
         return {client.key.tenant for client in named if client is not None}
 
     assert tenants() == {"acme", "rival"}
@@ -213,13 +213,13 @@ async def test_revocation_is_seen_however_the_file_is_replaced(tmp_path):
     await until(lambda: tenants() == {"acme"})
 
     (other / "keys.toml").replace(other / "away")  # As a file that this user may not read, also for root.
-    await until(lambda: "No such file" in gate.failure)
+    await until(lambda: "No such file" in authenticator.failure)
     stat = (other / "away").stat()
     (other / "away").write_text(TOP + entry(OPERATOR, "ops"))
     os.utime(other / "away", ns=(stat.st_atime_ns, stat.st_mtime_ns))
     (other / "away").replace(other / "keys.toml")
     await until(lambda: tenants() == {"ops"})
-    assert gate.failure == ""
+    assert authenticator.failure == ""
     following.cancel()
 
 
@@ -229,7 +229,7 @@ async def test_a_file_that_is_made_readable_later_is_read_although_its_content_i
     file.write_text(TOP + entry(ACME, "acme"))
     followed = FollowedFile(str(file), lambda: readable(file), what="keys", log=logging.getLogger("test"))
     values = []
-    following = asyncio.ensure_future(followed.follow(values.append, look_s=0.01))
+    following = asyncio.ensure_future(followed.follow(values.append, check_s=0.01))
 
     file.write_text("unreadable")
     await until(lambda: followed.failure)
@@ -256,7 +256,7 @@ async def test_running_streams_of_a_revoked_key_end_with_an_error_event_and_othe
     file.write_text(TOP + entry(ACME, "acme") + entry(RIVAL, "rival"))
     async with running(keys_file=str(file)) as up, httpx.AsyncClient(base_url=up.url, timeout=10.0) as client:
         up.worker.script = streams(2, falls_silent)
-        following = asyncio.ensure_future(up.router.authenticator.follow(look_s=0.01))
+        following = asyncio.ensure_future(up.router.authenticator.follow(check_s=0.01))
 
         async def stream_of(key: str) -> bytes:
             received = b""

@@ -11,7 +11,7 @@ import pytest
 
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.inference import LegReport, StartLeg
-from tests.unit.router.fake_worker import EVENTS, JSON, SSE, FakeWorker, answer_well
+from tests.unit.router.fake_worker import EVENTS, JSON, SSE, FakeWorker, serve_leg
 from tests.unit.router.http.test_http_server import BODY, PATIENCE_S, Running, request, running, until
 from tests.unit.router.world import COMPLETIONS, prompt
 
@@ -109,7 +109,7 @@ async def test_pipelined_requests_are_read_up_to_a_bound():
     async def one_by_one(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
         if len(worker.started) > 50:
             await waiting.wait()
-        answer_well(worker, start, frames)
+        serve_leg(worker, start, frames)
 
     async with running() as up:
         up.worker.script = one_by_one

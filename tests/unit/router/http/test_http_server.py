@@ -19,7 +19,7 @@ from shared.http.protocol import EdgeProtocol
 from shared.http.server import PortTaken, Server, listen, make_server
 from shared.runtime.clock import SystemClock
 from tests.support.memory_bus import MemoryBus, MemoryHub
-from tests.unit.router.fake_worker import DONE, EVENTS, SSE, WHOLE_ANSWER, FakeWorker, answer_well
+from tests.unit.router.fake_worker import DONE, EVENTS, SSE, WHOLE_RESPONSE, FakeWorker, serve_leg
 from tests.unit.router.world import COMPLETIONS, prompt
 
 PATIENCE_S = 60.0
@@ -91,7 +91,7 @@ async def test_a_response_has_a_length_and_keeps_the_connection_open():
     async with running() as up, httpx.AsyncClient() as client:
         for _ in range(3):
             response = await client.post(up.url + COMPLETIONS, json=prompt())
-            assert (response.status_code, response.content) == (200, WHOLE_ANSWER)
+            assert (response.status_code, response.content) == (200, WHOLE_RESPONSE)
             assert "connection" not in response.headers
 
 
@@ -220,7 +220,7 @@ async def test_state_routes_respond_to_get(path, holds):
         assert holds in response.text
 
 
-async def test_the_ready_route_says_why_it_is_not_ready():
+async def test_the_ready_route_gives_the_reason():
     async with running() as up, httpx.AsyncClient() as client:
         up.router.bus.lose()
         response = await client.get(up.url + "/ready")
@@ -267,7 +267,7 @@ def test_a_taken_port_is_named_in_the_error():
 async def test_a_disconnect_before_the_response_breaks_nothing():
     async def slowly(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
         await until(lambda: worker.alive is None)
-        answer_well(worker, start, frames)
+        serve_leg(worker, start, frames)
 
     async with running() as up, httpx.AsyncClient() as client:
         up.worker.script = slowly
@@ -277,7 +277,7 @@ async def test_a_disconnect_before_the_response_breaks_nothing():
         writer.transport.abort()
         up.worker.alive = None
         await until(lambda: not up.router.relay.in_flight)
-        up.worker.script = answer_well
+        up.worker.script = serve_leg
 
         assert (await client.post(up.url + COMPLETIONS, json=prompt())).status_code == 200
         assert not up.router.relay.in_flight

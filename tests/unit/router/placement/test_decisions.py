@@ -20,7 +20,7 @@ from shared.contracts.inference import LegKind, LegReport, RequestFinished, Requ
 from shared.contracts.kv_exchange import KvRead, KvTransferReport
 from tests.support.memory_bus import MemoryBus
 from tests.support.virtual_time import LoopClock
-from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, WHOLE_ANSWER, FakeWorker, wants_stream
+from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, WHOLE_RESPONSE, FakeWorker, wants_stream
 from tests.unit.router.world import World, in_world, prompt, settle
 
 OURS = {"connector": "baton-1"}
@@ -37,7 +37,7 @@ def timed(
         read = KvRead(
             worker_id=start.worker_id,
             epoch=start.epoch or 1,
-            asked_at=10.0,
+            requested_at=10.0,
             granted_at=10.0,
             read_at=10.0,
             ended_at=10.0 + fetch_s,
@@ -62,7 +62,7 @@ def timed(
             if stream:
                 frames.data(event, [1])
             await asyncio.sleep(step_s)
-        frames.data(DONE if stream else WHOLE_ANSWER)
+        frames.data(DONE if stream else WHOLE_RESPONSE)
         frames.end(LegReport(**report, total_s=queue_s + prefill_s + len(EVENTS) * step_s))
 
     return script

@@ -10,7 +10,7 @@ from services.router.placement.placer import Placer
 from services.router.placement.request_fields import Mode
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.inference import LegKind, LegReport, StartLeg
-from tests.unit.router.fake_worker import JSON, SSE, FakeWorker, answer_well, wants_stream
+from tests.unit.router.fake_worker import JSON, SSE, FakeWorker, serve_leg, wants_stream
 from tests.unit.router.world import World, in_world, prompt
 
 
@@ -21,7 +21,7 @@ def who_has_nothing(_worker: FakeWorker, start: StartLeg, frames: LegFrames) -> 
         frames.data(b'data: {"choices":[{"text":"","finish_reason":"cache_threshold"}]}\n\n')
         frames.end(LegReport(prompt_tokens=9, finish_reason="cache_threshold"))
     else:
-        answer_well(_worker, start, frames)
+        serve_leg(_worker, start, frames)
 
 
 @pytest.mark.parametrize("stream", [True, False])

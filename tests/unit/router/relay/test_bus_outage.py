@@ -8,7 +8,7 @@ import pytest
 
 from shared.contracts.failures import Reason
 from shared.contracts.workers import Role
-from tests.unit.router.fake_worker import WHOLE_ANSWER, answer_well
+from tests.unit.router.fake_worker import WHOLE_RESPONSE, serve_leg
 from tests.unit.router.relay.test_migration import error_of
 from tests.unit.router.streams import ANSWER, TOKENS, fails, falls_silent, streams
 from tests.unit.router.world import World, in_world, parse, prompt, settle
@@ -39,7 +39,7 @@ def test_new_requests_wait_for_nats():
         world.bus.restore()
         await answering
 
-        assert parse(connection.written).body == WHOLE_ANSWER
+        assert parse(connection.written).body == WHOLE_RESPONSE
 
     in_world(scenario, bus_wait_s_max=5.0)
 
@@ -83,12 +83,12 @@ def test_running_requests_are_placed_again_after_the_outage():
         await settle()
 
         world.bus.lose()
-        worker.script = answer_well
+        worker.script = serve_leg
         await asyncio.sleep(2)
         world.bus.restore()
         await answering
 
-        assert parse(connection.written).body == WHOLE_ANSWER
+        assert parse(connection.written).body == WHOLE_RESPONSE
         assert len(worker.started) == 2
 
     in_world(scenario)
@@ -125,7 +125,7 @@ def test_streams_that_wait_too_long_end_with_bus_down():
     in_world(scenario)
 
 
-def test_only_workers_heard_since_the_outage_get_legs():
+def test_only_workers_that_reported_since_the_outage_get_legs():
     async def scenario(world: World) -> None:
         gone, there = await world.worker("w1"), await world.worker("w2")
         lose(world)
@@ -142,7 +142,7 @@ def test_only_workers_heard_since_the_outage_get_legs():
     in_world(scenario)
 
 
-def test_a_worker_never_heard_again_delays_requests_only_briefly():
+def test_a_worker_that_stays_silent_delays_requests_only_briefly():
     async def scenario(world: World) -> None:
         gone = await world.worker("w1")
         await world.worker("w2")

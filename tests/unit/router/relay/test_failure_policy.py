@@ -67,7 +67,7 @@ def test_an_operators_list_replaces_only_its_default():
     assert policy.plan(FailureKind.PREFILL_LOST, begun=False).wait_s == 1.0
 
 
-def test_requests_wait_only_if_the_list_says_so():
+def test_requests_wait_only_if_the_policy_lists_it():
     policy = read_policy({"actions": {"worker_busy": ["another_decode"]}})
 
     assert policy.plan(FailureKind.WORKER_BUSY, begun=False).wait_s == 0.0

@@ -22,7 +22,7 @@ from shared.contracts.inference import (
 )
 from shared.contracts.kv_exchange import KvOffer, KvRead, KvSource, KvTransferReport
 from shared.contracts.workers import Role
-from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, WHOLE_ANSWER, FakeWorker, answer_well, wants_stream
+from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, WHOLE_RESPONSE, FakeWorker, serve_leg, wants_stream
 from tests.unit.router.world import World, give_legs, in_world, parse, prompt, settle
 
 OURS = {"connector": "baton-1"}
@@ -38,7 +38,7 @@ def silent(_worker: FakeWorker, _start: StartLeg, _frames: LegFrames) -> None:
 def silent_once(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
     """Respond to the second leg."""
     if len(worker.started) > 1:
-        answer_well(worker, start, frames)
+        serve_leg(worker, start, frames)
 
 
 def prefilled(frames: LegFrames) -> None:
@@ -143,7 +143,7 @@ def test_a_streamed_decode_leg_needs_no_prefill_report(stream):
         assert (prefill.kind, prefill.kv_offer) == (LegKind.PREFILL, False)
         assert (decode.kind, decode.kv_transfer) == (LegKind.DECODE, b"")
         assert decode.kv_sources == [KvSource(worker_id="p1", epoch=1, follow=True)]
-        assert response.body == (b"".join(EVENTS) + DONE if stream else WHOLE_ANSWER)
+        assert response.body == (b"".join(EVENTS) + DONE if stream else WHOLE_RESPONSE)
         assert response.headers["x-baton-handoff"] == "streamed"
         assert p1.cancelled == d1.cancelled == []
         assert is_quiet(world)
@@ -440,8 +440,8 @@ def test_a_cache_threshold_refusal_reaches_the_client_unchanged():
 
 def test_the_request_report_names_its_kv_sources():
     reads = [
-        KvRead(worker_id="p1", epoch=1, asked_at=5.0, granted_at=5.5, read_at=6.0, read_s=0.25, followed=True),
-        KvRead(worker_id="p2", epoch=1, asked_at=5.2, failure="nobody answered"),
+        KvRead(worker_id="p1", epoch=1, requested_at=5.0, granted_at=5.5, read_at=6.0, read_s=0.25, followed=True),
+        KvRead(worker_id="p2", epoch=1, requested_at=5.2, failure="nobody answered"),
     ]
     transfer_report = KvTransferReport(
         prompt_tokens=9,
@@ -454,7 +454,7 @@ def test_the_request_report_names_its_kv_sources():
 
     def decode(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
         frames.head(200, JSON)
-        frames.data(WHOLE_ANSWER)
+        frames.data(WHOLE_RESPONSE)
         frames.end(LegReport(prompt_tokens=9, received_tokens=6, kv=transfer_report))
 
     async def scenario(world: World) -> None:

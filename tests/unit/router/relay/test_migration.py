@@ -34,15 +34,15 @@ async def both(world: World, first: Any, second: Any = None) -> tuple[FakeWorker
     return one, other
 
 
-@pytest.mark.parametrize("had", range(len(TOKENS) + 1))
-def test_a_broken_stream_migrates_and_continues_after_the_delivered_tokens(had):
+@pytest.mark.parametrize("relayed", range(len(TOKENS) + 1))
+def test_a_broken_stream_migrates_and_continues_after_the_delivered_tokens(relayed):
     async def scenario(world: World) -> None:
-        _w1, w2 = await both(world, streams(had, fails(Reason.ENGINE_DEAD)))
+        _w1, w2 = await both(world, streams(relayed, fails(Reason.ENGINE_DEAD)))
 
         response = await world.ask(prompt(stream=True))
 
         assert (response.status, response.body) == (200, ANSWER)
-        assert [leg.resume for leg in w2.started] == [pack_tokens(TOKENS[:had])]
+        assert [leg.resume for leg in w2.started] == [pack_tokens(TOKENS[:relayed])]
 
     in_world(scenario)
 

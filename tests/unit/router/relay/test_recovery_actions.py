@@ -14,7 +14,7 @@ from shared.bus.frame_sender import LegFrames
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import LegKind, LegReport, StartLeg
 from shared.contracts.workers import Role
-from tests.unit.router.fake_worker import DONE, JSON, SSE, WHOLE_ANSWER, FakeWorker, answer_well
+from tests.unit.router.fake_worker import DONE, JSON, SSE, WHOLE_RESPONSE, FakeWorker, serve_leg
 from tests.unit.router.relay.test_migration import error_of
 from tests.unit.router.streams import ANSWER, ROLE, TOKENS, event, fails, streams
 from tests.unit.router.world import World, give_legs, in_world, prompt
@@ -32,7 +32,7 @@ def refusing(after: int = 0):
     def script(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
         guarded = start.kind is LegKind.DECODE and bool(start.cache_hit_threshold)
         if not guarded:
-            streams()(worker, start, frames) if b'"stream":true' in start.body else answer_well(worker, start, frames)
+            streams()(worker, start, frames) if b'"stream":true' in start.body else serve_leg(worker, start, frames)
             return
         report = LegReport(prompt_tokens=9, finish_reason="cache_threshold")
         if b'"stream":true' not in start.body:
@@ -41,8 +41,8 @@ def refusing(after: int = 0):
             frames.end(report)
             return
         frames.head(200, SSE)
-        had = len(start.resume or b"") // 4
-        for number in range(had, had + after):
+        relayed = len(start.resume or b"") // 4
+        for number in range(relayed, relayed + after):
             frames.data(event(number), [TOKENS[number]])
         frames.data(b"data: " + REFUSAL + b"\n\n")
         frames.data(DONE)
@@ -141,7 +141,7 @@ def test_a_full_worker_is_tried_again_later():
             if len(times) == 1:
                 frames.fail(Failure(reason=Reason.WORKER_BUSY, message="full"))
             else:
-                answer_well(worker, start, frames)
+                serve_leg(worker, start, frames)
 
         await world.worker("w1", script=full_at_first)
 
@@ -169,14 +169,14 @@ def test_the_operator_can_have_rejected_handoffs_prefilled_again(tmp_path, strea
         p1, d1 = await world.pair()
 
         def refuses_once(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
-            good = streams() if stream else answer_well
+            good = streams() if stream else serve_leg
             (refusing() if len(worker.started) == 1 else good)(worker, start, frames)
 
         d1.script = refuses_once
 
         response = await world.ask(prompt(stream=stream))
 
-        assert response.body == (ANSWER if stream else WHOLE_ANSWER)
+        assert response.body == (ANSWER if stream else WHOLE_RESPONSE)
         assert [len(p1.started), len(d1.started)] == [2, 2]
 
     text = '[actions]\nhandoff_refused = ["bounce_to_prefill", "prefill_on_decode", "refuse"]'
@@ -189,7 +189,7 @@ def test_a_rejected_handoff_is_prefilled_again_only_once(tmp_path):
 
         response = await world.ask(prompt())
 
-        assert response.body == WHOLE_ANSWER
+        assert response.body == WHOLE_RESPONSE
         assert [len(p1.started), [leg.kind for leg in d1.started]] == [
             2,
             [LegKind.DECODE, LegKind.DECODE, LegKind.AGGREGATED],
@@ -205,7 +205,7 @@ def test_a_rejected_handoff_can_fall_back_to_the_decode_worker(tmp_path):
 
         response = await world.ask(prompt())
 
-        assert response.body == WHOLE_ANSWER
+        assert response.body == WHOLE_RESPONSE
         assert d1.started[-1].kind is LegKind.AGGREGATED
         assert not d1.started[-1].cache_hit_threshold
 

@@ -11,7 +11,7 @@ from shared.contracts.channels import WORKER_LOST
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import LegKind, LegReport, StartLeg
 from shared.contracts.workers import Role, WorkerLost
-from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, WHOLE_ANSWER, FakeWorker, answer_well
+from tests.unit.router.fake_worker import DONE, EVENTS, JSON, SSE, WHOLE_RESPONSE, FakeWorker, serve_leg
 from tests.unit.router.world import CHAT, World, give_legs, in_world, parse, prompt, settle
 
 
@@ -32,7 +32,7 @@ def test_a_request_is_prefilled_on_one_worker_and_decoded_on_another():
 
         response = await world.ask(prompt())
 
-        assert (response.status, response.body) == (200, WHOLE_ANSWER)
+        assert (response.status, response.body) == (200, WHOLE_RESPONSE)
         assert response.headers["x-baton-mode"] == "disaggregated"
         assert response.headers["x-baton-prefill-worker"] == "p1"
         assert response.headers["x-baton-decode-worker"] == "d1"
@@ -255,7 +255,7 @@ def test_declaring_a_worker_lost_frees_its_requests():
 def test_a_broken_stream_without_migration_ends_with_an_error_event():
     async def break_off(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
         if start.kind is LegKind.PREFILL:
-            answer_well(worker, start, frames)
+            serve_leg(worker, start, frames)
             return
         frames.head(200, SSE)
         frames.data(EVENTS[0])
@@ -403,7 +403,7 @@ def test_lost_frames_fail_the_leg_but_exclude_no_worker():
             attempts.append(start)
             if len(attempts) == 1:
                 frames._seq = 1
-            answer_well(worker, start, frames)
+            serve_leg(worker, start, frames)
 
         await world.worker("w1", script=lose_one)
 
@@ -478,7 +478,7 @@ def test_a_protocol_violation_fails_the_request_not_the_router():
         worker = await world.worker("w1", script=no_head)
 
         broken = await world.ask(prompt())
-        worker.script = answer_well
+        worker.script = serve_leg
 
         assert (broken.status, broken.error["code"]) == (500, "bad_message")
         assert (await world.ask(prompt())).status == 200

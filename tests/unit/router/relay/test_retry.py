@@ -10,7 +10,7 @@ from shared.contracts.channels import REQUESTS_FINISHED, WORKER_RECORDS
 from shared.contracts.failures import Failure, Reason
 from shared.contracts.inference import LegKind, LegReport, RequestFinished, RequestsFinished, StartLeg
 from shared.contracts.workers import Role
-from tests.unit.router.fake_worker import EVENTS, JSON, SSE, WHOLE_ANSWER, FakeWorker, answer_well
+from tests.unit.router.fake_worker import EVENTS, JSON, SSE, WHOLE_RESPONSE, FakeWorker, serve_leg
 from tests.unit.router.world import World, in_world, prompt, settle
 
 
@@ -21,10 +21,10 @@ def lost(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
 def alone_or_with_others(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
     """Report 4 cached tokens for the first leg and 8 for the second."""
     if start.kind is LegKind.PREFILL:
-        answer_well(worker, start, frames)
+        serve_leg(worker, start, frames)
         return
     frames.head(200, JSON)
-    frames.data(WHOLE_ANSWER)
+    frames.data(WHOLE_RESPONSE)
     frames.end(LegReport(prompt_tokens=9, cached_tokens=8, completion_tokens=3))
 
 
@@ -55,7 +55,7 @@ def test_late_frames_of_an_abandoned_leg_are_ignored():
 
     def first_one_is_late(worker: FakeWorker, start: StartLeg, frames: LegFrames) -> None:
         if withheld:
-            answer_well(worker, start, frames)
+            serve_leg(worker, start, frames)
             for late in withheld:
                 late.head(200, SSE)
                 late.data(b"data: from the dead\n\n")

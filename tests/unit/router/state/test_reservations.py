@@ -60,7 +60,7 @@ def test_a_router_ignores_its_own_message():
     assert mine.alone
 
 
-def test_a_router_is_alone_unless_another_one_is_heard():
+def test_a_router_is_alone_until_another_reports():
     mine = book()
     assert mine.alone
 

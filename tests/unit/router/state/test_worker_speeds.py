@@ -95,10 +95,10 @@ def test_unknown_workers_and_earlier_epochs_are_ignored():
     fleet = Fleet("w1")
     before = fleet.of("w1")
     fleet.speeds.load(load("w2", speed=MEASURED))
-    fleet.speeds.leg_ended(W2, FIRST, transfer_report(asked_at=1.0, ended_at=2.0), 1.0)
+    fleet.speeds.leg_ended(W2, FIRST, transfer_report(requested_at=1.0, ended_at=2.0), 1.0)
 
     assert fleet.report("w1", epoch=2, speed=MEASURED) == before
-    assert fleet.leg(transfer_report(asked_at=1.0, ended_at=2.0), 1.0, epoch=0) == before
+    assert fleet.leg(transfer_report(requested_at=1.0, ended_at=2.0), 1.0, epoch=0) == before
     assert list(fleet.speeds.all()) == [W1]
 
 
@@ -157,13 +157,13 @@ def test_similar_workers_keep_a_departed_workers_speed():
 
 
 def test_a_kv_read_lasts_from_request_to_last_byte():
-    speed = Fleet("w1").leg(transfer_report(asked_at=5.0, granted_at=5.1, read_at=5.2, ended_at=5.5, read_s=0.3))
+    speed = Fleet("w1").leg(transfer_report(requested_at=5.0, granted_at=5.1, read_at=5.2, ended_at=5.5, read_s=0.3))
 
     assert speed.transfer_base_s + 1000 * speed.transfer_token_s == pytest.approx(0.5, rel=0.15)
 
 
 def test_a_read_that_follows_a_prefill_counts_only_transfer_time():
-    read = transfer_report(asked_at=5.0, granted_at=5.1, read_at=5.2, ended_at=9.0, read_s=0.3, followed=True)
+    read = transfer_report(requested_at=5.0, granted_at=5.1, read_at=5.2, ended_at=9.0, read_s=0.3, followed=True)
 
     assert 1000 * Fleet("w1").leg(read).transfer_token_s == pytest.approx(0.3, rel=0.15)
 
@@ -171,10 +171,10 @@ def test_a_read_that_follows_a_prefill_counts_only_transfer_time():
 @pytest.mark.parametrize(
     "read",
     [
-        {"asked_at": 5.0, "ended_at": 0.0},
-        {"asked_at": 5.0, "ended_at": 6.0, "tokens": 0},
-        {"asked_at": 5.0, "ended_at": 6.0, "failure": "the holder died"},
-        {"asked_at": float("nan"), "ended_at": 6.0},
+        {"requested_at": 5.0, "ended_at": 0.0},
+        {"requested_at": 5.0, "ended_at": 6.0, "tokens": 0},
+        {"requested_at": 5.0, "ended_at": 6.0, "failure": "the holder died"},
+        {"requested_at": float("nan"), "ended_at": 6.0},
     ],
     ids=["never ended", "nothing came", "failed", "no time"],
 )

@@ -46,7 +46,7 @@ class Drawings:
 
 
 READ = KvRead(
-    worker_id=WorkerId("p1"), epoch=Epoch(1), tokens=8, bytes=4096, asked_at=70.0, granted_at=70.01, read_at=70.01,
+    worker_id=WorkerId("p1"), epoch=Epoch(1), tokens=8, bytes=4096, requested_at=70.0, granted_at=70.01, read_at=70.01,
     ended_at=70.04, read_s=0.03,
 )  # fmt: skip
 

@@ -18,7 +18,7 @@ def read(asked: float, granted: float = 0.0, begun: float = 0.0, ended: float = 
     return KvRead(
         worker_id=WorkerId("s"),
         epoch=Epoch(1),
-        asked_at=asked,
+        requested_at=asked,
         granted_at=granted,
         read_at=begun,
         ended_at=ended,

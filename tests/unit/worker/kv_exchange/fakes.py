@@ -49,14 +49,14 @@ class FakeExchange:
         self.calls: list[EngineCall] = []
         self.answer: Callable[[EngineCall], EngineNotification] = lambda _call: EngineNotification()
         self.called = asyncio.Event()
-        self.gate = asyncio.Event()
-        self.gate.set()
+        self.may_run = asyncio.Event()
+        self.may_run.set()
         self._listeners: list[Callable[[EngineNotification], None]] = []
 
     async def call(self, call: EngineCall) -> EngineNotification:
         self.calls.append(call)
         self.called.set()
-        await self.gate.wait()
+        await self.may_run.wait()
         notifications = self.answer(call)
         return msgspec.structs.replace(notifications, handshake=self.handshake) if call.describe else notifications
 

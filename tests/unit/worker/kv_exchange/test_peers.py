@@ -69,7 +69,7 @@ def test_the_clock_offset_is_an_upper_bound():
     one.record(record("w1"), 0.0)
     one.due(10.0)
 
-    (peer,), _gone = one.answered("w1", handshake("w1", clock_s=500.25), asked_at=10.0, now=10.5)
+    (peer,), _gone = one.answered("w1", handshake("w1", clock_s=500.25), requested_at=10.0, now=10.5)
 
     assert peer.clock_ahead_s == 490.25
 
@@ -94,7 +94,7 @@ def test_an_unresponsive_peer_is_asked_again_after_a_pause():
     assert one.due(2.0 + RETRY_S) == ["w1"]
 
 
-def test_a_wanted_peer_is_asked_at_once():
+def test_a_needed_peers_handshake_is_requested_at_once():
     one = connected(now=0.0)
 
     one.want(["w1", "nobody"], 1.0)

@@ -164,12 +164,12 @@ async def test_calls_to_a_busy_engine_wait_and_are_merged():
     hub = MemoryHub()
     async with exchanging(OneWorker(hub, "h1")) as holder, exchanging(OneWorker(hub, "r1")) as reader:
         await holder.engine.told("peers")
-        holder.engine.gate.clear()
+        holder.engine.may_run.clear()
         for number in range(40):
             reader.engine.tell(leases=[lease(ask_id=f"a{number}")])
             for _turn in range(5):
                 await asyncio.sleep(0)
-        holder.engine.gate.set()
+        holder.engine.may_run.set()
         arrived = await holder.engine.told("leases", 40)
 
     assert [ask.ask_id for ask in arrived] == [f"a{number}" for number in range(40)]
@@ -191,7 +191,7 @@ async def test_an_idle_engine_is_woken_when_its_next_lease_ends():
         assert len(holder.engine.calls) == calls + 1
 
 
-async def test_a_peer_wanted_by_a_request_is_asked_again_at_once():
+async def test_a_request_retries_its_peers_handshake_at_once():
     hub = MemoryHub()
     async with exchanging(OneWorker(hub, "r1")) as reader, exchanging(OneWorker(hub, "h1")):
         await reader.engine.told("peers")

@@ -82,7 +82,7 @@ def test_an_aggregated_body_stays_the_same_bytes():
     assert prepare(LegKind.AGGREGATED, CHAT, body) is body
 
 
-def test_numbers_and_spaces_inside_fields_stay_as_they_are_in_a_prefill_body():
+def test_a_prefill_body_keeps_numbers_and_spaces_unchanged():
     body = b'{"temperature": 1.0e0, "seed": 123456789012345678901234567890, "messages": [ {"a" : 1} ]}'
 
     made = prepare(LegKind.PREFILL, CHAT, body)

@@ -104,7 +104,7 @@ async def test_a_leg_with_an_unusable_router_id_is_not_served():
 
 async def test_legs_beyond_the_maximum_are_refused_as_busy():
     async with running_worker() as worker:
-        worker.engine.gate.clear()
+        worker.engine.may_run.clear()
         for _ in range(worker.engine.facts.legs_max):
             await worker.leg()
 
@@ -123,7 +123,7 @@ async def test_a_leg_for_an_earlier_epoch_is_refused_as_lost():
 
 async def test_a_cancelled_leg_is_aborted_in_the_engine():
     async with running_worker() as worker:
-        worker.engine.gate.clear()
+        worker.engine.may_run.clear()
         leg = await worker.leg()
         await worker.engine.started.wait()
 
@@ -135,7 +135,7 @@ async def test_a_cancelled_leg_is_aborted_in_the_engine():
 
 async def test_a_leg_whose_router_is_gone_is_aborted():
     async with running_worker() as worker:
-        worker.engine.gate.clear()
+        worker.engine.may_run.clear()
 
         await worker.leg(router_id=RouterId("gone"))
 
@@ -145,7 +145,7 @@ async def test_a_leg_whose_router_is_gone_is_aborted():
 
 async def test_a_leg_past_its_deadline_fails_and_is_aborted():
     async with running_worker() as worker:
-        worker.engine.gate.clear()
+        worker.engine.may_run.clear()
 
         _frames, failure = await worker.read(await worker.leg(deadline_s=0.05))
 
@@ -165,7 +165,7 @@ async def test_a_crash_of_the_engines_server_fails_one_leg_only():
 
 async def test_draining_lets_running_legs_finish_and_takes_no_new_ones():
     async with running_worker() as worker:
-        worker.engine.gate.clear()
+        worker.engine.may_run.clear()
         running = await worker.leg()
         await worker.engine.started.wait()
         worker.service.stopping.set()
@@ -173,7 +173,7 @@ async def test_draining_lets_running_legs_finish_and_takes_no_new_ones():
             await asyncio.sleep(0)
 
         _frames, refused = await worker.read(await worker.leg())
-        worker.engine.gate.set()
+        worker.engine.may_run.set()
         frames, failure = await worker.read(running)
 
         assert refused.reason is Reason.WORKER_DRAINING
@@ -185,7 +185,7 @@ async def test_draining_lets_running_legs_finish_and_takes_no_new_ones():
 
 async def test_legs_that_outlast_the_drain_are_failed():
     async with running_worker(drain_s_max=0.05) as worker:
-        worker.engine.gate.clear()
+        worker.engine.may_run.clear()
         running = await worker.leg()
         await worker.engine.started.wait()
 
@@ -198,7 +198,7 @@ async def test_legs_that_outlast_the_drain_are_failed():
 
 async def test_a_dead_engine_fails_every_leg_and_ends_the_process():
     async with running_worker() as worker:
-        worker.engine.gate.clear()
+        worker.engine.may_run.clear()
         legs = [await worker.leg(), await worker.leg()]
         await worker.engine.started.wait()
 
@@ -238,9 +238,9 @@ async def test_a_worker_stopped_during_engine_start_exits_at_once():
 
 
 def test_a_silent_leg_that_its_router_has_forgotten_is_aborted():
-    async def story() -> int:
+    async def scenario() -> int:
         async with running_worker() as worker:
-            worker.engine.gate.clear()
+            worker.engine.may_run.clear()
             leg = await worker.leg()
             await leg.frames()
             worker.inbox.forget(leg)
@@ -248,7 +248,7 @@ def test_a_silent_leg_that_its_router_has_forgotten_is_aborted():
                 await worker.engine.aborted.wait()
             return worker.inbox.orphans.served
 
-    assert run_in_virtual_time(story()) == 1
+    assert run_in_virtual_time(scenario()) == 1
 
 
 @pytest.mark.parametrize("deadline_s", [math.nan, math.inf, -1.0, 1e300])

@@ -32,7 +32,7 @@ async def test_a_broken_off_prefill_leg_releases_its_offer(ended: bool):
     engine = FakeExchange("w1")
     async with running_worker(engine) as worker:
         if not ended:
-            worker.engine.gate.clear()
+            worker.engine.may_run.clear()
         leg = await worker.leg(LegKind.PREFILL)
         if ended:
             await worker.read(leg)
@@ -51,7 +51,7 @@ async def test_a_broken_off_prefill_leg_releases_its_offer(ended: bool):
 async def test_a_broken_off_decode_leg_releases_the_offer_it_would_read(body: dict[str, bool]):
     async with running_worker(FakeExchange("w1")) as worker:
         told = await released_elsewhere(worker)
-        worker.engine.gate.clear()
+        worker.engine.may_run.clear()
         leg = await worker.leg(LegKind.DECODE, body=body, kv_transfer=PACKED)
         await worker.engine.started.wait()
         leg.cancel()

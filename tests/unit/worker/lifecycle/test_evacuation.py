@@ -123,9 +123,9 @@ def test_evacuation_ends_at_its_deadline():
     async def main() -> CopyTotals:
         async with AsyncExitStack() as stack:
             worker, (a,) = await leaving(stack, [chain(4, "1"), chain(4, "2")], "a")
-            a.engine.gate.clear()
+            a.engine.may_run.clear()
             done = await worker.leave(LoopClock())
-            a.engine.gate.set()
+            a.engine.may_run.set()
             await asyncio.sleep(0)
             return done
 

@@ -90,7 +90,7 @@ async def test_a_worker_without_prefix_caching_tests_what_it_can_and_is_ready(mo
         assert (SELF_TEST_PROMPT, "p1") not in asked
 
 
-async def test_the_only_partner_has_no_prefix_caching_and_still_tests_what_it_reads(model):
+async def test_a_partner_without_prefix_caching_still_tests_its_reads(model):
     async with workers_on_one_bus(model) as workers:
         workers.start("p1", Role.PREFILL, prefix_caching=False)
         await workers.until_ready("p1")
@@ -120,7 +120,7 @@ async def test_workers_that_start_together_all_become_ready(model):
         await workers.until_ready(*names)
 
 
-async def test_a_worker_that_generates_other_tokens_stays_probing_and_says_why(model):
+async def test_a_worker_with_different_tokens_stays_probing_with_a_reason(model):
     async with workers_on_one_bus(model) as workers:
         workers.start("p1", Role.PREFILL)
         await workers.until_ready("p1")
@@ -196,9 +196,9 @@ async def test_a_role_whose_self_test_fails_is_not_taken(model):
 
 
 @pytest.mark.parametrize(
-    ("role", "words"), [(Role.PREFILL, ""), (Role.STORE, "a store has no engine, and an engine is no store")]
+    ("role", "text"), [(Role.PREFILL, ""), (Role.STORE, "a store has no engine, and an engine is no store")]
 )
-async def test_an_order_for_its_own_or_an_impossible_role_changes_nothing(model, role, words):
+async def test_an_order_for_its_own_or_an_impossible_role_changes_nothing(model, role, text):
     async with workers_on_one_bus(model) as workers:
         workers.start("p1", Role.PREFILL)
         await workers.until_ready("p1")
@@ -207,7 +207,7 @@ async def test_an_order_for_its_own_or_an_impossible_role_changes_nothing(model,
         order = ChangeRole(worker_id=WorkerId("p1"), role=role)
         told = await workers.bus.ask(CHANGE_ROLE, order, timeout_s=SOON_S_MAX)
 
-        assert (told.failure, told.before, told.role) == (words, Role.PREFILL, Role.PREFILL)
+        assert (told.failure, told.before, told.role) == (text, Role.PREFILL, Role.PREFILL)
         assert workers.said == before
 
 
@@ -283,8 +283,8 @@ def test_failed_rounds_are_repeated_with_growing_pauses():
     async def run() -> tuple[list[float], list[str], str]:
         self_tests, said = SelfTests(d1=FAILED), []
 
-        async def say(words: str) -> None:
-            said.append(words)
+        async def say(text: str) -> None:
+            said.append(text)
             if len(said) == 4:
                 self_tests.results["d1"] = PASSED
 
@@ -322,8 +322,8 @@ def test_no_worker_is_ready_before_the_registry_was_read():
         peers, said = FakePeers(), []
         peers.read.clear()
 
-        async def say(words: str) -> None:
-            said.append(words)
+        async def say(text: str) -> None:
+            said.append(text)
             peers.read.set()
 
         await Prober(WorkerId("me"), peers, SelfTests()).until_passed(say)
@@ -360,7 +360,7 @@ async def answering(hub: MemoryHub) -> FakeEngine:
 async def test_prompts_computed_for_partners_are_bounded():
     hub = MemoryHub()
     engine = await answering(hub)
-    engine.gate.clear()
+    engine.may_run.clear()
     bus, ask = MemoryBus(hub), AskSelfTestPrompt(worker_id=WorkerId("w1"), reader_id=WorkerId("r1"))
     asks = [
         asyncio.ensure_future(bus.ask(SELF_TEST_PROMPT, ask, timeout_s=SOON_S_MAX)) for _ in range(PROMPTS_AT_ONCE_MAX)
@@ -372,7 +372,7 @@ async def test_prompts_computed_for_partners_are_bounded():
     with pytest.raises(AskRefused) as refused:
         await bus.ask(SELF_TEST_PROMPT, ask, timeout_s=SOON_S_MAX)
 
-    engine.gate.set()
+    engine.may_run.set()
     assert refused.value.failure.reason is Reason.WORKER_BUSY
     assert len(await asyncio.gather(*asks)) == PROMPTS_AT_ONCE_MAX
 

@@ -61,7 +61,7 @@ class Fleet:
         self.members: dict[str, Member] = {}
         self.network = MemoryNetwork()
         self.on_ended: Callable[[Sequence], None] = lambda _sequence: None
-        self.on_turn: Callable[[Member], None] = lambda _member: None
+        self.on_step: Callable[[Member], None] = lambda _member: None
         self._model = model
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
@@ -93,9 +93,9 @@ class Fleet:
     def call(self, member: Member, call: EngineCall) -> None:
         """From its worker."""
         self.deliver(member.core.call(call, member.now()), member)
-        self.turn(member)
+        self.step(member)
 
-    def turn(self, member: Member) -> None:
+    def step(self, member: Member) -> None:
         """What the engine's loop does."""
         if not member.alive:
             return
@@ -114,7 +114,7 @@ class Fleet:
         wakes_at = core.wakes_at()
         if wakes_at is not None:
             self.wake(member, wakes_at)
-        self.on_turn(member)
+        self.on_step(member)
         for sequence in ended:
             self.on_ended(sequence)
 
@@ -128,7 +128,7 @@ class Fleet:
         if member.wakes_at == at:
             member.wakes_at = None
             member.woken(at)
-            self.turn(member)
+            self.step(member)
 
     def deliver(self, notifications: EngineNotification, sender: Member) -> None:
         """Over the bus."""
@@ -156,12 +156,12 @@ class Fleet:
     def ask(self, member: Member, tokens: list[int], params: RequestParams, owner: object = None) -> Sequence:
         """One request."""
         sequence = member.core.add(owner, list(tokens), params, member.now())
-        self.turn(member)
+        self.step(member)
         return sequence
 
     def abort(self, member: Member, sequence: Sequence) -> None:
         member.core.abort(sequence)
-        self.turn(member)
+        self.step(member)
 
     def at(self, when: float, do: Callable[[], None]) -> None:
         heapq.heappush(self._events, (max(when, self.now), next(self._numbers), do))

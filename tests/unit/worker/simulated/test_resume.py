@@ -109,8 +109,8 @@ def _settled(event: bytes):
     return parsed
 
 
-def joined(had: list[tuple[bytes, list[int]]]) -> tuple[bytes, list[int]]:
-    return b"".join(data for data, _ in had), [token for _, said in had for token in said]
+def joined(frames: list[tuple[bytes, list[int]]]) -> tuple[bytes, list[int]]:
+    return b"".join(data for data, _ in frames), [token for _, said in frames for token in said]
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])

@@ -62,10 +62,10 @@ class Store:
             if (job := self.exchange.next_job()) is None:
                 break
             self.exchange.ended(job, [checksum] * len(job.names))
-        return self.look()
+        return self.poll()
 
-    def look(self):
-        self.exchange.look()
+    def poll(self):
+        self.exchange.poll()
         notifications = self.exchange.take_notifications()
         return notifications.grants if notifications is not None else []
 
@@ -103,13 +103,13 @@ def test_blocks_in_files_are_granted_after_loading(store):
     assert [store.tiers.memory.block_of(name) for name in chain(1, 5)] == blocks_of(grant)
 
 
-def test_blocks_loaded_too_late_are_there_for_the_next_ask(store):
+def test_blocks_loaded_too_late_serve_the_next_lease_request(store):
     store.in_files(chain(1, 6))
     assert store.ask(chain(1, 6)) == []
     assert store.load(jobs=1) == []
 
     store.now += LOAD_S_MAX
-    (grant,) = store.look()
+    (grant,) = store.poll()
     assert (len(blocks_of(grant)), grant.reason) == (JOB_BLOCKS, NoGrant.NOT_HELD)
 
     store.load()

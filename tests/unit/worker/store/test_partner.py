@@ -62,7 +62,7 @@ def test_workers_that_started_first_are_asked_first():
 
 
 def test_a_store_waits_for_a_handshake_with_a_block_shape():
-    async def story():
+    async def scenario():
         bus, one = MemoryBus(MemoryHub()), of("w1")
         finding = asyncio.create_task(find_partner(bus, ME, "m"))
         await asyncio.sleep(5)
@@ -76,13 +76,13 @@ def test_a_store_waits_for_a_handshake_with_a_block_shape():
         await bus.close()
         return partner
 
-    partner = run_in_virtual_time(story())
+    partner = run_in_virtual_time(scenario())
 
     assert (partner.record.worker_id, len(partner.shape.layers)) == ("w1", 2)
 
 
 def test_a_handshake_of_another_fingerprint_is_no_partner():
-    async def story():
+    async def scenario():
         bus, wrong, right = MemoryBus(MemoryHub()), of("w1"), of("w2")
         await register(bus, wrong, right)
         await describe(bus, wrong, fingerprint="another")
@@ -91,11 +91,11 @@ def test_a_handshake_of_another_fingerprint_is_no_partner():
         await bus.close()
         return partner
 
-    assert run_in_virtual_time(story()).record.worker_id == "w2"
+    assert run_in_virtual_time(scenario()).record.worker_id == "w2"
 
 
 def test_a_store_ends_when_its_fingerprint_has_been_gone_long_enough():
-    async def story():
+    async def scenario():
         bus, old, new = MemoryBus(MemoryHub()), of("w1"), of("w2", revision="r2")
         watch = asyncio.create_task(wait_until_orphaned(bus, old.fingerprint.key(), "m"))
         for fleet in ([old], [old, new], []):
@@ -110,4 +110,4 @@ def test_a_store_ends_when_its_fingerprint_has_been_gone_long_enough():
         await bus.close()
         return asyncio.get_running_loop().time() - began
 
-    assert ORPHAN_S <= run_in_virtual_time(story()) <= ORPHAN_S + 25
+    assert ORPHAN_S <= run_in_virtual_time(scenario()) <= ORPHAN_S + 25

@@ -53,8 +53,8 @@ def test_held_blocks_are_those_with_at_least_one_copy(steps):
             there.update(names)
             event = translation.stored(map(full, names), None, tier)
         else:
-            had = [name for name in names if there[name] > 0 and not there.subtract([name])]
-            event = translation.removed(map(full, had), tier)
+            gone = [name for name in names if there[name] > 0 and not there.subtract([name])]
+            event = translation.removed(map(full, gone), tier)
         if event:
             held.apply([event])
 

@@ -23,7 +23,7 @@ READ = KvRead(
     epoch=Epoch(1),
     tokens=96,
     bytes=3_000_000,
-    asked_at=NOW - 0.5,
+    requested_at=NOW - 0.5,
     granted_at=NOW - 0.4,
     read_at=NOW - 0.3,
     ended_at=NOW - 0.1,
@@ -82,7 +82,7 @@ def test_the_read_span_has_source_bytes_and_speed():
 
 
 def test_an_offer_has_no_lease_span():
-    _leg, *children = shown(of(asked_at=0.0))
+    _leg, *children = shown(of(requested_at=0.0))
 
     assert [each.name for each in children] == [SpanName.WAIT, SpanName.READ]
 

@@ -77,7 +77,7 @@ async def test_the_load_report_carries_the_engines_numbers_and_the_digest():
 
 async def test_a_change_is_reported_sooner_than_the_period():
     async with running_worker() as worker:
-        worker.engine.gate.clear()
+        worker.engine.may_run.clear()
         await worker.leg()
 
         reports = await collected(worker, LOAD, lambda reports: reports[-1].legs == 1)
@@ -199,9 +199,9 @@ async def test_probes_are_bounded_in_number_size_and_time():
 
 
 def test_a_probe_that_hangs_times_out():
-    async def story() -> list[str]:
+    async def scenario() -> list[str]:
         handler = TokenizerHandler(FakeEngine(), WORKER, Epoch(1), MemoryBus(MemoryHub()))
         found = await handler.tokens(asked_tokens('{"hangs": true}', '{"hangs": true}'), Envelope({}, 0))
         return [prompt.refusal for prompt in found.prompts]
 
-    assert run_in_virtual_time(story()) == [f"not done within {TOKENS_S_MAX:g} s"] * 2
+    assert run_in_virtual_time(scenario()) == [f"not done within {TOKENS_S_MAX:g} s"] * 2

@@ -67,8 +67,8 @@ class EngineCore:
 
     def add(self, owner: Any, tokens: list[int], params: RequestParams, now: float) -> Sequence:
         """Queue a prompt; the sequence takes ownership of ``tokens``. Raises ValueError if it does not fit."""
-        room = self.settings.max_model_len - len(tokens)
-        if not tokens or not 1 <= params.max_tokens <= room:
+        tokens_max = self.settings.max_model_len - len(tokens)
+        if not tokens or not 1 <= params.max_tokens <= tokens_max:
             raise ValueError(
                 f"{len(tokens)} prompt tokens and {params.max_tokens} output tokens do not fit this engine"
             )
@@ -118,7 +118,7 @@ class EngineCore:
                 begins_at = self._step.ends_at
             tokens += self._end(self._step, now)
             self._step = None
-        self.exchange.look()
+        self.exchange.poll()
         self.batch.settle(now)
         if self._step is None and (plan := self._plan(now)):
             self._step = self._begin(plan, begins_at)

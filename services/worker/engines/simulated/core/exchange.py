@@ -20,7 +20,7 @@ from services.worker.engines.simulated.core.settings import SimulationSettings
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.kv_exchange import KvHandshake, KvOffer, KvTransferReport
 
-LOOK_S = 0.05
+POLL_S = 0.05
 """Interval at which deadlines are checked while a fetch runs or a prompt is followed."""
 
 
@@ -50,10 +50,10 @@ class Exchange:
     def call(self, call: EngineCall) -> EngineNotification:
         """Execute a call of the worker and return its immediate results."""
         self._core.handle(call)
-        self.look()
+        self.poll()
         return self._core.notifications(describe=call.describe)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Grant the leases that are ready and end what has expired. Call it after each step and at ``wakes_at``."""
         self._core.grant()
         self._core.on_time()
@@ -61,10 +61,10 @@ class Exchange:
         self._core.orders.reads += self._link.arrivals(self._now())
 
     def wakes_at(self) -> float | None:
-        """When ``look`` must run next."""
-        looks = not self.reader.idle or not self._core.prefetcher.idle or self.holder.has_followed
+        """When ``poll`` must run next."""
+        polls = not self.reader.idle or not self._core.prefetcher.idle or self.holder.has_followed
         expiry = self.holder.counts.next_expiry_s or None
-        times = (self._link.next_arrival(), self._now() + LOOK_S if looks else None, expiry)
+        times = (self._link.next_arrival(), self._now() + POLL_S if polls else None, expiry)
         return min((at for at in times if at is not None), default=None)
 
     def finished(self, sequence: Sequence, *, offers: bool) -> None:

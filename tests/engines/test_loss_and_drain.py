@@ -63,7 +63,7 @@ async def test_a_leg_past_its_deadline_fails_and_is_aborted(pair, router):
     await router.load_where(decode, lambda load: load.kv_blocks_used == 0)
 
 
-async def test_a_prefill_that_nobody_fetches_keeps_its_engine_useful(pair, router):
+async def test_an_unread_offer_does_not_block_its_engine(pair, router):
     prefill, _decode = pair
     await router.leg(prefill, LegKind.PREFILL, completion(prompt_of(300, seed=33)))
 
@@ -85,9 +85,7 @@ async def test_lost_kv_is_recomputed_by_the_decode_engine(pair, router):
     assert second.token_ids == alone.token_ids
 
 
-async def test_who_is_told_to_leave_ends_its_legs_has_its_offers_read_gives_its_cache_to_who_stays_and_is_gone(
-    pair, router
-):
+async def test_a_draining_worker_finishes_legs_serves_offers_and_evacuates_its_cache(pair, router):
     prefill, decode = pair
     children = prefill.children()
     body, conversation = completion(prompt_of(300, seed=38)), completion(prompt_of(500, seed=39))
@@ -122,7 +120,7 @@ async def test_who_is_told_to_leave_ends_its_legs_has_its_offers_read_gives_its_
     assert elsewhere.report.prompt_tokens - BLOCK <= elsewhere.report.cached_tokens < elsewhere.report.prompt_tokens
 
 
-async def test_an_engine_that_dies_takes_its_worker_with_it_after_telling_every_leg(pair, router):
+async def test_a_dead_engine_fails_every_leg_and_ends_its_worker(pair, router):
     _prefill, decode = pair
     children = decode.children()
     streamed, whole = (

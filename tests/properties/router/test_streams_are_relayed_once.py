@@ -50,8 +50,8 @@ class Breaks:
 
 @settings(max_examples=examples(25), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, len(TOKENS)), ENDS), max_size=6))
-def test_a_stream_is_said_once_and_whole_or_ends_with_one_error(breaks):
-    async def story(world: World) -> None:
+def test_a_stream_is_delivered_once_and_whole_or_ends_with_one_error(breaks):
+    async def scenario(world: World) -> None:
         script = Breaks(breaks)
         for number in range(WORKERS):
             await world.worker(f"w{number}", script=script)
@@ -72,4 +72,4 @@ def test_a_stream_is_said_once_and_whole_or_ends_with_one_error(breaks):
         assert {(view.own.legs, view.own.tokens) for view in views} == {(0, 0)}
         assert not world.router.inbox._legs
 
-    in_world(story, resumes_max=RESUMES_MAX, frame_gap_s_max=2.0, attempts_max=10)
+    in_world(scenario, resumes_max=RESUMES_MAX, frame_gap_s_max=2.0, attempts_max=10)

@@ -44,7 +44,7 @@ def sent(batches: list[list[tuple[WorkerId, int]]]) -> Counter[WorkerId]:
 
 
 @given(batches)
-def test_in_order_everything_is_heard(batches):
+def test_messages_in_order_are_all_counted(batches):
     assert heard_by(ReservationBook(RouterId("r2")), messages_of(batches)) == sent(batches)
 
 

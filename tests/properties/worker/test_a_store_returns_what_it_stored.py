@@ -216,4 +216,4 @@ class StoreLife(RuleBasedStateMachine):
 
 
 StoreLife.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=25, deadline=None)
-test_a_store_gives_what_it_was_given = StoreLife.TestCase
+test_a_store_returns_what_it_stored = StoreLife.TestCase
