@@ -6,8 +6,11 @@ import secrets
 import sys
 
 from services.collector.http.access import Access
+from services.collector.http.app import LIMITS
 from services.collector.service import run_collector
 from services.collector.settings import Settings
+from shared.http.limits import allow_open_files
+from shared.http.server import PortTaken, listen
 from shared.runtime.service import Service, run_service
 from shared.runtime.settings import SettingsError, load, load_common
 
@@ -16,11 +19,13 @@ def main() -> None:
     try:
         common, settings = load_common(), load(Settings, "COLLECTOR_")
         Access(settings.host, settings.admin_key_file).check()
-    except SettingsError as error:
+        allow_open_files(LIMITS.connections_max)
+        listener = listen(settings.host, settings.port, "COLLECTOR_")
+    except (SettingsError, PortTaken) as error:
         sys.exit(f"collector: {error}")
 
     async def serve(service: Service) -> None:
-        await run_collector(service, settings, common.otlp_endpoint)
+        await run_collector(service, settings, listener, common.otlp_endpoint)
 
     instance = settings.instance or f"collector-{secrets.token_hex(3)}"
     run_service("collector", instance, common, serve, url=f"http://{settings.host}:{settings.port}")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 
-from services.collector.console.feed import Feed
+from services.collector.console.feed import Feed, WatcherLimits
 from services.collector.console.handlers import OrderHandler
 from services.collector.console.state import ConsoleState, Moment
 from services.collector.console.views import Page
 from services.collector.http.access import Access
-from services.collector.http.app import make_app
+from services.collector.http.app import LIMITS, CollectorEdge, make_app
 from services.collector.http.console import ConsoleContext, add_console
-from services.collector.http.server import HttpServer
 from services.collector.metrics.exposition import BOUNDS, families
 from services.collector.metrics.fleet_metrics import STALE_S_MAX, FleetMetrics
 from services.collector.report.report import ReportBuilder
@@ -37,6 +37,7 @@ from shared.contracts.inference import RequestsFinished
 from shared.contracts.load import LoadReport
 from shared.contracts.planning import PlanDecision
 from shared.contracts.workers import FleetState, WorkerLost
+from shared.http.server import make_server
 from shared.runtime.clock import Clock
 from shared.runtime.service import Service
 from shared.runtime.version import baton_version
@@ -45,8 +46,8 @@ from shared.telemetry.setup import MetricsPush
 
 log = logging.getLogger(__name__)
 
-CONSOLE_CLIENTS_MAX = 32
-"""Browsers that watch the console at the same time."""
+WATCHERS = WatcherLimits()
+
 PUSH_S = 5.0
 """Between two pushes of OTLP metrics."""
 MODE_RETRY_S = 2.0
@@ -56,14 +57,14 @@ MODE_RETRY_S = 2.0
 class Collector:
     """Everything that one collector knows. Bus handlers update it; the HTTP routes read it."""
 
-    def __init__(self, bus: Bus, clock: Clock, access: Access, console_clients_max: int = CONSOLE_CLIENTS_MAX) -> None:
+    def __init__(self, bus: Bus, clock: Clock, access: Access, watchers: WatcherLimits = WATCHERS) -> None:
         self._bus = bus
         self._clock = clock
         self._metrics = FleetMetrics(BOUNDS, clock.now())
         self._report = ReportBuilder(STALE_S_MAX)
         self._console = ConsoleState(self._metrics, clock.now())
         about = {"version": baton_version(), "orders_allowed": access.possible, "key_needed": access.key_needed}
-        self.feed = Feed(self.page, about, console_clients_max)
+        self.feed = Feed(self.page, about, watchers)
         orders = OrderHandler(bus, self._note_order)
         self.console_context = ConsoleContext(bus, self.feed, self._console.recent, orders, access)
 
@@ -159,18 +160,20 @@ class Collector:
         return self._report.build(ask.model, now, self._metrics.fleet.step_tokens)
 
 
-async def run_collector(service: Service, settings: Settings, otlp_endpoint: str) -> None:
+async def run_collector(service: Service, settings: Settings, listener: socket.socket, otlp_endpoint: str) -> None:
     """Serve until the service stops."""
     access = Access(settings.host, settings.admin_key_file)
     collector = Collector(service.bus, service.clock, access)
     await collector.listen()
     app = make_app(lambda: to_prometheus(collector.families()), lambda: service.bus.connected)
     add_console(app, collector.console_context)
-    server = HttpServer(app, settings.host, settings.port)
-    serving = service.tasks.create_task(server.serve(), name="serve-http")
+    edge = CollectorEdge(app, service.clock.now, LIMITS)
+    server = make_server(edge)
+    serving = service.tasks.create_task(server.serve(sockets=[listener]), name="serve-http")
+    service.tasks.create_task(edge.end_late(), name="end-late-clients")
     service.tasks.create_task(collector.feed.follow(), name="feed-console")
     service.tasks.create_task(collector.follow_mode(), name="follow-mode")
-    await server.listening()
+    await server.listening.wait()
     if otlp_endpoint:
         push = MetricsPush("collector", service.facts.instance, otlp_endpoint=otlp_endpoint, started_ns=time.time_ns())
         service.tasks.create_task(_push(collector, push), name="push-metrics")

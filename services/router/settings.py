@@ -72,9 +72,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     requests_at_once_max: int = 8192
     """Requests served at a time; more are refused with 503."""
     connections_max: int = 16384
-    """Open client connections; more are refused with 503. 0: no limit."""
+    """Open client connections. When all are taken, one that waits for its client makes room for a new one whose address
+    has no more; if there is none, the new one is refused with 503. 0: no limit.
+    """
     connections_per_address_max: int = 8192
-    """Connections from one address (for IPv6: one /64 network). 0: no limit, for a router behind a load balancer."""
+    """Connections from one address (for IPv6: one /64 network); its oldest idle one makes room for one more. 0: no
+    limit, for a router behind a load balancer.
+    """
 
     request_s_max: float = 600.0
     """The whole request, with its queueing and all attempts."""

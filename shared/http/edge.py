@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from shared.http.errors import HttpError
@@ -14,6 +15,10 @@ AsgiApp = Callable[
     [MutableMapping[str, Any], Callable[[], Awaitable[AsgiMessage]], Callable[[AsgiMessage], Awaitable[None]]],
     Awaitable[None],
 ]
+
+
+WALK_S = 0.1
+"""Between two looks for clients that are late."""
 
 
 class Body(Protocol):
@@ -62,6 +67,8 @@ class HttpEdge(Generic[Request]):
 
     paths: Mapping[bytes, str] = {}
     """POST requests to these are served without ASGI."""
+    headers: Sequence[tuple[str, str]] = (("x-content-type-options", "nosniff"),)
+    """On every response of the app."""
 
     def __init__(self, app: AsgiApp, now: Callable[[], float], limits: EdgeLimits) -> None:
         self.app = app
@@ -75,6 +82,12 @@ class HttpEdge(Generic[Request]):
         """ASGI."""
         await self.app(scope, receive, send)
 
+    async def end_late(self) -> None:
+        """Drop clients that send or read too slowly, until cancelled."""
+        while True:
+            await asyncio.sleep(WALK_S)
+            self.idle.end_late()
+
     def admit(self, connection: Any, path: str, headers: list[Header], *, http11: bool, keep: bool) -> Request:
         """The head of a request to one of ``paths`` is complete."""
         raise NotImplementedError
@@ -87,5 +100,5 @@ class HttpEdge(Generic[Request]):
         """Serve one complete request to one of ``paths``."""
         raise NotImplementedError
 
-    def refused_connection(self) -> None:
-        """A connection was refused: there are too many."""
+    def refused_connection(self, reason: str) -> None:
+        """A connection was refused or dropped, because there are too many."""

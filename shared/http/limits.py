@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import resource
-from collections import Counter
 from collections.abc import Callable
 from ipaddress import IPv6Address, ip_address
 from typing import Protocol
 
 import msgspec
 
-OTHER_FILES = 512
-"""Files that a process has open besides its clients' connections: NATS, listeners, files read at start."""
+BACKLOG = 4096
+"""Connections that the kernel holds until they are accepted; up to this many are accepted in one turn of the loop."""
+OTHER_FILES = 512 + BACKLOG
+"""Files that a process has open besides its clients' connections: NATS, listeners, files read at start, and connections
+that are refused or make room, until the loop closes them.
+"""
+LOOKED_AT_MAX = 64
+"""Connections that are looked at to find one that makes room."""
+UNNAMED = "-"
+"""The address of connections without one, as over a Unix socket."""
 HOST_BITS = 64
 """The low bits of an IPv6 address: a network's owner chooses them freely, so a limit per address must ignore them."""
 
@@ -33,41 +42,16 @@ class EdgeLimits(msgspec.Struct, frozen=True, kw_only=True):
     """For running responses to end when the server stops."""
 
 
-class Connections:
-    """Counts connections. A maximum of 0 means no limit."""
-
-    def __init__(self, count_max: int, per_address_max: int) -> None:
-        self.count = 0
-        """Open connections."""
-        self._count_max = count_max
-        self._per_address_max = per_address_max
-        self._by_address: Counter[str] = Counter()
-
-    def enter(self, address: str) -> bool:
-        """Count one more connection from there. False: refuse it; it is not counted and must not ``leave``."""
-        owner = owner_of(address)
-        full = 0 < self._count_max <= self.count
-        if full or 0 < self._per_address_max <= self._by_address[owner]:
-            return False
-        self.count += 1
-        self._by_address[owner] += 1
-        return True
-
-    def leave(self, address: str) -> None:
-        """A counted connection has closed."""
-        owner = owner_of(address)
-        self.count -= 1
-        self._by_address[owner] -= 1
-        if self._by_address[owner] <= 0:
-            del self._by_address[owner]
-
-
 class Client(Protocol):
-    """What ``IdleClients`` uses of a connection."""
+    """What the limits use of a connection."""
 
     @property
     def busy(self) -> bool:
         """Whether a request is being served or waits to be."""
+
+    @property
+    def waits_for_client(self) -> bool:
+        """Whether nothing is served: the client must send or read first."""
 
     def unsent_bytes(self) -> int:
         """Bytes in the socket's write buffer."""
@@ -77,6 +61,98 @@ class Client(Protocol):
 
     def reader_is_late(self) -> None:
         """The client did not read in time: drop the connection with its unsent bytes."""
+
+    def make_room(self) -> None:
+        """Another client needs the place: drop the connection."""
+
+
+class Connections:
+    """The open connections by their owner: an IPv4 address, or an IPv6 network. A maximum of 0 means no limit.
+
+    When all places are taken, one that waits for its client makes room: of the newcomer's own owner, when that has
+    reached its maximum, otherwise of an owner that has no fewer than the newcomer's. So the owners that want places
+    share them equally before any key is seen, and nobody keeps others out by what they do not send. Connections that
+    have brought a valid key make room last, and only for owners that have fewer.
+    """
+
+    def __init__(self, count_max: int, per_address_max: int) -> None:
+        self._count_max = count_max
+        self._per_address_max = per_address_max
+        self._clients: list[Client] = []
+        self._places: dict[Client, int] = {}
+        """Where each is in the list."""
+        self._owners: dict[Client, str] = {}
+        self._by_owner: dict[str, dict[Client, None]] = {}
+        self._known: set[object] = set()
+
+    @property
+    def count(self) -> int:
+        """Open connections."""
+        return len(self._clients)
+
+    def enter(self, client: Client, address: str) -> bool:
+        """Count one more connection. False: refuse it, it is not counted."""
+        owner = owner_of(address)
+        own = self._by_owner.get(owner, {})
+        victim: Client | None = None
+        if 0 < self._per_address_max <= len(own):
+            victim = self._own_victim(own)
+        elif 0 < self._count_max <= len(self._clients):
+            victim = self._victim(len(own))
+        else:
+            self._add(client, owner)
+            return True
+        if victim is None:
+            return False
+        self.leave(victim)
+        victim.make_room()
+        self._add(client, owner)
+        return True
+
+    def know(self, client: object) -> None:
+        """The connection has brought a valid key."""
+        self._known.add(client)
+
+    def leave(self, client: Client) -> None:
+        """The connection has closed, or is being closed. Those that are not counted are ignored."""
+        place = self._places.pop(client, None)
+        if place is None:
+            return
+        last = self._clients.pop()
+        if last is not client:
+            self._clients[place] = last
+            self._places[last] = place
+        owner = self._owners.pop(client)
+        del self._by_owner[owner][client]
+        if not self._by_owner[owner]:
+            del self._by_owner[owner]
+        self._known.discard(client)
+
+    def _add(self, client: Client, owner: str) -> None:
+        self._places[client] = len(self._clients)
+        self._clients.append(client)
+        self._owners[client] = owner
+        self._by_owner.setdefault(owner, {})[client] = None
+
+    def _own_victim(self, own: dict[Client, None]) -> Client | None:
+        """The oldest that makes room for another one of its owner. Those that do not are looked at later again."""
+        for client in list(itertools.islice(own, LOOKED_AT_MAX)):
+            if client not in self._known and client.waits_for_client:
+                return client
+            own[client] = own.pop(client)
+        return None
+
+    def _victim(self, newcomers: int) -> Client | None:
+        """One that makes room for a connection whose owner has ``newcomers`` already, of a random sample: a walk over
+        all would let a flood of newcomers stop the event loop.
+        """
+        found, found_rank = None, (False, 0)
+        for client in random.sample(self._clients, min(LOOKED_AT_MAX, len(self._clients))):
+            known, share = client in self._known, len(self._by_owner[self._owners[client]])
+            rank, enough = (not known, share), share > newcomers + 1 if known else share >= newcomers
+            if enough and rank > found_rank and client.waits_for_client:
+                found, found_rank = client, rank
+        return found
 
 
 class IdleClients:

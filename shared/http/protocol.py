@@ -31,6 +31,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from shared.http import pipelining
 from shared.http.edge import DirectRequest, HttpEdge
+from shared.http.limits import UNNAMED
 from shared.http.pipelining import PipelinedRequest, TooManyHeaders, head_without_upgrade
 
 HEAD_BYTES_MAX = 64 * 1024
@@ -44,8 +45,6 @@ FRAMING_RATIO_MAX = 8
 """Bytes around a chunked body that are allowed: a fixed number, and this many for each byte of the body. llhttp limits
 neither chunk extensions nor trailers, so that a client could otherwise send them for ever.
 """
-UNNAMED = "-"
-"""For connections without an address, as over a Unix socket."""
 
 
 class EdgeProtocol(HttpToolsProtocol):
@@ -63,8 +62,8 @@ class EdgeProtocol(HttpToolsProtocol):
     request_bytes = 0
     body_bytes = 0
     """Bytes of the present request so far, at most (one read may also hold others); and its body's share of them."""
-    address = ""
-    """The client's address; empty when the connection was refused."""
+    counted = False
+    """False when the connection was refused: there were too many."""
     held = False
     """The next request waits until the client has read the responses. Without this a client that pipelines requests and
     does not read would fill the server's memory with responses.
@@ -76,7 +75,7 @@ class EdgeProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the client."""
-        if self.last_text is not None or not self.address:
+        if self.last_text is not None or not self.counted:
             return
         self._unset_keepalive_if_required()
         self.request_bytes += len(data)
@@ -104,12 +103,11 @@ class EdgeProtocol(HttpToolsProtocol):
         """Count the connection; refuse one too many."""
         self.edge: HttpEdge[Any] = self.app
         super().connection_made(transport)
-        address = self.client[0] if self.client else UNNAMED
-        if self.edge.connections.enter(address):
-            self.address = address
+        if self.edge.connections.enter(self, self.client[0] if self.client else UNNAMED):
+            self.counted = True
             self.edge.idle.waits_for_head(self)
             return
-        self.edge.refused_connection()
+        self.edge.refused_connection("too_many_connections")
         self.write(pipelining.TOO_MANY)
         transport.close()
 
@@ -117,8 +115,7 @@ class EdgeProtocol(HttpToolsProtocol):
         """Tell every request of the connection that its client has left."""
         super().connection_lost(exc)
         self.edge.idle.left(self)
-        if self.address:
-            self.edge.connections.leave(self.address)
+        self.edge.connections.leave(self)
         cycles = [self.cycle, *[cycle for cycle, _app in self.pipeline]]
         http_requests = {cycle.http_request for cycle in cycles if isinstance(cycle, PipelinedRequest)}
         for http_request in http_requests | ({self.serving} if self.serving is not None else set()):
@@ -277,6 +274,16 @@ class EdgeProtocol(HttpToolsProtocol):
         """Whether a request is being served or waits to be."""
         return self.cycle is not None and not self.cycle.response_complete
 
+    @property
+    def waits_for_client(self) -> bool:
+        """Whether nothing is served: the client must send or read first."""
+        if not self.busy:
+            return True
+        if self.in_head or self.pipeline:  # ``cycle`` is not the request that is served.
+            return False
+        cycle = self.cycle
+        return not cycle.http_request.upload.complete if isinstance(cycle, PipelinedRequest) else bool(cycle.more_body)
+
     def unsent_bytes(self) -> int:
         """Bytes in the socket's write buffer."""
         return self.transport.get_write_buffer_size()
@@ -294,6 +301,11 @@ class EdgeProtocol(HttpToolsProtocol):
         """The client does not read. ``connection_lost`` cancels its legs."""
         if self.serving is not None:
             self.serving.slow = True
+        self.transport.abort()
+
+    def make_room(self) -> None:
+        """Another client needs the place."""
+        self.edge.refused_connection("connection_displaced")
         self.transport.abort()
 
     def timeout_keep_alive_handler(self) -> None:

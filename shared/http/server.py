@@ -12,9 +12,8 @@ from typing import Any
 import uvicorn
 
 from shared.http.edge import HttpEdge
+from shared.http.limits import BACKLOG
 from shared.http.protocol import EdgeProtocol
-
-BACKLOG = 4096
 
 
 class PortTaken(Exception):
@@ -54,7 +53,9 @@ class Server(uvicorn.Server):
 
 
 def make_server(edge: HttpEdge[Any]) -> Server:
-    """The server; ``serve(sockets=[...])`` runs it until ``should_exit``."""
+    """The server; ``serve(sockets=[...])`` runs it until ``should_exit``. ``edge.end_late``, or another task that calls
+    ``edge.idle.end_late``, must run beside it.
+    """
     config = uvicorn.Config(
         edge,
         http=EdgeProtocol,
@@ -67,7 +68,7 @@ def make_server(edge: HttpEdge[Any]) -> Server:
         server_header=False,
         date_header=False,
         proxy_headers=False,
-        headers=[("x-content-type-options", "nosniff")],
+        headers=list(edge.headers),
         timeout_keep_alive=int(edge.limits.keep_alive_s),
         timeout_graceful_shutdown=int(edge.limits.drain_s_max),
     )

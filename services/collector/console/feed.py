@@ -20,7 +20,8 @@ UPDATE_S_MIN = 0.5
 UPDATE_S_MAX = 1.0
 """Longest time between two updates: rates fall and silences grow without any message."""
 CLIENT_FRAMES_MAX = 16
-"""Updates that a client may be behind; then its connection is dropped."""
+"""Updates that a client may be behind; then its stream ends."""
+OPERATOR = ""
 KEEP_ALIVE_S = 15.0
 KEEP_ALIVE = b": still here\n\n"
 """A comment line, so that no proxy closes an idle connection."""
@@ -28,11 +29,22 @@ KEEP_ALIVE = b": still here\n\n"
 EXTRA = dict[str, Any]
 
 
+class WatcherLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """How many clients may read the stream at a time."""
+
+    total: int = 32
+    for_operators: int = 8
+    """Of the total: only for clients that may give orders."""
+    per_address: int = 8
+    """Clients that may not give orders, from one address (for IPv6: one /64 network)."""
+
+
 class Watcher:
     """One client of the stream."""
 
-    def __init__(self, abort: Callable[[], None]) -> None:
-        self._abort = abort
+    def __init__(self, owner: str) -> None:
+        self.owner = owner
+        """The client's address or network; empty for an operator."""
         self._frames: asyncio.Queue[bytes | None] = asyncio.Queue(CLIENT_FRAMES_MAX + 1)
         self.is_new = True
         """It has not received the whole page yet."""
@@ -46,11 +58,12 @@ class Watcher:
             return KEEP_ALIVE
 
     def send(self, frame: bytes) -> bool:
-        """Queue a frame. False: the client does not read, and its connection was dropped."""
+        """Queue a frame. False: the client does not read, and the stream ends. The edge drops its connection when it
+        has not read for ``read_s_max``.
+        """
         if self._frames.qsize() < CLIENT_FRAMES_MAX:
             self._frames.put_nowait(frame)
             return True
-        self._abort()
         while not self._frames.empty():
             self._frames.get_nowait()
         self.end()
@@ -63,13 +76,13 @@ class Watcher:
 
 
 class Feed:
-    """All clients of the stream, at most ``watchers_max``."""
+    """All clients of the stream. Operators have places that no others can take."""
 
-    def __init__(self, page: Callable[[], Page], extra: EXTRA, watchers_max: int) -> None:
+    def __init__(self, page: Callable[[], Page], extra: EXTRA, limits: WatcherLimits) -> None:
         self._page = page
         self._extra = extra
         """Fields of the page that never change."""
-        self._watchers_max = watchers_max
+        self._limits = limits
         self._watchers: set[Watcher] = set()
         self._changed = asyncio.Event()
         self._watched = asyncio.Event()
@@ -83,11 +96,18 @@ class Feed:
         """Something may have changed."""
         self._changed.set()
 
-    def join(self, abort: Callable[[], None]) -> Watcher | None:
-        """Add a client; ``abort`` drops its connection. None: there are too many."""
-        if self._closed or len(self._watchers) >= self._watchers_max:
+    def join(self, owner: str, *, operator: bool) -> Watcher | None:
+        """Add a client; ``owner``: its address or network. None: there are too many."""
+        owner = OPERATOR if operator else owner
+        owners = [watcher.owner for watcher in self._watchers]
+        others = len(owners) - owners.count(OPERATOR)
+        full = len(owners) >= self._limits.total
+        if not operator:
+            full |= others >= self._limits.total - self._limits.for_operators
+            full |= owners.count(owner) >= self._limits.per_address
+        if self._closed or full:
             return None
-        watcher = Watcher(abort)
+        watcher = Watcher(owner)
         self._watchers.add(watcher)
         self._watched.set()
         self.wake()

@@ -3,31 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Never
 
 from fastapi import FastAPI, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from shared.http.edge import HttpEdge
+from shared.http.limits import EdgeLimits
 from shared.telemetry.families import PROMETHEUS_CONTENT_TYPE
 
-SECURITY_HEADERS = [
+SECURITY_HEADERS = (
     (
-        b"content-security-policy",
-        b"default-src 'self'; base-uri 'none'; form-action 'none'; object-src 'none'; frame-ancestors 'none'",
+        "content-security-policy",
+        "default-src 'self'; base-uri 'none'; form-action 'none'; object-src 'none'; frame-ancestors 'none'",
     ),
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
-    (b"x-frame-options", b"DENY"),
-    (b"cross-origin-resource-policy", b"same-origin"),
-    (b"cross-origin-opener-policy", b"same-origin"),
-    (b"cache-control", b"no-store"),
-]
+    ("x-content-type-options", "nosniff"),
+    ("referrer-policy", "no-referrer"),
+    ("x-frame-options", "DENY"),
+    ("cross-origin-resource-policy", "same-origin"),
+    ("cross-origin-opener-policy", "same-origin"),
+    ("cache-control", "no-store"),
+)
 """On every response: other sites can neither embed nor read the pages, and no foreign script runs in them."""
+
+
+LIMITS = EdgeLimits(
+    connections_max=512,
+    connections_per_address_max=256,
+    head_s_max=20.0,
+    read_s_max=10.0,
+    keep_alive_s=20.0,
+    drain_s_max=3.0,
+)
+
+
+class CollectorEdge(HttpEdge[Never]):
+    """Serves everything through the app."""
+
+    headers = SECURITY_HEADERS
 
 
 def make_app(metrics: Callable[[], bytes], ready: Callable[[], bool]) -> FastAPI:
     """The app with metrics, health and readiness."""
     app = FastAPI(title="Baton metrics collector", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(WithSecurityHeaders)
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
@@ -43,18 +60,3 @@ def make_app(metrics: Callable[[], bytes], ready: Callable[[], bool]) -> FastAPI
         return {"status": "ready" if ready() else "not ready"}
 
     return app
-
-
-class WithSecurityHeaders:
-    """ASGI middleware: adds the headers when a response starts, without buffering streams."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", []), *SECURITY_HEADERS]
-            await send(message)
-
-        await self._app(scope, receive, send_with_headers)

@@ -18,8 +18,8 @@ from services.collector.console.handlers import OrderHandler, find_decision
 from services.collector.console.orders import Refusal, parse_order, refusal_of
 from services.collector.console.requests import RecentRequests
 from services.collector.http.access import Access
-from services.collector.http.server import abort_of
 from shared.bus.port import Bus
+from shared.http.limits import UNNAMED, owner_of
 from shared.runtime.settings import SettingsError
 
 JSON = "application/json"
@@ -69,8 +69,9 @@ def add_console(app: FastAPI, context: ConsoleContext) -> None:
         return file_of(files, name)
 
     @app.get("/console/events")
-    async def show_events() -> Response:
-        return EventStream(context.feed)
+    async def show_events(request: Request) -> Response:
+        owner = owner_of(request.client.host) if request.client is not None else UNNAMED
+        return EventStream(context.feed, owner, operator=await may_act(context.access, request))
 
     @app.get("/console/requests/{decision_id}")
     async def show_request(decision_id: str) -> Response:
@@ -95,6 +96,14 @@ async def execute_order(context: ConsoleContext, request: Request) -> Response:
     order = parse_order(body) if isinstance(body, bytes) else body
     result = await context.orders.execute(order) if not isinstance(order, Refusal) else order
     return json_response(result if isinstance(result, Refusal) else {"message": result})
+
+
+async def may_act(access: Access, request: Request) -> bool:
+    """Whether this client may give orders."""
+    try:
+        return refusal_of(await asyncio.to_thread(access.client_of, request.headers)) is None
+    except SettingsError:
+        return False
 
 
 async def body_of(request: Request) -> bytes | Refusal:
@@ -138,12 +147,14 @@ def file_of(files: Mapping[str, bytes], name: str) -> Response:
 class EventStream(Response):
     """Server-sent events, for as long as the client reads and the process serves."""
 
-    def __init__(self, feed: Feed) -> None:
+    def __init__(self, feed: Feed, owner: str, *, operator: bool) -> None:
         super().__init__()
         self._feed = feed
+        self._owner = owner
+        self._operator = operator
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watcher = self._feed.join(abort_of(scope))
+        watcher = self._feed.join(self._owner, operator=self._operator)
         if watcher is None:
             await Response(FULL, 503, {"retry-after": RETRY_AFTER_S}, JSON)(scope, receive, send)
             return

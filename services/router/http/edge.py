@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from services.router.auth.authenticator import Authenticator
-from services.router.auth.client import ApiClient
+from services.router.auth.client import ANYONE, ApiClient
 from services.router.http.errors import error_event, failed
 from services.router.http.request import Connection, Head, HttpRequest, Upload, UploadTotals
 from services.router.placement.request_fields import CHAT, COMPLETIONS, Mode
@@ -93,8 +93,11 @@ class Edge(HttpEdge[HttpRequest]):
         http_request = HttpRequest(
             connection, head, Upload(self._now(), self.upload_totals), http11=http11, keep_alive=keep
         )
-        if not self._lets_in(http_request, self._authenticator.client(headers)):
+        client = self._authenticator.client(headers)
+        if not self._lets_in(http_request, client):
             return http_request
+        if client is not ANYONE:
+            self.connections.know(connection)
         if head.mode is None:
             self._refuse(http_request, HttpError(400, error_body(400, BAD_MODE), reason="bad_request"))
         elif len(self._relay.in_flight) >= self._settings.requests_at_once_max:
@@ -113,9 +116,9 @@ class Edge(HttpEdge[HttpRequest]):
             http_request.head.client = client
         return refusal is None
 
-    def refused_connection(self) -> None:
-        """Count a connection that was refused."""
-        self._request_log.refused(503, "too_many_connections")
+    def refused_connection(self, reason: str) -> None:
+        """Count a connection that was refused or dropped."""
+        self._request_log.refused(503, reason)
 
     def limit_body(self, http_request: HttpRequest, body_bytes: int) -> bool:
         """Refuse a body larger than the limit, announced or received, or one that the router has no memory for.

@@ -109,7 +109,7 @@ class BusWorld:
         self.ended: list[str] = []
         """Lives that ended badly."""
         self.buses: list[MemoryBus] = [world.bus]
-        self.collector = Collector(self._bus(), LoopClock(), Access("127.0.0.1", ""), 4)
+        self.collector = Collector(self._bus(), LoopClock(), Access("127.0.0.1", ""))
         self.top = Top(self._bus(), LoopClock(), Console(file=None, width=200, height=LINES, quiet=True))
         self.in_flight: list[tuple[FakeConnection, asyncio.Task[None]]] = []
         self.played: FakeWorker | None = None

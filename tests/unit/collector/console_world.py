@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import asynccontextmanager
 
 import httpx
+import msgspec
 
+from services.collector.console.feed import WatcherLimits
 from services.collector.http.access import Access
-from services.collector.http.app import make_app
+from services.collector.http.app import LIMITS, CollectorEdge, make_app
 from services.collector.http.console import add_console
 from services.collector.service import Collector
 from shared.contracts.channels import FLEET_STATE, REQUESTS_FINISHED, SERVICE_STATUS
@@ -15,10 +18,12 @@ from shared.contracts.control import ServicePhase, ServiceStatus
 from shared.contracts.decisions import TtftParts
 from shared.contracts.inference import KvMoved, RequestFinished, RequestsFinished
 from shared.contracts.workers import FleetState, FleetWorker, Role
-from shared.runtime.clock import FakeClock
+from shared.http.server import listen, make_server
+from shared.runtime.clock import FakeClock, SystemClock
 from tests.support.fleet_builders import record
 from tests.support.memory_bus import MemoryBus, MemoryHub
 
+TWO = WatcherLimits(total=2, for_operators=0, per_address=2)
 PARTS = TtftParts(admission_s=0.01, queue_s=0.02, prefill_s=0.1, handoff_s=0.03, first_token_s=0.04)
 
 
@@ -57,10 +62,10 @@ def service(name="router", instance="router-1", phase=ServicePhase.READY, detail
 
 
 class World:
-    def __init__(self, clock, host, key_file):
+    def __init__(self, clock, host, key_file, watchers):
         hub = MemoryHub()
         self.bus, self.others, self.clock = MemoryBus(hub), MemoryBus(hub), clock
-        self.collector = Collector(self.bus, clock, Access(host, key_file), 2)
+        self.collector = Collector(self.bus, clock, Access(host, key_file), watchers)
         self.app = make_app(lambda: b"", lambda: self.bus.connected)
         add_console(self.app, self.collector.console_context)
 
@@ -80,9 +85,26 @@ class World:
 
 
 @asynccontextmanager
-async def world(clock=None, host="127.0.0.1", key_file=""):
-    one = World(clock or FakeClock(), host, key_file)
+async def world(clock=None, host="127.0.0.1", key_file="", watchers=TWO):
+    one = World(clock or FakeClock(), host, key_file, watchers)
     await one.collector.listen()
     yield one
     await one.bus.close()
     await one.others.close()
+
+
+@asynccontextmanager
+async def serving(one, host="127.0.0.1", **limits):
+    """Serve its app over real sockets; returns the server and its port."""
+    edge = CollectorEdge(one.app, SystemClock().now, msgspec.structs.replace(LIMITS, **limits))
+    server, listener = make_server(edge), listen(host, 0)
+    async with asyncio.TaskGroup() as tasks:
+        late, running = tasks.create_task(edge.end_late()), tasks.create_task(server.serve(sockets=[listener]))
+        await server.listening.wait()
+        try:
+            yield server, listener.getsockname()[1]
+        finally:
+            one.collector.feed.close()
+            server.should_exit = True
+            await running
+            late.cancel()

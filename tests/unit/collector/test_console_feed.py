@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import socket
 from contextlib import asynccontextmanager
 
-from services.collector.console.feed import CLIENT_FRAMES_MAX, KEEP_ALIVE_S, UPDATE_S_MIN, Feed
+from services.collector.console.feed import CLIENT_FRAMES_MAX, KEEP_ALIVE_S, UPDATE_S_MIN, Feed, WatcherLimits
 from services.collector.console.views import Health, Page
-from services.collector.http.server import HttpServer, Protocol
 from shared.contracts.channels import WORKER_LOST
 from shared.contracts.workers import WorkerLost
-from tests.support.nats_server import free_port
 from tests.support.virtual_time import LoopClock, run_in_virtual_time
-from tests.unit.collector.console_world import finished, world
+from tests.unit.collector.console_world import TWO, finished, serving, world
 
 NOTHING = Page(
     at=0.0,
@@ -29,6 +28,7 @@ NOTHING = Page(
     tenants=[],
 )
 WAIT_S_MAX = 60.0
+EVENTS = b"GET /console/events HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 class Browser:
@@ -167,31 +167,29 @@ def test_streams_end_when_the_process_stops():
             await browser.until("state")
             one.collector.feed.close()
             await browser.end()
-            assert one.collector.feed.join(lambda: None) is None
+            assert one.collector.feed.join("-", operator=True) is None
 
     run_in_virtual_time(main())
 
 
 async def test_only_a_client_that_does_not_read_is_dropped():
-    cut = []
-    feed = Feed(lambda: NOTHING, {}, 2)
-    slow = feed.join(lambda: cut.append("slow"))
+    feed = Feed(lambda: NOTHING, {}, TWO)
+    slow = feed.join("a", operator=False)
     for _ in range(CLIENT_FRAMES_MAX):
         assert slow.send(b"x")
-    assert cut == []
 
-    quick = feed.join(lambda: cut.append("quick"))
+    quick = feed.join("a", operator=False)
     slow.is_new = True
     feed.update()
 
-    assert (cut, len(feed)) == (["slow"], 1)
+    assert len(feed) == 1
     assert await slow.next() is None
     assert (await quick.next()).startswith(b"event: state\n")
 
 
 async def test_without_clients_no_page_is_computed():
     pages = []
-    feed = Feed(lambda: pages.append(1) or NOTHING, {}, 1)
+    feed = Feed(lambda: pages.append(1) or NOTHING, {}, TWO)
     following = asyncio.get_running_loop().create_task(feed.follow())
     for _ in range(5):
         feed.wake()
@@ -200,51 +198,91 @@ async def test_without_clients_no_page_is_computed():
     following.cancel()
 
 
-class ShortTimeout(Protocol):
-    headers_s_max = 0.2
+def test_operators_have_places_that_no_other_client_takes():
+    feed = Feed(lambda: NOTHING, {}, WatcherLimits(total=4, for_operators=1, per_address=2))
+
+    taken = [feed.join("10.0.0.1", operator=False) for _ in range(3)]
+    assert [watcher is not None for watcher in taken] == [True, True, False]
+    assert feed.join("10.0.0.2", operator=False) is not None
+    assert feed.join("10.0.0.3", operator=False) is None
+    assert feed.join("10.0.0.1", operator=True) is not None
+    assert feed.join("10.0.0.1", operator=True) is None
+    feed.leave(taken[0])
+    assert feed.join("10.0.0.1", operator=True) is not None
 
 
-async def test_only_a_client_that_is_slow_to_send_its_headers_is_dropped():
-    async with world() as one:
-        port = free_port()
-        server = HttpServer(one.app, "127.0.0.1", port, ShortTimeout)
-        async with asyncio.TaskGroup() as tasks, asyncio.timeout(WAIT_S_MAX):
-            serving = tasks.create_task(server.serve())
-            await server.listening()
-            prompt_reader, prompt_writer = await asyncio.open_connection("127.0.0.1", port)
-            prompt_writer.write(b"GET /console/events HTTP/1.1\r\nhost: x\r\n\r\n")
-            assert await prompt_reader.readline() == b"HTTP/1.1 200 OK\r\n"
-            for sent in (b"", b"GET /health HT"):
-                slow_reader, slow_writer = await asyncio.open_connection("127.0.0.1", port)
-                slow_writer.write(sent)
-                with contextlib.suppress(ConnectionResetError):
-                    assert await slow_reader.read() == b""
-            one.collector.feed.update()
-            assert await prompt_reader.readuntil(b"event: state")
-            prompt_writer.close()
-            server.should_exit = True
-            await serving
+async def read_to_end(reader):
+    with contextlib.suppress(ConnectionResetError):
+        while await reader.read(65536):
+            pass
 
 
-async def test_dropping_a_client_discards_its_unread_data():
-    async with world() as one:
-        port = free_port()
-        server = HttpServer(one.app, "127.0.0.1", port)
-        async with asyncio.TaskGroup() as tasks, asyncio.timeout(WAIT_S_MAX):
-            serving = tasks.create_task(server.serve())
-            await server.listening()
-            client = socket.create_connection(("127.0.0.1", port))
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.sendall(b"GET /console/events HTTP/1.1\r\nhost: x\r\n\r\n")
-            feed = one.collector.feed
-            while not len(feed):
-                await asyncio.sleep(0.01)
-            (watcher,) = feed._watchers
-            while watcher.send(b"x" * 1_000_000):
-                await asyncio.sleep(0)
-            while len(feed):  # The response ends because its connection is gone.
-                await asyncio.sleep(0.01)
-            assert not server.server_state.connections
-            client.close()
-            server.should_exit = True
-            await serving
+async def test_clients_that_send_too_slowly_are_dropped_and_a_stream_is_not():
+    async with world() as one, serving(one, head_s_max=0.2) as (_server, port), asyncio.timeout(WAIT_S_MAX):
+        prompt_reader, prompt_writer = await asyncio.open_connection("127.0.0.1", port)
+        prompt_writer.write(b"GET /console/events HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert await prompt_reader.readline() == b"HTTP/1.1 200 OK\r\n"
+        for sent in (b"", b"GET /health HT"):
+            slow_reader, slow_writer = await asyncio.open_connection("127.0.0.1", port)
+            slow_writer.write(sent)
+            await read_to_end(slow_reader)
+        one.collector.feed.update()
+        assert await prompt_reader.readuntil(b"event: state")
+        prompt_writer.close()
+
+
+async def test_the_rest_of_a_body_that_nobody_needs_does_not_keep_a_connection():
+    async with world() as one, serving(one, head_s_max=0.2) as (_server, port), asyncio.timeout(WAIT_S_MAX):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\na")
+        await reader.readuntil(b"alive")
+        writer.write(b"b")
+
+        await read_to_end(reader)
+
+        writer.close()
+
+
+def connection(port, source):
+    return socket.create_connection(("127.0.0.1", port), source_address=(source, 0), timeout=WAIT_S_MAX)
+
+
+async def test_idle_connections_and_viewers_lock_no_operator_out(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text(hashlib.sha256(b"the key").hexdigest())
+    limits = WatcherLimits(total=4, for_operators=2, per_address=4)
+    async with (
+        world(host="0.0.0.0", key_file=str(file), watchers=limits) as one,
+        serving(one, host="0.0.0.0", connections_max=20, connections_per_address_max=10) as (server, port),
+        contextlib.AsyncExitStack() as held,
+        asyncio.timeout(WAIT_S_MAX),
+    ):
+        for number in range(20):
+            client = held.enter_context(connection(port, f"127.0.0.{2 + number % 2}"))
+            client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nx" if number > 4 else EVENTS)
+        while len(server.server_state.connections) < 20 or len(one.collector.feed) < 2:
+            await asyncio.sleep(0.01)
+
+        operator = held.enter_context(connection(port, "127.0.0.4"))
+        operator.sendall(EVENTS[:-2] + b"authorization: Bearer the key\r\n\r\n")
+        answer = await asyncio.to_thread(operator.recv, 15)
+
+        assert answer == b"HTTP/1.1 200 OK"
+        assert len(server.server_state.connections) <= 20
+
+
+async def test_a_client_that_does_not_read_is_dropped_with_its_unread_data():
+    async with world() as one, serving(one, read_s_max=0.2) as (server, port), asyncio.timeout(WAIT_S_MAX):
+        client = socket.create_connection(("127.0.0.1", port))
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.sendall(EVENTS)
+        feed = one.collector.feed
+        while not len(feed):
+            await asyncio.sleep(0.01)
+        (watcher,) = feed._watchers
+        while watcher.send(b"x" * 1_000_000):
+            await asyncio.sleep(0)
+        while len(feed):  # The response ends because its connection is gone.
+            await asyncio.sleep(0.01)
+        assert not server.server_state.connections
+        client.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 
+import httpx
 import msgspec
 import pytest
 
@@ -18,7 +19,7 @@ from shared.contracts.failures import Failure, Reason
 from shared.contracts.fleet_orders import OrderTaken, RoleChanged
 from shared.contracts.workers import Role
 from shared.runtime.settings import SettingsError
-from tests.unit.collector.console_world import PARTS, finished, world
+from tests.unit.collector.console_world import PARTS, finished, serving, world
 
 WAIT_S_MAX = 60.0
 KEY = "baton-test-key"
@@ -67,7 +68,11 @@ async def test_the_root_redirects_to_the_page_and_its_files_are_served():
 
 
 async def test_every_response_has_security_headers():
-    async with world() as one, one.client() as client:
+    async with (
+        world() as one,
+        serving(one) as (_server, port),
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client,
+    ):
         for path in ("/console", "/console/files/nothing", "/console/requests/x", "/health", "/nowhere"):
             headers = (await client.get(path, headers={"origin": "http://elsewhere.example"})).headers
             assert "default-src 'self'" in headers["content-security-policy"]

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import resource
 import socket
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shared.bus.frame_sender import LegFrames
 from shared.contracts.inference import LegReport, StartLeg
 from shared.http.limits import OTHER_FILES, Connections, allow_open_files, owner_of
 from shared.http.protocol import HEADERS_MAX
+from shared.runtime.keys import digest_of
 from shared.telemetry import names
+from tests.support.examples import examples
 from tests.unit.router.fake_worker import JSON, SSE, FakeWorker
 from tests.unit.router.http.test_hostile_clients import STREAMED, connected, read_to_end
-from tests.unit.router.http.test_http_server import BODY, request, running, until
+from tests.unit.router.http.test_http_server import BODY, PATIENCE_S, Running, request, running, until
 
+KEYS = f'salt = "{"0" * 64}"\n[[key]]\ntenant = "acme"\nsha256 = "{digest_of(b"k")}"\n'
+BEARER = "authorization: Bearer k"
 PIECE = b"data: " + b"x" * 65536 + b"\n\n"
 
 
@@ -106,16 +113,69 @@ async def test_unread_responses_hold_back_only_their_connection():
 )
 async def test_connections_are_limited_in_total_and_per_address(limits: dict[str, int], served: int):
     async with running(**{"connections_per_address_max": 0, **limits}) as up:
+        go = up.worker.script = Late()
         clients = [await connected(up) for _ in range(served)]
-        await until(lambda: up.router.edge.connections.count == served)
+        for _reader, writer in clients:
+            writer.write(request(BODY))
+        await until(lambda: len(up.worker.started) == served)
         if served < 5:
             assert (await up.raw(b"")).startswith(b"HTTP/1.1 503 ")
             assert refusals(up, "too_many_connections") == 1
 
-        for _reader, writer in clients:
+        go.set()
+        for reader, writer in clients:
+            await reader.readuntil(b"the answer")
             writer.close()
         await until(lambda: up.router.edge.connections.count == 0)
         assert (await up.raw(request(BODY, "connection: close"))).startswith(b"HTTP/1.1 200 ")
+
+
+IDLE = b""
+IN_HEAD = b"POST /v1/completions HTTP/1.1\r\nx: "
+IN_BODY = b"POST /v1/completions HTTP/1.1\r\ncontent-length: 9\r\n\r\n{"
+UNNEEDED = b"GET /health HTTP/1.1\r\ncontent-length: 9\r\n\r\nx"
+
+
+def from_address(up: Running, source: str, sent: bytes) -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", up.port), source_address=(source, 0), timeout=PATIENCE_S)
+    client.sendall(sent)
+    return client
+
+
+@pytest.mark.parametrize(
+    "sent", [IDLE, IN_HEAD, IN_BODY, UNNEEDED], ids=["idle", "in head", "in body", "unneeded body"]
+)
+async def test_two_addresses_that_hold_all_connections_keep_no_other_out(sent: bytes):
+    async with running(connections_max=20, connections_per_address_max=10) as up, contextlib.AsyncExitStack() as held:
+        count = up.router.edge.connections
+        for number in range(20):
+            held.enter_context(from_address(up, f"127.0.0.{2 + number % 2}", sent))
+        await until(lambda: count.count == 20)
+
+        other = held.enter_context(from_address(up, "127.0.0.4", request(BODY)))
+        assert (await asyncio.to_thread(other.recv, 15)) == b"HTTP/1.1 200 OK"
+        same = held.enter_context(from_address(up, "127.0.0.2", request(BODY)))
+        assert (await asyncio.to_thread(same.recv, 15)) == b"HTTP/1.1 200 OK"
+
+        assert count.count <= 20
+        assert refusals(up, "connection_displaced") == 2
+
+
+async def test_connections_that_brought_a_key_make_room_last():
+    async with (
+        running(connections_max=8, connections_per_address_max=0, keys=KEYS) as up,
+        contextlib.AsyncExitStack() as held,
+    ):
+        own = [held.enter_context(from_address(up, "127.0.0.2", request(BODY, BEARER))) for _ in range(6)]
+        for client in own:
+            assert (await asyncio.to_thread(client.recv, 15)) == b"HTTP/1.1 200 OK"
+        strangers = [held.enter_context(from_address(up, "127.0.0.3", request(BODY))) for _ in range(20)]
+
+        for client in strangers:
+            with contextlib.suppress(ConnectionResetError):  # Another stranger has its place.
+                await asyncio.to_thread(client.recv, 15)
+
+        assert sum(protocol.client[0] == "127.0.0.2" for protocol in up.connections()) == 6
 
 
 async def test_too_many_headers_get_431():
@@ -170,14 +230,55 @@ async def test_an_invalid_pipelined_body_is_rejected_after_the_running_stream():
         assert len(up.worker.started) == 1
 
 
+class Waiting:
+    """A connection that waits for its client, or serves a request."""
+
+    def __init__(self, *, waits: bool = True) -> None:
+        self.waits_for_client = waits
+        self.dropped = False
+
+    def make_room(self) -> None:
+        self.dropped = True
+
+
 def test_all_addresses_of_an_ipv6_client_share_one_limit():
     connections = Connections(0, 1)
+    first = Waiting(waits=False)
 
-    assert connections.enter("2001:db8::1")
-    assert not connections.enter("2001:db8::ffff")
-    assert connections.enter("2001:db8:0:1::1")
-    connections.leave("2001:db8::1")
-    assert connections.enter("2001:db8::ffff")
+    assert connections.enter(first, "2001:db8::1")
+    assert not connections.enter(Waiting(), "2001:db8::ffff")
+    assert connections.enter(Waiting(), "2001:db8:0:1::1")
+    connections.leave(first)
+    assert connections.enter(Waiting(), "2001:db8::ffff")
+
+
+@given(
+    steps=st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.booleans()), max_size=40),
+    count_max=st.integers(0, 8),
+    per_address_max=st.integers(0, 4),
+)
+@settings(max_examples=examples(50), deadline=None)
+def test_the_limits_hold_and_an_owner_with_fewer_gets_a_place_that_waits(
+    steps: list[tuple[int, bool, bool]], count_max: int, per_address_max: int
+):
+    connections, opened = Connections(count_max, per_address_max), []
+    for number, waits, leaves in steps:
+        if leaves and opened:
+            connections.leave(opened.pop(number % len(opened))[0])
+            continue
+        client, owner = Waiting(waits=waits), f"10.0.0.{number}"
+        before = [(one, name) for one, name in opened if not one.dropped]
+        own = sum(name == owner for _one, name in before)
+        entered = connections.enter(client, owner)
+
+        opened = [(one, name) for one, name in [*before, *([(client, owner)] if entered else [])] if not one.dropped]
+        assert connections.count == len(opened)
+        assert not count_max or len(opened) <= count_max
+        assert not per_address_max or sum(name == owner for _one, name in opened) <= per_address_max
+        more = [one for one, name in before if one.waits_for_client and sum(each == name for _, each in before) >= own]
+        own_full = 0 < per_address_max <= own
+        assert entered or own_full or not more
+        assert all(not one.dropped or one.waits_for_client for one, _name in before)
 
 
 @pytest.mark.parametrize(
