@@ -40,6 +40,17 @@ async def within(seconds: float, work: Coroutine[Any, Any, T], *, name: str, gra
     raise TimeoutError(f"{name}: not within {seconds:g} s")
 
 
+async def unless(event: asyncio.Event, work: Coroutine[Any, Any, T], *, grace_s: float = GRACE_S) -> T | None:
+    """The result of ``work``, or None if the event is set first; then the work is ended."""
+    task = asyncio.get_running_loop().create_task(work)
+    waiting = asyncio.get_running_loop().create_task(event.wait())
+    try:
+        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        await end({task, waiting}, grace_s=grace_s)
+
+
 async def end(tasks: Collection[asyncio.Task[Any]], *, grace_s: float = GRACE_S) -> None:
     """Cancel the tasks until they have ended, and abandon those that are not done after ``grace_s``."""
     pending = {task for task in tasks if not task.done()}

@@ -11,7 +11,7 @@ from services.collector.service import run_collector
 from services.collector.settings import Settings
 from shared.http.limits import allow_open_files
 from shared.http.server import PortTaken, listen
-from shared.runtime.service import Service, run_service
+from shared.runtime.service import Service, refuse, run_service
 from shared.runtime.settings import SettingsError, load, load_common
 
 
@@ -21,14 +21,17 @@ def main() -> None:
         Access(settings.host, settings.admin_key_file).check()
         allow_open_files(LIMITS.connections_max)
         listener = listen(settings.host, settings.port, "COLLECTOR_")
-    except (SettingsError, PortTaken) as error:
+    except SettingsError as error:
+        refuse("collector", error)
+    except PortTaken as error:  # A restart may help: an earlier collector may still hold the port.
         sys.exit(f"collector: {error}")
 
     async def serve(service: Service) -> None:
         await run_collector(service, settings, listener, common.otlp_endpoint)
 
     instance = settings.instance or f"collector-{secrets.token_hex(3)}"
-    run_service("collector", instance, common, serve, url=f"http://{settings.host}:{settings.port}")
+    url = f"http://{settings.host}:{settings.port}"
+    run_service("collector", instance, common, serve, url=url, listener=listener)
 
 
 main()

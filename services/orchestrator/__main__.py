@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import secrets
-import sys
 
 from services.orchestrator.service import Orchestrator
 from services.orchestrator.settings import Settings
 from shared.contracts.control import ServicePhase
-from shared.runtime.service import Service, run_service
+from shared.runtime.service import Service, refuse, run_service
 from shared.runtime.settings import SettingsError, load, load_common
 
 
@@ -16,13 +15,14 @@ def main() -> None:
     try:
         common, settings = load_common(), load(Settings, "ORCHESTRATOR_")
     except SettingsError as error:
-        sys.exit(f"orchestrator: {error}")
+        refuse("orchestrator", error)
 
     async def live(service: Service) -> None:
         def on_ready() -> None:
             service.set_phase(ServicePhase.READY)
 
-        await Orchestrator(service.bus, service.clock, service.facts.instance, settings).run(service.stopping, on_ready)
+        name, waits = service.facts.instance, service.waits
+        await Orchestrator(service.bus, service.clock, name, settings, waits=waits).run(service.stopping, on_ready)
 
     # Random, not the process id: processes in two containers may have the same id, and two orchestrators of one name
     # would both lead.

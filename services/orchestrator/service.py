@@ -12,19 +12,21 @@ from services.orchestrator.leadership.leadership import Candidate
 from services.orchestrator.planner.planning import Planning
 from services.orchestrator.planner.rules import Rules
 from services.orchestrator.settings import Settings
-from shared.bus.port import Bus, BusError, Envelope, StoredValue, Subscription
+from shared.bus.port import Bus, BusError, Envelope, KeyValueStore, StoredValue, Subscription
 from shared.contracts.channels import DESCRIBE_FLEET, FLEET_STATE, LEADERSHIP, LOAD, WORKER_LOST, WORKER_RECORDS
+from shared.contracts.control import Leadership
 from shared.contracts.ids import WorkerId
 from shared.contracts.load import LoadReport
 from shared.contracts.workers import WORKER_RECORD_TTL_S, DescribeFleet, FleetState, WorkerLost, WorkerRecord
+from shared.deadline import unless
 from shared.runtime.clock import Clock
+from shared.runtime.waiting import REGISTRY, Waits
 
 ROLE = "orchestrator"
+LEADER_ENTRY = "JetStream (leadership entry)"
 STATE_PERIOD_S = 1.0
 TICK_S = 0.1
 """Delay with which a silent worker may be noticed."""
-FLEET_KNOWN_S_MAX = 30.0
-"""For reading all records at the start."""
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +34,19 @@ log = logging.getLogger(__name__)
 class Orchestrator:
     """Leader or standby. A standby follows the fleet as well, so that it knows it when it takes over."""
 
-    def __init__(self, bus: Bus, clock: Clock, name: str, settings: Settings, rules: Rules | None = None) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        clock: Clock,
+        name: str,
+        settings: Settings,
+        rules: Rules | None = None,
+        waits: Waits | None = None,
+    ) -> None:
         """``rules``: the planner's; those of the settings if not given."""
         self._bus = bus
         self._clock = clock
+        self._waits = waits or Waits(clock.now)
         self._fleet = Fleet(Limits())
         self._candidate = Candidate(ROLE, name, settings.lease_s)
         self._planning = Planning(bus, clock, settings, rules or settings.rules(), leading=lambda: self.leading)
@@ -58,17 +69,18 @@ class Orchestrator:
         return FleetState(leader=self._candidate.name, term=self._candidate.term, workers=workers)
 
     async def run(self, stopping: asyncio.Event, on_ready: Callable[[], None]) -> None:
-        """Serve until ``stopping``; calls ``on_ready`` when all records have been read."""
-        records = await self._bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
-        leadership = await self._bus.key_value_store(LEADERSHIP, ttl_s=self._candidate.lease_s)
+        """Serve until ``stopping``; calls ``on_ready`` when all records have been read. Waits for JetStream."""
+        stores = await unless(stopping, self._open_stores())
+        if stores is None:
+            return
+        records, leadership = stores
         self._bus.on_reconnect(self._candidate.doubt)
         async with asyncio.TaskGroup() as tasks:
             await self._bus.subscribe(LOAD, self._load_reported)
             await self._bus.subscribe(FLEET_STATE, self._state_published)
             await self._planning.listen()
             following = tasks.create_task(self._follow(records.watch()), name="follow-records")
-            async with asyncio.timeout(FLEET_KNOWN_S_MAX):
-                await self._fleet_known.wait()
+            await unless(stopping, self._waits.until(REGISTRY, self._fleet_known.wait))
             publishing = tasks.create_task(self._publish(), name="publish")
             planning = tasks.create_task(self._planning.run(lambda: self.describe().workers), name="plan")
             on_ready()
@@ -76,6 +88,13 @@ class Orchestrator:
             following.cancel()
             publishing.cancel()
             planning.cancel()
+
+    async def _open_stores(self) -> tuple[KeyValueStore[WorkerRecord], KeyValueStore[Leadership]]:
+        bus, until, lease_s = self._bus, self._waits.until, self._candidate.lease_s
+        return (
+            await until(REGISTRY, lambda: bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)),
+            await until(LEADER_ENTRY, lambda: bus.key_value_store(LEADERSHIP, ttl_s=lease_s)),
+        )
 
     async def _follow(self, changes: AsyncIterator[StoredValue[WorkerRecord] | None]) -> None:
         async for change in changes:

@@ -9,7 +9,7 @@ from services.router.service import serve
 from services.router.settings import Settings, check
 from shared.http.limits import allow_open_files
 from shared.http.server import PortTaken, listen, share
-from shared.runtime.service import run_service
+from shared.runtime.service import refuse, run_service
 from shared.runtime.settings import SettingsError, load, load_common
 
 
@@ -21,7 +21,9 @@ def main() -> None:
         allow_open_files(settings.connections_max)
         listener = listen(settings.host, settings.port)
         shared = share(settings.host, settings.shared_port) if settings.shared_port else None
-    except (SettingsError, PortTaken) as error:
+    except SettingsError as error:
+        refuse("router", error)
+    except PortTaken as error:  # A restart may help: an earlier router may still hold the port.
         sys.exit(f"router: {error}")
     host, port = listener.getsockname()[:2]
     run_service(
@@ -31,6 +33,7 @@ def main() -> None:
         lambda service: serve(service, settings, listener, shared),
         url=f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}",
         drain_s_max=settings.drain_s_max,
+        listener=listener,
     )
 
 

@@ -8,6 +8,7 @@ import logging
 import secrets
 import socket
 import sys
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
@@ -45,6 +46,7 @@ from shared.contracts.ids import RouterId
 from shared.http.server import make_server
 from shared.runtime.clock import Clock
 from shared.runtime.service import Service
+from shared.runtime.waiting import Waits
 from shared.telemetry import names
 from shared.telemetry.prometheus import gauge
 
@@ -52,7 +54,7 @@ log = logging.getLogger("baton.router")
 
 FIRST_WORKER_S_MAX = 10.0
 """How long a router without workers takes no connections from a port that it shares."""
-FIRST_WORKER_CHECK_S = 0.05
+READY_CHECK_S = 0.05
 SWITCH_S = 0.001
 """How long the event loop waits for a tokenizing thread to release the GIL."""
 YOUNG_OBJECTS_MAX = 50_000
@@ -62,11 +64,14 @@ YOUNG_OBJECTS_MAX = 50_000
 class Router:
     """All objects of one router, wired but not running."""
 
-    def __init__(self, settings: Settings, bus: Bus, clock: Clock, tracing: Tracing) -> None:
+    def __init__(
+        self, settings: Settings, bus: Bus, clock: Clock, tracing: Tracing, waits: Waits | None = None
+    ) -> None:
         self.router_id = router_id = RouterId(f"{settings.instance or 'router'}-{secrets.token_hex(4)}")
         self.settings = settings
         self.clock = clock
         self.bus = bus
+        self.waits = waits or Waits(clock.now)
         self.registry = CollectorRegistry()
         self.fleet = fleet = Fleet(
             PlacementPolicy(
@@ -96,6 +101,7 @@ class Router:
             reservations=self.reservations,
             prompts=self.prompts,
             kv=self.kv,
+            waits=self.waits,
         )
         self.decisions = DecisionService(
             router_id,
@@ -117,6 +123,7 @@ class Router:
             registry=self.registry,
             bus=bus,
             clock=clock,
+            waits=self.waits,
         )
         self.edge = Edge(settings, clock, self.relay, self.request_log, self.authenticator, app)
         self.deadline_monitor = DeadlineMonitor(self.relay.in_flight, self.edge, clock)
@@ -222,11 +229,14 @@ async def first_worker(router: Router, service: Service) -> bool:
     nothing. False when the router is to stop.
     """
     deadline = service.clock.now() + FIRST_WORKER_S_MAX
-    while not router.fleet.ready(service.clock.now()) and service.clock.now() < deadline:
-        if service.stopping.is_set():
-            break
-        await asyncio.sleep(FIRST_WORKER_CHECK_S)
+    await until(lambda: router.fleet.ready(service.clock.now()) or service.clock.now() >= deadline, service)
     return not service.stopping.is_set()
+
+
+async def until(promise: Callable[[], bool], service: Service) -> None:
+    """Wait until the promise holds or the router is to stop."""
+    while not (promise() or service.stopping.is_set()):  # noqa: ASYNC110  # Either may change at any time.
+        await asyncio.sleep(READY_CHECK_S)
 
 
 async def serve(
@@ -234,12 +244,12 @@ async def serve(
 ) -> None:
     """Run a router with these settings until the service stops."""
     tracing = Tracing(service.spans, service.clock, slow_s=settings.trace_slow_s)
-    await run(Router(settings, service.bus, service.clock, tracing), service, listener, shared)
+    await run(Router(settings, service.bus, service.clock, tracing, service.waits), service, listener, shared)
 
 
 async def run(router: Router, service: Service, listener: socket.socket, shared: socket.socket | None = None) -> None:
-    """Open, serve until the service stops, finish running requests, close. The router joins its shared port when it can
-    place requests.
+    """Open, serve until the service stops, finish running requests, close. The router is ready when it has read the
+    worker registry, and joins its shared port when it can place requests.
     """
     await router.open()
     service.router_health = health_of(router.fleet.index, router.prompts.parity.book)
@@ -250,7 +260,9 @@ async def run(router: Router, service: Service, listener: socket.socket, shared:
     await server.listening.wait()
     tune_garbage_collection()
     sys.setswitchinterval(SWITCH_S)
-    service.set_phase(ServicePhase.READY)
+    await until(lambda: router.fleet.cluster.is_whole, service)
+    if not service.stopping.is_set():
+        service.set_phase(ServicePhase.READY)
     if shared is not None and await first_worker(router, service):
         await server.listen_too(shared)
     await service.stopping.wait()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from functools import partial
 
 import msgspec
@@ -14,7 +13,7 @@ from services.worker.settings import Settings
 from shared.bus.port import Bus
 from shared.contracts.ids import is_subject_token
 from shared.contracts.workers import Role
-from shared.runtime.service import Service, run_service
+from shared.runtime.service import Service, refuse, run_service
 from shared.runtime.settings import SettingsError, load, load_common
 
 
@@ -22,7 +21,7 @@ def main() -> None:
     try:
         common, settings = load_common(), with_id(load(Settings, "WORKER_"))
     except SettingsError as error:
-        sys.exit(f"worker: {error}")
+        refuse("worker", error)
 
     async def live(service: Service) -> None:
         await run_worker(service, settings, common, starter_of(settings, service.bus))

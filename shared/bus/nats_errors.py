@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from shared.bus.nats_client import NotEncrypted
 from shared.bus.nats_credentials import Access
-from shared.bus.port import BusDown
+from shared.bus.port import BusRefused
 
 log = logging.getLogger("baton.bus")
 
@@ -33,11 +33,11 @@ class ConnectionErrors:
         self._logged: set[str] = set()
 
     def report(self, error: Exception) -> None:
-        """Log an error of the connection. Raises BusDown if a retry is useless."""
+        """Log an error of the connection. Raises BusRefused if a retry is useless."""
         why = refusal(error, self._url, self._access)
         if why and self.is_first_attempt:
             self.is_first_attempt = False
-            raise BusDown(why) from error
+            raise BusRefused(why) from error
         text = why or violation(error)
         if not text:
             log.debug("NATS: %s", error)

@@ -39,6 +39,10 @@ class BusDown(BusError):
     """NATS cannot be reached at present."""
 
 
+class BusRefused(BusDown):
+    """NATS and this process reject each other's credentials: a retry needs another configuration."""
+
+
 class NoResponders(BusError):
     """The subject has no subscriber; raised at once."""
 

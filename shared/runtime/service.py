@@ -9,28 +9,30 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import uvloop
 from opentelemetry.trace import NoOpTracer, Tracer
 
 from shared.bus.nats_bus import connect_nats
-from shared.bus.port import Bus, BusError
+from shared.bus.port import Bus, BusError, BusRefused
 from shared.contracts.channels import SERVICE_STATUS
 from shared.contracts.control import RouterHealth, ServicePhase, ServiceStatus
-from shared.deadline import end
+from shared.deadline import unless
 from shared.runtime.clock import Clock, SystemClock
 from shared.runtime.settings import CommonSettings
 from shared.runtime.version import baton_version
+from shared.runtime.waiting import Waits, waiting_page
 from shared.telemetry.finished_spans import SpanSink
 from shared.telemetry.log import setup_logging
 
 log = logging.getLogger("baton.service")
 
-CONNECT_S_MAX = 30.0
+CONNECT_S_MAX = 5.0
+"""For one attempt; their number is not limited."""
 STATUS_PERIOD_S = 2.0
 TELEMETRY_S_MAX = 2.0
 CANCEL_S_MAX = 5.0
@@ -39,6 +41,8 @@ ENDING_S_MAX = 15.0
 """From the end of the main function to the end of the process: background tasks, last status, bus and telemetry."""
 
 EXIT_FAILED = 1
+EXIT_CONFIGURATION = 78
+"""EX_CONFIG of sysexits.h: a restart is useless until somebody corrects the configuration."""
 
 
 class DrainTooSlow(Exception):
@@ -82,6 +86,7 @@ class Service:
         self.tasks = asyncio.TaskGroup()
         self.stopping = stopping or asyncio.Event()
         self.phase = ServicePhase.STARTING
+        self.waits = Waits(clock.now)
         self.router_health: Callable[[], RouterHealth | None] = lambda: None
         """Published with the status of a router."""
         self.warning: Callable[[], str] = lambda: ""
@@ -114,7 +119,7 @@ class Service:
             service=self.facts.name,
             instance=self.facts.instance,
             phase=self.phase,
-            detail=self._detail,
+            detail=self._detail or self.waits.text,
             pid=os.getpid(),
             url=self.facts.url,
             version=baton_version(),
@@ -140,12 +145,16 @@ def run_service(
     *,
     url: str = "",
     drain_s_max: float = 30.0,
+    listener: socket.socket | None = None,
 ) -> NoReturn:
-    """Run ``main`` in a service process and exit: 0 after a clean drain, 1 otherwise. A second signal exits at once."""
+    """Run ``main`` in a service process and exit: 0 after a clean drain, ``EXIT_CONFIGURATION`` if NATS rejects the
+    process's credentials, 1 otherwise. A second signal exits at once. Until there is a connection to NATS, HTTP
+    requests to ``listener`` get 503.
+    """
     setup_logging(name, instance, level=common.log_level, log_format=common.log_format)
     facts = ServiceFacts(name=name, instance=instance, url=url, drain_s_max=drain_s_max)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        code = runner.run(_run(facts, common, main))
+        code = runner.run(_run(facts, common, main, listener))
         _leave_after(CANCEL_S_MAX, code)  # Closing the runner waits for every task that is left.
     sys.exit(code)
 
@@ -170,25 +179,46 @@ def _tracing(facts: ServiceFacts, common: CommonSettings) -> Iterator[tuple[Trac
         telemetry.shutdown(TELEMETRY_S_MAX)
 
 
-async def _run(facts: ServiceFacts, common: CommonSettings, main: Main) -> int:
-    stopping = asyncio.Event()
+def refuse(name: str, error: Exception) -> NoReturn:
+    """Exit because of a wrong setting, which the message names."""
+    sys.stderr.write(f"{name}: {error}\n")
+    sys.exit(EXIT_CONFIGURATION)
+
+
+async def _run(facts: ServiceFacts, common: CommonSettings, main: Main, listener: socket.socket | None) -> int:
+    stopping, clock = asyncio.Event(), SystemClock()
     _on_signals(stopping, facts.drain_s_max)
-    connecting = connect_nats(
-        common.nats_url,
-        name=f"{facts.name}-{facts.instance}",
-        connect_s_max=CONNECT_S_MAX,
-        access=common.nats_access(facts.name),
-    )
     with _tracing(facts, common) as (tracer, spans):
         try:
-            bus = await _unless_stopped(connecting, stopping)
-        except BusError as error:
+            bus = await _connect(facts, common, stopping, Waits(clock.now), listener)
+        except BusRefused as error:
             log.error("%s", error)  # noqa: TRY400  # The message is for the operator; the stack adds nothing.
-            return EXIT_FAILED
+            return EXIT_CONFIGURATION
         if bus is None:
             return 0
-        service = Service(facts, bus, SystemClock(), tracer, stopping=stopping, spans=spans)
+        service = Service(facts, bus, clock, tracer, stopping=stopping, spans=spans)
         return await live(service, _ending_in_time(main), drain_s_max=facts.drain_s_max)
+
+
+async def _connect(
+    facts: ServiceFacts,
+    common: CommonSettings,
+    stopping: asyncio.Event,
+    waits: Waits,
+    listener: socket.socket | None,
+) -> Bus | None:
+    """The bus, as soon as NATS responds; None if a signal arrives first. Raises BusRefused."""
+
+    async def attempt() -> Bus:
+        return await connect_nats(
+            common.nats_url,
+            name=f"{facts.name}-{facts.instance}",
+            connect_s_max=CONNECT_S_MAX,
+            access=common.nats_access(facts.name),
+        )
+
+    async with waiting_page(listener, waits):
+        return await unless(stopping, waits.until("NATS", attempt), grace_s=CANCEL_S_MAX)
 
 
 def _ending_in_time(main: Main) -> Main:
@@ -239,18 +269,6 @@ async def _watch_drain(stopping: asyncio.Event, drain_s_max: float) -> None:
     await stopping.wait()
     await asyncio.sleep(drain_s_max)
     raise DrainTooSlow(f"not drained within {drain_s_max:g} s")
-
-
-async def _unless_stopped(connecting: Coroutine[Any, Any, Bus], stopping: asyncio.Event) -> Bus | None:
-    """The bus, or None if a signal arrives first. Raises BusDown."""
-    connect = asyncio.get_running_loop().create_task(connecting, name="connect")
-    stop = asyncio.ensure_future(stopping.wait())
-    await asyncio.wait({connect, stop}, return_when=asyncio.FIRST_COMPLETED)
-    stop.cancel()
-    if connect.done():
-        return connect.result()
-    await end({connect}, grace_s=CANCEL_S_MAX)
-    return None
 
 
 def _leave_after(seconds: float, code: int) -> None:

@@ -42,7 +42,7 @@ class NatsServer:
         self._process: subprocess.Popen | None = None
         self._config.write_text(
             f'listen: "127.0.0.1:{self.port}"\nmax_payload: {max_payload}\n'
-            f'jetstream {{ store_dir: "{self._store}" }}\nlog_file: "{self._log}"\n{extra_config}\n'
+            f'jetstream {{ enabled: true, store_dir: "{self._store}" }}\nlog_file: "{self._log}"\n{extra_config}\n'
         )
 
     def __enter__(self) -> Self:
@@ -92,6 +92,11 @@ class NatsServer:
     def set_max_payload(self, max_payload: int) -> None:
         """Takes effect at the next start."""
         self._config.write_text(re.sub(r"max_payload: \d+", f"max_payload: {max_payload}", self._config.read_text()))
+
+    def set_jetstream(self, *, enabled: bool) -> None:
+        """Takes effect at the next start."""
+        config = self._config.read_text()
+        self._config.write_text(re.sub(r"enabled: \w+", f"enabled: {str(enabled).lower()}", config))
 
     def lose_storage(self) -> None:
         """What a server without a volume forgets when it is killed."""

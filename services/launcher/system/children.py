@@ -65,9 +65,13 @@ class ChildStarter:
         self._environment = environment
         self._guard_pipe = guard_pipe
 
+    def log_of(self, name: str) -> Path:
+        """The log file of that process."""
+        return self.logs / f"{name}.log"
+
     async def start(self, plan: ProcessPlan, now: float) -> Child:
         """Start one process. Its output is appended to ``<logs>/<name>.log``."""
-        log = self.logs / f"{plan.name}.log"
+        log = self.log_of(plan.name)
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 *plan.command,

@@ -97,6 +97,8 @@ class ProcessPlan:
     """Where it runs, such as "core 0"."""
     is_extra: bool = False
     """The system continues if this process cannot be started."""
+    serves_requests: bool = True
+    """False: requests are served without it, so it is restarted even if its configuration is wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +143,7 @@ def plan_system(options: UpOptions, machine: Machine, names_taken: Sequence[str]
     ]
     services = [
         plan_orchestrator(options, machine, base[Party.ORCHESTRATOR]),
-        service(machine, "collector", base[Party.COLLECTOR], host=options.host, port=options.collector_port),
+        aside(service(machine, "collector", base[Party.COLLECTOR], host=options.host, port=options.collector_port)),
         *plan_routers(options, machine, base[Party.ROUTER]),
     ]
     if options.nats_url:
@@ -196,7 +198,12 @@ def plan_orchestrator(options: UpOptions, machine: Machine, base: Mapping[str, s
         "ORCHESTRATOR_PLANNER_WORKERS_MIN": str(options.workers_min),
         "ORCHESTRATOR_PLANNER_WORKERS_MAX": str(options.workers_max),
     }
-    return service(machine, "orchestrator", {**base, **limits} if options.workers_max else base)
+    return aside(service(machine, "orchestrator", {**base, **limits} if options.workers_max else base))
+
+
+def aside(process: ProcessPlan) -> ProcessPlan:
+    """It takes no part in serving requests."""
+    return replace(process, serves_requests=False)
 
 
 def plan_routers(options: UpOptions, machine: Machine, base: Mapping[str, str]) -> list[ProcessPlan]:

@@ -1,35 +1,30 @@
-"""Decides about a dead process: restart it after a growing pause, or give up."""
+"""The pause before a dead process is started again. A process is restarted for ever, at growing intervals."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+
+DOUBLINGS_MAX = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
-    """Limits; seconds."""
+    """Seconds."""
 
     backoff_s_first: float = 0.5
-    backoff_s_max: float = 15.0
-    deaths_max: int = 5
-    """With this many deaths within ``window_s`` the process is given up."""
-    window_s: float = 300.0
+    backoff_s_max: float = 30.0
+    settled_s: float = 300.0
+    """After so long without a death the next pause is the first one again."""
 
 
 @dataclass(frozen=True)
-class RestartAfter:
-    """Restart after a pause."""
+class Restart:
+    """Start it again after a pause."""
 
     pause_s: float
     attempt: int
-
-
-@dataclass(frozen=True)
-class GiveUp:
-    """Do not restart."""
-
-    deaths: int
-    window_s: float
+    """1 after a first death."""
 
 
 @dataclass
@@ -37,14 +32,12 @@ class RestartHistory:
     """The deaths of one process."""
 
     policy: RestartPolicy = field(default_factory=RestartPolicy)
-    deaths: list[float] = field(default_factory=list)
+    deaths: int = 0
+    died_at: float = -math.inf
 
-    def died(self, now: float) -> RestartAfter | GiveUp:
-        """Record a death and decide. Deaths before the window do not count."""
-        self.deaths = [at for at in self.deaths if now - at < self.policy.window_s]
-        self.deaths.append(now)
-        count = len(self.deaths)
-        if count >= self.policy.deaths_max:
-            return GiveUp(deaths=count, window_s=self.policy.window_s)
-        pause_s = self.policy.backoff_s_first * 2 ** (count - 1)
-        return RestartAfter(pause_s=min(pause_s, self.policy.backoff_s_max), attempt=count)
+    def died(self, now: float) -> Restart:
+        """Record a death."""
+        self.deaths = 1 if now - self.died_at >= self.policy.settled_s else self.deaths + 1
+        self.died_at = now
+        pause_s = self.policy.backoff_s_first * 2.0 ** min(self.deaths - 1, DOUBLINGS_MAX)
+        return Restart(pause_s=min(pause_s, self.policy.backoff_s_max), attempt=self.deaths)

@@ -26,7 +26,7 @@ from services.launcher.system.waiting import first_of
 from shared.runtime.settings import load_common
 
 ROUTER_READY_S_MAX = 60.0
-"""For a router to learn of the ready workers and to compare its tokens with theirs."""
+"""For a router to learn of the ready workers and to compare its tokens with theirs; after that it is reported."""
 POLL_S = 0.2
 HTTP_S_MAX = 5.0
 ENDED_POLL_S = 2.0
@@ -69,7 +69,7 @@ class Session:
             if not stop.is_set() and self.options.workers_max:
                 await Scaler(system, self.options, describe_machine(), self.screen).listen()
             if not stop.is_set():
-                await first_of(self._announce(), stop.wait())
+                await first_of(system.unless_broken(self._announce(stop)), stop.wait())
         except StartFailed as failure:
             return str(failure)
         return await first_of(system.until_broken(), self._until_stopped(stop, system)) or ""
@@ -79,8 +79,8 @@ class Session:
         while not stop.is_set() and not self.has_ended() and not (self.options.join and system.is_drained):
             await first_of(stop.wait(), asyncio.sleep(ENDED_POLL_S))
 
-    async def _announce(self) -> None:
-        """Print the addresses when the router is ready. Raises StartFailed."""
+    async def _announce(self, stop: asyncio.Event) -> None:
+        """Print the addresses when the router is ready."""
         workers = ", ".join(process.name for process in self.plan.stage(Stage.WORKERS))
         if self.options.join:
             self.screen.show(
@@ -89,9 +89,9 @@ class Session:
             return
         where = endpoints(self.options)
         for router in where.routers.values():
-            await served_model(router)
+            await self._served_model(router, stop)
         endpoint = where.api
-        model = await served_model(endpoint)
+        model = await self._served_model(endpoint, stop)
         is_default = self.options.state_dir == load_common(inherited_environment()).state_dir
         folder = "" if is_default else f" --state-dir {self.options.state_dir}"
         key = "" if model else " -H 'Authorization: Bearer KEY'"
@@ -110,6 +110,30 @@ class Session:
   Logs      {self.logs}
 
 Ctrl-C stops everything.""")
+
+    async def _served_model(self, endpoint: str, stop: asyncio.Event) -> str:
+        """The first model that a router serves once it is ready; empty if listing needs a key, or on ``stop``."""
+        reason, said, began = "it does not respond", False, self.screen.clock.now()
+        async with httpx.AsyncClient(base_url=endpoint, timeout=HTTP_S_MAX, trust_env=False) as client:
+            while not stop.is_set():  # httpx could swallow a cancellation; each attempt ends by itself.
+                try:
+                    response = await client.get("/ready")
+                    reason = response.text
+                    if response.status_code == httpx.codes.OK:
+                        models = await client.get("/v1/models", headers=key_headers())
+                        if models.status_code == httpx.codes.UNAUTHORIZED:
+                            return ""
+                        return str(models.json()["data"][0]["id"])
+                except (httpx.TransportError, LookupError):
+                    pass
+                if not said and self.screen.clock.now() - began > ROUTER_READY_S_MAX:
+                    said = True
+                    self.screen.show_error(
+                        f"All processes have started, but after {ROUTER_READY_S_MAX:.0f} s {endpoint} is not ready: "
+                        f"{reason}"
+                    )
+                await asyncio.sleep(POLL_S)
+        return ""
 
 
 @dataclass(frozen=True)
@@ -151,29 +175,6 @@ def program() -> str:
     if typed.name != "baton":
         return "python -m services.launcher"
     return "baton" if shutil.which("baton") else str(typed)
-
-
-async def served_model(endpoint: str) -> str:
-    """The first model that the router serves, once ready; empty if listing needs an API key. Raises StartFailed."""
-    reason = "it does not respond"
-    async with httpx.AsyncClient(base_url=endpoint, timeout=HTTP_S_MAX, trust_env=False) as client:
-        # The clock is checked between the attempts: httpx could swallow a cancellation; each attempt ends by itself.
-        until = asyncio.get_running_loop().time() + ROUTER_READY_S_MAX
-        while asyncio.get_running_loop().time() < until:
-            try:
-                response = await client.get("/ready")
-                reason = response.text
-                if response.status_code == httpx.codes.OK:
-                    models = await client.get("/v1/models", headers=key_headers())
-                    if models.status_code == httpx.codes.UNAUTHORIZED:
-                        return ""
-                    return str(models.json()["data"][0]["id"])
-            except (httpx.TransportError, LookupError):
-                pass
-            await asyncio.sleep(POLL_S)
-    raise StartFailed(
-        f"All processes have started, but after {ROUTER_READY_S_MAX:.0f} s the router is not ready: {reason}"
-    )
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Awaitable
 from dataclasses import replace
@@ -14,7 +15,7 @@ from services.launcher.system.board import Row
 from services.launcher.system.children import Child, ChildStarter
 from services.launcher.system.failure_text import last_lines, why_it_died
 from services.launcher.system.plan import ProcessPlan, Stage, SystemPlan
-from services.launcher.system.restart import GiveUp, RestartHistory
+from services.launcher.system.restart import RestartHistory, RestartPolicy
 from services.launcher.system.screen import Screen
 from services.launcher.system.waiting import first_of
 from shared.bus.nats_bus import connect_nats
@@ -23,6 +24,7 @@ from shared.contracts.channels import DRAINED, SERVICE_STATUS
 from shared.contracts.control import ServicePhase, ServiceStatus
 from shared.contracts.fleet_orders import WorkerDrained
 from shared.runtime.saved_role import saved_role_file
+from shared.runtime.service import EXIT_CONFIGURATION
 from shared.text.fleet_text import drained
 
 T = TypeVar("T")
@@ -30,10 +32,13 @@ T = TypeVar("T")
 NATS_START_S_MAX = 30.0
 NATS_CONNECT_S_MAX = 5.0
 """For a NATS that is already running."""
-SERVICE_START_S_MAX = 60.0
-ENGINE_START_S_MAX = 3600.0
-"""Includes the download of a model."""
+START_S_MAX = {Stage.SERVICES: 15.0, Stage.WORKERS: 3600.0}
+"""After this a process that is not ready is reported, and others are started meanwhile. A worker's start includes the
+download of a model.
+"""
 STARTS_AT_ONCE_MIN = 2
+DEATHS_SHOWN_MAX = 5
+"""Deaths of one process in a row that are shown with the last lines of its log."""
 GRACE_S = {Stage.WORKERS: 40.0, Stage.SERVICES: 35.0, Stage.NATS: 10.0}
 """From SIGTERM to SIGKILL: a little more than the processes' own ``drain_s_max``."""
 
@@ -45,8 +50,16 @@ class StartFailed(Exception):
 class System:
     """One process tree, used as ``async with``; leaving the context stops everything."""
 
-    def __init__(self, plan: SystemPlan, starter: ChildStarter, screen: Screen, hurry: asyncio.Event) -> None:
+    def __init__(
+        self,
+        plan: SystemPlan,
+        starter: ChildStarter,
+        screen: Screen,
+        hurry: asyncio.Event,
+        restarts: RestartPolicy | None = None,
+    ) -> None:
         """``hurry``, once set, ends every wait for a graceful stop."""
+        self._restarts = restarts or RestartPolicy()
         self.plan = plan
         self._screen = screen
         self._clock = screen.clock
@@ -112,7 +125,7 @@ class System:
 
     async def _greet(self, process: ProcessPlan) -> None:
         """Say when it is ready, unless all ends before."""
-        await first_of(self._ready[process.name].wait(), self._stopping.wait(), within_s=ENGINE_START_S_MAX)
+        await first_of(self._ready[process.name].wait(), self._stopping.wait(), within_s=START_S_MAX[Stage.WORKERS])
         if self._ready[process.name].is_set():
             seconds = self.rows[process.name].seconds(self._clock.now())
             self._screen.show(f"[green]●[/] {process.name} is ready, {seconds:.1f} s after its start.")
@@ -130,7 +143,7 @@ class System:
         self._bus = await self._connect()
         await self._bus.subscribe(SERVICE_STATUS, self._on_status)
         await self._bus.subscribe(DRAINED, self._on_drained)
-        await self._unless_broken(self._start_all(self.plan.stage(Stage.SERVICES) + self.plan.stage(Stage.WORKERS)))
+        await self.unless_broken(self._start_all(self.plan.stage(Stage.SERVICES) + self.plan.stage(Stage.WORKERS)))
 
     async def _start_all(self, processes: list[ProcessPlan]) -> None:
         """Loading a model keeps a core busy, so the number of concurrent starts is limited."""
@@ -140,20 +153,27 @@ class System:
                 starts.create_task(self._start(process, slots), name=f"start-{process.name}")
 
     async def _start(self, process: ProcessPlan, slots: asyncio.Semaphore) -> None:
-        deadline_s = ENGINE_START_S_MAX if process.stage is Stage.WORKERS else SERVICE_START_S_MAX
+        """Until it is ready. It may wait for something that comes late, so there is no deadline."""
+        name, s_max = process.name, START_S_MAX[process.stage]
         async with slots:
             self._keep(process)
-            try:
-                await asyncio.wait_for(self._ready[process.name].wait(), deadline_s)
-            except TimeoutError:
-                log = self._starter.logs / f"{process.name}.log"
-                self._break(f"{process.name} was not ready after {deadline_s:.0f} s. Its log: {log}")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ready[name].wait(), s_max)
+        if not self._ready[name].is_set():
+            self._screen.show_error(
+                f"{name} is not ready after {s_max:.0f} s{self._detail(name)}. Its log: {self._starter.log_of(name)}"
+            )
+            await self._ready[name].wait()
+
+    def _detail(self, name: str) -> str:
+        return f": {self.rows[name].detail}" if self.rows[name].detail else ""
 
     async def until_broken(self) -> str:
         """Returns the reason when the system cannot continue."""
         return await asyncio.shield(self._broken)
 
-    async def _unless_broken(self, work: Awaitable[T]) -> T:
+    async def unless_broken(self, work: Awaitable[T]) -> T:
+        """The result of ``work``. Raises StartFailed when the system cannot continue."""
         done = await first_of(work, asyncio.shield(self._broken))
         if self._broken.done():
             raise StartFailed(self._broken.result())
@@ -166,7 +186,7 @@ class System:
             self.plan.nats_url, name="launcher", connect_s_max=connect_s, access=launcher_access()
         )
         try:
-            bus = await self._unless_broken(connecting)
+            bus = await self.unless_broken(connecting)
         except BusError as error:
             raise StartFailed(f"NATS at {self.plan.nats_url} does not respond: {error}") from error
         for process in self.plan.stage(Stage.NATS):
@@ -198,7 +218,7 @@ class System:
 
     async def _keep_running(self, process: ProcessPlan) -> None:
         """Start the process and restart it when it dies, until the system stops or the process is given up."""
-        history = RestartHistory()
+        history = RestartHistory(self._restarts)
         while not self._stopping.is_set():
             child = await self._starter.start(process, self._clock.now())
             self._children[process.name] = child
@@ -237,24 +257,36 @@ class System:
         lines = child.tail()
         why = why_it_died(lines, exit_code, detail)
         self._screen.board.mark(process.name, ServicePhase.FAILED, why, now)
-        report = f"{process.name}: {why}\n" + "".join(f"    {line}\n" for line in last_lines(lines))
-        if not self._ready[process.name].is_set():
-            text = f"{process.name} did not start. {why}\nIts log: {child.log}"
-            (self._screen.show_error if process.is_extra else self._break)(text)
+        if self._is_final(process, exit_code):
+            self._give_up(process, f"{why}\nIts log: {child.log}")
             return None
-        decision = history.died(now)
-        if not isinstance(decision, GiveUp):
-            self._restarting.add(process.name)
-            self._screen.show_error(f"{report}Restarting it in {decision.pause_s:.1f} s (attempt {decision.attempt}).")
-            return decision.pause_s
-        report += (
-            f"It died {decision.deaths} times within {decision.window_s:.0f} s and is not restarted. Log: {child.log}"
-        )
-        if process.stage is Stage.WORKERS and any(p.name in self._children for p in self.plan.stage(Stage.WORKERS)):
-            self._screen.show_error(report)
+        restart = history.died(now)
+        self._restarting.add(process.name)
+        shown = last_lines(lines) if restart.attempt <= DEATHS_SHOWN_MAX else []
+        report = f"{process.name}: {why}\n" + "".join(f"    {line}\n" for line in shown)
+        self._screen.show_error(f"{report}Restarting it in {restart.pause_s:.1f} s (attempt {restart.attempt}).")
+        return restart.pause_s
+
+    def _is_final(self, process: ProcessPlan, exit_code: int) -> bool:
+        """Whether the process stays down: its configuration is wrong, or its first start failed. A service whose first
+        start failed otherwise may only have missed what it needs. Requests are served without the orchestrator and the
+        collector: once they have been ready, they always come back.
+        """
+        was_ready = self._ready[process.name].is_set()
+        if exit_code == EXIT_CONFIGURATION:
+            return process.serves_requests or not was_ready
+        return not was_ready and process.stage is not Stage.SERVICES
+
+    def _give_up(self, process: ProcessPlan, why: str) -> None:
+        """The process stays down. The system ends with it during its start, or when none is left that does its work."""
+        self._restarting.discard(process.name)
+        if not self._ready[process.name].is_set():
+            text, ends = f"{process.name} did not start. {why}", not process.is_extra
         else:
-            self._break(report)
-        return None
+            like_it = [p for p in self.plan.stage(process.stage) if p.serves_requests and p.name != process.name]
+            text = f"{process.name} is not restarted: its configuration is wrong. {why}"
+            ends = not any(self._is_kept(p.name) for p in like_it)
+        (self._break if ends else self._screen.show_error)(text)
 
     def _break(self, reason: str) -> None:
         if not self._broken.done():

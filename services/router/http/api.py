@@ -29,6 +29,7 @@ from services.router.state.fleet import Fleet
 from shared.bus.port import Bus
 from shared.http.errors import error_body
 from shared.runtime.clock import Clock
+from shared.runtime.waiting import Waits
 
 JSON = "application/json"
 
@@ -189,12 +190,20 @@ def _responses(path: str) -> dict[int | str, dict[str, Any]]:
 
 
 def make_app(
-    *, fleet: Fleet, shares: Shares, decisions: DecisionService, registry: CollectorRegistry, bus: Bus, clock: Clock
+    *,
+    fleet: Fleet,
+    shares: Shares,
+    decisions: DecisionService,
+    registry: CollectorRegistry,
+    bus: Bus,
+    clock: Clock,
+    waits: Waits,
 ) -> FastAPI:
     """The FastAPI app for everything but the relayed paths."""
     app = FastAPI(title="Baton", description="OpenAI-compatible inference over prefill and decode workers.")
     _add_inference(app)
-    _add_state(app, fleet, shares, bus, clock)
+    _add_models(app, fleet, shares, clock)
+    _add_state(app, fleet, bus, clock, waits)
     add_decisions(app, decisions)
     _add_errors(app)
 
@@ -230,7 +239,7 @@ def _add_inference(app: FastAPI) -> None:
         )
 
 
-def _add_state(app: FastAPI, fleet: Fleet, shares: Shares, bus: Bus, clock: Clock) -> None:
+def _add_models(app: FastAPI, fleet: Fleet, shares: Shares, clock: Clock) -> None:
     created = int(time.time())
 
     @app.get("/v1/models", tags=["inference"])
@@ -241,15 +250,18 @@ def _add_state(app: FastAPI, fleet: Fleet, shares: Shares, bus: Bus, clock: Cloc
         data = [one for one in data if not allowed or one["id"] in allowed]
         return Response(msgspec.json.encode({"object": "list", "data": data}), media_type=JSON)
 
-    @app.get("/health", tags=["state"])
-    async def health() -> dict[str, str]:
-        """The process is alive."""
-        return {"status": "ok"}
+
+def _add_state(app: FastAPI, fleet: Fleet, bus: Bus, clock: Clock, waits: Waits) -> None:
+    @app.get("/health", tags=["state"], responses={503: {"description": "Starting; says what it waits for."}})
+    async def health() -> Response:
+        """The process is alive and has found what it needs to start."""
+        body = {"status": "unhealthy", "reason": waits.text} if waits.text else {"status": "ok"}
+        return Response(msgspec.json.encode(body), 503 if waits.text else 200, media_type=JSON)
 
     @app.get("/ready", tags=["state"], responses={503: {"description": "Not ready; says why."}})
     async def ready() -> Response:
         """NATS is connected and at least one worker is ready."""
-        why = "" if fleet.ready(clock.now()) else "no worker is ready"
+        why = "" if fleet.ready(clock.now()) else waits.text or "no worker is ready"
         if not bus.connected:
             why = "NATS is not connected"
         body = {"status": "ready"} if not why else {"status": "not ready", "reason": why}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from services.router.placement.request_fields import Mode, default_mode_of
 from services.router.state.block_table import IS_COMPILED
@@ -37,6 +38,7 @@ from shared.contracts.load import LoadReport
 from shared.contracts.reservations import ANNOUNCE_S, Reservations
 from shared.contracts.workers import WORKER_RECORD_TTL_S, Role, WorkerLost, WorkerPhase, WorkerRecord
 from shared.runtime.clock import Clock
+from shared.runtime.waiting import REGISTRY, Waits
 
 log = logging.getLogger("baton.router")
 
@@ -206,6 +208,7 @@ class FleetFeed:
         reservations: ReservationFeed,
         prompts: Prompts,
         kv: KvFeed,
+        waits: Waits,
     ) -> None:
         self._bus = bus
         self._clock = clock
@@ -217,6 +220,7 @@ class FleetFeed:
         self._reservations = reservations
         self._prompts = prompts
         self._kv = kv
+        self._waits = waits
 
     async def open(self) -> None:
         """Subscribe; the subscriptions are active on return."""
@@ -225,8 +229,9 @@ class FleetFeed:
         await self._bus.subscribe(WORKER_LOST, self._on_lost)
 
     async def follow_registry(self) -> None:
-        """Watch the workers' records until cancelled."""
-        store = await self._bus.key_value_store(WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        """Watch the workers' records until cancelled; waits for JetStream."""
+        open_store = partial(self._bus.key_value_store, WORKER_RECORDS, ttl_s=WORKER_RECORD_TTL_S)
+        store = await self._waits.until(REGISTRY, open_store)
         async for entry in store.watch():
             if entry is None:
                 self._fleet.cluster.is_whole = True

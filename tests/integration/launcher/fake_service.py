@@ -7,15 +7,21 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 from shared.bus.nats_bus import connect_nats
 from shared.contracts.channels import SERVICE_STATUS
 from shared.contracts.control import ServicePhase, ServiceStatus
+from shared.runtime.service import refuse
 
 
 async def main(name: str, *habits: str) -> None:
     if "fails" in habits:
         raise ValueError("the model /nowhere does not exist")
+    if wrong := [habit for habit in habits if habit.startswith("wrong-if:") and Path(habit[9:]).exists()]:
+        refuse(name, ValueError(f"{wrong[0][9:]} is wrong"))
+    if late := [habit for habit in habits if habit.startswith("needs:") and not Path(habit[6:]).exists()]:
+        raise RuntimeError(f"{late[0][6:]} is not there yet")
     if "has-a-child" in habits:
         subprocess.Popen(["sleep", "600"])
     stop = asyncio.Event()

@@ -20,7 +20,8 @@ from rich.console import Console
 from services.launcher.system import guard, machine
 from services.launcher.system.board import Board
 from services.launcher.system.children import open_child_starter
-from services.launcher.system.plan import ProcessPlan, Stage, SystemPlan, UpOptions, plan_nats
+from services.launcher.system.plan import ProcessPlan, Stage, SystemPlan, UpOptions, aside, plan_nats
+from services.launcher.system.restart import RestartPolicy
 from services.launcher.system.screen import Screen
 from services.launcher.system.system import StartFailed, System
 from shared.contracts.control import ServicePhase
@@ -30,6 +31,8 @@ pytestmark = pytest.mark.nats
 
 FAKE = Path(__file__).with_name("fake_service.py")
 WAIT_S_MAX = 60.0
+QUICK = RestartPolicy(backoff_s_first=0.01, backoff_s_max=0.01)
+DEATHS = 5
 
 
 def free_port() -> int:
@@ -45,21 +48,22 @@ def fake(name: str, nats_url: str, *habits: str, stage: Stage = Stage.WORKERS) -
 
 @contextlib.asynccontextmanager
 async def system_of(
-    folder: Path, hurry: asyncio.Event | None = None, **workers: tuple[str, ...]
+    folder: Path, hurry: asyncio.Event | None = None, **habits: tuple[str, ...]
 ) -> AsyncIterator[System]:
-    """nats-server, a router that is none, and the given workers with their habits."""
+    """nats-server, a router and a collector that are none, and the given workers; each with its habits."""
     options = UpOptions(prefill=1, state_dir=str(folder), nats_port=free_port())
     url = f"nats://127.0.0.1:{options.nats_port}"
     processes = (
         plan_nats(options, machine.describe_machine()),
-        fake("router", url, stage=Stage.SERVICES),
-        *(fake(name, url, *habits) for name, habits in workers.items()),
+        fake("router", url, *habits.pop("router", ()), stage=Stage.SERVICES),
+        aside(fake("collector", url, *habits.pop("collector", ()), stage=Stage.SERVICES)),
+        *(fake(name, url, *given) for name, given in habits.items()),
     )
     screen = Screen(Board(), SystemClock(), Console(file=io.StringIO()))
     environment = {**machine.inherited_environment(), "PYTHONPATH": str(Path(__file__).parents[3])}
     with open_child_starter(folder / "logs", environment) as nursery:
         plan = SystemPlan(processes=processes, ports=(), nats_url=url)
-        async with System(plan, nursery, screen, hurry or asyncio.Event()) as system:
+        async with System(plan, nursery, screen, hurry or asyncio.Event(), QUICK) as system:
             yield system
 
 
@@ -126,22 +130,70 @@ async def test_a_worker_that_cannot_start_ends_the_start_with_its_reason(tmp_pat
             await system.bring_up()
 
 
-async def test_a_worker_that_keeps_dying_is_given_up(tmp_path: Path):
+async def test_processes_that_keep_dying_are_restarted_for_ever_and_the_system_goes_on(tmp_path: Path):
     async with system_of(tmp_path, w1=()) as system:
         await system.bring_up()
-        killed = 0
+        names = ("router", "collector", "w1")
+        pids: dict[str, set[int]] = {name: set() for name in names}
 
-        def is_broken() -> bool:
-            nonlocal killed
-            pid = system.rows["w1"].pid
-            if pid != killed and system.rows["w1"].phase is ServicePhase.READY:
-                os.kill(pid, signal.SIGKILL)
-                killed = pid
-            return system.is_broken
+        def have_died_often() -> bool:
+            for name, killed in pids.items():
+                row = system.rows[name]
+                if row.pid not in killed and row.phase is ServicePhase.READY and len(killed) < DEATHS:
+                    killed.add(row.pid)
+                    os.kill(row.pid, signal.SIGKILL)
+            return all(len(killed) == DEATHS for killed in pids.values())
 
-        await until(is_broken)
+        await until(have_died_often)
+        await until(
+            lambda: all(
+                system.rows[name].pid not in pids[name] and system.rows[name].phase is ServicePhase.READY
+                for name in names
+            )
+        )
+        assert not system.is_broken
 
-        assert "w1" in await system.until_broken()
+
+async def test_a_service_that_dies_while_it_starts_is_started_until_it_finds_what_it_needs(tmp_path: Path):
+    needed = tmp_path / "needed"
+    async with system_of(tmp_path, router=(f"needs:{needed}",), w1=()) as system:
+        starting = asyncio.ensure_future(system.bring_up())
+        await until(lambda: "is not there yet" in system.rows["router"].detail)
+        await until(lambda: system.rows["w1"].phase is ServicePhase.READY)
+        assert not starting.done()
+
+        needed.touch()
+
+        await until(starting.done)
+        await starting
+
+
+async def test_a_wrong_configuration_ends_the_start(tmp_path: Path):
+    wrong = tmp_path / "keys.toml"
+    wrong.touch()
+    async with system_of(tmp_path, collector=(f"wrong-if:{wrong}",), w1=()) as system:
+        with pytest.raises(StartFailed, match=r"collector did not start. .*keys.toml is wrong"):
+            await system.bring_up()
+
+
+async def test_a_configuration_that_became_wrong_ends_a_system_only_if_it_cannot_serve(tmp_path: Path):
+    wrong = {name: tmp_path / f"{name}.toml" for name in ("collector", "router")}
+    habits = {name: (f"wrong-if:{file}",) for name, file in wrong.items()}
+    async with system_of(tmp_path, **habits, w1=()) as system:
+        await system.bring_up()
+        rows, first = system.rows, system.rows["collector"].pid
+
+        wrong["collector"].touch()
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: "is wrong" in rows["collector"].detail)
+        wrong["collector"].unlink()
+        await until(lambda: rows["collector"].pid != first and rows["collector"].phase is ServicePhase.READY)
+        assert not system.is_broken
+
+        wrong["router"].touch()
+        os.kill(rows["router"].pid, signal.SIGKILL)
+        async with asyncio.timeout(WAIT_S_MAX):
+            assert "router is not restarted" in await system.until_broken()
 
 
 def test_the_guard_ends_what_a_killed_launcher_has_left(tmp_path: Path):
