@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Callable
 
+import msgspec
 from prometheus_client import CollectorRegistry
 
 from services.router.admission.admission import Admission
@@ -41,7 +42,7 @@ from services.router.telemetry.tracing import Tracing
 from services.router.tokenize.prompts import Prompts
 from shared.bus.leg_inbox import LegInbox
 from shared.bus.port import Bus
-from shared.contracts.control import ServicePhase
+from shared.contracts.control import ServicePhase, ServiceStatus
 from shared.contracts.ids import RouterId
 from shared.http.server import make_server
 from shared.runtime.clock import Clock
@@ -206,6 +207,11 @@ class Router:
         ):
             tasks.create_task(work, name=name)
 
+    def add_status_fields(self, status: ServiceStatus) -> ServiceStatus:
+        """The status with what this router knows of its workers, and what an operator must correct."""
+        health = health_of(self.fleet.index, self.prompts.parity.book)
+        return msgspec.structs.replace(status, router=health, warning=self.authenticator.failure)
+
     async def close(self) -> None:
         """Cancel what still runs, report the last requests, stop listening."""
         self.queue.close()
@@ -252,8 +258,7 @@ async def run(router: Router, service: Service, listener: socket.socket, shared:
     worker registry, and joins its shared port when it can place requests.
     """
     await router.open()
-    service.router_health = health_of(router.fleet.index, router.prompts.parity.book)
-    service.warning = lambda: router.authenticator.failure
+    service.extend_status(router.add_status_fields)
     router.start(service.tasks)
     server = make_server(router.edge)
     serving = service.tasks.create_task(server.serve(sockets=[listener]), name="serve-http")

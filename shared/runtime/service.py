@@ -20,7 +20,7 @@ from opentelemetry.trace import NoOpTracer, Tracer
 from shared.bus.nats_bus import connect_nats
 from shared.bus.port import Bus, BusError, BusRefused
 from shared.contracts.channels import SERVICE_STATUS
-from shared.contracts.control import RouterHealth, ServicePhase, ServiceStatus
+from shared.contracts.control import ServicePhase, ServiceStatus
 from shared.deadline import unless
 from shared.runtime.clock import Clock, SystemClock
 from shared.runtime.settings import CommonSettings
@@ -87,10 +87,7 @@ class Service:
         self.stopping = stopping or asyncio.Event()
         self.phase = ServicePhase.STARTING
         self.waits = Waits(clock.now)
-        self.router_health: Callable[[], RouterHealth | None] = lambda: None
-        """Published with the status of a router."""
-        self.warning: Callable[[], str] = lambda: ""
-        """Published with the status: what an operator must correct; empty when there is nothing."""
+        self._status_fields: list[Callable[[ServiceStatus], ServiceStatus]] = []
         self._detail = ""
         self._changed = asyncio.Event()
 
@@ -101,6 +98,10 @@ class Service:
         self.phase = phase
         self._detail = detail
         self._changed.set()
+
+    def extend_status(self, add_fields: Callable[[ServiceStatus], ServiceStatus]) -> None:
+        """From now on ``add_fields`` completes each status before it is published."""
+        self._status_fields.append(add_fields)
 
     async def announce(self) -> None:
         """Publish the status on each change and every ``STATUS_PERIOD_S``, until cancelled."""
@@ -125,9 +126,9 @@ class Service:
             version=baton_version(),
             host=socket.gethostname(),
             at_ms=self.clock.wall_ms(),
-            warning=self.warning(),
-            router=self.router_health(),
         )
+        for add_fields in self._status_fields:
+            status = add_fields(status)
         try:
             await self.bus.publish(SERVICE_STATUS, status)
         except BusError as error:

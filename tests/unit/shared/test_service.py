@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
+import msgspec
 from opentelemetry.trace import NoOpTracer
 
 from shared.contracts.channels import SERVICE_STATUS
@@ -63,7 +64,7 @@ async def test_a_status_has_version_host_time_and_the_services_fields():
     health = RouterHealth(not_exact={"w1": "degraded"})
 
     async def main(service):
-        service.router_health = lambda: health
+        service.extend_status(lambda status: msgspec.structs.replace(status, router=health))
         service.set_phase(ServicePhase.READY)
         await asyncio.sleep(0)
 

@@ -23,7 +23,7 @@ def test_a_router_with_exact_knowledge_reports_no_worker():
     parity.seen(worker, Epoch(1), "f")
     parity.found(worker, Epoch(1), Parity.AGREES, 0.0)
 
-    health = health_of(index, parity)()
+    health = health_of(index, parity)
 
     assert health.not_exact == {}
     assert health.tokens_differ == []
@@ -33,7 +33,7 @@ def test_health_names_workers_with_unknown_cache_or_different_tokens():
     index, parity = PrefixIndex(), ParityBook()
     known(index, "w1")
     doubted, strange, other = known(index, "w2"), WorkerId("w3"), WorkerId("w4")
-    tell = health_of(index, parity)
+    tell = lambda: health_of(index, parity)  # noqa: E731
 
     index.doubt(doubted)
     index.join(strange, Epoch(1))
@@ -51,4 +51,4 @@ def test_reported_worker_names_are_bounded():
     for number in range(2 * ROUTER_TROUBLES_MAX):
         index.join(WorkerId(f"w{number}"), Epoch(1))
 
-    assert len(health_of(index, ParityBook())().not_exact) == ROUTER_TROUBLES_MAX
+    assert len(health_of(index, ParityBook()).not_exact) == ROUTER_TROUBLES_MAX
