@@ -6,15 +6,30 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from services.launcher.cluster.access import launcher_access
+from services.launcher.errors import CommandFailed
 from shared.bus.nats_bus import connect_nats
 from shared.bus.port import AskRefused, AskTimedOut, Bus, Envelope, NoResponders
-from shared.contracts.channels import CHANGE_ROLE, DESCRIBE_FLEET, DRAIN, DRAINED, LOAD, SERVICE_STATUS, WORKER_RECORDS
+from shared.contracts.channels import (
+    CHANGE_ROLE,
+    DESCRIBE_FLEET,
+    DRAIN,
+    DRAINED,
+    LOAD,
+    SERVICE_STATUS,
+    WORKER_RECORDS,
+    AskChannel,
+)
 from shared.contracts.control import ServiceStatus
 from shared.contracts.fleet_orders import ChangeRole, DrainWorker, RoleChanged, WorkerDrained
 from shared.contracts.load import LoadReport
+from shared.contracts.message import Message
 from shared.contracts.workers import WORKER_RECORD_TTL_S, DescribeFleet, FleetState, FleetWorker, WorkerPhase
+
+M = TypeVar("M", bound=Message)
+A = TypeVar("A", bound=Message)
 
 CONNECT_S_MAX = 5.0
 ASK_S_MAX = 3.0
@@ -26,10 +41,6 @@ SILENCE_S_MAX = 10.0
 """A draining worker reports its load once a second; after its last report it may take this long to stop."""
 
 
-class OrderFailed(Exception):
-    """The worker did not carry out the order; the message says why."""
-
-
 @contextlib.asynccontextmanager
 async def open_bus(nats_url: str) -> AsyncIterator[Bus]:
     """A short-lived connection of the command line. Raises BusError."""
@@ -38,6 +49,15 @@ async def open_bus(nats_url: str) -> AsyncIterator[Bus]:
         yield bus
     finally:
         await bus.close()
+
+
+async def ask_service(nats_url: str, channel: AskChannel[M, A], message: M, *, s_max: float, missing: str) -> A:
+    """The reply of a service. Raises CommandFailed with ``missing`` if none replies, BusError if NATS does not."""
+    async with open_bus(nats_url) as bus:
+        try:
+            return await bus.ask(channel, message, timeout_s=s_max)
+        except (NoResponders, AskTimedOut) as error:
+            raise CommandFailed(missing) from error
 
 
 @dataclass(frozen=True)
@@ -89,7 +109,7 @@ async def next_status(nats_url: str, service: str, instance: str, within_s: floa
 
 
 async def drain(nats_url: str, order: DrainWorker, on_legs: Callable[[int], None]) -> WorkerDrained:
-    """Waits until the worker has left; ``on_legs`` gets the number of running legs. Raises OrderFailed, BusError."""
+    """Waits until the worker has left; ``on_legs`` gets the number of running legs. Raises CommandFailed, BusError."""
     async with open_bus(nats_url) as bus:
         drained: asyncio.Future[WorkerDrained] = asyncio.get_running_loop().create_future()
         reported = asyncio.Event()
@@ -112,7 +132,7 @@ async def drain(nats_url: str, order: DrainWorker, on_legs: Callable[[int], None
                 async with asyncio.timeout(SILENCE_S_MAX):
                     await reported.wait()
             except TimeoutError:
-                raise OrderFailed(f"{order.worker_id} stopped reporting while it drained: see its log") from None
+                raise CommandFailed(f"{order.worker_id} stopped reporting while it drained: see its log") from None
         return drained.result()
 
 
@@ -120,24 +140,24 @@ async def _send_drain(bus: Bus, nats_url: str, order: DrainWorker) -> None:
     try:
         accepted = await bus.ask(DRAIN, order, timeout_s=ACCEPT_S_MAX)
     except NoResponders:
-        raise OrderFailed(await _no_such_worker(nats_url, order.worker_id)) from None
+        raise CommandFailed(await _no_such_worker(nats_url, order.worker_id)) from None
     except (AskTimedOut, AskRefused) as error:
-        raise OrderFailed(f"{order.worker_id} did not accept the order: {error}") from error
+        raise CommandFailed(f"{order.worker_id} did not accept the order: {error}") from error
     if accepted.refusal:
-        raise OrderFailed(f"{order.worker_id} refused the order: {accepted.refusal}")
+        raise CommandFailed(f"{order.worker_id} refused the order: {accepted.refusal}")
 
 
 async def change_role(nats_url: str, order: ChangeRole) -> RoleChanged:
-    """Returns when the role has changed and was verified. Raises OrderFailed, BusError."""
+    """Returns when the role has changed and was verified. Raises CommandFailed, BusError."""
     async with open_bus(nats_url) as bus:
         try:
             changed = await bus.ask(CHANGE_ROLE, order, timeout_s=ROLE_S_MAX)
         except NoResponders:
-            raise OrderFailed(await _no_such_worker(nats_url, order.worker_id)) from None
+            raise CommandFailed(await _no_such_worker(nats_url, order.worker_id)) from None
         except (AskTimedOut, AskRefused) as error:
-            raise OrderFailed(f"{order.worker_id} did not accept the order: {error}") from error
+            raise CommandFailed(f"{order.worker_id} did not accept the order: {error}") from error
     if changed.failure:
-        raise OrderFailed(f"{changed.worker_id} remains a {changed.role.value} worker: {changed.failure}")
+        raise CommandFailed(f"{changed.worker_id} remains a {changed.role.value} worker: {changed.failure}")
     return changed
 
 

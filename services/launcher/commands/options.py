@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import sys
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import msgspec
 import typer
@@ -13,10 +15,15 @@ from rich.console import Console
 from rich.markup import escape
 
 from services.launcher.cluster.access import use_keys
+from services.launcher.errors import CommandFailed
 from services.launcher.system import state_file
 from services.launcher.system.machine import inherited_environment
 from shared.bus.nats_errors import without_password
+from shared.bus.port import BusError
+from shared.contracts.message import in_full
 from shared.runtime.settings import CommonSettings, SettingsError, load_common
+
+T = TypeVar("T")
 
 WIDTH_OF_FILES = 200
 """Columns of a table that goes to a file or a pipe."""
@@ -59,6 +66,25 @@ def parse_bytes(text: str) -> int:
 def print_json(content: object) -> None:
     """Formatted, on stdout."""
     print(msgspec.json.format(msgspec.json.encode(content)).decode())
+
+
+def reply_of(asking: Coroutine[Any, Any, T], url: str) -> T:
+    """What the running system replies over the NATS at ``url``; without a reply, exit with 1 and the reason."""
+    try:
+        return asyncio.run(asking)
+    except CommandFailed as error:
+        fail(str(error))
+    except BusError as error:
+        no_nats(url, error)
+
+
+def show(found: T, draw: Callable[[T, Console], None], *, json: bool, wide: bool = False) -> None:
+    """As JSON, or drawn; in a file or pipe ``wide`` drawings have ``WIDTH_OF_FILES`` columns."""
+    if json:
+        print_json(in_full(found))
+        return
+    console = Console()
+    draw(found, console if console.is_terminal or not wide else Console(width=WIDTH_OF_FILES))
 
 
 def no_nats(url: str, error: BaseException) -> NoReturn:

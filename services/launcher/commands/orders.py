@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from enum import StrEnum
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from services.launcher.commands.options import Json, NatsUrl, StateDir, fail, find_nats, no_nats, print_json
-from shared.bus.port import BusError
+from services.launcher.commands.options import Json, NatsUrl, StateDir, fail, find_nats, print_json, reply_of
 from shared.contracts.fleet_orders import ChangeRole, DrainWorker, RoleChanged, WorkerDrained
 from shared.contracts.ids import WorkerId, is_subject_token
 from shared.contracts.workers import Role
@@ -69,12 +67,7 @@ def drain(
         def on_legs(legs: int) -> None:
             status.update(fleet_text.draining(worker, legs, evacuate=evacuate))
 
-        try:
-            result = asyncio.run(bus_client.drain(url, order, on_legs))
-        except bus_client.OrderFailed as error:
-            fail(str(error))
-        except BusError as error:
-            no_nats(url, error)
+        result = reply_of(bus_client.drain(url, order, on_legs), url)
     show_result(console, result, fleet_text.drained(result), json=json)
 
 
@@ -91,12 +84,7 @@ def role(
     order = ChangeRole(worker_id=checked(worker), role=Role(role.value))
     console, url = Console(), find_nats(nats_url, state_dir)
     with console.status(f"{worker} verifies that it can be a {role.value} worker"):
-        try:
-            result = asyncio.run(bus_client.change_role(url, order))
-        except bus_client.OrderFailed as error:
-            fail(str(error))
-        except BusError as error:
-            no_nats(url, error)
+        result = reply_of(bus_client.change_role(url, order), url)
     show_result(console, result, fleet_text.role_changed(result), json=json)
 
 

@@ -20,11 +20,12 @@ from services.launcher.commands.options import (
     find_nats,
     no_nats,
     print_json,
+    reply_of,
+    show,
 )
 from services.launcher.system import state_file
 from shared.bus.port import BusError
 from shared.contracts.control import ServicePhase
-from shared.contracts.message import in_full
 
 HEALTH_S = 5.0
 OBSERVE = "Observe it"
@@ -98,10 +99,7 @@ def workers(nats_url: NatsUrl = "", state_dir: StateDir = None, json: Json = Fal
     from services.launcher.views.workers import fleet_table
 
     url = find_nats(nats_url, state_dir)
-    try:
-        fleet = asyncio.run(read_fleet(url))
-    except BusError as error:
-        no_nats(url, error)
+    fleet = reply_of(read_fleet(url), url)
     if json:
         print_json(fleet.state)
         return
@@ -141,25 +139,17 @@ def explain(
 ) -> None:
     """Explain a placement: the chosen workers, the other candidates, predicted and measured times."""
     from services.launcher.views.decision_picture import draw
-    from services.launcher.views.explain import DecisionUnavailable, ask_over_nats, ask_router, query_of
+    from services.launcher.views.explain import ask_over_nats, ask_router, query_of
 
     query = query_of(decision, request)
     folder = state_dir or Path(common_settings().state_dir)
-    try:
-        if nats_url and not url:
-            found = asyncio.run(ask_over_nats(nats_url, query))
-        elif where := url or (running.endpoint if (running := state_file.find(folder)) else ""):
-            found = asyncio.run(ask_router(where, query))
-        else:
-            fail(f"No system runs with the state directory {folder}. Name a router: --url http://HOST:8000")
-    except DecisionUnavailable as error:
-        fail(str(error))
-    except BusError as error:
-        no_nats(nats_url, error)
-    if json:
-        print_json(in_full(found))
+    if nats_url and not url:
+        found = reply_of(ask_over_nats(nats_url, query), nats_url)
+    elif where := url or (running.endpoint if (running := state_file.find(folder)) else ""):
+        found = reply_of(ask_router(where, query), nats_url)
     else:
-        draw(found, Console())
+        fail(f"No system runs with the state directory {folder}. Name a router: --url http://HOST:8000")
+    show(found, draw, json=json)
 
 
 def report(
@@ -169,19 +159,10 @@ def report(
     json: Json = False,
 ) -> None:
     """Report whether disaggregated serving is faster than aggregated serving, by prompt length."""
-    from services.launcher.views.disaggregation_report import ReportUnavailable, ask_report, draw
+    from services.launcher.views.disaggregation_report import ask_report, draw
 
     url = find_nats(nats_url, state_dir)
-    try:
-        found = asyncio.run(ask_report(url, model))
-    except ReportUnavailable as error:
-        fail(str(error))
-    except BusError as error:
-        no_nats(url, error)
-    if json:
-        print_json(in_full(found))
-    else:
-        draw(found, Console())
+    show(reply_of(ask_report(url, model), url), draw, json=json)
 
 
 def plan(
@@ -191,20 +172,10 @@ def plan(
     json: Json = False,
 ) -> None:
     """Show how many workers of each role the traffic needs, and what the planner changed and why."""
-    from services.launcher.views.plan import PlanUnavailable, ask_plans, draw
+    from services.launcher.views.plan import ask_plans, draw
 
     url = find_nats(nats_url, state_dir)
-    try:
-        found = asyncio.run(ask_plans(url, count))
-    except PlanUnavailable as error:
-        fail(str(error))
-    except BusError as error:
-        no_nats(url, error)
-    if json:
-        print_json(in_full(found))
-        return
-    console = Console()
-    draw(found, console if console.is_terminal else Console(width=WIDTH_OF_FILES))
+    show(reply_of(ask_plans(url, count), url), draw, json=json, wide=True)
 
 
 def health(
@@ -217,10 +188,7 @@ def health(
     from services.launcher.bus_client import next_status
 
     url = find_nats(nats_url, None)
-    try:
-        status = asyncio.run(next_status(url, service, instance, within_s))
-    except BusError as error:
-        no_nats(url, error)
+    status = reply_of(next_status(url, service, instance, within_s), url)
     if status is None:
         fail(f"unhealthy: {f'{service} {instance}'.rstrip()} has published no status within {within_s:g} s")
     is_ready = status.phase is ServicePhase.READY

@@ -11,8 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from services.launcher.bus_client import open_bus
-from shared.bus.port import AskTimedOut, NoResponders
+from services.launcher.bus_client import ask_service
 from shared.contracts.channels import DISAGGREGATION_REPORT
 from shared.contracts.disaggregation_report import AskDisaggregationReport, DisaggregationReport, ReportBucket
 from shared.text.quantities import counted, duration
@@ -26,19 +25,11 @@ HIGHLIGHT_RATIO = 1.1
 LATENCIES = (("TTFT", "ttft_s"), ("ITL", "itl_s"), ("E2E", "e2e_s"))
 
 
-class ReportUnavailable(Exception):
-    """No collector responds; the message says what to do."""
-
-
 async def ask_report(nats_url: str, model: str) -> DisaggregationReport:
-    """Raises ReportUnavailable, and BusError when NATS does not respond."""
-    async with open_bus(nats_url) as bus:
-        try:
-            return await bus.ask(DISAGGREGATION_REPORT, AskDisaggregationReport(model=model), timeout_s=ASK_S_MAX)
-        except (NoResponders, AskTimedOut) as error:
-            raise ReportUnavailable(
-                f"No metrics collector responds on {nats_url}. Start one: it measures the requests for this report."
-            ) from error
+    """Raises CommandFailed, and BusError when NATS does not respond."""
+    ask = AskDisaggregationReport(model=model)
+    missing = f"No metrics collector responds on {nats_url}. Start one: it measures the requests for this report."
+    return await ask_service(nats_url, DISAGGREGATION_REPORT, ask, s_max=ASK_S_MAX, missing=missing)
 
 
 def draw(report: DisaggregationReport, console: Console) -> None:

@@ -11,9 +11,10 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
-from services.launcher.bus_client import open_bus
+from services.launcher.bus_client import ask_service, open_bus
+from services.launcher.errors import CommandFailed
 from services.launcher.system.machine import API_KEY_VARIABLE, key_headers
-from shared.bus.port import AskTimedOut, Envelope, NoResponders
+from shared.bus.port import Envelope
 from shared.contracts.channels import DECISION, SERVICE_STATUS
 from shared.contracts.control import ServiceStatus
 from shared.contracts.decisions import AskDecision, DecisionRecord
@@ -28,10 +29,6 @@ HTTP_S_MAX = 10.0
 ASK_S_MAX = 3.0
 ROUTER_STATUS_S_MAX = 5.0
 """Routers publish their status every two seconds."""
-
-
-class DecisionUnavailable(Exception):
-    """There is no decision to show; the message says why and what to do."""
 
 
 class DecisionList(msgspec.Struct):
@@ -56,7 +53,7 @@ def query_of(name: str, request_id: str) -> Query:
 
 
 async def ask_router(url: str, query: Query) -> DecisionRecord:
-    """Fetch over HTTP. Raises DecisionUnavailable."""
+    """Fetch over HTTP. Raises CommandFailed."""
     base = url.rstrip("/").removesuffix("/v1")
     try:
         async with httpx.AsyncClient(
@@ -67,17 +64,13 @@ async def ask_router(url: str, query: Query) -> DecisionRecord:
                 params: dict[str, str | int] = {"request_id": query.request_id, "limit": 1}
                 found = read(await client.get("/v1/decisions", params=params), DecisionList, base).decisions
                 if not found:
-                    raise DecisionUnavailable(
-                        f"No router has a decision for the request {query.request_id}. {REQUEST_HINT}"
-                    )
+                    raise CommandFailed(f"No router has a decision for the request {query.request_id}. {REQUEST_HINT}")
                 decision_id = found[0].decision_id
             return read(await client.get(f"/v1/decisions/{quote(decision_id, safe='')}"), DecisionRecord, base)
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-        raise DecisionUnavailable(
-            f"{url} is not the URL of a router, such as http://127.0.0.1:8000: {error}"
-        ) from error
+        raise CommandFailed(f"{url} is not the URL of a router, such as http://127.0.0.1:8000: {error}") from error
     except httpx.TransportError as error:
-        raise DecisionUnavailable(f"No router responds at {base} ({error or type(error).__name__}).") from error
+        raise CommandFailed(f"No router responds at {base} ({error or type(error).__name__}).") from error
 
 
 KEY_HINT = f"Set {API_KEY_VARIABLE} to an API key with the permission admin."
@@ -88,31 +81,25 @@ REQUEST_HINT = (
 
 async def ask_over_nats(nats_url: str, query: Query) -> DecisionRecord:
     """Fetch from the router that made the decision; if the query does not name it, from any router over HTTP. Raises
-    DecisionUnavailable, BusError.
+    CommandFailed, BusError.
     """
     if query.request_id or query.decision_id == LATEST:
         return await ask_router(await any_router(nats_url), query)
     router_id = DECISION_ID.sub("", query.decision_id)
     if not is_subject_token(router_id):
-        raise DecisionUnavailable(
-            f"{query.decision_id} is not a decision id. The response header x-baton-decision has one."
-        )
+        raise CommandFailed(f"{query.decision_id} is not a decision id. The response header x-baton-decision has one.")
     ask = AskDecision(router_id=RouterId(router_id), decision_id=DecisionId(query.decision_id))
-    async with open_bus(nats_url) as bus:
-        try:
-            found = (await bus.ask(DECISION, ask, timeout_s=ASK_S_MAX)).decision
-        except (NoResponders, AskTimedOut) as error:
-            why = f"Router {router_id}, which made that decision, does not respond. It may have stopped."
-            raise DecisionUnavailable(why) from error
+    missing = f"Router {router_id}, which made that decision, does not respond. It may have stopped."
+    found = (await ask_service(nats_url, DECISION, ask, s_max=ASK_S_MAX, missing=missing)).decision
     if found is None:
-        raise DecisionUnavailable(
+        raise CommandFailed(
             f"Router {router_id} no longer has that decision: it keeps the newest only (ROUTER_DECISIONS_MAX)."
         )
     return found
 
 
 async def any_router(nats_url: str) -> str:
-    """The HTTP address of some router. Raises DecisionUnavailable, BusError."""
+    """The HTTP address of some router. Raises CommandFailed, BusError."""
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def on_status(status: ServiceStatus, _envelope: Envelope) -> None:
@@ -124,20 +111,18 @@ async def any_router(nats_url: str) -> str:
         try:
             return await asyncio.wait_for(url, ROUTER_STATUS_S_MAX)
         except TimeoutError as error:
-            raise DecisionUnavailable(
+            raise CommandFailed(
                 f"No router on {nats_url} has published its status within {ROUTER_STATUS_S_MAX:g} s."
             ) from error
 
 
 def read(response: httpx.Response, kind: type[T], base: str) -> T:
-    """Decode the response. Raises DecisionUnavailable with the router's error message."""
+    """Decode the response. Raises CommandFailed with the router's error message."""
     try:
         if response.status_code == httpx.codes.OK:
             return msgspec.json.decode(response.content, type=kind)
         error = msgspec.json.decode(response.content, type=dict[str, dict[str, Any]])
         hint = f" {KEY_HINT}" if response.status_code == httpx.codes.UNAUTHORIZED else ""
-        raise DecisionUnavailable(str(error["error"]["message"]) + hint)
+        raise CommandFailed(str(error["error"]["message"]) + hint)
     except (msgspec.DecodeError, msgspec.ValidationError, LookupError) as error:
-        raise DecisionUnavailable(
-            f"The server at {base} is not a Baton router (status {response.status_code})."
-        ) from error
+        raise CommandFailed(f"The server at {base} is not a Baton router (status {response.status_code}).") from error

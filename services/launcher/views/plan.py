@@ -10,8 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from services.launcher.bus_client import open_bus
-from shared.bus.port import AskTimedOut, NoResponders
+from services.launcher.bus_client import ask_service
 from shared.contracts.channels import PLANS
 from shared.contracts.planning import AskPlans, Demand, PlanAction, PlanDecision, Plans
 from shared.text.quantities import duration
@@ -27,17 +26,10 @@ MODES = {
 }
 
 
-class PlanUnavailable(Exception):
-    """No orchestrator responds; the message says what to do."""
-
-
 async def ask_plans(nats_url: str, count_max: int) -> Plans:
-    """Raises PlanUnavailable, and BusError when NATS does not respond."""
-    async with open_bus(nats_url) as bus:
-        try:
-            return await bus.ask(PLANS, AskPlans(count_max=count_max), timeout_s=ASK_S_MAX)
-        except (NoResponders, AskTimedOut) as error:
-            raise PlanUnavailable(f"No orchestrator leads on {nats_url}. Start one: it runs the planner.") from error
+    """Raises CommandFailed, and BusError when NATS does not respond."""
+    missing = f"No orchestrator leads on {nats_url}. Start one: it runs the planner."
+    return await ask_service(nats_url, PLANS, AskPlans(count_max=count_max), s_max=ASK_S_MAX, missing=missing)
 
 
 def draw(plans: Plans, console: Console) -> None:
