@@ -37,7 +37,7 @@ PURE = {
     "services.router.auth": "api_keys rate_limit",
     "services.router.placement": (
         "cost decision decision_log evaluation kv_sources placement placer policy request_fields "
-        "revisions shortlist slo"
+        "revisions sequences shortlist slo"
     ),
     "services.router.relay": "failure_policy migration timings",
     "services.router.state": (

@@ -69,6 +69,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """A larger response that is no stream fails its request."""
     leg_buffer_bytes_max: int = 8 * 1024 * 1024
     """Frames that wait for a slow client; the leg fails beyond that."""
+    sequences_max: int = 2048
+    """Sequences of one request (completions of its prompts, or inputs of a batch); more are refused with 400. An
+    engine's worker counts each as a leg.
+    """
     requests_at_once_max: int = 8192
     """Requests served at a time; more are refused with 503."""
     connections_max: int = 16384

@@ -75,6 +75,8 @@ class StartLeg(Message, frozen=True, kw_only=True):
     """Replaces ``cache_salt`` of the body. It is derived from that and the tenant, so that only requests of one tenant
     share cached KV. Empty: keep the body's.
     """
+    sequences: int = 1
+    """Completions or inputs that the engine computes for the leg: it counts as so many legs."""
 
 
 def pack_tokens(tokens: Iterable[int]) -> bytes:

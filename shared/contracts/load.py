@@ -100,7 +100,7 @@ class LoadReport(Message, frozen=True, kw_only=True):
     waiting_tokens: int = 0
     """Prompt tokens accepted and not yet computed."""
     legs: int = 0
-    """Legs being served."""
+    """Legs being served; a leg with several sequences counts as so many."""
     kv_blocks_used: int = 0
     kv_blocks_total: int = 0
     digest: KvDigest | None = None

@@ -44,6 +44,7 @@ class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     priority: int | None = None
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
+    sequences_max: int = 0
     models: Sequence[str] = ()
     public_cache: bool = False
 

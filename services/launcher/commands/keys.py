@@ -48,6 +48,7 @@ def new(  # noqa: PLR0913, PLR0917  # one parameter per option is how the comman
     ] = None,
     requests_per_minute: Annotated[int, typer.Option(min=0, help="Limit at each router; 0: none.")] = 0,
     tokens_per_minute: Annotated[int, typer.Option(min=0, help="Limit of prompt and completion tokens; 0: none.")] = 0,
+    sequences_max: Annotated[int, typer.Option(min=0, help="Completions and batch inputs at once; 0: no limit.")] = 0,
     model: Annotated[list[str] | None, typer.Option(help="Allow only this model; repeatable.")] = None,
     public_cache: Annotated[
         bool, typer.Option("--public-cache", help="Share cached prefixes with all other keys of this kind.")
@@ -67,6 +68,7 @@ def new(  # noqa: PLR0913, PLR0917  # one parameter per option is how the comman
         priority=priority,
         requests_per_minute=requests_per_minute,
         tokens_per_minute=tokens_per_minute,
+        sequences_max=sequences_max,
         models=tuple(model or ()),
         public_cache=public_cache,
     )

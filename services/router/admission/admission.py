@@ -164,7 +164,7 @@ class Admission:
         if computed_tokens >= 0 and tokens_out >= 0:
             tenant = entry.request.tenant
             queue.share.charge(tenant, cost_of(computed_tokens, tokens_out) - entry.cost)
-            queue.share.completed(tenant, tokens_out)
+            queue.share.completed(tenant, tokens_out / entry.request.sequences)
 
     def _model_queue(self, name: str) -> ModelQueue:
         queue = self._models.get(name)
@@ -178,7 +178,7 @@ class Admission:
         """Set the request's work and cost, from its placement or else from the model's mean."""
         request, queue = entry.request, entry.queue
         assert queue is not None
-        tokens_out = queue.share.expected_tokens_out(request.tenant, request.tokens_out)
+        tokens_out = request.sequences * queue.share.expected_tokens_out(request.tenant, request.tokens_out)
         if isinstance(result, Rejection):
             entry.work_s = queue.model_queue.work_s
             entry.cost = cost_of(request.prompt_tokens, tokens_out)

@@ -112,8 +112,8 @@ class FairShare:
         if tenant is not None:
             tenant.served += cost / tenant.weight
 
-    def completed(self, name: str, tokens_out: int) -> None:
-        """One of its completions ended with so many tokens."""
+    def completed(self, name: str, tokens_out: float) -> None:
+        """One of its completions ended with so many tokens; a mean for several that end together."""
         tenant = self._known.get(name)
         if tenant is not None:
             tenant.tokens_out += TOKENS_OUT_LEARNED * (tokens_out - tenant.tokens_out)

@@ -64,6 +64,8 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """At each router; 0: no limit."""
     tokens_per_minute: int = 0
     """Prompt and completion tokens together, at each router; 0: no limit."""
+    sequences_max: int = 0
+    """Sequences (completions, or inputs of a batch) of its requests that each router serves at once; 0: no limit."""
     models: frozenset[str] = frozenset()
     """Models that it may use; empty: all."""
     public_cache: bool = False
@@ -130,7 +132,7 @@ def _fault(key: Key) -> str:
         return f"permissions must be some of {', '.join(Permission)}"
     if key.priority is not None and not is_priority(key.priority):
         return f"priority must be {PRIORITY_MIN} to {PRIORITY_MAX}"
-    for name in ("requests_per_minute", "tokens_per_minute"):
+    for name in ("requests_per_minute", "tokens_per_minute", "sequences_max"):
         if not 0 <= getattr(key, name) <= PER_MINUTE_MAX:
             return f"{name} must be a positive number, or 0 for no limit"
     return ""

@@ -111,7 +111,10 @@ class Authenticator:
 
 def same_limits(one: Key, other: Key) -> bool:
     """Whether the rate limits are equal."""
-    return (one.requests_per_minute, one.tokens_per_minute) == (other.requests_per_minute, other.tokens_per_minute)
+    return all(
+        getattr(one, name) == getattr(other, name)
+        for name in ("requests_per_minute", "tokens_per_minute", "sequences_max")
+    )
 
 
 def limited(over: Over, client: ApiClient, now: float) -> HttpError:

@@ -13,7 +13,10 @@ LEAST = 1.0
 """The bucket level that a request needs."""
 ROUNDING = 1e-6
 
-Kind = Literal["requests", "tokens"]
+REQUEST_END_S = 1.0
+"""Retry-After where a request of the key must end first: when, is not known."""
+
+Kind = Literal["requests", "tokens", "sequences"]
 
 
 class Over(msgspec.Struct, frozen=True):
@@ -21,12 +24,15 @@ class Over(msgspec.Struct, frozen=True):
 
     kind: Kind
     per_minute: int
+    """At once, for sequences."""
     wait_s: float
     """Until a request may pass again."""
 
     @property
     def message(self) -> str:
         """The message for the client."""
+        if self.kind == "sequences":
+            return f"This key may have {self.per_minute} sequences served at once. Try again when others have ended."
         return f"This key may use {self.per_minute} {self.kind} per minute. Try again in {self.wait_s:.1f} s."
 
 
@@ -60,13 +66,16 @@ class Bucket:
 class RateLimit:
     """The limits of one key at one router.
 
-    Tokens are taken when the prompt's length is known and corrected when the request ends. The bucket may be overdrawn:
-    a prompt longer than a minute's worth is served, and the key waits afterwards.
+    A request with several sequences (completions, or inputs of a batch) counts as so many requests. Tokens are taken
+    when the prompt's length is known, with an estimate of the completions, and corrected when the request ends. The
+    bucket may be overdrawn: a prompt longer than a minute's worth is served, and the key waits afterwards.
     """
 
-    __slots__ = ("_requests", "_tokens")
+    __slots__ = ("_requests", "_sequences", "_sequences_max", "_tokens")
 
     def __init__(self, key: Key, now: float) -> None:
+        self._sequences = 0
+        self._sequences_max = key.sequences_max
         self._requests = Bucket(key.requests_per_minute, now) if key.requests_per_minute else None
         self._tokens = Bucket(key.tokens_per_minute, now) if key.tokens_per_minute else None
 
@@ -81,16 +90,24 @@ class RateLimit:
         self._requests.take(now, 1)
         return None
 
-    def tokens(self, now: float, count: int) -> Over | None:
-        """Take a prompt's tokens, or return the limit that is reached (other requests may have taken tokens since
-        ``request``).
+    def admit(self, now: float, *, sequences: int, tokens: int) -> Over | None:
+        """Take what the request that ``request`` counted as one needs, now that its body is known; or return the limit
+        that is reached. After None, ``leave`` must follow.
         """
-        if self._tokens is None:
-            return None
-        if wait_s := self._tokens.wait_s(now):
+        if self._tokens is not None and (wait_s := self._tokens.wait_s(now)):
             return Over("tokens", self._tokens.per_minute, wait_s)
-        self._tokens.take(now, count)
+        if 0 < self._sequences_max < self._sequences + sequences:
+            return Over("sequences", self._sequences_max, REQUEST_END_S)
+        self._sequences += sequences
+        if self._requests is not None and sequences > 1:
+            self._requests.take(now, sequences - 1)
+        if self._tokens is not None:
+            self._tokens.take(now, tokens)
         return None
+
+    def leave(self, sequences: int) -> None:
+        """A request that was admitted has ended."""
+        self._sequences -= sequences
 
     def settle(self, now: float, charged: int, used: int) -> None:
         """A request has ended: ``charged`` tokens were taken for it, ``used`` were used."""
@@ -103,10 +120,24 @@ class RateLimit:
         return [(kind, one.per_minute, max(0, int(one.level(now)))) for kind, one in buckets if one is not None]
 
 
-def tokens_used(*, charged: int, prompt: int, completion: int, relayed: int, was_placed: bool) -> int:
-    """Tokens that a finished request has used. ``prompt`` and ``completion`` are -1 when not reported. A request that
-    was never placed has used nothing; one whose client left has used its prompt and what was relayed.
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a request's tokens when it has ended."""
+
+    prompt_charged: int
+    """The prompt as the router counted or estimated it."""
+    prompt: int
+    """As the engine reports it; 0 or less: not reported."""
+    completion: int
+    """As the engine reports it; -1: not reported."""
+    relayed: int
+    """Generated tokens that the client was sent."""
+    unseen: int
+    """Tokens that the engine may have generated for a client that left before its response."""
+
+
+def tokens_used(usage: Usage) -> int:
+    """Tokens that a finished request has used. Without a report the charge stays: leaving must not be cheaper than
+    waiting.
     """
-    if not was_placed:
-        return 0
-    return (prompt if prompt >= 0 else charged) + (completion if completion >= 0 else relayed)
+    prompt = usage.prompt if usage.prompt > 0 else usage.prompt_charged
+    return prompt + (usage.completion if usage.completion >= 0 else max(usage.relayed, usage.unseen))

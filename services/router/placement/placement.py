@@ -52,6 +52,9 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     hashes: Sequence[int] = ()
     """Block hashes of the prompt; empty when they could not be computed."""
     tokens_out: int = 0
+    """The client's limit on each completion; 0: none."""
+    sequences: int = 1
+    """Completions or inputs that an engine computes for it."""
     excluded: frozenset[WorkerId] = frozenset()
     """Workers that have already failed this request."""
     fetch_tokens_min: int | None = None

@@ -217,7 +217,7 @@ class Selection:
             cached_tokens=prefill.cached,
             fetched_tokens=prefill.fetched + more,
             uncached_tokens=prefill.computed - more,
-            context_tokens=request.prompt_tokens + request.tokens_out,
+            context_tokens=request.prompt_tokens + request.sequences * request.tokens_out,
             sources=(*sources, *further),
             predicted=TtftParts(
                 queue_s=prefill.queue_s,

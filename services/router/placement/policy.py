@@ -84,6 +84,7 @@ class RequestPolicy(msgspec.Struct, frozen=True, kw_only=True):
             prompt_tokens=prompt_tokens,
             hashes=hashes,
             tokens_out=facts.tokens_out,
+            sequences=facts.sequences,
             fetch_tokens_min=facts.kv_fetch_min_tokens,
             cache_hit_threshold=facts.cache_hit_threshold,
             forced=options.forced,

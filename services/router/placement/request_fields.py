@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from services.router.placement.sequences import GENERATING, batch_size, completions, lax_count
 from services.router.placement.slo import PRIORITY_MAX, PRIORITY_MIN, TARGET_S_MAX, TARGET_S_MIN, is_priority, is_target
 from shared.contracts.control import DEFAULT_MODES, DefaultMode
 from shared.contracts.failures import Reason
@@ -111,6 +112,8 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Why the request cannot be split into legs; empty when it can."""
     tokens_out: int = 0
     """The limit that the client set on the completion; 0 when none."""
+    sequences: int = 1
+    """Completions or inputs that an engine computes for it."""
     body: Body | None = None
     """None when the body could not be read."""
     cache_hit_threshold: float | None = None
@@ -141,6 +144,7 @@ def read_request(path: str, body: bytes) -> RequestFacts:
         stream=parsed.stream is True,
         unsplittable=unsplittable_reason(path, parsed),
         tokens_out=_limit(parsed),
+        sequences=_sequences(path, parsed, body),
         body=parsed,
         cache_hit_threshold=float(parsed.cache_hit_threshold)
         if ours and parsed.cache_hit_threshold is not None
@@ -247,6 +251,14 @@ def _is_one_prompt(raw: msgspec.Raw) -> bool:
         return True
     inside = start[1:].lstrip()[:1]
     return start[:1] == b"[" and inside.isdigit()
+
+
+def _sequences(path: str, parsed: Body, body: bytes) -> int:
+    if path == CHAT:
+        return lax_count(parsed.n)
+    if path == COMPLETIONS:
+        return completions(parsed.prompt, parsed.prompt_embeds, parsed.n, parsed.best_of)
+    return 1 if path in GENERATING else batch_size(body)
 
 
 def _limit(body: Body) -> int:

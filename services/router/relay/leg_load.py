@@ -34,17 +34,18 @@ class LegLoads:
 class LegLoad:
     """One leg's load: its context while it runs, and its prompt until that is computed."""
 
-    __slots__ = ("_context_tokens", "_loads", "_prompt_tokens", "_sent", "_start")
+    __slots__ = ("_context_tokens", "_legs", "_loads", "_prompt_tokens", "_sent", "_start")
 
     def __init__(self, loads: LegLoads, start: StartLeg, context_tokens: int) -> None:
         self._loads = loads
         self._start = start
         self._prompt_tokens = max(0, start.expected_tokens)
         self._context_tokens = context_tokens
+        self._legs = start.sequences
         self._sent: Sent | None = None
 
     def __enter__(self) -> Self:
-        self._sent = Sent(self._loads.now(), self._prompt_tokens, self._context_tokens)
+        self._sent = Sent(self._loads.now(), self._prompt_tokens, self._context_tokens, self._legs)
         self._loads.cluster.leg_started(self._start.worker_id, self._sent)
         return self
 
@@ -62,5 +63,5 @@ class LegLoad:
     def __exit__(self, *_failure: object) -> None:
         self.prompt_computed()
         if self._sent is not None:
-            self._loads.cluster.leg_ended(self._start.worker_id, self._sent, self._context_tokens)
+            self._loads.cluster.leg_ended(self._start.worker_id, self._sent, self._context_tokens, self._legs)
         self._loads.load_changed()

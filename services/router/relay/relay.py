@@ -8,8 +8,6 @@ from services.router.admission.admission_queue import AdmissionQueue
 from services.router.admission.placing import Placing
 from services.router.admission.queues import QueueEntry
 from services.router.auth.api_keys import salted
-from services.router.auth.authenticator import limited
-from services.router.auth.rate_limit import tokens_used
 from services.router.http.errors import bad_request, error_event, failed, refused_field
 from services.router.http.request import HttpRequest
 from services.router.http.response_headers import ResponseHeaders
@@ -17,6 +15,7 @@ from services.router.placement.decision_service import DecisionService
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.policy import RequestHeaders, RequestPolicy
 from services.router.placement.request_fields import Mode, default_or_requested, read_request
+from services.router.relay.charging import charge, settle, too_many_sequences
 from services.router.relay.legs import EngineRefused, LegRunner
 from services.router.relay.migration import resumes_allowed, why_not_resumable
 from services.router.relay.request_context import CLIENT_LEFT, RequestContext
@@ -31,7 +30,6 @@ from services.router.tokenize.prompts import Prompts
 from shared.bus.leg_inbox import LegFailed, LegInbox
 from shared.bus.port import BusDown, MessageTooLarge
 from shared.contracts.failures import HTTP_STATUS, Failure, Reason
-from shared.contracts.inference import RequestFinished
 from shared.http.errors import HttpError
 from shared.telemetry.span_names import SpanName
 
@@ -105,8 +103,7 @@ class Relay:
             context.close()
             finished = self._request_log.finished(context, self._now())
             self._decisions.finished(context, finished)
-            if context.charged_tokens:
-                client.rate_limit.settle(self._now(), context.charged_tokens, used_tokens(context, finished))
+            settle(context, finished, self._now())
 
     async def _serve(self, context: RequestContext) -> None:
         facts, head = context.facts, context.http_request.head
@@ -116,26 +113,20 @@ class Relay:
         if (fault := self._policy.fault(facts, headers, self._cluster.workers)) is not None:
             self._refuse(context, refused_field(fault))
             return
+        if (too_many := too_many_sequences(context, self._settings.sequences_max)) is not None:
+            self._refuse(context, too_many)
+            return
         begun = self._now()
         context.prompt = prompt = await self._prompts.of(context.http_request, facts)
         ended = self._now()
         context.timings.tokenize_s = ended - begun
         context.mark(SpanName.TOKENIZE, begun, ended)
-        if (over := self._charge(context, prompt.tokens)) is not None:
+        if (over := charge(context, prompt.tokens, ended)) is not None:
             self._refuse(context, over)
             return
         request = self._policy.placement_request(facts, headers, prompt.tokens, prompt.hashes)
         with self._queue.entry(context, request) as entry:
             await self._serve_in_turn(context, request, entry)
-
-    def _charge(self, context: RequestContext, prompt_tokens: int) -> HttpError | None:
-        """Take the prompt's tokens from the key's rate limit; an error when the limit is reached."""
-        client, now = context.http_request.head.client, self._now()
-        over = client.rate_limit.tokens(now, prompt_tokens)
-        if over is not None:
-            return limited(over, client, now)
-        context.charged_tokens = prompt_tokens
-        return None
 
     async def _serve_in_turn(self, context: RequestContext, request: PlacementRequest, entry: QueueEntry) -> None:
         """Wait in the admission queue, then try until an attempt succeeds; further attempts do not queue again."""
@@ -216,14 +207,3 @@ class Relay:
         context.status = error.status
         context.reason = error.reason
         context.http_request.refuse(error, context.decision_headers())
-
-
-def used_tokens(context: RequestContext, finished: RequestFinished) -> int:
-    """Tokens that the request counts against its key's rate limit."""
-    return tokens_used(
-        charged=context.charged_tokens,
-        prompt=finished.prompt_tokens,
-        completion=finished.completion_tokens,
-        relayed=len(context.relayed),
-        was_placed=context.placement is not None,
-    )

@@ -40,6 +40,10 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
     prompt: Prompt | None = None
     charged_tokens: int = 0
     """Taken from the key's rate limit, until the request's true use is known."""
+    charged_prompt_tokens: int = 0
+    """Of these, for the prompt."""
+    sequences: int = 0
+    """Counted for the key, until the request ends."""
 
     ends_at: float
     """End of the request's whole time budget."""

@@ -55,6 +55,7 @@ class LegStarter:
             resume_joined=pack_tokens(context.joined),
             created=context.created,
             cache_salt=facts.salt,
+            sequences=facts.sequences,
         )
 
     def guards(self, context: RequestContext, placement: Placement) -> bool:

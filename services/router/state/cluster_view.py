@@ -47,7 +47,7 @@ class WorkerView:
 
     @property
     def legs(self) -> int:
-        """Legs that it serves, as far as this router knows."""
+        """Legs that it serves, as far as this router knows; one with several sequences counts as so many."""
         reported = self.load.legs if self.load is not None else 0
         return max(reported + self.own.sent_legs, self.own.legs)
 
@@ -229,11 +229,11 @@ class ClusterView:
             view.own.computed(sent, tokens)
             self._write_load(view)
 
-    def leg_ended(self, worker_id: WorkerId, sent: Sent, context_tokens: int) -> None:
-        """A leg of this router has ended or failed."""
+    def leg_ended(self, worker_id: WorkerId, sent: Sent, context_tokens: int, legs: int = 1) -> None:
+        """A leg of this router has ended or failed; it counted as ``legs``."""
         view = self.workers.get(worker_id)
         if view is not None and view.record.epoch == sent.epoch:
-            view.own.ended(sent, context_tokens)
+            view.own.ended(sent, context_tokens, legs)
             self._write_load(view)
 
     def _row(self) -> int:

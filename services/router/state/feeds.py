@@ -161,7 +161,7 @@ class ReservationFeed:
     def leg_started(self, start: StartLeg, context_tokens: int) -> None:
         """A leg was sent to its worker."""
         if not self.book.alone and start.epoch is not None:
-            self.book.note(start.worker_id, start.epoch, max(0, start.expected_tokens), context_tokens)
+            self.book.note(start.worker_id, start.epoch, max(0, start.expected_tokens), context_tokens, start.sequences)
             self._wake.set()
 
     async def follow(self) -> None:

@@ -45,12 +45,12 @@ class ReservationBook:
     def router_ids(self) -> list[RouterId]:
         return list(self._others)
 
-    def note(self, worker_id: WorkerId, epoch: Epoch, tokens: int, context_tokens: int) -> None:
-        """A leg was sent: publish it."""
+    def note(self, worker_id: WorkerId, epoch: Epoch, tokens: int, context_tokens: int, legs: int = 1) -> None:
+        """A leg was sent: publish it. It counts as ``legs``, one for each sequence."""
         key = (worker_id, epoch)
-        legs, tokens_before, context_before = self._unpublished.get(key, (0, 0, 0))
-        if legs or len(self._unpublished) < WORKERS_MAX:
-            self._unpublished[key] = (legs + 1, tokens_before + tokens, context_before + context_tokens)
+        legs_before, tokens_before, context_before = self._unpublished.get(key, (0, 0, 0))
+        if legs_before or len(self._unpublished) < WORKERS_MAX:
+            self._unpublished[key] = (legs_before + legs, tokens_before + tokens, context_before + context_tokens)
 
     def message(self) -> Reservations:
         """All reservations that are not published yet; without any, a heartbeat."""

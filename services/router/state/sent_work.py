@@ -25,6 +25,7 @@ class Sent:
         self.epoch = Epoch(0)
         """Epoch of its worker."""
         self.legs = legs
+        """One for each of its sequences."""
         self.tokens = tokens
         """Prompt tokens to compute."""
         self.context_tokens = context_tokens
@@ -67,9 +68,9 @@ class OwnWork:
         self.sent_tokens -= sent.tokens
         sent.tokens = 0
 
-    def ended(self, sent: Sent, context_tokens: int) -> None:
-        """The leg has ended."""
-        self.legs -= 1
+    def ended(self, sent: Sent, context_tokens: int, legs: int = 1) -> None:
+        """The leg has ended; it counted as ``legs``."""
+        self.legs -= legs
         self.context_tokens -= context_tokens
         self._forget(sent)
 

@@ -21,8 +21,10 @@ class Capacity:
     epoch: Epoch
     legs_max: int
 
-    def refusal(self, start: StartLeg, phase: WorkerPhase, legs: int) -> Failure | None:
-        """Why ``start`` is refused, or None. ``legs`` are being served now."""
+    def refusal(self, start: StartLeg, phase: WorkerPhase, sequences: int) -> Failure | None:
+        """Why ``start`` is refused, or None. ``sequences`` are being served now. The last leg that is taken may exceed
+        the maximum with its sequences, so that one with more than the maximum can be served at all.
+        """
         if not 0.0 <= start.deadline_s <= LEG_S_MAX:
             message = f"a leg cannot have a deadline of {start.deadline_s:g} s"
             return Failure(reason=Reason.BAD_MESSAGE, message=message)
@@ -32,7 +34,7 @@ class Capacity:
         if phase is not WorkerPhase.READY:
             message = f"{start.worker_id} is {phase.value} and takes no new legs"
             return Failure(reason=Reason.WORKER_DRAINING, message=message)
-        if legs >= self.legs_max:
-            message = f"{start.worker_id} serves {legs} legs already, its maximum"
+        if sequences >= self.legs_max:
+            message = f"{start.worker_id} serves {sequences} sequences already; its maximum is {self.legs_max}"
             return Failure(reason=Reason.WORKER_BUSY, message=message, retry_after_s=BUSY_RETRY_S)
         return None

@@ -64,6 +64,8 @@ class LegServer:
         unread: UnreadOffers | None = None,
     ) -> None:
         self.phase = WorkerPhase.STARTING
+        self.sequences = 0
+        """Of all legs being served."""
         self._service = service
         self._engine = engine
         self._sender = sender
@@ -90,12 +92,13 @@ class LegServer:
             log.warning("leg %s has an unusable router id and is ignored: %.100r", start.leg_id, start.router_id)
             return
         frames = self._sender.leg(start, on_gone=lambda _why: self._abort(start.leg_id))
-        if refusal := self._capacity.refusal(start, self.phase, self.legs):
+        if refusal := self._capacity.refusal(start, self.phase, self.sequences):
             frames.fail(refusal)
             self._broken_off(start)
             return
         task = self._service.tasks.create_task(self._run(start, frames, envelope), name=f"leg-{start.leg_id}")
         self._legs[start.leg_id] = RunningLeg(task, frames)
+        self.sequences += max(1, start.sequences)
         self._idle.clear()
         task.add_done_callback(lambda task: self._forget(start, task))
         self._on_changed()
@@ -130,6 +133,7 @@ class LegServer:
     def _forget(self, start: StartLeg, task: asyncio.Task[bool]) -> None:
         """The leg has ended. One that was cancelled before its start could not clean up itself."""
         self._legs.pop(start.leg_id, None)
+        self.sequences -= max(1, start.sequences)
         if not self._legs:
             self._idle.set()
         if task.cancelled() or task.exception() is not None or not task.result():

@@ -51,7 +51,7 @@ class WorkerStatus:
 
     async def report_load(self) -> None:
         """Publish load reports until cancelled."""
-        await self._load.follow(lambda: (self._server.phase, self._server.legs))
+        await self._load.follow(lambda: (self._server.phase, self._server.sequences))
 
     async def enter(self, phase: WorkerPhase, note: str = "") -> None:
         self._server.phase = phase

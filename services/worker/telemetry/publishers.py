@@ -99,7 +99,7 @@ class LoadPublisher:
         self._is_changed.set()
 
     async def follow(self, now: Callable[[], tuple[WorkerPhase, int]]) -> None:
-        """Report until cancelled. ``now`` returns the worker's phase and the number of its legs."""
+        """Report until cancelled. ``now`` returns the worker's phase and the sequences of its legs."""
         least_s = 1.0 / LOAD_HZ_MAX
         while True:
             self._is_changed.clear()

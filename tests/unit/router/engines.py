@@ -121,7 +121,7 @@ class Engines:
 
     def _end(self, entry: QueueEntry, engine: Engine) -> None:
         engine.legs -= 1
-        self.admission.ended(entry, entry.request.prompt_tokens, entry.request.tokens_out)
+        self.admission.ended(entry, entry.request.prompt_tokens, entry.request.sequences * entry.request.tokens_out)
 
     def _at(self, at: float, what: Any) -> None:
         self._count += 1

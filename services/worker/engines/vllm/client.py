@@ -8,7 +8,8 @@ from itertools import count
 from typing import Any
 
 import msgspec
-from vllm.outputs import RequestOutput
+from vllm.outputs import PoolingRequestOutput, RequestOutput
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -23,6 +24,10 @@ from shared.contracts.kv_exchange import LegOrder
 
 PRIVATE_ARGUMENTS = ("ec_transfer_params", "kv_cache_report_mode")
 """Internal arguments of the engine that no client may set."""
+
+
+POOLED = "pooled"
+"""The finish reason of a leg that generates nothing, so that its worker does not take the lack of one for a failure."""
 
 
 class LegEngine(AsyncLLM):
@@ -93,6 +98,18 @@ class LegEngine(AsyncLLM):
             self.catching_up.pop(request_id, None)
             self.meter.sources.take(request_id)
             await outputs.aclose()
+
+    async def encode(
+        self, prompt: Any, pooling_params: PoolingParams, request_id: str, **options: Any
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """One input of the current leg, for an endpoint that generates nothing."""
+        record = CURRENT_LEG.get()
+        async for output in super().encode(prompt, pooling_params, request_id, **options):
+            if record is not None and output.finished:
+                record.prompt_tokens += len(output.prompt_token_ids)
+                record.cached_tokens += output.num_cached_tokens
+                record.finish_reason = record.finish_reason or POOLED
+            yield output
 
     async def _add_request(self, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any) -> None:
         """Overrides the step in which vLLM passes a request to its output processor and then to its engine."""

@@ -152,6 +152,19 @@ def test_twice_the_weight_gives_twice_the_service():
     assert begun.count("paying") == pytest.approx(2 * begun.count("other"), abs=2)
 
 
+def test_several_sequences_in_a_request_get_no_more_service_than_in_requests_of_their_own():
+    engines = Engines(Engine("w1"))
+    engines.offer(tenant="first")
+    for _ in range(30):
+        engines.offer(tokens_out=100, sequences=8, tenant="batches")
+        engines.offer(tokens_out=100, tenant="singles")
+
+    engines.run(until=2.05)
+
+    begun = engines.engines["w1"].begun
+    assert begun.count("singles") >= 4 * begun.count("batches")
+
+
 def test_a_request_passes_others_that_wait_for_another_worker():
     engines = Engines(Engine("w1"), Engine("w2"))
     engines.offer(A_SECOND, forced=ForcedWorkers(decode_worker="w1"))

@@ -26,7 +26,7 @@ MODEL = "m"
 def test_routers_read_the_keys_that_the_command_writes():
     entry = KeyEntry(
         tenant="acme", sha256=DIGEST, note='a "quoted" note', permissions=tuple(WrittenPermission), priority=-5,
-        requests_per_minute=60, tokens_per_minute=9, models=("m", "n"), public_cache=True,
+        requests_per_minute=60, tokens_per_minute=9, sequences_max=8, models=("m", "n"), public_cache=True,
     )  # fmt: skip
 
     keyring = read_keys(tomllib.loads(salt_text(SALT) + entry_text(entry)))
@@ -34,7 +34,7 @@ def test_routers_read_the_keys_that_the_command_writes():
     assert keyring.salt == SALT
     assert keyring.keys[DIGEST] == Key(
         tenant="acme", sha256=DIGEST, note='a "quoted" note', permissions=frozenset(Permission), priority=-5,
-        requests_per_minute=60, tokens_per_minute=9, models=frozenset({"m", "n"}), public_cache=True,
+        requests_per_minute=60, tokens_per_minute=9, sequences_max=8, models=frozenset({"m", "n"}), public_cache=True,
     )  # fmt: skip
 
 

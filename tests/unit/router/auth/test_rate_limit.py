@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.auth.api_keys import Key
-from services.router.auth.rate_limit import Bucket, RateLimit, tokens_used
+from services.router.auth.rate_limit import Bucket, RateLimit, Usage, tokens_used
 
 
 def test_a_minutes_requests_may_burst_and_then_refill_steadily():
@@ -23,19 +23,19 @@ def test_a_minutes_requests_may_burst_and_then_refill_steadily():
 def test_overdrawn_tokens_must_refill_before_the_next_request():
     rate_limit = RateLimit(Key(tokens_per_minute=60), 0.0)
 
-    assert rate_limit.tokens(0.0, 90) is None
-    assert rate_limit.tokens(30.0, 1).wait_s == 1.0
+    assert rate_limit.admit(0.0, sequences=1, tokens=90) is None
+    assert rate_limit.admit(30.0, sequences=1, tokens=1).wait_s == 1.0
     assert rate_limit.request(30.0).kind == "tokens"
     assert rate_limit.request(31.0) is None
 
 
 def test_unused_tokens_are_refunded_and_extra_tokens_charged():
     rate_limit = RateLimit(Key(tokens_per_minute=60), 0.0)
-    rate_limit.tokens(0.0, 50)
+    rate_limit.admit(0.0, sequences=1, tokens=50)
 
     rate_limit.settle(0.0, 50, 0)
     assert rate_limit.left(0.0) == [("tokens", 60, 60)]
-    rate_limit.tokens(0.0, 10)
+    rate_limit.admit(0.0, sequences=1, tokens=10)
     rate_limit.settle(0.0, 10, 35)
     assert rate_limit.left(0.0) == [("tokens", 60, 25)]
 
@@ -44,7 +44,7 @@ def test_a_key_without_limits_is_never_limited():
     rate_limit = RateLimit(Key(), 0.0)
 
     assert rate_limit.request(0.0) is None
-    assert rate_limit.tokens(0.0, 1 << 60) is None
+    assert rate_limit.admit(0.0, sequences=1 << 20, tokens=1 << 60) is None
     rate_limit.settle(0.0, 0, 1 << 60)
     assert rate_limit.left(0.0) == []
 
@@ -66,8 +66,9 @@ def test_bursts_and_rate_stay_within_the_limit_per_minute(per_minute, takes):
 
 
 def test_tokens_used_counts_the_known_prompt_and_completion():
-    cost = {"charged": 10, "prompt": 12, "completion": 5, "relayed": 3, "was_placed": True}
+    known = {"prompt_charged": 10, "prompt": 12, "completion": 5, "relayed": 3, "unseen": 7}
 
-    assert tokens_used(**cost) == 17
-    assert tokens_used(**cost | {"prompt": -1, "completion": -1}) == 13
-    assert tokens_used(**cost | {"was_placed": False}) == 0
+    assert tokens_used(Usage(**known)) == 17
+    assert tokens_used(Usage(**known | {"prompt": -1, "completion": -1})) == 17
+    assert tokens_used(Usage(**known | {"prompt": 0, "completion": -1, "relayed": 9})) == 19
+    assert tokens_used(Usage(**known | {"prompt": 0, "completion": 0})) == 10

@@ -114,6 +114,20 @@ async def test_legs_beyond_the_maximum_are_refused_as_busy():
         assert failure.retry_after_s
 
 
+async def test_each_sequence_of_a_leg_counts_as_one_leg():
+    async with running_worker() as worker:
+        legs_max = worker.engine.facts.legs_max
+        worker.engine.may_run.clear()
+        many = await worker.leg(sequences=legs_max)
+
+        _frames, failure = await worker.read(await worker.leg())
+        worker.engine.may_run.set()
+        _frames, served = await worker.read(many)
+        _frames, after = await worker.read(await worker.leg())
+
+        assert (failure.reason, served, after) == (Reason.WORKER_BUSY, None, None)
+
+
 async def test_a_leg_for_an_earlier_epoch_is_refused_as_lost():
     async with running_worker() as worker:
         _frames, failure = await worker.read(await worker.leg(epoch=Epoch(1)))

@@ -1,0 +1,79 @@
+"""How many sequences an engine computes for a request: completions of each prompt, or inputs of a batch endpoint.
+
+The count may be too high (an engine that refuses the body computes none) but not too low: whatever an engine's parser
+accepts as a number or as a list is counted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+NO_RAW = msgspec.Raw(b"")
+QUOTE = ord('"')
+ELEMENT_CHARS = 64
+"""Of a list's beginning that are read to find out what its elements are."""
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+"""Endpoints that generate tokens. Of all others only the inputs cost something."""
+
+
+class Inputs(msgspec.Struct):
+    """The fields of the batch endpoints' bodies that may be lists of inputs."""
+
+    input: msgspec.Raw = NO_RAW
+    """Embeddings, pooling, classify."""
+    data: msgspec.Raw = NO_RAW
+    documents: msgspec.Raw = NO_RAW
+    """Rerank, score."""
+    items: msgspec.Raw = NO_RAW
+    queries: msgspec.Raw = NO_RAW
+    data_1: msgspec.Raw = NO_RAW
+    data_2: msgspec.Raw = NO_RAW
+    text_1: msgspec.Raw = NO_RAW
+    text_2: msgspec.Raw = NO_RAW
+
+
+_inputs = msgspec.json.Decoder(Inputs)
+_elements = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+def batch_size(body: bytes) -> int:
+    """Sequences of a body for an endpoint that generates nothing. A body that cannot be read counts as one."""
+    try:
+        inputs = _inputs.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return 1
+    return max(elements(getattr(inputs, name)) for name in inputs.__struct_fields__)
+
+
+def completions(prompt: msgspec.Raw, prompt_embeds: msgspec.Raw, n: Any, best_of: Any) -> int:
+    """Sequences of a request for completions: each prompt's, times the prompts."""
+    each = 1 if n is None and best_of is None else max(lax_count(n), lax_count(best_of))
+    return each * max(elements(prompt), elements(prompt_embeds))
+
+
+def elements(raw: msgspec.Raw) -> int:
+    """Inputs in a field: the elements of a list, or 1. A list of numbers is one input, in tokens."""
+    view = memoryview(raw)
+    if not view or view[0] == QUOTE:  # Most prompts: one text.
+        return 1
+    start = bytes(view[:ELEMENT_CHARS]).lstrip()
+    if start[:1] != b"[" or start[1:].lstrip()[:1] in b"-0123456789":
+        return 1
+    try:
+        return max(1, len(_elements.decode(raw)))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return 1
+
+
+def lax_count(value: Any) -> int:
+    """A number of completions as an engine's lax parser reads it, which takes "5" and 5.0 for 5."""
+    if value is None:
+        return 1
+    if type(value) is int:
+        return max(1, value)
+    try:
+        return max(1, int(float(value)))
+    except (TypeError, ValueError, OverflowError):
+        return 1
