@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -141,6 +142,15 @@ def test_the_fleet_is_listed_for_people(system: System):
     assert "prefill" in rows["prefill-1"]
     assert "ready" in rows["decode-1"]
     assert str(system.worker_pid("decode-1")) in out
+
+
+def test_the_fleet_is_listed_for_programs(system: System):
+    code, out, err = baton("workers", "--json", "--state-dir", str(system.folder))
+
+    listed = {worker["record"]["worker_id"]: worker for worker in json.loads(out)["workers"]}
+    assert (code, err) == (0, "")
+    assert listed["prefill-1"]["record"] == system.fleet()["prefill-1"]["record"]
+    assert {worker["phase"] for worker in listed.values()} >= {"ready"}
 
 
 def test_baton_health_works_with_the_services_own_key(system: System):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import json
@@ -14,11 +15,17 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
+from unittest import mock
 
 import httpx
+import msgspec
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from services.launcher.bus_client import read_fleet
+from services.launcher.cluster.folder import variables
+from services.launcher.system import state_file
+from shared.contracts.channels import Party
 from tests.support.nats_server import free_port
 
 STOP_S_MAX = 120.0
@@ -239,10 +246,14 @@ class System(Launched):
         return Metrics(httpx.get(url, trust_env=False).raise_for_status().text)
 
     def fleet(self) -> dict[str, dict[str, Any]]:
-        """``baton workers --json``, by worker id."""
-        code, out, err = baton("workers", "--json", "--state-dir", str(self.folder))
-        assert code == 0, err
-        return {worker["record"]["worker_id"]: worker for worker in json.loads(out).get("workers", [])}
+        """What ``baton workers --json`` prints, by worker id; read in this process, because tests poll it."""
+        running = state_file.find(self.folder)
+        assert running is not None, self.story()
+        keys = variables(running.keys_dir, Party.LAUNCHER) if running.keys_dir else {}
+        with mock.patch.dict(os.environ, {**environment(), **keys}, clear=True):
+            state = asyncio.run(read_fleet(running.nats_url)).state
+        workers = json.loads(msgspec.json.encode(state.workers))
+        return {worker["record"]["worker_id"]: worker for worker in workers}
 
     def until_idle(self) -> None:
         """Until no worker says that it has anything to do."""
