@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,6 @@ from services.launcher.system import guard
 from services.launcher.system.plan import ProcessPlan
 from services.launcher.system.waiting import first_of
 
-LOG_TAIL_LINES_MAX = 400
 KILL_S_MAX = 10.0
 """A process ends within this time after SIGKILL, unless it hangs in the kernel."""
 
@@ -50,11 +48,6 @@ class Child:
         """Kill the processes that it has started and left behind."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-
-    def tail(self) -> list[str]:
-        """The last lines of its log file."""
-        with self.log.open(errors="replace") as lines:
-            return list(deque(lines, maxlen=LOG_TAIL_LINES_MAX))
 
 
 class ChildStarter:

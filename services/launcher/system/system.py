@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Self, TypeVar, cast
 
 from services.launcher.cluster.access import launcher_access
+from services.launcher.system import logs
 from services.launcher.system.board import Row
 from services.launcher.system.children import Child, ChildStarter
 from services.launcher.system.failure_text import last_lines, why_it_died
@@ -77,6 +78,7 @@ class System:
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
+        self._tasks.create_task(self._rotate_logs(), name="rotate-logs")
         return self
 
     async def __aexit__(
@@ -168,6 +170,15 @@ class System:
     def _detail(self, name: str) -> str:
         return f": {self.rows[name].detail}" if self.rows[name].detail else ""
 
+    async def _rotate_logs(self) -> None:
+        while not self._stopping.is_set():
+            for child in list(self._children.values()):
+                try:
+                    await asyncio.to_thread(logs.rotate, child.log)
+                except OSError as error:
+                    self._screen.show_error(f"{child.log} cannot be rotated: {error}")
+            await first_of(self._stopping.wait(), asyncio.sleep(logs.ROTATE_S))
+
     async def until_broken(self) -> str:
         """Returns the reason when the system cannot continue."""
         return await asyncio.shield(self._broken)
@@ -254,7 +265,7 @@ class System:
         now = self._clock.now()
         row = self._screen.board.rows[process.name]
         detail = row.detail if row.phase is ServicePhase.FAILED else ""
-        lines = child.tail()
+        lines = logs.tail(child.log)
         why = why_it_died(lines, exit_code, detail)
         self._screen.board.mark(process.name, ServicePhase.FAILED, why, now)
         if self._is_final(process, exit_code):

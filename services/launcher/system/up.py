@@ -11,7 +11,7 @@ import msgspec
 from services.launcher.bus_client import read_fleet
 from services.launcher.cluster.access import use_keys
 from services.launcher.cluster.folder import CannotCreate, InitRequest
-from services.launcher.system import machine, state_file
+from services.launcher.system import logs, machine, state_file
 from services.launcher.system.board import Board
 from services.launcher.system.plan import PlanRefused, UpOptions, plan_system
 from services.launcher.system.screen import Screen
@@ -75,8 +75,7 @@ async def start_on_free_ports(options: UpOptions, screen: Screen, state_dir: Pat
     plan = plan_system(options, machine.describe_machine())
     if taken := machine.taken_ports(plan.ports):
         raise PlanRefused("\n  ".join(taken))
-    for old in (state_dir / "logs").glob("*.log"):
-        old.unlink()
+    logs.remove(state_dir / "logs")
     where = endpoints(options)
     running = RunningSystem(
         pid=os.getpid(),

@@ -22,6 +22,11 @@ async def main(name: str, *habits: str) -> None:
         refuse(name, ValueError(f"{wrong[0][9:]} is wrong"))
     if late := [habit for habit in habits if habit.startswith("needs:") and not Path(habit[6:]).exists()]:
         raise RuntimeError(f"{late[0][6:]} is not there yet")
+    if "chatty" in habits:
+        line = "x" * 1023
+        for _ in range(24 * 1024):  # 24 MiB
+            print(line)
+        print("that was much")
     if "has-a-child" in habits:
         subprocess.Popen(["sleep", "600"])
     stop = asyncio.Event()

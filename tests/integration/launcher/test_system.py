@@ -17,7 +17,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from services.launcher.system import guard, machine
+from services.launcher.system import guard, logs, machine
 from services.launcher.system.board import Board
 from services.launcher.system.children import open_child_starter
 from services.launcher.system.plan import ProcessPlan, Stage, SystemPlan, UpOptions, aside, plan_nats
@@ -194,6 +194,16 @@ async def test_a_configuration_that_became_wrong_ends_a_system_only_if_it_cannot
         os.kill(rows["router"].pid, signal.SIGKILL)
         async with asyncio.timeout(WAIT_S_MAX):
             assert "router is not restarted" in await system.until_broken()
+
+
+async def test_the_log_of_a_process_that_writes_much_is_rotated(tmp_path: Path):
+    async with system_of(tmp_path, w1=("chatty",)) as system:
+        await system.bring_up()
+        current = tmp_path / "logs" / "w1.log"
+
+        await until(lambda: current.with_name("w1.log.1").exists() and current.stat().st_size < logs.FILE_BYTES_MAX)
+
+        assert "that was much\n" in logs.tail(current)
 
 
 def test_the_guard_ends_what_a_killed_launcher_has_left(tmp_path: Path):

@@ -47,6 +47,13 @@ def test_no_service_runs_as_root(name: str):
 
 
 @every_service
+def test_the_log_of_every_container_is_bounded(name: str):
+    options = SERVICES[name]["logging"]["options"]
+
+    assert int(options["max-size"].removesuffix("m")) * int(options["max-file"]) <= 64
+
+
+@every_service
 def test_only_tmp_and_named_volumes_are_writable(name: str):
     service = SERVICES[name]
 
