@@ -35,10 +35,6 @@ CONNECT_S_MAX = 5.0
 """For one attempt; their number is not limited."""
 STATUS_PERIOD_S = 2.0
 TELEMETRY_S_MAX = 2.0
-CANCEL_S_MAX = 5.0
-"""Cancelled tasks may take this long to end; after that the process exits without them."""
-ENDING_S_MAX = 15.0
-"""From the end of the main function to the end of the process: background tasks, last status, bus and telemetry."""
 
 EXIT_FAILED = 1
 EXIT_CONFIGURATION = 78
@@ -54,6 +50,16 @@ class _Finished(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LastResorts:
+    """After these times the process exits whatever its tasks and threads do; seconds."""
+
+    cancel_s_max: float = 5.0
+    """For cancelled tasks."""
+    ending_s_max: float = 15.0
+    """From the end of the main function to the end of the process: background tasks, last status, bus and telemetry."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServiceFacts:
     """Constant while the process lives."""
 
@@ -62,6 +68,7 @@ class ServiceFacts:
     instance: str
     url: str = ""
     drain_s_max: float = 30.0
+    last_resorts: LastResorts = LastResorts()
 
 
 class Service:
@@ -138,7 +145,7 @@ class Service:
 Main = Callable[[Service], Awaitable[None]]
 
 
-def run_service(
+def run_service(  # noqa: PLR0913  # the whole life of a process
     name: str,
     instance: str,
     common: CommonSettings,
@@ -147,16 +154,17 @@ def run_service(
     url: str = "",
     drain_s_max: float = 30.0,
     listener: socket.socket | None = None,
+    last_resorts: LastResorts = LastResorts(),
 ) -> NoReturn:
     """Run ``main`` in a service process and exit: 0 after a clean drain, ``EXIT_CONFIGURATION`` if NATS rejects the
     process's credentials, 1 otherwise. A second signal exits at once. Until there is a connection to NATS, HTTP
     requests to ``listener`` get 503.
     """
     setup_logging(name, instance, level=common.log_level, log_format=common.log_format)
-    facts = ServiceFacts(name=name, instance=instance, url=url, drain_s_max=drain_s_max)
+    facts = ServiceFacts(name=name, instance=instance, url=url, drain_s_max=drain_s_max, last_resorts=last_resorts)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         code = runner.run(_run(facts, common, main, listener))
-        _leave_after(CANCEL_S_MAX, code)  # Closing the runner waits for every task that is left.
+        _leave_after(last_resorts.cancel_s_max, code)  # Closing the runner waits for every task that is left.
     sys.exit(code)
 
 
@@ -188,7 +196,7 @@ def refuse(name: str, error: Exception) -> NoReturn:
 
 async def _run(facts: ServiceFacts, common: CommonSettings, main: Main, listener: socket.socket | None) -> int:
     stopping, clock = asyncio.Event(), SystemClock()
-    _on_signals(stopping, facts.drain_s_max)
+    _on_signals(stopping, facts.drain_s_max + facts.last_resorts.cancel_s_max)
     with _tracing(facts, common) as (tracer, spans):
         try:
             bus = await _connect(facts, common, stopping, Waits(clock.now), listener)
@@ -198,7 +206,9 @@ async def _run(facts: ServiceFacts, common: CommonSettings, main: Main, listener
         if bus is None:
             return 0
         service = Service(facts, bus, clock, tracer, stopping=stopping, spans=spans)
-        return await live(service, _ending_in_time(main), drain_s_max=facts.drain_s_max)
+        return await live(
+            service, _ending_in_time(main, facts.last_resorts.ending_s_max), drain_s_max=facts.drain_s_max
+        )
 
 
 async def _connect(
@@ -219,17 +229,17 @@ async def _connect(
         )
 
     async with waiting_page(listener, waits):
-        return await unless(stopping, waits.until("NATS", attempt), grace_s=CANCEL_S_MAX)
+        return await unless(stopping, waits.until("NATS", attempt), grace_s=facts.last_resorts.cancel_s_max)
 
 
-def _ending_in_time(main: Main) -> Main:
+def _ending_in_time(main: Main, ending_s_max: float) -> Main:
     """Background tasks that ignore their cancellation cannot keep the process alive after ``main``."""
 
     async def run(service: Service) -> None:
         try:
             await main(service)
         finally:
-            _leave_after(ENDING_S_MAX, EXIT_FAILED)
+            _leave_after(ending_s_max, EXIT_FAILED)
 
     return run
 
@@ -279,14 +289,14 @@ def _leave_after(seconds: float, code: int) -> None:
     last_resort.start()
 
 
-def _on_signals(stopping: asyncio.Event, drain_s_max: float) -> None:
+def _on_signals(stopping: asyncio.Event, leave_s_max: float) -> None:
     def on_signal(number: int) -> None:
         if stopping.is_set():
             log.warning("%s again: leaving at once", signal.Signals(number).name)
             os._exit(EXIT_FAILED)
         log.info("%s: stopping", signal.Signals(number).name)
         stopping.set()
-        _leave_after(drain_s_max + CANCEL_S_MAX, EXIT_FAILED)
+        _leave_after(leave_s_max, EXIT_FAILED)
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

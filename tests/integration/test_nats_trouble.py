@@ -60,6 +60,26 @@ async def test_a_server_that_starts_later_is_waited_for(tmp_path):
         server.kill()
 
 
+async def test_an_attempt_to_reconnect_to_what_never_answers_is_given_up(tmp_path):
+    attempts: list[asyncio.StreamWriter] = []
+
+    async def say_nothing(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        attempts.append(writer)
+
+    with NatsServer(tmp_path) as server:
+        bus = await connect_nats(server.url, name="test")
+        server.kill()
+        silent = await asyncio.start_server(say_nothing, "127.0.0.1", server.port)
+        await until(lambda: len(attempts) > 1, NOTICED_S_MAX)
+        silent.close()
+        for writer in attempts:
+            writer.transport.abort()
+        await asyncio.to_thread(server.start)
+
+        await until(lambda: bus.connected, NOTICED_S_MAX)
+        await bus.close()
+
+
 async def test_a_restart_with_a_smaller_limit_changes_how_messages_are_cut(tmp_path):
     with NatsServer(tmp_path) as server:
         bus = await connect_nats(server.url, name="test")

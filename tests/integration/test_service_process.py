@@ -16,16 +16,31 @@ EXIT_S_MAX = 30.0
 PROGRAM = """
 import asyncio, sys
 from shared.contracts.control import ServicePhase
-from shared.runtime.service import run_service
+from shared.runtime.service import LastResorts, run_service
 from shared.runtime.settings import load_common
 
+async def deaf():
+    while True:
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            pass
+
 async def main(service):
+    if "deaf-task" in sys.argv:
+        service.tasks.create_task(deaf())
+    if "deaf-stray" in sys.argv:
+        service.stray = asyncio.get_running_loop().create_task(deaf())
+    await asyncio.sleep(0)
     service.set_phase(ServicePhase.READY)
     await service.stopping.wait()
     if "slow" in sys.argv:
         await asyncio.sleep(60)
+    if "deaf-main" in sys.argv:
+        await deaf()
 
-run_service("router", "r1", load_common(), main, drain_s_max=30.0 if "patient" in sys.argv else 0.2)
+run_service("router", "r1", load_common(), main, drain_s_max=30.0 if "patient" in sys.argv else 0.2,
+    last_resorts=LastResorts(cancel_s_max=0.3, ending_s_max=2.0))
 """
 
 
@@ -88,6 +103,17 @@ def test_a_drain_beyond_its_deadline_exits_1_with_a_dead_otlp_receiver(nats_serv
     process.signal(signal.SIGTERM)
 
     assert process.exit_code() == 1
+
+
+@pytest.mark.nats
+@pytest.mark.parametrize(("who", "code"), [("deaf-task", 1), ("deaf-stray", 0), ("deaf-main", 1)])
+def test_a_task_that_ignores_its_cancellation_cannot_keep_the_process_alive(nats_server, who, code):
+    process = Process(who, BATON_NATS_URL=nats_server.url)
+    process.wait_for("ready")
+
+    process.signal(signal.SIGTERM)
+
+    assert process.exit_code() == code
 
 
 def test_a_service_that_finds_no_nats_can_still_be_stopped():
