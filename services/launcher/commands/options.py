@@ -79,12 +79,17 @@ def reply_of(asking: Coroutine[Any, Any, T], url: str) -> T:
 
 
 def show(found: T, draw: Callable[[T, Console], None], *, json: bool, wide: bool = False) -> None:
-    """As JSON, or drawn; in a file or pipe ``wide`` drawings have ``WIDTH_OF_FILES`` columns."""
+    """As JSON, or drawn; ``wide``: on ``wide_console``."""
     if json:
         print_json(in_full(found))
         return
+    draw(found, wide_console() if wide else Console())
+
+
+def wide_console() -> Console:
+    """The terminal; for a file or pipe ``WIDTH_OF_FILES`` columns."""
     console = Console()
-    draw(found, console if console.is_terminal or not wide else Console(width=WIDTH_OF_FILES))
+    return console if console.is_terminal else Console(width=WIDTH_OF_FILES)
 
 
 def no_nats(url: str, error: BaseException) -> NoReturn:

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from services.launcher.commands.options import (
-    WIDTH_OF_FILES,
     Json,
     NatsUrl,
     StateDir,
@@ -22,6 +20,7 @@ from services.launcher.commands.options import (
     print_json,
     reply_of,
     show,
+    wide_console,
 )
 from services.launcher.system import state_file
 from shared.bus.port import BusError
@@ -103,8 +102,8 @@ def workers(nats_url: NatsUrl = "", state_dir: StateDir = None, json: Json = Fal
     if json:
         print_json(fleet.state)
         return
-    console = Console()
-    console.print(fleet_table(fleet), width=console.width if console.is_terminal else WIDTH_OF_FILES)
+    console = wide_console()
+    console.print(fleet_table(fleet, console.width))
     running = state_file.find(state_dir or Path(common_settings().state_dir))
     if running is not None and running.nats_url == url:
         for name, address in running.routers.items():
@@ -120,11 +119,8 @@ def top(
     from services.launcher.views.top import run_top
 
     url = find_nats(nats_url, state_dir)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH_OF_FILES)
     try:
-        asyncio.run(run_top(url, console, once=once))
+        asyncio.run(run_top(url, wide_console(), once=once))
     except* BusError as errors:
         no_nats(url, errors.exceptions[0])
 
@@ -190,7 +186,7 @@ def health(
     url = find_nats(nats_url, None)
     status = reply_of(next_status(url, service, instance, within_s), url)
     if status is None:
-        fail(f"unhealthy: {f'{service} {instance}'.rstrip()} has published no status within {within_s:g} s")
+        fail(f"unhealthy: no status of {f'{service} {instance}'.rstrip()} within {within_s:g} s")
     is_ready = status.phase is ServicePhase.READY
     detail = f": {status.detail}" if status.detail else ""
     print(

@@ -60,11 +60,11 @@ def _sections(plans: Plans, now_unix_s: float) -> Iterator[RenderableType]:
 def _demand(demand: Demand) -> str:
     if not demand.requests_per_s:
         return "No recent requests."
+    itl = f"ITL p95 {duration(demand.itl_s_p95)}, " if demand.itl_s_p95 else ""  # Not known without streams.
     return (
         f"{demand.requests_per_s:.1f} requests/s of {demand.prompt_tokens:.0f} prompt tokens "
         f"({demand.uncached_tokens:.0f} to compute) and {demand.completion_tokens:.0f} completion tokens; "
-        f"queue {duration(demand.queue_s)}, TTFT p95 {duration(demand.ttft_s_p95)}, "
-        f"ITL p95 {duration(demand.itl_s_p95)}, over {demand.seconds:.0f} s"
+        f"queue {duration(demand.queue_s)}, TTFT p95 {duration(demand.ttft_s_p95)}, {itl}over {demand.seconds:.0f} s"
     )
 
 

@@ -8,6 +8,7 @@ from rich.text import Text
 from services.launcher.bus_client import Fleet
 from shared.contracts.workers import WorkerPhase
 
+COLUMNS_OF_ALL = 110
 PHASE_STYLES = {
     WorkerPhase.STARTING: "cyan",
     WorkerPhase.PROBING: "cyan",
@@ -18,14 +19,16 @@ PHASE_STYLES = {
 }
 
 
-def fleet_table(fleet: Fleet) -> Table:
-    """One line for each worker. The registry has no load, so its columns show ``?`` there."""
+def fleet_table(fleet: Fleet, columns: int) -> Table:
+    """One line for each worker; a narrow terminal gets fewer columns. The registry has no load: it shows as ``?``."""
     source = "From the registry: no orchestrator responds." if fleet.from_registry else f"Leader: {fleet.state.leader}"
     table = Table(
         box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold", caption=source, caption_justify="left"
     )
-    for heading in ("worker", "role", "phase", "model", "engine", "host:pid"):
+    for heading in ("worker", "role", "phase"):
         table.add_column(heading, no_wrap=True)
+    for heading in ("model", "engine", "host:pid") if columns >= COLUMNS_OF_ALL else ("model",):
+        table.add_column(heading, overflow="fold")  # Rich narrows these first.
     for heading in ("running", "waiting", "KV used", "in phase"):
         table.add_column(heading, no_wrap=True, justify="right")
     table.add_column("note")
@@ -37,8 +40,7 @@ def fleet_table(fleet: Fleet) -> Table:
             record.role.value,
             Text(worker.phase.value, PHASE_STYLES[worker.phase]),
             record.models[0] if record.models else "",
-            record.engine,
-            f"{record.host}:{record.pid}",
+            *((record.engine, f"{record.host}:{record.pid}") if columns >= COLUMNS_OF_ALL else ()),
             str(worker.running) if has_load else "?",
             str(worker.waiting) if has_load else "?",
             f"{worker.kv_used:.0%}" if has_load else "?",

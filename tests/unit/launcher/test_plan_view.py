@@ -54,6 +54,13 @@ def test_it_shows_demand_roles_reason_and_changes_with_their_outcome():
     assert "in progress" in lines
 
 
+def test_an_unknown_itl_is_not_shown_as_zero():
+    streamed = msgspec.structs.replace(DECISION, demand=msgspec.structs.replace(DECISION.demand, itl_s_p95=0.02))
+
+    assert "ITL" not in drawn(Plans(mode="act", decisions=[DECISION]))
+    assert "ITL p95 20 ms" in " ".join(drawn(Plans(mode="act", decisions=[streamed])).split())
+
+
 def test_the_text_explains_how_to_turn_the_planner_on():
     assert "ORCHESTRATOR_PLANNER=act" in drawn(Plans(mode="advise", decisions=[DECISION]))
     assert "No changes yet." in drawn(Plans(mode="advise", decisions=[DECISION]))

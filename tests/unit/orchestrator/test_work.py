@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from services.orchestrator.planner.demand import ObservedDemand
+from services.orchestrator.planner.family import step_times
 from services.orchestrator.planner.rules import Rules
 from services.orchestrator.planner.work import Engines, Queues, Work, batch_max, work_of
+from shared.contracts.load import EngineSpeed
 from shared.contracts.planning import Demand
-from shared.engine_speed.steps import Steps, StepTimeModel
+from shared.engine_speed.steps import DEFAULT_STEP_TIMES, Steps, StepTimeModel
 
 RULES = Rules()
 LAW = StepTimeModel(prefill_token_s=1e-4, decode_step_s=0.01, decode_request_s=0.001)
@@ -89,3 +91,22 @@ def test_a_target_that_no_engine_can_meet_does_not_empty_them():
 
     assert hopeless.prefill_load_max(1) == 0.85
     assert hardly.prefill_load_max(1) == pytest.approx(0.3)
+
+
+def speed_of(prefill_samples: float, decode_samples: float) -> EngineSpeed:
+    """Prefill twice and decode three times as slow as the default."""
+    times = [2 * one for one in DEFAULT_STEP_TIMES[:3]] + [3 * one for one in DEFAULT_STEP_TIMES[3:]]
+    return EngineSpeed(
+        **StepTimeModel(*times)._asdict(), prefill_samples=prefill_samples, decode_samples=decode_samples
+    )
+
+
+@pytest.mark.parametrize(
+    ("prefill_samples", "decode_samples", "factors"),
+    [(9.0, 9.0, (2, 3)), (9.0, 0.0, (2, 2)), (0.0, 9.0, (3, 3)), (0.0, 0.0, (2, 3))],
+)
+def test_a_phase_never_measured_is_scaled_like_the_other(prefill_samples, decode_samples, factors):
+    times = step_times(speed_of(prefill_samples, decode_samples))
+
+    ratios = [one / default for one, default in zip(times, DEFAULT_STEP_TIMES, strict=True)]
+    assert ratios == pytest.approx([factors[0]] * 3 + [factors[1]] * 3)

@@ -1,0 +1,28 @@
+"""The table of `baton workers`."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from services.launcher.bus_client import Fleet
+from services.launcher.views.workers import fleet_table
+from shared.contracts.workers import FleetState, FleetWorker, WorkerPhase
+from tests.support.fleet_builders import record
+
+
+@pytest.mark.parametrize(("columns", "has_process"), [(80, False), (200, True)])
+def test_no_value_is_cut_off_in_a_narrow_terminal(columns: int, has_process: bool):
+    written = record("prefill-1", WorkerPhase.READY)
+    worker = FleetWorker(record=written, phase=WorkerPhase.READY, since_s=47.0, silent_s=0.0)
+    console = Console(file=io.StringIO(), width=columns)
+
+    console.print(fleet_table(Fleet(FleetState(leader="o-1", term=1, workers=[worker]), False), console.width))
+
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "…" not in text
+    assert {"prefill-1", "ready", *written.models} <= set(text.split())
+    assert (f"{written.host}:{written.pid}" in text) == has_process
