@@ -122,12 +122,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Queued requests of one tenant, for each model and priority; more are refused with 429."""
     queue_s_max: float = 60.0
     """The longest wait in the queue. A request that is predicted to wait longer is refused at once with 503."""
-    engine_queue_s_max: float = 0.25
-    """A request goes to an engine when that is predicted to begin it within this time, or within about what a typical
-    request takes. Until then it waits in the router, which can still place it anywhere.
-    """
-    late_ratio: float = 1.0
-    """A request whose first token is predicted later than this many times its target is refused with 503."""
     serve_late: bool = True
     """Whether a request whose target even an idle worker would miss is served under low load, or always refused."""
     slos: str = ""
@@ -149,8 +143,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     tokenize: Literal["auto", "always", "never"] = "auto"
     """Whether prompts are tokenized for exact prefix matches; ``auto``: if more than one worker could compute them."""
-    tokenize_cache_bytes_max: int = 64 * 1024 * 1024
-    """Cache of prompt segments with their tokens and block hashes."""
 
     decisions_max: int = 10_000
     """Decisions kept for ``/v1/decisions``, the newest."""
@@ -263,15 +255,13 @@ def admission_policy(settings: Settings) -> AdmissionPolicy:
         weights = read_weights(settings.tenant_weights)
     except ValueError as error:
         raise SettingsError(f"ROUTER_TENANT_WEIGHTS: {error}; correct it or unset it") from error
-    for name, least in (("queue_max", 0), ("tenant_queue_max", 0), ("queue_s_max", 0.0), ("late_ratio", 1.0)):
+    for name, least in (("queue_max", 0), ("tenant_queue_max", 0), ("queue_s_max", 0.0)):
         if not getattr(settings, name) >= least:
             raise SettingsError(f"ROUTER_{name.upper()} is {getattr(settings, name)}; it must be {least} or more")
     return AdmissionPolicy(
         queue_max=settings.queue_max,
         tenant_queue_max=settings.tenant_queue_max,
         queue_s_max=settings.queue_s_max,
-        engine_queue_s_max=settings.engine_queue_s_max,
-        late_ratio=settings.late_ratio,
         serve_late=settings.serve_late,
         tenant_weights=weights,
     )

@@ -33,7 +33,7 @@ ENGINE = {"WORKER_SIM_PREFILL_TOKENS_PER_S": str(TOKENS / PROMPT_S), "WORKER_SIM
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     """One slow worker, targets, and room for all to wait."""
     folder = tmp_path_factory.mktemp("admission")
-    env = {**ENGINE, "ROUTER_SLOS": json.dumps(SLOS), "ROUTER_LATE_RATIO": "1.0"}
+    env = {**ENGINE, "ROUTER_SLOS": json.dumps(SLOS)}
     with System(folder, "--engine", "simulated", "--both", "1", env=env) as system:
         yield system.wait_ready(START_S_MAX)
 

@@ -56,7 +56,8 @@ class AdmissionPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """Longest wait of a request."""
     engine_queue_s_max: float = 0.25
     """A request goes to an engine that is predicted to begin it within this time, or within the time of a mean request
-    if that is longer: enough that the engine does not idle until the next one arrives.
+    if that is longer: enough that the engine does not idle until the next one arrives. Until then it waits in the
+    router, which can still place it anywhere.
     """
     late_ratio: float = 1.0
     """A request is rejected if its first token would come later than this many times its target: it would only make

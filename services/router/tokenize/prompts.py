@@ -37,6 +37,8 @@ TOKENIZERS_MAX = 64
 """Fingerprints whose tokenizers are kept. Beyond that, tokenizers without a worker are dropped; if all have one,
 prompts of further fingerprints are placed by load alone.
 """
+SEGMENTS_BYTES_MAX = 64 * 1024 * 1024
+"""Cache of prompt segments with their tokens and block hashes, for each tokenizer."""
 BYTES_PER_TOKEN_MAX = 16
 """Bytes of a body per token of the model's maximum length. Larger bodies are not tokenized: the engine refuses them."""
 
@@ -166,10 +168,9 @@ class Prompts:
             )
             self._try_at[key] = self._clock.now() + RETRY_S
             return False
-        cache_bytes_max = self._settings.tokenize_cache_bytes_max
         try:
             self._tokenizers[key] = await asyncio.get_running_loop().run_in_executor(
-                self.threads, lambda: PromptTokenizer(asset, record.hashing, cache_bytes_max=cache_bytes_max)
+                self.threads, lambda: PromptTokenizer(asset, record.hashing, cache_bytes_max=SEGMENTS_BYTES_MAX)
             )
         except ValueError as error:
             log.warning("%s is placed by load alone: %s", record.models[:1], error)

@@ -97,7 +97,10 @@ def speed_of(prefill_samples: float, decode_samples: float) -> EngineSpeed:
     """Prefill twice and decode three times as slow as the default."""
     times = [2 * one for one in DEFAULT_STEP_TIMES[:3]] + [3 * one for one in DEFAULT_STEP_TIMES[3:]]
     return EngineSpeed(
-        **StepTimeModel(*times)._asdict(), prefill_samples=prefill_samples, decode_samples=decode_samples
+        **StepTimeModel(*times)._asdict(),
+        prefill_samples=prefill_samples,
+        decode_samples=decode_samples,
+        batch_spread=0.1,
     )
 
 

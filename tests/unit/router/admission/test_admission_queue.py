@@ -287,7 +287,6 @@ def test_tenants_beyond_the_maximum_share_one_label():
     [
         ({"slos": '{"default": {"ttft": 1}}'}, "ROUTER_SLOS"),
         ({"tenant_weights": '{"a": 0}'}, "ROUTER_TENANT_WEIGHTS"),
-        ({"late_ratio": 0.5}, "ROUTER_LATE_RATIO"),
         ({"queue_max": -1}, "ROUTER_QUEUE_MAX"),
     ],
 )
