@@ -36,6 +36,7 @@ from services.router.state.fleet import Fleet
 from services.router.tokenize.block_hash import block_hashes
 from services.router.tokenize.segments import Prompt
 from services.router.tokenize.tokenizer import PromptTokenizer
+from services.router.tokenize.turns import PromptWork, Work
 from shared.contracts.control import TokenizerAsset
 from shared.contracts.ids import WorkerId
 from shared.contracts.kv_events import KvSnapshot, pack_hashes
@@ -142,7 +143,7 @@ class Router:
 
     tokenizer: PromptTokenizer
     fleet: Fleet
-    threads: ThreadPoolExecutor
+    work: PromptWork
     loop: asyncio.AbstractEventLoop
 
     @classmethod
@@ -156,7 +157,7 @@ class Router:
             fleet.cluster.record(record(f"w{number}"), 0.0)
             fleet.cluster.report(load(f"w{number}", kv_blocks_total=10_000), 0.0)
             fleet.index.join(WorkerId(f"w{number}"), 1)
-        return cls(PromptTokenizer(asset, scheme, cache_bytes_max=1 << 26), fleet, threads, loop)
+        return cls(PromptTokenizer(asset, scheme, cache_bytes_max=1 << 26), fleet, PromptWork(threads, threads), loop)
 
     def hold(self, hashes: list[int]) -> None:
         """Half of the workers hold these blocks and no others."""
@@ -171,7 +172,7 @@ class Router:
     async def _route(self, body: bytes) -> Prompt:
         facts: RequestFacts = read_request(CHAT, body)
         held = self.fleet.index.held
-        prompt = await self.tokenizer.prompt(facts, held, threads=self.threads, loop_chars_max=LOOP_CHARS_MAX)
+        prompt = await self.tokenizer.prompt(facts, held, work=Work(self.work, ""), loop_chars_max=LOOP_CHARS_MAX)
         assert prompt is not None
         request = PlacementRequest(
             model=facts.model, prompt_tokens=prompt.tokens, hashes=prompt.hashes, tokens_out=facts.tokens_out

@@ -6,6 +6,7 @@ import asyncio
 import logging
 
 from services.worker.engines.port import Engine, EngineTokens
+from services.worker.legs.guard import refusal_of
 from shared.bus.port import Bus, Envelope
 from shared.contracts.channels import TOKENIZER, TOKENS
 from shared.contracts.control import AskTokenizer, AskTokens, ProbePrompt, PromptTokens, TokenizerAsset, TokensFound
@@ -66,6 +67,8 @@ class TokenizerHandler:
     async def _tokens_of(self, prompt: ProbePrompt, until: float) -> PromptTokens:
         if len(prompt.body) > BODY_BYTES_MAX:
             return _refused(f"the body is larger than {BODY_BYTES_MAX} bytes")
+        if refused := refusal_of(prompt.body):
+            return _refused(refused.decode())
         try:
             async with asyncio.timeout_at(until):
                 tokenized: EngineTokens = await self._engine.tokens(prompt.path, prompt.body)

@@ -159,7 +159,7 @@ def salted(facts: RequestFacts, key: Key, secret: bytes) -> RequestFacts:
     if not secret or key.public_cache or facts.path in UNSALTED_PATHS:
         return facts
     if body is None:  # The engine's parser might accept it, and serve it without a salt.
-        return msgspec.structs.replace(facts, fault=BAD_BODY)
+        return msgspec.structs.replace(facts, fault=facts.fault or BAD_BODY)
     own = "" if body.cache_salt is None else body.cache_salt
     if not isinstance(own, str) or (body.cache_salt is not None and not 1 <= len(own) <= OWN_CHARS_MAX):
         return msgspec.structs.replace(facts, fault=facts.fault or BAD_SALT)

@@ -103,8 +103,12 @@ class Head:
         self.request_id = RequestId(request_id if request_id and is_subject_token(request_id) else new_id())
 
 
+OBJECT_BYTES = 64
+"""Memory of a piece of a body besides its bytes."""
+
+
 class UploadTotals:
-    """Bytes of all bodies that are held for requests without a complete response."""
+    """Memory of all bodies, and of what is made of them, for requests without a complete response."""
 
     __slots__ = ("bytes_held",)
 
@@ -127,9 +131,12 @@ class Upload:
 
     def add(self, data: bytes) -> None:
         """Append a piece."""
-        size = len(data)
         self._parts.append(data)
-        self.size += size
+        self.size += len(data)
+        self.hold(len(data) + OBJECT_BYTES)
+
+    def hold(self, size: int) -> None:
+        """So many bytes more are in memory for this body; a negative number releases them."""
         self._held += size
         self._totals.bytes_held += size
 
@@ -142,6 +149,7 @@ class Upload:
     def body(self) -> bytes:
         """What has arrived so far."""
         if len(self._parts) > 1:
+            self.hold(-OBJECT_BYTES * (len(self._parts) - 1))
             self._parts = [b"".join(self._parts)]
         return self._parts[0] if self._parts else b""
 
@@ -198,6 +206,10 @@ class HttpRequest:
         if not self.ended:
             for callback in tuple(self.on_left):
                 callback()
+
+    def hold(self, size: int) -> None:
+        """So many bytes more are in memory for this request; a negative number releases them."""
+        self.upload.hold(size)
 
     def answer(self, status: int, headers: list[Header], body: bytes) -> None:
         """Send a whole response."""

@@ -13,6 +13,7 @@ from services.router.placement.slo import PRIORITY_MAX, PRIORITY_MIN, TARGET_S_M
 from shared.contracts.control import DEFAULT_MODES, DefaultMode
 from shared.contracts.failures import Reason
 from shared.contracts.ids import WorkerId, is_subject_token
+from shared.contracts.request_body import body_fault, reserved_message, reserved_variable
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -21,6 +22,11 @@ SOURCES_MAX = 16
 """Workers that a request may name to fetch its KV from."""
 MODEL_CHARS_MAX = 512
 """Longer names are cut: the name is logged and reported, and a client can make it up."""
+VALUE_BYTES_MAX = 4096
+"""Of a field that placement reads, as JSON. A longer value is ``TOO_LONG``, which is valid nowhere."""
+VARIABLES_BYTES_MAX = 64 * 1024
+"""Of ``chat_template_kwargs``; a request with more is placed by load alone."""
+TOO_LONG = object()
 
 
 class Mode(StrEnum):
@@ -60,7 +66,8 @@ NO_OPTIONS = RequestOptions()
 
 class Body(msgspec.Struct, kw_only=True):
     """The fields of an OpenAI body that placement depends on. Every field takes any type: the engine validates the body
-    and its error message reaches the client.
+    and its error message reaches the client. Prompts, and fields of which only the presence matters, stay JSON: as
+    objects they would take up to 24 times the memory.
     """
 
     model: Any = None
@@ -124,19 +131,27 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Written into the body for the engine, so that other tenants cannot use the cached KV; empty: nothing."""
 
 
-BODY_DECODER = msgspec.json.Decoder(Body)
+_RawBody = msgspec.defstruct("_RawBody", [(name, msgspec.Raw, None) for name in Body.__struct_fields__])
+_raw_body = msgspec.json.Decoder(_RawBody)
+RAW_FIELDS = frozenset(field.name for field in msgspec.structs.fields(Body) if field.type is msgspec.Raw)
 
 
 def read_request(path: str, body: bytes) -> RequestFacts:
     """Never raises: a body that cannot be read goes unsplit to an engine, whose error message reaches the client."""
+    if too_costly := body_fault(body):
+        refused = Fault(param="", message=f"The body {too_costly}.")
+        return RequestFacts(path=path, model="", unsplittable="the body is not read", fault=refused)
     try:
-        parsed = BODY_DECODER.decode(body)
+        raw: Any = _raw_body.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return RequestFacts(path=path, model="", unsplittable="the body cannot be read")
-    model = parsed.model
+    parsed = _body_of(msgspec.structs.astuple(raw))
+    model = parsed.model if parsed.model is not TOO_LONG else _beginning_of_text(raw.model)
     ours = path in (COMPLETIONS, CHAT)
     options = read_options(parsed.baton) if ours and given(parsed.baton) else NO_OPTIONS
     fault = options if isinstance(options, Fault) else find_fault(parsed) if ours else None
+    if raw.chat_template_kwargs is not None and (name := reserved_variable(raw.chat_template_kwargs)):
+        fault = Fault(param="chat_template_kwargs", message=reserved_message(name))
     ours = ours and fault is None
     return RequestFacts(
         path=path,
@@ -153,6 +168,28 @@ def read_request(path: str, body: bytes) -> RequestFacts:
         options=NO_OPTIONS if isinstance(options, Fault) else options,
         fault=fault,
     )
+
+
+def _body_of(raws: tuple[msgspec.Raw | None, ...]) -> Body:
+    values: dict[str, Any] = {}
+    for name, raw in zip(Body.__struct_fields__, raws, strict=True):
+        if raw is not None:
+            values[name] = raw if name in RAW_FIELDS else _value(name, raw)
+    return Body(**values)
+
+
+def _value(name: str, raw: msgspec.Raw) -> Any:
+    if len(memoryview(raw)) > (VARIABLES_BYTES_MAX if name == "chat_template_kwargs" else VALUE_BYTES_MAX):
+        return TOO_LONG
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return TOO_LONG
+
+
+def _beginning_of_text(raw: msgspec.Raw) -> str:
+    cut = bytes(memoryview(raw)[: MODEL_CHARS_MAX + 1])
+    return cut[1:].decode(errors="replace") if cut.startswith(b'"') else ""
 
 
 def requested_mode(facts: RequestFacts, request_headers: Mode) -> Mode:

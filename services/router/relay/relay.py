@@ -14,7 +14,7 @@ from services.router.http.response_headers import ResponseHeaders
 from services.router.placement.decision_service import DecisionService
 from services.router.placement.placement import Placement, PlacementRequest, Rejection
 from services.router.placement.policy import RequestHeaders, RequestPolicy
-from services.router.placement.request_fields import Mode, default_or_requested, read_request
+from services.router.placement.request_fields import Mode, default_or_requested
 from services.router.relay.charging import charge, settle, too_many_sequences
 from services.router.relay.legs import EngineRefused, LegRunner
 from services.router.relay.migration import resumes_allowed, why_not_resumable
@@ -80,7 +80,7 @@ class Relay:
         """Serve one request from its complete body to the end of its response."""
         now = self._now()
         client = http_request.head.client
-        facts = salted(read_request(http_request.head.path, http_request.upload.body()), client.key, client.secret)
+        facts = salted(await self._prompts.read(http_request), client.key, client.secret)
         ends_at = now + self._settings.request_s_max
         context = RequestContext(
             http_request=http_request,
@@ -93,6 +93,8 @@ class Relay:
             why_not_resumable=why_not_resumable(facts),
         )
         http_request.on_left.append(context.client_left)
+        if http_request.left:
+            context.client_left()
         self.in_flight.add(context)
         try:
             self._tracing.begin(context)
@@ -121,6 +123,9 @@ class Relay:
         ended = self._now()
         context.timings.tokenize_s = ended - begun
         context.mark(SpanName.TOKENIZE, begun, ended)
+        if context.http_request.left:
+            self._fail(context, CLIENT_LEFT)
+            return
         if (over := charge(context, prompt.tokens, ended)) is not None:
             self._refuse(context, over)
             return

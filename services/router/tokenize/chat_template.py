@@ -1,9 +1,14 @@
-"""Chat templates rendered as Hugging Face's ``apply_chat_template`` does, in a sandbox, without its library."""
+"""Chat templates rendered as Hugging Face's ``apply_chat_template`` does, in a sandbox, without its library.
+
+Messages and variables come from a client, the template from a worker. What rendering may cost is therefore bounded:
+the length of every text, the rounds of loops, the size of numbers, and the time, which is checked in each round.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -11,7 +16,20 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
+import jinja2.visitor
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from shared.contracts.request_body import TextTooLong, joined
+
+ROUNDS_MAX = 1 << 18
+"""Of all loops of one rendering."""
+NUMBER_MAX = 10_000_000
+"""In a template, and made by its arithmetic: numbers may become lengths of text."""
+WIDE_FORMAT = re.compile(r"\d{5}|\*")
+POWER_MAX = 64
+"""Of the base and of the exponent."""
+ROUNDS_KEY = " rounds"
+"""Of the counter in a template's context; no template can spell it."""
 
 
 class TemplateFailed(Exception):
@@ -30,9 +48,63 @@ class GenerationBlock(jinja2.ext.Extension):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Looks up a dictionary's key first, which is faster: the sandbox tries attributes first, and a plain dictionary
-    has none except its methods.
+    """Bounds what a template can make (see above), and looks up a dictionary's key first, which is faster: the sandbox
+    tries attributes first, and a plain dictionary has none except its methods.
     """
+
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def __init__(self, chars_max: int) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            autoescape=False,
+            extensions=[GenerationBlock, "jinja2.ext.loopcontrols"],
+        )
+        self._chars_max = chars_max
+        self.filters["tojson"] = _to_json
+        self.filters[COUNTED] = _counted
+        self.filters[BOUNDED] = self._bounded
+        self.globals["raise_exception"] = _raise
+        self.globals["strftime_now"] = _strftime_now
+
+    def concat(self, pieces: Iterable[str]) -> str:
+        """How jinja2 joins the pieces of a template, a macro or a block."""
+        return joined(pieces, self._chars_max)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
+        """Has loops counted and concatenations measured."""
+        tree: jinja2.nodes.Template = Bounding().visit(super()._parse(source, name, filename))
+        return tree
+
+    def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a macro, a method or a function."""
+        rounds: Rounds = context.parent[ROUNDS_KEY]
+        rounds.spend()
+        return self._bounded(super().call(context, obj, *args, **kwargs))
+
+    def call_binop(self, _context: Any, operator: str, left: Any, right: Any) -> Any:
+        """``left operator right``, unless the result is too large."""
+        if operator == "%" and isinstance(left, str) and WIDE_FORMAT.search(left):
+            raise TextTooLong("the template pads text to a great length")
+        if operator == "*":
+            count = left if isinstance(left, int) else right
+            size = len(right) if isinstance(right, str | list) else len(left) if isinstance(left, str | list) else 0
+            if size and isinstance(count, int) and size * count > self._chars_max:
+                raise TextTooLong("the template repeats text too often")
+        if operator == "**" and max(abs(left), abs(right)) > POWER_MAX:
+            raise TextTooLong("the template makes too large a number")
+        result = self.binop_table[operator](left, right)
+        return self._bounded(result)
+
+    def _bounded(self, value: Any) -> Any:
+        if isinstance(value, int | float):
+            too_much = abs(value) > NUMBER_MAX
+        else:
+            too_much = isinstance(value, str | list) and len(value) > self._chars_max
+        if too_much:
+            raise TextTooLong("the template makes too long a text or too large a number")
+        return value
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """``obj.attribute``."""
@@ -42,33 +114,104 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 METHODS = frozenset(dir(dict))
+COUNTED, BOUNDED = " counted", " bounded"
+"""Filters that only ``Bounding`` can apply."""
+
+
+class Bounding(jinja2.visitor.NodeTransformer):
+    """Changes a template's tree so that its loops are counted and its concatenations measured."""
+
+    def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.Node:  # noqa: N802
+        """``{% for %}``."""
+        self.generic_visit(node)
+        node.iter = _filtered(node.iter, COUNTED)
+        return node
+
+    def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Node:  # noqa: N802
+        """``a ~ b``."""
+        self.generic_visit(node)
+        return _filtered(node, BOUNDED)
+
+    def visit_Const(self, node: jinja2.nodes.Const) -> jinja2.nodes.Node:  # noqa: N802
+        """A number or a text."""
+        if isinstance(node.value, int | float) and abs(node.value) > NUMBER_MAX:
+            raise jinja2.TemplateSyntaxError(f"numbers go up to {NUMBER_MAX}", node.lineno)
+        return node
+
+
+class Rounds:
+    """What is left of the work that a rendering may do: rounds of loops, and calls."""
+
+    __slots__ = ("_left", "_stopped")
+
+    def __init__(self, count: int, stopped: Callable[[], bool]) -> None:
+        self._left = count
+        self._stopped = stopped
+
+    def spend(self) -> None:
+        """One more. Raises TooManyRounds."""
+        self._left -= 1
+        if self._left < 0 or self._stopped():
+            raise TooManyRounds
+
+
+class TooManyRounds(Exception):
+    """The rendering has been stopped."""
+
+
+class Counted:
+    """What a loop goes through."""
+
+    __slots__ = ("_items", "_rounds")
+
+    def __init__(self, items: Any, rounds: Rounds) -> None:
+        self._items = items
+        self._rounds = rounds
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Any]:
+        spend = self._rounds.spend
+        for item in self._items:
+            spend()
+            yield item
+
+
+@jinja2.pass_context
+def _counted(context: jinja2.runtime.Context, items: Any) -> Counted:
+    return Counted(items, context.parent[ROUNDS_KEY])
+
+
+def _filtered(node: Any, name: str) -> jinja2.nodes.Filter:
+    return jinja2.nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
 class ChatTemplate:
     """One compiled template. Raises TemplateFailed when it does not compile."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        environment = Sandbox(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            autoescape=False,
-            extensions=[GenerationBlock, "jinja2.ext.loopcontrols"],
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = _strftime_now
+    def __init__(self, source: str, special_tokens: Mapping[str, str], *, chars_max: int) -> None:
         try:
-            self._template = environment.from_string(source)
+            self._template = Sandbox(chars_max).from_string(source)
         except jinja2.TemplateError as error:
             raise TemplateFailed(str(error)) from error
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
-        """The prompt's text. Raises TemplateFailed."""
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        variables: Mapping[str, Any],
+        *,
+        rounds_max: int = ROUNDS_MAX,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> str:
+        """The prompt's text. ``stopped`` is asked in each round of a loop. Raises TemplateFailed, TooManyRounds."""
+        rounds = Rounds(rounds_max, stopped)
+        given = {"tools": None, "documents": None, **variables, **self._special_tokens}
         try:
-            return self._template.render(
-                {"tools": None, "documents": None, **self._special_tokens, **variables, "messages": messages}
-            )
+            return self._template.render({**given, "messages": messages, ROUNDS_KEY: rounds})
+        except TooManyRounds:
+            raise
         except Exception as error:  # A template is a program of the model's author: it may raise anything.
             raise TemplateFailed(str(error)) from error
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from concurrent.futures import Executor
 from typing import Protocol
 
-from services.router.placement.request_fields import read_request
+from services.router.placement.request_fields import RequestFacts, read_request
 from services.router.state.fleet import Fleet
 from services.router.tokenize.parity import NEVER, Parity, ParityBook, difference, probes
+from services.router.tokenize.segments import Prompt
 from services.router.tokenize.tokenizer import PromptTokenizer
 from shared.bus.port import Bus, BusError
 from shared.contracts.channels import TOKENS
@@ -33,9 +33,8 @@ ANSWERING = frozenset({WorkerPhase.PROBING, WorkerPhase.READY})
 class Tokenizers(Protocol):
     """The tokenizers of this router: ``Prompts``."""
 
-    @property
-    def threads(self) -> Executor:
-        """For tokenizing the probes."""
+    async def whole(self, tokenizer: PromptTokenizer, facts: RequestFacts) -> Prompt | None:
+        """All of a probe's prompt; None when it cannot be known exactly now."""
 
     def tokenizer_of(self, fingerprint: str) -> PromptTokenizer | None:
         """None when there is none, or it is not fetched yet."""
@@ -115,10 +114,10 @@ class ParityWatch:
             return Parity.UNKNOWN, str(error)
         if found.epoch != record.epoch:
             return Parity.UNKNOWN, "another epoch of the worker replied"
-        loop, compared = asyncio.get_running_loop(), 0
+        compared = 0
         for number, (probe, theirs) in enumerate(zip(asked, found.prompts, strict=False), 1):
             facts = read_request(probe.path, probe.body)
-            ours = await loop.run_in_executor(self._tokenizers.threads, tokenizer.whole_prompt, facts)
+            ours = await self._tokenizers.whole(tokenizer, facts)
             if ours is None:
                 continue  # The router does not tokenize such requests: they are placed by load alone.
             try:

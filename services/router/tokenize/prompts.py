@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from services.router.http.request import HttpRequest
-from services.router.placement.request_fields import CHAT, COMPLETIONS, RequestFacts
+from services.router.placement.request_fields import CHAT, COMPLETIONS, Fault, RequestFacts, read_request
 from services.router.placement.revisions import means
 from services.router.settings import Settings, request_policy
 from services.router.state.cluster_view import WorkerView
@@ -16,17 +16,20 @@ from services.router.state.fleet import Fleet
 from services.router.tokenize.parity_probe import ParityWatch
 from services.router.tokenize.segments import Prompt
 from services.router.tokenize.tokenizer import BYTES_PER_TOKEN_GUESSED, PromptTokenizer, guessed
+from services.router.tokenize.turns import NoTurn, PromptWork, Work
 from shared.bus.port import Bus, BusError
 from shared.contracts.channels import TOKENIZER
 from shared.contracts.control import AskTokenizer
+from shared.contracts.failures import Reason
 from shared.contracts.ids import Epoch, WorkerId
+from shared.contracts.request_body import prompt_chars_max
 from shared.contracts.workers import WorkerPhase, WorkerRecord
 from shared.runtime.clock import Clock
 
 log = logging.getLogger("baton.router")
 
-THREADS = 1
-"""Long prompts are tokenized one at a time: more threads would take CPU time from the event loop."""
+READ_ON_LOOP_BYTES = 256 * 1024
+"""A larger body is read in a thread: this much takes a millisecond."""
 LOOP_CHARS_MAX = 4096
 """Characters of a prompt that are tokenized on the event loop. The rest of a longer prompt is tokenized in a thread."""
 TOKENIZER_S_MAX = 30.0
@@ -42,6 +45,12 @@ SEGMENTS_BYTES_MAX = 64 * 1024 * 1024
 BYTES_PER_TOKEN_MAX = 16
 """Bytes of a body per token of the model's maximum length. Larger bodies are not tokenized: the engine refuses them."""
 
+PROBES = "probes"
+"""The tenant of the router's own work."""
+BUSY = Fault(
+    param="", message="The router reads too many large requests. Try again shortly.", reason=Reason.WORKER_BUSY
+)
+
 
 class Prompts:
     """Tokenizes prompts for placement. ``follow`` fetches the tokenizers; ``of`` never fails a request."""
@@ -51,7 +60,7 @@ class Prompts:
         self._bus = bus
         self._clock = clock
         self._fleet = fleet
-        self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
+        self._work = PromptWork.in_threads()
         self.parity = ParityWatch(bus, clock, fleet, self)
         self._tokenizers: dict[str, PromptTokenizer | None] = {}
         """By fingerprint. None: the router cannot tokenize as this engine does."""
@@ -73,12 +82,30 @@ class Prompts:
                 bytes_per_token = known.chars_per_token
                 readable = http_request.upload.size <= BYTES_PER_TOKEN_MAX * view.record.max_model_len
                 if readable and self.parity.trusted(view.pairs_with):
-                    held, chars_max = self._fleet.index.held, LOOP_CHARS_MAX
-                    prompt = await known.prompt(facts, held, threads=self.threads, loop_chars_max=chars_max, more=more)
+                    held, work = self._fleet.index.held, Work(self._work, tenant_of(http_request), http_request)
+                    prompt = await known.prompt(facts, held, work=work, loop_chars_max=LOOP_CHARS_MAX, more=more)
                     if prompt is not None:
                         return prompt
         guess = guessed(facts, http_request.upload.size, bytes_per_token)
         return Prompt(guess.tokens + len(more), (), exact=False) if more else guess
+
+    async def read(self, http_request: HttpRequest) -> RequestFacts:
+        """The request as placement sees it. Never fails."""
+        path, body = http_request.head.path, http_request.upload.body()
+        if len(body) <= READ_ON_LOOP_BYTES:
+            return read_request(path, body)
+        try:
+            work = Work(self._work, tenant_of(http_request))
+            return await work.run(partial(read_request, path, body), slow=True)
+        except NoTurn:
+            return RequestFacts(path=path, model="", fault=BUSY)
+
+    async def whole(self, tokenizer: PromptTokenizer, facts: RequestFacts) -> Prompt | None:
+        """All of a probe's prompt; None when it cannot be known exactly now."""
+        try:
+            return await Work(self._work, PROBES).run(partial(tokenizer.whole_prompt, facts))
+        except NoTurn:
+            return None
 
     def _likely_worker(self, facts: RequestFacts) -> WorkerView | None:
         """A worker of the revision that should serve the request: another one may tokenize the prompt differently."""
@@ -129,7 +156,7 @@ class Prompts:
 
     def close(self) -> None:
         """Stop the threads."""
-        self.threads.shutdown(wait=False, cancel_futures=True)
+        self._work.close()
 
     def _matters(self, facts: RequestFacts, body_bytes: int) -> bool:
         if self._settings.tokenize == "auto":
@@ -169,12 +196,19 @@ class Prompts:
             self._try_at[key] = self._clock.now() + RETRY_S
             return False
         try:
-            self._tokenizers[key] = await asyncio.get_running_loop().run_in_executor(
-                self.threads, lambda: PromptTokenizer(asset, record.hashing, cache_bytes_max=SEGMENTS_BYTES_MAX)
-            )
+            chars_max = prompt_chars_max(record.max_model_len)
+            cache = SEGMENTS_BYTES_MAX
+            made = partial(PromptTokenizer, asset, record.hashing, cache_bytes_max=cache, chars_max=chars_max)
+            self._tokenizers[key] = await asyncio.to_thread(made)
         except ValueError as error:
             log.warning("%s is placed by load alone: %s", record.models[:1], error)
             self._tokenizers[key] = None
         self._sources[key] = record.worker_id, asset.epoch
         self.parity.tokenizer_changed(key)
         return True
+
+
+def tenant_of(http_request: HttpRequest) -> str:
+    """Whose turn the request takes."""
+    head = http_request.head
+    return head.client.key.tenant or head.tenant

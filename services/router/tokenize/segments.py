@@ -27,6 +27,8 @@ PIECE_CHARS_MAX = 256 * 1024
 """A longer piece is not tokenized: for text that a tokenizer cannot split, that would take minutes and gigabytes."""
 PIECES_AT_ONCE_MAX = 16
 """Maximum number of pieces tokenized in one batch. The first batch is one piece, since no worker may hold the next."""
+LOOKED_UP_MAX = 256
+"""Pieces in one call: those that are cached take a microsecond or two each."""
 CHARS_PER_TOKEN_GUESSED = 4.0
 CHARS_GUESSED = 2048
 """Weight, in characters, of the tokenizer's average in the estimated length of the untokenized rest of a prompt."""
@@ -124,26 +126,31 @@ class Segments:
             root = self._nodes.put(0, f"{int(special)}{salt}", len(tokens), hashes, digest, tail)
         return Walk(text, root, salt)
 
-    def advance(self, walk: Walk, held: Callable[[int], bool], chars_max: int) -> bool:
-        """Advance until the text ends, no worker holds a block, or more than ``chars_max`` characters would have to be
-        tokenized. Returns whether the walk is complete, which it is not in the last case. Raises PieceTooLong.
+    def advance(self, walk: Walk, held: Callable[[int], bool], chars_max: int) -> int:
+        """Advance until the text ends, no worker holds a block, more than ``chars_max`` characters would have to be
+        tokenized, or many pieces were found in the cache. Returns 0 when the walk is complete, else how many characters
+        the next piece may have. Raises PieceTooLong.
         """
         text, length, known, at_once = walk.text, len(walk.text), self._nodes.get, 1
+        looked_up = 0
         while walk.at < length:
             if walk.hashes and not held(walk.hashes[-1]):
-                return True
+                return 0
+            looked_up += 1
+            if looked_up > LOOKED_UP_MAX:
+                return self._segment_chars
             end = self._end(text, walk.at)
             node = known(walk.node.number, text[walk.at : end])
             if node is not None:
                 walk.step(node, end)
                 continue
             ends = self._next_ends(text, walk.at, end, min(chars_max, at_once * self._segment_chars))
-            if not ends or ends[-1] - walk.at > chars_max:
-                return False
+            if ends[-1] - walk.at > chars_max:
+                return ends[0] - walk.at
             chars_max -= ends[-1] - walk.at
             at_once = min(2 * at_once, PIECES_AT_ONCE_MAX)
             self._tokenize(walk, ends, held)
-        return True
+        return 0
 
     def prompt(self, walk: Walk, *, special: bool, more: Sequence[int] = ()) -> Prompt:
         """The prompt of a complete walk, with ``more`` tokens appended. The length of its untokenized rest is estimated

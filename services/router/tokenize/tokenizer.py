@@ -6,22 +6,23 @@ does, the result is None, and the request is placed by load alone.
 
 from __future__ import annotations
 
-import asyncio
 import re
 import struct
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
 from tokenizers import Tokenizer
 
-from services.router.placement.request_fields import CHAT, COMPLETIONS, Body, RequestFacts
+from services.router.placement.request_fields import CHAT, COMPLETIONS, TOO_LONG, Body, RequestFacts, given
 from services.router.tokenize.block_hash import ALGORITHMS, extend_chain
-from services.router.tokenize.chat_template import ChatTemplate, TemplateFailed
-from services.router.tokenize.segments import PieceTooLong, Prompt, Segments, Walk
+from services.router.tokenize.chat_template import ROUNDS_MAX, ChatTemplate, TemplateFailed, TooManyRounds
+from services.router.tokenize.segments import PieceTooLong, Prompt, Segments
+from services.router.tokenize.turns import NoTurn, Work
 from shared.contracts.control import TokenizerAsset
+from shared.contracts.request_body import PROMPT_CHARS_MIN
 from shared.contracts.workers import HashScheme
 
 BYTES_PER_TOKEN_GUESSED = 4.0
@@ -29,16 +30,57 @@ TOKENIZE_S_MAX = 1.0
 """A prompt that the thread has not tokenized within this time, waiting included, is placed by load alone."""
 HASHED_AT_ONCE = 4096
 """Token ids that are hashed between two checks whether any worker holds their blocks."""
-TEXT = msgspec.json.Decoder(str)
-TOKEN_IDS = msgspec.json.Decoder(list[int])
-MESSAGES = msgspec.json.Decoder(list[dict[str, Any]])
+READ_ON_LOOP_BYTES = 64 * 1024
+ROUNDS_ON_LOOP = 512
+"""Of a prompt that is read and rendered on the event loop: half a millisecond."""
+STEP_CHARS = 8 * 1024
+"""Tokenized in one step of the quick thread. A longer piece that cannot be cut goes to the slow one."""
 
 TEXT_ITERATED = re.compile(r"for\s+\w+\s+in\s+\w+(\.content|\[\s*['\"]content['\"]\s*\])")
 """A template that iterates over a message's content expects a list of parts."""
 
 
-NOT_EXACT = (msgspec.DecodeError, UnicodeError, TemplateFailed, PieceTooLong, ValueError, OverflowError, struct.error)
-"""Errors of an invalid prompt; the engine reports them to the client."""
+class Part(msgspec.Struct):
+    """A part of a message's content."""
+
+    type: str = ""
+    text: str | None = None
+
+
+class Message(msgspec.Struct):
+    """A message of a chat, as far as templates of plain chats see it."""
+
+    role: str
+    content: str | list[str | Part] | None = None
+    name: Any = None
+    tool_calls: msgspec.Raw = msgspec.Raw(b"")
+    reasoning: msgspec.Raw = msgspec.Raw(b"")
+
+
+TEXT = msgspec.json.Decoder(str)
+TOKEN_IDS = msgspec.json.Decoder(list[int])
+MESSAGES = msgspec.json.Decoder(list[Message])
+
+
+class NotExact(Exception):
+    """The router cannot render this prompt exactly as the engine does."""
+
+
+NOT_EXACT = (
+    NotExact,
+    msgspec.DecodeError,
+    UnicodeError,
+    TemplateFailed,
+    TooManyRounds,
+    PieceTooLong,
+    ValueError,
+    OverflowError,
+    RecursionError,
+    struct.error,
+)
+"""Errors of an invalid or too costly prompt; the engine reports them to the client."""
+Run = Callable[[Callable[[], Any]], Awaitable[Any]]
+"""Runs a step of the work."""
 Held = Callable[[int], bool]
 """Whether any worker holds a block."""
 
@@ -54,14 +96,23 @@ class Text(NamedTuple):
 def guessed(facts: RequestFacts, body_bytes: int, bytes_per_token: float = BYTES_PER_TOKEN_GUESSED) -> Prompt:
     """An estimate for a prompt that was not tokenized."""
     body = facts.body
-    given = len(memoryview(body.prompt)) + len(memoryview(body.messages)) if body is not None else 0
-    return Prompt(int((given or body_bytes) / bytes_per_token) + 1, (), exact=False)
+    size = len(memoryview(body.prompt)) + len(memoryview(body.messages)) if body is not None else 0
+    return Prompt(int((size or body_bytes) / bytes_per_token) + 1, (), exact=False)
 
 
 class PromptTokenizer:
-    """From one model's request bodies to block hashes. Raises ValueError when the asset cannot be used."""
+    """From one model's request bodies to block hashes. ``chars_max``: of a rendered chat. Raises ValueError when the
+    asset cannot be used.
+    """
 
-    def __init__(self, asset: TokenizerAsset, scheme: HashScheme, *, cache_bytes_max: int) -> None:
+    def __init__(
+        self,
+        asset: TokenizerAsset,
+        scheme: HashScheme,
+        *,
+        cache_bytes_max: int,
+        chars_max: int = PROMPT_CHARS_MIN,
+    ) -> None:
         if not asset.tokenizer_json:
             raise ValueError(asset.note or "the model has no tokenizer.json")
         if scheme.algorithm not in ALGORITHMS:
@@ -72,7 +123,7 @@ class PromptTokenizer:
             raise ValueError(f"tokenizer.json cannot be read: {error}") from error
         self._scheme = scheme
         self._adds_special_tokens = asset.adds_special_tokens
-        self._template = _compiled(asset)
+        self._template = _compiled(asset, chars_max)
         self._as_parts = TEXT_ITERATED.search(asset.chat_template) is not None
         if getattr(tokenizer.model, "dropout", None):
             raise ValueError("the tokenizer uses dropout, so its tokens are random")
@@ -91,61 +142,62 @@ class PromptTokenizer:
         if body is None:
             return None
         try:
-            given = self._given(facts.path, body)
-            if not isinstance(given, Text):
+            text = self._read(facts.path, body)
+            if not isinstance(text, Text):
                 return None
-            walk = self._segments.begin(given.text, special=given.special, salt=body.cache_salt or "")
-            self._segments.advance(walk, lambda _block: True, sys.maxsize)
+            walk = self._segments.begin(text.text, special=text.special, salt=body.cache_salt or "")
+            while self._segments.advance(walk, lambda _block: True, sys.maxsize):
+                pass
         except NOT_EXACT:
             return None
-        return self._segments.prompt(walk, special=given.special)
+        return self._segments.prompt(walk, special=text.special)
 
     async def prompt(
-        self,
-        facts: RequestFacts,
-        held: Held,
-        *,
-        threads: Executor,
-        loop_chars_max: int,
-        more: Sequence[int] = (),
+        self, facts: RequestFacts, held: Held, *, work: Work, loop_chars_max: int, more: Sequence[int] = ()
     ) -> Prompt | None:
-        """Its length, and its block hashes as far as ``held`` knows them; None when they cannot be known exactly.
-        ``more``: tokens that follow it.
+        """Its length, and its block hashes as far as ``held`` knows them; None when they cannot be known exactly, or
+        not within ``TOKENIZE_S_MAX``. ``more``: tokens that follow it.
         """
         body = facts.body
         if body is None or body.truncate_prompt_tokens is not None or not isinstance(body.cache_salt, str | None):
             return None
-        salt = body.cache_salt or ""
         try:
-            given = self._given(facts.path, body)
-            if given is None:
-                return None
-            if not isinstance(given, Text):
-                given += more
-                return Prompt(len(given), self._hashes(given, salt, held), exact=True)
-        except NOT_EXACT:
+            read = self._read_on_loop(facts.path, body, max(READ_ON_LOOP_BYTES, loop_chars_max))
+            if isinstance(read, Text):
+                walk = self._segments.begin(read.text, special=read.special, salt=body.cache_salt or "")
+                if not self._segments.advance(walk, held, loop_chars_max):
+                    return self._segments.prompt(walk, special=read.special, more=more)
+            elif read is not None and len(read) <= max(HASHED_AT_ONCE, loop_chars_max):
+                return await self._prompt_of_tokens([*read, *more], body.cache_salt or "", held, _run_here)
+            async with work.within(TOKENIZE_S_MAX):
+                if read is None:
+                    read = await work.run(partial(self._read, facts.path, body, stopped=work.is_stopped))
+                if isinstance(read, Text):
+                    work.hold(sys.getsizeof(read.text))
+                    return await self._prompt_of_text(read, body.cache_salt or "", held, work, more)
+                return await self._prompt_of_tokens([*read, *more], body.cache_salt or "", held, work.run)
+        except (*NOT_EXACT, NoTurn, TimeoutError):
             return None
-        walk = self._segments.begin(given.text, special=given.special, salt=salt)
-        try:
-            if not self._segments.advance(walk, held, loop_chars_max):
-                await self._go_on_in_thread(walk, held, threads)
-        except (PieceTooLong, TimeoutError):
-            return None
-        return self._segments.prompt(walk, special=given.special, more=more)
 
-    async def _go_on_in_thread(self, walk: Walk, held: Held, threads: Executor) -> None:
-        """Raises TimeoutError; the thread then stops soon, too."""
-        given_up = False
+    async def _prompt_of_text(self, text: Text, salt: str, held: Held, work: Work, more: Sequence[int]) -> Prompt:
+        walk = self._segments.begin(text.text, special=text.special, salt=salt)
+        chars = 1
+        while chars:
+            step = partial(self._segments.advance, walk, held, max(chars, STEP_CHARS))
+            chars = await work.run(step, slow=chars > STEP_CHARS)
+        return self._segments.prompt(walk, special=text.special, more=more)
 
-        def still_held(block: int) -> bool:
-            return not given_up and held(block)
-
-        try:
-            async with asyncio.timeout(TOKENIZE_S_MAX):
-                loop = asyncio.get_running_loop()
-                await loop.run_in_executor(threads, self._segments.advance, walk, still_held, sys.maxsize)
-        finally:
-            given_up = True
+    async def _prompt_of_tokens(self, tokens: list[int], salt: str, held: Held, run: Run) -> Prompt:
+        at_once = HASHED_AT_ONCE - HASHED_AT_ONCE % self._scheme.block_size or self._scheme.block_size
+        hashes: list[int] = []
+        digest: bytes | None = None
+        for begin in range(0, len(tokens), at_once):
+            if hashes and not held(hashes[-1]):
+                break
+            step = partial(extend_chain, digest, tokens[begin : begin + at_once], self._scheme, salt=salt)
+            found, digest = await run(step)
+            hashes += found
+        return Prompt(len(tokens), hashes, exact=True)
 
     def _example(self, special_tokens: Mapping[str, str]) -> str:
         """An example chat with the tokens between messages."""
@@ -159,18 +211,19 @@ class PromptTokenizer:
                 continue
         return shown
 
-    def _hashes(self, tokens: list[int], salt: str, held: Held) -> list[int]:
-        at_once = HASHED_AT_ONCE - HASHED_AT_ONCE % self._scheme.block_size or self._scheme.block_size
-        hashes: list[int] = []
-        digest: bytes | None = None
-        for begin in range(0, len(tokens), at_once):
-            if hashes and not held(hashes[-1]):
-                break
-            more, digest = extend_chain(digest, tokens[begin : begin + at_once], self._scheme, salt=salt)
-            hashes += more
-        return hashes
+    def _read_on_loop(self, path: str, body: Body, bytes_max: int) -> Text | list[int] | None:
+        """None when that would take long."""
+        if len(memoryview(body.prompt)) + len(memoryview(body.messages)) > bytes_max:
+            return None
+        try:
+            return self._read(path, body, rounds_max=ROUNDS_ON_LOOP)
+        except TooManyRounds:
+            return None
 
-    def _given(self, path: str, body: Body) -> Text | list[int] | None:
+    def _read(
+        self, path: str, body: Body, *, rounds_max: int = ROUNDS_MAX, stopped: Callable[[], bool] = lambda: False
+    ) -> Text | list[int]:
+        """Raises NotExact, TooManyRounds, and all of ``NOT_EXACT``."""
         if path == COMPLETIONS:
             raw = bytes(body.prompt).lstrip()
             if not raw.startswith(b'"'):
@@ -178,49 +231,52 @@ class PromptTokenizer:
             special = self._adds_special_tokens if body.add_special_tokens is None else body.add_special_tokens is True
             return Text(TEXT.decode(raw), special)
         if path != CHAT or self._template is None or not _renderable(body):
-            return None
+            raise NotExact
         messages = conversation(MESSAGES.decode(body.messages), as_parts=self._as_parts)
-        if messages is None:
-            return None
-        return Text(self._template.render(messages, _template_variables(body)), body.add_special_tokens is True)
+        variables = _template_variables(body)
+        text = self._template.render(messages, variables, rounds_max=rounds_max, stopped=stopped)
+        return Text(text, body.add_special_tokens is True)
 
 
-def _compiled(asset: TokenizerAsset) -> ChatTemplate | None:
+async def _run_here(step: Callable[[], Any]) -> Any:
+    return step()
+
+
+def _compiled(asset: TokenizerAsset, chars_max: int) -> ChatTemplate | None:
     """None when there is no template, or none that compiles: then only chats are placed by load alone."""
+    if not asset.chat_template:
+        return None
     try:
-        return ChatTemplate(asset.chat_template, asset.special_tokens) if asset.chat_template else None
+        return ChatTemplate(asset.chat_template, asset.special_tokens, chars_max=chars_max)
     except TemplateFailed:
         return None
 
 
-def conversation(messages: list[dict[str, Any]], *, as_parts: bool) -> list[dict[str, Any]] | None:
-    """Messages as vLLM passes them to the template; None for content that only the engine understands."""
+def conversation(messages: list[Message], *, as_parts: bool) -> list[dict[str, Any]]:
+    """Messages as vLLM passes them to the template. Raises NotExact for content that only the engine understands."""
     made: list[dict[str, Any]] = []
     for message in messages:
-        role, content = message.get("role"), message.get("content")
-        texts = _texts(content)
-        if not isinstance(role, str) or role in ("developer", "tool") or texts is None:
-            return None
-        if message.get("tool_calls") or message.get("reasoning") is not None:
-            return None
+        if message.role in ("developer", "tool") or given(message.tool_calls) or given(message.reasoning):
+            raise NotExact
+        texts = _texts(message.content)
         parts = [{"type": "text", "text": text} for text in texts]
-        one: dict[str, Any] = {"role": role, "content": parts if as_parts else "\n".join(texts)}
-        if isinstance(message.get("name"), str):
-            one["name"] = message["name"]
+        one: dict[str, Any] = {"role": message.role, "content": parts if as_parts else "\n".join(texts)}
+        if isinstance(message.name, str):
+            one["name"] = message.name
         made.append(one)
     return made
 
 
-def _texts(content: object) -> list[str] | None:
+def _texts(content: str | list[str | Part] | None) -> list[str]:
     if isinstance(content, str):
         return [content]
-    if not isinstance(content, list):
-        return None
+    if content is None:
+        raise NotExact
     texts: list[str] = []
     for part in content:
-        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
-        if not isinstance(text, str):
-            return None
+        text = part if isinstance(part, str) else part.text if part.type == "text" else None
+        if text is None:
+            raise NotExact
         texts.append(text)
     return texts
 
@@ -228,8 +284,9 @@ def _texts(content: object) -> list[str] | None:
 def _renderable(body: Body) -> bool:
     """Whether the template sees nothing but plain messages."""
     simple = body.chat_template is None and body.continue_final_message in (None, False)
+    simple = simple and body.reasoning_effort is not TOO_LONG
     kwargs = body.chat_template_kwargs
-    return simple and not _given(body.tools) and not _given(body.documents) and (kwargs is None or type(kwargs) is dict)
+    return simple and not given(body.tools) and not given(body.documents) and (kwargs is None or type(kwargs) is dict)
 
 
 def _template_variables(body: Body) -> dict[str, Any]:
@@ -240,7 +297,3 @@ def _template_variables(body: Body) -> dict[str, Any]:
         variables["reasoning_effort"] = effort
     variables["add_generation_prompt"] = body.add_generation_prompt is not False
     return variables
-
-
-def _given(raw: msgspec.Raw) -> bool:
-    return bytes(memoryview(raw)[:5]) not in (b"", b"null")

@@ -12,9 +12,10 @@ from opentelemetry.trace import Span
 from opentelemetry.util.types import AttributeValue
 
 from services.worker.engines.port import CURRENT_LEG, Engine, LegRecord
-from services.worker.legs.asgi_call import AsgiCall
+from services.worker.legs.asgi_call import JSON, AsgiCall
 from services.worker.legs.body import HANDOFF_PATHS, KvPolicy, moves_kv, own_body, prepare, salted
 from services.worker.legs.capacity import Capacity
+from services.worker.legs.guard import refusal
 from services.worker.legs.resume import CannotResume, cannot_resume, joined_tokens, resumed_tokens
 from services.worker.legs.unread_offers import UnreadOffers
 from services.worker.telemetry.leg_spans import show_leg
@@ -33,6 +34,7 @@ from shared.telemetry.span_names import Attribute, SpanName
 log = logging.getLogger("baton.worker")
 
 OK = 200
+BAD_REQUEST = 400
 TOKEN_BYTES = 4
 """Of a packed token id."""
 DEATH_NOTICE_S_MAX = 1.0
@@ -173,9 +175,14 @@ class LegServer:
 
     async def _serve(self, start: StartLeg, frames: LegFrames, span: Span) -> None:
         arrived = self._service.clock.now()
+        if refused := await refusal(start.body):
+            frames.head(BAD_REQUEST, JSON)
+            frames.data(refused)
+            frames.end(LegReport())
+            return
         body, order, resume = self._orders(start)
         if body is None:
-            frames.head(200, "application/json")
+            frames.head(OK, JSON)
             frames.end(LegReport())
             return
         record = LegRecord(

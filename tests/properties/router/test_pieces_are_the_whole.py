@@ -49,7 +49,8 @@ def test_pieces_give_the_tokens_of_the_whole(name, text, special):
     cut = segments(name)
     walk = cut.begin(text, special=special, salt="")
 
-    assert cut.advance(walk, lambda _block: True, 1 << 30)
+    while cut.advance(walk, lambda _block: True, 1 << 30):
+        pass
 
     found = cut.prompt(walk, special=special)
     assert found.tokens == len(tokens)

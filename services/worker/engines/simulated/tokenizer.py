@@ -15,9 +15,12 @@ from tokenizers import Tokenizer
 
 from services.worker.engines.port import TokenizerFiles
 from services.worker.engines.simulated.core.engine_core import ModelTokens
+from shared.contracts.request_body import joined
 
 SAYABLE_MIN = 64
 """If the vocabulary has fewer whole words, the model generates any token that decodes to text by itself."""
+CHARS_MAX = 16 * 1024 * 1024
+"""Of a rendered chat."""
 PARTS_WALKED = re.compile(r"for\s+\w+\s+in\s+\w+(\.content|\[\s*['\"]content['\"]\s*\])")
 """Matches templates that iterate over a message's content. They get it as a list of parts; other templates get one
 string, as vLLM gives it to them.
@@ -136,11 +139,15 @@ def _template_source(directory: Path, config: dict[str, Any]) -> str:
     return str(template)
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    def concat(self, pieces: Iterable[str]) -> str:
+        """How jinja2 joins the pieces of a template."""
+        return joined(pieces, CHARS_MAX)
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     """The environment as transformers configures it, since templates are written for that."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now

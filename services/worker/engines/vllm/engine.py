@@ -181,7 +181,9 @@ async def _openai_app(llm: LegEngine, args: Any, meter: EngineMeter) -> AsgiApp:
     from vllm.utils.gc_utils import freeze_gc_heap
 
     from services.worker.engines.vllm.fingerprint import block_bytes
+    from services.worker.engines.vllm.rendering import bound_rendering
 
+    bound_rendering(llm.model_config.max_model_len)
     llm.attach(meter, block_bytes(llm.vllm_config))
     cache = llm.vllm_config.cache_config
     meter.kv_blocks = cache.num_gpu_blocks or 0

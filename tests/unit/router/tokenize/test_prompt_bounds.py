@@ -14,6 +14,7 @@ from services.router.tokenize.block_hash import block_hashes
 from services.router.tokenize.prompts import BYTES_PER_TOKEN_MAX, TOKENIZERS_MAX
 from services.router.tokenize.segments import PIECE_CHARS_MAX, Prompt
 from services.router.tokenize.tokenizer import HASHED_AT_ONCE, PromptTokenizer
+from services.router.tokenize.turns import PromptWork, Work
 from services.worker.tiny_model.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.control import TokenizerAsset
 from shared.contracts.workers import HashScheme
@@ -57,7 +58,8 @@ async def found(
 ) -> Prompt | None:
     """Tokenize up to that many characters on the event loop; there is no thread."""
     facts = read_request(COMPLETIONS, json.dumps({"model": "m", "prompt": prompt}).encode())
-    return await prompts.prompt(facts, lambda _block: held, threads=Stuck(), loop_chars_max=loop_chars_max)
+    work = Work(PromptWork(Stuck(), Stuck()), "tenant")
+    return await prompts.prompt(facts, lambda _block: held, work=work, loop_chars_max=loop_chars_max)
 
 
 async def test_indivisible_text_is_tokenized_up_to_a_bound(prompts):

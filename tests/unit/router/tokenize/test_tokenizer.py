@@ -15,6 +15,7 @@ from services.router.tokenize.block_hash import block_hashes
 from services.router.tokenize.chat_template import ChatTemplate, TemplateFailed
 from services.router.tokenize.text_cuts import find_cuts
 from services.router.tokenize.tokenizer import PromptTokenizer
+from services.router.tokenize.turns import PromptWork, Work
 from services.worker.tiny_model.tiny_model import ensure_tiny_tokenizer
 from shared.contracts.control import TokenizerAsset
 from shared.contracts.workers import HashScheme
@@ -54,7 +55,11 @@ def prompts(tokenizer_json) -> PromptTokenizer:
 def prompt_of(prompts: PromptTokenizer, path: str, held=lambda _block: True, more=(), **fields):
     facts = read_request(path, json.dumps({"model": "m", **fields}).encode())
     with ThreadPoolExecutor(1) as threads:
-        return asyncio.run(prompts.prompt(facts, held, threads=threads, loop_chars_max=500, more=more))
+        return asyncio.run(
+            prompts.prompt(
+                facts, held, work=Work(PromptWork(threads, threads), "tenant"), loop_chars_max=500, more=more
+            )
+        )
 
 
 def test_an_uncached_prompt_is_not_tokenized_to_its_end(prompts):
@@ -141,7 +146,7 @@ def test_unusable_assets_are_rejected_with_a_reason(asset):
 @pytest.mark.parametrize("source", ["{{ ''.__class__.__mro__ }}{{ raise_exception('no') }}", "{% if %}", "{{ 1 / 0 }}"])
 def test_a_broken_or_escaping_template_fails_alone(source):
     with pytest.raises(TemplateFailed):
-        ChatTemplate(source, {}).render([], {})
+        ChatTemplate(source, {}, chars_max=10_000).render([], {})
 
 
 def test_templates_render_as_in_hugging_face_transformers():
@@ -160,7 +165,9 @@ def test_templates_render_as_in_hugging_face_transformers():
     theirs, _ = utils.render_jinja_template(
         [messages], chat_template=source, add_generation_prompt=True, bos_token="<s>"
     )
-    ours = ChatTemplate(source, {"bos_token": "<s>"}).render(messages, {"add_generation_prompt": True})
+    ours = ChatTemplate(source, {"bos_token": "<s>"}, chars_max=10_000).render(
+        messages, {"add_generation_prompt": True}
+    )
 
     assert ours == theirs[0]
 

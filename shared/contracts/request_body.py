@@ -1,0 +1,193 @@
+"""What a client's JSON body may hold, so that reading it costs no more than its size suggests.
+
+The router applies these rules before it reads a body, the worker before it gives the body to the engine's server: the
+parsers and the template renderer of that server have no such limits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from itertools import accumulate
+
+import msgspec
+
+DEPTH_MAX = 128
+"""Nested objects and arrays."""
+FIELDS_MAX = 1 << 17
+"""Objects, arrays and named fields together. Each costs a parser up to 200 bytes."""
+VALUES_MAX = 1 << 20
+"""Values that follow another one. A prompt of token ids has one for each token."""
+STEP_BYTES = 1 << 16
+"""Examined without a pause in which another thread may run, a millisecond at most. A body of this size is too short for
+too many fields, and parsers refuse more than about a thousand levels: it need not be examined.
+"""
+
+TEMPLATE_NAMES = frozenset((
+    "caller", "cycler", "dict", "joiner", "kwargs", "lipsum", "loop", "namespace", "raise_exception", "range", "self",
+    "strftime_now", "super", "varargs",
+))  # fmt: skip
+"""Names that the template engine defines, and that templates call."""
+RENDERING_ARGUMENTS = frozenset((
+    "additional_special_tokens", "chat_template", "conversation", "extra_special_tokens", "max_length", "messages",
+    "model_config", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer",
+    "tokenizer_kwargs", "truncation",
+))  # fmt: skip
+"""Of the call that renders and tokenizes: a client could have it pad a prompt to any length."""
+SPECIAL_NAME_END = "_token"
+"""Of the names of special tokens, such as ``eos_token`` and ``image_token``. ``add_eos_token`` is a flag."""
+FLAG_PREFIX = "add_"
+
+BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff")
+"""Python's parser, unlike the standard, accepts UTF-16 and UTF-32, in which quotes cannot be told by single bytes."""
+
+_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
+_NO_STRUCTURE = bytes(set(range(256)) - set(b"[{:,"))
+_variables = msgspec.json.Decoder(dict[str, msgspec.Raw])
+PROMPT_CHARS_PER_TOKEN_MAX = 32
+PROMPT_CHARS_MIN = 256 * 1024
+"""A rendered chat may have so many characters per token of the model's maximum length, and this many in any case."""
+
+
+class _WithVariables(msgspec.Struct):
+    chat_template_kwargs: msgspec.Raw = msgspec.Raw(b"")
+
+
+_with_variables = msgspec.json.Decoder(_WithVariables)
+
+
+class TextTooLong(ValueError):
+    """A template has made more text than fits into the model's context."""
+
+
+def prompt_chars_max(max_model_len: int) -> int:
+    """Characters of a rendered chat, at most: generously more than a model can read."""
+    return max(PROMPT_CHARS_MIN, PROMPT_CHARS_PER_TOKEN_MAX * max_model_len)
+
+
+def joined(pieces: Iterable[str], chars_max: int) -> str:
+    """The text of pieces that are still being made. Raises TextTooLong as soon as there are too many of them."""
+    made: list[str] = []
+    left = chars_max
+    for piece in pieces:
+        left -= len(piece)
+        if left < 0:
+            raise TextTooLong(f"the chat template makes more than {chars_max} characters of these messages")
+        made.append(piece)
+    return "".join(made)
+
+
+class BodyMeter:
+    """Counts objects, arrays, fields and values of JSON that arrives in pieces. Exact up to the first error of syntax,
+    behind which no parser reads.
+    """
+
+    __slots__ = ("_depth", "_escaped", "_in_string", "depth", "fields", "values")
+
+    def __init__(self) -> None:
+        self.depth = 0
+        """The deepest nesting so far; a lower bound of it within the limit."""
+        self.fields = 0
+        self.values = 0
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+        """The piece before ended with a backslash that belongs to the next byte."""
+
+    def add(self, piece: bytes) -> None:
+        """The next piece."""
+        if self._escaped:
+            piece = b"\\" + piece
+        self._escaped = False
+        if b"\\" in piece:
+            if (len(piece) - len(piece.rstrip(b"\\"))) % 2:
+                self._escaped, piece = True, piece[:-1]
+            piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
+        parts = piece.split(b'"')
+        outside = b"".join(parts[self._in_string :: 2])
+        self._in_string ^= len(parts) % 2 == 0
+        opened = outside.count(b"[") + outside.count(b"{")
+        self.values += outside.count(b",")
+        self.fields += opened + outside.count(b":")
+        if self._depth + opened > DEPTH_MAX:
+            steps = memoryview(outside.translate(_STEPS, _NO_BRACKETS)).cast("b")
+            self.depth = max(self.depth, self._depth + max(accumulate(steps)))
+        self._depth += opened - outside.count(b"]") - outside.count(b"}")
+
+    @property
+    def fault(self) -> str:
+        """What is beyond its limit, as the end of a sentence; empty when nothing is."""
+        if self.depth > DEPTH_MAX:
+            return f"is nested more than {DEPTH_MAX} levels deep"
+        if self.fields > FIELDS_MAX:
+            return f"has more than {FIELDS_MAX} objects, arrays and fields"
+        return f"has more than {VALUES_MAX} values" if self.values > VALUES_MAX else ""
+
+
+def body_fault(body: bytes) -> str:
+    """What makes the body too costly to read, as the end of a sentence; empty when nothing does. Holds the GIL for
+    ``STEP_BYTES`` at a time.
+    """
+    if b"\x00" in body[:4] or body[:2] in BYTE_ORDER_MARKS:
+        return "is not encoded in UTF-8"
+    if len(body) <= STEP_BYTES or _has_little_structure(body):
+        return ""
+    meter = BodyMeter()
+    for begin in range(0, len(body), STEP_BYTES):
+        meter.add(body[begin : begin + STEP_BYTES])
+        if fault := meter.fault:
+            return fault
+    return ""
+
+
+def _has_little_structure(body: bytes) -> bool:
+    """Whether the body would be within the limits even if nothing in it were text: ten times as fast to see."""
+    opened = fields = values = 0
+    for begin in range(0, len(body), STEP_BYTES):
+        structure = body[begin : begin + STEP_BYTES].translate(None, _NO_STRUCTURE)
+        opened += structure.count(b"[") + structure.count(b"{")
+        fields += structure.count(b":")
+        values += structure.count(b",")
+        if opened > DEPTH_MAX or opened + fields > FIELDS_MAX or values > VALUES_MAX:
+            return False
+    return True
+
+
+def reserved_variable(variables: bytes | msgspec.Raw) -> str:
+    """The first name in ``chat_template_kwargs`` that a client must not set; empty when there is none. The engine
+    reports what else is wrong with them.
+    """
+    return next(filter(_is_reserved, _names(variables)), "")
+
+
+def reserved_message(name: str) -> str:
+    """What to tell the client that has set it."""
+    return f"`chat_template_kwargs` must not set `{name[:64]}`, which belongs to the model or to the template engine."
+
+
+def reserved_in(body: bytes) -> str:
+    """``reserved_variable`` of a whole body, read as leniently as engines do."""
+    try:
+        return reserved_variable(_with_variables.decode(body).chat_template_kwargs)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        pass
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        return ""
+    variables = value.get("chat_template_kwargs") if isinstance(value, dict) else None
+    return next(filter(_is_reserved, variables), "") if isinstance(variables, dict) else ""
+
+
+def _names(variables: bytes | msgspec.Raw) -> list[str]:
+    try:
+        return list(_variables.decode(variables))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return []
+
+
+def _is_reserved(name: str) -> bool:
+    if name in TEMPLATE_NAMES or name in RENDERING_ARGUMENTS:
+        return True
+    return name.endswith(SPECIAL_NAME_END) and not name.startswith(FLAG_PREFIX)
