@@ -112,7 +112,7 @@ class BodyMeter:
         self.fields += opened + outside.count(b":")
         if self._depth + opened > DEPTH_MAX:
             steps = memoryview(outside.translate(_STEPS, _NO_BRACKETS)).cast("b")
-            self.depth = max(self.depth, self._depth + max(accumulate(steps)))
+            self.depth = max(self.depth, self._depth + max(accumulate(steps), default=0))
         self._depth += opened - outside.count(b"]") - outside.count(b"}")
 
     @property

@@ -1,0 +1,127 @@
+"""Bodies that cost more than their size: refused before they are read, read without making objects, counted as held."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tracemalloc
+
+import pytest
+
+from services.router.http.request import OBJECT_BYTES
+from services.router.placement.request_fields import CHAT, COMPLETIONS, TOO_LONG, read_request
+from services.router.tokenize.prompts import READ_ON_LOOP_BYTES
+from shared.contracts.request_body import DEPTH_MAX, FIELDS_MAX, STEP_BYTES
+from tests.unit.router.world import World, in_world
+
+MIB = 1024 * 1024
+BRACKETS = b"[" + b"[]," * (8 * MIB // 3) + b"[]]"
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses", "/tokenize", "/pooling"])
+@pytest.mark.parametrize(
+    "name", ["eos_token", "bos_token", "image_token", "range", "tokenize", "max_length", "messages"]
+)
+def test_a_client_that_sets_a_special_token_is_told_so_and_no_engine_is_asked(name, path):
+    async def scenario(world: World) -> None:
+        worker = await world.worker("w1")
+
+        answer = await world.ask({"model": "m", "messages": [], "chat_template_kwargs": {name: "x" * 9000}}, path=path)
+
+        assert (answer.status, answer.error["param"]) == (400, "chat_template_kwargs")
+        assert name in answer.error["message"]
+        assert worker.started == []
+
+    in_world(scenario)
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b'{"model":"m","prompt":"x","echo":' + BRACKETS + b"}", f"more than {DEPTH_MAX}|more than {FIELDS_MAX}"),
+        (b'{"model":"m","x":' + b"[" * (DEPTH_MAX + 1) + b" " * STEP_BYTES + b"]" * (DEPTH_MAX + 1) + b"}", "deep"),
+        ('{"model":"m","prompt":"x"}'.encode("utf-16"), "UTF-8"),
+    ],
+)
+def test_a_body_with_too_much_structure_is_refused(body, why):
+    fault = read_request(COMPLETIONS, body).fault
+
+    assert fault is not None
+    assert any(part in fault.message for part in why.split("|"))
+
+
+@pytest.mark.parametrize(
+    "field", ["echo", "n", "chat_template_kwargs", "model", "messages", "tools", "baton", "unknown"]
+)
+def test_reading_a_body_makes_no_objects_of_what_placement_does_not_read(field):
+    """As much structure as is allowed: as objects it would be ten times as large."""
+    inside = b"[" + b"[]," * (FIELDS_MAX - 100) + b"[]]"
+    body = b'{"model":"m","prompt":"x","%b":%b}' % (field.encode(), inside)
+    read_request(CHAT, b"{}")
+    tracemalloc.start()
+    try:
+        facts = read_request(COMPLETIONS, body)
+        kept, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert facts.body is not None or facts.fault is not None
+    assert kept < 50_000
+    assert peak < 8 * STEP_BYTES
+
+
+def test_a_value_that_is_too_long_is_valid_nowhere():
+    long = json.dumps(["x" * 5000])
+    facts = read_request(CHAT, f'{{"messages":[{{}}],"n":{long},"reasoning_effort":{long},"model":{long}}}'.encode())
+
+    assert facts.unsplittable == "several completions share one prompt"
+    assert facts.body is not None
+    assert facts.body.reasoning_effort is TOO_LONG
+    assert facts.model == ""
+    assert read_request(CHAT, b'{"model":"%b"}' % (b"y" * 9000)).model == "y" * 512
+    assert read_request(CHAT, b'{"cache_hit_threshold":%b}' % long.encode()).fault is not None
+
+
+def test_a_large_body_is_read_off_the_loop_and_served():
+    async def scenario(world: World) -> None:
+        worker = await world.worker("w1")
+
+        answer = await world.ask({"model": "m", "prompt": "y" * (READ_ON_LOOP_BYTES + 1)})
+
+        assert answer.status == 200
+        assert len(worker.started) == 1
+
+    in_world(scenario)
+
+
+def test_a_client_that_leaves_while_its_body_is_read_is_served_no_more():
+    async def scenario(world: World) -> None:
+        worker = await world.worker("w1")
+        connection, answering = world.begin(b'{"model":"m","prompt":"' + b"y" * READ_ON_LOOP_BYTES + b'"}')
+        await asyncio.sleep(0)
+
+        connection.leave()
+        await answering
+
+        assert (worker.started, connection.written) == ([], b"")
+        assert world.router.relay.in_flight == set()
+
+    in_world(scenario)
+
+
+def test_a_body_in_tiny_pieces_counts_as_the_memory_that_it_takes():
+    async def scenario(world: World) -> None:
+        connection, answering = world.begin(b'{"model":"m","prompt":"')
+        totals, upload = world.router.edge.upload_totals, connection.http_request.upload
+        for _ in range(1000):
+            upload.add(b"yy")
+        assert totals.bytes_held > 1000 * OBJECT_BYTES
+
+        upload.add(b'"}')
+        assert len(upload.body()) == upload.size
+        assert totals.bytes_held < upload.size + 2 * OBJECT_BYTES
+        await answering
+
+        assert totals.bytes_held == 0
+
+    in_world(scenario)

@@ -1,0 +1,146 @@
+"""Long work on prompts: tenants take turns, nobody's cost is another's wait, and it ends when its client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import partial
+
+import pytest
+
+from services.router.placement.request_fields import COMPLETIONS, read_request
+from services.router.tokenize.tokenizer import STEP_CHARS, PromptTokenizer
+from services.router.tokenize.turns import TENANT_WAITING_MAX, WAITING_MAX, NoTurn, PromptWork, Turns, Work
+from services.worker.tiny_model.tiny_model import ensure_tiny_tokenizer
+from shared.contracts.control import TokenizerAsset
+from shared.contracts.workers import HashScheme
+
+
+class ByHand(Executor):
+    """A thread whose steps run when the test says so."""
+
+    def __init__(self) -> None:
+        self.given: list[Future] = []
+
+    def submit(self, step, *args, **kwargs) -> Future:
+        self.given.append(Future())
+        self.given[-1].step = partial(step, *args, **kwargs)
+        return self.given[-1]
+
+    async def run_one(self) -> None:
+        given = self.given.pop(0)
+        given.set_result(given.step())
+        for _ in range(4):
+            await asyncio.sleep(0)
+
+
+class Client:
+    def __init__(self) -> None:
+        self.left = False
+        self.on_left = []
+        self.held = 0
+
+    def hold(self, size: int) -> None:
+        self.held += size
+
+    def leave(self) -> None:
+        self.left = True
+        for told in tuple(self.on_left):
+            told()
+
+
+async def test_a_tenant_with_many_steps_gets_one_turn_of_two():
+    thread, ran = ByHand(), []
+    turns = Turns(thread)
+    many = [asyncio.create_task(turns.run("many", partial(ran.append, f"many {n}"))) for n in range(4)]
+    await asyncio.sleep(0)
+    few = asyncio.create_task(turns.run("few", partial(ran.append, "few")))
+    await asyncio.sleep(0)
+
+    for _ in range(5):
+        await thread.run_one()
+
+    assert ran == ["many 0", "many 1", "few", "many 2", "many 3"]
+    await asyncio.gather(*many, few)
+
+
+async def test_a_step_whose_request_is_over_does_not_begin():
+    thread, ran = ByHand(), []
+    turns = Turns(thread)
+    first, second, third = (asyncio.create_task(turns.run("t", partial(ran.append, n))) for n in range(3))
+    await asyncio.sleep(0)
+    second.cancel()
+    await asyncio.sleep(0)
+
+    await thread.run_one()
+    await thread.run_one()
+
+    assert ran == [0, 2]
+    assert second.cancelled()
+    await asyncio.gather(first, third)
+
+
+async def test_the_steps_that_wait_are_bounded_for_each_tenant_and_in_all():
+    turns = Turns(ByHand())
+    waiting = []
+
+    async def refused(tenant: str) -> bool:
+        waiting.append(asyncio.create_task(turns.run(tenant, int)))
+        await asyncio.sleep(0)
+        return waiting[-1].done()
+
+    assert not await refused("running")
+    assert [await refused("greedy") for _ in range(TENANT_WAITING_MAX + 1)].index(True) == TENANT_WAITING_MAX
+    others = WAITING_MAX - TENANT_WAITING_MAX
+    assert not any([await refused(f"tenant {n}") for n in range(others)])
+    assert await refused("one more")
+    with pytest.raises(NoTurn):
+        await waiting[-1]
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> PromptTokenizer:
+    directory = ensure_tiny_tokenizer(tmp_path_factory.mktemp("cache"))
+    asset = TokenizerAsset(worker_id="w1", epoch=1, tokenizer_json=(directory / "tokenizer.json").read_bytes())
+    return PromptTokenizer(asset, HashScheme(block_size=16), cache_bytes_max=1 << 20)
+
+
+def of_text(tokenizer: PromptTokenizer, text: str, work: Work):
+    facts = read_request(COMPLETIONS, b'{"model":"m","prompt":"%b"}' % text.encode())
+    return tokenizer.prompt(facts, lambda _block: True, work=work, loop_chars_max=100)
+
+
+async def test_a_small_prompt_does_not_wait_for_text_that_cannot_be_cut(tokenizer):
+    slow = ByHand()
+    with ThreadPoolExecutor(1) as quick:
+        both = PromptWork(quick, slow)
+        big = asyncio.create_task(of_text(tokenizer, "a" * (8 * STEP_CHARS), Work(both, "big")))
+        while not slow.given:
+            await asyncio.sleep(0.001)
+
+        small = await of_text(tokenizer, "a few words " * 100, Work(both, "small"))
+
+        assert small is not None
+        assert not big.done()
+        while not big.done():
+            if slow.given:
+                await slow.run_one()
+            await asyncio.sleep(0.001)
+        assert (await big).exact
+
+
+async def test_the_work_ends_when_the_client_leaves_and_nothing_stays_held(tokenizer):
+    quick, client = ByHand(), Client()
+    work = Work(PromptWork(quick, ByHand()), "t", client)
+    begun = asyncio.create_task(of_text(tokenizer, "some words " * 1000, work))
+    await asyncio.sleep(0)
+    assert client.held > 0
+
+    client.leave()
+
+    assert await begun is None
+    assert (client.held, client.on_left, work.is_stopped()) == (0, [], True)
+    assert await of_text(tokenizer, "some other words " * 1000, Work(PromptWork(quick, quick), "t", client)) is None

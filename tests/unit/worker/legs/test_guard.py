@@ -1,0 +1,70 @@
+"""Bodies that would cost the engine's server too much never reach it, however they are written."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from services.worker.legs.guard import refusal, refusal_of
+from shared.contracts.inference import LegKind
+from shared.contracts.request_body import DEPTH_MAX, FIELDS_MAX, STEP_BYTES, VALUES_MAX
+from tests.unit.worker.fakes import running_worker
+
+DEEP = b'{"x":' + b"[" * (DEPTH_MAX + 1) + b"]" * (DEPTH_MAX + 1) + b',"y":"' + b"y" * STEP_BYTES + b'"}'
+HOSTILE = [
+    b'{"chat_template_kwargs":{"eos_token":"x"}}',
+    b'{"chat_template_kwargs":{"eos\\u005ftoken":"x"}}',
+    b'{"chat\\u005ftemplate_kwargs":{"bos_token":null}}',
+    b'{"chat_template_kwargs":{},"chat_template_kwargs":{"image_token":"x"}}',
+    b'{"chat_template_kwargs":{"padding":"max_length","max_length":1000000000,"tokenize":true}}',
+    b'{"temperature":NaN,"chat_template_kwargs":{"namespace":1}}',
+    b'{"chat_template_kwargs":{"a":Infinity,"range":1}}',
+    b'\xef\xbb\xbf{"chat_template_kwargs":{"messages":[]}}',
+    '{"chat_template_kwargs":{"eos_token":"∀"}}'.encode("utf-16"),
+    '{"x":1}'.encode("utf-16-be"),
+    '{"x":1}'.encode("utf-32-le"),
+    DEEP,
+    b'{"x":[' + b"[]," * FIELDS_MAX + b"1]}",
+    b'{"x":{' + b'"a":1,' * FIELDS_MAX + b'"b":1}}',
+    b'{"x":[' + b"1," * (VALUES_MAX + 1) + b"1]}",
+]
+
+
+@pytest.mark.parametrize("body", HOSTILE, ids=lambda body: str(body[:40]))
+async def test_a_hostile_body_is_refused_with_a_reason(body):
+    error = json.loads(await refusal(body))["error"]
+
+    assert error["code"] == 400
+    assert error["message"].startswith(("The body ", "`chat_template_kwargs` must not set "))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[",
+        b'{"chat_template_kwargs":7}',
+        b'{"chat_template_kwargs":["eos_token"]}',
+        b'{"chat_template_kwargs":{"enable_thinking":false,"add_bos_token":true,"documents":[{"eos_token":1}]}}',
+        b'{"prompt":"chat_template_kwargs eos_token \\u005f"}',
+        b'{"prompt":"' + b"[{" * STEP_BYTES + b'"}',
+        b'{"prompt":"' + b'\\"[' * STEP_BYTES + b'\\\\"}',
+        b'{"prompt":[' + b"1," * (VALUES_MAX - 1) + b"1]}",
+    ],
+    ids=lambda body: str(body[:40]),
+)
+def test_any_other_body_is_the_engines_business(body):
+    assert refusal_of(body) == b""
+
+
+@pytest.mark.parametrize("kind", list(LegKind))
+async def test_a_refused_leg_never_reaches_the_engine(kind):
+    async with running_worker() as worker:
+        body = {"tokens": 1, "chat_template_kwargs": {"eos_token": "x"}}
+        frames, failure = await worker.read(await worker.leg(kind, body=body))
+
+        assert failure is None
+        assert frames[0].status == 400
+        assert json.loads(frames[1].data)["error"]["param"] == "chat_template_kwargs"
+        assert worker.engine.bodies == []
