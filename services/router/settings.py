@@ -54,7 +54,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     body_bytes_max: int = 32 * 1024 * 1024
     """A larger request body is refused with 413."""
     bodies_bytes_max: int = 512 * 1024 * 1024
-    """Bodies of all requests together, arriving or being served; requests beyond that are refused with 503."""
+    """Memory of all requests' bodies, arriving or being served, and of the prompts made of them; requests beyond that
+    are refused with 503.
+    """
     head_s_max: float = 20.0
     """From the opening of a connection, or from a request's first byte, to the end of the request's head; a slower
     client is disconnected.

@@ -23,10 +23,12 @@ SOURCES_MAX = 16
 MODEL_CHARS_MAX = 512
 """Longer names are cut: the name is logged and reported, and a client can make it up."""
 VALUE_BYTES_MAX = 4096
-"""Of a field that placement reads, as JSON. A longer value is ``TOO_LONG``, which is valid nowhere."""
+"""Of a field that placement reads, as JSON. A longer value is ``TOO_LONG``."""
 VARIABLES_BYTES_MAX = 64 * 1024
 """Of ``chat_template_kwargs``; a request with more is placed by load alone."""
 TOO_LONG = object()
+MAY_BE_LONG = frozenset(("cache_salt", "chat_template", "chat_template_kwargs", "model", "prompt_cache_key"))
+"""In all other fields a value that is too long is a fault: placement cannot know what an engine would make of it."""
 
 
 class Mode(StrEnum):
@@ -150,6 +152,7 @@ def read_request(path: str, body: bytes) -> RequestFacts:
     ours = path in (COMPLETIONS, CHAT)
     options = read_options(parsed.baton) if ours and given(parsed.baton) else NO_OPTIONS
     fault = options if isinstance(options, Fault) else find_fault(parsed) if ours else None
+    fault = fault or _long_value(parsed)
     if raw.chat_template_kwargs is not None and (name := reserved_variable(raw.chat_template_kwargs)):
         fault = Fault(param="chat_template_kwargs", message=reserved_message(name))
     ours = ours and fault is None
@@ -185,6 +188,16 @@ def _value(name: str, raw: msgspec.Raw) -> Any:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return TOO_LONG
+
+
+def _long_value(body: Body) -> Fault | None:
+    values = msgspec.structs.astuple(body)
+    if TOO_LONG not in values:
+        return None
+    names = [name for name, value in zip(body.__struct_fields__, values, strict=True) if value is TOO_LONG]
+    found = next((name for name in names if name not in MAY_BE_LONG), "")
+    message = f"`{found}` must be a value of at most {VALUE_BYTES_MAX} bytes."
+    return Fault(param=found, message=message) if found else None
 
 
 def _beginning_of_text(raw: msgspec.Raw) -> str:

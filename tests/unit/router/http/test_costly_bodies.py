@@ -9,7 +9,7 @@ import tracemalloc
 import pytest
 
 from services.router.http.request import OBJECT_BYTES
-from services.router.placement.request_fields import CHAT, COMPLETIONS, TOO_LONG, read_request
+from services.router.placement.request_fields import CHAT, COMPLETIONS, read_request
 from services.router.tokenize.prompts import READ_ON_LOOP_BYTES
 from shared.contracts.request_body import DEPTH_MAX, FIELDS_MAX, STEP_BYTES
 from tests.unit.router.world import World, in_world
@@ -70,16 +70,19 @@ def test_reading_a_body_makes_no_objects_of_what_placement_does_not_read(field):
     assert peak < 8 * STEP_BYTES
 
 
-def test_a_value_that_is_too_long_is_valid_nowhere():
-    long = json.dumps(["x" * 5000])
-    facts = read_request(CHAT, f'{{"messages":[{{}}],"n":{long},"reasoning_effort":{long},"model":{long}}}'.encode())
+@pytest.mark.parametrize("value", [json.dumps(["x" * 5000]), '"' + 5000 * " " + '5"', "5." + 5000 * "0"])
+def test_a_value_that_is_too_long_is_refused_where_its_meaning_counts(value):
+    for name in ("n", "best_of", "max_tokens", "reasoning_effort", "stream", "cache_hit_threshold"):
+        fault = read_request(CHAT, f'{{"messages":[{{}}],"{name}":{value}}}'.encode()).fault
+        assert fault is not None
+        assert fault.param == name
 
-    assert facts.unsplittable == "several completions share one prompt"
-    assert facts.body is not None
-    assert facts.body.reasoning_effort is TOO_LONG
-    assert facts.model == ""
+
+def test_a_long_name_is_cut():
+    long = json.dumps(["x" * 5000])
+
+    assert read_request(CHAT, f'{{"model":{long},"cache_salt":{long}}}'.encode()).model == ""
     assert read_request(CHAT, b'{"model":"%b"}' % (b"y" * 9000)).model == "y" * 512
-    assert read_request(CHAT, b'{"cache_hit_threshold":%b}' % long.encode()).fault is not None
 
 
 def test_a_large_body_is_read_off_the_loop_and_served():
