@@ -145,9 +145,9 @@ def read_request(path: str, body: bytes) -> RequestFacts:
         return RequestFacts(path=path, model="", unsplittable="the body is not read", fault=refused)
     try:
         raw: Any = _raw_body.decode(body)
+        parsed = _body_of(msgspec.structs.astuple(raw))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return RequestFacts(path=path, model="", unsplittable="the body cannot be read")
-    parsed = _body_of(msgspec.structs.astuple(raw))
     model = parsed.model if parsed.model is not TOO_LONG else _beginning_of_text(raw.model)
     ours = path in (COMPLETIONS, CHAT)
     options = read_options(parsed.baton) if ours and given(parsed.baton) else NO_OPTIONS
@@ -184,10 +184,7 @@ def _body_of(raws: tuple[msgspec.Raw | None, ...]) -> Body:
 def _value(name: str, raw: msgspec.Raw) -> Any:
     if len(memoryview(raw)) > (VARIABLES_BYTES_MAX if name == "chat_template_kwargs" else VALUE_BYTES_MAX):
         return TOO_LONG
-    try:
-        return msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return TOO_LONG
+    return msgspec.json.decode(raw)
 
 
 def _long_value(body: Body) -> Fault | None:
