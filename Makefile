@@ -16,8 +16,9 @@ K ?=
 # Processes that pytest distributes the tests to.
 JOBS ?= 2
 export JOBS
-# Tests with processes wait for half of their time: three at once keep two cores busy.
-test nightly: JOBS = 3
+# Tests with processes wait for half of their time: with two chains of engine tests, four at once keep two cores busy.
+test: JOBS = 4
+nightly: JOBS = 3
 PYTEST = $(PYTHON) -m pytest -m "not gpu" -rs -n $(JOBS) --no-loadscope-reorder $(if $(K),-k "$(K)")
 
 .PHONY: help setup setup-dev test-tools up down doctor test nightly check fix test-vllm compose-test chaos fuzz audit bench-router bench-kv bench-placement bench-replay bench-planner bench-telemetry bench-fleet catalogue lock clean
@@ -43,13 +44,13 @@ down: setup ## Stop a system that `make up` started on another terminal
 doctor: setup ## Look at the installation and at the system that runs, and say what is wrong and what to do
 	@.venv/bin/baton doctor $(ARGS)
 
-test: ## All tests that need no GPU, in about 12 minutes on two cores; K="a word in the test's name" selects some
+test: ## All tests that need no GPU, in about 10 minutes on two cores; K="a word in the test's name" selects some
 	@$(MAKE) -j 2 setup-dev test-tools
 	@$(PYTEST) $(ARGS)
 
 nightly: ## What takes longer: chaos, fuzzing, browser, Prometheus, upgrades, containers, benchmarks, many more examples
 	@$(MAKE) -j 2 setup-dev test-tools
-	@BATON_TEST_PROFILE=nightly $(PYTEST) --timeout 3600 tests/nightly tests/properties tests/contracts $(ARGS)
+	@BATON_TEST_PROFILE=nightly $(PYTEST) --timeout 3600 tests/nightly tests/properties tests/contracts tests/scenarios $(ARGS)
 
 check: setup-dev ## Format, lint, types, layers, generated files and all tests that need no process; about a minute
 	@scripts/check.sh

@@ -19,15 +19,20 @@ ROOT = Path(__file__).parents[1]
 
 settings.load_profile(PROFILE)
 
+WITH_VLLM = "imports vLLM"
 GROUPS = {
+    "tests/engines/test_event_source.py": WITH_VLLM,
     "tests/engines/test_kv_": "engines of the KV exchange",
     "tests/engines/": "engines",
     "tests/nightly/engines/": "engines",
     "tests/nightly/chaos/": "chaos",
-    "tests/unit/connector/": "connector",
+    "tests/integration/connector/": WITH_VLLM,
+    "tests/unit/connector/": WITH_VLLM,
+    "tests/unit/worker/simulated/test_engine.py": WITH_VLLM,
+    "tests/unit/worker/store/test_files.py": WITH_VLLM,
 }
-"""Files whose paths begin so share what is costly: running processes, or the import of vLLM. The first match counts. The
-engines make two groups, because one would still run when all other tests have ended.
+"""Files whose paths begin so share what is costly: running processes, or vLLM or NIXL, which import torch, in their own
+process. The first match counts. The engines make two groups, because one would still run when all other tests have ended.
 """
 
 

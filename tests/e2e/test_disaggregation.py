@@ -8,7 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
 
+from tests.support.examples import SEEDS, seeded
 from tests.support.prompts import VOCABULARY, prompts_with_shared_prefixes
 from tests.support.system import System, until
 
@@ -38,7 +40,8 @@ def streamed_text(answer: httpx.Response) -> str:
     return "".join(json.loads(event)["choices"][0]["text"] for event in events)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@seeded(2)
+@given(seed=SEEDS)
 def test_disaggregated_tokens_equal_aggregated_ones(simulated: System, seed: int):
     for prompt in prompts_with_shared_prefixes(seed, shortest=1):
         apart = send(simulated, prompt, "disaggregated")

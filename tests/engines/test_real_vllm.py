@@ -37,7 +37,7 @@ TOOLS = "--enable-auto-tool-choice --tool-call-parser pythonic"
 COMPACT_JSON = """--structured-outputs-config '{"backend": "xgrammar", "disable_any_whitespace": true}'"""
 """A model that says nothing sensible may say spaces for ever where it is free to."""
 FLEET = ("--prefill", "1", "--decode", "1", f"--engine-args={TOOLS} {COMPACT_JSON}")
-ENGINES_START_S_MAX = 300.0
+ENGINES_START_S_MAX = 240.0
 NATS_PAYLOAD_BYTES_MAX = 64 * 1024
 ANSWER_S_MAX = 120.0
 GONE_S_MAX = 30.0
@@ -124,8 +124,8 @@ def test_a_decode_worker_does_both_and_only_decodes_again_without_a_restart(syst
     assert system.worker_pid("decode-1") == pid
 
 
-def test_twenty_prompts_give_the_same_tokens_on_two_engines_as_on_one(system: System, client: OpenAI):
-    prompts, before = prompts_with_shared_prefixes(20, shortest=100), system.fleet_metrics()
+def test_prompts_give_the_same_tokens_on_two_engines_as_on_one(system: System, client: OpenAI):
+    prompts, before = prompts_with_shared_prefixes(20, shortest=100, count=8), system.fleet_metrics()
     total = sum(map(len, prompts))
 
     apart = [send(client, prompt, "disaggregated") for prompt in prompts]
@@ -450,9 +450,6 @@ def test_greedy_streams_of_a_killed_worker_continue_on_another_engine_unchanged(
     assert system.metrics().sum("baton_router_resumes_total") > 0
     _gone, left = psutil.wait_procs(processes, GONE_S_MAX)
     assert not [process for process in left if is_alive(process)], "a killed worker takes its engine with it"
-    until(lambda: ready_pid(system) not in (0, worker), "the worker is started again", ENGINES_START_S_MAX)
-    order_role(system, "prefill-1", "prefill")
-    system.until_exact(2)
 
 
 def order_role(system: System, worker_id: str, role: str) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import msgspec
-import pytest
+from hypothesis import given
 
 from shared.contracts.kv_exchange import KvGrant
 from tests.scenarios.kv_traffic import Traffic, completion, lossy
+from tests.support.examples import SEEDS, seeded
 from tests.unit.worker.simulated.fleet import carried_well
 
 WORKERS = 20
@@ -32,7 +33,8 @@ def test_without_faults_hardly_a_token_is_computed_twice():
     assert sum(transfer_report.recomputed_tokens for transfer_report in transfer_reports) < 5 * len(transfer_reports)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@seeded(2)
+@given(seed=SEEDS)
 def test_under_faults_tokens_are_right_and_nothing_stays_pinned(seed):
     traffic = Traffic(seed, workers=WORKERS, carry=faulty_bus)
     traffic.send(1500, per_s=100.0, aborted=0.2)
@@ -48,7 +50,8 @@ def test_under_faults_tokens_are_right_and_nothing_stays_pinned(seed):
     assert sum(fetched.fetched for member in traffic.alive() for fetched in member.fetched.values()) > 100
 
 
-@pytest.mark.parametrize("seed", range(2))
+@seeded(2)
+@given(seed=SEEDS)
 def test_recycled_blocks_are_never_used_with_scarce_memory_and_short_leases(seed):
     traffic = Traffic(seed, workers=6, carry=faulty_bus, kv_lease_s=0.8, **SCARCE)
     traffic.send(1200, per_s=60.0, aborted=0.2)

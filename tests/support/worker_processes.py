@@ -30,7 +30,7 @@ from shared.contracts.kv_events import AskKvSnapshot, KvEventBatch, KvSnapshot
 from shared.contracts.load import LoadReport
 from shared.contracts.workers import WORKER_RECORD_TTL_S, WorkerPhase, WorkerRecord
 
-READY_S_MAX = 360.0
+READY_S_MAX = 240.0
 STOP_S_MAX = 60.0
 GONE_S_MAX = 30.0
 
