@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 import re
 import shutil
 import signal
@@ -9,6 +11,8 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Self
 
@@ -24,10 +28,22 @@ def find_nats_server() -> str:
     return found
 
 
+XDIST_PROCESSES_MAX = 10
+PORTS_EACH = 1000
+PORTS_FROM = 10_000 + PORTS_EACH * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % XDIST_PROCESSES_MAX)
+_offset = random.SystemRandom().randrange(PORTS_EACH)
+_ports = cycle([PORTS_FROM + (_offset + number) % PORTS_EACH for number in range(PORTS_EACH)])
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that nobody takes until the test's process binds it: the system gives such ports to no connection, other
+    processes of xdist have others, and this process gets it again only after all of its own.
+    """
+    for port in islice(_ports, PORTS_EACH):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError(f"no free port from {PORTS_FROM} on")
 
 
 class NatsServer:

@@ -7,7 +7,6 @@ import contextlib
 import io
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -26,6 +25,7 @@ from services.launcher.system.screen import Screen
 from services.launcher.system.system import StartFailed, System
 from shared.contracts.control import ServicePhase
 from shared.runtime.clock import SystemClock
+from tests.support.nats_server import free_port
 
 pytestmark = pytest.mark.nats
 
@@ -33,12 +33,6 @@ FAKE = Path(__file__).with_name("fake_service.py")
 WAIT_S_MAX = 60.0
 QUICK = RestartPolicy(backoff_s_first=0.01, backoff_s_max=0.01)
 DEATHS = 5
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def fake(name: str, nats_url: str, *habits: str, stage: Stage = Stage.WORKERS) -> ProcessPlan:
