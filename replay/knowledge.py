@@ -15,8 +15,6 @@ NETWORK_S = 0.001
 """One-way latency between router and worker."""
 KV_EVENTS_S = 0.01
 """From a cache change in an engine to the router's index."""
-SILENCE_S = 1.0
-"""Report interval of a worker whose load does not change."""
 
 
 class Knowledge:

@@ -37,8 +37,6 @@ LESSER = {
     "others_s": "delays others",
 }
 """Why a worker was not chosen, by the part of its cost that exceeds the chosen worker's most."""
-FIRST_PARTS = (Part.PREFILL, Part.WHOLE)
-"""The parts that include computing the prompt."""
 
 
 def headline(decision: DecisionRecord) -> str:

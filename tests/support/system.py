@@ -248,7 +248,7 @@ class System(Launched):
     def fleet(self) -> dict[str, dict[str, Any]]:
         """What ``baton workers --json`` prints, by worker id; read in this process, because tests poll it."""
         running = state_file.find(self.folder)
-        assert running is not None, self.story()
+        assert running is not None, self.report_text()
         keys = variables(running.keys_dir, Party.LAUNCHER) if running.keys_dir else {}
         with mock.patch.dict(os.environ, {**environment(), **keys}, clear=True):
             state = asyncio.run(read_fleet(running.nats_url)).state

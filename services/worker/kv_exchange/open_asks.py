@@ -117,8 +117,3 @@ def is_sound_lease(lease: LeaseKv) -> bool:
 
 def _is_duration(seconds: float) -> bool:
     return math.isfinite(seconds) and seconds >= 0.0
-
-
-def without_released(leases: list[LeaseKv], release: ReleaseKv) -> list[LeaseKv]:
-    """A release may arrive before the lease that it ends, because it travels on another subject."""
-    return [lease for lease in leases if lease.ask_id not in release.ask_ids or lease.reader_id != release.reader_id]

@@ -19,7 +19,8 @@ from shared.contracts.decisions import TtftParts
 from shared.contracts.inference import KvMoved, RequestFinished, RequestsFinished
 from shared.contracts.workers import FleetState, FleetWorker, Role
 from shared.http.server import listen, make_server
-from shared.runtime.clock import FakeClock, SystemClock
+from shared.runtime.clock import SystemClock
+from tests.support.fake_clock import FakeClock
 from tests.support.fleet_builders import record
 from tests.support.memory_bus import MemoryBus, MemoryHub
 

@@ -10,9 +10,9 @@ from opentelemetry.trace import NoOpTracer
 
 from shared.contracts.channels import SERVICE_STATUS
 from shared.contracts.control import RouterHealth, ServicePhase
-from shared.runtime.clock import FakeClock
 from shared.runtime.service import Service, ServiceFacts, live
 from shared.runtime.version import baton_version
+from tests.support.fake_clock import FakeClock
 from tests.support.memory_bus import MemoryBus, MemoryHub
 
 SOON_S = 5.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.router.state.bus_health import RETURN_S_MAX, BusHealth
 from services.router.state.cluster_view import ClusterView
 from shared.contracts.ids import WorkerId
-from shared.runtime.clock import FakeClock
+from tests.support.fake_clock import FakeClock
 from tests.support.fleet_builders import load, record
 from tests.support.memory_bus import MemoryBus, MemoryHub
 

@@ -12,9 +12,9 @@ from services.worker.telemetry.leg_spans import show_leg
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegReport
 from shared.contracts.kv_exchange import KvRead, KvTransferReport
-from shared.runtime.clock import FakeClock
 from shared.telemetry.leg_intervals import SOURCES_SHOWN_MAX
 from shared.telemetry.span_names import Attribute, SpanName
+from tests.support.fake_clock import FakeClock
 
 NOW = 1000.0
 WALL_MS = 1_700_000_000_000
