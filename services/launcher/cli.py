@@ -14,13 +14,13 @@ from typing import Annotated
 
 import typer
 
+from services.launcher.cluster.access import keys_for
 from services.launcher.commands import doctor as doctor_command
 from services.launcher.commands import init as init_command
 from services.launcher.commands import keys as key_commands
 from services.launcher.commands import orders as order_commands
 from services.launcher.commands import views as view_commands
-from services.launcher.commands.init import keys_folder
-from services.launcher.commands.options import StateDir, common_settings, fail, parse_bytes
+from services.launcher.commands.options import StateDir, common_settings, fail, keys_folder, parse_bytes
 from services.launcher.commands.plugins import mount
 from services.launcher.system import state_file
 from services.launcher.system.machine import KEYS_VARIABLE
@@ -81,7 +81,7 @@ Workers, Network, Engine, Scaling = "Workers", "Network", "Engine", "Scaling"
 
 [cyan]baton up --workers-max 4[/]   the planner runs up to four workers, as the traffic needs
 
-[cyan]baton up --secure[/]   NATS requires keys and TLS, and limits each process to its own subjects
+[cyan]baton up --open[/]   NATS requires no keys: every user of this machine can read prompts and give orders
 
 [cyan]baton up --engine-args "--max-num-seqs 64"[/]   any other vLLM argument
 
@@ -143,9 +143,11 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
         bool,
         typer.Option("--insecure", help="Accept other machines without API keys.", rich_help_panel=Network),
     ] = False,
-    secure: Annotated[
+    open_nats: Annotated[
         bool,
-        typer.Option("--secure", help="Require keys and TLS on NATS; see `baton init`.", rich_help_panel=Network),
+        typer.Option(
+            "--open", help="Start NATS without keys and TLS, open to all local users.", rich_help_panel=Network
+        ),
     ] = False,
     workers_min: Annotated[
         int, typer.Option(min=1, help="Fewest workers that the planner leaves running.", rich_help_panel=Scaling)
@@ -166,6 +168,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
     running = state_file.find(state_dir or Path(common.state_dir)) if join else None
     if prefill is decode is both is None:
         prefill, decode, both = (0, 0, 0 if store else 1) if join else (1, 1, 0)
+    nats_url, keys = nats_url or os.environ.get("BATON_NATS_URL", ""), keys_folder(state_dir, common)
     options = UpOptions(
         prefill=prefill or 0,
         decode=decode or 0,
@@ -179,13 +182,13 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter per option is how the command
         routers=routers,
         collector_port=collector_port,
         nats_port=nats_port,
-        nats_url=nats_url or os.environ.get("BATON_NATS_URL", ""),
+        nats_url=nats_url,
         state_dir=str((state_dir or Path(common.state_dir)).expanduser().absolute()),
         kv_cache_bytes=size(kv_cache),
         engine_args=engine_args,
         insecure=insecure,
         access_configured=any(os.environ.get(name) for name in ACCESS_VARIABLES),
-        keys_dir=keys_folder(state_dir, common) if secure else "",
+        keys_dir="" if open_nats else keys_for(nats_url, keys) if nats_url else keys,
         join=join,
         workers_min=workers_min,
         workers_max=workers_max,

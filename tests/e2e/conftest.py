@@ -19,9 +19,11 @@ FAST = {
 
 @pytest.fixture(scope="session")
 def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    """Two prefill and two decode workers with simulated engines; their KV goes over NIXL where it is installed."""
+    """Two prefill and two decode workers with simulated engines; their KV goes over NIXL where it is installed. Its NATS
+    is open: some tests speak there for others, which keys would not let them.
+    """
     folder = tmp_path_factory.mktemp("simulated")
-    arguments = ("--engine", "simulated", "--prefill", "2", "--decode", "2")
+    arguments = ("--open", "--engine", "simulated", "--prefill", "2", "--decode", "2")
     with System(folder, *arguments, env={**FAST, "WORKER_SIM_TRANSFER": "auto"}) as system:
         system.wait_ready(START_S_MAX).until_exact(4)
         yield system

@@ -1,4 +1,4 @@
-"""`baton` as a user has it, with keys for NATS: refused starts, a second terminal, the fleet's table, and no process left behind."""
+"""`baton` as a user has it: refused starts, a second terminal, the fleet's table, and no process left behind."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import json
 import os
 import signal
 import socket
+import ssl
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
+import nats
 import psutil
 import pytest
 
 from services.launcher.cluster.folder import variables
+from shared.bus.nats_credentials import new_seed
+from shared.contracts.channels import Party
 from tests.e2e.conftest import START_S_MAX
 from tests.support.system import GUARD_S_MAX, STOP_S_MAX, Launched, System, baton, until
 
@@ -23,9 +28,7 @@ SIMULATED = ("--engine", "simulated")
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    with System(
-        tmp_path_factory.mktemp("launcher"), *SIMULATED, "--secure", "--prefill", "1", "--decode", "1"
-    ) as system:
+    with System(tmp_path_factory.mktemp("launcher"), *SIMULATED, "--prefill", "1", "--decode", "1") as system:
         yield system.wait_ready(START_S_MAX)
 
 
@@ -39,6 +42,51 @@ def test_up_prints_endpoint_curl_line_console_and_log_folder(system: System):
     assert {log.stem for log in system.logs.glob("*.log")} == {
         "nats", "orchestrator", "collector", "router", "prefill-1", "decode-1"
     }  # fmt: skip
+
+
+async def test_another_user_of_this_machine_can_neither_connect_to_nats_nor_read_the_keys(system: System):
+    """Without any option. What a file's owner may do, its modes show: tests may run as root."""
+    trusting = ssl.create_default_context()
+    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+    for url, options in (
+        (f"nats://127.0.0.1:{system.nats_port}", {}),
+        (system.nats_url, {"tls": trusting}),
+        (system.nats_url, {"tls": trusting, "nkeys_seed_str": new_seed("launcher").text}),
+    ):
+        with pytest.raises(Exception, match=r"(?i)authorization violation|certificate verify failed|self.signed"):
+            await nats.connect(url, connect_timeout=5, allow_reconnect=False, max_reconnect_attempts=0, **options)
+
+    keys = system.folder / "cluster"
+    for each in (system.folder, keys, *keys.rglob("*")):
+        assert each.stat().st_mode & 0o077 == 0, each
+    seeds = {file.parent.name for file in keys.rglob("nkey")}
+    assert seeds == set(Party)
+    assert all(
+        process.environ().get("BATON_NATS_NKEY_FILE", str(keys)).startswith(str(keys)) for process in system.processes()
+    )
+
+
+def test_every_command_finds_the_keys_of_the_running_system(system: System):
+    served_by(system)
+    for command in (
+        ("workers",),
+        ("plan",),
+        ("report",),
+        ("health", "router"),
+        ("explain", "--nats-url", system.nats_url),
+        ("top", "--once"),
+        ("doctor", "--quick"),
+    ):
+        run = partial(baton, *command, "--state-dir", str(system.folder))
+        until(lambda run=run: run()[0] == 0, f"baton {' '.join(command)} works: {run()}")
+
+
+def test_open_is_the_way_without_keys_and_says_so(tmp_path: Path):
+    with System(tmp_path, *SIMULATED, "--open", "--both", "1") as system:
+        system.wait_said("NATS is open", START_S_MAX)
+        until(lambda: f"nats://127.0.0.1:{system.nats_port}" in system.said(), "NATS listens without TLS")
+
+    assert not (tmp_path / "cluster").exists()
 
 
 def test_a_second_start_on_the_same_ports_names_them_and_starts_nothing(system: System, tmp_path: Path):

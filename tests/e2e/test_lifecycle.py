@@ -43,7 +43,7 @@ ENOUGH = 3 * CLIENTS
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     folder = tmp_path_factory.mktemp("lifecycle")
-    with System(folder, "--engine", "simulated", "--prefill", "2", "--decode", "1", env=SLOW) as system:
+    with System(folder, "--open", "--engine", "simulated", "--prefill", "2", "--decode", "1", env=SLOW) as system:
         system.wait_ready(START_S_MAX).until_exact(3)
         yield system
 

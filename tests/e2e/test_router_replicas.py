@@ -66,7 +66,7 @@ def test_both_routers_are_listed_with_their_own_addresses(system: System):
     for name, url in own_urls(system).items():
         assert f"{name} {url}" in system.said()
         assert f"{name} {url}" in listed
-        assert baton("health", "router", name, "--nats-url", system.nats_url)[0] == 0
+        assert baton("health", "router", name, "--state-dir", str(system.folder))[0] == 0
 
 
 def test_a_second_system_is_refused_the_shared_port(system: System, tmp_path: Path):

@@ -222,10 +222,11 @@ class System(Launched):
     """A whole system: with its endpoint, its metrics and its fleet."""
 
     def __init__(self, folder: Path, *arguments: str, nats_url: str = "", env: Mapping[str, str] | None = None) -> None:
-        """With ``nats_url`` the test brings its own NATS, to break it."""
+        """With ``nats_url`` the test brings its own NATS, to break it; with ``--open`` it can connect without a key."""
         self.port, self.collector_port, self.nats_port = free_port(), free_port(), free_port()
         self.endpoint = f"http://127.0.0.1:{self.port}"
-        self.nats_url = nats_url or f"nats://127.0.0.1:{self.nats_port}"
+        scheme = "nats" if "--open" in arguments else "tls"
+        self.nats_url = nats_url or f"{scheme}://127.0.0.1:{self.nats_port}"
         nats = ("--nats-url", nats_url) if nats_url else ("--nats-port", str(self.nats_port))
         ports = ("--port", str(self.port), "--collector-port", str(self.collector_port))
         super().__init__(folder, *ports, *nats, *arguments, env=env)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from shared.contracts.channels import Party
 from shared.contracts.permissions import owner_of, permission_block
 
+FOLDER = "cluster"
+"""Default name of the whole folder, inside the state directory."""
 AUTHORITY, AUTHORITY_KEY = "ca/ca.pem", "ca/ca-key.pem"
 SERVER, SERVER_KEY, SECURE = "nats/server.pem", "nats/server-key.pem", "nats/secure.conf"
 NKEY, TRUSTED = "nkey", "ca.pem"

@@ -19,16 +19,12 @@ from services.launcher.cluster.folder import (
     folder_of,
     variables,
 )
-from services.launcher.commands.options import common_settings, fail
+from services.launcher.commands.options import common_settings, fail, keys_folder
 from shared.bus.port import BusDown
 from shared.contracts.ids import is_subject_token
-from shared.runtime.settings import CommonSettings
 
 if TYPE_CHECKING:
     from services.launcher.cluster.files import InitResult
-
-FOLDER = "cluster"
-"""Default folder, inside the state directory."""
 
 
 def add_to(app: typer.Typer) -> None:
@@ -78,11 +74,6 @@ def init(  # one parameter per option is how the command line is declared
     except OSError as error:
         fail(f"{error.filename or named}: {error.strerror}")
     show_result(Console(highlight=False, soft_wrap=True), named, request, made)
-
-
-def keys_folder(state_dir: Path | None, common: CommonSettings) -> str:
-    """The default folder of the keys."""
-    return str(((state_dir or Path(common.state_dir)) / FOLDER).expanduser().absolute())
 
 
 def show_result(console: Console, folder: Path, request: InitRequest, made: InitResult) -> None:

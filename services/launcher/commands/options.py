@@ -14,7 +14,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from services.launcher.cluster.access import use_keys
+from services.launcher.cluster.access import keys_for, use_keys
+from services.launcher.cluster.folder import FOLDER
 from services.launcher.errors import CommandFailed
 from services.launcher.system import state_file
 from services.launcher.system.machine import inherited_environment
@@ -47,12 +48,19 @@ def common_settings() -> CommonSettings:
 
 
 def find_nats(nats_url: str, state_dir: Path | None) -> str:
-    """The running system's NATS. Also selects that system's key, if it has keys."""
+    """The running system's NATS, or the one that is named. Also selects the key for it, if there is one."""
     common = common_settings()
     running = state_file.find(state_dir or Path(common.state_dir))
-    if running and running.keys_dir and nats_url in {"", running.nats_url}:
-        use_keys(running.keys_dir)
-    return nats_url or (running.nats_url if running else common.nats_url)
+    url = nats_url or (running.nats_url if running else common.nats_url)
+    keys = running.keys_dir if running and running.nats_url == url else keys_for(url, keys_folder(state_dir, common))
+    if keys:
+        use_keys(keys)
+    return url
+
+
+def keys_folder(state_dir: Path | None, common: CommonSettings) -> str:
+    """The default folder of the keys for NATS."""
+    return str(((state_dir or Path(common.state_dir)) / FOLDER).expanduser().absolute())
 
 
 def parse_bytes(text: str) -> int:

@@ -140,7 +140,7 @@ def explain(
     query = query_of(decision, request)
     folder = state_dir or Path(common_settings().state_dir)
     if nats_url and not url:
-        found = reply_of(ask_over_nats(nats_url, query), nats_url)
+        found = reply_of(ask_over_nats(find_nats(nats_url, state_dir), query), nats_url)
     elif where := url or (running.endpoint if (running := state_file.find(folder)) else ""):
         found = reply_of(ask_router(where, query), nats_url)
     else:
@@ -178,12 +178,13 @@ def health(
     service: Annotated[str, typer.Argument(help="router, orchestrator, collector or worker.")],
     instance: Annotated[str, typer.Argument(help="Its instance name or worker id. Default: any instance.")] = "",
     nats_url: NatsUrl = "",
+    state_dir: StateDir = None,
     within_s: Annotated[float, typer.Option(help="Seconds to wait for the service's status.")] = HEALTH_S,
 ) -> None:
     """Check one service: exit with 0 if it is ready, else with 1. For container health checks."""
     from services.launcher.bus_client import next_status
 
-    url = find_nats(nats_url, None)
+    url = find_nats(nats_url, state_dir)
     status = reply_of(next_status(url, service, instance, within_s), url)
     if status is None:
         fail(f"unhealthy: no status of {f'{service} {instance}'.rstrip()} within {within_s:g} s")

@@ -23,8 +23,7 @@ import msgspec
 import psutil
 
 from services.launcher.cluster.certificates import NoCertificate, facts_of
-from services.launcher.cluster.folder import AUTHORITY, AUTHORITY_KEY, SERVER, SERVER_KEY
-from services.launcher.commands.init import FOLDER
+from services.launcher.cluster.folder import AUTHORITY, AUTHORITY_KEY, FOLDER, SERVER, SERVER_KEY
 from services.launcher.doctor.facts import (
     Certificate,
     Disk,

@@ -70,7 +70,9 @@ def about_access(facts: SystemFacts) -> Iterator[Finding]:
         todo = "baton init creates keys, certificates and a configuration for NATS."
         yield _access(Level.WARNING, f"NATS at {facts.nats_url} requires no credentials.", why, todo)
     elif nats_open:
-        yield _access(Level.OK, "NATS requires no credentials; it is reached over loopback")
+        why = "Every user of this machine can read prompts and give orders to workers."
+        todo = "Start it without `baton up --open`, or with the configuration that baton init creates."
+        yield _access(Level.NOTE, "NATS requires no credentials; it is reached over loopback.", why, todo)
     else:
         tls = "with TLS" if facts.nats.tls_required else "without TLS"
         yield _access(

@@ -43,7 +43,7 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     nats_url: str = ""
     """A running NATS; empty: start one."""
     keys_dir: str = ""
-    """A folder of `baton init`: NATS requires keys and TLS. Empty: neither."""
+    """A folder of `baton init`: NATS requires keys and TLS. Empty: neither (`baton up --open`, or another NATS)."""
     state_dir: str
     kv_cache_bytes: int = 0
     engine_args: str = ""
@@ -72,6 +72,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 STORES = f"{Role.STORE.value}-"
 """Prefix of store workers' names: they need no device."""
 STORE = Device(text="no engine")
+OPEN = "NATS is open: every user of this machine can read prompts and give orders. Leave out --open to require keys."
 LOCAL_HOSTS = ("localhost", "::1")
 LOCAL_PREFIX = "127."
 
@@ -150,6 +151,8 @@ def plan_system(options: UpOptions, machine: Machine, names_taken: Sequence[str]
         return SystemPlan(processes=(*services, *workers), ports=tuple(ports), nats_url=nats_url, notes=tuple(notes))
     ports.append(RequiredPort(host="127.0.0.1", port=options.nats_port, option="--nats-port", purpose="NATS"))
     nats = plan_nats(options, machine)
+    if not options.keys_dir:
+        notes.append(OPEN)
     return SystemPlan(processes=(nats, *services, *workers), ports=tuple(ports), nats_url=nats_url, notes=tuple(notes))
 
 

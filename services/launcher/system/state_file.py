@@ -10,6 +10,8 @@ from pathlib import Path
 
 import msgspec
 
+OWNER_ONLY = 0o700
+
 
 class AlreadyRunning(Exception):
     """Another launcher holds this state directory."""
@@ -37,7 +39,7 @@ def running_file(state_dir: Path) -> Path:
 @contextlib.contextmanager
 def hold(state_dir: Path) -> Iterator[None]:
     """Lock this state directory for one launcher. Raises AlreadyRunning."""
-    state_dir.mkdir(parents=True, exist_ok=True)
+    state_dir.mkdir(parents=True, exist_ok=True, mode=OWNER_ONLY)  # Logs, NATS storage and keys are below it.
     with (state_dir / "lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -67,7 +67,7 @@ def create_keys(folder: Path, *, owns_nats: bool) -> None:
             create(folder, InitRequest(api_key=False), datetime.now(UTC))
     except (CannotCreate, NoCertificate, BusDown, OSError) as error:
         raise PlanRefused(f"The keys in {folder}: {error}") from error
-    use_keys(str(folder))
+    use_keys(str(folder), over_environment=owns_nats)
 
 
 async def start_on_free_ports(options: UpOptions, screen: Screen, state_dir: Path) -> int:
@@ -100,7 +100,7 @@ async def join(options: UpOptions, screen: Screen, state_dir: Path) -> int:
         )
     ours = running if running and options.nats_url in {"", running.nats_url} else None
     nats_url = ours.nats_url if ours else options.nats_url
-    keys_dir = options.keys_dir or (ours.keys_dir if ours else "")
+    keys_dir = ours.keys_dir if ours else options.keys_dir
     if keys_dir:
         use_keys(keys_dir)
     model = machine.find_model(options.model or (ours.model if ours else ""))

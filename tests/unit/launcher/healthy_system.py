@@ -63,7 +63,9 @@ def system(**changes: object) -> SystemFacts:
         "nats_url": "nats://127.0.0.1:4222",
         "is_expected": True,
         "launcher_pid": 7,
-        "nats": Nats(version="2.11.4", max_payload=1 << 20, jetstream=True, rtt_s=0.001),
+        "nats": Nats(
+            version="2.11.4", max_payload=1 << 20, jetstream=True, auth_required=True, tls_required=True, rtt_s=0.001
+        ),
         "heard_s": 2.5,
         "host": "h",
         "baton": "0.1.0",

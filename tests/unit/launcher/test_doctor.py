@@ -148,7 +148,13 @@ SYSTEM_FAULTS: dict[str, tuple[dict[str, object], Level, str]] = {
     "old nats": ({"nats": nats(version="2.10.1")}, Level.ERROR, "NATS 2.10.1 is older than 2.11"),
     "small payload": ({"nats": nats(max_payload=65536)}, Level.WARNING, "NATS accepts messages up to 64.0 KiB"),
     "slow nats": ({"nats": nats(rtt_s=0.2)}, Level.WARNING, "NATS takes 200 ms for a round trip"),
-    "open nats": ({"nats_url": "nats://far:4222"}, Level.WARNING, "requires no credentials"),
+    "open nats": (
+        {"nats_url": "nats://far:4222", "nats": nats(auth_required=False, tls_required=False)},
+        Level.WARNING, "requires no credentials",
+    ),
+    "nats open to this machine": (
+        {"nats": nats(auth_required=False, tls_required=False)}, Level.NOTE, "requires no credentials; it is reached over loopback",
+    ),
     "no router": ({"services": [service("orchestrator"), service("collector")]}, Level.ERROR, "No router has reported"),
     "no orchestrator": ({"services": [service("router"), service("collector")]}, Level.ERROR, "No orchestrator has reported"),
     "no collector": ({"services": [service("router"), service("orchestrator")]}, Level.WARNING, "No collector has reported"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from services.launcher.system.plan import Machine, PlanRefused, Stage, SystemPlan, UpOptions, plan_system
+from services.launcher.system.plan import OPEN, Machine, PlanRefused, Stage, SystemPlan, UpOptions, plan_system
 
 OPTIONS = UpOptions(prefill=1, decode=1, state_dir="/state")
 MACHINE = Machine(python="python", nats_server="/bin/nats-server", cores=(0, 1))
@@ -35,14 +35,14 @@ def test_two_workers_on_two_cores_get_one_core_each():
     system = plan()
 
     assert [worker_env(system, name, "WORKER_CPU_CORES") for name in ("prefill-1", "decode-1")] == ["0", "1"]
-    assert system.notes == ()
+    assert system.notes == (OPEN,)
 
 
 def test_more_workers_than_cores_share_them_with_a_warning():
     system = plan(decode=3)
 
     assert [worker_env(system, f"decode-{n}", "WORKER_CPU_CORES") for n in (1, 2, 3)] == ["1", "0", "1"]
-    assert system.notes == ("4 engines share 2 CPU cores, so each is slower.",)
+    assert system.notes == ("4 engines share 2 CPU cores, so each is slower.", OPEN)
 
 
 def test_a_large_machine_reserves_a_core_for_the_services():
@@ -77,7 +77,7 @@ def test_workers_that_share_a_gpu_share_its_memory_too():
 
     assert worker_env(system, "decode-1", "CUDA_VISIBLE_DEVICES") == "0"
     assert worker_env(system, "decode-1", "WORKER_ENGINE_ARGS") == "--gpu-memory-utilization 0.45 --max-num-seqs 8"
-    assert len(system.notes) == 1
+    assert len(system.notes) == 2
 
 
 def test_simulated_engines_take_no_cores():
