@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -124,7 +125,8 @@ async def test_nothing_that_is_published_ends_a_process(simulated: System):
 
     until(lambda: well(simulated), "requests work")
     until(lambda: simulated.exact_indexes() == 4, "all indexes are exact")
-    until(lambda: {"prefill-1", "prefill-2", "decode-1", "decode-2"} <= simulated.fleet().keys(), "the fleet is known")
+    workers = {"prefill-1", "prefill-2", "decode-1", "decode-2"}
+    await asyncio.to_thread(until, lambda: workers <= simulated.fleet().keys(), "the fleet is known")
     assert simulated.metrics().sum("baton_bus_bad_messages_total") > PAYLOADS_PER_CHANNEL
     assert simulated.fleet_metrics().sum("baton_bus_bad_messages_total") > PAYLOADS_PER_CHANNEL
     assert alive <= {process.pid for process in simulated.processes()}, simulated.report_text()
