@@ -11,7 +11,7 @@ from services.collector.console.feed import Feed, WatcherLimits
 from services.collector.console.handlers import OrderHandler
 from services.collector.console.state import ConsoleState, Moment
 from services.collector.console.views import Page
-from services.collector.http.access import Access
+from services.collector.http.access import Access, is_loopback
 from services.collector.http.app import LIMITS, CollectorEdge, make_app
 from services.collector.http.console import ConsoleContext, add_console
 from services.collector.metrics.exposition import BOUNDS, families
@@ -37,6 +37,7 @@ from shared.contracts.inference import RequestsFinished
 from shared.contracts.load import LoadReport
 from shared.contracts.planning import PlanDecision
 from shared.contracts.workers import FleetState, WorkerLost
+from shared.http.origin import OriginPolicy
 from shared.http.server import make_server
 from shared.runtime.clock import Clock
 from shared.runtime.service import Service
@@ -167,7 +168,12 @@ async def run_collector(service: Service, settings: Settings, listener: socket.s
     await collector.listen()
     app = make_app(lambda: to_prometheus(collector.families()), lambda: service.bus.connected)
     add_console(app, collector.console_context)
-    edge = CollectorEdge(app, service.clock.now, LIMITS)
+    origins = OriginPolicy(
+        "COLLECTOR_ALLOWED_HOSTS",
+        settings.allowed_hosts,
+        checks_host=is_loopback(settings.host) and not access.key_needed,
+    )
+    edge = CollectorEdge(app, service.clock.now, LIMITS, origins)
     server = make_server(edge)
     serving = service.tasks.create_task(server.serve(sockets=[listener]), name="serve-http")
     service.tasks.create_task(edge.end_late(), name="end-late-clients")

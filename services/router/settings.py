@@ -46,6 +46,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Serve other machines without API keys: every client that reaches this port may use and read everything."""
     published_host: str = ""
     """The address at which clients reach this port, where it is not ``host``: for a container's published port."""
+    allowed_hosts: str = ""
+    """Without API keys, pages of other sites may not use the router, and on loopback it answers only to addresses,
+    ``localhost`` and names that nobody else can register. Names of a proxy in front of it, and hosts of sites whose
+    pages may use it, with commas: ``ai.example,app.example:3000``.
+    """
     metrics: Literal["auto", "open", "admin"] = "auto"
     """Which clients may read ``/metrics`` where keys are needed: all, or (``admin``) those whose key has the permission
     view or admin. ``auto``: all if only this machine can connect, otherwise admin.

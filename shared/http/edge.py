@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from shared.http.errors import HttpError
+from shared.http.errors import NO_SNIFFING, Header, HttpError
 from shared.http.limits import Connections, EdgeLimits, IdleClients
+from shared.http.origin import OriginPolicy
 
-Header = tuple[bytes, bytes]
 AsgiMessage = MutableMapping[str, Any]
 AsgiApp = Callable[
     [MutableMapping[str, Any], Callable[[], Awaitable[AsgiMessage]], Callable[[AsgiMessage], Awaitable[None]]],
@@ -17,6 +17,8 @@ AsgiApp = Callable[
 ]
 
 
+HEALTH_PATHS = frozenset({"/health", "/ready"})
+"""Load balancers ask them under any name."""
 WALK_S = 0.1
 """Between two looks for clients that are late."""
 
@@ -70,8 +72,12 @@ class HttpEdge(Generic[Request]):
     headers: Sequence[tuple[str, str]] = (("x-content-type-options", "nosniff"),)
     """On every response of the app."""
 
-    def __init__(self, app: AsgiApp, now: Callable[[], float], limits: EdgeLimits) -> None:
+    def __init__(
+        self, app: AsgiApp, now: Callable[[], float], limits: EdgeLimits, origins: OriginPolicy | None
+    ) -> None:
+        """``origins`` None: no request is refused for the page that makes it, because each needs a key."""
         self.app = app
+        self.origins = origins
         self.limits = limits
         self.uploads: set[Request] = set()
         """Requests whose body has not arrived completely."""
@@ -80,7 +86,20 @@ class HttpEdge(Generic[Request]):
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """ASGI."""
-        await self.app(scope, receive, send)
+        refusal = self.refusal(scope)
+        if refusal is None:
+            await self.app(scope, receive, send)
+            return
+        headers = [header for header in refusal.headers() if header != NO_SNIFFING]  # It is one of ``headers``.
+        headers.append((b"content-length", b"%d" % len(refusal.body)))
+        await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+        await send({"type": "http.response.body", "body": refusal.body})
+
+    def refusal(self, scope: Any) -> HttpError | None:
+        """Why the app does not get this request; None when it does."""
+        if self.origins is None or scope["path"] in HEALTH_PATHS:
+            return None
+        return self.origins.refusal(scope["headers"], navigates=scope["method"] == "GET")
 
     async def end_late(self) -> None:
         """Drop clients that send or read too slowly, until cancelled."""

@@ -6,6 +6,8 @@ import math
 
 import msgspec
 
+Header = tuple[bytes, bytes]
+
 JSON = b"application/json"
 NO_SNIFFING = (b"x-content-type-options", b"nosniff")
 """Keeps browsers from rendering a response as a page, whatever the model has generated."""
@@ -36,10 +38,10 @@ class HttpError(msgspec.Struct, frozen=True):
     reason: str = ""
     closes: bool = False
     """Close the connection too, because the rest of the body is not read."""
-    more: tuple[tuple[bytes, bytes], ...] = ()
+    more: tuple[Header, ...] = ()
     """Further headers."""
 
-    def headers(self) -> list[tuple[bytes, bytes]]:
+    def headers(self) -> list[Header]:
         """All headers but Content-Length."""
         headers = [(b"content-type", JSON), NO_SNIFFING]
         if self.retry_after_s is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from httptools import HttpRequestParser
 
-from shared.http.edge import DirectRequest, Header
-from shared.http.errors import HttpError, error_body
+from shared.http.edge import DirectRequest
+from shared.http.errors import Header, HttpError, error_body
 
 HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 HEAD_TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"

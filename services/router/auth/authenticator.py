@@ -12,8 +12,7 @@ from services.router.auth.rate_limit import Over, RateLimit
 from services.router.http.errors import failed
 from services.router.settings import Settings, is_local, keyring_of, salt_secret_of
 from shared.contracts.failures import Reason
-from shared.http.edge import Header
-from shared.http.errors import HttpError, error_body
+from shared.http.errors import Header, HttpError, error_body
 from shared.runtime.followed_file import CHECK_S, FollowedFile
 from shared.runtime.keys import KEY_CHARS_MAX, digest_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.router.auth.api_keys import NO_KEY, Key
 from services.router.auth.rate_limit import RateLimit
-from shared.http.edge import Header
+from shared.http.errors import Header
 
 CLIENT_SCOPE_KEY = "baton.client"
 """Key of the client in the ASGI scope of requests that FastAPI serves."""

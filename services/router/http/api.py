@@ -52,12 +52,13 @@ ERROR_SCHEMA: dict[str, Any] = {
 ERRORS = {
     400: "The engine refused the body, with its own message; or a field of Baton's own is invalid.",
     401: "An API key is needed, and no valid one was given.",
-    403: "The client may not ask for this: workers, too urgent a priority, or something its key does not permit.",
+    403: "The client may not ask for this: workers, too urgent a priority, or something its key does not permit; or, "
+    "without keys, a page of another site or an unknown host name asked for it.",
     404: "No worker has ever offered this model, or none serves this endpoint.",
     405: "The method is not allowed.",
     408: "The body did not arrive in time.",
     413: "The body is larger than the limit; nothing was sent.",
-    415: "The engine does not support this content type.",
+    415: "The body is not JSON by its content type.",
     422: "The engine could not process the body.",
     429: "The tenant's queue is full, or its key has reached a rate limit; Retry-After says when to try again.",
     499: "The client left.",

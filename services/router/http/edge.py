@@ -11,16 +11,17 @@ import msgspec
 
 from services.router.auth.authenticator import Authenticator
 from services.router.auth.client import ANYONE, ApiClient
-from services.router.http.errors import error_event, failed
-from services.router.http.request import Connection, Head, HttpRequest, Upload, UploadTotals
+from services.router.http.errors import bad_request, error_event, failed
+from services.router.http.request import JSON_TYPE, Connection, Head, HttpRequest, Upload, UploadTotals
 from services.router.placement.request_fields import CHAT, COMPLETIONS, Mode
 from services.router.relay.relay import Relay
-from services.router.settings import Settings
+from services.router.settings import Settings, is_local
 from services.router.telemetry.request_log import RequestLog
 from shared.contracts.failures import Reason
-from shared.http.edge import AsgiApp, Header, HttpEdge
-from shared.http.errors import HttpError, error_body
+from shared.http.edge import AsgiApp, HttpEdge
+from shared.http.errors import Header, HttpError, error_body
 from shared.http.limits import EdgeLimits
+from shared.http.origin import OriginPolicy
 from shared.runtime.clock import Clock
 from shared.telemetry.propagation import trace_named
 
@@ -46,7 +47,14 @@ UPLOAD_DISCARDED_FACTOR = 4
 """A body whose Content-Length is up to this many times the limit is read and discarded: most clients read the response
 only after they have sent the body, so that closing at once would show them a reset connection instead of the 413.
 """
-BAD_MODE = f"x-baton-mode must be one of {', '.join(Mode)}."
+BAD_MODE = bad_request(f"x-baton-mode must be one of {', '.join(Mode)}.")
+NOT_JSON = HttpError(
+    415,
+    error_body(
+        415, "Send JSON, with the header `Content-Type: application/json` (`curl -d` sends a form's without it)."
+    ),
+    reason="not_json",
+)
 BUG = "Internal error in the router; its log has details."
 
 
@@ -64,7 +72,7 @@ class Edge(HttpEdge[HttpRequest]):
         authenticator: Authenticator,
         app: AsgiApp,
     ) -> None:
-        super().__init__(app, clock.now, limits_of(settings))
+        super().__init__(app, clock.now, limits_of(settings), origins_of(settings, authenticator))
         self._settings = settings
         self._now = clock.now
         self._relay = relay
@@ -74,16 +82,12 @@ class Edge(HttpEdge[HttpRequest]):
         prefix, numbers = secrets.token_hex(6), itertools.count(1)
         self._new_id = lambda: f"{prefix}-{next(numbers)}"
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """ASGI."""
-        refusal = self._authenticator.refusal(scope)
-        if refusal is None:
-            await self.app(scope, receive, send)
-            return
-        self._request_log.refused(refusal.status, refusal.reason)
-        headers = [*refusal.headers(), (b"content-length", b"%d" % len(refusal.body))]
-        await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
-        await send({"type": "http.response.body", "body": refusal.body})
+    def refusal(self, scope: Any) -> HttpError | None:
+        """Why FastAPI does not get this request; None when it does."""
+        refusal = super().refusal(scope) or self._authenticator.refusal(scope)
+        if refusal is not None:
+            self._request_log.refused(refusal.status, refusal.reason)
+        return refusal
 
     def admit(
         self, connection: Connection, path: str, headers: list[Header], *, http11: bool, keep: bool
@@ -94,21 +98,26 @@ class Edge(HttpEdge[HttpRequest]):
             connection, head, Upload(self._now(), self.upload_totals), http11=http11, keep_alive=keep
         )
         client = self._authenticator.client(headers)
-        if not self._lets_in(http_request, client):
+        if not self._lets_in(http_request, client, headers):
             return http_request
         if client is not ANYONE:
             self.connections.know(connection)
+        if head.content_type != JSON_TYPE:
+            head.content_type = JSON_TYPE if is_json(head.content_type) else ""
         if head.mode is None:
-            self._refuse(http_request, HttpError(400, error_body(400, BAD_MODE), reason="bad_request"))
+            self._refuse(http_request, BAD_MODE)
+        elif not head.content_type:
+            self._refuse(http_request, NOT_JSON)
         elif len(self._relay.in_flight) >= self._settings.requests_at_once_max:
             self._refuse(http_request, failed(Reason.WORKER_BUSY, "The router is full. Try again shortly."))
         else:
             self.limit_body(http_request, head.length)
         return http_request
 
-    def _lets_in(self, http_request: HttpRequest, client: ApiClient | None) -> bool:
+    def _lets_in(self, http_request: HttpRequest, client: ApiClient | None, headers: list[Header]) -> bool:
         """Whether the client may have requests served. A refusal closes rather than read a large body."""
-        refusal = self._authenticator.request(client)
+        refusal = self.origins.refusal(headers) if self.origins is not None else None
+        refusal = refusal or self._authenticator.request(client)
         if refusal is not None:
             closes = http_request.head.length > UPLOAD_DISCARDED_FACTOR * self._settings.body_bytes_max
             self._refuse(http_request, msgspec.structs.replace(refusal, closes=closes))
@@ -183,3 +192,16 @@ def limits_of(settings: Settings) -> EdgeLimits:
         keep_alive_s=settings.keep_alive_s,
         drain_s_max=settings.drain_s_max,
     )
+
+
+def origins_of(settings: Settings, authenticator: Authenticator) -> OriginPolicy | None:
+    """Which pages may use the router. Where a key is needed, a page needs one: browsers attach none by themselves."""
+    if authenticator.closed:
+        return None
+    return OriginPolicy("ROUTER_ALLOWED_HOSTS", settings.allowed_hosts, checks_host=is_local(settings))
+
+
+def is_json(content_type: str) -> bool:
+    """Whether the body is JSON by its type. A form of another site's page can send other types only."""
+    media = content_type.partition(";")[0].strip().lower()
+    return media == JSON_TYPE or (media.startswith("application/") and media.endswith("+json"))

@@ -15,8 +15,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from services.router.auth.client import ANYONE
 from services.router.placement.request_fields import Mode
 from shared.contracts.ids import RequestId, is_subject_token
-from shared.http.edge import Header
-from shared.http.errors import HttpError
+from shared.http.errors import Header, HttpError
 
 TRACE_CONTEXT = {
     b"traceparent": re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"),
@@ -24,6 +23,10 @@ TRACE_CONTEXT = {
 }
 """Headers that are passed on to the workers, in the form that W3C Trace Context prescribes."""
 
+READ = frozenset({b"content-length", b"content-type", b"x-request-id", b"x-baton-mode", b"x-baton-class"})
+READ |= {b"x-baton-tenant", *TRACE_CONTEXT}
+"""The headers that the router reads; clients send many others."""
+JSON_TYPE = "application/json"
 UNPRINTABLE = b"unprintable"
 MODES = {mode.value.encode(): mode for mode in Mode}
 
@@ -79,13 +82,15 @@ class Head:
         self.class_name = ""
         self.tenant = ""
         """The header's tenant, which counts when no API key says otherwise."""
-        self.content_type = "application/json"
+        self.content_type = JSON_TYPE
         self.length = -1
         """The Content-Length; -1 without one."""
         self.trace: dict[str, str] | None = None
         """The client's W3C trace context."""
         request_id = ""
         for name, value in headers:
+            if name not in READ:
+                continue
             if name == b"content-length":
                 self.length = int(value)
             elif name == b"content-type":

@@ -6,8 +6,7 @@ from services.router.http.request import header_value
 from services.router.placement.placement import Placement
 from services.router.placement.request_fields import Mode
 from services.router.relay.request_context import RequestContext
-from shared.http.edge import Header
-from shared.http.errors import NO_SNIFFING
+from shared.http.errors import NO_SNIFFING, Header
 
 FIXED_HEADERS_MAX = 4096
 """Maximum number of cached combinations; the cache is cleared when it is full."""

@@ -19,7 +19,7 @@ from shared.contracts.failures import Failure, Reason
 from shared.contracts.ids import Epoch, WorkerId
 from shared.contracts.inference import LegReport
 from shared.contracts.workers import Fingerprint
-from shared.http.edge import Header
+from shared.http.errors import Header
 from shared.telemetry.span_names import SpanName
 
 NEVER = float("inf")

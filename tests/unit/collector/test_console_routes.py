@@ -201,6 +201,41 @@ async def test_dns_rebinding_gives_no_permission():
         assert (refused.status_code, orders) == (403, [])
 
 
+PAGES = [
+    {"host": "rebound.example:8001"},
+    {"origin": "https://elsewhere.example"},
+    {"origin": "null"},
+    {"origin": "http://127.0.0.1:3000", "sec-fetch-site": "same-site"},
+    {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors", "sec-fetch-dest": "script"},
+]
+
+
+@pytest.mark.parametrize("headers", PAGES)
+async def test_pages_of_other_sites_can_neither_read_nor_act(headers):
+    async with (
+        world() as one,
+        serving(one) as (_server, port),
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, headers=headers) as client,
+    ):
+        orders = await answer_drain(one)
+        for path in ("/console", "/console/events", "/console/requests/x", "/metrics"):
+            assert (await client.get(path)).status_code == 403
+        refused = await client.post("/console/orders", json=DRAIN_D1)
+
+        assert (refused.status_code, orders) == (403, [])
+        assert (await client.get("/health")).status_code == 200
+
+
+async def test_a_link_of_another_site_leads_to_the_console():
+    link = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}
+    async with (
+        world() as one,
+        serving(one) as (_server, port),
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client,
+    ):
+        assert (await client.get("/console", headers=link)).status_code == 200
+
+
 @pytest.mark.parametrize("url", ["http://localhost:8001", "http://127.0.0.1:8001", "http://[::1]:8001", "http://[::1]"])
 async def test_loopback_names_give_permission(url):
     async with world() as one, one.client(url) as client:

@@ -1,0 +1,110 @@
+"""Which requests of browsers are refused: a page of another site must not use a server through its visitor's browser.
+
+A browser sends requests wherever a page asks it to, also to servers that only its own machine can reach. It names the
+page's site in ``Origin`` and ``Sec-Fetch-Site``, which no page can change. A site can also let its own name resolve to
+this machine (DNS rebinding): then the browser takes the server for the page's own site, but names it in ``Host``. So a
+server that trusts whoever can connect accepts only names that no stranger controls. Other clients than browsers send
+neither ``Origin`` nor ``Sec-Fetch-Site``, and are not affected.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable
+from ipaddress import ip_address
+
+from shared.http.errors import Header, HttpError, error_body
+
+READ = frozenset({b"host", b"origin", b"sec-fetch-site"})
+OWN_SITE = frozenset({b"same-origin", b"none"})
+"""Of ``Sec-Fetch-Site``: the page is this server's own, or the user typed the address."""
+LOCAL_SUFFIXES = (".localhost", ".internal")
+"""Reserved: nobody can register a name below them."""
+HOSTS_KEPT_MAX = 256
+"""Names that were found to be good, so that they are checked once."""
+
+
+class OriginPolicy:
+    """Refuses requests that a page of another site has made; with ``checks_host`` also those under a foreign name."""
+
+    def __init__(self, setting: str, hosts: str, *, checks_host: bool) -> None:
+        """``hosts``, from the variable ``setting``: further names of this server, and of sites whose pages may use it,
+        each with or without a port, separated by commas.
+        """
+        self._named = {host.strip().lower() for host in hosts.split(",") if host.strip()}
+        self._own = {"localhost", socket.gethostname().lower()}
+        self._setting = setting
+        self._checks_host = checks_host
+        self._good: set[bytes] = set()
+
+    def refusal(self, headers: Iterable[Header], *, navigates: bool = False) -> HttpError | None:
+        """Why the request is refused; None when it is not. ``navigates``: it is a GET; a link of another site may lead
+        here, because the other site cannot read the response.
+        """
+        host, origin, site = b"", b"", b""
+        for name, value in headers:
+            if name not in READ:
+                continue
+            if name == b"host":
+                if self._checks_host and value not in self._good and not self._is_own(value):
+                    return self._refused(f"This server is not known as {_shown(value)}.")
+                host = value
+            elif name == b"origin":
+                origin = value
+            else:
+                site = value
+        if not (origin or site):
+            return None
+        return self._refusal_of_page(host, origin, site, headers if navigates else ())
+
+    def _refusal_of_page(
+        self, host: bytes, origin: bytes, site: bytes, navigation: Iterable[Header]
+    ) -> HttpError | None:
+        asking = origin.partition(b"://")[2].lower()
+        if origin and asking != host.lower() and not self._is_named(asking):
+            return self._refused(f"Pages of {_shown(origin)} may not use this server.")
+        if site and site not in OWN_SITE and not (origin and self._is_named(asking)):
+            if (b"sec-fetch-mode", b"navigate") in navigation and (b"sec-fetch-dest", b"document") in navigation:
+                return None
+            return self._refused("Pages of another site may not use this server.")
+        return None
+
+    def _is_own(self, value: bytes) -> bool:
+        """Whether a Host header has a name that only the operator can have given to this server. No DNS name is an
+        address, and no public one is without a dot.
+        """
+        name = host_of(value.decode("latin-1"))
+        own = name in self._own or "." not in name.rstrip(".") or name.endswith(LOCAL_SUFFIXES) or is_address(name)
+        if not own and not self._is_named(value.lower()):
+            return False
+        if len(self._good) < HOSTS_KEPT_MAX:
+            self._good.add(value)
+        return True
+
+    def _is_named(self, host: bytes) -> bool:
+        text = host.decode("latin-1")
+        return bool(self._named) and (text in self._named or host_of(text) in self._named)
+
+    def _refused(self, why: str) -> HttpError:
+        message = f"{why} If it should be, set {self._setting} to its name."
+        return HttpError(403, error_body(403, message, code="foreign_origin"), reason="foreign_origin")
+
+
+def host_of(host: str) -> str:
+    """The name of ``name:port`` or ``[::1]:port``, in lower case."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return (host.rpartition(":")[0] if host.count(":") == 1 else host).lower()
+
+
+def is_address(host: str) -> bool:
+    """Whether that is an IP address."""
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _shown(value: bytes) -> str:
+    return value[:100].decode("latin-1")
