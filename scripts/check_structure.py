@@ -41,7 +41,7 @@ PURE = {
     ),
     "services.router.relay": "failure_policy migration timings",
     "services.router.state": (
-        "block_table cluster_view fleet_table prefix_index reservations sent_work worker_speed worker_speeds"
+        "block_table cluster_view fleet_table prefix_index quarantine reservations sent_work worker_speed worker_speeds"
     ),
     "services.router.telemetry": "outcome trace_sampling ttft",
     "services.router.tokenize": "block_hash parity",

@@ -29,11 +29,13 @@ from services.router.relay.legs import LegRunner
 from services.router.relay.relay import Relay
 from services.router.relay.retry import Retry
 from services.router.relay.start_leg import LegStarter
+from services.router.relay.suspects import Suspects
 from services.router.settings import Settings, admission_policy, failure_policy, request_policy
 from services.router.state.block_table import IS_COMPILED
 from services.router.state.bus_health import BusHealth
 from services.router.state.feeds import DefaultModeFeed, FleetFeed, KvFeed, ReservationFeed
 from services.router.state.fleet import Fleet
+from services.router.state.quarantine import Quarantine
 from services.router.state.worker_speeds import WorkerSpeeds
 from services.router.telemetry.health import health_of
 from services.router.telemetry.metrics import LiveMetrics, QueueMetrics, RequestMetrics, SpeedMetrics
@@ -89,7 +91,8 @@ class Router:
             clock,
             QueueMetrics(self.registry, settings.queue_max),
         )
-        self.reservations = ReservationFeed(router_id, bus, clock, fleet.cluster)
+        self.quarantine = Quarantine(settings.quarantine_s)
+        self.reservations = ReservationFeed(router_id, bus, clock, fleet.cluster, self.quarantine)
         self.default_mode = DefaultModeFeed(bus)
         self.kv = KvFeed(bus, fleet.index)
         self.feed = FleetFeed(
@@ -146,6 +149,7 @@ class Router:
             request_log=self.request_log,
             response_headers=response_headers,
         )
+        suspects = Suspects(self.quarantine, self.reservations, self.request_log, now)
         retry = Retry(
             settings=settings,
             now=now,
@@ -156,6 +160,7 @@ class Router:
             inbox=self.inbox,
             prompts=self.prompts,
             request_log=self.request_log,
+            suspects=suspects,
         )
         return Relay(
             settings=settings,
@@ -169,6 +174,7 @@ class Router:
             placing=placing,
             runner=runner,
             retry=retry,
+            suspects=suspects,
             decisions=self.decisions,
             request_log=self.request_log,
             tracing=tracing,

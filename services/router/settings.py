@@ -76,6 +76,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """A larger response that is no stream fails its request."""
     leg_buffer_bytes_max: int = 8 * 1024 * 1024
     """Frames that wait for a slow client; the leg fails beyond that."""
+    quarantine_s: float = 60.0
+    """How long a request is refused with 422 after an engine died while it computed it; four times as long after each
+    further death, an hour at most. 0: it may be sent again at once.
+    """
     sequences_max: int = 2048
     """Sequences of one request (completions of its prompts, or inputs of a batch); more are refused with 400. An
     engine's worker counts each as a leg.
@@ -171,6 +175,10 @@ def check(settings: Settings) -> None:
     request_policy(settings)
     admission_policy(settings)
     failure_policy(settings)
+    if not settings.quarantine_s >= 0:
+        raise SettingsError(f"ROUTER_QUARANTINE_S is {settings.quarantine_s}; it must be 0 or more")
+    if settings.sequences_max < 1:
+        raise SettingsError(f"ROUTER_SEQUENCES_MAX is {settings.sequences_max}; it must be 1 or more")
     if not 0 <= settings.resumes_max <= RESUMES_MAX_MAX:
         raise SettingsError(f"ROUTER_RESUMES_MAX is {settings.resumes_max}; it must be 0 to {RESUMES_MAX_MAX}")
 

@@ -195,9 +195,10 @@ class LegInbox:
 
     def worker_lost(self, worker_id: WorkerId, epoch: Epoch) -> None:
         """Fail every leg of this epoch of the worker, or of an earlier one."""
+        lost = Failure(reason=Reason.WORKER_LOST, message=f"worker {worker_id} was lost", suspect=True)
         for leg in list(self._legs.values()):
             if leg.worker_id == worker_id and (leg.epoch is None or leg.epoch <= epoch):
-                self._lose(leg, Failure(reason=Reason.WORKER_LOST, message=f"worker {worker_id} was lost"))
+                self._lose(leg, lost)
 
     def cancel(self, leg: Leg, why: Failure) -> None:
         """End the leg here and cancel it at its worker."""

@@ -30,6 +30,8 @@ class Reason(StrEnum):
     """The worker is silent or its epoch ended: place again if no byte was sent to the client."""
     ENGINE_DEAD = "engine_dead"
     """The engine died while the leg ran."""
+    QUARANTINED = "quarantined"
+    """An engine died while it computed the same request a moment ago: 422, so that clients do not retry."""
     FRAMES_LOST = "frames_lost"
     """A frame of the leg is missing or its message could not be read."""
     CANNOT_RESUME = "cannot_resume"
@@ -61,6 +63,7 @@ HTTP_STATUS: dict[Reason, int] = {
     Reason.FORBIDDEN: 403,
     Reason.WORKER_LOST: 502,
     Reason.ENGINE_DEAD: 502,
+    Reason.QUARANTINED: 422,
     Reason.FRAMES_LOST: 502,
     Reason.CANNOT_RESUME: 502,
     Reason.DEADLINE: 504,
@@ -79,3 +82,7 @@ class Failure(Message, frozen=True, kw_only=True):
     reason: Reason
     message: str
     retry_after_s: float | None = None
+    suspect: bool = False
+    """ENGINE_DEAD: the engine had the leg and had generated nothing for it, so it may have died of it. WORKER_LOST: the
+    worker had the leg, and nobody knows what became of its engine.
+    """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from shared.contracts.ids import Epoch, RouterId, WorkerId
 from shared.contracts.message import Message
 
@@ -21,6 +23,15 @@ class Reservation(Message, frozen=True, kw_only=True):
     """Prompt and expected completion, that will lie in its KV cache."""
 
 
+class Quarantined(Message, frozen=True, kw_only=True):
+    """A request that an engine may have died of: no router should place it."""
+
+    digest: bytes
+    """Of its body, 16 bytes."""
+    for_s: float
+    """Seconds from now."""
+
+
 class Reservations(Message, frozen=True, kw_only=True):
     """Router -> routers: what it has placed since its last such message; with nothing in it, a sign of life. ``seq``
     counts from 1.
@@ -29,3 +40,4 @@ class Reservations(Message, frozen=True, kw_only=True):
     router_id: RouterId
     seq: int
     made: list[Reservation]
+    quarantined: list[Quarantined] = msgspec.field(default_factory=list)

@@ -22,6 +22,11 @@ ROUTER_RESUMES = counter(
     "Streams that were resumed on another worker, by the reason of the interruption.",
     "reason",
 )
+ROUTER_QUARANTINED = counter(
+    "baton_router_quarantined_total",
+    "requests",
+    "Requests refused for a while because an engine died while it computed them.",
+)
 ROUTER_RESUME = seconds(
     "baton_router_resume_seconds", "Gap in the client's stream when it is resumed on another worker."
 )

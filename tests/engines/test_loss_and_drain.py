@@ -22,6 +22,7 @@ pytestmark = pytest.mark.vllm
 LONG = {"max_tokens": 4000, "stream": True}
 IDLE_CPU_MAX = 0.15
 BLOCK = 32
+SOME_TOKENS = 20
 
 
 async def first_data(leg) -> None:
@@ -129,12 +130,19 @@ async def test_a_dead_engine_fails_every_leg_and_ends_its_worker(pair, router):
         )
         for stream in (True, False)
     )
-    await router.load_where(decode, lambda load: load.running == 2)
+    load = await router.load_where(decode, lambda load: load.running == 2)
+    generated = load.generation_tokens_total
+    await router.load_where(decode, lambda load: load.generation_tokens_total >= generated + SOME_TOKENS)
+    decode.engine_core().suspend()
+    stuck = asyncio.create_task(router.leg(decode, LegKind.AGGREGATED, completion(prompt_of(60, seed=38))))
+    await router.load_where(decode, lambda load: load.waiting_tokens > 0)
 
     decode.engine_core().kill()
 
-    assert (await streamed).failure.reason is Reason.ENGINE_DEAD
-    assert (await whole).failure.reason is Reason.ENGINE_DEAD
+    failures = [(await leg).failure for leg in (streamed, whole, stuck)]
+    assert [failure.reason for failure in failures] == [Reason.ENGINE_DEAD] * 3
+    # Only the leg without a token may be what the engine died of.
+    assert [failure.suspect for failure in failures] == [False, False, True]
     assert await asyncio.to_thread(decode.process.wait, STOP_S_MAX) != 0
     assert await gone(children)
 

@@ -22,6 +22,7 @@ MEANINGS = {
     Reason.CACHE_MISSED: "Less of its prompt was cached on the worker than predicted.",
     Reason.WORKER_LOST: "Its worker stopped reporting.",
     Reason.ENGINE_DEAD: "Its engine died.",
+    Reason.QUARANTINED: "An engine died while it computed the same request shortly before.",
     Reason.FRAMES_LOST: "A message of its response stream was lost.",
     Reason.CANNOT_RESUME: "Its stream broke, and no other worker could resume it.",
     Reason.DEADLINE: "It exceeded its deadline.",

@@ -20,6 +20,7 @@ from services.router.relay.legs import EngineRefused, LegRunner
 from services.router.relay.migration import resumes_allowed, why_not_resumable
 from services.router.relay.request_context import CLIENT_LEFT, RequestContext
 from services.router.relay.retry import Retry
+from services.router.relay.suspects import Suspects
 from services.router.relay.timings import Timings
 from services.router.settings import Settings
 from services.router.state.cluster_view import ClusterView
@@ -54,6 +55,7 @@ class Relay:
         placing: Placing,
         runner: LegRunner,
         retry: Retry,
+        suspects: Suspects,
         decisions: DecisionService,
         request_log: RequestLog,
         tracing: Tracing,
@@ -70,6 +72,7 @@ class Relay:
         self._placing = placing
         self._runner = runner
         self._retry = retry
+        self._suspects = suspects
         self._decisions = decisions
         self._request_log = request_log
         self._tracing = tracing
@@ -118,6 +121,9 @@ class Relay:
         if (too_many := too_many_sequences(context, self._settings.sequences_max)) is not None:
             self._refuse(context, too_many)
             return
+        if (refused := self._suspects.refusal(context)) is not None:
+            self._fail(context, refused)
+            return
         begun = self._now()
         context.prompt = prompt = await self._prompts.of(context.http_request, facts)
         ended = self._now()
@@ -146,6 +152,7 @@ class Relay:
             begun, place_s = self._now(), timings.place_s
             lost = await self._attempt(context, placement)
             if lost is None:
+                self._suspects.cleared(context)
                 return
             self._decisions.failed(context, lost.failure)
             found = await self._retry.next_attempt(context, request, lost)

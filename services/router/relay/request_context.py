@@ -63,6 +63,10 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
     attempts: int = 0
     answering: bool = False
     """The client has received data of the present attempt."""
+    deaths: int = 0
+    """Engines that died, or may have, while they computed this request."""
+    digest: bytes = b""
+    """See ``state.quarantine``; empty while it is not needed."""
     failed_workers: dict[WorkerId, Epoch] = msgspec.field(default_factory=dict)
     """Workers that failed this request. A worker that has restarted since has a later epoch."""
     busy_workers: set[WorkerId] = msgspec.field(default_factory=set)

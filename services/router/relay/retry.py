@@ -20,6 +20,7 @@ from services.router.relay.failure_policy import (
 )
 from services.router.relay.migration import continued
 from services.router.relay.request_context import RequestContext
+from services.router.relay.suspects import Suspects
 from services.router.settings import Settings
 from services.router.state.bus_health import CHECK_S_MAX, CHECK_S_MIN, BusHealth
 from services.router.state.cluster_view import ClusterView, WorkerView
@@ -55,6 +56,7 @@ class Retry:
         inbox: LegInbox,
         prompts: Prompts,
         request_log: RequestLog,
+        suspects: Suspects,
     ) -> None:
         self._now = now
         self._attempts_max = settings.attempts_max
@@ -66,12 +68,16 @@ class Retry:
         self._inbox = inbox
         self._prompts = prompts
         self._request_log = request_log
+        self._suspects = suspects
 
     async def next_attempt(
         self, context: RequestContext, request: PlacementRequest, lost: LegFailed
     ) -> NextAttempt | Failure:
         """After ``lost`` ended an attempt: the next one, or the failure to send to the client."""
         begun, failure = context.http_request.begun, lost.failure
+        if (blamed := self._suspects.blame(context, lost)) is not None:
+            context.give_up(blamed)
+            return blamed
         kind = kind_of(
             failure.reason,
             prefill=failed_in_prefill(context, lost),

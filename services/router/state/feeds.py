@@ -16,6 +16,7 @@ from services.router.state.block_table import IS_COMPILED
 from services.router.state.cluster_view import ClusterView
 from services.router.state.fleet import Fleet
 from services.router.state.prefix_index import IndexState, PrefixIndex
+from services.router.state.quarantine import Quarantine
 from services.router.state.reservations import ReservationBook
 from services.router.state.sent_work import Sent
 from services.router.state.worker_speeds import WorkerSpeeds
@@ -55,6 +56,8 @@ FAILURES_MAX = 3
 """Failed requests after which placement uses the worker's load alone; the router keeps trying."""
 BATCH_S = 0.005
 """Pause between two messages with reservations. Placements in the pause travel together."""
+QUARANTINED_HEARD_MAX = 64
+"""Requests that one message of another router can quarantine here."""
 SWEEP_S = 1.0
 """Interval at which workers that are neither registered nor heard are dropped."""
 RETRY_S = 2.0
@@ -147,8 +150,11 @@ class ReservationFeed:
     heartbeats only.
     """
 
-    def __init__(self, router_id: RouterId, bus: Bus, clock: Clock, cluster: ClusterView) -> None:
+    def __init__(
+        self, router_id: RouterId, bus: Bus, clock: Clock, cluster: ClusterView, quarantine: Quarantine
+    ) -> None:
         self.book = ReservationBook(router_id)
+        self._quarantine = quarantine
         self._bus = bus
         self._clock = clock
         self._cluster = cluster
@@ -163,6 +169,11 @@ class ReservationFeed:
         if not self.book.alone and start.epoch is not None:
             self.book.note(start.worker_id, start.epoch, max(0, start.expected_tokens), context_tokens, start.sequences)
             self._wake.set()
+
+    def quarantined(self, digest: bytes, for_s: float) -> None:
+        """Tell the other routers to refuse a request for a while, too."""
+        self.book.note_quarantined(digest, for_s)
+        self._wake.set()
 
     async def follow(self) -> None:
         """Publish until cancelled: after a reservation, at most once per ``BATCH_S``, and once per ``ANNOUNCE_S``."""
@@ -188,6 +199,9 @@ class ReservationFeed:
         if not self.book.knows(message.router_id):
             self._wake.set()  # The other router does not know this one either.
         now = self._clock.now()
+        if message.router_id != self.book.router_id:
+            for quarantined in message.quarantined[:QUARANTINED_HEARD_MAX]:
+                self._quarantine.heard(quarantined.digest, quarantined.for_s, now)
         for one in self.book.hear(message, now):
             sent = Sent(now, one.tokens, one.context_tokens, one.legs)
             self._cluster.others_started(one.worker_id, one.epoch, sent)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from hashlib import blake2b
 
 from shared.contracts.ids import Epoch, RouterId, WorkerId
-from shared.contracts.reservations import ANNOUNCE_S, Reservation, Reservations
+from shared.contracts.reservations import ANNOUNCE_S, Quarantined, Reservation, Reservations
 
 SILENT_S_MAX = 3 * ANNOUNCE_S
 """A router that was silent for longer is gone."""
@@ -20,6 +20,8 @@ SLOT_S = 0.008
 SLOTS_EACH = 2
 """Time slots for each router: with more slots, fewer routers act in the same one."""
 SLOTS_MAX = 12
+QUARANTINED_MAX = 64
+"""Quarantined requests in one message; further ones are not published."""
 WORKERS_MAX = 4096
 """Workers in one message; placements on further ones are not published."""
 
@@ -30,10 +32,11 @@ class ReservationBook:
     def __init__(self, router_id: RouterId) -> None:
         self.alone = True
         """No other router is alive: reservations need not be noted."""
-        self._router_id = router_id
+        self.router_id = router_id
         self._seq = 0
         self._lags = 0
         self._unpublished: dict[tuple[WorkerId, Epoch], tuple[int, int, int]] = {}
+        self._quarantined: list[Quarantined] = []
         self._others: dict[RouterId, tuple[int, float]] = {}
         """Number of the newest message, and when it came."""
 
@@ -52,6 +55,11 @@ class ReservationBook:
         if legs_before or len(self._unpublished) < WORKERS_MAX:
             self._unpublished[key] = (legs_before + legs, tokens_before + tokens, context_before + context_tokens)
 
+    def note_quarantined(self, digest: bytes, for_s: float) -> None:
+        """Publish with the next message that this request is refused."""
+        if not self.alone and len(self._quarantined) < QUARANTINED_MAX:
+            self._quarantined.append(Quarantined(digest=digest, for_s=for_s))
+
     def message(self) -> Reservations:
         """All reservations that are not published yet; without any, a heartbeat."""
         made = [
@@ -59,12 +67,13 @@ class ReservationBook:
             for (worker_id, epoch), (legs, tokens, context_tokens) in self._unpublished.items()
         ]
         self._unpublished = {}
+        quarantined, self._quarantined = self._quarantined, []
         self._seq += 1
-        return Reservations(router_id=self._router_id, seq=self._seq, made=made)
+        return Reservations(router_id=self.router_id, seq=self._seq, made=made, quarantined=quarantined)
 
     def hear(self, message: Reservations, now: float) -> list[Reservation]:
         """Any router's message, this one's included; returns the reservations that are new."""
-        if message.router_id == self._router_id:
+        if message.router_id == self.router_id:
             return []
         known = self._others.get(message.router_id)
         if known is None and len(self._others) >= ROUTERS_MAX:
@@ -77,7 +86,7 @@ class ReservationBook:
 
     def knows(self, router_id: RouterId) -> bool:
         """Whether that router was heard before, or is this one."""
-        return router_id == self._router_id or router_id in self._others
+        return router_id == self.router_id or router_id in self._others
 
     def lag_s(self) -> float:
         """A delay before acting on a message that all routers receive at once, such as a load report. Each router draws
@@ -87,7 +96,7 @@ class ReservationBook:
             return 0.0
         self._lags += 1
         slots = min(SLOTS_MAX, SLOTS_EACH * (len(self._others) + 1))
-        chance = blake2b(f"{self._router_id} {self._lags}".encode(), digest_size=4).digest()
+        chance = blake2b(f"{self.router_id} {self._lags}".encode(), digest_size=4).digest()
         return SLOT_S * (int.from_bytes(chance, "big") % slots)
 
     def forget_silent(self, now: float) -> None:

@@ -51,6 +51,7 @@ class RequestMetrics:
         self._refusals = counter(names.ROUTER_REFUSALS, registry)
         self._retries = counter(names.ROUTER_RETRIES, registry)
         self._resumes = counter(names.ROUTER_RESUMES, registry)
+        self.quarantined = counter(names.ROUTER_QUARANTINED, registry)
         self._children: dict[tuple[str, int | str], Any] = {}
         targets = counter(names.ROUTER_GOALS, registry)
         self._targets = {outcome: targets.labels(outcome.value) for outcome in TargetOutcome}

@@ -50,6 +50,10 @@ class RequestLog:
         """A stream continues after an interruption of ``broken_s``."""
         self.metrics.resumed(broken_s)
 
+    def quarantined(self) -> None:
+        """A request is refused from now on, because an engine may have died of it."""
+        self.metrics.quarantined.inc()
+
     def finished(self, context: RequestContext, now: float) -> RequestFinished:
         """Record a request that has ended; returns its record."""
         finished = self._tracing.ended(context, finished_request(context, now))

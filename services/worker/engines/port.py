@@ -58,6 +58,8 @@ class LegRecord:
     """With ``resume``: from now on the server's output is new to the client."""
     cannot_resume: str = ""
     """Why the engine cannot continue after these tokens."""
+    prompts_computing: int = 0
+    """Prompts, or inputs, that the engine itself has and has generated nothing for yet."""
     sequences: int = 0
     """Number that the engine is generating for this leg now."""
     is_over: bool = False

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+import msgspec
 from opentelemetry.trace import Span
 from opentelemetry.util.types import AttributeValue
 
@@ -45,10 +46,17 @@ class EngineDied(Exception):
     """The leg ended because its engine did."""
 
 
+def died_of(record: LegRecord | None) -> bool:
+    """Whether an engine that has died may have died of this leg: it computed a prompt of it."""
+    return record is not None and record.prompts_computing > 0
+
+
 @dataclass(slots=True)
 class RunningLeg:
     task: asyncio.Task[bool]
     frames: LegFrames
+    record: LegRecord | None = None
+    """None until the engine's server is called."""
 
 
 class LegServer:
@@ -116,7 +124,8 @@ class LegServer:
     def fail_all(self, failure: Failure) -> None:
         """End every leg with ``failure``."""
         for leg in self._legs.values():
-            leg.frames.fail(failure)
+            suspect = failure.reason is Reason.ENGINE_DEAD and died_of(leg.record)
+            leg.frames.fail(msgspec.structs.replace(failure, suspect=suspect))
             leg.task.cancel()
 
     async def idle(self, s_max: float) -> bool:
@@ -156,7 +165,8 @@ class LegServer:
         except CannotResume as refused:
             frames.fail(refused.failure)
         except EngineDied as died:
-            frames.fail(Failure(reason=Reason.ENGINE_DEAD, message=str(died)))
+            suspect = died_of(self._legs[start.leg_id].record)
+            frames.fail(Failure(reason=Reason.ENGINE_DEAD, message=str(died), suspect=suspect))
         except asyncio.CancelledError:
             frames.fail(Failure(reason=Reason.CANCELLED, message="the worker cancelled the leg"))
             raise
@@ -196,6 +206,7 @@ class LegServer:
             resume=resume,
             resume_joined=joined_tokens(start),
         )
+        self._legs[start.leg_id].record = record
         CURRENT_LEG.set(record)
         call = AsgiCall(start, body, record, frames, lambda: self._explain(record))
         await call.run(self._engine.app)

@@ -73,6 +73,7 @@ class FakeEngine:
         if asked.get("crash"):
             raise ZeroDivisionError("a bug in the server")
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        record.prompts_computing = 0 if asked.get("early") else 1
         record.prompt_tokens, record.cached_tokens = 7, 3 + len(record.resume or ())
         try:
             await self.may_run.wait()

@@ -90,6 +90,7 @@ class SimulatedApp:
             for choice in job.choices:
                 if not choice.has_ended():
                     choice.sequence = self._engine.submit(choice, job.params)
+                    record.prompts_computing += 1
             streaming = job.view.streamed
             await (self._stream(job, send) if streaming else self._collect(job, send))
         except EngineDead as dead:
@@ -242,6 +243,7 @@ def _note_first_token(record: LegRecord, choice: Choice) -> None:
     if choice.sequence is None:
         return
     stats: SequenceStats = choice.sequence.stats
+    record.prompts_computing -= 1
     record.prompt_tokens += len(choice.prompt)
     record.cached_tokens += stats.cached_tokens
     record.received_tokens += stats.received_tokens

@@ -74,6 +74,7 @@ class LegEngine(AsyncLLM):
         outputs = super().generate(prompt, sampling_params, request_id, **options)
         first = True
         record.sequence_began()
+        self.meter.sources.expect(request_id, record)
         try:
             async for output in outputs:
                 if first:
@@ -96,7 +97,7 @@ class LegEngine(AsyncLLM):
             record.sequence_ended()
             waiting.over()
             self.catching_up.pop(request_id, None)
-            self.meter.sources.take(request_id)
+            self.meter.sources.forget(request_id)
             await outputs.aclose()
 
     async def encode(
@@ -104,8 +105,11 @@ class LegEngine(AsyncLLM):
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """One input of the current leg, for an endpoint that generates nothing."""
         record = CURRENT_LEG.get()
+        if record is not None:
+            record.prompts_computing += 1
         async for output in super().encode(prompt, pooling_params, request_id, **options):
             if record is not None and output.finished:
+                record.prompts_computing -= 1
                 record.prompt_tokens += len(output.prompt_token_ids)
                 record.cached_tokens += output.num_cached_tokens
                 record.finish_reason = record.finish_reason or POOLED

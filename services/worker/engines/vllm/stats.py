@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from services.worker.engines.port import EngineLoad
+from services.worker.engines.port import EngineLoad, LegRecord
 from services.worker.engines.vllm.steps import NoIterations, StepMeter
 
 SMOOTHING = 0.2
@@ -35,7 +35,16 @@ class SourceTap:
 
     def __init__(self, steps: StepMeter) -> None:
         self._by_request: dict[str, PromptSources] = {}
+        self._computing: dict[str, LegRecord] = {}
+        """By request, whose prompt has no token yet. vLLM tells the caller of a response that is sent whole nothing
+        before its last token.
+        """
         self._steps = steps
+
+    def expect(self, request_id: str, record: LegRecord) -> None:
+        """The engine gets a prompt of this leg; ``forget`` must follow."""
+        self._computing[request_id] = record
+        record.prompts_computing += 1
 
     def watching(self, processor: Any) -> Callable[..., Any]:
         """``processor.process_outputs`` with this tap before it."""
@@ -52,6 +61,7 @@ class SourceTap:
         return process_outputs
 
     def _note(self, request_id: str, stats: Any) -> None:
+        self._computed(request_id)
         if len(self._by_request) >= SOURCES_MAX:
             self._by_request.pop(next(iter(self._by_request)))
         self._by_request[request_id] = PromptSources(
@@ -63,6 +73,15 @@ class SourceTap:
     def take(self, request_id: str) -> PromptSources:
         """The sources of a request's prompt, once; zeros if unknown."""
         return self._by_request.pop(request_id, PromptSources())
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended. Of a prompt that the engine died with, its leg's record keeps the count."""
+        self._computing.pop(request_id, None)
+        self._by_request.pop(request_id, None)
+
+    def _computed(self, request_id: str) -> None:
+        if (record := self._computing.pop(request_id, None)) is not None:
+            record.prompts_computing -= 1
 
 
 class Waiting:

@@ -107,12 +107,12 @@ def test_a_resumed_leg_gets_token_groups_and_the_start_time():
         frames.data(b'data: {"created":17,"choices":[]}\n\n')
         frames.data(event(0), TOKENS[:1])
         frames.data(event(1), TOKENS[1:4], [1, 2])
-        frames.fail(Failure(reason=Reason.ENGINE_DEAD, message="as the test wants"))
+        frames.fail(Failure(reason=Reason.WORKER_DRAINING, message="as the test wants"))
 
     def second(_worker: FakeWorker, _start: StartLeg, frames: LegFrames) -> None:
         frames.head(200, SSE)
         frames.data(b'data: {"created":18,"choices":[]}\n\n', TOKENS[4:6], [1])
-        frames.fail(Failure(reason=Reason.ENGINE_DEAD, message="as the test wants"))
+        frames.fail(Failure(reason=Reason.WORKER_DRAINING, message="as the test wants"))
 
     async def scenario(world: World) -> None:
         w1, w2 = await both(world, first, second)
@@ -131,12 +131,12 @@ def test_a_resumed_leg_gets_token_groups_and_the_start_time():
 def test_migrations_are_bounded_and_then_the_client_gets_an_error():
     async def scenario(world: World) -> None:
         for number in range(6):
-            await world.worker(f"w{number}", script=streams(1, fails(Reason.ENGINE_DEAD)))
+            await world.worker(f"w{number}", script=streams(1, fails(Reason.WORKER_DRAINING)))
 
         response = await world.ask(prompt(stream=True), x_baton_mode="aggregated")
 
         assert response.body.startswith(ROLE + event(0) + event(1) + event(2) + b'data: {"error":')
-        assert error_of(response.body)["code"] == "engine_dead"
+        assert error_of(response.body)["code"] == "worker_draining"
         assert sum(len(worker.started) for worker in world.workers.values()) == 3
 
     in_world(scenario, resumes_max=2)
@@ -146,7 +146,7 @@ def test_migrations_are_bounded_and_then_the_client_gets_an_error():
 def test_clients_can_lower_but_not_raise_the_resume_maximum(asked, started):
     async def scenario(world: World) -> None:
         for number in range(6):
-            await world.worker(f"w{number}", script=streams(1, fails(Reason.ENGINE_DEAD)))
+            await world.worker(f"w{number}", script=streams(1, fails(Reason.WORKER_DRAINING)))
 
         await world.ask(prompt(stream=True, baton={"resumes_max": asked}), x_baton_mode="aggregated")
 

@@ -224,6 +224,18 @@ async def test_a_dead_engine_fails_every_leg_and_ends_the_process():
         assert await worker.exit == 1
 
 
+async def test_legs_without_a_token_are_suspected_of_their_engines_death():
+    async with running_worker() as worker:
+        worker.engine.may_run.clear()
+        legs = [await worker.leg(), await worker.leg(body={"early": True})]
+        while len(worker.engine.bodies) < 2:
+            await asyncio.sleep(0)
+
+        worker.engine.reason.set_result("out of memory")
+
+        assert [(await worker.read(leg))[1].suspect for leg in legs] == [True, False]
+
+
 async def test_a_server_error_of_a_dying_engine_fails_as_engine_dead():
     async with running_worker() as worker:
         _frames, failure = await worker.read(await worker.leg(body={"status": 500, "dies": True}))

@@ -1,0 +1,89 @@
+"""Requests that an engine died of, as far as the router can tell: refused for a while, so that none kills the next one.
+
+A request is known by a digest of its body without the fields that only say who sends it: another tenant's copy is
+refused as well. Some of these requests were only computed beside the one that was at fault, so a first quarantine is
+short; each further death makes it longer, and a success ends it.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import msgspec
+
+DIGEST_BYTES = 16
+QUARANTINED_MAX = 1024
+"""Requests remembered; the oldest are dropped."""
+AGAIN_FACTOR = 4.0
+"""How much longer each further quarantine of the same request is."""
+QUARANTINE_S_MAX = 3600.0
+REMEMBERED_S = 3600.0
+"""How long after its quarantine a request's deaths are remembered."""
+SENDERS_OWN = frozenset(
+    {"baton", "cache_salt", "metadata", "prompt_cache_key", "request_id", "safety_identifier", "user"}
+)
+"""Fields of a body that an engine does not compute."""
+
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class Entry(msgspec.Struct):
+    """One request."""
+
+    until: float
+    deaths: int
+
+
+class Quarantine:
+    """Which requests are refused, and until when (seconds on the monotonic clock)."""
+
+    def __init__(self, first_s: float) -> None:
+        """``first_s``: the first quarantine of a request; 0: none is ever refused."""
+        self._first_s = min(first_s, QUARANTINE_S_MAX)
+        self._entries: dict[bytes, Entry] = {}
+
+    def __len__(self) -> int:
+        """Requests that are remembered, refused or not."""
+        return len(self._entries)
+
+    def add(self, digest: bytes, now: float) -> float:
+        """An engine died of this request, or may have; returns for how many seconds it is refused."""
+        known = self._entries.pop(digest, None)
+        deaths = known.deaths + 1 if known is not None and now < known.until + REMEMBERED_S else 1
+        for_s = min(QUARANTINE_S_MAX, self._first_s * AGAIN_FACTOR ** (deaths - 1))
+        self._keep(digest, Entry(now + for_s, deaths))
+        return for_s
+
+    def heard(self, digest: bytes, for_s: float, now: float) -> None:
+        """Another router has quarantined it."""
+        known = self._entries.pop(digest, None) or Entry(0.0, 1)
+        known.until = max(known.until, now + min(max(0.0, for_s), QUARANTINE_S_MAX))
+        self._keep(digest, known)
+
+    def refused_s(self, digest: bytes, now: float) -> float:
+        """For how many seconds more the request is refused; 0 when it is not."""
+        known = self._entries.get(digest)
+        return max(0.0, known.until - now) if known is not None and self._first_s else 0.0
+
+    def succeeded(self, digest: bytes) -> None:
+        """An engine has served the request to its end."""
+        self._entries.pop(digest, None)
+
+    def _keep(self, digest: bytes, entry: Entry) -> None:
+        self._entries[digest] = entry
+        if len(self._entries) > QUARANTINED_MAX:
+            del self._entries[next(iter(self._entries))]
+
+
+def digest_of(path: str, body: bytes) -> bytes:
+    """What a client's repeated request has in common with its first."""
+    digest = blake2b(path.encode(), digest_size=DIGEST_BYTES)
+    try:
+        fields = _fields.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        digest.update(body)
+        return digest.digest()
+    for name in sorted(fields.keys() - SENDERS_OWN):
+        digest.update(b"\0%b\0" % name.encode(errors="surrogatepass"))
+        digest.update(fields[name])
+    return digest.digest()
