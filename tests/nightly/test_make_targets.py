@@ -1,4 +1,4 @@
-"""Each long `make` target runs: campaigns in full with tonight's seed, benchmarks in a short form."""
+"""Each `make` target that documents name runs: campaigns in full with tonight's seed, benchmarks in a short form."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.nats_server import free_port
 from tests.support.processes import ROOT
 from tests.support.replay_worlds import conversations, write_mooncake
+from tests.support.system import until
 
 SEED = datetime.now(UTC).strftime("%j")
 TARGETS = {
+    "check": {},
+    "compose-test": {},
     "chaos": {"ARGS": f"--seed {SEED}"},
     "fuzz": {"ARGS": f"--seed {SEED}"},
     "bench-router": {"ARGS": "--quick --out {out}/router.md"},
@@ -24,7 +28,15 @@ TARGETS = {
     "bench-telemetry": {"ARGS": "--rounds 4 --out {out}/telemetry.md"},
     "bench-fleet": {"ARGS": "--times 1 --no-page"},
 }
+HERE = {"up", "doctor", "down"}
+"""Run by the test of a system's life."""
+ELSEWHERE = {"setup", "test", "nightly"}
+"""Run by continuous integration; setting up is a part of each of them."""
+FOR_AUTHORS = {"fix", "catalogue"}
+"""These change the tree. What they do, `make check` compares with the tree."""
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/*.md")
 RUN_S_MAX = 3000
+UP_S_MAX = 180.0
 SHOWN_CHARS = 6000
 
 
@@ -41,7 +53,47 @@ def test_a_make_target_exits_0(target: str, tmp_path: Path):
     assert done.returncode == 0, done.stdout[-SHOWN_CHARS:]
 
 
-def test_every_benchmark_of_the_makefile_is_run():
-    targets = re.findall(r"^(bench-[a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+def test_a_system_is_started_examined_and_stopped_by_make(tmp_path: Path):
+    state = ["--state-dir", str(tmp_path / "state")]
+    ports = ["--port", free_port(), "--collector-port", free_port(), "--nats-port", free_port()]
+    log = tmp_path / "up.log"
 
-    assert set(targets) <= TARGETS.keys()
+    def command(target: str, *arguments: object) -> list[str]:
+        return ["make", target, "ARGS=" + " ".join(map(str, arguments))]
+
+    with log.open("wb") as out:
+        up = subprocess.Popen(
+            command("up", "--engine", "simulated", *ports, *state), cwd=ROOT, stdout=out, stderr=subprocess.STDOUT
+        )
+        try:
+            until(lambda: up.poll() is not None or "Baton is ready" in log.read_text(), "the system is ready", UP_S_MAX)
+            examined = subprocess.run(
+                command("doctor", "--quick", *state),
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                timeout=UP_S_MAX,
+                check=False,
+            )
+            subprocess.run(command("down", *state), cwd=ROOT, timeout=UP_S_MAX, check=True, capture_output=True)
+            ended = up.wait(UP_S_MAX)
+        finally:
+            up.terminate()
+            up.wait(UP_S_MAX)
+
+    assert examined.returncode == 0, examined.stdout + examined.stderr + log.read_text()
+    assert ended == 0, log.read_text()
+
+
+def test_every_target_that_documents_name_is_run():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):(?!=)", makefile, flags=re.MULTILINE))
+    named: set[str] = set()
+    for pattern in DOCUMENTS:
+        for page in ROOT.glob(pattern):
+            named.update(re.findall(r"\bmake ([a-z][a-z-]*)", page.read_text(encoding="utf-8")))
+    run = TARGETS.keys() | HERE | ELSEWHERE | FOR_AUTHORS
+    benchmarks = {target for target in targets if target.startswith("bench-")}
+
+    assert (named & targets) | benchmarks <= run
+    assert run <= targets

@@ -140,9 +140,12 @@ class Upgrade:
     def revisions(self) -> dict[str, Any]:
         """As the router's list of models tells: who serves, with which share."""
         try:
-            (model,) = self._http.get("/v1/models").json()["data"] or [{"revisions": []}]
+            answer = self._http.get("/v1/models")
         except httpx.TransportError:
             return {}
+        if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:  # it starts
+            return {}
+        (model,) = answer.raise_for_status().json()["data"] or [{"revisions": []}]
         return {one["revision"]: (one["share"], one["workers"]) for one in model["revisions"]}
 
     def until_serving(self, *revisions: str) -> None:
