@@ -129,6 +129,7 @@ class NatsBus(Connection):
             raise BusDown(f"no NATS at {without_password(url)} within {connect_s_max:g} s: {why}") from error
         self._connect_until = math.inf
         self._errors.is_first_attempt = False
+        self.counts.certificate_ends_at = self._nc.certificate_ends_at
         await self._subscribe(self._inbox.subject, self._inbox.on_message, QUEUE_MAX, None)
 
     async def _connected(self, connecting: Coroutine[Any, Any, None]) -> None:
@@ -305,6 +306,7 @@ class NatsBus(Connection):
 
     async def _on_reconnected(self) -> None:
         self.counts.reconnects += 1
+        self.counts.certificate_ends_at = self._nc.certificate_ends_at
         log.warning("reconnected to NATS")
         self._call(self.reconnected)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +57,14 @@ class DirectClient(Client):
         """Abort the lost socket first: nats-py would wait for ever if it cannot send what is pending."""
         self.abort()
         await super()._attempt_reconnect()
+
+    @property
+    def certificate_ends_at(self) -> float:
+        """When the server's certificate expires, in Unix time; 0 without TLS."""
+        writer = getattr(self._transport, "_io_writer", None)
+        connection = writer.get_extra_info("ssl_object") if writer is not None else None
+        certificate = connection.getpeercert() if connection is not None else None
+        return float(ssl.cert_time_to_seconds(certificate["notAfter"])) if certificate else 0.0
 
     def abort(self) -> None:
         """Close the socket at once; unsent data is lost."""

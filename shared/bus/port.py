@@ -95,6 +95,8 @@ class BusCounts:
     parts_lost: int = 0
     """Messages in parts of which one part never arrived."""
     reconnects: int = 0
+    certificate_ends_at: float = 0.0
+    """When the server's certificate expires, in Unix time; 0 if the connection is not encrypted."""
 
 
 Handler = Callable[[M, Envelope], Awaitable[None] | None]

@@ -343,3 +343,8 @@ BUS_BAD = counter(
 )
 BUS_PARTS_LOST = counter("baton_bus_incomplete_messages_total", "messages", "Multi-part messages with a missing part.")
 BUS_RECONNECTS = counter("baton_bus_reconnects_total", "reconnections", "Reconnections to NATS.")
+BUS_CERTIFICATE_EXPIRES = gauge(
+    "baton_bus_certificate_expires_timestamp_seconds",
+    "seconds",
+    "When the certificate of NATS expires, in Unix time; 0 without TLS.",
+)

@@ -5,9 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
+import signal
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from services.launcher.cluster.files import create
+from services.launcher.cluster.folder import InitRequest
 from shared.bus.nats_bus import connect_nats
 from shared.bus.nats_credentials import Access, new_seed
 from shared.bus.port import BusDown
@@ -69,6 +74,23 @@ async def test_a_server_without_tls_is_refused(nats_server, keys):
     said = await refusal(nats_server.url, keys.access(Party.ROUTER))
 
     assert "offers no encryption" in said
+
+
+async def test_a_renewed_certificate_is_in_use_after_sighup_and_its_end_is_known(keys, tmp_path):
+    renewed_at = datetime.now(UTC) + timedelta(minutes=30)
+    with keys.server(tmp_path) as server:
+        async with asyncio.timeout(SOON_S):
+            before = await connect_nats(server.url, name="collector", access=keys.access(Party.COLLECTOR))
+            renewed = create(keys.folder, InitRequest(api_key=False, renew=True), renewed_at)
+            os.kill(server.pid, signal.SIGHUP)
+            after = await connect_nats(server.url, name="collector", access=keys.access(Party.COLLECTOR))
+            while after.counts.certificate_ends_at == before.counts.certificate_ends_at:
+                await after.close()
+                after = await connect_nats(server.url, name="collector", access=keys.access(Party.COLLECTOR))
+            await after.close()
+            await before.close()
+
+    assert after.counts.certificate_ends_at == int(renewed.server.ends_at.timestamp())
 
 
 async def test_a_client_that_speaks_in_clear_is_cut_off(guarded):

@@ -257,6 +257,7 @@ def _bus(counts: BusCounts) -> Iterable[Family]:
             names.BUS_BAD: counts.bad_messages,
             names.BUS_PARTS_LOST: counts.parts_lost,
             names.BUS_RECONNECTS: counts.reconnects,
+            names.BUS_CERTIFICATE_EXPIRES: counts.certificate_ends_at,
         }
     )
 

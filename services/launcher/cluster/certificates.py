@@ -37,17 +37,26 @@ class CertificateFacts:
 
     names: tuple[str, ...]
     """Host names and addresses in it; none for a CA."""
+    begins_at: datetime
     ends_at: datetime
+    allowed: tuple[str, ...] = ()
+    """Of a CA: names and addresses that its certificates may have; none: all."""
 
 
-def new_authority(now: datetime) -> KeyPair:
-    """A CA for this cluster's servers only."""
-    key, name = ec.generate_private_key(ec.SECP256R1()), _name("Baton cluster CA")
+def new_authority(hosts: Sequence[str], now: datetime, key_pem: bytes = b"") -> KeyPair:
+    """A CA for servers of these names only: clients refuse its certificates for others (RFC 5280, name constraints).
+    With the key of an earlier CA, what that has signed stays valid.
+
+    Raises ValueError for a name that no certificate can have, NoCertificate for a key that is none.
+    """
+    key = _private_key(key_pem) if key_pem else ec.generate_private_key(ec.SECP256R1())
+    name = _name("Baton cluster CA")
     usage = _usage(key_cert_sign=True, crl_sign=True)
     made = (
         _begun(name, name, key, now, AUTHORITY_DAYS)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
+        .add_extension(_only_for(hosts), critical=True)
         .sign(key, hashes.SHA256())
     )
     return KeyPair(certificate=_pem(made), key=_key_pem(key))
@@ -72,12 +81,20 @@ def new_server(authority: KeyPair, hosts: Sequence[str], now: datetime) -> KeyPa
 def facts_of(pem: bytes) -> CertificateFacts:
     """Contents of the first certificate in a PEM file. Raises NoCertificate."""
     certificate = _certificate(pem)
-    try:
-        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        names = [*found.get_values_for_type(x509.DNSName), *map(str, found.get_values_for_type(x509.IPAddress))]
-    except x509.ExtensionNotFound:
-        names = []
-    return CertificateFacts(names=tuple(names), ends_at=certificate.not_valid_after_utc)
+    names: list[str] = []
+    allowed: list[str] = []
+    for extension in certificate.extensions:
+        match extension.value:
+            case x509.SubjectAlternativeName() as given:
+                names = [*given.get_values_for_type(x509.DNSName), *map(str, given.get_values_for_type(x509.IPAddress))]
+            case x509.NameConstraints() as limits:
+                allowed = [str(one.value).partition("/")[0] for one in limits.permitted_subtrees or ()]
+    return CertificateFacts(
+        names=tuple(names),
+        begins_at=certificate.not_valid_before_utc,
+        ends_at=certificate.not_valid_after_utc,
+        allowed=tuple(allowed),
+    )
 
 
 def is_signed_by(server: bytes, authority: bytes) -> bool:
@@ -113,6 +130,15 @@ def _alternative(host: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
         return x509.DNSName(host)
+
+
+def _only_for(hosts: Sequence[str]) -> x509.NameConstraints:
+    """An address is allowed as a network of one address. Both kinds must occur: a kind that is missing is free."""
+    allowed = [_alternative(host) for host in hosts]
+    subtrees: list[x509.GeneralName] = [
+        x509.IPAddress(ipaddress.ip_network(one.value)) if isinstance(one, x509.IPAddress) else one for one in allowed
+    ]
+    return x509.NameConstraints(permitted_subtrees=subtrees, excluded_subtrees=None)
 
 
 def _usage(*, digital_signature: bool = False, key_cert_sign: bool = False, crl_sign: bool = False) -> x509.KeyUsage:

@@ -58,23 +58,32 @@ class InitResult:
     """Shown once, stored nowhere."""
 
 
-def existing_files(folder: Path) -> ExistingFiles:
+def existing_files(folder: Path, now: datetime) -> ExistingFiles:
     """Raises NoCertificate."""
     files = frozenset(str(file.relative_to(folder)) for file in folder.glob("*/*") if file.is_file())
+    server, authority = (_facts(folder, file) if file in files else None for file in (SERVER, AUTHORITY))
+    return ExistingFiles(
+        files=files,
+        names=server.names if server else (),
+        allowed=authority.allowed if authority else (),
+        ends_soon=server is not None and server.ends_at - now < (server.ends_at - server.begins_at) / 3,
+    )
+
+
+def _facts(folder: Path, file: str) -> CertificateFacts:
     try:
-        names = facts_of((folder / SERVER).read_bytes()).names if SERVER in files else ()
+        return facts_of((folder / file).read_bytes())
     except NoCertificate as error:
-        raise NoCertificate(f"{SERVER}: {error}") from error
-    return ExistingFiles(files=files, names=names)
+        raise NoCertificate(f"{file}: {error}") from error
 
 
 def create(folder: Path, request: InitRequest, now: datetime) -> InitResult:
     """Create missing files. Raises CannotCreate, NoCertificate, BusDown for a key that cannot be read, OSError."""
-    found = existing_files(folder)
+    found = existing_files(folder, now)
     plan = plan_files(request, found)
     folder.mkdir(parents=True, exist_ok=True, mode=FOLDER_MODE)
-    if plan.authority:
-        _write_pair(folder, (AUTHORITY, AUTHORITY_KEY), new_authority(now))
+    if plan.authority or plan.widens:
+        _create_authority(folder, plan, found, now)
     if plan.server:
         _create_server(folder, plan, now)
     for owner in plan.nkeys:
@@ -104,8 +113,22 @@ def _create_server(folder: Path, plan: InitPlan, now: datetime) -> None:
     try:
         made = new_server(authority, plan.hosts, now)
     except ValueError as error:
-        raise CannotCreate(f"{', '.join(plan.hosts)}: a certificate cannot name one of these: {error}") from error
+        raise _unnamable(plan, error) from error
     _write_pair(folder, (SERVER, SERVER_KEY), made)
+
+
+def _create_authority(folder: Path, plan: InitPlan, found: ExistingFiles, now: datetime) -> None:
+    key = (folder / AUTHORITY_KEY).read_bytes() if plan.widens else b""
+    hosts = list(dict.fromkeys([*(found.allowed if plan.widens else ()), *plan.hosts]))
+    try:
+        made = new_authority(hosts, now, key)
+    except ValueError as error:
+        raise _unnamable(plan, error) from error
+    _write_pair(folder, (AUTHORITY, AUTHORITY_KEY), made)
+
+
+def _unnamable(plan: InitPlan, error: ValueError) -> CannotCreate:
+    return CannotCreate(f"{', '.join(plan.hosts)}: a certificate cannot name one of these: {error}")
 
 
 def _create_api_key(folder: Path) -> str:

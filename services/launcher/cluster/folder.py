@@ -52,6 +52,10 @@ class ExistingFiles:
     """Paths relative to the folder."""
     names: tuple[str, ...] = ()
     """Names in the server's certificate."""
+    allowed: tuple[str, ...] = ()
+    """Names that the CA may sign for; none: all."""
+    ends_soon: bool = False
+    """Less than a third of the life of the server's certificate is left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +63,8 @@ class InitPlan:
     """What has to be created."""
 
     authority: bool
+    widens: bool = False
+    """The CA keeps its key and gets a certificate for more names."""
     server: bool
     hosts: tuple[str, ...]
     """Names for the server's certificate."""
@@ -85,17 +91,20 @@ def plan_files(request: InitRequest, found: ExistingFiles) -> InitPlan:
     """Existing files are kept unless the request says otherwise. Raises CannotCreate."""
     missing = {file for file in (AUTHORITY, AUTHORITY_KEY, SERVER, SERVER_KEY, API_KEYS) if file not in found.files}
     authority = request.force or {AUTHORITY, AUTHORITY_KEY} <= missing
-    server = authority or request.renew or bool(missing & {SERVER, SERVER_KEY})
+    can_renew = not missing & {AUTHORITY, AUTHORITY_KEY}
+    server = authority or request.renew or bool(missing & {SERVER, SERVER_KEY}) or (found.ends_soon and can_renew)
     lacking = sorted(missing & {AUTHORITY, AUTHORITY_KEY})
     if server and not authority and lacking:
         raise CannotCreate(
             f"{lacking[0]} is missing, and a certificate cannot be signed without it. Restore it, or replace all "
             "with --force; then every process needs its new files."
         )
+    hosts = tuple(dict.fromkeys([*HOSTS, *request.hosts, *([] if request.force else found.names)]))
     return InitPlan(
         authority=authority,
+        widens=server and not authority and bool(found.allowed) and not {*hosts} <= {*found.allowed},
         server=server,
-        hosts=tuple(dict.fromkeys([*HOSTS, *request.hosts, *([] if request.force else found.names)])),
+        hosts=hosts,
         nkeys=tuple(o for o in owners(found, request) if request.force or f"{folder_of(o)}/{NKEY}" not in found.files),
         api_key=request.api_key and (request.force or API_KEYS in missing),
     )

@@ -37,10 +37,12 @@ def add_to(app: typer.Typer) -> None:
 
 [cyan]baton init /etc/baton --worker gpu-1 --worker gpu-2[/]   each of these workers gets its own key
 
-[cyan]baton init /etc/baton --renew[/]   a new certificate for NATS; all keys stay valid
+[cyan]baton init /etc/baton --renew[/]   a new certificate for NATS; all keys stay valid (SIGHUP makes
+nats-server read it)
 
-Existing files are kept, so the command can be repeated at any time. Repeat it after an upgrade: it
-rewrites nats-server's permissions for the new version.""",
+Existing files are kept, so the command can be repeated at any time; a certificate of which less than a third
+of its life is left is renewed. Repeat it after an upgrade: it rewrites nats-server's permissions for the new
+version. Clients accept the CA's certificates for the given names only; a new --host changes ca.pem.""",
     )(init)
 
 
@@ -80,7 +82,12 @@ def show_result(console: Console, folder: Path, request: InitRequest, made: Init
     """List the files, and how to use them."""
     plan = made.plan
     console.print(f"[bold]{folder}[/]")
-    _line(console, plan.authority, "ca/", f"the cluster's own CA, valid until {made.authority.ends_at:%Y-%m-%d}")
+    _line(
+        console,
+        plan.authority or plan.widens,
+        "ca/",
+        f"the cluster's own CA, valid until {made.authority.ends_at:%Y-%m-%d}",
+    )
     names = ", ".join(made.server.names)
     _line(console, plan.server, "nats/", f"NATS's certificate for {names}, valid until {made.server.ends_at:%Y-%m-%d}")
     for owner in made.owners:
@@ -103,6 +110,11 @@ def show_result(console: Console, folder: Path, request: InitRequest, made: Init
 
 
 def _warn(console: Console, request: InitRequest, made: InitResult) -> None:
+    if made.plan.widens:
+        console.print(
+            "[yellow]![/] The CA's certificate names more hosts now; its key is the same. Give every process its new "
+            "ca.pem before nats-server reads its new certificate."
+        )
     days = (made.server.ends_at - datetime.now(UTC)).days
     if days < ENDS_SOON_DAYS:
         expiry = "has expired" if days < 0 else f"expires in {days} days"

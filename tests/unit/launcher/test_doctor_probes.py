@@ -234,7 +234,7 @@ def test_an_engine_that_does_not_load_is_reported():
 
 def test_certificates_have_their_expiry_and_keys_their_readers(tmp_path: Path):
     now = datetime(2026, 1, 1, tzinfo=UTC)
-    pair = new_authority(now)
+    pair = new_authority(("nats",), now)
     for name, content in {
         "ca/ca.pem": pair.certificate,
         "nats/server.pem": b"?",

@@ -22,6 +22,7 @@ from services.launcher.cluster.folder import (
     SECURE,
     SERVER,
     SERVER_KEY,
+    TRUSTED,
     CannotCreate,
     ExistingFiles,
     InitRequest,
@@ -86,7 +87,9 @@ def test_a_renewal_only_replaces_the_certificate_with_old_and_new_names(tmp_path
 
     made = create(tmp_path, InitRequest(hosts=("10.0.0.7",), renew=True), NOW + timedelta(days=30))
 
-    assert changed(before, contents(tmp_path)) == {SERVER, SERVER_KEY}
+    trusted = {f"{folder_of(party)}/{TRUSTED}" for party in Party}
+    assert changed(before, contents(tmp_path)) == {SERVER, SERVER_KEY, AUTHORITY, *trusted}
+    assert is_signed_by(before[SERVER], (tmp_path / AUTHORITY).read_bytes())
     assert set(made.server.names) == {*HOSTS, "old.example.org", "10.0.0.7"}
     assert made.is_trusted
     assert made.server.ends_at > facts_of(before[SERVER]).ends_at
@@ -144,14 +147,28 @@ def test_the_command_lists_its_files_and_shows_the_api_key_once(tmp_path):
     assert f"BATON_NATS_NKEY_FILE={tmp_path}/router/nkey" in first
 
 
+@pytest.mark.parametrize(("age_days", "renews"), [(SERVER_DAYS // 3, False), (SERVER_DAYS * 3 // 4, True)])
+def test_a_certificate_with_less_than_a_third_of_its_life_left_is_renewed(tmp_path, age_days, renews):
+    create(tmp_path, InitRequest(), NOW)
+    before = contents(tmp_path)
+
+    made = create(tmp_path, InitRequest(), NOW + timedelta(days=age_days))
+
+    assert changed(before, contents(tmp_path)) == ({SERVER, SERVER_KEY} if renews else set())
+    assert made.server.ends_at - (NOW + timedelta(days=age_days)) > timedelta(days=SERVER_DAYS / 3)
+
+
 @pytest.mark.parametrize(
     ("age_days", "says"),
     [(SERVER_DAYS - 10, r"expires in \d+ days.*--renew"), (SERVER_DAYS + 1, "has expired.*--renew")],
 )
-def test_an_expiring_certificate_is_reported_until_renewed(tmp_path, age_days, says):
+def test_an_expiring_certificate_that_cannot_be_renewed_is_reported(tmp_path, age_days, says):
     create(tmp_path, InitRequest(), NOW - timedelta(days=age_days))
+    ca_key = (tmp_path / AUTHORITY_KEY).read_bytes()
+    (tmp_path / AUTHORITY_KEY).unlink()
 
     assert re.search(says, init(tmp_path))
+    (tmp_path / AUTHORITY_KEY).write_bytes(ca_key)
     assert not re.search(says, init(tmp_path, "--renew"))
 
 

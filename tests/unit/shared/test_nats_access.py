@@ -38,12 +38,21 @@ def handshake(authority: bytes, server: KeyPair, folder: Path, host: str = "nats
 
 
 def test_a_certificate_of_the_cluster_is_trusted_for_its_names_and_addresses(tmp_path):
-    authority = new_authority(NOW)
+    authority = new_authority(("nats.example.org", "10.0.0.7"), NOW)
     server = new_server(authority, ("nats.example.org", "10.0.0.7"), NOW)
 
     for host in ("nats.example.org", "10.0.0.7"):
         with pytest.raises(AssertionError, match="they trust each other"):
             handshake(authority.certificate, server, tmp_path, host)
+
+
+@pytest.mark.parametrize("foreign", ["bank.example.com", "192.0.2.1"])
+def test_the_ca_of_a_cluster_is_trusted_for_no_other_name_or_address(tmp_path, foreign):
+    authority = new_authority(("nats.example.org", "10.0.0.7"), NOW)
+
+    error = handshake(authority.certificate, new_server(authority, (foreign,), NOW), tmp_path, foreign)
+
+    assert "permitted subtree violation" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +66,7 @@ def test_a_certificate_of_the_cluster_is_trusted_for_its_names_and_addresses(tmp
 )
 def test_an_invalid_certificate_error_says_what_to_do(tmp_path, made_days_ago, hosts, ca_file, says):
     made = NOW - timedelta(days=made_days_ago)
-    authority = new_authority(min(NOW, made))
+    authority = new_authority(hosts, min(NOW, made))
     error = handshake(authority.certificate, new_server(authority, hosts, made), tmp_path)
 
     assert made_days_ago < AUTHORITY_DAYS
