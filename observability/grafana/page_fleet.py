@@ -173,6 +173,12 @@ SERVICES = (
         {"{{instance}}": rate(names.BUS_RECONNECTS, "instance")},
         "Good: 0.",
     ),
+    graph(
+        "Free disk space",
+        "bytes",
+        {"{{service}} {{process}} {{folder}}": gauge(names.DISK_FREE, "service, process, folder")},
+        "On a full disk NATS cannot write the worker registry, and logs are lost.",
+    ),
 )
 
 FLEET = (*OVERVIEW, *WORKERS, *UTILIZATION, *SERVICES)

@@ -37,6 +37,25 @@ class RouterHealth(Message, frozen=True, kw_only=True):
     is_index_compiled: bool = True
 
 
+class DiskFolder(StrEnum):
+    """What a process of Baton writes to disk."""
+
+    STATE = "state"
+    LOGS = "logs"
+    NATS = "nats"
+    """JetStream's store, where `baton up` runs NATS."""
+    KV_STORE = "kv_store"
+
+
+class DiskSpace(Message, frozen=True, kw_only=True):
+    """Space of the file system that has the folder."""
+
+    folder: DiskFolder
+    free_bytes: int
+    """For this process's user."""
+    size_bytes: int
+
+
 class ServiceStatus(Message, frozen=True, kw_only=True):
     """Service -> anyone: its phase and address, on each change and every two seconds."""
 
@@ -60,6 +79,8 @@ class ServiceStatus(Message, frozen=True, kw_only=True):
     """What an operator must correct, although the process serves: it is degraded. Empty when there is nothing."""
     router: RouterHealth | None = None
     """Of a router."""
+    disks: list[DiskSpace] = msgspec.field(default_factory=list)
+    """One for each file system that this process writes to."""
 
 
 class AskTokenizer(Message, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ from shared.contracts.channels import SERVICE_STATUS
 from shared.contracts.control import ServicePhase, ServiceStatus
 from shared.deadline import unless
 from shared.runtime.clock import Clock, SystemClock
+from shared.runtime.disk import DiskWatch
 from shared.runtime.settings import CommonSettings
 from shared.runtime.version import baton_version
 from shared.runtime.waiting import Waits, waiting_page
@@ -206,6 +207,7 @@ async def _run(facts: ServiceFacts, common: CommonSettings, main: Main, listener
         if bus is None:
             return 0
         service = Service(facts, bus, clock, tracer, stopping=stopping, spans=spans)
+        service.extend_status(DiskWatch(common.state_dir).add_to)
         return await live(
             service, _ending_in_time(main, facts.last_resorts.ending_s_max), drain_s_max=facts.drain_s_max
         )

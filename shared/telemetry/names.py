@@ -331,6 +331,15 @@ FLEET_READBACK = counter(
 SERVICE_PHASE = gauge(
     "baton_service_phase", "1", "1 for the current phase of a process.", "service", "process", "phase"
 )
+DISK_FREE = gauge(
+    "baton_disk_free_bytes",
+    "bytes",
+    "Free space of the file system of a folder: state, logs, nats (JetStream's store) or kv_store.",
+    "service",
+    "process",
+    "folder",
+)
+DISK_SIZE = gauge("baton_disk_size_bytes", "bytes", "Size of that file system.", "service", "process", "folder")
 
 # Bus (/metrics of each process that serves it).
 BUS_DROPPED = counter(

@@ -247,7 +247,16 @@ def _handoffs(handoffs: Handoffs) -> Iterator[Family]:
 def _services(metrics: FleetMetrics) -> Iterable[Family]:
     statuses = [status for status, _heard in metrics.services.values()]
     samples = [Sample((status.service, status.instance, status.phase.value), 1.0) for status in statuses]
-    return [Family(names.SERVICE_PHASE, samples)]
+    disks = [
+        ((status.service, status.instance, folder.value), disk)
+        for status in statuses
+        for folder, disk in {disk.folder: disk for disk in status.disks}.items()
+    ]
+    return [
+        Family(names.SERVICE_PHASE, samples),
+        Family(names.DISK_FREE, [Sample(labels, float(disk.free_bytes)) for labels, disk in disks]),
+        Family(names.DISK_SIZE, [Sample(labels, float(disk.size_bytes)) for labels, disk in disks]),
+    ]
 
 
 def _bus(counts: BusCounts) -> Iterable[Family]:

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[3]
 UP_S_MAX = 900
 READY_S_MAX = 60.0
 POLL_S = 0.2
-NATS_IMAGE = "nats:2.12.1-alpine"
+NATS_IMAGE = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["nats"]["image"]
 BASE_IMAGE = "python:3.11-slim-bookworm"
 
 

@@ -6,7 +6,7 @@ from services.collector.metrics.exposition import BOUNDS, families
 from services.collector.metrics.fleet_metrics import STALE_S_MAX, WORKERS_MAX, FleetMetrics
 from services.orchestrator.fleet.lifecycle import Worker
 from shared.bus.port import BusCounts
-from shared.contracts.control import ServicePhase, ServiceStatus
+from shared.contracts.control import DiskFolder, DiskSpace, ServicePhase, ServiceStatus
 from shared.contracts.inference import RequestFinished
 from shared.contracts.workers import FleetState, Role, WorkerLost, WorkerPhase
 from shared.telemetry import names
@@ -190,14 +190,17 @@ def test_a_loss_that_two_leaders_report_counts_once():
     assert Shown(one, 1.0)(names.FLEET_WORKERS_LOST) == 2
 
 
-def test_services_are_shown_with_their_phase():
+def test_services_are_shown_with_their_phase_and_disks():
     one = metrics()
     one.service_status(ServiceStatus(service="router", instance="r1", phase=ServicePhase.STARTING), 1.0)
-    one.service_status(ServiceStatus(service="router", instance="r1", phase=ServicePhase.READY), 2.0)
+    disks = [DiskSpace(folder=DiskFolder.NATS, free_bytes=3, size_bytes=9)]
+    one.service_status(ServiceStatus(service="router", instance="r1", phase=ServicePhase.READY, disks=disks), 2.0)
     shown = Shown(one, 2.0)
 
     assert shown(names.SERVICE_PHASE, service="router", process="r1", phase="ready") == 1
     assert shown(names.SERVICE_PHASE, service="router", process="r1", phase="starting") is None
+    assert shown(names.DISK_FREE, service="router", process="r1", folder="nats") == 3
+    assert shown(names.DISK_SIZE, service="router", process="r1", folder="nats") == 9
 
 
 def test_label_values_are_bounded():

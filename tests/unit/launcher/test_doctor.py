@@ -27,7 +27,7 @@ from services.launcher.doctor.facts import (
 )
 from services.launcher.doctor.findings import Finding, Level, examination
 from services.launcher.doctor.picture import draw
-from shared.contracts.control import RouterHealth, ServicePhase
+from shared.contracts.control import DiskFolder, DiskSpace, RouterHealth, ServicePhase
 from shared.contracts.load import StoreState
 from shared.contracts.workers import FleetState, HashScheme, Role, WorkerPhase
 from tests.support.examples import examples
@@ -102,6 +102,10 @@ def store(kept: int = 10, **lost: int) -> dict[str, object]:
     }
 
 
+def disks(free: float) -> list[DiskSpace]:
+    return [DiskSpace(folder=DiskFolder.STATE, free_bytes=int(free), size_bytes=10**12)]
+
+
 INSTALLATION_FAULTS: dict[str, tuple[dict[str, object], Level, str]] = {
     "python": ({"python": (3, 12, 1)}, Level.ERROR, "Python 3.12.1"),
     "missing package": (
@@ -159,6 +163,8 @@ SYSTEM_FAULTS: dict[str, tuple[dict[str, object], Level, str]] = {
     "no orchestrator": ({"services": [service("router"), service("collector")]}, Level.ERROR, "No orchestrator has reported"),
     "no collector": ({"services": [service("router"), service("orchestrator")]}, Level.WARNING, "No collector has reported"),
     "starting": (with_service("router", phase=ServicePhase.STARTING, detail="x"), Level.WARNING, "router is starting: x"),
+    "remote disk low": (with_service("router", disks=disks(10e9)), Level.WARNING, "for state of router router-1 on h"),
+    "remote disk full": (with_service("router", disks=disks(1e9)), Level.ERROR, "for state of router router-1 on h"),
     "failed": (with_service("router", phase=ServicePhase.FAILED, detail="x"), Level.ERROR, "router-1 has failed"),
     "two of a name": (double("router"), Level.ERROR, "Two processes use the name router-1"),
     "no leader": ({"fleet": None}, Level.ERROR, "An orchestrator runs, but none leads"),
