@@ -11,11 +11,13 @@ import pytest
 
 from shared.contracts.channels import CHANNELS
 from tests.contracts.examples import ALL_MESSAGES
+from tests.nightly.fuzz.body_fuzz import fuzz_bodies
 from tests.nightly.fuzz.bus_fuzz import Plan, fuzz_bus
 from tests.nightly.fuzz.edge_fuzz import fuzz_edge
 from tests.nightly.fuzz.mutation import Mutator
 
 CONNECTIONS = 300
+BODIES = 500
 PAYLOADS = 50
 """Of each kind."""
 
@@ -26,6 +28,14 @@ def test_fuzzed_clients_get_http_responses_and_leave_no_state():
     assert campaign.findings == []
     assert campaign.sent == CONNECTIONS
     assert 0 < campaign.read < campaign.heard
+
+
+def test_fuzzed_bodies_are_read_within_their_limits_or_refused():
+    campaign = fuzz_bodies(BODIES, 1, lambda _name, _sent: None)
+
+    assert campaign.findings == []
+    assert 0 < campaign.heard < campaign.sent == BODIES
+    assert campaign.read > 0
 
 
 def test_no_fuzzed_message_ends_a_service(tmp_path: Path):
